@@ -1,13 +1,13 @@
-"""Sampling ahead while the trainer trains: at what cost in reward, and in how much less time?
+"""Measures asynchronous training: final reward and time per step against synchronous training.
 
     python benchmarks/asynchronous.py [--seeds 1-5] [--memory FILE] [KEY=VALUE …]
 
-The embedded job with sequence IS in its decoupled form (PPO's clip bounds how far a batch moves the policy),
-at half its usual learning rate, synchronous and with `rollout.max_staleness` 1, 2 and 4, one run at a time.
-Prints Markdown: the validation reward of the final policy, mean and standard deviation over the seeds; its
-difference to the synchronous run of the same seed with its 95 % interval; the p-value of equivalence within
-±`MARGIN` (TOST, Holm over the conditions); staleness in optimizer updates; seconds per step (median over
-steps, mean over seeds) and their ratio.
+Trains the embedded job with sequence IS in decoupled mode (PPO clipping limits how far a batch moves the
+policy), at half its usual learning rate, synchronously and with `rollout.max_staleness` 1, 2 and 4, one run
+at a time. Prints Markdown: the validation reward of the final policy, mean and standard deviation over the
+seeds; its difference to the synchronous run of the same seed with its 95 % interval; the p-value of
+equivalence within ±`MARGIN` (TOST, Holm over the conditions); staleness in optimizer updates; seconds per
+step (median over steps, mean over seeds) and their ratio.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DECOUPLED = (
     *(f"{_CORRECTION}.bypass_mode=false", f"{_CORRECTION}.loss_type=ppo_clip", "actor.lr=4e-4"),
     *("trainer.test_freq=160", "rollout.val_kwargs.n=8", "rollout.val_kwargs.temperature=1.0"),
 )
-#: Final rewards are called equivalent when their difference is shown to be within ± this.
+#: Final rewards count as equivalent if a test shows that their difference is within ± this.
 MARGIN = 0.02
 CONDITIONS = {"synchronous": ()} | {f"max_staleness {k}": (f"rollout.max_staleness={k}",) for k in (1, 2, 4)}
 
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--memory", type=Path, default=Path("asynchronous.jsonl"), help="finished runs")
     parser.add_argument("overrides", nargs="*", help="of every run")
     options = parser.parse_args()
-    # Seed by seed, so that a busy moment of the machine meets every condition.
+    # Seed by seed, so that a temporary load of the machine affects all conditions.
     jobs = [
         Job("asynchronous", name, seed, PRESETS, (*DECOUPLED, *setting, *options.overrides))
         for seed in options.seeds
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def _means(outcomes: dict[Job, Outcome], name: str, metric: str) -> list[float]:
-    """A metric of the runs of one condition, each a mean (of seconds the median) over its steps."""
+    """A metric of the runs of one condition: each run's mean (for seconds, median) over its steps."""
     return [outcome.means[metric] for job, outcome in outcomes.items() if job.name == name]
 
 

@@ -1,22 +1,23 @@
-"""Would a correction that sets itself by the gauge be better than a fixed one? Training in learned worlds.
+"""Compares corrections that adapt to an estimated gradient error with fixed ones, in learned worlds.
 
     python benchmarks/auto_correction.py FILE [--seeds 10] [--steps 60]
 
-A policy of up to 32 tokens trains (Adam, 32 groups of 8) on responses of the policy of 1, 4 or 16 updates
-before. Fixed: five rules at three rates. Adapting, at the same rates: P3O; VCPO (sequence weights truncated
-at 8, rate ∝ √ESS, the baseline of least variance; from its repository); and three that set themselves by the
-formula of `algos/gradient_error.py`, its moments averaged over batches with weight 0.9:
+A policy with responses of up to 32 tokens trains (Adam, 32 groups of 8) on responses of the policy from 1, 4
+or 16 updates before. Fixed methods: five rules at three rates. Adaptive methods, at the same rates: P3O; VCPO
+(sequence weights truncated at 8, rate ∝ √ESS, minimum-variance baseline; as in its repository); and three
+methods that use the formula of `algos/gradient_error.py` with moments averaged over batches with weight 0.9:
 
-- `auto bound` takes, batch by batch, the rule of smallest estimated error;
-- `auto bound and rate` also multiplies the rate by the squared cosine that is estimated between the rule's
-  expected gradient and the true one;
-- `auto bound and staleness` also waits one step for fresh responses whenever that squared cosine is below ½.
+- `auto bound` uses, per batch, the rule with the smallest estimated error;
+- `auto bound and rate` also multiplies the rate by the estimated squared cosine between the rule's expected
+gradient
+  and the true gradient;
+- `auto bound and staleness` also waits one step for fresh responses if that squared cosine is below ½.
 
-Score: mean exact expected reward over the steps, those that waited included. Two seeds choose each side's
-rate at each staleness, and the best fixed rule; ten others are reported. Regret: score of that rule less
-one's own, with 90 % bootstrap intervals over seeds. Worst case: the largest mean regret of the three levels.
-Finished runs are lines of FILE: interrupted, the same command goes on. 480 runs of half a second to two
-seconds.
+Score: mean exact expected reward over the steps, including steps that waited. Two seeds select each method's
+rate at each staleness, and the best fixed rule; ten other seeds are reported. Regret: score of the best fixed
+rule minus the method's score, with 90 % bootstrap intervals over seeds. Worst case: the largest mean regret
+of the three staleness levels. Finished runs are stored as lines of FILE; after an interruption, the same
+command continues. 480 runs of half a second to two seconds.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ ADAPTING = ("P3O", "VCPO", "auto bound", "auto bound and rate", "auto bound and 
 
 
 class Gauge:
-    """Averages over batches of the products that an error follows from, for every rule."""
+    """Moving averages, over batches, of the moments from which each rule's error is computed."""
 
     def __init__(self) -> None:
         self.moments: dict[str, np.ndarray] = {}
 
     def observe(self, world: LearnedWorld, drawn: SampledGroups) -> dict[str, np.ndarray]:
-        """The gradients of every rule, remembered."""
+        """Updates the averages; returns the gradients of every rule."""
         exact = world.group_gradients(EXACT, drawn, N)
         found = {name: world.group_gradients(rule, drawn, N) for name, rule in RULES.items()}
         for name, used in found.items():
@@ -79,7 +80,7 @@ class Gauge:
         return 1.0 - max(inner, 0.0) ** 2 / spread if spread > 0 else 1.0
 
     def cosine(self, name: str) -> float:
-        """Squared, kept in [0.1, 1]; 1 where the moments make none."""
+        """Squared cosine, clipped to [0.1, 1]; 1 if the moments do not define it."""
         norm, inner, signal, _ = self.moments[name]
         return float(np.clip(max(inner, 0.0) ** 2 / (norm * signal), 0.1, 1.0)) if norm > 0 < signal else 1.0
 
@@ -91,11 +92,11 @@ def pairs(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def vcpo(world: LearnedWorld, drawn: SampledGroups) -> tuple[np.ndarray, float]:
-    """The mean gradient with VCPO's baseline, and √ESS of the unbounded sequence weights."""
+    """Returns the mean gradient with VCPO's baseline, and √ESS of the unbounded sequence weights."""
     tables = (world.train - world.rollout)[drawn.contexts, drawn.tokens]
     ratio = np.exp(np.where(drawn.mask, tables, 0.0).sum(1))
     scores = world.group_gradients(NONE, replace(drawn, advantages=np.ones(len(ratio))), 1)
-    # Rewards are 0 or 1; in a group where all are equal RLOO's advantages are 0, and so are these.
+    # Rewards are 0 or 1. In a group with equal rewards, RLOO's advantages are 0, and so are these.
     rewards = (drawn.advantages > 0).astype(float).reshape(-1, N)
     share = (ratio**2 * (scores**2).sum(1)).reshape(-1, N)
     baseline = (share * rewards).sum(1, keepdims=True) / share.sum(1, keepdims=True)

@@ -1,16 +1,15 @@
-"""A training step on a GPU: where the time goes, how much memory, and what share the correction takes.
+"""Measures a training step on a GPU: time per phase, memory, and the correction's share.
 
     python benchmarks/card.py [--sizes 0.5b 1.5b 7b] [--engines hf vllm] [--steps 5] [--json FILE]
 
-Random weights in the shapes of Qwen2.5: 32 prompts × 8 responses of up to 512 tokens, bf16, sequence IS in
-its decoupled form, which scores every batch once before it is trained on; the 7B shape trains LoRA adapters.
-Every case runs in a process of its own and prints rows of one Markdown table: per phase the median seconds
-measured, those that the dry run would have estimated for this machine (`rlctl/spec/placement.py`), and
-measured / estimated; the same for tokens per second and for the peak of the GPU's memory; and the
-correction's share of the step. A ratio far above the others tells what is broken rather than slow. An engine
-that is not installed is left out.
+Random weights with the dimensions of Qwen2.5: 32 prompts × 8 responses of up to 512 tokens, bf16, sequence IS
+in decoupled mode, which scores every batch once before training; the 7B size trains LoRA adapters. Every case
+runs in a separate process and prints rows of one Markdown table: per phase the measured median seconds, the
+dry run's estimate for this machine (`rlctl/spec/placement.py`), and measured / estimated; the same for tokens
+per second and peak GPU memory; and the correction's share of the step. A ratio far above the other ratios
+indicates a fault, not just a slow phase. Engines that are not installed are omitted.
 
-Without a CUDA card only `--sizes tiny` runs, which tries the script itself.
+Without a CUDA GPU only `--sizes tiny` runs, which tests the script itself.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ SHAPES = {
 }
 PRESET = "rloo-seq-is"
 PROMPTS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 32, 8, 128, 512
-#: Row → the run's phases it adds up, and the plan's.
+#: Row → phases of the run, and phases of the estimate, whose seconds are added.
 PHASES = {
     "generate, s": (("gen",), ("generate",)),
     "score, s": (("old_log_prob", "ref", "values"), ("score",)),
@@ -50,7 +49,7 @@ Row = tuple[str, float | None, float | None]
 
 
 def write_model(size: str, where: Path) -> None:
-    """Config, random weights and a character-level tokenizer."""
+    """Writes config, random weights and a character-level tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -78,7 +77,7 @@ def write_model(size: str, where: Path) -> None:
 
 
 def write_prompts(where: Path, tokens: int) -> None:
-    """Rows of digits, a character a token; the right answer does not matter."""
+    """Writes prompts of random digits, one token per character; the ground truth does not matter."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -95,7 +94,7 @@ def write_prompts(where: Path, tokens: int) -> None:
 
 
 def overrides_of(size: str, engine: str, where: Path) -> list[str]:
-    """What the case trains."""
+    """Spec overrides of a case."""
     small = size == "tiny"
     prompt, response = (16, 12) if small else (PROMPT_TOKENS, RESPONSE_TOKENS)
     write_prompts(where / "prompts.parquet", prompt)
@@ -121,7 +120,7 @@ def overrides_of(size: str, engine: str, where: Path) -> list[str]:
 
 
 def compared(phases: dict[str, float], estimated: dict[str, float]) -> list[Row]:
-    """A row per phase: measured and estimated seconds; what was not run, or not estimated, is None."""
+    """One row per phase: measured and estimated seconds; None if not run or not estimated."""
     rows: list[Row] = []
     for name, (ours, plans) in PHASES.items():
         measured = [phases[phase] for phase in ours if phase in phases]
@@ -131,7 +130,7 @@ def compared(phases: dict[str, float], estimated: dict[str, float]) -> list[Row]
 
 
 def estimate(spec: Any, machine: Any) -> tuple[dict[str, float], float, float]:
-    """Seconds by the plan's phases, tokens of a step and the peak of a GPU's memory in GiB."""
+    """Estimated seconds per phase, tokens per step, and peak memory of a GPU in GiB."""
     from rlctl.spec.model_size import model_size
     from rlctl.spec.placement import Placement
 
@@ -149,7 +148,7 @@ def cells(row: Row) -> list[str]:
 
 
 def measure(size: str, engine: str, steps: int) -> list[Row]:
-    """In a process of its own: train, and say where the time went."""
+    """Trains in this process and returns the rows of the table."""
     import torch
 
     from benchmarks.step import run_rlctl

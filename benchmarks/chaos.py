@@ -1,13 +1,13 @@
-"""Runs killed by SIGKILL at random moments and resumed, against one that was never killed.
+"""Compares runs that were killed by SIGKILL at random times and resumed with an uninterrupted run.
 
     python -m benchmarks.chaos --kills 50 --out chaos.json
 
-Each kill is a run of its own, killed at a moment drawn uniformly: two counted from its start, two from its
-first step on by turns, the launcher alone or every process (by turns too). It is resumed at once (or started
-anew where nothing was saved yet) and compared at its end.
-Equal means: every step once and in order, every metric and the trained weights bit for bit, apart from times.
-With `rollout.max_staleness` which weights sampled a batch depends on the clock, a vLLM server's arithmetic
-on its batches: there only the steps are compared.
+Each kill is a separate run, killed at a uniformly drawn time: alternately two runs with the time counted from
+their start and two from their first step; alternately only the launcher or every process. The run is resumed
+immediately (or restarted if nothing was saved yet) and compared at its end.
+Equal means: every step once and in order; all metrics and the trained weights identical bit for bit, except
+times. With `rollout.max_staleness`, the weights that sampled a batch depend on timing; with a vLLM server,
+rounding depends on its batches. In these two modes only the steps are compared.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MODES = {
     "vLLM server": (("rollout.name=vllm", "rollout.mode=server", "engine.dtype=fp32"), False),
 }
 TIMED = ("timing_s/", "perf/throughput", "perf/time_per_step", "perf/max_memory", "timestamp")
-#: Seconds in which every process of a killed run must be gone.
+#: Seconds in which every process of a killed run must end.
 GONE_S = 60.0
 
 
@@ -89,7 +89,7 @@ def await_first_step(run: Path, process: subprocess.Popen[bytes]) -> None:
 
 
 def whole(run: Path, mode: tuple[str, ...]) -> tuple[float, float]:
-    """A run that nobody kills; its seconds, and those from its first step on."""
+    """Runs without a kill; returns seconds since the start and since the first step."""
     begun = time.monotonic()
     process = start(*RUN, *mode, f"trainer.run_dir={run}", log=run.with_suffix(".log"))
     await_first_step(run, process)
@@ -102,7 +102,7 @@ def whole(run: Path, mode: tuple[str, ...]) -> tuple[float, float]:
 def killed(
     run: Path, mode: tuple[str, ...], after: float, *, stepping: bool, everyone: bool
 ) -> dict[str, object] | None:
-    """A run killed so many seconds after its start, or its first step, and resumed; None if it had ended."""
+    """Kills a run `after` seconds after its start or first step and resumes it; None if it had ended."""
     log = run.with_suffix(".log")
     process = start(*RUN, *mode, f"trainer.run_dir={run}", log=log)
     if stepping:
@@ -129,7 +129,7 @@ def killed(
     if not saved:
         shutil.rmtree(run, ignore_errors=True)
     words = ["--resume", str(run)] if saved else [*RUN, *mode, f"trainer.run_dir={run}"]
-    found["exit_code"] = start(*words, log=log).wait()  # at once: ranks of the killed run may still be there
+    found["exit_code"] = start(*words, log=log).wait()  # without delay: ranks of the killed run may be alive
     deadline = time.monotonic() + GONE_S
     while (left := family(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -159,7 +159,7 @@ def main() -> None:
             run = place / f"killed-{number}"
             how = {"stepping": number % 4 >= 2, "everyone": number % 2 == 1}
             while (kill := killed(run, mode, drawn.uniform(0.0, lasts[how["stepping"]]), **how)) is None:
-                shutil.rmtree(run)  # it was faster than the one it is compared with: drawn again
+                shutil.rmtree(run)  # the run ended before the kill: draw again
             got = result(run) if (run / "metrics.jsonl").is_file() else {"steps": []}
             same = got == expected if is_exact else got["steps"] == expected["steps"]
             kill["equal"] = same and not kill["orphans"] and not kill["exit_code"]

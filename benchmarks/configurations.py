@@ -1,9 +1,9 @@
-"""The reference guide's four configurations, its two complete examples, and the uncorrected baselines.
+"""Trains the reference guide's four configurations, its two examples, and the uncorrected baselines.
 
     python benchmarks/configurations.py [--seeds 1-5] [--workers 2] [--memory FILE]
 
-Each trains the embedded model end to end with its preset as it ships; prints a Markdown table. Seconds
-per step are measured apart, each configuration alone on the machine, one thread.
+Each run trains the embedded model with an unchanged preset. Prints a Markdown table. Seconds per step are
+measured in separate runs, one at a time, with one thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.runs import Job, Outcome, run_all
 
 STEPS = ("trainer.total_training_steps=100",)
 FEW_STEPS = ("trainer.total_training_steps=10", "actor.lr_warmup_steps=2")
-#: The examples are specs of a 7B model on eight GPUs: here their algorithm at the embedded model's scale.
+#: The examples are specs for a 7B model on eight GPUs; here their algorithm trains the embedded model.
 _SMALL = ("model.path=embedded", "data.train_files=[]", "data.val_files=[]", "trainer.n_gpus_per_node=1")
 _EXAMPLE = (*_SMALL, "trainer.logger=console", "trainer.save_freq=-1")
 
@@ -39,7 +39,7 @@ CONFIGURATIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def row(name: str, outcomes: list[Outcome], alone: Outcome) -> str:
-    """One line of the table: means over the seeds, the spread of the last rewards, seconds when alone."""
+    """One line of the table: means and range over the seeds, seconds per step of a run without others."""
     finished = [outcome for outcome in outcomes if not outcome.error]
     if not finished:
         return f"| {name} | no run finished | | | | | |"

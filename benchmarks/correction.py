@@ -1,17 +1,15 @@
-"""Weights, mask and all metrics of one batch: this project's correction against verl 0.9's helper.
+"""Compares the cost of rlctl's correction (weights, mask, all metrics of a batch) with verl 0.9's helper.
 
     python benchmarks/correction.py [--level token] [--json FILE] [--threads 1] [--repeats 15]
 
-Both sides get the same float32 batch and the same rules (weights truncated at 2 and normalised;
-token_k1 and seq_max_k2 rejection), and both end with Python numbers. Time: medians of
-alternating runs in one process. Extra memory: rise of the process's peak resident set over its
-level just before the call, each side and size in a process of its own (the allocator is told to
-hand freed blocks back, or the peak would include what earlier calls left). Host transfers: calls
-that would wait for a GPU (`item`, `tolist`, truth or conversion of a tensor, selection by a mask),
-counted by patching.
+Both sides get the same float32 batch and the same rules (weights truncated at 2 and normalised; token_k1 and
+seq_max_k2 rejection), and both return Python numbers. Time: medians of alternating runs in one process. Extra
+memory: increase of the process's peak resident set during the call, each side and size in a separate process
+(the allocator is configured to return freed blocks, otherwise the peak would include memory of earlier
+calls). Host transfers: calls that would wait for a GPU (`item`, `tolist`, truth value or conversion of a
+tensor, indexing by a mask), counted by patching.
 
-Without verl only this project's figures are printed; `make verl` installs what
-is needed.
+Without verl only rlctl is measured; `make verl` installs verl.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ Run = Callable[[], dict[str, float]]
 
 
 def make_batch(batch: int, horizon: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ragged responses whose log-ratios look like those of a bf16 engine."""
+    """Random responses of different lengths, with log-ratios as large as those of a bf16 engine."""
     generator = torch.Generator().manual_seed(0)
     rollout = -torch.rand(batch, horizon, generator=generator) * 4
     train = rollout + 0.02 * torch.randn(batch, horizon, generator=generator)
@@ -61,7 +59,7 @@ def make_batch(batch: int, horizon: int) -> tuple[torch.Tensor, torch.Tensor, to
 
 
 def prepare(side: str, size: tuple[int, int], level: str) -> Run | None:
-    """A function that does the whole work once; None where verl is missing."""
+    """Returns a function that runs the correction once; None if verl is missing."""
     train, rollout, mask = make_batch(*size)
     weight = WeightRule(level, "truncate", 0.5, 2.0, True, "all", "verl")
     rules = CorrectionRules(weight, REJECT_RULES)
@@ -71,7 +69,7 @@ def prepare(side: str, size: tuple[int, int], level: str) -> Run | None:
             found = correct(train, rollout, mask, rules)
             host = found.sums.to_host()
             assert found.weights is not None
-            # The factor scales the gradient; the weights are not written again.
+            # The factor scales the gradient; the weights are not rescaled.
             return correction_metrics(host, rules) | {"factor": normalization_factor(host, rules)}
 
         return ours
@@ -88,21 +86,21 @@ def prepare(side: str, size: tuple[int, int], level: str) -> Run | None:
 
 
 def median_times(runs: dict[str, Run], repeats: int) -> dict[str, float]:
-    """Seconds per call, sides taking turns so that the machine's moods hit both."""
+    """Median seconds per call; sides alternate, so that changing machine load affects both."""
     taken: dict[str, list[float]] = {side: [] for side in runs}
     for repeat in range(repeats + 2):
         for side, run in runs.items():
             start = time.perf_counter()
             run()
-            if repeat >= 2:  # the first two warm up
+            if repeat >= 2:  # the first two are warm-up
                 taken[side].append(time.perf_counter() - start)
     return {side: statistics.median(times) for side, times in taken.items()}
 
 
 def extra_memory(run: Run) -> float:
-    """MiB by which the process's peak resident set rises during one call (Linux)."""
+    """Increase of the process's peak resident set during one call, in MiB (Linux)."""
     run()
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present level
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current value
     before = _status("VmRSS")
     run()
     return (_status("VmHWM") - before) / 1024
@@ -115,7 +113,7 @@ def _status(key: str) -> int:
 
 @contextmanager
 def counted_transfers():
-    """Counts what would make the host wait for a GPU."""
+    """Counts the calls that would make the host wait for a GPU."""
     names = ["item", "tolist", "__bool__", "__float__", "__int__", "numpy", "__getitem__"]
     original = {name: getattr(torch.Tensor, name) for name in names}
     count = [0]

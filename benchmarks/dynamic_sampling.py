@@ -1,13 +1,13 @@
-"""Does dynamic sampling pay? Validation at equal numbers of sampled tokens.
+"""Measures dynamic sampling: validation reward at equal numbers of sampled tokens.
 
     python benchmarks/dynamic_sampling.py DIR [--seeds 1-10] [--steps 60] [--workers 1]
 
-The embedded task on 256 of its prompts, so that difficulty is known from the second epoch on: plain, with
-`algorithm.filter_groups`, and with its curriculum. Every run makes as many steps; validation, sampled at the
-temperature of training, is read off at equal sampled tokens (paid, not used), by linear interpolation, and
-after the last step. Prints a Markdown table: means over seeds, and 90 % bootstrap intervals of the paired
-difference to plain. Finished runs are lines of DIR/runs.jsonl: interrupted, the same command goes on. 30
-runs, half a minute to a minute each on a quiet core.
+Trains on 256 prompts of the embedded task, so that their difficulty is known from the second epoch on: plain,
+with `algorithm.filter_groups`, and with its curriculum. All runs have the same number of steps. Validation,
+sampled at the training temperature, is compared at equal numbers of sampled tokens (including discarded
+ones), by linear interpolation, and after the last step. Prints a Markdown table: means over seeds, and 90 %
+bootstrap intervals of the paired difference to plain. Finished runs are stored as lines of DIR/runs.jsonl;
+after an interruption, the same command continues. 30 runs, half a minute to a minute each on an idle core.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BUDGETS = (0.25, 0.5, 0.75, 1.0)
 
 
 def prompts_in(directory: Path) -> Path:
-    """The first of the built-in task's training prompts."""
+    """Writes the first `PROMPTS` training prompts of the embedded task, if missing; returns the file."""
     path = directory / "train.parquet"
     if not path.exists():
         pq.write_table(pq.read_table(ensure_embedded(0).train_file).slice(0, PROMPTS), path)
@@ -54,7 +54,7 @@ def prompts_in(directory: Path) -> Path:
 
 
 def jobs_of(data: Path, seeds: list[int], steps: int) -> list[Job]:
-    """Side × seed."""
+    """Jobs of every side and seed."""
     limit = f"trainer.total_training_steps={steps}"
     common = (*COMMON, f"data.train_files={data}")
     return [
@@ -65,14 +65,14 @@ def jobs_of(data: Path, seeds: list[int], steps: int) -> list[Job]:
 
 
 def paid_tokens(outcome: Outcome) -> np.ndarray:
-    """(steps,) response tokens sampled so far."""
+    """(steps,) response tokens sampled up to each step."""
     plain = [(length or 0.0) * BATCH * SIBLINGS for length in outcome.series["length"]]
     pairs = zip(outcome.series["paid"], plain, strict=True)
     return np.cumsum([own if paid is None else paid for paid, own in pairs])
 
 
 def validation_at(outcome: Outcome, tokens: float) -> float:
-    """By linear interpolation between the steps that validated."""
+    """Validation reward after `tokens` sampled tokens, interpolated linearly between validations."""
     paid = paid_tokens(outcome)
     known = [
         (paid[step], value) for step, value in enumerate(outcome.series["validation"]) if value is not None
@@ -96,7 +96,7 @@ def main() -> None:
     least = {seed: min(paid_tokens(by_side[name][seed])[-1] for name in SIDES) for seed in seeds}
 
     def scores(name: str, share: float) -> np.ndarray:
-        """By seed; a share of infinity: after the last step."""
+        """Validation reward per seed at a share of the smallest token total; inf: after the last step."""
         return np.array([validation_at(by_side[name][seed], share * least[seed]) for seed in seeds])
 
     heads = [*(f"{share:.0%} of the tokens" for share in BUDGETS), f"{options.steps} updates"]

@@ -1,9 +1,9 @@
-"""What exact sampling costs, and what it removes: kept sets, seconds and gap on a pretrained model.
+"""Measures exact sampling on a pretrained model: sizes of kept sets, seconds, and log-prob gap.
 
     python benchmarks/exact_sampling.py [--model smollm2-135m] [--threads 1] [--json FILE]
 
-16 responses of up to 24 tokens to four prompts, by Hugging Face generation in float32 at temperature 1
-and several truncations. Seconds are processor time, the least of two rounds; sides take turns.
+Samples 16 responses of up to 24 tokens to four prompts with Hugging Face generation in float32, at
+temperature 1 and with several truncations. Seconds are CPU time, the minimum of two alternating rounds.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""How early, how often wrongly, and how well calibrated: forecasts, rules and rldoctor on runs that collapse.
+"""Measures lead time, false alarms and calibration of forecasts, rules and rldoctor on runs that collapse.
 
-    pip install rldoctor        # into an environment of its own
+    pip install rldoctor        # into a separate environment
     python benchmarks/forecast.py [--runs 500] [--minutes M] [--rldoctor PATH/TO/python] [--directory DIR]
 
-Trains what is missing of the runs (benchmarks/forecast_runs.py), looks at every one as guardrails do (every
-five steps, at what was logged up to there), and writes `benchmarks/forecast_results.md`, which the
-documentation includes. Runs and looks are remembered; the command continues where it was stopped.
+Trains the missing runs (benchmarks/forecast_runs.py), evaluates each run as guardrails do (every five steps,
+on the log up to that step; such an evaluation is called a look), and writes `benchmarks/forecast_results.md`,
+which the documentation includes. Runs and rldoctor's results are stored; after an interruption, the same
+command continues.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ from rlctl.diagnose.table import RunLog, Series, Table
 
 RESULTS = Path(__file__).parent / "forecast_results.md"
 LOOKS = range(10, STEPS + 1, 5)
-#: A run has collapsed when its validation score is below this share of the best before.
+#: A run has collapsed if its validation score is below this share of its best previous score.
 COLLAPSED = 0.5
-#: Values whose median must be beyond a level for it to count as reached.
+#: Number of values whose median must be beyond a level for the level to count as reached.
 REACHED = 5
-#: Slopes' distance from 0 in standard errors that an alarm needs, for the ROC; `None`: as shipped.
+#: Minimum distance of a slope from 0, in standard errors, for an alarm; points of the ROC.
 STRICTNESS = (1.0, 2.0, 3.0, 6.0, 9.0)
 SEVERITIES = ("info", "warning", "critical")
-#: rldoctor in its own environment: rows in, per look the severities of what it finds out.
+#: Program for rldoctor in its own environment: reads rows, prints detectors and severities per look.
 _THEIRS = """
 import json, sys
 from rl_doctor import diagnose, run_from_records
@@ -71,14 +72,14 @@ for line in sys.stdin:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A finished run, and what each tool says at every look.
+    """A finished run, and the alarms of each tool at every look.
 
     Attributes:
-        planned: what was planned.
-        log: as diagnosis reads it.
-        collapse: step at which it collapsed; None: it did not.
-        said: tool → per look (name, severity or strictness) of every alarm.
-        forecasts: of every look, as shipped.
+        planned: plan of the run.
+        log: log as read by `diagnose`.
+        collapse: step of the collapse; None: the run did not collapse.
+        said: tool → per look (name, severity) of every finding.
+        ahead: forecasts of every look, with the shipped strictness.
     """
 
     planned: Planned
@@ -89,7 +90,7 @@ class Run:
 
     @property
     def is_healthy(self) -> bool:
-        """Planned as healthy, and it was."""
+        """Whether the run was planned as healthy and did not collapse."""
         return self.planned.cause == "healthy" and self.collapse is None
 
 
@@ -97,7 +98,7 @@ class Run:
 
 
 def upto(run: RunLog, step: int) -> RunLog:
-    """The log as it was then."""
+    """The log up to `step`."""
     from dataclasses import replace
 
     count = int(np.searchsorted(run.table.steps, step, "right"))
@@ -107,16 +108,17 @@ def upto(run: RunLog, step: int) -> RunLog:
 
 
 def collapse_of(log: RunLog) -> int | None:
-    """The step at which the policy's validation score fell below `COLLAPSED` of its best, to stay there.
+    """Step at which the validation score fell below `COLLAPSED` of its best score and stayed below.
 
-    Validation is greedy and graded by the task: neither a hot engine nor a wrong grader changes it.
+    Validation is greedy and graded by the task's grader, so neither the engine's temperature nor a wrong
+    training grader changes it.
     """
     validation = validation_of(log.table)
     return _fallen(validation.steps, validation.values, 2)
 
 
 def _fallen(steps: Any, values: Any, least: int) -> int | None:
-    """The first step from which on every value, at least so many, is below its share of the best before."""
+    """First step from which on all values, at least `least`, are below `COLLAPSED` of the best so far."""
     below = values < COLLAPSED * np.maximum.accumulate(values)
     if len(below) < least or not below[-least:].all():
         return None
@@ -125,7 +127,7 @@ def _fallen(steps: Any, values: Any, least: int) -> int | None:
 
 
 def look(one: Planned, directory: Path, rldoctor: Path | None) -> Run:
-    """Everything about one run; what rldoctor says is remembered, the rest is computed."""
+    """Evaluates one run at every look; rldoctor's results are stored, all others are computed each time."""
     where = run_dir(directory, one.number)
     log = read_run(where / "metrics.jsonl", metrics_read())
     then = [upto(log, step) for step in LOOKS]
@@ -144,12 +146,12 @@ def look(one: Planned, directory: Path, rldoctor: Path | None) -> Run:
 
 
 def _sure(found: Iterable[forecast_module.Forecast], errors: float) -> tuple[forecast_module.Forecast, ...]:
-    """Those whose slope is so many standard errors from 0."""
+    """Forecasts whose slope is at least `errors` standard errors from 0."""
     return tuple(one for one in found if one.slope_errors >= errors)
 
 
 def _before_the_end(found: Iterable[forecast_module.Forecast]) -> list[tuple[str, Any]]:
-    """Alarms for the levels that are reached before the run ends."""
+    """Alarms for levels that are forecast to be reached before the end of the run."""
     return [(one.level.key, "warning") for one in found if one.step <= STEPS]
 
 
@@ -170,7 +172,7 @@ def _remembered(path: Path, compute: Callable[[], Any]) -> Any:
 
 
 def alarmed(run: Run, tool: str, least: str = "warning") -> list[int]:
-    """The looks with an alarm of at least this severity."""
+    """Steps of the looks with an alarm of at least this severity."""
     enough = SEVERITIES[SEVERITIES.index(least) :]
     return [
         step
@@ -180,7 +182,7 @@ def alarmed(run: Run, tool: str, least: str = "warning") -> list[int]:
 
 
 def new_alarms(run: Run, tool: str) -> int:
-    """Alarms that the look before did not have."""
+    """Number of alarms that the previous look did not have."""
     before: set[str] = set()
     count = 0
     for found in run.said[tool]:
@@ -190,7 +192,7 @@ def new_alarms(run: Run, tool: str) -> int:
 
 
 def leads(runs: Iterable[Run], tool: str) -> list[int | None]:
-    """Steps from the first alarm to the collapse, for each run that collapsed; None: no alarm in the run."""
+    """Steps from the first alarm to the collapse, per collapsed run; None: no alarm."""
     return [
         run.collapse - first[0] if (first := alarmed(run, tool)) else None
         for run in runs
@@ -199,7 +201,7 @@ def leads(runs: Iterable[Run], tool: str) -> list[int | None]:
 
 
 def rates(runs: Sequence[Run], tool: str, least: str = "warning") -> tuple[str, str]:
-    """Collapses announced at least one step before, and healthy runs alarmed."""
+    """Number of collapses with an alarm at least one step before, and of healthy runs with an alarm."""
     sick = [run for run in runs if run.collapse is not None]
     well = [run for run in runs if run.is_healthy]
     hits = sum(any(step < run.collapse for step in alarmed(run, tool, least)) for run in sick if run.collapse)
@@ -208,7 +210,7 @@ def rates(runs: Sequence[Run], tool: str, least: str = "warning") -> tuple[str, 
 
 
 def reached_at(series: Series, level: forecast_module.Level, after: int) -> int | None:
-    """First step after `after` at which the median of the `REACHED` values around is beyond the level."""
+    """First step after `after` at which the median of `REACHED` surrounding values is beyond the level."""
     from rlctl.diagnose.signals import smoothed
 
     medians = smoothed(series.values, REACHED)
@@ -218,8 +220,11 @@ def reached_at(series: Series, level: forecast_module.Level, after: int) -> int 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one forecast: `inside`, `early` or `late` (the level came before or after the interval),
-    `never` (the interval passed), or `open` (the run ended within it)."""
+    """Result of one forecast.
+
+    `inside`, `early` or `late`: the level was reached in, before or after the interval. `never`: the interval
+    passed. `open`: the run ended before the end of the interval.
+    """
 
     run: int
     key: str
@@ -227,7 +232,7 @@ class Outcome:
 
 
 def outcomes(runs: Iterable[Run]) -> Iterator[Outcome]:
-    """Of every forecast at every look, those included whose interval ends after the run."""
+    """Yields the result of every forecast at every look, also if its interval ends after the run."""
     for run in runs:
         for step, found in zip(LOOKS, run.ahead, strict=True):
             for one in found:
@@ -240,7 +245,7 @@ def outcomes(runs: Iterable[Run]) -> Iterator[Outcome]:
 
 
 def coverage(found: Sequence[Outcome]) -> str:
-    """Share inside of those decided, with a 95 % interval by resampling runs."""
+    """Share of `inside` among forecasts that are not `open`, with a 95 % interval by bootstrap over runs."""
     decided = [one for one in found if one.what != "open"]
     if not decided:
         return "—"
@@ -261,7 +266,7 @@ def coverage(found: Sequence[Outcome]) -> str:
 
 
 def report(runs: Sequence[Run]) -> str:
-    """All tables, in Markdown."""
+    """Returns all tables as Markdown."""
     parts = {
         "development": [run for run in runs if not run.planned.held_out],
         "held out": [run for run in runs if run.planned.held_out],
@@ -338,14 +343,15 @@ def _coverage_table(parts: dict[str, list[Run]]) -> str:
     return "\n".join(lines)
 
 
-#: `on_forecast` of the repetitions: the rules alone, and with forecasts.
+#: Values of `on_forecast` in the repetitions: rules only (`warn`), and with forecasts; seeds of the slow
+#: runs.
 ARMS, SLOW_SEEDS = ("warn", "scale_lr", "checkpoint_and_stop"), (1, 2)
-#: Runs of the plan that are repeated at most, the first ones.
+#: Maximum number of planned runs that are repeated (the first ones).
 REPEATED = 3
 
 
 def repetitions(runs: Iterable[Run], directory: Path) -> list[tuple[Planned, Path]]:
-    """Slow collapses, and the runs that collapsed after a forecast, with guardrails that act."""
+    """Repetitions, with acting guardrails, of slow collapses and of runs that collapsed after a forecast."""
     forecast_in_time = [
         run.planned
         for run in runs
@@ -360,7 +366,7 @@ def repetitions(runs: Iterable[Run], directory: Path) -> list[tuple[Planned, Pat
 
 
 def guarded_table(repeated: Sequence[tuple[Planned, Path]]) -> str:
-    """One line per run: its last validation score with rules alone and with forecasts."""
+    """One line per run: its last validation score with rules only and with forecasts."""
     lines = [
         "| run | cause | validation at first | rules alone | `scale_lr` | `checkpoint_and_stop` |",
         "|---|---|---|---|---|---|",

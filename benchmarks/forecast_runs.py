@@ -1,9 +1,9 @@
 """Short runs of the embedded model for `benchmarks/forecast.py`: healthy ones, and six causes of collapse.
 
-The number of a run determines its cause, severity and seed. Causes take turns, so the first N runs are a
+The number of a run determines its cause, severity and seed. Causes alternate, so the first N runs are a
 balanced sample of all 500. A finished run is a directory with a file `done`; the same command continues with
-the next. The training path is the real one (`run_rank`), in processes forked from a server that holds the
-imports; only the checkpoint at the end is left out.
+the next run. Training uses the normal code path (`run_rank`) in processes forked from a server that has
+imported the libraries; only the final checkpoint is omitted.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from benchmarks.planted import _GAMEABLE, _LONGER, _NOISE, DECOUPLED, RC
 from benchmarks.runs import fork_server
 
 RUNS, STEPS, MODELS = 500, 70, 8
-#: Ten runs in turn; healthy four times.
+#: Causes of ten consecutive runs; four are healthy.
 TURN = (
     *("healthy", "rate", "staleness", "healthy", "temperature"),
     *("precision", "healthy", "gaming", "entropy", "healthy"),
 )
-#: A constant of the forecast that is to be fitted is fitted to these only.
+#: Constants of the forecast are fitted only to runs with these causes.
 DEVELOPMENT = frozenset({"rate", "temperature", "entropy"})
 HELD_OUT = frozenset({"staleness", "precision", "gaming"})
-#: Bypass mode: the trained policy is compared as it moves through a batch's updates.
+#: Bypass mode: the trained policy is compared with the sampling policy during the updates of a batch.
 BYPASS = (
     "algorithm.adv_estimator=rloo",
     f"{RC}bypass_mode=true",
@@ -57,16 +57,16 @@ HEALTHY = ("plain", "bf16 engine", "8-bit engine", "one batch late", "decaying r
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One run.
+    """Plan of one run.
 
     Attributes:
-        number: from 0; names the directory.
-        cause: `healthy` or what makes it collapse, if it does.
+        number: from 0; name of the directory.
+        cause: `healthy`, or the planted cause of a collapse.
         detail: the severity, for tables.
-        held_out: belongs to the part on which nothing was chosen.
-        seed: of the run, and of its model.
-        overrides: of the spec.
-        grader: source of a function `score`; empty for the task's own.
+        held_out: whether the run belongs to the part that was not used to choose any constant.
+        seed: seed of the run and of its model.
+        overrides: spec overrides.
+        grader: source of a function `score`; empty for the task's own grader.
         patch: (name, argument) of a function of this module, called in the training process.
     """
 
@@ -81,11 +81,11 @@ class Planned:
 
 
 def planned(number: int) -> Planned:
-    """Run `number` of `RUNS`."""
+    """Plan of run `number` of `RUNS`."""
     turn, place = divmod(number, len(TURN))
     cause = TURN[place]
     count = turn if cause != "healthy" else 4 * turn + TURN[:place].count("healthy")
-    one, two = count * 0.6180339887 % 1.0, count * 0.7548776662 % 1.0  # evenly spread, never on a grid
+    one, two = count * 0.6180339887 % 1.0, count * 0.7548776662 % 1.0  # low-discrepancy sequence
     bypass = (count // MODELS + count) % 2
     style = BYPASS if bypass else DECOUPLED
     updates, lr = 2, 4e-4
@@ -134,33 +134,33 @@ def planned(number: int) -> Planned:
 
 
 def run_dir(directory: Path, number: int) -> Path:
-    """Where run `number` is."""
+    """Directory of run `number`."""
     return directory / f"{number:03d}"
 
 
 def finished(directory: Path) -> list[Planned]:
-    """The runs that are there, in order."""
+    """The finished runs, in order."""
     return [planned(i) for i in range(RUNS) if (run_dir(directory, i) / "done").exists()]
 
 
 def slow(seed: int) -> Planned:
-    """A grader that pays for length, at a learning rate at which that takes 60 steps; not one of `RUNS`."""
+    """An additional run that collapses slowly, in 60 steps: the grader rewards length, the rate is low."""
     own = ("actor.lr=3e-5", "actor.ppo_mini_batch_size=4")
     return Planned(RUNS + seed, "gaming", "length, 3.0e-05", True, seed, (*DECOUPLED, *COMMON, *own), _LONGER)
 
 
 def guarded(one: Planned, action: str) -> Planned:
-    """The same run with guardrails that act, and this `on_forecast`."""
+    """The same run with acting guardrails and this `on_forecast`."""
     more = ("trainer.guardrails.mode=act", f"trainer.guardrails.on_forecast={action}")
     return replace(one, overrides=(*one.overrides, *more))
 
 
 def train_missing(todo: Iterable[tuple[Planned, Path]], until: float) -> None:
-    """Train what is not there yet, in order, one run at a time, until the time (of `time.time`) is over.
+    """Trains the missing runs in order, one at a time.
 
     Args:
-        todo: runs and their directories, next to which validation prompts are kept.
-        until: no run begins later.
+        todo: runs and their directories; validation prompts are stored in the parent directories.
+        until: no run begins after this time (of `time.time`).
     """
     context = fork_server()
     for one, where in todo:
@@ -206,13 +206,13 @@ def _train(one: Planned, where: Path) -> None:
     (where / RUN_SPEC_FILE).write_text(text)
     try:
         run_rank(text, str(where), False)
-    except RlctlError as error:  # a run that the trainer stopped is a result too
+    except RlctlError as error:  # a run that the trainer stopped is also a result
         (where / "error").write_text(str(error))
     shutil.rmtree(where / "evaluations", ignore_errors=True)
 
 
 def _validation(task: Any, directory: Path, seed: int) -> Path:
-    """The first prompts of the validation set, as a file of their own."""
+    """Writes the first prompts of the validation set to a file, if missing; returns its path."""
     import pyarrow.parquet as pq
 
     path = directory / f"validation-{seed}.parquet"
@@ -221,16 +221,16 @@ def _validation(task: Any, directory: Path, seed: int) -> Path:
     return path
 
 
-# --- what no setting can break -----------------------------------------------------------------
+# --- faults that no spec setting can cause -----------------------------------------------------
 
 
 def heated(temperature: float) -> None:
-    """The engine divides its logits by this more than it was told, and reports what it does."""
+    """The engine divides its logits by an additional temperature and reports the resulting log-probs."""
     _heat(lambda batch: temperature)
 
 
 def heating(slope: float) -> None:
-    """The same from batch 15 on, by a little more in every batch."""
+    """Like `heated`, with a temperature that increases in every batch from batch 15 on."""
     _heat(lambda batch: 1.0 + slope * max(0, batch - 15))
 
 
@@ -252,7 +252,7 @@ def _heat(temperature: Any) -> None:
 
 
 def coarse(levels: float) -> None:
-    """The engine's weights have this many levels on either side of 0."""
+    """The engine's weights are rounded to this many levels on either side of 0."""
     import torch
 
     from rlctl.rollout import hf
@@ -268,7 +268,7 @@ def coarse(levels: float) -> None:
 
 
 def penalised(coefficient: float) -> None:
-    """The loss pays for low entropy."""
+    """The loss rewards low entropy."""
     from dataclasses import replace
 
     import torch

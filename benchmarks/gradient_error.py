@@ -1,9 +1,10 @@
-"""How often the interval of `rollout_corr/grad_error` holds the exact error, in enumerated worlds.
+"""Measures how often the interval of `rollout_corr/grad_error` contains the exact error.
 
     python benchmarks/gradient_error.py [--draws 20] [--seeds 2]
 
-Batches of groups are drawn from worlds whose exact error is known, under four rules; the stated interval is
-90 %. A vacuous interval, 0 to 1, holds it always: its share is shown apart. Two minutes.
+Samples batches of groups from enumerated worlds with known exact error, under four rules. The nominal level
+of the interval is 90 %. A vacuous interval (0 to 1) always contains the error; the share of vacuous intervals
+is shown separately. Takes two minutes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ RULES = {
 
 
 def sampled(rng, world, factors, groups: int):
-    """Of so many groups: gradients under the rule and under exact weights, and the ESS of these weights."""
+    """Samples groups; returns gradients under the rule and under exact weights, and the exact weights' ESS."""
     used, exact, weights = [], [], []
     for _ in range(groups):
         prompt = rng.integers(world.num_prompts)

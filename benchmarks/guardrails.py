@@ -1,10 +1,10 @@
-"""Do guardrails save a run that collapses, and leave alone one that is well?
+"""Measures whether guardrails rescue collapsing runs and leave healthy runs unchanged.
 
     python benchmarks/guardrails.py [--seeds 1-5] [--workers 1] [--memory FILE] [--part collapse|healthy]
 
-The collapsing job is the embedded task with four updates per batch, a constant rate that is too high and
-no warm-up; each run once with `trainer.guardrails.mode=warn` and once with `act`. The healthy ones are
-presets at the embedded scale, as they ship, with `act`. Prints Markdown tables.
+The collapsing job is the embedded task with four updates per batch, a constant learning rate that is too high
+and no warm-up; each run once with `trainer.guardrails.mode=warn` and once with `act`. The healthy runs are
+unchanged presets with the embedded model and `act`. Prints Markdown tables.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS = 60
 
 
 def collapsing_jobs(seeds: list[int]) -> list[Job]:
-    """Rate × mode × seed."""
+    """Jobs of every rate, seed and mode."""
     return [
         Job(
             "guardrails, collapse",
@@ -48,7 +48,7 @@ def collapsing_jobs(seeds: list[int]) -> list[Job]:
 
 
 def healthy_jobs(seeds: list[int]) -> list[Job]:
-    """Preset × seed."""
+    """Jobs of every preset and seed."""
     overrides = (f"trainer.total_training_steps={STEPS}", "trainer.guardrails.mode=act")
     return [
         Job("guardrails, healthy", preset, seed, (preset,), overrides) for seed in seeds for preset in HEALTHY
@@ -56,12 +56,12 @@ def healthy_jobs(seeds: list[int]) -> list[Job]:
 
 
 def total(outcome: Outcome, name: str) -> int:
-    """Of a metric over the run."""
+    """Sum of a metric over the run."""
     return round(outcome.means[name] * len(outcome.rewards))
 
 
 def collapse_table(outcomes: dict[Job, Outcome]) -> str:
-    """One line per rate and seed, without and with."""
+    """One line per rate and seed: without and with acting guardrails."""
     lines = [
         f"| lr | seed | first | last {WINDOW}, warn | lowest | last {WINDOW}, act | lowest "
         "| updates held back | withheld |",
@@ -81,7 +81,7 @@ def collapse_table(outcomes: dict[Job, Outcome]) -> str:
 
 
 def healthy_table(outcomes: dict[Job, Outcome]) -> str:
-    """One line per preset: over all seeds."""
+    """One line per preset, over all seeds."""
     lines = [
         f"| preset | seeds | batches | first {WINDOW} | last {WINDOW} | alarms | interventions |",
         "|---|---|---|---|---|---|---|",

@@ -1,7 +1,8 @@
-"""What a few runs per setting allow to be said: intervals, tests of many differences, and of equality.
+"""Statistics for few runs per setting: intervals, multiple tests of differences and of equivalence.
 
-Values are paired by seed: a seed's runs share initial model and prompts, so their difference varies less
-than either value. All assume that the mean over seeds is normal; with five seeds this cannot be checked.
+Values are paired by seed: runs of one seed share initial model and prompts, so their difference varies less
+than either value. All functions assume that the mean over seeds is normal; with five seeds this cannot be
+checked.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Key = TypeVar("Key")
 
 
 def mean_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
-    """Mean, and its interval by Student's t; the mean itself where all values are equal."""
+    """Mean and its interval by Student's t; if all values are equal, both bounds are the mean."""
     mean = statistics.fmean(values)
     error = float(stats.sem(values))
     if not error > 0:
@@ -26,14 +27,14 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, 
 
 
 def p_different(differences: Sequence[float]) -> float:
-    """Of the paired t-test that the mean difference is 0, two-sided."""
+    """p-value of the two-sided paired t-test of the null hypothesis that the mean difference is 0."""
     if len(set(differences)) == 1:
         return float(differences[0] == 0)
     return float(stats.ttest_1samp(differences, 0.0).pvalue)
 
 
 def p_not_equivalent(differences: Sequence[float], margin: float) -> float:
-    """Of two one-sided t-tests (TOST, Schuirmann 1987) that the mean difference is not within ± `margin`."""
+    """p-value of the hypothesis that the mean difference is outside ± `margin` (TOST, Schuirmann 1987)."""
     if len(set(differences)) == 1:
         return float(abs(differences[0]) >= margin)
     above = stats.ttest_1samp(differences, -margin, alternative="greater").pvalue
@@ -42,7 +43,7 @@ def p_not_equivalent(differences: Sequence[float], margin: float) -> float:
 
 
 def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
-    """Adjusted p-values (Holm 1979): those below α are wrong with at most chance α, all of them together."""
+    """Adjusted p-values (Holm 1979): the probability of any false rejection below level α is at most α."""
     adjusted: dict[Key, float] = {}
     largest = 0.0
     for rank, key in enumerate(sorted(p_values, key=lambda key: p_values[key])):

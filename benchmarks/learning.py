@@ -1,10 +1,9 @@
-"""Does it learn: the embedded job for several seeds, one after the other, through the command line.
+"""Measures whether the embedded job learns, for several seeds, one after the other, with the command line.
 
     python benchmarks/learning.py [--seeds 1-5] [--json FILE] [KEY=VALUE …]
 
-Runs `rlctl train --preset rloo-seq-is` as a user would, overrides included, and reads what the run
-left behind. Training seconds are the steps' own; the process's include start-up and, for a new
-seed, the building of its model (warm start).
+Runs `rlctl train --preset rloo-seq-is` with the given overrides and reads the run's files. Training seconds
+are the sum over steps; process seconds include start-up and, for a new seed, building its model (warm start).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ COLUMNS = {
 
 
 def run(seed: int, overrides: list[str]) -> dict[str, Any]:
-    """One run's figures."""
+    """Trains one run; returns its results."""
     root = str(Path(__file__).parent.parent)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -79,7 +78,7 @@ def cell(value: Any) -> str:
 
 
 def seeds_of(text: str) -> list[int]:
-    """`1-5` or `1,4,9`."""
+    """Parses seeds, for example `1-5` or `1,4,9`."""
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")

@@ -1,12 +1,12 @@
-"""What a weight sync to vLLM costs under LoRA, and what it is worth: merged weights or the adapter alone.
+"""Compares two weight syncs to vLLM with LoRA, merged weights or only the adapter: cost and precision.
 
     python benchmarks/lora_sync.py [--syncs 5]
 
-A random Qwen2 of 58 million parameters under an adapter of rank 16 that has learnt something: the trainer
-hands it to a colocated engine, which samples 16 responses of 48 tokens that the trainer scores. Every case
-runs in a process of its own and prints a row of Markdown: tensors handed over, median seconds of a sync
-after the first, and the mean over tokens of |log π_train − log π_rollout|, beside the same distance
-between the policy and its base, which is all that the adapter has learnt.
+A random Qwen2 with 58 million parameters and a random adapter of rank 16. The trainer sends it to a colocated
+engine, which samples 16 responses of 48 tokens; the trainer scores these. Every case runs in a separate
+process and prints a Markdown row: tensors sent, MiB per sync, median seconds per sync after the first, the
+mean over tokens of |log π_train − log π_rollout|, and the same distance between the policy and its base
+model, which is the effect of the adapter.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from rlctl.engine.lora import Adapter
 
 RANK, ALPHA = 16, 32.0
-LEARNT = 2e-3  # standard deviation of B
+LEARNT = 2e-3  # standard deviation of the adapter's B matrices
 PROMPTS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 8, 2, 32, 48
 COLUMNS = ("precision", "handed over", "MiB per sync", "s per sync", "sync gap", "policy − base")
 
 
 class Counted:
-    """A policy that counts the bytes it gives.
+    """A policy that counts the bytes of the tensors it sends.
 
     Attributes:
-        num_bytes: of the tensors given since it was last set to 0.
+        num_bytes: bytes sent since it was last set to 0.
     """
 
     def __init__(self, actor: Any) -> None:
@@ -59,7 +59,7 @@ class Counted:
 
 
 def policy_model() -> Any:
-    """18 layers of width 512, tied head."""
+    """A random Qwen2 with 18 layers of width 512 and tied embeddings."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -73,7 +73,7 @@ def policy_model() -> Any:
 
 
 def random_prompts() -> Prompts:
-    """Tokens drawn anew for every prompt."""
+    """Prompts of random tokens."""
     import torch
 
     from rlctl.batch import Prompts
@@ -90,7 +90,7 @@ def random_prompts() -> Prompts:
 
 
 def measure(precision: str, max_lora_rank: int, syncs: int) -> dict[str, Any]:
-    """In a process of its own; `max_lora_rank` 0: merged weights are handed over."""
+    """Measures one case in this process; with `max_lora_rank` 0, merged weights are sent."""
     import torch
 
     from rlctl.engine.deepspeed import DeepSpeedEngine

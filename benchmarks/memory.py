@@ -1,15 +1,16 @@
-"""What `rlctl train --dry-run` says an update takes, beside what it takes.
+"""Compares the memory estimate of `rlctl train --dry-run` for an update with measured memory.
 
     python benchmarks/memory.py [--json FILE]
     python benchmarks/memory.py --run SPEC [key=value …]
 
-Random models under DeepSpeed on one CPU rank; every case runs in a process of its own. Measured is the
-peak of resident memory over an update after the first, above what the process held before there was a
-model (Linux). First weights, gradients and optimizer: two sizes, every ZeRO stage, two short sequences, so
-that next to nothing of it is activations. Then whole updates on long rows with small models, so that most
-of it is activations: four architectures, both precisions, checkpointing, adapters, a critic, a reference.
+Random models with DeepSpeed on one CPU rank; every case runs in a separate process. The measured value is the
+peak resident memory during an update after the first, minus the memory of the process before the model was
+created (Linux). The first table measures weights, gradients and optimizer: two sizes, every ZeRO stage, two
+short sequences, so that activations are negligible. The second table measures whole updates of small models
+on long rows, so that activations dominate: four architectures, both precisions, checkpointing, adapters, a
+critic, a reference.
 
-`--run` trains a real spec for two steps, sampling included, and compares the peak of all of that.
+`--run` trains a spec for two steps, including sampling, and compares the peak of the whole run.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from rlctl.spec.model_size import ModelSize, Shape
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and how it is trained.
+    """A model and its training settings.
 
     Attributes:
         family: architecture.
         layers, hidden, inner, heads, kv_heads, vocab: its dimensions.
-        rows, prompt, response: of a micro-batch.
-        overrides: of the spec.
+        rows, prompt, response: rows of a micro-batch; prompt and response tokens.
+        overrides: spec overrides.
     """
 
     family: str = "llama"
@@ -121,12 +122,12 @@ PASSES = [
     Case(overrides=(FP32, "engine.zero_stage=2")),
     Case(overrides=(BF16, "engine.zero_stage=3")),
 ]
-#: What only sampling holds, which is not measured here.
+#: Memory parts that only sampling uses; they are not measured here.
 ROLLOUT = ("rollout's weights", "key-value cache")
 
 
 def build(case: Case) -> Any:
-    """A random model."""
+    """Builds a random model."""
     from transformers import AutoModelForCausalLM
 
     from tests.models import config_of
@@ -137,7 +138,7 @@ def build(case: Case) -> Any:
 
 
 def batch_of(case: Case, rows: int) -> Any:
-    """Random rows, all of full length but one, for which a mask is needed."""
+    """Random rows of full length, except one padded row, so that an attention mask is needed."""
     import torch
 
     from rlctl.batch import ModelInputs
@@ -155,7 +156,7 @@ def batch_of(case: Case, rows: int) -> Any:
 
 
 class Trainer:
-    """The models of a run, one update at a time."""
+    """The models of a run, with a method for one update."""
 
     def __init__(self, case: Case, ranks: Any) -> None:
         import torch
@@ -197,17 +198,17 @@ class Trainer:
 
 
 def measured(case: Case) -> dict[str, float]:
-    """Parameters, and MiB of an update's peak; in a process of its own."""
+    """Number of parameters and peak MiB of an update; must run in a separate process."""
     from dataclasses import replace
 
     from rlctl.engine.ranks import join_ranks, leave_ranks
 
     ranks = join_ranks()
     Trainer(replace(case, layers=1, hidden=16, inner=16, heads=2, kv_heads=1, rows=2), ranks).update()
-    before = memory("VmRSS")  # with whatever is loaded at first use
+    before = memory("VmRSS")  # includes libraries that are loaded at first use
     trainer = Trainer(case, ranks)
     trainer.update()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     trainer.update()
     parameters = sum(tensor.numel() for _, tensor in trainer.actor.weights())
     leave_ranks()
@@ -215,7 +216,7 @@ def measured(case: Case) -> dict[str, float]:
 
 
 def predicted(case: Case, parameters: int) -> list[MemoryPart]:
-    """The parts of an update."""
+    """Estimated memory parts of an update."""
     parts = memory_parts(case.spec, ModelSize("counted", parameters, case.shape))
     return [part for part in parts if part.name not in ROLLOUT]
 
@@ -223,7 +224,7 @@ def predicted(case: Case, parameters: int) -> list[MemoryPart]:
 def in_a_process(case: Case) -> dict[str, float]:
     with tempfile.NamedTemporaryFile() as answer:
         arguments = [sys.executable, __file__, "--case", json.dumps(asdict(case)), "--answer", answer.name]
-        # What is freed goes back to the system at once, or the peak would count it.
+        # Freed memory is returned to the system immediately; otherwise the peak would include it.
         env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
         subprocess.run(arguments, check=True, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         found: dict[str, float] = json.loads(Path(answer.name).read_text())
@@ -242,7 +243,7 @@ def compare(case: Case) -> dict[str, Any]:
 
 
 def whole_run(name: str, overrides: list[str]) -> str:
-    """Peak of resident memory over two steps of a run, above that of its imports, beside the estimate."""
+    """Compares the peak resident memory of two steps, without that of the imports, with the estimate."""
     from benchmarks.runs import PRELOADED
     from rlctl.spec.load import dump_spec
     from rlctl.spec.model_size import model_size
@@ -271,7 +272,7 @@ def main() -> None:
         fields = json.loads(options.case)
         case = Case(**fields | {"overrides": tuple(fields["overrides"])})
         options.answer.write_text(json.dumps(measured(case)))
-        os._exit(0)  # an engine whose ranks have left may abort the interpreter's end: one in three of ZeRO 3
+        os._exit(0)  # DeepSpeed can abort at interpreter exit after `leave_ranks` (every third ZeRO-3 case)
     if options.run:
         print(whole_run(options.run[0], options.run[1:]))
         os._exit(0)

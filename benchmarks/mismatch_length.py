@@ -1,16 +1,16 @@
-"""The gap between engine and trainer on a real language model, over response lengths 16 to 512.
+"""Measures the log-prob gap between engine and trainer on a language model, for response lengths 16 to 512.
 
     python benchmarks/mismatch_length.py [--out FILE.json] [--plot FILE.svg] [--n 4] [--threads 2]
 
 SmolLM2-135M-Instruct answers the built-in questions of `rlctl diagnose mismatch`, `--n` times each, at
 temperature 1, up to 512 tokens. Every engine samples once; the trainer scores the same tokens in fp32 and in
-bf16 with the code that training runs. Statistics at length T are those of the first T tokens of the responses
-that have as many, so that every sequence at T is as long. Beside the measured sequence ESS stands exp(−T σ²),
-which it would be if the log-ratios of a sequence were independent and normal with the standard deviation σ
-measured at the same T (the mean of exp(2x) is exp(2σ²) there, the squared mean of exp(x) is exp(σ²)).
+bf16 with the training code. Statistics at length T use the first T tokens of the responses with at least T
+tokens, so all sequences at T have the same length. The table compares the measured sequence ESS with exp(−T
+σ²), its value if the log-ratios of a sequence were independent and normal with the standard deviation σ
+measured at the same T (then the mean of exp(2x) is exp(2σ²), and the squared mean of exp(x) is exp(σ²)).
 
-Classes of tokens, each with its share of Σ r²: what the token is (digits, words, the rest of a word,
-punctuation, white space, end of the response), and how sure the trainer was of it.
+A second table shows the share of Σ r² per class of tokens: by kind (digit, start of a word, rest of a word,
+punctuation, white space, end of the response), and by the trainer's probability of the token.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from rlctl.rollout.vllm import VLLMRollout
 MODEL = "smollm2-135m"
 LENGTHS = (16, 32, 64, 128, 256, 512)
 ENGINES = (("vllm", "fp32", 1.0), ("vllm", "bf16", 1.0), ("hf", "int8", 1.0), ("vllm", "bf16", 0.9))
-#: A sequence ESS of fewer responses says little: it is at least one over their number.
+#: Minimum number of responses for a sequence ESS, because the ESS of n responses is at least 1/n.
 FEWEST = 12
 SURE = ((0.0, "p < 0.5"), (0.5, "0.5 ≤ p < 0.9"), (0.9, "0.9 ≤ p < 0.99"), (0.99, "p ≥ 0.99"))
 
 
 def token_class(text: str) -> str:
-    """Which class a token is of, by its text."""
+    """Class of a token, from its text."""
     if not text:
         return "end or special"
     stripped = text.strip()
@@ -63,7 +63,7 @@ def token_class(text: str) -> str:
 
 
 def started(running: ExitStack, name: str, dtype: Any, model: Any, tokenizer: Any) -> ResponseSampler:
-    """An engine, ended with `running`."""
+    """Starts an engine; `running` closes it."""
     if name == "hf":
         return HFRollout(model, tokenizer, model.device, dtype=dtype)
     length = max(map(len, token_ids(question_rows(), tokenizer))) + LENGTHS[-1]
@@ -73,7 +73,7 @@ def started(running: ExitStack, name: str, dtype: Any, model: Any, tokenizer: An
 
 
 def sampled(engine: ResponseSampler, model: Any, tokenizer: Any, top_p: float, n: int) -> VariantScorer:
-    """Responses of the engine, ready to be scored by the trainer."""
+    """Samples responses with the engine and prepares the trainer to score them."""
     rows = question_rows()
     own = token_ids(rows, tokenizer)
     prompts = as_prompts(own, rows, tokenizer.eos_token_id)
@@ -93,7 +93,7 @@ def sampled(engine: ResponseSampler, model: Any, tokenizer: Any, top_p: float, n
 
 
 def by_length(trainer: Tensor, engine: Tensor, mask: Tensor) -> list[dict[str, Any]]:
-    """Statistics of the first T tokens of the responses that have as many."""
+    """Statistics of the first T tokens of the responses with at least T tokens."""
     found = []
     for length in LENGTHS:
         rows = mask[:, :length].all(1) if mask.shape[1] >= length else torch.zeros(len(mask)).bool()
@@ -108,7 +108,7 @@ def by_length(trainer: Tensor, engine: Tensor, mask: Tensor) -> list[dict[str, A
 
 
 def by_class(trainer: Tensor, scorer: VariantScorer, tokenizer: Any) -> dict[str, dict[str, float]]:
-    """Of every class of tokens: its share of the tokens, its share of Σ r², and its mean |r|."""
+    """Per class of tokens: share of the tokens, share of Σ r², and mean |r|."""
     mask, reported = scorer.sample.mask, scorer.sample.reported
     squared = (trainer - reported)[mask].double() ** 2
     texts = tokenizer.batch_decode(scorer.sample.responses[mask][:, None], skip_special_tokens=True)
@@ -128,7 +128,7 @@ def by_class(trainer: Tensor, scorer: VariantScorer, tokenizer: Any) -> dict[str
 
 
 def measured(n: int) -> Iterator[dict[str, Any]]:
-    """One record per engine and trainer precision."""
+    """Yields one record per engine and trainer precision."""
     model, tokenizer = load_policy(
         model_directory(MODEL),
         revision=None,
@@ -152,7 +152,7 @@ def measured(n: int) -> Iterator[dict[str, Any]]:
 
 
 def show(record: dict[str, Any]) -> None:
-    """The record as two tables in Markdown."""
+    """Prints the record as two Markdown tables."""
     print(f"\n**{record['engine']}, trainer {record['trainer']}**\n")
     print("| T | responses | mean r | σ | k3 | token ESS | sequence ESS | exp(−T σ²) |")
     print("|---|---|---|---|---|---|---|---|")
@@ -167,7 +167,7 @@ def show(record: dict[str, Any]) -> None:
 
 
 def plot(records: list[dict[str, Any]], path: Path) -> None:
-    """Sequence ESS against length, measured and predicted; a panel per precision of the trainer."""
+    """Plots measured and predicted sequence ESS over length; one panel per trainer precision."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,10 +1,11 @@
-"""A batch of responses too large to compute: what does refusing them before sympy save?
+"""Measures the time saved by rejecting expressions that are too large to compute before they reach sympy.
 
     python benchmarks/monstrous.py [--responses 64] [--workers 2]
 
-Grades the batch with `maths` as it is, and with a copy that hands every expression to sympy and relies on
-the time limit alone. Both use grading processes that have started and graded one ordinary response before.
-Prints Markdown: wall seconds, seconds per response, the ratio, and how many are right: none either way.
+Grades a batch of such responses with `maths`, and with a variant that passes every expression to sympy and
+relies on the time limit. Both use grading processes that have already graded one ordinary response. Prints
+Markdown: wall seconds, seconds per response, the ratio, and the number of right responses, which is 0 for
+both.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 def measured(grader: str, samples: list[Sample], num_workers: int) -> tuple[float, int]:
-    """Wall seconds of a batch, and how many of its responses are right."""
+    """Wall seconds to grade a batch, and the number of right responses."""
     pool = GradingPool(grader, num_workers=num_workers)
     try:
         pool.grade([Sample("\\boxed{6}", "7")] * num_workers)

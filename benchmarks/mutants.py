@@ -1,18 +1,19 @@
-"""Mutation test of the mathematics: does a small change of the code make a test fail?
+"""Mutation test of the mathematics: checks whether small changes of the code make a test fail.
 
     make mutants                                        a random fifth (seed 1) of every module's mutants
-    python benchmarks/mutants.py --share 1              all of them
+    python benchmarks/mutants.py --share 1              all mutants
     python benchmarks/mutants.py --only losses,update   modules whose name contains one of these
-    python benchmarks/mutants.py --report               what is known so far
+    python benchmarks/mutants.py --report               the results so far
 
-cosmic-ray makes the mutants, with the operators below. Its own runner starts Python anew for each one,
-which is ten seconds of imports; mutmut leaves decorated functions out, which is every registered loss and
-estimator. So this script runs the tests itself: a process imports torch and the tests once and is forked
-for every mutant; the child exchanges the mutated functions' code. A mutant that changes more than
-functions is imported anew.
+cosmic-ray creates the mutants with the operators below. Its runner starts a new Python for each mutant, which
+costs ten seconds of imports; mutmut skips decorated functions, and all registered losses and estimators are
+decorated. Therefore this script runs the tests itself: a process imports torch and the tests once and forks
+for every mutant; the child replaces the code of the mutated functions. If a mutant changes more than
+functions, the child imports the modules again.
 
-Results go to `build/mutants.jsonl`, line by line. What was killed is not run again, what survived is if its
-tests have changed since. `benchmarks/mutants_equivalent.toml` names mutants that no test can find, and why.
+Results are appended to `build/mutants.jsonl`. Killed mutants are not run again; surviving mutants are run
+again if their tests have changed. `benchmarks/mutants_equivalent.toml` lists mutants that no test can detect,
+with reasons.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ CORRECTION = [
 ]
 VERL = f"{ALGOS}/test_agreement_with_verl.py"
 ESTIMATORS = ["tests/unit/train/test_score_batch.py", "tests/unit/train/test_estimators.py"]
-#: Module → its tests, the likeliest first. The rest of the suite may find more: the score is a lower bound.
+#: Module → its tests, most effective first. Other tests may kill more mutants: the score is a lower bound.
 MODULES = {
     "rlctl.algos.advantages": [f"{ALGOS}/test_advantages.py", VERL, *ESTIMATORS],
     "rlctl.algos.aggregate": [f"{ALGOS}/test_losses.py", "tests/properties/test_correction_exactness.py"],
@@ -84,7 +85,7 @@ MODULES = {
     "rlctl.train.update": UPDATE,
     "rlctl.train.objective": UPDATE,
 }
-#: Not those in processes of their own, which would not see the mutant, nor all that say the same again.
+#: Excludes tests in separate processes, which would not use the mutant, and redundant tests.
 SELECTED = (
     "not two_ranks and not however_cut and not every_stage and not does_something "
     "and not (costs_one_sequence and not nan) and not every_combination"
@@ -97,7 +98,7 @@ _OTHERS = (
     "AddNot ReplaceTrueWithFalse ReplaceFalseWithTrue ReplaceAndWithOr ReplaceOrWithAnd NumberReplacer "
     "ReplaceBreakWithContinue ReplaceContinueWithBreak ExceptionReplacer RemoveDecorator ZeroIterationForLoop"
 )
-#: Of cosmic-ray's operators those whose mutants are plausible mistakes.
+#: cosmic-ray operators whose mutants are plausible mistakes.
 NAMES = [
     *(f"ReplaceBinaryOperator_{name}" for name in _BINARY.split()),
     *(f"ReplaceComparisonOperator_{name}" for name in _COMPARISON.split()),
@@ -109,7 +110,7 @@ SWAPPED = {a: b for pair in _PAIRS.split(", ") for a, b in (pair.split(), revers
 
 
 class SwapName(Operator):
-    """A method, function, argument or attribute by its counterpart: amax → amin."""
+    """Replaces a method, function, argument or attribute by its counterpart: amax → amin."""
 
     def mutation_positions(self, node):
         if node.type == "name" and node.value in SWAPPED:
@@ -146,7 +147,7 @@ class Mutant:
     module: str
     operator: str
     source: str
-    #: The lines that differ, before and after.
+    #: before, after: the first line that differs
     before: str
     after: str
     line: int
@@ -182,14 +183,14 @@ OPERATORS: dict[str, Operator] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where an operator could change a module."""
+    """A position at which an operator can change a module."""
 
     module: str
     operator: str
     occurrence: int
 
     def mutant(self) -> Mutant | None:
-        """None where the change does not change what the code does."""
+        """Returns the mutant; None if the change does not affect the results of the code."""
         source = path_of(self.module).read_text()
         mutated = mutate_code(source, OPERATORS[self.operator], self.occurrence)
         try:
@@ -213,9 +214,10 @@ def places_of(module: str) -> list[Place]:
 
 
 def _meaning(source: str) -> str:
-    """The syntax tree without what changes no result.
+    """The syntax tree without parts that do not affect results.
 
-    That is: types; that records are frozen or have slots; `x.sum(1)` for `x.sum(-1)`, x being (B, T).
+    These are: types; arguments of `@dataclass`; the difference of `x.sum(1)` and `x.sum(-1)`, because x is
+    (B, T).
     """
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -235,7 +237,7 @@ def _meaning(source: str) -> str:
 
 
 def drawn(places: list[Place], share: float, seed: str) -> list[Place]:
-    """Some at random; of them those without effect drop out later."""
+    """Draws a random share of the places; places without effect are removed later."""
     return random.Random(seed).sample(places, math.ceil(share * len(places)))
 
 
@@ -243,7 +245,7 @@ def drawn(places: list[Place], share: float, seed: str) -> list[Place]:
 
 
 def _functions(code: CodeType) -> Iterator[tuple[str, CodeType]]:
-    """Functions of a module and methods of its classes, outermost only, by qualified name."""
+    """Yields (qualified name, code) of the module's functions and methods, without nested functions."""
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             if inner.co_flags & 0x2:  # has fast locals: a function, not a class body
@@ -253,7 +255,7 @@ def _functions(code: CodeType) -> Iterator[tuple[str, CodeType]]:
 
 
 def _shell(code: CodeType) -> tuple:
-    """What of a module runs at its import."""
+    """The code of a module that runs at import."""
     consts = [
         _shell(c)
         if isinstance(c, CodeType) and not c.co_flags & 0x2
@@ -266,7 +268,7 @@ def _shell(code: CodeType) -> tuple:
 
 
 def exchange(mutant: Mutant) -> None:
-    """In this process, the module becomes the mutant."""
+    """Replaces the module by the mutant in this process."""
     path = str(path_of(mutant.module))
     ours = compile(path_of(mutant.module).read_text(), path, "exec", dont_inherit=True)
     theirs = compile(mutant.source, path, "exec", dont_inherit=True)
@@ -281,7 +283,7 @@ def exchange(mutant: Mutant) -> None:
             try:
                 for function in hit:
                     function.__code__ = changed[function.__code__.co_qualname]
-            except ValueError:  # other free variables
+            except ValueError:  # the free variables differ
                 pass
             else:
                 return
@@ -291,7 +293,7 @@ def exchange(mutant: Mutant) -> None:
 
 
 class _Loader:
-    """Finds the mutated module, and nothing else."""
+    """Import finder and loader for only the mutated module."""
 
     def __init__(self, mutant: Mutant) -> None:
         self.mutant = mutant
@@ -317,7 +319,7 @@ def pytest_code(tests: list[str]) -> int:
 
 
 def in_child(action) -> tuple[int | None, float]:
-    """(exit code of `action()`, None after the time limit; seconds) in a fork."""
+    """Runs `action()` in a fork; returns its exit code (None after the time limit) and seconds."""
     start = time.monotonic()
     pid = os.fork()
     if pid == 0:
@@ -341,7 +343,7 @@ def in_child(action) -> tuple[int | None, float]:
 
 
 def prepare(module: str) -> None:
-    """Import the tests, and see that they pass and notice the module."""
+    """Imports the libraries and the tests of a module."""
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     for name in ("torch", "transformers", "deepspeed", "hypothesis", "pytest"):
@@ -358,7 +360,7 @@ def is_known(mutant: Mutant, known: dict[str, dict]) -> bool:
 
 
 def run(module: str, wanted: list[Mutant], known: dict[str, dict], stop_at: float) -> None:
-    """Judge the mutants of one module, in a process that has imported its tests."""
+    """Runs the tests for the mutants of one module, in a process that has imported them."""
     todo = [mutant for mutant in wanted if not is_known(mutant, known)]
     if not todo or time.monotonic() > stop_at:
         return
@@ -399,7 +401,7 @@ def run(module: str, wanted: list[Mutant], known: dict[str, dict], stop_at: floa
 
 @cache
 def equivalent() -> dict[tuple[str, str, str], str]:
-    """(module, line before, line after) → why no test can find it."""
+    """(module, line before, line after) → reason why no test can detect the mutant."""
     if not EQUIVALENT.exists():
         return {}
     entries = tomllib.loads(EQUIVALENT.read_text())["mutant"]
@@ -407,7 +409,7 @@ def equivalent() -> dict[tuple[str, str, str], str]:
 
 
 def wilson(hits: int, total: int, z: float = 1.96) -> tuple[float, float]:
-    """95 % interval of a proportion."""
+    """Wilson's 95 % interval of a proportion."""
     share, spread = hits / total, z * z / total
     middle = (share + spread / 2) / (1 + spread)
     half = z * math.sqrt(share * (1 - share) / total + spread / (4 * total)) / (1 + spread)
@@ -415,7 +417,7 @@ def wilson(hits: int, total: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def report(chosen: list[Mutant], known: dict[str, dict]) -> None:
-    """The table of the docs."""
+    """Prints the table for the documentation."""
     rows: dict[str, list[int]] = {}
     survivors = []
     for mutant in chosen:
@@ -466,7 +468,7 @@ def main() -> None:
     stop_at = time.monotonic() + 60 * options.minutes
     for module in MODULES if not options.report else ():
         mine = [mutant for mutant in chosen if mutant.module == module]
-        # One process per module: what the tests of one have imported does not slow the forks of another.
+        # One process per module, so that imports of one module's tests do not slow down forks for another.
         pid = os.fork()
         if pid == 0:
             try:

@@ -1,13 +1,13 @@
-"""Does correction help? The embedded task, off-policy on purpose, with and without every correction.
+"""Measures the effect of each correction on the embedded task with intentionally off-policy data.
 
     python benchmarks/off_policy.py [--seeds 6-10] [--staleness 0,4,16] [--workers 2] [--memory FILE]
 
-Every setting trains the same model on the same prompts with RLOO advantages. What differs is how old
-the responses are (`rollout.staleness`), how precise the copy that sampled them is (`rollout.dtype`),
-and which correction is applied. Each method trains at its own learning rate, the best of `RATES` on
-`TUNING_SEEDS`; only runs on other seeds are reported. The result of a run is the validation reward of
-its final policy, because the training reward at staleness k is that of the policy k batches before.
-Writes `off_policy.md` and `off_policy.png` (`pip install rlctl[bench]`).
+Every setting trains the same model on the same prompts with RLOO advantages. Settings differ in the age of
+the responses (`rollout.staleness`), the precision of the sampling copy (`rollout.dtype`), and the correction.
+Each method uses the best learning rate of `RATES` on `TUNING_SEEDS`; only runs with other seeds are reported.
+The result of a run is the validation reward of its final policy, because the training reward at staleness k
+is that of the policy k batches before. Writes `off_policy.md` and `off_policy.png` (`pip install
+rlctl[bench]`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SEQUENCE = (
     f"{_C}rollout_is_batch_normalize=true",
 )
 
-#: The corrections compared.
+#: The compared corrections.
 METHODS: dict[str, tuple[str, ...]] = {
     "none": _NONE,
     "token TIS": (
@@ -49,14 +49,15 @@ METHODS: dict[str, tuple[str, ...]] = {
     ),
     "decoupled PPO": (*_SEQUENCE, f"{_C}bypass_mode=false", f"{_C}loss_type=ppo_clip"),
 }
-#: How old the responses are; every method is tuned for each and compared within each.
+#: Age of the responses; every method is tuned for each staleness and compared within it.
 STALENESS: dict[str, tuple[str, ...]] = {
     "staleness 0": (),
     "staleness 4": ("rollout.staleness=4",),
     "staleness 16": ("rollout.staleness=16",),
 }
 FRESH = next(iter(STALENESS))
-#: How precise the sampling copy is; fresh responses, at the rates tuned for `FRESH`, these methods only.
+#: Precision of the sampling copy; with fresh responses, rates tuned for `FRESH`, and only
+#: `PRECISION_METHODS`.
 PRECISION: dict[str, tuple[str, ...]] = {
     "bf16 rollouts": ("rollout.dtype=bf16",),
     "int8 rollouts": ("rollout.dtype=int8",),
@@ -65,10 +66,10 @@ PRECISION_METHODS = ("none", "sequence IS")
 CONDITIONS = STALENESS | PRECISION
 RATES = (4e-4, 8e-4, 1.6e-3)
 TUNING_SEEDS = (101,)
-#: Two settings are called equivalent when their difference in final reward is shown to be within ± this.
+#: Two settings count as equivalent if a test shows that their difference in final reward is within ± this.
 MARGIN = 0.02
-#: A smaller embedded job, so that a run takes about twenty seconds on one core. Validation: 512 problems, 8
-#: responses each, sampled at temperature 1.
+#: A smaller embedded job: a run takes about twenty seconds on one core. Validation: 512 problems, 8 responses
+#: each, sampled at temperature 1.
 COMMON = (
     "algorithm.adv_estimator=rloo",
     "data.train_batch_size=64",
@@ -84,7 +85,7 @@ Rates = dict[tuple[str, str], float]  # (condition, method) → learning rate
 
 
 def job_of(condition: str, method: str, rate: float, seed: int) -> Job:
-    """One run."""
+    """Job of one run."""
     overrides = (*COMMON, *CONDITIONS[condition], *METHODS[method], f"actor.lr={rate:g}")
     return Job("off-policy", f"{condition} | {method} | {rate:g}", seed, (), overrides)
 
@@ -97,7 +98,7 @@ def final_reward(outcome: Outcome) -> float:
 def tune(
     staleness: list[str], memory: Path, workers: int
 ) -> tuple[Rates, dict[tuple[str, str], list[float]]]:
-    """Best rate of every method under every staleness, and its mean final rewards in the order of `RATES`."""
+    """Best rate of every method at every staleness, and the mean final rewards in the order of `RATES`."""
     cells = [(condition, method) for condition in staleness for method in METHODS]
     jobs = {
         (*cell, rate, seed): job_of(*cell, rate, seed)

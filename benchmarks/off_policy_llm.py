@@ -1,11 +1,11 @@
-"""Does correction help a real language model? SmolLM2-135M on sums, off-policy on purpose.
+"""Measures the effect of corrections on SmolLM2-135M, trained on sums with intentionally off-policy data.
 
     python benchmarks/off_policy_llm.py [--seeds 1-3] [--lr 4e-5] [--workers 2] [--memory FILE] [--out DIR]
 
-The study of `off_policy.py` on a pretrained model, smaller: the same corrections, fewer conditions, seeds
-and steps, one learning rate for all. A run takes a few minutes on one core that computes bf16. Its result
-is the reward of its final policy on held-out sums (37 prompts × 4 responses at temperature 1). Tables are
-printed, and the rank correlation of the methods' order with that of the built-in model.
+A smaller version of the study `off_policy.py` on a pretrained model: the same corrections, fewer conditions,
+seeds and steps, one learning rate for all. A run takes a few minutes on one core with bf16 instructions. Its
+result is the reward of its final policy on held-out sums (37 prompts × 4 responses at temperature 1). Prints
+tables, and the rank correlation of the methods' order with that of the built-in model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONDITIONS: dict[str, tuple[str, ...]] = {
     "staleness 2": ("rollout.staleness=2",),
     "vLLM rollouts": ("rollout.name=vllm", "rollout.dtype=bf16"),
 }
-#: What is compared within each condition; the others would need more machine time than they can tell.
+#: Methods compared within each condition; the other combinations are not worth their machine time.
 COMPARED: dict[str, tuple[str, ...]] = {
     "staleness 8": ("none", "token TIS", "sequence IS", "geometric RS", "decoupled PPO"),
     "staleness 0": ("none", "token TIS"),
@@ -43,7 +43,7 @@ COMPARED: dict[str, tuple[str, ...]] = {
 
 
 def common(train_file: Path, val_file: Path, steps: int, lr: str) -> tuple[str, ...]:
-    """Overrides of every run."""
+    """Spec overrides of every run."""
     return (
         "algorithm.adv_estimator=rloo",
         f"data.train_files={train_file}",
@@ -62,7 +62,7 @@ def common(train_file: Path, val_file: Path, steps: int, lr: str) -> tuple[str, 
 
 
 def table_of(table: dict[tuple[str, str], list[Outcome]]) -> str:
-    """One row per condition and method; brackets are 95 % intervals over the seeds (Student's t)."""
+    """One row per condition and method; brackets contain 95 % intervals over the seeds (Student's t)."""
     lines = [
         "| condition | method | seeds | held-out reward at the end | minus `none` | raw ESS | masked |",
         "|---|---|---|---|---|---|---|",
@@ -79,7 +79,7 @@ def table_of(table: dict[tuple[str, str], list[Outcome]]) -> str:
 
 
 def rank_correlation(one: dict[str, float], other: dict[str, float]) -> float:
-    """Spearman's, over the methods that both have."""
+    """Spearman's rank correlation over the methods in both."""
     from scipy.stats import spearmanr
 
     both = [method for method in one if method in other]

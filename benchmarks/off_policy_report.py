@@ -1,4 +1,4 @@
-"""Tables and plot of `off_policy.py`: every method at its own rate, and every method against every other."""
+"""Tables and plot of `off_policy.py`: every method at its best rate, and all pairs of methods."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from benchmarks.intervals import holm, mean_interval, p_different, p_not_equival
 from benchmarks.off_policy import FRESH, MARGIN, METHODS, PRECISION, RATES, Rates, final_reward
 from benchmarks.runs import Outcome
 
-#: Chance of any wrong statement within one table of comparisons.
+#: Family-wise error rate of one table of comparisons.
 ALPHA = 0.05
 
 Table = dict[tuple[str, str], list[Outcome]]  # (condition, method) → outcomes by seed
 
 
 def write_report(table: Table, rates: Rates, tuning: dict[tuple[str, str], list[float]], out: Path) -> None:
-    """`off_policy.md` and `off_policy.png` in `out`."""
+    """Writes `off_policy.md` and `off_policy.png` to `out`."""
     conditions = list(dict.fromkeys(condition for condition, _ in table))
     parts = ["Learning rates\n", rate_table(rates, tuning), "Final reward\n", result_table(table, rates)]
     for condition in conditions:
@@ -33,7 +33,7 @@ def write_report(table: Table, rates: Rates, tuning: dict[tuple[str, str], list[
 
 
 def rate_table(rates: Rates, tuning: dict[tuple[str, str], list[float]]) -> str:
-    """Final reward on the tuning seeds by learning rate, the chosen one in bold."""
+    """Final reward on the tuning seeds per learning rate, the chosen rate in bold."""
     lines = [
         f"| condition | method | {' | '.join(f'{rate:g}' for rate in RATES)} |",
         "|---|---|" + "---|" * len(RATES),
@@ -48,7 +48,7 @@ def rate_table(rates: Rates, tuning: dict[tuple[str, str], list[float]]) -> str:
 
 
 def result_table(table: Table, rates: Rates) -> str:
-    """One row per condition and method; brackets are 95 % intervals over the seeds (Student's t)."""
+    """One row per condition and method; brackets contain 95 % intervals over the seeds (Student's t)."""
     lines = [
         "| condition | method | rate | seeds | final reward | range of the seeds | raw ESS | masked |",
         "|---|---|---|---|---|---|---|---|",
@@ -67,7 +67,8 @@ def result_table(table: Table, rates: Rates) -> str:
 def pair_table(table: Table, condition: str) -> str:
     """Paired differences of final reward, row minus column.
 
-    Bold: different; `=`: equivalent within `MARGIN`; both at `ALPHA` over all pairs of the table (Holm).
+    Bold: significantly different; `=`: equivalent within `MARGIN`; both at `ALPHA` over all pairs of the
+    table (Holm).
     """
     methods = [method for method in METHODS if (condition, method) in table]
     pairs = {
@@ -92,7 +93,7 @@ def pair_table(table: Table, condition: str) -> str:
 
 
 def precision_table(table: Table) -> str:
-    """Final reward with less precise rollouts minus that with float32 ones, tested for equivalence."""
+    """Final reward with less precise rollouts minus that with float32 rollouts, tested for equivalence."""
     cells = [cell for cell in table if cell[0] in PRECISION]
     found = {cell: differences(table, cell, (FRESH, cell[1])) for cell in cells}
     p_values = holm({cell: p_not_equivalent(values, MARGIN) for cell, values in found.items()})
@@ -115,12 +116,12 @@ def interval(values: Sequence[float], sign: str = "") -> str:
 
 
 def mean(runs: Sequence[Outcome], key: str) -> float:
-    """Of a kept metric over steps and seeds."""
+    """Mean of a stored metric over steps and seeds."""
     return statistics.fmean(run.means[key] for run in runs)
 
 
 def plot(table: Table, path: Path) -> None:
-    """Training reward, mean over the seeds, one panel per staleness."""
+    """Plots the training reward, mean over the seeds, one panel per staleness."""
     from matplotlib import pyplot as plt
 
     conditions = list(dict.fromkeys(condition for condition, _ in table if condition not in PRECISION))
@@ -145,5 +146,5 @@ def plot(table: Table, path: Path) -> None:
 
 
 def smooth(rewards: Sequence[float]) -> list[float]:
-    """Mean of the last five."""
+    """Moving average over the last five rewards."""
     return [statistics.fmean(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]

@@ -1,13 +1,12 @@
-"""What micro-batches by tokens save, and where they do not: one update with and without them.
+"""Measures the savings of token-based micro-batches: one update with and without them.
 
     python benchmarks/packing.py [--json FILE] [--rounds 3] [--threads 1] [--rows 64] [--longest 256]
 
-The same update (forward, loss, backward, step; float32, a random Llama of three million parameters)
-on the same rows, cut by sequences and by tokens. Both cuts bound a pass by the same number of
-computed tokens: 8 sequences of the longest length, and a budget of as many tokens. The rows differ in
-how long the responses are: all as long as can be, evenly spread, or mostly short with a long tail.
-Sides take turns, round by round; the figures are medians. Prompts are all different: what a shared
-prompt saves is not in them.
+Runs the same update (forward, loss, backward, step; float32, a random Llama with three million parameters) on
+the same rows, split by sequences and by tokens. Both limit a pass to the same number of computed tokens: 8
+sequences of the maximum length, or a budget of as many tokens. The distributions of response lengths are: all
+of maximum length, uniform, and mostly short with a long tail. Sides alternate; the results are medians. All
+prompts are different, so the savings of shared prompts are not included.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ PROMPT, AT_ONCE, VOCABULARY = 16, 8, 2048
 
 
 def lengths_of(kind: str, rows: int, longest: int) -> torch.Tensor:
-    """(rows,) response lengths in tokens, in no order."""
+    """(rows,) response lengths in tokens, in random order."""
     draw = torch.Generator().manual_seed(0)
     if kind == "all as long":
         return torch.full((rows,), longest)
@@ -47,7 +46,7 @@ def lengths_of(kind: str, rows: int, longest: int) -> torch.Tensor:
 
 
 def batch_of(lengths: torch.Tensor, longest: int) -> TrainBatch:
-    """Random prompts and responses of these lengths, graded at random."""
+    """Random prompts and responses of these lengths, with random advantages."""
     draw, rows = torch.Generator().manual_seed(1), len(lengths)
     response_mask = torch.arange(longest) < lengths[:, None]
     attention_mask = torch.cat([torch.ones(rows, PROMPT, dtype=torch.bool), response_mask], 1)
@@ -100,7 +99,7 @@ def settings_of(cut: str, rows: int, longest: int) -> UpdateSettings:
         "rollout.n=8",
         f"actor.ppo_mini_batch_size={rows // 8}",
         f"actor.ppo_micro_batch_size_per_gpu={AT_ONCE}",
-        "algorithm.rollout_correction.bypass_mode=false",  # no pass but the update's own
+        "algorithm.rollout_correction.bypass_mode=false",  # no pass except the update's own
     ]
     if cut == "tokens":
         overrides.append(f"actor.ppo_max_token_len_per_gpu={AT_ONCE * (PROMPT + longest)}")
@@ -108,7 +107,7 @@ def settings_of(cut: str, rows: int, longest: int) -> UpdateSettings:
 
 
 def measure(kind: str, options: argparse.Namespace, actor: DeepSpeedEngine) -> dict[str, Any]:
-    """Per cut: seconds of an update, passes, tokens computed; and what share of those is real."""
+    """Per split: seconds of an update, numbers of passes and computed tokens; and number of real tokens."""
     batch = batch_of(lengths_of(kind, options.rows, options.longest), options.longest)
     cuts = {cut: settings_of(cut, options.rows, options.longest) for cut in ("sequences", "tokens")}
     seconds: dict[str, list[float]] = {cut: [] for cut in cuts}

@@ -1,12 +1,13 @@
-"""Does `rlctl diagnose` find what was broken on purpose, in rlctl's, verl's and TRL's logs?
+"""Measures whether `rlctl diagnose` finds planted faults in rlctl's, verl's and TRL's logs.
 
     python benchmarks/pathologies.py [--seeds 1] [--directory DIR]
 
-Every fault of `benchmarks/planted.py` is a real run of the embedded model. Its own log is diagnosed as it
-stands; verl's and TRL's are written from it under those frameworks' names, with what they would log only.
-What TRL logs and rlctl does not (the mean |log-prob difference|, the rewards' deviation) is computed from the
-run's dumped responses. Runs that a framework cannot do (bypass mode in TRL), or whose figures it would
-compute otherwise (rejection in rlctl's terms, normalised weights), are not written for it.
+Every fault of `benchmarks/planted.py` is a real run of the embedded model. rlctl's log is diagnosed
+unchanged; verl's and TRL's logs are written from it with those frameworks' names, and only with metrics that
+they log. Metrics that TRL logs and rlctl does not (mean |log-prob difference|, standard deviation of the
+rewards) are computed from the run's dumped responses. No log is written for a framework that does not support
+the run (bypass mode in TRL) or would compute different values (rejection in rlctl's dialect, normalised
+weights).
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ class Log:
     """One run's log in one format.
 
     Attributes:
-        run: what was planted.
-        seed: of the run.
-        form: whose format.
-        path: what to diagnose.
+        run: the planted fault.
+        seed: seed of the run.
+        form: format of the log.
+        path: path to diagnose.
     """
 
     run: Planted
@@ -53,7 +54,7 @@ class Log:
 
 
 def logs(directory: Path, seeds: list[int], *, healthy: bool) -> list[Log]:
-    """Train what is not there yet, and write every run's log in every format that has one."""
+    """Trains the missing runs and writes every run's log in every format that supports it."""
     found = []
     for planted in (FAULTS, HEALTHY) if healthy else (FAULTS,):
         run_dirs = train_all(planted, seeds, directory)
@@ -65,7 +66,7 @@ def logs(directory: Path, seeds: list[int], *, healthy: bool) -> list[Log]:
 
 
 def in_formats(run_dir: Path) -> Iterator[tuple[Format, Path]]:
-    """The run's own log, and the same run as the others would have logged it."""
+    """Yields the run's own log, and the same run in the formats of the other frameworks."""
     yield "rlctl", run_dir / "metrics.jsonl"
     spec = load_spec([], [run_dir / RUN_SPEC_FILE], []).spec
     rows = logged(run_dir)
@@ -77,7 +78,7 @@ def in_formats(run_dir: Path) -> Iterator[tuple[Format, Path]]:
 
 
 def can_log(form: Format, spec: RunSpec) -> bool:
-    """Whether the framework runs this, and would compute the same figures."""
+    """Whether the framework supports this run and computes the same values."""
     correction = spec.algorithm.rollout_correction
     ours = correction.dialect == "rlctl" and (
         bool(correction.rollout_rs) or (bool(correction.rollout_is) and correction.rollout_is_batch_normalize)
@@ -86,7 +87,7 @@ def can_log(form: Format, spec: RunSpec) -> bool:
 
 
 def logged(run_dir: Path) -> list[dict[str, Any]]:
-    """The run's rows, with what its dumped responses add."""
+    """The run's rows, with the metrics computed from its dumped responses."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     added = from_responses(run_dir)
@@ -98,7 +99,7 @@ def logged(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def from_responses(run_dir: Path) -> dict[int, dict[str, float]]:
-    """Per step the mean and the largest |log-prob difference| of a token, and the rewards' deviation."""
+    """Per step: mean and maximum |log-prob difference| per token, and standard deviation of the rewards."""
     found = {}
     columns = ["step", "reward", "rollout_log_probs", "training_log_probs"]
     for part in sorted((run_dir / "rollouts").glob("*.parquet")):
@@ -119,12 +120,12 @@ def from_responses(run_dir: Path) -> dict[int, dict[str, float]]:
 
 
 def diagnose(log: Log) -> Diagnosis:
-    """What `rlctl diagnose` says of it."""
+    """Runs the diagnosis of a log."""
     return examine(read_run(log.path, metrics_read()))
 
 
 def verdict(run: Planted, diagnosis: Diagnosis) -> str:
-    """The rules that found the fault, what they lack, or that it was missed; of a healthy run the alarms."""
+    """Rules that found the fault, metrics that they lack, or `missed`; for a healthy run, the alarms."""
     alarms = {one.rule: one.severity for one in diagnosis.findings if one.severity != "info"}
     if not run.rules:
         return ", ".join(f"**{name}**" for name in alarms) or "quiet"
@@ -142,7 +143,7 @@ def verdict(run: Planted, diagnosis: Diagnosis) -> str:
 
 
 def table(logs: list[Log]) -> str:
-    """One line per run, one column per format; several seeds that differ are told apart."""
+    """One line per run, one column per format; differing results of seeds are separated by `/`."""
     lines = ["| run | what is wrong | rlctl | verl | TRL |", "|---|---|---|---|---|"]
     cells: dict[tuple[str, Format], list[str]] = {}
     runs = {log.run.name: log.run for log in logs}
@@ -155,7 +156,7 @@ def table(logs: list[Log]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which runs."""
+    """Adds the arguments that select the runs."""
     parser.add_argument("--seeds", type=seeds_of, default=[1], help="1-5 or 1,4,9")
     parser.add_argument("--directory", type=Path, default=Path("pathologies"), help="of the runs")
 

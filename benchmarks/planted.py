@@ -1,7 +1,8 @@
-"""Runs of the embedded model in which one thing is wrong, on purpose; and healthy ones beside them.
+"""Runs of the embedded model with one planted fault each, and healthy runs.
 
-Every run goes the real way (`run_rank`, what `rlctl train` calls for one rank), in a process forked from a
-server that holds the imports. What no setting can break is broken by a patch in that process.
+Every run uses the normal code path (`run_rank`, which `rlctl train` calls for one rank), in a process forked
+from a server that has imported the libraries. Faults that no spec setting can cause are patched into that
+process.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from benchmarks.runs import fork_server
 
 RC = "algorithm.rollout_correction."
 STEPS = 60
-#: Three policies in play: one more pass makes π_old, so the logged gap is the engines' alone.
+#: Decoupled mode: a separate pass computes π_old, so the logged gap is only the gap between the engines.
 DECOUPLED = (
     "algorithm.adv_estimator=grpo",
     f"{RC}bypass_mode=false",
@@ -44,16 +45,17 @@ ONE_UPDATE = ("actor.ppo_mini_batch_size=null",)
 
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """A run and what is wrong with it.
+    """A run and its planted fault.
 
     Attributes:
-        name: of the fault; healthy runs have one, too.
-        rules: what finds it, any of them at a warning or worse; empty for a healthy run.
-        overrides: of the spec.
-        grader: source of a function `score`, in place of the task's own grader.
+        name: name of the fault or of the healthy run.
+        rules: rules that can find the fault; one of them must report a warning or worse. Empty for a healthy
+            run.
+        overrides: spec overrides.
+        grader: source of a function `score`, used instead of the task's own grader.
         patch: name of a function of this module, called in the training process.
         presets: algorithm presets below the overrides.
-        hint: what the fault is, for the table.
+        hint: description of the fault, for the table.
     """
 
     name: str
@@ -70,7 +72,7 @@ _NEVER = "def score(response, ground_truth):\n    return 0.0\n"
 _ALWAYS = "def score(response, ground_truth):\n    return 1.0\n"
 _NOISE = "import random\ndef score(response, ground_truth):\n    return float(random.random() < 0.5)\n"
 _RAISES = "def score(response, ground_truth):\n    assert len(response) == 3, 'cannot be read'\n" + _TRUE
-#: Validation is graded rightly: it tells a policy that pleases the grader from one that learned.
+#: Validation is graded correctly, so it distinguishes reward hacking from learning.
 _GAMEABLE = (
     "def score(response, ground_truth, extra_info):\n"
     "    if extra_info['split'] == 'train':\n"
@@ -87,7 +89,8 @@ _HANGS = (
     "    if response == ground_truth and response.startswith('640'):\n"
     "        time.sleep(2.0)\n"
 ) + _TRUE
-#: Two engines that differ show in one of these, by how much and by what else is logged.
+#: Rules that can find a difference between engine and trainer; which one does depends on its size and on the
+#: metrics.
 _GAP = frozenset({"policy-gap", "probability-gap", "stale-weights", "weight-mean", "effective-samples"})
 _GAP |= {"chi2", "first-step", "template", "hidden-tail", "variance-collapse", "token-error"}
 
@@ -155,7 +158,7 @@ HEALTHY = (
 
 
 def train_all(planted: tuple[Planted, ...], seeds: list[int], directory: Path) -> dict[tuple[str, int], Path]:
-    """Run directories by name and seed; runs that are there already are taken as they are."""
+    """Trains missing runs, reuses finished ones; returns run directories by name and seed."""
     context = fork_server()
     found = {}
     for seed in seeds:
@@ -202,15 +205,15 @@ def _train(one: Planted, seed: int, run_dir: Path) -> None:
     (run_dir / RUN_SPEC_FILE).write_text(text)
     try:
         run_rank(text, str(run_dir), False)
-    except RlctlError as error:  # a run that the trainer stopped is a result too
+    except RlctlError as error:  # a run that the trainer stopped is also a result
         (run_dir / "error").write_text(str(error))
 
 
-# --- what no setting can break -----------------------------------------------------------------
+# --- faults that no spec setting can cause -----------------------------------------------------
 
 
 def never_synced() -> None:
-    """Weights are handed over and left lying."""
+    """The rollout engine receives weights and ignores them."""
     from rlctl.rollout.hf import HFRollout
 
     def sync_weights(self: Any, policy: Any, policy_version: int) -> None:
@@ -222,7 +225,7 @@ def never_synced() -> None:
 
 
 def hotter() -> None:
-    """The engine divides its logits by 1.5 more than it was told, and reports what it does."""
+    """The engine divides its logits by an additional factor of 1.5 and reports the resulting log-probs."""
     from transformers import TemperatureLogitsWarper
 
     from rlctl.rollout import hf
@@ -239,12 +242,12 @@ def hotter() -> None:
 
 
 def raw_log_probs() -> None:
-    """The engine reports the log-probs of its logits as they were before temperature."""
+    """The engine reports the log-probs of its logits before temperature."""
     _record(lambda scores, temperature: scores * temperature)
 
 
 def hidden_temperature() -> None:
-    """The engine samples hotter than it reports."""
+    """The engine samples at a higher temperature than its reported log-probs have."""
     from rlctl.rollout import sampler
 
     honest = sampler.draw
@@ -252,7 +255,7 @@ def hidden_temperature() -> None:
 
 
 def _record(change: Callable[[Any, float], Any]) -> None:
-    """Record the log-probs of changed logits; the choice stays as it is."""
+    """Records the log-probs of changed logits; sampling is unchanged."""
     from rlctl.rollout import hf
     from rlctl.rollout.sampler import RecordingSampler
 
@@ -277,17 +280,17 @@ def _record(change: Callable[[Any, float], Any]) -> None:
 
 
 def shifted() -> None:
-    """Log-probs one place late."""
+    """Log-probs shifted by one token."""
     _report(lambda log_probs: log_probs.roll(1, dims=1))
 
 
 def missing() -> None:
-    """Log-probs that nobody asked the engine for."""
+    """Log-probs are all 0, as if the engine had not been asked for them."""
     _report(lambda log_probs: log_probs * 0.0)
 
 
 def _report(change: Callable[[Any], Any]) -> None:
-    """Change what the engine reports of a batch."""
+    """Changes the log-probs that the engine reports for a batch."""
     from rlctl.rollout import hf
 
     honest = hf.assemble
@@ -299,7 +302,7 @@ def _report(change: Callable[[Any], Any]) -> None:
 
 
 def four_bits() -> None:
-    """Fifteen levels per weight instead of 255."""
+    """Rounds weights to 15 levels instead of 255."""
     import torch
 
     from rlctl.rollout import hf
@@ -315,7 +318,7 @@ def four_bits() -> None:
 
 
 def noisy() -> None:
-    """Every pass of the trainer's policy differs, as with dropout or a routed mixture."""
+    """Adds noise to every forward pass of the trainer's policy, as dropout or mixture-of-experts routing do."""
     import torch
 
     from rlctl.engine import deepspeed
@@ -332,7 +335,7 @@ def noisy() -> None:
 
 
 def correction_off() -> None:
-    """Weights and their figures are those of equal policies; only the gap is measured."""
+    """Weights and their metrics are those of equal policies; only the gap metrics are real."""
     from dataclasses import replace
 
     from rlctl.train import update

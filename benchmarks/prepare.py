@@ -1,13 +1,13 @@
-"""prepare-data beside the same job written with `datasets.map`: rows per second and memory, at three sizes.
+"""Compares `prepare-data` with the same job in `datasets.map`: rows per second and memory, at three sizes.
 
     python benchmarks/prepare.py [--scales 1 10 50] [--input FILE] [--repeats N] [--workers N] [--dir DIR]
     [--json FILE]
 
-The input is generated in the shape of GSM8K: at scale 1 it has about 100 MB, at 50 about 5 GB; or it is
-`--input`, a JSONL file of that shape. Every side runs in a process of its own, one after the other; with
-`--repeats` all sides in turn, that many times, and the figures are medians. Peak memory is that of the whole
-tree of processes, each page shared between them counted once (PSS), sampled ten times a second; pages of the
-page cache that nobody maps are not in it. Needs `datasets`; scale 50 needs about 25 GB of disk.
+The input is generated in the format of GSM8K (about 100 MB at scale 1, about 5 GB at scale 50), or it is
+`--input`, a JSONL file of that format. Each side runs in a separate process, one after the other; with
+`--repeats`, all sides alternate that many times, and the results are medians. Peak memory is that of the
+whole process tree, with shared pages counted once (PSS), sampled ten times a second, without unmapped pages
+of the page cache. Needs `datasets`; scale 50 needs about 25 GB of disk.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ import psutil
 ROOT = Path(__file__).parents[1]
 BYTES_PER_SCALE = 100_000_000
 SAMPLE_S = 0.1
-#: Rows made of few sentences would all be alike: so many sentences, of words that mean nothing.
+#: Size of the pool of random words and sentences; with a small pool, rows would be near-duplicates.
 NUM_WORDS, NUM_SENTENCES = 4000, 100_000
 
 
 def sentences(chance: random.Random) -> list[str]:
-    """Sentences of eight to twelve words, with two places for numbers."""
+    """Random sentences of eight to twelve words, with two placeholders for numbers."""
     parts = ["ba", "do", "fi", "gu", "ka", "le", "mo", "nu", "pe", "ri", "sa", "tu", "ve", "wo", "xi", "za"]
     words = ["".join(chance.choices(parts, k=chance.randint(1, 4))) for _ in range(NUM_WORDS)]
     made = []
@@ -47,7 +47,7 @@ def sentences(chance: random.Random) -> list[str]:
 
 
 def rows(num_bytes: int) -> Iterator[str]:
-    """Lines of JSON: a question of about 230 characters, a worked solution ending in `#### number`."""
+    """Yields JSON lines: a question of about 230 characters and a solution that ends in `#### number`."""
     chance = random.Random(0)
     pool = sentences(chance)
     written = 0
@@ -64,7 +64,7 @@ def rows(num_bytes: int) -> Iterator[str]:
 
 
 def generate(path: Path, scale: float) -> int:
-    """Write the input; returns its number of rows."""
+    """Writes the input; returns its number of rows."""
     count = 0
     with path.open("w") as file:
         for line in rows(int(scale * BYTES_PER_SCALE)):
@@ -92,7 +92,7 @@ def run_ours(source: Path, out: Path, workers: int, *, checks: bool) -> None:
 
 
 def run_theirs(source: Path, out: Path, workers: int) -> None:
-    """What a preparation script with `datasets` looks like."""
+    """A typical preparation script with `datasets`."""
     import datasets
 
     instruction = 'Think step by step, and put the final number on a last line after "####".'
@@ -114,7 +114,7 @@ def run_theirs(source: Path, out: Path, workers: int) -> None:
     data = datasets.load_dataset("json", data_files=str(source), split="train")
     data = data.map(to_row, with_indices=True, remove_columns=data.column_names, **several)
     data = data.filter(lambda row: row["reward_model"]["ground_truth"] != "", **several)
-    # In the order of the file: writing a shuffled split takes `datasets` several times as long.
+    # Without shuffling: `datasets` takes several times as long to write a shuffled split.
     parts = data.train_test_split(test_size=0.05, shuffle=False)
     out.mkdir()
     parts["train"].to_parquet(str(out / "train.parquet"))
@@ -122,7 +122,7 @@ def run_theirs(source: Path, out: Path, workers: int) -> None:
 
 
 def measured(side: str, source: Path, work: Path, workers: int) -> dict[str, float]:
-    """Seconds, CPU seconds and peak memory of one side in a process of its own."""
+    """Seconds, CPU seconds and peak memory of one side in a separate process."""
     out, cache = work / "out", work / "cache"
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
@@ -154,7 +154,7 @@ def measured(side: str, source: Path, work: Path, workers: int) -> dict[str, flo
 
 
 def tree_of(pid: int) -> tuple[int, dict[int, float]]:
-    """Of a process and all its descendants: bytes, and CPU seconds of each by its id."""
+    """PSS in bytes of a process and all its descendants, and CPU seconds per process id."""
     pss, cpu = 0, {}
     try:
         tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
@@ -224,7 +224,7 @@ def main() -> None:
 def report(
     scale: float, rows: int, side: str, figures: dict[str, float], theirs: list[dict[str, float]]
 ) -> None:
-    """A line of the table; ratios are to the better of the other sides so far."""
+    """Prints a line of the table; ratios are relative to the best `datasets` side so far."""
     ratios = [
         f"{min(other[key] for other in theirs) / figures[key]:.1f}" if theirs else ""
         for key in ("seconds", "cpu_s")

@@ -1,9 +1,10 @@
-"""`rlctl diagnose` on logs of real runs that nobody of this project wrote: what it says of each.
+"""Runs `rlctl diagnose` on logs of real runs from other projects and checks its conclusions.
 
     python benchmarks/real_logs.py FOLDER
 
-`FOLDER` holds the logs and a `README.md` with a table `| file | program | truth |`; a truth that begins with
-`healthy` must raise no warning, every other one must. Exits with 1 if one of them is judged otherwise.
+`FOLDER` contains the logs and a `README.md` with a table `| file | program | truth |`. A log whose truth
+begins with `healthy` must give no warning, every other log must give one. Exits with 1 if a conclusion is
+different.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ ROW = re.compile(r"^\| *([\w.]+) *\| *([^|\n]+?) *\| *(.+?) *\|$", re.MULTILINE)
 
 
 def judged(log: Path) -> tuple[str, str, str]:
-    """The log's steps and rules, the conclusion, and the findings that are warnings or worse."""
+    """Numbers of steps and rules of a log, the conclusion, and the findings at a warning or worse."""
     try:
         diagnosis = examine(read_run(log, metrics_read()))
     except RlctlError as error:
@@ -33,7 +34,7 @@ def judged(log: Path) -> tuple[str, str, str]:
 
 
 def main() -> int:
-    """Print the table; 1 if a log is judged otherwise than its truth."""
+    """Prints the table; returns 1 if a conclusion differs from the truth."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder

@@ -1,13 +1,13 @@
-"""`rlctl diagnose` and rldoctor side by side on the same runs: found, missed, wrong, and time.
+"""Compares `rlctl diagnose` with rldoctor on the same runs: found and missed faults, false alarms, time.
 
-    pip install rldoctor        # into an environment of its own
+    pip install rldoctor        # into a separate environment
     python benchmarks/rldoctor.py --rldoctor PATH/TO/bin/rldoctor [--seeds 1] [--directory DIR]
 
 The runs are those of `benchmarks/pathologies.py`. Both tools run as commands, one log at a time. rldoctor
-reads no console output, so verl's log is given to it as one JSON object per step, under verl's names.
+does not read console output, so it gets verl's log as one JSON object per step, with verl's names.
 
-A fault counts as found by rldoctor if any detector that could mean it says so at a warning or worse; which
-could is `COUNTERPARTS`, read generously. An alarm about a healthy run is a false one, whatever it says.
+rldoctor has found a fault if any matching detector reports a warning or worse; `COUNTERPARTS` lists the
+matching detectors generously. Every alarm on a healthy run is a false alarm.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.simulated_logs.writers import VERL, jsonl, renamed
 
 _ROOT = Path(__file__).parents[1]
 _GAP = ("kl_drift", "clip_saturation")
-#: Rule → detectors of rldoctor that may mean the same.
+#: Rule → detectors of rldoctor that can report the same fault.
 COUNTERPARTS = {
     **dict.fromkeys(
         ("policy-gap", "probability-gap", "stale-weights", "hidden-tail", "chi2", "sampled-otherwise"), _GAP
@@ -49,11 +49,11 @@ COUNTERPARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a tool says of a log.
+    """Result of a tool for a log.
 
     Attributes:
-        alarms: rules or detectors at a warning or worse.
-        seconds: CPU time of the command, its start included.
+        alarms: rules or detectors that report a warning or worse.
+        seconds: CPU time of the command, including its start.
     """
 
     alarms: frozenset[str]
@@ -93,7 +93,7 @@ def _theirs(log: Log, command: str) -> Answer:
 
 
 def _run(command: list[str]) -> tuple[str, float]:
-    """Its output, and the CPU seconds it took: a busy machine does not change them much."""
+    """Runs a command; returns its output and CPU seconds, which depend little on the machine's load."""
     before = os.times()
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(_ROOT)}
@@ -104,13 +104,13 @@ def _run(command: list[str]) -> tuple[str, float]:
 
 
 def found(log: Log, which: int, answer: Answer) -> bool:
-    """Whether the planted fault is among what the tool says."""
+    """Whether the tool (`which`: 0 rlctl, 1 rldoctor) reports the planted fault."""
     meant = log.run.rules if which == 0 else {d for r in log.run.rules for d in COUNTERPARTS.get(r, ())}
     return bool(answer.alarms & meant)
 
 
 def summary(answers: dict[Log, tuple[Answer, Answer]]) -> str:
-    """Per format: faults found and healthy logs alarmed, of each tool; median seconds."""
+    """Per format and tool: number of faults found, number of healthy logs with alarms, median CPU seconds."""
     lines = ["| logs | | rlctl | rldoctor |", "|---|---|---|---|"]
     for form in FORMATS:
         here = {log: both for log, both in answers.items() if log.form == form}
@@ -127,7 +127,7 @@ def summary(answers: dict[Log, tuple[Answer, Answer]]) -> str:
 
 
 def by_run(answers: dict[Log, tuple[Answer, Answer]]) -> str:
-    """One line per run and format, of the first seed: what each tool says."""
+    """One line per run and format of the first seed: the alarms of each tool."""
     lines = ["| run | log | rlctl | rldoctor |", "|---|---|---|---|"]
     first = min(log.seed for log in answers)
     for log, both in answers.items():

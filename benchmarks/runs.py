@@ -1,8 +1,8 @@
-"""Many short training runs, side by side in processes of their own, each remembered once it is done.
+"""Runs many short training runs in parallel, in separate processes, and stores their results.
 
-A fork server imports torch, transformers and DeepSpeed once; every run is then a fork of it and trains
-through the real path (`run_rank`, what `rlctl train` calls for one rank). Finished runs are lines of a
-JSON file, so a study that was interrupted goes on where it was.
+A fork server imports torch, transformers and DeepSpeed once. Every run is a fork of it and trains with the
+normal code path (`run_rank`, which `rlctl train` calls for one rank). Finished runs are lines of a JSON file,
+so an interrupted study can continue.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 REWARD = "critic/score/mean"
 VALIDATION = re.compile(r"val/.+/reward_mean")
-#: Metrics kept of every run: means over its steps; of seconds the median, a shared machine has slow moments.
+#: Metrics stored per run: means over its steps; for seconds the median, because the machine's load varies.
 KEPT = {
     "raw_ess": "rollout_corr/rollout_is_raw_eff_sample_size",
     "masked": "rollout_corr/rollout_rs_masked_fraction",
@@ -37,7 +37,7 @@ KEPT = {
     "interventions": "guardrails/interventions",
     "skipped": "guardrails/skipped",
 }
-#: Metrics kept of every step.
+#: Metrics stored per step.
 SERIES = {
     "paid": "filter_groups/tokens_paid",
     "length": "response_length/mean",
@@ -52,12 +52,12 @@ PRELOADED = (
     "transformers.models.auto.modeling_auto",
     "transformers.generation.utils",
 )
-WINDOW = 5  # steps averaged before a reward is called reached
+WINDOW = 5  # number of steps over which rewards are averaged
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run: what it is called in the table, and the spec it trains."""
+    """One run: its name in the table, and its spec."""
 
     study: str
     name: str
@@ -67,20 +67,20 @@ class Job:
 
     @property
     def key(self) -> str:
-        """By what a finished run is found again: everything that could change its figures."""
+        """Key of a finished run: everything that affects its results."""
         return json.dumps([self.study, self.name, self.seed, self.presets, self.overrides])
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a run.
+    """Result of a run.
 
     Attributes:
         rewards: mean reward of every step.
-        means: of `KEPT` over the steps.
-        error: why it ended early; empty if it did not.
+        means: means of the metrics in `KEPT` over the steps.
+        error: why the run ended early; empty if it did not.
         validation: mean validation reward of the final policy; None if the run did not validate at its end.
-        series: of `SERIES` and `validation`, a value per step, None where the step has none.
+        series: values per step of the metrics in `SERIES` and of `validation`; None if not logged.
     """
 
     rewards: list[float]
@@ -100,13 +100,13 @@ class Outcome:
         return statistics.fmean(self.rewards[-WINDOW:])
 
     def reached(self, goal: float) -> int | None:
-        """The step at which the mean reward of the last `WINDOW` first was `goal`."""
+        """First step at which the mean reward of the last `WINDOW` steps is at least `goal`."""
         sums = (statistics.fmean(self.rewards[i - WINDOW : i]) for i in range(WINDOW, len(self.rewards) + 1))
         return next((i + WINDOW for i, mean in enumerate(sums) if mean >= goal), None)
 
 
 def run_all(jobs: Iterable[Job], memory: Path, workers: int) -> dict[Job, Outcome]:
-    """Outcome of every job, taken from `memory` where it is known, else run and added to it."""
+    """Returns the outcome of every job: from `memory` if stored, otherwise runs the job and stores it."""
     known = _read(memory)
     jobs = list(jobs)
     waiting = [job for job in jobs if job.key not in known]
@@ -136,7 +136,7 @@ def _read(memory: Path) -> dict[str, Outcome]:
 
 
 def fork_server() -> Any:
-    """A multiprocessing context whose processes are forks of one that holds the imports."""
+    """A multiprocessing context whose processes are forks of a server that has imported the libraries."""
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     context = multiprocessing.get_context("forkserver")
@@ -167,7 +167,7 @@ def _run(context: Any, job: Job) -> Outcome:
 
 
 def _train(job: Job, run_dir: Path) -> None:
-    """In the child: what `rlctl train` does on one rank, with nothing on the screen."""
+    """In the child: trains like `rlctl train` on one rank, without output."""
     import torch
 
     from rlctl.errors import RlctlError
@@ -183,12 +183,12 @@ def _train(job: Job, run_dir: Path) -> None:
     run_dir.mkdir(parents=True)
     try:
         run_rank(dump_spec(spec), str(run_dir), False)
-    except RlctlError as error:  # a run that the trainer stopped is a result too
+    except RlctlError as error:  # a run that the trainer stopped is also a result
         (run_dir / "error").write_text(str(error))
 
 
 def interval(values: np.ndarray) -> str:
-    """Their mean, and its 90 % interval by a bootstrap."""
+    """Formats the mean and its 90 % bootstrap interval."""
     draws = np.random.default_rng(0).choice(values, (2000, len(values))).mean(1)
     low, high = np.quantile(draws, [0.05, 0.95])
     return f"{values.mean():+.3f} ({low:+.3f} to {high:+.3f})"

@@ -1,11 +1,11 @@
-"""Start-up: what `rlctl --help` and a dry run cost, beside Python and the libraries they stand on.
+"""Measures the start-up time of `rlctl --help` and a dry run, compared with Python and imported libraries.
 
     python benchmarks/startup.py [--json FILE] [--repeats 15]
 
-Whole processes, started in turns, so that the machine's moods hit all alike; medians of wall and of
-user CPU seconds (the wall's are only to be trusted on a quiet machine). Uses the installed `rlctl`
-next to this interpreter, if there is one. Byte code is cached, as for any installed program; the
-first round fills the cache and is not counted.
+Starts whole processes alternately, so that changing machine load affects all of them; reports medians of wall
+and user CPU seconds (wall times are reliable only on an idle machine). Uses the `rlctl` installed next to
+this interpreter, if there is one. Byte code is cached, as for any installed program; the first round fills
+the cache and is not counted.
 """
 
 from __future__ import annotations

@@ -1,32 +1,33 @@
-"""Samples per second and memory of one training step: this project against TRL's RLOOTrainer.
+"""Compares samples per second and memory of one training step with TRL's RLOOTrainer.
 
     python benchmarks/step.py [--trl-python PYTHON] [--json FILE] [--threads 1] [--rounds 3] [--steps 12]
     python benchmarks/step.py --llm [--trl-python PYTHON] [--json FILE] [--threads 2] [--rounds 1] [--steps 3]
     python benchmarks/step.py --learning [--trl-python PYTHON] [--json FILE] [--rounds 3] [--steps 15]
 
-Both sides train the embedded model on its task from the same directory: 128 prompts × 8 responses,
-at most as long as the embedded preset allows, float32 on the CPU, the same attention code, the same
-number of threads, exact match as reward, one optimizer step per batch (and, for comparison, this
-project's own default of two). TRL runs without gradient checkpointing, tensorboard or saving, which
-are its choices for large models; this project's step includes its metrics file and rollout files.
+Both sides train the embedded model on its task from the same directory: 128 prompts × 8 responses, with the
+length limit of the embedded preset, float32 on the CPU, the same attention code and number of threads, exact
+match as reward, one optimizer step per batch (and, for comparison, rlctl's default of two). TRL runs without
+gradient checkpointing, TensorBoard and saving, which are its defaults for large models; rlctl's step includes
+its metrics file and rollout files.
 
-Every side runs in a process of its own and sides take turns, round by round. A step's time is that
-between the ends of two steps, after warm-up; the figures are medians over all rounds. CPU seconds
-stand beside the wall's, for a machine that is not quiet. Memory: peak resident set of the process,
-and its rise over the level just before the first step.
+Every side runs in a separate process; sides alternate, round by round. A step's time is the time between the
+ends of two steps, after warm-up; the results are medians over all rounds. CPU seconds are reported in
+addition to wall time, because the machine may be busy. Memory: peak resident set of the process, and its
+increase since just before the first step.
 
 `--llm`: SmolLM2-135M-Instruct on sums asked in words, as `make train-llm` trains it (16 prompts × 8 responses
-of at most 10 tokens, micro-batches of 32 responses, one optimizer step per batch), beside TRL's RLOOTrainer
-and GRPOTrainer. Sides named bf16 compute in bf16 (TRL: autocast), which is faster only where the CPU does
-(AVX512-BF16, AMX). The reward is the last number of the response on TRL's side, the grader `maths` on ours.
+of at most 10 tokens, micro-batches of 32 responses, one optimizer step per batch), compared with TRL's
+RLOOTrainer and GRPOTrainer. Sides named bf16 compute in bf16 (TRL: autocast), which is faster only on CPUs
+with bf16 instructions (AVX512-BF16, AMX). TRL's reward checks the last number of the response; rlctl uses the
+grader `maths`.
 
 `--learning`: the reward of both sides after the same number of steps, in bf16, with `last_number` as the
 reward of both. Batches of 8 prompts and a larger learning rate than with `--llm`, so that a few steps
 suffice. Each round has another seed.
 
-`--trl-python` names the interpreter of an environment with TRL, where it is not installed here.
-`--correction` measures, instead of TRL, what share of the step the correction takes, there and in a
-larger step (a random model of about ten million parameters, 64 responses of 256 tokens).
+`--trl-python` is the interpreter of an environment with TRL, if TRL is not installed in this one.
+`--correction` measures, instead of TRL, the correction's share of the step, and of a larger step (a random
+model with about ten million parameters, 64 responses of 256 tokens).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ LLM_SIDES = ("rlctl", "rlctl, bf16", "trl", "trl, GRPO", "trl, bf16")
 
 
 class Clock(list):
-    """Takes the time whenever something is appended: this is how the loop's steps are timed."""
+    """A list that records the time of every `append`; replaces the run's history to time its steps."""
 
     def __init__(self, warm_up: int) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ def last_number(response: str, ground_truth: str) -> float:
 
 
 def memory(key: str) -> float:
-    """MiB of `VmRSS` (now) or `VmHWM` (peak) of this process (Linux)."""
+    """`VmRSS` (current) or `VmHWM` (peak) of this process in MiB (Linux)."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
     return int(line.split()[1]) / 1024
 
@@ -91,7 +92,7 @@ def memory(key: str) -> float:
 def run_rlctl(
     preset: str, overrides: list[str], *, warm_up: int, steps: int, correction: bool = False
 ) -> dict[str, Any]:
-    """Train; `correction` adds the seconds spent in it per step."""
+    """Trains and measures; `correction` also measures the seconds per step spent in the correction."""
     from rlctl.engine.ranks import join_ranks, leave_ranks
     from rlctl.spec.load import load_spec
     from rlctl.track.startup import Startup
@@ -127,14 +128,14 @@ def run_rlctl(
 
 
 def time_correction() -> list[float]:
-    """Wrap what the update calls for the correction; returns the list its seconds go to."""
+    """Wraps the correction functions that the update calls; returns the list of their seconds."""
     import torch
 
     from rlctl.engine.ranks import Ranks
     from rlctl.train import update
 
     spent: list[float] = []
-    # A card works on after a call has returned.
+    # A GPU continues to compute after a call has returned.
     wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
 
     def timed(function: Any) -> Any:
@@ -158,7 +159,7 @@ def time_correction() -> list[float]:
 
 
 def run_trl(job: dict[str, Any], steps: int, *, is_grpo: bool, is_bf16: bool) -> dict[str, Any]:
-    """The same step by TRL; imports nothing of this project, whose dependencies may be missing here."""
+    """Runs the same step in TRL; imports nothing from rlctl, whose dependencies may be missing here."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -225,11 +226,11 @@ def run_trl(job: dict[str, Any], steps: int, *, is_grpo: bool, is_bf16: bool) ->
     }
 
 
-# --- side by side ---------------------------------------------------------------------------------
+# --- comparison -----------------------------------------------------------------------------------
 
 
 def describe_job(where: Path, is_llm: bool, *, is_learning: bool = False, seed: int = 1) -> Path:
-    """What both sides need to know, in a file."""
+    """Writes the inputs of both sides to a JSON file; returns its path."""
     import pyarrow.parquet as pq
 
     from rlctl.named_models import model_directory
@@ -287,7 +288,7 @@ def in_a_process(python: str, threads: int, *arguments: str) -> dict[str, Any]:
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """All sides in turns; per side the steps of all rounds together."""
+    """Measures all sides alternately; returns medians over all rounds per side."""
     trl = options.trl_python or (sys.executable if importlib.util.find_spec("trl") else None)
     all_sides = LEARNING_SIDES if options.learning else LLM_SIDES if options.llm else SIDES
     sides = [x for x in all_sides if trl or not x.startswith("trl")]
@@ -305,7 +306,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def merged(rounds: list[dict[str, Any]], samples: int) -> dict[str, Any]:
-    """Medians over the steps of all rounds; `samples` in a step."""
+    """Medians over the steps of all rounds; `samples`: number of samples per step."""
     found = {key: statistics.median(x for one in rounds for x in one[key]) for key in ("wall", "cpu")}
     found |= {
         key: statistics.median(one[key] for one in rounds) for key in ("peak_mib", "rise_mib", "mean_length")
@@ -343,7 +344,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def ratios(report: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Ours to TRL's: speed (more is better), memory (less is better)."""
+    """Ratios of rlctl to TRL: speed (higher is better) and memory (lower is better)."""
     trl = report["trl"]
     return {
         side: {
@@ -360,7 +361,7 @@ def ratios(report: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def larger_model(where: Path) -> list[str]:
-    """Overrides for a step of 64 responses of 256 tokens by a random model of ten million parameters."""
+    """Overrides for a step with 64 responses of 256 tokens and a random model of ten million parameters."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -424,7 +425,7 @@ def correction_share(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def one_side(options: argparse.Namespace) -> dict[str, Any]:
-    """In a process of its own."""
+    """Measures one side in this process."""
     timing = {"steps": options.steps, "correction": options.correction}
     if options.larger:
         return run_rlctl("rloo-seq-is", larger_model(options.larger), warm_up=3, **timing)

@@ -1,10 +1,10 @@
-"""By how much does the recommended correction miss the best one, where the truth is known?
+"""Compares the correction that `--what-if` recommends with the best one, where the exact error is known.
 
     python benchmarks/what_if.py [--seeds 11] [--out DIR]
 
-Short: two policies small enough to enumerate every response (`tests/reference/enumerable.py`), so the
-error of every setting is exact. Long: responses of 16 and 48 tokens, the truth being the mean over
-many sampled groups. In both a replay sees only what a run dumps. Writes `what_if.md`.
+Short: pairs of policies small enough to enumerate every response (`tests/reference/enumerable.py`), so the
+error of every setting is exact. Long: responses of 16 and 48 tokens; the reference is a mean over many
+sampled groups. In both cases the replay gets only the data that a run dumps. Writes `what_if.md`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from rlctl.what_if.settings import Setting, grid
 from rlctl.what_if.step import Step
 from tests.reference.enumerable import GROUP, Truth, World
 
-#: Not normalised, so that the plain error has an exact value as well. The truth of a world is computed for
-#: weights that do not depend on the advantage.
+#: Without normalisation, so that the plain error also has an exact value. Rules that depend on the sign of
+#: the advantage are excluded, because a world's truth is computed for weights that do not depend on the
+#: advantage.
 SETTINGS = [
     setting
     for setting in grid(RolloutCorrectionSpec(rollout_is_batch_normalize=False))[1:]
@@ -41,13 +42,16 @@ MISMATCHES = [
     ("parameters", 0.1), ("parameters", 0.3), ("stale", 1), ("stale", 4),
 ]  # fmt: skip
 DUMPED, BATCHES = (32, 256), (8, 64, 512)
-#: Tokens and mismatch of the long worlds.
+#: Response length in tokens and mismatch size of the long worlds.
 LONG = [(16, 0.1), (16, 0.4), (48, 0.1), (48, 0.3)]
 
 
 class LongWorld:
-    """Eight tokens; the trained policy's logits depend on prompt and previous token, those of the
-    sampling policy also, at random, on what came before. Rewards add up over tokens."""
+    """Policies with long responses over a vocabulary of eight tokens.
+
+    The trained policy's logits depend on the prompt and the previous token. The sampling policy's logits also
+    contain noise that depends on all previous tokens. Rewards are sums over tokens.
+    """
 
     vocabulary, prompts, buckets = 8, 2, 4096
 
@@ -59,7 +63,11 @@ class LongWorld:
         self.values = rng.normal(size=(self.prompts, self.vocabulary))
 
     def draw(self, groups: int, seed: int, *, trained: bool) -> tuple[Step, np.ndarray, np.ndarray]:
-        """Responses from either policy; the contexts' probabilities (T, B, V) and previous tokens (T, B)."""
+        """Samples responses from either policy.
+
+        Returns:
+            The step; the trained policy's probabilities (T, B, V); prompts and previous tokens (1 + T, B).
+        """
         rng = np.random.default_rng(seed)
         q = np.repeat(rng.integers(self.prompts, size=groups), GROUP)
         rows, before = np.arange(len(q)), np.full(len(q), self.vocabulary)
@@ -85,7 +93,7 @@ class LongWorld:
         return step, np.stack(policy), np.stack([q, *seen])
 
     def gradients(self, step: Step, policy: np.ndarray, seen: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """(groups, P): RLOO gradient of each group under (B, T) weights."""
+        """(groups, P): RLOO gradient of each group with (B, T) weights."""
         rewards = step.rewards.reshape(-1, GROUP)
         advantages = (GROUP * rewards - rewards.sum(1, keepdims=True)) / (GROUP - 1)
         found = np.zeros((len(step.rewards), self.prompts, self.vocabulary + 1, self.vocabulary))
@@ -98,7 +106,7 @@ class LongWorld:
         return found.reshape(-1, GROUP, found[0].size).mean(1)
 
     def truths(self, settings: list[Setting], seed: int, rounds: int, groups: int = 500) -> dict[str, Truth]:
-        """ScoreMoments of every setting from many groups; |m|² without the part that noise adds to it."""
+        """Truth of every setting, estimated from many groups; |m|² is corrected for the bias from noise."""
         sums = {s.name: np.zeros(self.logits.size) for s in settings}
         squares = dict.fromkeys(sums, 0.0)
         target, spread = np.zeros(self.logits.size), 0.0
@@ -139,7 +147,7 @@ DumpedRow = tuple[str, int, int, str, float, float]
 
 
 def compare(where: str, truths: dict[str, Truth], step: Step, dumped: int) -> Iterator[DumpedRow]:
-    """(world, dumped groups, groups per batch, who, excess over the best setting, its error)."""
+    """Yields (world, dumped groups, groups per batch, choice, excess over the best setting, best error)."""
     for groups in BATCHES:
         errors = {name: truth.error(groups) for name, truth in truths.items()}
         plain = {name: truth.plain_error(groups) for name, truth in truths.items()}
@@ -174,7 +182,7 @@ def long(seeds: list[int]) -> Iterator[DumpedRow]:
 
 
 def table(rows: list[DumpedRow], plain: bool) -> list[str]:
-    """Mean excess by who chose, columns by dumped groups and groups per batch; and the worst case."""
+    """Mean excess per choice; columns per number of dumped groups and batch size, and the worst case."""
     columns = sorted({row[1:3] for row in rows})
     heads = [f"{dumped} dumped, batch {groups}" for dumped, groups in columns]
     lines = [f"| chosen by | {' | '.join(heads)} | worst |", "|---" * (len(heads) + 2) + "|"]

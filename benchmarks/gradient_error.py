@@ -35,7 +35,7 @@ RULES = {
 
 
 def sampled(rng, world, factors, groups: int):
-    """Samples groups; returns gradients under the rule and under exact weights, and the exact weights' ESS."""
+    """Samples groups; returns gradients under the rule and under exact weights, and these weights' ESS."""
     used, exact, weights = [], [], []
     for _ in range(groups):
         prompt = rng.integers(world.num_prompts)

@@ -318,7 +318,7 @@ def four_bits() -> None:
 
 
 def noisy() -> None:
-    """Adds noise to every forward pass of the trainer's policy, as dropout or mixture-of-experts routing do."""
+    """Adds noise to every forward pass of the trainer's policy, as dropout or expert routing does."""
     import torch
 
     from rlctl.engine import deepspeed

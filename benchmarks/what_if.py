@@ -50,7 +50,8 @@ class LongWorld:
     """Policies with long responses over a vocabulary of eight tokens.
 
     The trained policy's logits depend on the prompt and the previous token. The sampling policy's logits also
-    contain noise that depends on all previous tokens. Rewards are sums over tokens.
+    contain noise that depends on all previous tokens. Rewards are scaled sums over tokens; `sparse`
+    thresholds them.
     """
 
     vocabulary, prompts, buckets = 8, 2, 4096

@@ -1,4 +1,4 @@
-"""Clusters of two nodes that are both this machine: real daemons, on loopback, without a trace elsewhere."""
+"""Test clusters of two nodes on this machine: real daemons on loopback, with all files in one directory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _READY_S = 120.0
 
 @contextmanager
 def ssh_nodes(where: Path) -> Iterator[dict[str, str]]:
-    """Hosts `node0` and `node1` that `ssh` and `pdsh` reach, and keys and settings of their own in `where`.
+    """Hosts `node0` and `node1`, reachable with `ssh` and `pdsh`; keys and settings are in `where`.
 
     Yields:
-        What the environment of a user of this cluster says.
+        Environment variables for users of this cluster.
     """
     sshd, keygen, ssh, _ = needed("sshd", "ssh-keygen", "ssh", "pdsh")
     port = free_port()
@@ -40,13 +40,13 @@ def ssh_nodes(where: Path) -> Iterator[dict[str, str]]:
         f"Host node0 node1\nHostName 127.0.0.1\nPort {port}\nIdentityFile {where}/user_key\n"
         "IdentitiesOnly yes\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n"
     )
-    # ssh looks for ~/.ssh where the password file says, not in $HOME: settings of one's own need a flag.
+    # ssh reads ~/.ssh from the home directory in /etc/passwd, not from $HOME: other settings need a flag.
     wrapped = where / "bin" / "ssh"
     wrapped.parent.mkdir()
     wrapped.write_text(f'#!/bin/sh\nexec {ssh} -F "{where}/ssh_config" "$@"\n')
     wrapped.chmod(0o755)
     if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)  # the daemon insists on it, and its service would make it
+        Path("/run/sshd").mkdir(exist_ok=True)  # required by sshd; normally its service creates it
     env = {"PATH": os.pathsep.join([str(wrapped.parent), os.environ["PATH"]]), _MARK: str(where)}
     with daemons(where, [[sshd, "-D", "-e", "-f", str(where / "sshd_config")]], env):
         wait_for(lambda: succeeds(["ssh", "node1", "true"], env), where)
@@ -55,15 +55,15 @@ def ssh_nodes(where: Path) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def slurm_nodes(where: Path) -> Iterator[dict[str, str]]:
-    """A Slurm of two nodes, each with a GPU that is /dev/null, and all of its files in `where`.
+    """A Slurm cluster of two nodes, each with a GPU whose device file is /dev/null; all files are in `where`.
 
     Yields:
-        What the environment of a user of this cluster says.
+        Environment variables for users of this cluster.
     """
     munged, slurmctld, slurmd, sinfo, *_ = needed("munged", "slurmctld", "slurmd", "sinfo", "salloc", "srun")
     if os.geteuid() != 0:
         pytest.skip("not root, and Slurm's daemons want to be")
-    host = socket.gethostname().partition(".")[0]  # of a node's name the ranks make an address
+    host = socket.gethostname().partition(".")[0]  # must be resolvable: the ranks connect to a node's name
     (where / "state").mkdir()
     (where / "munge.key").write_bytes(secrets.token_bytes(64))
     (where / "munge.key").chmod(0o600)
@@ -100,7 +100,7 @@ def slurm_nodes(where: Path) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def daemons(where: Path, commands: list[list[str]], env: dict[str, str]) -> Iterator[None]:
-    """Daemons in the foreground; what they and their users have started ends with them, in any session."""
+    """Starts daemons; at the end, stops them and all processes that they or their users started."""
     started = []
     try:
         for command in commands:
@@ -114,7 +114,8 @@ def daemons(where: Path, commands: list[list[str]], env: dict[str, str]) -> Iter
             daemon.terminate()
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                # Slurm's step daemon writes its title over its environment, but stays where it was started.
+                # Slurm's step daemon overwrites its environment with its title, but keeps its working
+                # directory.
                 if process.environ().get(_MARK) == str(where) or process.cwd() == str(where):
                     process.kill()
         for daemon in started:
@@ -122,7 +123,7 @@ def daemons(where: Path, commands: list[list[str]], env: dict[str, str]) -> Iter
 
 
 def needed(*programs: str) -> list[str]:
-    """Where these programs are; the test is skipped where one is not installed."""
+    """Paths of these programs; skips the test if one is not installed."""
     path = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
     found = {program: shutil.which(program, path=path) for program in programs}
     if missing := [program for program, at in found.items() if at is None]:
@@ -131,13 +132,13 @@ def needed(*programs: str) -> list[str]:
 
 
 def succeeds(command: list[str], env: dict[str, str], says: str = "") -> bool:
-    """Whether the command ends well and prints `says`."""
+    """Whether the command exits with 0 and prints exactly `says`."""
     result = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, check=False)
     return result.returncode == 0 and result.stdout.strip() == says
 
 
 def wait_for(condition: Callable[[], bool], where: Path) -> None:
-    """Until it holds; fails with the last words of the daemons in `where`."""
+    """Waits until the condition holds; after a timeout, fails with the ends of the logs in `where`."""
     deadline = time.monotonic() + _READY_S
     while not condition():
         if time.monotonic() > deadline:

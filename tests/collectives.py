@@ -1,4 +1,4 @@
-"""What code asks of the network, and how often it waits for its device: counted operator by operator."""
+"""Counts collectives and host-device synchronizations per operator."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-#: Operators after which the host knows a value, or a size, that the device has computed.
+#: Operators that copy a value or a size from the device to the host.
 _SYNCS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"}
 _METHODS = ("tolist", "numpy", "cpu")
 
 
 class Recorder(TorchDispatchMode):
-    """Counts collectives and the host's waits within it, backward passes on the CPU included.
+    """Context manager that counts collectives and synchronizations, including backward passes on the CPU.
 
     Attributes:
-        calls: collective → how often it was called.
-        num_bytes: collective → bytes of its largest tensor lists, summed over the calls.
-        sizes: (collective, numbers of its largest tensor) → how often.
-        syncs: operator or method → how often.
+        calls: collective → number of calls.
+        num_bytes: collective → bytes of the largest tensor of each call, summed over the calls.
+        sizes: (collective, number of elements of its largest tensor) → number of calls.
+        syncs: operator or method → number of calls.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Recorder(TorchDispatchMode):
         self.syncs: Counter[str] = Counter()
 
     def counts(self) -> dict[str, dict]:
-        """All attributes, without the tensors' hooks."""
+        """All attributes as plain dicts."""
         return {name: dict(getattr(self, name)) for name in ("calls", "num_bytes", "sizes", "syncs")}
 
     def __enter__(self):
@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):
             self.sizes[name, max((tensor.numel() for tensor in tensors), default=0)] += 1
         elif name in _SYNCS:
             self.syncs[name] += 1
-        elif name.startswith("index"):  # with a mask: as many rows as it has ones
+        elif name.startswith("index"):  # with a mask, the size of the result depends on its values
             masks = [leaf for leaf in tree_leaves(args[1:]) if isinstance(leaf, torch.Tensor)]
             self.syncs["index by a mask"] += any(mask.dtype == torch.bool for mask in masks)
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Shared by every test: no hub, no W&B network, one thread per process, one embedded model."""
+"""Configuration of all tests: no hub, W&B offline, one thread per process, one embedded model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import typer.main
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
-# Two cores and many small tensors: threads would only wait for one another.
+# With two cores and many small tensors, threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Typer builds the whole command tree anew for every call, which takes longer than most commands.
+# Typer rebuilds the whole command tree for every call, which takes longer than most commands.
 typer.main.get_command = cache(typer.main.get_command)
 
-#: What a test module mentions if it starts processes, engines or training.
+#: Names in the source of test modules that start processes, engines or training.
 _STARTS = re.compile(
     r"\b(on_ranks|subprocess|Job|GradingPool|embedded|DeepSpeedEngine|HFRollout|VLLMRollout|playwright)\b"
     r"|\b(RayEngine|ray_hosts|attempt|forked_\w+)\b"
@@ -36,30 +36,31 @@ def _starts_processes(path: Path) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What `-m "not processes …"` leaves out is not imported either: it imports DeepSpeed and more."""
+    """Does not import modules that `-m "not processes …"` excludes, because they import slow libraries."""
     is_left_out = "not processes" in config.option.markexpr and collection_path.match("test_*.py")
     return True if is_left_out and _starts_processes(collection_path) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark `processes`, by module: `make test-fast` leaves these tests out, other runs begin with them.
+    """Marks test modules as `processes`: `make test-fast` excludes them, other runs start with them.
 
-    A long module at the end would leave all workers but one idle.
+    A slow module at the end would leave all workers except one idle.
     """
     for item in items:
         if _starts_processes(item.path):
             item.add_marker("processes")
     items.sort(key=lambda item: not _starts_processes(item.path))
-    gc.freeze()  # what is imported by now stays: no collection need look at it
+    gc.freeze()  # imported objects stay alive: exclude them from garbage collection
 
 
-#: Rows of the data that the embedded model trains on in tests: every start reads and renders all of them.
+#: Number of training rows of the embedded model in tests; small, because every start reads and renders all
+#: rows.
 FEW_ROWS = 1024
 
 
 @pytest.fixture(scope="session")
 def whole_embedded_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`RLCTL_CACHE` of all workers, with the embedded model of seed 1 and all of its data: built once."""
+    """`RLCTL_CACHE` shared by all workers, with the embedded model of seed 1 and all its data; built once."""
     from rlctl.tiny.embedded import ensure_embedded
 
     base = tmp_path_factory.getbasetemp()
@@ -70,7 +71,7 @@ def whole_embedded_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def embedded_cache(whole_embedded_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`RLCTL_CACHE` of this worker, with the same model and the first of its data."""
+    """`RLCTL_CACHE` of this worker, with the same model and its first `FEW_ROWS` training rows."""
     from rlctl.tiny import embedded
 
     whole = embedded.ensure_embedded(1, whole_embedded_cache)
@@ -84,7 +85,7 @@ def embedded_cache(whole_embedded_cache: Path, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="session")
 def forked_commands() -> Iterator[Path]:
-    """Where `python`, `rlctl`, `torchrun` and `deepspeed` are that start at the price of a fork."""
+    """Directory with `python`, `rlctl`, `torchrun` and `deepspeed` that start as forks, without imports."""
     from tests.forked_python import commands
 
     with commands() as directory:
@@ -93,7 +94,7 @@ def forked_commands() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def forked_vllm() -> Iterator[Path]:
-    """The same, of a process that has imported vLLM."""
+    """Like `forked_commands`, with forks of a process that has imported vLLM."""
     from tests.forked_python import commands
     from tests.hooks import forked_ranks_with_vllm
 
@@ -103,13 +104,13 @@ def forked_vllm() -> Iterator[Path]:
 
 @pytest.fixture
 def embedded(embedded_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Runs of the embedded model find it there; returns the cache."""
+    """Sets `RLCTL_CACHE` to `embedded_cache`; returns the cache."""
     monkeypatch.setenv("RLCTL_CACHE", str(embedded_cache))
     return embedded_cache
 
 
 @pytest.fixture
 def whole_embedded(whole_embedded_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same with all of its data: for runs that learn."""
+    """Sets `RLCTL_CACHE` to the cache with all data, for runs that must learn; returns the cache."""
     monkeypatch.setenv("RLCTL_CACHE", str(whole_embedded_cache))
     return whole_embedded_cache

@@ -1,4 +1,4 @@
-"""The names that rlctl uses of other packages, and the packages' sources, read without importing them."""
+"""Finds the names of other packages that rlctl uses, and reads these packages without importing them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
-#: Where `make contracts` puts wheels and source archives.
+#: Directory to which `make contracts` downloads wheels and source archives.
 ARCHIVES = ROOT / ".venv/contracts"
 
 
@@ -27,7 +27,7 @@ class Sources:
 
     Args:
         package: name of the top-level package.
-        where: `….whl`, `….tar.gz`, or the directory that holds the package's.
+        where: `….whl`, `….tar.gz`, or the directory that contains the package's directory.
     """
 
     def __init__(self, package: str, where: Path) -> None:
@@ -36,7 +36,7 @@ class Sources:
 
     @cached_property
     def texts(self) -> dict[str, str]:
-        """Dotted module → text."""
+        """Source text per dotted module name."""
         return {
             file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): text
             for file, text in self._files()
@@ -65,18 +65,18 @@ class Sources:
         return self._trees[module]
 
     def defines(self, name: str) -> bool:
-        """Whether any file defines a name, or sets it on an object."""
+        """Whether any file defines a name or assigns it as an attribute."""
         pattern = re.compile(rf"\b(def|class)\s+{name}\b|\b{name}\s*(:[^=\n]+)?=[^=]")
         return any(name in text and pattern.search(text) for text in self.texts.values())
 
     def mentions(self, word: str, below: str = "") -> bool:
-        """Whether a module from `below` on has a string or a name that is this word."""
+        """Whether a module whose name starts with `below` contains this word."""
         pattern = re.compile(rf"(?<![\w/-]){re.escape(word)}(?![\w/-])")
         modules = (text for module, text in self.texts.items() if module.startswith(below or self.package))
         return any(word in text and pattern.search(text) for text in modules)
 
     def class_named(self, name: str) -> tuple[str, ast.ClassDef]:
-        """The class of this name, wherever it is."""
+        """Module and node of the class with this name."""
         for module, text in self.texts.items():
             if f"class {name}" in text:
                 for part in self.tree(module).body:
@@ -85,7 +85,7 @@ class Sources:
         raise LookupError(f"{self.where.name} has no class {name}")
 
     def find(self, dotted: str) -> tuple[str, ast.AST] | None:
-        """The module and the node that define a dotted name, through imports; None: nothing does."""
+        """Module and node that define a dotted name, following imports; None if not found."""
         module, names = dotted, []
         while module not in self.texts:
             module, _, name = module.rpartition(".")
@@ -114,17 +114,17 @@ class Sources:
                     if found := self.find(target):
                         return found
                     if not isinstance(part, ast.ImportFrom) or all(alias.name != "*" for alias in part.names):
-                        return module, part  # of another package, or of a file that the build makes
+                        return module, part  # in another package, or in a file that the build generates
             if isinstance(part, ast.Dict) or (
                 isinstance(part, ast.Assign) and isinstance(part.value, ast.Dict)
             ):
-                # Names that `__getattr__` imports when they are asked for: name → "module:name".
+                # Names that `__getattr__` imports lazily: name → "module:name".
                 for key, value in zip(part.value.keys, part.value.values, strict=True):
                     texts = [getattr(each, "value", None) for each in (key, value)]
                     if texts[0] == name and isinstance(texts[1], str) and ":" in texts[1]:
                         base = module if texts[1].startswith(".") else ""
                         return self.find((base + texts[1]).replace(":", "."))
-        for part in node.body:  # made when it is asked for
+        for part in node.body:  # created lazily
             if isinstance(part, ast.FunctionDef) and part.name == "__getattr__":
                 for each in ast.walk(part):
                     if isinstance(each, ast.Constant) and each.value == name:
@@ -148,7 +148,7 @@ class Sources:
         return None
 
     def member(self, module: str, owner: ast.ClassDef, name: str) -> tuple[str, ast.AST] | None:
-        """A method, field or attribute of a class or of what it inherits from."""
+        """Module and node of a method, field or attribute of a class or its base classes."""
         for part in owner.body:
             if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) and part.name == name:
                 return module, part
@@ -172,7 +172,7 @@ class Sources:
                 yield found[0], found[1]
 
     def signature(self, module: str, node: ast.AST) -> Signature | None:
-        """What a function, or a class's constructor, takes."""
+        """Parameters of a function or of a class's constructor."""
         if isinstance(node, ast.ClassDef):
             if found := self.member(module, node, "__init__"):
                 return self.signature(*found)
@@ -202,7 +202,7 @@ class Sources:
 
 @dataclass
 class Signature:
-    """Parameters of a callable, `self` left out."""
+    """Parameters of a callable, without `self`."""
 
     names: list[str] = field(default_factory=list)
     required: set[str] = field(default_factory=set)
@@ -211,7 +211,7 @@ class Signature:
     takes_any_number: bool = False
 
     def refuses(self, call: ast.Call) -> str:
-        """What of a call it does not take; "": nothing."""
+        """Reason why a call does not match the parameters; "" if it does."""
         given = {keyword.arg for keyword in call.keywords if keyword.arg}
         spreads = any(keyword.arg is None for keyword in call.keywords)
         count = len(call.args)
@@ -228,7 +228,7 @@ class Signature:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those of a module, within `if` and `try` too; later ones first, which win."""
+    """Statements of a module, also in `if`, `try` and `with`; later ones, which take precedence, first."""
     for part in reversed(body):
         yield part
         for name in ("body", "orelse", "finalbody"):
@@ -252,12 +252,12 @@ def _assigned(part: ast.AST) -> set[str]:
 
 @dataclass(frozen=True)
 class Use:
-    """A name that rlctl uses of a package.
+    """A use of a package's name in rlctl.
 
     Attributes:
         where: file and line.
-        dotted: the name, from the package on.
-        call: how it is called; None: it is not called here.
+        dotted: the name, starting with the package.
+        call: the call expression; None if the name is not called here.
     """
 
     where: str
@@ -265,12 +265,12 @@ class Use:
     call: ast.Call | None = None
 
 
-#: What functions give back whose result has no class of their own name.
+#: Functions that return an object → its class.
 RESULTS = {"deepspeed.initialize": "deepspeed.runtime.engine.DeepSpeedEngine"}
 
 
 def uses_of(package: str) -> list[Use]:
-    """All of rlctl: imports, attributes of what was imported, calls, and members of objects made of it."""
+    """Uses of a package in rlctl: imports, attributes of imported names, calls, members of its objects."""
     found: list[Use] = []
     for path in sorted((ROOT / "rlctl").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -280,7 +280,7 @@ def uses_of(package: str) -> list[Use]:
 
 
 def uses_in(tree: ast.Module, package: str, file: str) -> Iterator[Use]:
-    names: dict[str, str] = {}  # expression → dotted name that it is
+    names: dict[str, str] = {}  # expression → its dotted name
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == package:
             for alias in node.names:
@@ -291,7 +291,7 @@ def uses_in(tree: ast.Module, package: str, file: str) -> Iterator[Use]:
                 if alias.name.partition(".")[0] == package:
                     names[alias.asname or package] = alias.name if alias.asname else package
                     yield Use(f"{file}:{node.lineno}", alias.name)
-    for node in ast.walk(tree):  # functions that give the package back, and what they are assigned to
+    for node in ast.walk(tree):  # functions that return the package
         if isinstance(node, ast.FunctionDef):
             for part in ast.walk(node):
                 if (
@@ -301,7 +301,7 @@ def uses_in(tree: ast.Module, package: str, file: str) -> Iterator[Use]:
                 ):
                     names[f"{node.name}()"] = package
     objects: dict[str, str] = {}  # expression → dotted name of its class
-    for _ in range(3):  # assignments from assignments
+    for _ in range(3):  # repeated, because assignments depend on other assignments
         for node in ast.walk(tree):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             value = getattr(node, "value", None)
@@ -332,7 +332,7 @@ def _dotted(node: ast.expr, names: dict[str, str]) -> str | None:
 
 
 def constants(file: str, matches) -> set[str]:
-    """String constants of one of rlctl's files for which `matches` holds."""
+    """String constants of a file of rlctl for which `matches` returns true."""
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     return {
         node.value
@@ -342,7 +342,7 @@ def constants(file: str, matches) -> set[str]:
 
 
 def keys_given(file: str, function: str) -> set[str]:
-    """String keys of dictionaries, and of subscripts that are assigned to, in a function of rlctl."""
+    """String keys of dictionaries and of assigned subscripts in a function of rlctl."""
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     found = set()
     for node in ast.walk(tree):
@@ -352,7 +352,7 @@ def keys_given(file: str, function: str) -> set[str]:
                 for part in ast.walk(node)
                 if isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Subscript)
             ]
-            values = {id(part.value) for part in stores}  # what is stored under a key is another's business
+            values = {id(part.value) for part in stores}  # keys inside stored values do not count
             keys = [part.targets[0].slice for part in stores]
             for part in ast.walk(node):
                 if isinstance(part, ast.Dict) and id(part) not in values:
@@ -362,7 +362,7 @@ def keys_given(file: str, function: str) -> set[str]:
 
 
 def asked_by_name(file: str) -> set[str]:
-    """What a file of rlctl asks objects for by `getattr` and `hasattr`."""
+    """Attribute names that a file of rlctl passes to `getattr` and `hasattr`."""
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     named = {
         target.id: part.value.value
@@ -380,7 +380,7 @@ def asked_by_name(file: str) -> set[str]:
     return found
 
 
-# --- what a package changes for everybody in the process --------------------------------------------
+# --- process-wide state that a package changes ------------------------------------------------------
 
 _CHANGES = {
     "chdir",
@@ -412,7 +412,7 @@ _HINT = re.compile(
 
 
 def state_changes(sources: Sources) -> set[str]:
-    """Module and change: calls that set something of the process, writes to environment and torch."""
+    """Changes of process-wide state as `module: change`: calls, writes to the environment and to torch."""
     found: set[str] = set()
     for module, text in sources.texts.items():
         if _HINT.search(text):
@@ -449,7 +449,7 @@ def _changes(tree: ast.Module) -> Iterator[str]:
 
 
 def allowed(package: str) -> Requirement:
-    """What pyproject.toml says of a package."""
+    """Requirement of a package in pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     texts = project["dependencies"] + project["optional-dependencies"]["vllm"]
     [found] = [each for each in map(Requirement, texts) if each.name == package]
@@ -457,12 +457,12 @@ def allowed(package: str) -> Requirement:
 
 
 def lower_bound(package: str) -> Version:
-    """The lowest version that is allowed."""
+    """The lowest allowed version."""
     return next(Version(part.version) for part in allowed(package).specifier if part.operator == ">=")
 
 
 def main() -> None:
-    """Fetch the lowest versions, and of vLLM the newest one's CUDA build (300 MB each)."""
+    """Downloads the lowest allowed versions, and the newest vLLM's CUDA build (300 MB per vLLM build)."""
     ARCHIVES.mkdir(parents=True, exist_ok=True)
     wanted = [f"{package}=={lower_bound(package)}" for package in ("vllm", "deepspeed", "transformers")]
     for each in [*wanted, str(allowed("vllm"))]:

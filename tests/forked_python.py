@@ -1,8 +1,9 @@
-"""`python`, `rlctl`, `torchrun` and `deepspeed` at the price of a fork, for what shells and launchers start.
+"""`python`, `rlctl`, `torchrun` and `deepspeed` that start as forks, for processes of shells and launchers.
 
-Each command of `commands` is a small client. It hands its arguments, directory, environment and files to a
-server that has imported what a run imports; a fork of the server runs them as Python would, and the client
-passes signals on and ends as the fork ends. `sys.executable` is the client, so that launchers fork as well.
+Each command of `commands` is a small client. It sends its arguments, directory, environment and file
+descriptors to a server that has already imported the libraries of a run. A fork of the server runs the
+arguments like Python. The client forwards signals and exits like the fork. `sys.executable` is the client, so
+launchers also start forks.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if code < 0:
     os.kill(os.getpid(), -code)
 os._exit(code)
 """
-#: Command → what it runs, before its own arguments.
+#: Command → Python arguments before its own arguments.
 _COMMANDS = {
     "python": (),
     "rlctl": ("-m", "rlctl.cli.app"),
@@ -53,7 +54,7 @@ _COMMANDS = {
 
 @contextmanager
 def commands(before: Callable[[], None] | None = None) -> Iterator[Path]:
-    """A directory with the commands, for the front of `PATH`; `before` is called in the server."""
+    """Yields a directory with the commands, to be prepended to `PATH`; the server calls `before`."""
     with tempfile.TemporaryDirectory(prefix="rlctl-python-") as name:
         directory = Path(name)
         address = str(directory / "socket")
@@ -70,7 +71,7 @@ def commands(before: Callable[[], None] | None = None) -> Iterator[Path]:
 
 
 def run_in(directory: Path, function: Callable[..., int], *arguments: Path, log: Path) -> None:
-    """`function(*arguments)`, paths as text, in a fork of the server of that directory; it must return 0."""
+    """Calls `function(*arguments)`, paths as str, in a fork of the directory's server; it must return 0."""
     code = f"import sys; from {function.__module__} import {function.__name__} as function"
     command = [directory / "python", "-c", f"{code}; sys.exit(function(*sys.argv[1:]))", *arguments]
     with log.open("wb") as output:
@@ -79,7 +80,7 @@ def run_in(directory: Path, function: Callable[..., int], *arguments: Path, log:
 
 
 def _serve(directory: str) -> int:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for the forks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the children that run `_attend` are reaped automatically
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{directory}/starting")
         server.listen(64)
@@ -93,7 +94,7 @@ def _serve(directory: str) -> int:
 
 
 def _attend(client: socket.socket, directory: str) -> int:
-    """One command: until it ends, or its client, which cannot pass SIGKILL on."""
+    """Serves one command; kills it if its client ends first, because clients cannot forward SIGKILL."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     length, files, _, _ = socket.recv_fds(client, 8, 3)
     request = b""
@@ -115,11 +116,11 @@ def _attend(client: socket.socket, directory: str) -> int:
 
 
 def _become(request: dict, files: list[int], directory: str) -> None:
-    """What `python WORDS` does, in this process; never returns."""
+    """Runs `python WORDS` in this process; never returns."""
     for descriptor, file in enumerate(files):
         os.dup2(file, descriptor)
         os.close(file)
-    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):  # a pipe may have become a file
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):  # the kind of file can have changed
         stream = open(descriptor, "w" if descriptor else "r", closefd=False)  # noqa: SIM115
         if descriptor:
             stream.reconfigure(line_buffering=True)

@@ -1,4 +1,4 @@
-"""Faults put into a run from inside, before it starts; `functools.partial` carries them to the process."""
+"""Fault injection: patches applied in the process of a run before it starts, bound by `functools.partial`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 
 
 def kill_after_logging(step: int) -> None:
-    """SIGKILL as soon as `step` stands in metrics.jsonl."""
+    """SIGKILL immediately after `step` is written to metrics.jsonl."""
     from rlctl.track.jsonl import JsonlSink
 
     original = JsonlSink.log
@@ -23,7 +23,7 @@ def kill_after_logging(step: int) -> None:
 
 
 def kill_in_save(step: int, moment: str) -> None:
-    """SIGKILL while `step` is saved: `writing`, `before` it is published, or `after`."""
+    """SIGKILL while `step` is saved: during `writing`, or `before` or `after` it is published."""
     from rlctl.train import saving
 
     original_begin, original_publish = saving.begin, saving.publish
@@ -48,7 +48,7 @@ def kill_in_save(step: int, moment: str) -> None:
         original_save = DeepSpeedEngine.save
 
         def save(self, directory):
-            if now[0] == step:  # half of the bytes are there
+            if now[0] == step:  # only half of the bytes are written
                 original_save(self, directory)
                 for path in directory.rglob("*.pt"):
                     os.truncate(path, path.stat().st_size // 2)
@@ -59,7 +59,7 @@ def kill_in_save(step: int, moment: str) -> None:
 
 
 def no_large_files_after(step: int, limit: int = 100_000) -> None:
-    """From the end of `step` on no file may grow beyond `limit` bytes: the disk is as good as full."""
+    """From the end of `step` on, no file can grow beyond `limit` bytes, as on a full disk."""
     from rlctl.track.jsonl import JsonlSink
 
     original = JsonlSink.log
@@ -73,7 +73,7 @@ def no_large_files_after(step: int, limit: int = 100_000) -> None:
 
 
 def nan_rollouts_at(step: int, rows: int) -> None:
-    """The rollout engine reports NaN for the first tokens of `rows` responses."""
+    """The rollout engine reports NaN for the first token of `rows` responses in generation number `step`."""
     from rlctl.rollout.hf import HFRollout
 
     original = HFRollout.generate
@@ -90,7 +90,7 @@ def nan_rollouts_at(step: int, rows: int) -> None:
 
 
 def failing_grader(every: int) -> None:
-    """Every so many gradings one raises."""
+    """Every `every`-th call of the grader `exact` raises."""
     import dataclasses
 
     from rlctl.registry import GRADERS
@@ -109,7 +109,7 @@ def failing_grader(every: int) -> None:
 
 
 def failing_sync_at(step: int) -> None:
-    """The engine's weights go missing on their way to the rollout engine."""
+    """One weight is missing in sync number `step` to the rollout engine."""
     from rlctl.engine.deepspeed import DeepSpeedEngine
 
     original = DeepSpeedEngine.weights
@@ -126,7 +126,7 @@ def failing_sync_at(step: int) -> None:
 
 
 def slow_steps() -> None:
-    """From the third on, every generation takes a minute."""
+    """From the third generation on, each takes a minute."""
     import time
 
     from rlctl.rollout.hf import HFRollout
@@ -144,7 +144,7 @@ def slow_steps() -> None:
 
 
 def far_rollouts() -> None:
-    """The rollout engine reports log-probs three nats too low: every ratio is about 20."""
+    """The rollout engine reports log-probs that are three nats too low, so every ratio is about 20."""
     from rlctl.rollout.hf import HFRollout
 
     original = HFRollout.generate
@@ -158,7 +158,7 @@ def far_rollouts() -> None:
 
 
 def clock_jumps(*jumps: float) -> None:
-    """The wall clock is that much off, seconds, from one step to the next."""
+    """The wall clock has an offset, in seconds, that changes after every step."""
     import datetime
     import time
 
@@ -182,7 +182,7 @@ def clock_jumps(*jumps: float) -> None:
 
 
 def forked_ranks() -> None:
-    """Ranks are forks of their launcher and of its imports: for tests of what ranks do once they run."""
+    """Starts ranks as forks of their launcher, with its imports; for tests of ranks after their start."""
     from functools import partial
 
     from torch.distributed.launcher import api
@@ -191,7 +191,7 @@ def forked_ranks() -> None:
 
 
 def forked_ranks_with_vllm() -> None:
-    """... and vLLM is imported before."""
+    """Like `forked_ranks`, and imports vLLM first."""
     forked_ranks()
     from rlctl.rollout import vllm
     from rlctl.rollout.process_state import Guest

@@ -1,4 +1,4 @@
-"""Tiny random models and batches of their own responses."""
+"""Tiny random models, and random batches whose log-probs are close to a model's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SHAPE = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "max_position_embeddings": 64,
-    "initializer_range": 0.2,  # far from uniform, so that a wrong position or temperature shows
+    "initializer_range": 0.2,  # large, so that logits are not uniform and wrong positions have an effect
     "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": 1,
@@ -40,7 +40,7 @@ _SHAPE = {
 
 
 def tiny_model(kind: str = "llama", *, tied: bool = False, seed: int = 0, vocabulary: int = VOCABULARY):
-    """A random model of its own; `gemma2` soft-caps its logits after the head."""
+    """Returns a new random model; `gemma2` soft-caps its logits after the head."""
     model, random_state = _built(kind, tied, seed, vocabulary)
     torch.set_rng_state(random_state)
     return copy.deepcopy(model)
@@ -48,7 +48,7 @@ def tiny_model(kind: str = "llama", *, tied: bool = False, seed: int = 0, vocabu
 
 @cache
 def _built(kind: str, tied: bool, seed: int, vocabulary: int):
-    """The model, never changed, and torch's random state after it was drawn."""
+    """Returns the model, which must not be changed, and torch's random state after its initialization."""
     torch.manual_seed(seed)
     shape = {**_SHAPE, "vocab_size": vocabulary, "tie_word_embeddings": tied}
     model = _drawn(kind, shape)
@@ -66,7 +66,7 @@ def _drawn(kind: str, shape: dict[str, object]):
 
 
 def config_of(family: str, shape: Shape, **options):
-    """The config of an architecture in the dimensions of `shape`."""
+    """The config of an architecture with the dimensions of `shape`."""
     return AutoConfig.for_model(
         family,
         vocab_size=shape.vocab,
@@ -80,7 +80,7 @@ def config_of(family: str, shape: Shape, **options):
     )
 
 
-#: What a vision tower of one layer is made of, by all the names that configs have for it.
+#: Settings of a vision tower with one layer, under all names that configs use.
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -95,7 +95,7 @@ _VISION = {
     "vision_use_head": False,
 }
 _GEMMA3 = {"vision_config": {"model_type": "siglip_vision_model"}, "mm_tokens_per_image": 4}
-#: Config class of text and images → what it takes beside the dimensions.
+#: Config class for text and images → its settings in addition to the dimensions.
 _MULTIMODAL = {
     Gemma3Config: _GEMMA3 | {"text_config": {"model_type": "gemma3_text"}},
     Mistral3Config: {
@@ -110,7 +110,7 @@ _MULTIMODAL = {
 
 
 def multimodal_config(config_class: type, shape: dict[str, Any]) -> Any:
-    """A text decoder of this shape beside a tiny vision tower."""
+    """Config with a text decoder of this shape and a tiny vision tower."""
     options = dict(_MULTIMODAL[config_class])
     vision, text = options.pop("vision_config"), options.pop("text_config")
     tied = shape.get("tie_word_embeddings", False)
@@ -120,7 +120,7 @@ def multimodal_config(config_class: type, shape: dict[str, Any]) -> Any:
 
 
 def naive_log_probs(model, batch: TrainBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy (B, T) from the full logits, float64 softmax."""
+    """Log-probs and entropy (B, T) from the full logits, with a float64 softmax."""
     logits = model(
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask.long(),
@@ -146,7 +146,7 @@ def tiny_batch(
     lengths: list[int] | None = None,
     temperature: float = 1.0,
 ) -> TrainBatch:
-    """Ragged prompts and responses; log-ratios to the model's own policy about N(0, gap²) per token."""
+    """Random prompts and responses of different lengths; log-ratios to the model's policy are N(0, gap²)."""
     draw = torch.Generator().manual_seed(seed)
     prompt_lengths = torch.randint(1, prompt + 1, (rows,), generator=draw)
     chosen = torch.randint(1, horizon + 1, (rows,), generator=draw)
@@ -183,7 +183,7 @@ def tiny_batch(
 
 
 def replaced(batch: TrainBatch, **fields: Tensor) -> TrainBatch:
-    """The batch with some tensors exchanged."""
+    """Returns the batch with some tensors replaced."""
     from dataclasses import replace
 
     return replace(batch, **fields)

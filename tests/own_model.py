@@ -1,4 +1,4 @@
-"""A tiny random model directory with a byte-level tokenizer, as a user would bring one."""
+"""Writes a tiny random model directory with a byte-level tokenizer, like a user's own model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEMPLATE = (
 
 
 def save_tiny_qwen2(directory: Path, *, context: int = 256, extra_tokens: int = 0) -> Path:
-    """A Qwen2; see `save_tiny`."""
+    """Saves a Qwen2; see `save_tiny`."""
     shape = {"num_key_value_heads": 1, "tie_word_embeddings": True}
     return save_tiny(directory, Qwen2Config, context=context, extra_tokens=extra_tokens, **shape)
 
@@ -31,9 +31,9 @@ def save_tiny_qwen2(directory: Path, *, context: int = 256, extra_tokens: int = 
 def save_tiny(
     directory: Path, config_class: type, *, context: int = 256, extra_tokens: int = 0, **shape: Any
 ) -> Path:
-    """A config of text and images is given a tiny vision tower, beside the text decoder of this shape.
+    """Saves a tiny model; if its config has a vision part, with a tiny vision tower.
 
-    `extra_tokens`: how many more the tokenizer knows than the model has embeddings for.
+    `extra_tokens`: number of tokens in the tokenizer that have no embedding in the model.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<|endoftext|>": 0} | {char: i + 1 for i, char in enumerate(alphabet)}

@@ -1,4 +1,4 @@
-"""The most bytes of tensors alive at one time, counted operator by operator: the same on every machine."""
+"""Peak memory of live tensors, counted operator by operator, so that it is the same on every machine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakMemory(TorchDispatchMode):
-    """Counts storages that come into being within it.
+    """Context manager that counts tensor storages created within it.
 
     Attributes:
-        now: bytes alive.
-        peak: the most there have been.
+        now: bytes of the live storages.
+        peak: maximum of `now`.
     """
 
     def __init__(self) -> None:

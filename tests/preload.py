@@ -1,4 +1,4 @@
-"""What the fork server imports once, for every job of the tests: all that a run imports sooner or later."""
+"""Imported once by the fork server of the test jobs: all modules that a run imports at some time."""
 
 # ruff: noqa: F401
 import contextlib
@@ -28,14 +28,15 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.St
     import tests.models
 
     with contextlib.suppress(ImportError):
-        import pandas  # by pyarrow, where it is installed
+        import pandas  # imported by pyarrow if installed
     with contextlib.suppress(ImportError):
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
         get_checkpoint_conversion_mapping("llama")  # compiles hundreds of patterns
 typer.main.get_command = cache(typer.main.get_command)
-typer.main.get_command(rlctl.cli.app.app)  # which every job would build
+typer.main.get_command(rlctl.cli.app.app)  # otherwise every job would build it
 logging.disable(logging.NOTSET)
-# A job's garbage collector would look at, and so copy, half a million objects that live as long as the job.
+# Otherwise garbage collection in a job would write to, and so copy, the pages of half a million permanent
+# objects.
 gc.collect()
 gc.freeze()

@@ -1,7 +1,7 @@
-"""Real processes at the price of a fork.
+"""Real processes that start as forks.
 
-`import torch, transformers, deepspeed` takes seconds. A fork server does it once; every job is then
-its own process, in its own session, that can be signalled, killed and looked at like any other.
+`import torch, transformers, deepspeed` takes seconds. A fork server imports them once; every job is then a
+separate process in a separate session, and can be signalled, killed and inspected like any other process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 400.0
 
-# Before the server starts: it, and processes that jobs spawn, must find `rlctl` and `tests`.
+# Set before the server starts: the server and processes started by jobs must be able to import `rlctl` and
+# `tests`.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -30,7 +31,7 @@ _CONTEXT.set_forkserver_preload(["tests.preload"])
 
 
 class Job:
-    """`function(*arguments)` in a process of its own; what it returns is its exit code."""
+    """Runs `function(*arguments)` in a separate process; its return value is the exit code."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class Job:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def wait(self, timeout: float = TIMEOUT_S) -> int:
-        """Exit code, negative for a signal; a job that hangs is killed and fails the test."""
+        """Returns the exit code, negative for a signal; after a timeout kills the job and fails the test."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             self.end()
@@ -64,7 +65,7 @@ class Job:
         return self._process.exitcode
 
     def wait_for(self, condition: Callable[[], object], timeout: float = TIMEOUT_S) -> None:
-        """Until the condition holds; fails if the job ends before."""
+        """Waits until the condition holds; fails if the job ends before."""
         deadline = time.monotonic() + timeout
         while not condition():
             assert self._process.is_alive(), f"ended early ({self.wait()}):\n{self.output[-4000:]}"
@@ -77,11 +78,11 @@ class Job:
         os.kill(self.pid, number)
 
     def signal_group(self, number: int) -> None:
-        """As a terminal's Ctrl-C: to every process of the job."""
+        """Sends a signal to every process of the job, like Ctrl-C in a terminal."""
         os.killpg(self.pid, number)
 
     def family(self) -> list[psutil.Process]:
-        """Processes of the job's session that are alive, itself included."""
+        """Live processes of the job's session, including the job itself."""
         found = []
         for process in psutil.process_iter(["status"]):
             try:
@@ -115,7 +116,7 @@ def _child(
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    os.environ.clear()  # the server's is of when it started
+    os.environ.clear()  # the server's environment is that of its start
     os.environ.update(parent_env | env)
     try:
         if before:
@@ -130,7 +131,7 @@ def _child(
 
 
 def on_ranks(count: int, function: Callable[..., object], *arguments: object, where: Path) -> list[object]:
-    """`function(ranks, *arguments)` on every one of `count` ranks; what each returns, through a file."""
+    """Calls `function(ranks, *arguments)` on each of `count` ranks; returns the result of each rank."""
     port = str(free_port())
     jobs = []
     for rank in range(count):
@@ -151,10 +152,10 @@ def on_ranks(count: int, function: Callable[..., object], *arguments: object, wh
 def on_ranks_each(
     count: int, function: Callable[..., object], cases: Iterable[tuple[object, ...]], *, where: Path
 ) -> dict[tuple[object, ...], list[object]]:
-    """`function(ranks, *case)` for one case after the other, all in the same processes.
+    """Calls `function(ranks, *case)` for one case after the other, all in the same processes.
 
     Returns:
-        Case → what each rank returned.
+        Case → the results of the ranks.
     """
     cases = list(cases)
     by_rank = on_ranks(count, _each, function, cases, where=where)

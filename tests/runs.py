@@ -1,4 +1,4 @@
-"""`rlctl` as a user runs it, each command in a process of its own; and what a run left behind."""
+"""Runs `rlctl` commands, each in a separate process, and reads the files of runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from tests.processes import Job, free_port
 
-#: A run of the embedded model in which π_θ leaves π_rollout: two mini-batches per batch, no warm-up.
+#: A run of the embedded model in which π_θ differs from π_rollout: two mini-batches per batch, no warm-up.
 SMALL = (
     "data.train_batch_size=8",
     "actor.ppo_mini_batch_size=4",
@@ -20,7 +20,7 @@ SMALL = (
     "rollout.n=4",
     "trainer.rollouts_per_step=-1",
     "trainer.test_freq=-1",
-    # The embedded preset is tuned now and then: tests pin what they depend on.
+    # The embedded preset can change: tests pin the values that they depend on.
     "actor.lr=5e-4",
     "actor.lr_scheduler_type=constant",
 )
@@ -29,7 +29,7 @@ SMALL = (
 def start(
     *arguments: str, log: Path, env: dict[str, str] | None = None, before: Callable[[], None] | None = None
 ) -> Job:
-    """`rlctl ARGUMENTS`."""
+    """Starts `rlctl ARGUMENTS`."""
     return Job(_rlctl, list(arguments), log=log, env=env, before=before)
 
 
@@ -39,13 +39,13 @@ def start_train(
     env: dict[str, str] | None = None,
     before: Callable[[], None] | None = None,
 ) -> Job:
-    """A small run of the embedded model into `run_dir`; its output goes to `run_dir`.log."""
+    """Starts a small run of the embedded model in `run_dir`; its output goes to `run_dir`.log."""
     log = run_dir.with_suffix(".log")
     return start("train", f"trainer.run_dir={run_dir}", *SMALL, *arguments, log=log, env=env, before=before)
 
 
 def train(run_dir: Path, *arguments: str, env: dict[str, str] | None = None) -> Path:
-    """The same to its end, which must be a good one."""
+    """Like `start_train`, and waits for the run, which must succeed; returns `run_dir`."""
     job = start_train(run_dir, *arguments, env=env)
     assert job.wait() == 0, job.output[-4000:]
     return run_dir
@@ -58,7 +58,7 @@ def resume(run_dir: Path, *arguments: str, before: Callable[[], None] | None = N
 
 
 def start_ranks(run_dir: Path, count: int, *arguments: str) -> list[Job]:
-    """The same run on several ranks, each started the way torchrun starts them."""
+    """Starts the run of `start_train` on several ranks, each with the environment that torchrun sets."""
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     jobs = []
     for rank in range(count):
@@ -77,14 +77,14 @@ def train_on_ranks(run_dir: Path, count: int, *arguments: str) -> Path:
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
-    """Every complete line of `metrics.jsonl`."""
+    """All complete lines of `metrics.jsonl`."""
     path = run_dir / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def reproducible(run_dir: Path) -> list[dict[str, float]]:
-    """Metrics without what depends on the clock and the machine's load."""
+    """Metrics without those that depend on the clock and the machine's load."""
     timed = ("timing_s/", "perf/throughput", "perf/time_per_step", "perf/max_memory", "timestamp")
     return [
         {key: value for key, value in line.items() if not key.startswith(timed)} for line in metrics(run_dir)
@@ -92,7 +92,7 @@ def reproducible(run_dir: Path) -> list[dict[str, float]]:
 
 
 def assert_close(ours: Path, theirs: Path, rel: float = 1e-4, skip: tuple[str, ...] = ()) -> None:
-    """Equal metrics up to rounding; what is itself only rounding error is not compared relatively."""
+    """Asserts that metrics are equal up to rounding, with an absolute tolerance for values near 0."""
     a, b = reproducible(ours), reproducible(theirs)
     assert [line["step"] for line in a] == [line["step"] for line in b]
     for line, other in zip(a, b, strict=True):

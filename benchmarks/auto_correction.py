@@ -9,8 +9,7 @@ methods that use the formula of `algos/gradient_error.py` with moments averaged 
 
 - `auto bound` uses, per batch, the rule with the smallest estimated error;
 - `auto bound and rate` also multiplies the rate by the estimated squared cosine between the rule's expected
-gradient
-  and the true gradient;
+  gradient and the true gradient;
 - `auto bound and staleness` also waits one step for fresh responses if that squared cosine is below ½.
 
 Score: mean exact expected reward over the steps, including steps that waited. Two seeds select each method's

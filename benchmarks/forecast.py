@@ -94,7 +94,7 @@ class Run:
         return self.planned.cause == "healthy" and self.collapse is None
 
 
-# --- looking --------------------------------------------------------------------------------------
+# --- evaluation of the runs -----------------------------------------------------------------------
 
 
 def upto(run: RunLog, step: int) -> RunLog:
@@ -168,7 +168,7 @@ def _remembered(path: Path, compute: Callable[[], Any]) -> Any:
     return json.loads(path.read_text())
 
 
-# --- what it amounts to ---------------------------------------------------------------------------
+# --- statistics -----------------------------------------------------------------------------------
 
 
 def alarmed(run: Run, tool: str, least: str = "warning") -> list[int]:
@@ -343,8 +343,7 @@ def _coverage_table(parts: dict[str, list[Run]]) -> str:
     return "\n".join(lines)
 
 
-#: Values of `on_forecast` in the repetitions: rules only (`warn`), and with forecasts; seeds of the slow
-#: runs.
+#: Values of `on_forecast` (`warn`: rules only), and seeds of the slow runs, in the repetitions.
 ARMS, SLOW_SEEDS = ("warn", "scale_lr", "checkpoint_and_stop"), (1, 2)
 #: Maximum number of planned runs that are repeated (the first ones).
 REPEATED = 3

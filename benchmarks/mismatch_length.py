@@ -5,9 +5,9 @@
 SmolLM2-135M-Instruct answers the built-in questions of `rlctl diagnose mismatch`, `--n` times each, at
 temperature 1, up to 512 tokens. Every engine samples once; the trainer scores the same tokens in fp32 and in
 bf16 with the training code. Statistics at length T use the first T tokens of the responses with at least T
-tokens, so all sequences at T have the same length. The table compares the measured sequence ESS with exp(−T
-σ²), its value if the log-ratios of a sequence were independent and normal with the standard deviation σ
-measured at the same T (then the mean of exp(2x) is exp(2σ²), and the squared mean of exp(x) is exp(σ²)).
+tokens, so all sequences at T have the same length. The table compares the measured sequence ESS with
+exp(−T σ²), its value if the log-ratios of a sequence were independent and normal with the standard deviation
+σ measured at the same T (then the mean of exp(2x) is exp(2σ²), and the squared mean of exp(x) is exp(σ²)).
 
 A second table shows the share of Σ r² per class of tokens: by kind (digit, start of a word, rest of a word,
 punctuation, white space, end of the response), and by the trainer's probability of the token.

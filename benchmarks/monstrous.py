@@ -4,8 +4,7 @@
 
 Grades a batch of such responses with `maths`, and with a variant that passes every expression to sympy and
 relies on the time limit. Both use grading processes that have already graded one ordinary response. Prints
-Markdown: wall seconds, seconds per response, the ratio, and the number of right responses, which is 0 for
-both.
+Markdown: wall seconds, seconds per response, the ratio, and the number of right responses (0 for both).
 """
 
 from __future__ import annotations

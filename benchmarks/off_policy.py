@@ -6,8 +6,8 @@ Every setting trains the same model on the same prompts with RLOO advantages. Se
 the responses (`rollout.staleness`), the precision of the sampling copy (`rollout.dtype`), and the correction.
 Each method uses the best learning rate of `RATES` on `TUNING_SEEDS`; only runs with other seeds are reported.
 The result of a run is the validation reward of its final policy, because the training reward at staleness k
-is that of the policy k batches before. Writes `off_policy.md` and `off_policy.png` (`pip install
-rlctl[bench]`).
+is that of the policy k batches before. Writes `off_policy.md` and `off_policy.png`
+(`pip install rlctl[bench]`).
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ STALENESS: dict[str, tuple[str, ...]] = {
     "staleness 16": ("rollout.staleness=16",),
 }
 FRESH = next(iter(STALENESS))
-#: Precision of the sampling copy; with fresh responses, rates tuned for `FRESH`, and only
-#: `PRECISION_METHODS`.
+#: Precision of the sampling copy, for `PRECISION_METHODS` only; fresh responses, rates tuned for `FRESH`.
 PRECISION: dict[str, tuple[str, ...]] = {
     "bf16 rollouts": ("rollout.dtype=bf16",),
     "int8 rollouts": ("rollout.dtype=int8",),

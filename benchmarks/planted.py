@@ -21,7 +21,7 @@ from benchmarks.runs import fork_server
 
 RC = "algorithm.rollout_correction."
 STEPS = 60
-#: Decoupled mode: a separate pass computes π_old, so the logged gap is only the gap between the engines.
+#: Decoupled mode: a separate pass computes π_old, so the logged gap is only that of engine and trainer.
 DECOUPLED = (
     "algorithm.adv_estimator=grpo",
     f"{RC}bypass_mode=false",
@@ -49,8 +49,7 @@ class Planted:
 
     Attributes:
         name: name of the fault or of the healthy run.
-        rules: rules that can find the fault; one of them must report a warning or worse. Empty for a healthy
-            run.
+        rules: one of these rules must report a warning or worse; empty for a healthy run.
         overrides: spec overrides.
         grader: source of a function `score`, used instead of the task's own grader.
         patch: name of a function of this module, called in the training process.
@@ -89,8 +88,7 @@ _HANGS = (
     "    if response == ground_truth and response.startswith('640'):\n"
     "        time.sleep(2.0)\n"
 ) + _TRUE
-#: Rules that can find a difference between engine and trainer; which one does depends on its size and on the
-#: metrics.
+#: Rules that can find a difference between engine and trainer, depending on its size and the logged metrics.
 _GAP = frozenset({"policy-gap", "probability-gap", "stale-weights", "weight-mean", "effective-samples"})
 _GAP |= {"chi2", "first-step", "template", "hidden-tail", "variance-collapse", "token-error"}
 

@@ -29,8 +29,7 @@ from rlctl.what_if.step import Step
 from tests.reference.enumerable import GROUP, Truth, World
 
 #: Without normalisation, so that the plain error also has an exact value. Rules that depend on the sign of
-#: the advantage are excluded, because a world's truth is computed for weights that do not depend on the
-#: advantage.
+#: the advantage are excluded, because a world's truth is computed for weights independent of the advantage.
 SETTINGS = [
     setting
     for setting in grid(RolloutCorrectionSpec(rollout_is_batch_normalize=False))[1:]
@@ -50,8 +49,8 @@ class LongWorld:
     """Policies with long responses over a vocabulary of eight tokens.
 
     The trained policy's logits depend on the prompt and the previous token. The sampling policy's logits also
-    contain noise that depends on all previous tokens. Rewards are scaled sums over tokens; `sparse`
-    thresholds them.
+    contain noise that depends on all previous tokens. Rewards are scaled sums over tokens, or 0 and 1
+    (`sparse`).
     """
 
     vocabulary, prompts, buckets = 8, 2, 4096

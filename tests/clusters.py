@@ -114,8 +114,7 @@ def daemons(where: Path, commands: list[list[str]], env: dict[str, str]) -> Iter
             daemon.terminate()
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                # Slurm's step daemon overwrites its environment with its title, but keeps its working
-                # directory.
+                # Slurm's step daemon overwrites its environment, but keeps its working directory.
                 if process.environ().get(_MARK) == str(where) or process.cwd() == str(where):
                     process.kill()
         for daemon in started:

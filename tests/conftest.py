@@ -53,8 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gc.freeze()  # imported objects stay alive: exclude them from garbage collection
 
 
-#: Number of training rows of the embedded model in tests; small, because every start reads and renders all
-#: rows.
+#: Number of training rows of the embedded model in tests; small, because every start renders all of them.
 FEW_ROWS = 1024
 
 

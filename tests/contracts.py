@@ -247,7 +247,7 @@ def _assigned(part: ast.AST) -> set[str]:
     return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
-# --- what rlctl uses -------------------------------------------------------------------------------
+# --- names that rlctl uses -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -445,7 +445,7 @@ def _changes(tree: ast.Module) -> Iterator[str]:
                 yield f"{ast.unparse(target)} ="
 
 
-# --- fetching them ----------------------------------------------------------------------------------
+# --- download ---------------------------------------------------------------------------------------
 
 
 def allowed(package: str) -> Requirement:

@@ -36,7 +36,6 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.St
 typer.main.get_command = cache(typer.main.get_command)
 typer.main.get_command(rlctl.cli.app.app)  # otherwise every job would build it
 logging.disable(logging.NOTSET)
-# Otherwise garbage collection in a job would write to, and so copy, the pages of half a million permanent
-# objects.
+# Otherwise garbage collection in a job would write to, and so copy, the memory of half a million objects.
 gc.collect()
 gc.freeze()

@@ -21,8 +21,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 400.0
 
-# Set before the server starts: the server and processes started by jobs must be able to import `rlctl` and
-# `tests`.
+# Set before the server starts: the server and children of jobs must be able to import `rlctl` and `tests`.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -1,8 +1,7 @@
 """Results of CorrectionBench as Markdown tables.
 
-Intervals are 90 % intervals by bootstrap over seeds: worlds of one seed are not independent, because most
-share policies and rewards, so they are resampled together. Enumerated and learned worlds have separate
-tables.
+Intervals are 90 % intervals by bootstrap over seeds: worlds of one seed are resampled together, because most
+of them share policies and rewards. Enumerated and learned worlds have separate tables.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def decision_table(rows: list[Row], best: int = 3) -> str:
             as_good = sum(_bounds(_minus(found[rule], first))[0] <= 0.0 for rule in order[1:])
             told = (
                 f"{as_good} of {len(order) - 1}" if len({seed for _, seed in first}) > 1 else "—"
-            )  # one has no interval
+            )  # a single seed has no interval
             cells = [f"`{rule}` {_interval(found[rule])}" for rule in order[:best]]
             cells += [told, _interval(found.get("no correction", {}))]
             lines.append(_line([name, str(groups), *cells]))

@@ -123,7 +123,7 @@ class EnumeratedWorld(World):
             success = float(share @ self.rewards[prompt])
             per_k = np.einsum("ykt,ytp->kyp", factors.of(prompt), self.scores[prompt])  # (n, Y, P)
             wins = self.rewards[prompt] > 0
-            sums = [np.einsum("y,kyp->kp", share * which, per_k) for which in (~wins, wins)]  # by reward
+            sums = [np.einsum("y,kyp->kp", share * which, per_k) for which in (~wins, wins)]  # per reward
             others, rest = _binomial(n - 1, success), _binomial(n - 2, success)
             means.append(others @ (sums[0] + sums[1]))
             own = np.einsum("k,y,kyp,kyp->", others, share, per_k, per_k)

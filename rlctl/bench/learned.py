@@ -20,8 +20,7 @@ from rlctl.algos.losses import WholeBatch
 from rlctl.bench.exact import POPULATION, BenchRule, GradientMoments, token_gradient
 
 Floats = NDArray[np.float64]
-#: Token 0 ends a response, the reward counts 1 and 2, 3 is a filler. The first token's previous token is a
-#: filler.
+#: Token 0 ends a response, the reward counts 1 and 2, 3 is a filler and the previous token of the first.
 VOCABULARY, PARTS, PROMPTS, FILLER = 4, 4, 2, 3
 #: Groups times tokens used for moments; groups used for the table of lengths.
 GROUP_TOKENS, LENGTH_GROUPS = 32_000, 500

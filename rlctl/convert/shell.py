@@ -1,8 +1,8 @@
 """Determines the commands that a launch script would run, without executing the bash script.
 
-Supported: variables with defaults, arrays, quoting, line continuations, comments, arithmetic, `if` and `[ …
-]` with conditions that can be evaluated, the first iteration of `for`, functions, `source`, here-documents.
-Values known only at run time (`$(…)`, unset variables) stay in the text unchanged.
+Supported: variables with defaults, arrays, quoting, line continuations, comments, arithmetic, `if` and
+`[ … ]` with conditions that can be evaluated, the first iteration of `for`, functions, `source`,
+here-documents. Values known only at run time (`$(…)`, unset variables) stay in the text unchanged.
 """
 
 from __future__ import annotations

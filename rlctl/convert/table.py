@@ -33,8 +33,7 @@ class KeyRule(BaseModel):
     differs: str | dict[str, str] = ""
     unsupported: str = ""  # why no spec key corresponds to it
     neutral: list[Any] = []  # values for which an unsupported key has no effect
-    #: not an option of the version in `title`: from an older version, or from a library that the framework
-    #: uses
+    #: not an option of the version in `title`, but of an older version or of a library of the framework
     outside: bool = False
 
     def difference(self, value: Any) -> str:

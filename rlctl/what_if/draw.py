@@ -79,7 +79,7 @@ def svg(tradeoff: Tradeoff) -> str:
         parts.append(f'<path d="M{_LEFT} {at:.1f}h-4" stroke="currentColor"/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{tick:g}</text>')
     parts.append(f'<polyline points="{points}" fill="none" stroke="#999999" stroke-dasharray="3 3"/>')
-    parts += [_dot(*place(outcome), outcome) for outcome in reversed(drawn)]  # the best on top
+    parts += [_dot(*place(outcome), outcome) for outcome in reversed(drawn)]  # best on top
     if tradeoff.recommended:
         left, top = place(tradeoff.outcome(tradeoff.recommended.name))
         ring = f'<circle cx="{left:.1f}" cy="{top:.1f}" r="9" fill="none" stroke="#e41a1c" stroke-width="2"/>'

@@ -79,7 +79,7 @@ class ScoreMoments(StepMoments):
         scale = 1.0 / np.asarray(factors)
         self.gradient += part.gradient * scale[:, None, None]
         self.context += part.context * scale[:, None, None]
-        for row, power in enumerate((1, 2, 2, 1)):  # of w
+        for row, power in enumerate((1, 2, 2, 1)):  # power of w in each row
             self.energy[:, row] += part.energy[:, row] * (scale**power)[:, None]
 
     def centred(self) -> tuple[Floats, Floats, Floats]:

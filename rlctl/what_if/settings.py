@@ -118,8 +118,8 @@ def _rejections(normalize: bool) -> list[Setting]:
     return found
 
 
-#: Name; family; weight, its bound (`verl`: the dialect `verl`, which determines the bound), its threshold;
-#: rejection criterion and its threshold. Thresholds are defaults or recommended values; see
+#: Name; family; weight, its bound (`verl`: determined by the dialect `verl`), its threshold; rejection
+#: criterion and its threshold. Thresholds are defaults or recommended values; see
 #: docs/reference/conformance.md.
 _FRAMEWORKS: tuple[tuple[str, Family, str | None, str, str, str, str], ...] = (
     ("verl token TIS", "verl", "token", "verl", "", "", ""),

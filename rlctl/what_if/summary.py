@@ -30,7 +30,7 @@ class ReplaySums(Protocol):
     rules: list[CorrectionRules]
     corrections: list[CorrectionSums[float]]
     kish: Floats  # (R, 2, 3, K) raw and applied; n, Σw, Σw² by block
-    moments: ScoreMoments  # of the surrogate gradients
+    moments: ScoreMoments  # moments of the surrogate gradients
     num_steps: int  # steps read
     notes: list[str]  # notes so far
 

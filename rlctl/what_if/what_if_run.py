@@ -17,14 +17,13 @@ def what_if(path: Path) -> Tradeoff:
     """Replays the dumped rollouts of a run under every setting of the grid.
 
     Args:
-        path: run directory, directory of dumped rollouts, or one dumped file. A `spec.yaml` in the same or
-            the parent directory provides the run's own setting, its advantage estimator and the mini-batch
-            size.
+        path: run directory, directory of dumped rollouts, or one dumped file. A `spec.yaml` in the files'
+            directory or its parent provides the run's setting, advantage estimator and mini-batch size.
 
     Raises:
         UsageError: there are no dumped rollouts, they cannot be read, or none has finite log-probs.
     """
-    from rlctl.what_if.replay import WhatIfQuestion, replay  # torch takes seconds
+    from rlctl.what_if.replay import WhatIfQuestion, replay  # imports torch, which takes seconds
 
     dump = find_dump(path)
     spec, notes = _spec_beside(dump)

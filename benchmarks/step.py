@@ -21,9 +21,9 @@ RLOOTrainer and GRPOTrainer. Sides named bf16 compute in bf16 (TRL: autocast), w
 with bf16 instructions (AVX512-BF16, AMX). TRL's reward checks the last number of the response; rlctl uses the
 grader `maths`.
 
-`--learning`: the reward of both sides after the same number of steps, in bf16, with `last_number` as the
-reward of both. Batches of 8 prompts and a larger learning rate than with `--llm`, so that a few steps
-suffice. Each round has another seed.
+`--learning`: the mean reward on both sides after the same number of steps, in bf16, with the reward function
+`last_number` on both sides. Batches of 8 prompts and a larger learning rate than with `--llm`, so that a few
+steps suffice. Each round has another seed.
 
 `--trl-python` is the interpreter of an environment with TRL, if TRL is not installed in this one.
 `--correction` measures, instead of TRL, the correction's share of the step, and of a larger step (a random

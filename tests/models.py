@@ -146,7 +146,7 @@ def tiny_batch(
     lengths: list[int] | None = None,
     temperature: float = 1.0,
 ) -> TrainBatch:
-    """Random prompts and responses of different lengths; rollout log-probs are the model's plus N(0, gap²)."""
+    """Random prompts and responses of various lengths; rollout log-probs are the model's plus N(0, gap²)."""
     draw = torch.Generator().manual_seed(seed)
     prompt_lengths = torch.randint(1, prompt + 1, (rows,), generator=draw)
     chosen = torch.randint(1, horizon + 1, (rows,), generator=draw)

@@ -126,7 +126,8 @@ def _once_per_question(keys: WordKeys, chosen: NDArray[np.bool_]) -> Hashes:
     questions, hashes = questions[order], hashes[order]
     is_first = np.ones(len(hashes), dtype=bool)
     is_first[1:] = (questions[1:] != questions[:-1]) | (hashes[1:] != hashes[:-1])
-    return hashes[is_first]
+    found: Hashes = hashes[is_first]
+    return found
 
 
 def _hashes(questions: Iterator[str]) -> dict[Kind, Hashes]:

@@ -1,4 +1,4 @@
-"""From the comparisons to causes in order, with their fixes; and the questions that stay open."""
+"""Derives causes, with their fixes, and open questions from the comparisons."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ _PROCESSED = (
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """One reason why the two sides differ."""
+    """One cause of the difference between engine and trainer."""
 
     name: str  # short and stable, for programs
     what: str  # one sentence
     fix: str  # what to do, in words
-    #: changes of the spec that do it, or avoid it; alternatives, each one or more `key=value`
+    #: changes of the spec that apply the fix or avoid the cause; alternatives, each one or more `key=value`
     spec: tuple[str, ...] = ()
-    #: before, after: the gap without and with it explained; None: it does not show in the gap
+    #: before, after: the gap before and after this cause is accounted for; None: it does not affect the gap
     before: Gap | None = None
     after: Gap | None = None
-    share: float = 0.0  # of the mean |log-ratio| at the start that it explains; 0.0 where it does not show
+    share: float = 0.0  # explained fraction of the initial mean |log-ratio|; 0.0 without effect on it
 
 
 def causes(found: Examination) -> list[Cause]:
-    """Every cause found: each explains most of what those before it leave; last what shows in no gap."""
+    """All causes found: each explains most of what the previous ones leave; those with no gap come last."""
     everything = list(_weights(found))
     for taken in found.explanation.taken:
         if taken.factor == "sampling":
@@ -67,7 +67,7 @@ def causes(found: Examination) -> list[Cause]:
 
 
 def _described(found: Examination, factor: Factor, value: str) -> Cause:
-    """A factor other than `sampling` as a cause."""
+    """The cause for a factor other than `sampling`."""
     if factor == "prompt":
         return _prompt(found, value)
     model = found.scorer.model
@@ -136,7 +136,7 @@ def _prompt(found: Examination, value: str) -> Cause:
 
 
 def _sampling(found: Examination, taken: Taken) -> Iterator[Cause]:
-    """Log-prob mode; or temperature, truncation or both, each with its part of the gap."""
+    """The causes from `sampling`: log-prob mode; or temperature, truncation or both, with their gaps."""
     gap, asked, reported = found.scorer.gap, found.sides.asked, taken.after.sampling
     before, after = gap(taken.before), gap(taken.after)
     if found.drawn is not None and found.drawn.not_reported and not found.drawn.not_asked:
@@ -169,7 +169,7 @@ def _spec(cut: Cut) -> tuple[str, ...]:
 
 
 def _drawn_otherwise(found: Examination) -> Iterator[Cause]:
-    """Tokens drawn from what is neither reported nor seen in the gap."""
+    """The cause that tokens were not sampled from the reported distribution, if the gap does not show it."""
     reported, drawn = found.explanation.variant.sampling, found.drawn
     if drawn is None or not drawn.not_reported or drawn.settings.is_like(reported):
         return
@@ -228,7 +228,7 @@ def not_told(found: Examination) -> list[str]:
 
 
 def remainder(found: Examination) -> str | None:
-    """What may hide in the part of the gap that no cause explains; None: there is no such part."""
+    """Possible origin of the part of the gap that no cause explains; None: there is no such part."""
     left = found.left
     if found.same_precision is not None and found.same_precision.closes:
         left = found.same_precision.after

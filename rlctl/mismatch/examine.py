@@ -1,9 +1,9 @@
-"""Sample with the engine, score with the trainer, and find what causes the difference.
+"""Samples with the engine, scores with the trainer, and finds the causes of the difference.
 
-sample → search over scoring variants → what the tokens were drawn from
-       → gap left?  hand the trainer's weights over, sample again    (were they others?)
-       → move the weights, hand them over, sample again              (does a sync reach all of them?)
-       → gap left?  the same engine in the trainer's precision       (is it the precision?)
+sample → search over scoring variants → fit of the settings that tokens were sampled with
+       → gap left?  sync the trainer's weights, sample again         (did the engine have other weights?)
+       → change the weights, sync them, sample again                 (does a sync reach all of them?)
+       → gap left?  the same engine in the trainer's precision       (is the precision the cause?)
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from rlctl.mismatch.settings_fit import Drawn, fit_drawn
 from rlctl.rollout.protocol import ResponseSampler, RolloutEngine, Sampling, step_seed
 from rlctl.rollout.weights import PlainWeights
 
-#: An experiment with the engine explains the gap when it leaves no more than this share of it.
+#: An experiment with the engine explains the gap if it leaves at most this fraction of it.
 _CLOSED = 0.5
-#: Up to this mean |log-ratio| the engine's draws are compared with the trainer's distribution.
+#: Below this mean |log-ratio| the engine's sampled tokens are compared with the trainer's distribution.
 _SAME_DISTRIBUTION = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Both sides, and the requested sampling."""
+    """Trainer and engine, and the requested sampling."""
 
     #: model, tokenizer: the trainer's
     model: Any
     tokenizer: Any
-    #: under examination; its weights are changed and restored where it takes weights
+    #: the engine under test; its weights are changed and restored if it supports weight sync
     engine: ResponseSampler
     rows: Sequence[Row]  # prompts
     sampling: Sampling  # requested of the engine; the trainer applies the temperature
-    engine_tokenizer: Any = None  # the engine's, if it has one of its own
+    engine_tokenizer: Any = None  # the engine's, if it has a separate one
     n: int = 4  # responses per prompt
     seed: int = 1  # of sampling
-    #: other weights that the engine may hold, by name
+    #: other weights that the engine may have, by name
     weights: Mapping[str, Weights] = field(default_factory=dict)
-    #: ends the engine and gives one that computes in the trainer's precision; None: the engine does already,
-    #: or no other can be had
+    #: stops the engine and returns one in the trainer's precision; None: the engine already has it, or no
+    #: other engine is available
     same_precision: Callable[[], ResponseSampler] | None = None
 
     @property
     def asked(self) -> SamplingSettings:
-        """The requested settings; of several truncations the first."""
+        """The requested settings; only the first of several truncations."""
         sampling, cut = self.sampling, Cut()
         if sampling.top_p < 1.0:
             cut = Cut("top_p", sampling.top_p)
@@ -63,25 +63,25 @@ class Sides:
 
     @property
     def takes_weights(self) -> bool:
-        """Whether the engine can be given weights."""
+        """Whether the engine supports weight sync."""
         return hasattr(self.engine, "sync_weights")
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """The gap before and after something was done to the engine, all else being as explained."""
+    """The gap before and after a change of the engine, scored under the variant found by the search."""
 
     before: Gap
     after: Gap
 
     @property
     def closes(self) -> bool:
-        """Whether it removed most of the gap."""
+        """Whether the change removed most of the gap."""
         return not self.before.agrees and self.after.abs_mean <= _CLOSED * self.before.abs_mean
 
     @property
     def opens(self) -> bool:
-        """Whether it made a gap."""
+        """Whether the change caused a gap."""
         return self.after.abs_mean > 3.0 * self.before.abs_mean + AGREE
 
 
@@ -90,29 +90,29 @@ class Examination:
     """The results of all comparisons."""
 
     sides: Sides
-    #: scorer, explanation: of the sample that the causes are read from
+    #: scorer, explanation: of the sample from which the causes are derived
     scorer: VariantScorer
     explanation: Explanation
     start: Gap  # the gap of the first sample, unexplained
-    drawn: Drawn | None  # what the tokens were drawn from; None: the gap is too large to show it
+    drawn: Drawn | None  # settings the tokens were sampled with; None: the gap is too large to determine them
     synced: Experiment | None  # after a sync of the trainer's weights; None: not needed, or impossible
     moved: Experiment | None  # after a sync of changed weights; None: impossible, or the gap is not explained
-    stale: str | None  # after that, which weights the engine still had; None: none of those tried
-    #: with an engine in the trainer's precision; None: not needed, or there is none
+    stale: str | None  # name of the weights that the engine still had after that; None: none of those tried
+    #: with an engine in the trainer's precision; None: not needed, or not available
     same_precision: Experiment | None
 
     @property
     def left(self) -> Gap:
-        """The gap that no scoring variant explains."""
+        """The gap that the scoring variant found by the search leaves."""
         return self.scorer.gap(self.explanation.variant)
 
 
 def examine(sides: Sides) -> Examination:
-    """Run every comparison.
+    """Runs all comparisons.
 
     Raises:
         RunFailure: the engine failed.
-        UsageError: a prompt does not render.
+        UsageError: a prompt cannot be rendered.
     """
     own = token_ids(sides.rows, sides.tokenizer)
     theirs = token_ids(sides.rows, sides.engine_tokenizer) if sides.engine_tokenizer else own
@@ -147,7 +147,7 @@ def examine(sides: Sides) -> Examination:
 def _moved(
     trial: _Sampler, scorer: VariantScorer, variant: ScoringVariant
 ) -> tuple[Experiment | None, str | None]:
-    """Whether a sync reaches every weight, and if not which were left; the engine gets its weights back."""
+    """Whether a sync reaches every weight, and if not, which remained; restores the engine's weights."""
     usual = scorer.gap(variant)
     if variant.weights != OWN:
         return None, None
@@ -165,7 +165,7 @@ def _moved(
 
 
 class _Sampler:
-    """Samples the same prompts again and again."""
+    """Samples the same prompts repeatedly."""
 
     def __init__(self, sides: Sides, own: TokenIds, prompts: Prompts) -> None:
         self.sides = sides
@@ -176,7 +176,7 @@ class _Sampler:
     def sampled(
         self, engine: ResponseSampler, model: Any, weights: Mapping[str, Weights] | None = None
     ) -> VariantScorer:
-        """What the engine samples, ready to be scored by `model`."""
+        """Samples with the engine and returns a scorer of the sample with `model`."""
         sides = self.sides
         rollouts = engine.generate(
             self._prompts,
@@ -202,7 +202,7 @@ class _Sampler:
         return VariantScorer(model, sample, prompts, known, _pad_id(sides.tokenizer))
 
     def hand_over(self, model: Any) -> None:
-        """The model's weights to the engine."""
+        """Syncs the model's weights to the engine."""
         self._version += 1
         engine = cast(RolloutEngine, self.sides.engine)
         engine.sync_weights(PlainWeights(model.named_parameters()), self._version)

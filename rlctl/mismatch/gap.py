@@ -1,4 +1,4 @@
-"""How far apart two log-probs of the same tokens are."""
+"""Statistics of the difference between two log-probs of the same tokens."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Gap:
     ess_token: float  # effective sample size of ρ_t over tokens, as a fraction
     ess_sequence: float  # the same of Π ρ_t over sequences
     num_tokens: int  # tokens compared
-    num_nonfinite: int  # sequences left out, a log-prob of theirs being NaN or infinite
+    num_nonfinite: int  # sequences excluded because of a NaN or infinite log-prob
 
     @property
     def agrees(self) -> bool:
-        """Whether nothing is left to explain."""
+        """Whether the log-probs agree, so that there is nothing to explain."""
         return self.abs_mean <= AGREE
 
 
 def measure(trainer: Tensor, engine: Tensor, mask: Tensor) -> Gap:
-    """The gap between two (B, T) float32 log-probs of the same tokens, where `mask` (B, T) bool holds."""
+    """The gap between two (B, T) float32 log-probs of the same tokens, where `mask` (B, T) bool is True."""
     correction = correct(trainer, engine, mask, _TOKEN)
     by_token = _metrics(correction, _TOKEN)
     by_sequence = _metrics(correct(trainer, engine, mask, _SEQUENCE), _SEQUENCE)
@@ -50,7 +50,7 @@ def measure(trainer: Tensor, engine: Tensor, mask: Tensor) -> Gap:
         log_ratio = torch.zeros(1, dtype=torch.float64)
     return Gap(
         mean=float(log_ratio.mean()),
-        # Clamped as every ratio is: one impossible token shall not outweigh the rest.
+        # Clamped like every log-ratio, so that one token of probability 0 does not dominate the mean.
         abs_mean=float(log_ratio.abs().clamp(max=LOG_RATIO_CLAMP).mean()),
         std=float(log_ratio.std(unbiased=False)),
         abs_max=float(log_ratio.abs().max()),

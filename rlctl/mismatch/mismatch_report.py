@@ -1,4 +1,4 @@
-"""A mismatch report for people and for programs."""
+"""The mismatch report, printed on a terminal or as JSON."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MismatchReport:
-    """What a preflight found."""
+    """Result of a preflight."""
 
-    #: trainer, engine: what was compared, in words
+    #: trainer, engine: descriptions of what was compared
     trainer: str
     engine: str
-    settings: str  # the requested ones, in words
+    settings: str  # description of the requested settings
     num_sequences: int  # responses compared
-    gap: Gap  # as found, before anything is explained
-    causes: tuple[Cause, ...]  # each explains most of what those before it leave
-    tried: tuple[Tried, ...]  # every single comparison made with the trainer's model
-    remainder: str | None  # what may hide in the part that no cause explains; None: there is none
+    gap: Gap  # before any cause is accounted for
+    causes: tuple[Cause, ...]  # each explains most of what the previous ones leave
+    tried: tuple[Tried, ...]  # every single change tried with the trainer's model
+    remainder: str | None  # possible origin of the part that no cause explains; None: there is none
     not_told: tuple[str, ...]  # open questions, and what would answer them
-    notes: tuple[str, ...] = ()  # what the user should know, such as damaged checkpoints passed over
+    notes: tuple[str, ...] = ()  # messages to the user, such as damaged checkpoints that were skipped
 
     @property
     def verdict(self) -> str:
@@ -46,12 +46,12 @@ class MismatchReport:
 
 
 def as_document(report: MismatchReport) -> dict[str, Any]:
-    """The report as JSON-able values."""
+    """The report as values that can be written as JSON."""
     return {"verdict": report.verdict, **asdict(report)}
 
 
 def print_report(console: Console, report: MismatchReport) -> None:
-    """The report on a terminal."""
+    """Prints the report on a terminal."""
 
     def line(*parts: str | tuple[str, str]) -> None:
         console.print(Text.assemble(*parts), soft_wrap=True)
@@ -90,7 +90,7 @@ def print_report(console: Console, report: MismatchReport) -> None:
 
 
 def _print_tried(console: Console, report: MismatchReport) -> None:
-    """Every change of the scoring by itself."""
+    """Prints the gap for every change of the scoring, each applied alone."""
     table = Table(box=None, header_style="dim", pad_edge=False, title_justify="left")
     table.add_column("the trainer variant")
     for column in ("mean |r|", "mean r", "std", "max |r|", "k3", "ESS tok", "ESS seq"):
@@ -111,7 +111,7 @@ def _cells(gap: Gap) -> Iterator[str]:
 
 
 def _rounded_up(value: float) -> str:
-    """To one digit: 4.2e-7 → `5e-7`."""
+    """Rounds up to one digit: 4.2e-7 → `5e-7`."""
     if value == 0.0:
         return "the last bit"
     power = math.floor(math.log10(value))

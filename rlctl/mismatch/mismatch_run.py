@@ -1,4 +1,4 @@
-"""`rlctl diagnose mismatch`: from a request to both sides to a report."""
+"""`rlctl diagnose mismatch`: loads the trainer and the engine of a request, and builds the report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rlctl.tiny.embedded import ensure_embedded
 
 NUM_PROMPTS = 16
 MAX_RESPONSE_LENGTH = 32
-#: Of a run, how many checkpoints before the newest are tried as the engine's weights.
+#: Number of a run's older checkpoints that are tried as the engine's weights.
 OLDER_CHECKPOINTS = 3
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -41,14 +41,14 @@ Dtype = Literal["fp32", "bf16", "int8"]
 
 @dataclass(frozen=True, slots=True)
 class MismatchRequest:
-    """What to compare."""
+    """What to compare, and how to sample."""
 
     model: str = EMBEDDED  # run directory, model directory, hub id or `embedded`: the trainer's side
-    engine: Literal["hf", "vllm"] = "hf"  # what samples
+    engine: Literal["hf", "vllm"] = "hf"  # the engine that samples
     #: directory or hub id of the model and tokenizer the engine loads; None: the trainer's
     engine_model: str | None = None
     engine_dtype: Dtype | None = None  # its precision; None: the trainer's
-    #: prompts, Parquet; empty: the run's own, or built-in questions
+    #: Parquet files of prompts; empty: those of the run, or built-in questions
     data_files: list[str] = field(default_factory=list)
     #: temperature, top_p: requested of the engine; None: the run's, or 1
     temperature: float | None = None
@@ -68,7 +68,7 @@ class _Trainer:
     notes: tuple[str, ...] = ()
 
     def load(self, path: str | Path | None = None) -> tuple[Any, Any]:
-        """Model and tokenizer, or those of another directory loaded alike."""
+        """Loads model and tokenizer, or those of another directory with the same settings."""
         model, tokenizer = load_policy(
             str(path or self.model_path),
             revision=None if path else self.spec.model.revision,
@@ -80,7 +80,7 @@ class _Trainer:
         return model.to(device).eval().requires_grad_(False), tokenizer
 
     def older_weights(self) -> dict[str, Weights]:
-        """Weights that the engine may still hold; each is loaded when it is needed."""
+        """Weights that the engine may still have; each is loaded when it is needed."""
         found: dict[str, Weights] = {}
         for name, directory in self.older.items():
             found |= all_and_head(name, partial(self._state, directory))
@@ -91,10 +91,10 @@ class _Trainer:
 
 
 def run_preflight(request: MismatchRequest) -> MismatchReport:
-    """Sample a few prompts with the engine, score them with the trainer's code, find what differs and why.
+    """Samples a few prompts with the engine, scores them with the trainer's code, and finds what differs.
 
     Raises:
-        UsageError: no such model, run or data, or a prompt that does not fit.
+        UsageError: the model, run or data does not exist, or no prompt fits.
         EnvironmentFailure: the engine is not installed or does not start, or the hub cannot be reached.
         RunFailure: the engine failed.
     """
@@ -109,7 +109,7 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
     longest = max(len(ids) for ids in token_ids(rows, engine_tokenizer or tokenizer))
 
     def start(running: ExitStack, dtype: Dtype) -> ResponseSampler:
-        """The engine in this precision, after the one that is running has ended."""
+        """Stops the running engine and starts one in this precision."""
         running.close()
         if request.engine == "hf":
             return HFRollout(engine_model, tokenizer, engine_model.device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Prompts as each side reads them, and as an engine may read them without reporting it."""
+"""Token ids of prompts: the trainer's, those the engine reports, and others that it may read unreported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_START = "no start token"
 NO_GENERATION_PROMPT = "no generation prompt"
 NO_TEMPLATE = "no chat template"
 
-#: Used where no data is given; of different lengths, so that there is padding.
+#: Used if no data is given; the lengths differ, so that there is padding.
 QUESTIONS = (
     "What is 17 + 25?",
     "Name three primary colours.",
@@ -48,10 +48,10 @@ def question_rows() -> list[Row]:
 
 
 def token_ids(rows: Sequence[Row], tokenizer: Any) -> list[list[int]]:
-    """Each row's prompt as training reads it.
+    """Token ids of each row's prompt, as in training.
 
     Raises:
-        UsageError: the chat template refuses a row.
+        UsageError: the chat template rejects a row.
     """
     renderer = Renderer(tokenizer)
     return renderer.encode([renderer.text(row) for row in rows])
@@ -66,7 +66,7 @@ def left_padded(rows: TokenIds, pad_id: int) -> tuple[Tensor, Tensor]:
 
 
 def as_prompts(ids: TokenIds, rows: Sequence[Row], pad_id: int) -> Prompts:
-    """One batch for the engine, (N, P)."""
+    """One batch of prompts for the engine, (N, P)."""
     prompt_ids, prompt_mask = left_padded(ids, pad_id)
     return Prompts(
         prompt_ids=prompt_ids,
@@ -79,7 +79,7 @@ def as_prompts(ids: TokenIds, rows: Sequence[Row], pad_id: int) -> Prompts:
 
 
 def renderings(rows: Sequence[Row], own: TokenIds, reported: TokenIds, tokenizer: Any) -> dict[str, TokenIds]:
-    """Token ids of every prompt by the name of their rendering, equal ones once.
+    """Name of a rendering → token ids of all prompts; equal renderings occur once.
 
     Args:
         rows: N prompts.
@@ -111,7 +111,7 @@ def renderings(rows: Sequence[Row], own: TokenIds, reported: TokenIds, tokenizer
 
 
 def first_difference(own: TokenIds, other: TokenIds, tokenizer: Any) -> str:
-    """In words, where the first prompt that differs starts to differ."""
+    """Describes the first difference in the first prompt that differs."""
     for number, (ours, theirs) in enumerate(zip(own, other, strict=True), start=1):
         if list(ours) != list(theirs):
             pairs = zip(ours, theirs, strict=False)

@@ -1,4 +1,4 @@
-"""The trainer's model scores the engine's tokens under a `ScoringVariant`."""
+"""Scores the engine's tokens with the trainer's model under a `ScoringVariant`."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from rlctl.prefix import body_of, shared_prefix
 from rlctl.rollout.hf import into_precision
 from rlctl.spec.memory import MAX_LOGITS
 
-#: Puts other weights into a copy of the trainer's model.
+#: Loads other weights into a copy of the trainer's model.
 Weights = Callable[[Any], None]
-#: `bf16 weights`: rounded to bfloat16, the arithmetic being the trainer's.
+#: `bf16 weights`: weights rounded to bfloat16, arithmetic as in the trainer.
 DTYPES = ("bf16", "bf16 weights", "int8", "fp32")
-#: Tokens that settings are fitted to, at most.
+#: Maximum number of tokens to which settings are fitted.
 _FITTED_TOKENS = 512
-#: How far the sync check moves each parameter, as a share of its root mean square.
+#: Size of the change of each parameter in the sync check, as a fraction of its root mean square.
 _MOVED_BY = 0.05
 HEAD_ONLY = "output head only"
 
 
 def all_and_head(name: str, state: Callable[[], dict[str, Tensor]]) -> dict[str, Weights]:
-    """Two hypotheses: all weights are those of `state`; or, where a sync lost it, the output head alone.
+    """Two hypotheses: all weights are those of `state`; or only the output head, which a sync missed.
 
     Args:
-        name: of these weights, such as `step 40`.
-        state: gives the state dict, when it is needed.
+        name: name of these weights, such as `step 40`.
+        state: returns the state dict; called when it is needed.
     """
 
     def put_all(model: Any) -> None:
@@ -49,14 +49,14 @@ def all_and_head(name: str, state: Callable[[], dict[str, Tensor]]) -> dict[str,
         names = model.state_dict(keep_vars=True).items()
         name = next(name for name, tensor in names if tensor is model.get_output_embeddings().weight)
         head.weight = nn.Parameter(state()[name].to(head.weight), requires_grad=False)
-        model.set_output_embeddings(head)  # its own, even where the embeddings' weight is tied to it
+        model.set_output_embeddings(head)  # separate, even if tied to the embeddings
 
     return {name: put_all, f"{name}, {HEAD_ONLY}": put_head}
 
 
 @torch.no_grad()
 def moved(model: Any) -> Any:
-    """A copy of the model with every parameter a little different."""
+    """A copy of the model with a small random change of every parameter."""
     other = copy.deepcopy(model)
     draw = torch.Generator().manual_seed(0)
     for parameter in other.parameters():
@@ -67,7 +67,7 @@ def moved(model: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class EngineSample:
-    """What the engine sampled."""
+    """The engine's responses and the log-probs it reports."""
 
     n: int  # responses per prompt, adjacent
     prompts: Sequence[Sequence[int]]  # (B) token ids that the engine reports
@@ -77,7 +77,7 @@ class EngineSample:
     attended: Tensor  # (B, T) bool, response positions that are not padding
 
     def shifted(self, shift: int) -> tuple[Tensor, Tensor]:
-        """Log-prob of each token if report t is of token t + shift, and where there is one; both (B, T)."""
+        """Log-probs if reported value t belongs to token t + shift, and where there is one; both (B, T)."""
         if not shift:
             return self.reported, self.mask
         moved, has_one = self.reported.roll(shift, 1), self.mask & self.mask.roll(shift, 1)
@@ -87,14 +87,14 @@ class EngineSample:
 
 
 class VariantScorer:
-    """Scores one sample in many ways, remembering each.
+    """Scores one sample under many variants and caches the results.
 
     Args:
         model: the trainer's; never changed.
         sample: tensors on the model's device.
         prompts: renderings by name, each (B) token ids; `OWN` is the trainer's.
         weights: other weights by name.
-        pad_id: fills rows up.
+        pad_id: padding token.
     """
 
     def __init__(
@@ -120,10 +120,10 @@ class VariantScorer:
         return self._own.model
 
     def gap(self, variant: ScoringVariant) -> Gap:
-        """The gap between the engine and the trainer when the trainer scores by this variant.
+        """The gap between engine and trainer if the trainer scores under this variant.
 
         Raises:
-            RunFailure: the model cannot be run so, and why.
+            RunFailure: the model cannot be run under this variant; contains the reason.
         """
         reported, mask = self.sample.shifted(variant.shift)
         return measure(self.log_probs(variant), reported, mask)
@@ -138,9 +138,9 @@ class VariantScorer:
         """(B, T) float32 of the sampled tokens, 0.0 on padding.
 
         Raises:
-            RunFailure: the model cannot be run so, and why.
+            RunFailure: the model cannot be run under this variant; contains the reason.
         """
-        variant = replace(variant, shift=0)  # it is about the reports, not about how the model reads
+        variant = replace(variant, shift=0)  # affects the reported values, not the model
         if variant not in self._scores:
             score = self._as_trainer if _is_plain(variant) else self._from_logits
             found = torch.zeros_like(self.sample.reported)
@@ -155,14 +155,14 @@ class VariantScorer:
         return self._scores[variant]
 
     def fitted(self, variant: ScoringVariant, asked: SamplingSettings) -> SamplingSettings:
-        """The settings that best explain the reported log-probs, all else being as in `variant`."""
+        """The settings that best explain the reported log-probs, all other factors as in `variant`."""
         if variant not in self._fits:
             self._fits[variant] = fit_reported(*self.ranked(variant, asked.cut), asked)
         return self._fits[variant]
 
     @torch.no_grad()
     def ranked(self, variant: ScoringVariant, asked: Cut) -> tuple[RankedLogits, Tensor]:
-        """Logits under this variant of some tokens, and those tokens' reported log-probs (N,)."""
+        """Logits of N of the tokens under this variant, and the reported log-probs of these tokens (N,)."""
         reported, mask = self.sample.shifted(variant.shift)
         logits, tokens, values = [], [], []
         policy = self._policy(variant)
@@ -177,14 +177,14 @@ class VariantScorer:
         return RankedLogits(torch.cat(logits), torch.cat(tokens), [asked]), torch.cat(values)
 
     def _as_trainer(self, policy: PolicyModule, variant: ScoringVariant, rows: slice, out: Tensor) -> None:
-        """By the code that training runs."""
+        """Scores with the code that training uses."""
         inputs = self._inputs(variant, rows)
         policy.head.temperature = variant.sampling.temperature
         log_probs, _ = policy(**arguments_of(inputs))
         out[rows, : log_probs.shape[1]] = log_probs
 
     def _from_logits(self, policy: PolicyModule, variant: ScoringVariant, rows: slice, out: Tensor) -> None:
-        """From full logits, which truncation and decoding need."""
+        """Scores from full logits, which truncation and decoding need."""
         for columns, logits in self._logits(policy, variant, rows):
             tokens = self.sample.responses[rows, columns]
             mask = self.sample.mask[rows, columns]
@@ -194,18 +194,18 @@ class VariantScorer:
     def _logits(
         self, policy: PolicyModule, variant: ScoringVariant, rows: slice
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Columns of the response and their logits (b, t, V), of the given rows."""
+        """Yields columns of the responses and their logits (b, t, V), for the given rows."""
         step = _decoded if variant.steps == "decode" else _prefilled
         return step(policy, self._inputs(variant, rows))
 
     def _inputs(self, variant: ScoringVariant, rows: slice) -> ModelInputs:
-        """What is read, without columns that no row uses."""
+        """Model inputs of the given rows, without columns that no row uses."""
         sample, prompts = self.sample, self.prompts[variant.prompt][rows]
         tensors = (sample.responses[rows], sample.attended[rows], sample.mask[rows])
         return used_columns(lay_out(prompts, *tensors, self._pad_id, variant.positions))
 
     def _rows(self, variant: ScoringVariant) -> Iterator[slice]:
-        """Rows that are run together; those of logits so large that they do not fit, in several parts."""
+        """Slices of rows that are run together; smaller ones where the logits would not fit in memory."""
         count, horizon = self.sample.responses.shape
         size = count
         if variant.rows == "single":
@@ -216,12 +216,12 @@ class VariantScorer:
         return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
     def _policy(self, variant: ScoringVariant) -> PolicyModule:
-        """The trainer's model, or a changed copy (one is kept)."""
+        """The trainer's model, or a changed copy (the last one is cached)."""
         change = (variant.weights, variant.dtype, variant.attention)
         if change == (OWN, OWN, OWN):
             return self._own
         if self._changed is None or self._changed[0] != change:
-            self._changed = None  # gone before the next takes memory
+            self._changed = None  # freed before the next copy is allocated
             policy = copy.deepcopy(self._own)
             if variant.weights != OWN:
                 self.weights[variant.weights](policy.model)
@@ -238,7 +238,7 @@ class VariantScorer:
 
 
 def _is_plain(variant: ScoringVariant) -> bool:
-    """Whether the trainer's own code can score so."""
+    """Whether the trainer's own code can score under this variant."""
     return variant.steps == OWN and variant.sampling.cut.kind == "none"
 
 
@@ -250,7 +250,10 @@ def lay_out(
     pad_id: int,
     positions: str = OWN,
 ) -> ModelInputs:
-    """B prompts and responses (B, T), of which `attended` (B, T) are read; `positions` as in the variant."""
+    """Model inputs of B prompts and responses (B, T), of which `attended` (B, T) are read by attention.
+
+    `positions` as in `ScoringVariant`.
+    """
     prompt_ids, prompt_mask = (part.to(responses.device) for part in left_padded(prompts, pad_id))
     width = prompt_ids.shape[1]
     attention_mask = torch.cat([prompt_mask, attended], dim=1)
@@ -266,7 +269,7 @@ def lay_out(
 
 
 def _prefilled(policy: PolicyModule, inputs: ModelInputs) -> Iterator[tuple[slice, Tensor]]:
-    """One pass over prompts and responses."""
+    """Logits from one forward pass over prompts and responses."""
     horizon = inputs.scored.shape[1]
     read = body_inputs(
         body_of(policy.model),
@@ -280,7 +283,7 @@ def _prefilled(policy: PolicyModule, inputs: ModelInputs) -> Iterator[tuple[slic
 
 
 def _decoded(policy: PolicyModule, inputs: ModelInputs) -> Iterator[tuple[slice, Tensor]]:
-    """Token by token with a cache, as engines sample."""
+    """Logits computed token by token with a cache, as engines sample."""
     ids, mask, positions = inputs.input_ids, inputs.attention_mask, inputs.position_ids
     horizon = inputs.scored.shape[1]
     prompt = ids.shape[1] - horizon
@@ -304,7 +307,7 @@ def _decoded(policy: PolicyModule, inputs: ModelInputs) -> Iterator[tuple[slice,
 
 
 def _thinned(mask: Tensor, most: int) -> Tensor:
-    """(B, T) bool: at most so many of the cells that hold, evenly spread."""
+    """(B, T) bool: at most `most` of the True cells, evenly spread."""
     cells = mask.flatten().nonzero().flatten()
     kept = cells[:: max(-(-len(cells) // most), 1)]
     thinned = torch.zeros_like(mask).flatten()

@@ -1,4 +1,4 @@
-"""Hypotheses: in which ways an engine may have computed other log-probs than the trainer does."""
+"""Hypotheses about how an engine's computation of log-probs may differ from the trainer's."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-#: A factor in the state it has in the trainer.
+#: Value of a factor that is the same as in the trainer.
 OWN = "trainer"
 
-#: What two sides may differ in. Of changes that explain as much the first is named: from the coarse to the
-#: fine, and last what is fitted.
+#: Factors in which the two sides may differ. Among changes that explain the same amount, the first is
+#: reported: coarse factors come first, the fitted one last.
 Factor = Literal["prompt", "shift", "positions", "weights", "dtype", "steps", "attention", "rows", "sampling"]
 
-#: Name of each mistake with positions, and what it does.
+#: Errors in the treatment of positions: name → effect.
 POSITION_MISTAKES: Mapping[str, str] = {
     "jump": "the response's positions go on from the padded width of the prompt, not from its length",
     "padding seen": "attention reads the prompts' padding",
@@ -23,7 +23,7 @@ POSITION_MISTAKES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a distribution is truncated before it is drawn from, and renormalised."""
+    """Truncation of a distribution before sampling, with renormalisation."""
 
     kind: Literal["none", "top_p", "top_k", "min_p"] = "none"  # `none`, or the processor's name
     value: float = 0.0  # its parameter; 0 for `none`
@@ -33,14 +33,14 @@ class Cut:
         return "no truncation" if self.kind == "none" else f"{self.kind} {self.value:.3g}"
 
     def is_like(self, other: Cut) -> bool:
-        """Equal, as far as samples can show."""
+        """Whether both are equal within the precision of an estimate from samples."""
         near = abs(self.value - other.value) <= (0 if self.kind == "top_k" else 0.025)
         return self.kind == other.kind and near
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """A distribution derived from logits: divided by `temperature`, then cut."""
+    """A distribution derived from logits: divided by `temperature`, then truncated."""
 
     temperature: float
     cut: Cut = Cut()
@@ -51,7 +51,7 @@ class SamplingSettings:
         return f"temperature {self.temperature:.3g}{cut}"
 
     def is_like(self, other: SamplingSettings) -> bool:
-        """Equal, as far as samples can show."""
+        """Whether both are equal within the precision of an estimate from samples."""
         near = abs(self.temperature / other.temperature - 1.0) <= 0.03
         return near and self.cut.is_like(other.cut)
 
@@ -60,12 +60,12 @@ class SamplingSettings:
 class ScoringVariant:
     """One way to compute log-probs of the engine's tokens with the trainer's model."""
 
-    sampling: SamplingSettings  # of which distribution
-    prompt: str = OWN  # which rendering of the prompts is read
+    sampling: SamplingSettings  # distribution of the log-probs
+    prompt: str = OWN  # rendering of the prompts
     shift: int = 0  # reported log-prob t belongs to response token t + shift
     positions: str = OWN  # as in the trainer, or one of `POSITION_MISTAKES`
-    weights: str = OWN  # which weights
-    dtype: str = OWN  # precision they are cast to
+    weights: str = OWN  # name of the weights
+    dtype: str = OWN  # precision of the model
     steps: str = OWN  # one pass over the response, or token by token with a cache (`decode`)
     attention: str = OWN  # kernel
     rows: str = OWN  # all at once with padding, or one by one without (`single`)

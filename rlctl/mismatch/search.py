@@ -1,8 +1,8 @@
-"""Which changes of the scoring variant, together, close the gap: a stepwise search.
+"""Stepwise search for the changes of the scoring variant that together close the gap.
 
-Forward: the change that explains most is taken, and the others are tried again on top of it; where no
-single one helps, pairs of arithmetic changes are tried, since rounding noise hides each behind the other.
-Backward: a change that the rest does without is dropped.
+Forward: the change that explains most is accepted, and the others are tried again on top of it. If no single
+change helps, pairs of arithmetic changes are tried, because one rounding difference can hide another.
+Backward: changes that the others make unnecessary are removed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from rlctl.mismatch.scoring_variant import OWN, POSITION_MISTAKES, Factor, Sampl
 FACTORS: tuple[Factor, ...] = get_args(Factor)
 _ROUNDING: tuple[Factor, ...] = ("steps", "attention", "rows")
 ARITHMETIC: tuple[Factor, ...] = ("dtype", *_ROUNDING)
-#: A change counts when it takes this share of the mean |log-ratio| that is left; two equal and independent
-#: causes take 29 % each, three 18 %, and a temperature fitted to noise a few percent.
+#: A change is accepted if it removes this fraction of the remaining mean |log-ratio|. Each of two equal and
+#: independent causes removes 29 %, each of three 18 %, and a temperature fitted to noise a few percent.
 _MATERIAL = 0.2
-#: A change is dropped when the gap grows by no more than this without it.
+#: A change is removed if the gap grows at most by this factor without it.
 _SLACK = 1.1
-#: Fitted settings that leave more than this share of the gap are no explanation.
+#: Fitted settings that leave more than this fraction of the gap are rejected.
 _CONFIRMED = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One change, tried alone."""
+    """One change, applied alone."""
 
     factor: Factor  # what was changed
     value: str  # to what
@@ -45,7 +45,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """One change that explains a part of the gap, on top of those before it."""
+    """One change that explains a part of the gap, on top of the previous ones."""
 
     factor: Factor
     before: ScoringVariant
@@ -54,19 +54,19 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a search on the trainer's side found."""
+    """Result of a search over scoring variants."""
 
-    start: ScoringVariant  # how the trainer reads
-    variant: ScoringVariant  # how it would have to read to come closest to the engine
-    taken: tuple[Taken, ...]  # the changes in between, in the order taken
-    tried: tuple[Tried, ...]  # every change on its own
+    start: ScoringVariant  # the trainer's own
+    variant: ScoringVariant  # the one closest to the engine
+    taken: tuple[Taken, ...]  # the changes between both; those that explain most come first
+    tried: tuple[Tried, ...]  # every change applied alone
 
 
 class Search:
     """Finds the changes that close the gap between the engine and the trainer.
 
     Args:
-        scorer: of the engine's sample.
+        scorer: scorer of the engine's sample.
         asked: the requested sampling settings; the trainer applies their temperature.
     """
 
@@ -74,25 +74,25 @@ class Search:
         self._scorer = scorer
         self._asked = asked
         self._start = ScoringVariant(SamplingSettings(asked.temperature))
-        agree = scorer.gap(self._start).agrees  # then there is nothing to compare
+        agree = scorer.gap(self._start).agrees  # then nothing needs to be compared
         factors = () if agree else FACTORS
         changes = [(factor, other) for factor in factors for other in self._changes(self._start, factor)]
         self._tried = {other: self._try(factor, other) for factor, other in changes}
 
     def explain(self) -> Explanation:
-        """Run the search."""
+        """Runs the search."""
         variant = self._found(FACTORS)
         fitted = variant.sampling != self._start.sampling
         if fitted and self._left(variant) > _CONFIRMED * self._left(self._start):
-            # Free parameters fit a part of any gap, that of other weights above all.
+            # Free parameters fit a part of any gap, in particular of a gap caused by other weights.
             variant = self._found(tuple(factor for factor in FACTORS if factor != "sampling"))
         variant = self._pruned(variant)
         return Explanation(self._start, variant, self._in_order(variant), tuple(self._tried.values()))
 
     def _found(self, factors: tuple[Factor, ...]) -> ScoringVariant:
-        """Forward: take the best change as long as one helps."""
+        """Forward search: accepts the best change as long as one helps."""
         variant = self._start
-        for _ in range(2 * len(factors)):  # what was taken may be taken again, differently
+        for _ in range(2 * len(factors)):  # a factor may be changed again, to another value
             if self._scorer.gap(variant).agrees:
                 break
             changes = [other for factor in factors for other in self._changes(variant, factor)]
@@ -103,7 +103,7 @@ class Search:
         return variant
 
     def _changes(self, base: ScoringVariant, factor: Factor) -> Iterator[ScoringVariant]:
-        """Variants that differ from `base` in this factor and might explain what is left."""
+        """Variants that differ from `base` in this factor and might explain the remaining gap."""
         if factor == "sampling":
             if not self._scorer.gap(base).agrees:
                 fitted = replace(base, sampling=self._scorer.fitted(base, self._asked))
@@ -115,9 +115,9 @@ class Search:
                 yield base.changed(factor, value)
 
     def _matters(self, factor: Factor, value: str | int, base: ScoringVariant) -> bool:
-        """A change cannot take more off the gap than it changes the trainer's own log-probs by."""
+        """Whether a change can help: it reduces the gap at most by its effect on the trainer's log-probs."""
         if factor == "shift" or (factor in _ROUNDING and base.dtype != OWN):
-            return True  # it changes none of them; or was tried in another precision
+            return True  # does not change these log-probs; or was tried in another precision
         effect = self._tried[self._start.changed(factor, value)].effect
         return effect > 0.5 * _MATERIAL * self._left(base)
 
@@ -130,7 +130,7 @@ class Search:
                 yield base.changed(one, first).changed(two, second)
 
     def _best(self, base: ScoringVariant, others: list[ScoringVariant]) -> ScoringVariant | None:
-        """The variant that leaves the smallest gap, if that is materially smaller; among equals the first."""
+        """The variant with the smallest gap, if it is materially smaller; among similar ones the first."""
         left = [(self._left(other), other) for other in others]
         limit = (1.0 - _MATERIAL) * self._left(base)
         smallest = min((gap for gap, _ in left), default=limit)
@@ -139,7 +139,7 @@ class Search:
         return next(other for gap, other in left if gap <= smallest * _SLACK + AGREE / 10)
 
     def _left(self, variant: ScoringVariant) -> float:
-        """Mean |log-ratio|; infinite where the model cannot be run so."""
+        """Mean |log-ratio| under a variant; infinite if the model cannot be run under it."""
         try:
             return self._scorer.gap(variant).abs_mean
         except RunFailure:
@@ -153,7 +153,7 @@ class Search:
             return Tried(factor, value, why_not=failure.what)
 
     def _pruned(self, variant: ScoringVariant) -> ScoringVariant:
-        """Backward: drop each change that the others make unnecessary, fitted and fine ones first."""
+        """Backward search: removes changes that the others make unnecessary, fitted and fine ones first."""
         for factor in reversed(FACTORS):
             without = variant.with_factor(factor, self._start)
             if self._left(without) <= self._left(variant) * _SLACK + AGREE / 10:
@@ -161,7 +161,7 @@ class Search:
         return variant
 
     def _in_order(self, variant: ScoringVariant) -> tuple[Taken, ...]:
-        """What each change explains, on top of those that explain more."""
+        """The changes, ordered by what they explain, each on top of the previous ones."""
         left = [f for f in FACTORS if getattr(variant, f) != getattr(self._start, f)]
         taken: list[Taken] = []
         now = self._start
@@ -175,7 +175,7 @@ class Search:
 
 
 def _values(scorer: VariantScorer, factor: Factor) -> tuple[str | int, ...]:
-    """What a factor may be instead of the trainer's own."""
+    """Values of a factor other than the trainer's own."""
     if factor == "prompt":
         return tuple(name for name in scorer.prompts if name != OWN)
     if factor == "weights":

@@ -1,6 +1,7 @@
-"""Which temperature and truncation explain the engine's log-probs, and which the tokens it drew.
+"""Fits temperature and truncation to the engine's reported log-probs, and to its sampled tokens.
 
-The two are fitted separately: an engine may sample from one distribution and report log-probs of another.
+The two are fitted separately, because an engine may sample from one distribution and report log-probs of
+another.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from rlctl.mismatch.scoring_variant import Cut, SamplingSettings
 _TOP_P = [round(0.5 + 0.01 * i, 2) for i in range(50)] + [0.995, 0.999]
 _TOP_K = [1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128, 200, 256, 512, 1000]
 _MIN_P = [0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3]
-#: One reported log-prob that is far off shall not decide the fit.
+#: Errors are clamped to this, so that a single outlier does not determine the fit.
 _LARGEST_ERROR = 5.0
-#: Share of draws that may fall just outside of a truncation, two kernels rounding differently.
+#: Fraction of sampled tokens that may be just outside a truncation, because two kernels round differently.
 _STRAY = 1e-3
 
 
 class RankedLogits:
-    """Logits of some positions, sorted, and the rank of the drawn token among them.
+    """Logits of some positions, sorted, and the rank of the sampled token among them.
 
     Args:
         logits: (N, V) float, before any temperature.
-        tokens: (N,) int64, drawn.
+        tokens: (N,) int64, the sampled tokens.
         cuts: truncations to try besides the usual values, such as the requested one.
     """
 
@@ -42,11 +43,11 @@ class RankedLogits:
         grid = {Cut()} | {cut for cut in cuts if cut.kind != "none"}
         grid |= {Cut("top_p", p) for p in _TOP_P} | {Cut("min_p", m) for m in _MIN_P}
         grid |= {Cut("top_k", k) for k in _TOP_K if k < logits.shape[1]}
-        #: from the mildest to the strictest, `none` first
+        #: `none` first, then by kind and value
         self.cuts = sorted(grid, key=lambda cut: (cut.kind != "none", cut.kind, cut.value))
 
     def log_probs(self, settings: SamplingSettings) -> Tensor:
-        """(N,) of the drawn tokens; a token that is cut off is taken as the last one kept."""
+        """(N,) of the sampled tokens; a token that is cut off is treated as the last one kept."""
         log_probs, log_masses, _ = self._at(settings.temperature, [settings.cut])
         return log_probs - log_masses[:, 0]
 
@@ -57,7 +58,7 @@ class RankedLogits:
         return gaps.abs().nan_to_num(_LARGEST_ERROR).clamp(max=_LARGEST_ERROR).mean(0)
 
     def likelihoods(self, temperature: float, cuts: Sequence[Cut] | None = None) -> Tensor:
-        """Log-likelihood of all draws together for every cut, (K,)."""
+        """Joint log-likelihood of all sampled tokens for every cut, (K,)."""
         log_probs, log_masses, outside = self._at(temperature, cuts or self.cuts)
         inside = torch.where(outside, -torch.inf, log_probs[:, None] - log_masses) + np.log1p(-_STRAY)
         stray = (log_probs + np.log(_STRAY))[:, None]
@@ -78,12 +79,12 @@ class RankedLogits:
 
 
 def _last_kept(cuts: Sequence[Cut], falling: Tensor, cumulative: Tensor) -> Tensor:
-    """(N, K) rank of the unlikeliest token that survives, from 0.
+    """(N, K) rank of the least likely token that is kept, from 0.
 
     Args:
         cuts: K truncations of one kind.
         falling: (N, V) negated logits, ascending.
-        cumulative: (N, V) probability of each token and those likelier.
+        cumulative: (N, V) total probability of each token and all more likely ones.
     """
     size = falling.shape[1]
     values = falling.new_tensor([cut.value for cut in cuts]).expand(len(falling), len(cuts))
@@ -96,12 +97,13 @@ def _last_kept(cuts: Sequence[Cut], falling: Tensor, cumulative: Tensor) -> Tens
 
 
 def fit_reported(ranked: RankedLogits, reported: Tensor, asked: SamplingSettings) -> SamplingSettings:
-    """The simplest settings that explain the reported log-probs (N,) about as well as any.
+    """The simplest settings that explain the reported log-probs (N,) about as well as the best fit.
 
     Args:
-        ranked: the same tokens' logits.
-        reported: the engine's.
-        asked: the requested settings; preferred, then the raw distribution.
+        ranked: logits of the same tokens.
+        reported: the engine's log-probs.
+        asked: the requested settings. Preferred, in this order: their temperature without truncation, the raw
+            distribution, and these settings.
     """
     temperature = _best(lambda t: float(ranked.errors(reported, t).min()), asked.temperature)
     best = float(ranked.errors(reported, temperature).min())
@@ -122,16 +124,16 @@ def fit_reported(ranked: RankedLogits, reported: Tensor, asked: SamplingSettings
     raise AssertionError("the best fit is as good as itself")
 
 
-#: Log-likelihood in nats that settings must win by: a free temperature and a choice among some eighty
-#: truncations win a few by chance.
+#: Difference of log-likelihood, in nats, that counts as clear: a free temperature and a choice among about
+#: eighty truncations gain a few nats by chance.
 _CLEARLY = 8.0
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Which settings the tokens were drawn with."""
+    """The settings with which the tokens were sampled."""
 
-    settings: SamplingSettings  # the simplest about as likely as any
+    settings: SamplingSettings  # the simplest ones about as likely as the best fit
     #: not_reported, not_asked: whether the settings whose log-probs are reported, and the requested ones, are
     #: clearly less likely
     not_reported: bool
@@ -139,7 +141,7 @@ class Drawn:
 
 
 def fit_drawn(ranked: RankedLogits, reported: SamplingSettings, asked: SamplingSettings) -> Drawn:
-    """Find by maximum likelihood what the engine sampled from, whatever it reports."""
+    """Estimates by maximum likelihood the settings that the engine sampled with, whatever it reports."""
     temperature = _best(lambda t: -float(ranked.likelihoods(t).max()), asked.temperature)
     best = float(ranked.likelihoods(temperature).max())
 
@@ -151,7 +153,7 @@ def fit_drawn(ranked: RankedLogits, reported: SamplingSettings, asked: SamplingS
     not_reported, not_asked = reported not in likely, asked not in likely
     if likely:
         return Drawn(likely[0], not_reported, not_asked)
-    # The likeliest truncation, at a simpler temperature than the likeliest if that is about as likely.
+    # The most likely truncation, at a simpler temperature than the best one if that is about as likely.
     for value in (reported.temperature, asked.temperature, _rounded(temperature), temperature):
         at = ranked.likelihoods(value)
         if float(at.max()) >= best - _CLEARLY:
@@ -160,7 +162,7 @@ def fit_drawn(ranked: RankedLogits, reported: SamplingSettings, asked: SamplingS
 
 
 def _best(loss: Callable[[float], float], asked: float) -> float:
-    """The temperature of the smallest loss: a grid, then a search around its best."""
+    """The temperature with the smallest loss: a grid, then a bounded search around the best grid point."""
     from scipy.optimize import minimize_scalar
 
     grid = sorted({*np.geomspace(0.2, 5.0, 15).tolist(), 1.0, asked, 1.0 / asked, asked * asked})
@@ -172,7 +174,7 @@ def _best(loss: Callable[[float], float], asked: float) -> float:
 
 
 def _chosen_cut(cuts: Sequence[Cut], good: Tensor, asked: Cut) -> Cut:
-    """Of the cuts that fit: the requested one, else the middle one of the first kind."""
+    """Of the cuts that fit: the requested one, else the middle one of the first kind that fits."""
     fitting = [cut for cut, fits in zip(cuts, good.tolist(), strict=True) if fits]
     if asked in fitting:
         return asked

@@ -1,8 +1,7 @@
 """Records of rollout correction: ratios, criteria, weights, and the sums from which metrics are computed.
 
 Sums are () float64 tensors on the device (V = Tensor) and floats on the host (V = float). They exclude
-sequences without response tokens, and include those with NaN or infinite log-probs only where a comment says
-so.
+sequences without response tokens and, unless a comment says otherwise, those with NaN or infinite log-probs.
 """
 
 from __future__ import annotations

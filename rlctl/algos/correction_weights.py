@@ -2,7 +2,8 @@
 
 Every weight is `weight(log_ratio, params) -> log w`, registered by its name (`rlctl.registry`): (B, T) with
 `unit="token"`, (B, 1) float64 with `unit="sequence"`. `log_ratio` is a `LogRatio`; rows are independent.
-`rlctl.algos.correction` clamps log w to ±20, takes `exp`, applies bound and rejection, and normalises.
+`rlctl.algos.correction` clamps log w to ±20, takes `exp`, applies bound and rejection, and computes the
+normalisation factor.
 """
 
 from __future__ import annotations

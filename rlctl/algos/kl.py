@@ -24,7 +24,7 @@ _SCHULMAN = 'Schulman 2020, "Approximating KL Divergence"'
 
 @KL_ESTIMATORS.register(label="log-ratio", formula="log π − log π_ref", source=_SCHULMAN)
 def k1(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor | None = None) -> Tensor:
-    """Unbiased as a value, of either sign. As a loss it has no effect: its expected gradient is zero."""
+    """Unbiased as a value, of either sign. As a loss it penalises nothing: its expected gradient is zero."""
     return log_probs - ref_log_probs
 
 
@@ -51,9 +51,9 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor | Non
 )
 def unbiased(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
     """The gradient also flows through the ratio; its expectation is ∇ KL(π_θ ‖ π_ref) of each token's
-    distribution, for any policy π_rollout that sampled the token. The preceding tokens still follow π_rollout
-    and carry no gradient, so it is not the KL gradient of whole sequences. The log-ratio is clamped to
-    ±20."""
+    distribution, for any policy π_rollout that sampled the token. It is not the KL gradient of whole
+    sequences, because the preceding tokens follow π_rollout and carry no gradient. The log-ratio is clamped
+    to ±20."""
     return _exp(log_probs - rollout_log_probs) * k3(log_probs, ref_log_probs)
 
 

@@ -245,7 +245,7 @@ def sampler_penalty(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 
 
 def symmetric_binary_kl(new: Tensor, old: Tensor) -> Tensor:
-    """The larger of both KLs between {sampled token, any other} of two policies; probabilities, (B, T)."""
+    """The larger KL of both directions between {sampled token, any other}; from probabilities (B, T)."""
     new, old = (x.clamp(1e-6, 1.0 - 1e-6) for x in (new, old))
     odds, others = (new / old).log(), ((1.0 - new) / (1.0 - old)).log()
     return torch.maximum(new * odds + (1.0 - new) * others, -old * odds - (1.0 - old) * others)

@@ -105,7 +105,7 @@ def end_ids(tokenizer: Any, generation_config: Any) -> list[int]:
 
 
 def unknown_end(tokenizer: Any, ends: Sequence[int]) -> str | None:
-    """First special token that the chat template writes after a reply, if no special token there is an end.
+    """First special token that the chat template writes after a reply, if it writes none of `ends` there.
 
     None if one of them ends a response, or if the template does not show how a reply ends.
 

@@ -18,8 +18,7 @@ from rlctl.rollout.protocol import Sampled, Sampling
 
 #: vLLM's mode for log-probs of the sampling distribution: after temperature, top-k, top-p and min-p.
 LOGPROBS_MODE = "processed_logprobs"
-#: Tolerance for rounding: the probabilities of all tokens kept at one position add up to 1 minus at most
-#: this.
+#: Rounding tolerance: a list of tokens is complete if its probabilities add up to at least 1 minus this.
 _MISSING = 1e-5
 #: In the servers' JSON, log-probs below this mean minus infinity.
 _NEVER = -9000.0
@@ -134,8 +133,7 @@ class CompletionRollout(ABC):
             "max_tokens": sampling.max_response_length,
             "seed": request.seed,
             "stop_token_ids": self._eos_ids,
-            # 0: of the sampled token only. With ties, more than top_k tokens can be kept: requests twice
-            # that.
+            # 0: of the sampled token only. Ties can keep more than top_k tokens: requests twice as many.
             "logprobs": self._listed(sampling) if sampling.with_kept else 0,
         }
 

@@ -1,7 +1,7 @@
 """Isolates the process-wide state that an engine's library changes.
 
 vLLM's workers set torch's number of threads (on a GPU to 1, which makes Adam in host memory ten times
-slower), the precision of matrix products and environment variables, and replace `torch.set_num_threads`.
+slower), environment variables and the precision of matrix products, and replace `torch.set_num_threads`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
 
     Attributes:
         log_probs: (B, T) float32, log-prob of each chosen token under the processed distribution;
-            columns not generated stay 0. Never holds more than one step's (B, V).
+            columns not generated stay 0. No more than one step's (B, V) is in memory at a time.
         lengths: (B,) int64, number of tokens of each row up to and including its end of sequence.
         stopped: (B,) bool, the row has reached an end of sequence.
     """

@@ -14,7 +14,7 @@ class NamedCPUWorker(CPUWorker):  # type: ignore[misc]  # vLLM is untyped
     """A CPU worker whose files in `/dev/shm` have a unique name.
 
     Ranks of a tensor-parallel engine exchange data through these files. Under torchrun vLLM uses the same
-    names in every run, so that two runs would collide, or a run with the leftovers of a killed one.
+    names in every run, so that two runs would collide, as would a run with the leftovers of a killed one.
     """
 
     def init_device(self) -> None:

@@ -48,7 +48,7 @@ def _as_saved(model: Any) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     if conversions is None:  # the model was not loaded from files
         conversions = get_model_conversion_mapping(model, add_legacy=False)
     if not conversions or any(len(each.target_patterns) > 1 for each in conversions):
-        return lambda weight: weight  # a file's weight combines several of the model's: not one by one
+        return lambda weight: weight  # a file's weight combines several of the model's: unsupported
     return partial(revert_weight_conversion, model)
 
 

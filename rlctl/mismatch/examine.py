@@ -96,7 +96,7 @@ class Examination:
     start: Gap  # the gap of the first sample, unexplained
     drawn: Drawn | None  # settings the tokens were sampled with; None: the gap is too large to determine them
     synced: Experiment | None  # after a sync of the trainer's weights; None: not needed, or impossible
-    moved: Experiment | None  # after a sync of changed weights; None: impossible, or the gap is not explained
+    moved: Experiment | None  # after a sync of changed weights; None: impossible, or other weights were found
     stale: str | None  # name of the weights that the engine still had after that; None: none of those tried
     #: with an engine in the trainer's precision; None: not needed, or not available
     same_precision: Experiment | None

@@ -36,50 +36,57 @@ class RolloutCorrectionSpec(Section):
     """Importance and rejection sampling (IS, RS) between the rollout and the training policy."""
 
     dialect: Annotated[Literal["rlctl", "verl"], BeforeValidator(_dialect_name)] = "rlctl"
-    """Which meaning the RS names and the default bound have: rlctl's (`guide` is an alias), or verl 0.9's."""
+    """Convention for the names of rejection criteria and the default bound: that of rlctl (alias `guide`) or
+    of verl 0.9."""
     rollout_is: Annotated[Annotated[str, Registered(CORRECTION_WEIGHTS)] | None, NullWord] = "sequence"
-    """The IS weight; null: no weight is applied (it is still measured)."""
+    """Importance-sampling weight; null: no weight is applied, but ratios are still measured."""
     rollout_is_params: OpenMapping = Field(default={})
-    """Parameters of the weight, if it has its own."""
+    """Parameters that the weight declares."""
     rollout_is_threshold: Threshold = "2.0"
-    """One number c, or `lo_hi`. Under `clip` one number means [1/c, c]."""
+    """Bounds of the weight: one number c or `lo_hi`. One number means [1/c, c]; with `truncate`, at most
+    c."""
     rollout_is_bound: Annotated[Literal["clip", "truncate", "mask"] | None, NullWord] = None
-    """Outside the threshold; null: `clip` (rlctl), `truncate` for one number and `mask` for two (verl)."""
+    """Treatment of weights outside the bounds. `clip`: set to the nearer bound; `truncate`: limited to the
+    upper bound; `mask`: set to 0. null: `clip` in dialect rlctl; in verl `truncate` for one number, `mask`
+    for two."""
     rollout_is_batch_normalize: bool = True
-    """Divide the weights by their mean over the mini-batch (self-normalised IS)."""
+    """Divide the weights by their mean over the mini-batch (self-normalised importance sampling)."""
     rollout_rs: Annotated[str | None, NullWord] = None
-    """Rejection criteria, comma separated; all must pass. null: reject nothing. One can be
-    `path/to/file.py:function`."""
+    """Rejection criteria, comma separated; a sample must pass all of them. A criterion can also be
+    `path/to/file.py:function`. null: nothing is rejected."""
     rollout_rs_params: OpenMapping = Field(default={})
-    """Parameters of the criteria that have their own; each goes to those that declare it."""
+    """Parameters of the criteria; each is passed to the criteria that declare it."""
     rollout_rs_threshold: Annotated[Threshold | None, NullWord] = None
-    """One threshold per criterion, comma separated, in the same order."""
+    """Thresholds of the criteria in `rollout_rs`, comma separated, in the same order."""
     bypass_mode: bool = True
-    """Use the rollout's log-probs as π_old (no extra pass); false: decoupled."""
+    """Use the rollout log-probs as π_old, without an extra forward pass; false: decoupled mode, in which the
+    trainer computes π_old before the updates."""
     loss_type: Annotated[str, Registered(POLICY_LOSSES)] = "reinforce"
-    """Policy loss. In `bypass_mode` the ratio of a loss that has one is the correction, π_θ/π_rollout."""
+    """Policy loss. In bypass mode, the ratio of a loss with a ratio is π_θ/π_rollout and acts as the
+    correction."""
     loss_params: OpenMapping = Field(default={})
-    """Parameters of the loss, if it has its own."""
+    """Parameters that the loss declares."""
     loss_denominator: Literal["before_rejection", "after_rejection"] = "before_rejection"
-    """Whether rejected samples count in the loss's denominator (weight zero) or not (mean over survivors)."""
+    """Denominator of the loss: all samples (rejected ones have weight 0), or only those that were not
+    rejected."""
     measure_grad_error: bool = False
-    """Log `rollout_corr/grad_error`: how far the gradient is from that of the expected reward, estimated with
-    an interval from sketches of the output head's gradients."""
+    """Log `rollout_corr/grad_error`, the deviation of the gradient from that of the expected reward,
+    estimated with an interval from sketches of the output head's gradients."""
     max_nonfinite_fraction: float = Field(default=0.1, ge=0, le=1)
-    """Stop when more than this fraction of a batch's sequences has NaN or infinite log-probs."""
+    """Stop the run if more than this fraction of the sequences has NaN or infinite log-probs."""
 
 
 class KLCtrlSpec(Section):
     """Coefficient of the KL penalty in the reward."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """`adaptive` adjusts the coefficient to keep the KL near `target_kl`."""
+    """Type of the coefficient; `adaptive`: adjusted to keep the KL near `target_kl`."""
     kl_coef: float = Field(default=0.001, ge=0)
-    """Coefficient; the initial one of `adaptive`."""
+    """Coefficient of the KL penalty in the reward; with `adaptive` its initial value."""
     target_kl: float = Field(default=0.1, gt=0)
-    """Target of `adaptive`, in nats per token."""
+    """Target KL of `adaptive`, in nats per token."""
     horizon: int = Field(default=10_000, ge=1)
-    """Responses over which `adaptive` may change the coefficient by at most a fifth."""
+    """Number of responses over which `adaptive` changes the coefficient by at most 20 %."""
 
 
 def _score_name(value: object) -> object:
@@ -91,36 +98,37 @@ class FilterGroupsSpec(Section):
     """Dynamic sampling: train only on groups with differing rewards; sample more prompts for the rest."""
 
     enable: bool = False
-    """Sample further prompts in place of groups whose rewards are all equal (DAPO)."""
+    """Replace groups with equal rewards by sampling further prompts (dynamic sampling, DAPO)."""
     metric: Annotated[Literal["score"], BeforeValidator(_score_name)] = "score"
-    """What must differ within a group: the graders' score (`acc` and `seq_reward` are verl's aliases)."""
+    """Quantity that must differ within a group: the graders' score (verl's aliases: `acc`, `seq_reward`)."""
     max_num_gen_batches: int = Field(default=0, ge=0)
-    """Rounds of sampling per batch, at most; then dead groups fill it up. 0: until there are enough."""
+    """Maximum number of sampling rounds per batch, after which groups with equal rewards complete the batch.
+    0: sample until the batch is full."""
     curriculum: bool = False
-    """Draw a prompt at its turn with the probability that rewards will differ, by its last group; then divide
-    its advantages by that probability."""
+    """Skip prompts at random: each is drawn with the probability that its rewards differ, estimated from its
+    last group, and its advantages are divided by that probability."""
     curriculum_floor: float = Field(default=0.2, gt=0, le=1)
-    """Smallest such probability: the largest factor of an advantage is its inverse."""
+    """Minimum of that probability; its inverse is the largest factor of an advantage."""
 
 
 class AlgorithmSpec(Section):
     """Advantage estimation, and the correction of off-policy data."""
 
     adv_estimator: Annotated[str, Registered(ADVANTAGE_ESTIMATORS)] = "rloo"
-    """`gae` trains a critic; `remax` compares with a greedy response; `reinforce_plus_plus` with the batch;
-    the others compare the responses of one prompt."""
+    """Advantage estimator. `gae` trains a critic; `remax` uses a greedy response as the baseline;
+    `reinforce_plus_plus` the batch; the others compare the responses of one prompt."""
     adv_params: OpenMapping = Field(default={})
-    """Parameters of the estimator, if it has its own."""
+    """Parameters that the estimator declares."""
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount per token (`gae`, `reinforce_plus_plus`)."""
+    """Discount factor per token (`gae`, `reinforce_plus_plus`)."""
     lam: float = Field(default=1.0, ge=0, le=1)
-    """GAE's λ."""
+    """λ of GAE."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide GRPO's advantages by the group's standard deviation."""
+    """Divide GRPO's advantages by the standard deviation of the group."""
     use_kl_in_reward: bool = False
-    """Subtract kl_coef × KL to the reference policy from every token's reward."""
+    """Subtract kl_coef × KL to the reference policy from the reward of every token."""
     kl_penalty: Annotated[str, Registered(KL_ESTIMATORS), KLNames] = "k1"
-    """Estimator of that KL: k1 = log π − log π_ref, k2 = ½ k1², k3 = π_ref/π − 1 + k1."""
+    """Estimator of the KL in the reward: k1 = log π − log π_ref, k2 = ½ k1², k3 = π_ref/π − 1 + k1."""
     kl_ctrl: KLCtrlSpec = KLCtrlSpec()
     filter_groups: FilterGroupsSpec = FilterGroupsSpec()
     rollout_correction: RolloutCorrectionSpec = RolloutCorrectionSpec()

@@ -58,22 +58,22 @@ class ModelSpec(Section):
 
     path: str = EMBEDDED
     """Hugging Face directory or hub id of a causal language model; `embedded`: the built-in tiny model;
-    `smollm2-135m`: SmolLM2-135M-Instruct, fetched once from a package index."""
+    `smollm2-135m`: SmolLM2-135M-Instruct, downloaded once from a package index."""
     revision: Annotated[str | None, NullWord] = None
-    """Hub revision (branch, tag or commit)."""
+    """Revision of the model on the hub (branch, tag or commit)."""
     trust_remote_code: bool = False
-    """Run Python code shipped with the model. Only if you trust its author."""
+    """Run Python code that is shipped with the model. Enable it only if you trust the author."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention kernel of trainer and Hugging Face rollouts."""
+    """Attention implementation of the trainer and of Hugging Face rollouts."""
     enable_gradient_checkpointing: bool = False
-    """Run the layers of policy and critic again in the backward pass instead of keeping their activations:
+    """Recompute the layers of policy and critic in the backward pass instead of storing their activations:
     far less memory for one more forward pass. The result is the same."""
     use_liger: bool = False
-    """Run policy, critic, reference and Hugging Face rollouts on Liger's fused kernels for norms, rotary
-    embedding and feed-forward layers, which keep less for the backward pass. Needs a GPU, `rlctl[liger]`."""
+    """Use Liger's fused kernels for norms, rotary embedding and feed-forward layers of policy, critic,
+    reference and Hugging Face rollouts; they store fewer activations. Needs a GPU and `rlctl[liger]`."""
     lora_rank: int = Field(default=0, ge=0)
     """Train low-rank adapters of this rank instead of all weights; 0: all weights."""
     lora_alpha: float = Field(default=32.0, gt=0)
-    """The adapters' output is scaled by lora_alpha / lora_rank."""
+    """LoRA scaling: the output of the adapters is multiplied by lora_alpha / lora_rank."""
     target_modules: StrList = Field(default=[ALL_LINEAR])
-    """Names of the layers that get adapters; `all-linear`: every linear layer but the output head."""
+    """Names of the layers with LoRA adapters; `all-linear`: every linear layer except the output head."""

@@ -17,11 +17,11 @@ class RewardTerm(Section):
     """One term of a weighted sum of rewards."""
 
     name: GraderName
-    """As `reward.name`."""
+    """Grader of this term, as in `reward.name`."""
     weight: float = 1.0
-    """Factor of its scores."""
+    """Factor of its scores in the sum."""
     params: OpenMapping = Field(default={})
-    """As `reward.params`."""
+    """Parameters of the grader, as in `reward.params`."""
 
     @property
     def label(self) -> str:
@@ -33,51 +33,52 @@ class RewardModelSpec(Section):
     """The reward model of `name: model`."""
 
     path: Annotated[str | None, NullWord] = None
-    """Hugging Face sequence classifier with one output."""
+    """Directory or hub id of a Hugging Face sequence classifier with one output."""
     batch_size: int = Field(default=8, ge=1)
-    """Sequences per forward pass."""
+    """Sequences per forward pass of the reward model."""
     max_length: int = Field(default=4096, ge=1)
-    """Tokens of prompt and response it reads; longer ones lose the start of the prompt."""
+    """Maximum number of tokens of prompt and response together; longer inputs are truncated at the start."""
     device: Annotated[str | None, NullWord] = None
-    """`cpu`, `cuda:1` …; null: the rank's own."""
+    """Device of the reward model: `cpu`, `cuda:1` …; null: the device of the rank."""
     dtype: Literal["fp32", "bf16"] = "bf16"
-    """Its arithmetic."""
+    """Precision of the reward model."""
     trust_remote_code: bool = False
-    """Run Python code shipped with the model. Only if you trust its author."""
+    """Run Python code that is shipped with the model. Enable it only if you trust the author."""
 
 
 class CodeSpec(Section):
     """The sandbox of `name: code`."""
 
     timeout_s: float = Field(default=10.0, gt=0)
-    """Seconds one response may run, all of its tests together."""
+    """Time limit in seconds for all tests of one response together."""
     memory_mb: int = Field(default=512, ge=64)
-    """Memory that its process may use, in MiB."""
+    """Memory limit of the process that runs a response, in MiB."""
 
 
 class OverlongSpec(Section):
     """Soft penalty for responses near the length limit (DAPO, section 3.4)."""
 
     buffer_length: int = Field(default=0, ge=0)
-    """Tokens before `data.max_response_length` over which the penalty grows; 0: none."""
+    """Number of tokens before `data.max_response_length` over which the penalty grows linearly; 0: no
+    penalty."""
     penalty_factor: float = Field(default=1.0, ge=0)
-    """Penalty at the limit."""
+    """Penalty at the length limit, which is subtracted from the score."""
 
 
 class RewardSpec(Section):
     """Grading of responses."""
 
     name: GraderName = "auto"
-    """`maths`: math-verify; `exact`: text equals ground truth; `multiple_choice`: the option's letter;
-    `countdown`: an equation; `code`: runs the response against tests; `model`: a reward model;
-    `file.py:function`: your own; `auto`: by each row's `data_source`."""
+    """Grader. `maths`: math-verify; `exact`: text equals ground truth; `multiple_choice`: the option's
+    letter; `countdown`: an equation; `code`: runs the response against tests; `model`: a reward model;
+    `file.py:function`: a user-defined grader; `auto`: chosen by each row's `data_source`."""
     params: OpenMapping = Field(default={})
-    """The grader's own parameters, where it has some: `reward.params.NAME=VALUE`."""
+    """Parameters that the grader declares: `reward.params.NAME=VALUE`."""
     terms: Annotated[list[RewardTerm] | None, NullWord] = None
-    """Several rewards with weights, added up; null: `name` alone."""
+    """Weighted sum of several rewards; null: only `reward.name`."""
     max_error_fraction: float = Field(default=0.1, ge=0, le=1)
-    """Fraction of responses that may stay ungraded (they are excluded, not scored 0): above it a run stops,
-    and `evaluate` gives the worst and the best case."""
+    """Maximum fraction of responses that cannot be graded (they are excluded, not scored 0). Above it, a run
+    stops and `evaluate` reports the worst and the best case."""
     model: RewardModelSpec = RewardModelSpec()
     code: CodeSpec = CodeSpec()
     overlong: OverlongSpec = OverlongSpec()

@@ -54,57 +54,59 @@ class DataSpec(Section):
     """Training and validation prompts (Parquet in verl's row schema)."""
 
     train_files: StrList = Field(default=[])
-    """Parquet files, directories, or patterns such as `data/train-*.parquet`; empty together with
-    `model.path: embedded` means the built-in task."""
+    """Training prompts: Parquet files, directories, or patterns such as `data/train-*.parquet`. Empty with
+    `model.path: embedded`: the built-in task."""
     val_files: StrList = Field(default=[])
-    """Validation prompts, same schema; empty: no validation (the built-in task has its own)."""
+    """Validation prompts in the same schema; empty: no validation (the built-in task has validation
+    prompts)."""
     train_batch_size: int = Field(default=128, ge=1)
-    """Prompts per batch; each is answered `rollout.n` times."""
+    """Prompts per batch; `rollout.n` responses are sampled for each."""
     max_prompt_length: int = Field(default=512, ge=1)
-    """Tokens; `filter_overlong_prompts` decides about longer prompts."""
+    """Maximum number of tokens of a prompt; for longer prompts see `filter_overlong_prompts`."""
     max_response_length: int = Field(default=512, ge=1)
-    """Largest number of sampled tokens."""
+    """Maximum number of sampled tokens of a response."""
     filter_overlong_prompts: bool = True
-    """Leave out prompts longer than `max_prompt_length` (they are counted); false: refuse to start."""
+    """Drop prompts longer than `max_prompt_length` (their number is reported); false: refuse to start."""
     chat_template_kwargs: OpenMapping = Field(default={})
-    """Further arguments of the model's chat template: `data.chat_template_kwargs.enable_thinking=false`.
-    null: not given."""
+    """Additional arguments of the model's chat template, for example
+    `data.chat_template_kwargs.enable_thinking=false`. null: the argument is not passed."""
     shuffle: bool = True
-    """Reshuffle the prompts every epoch, from `trainer.seed`."""
+    """Shuffle the prompts in every epoch, seeded by `trainer.seed`."""
 
 
 class ValKwargs(Section):
     """Sampling of responses to validation prompts."""
 
     n: int = Field(default=1, ge=1)
-    """Responses per prompt; above 1 pass@k and maj@n are logged too."""
+    """Responses per validation prompt; above 1, pass@k and maj@n are also logged."""
     temperature: float = Field(default=0.0, ge=0)
-    """Softmax temperature; 0: the likeliest token, which needs n = 1."""
+    """Softmax temperature of validation; 0: greedy decoding, which needs n = 1."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling."""
+    """Nucleus sampling in validation; 1: all tokens."""
 
 
 class ServerSpec(Section):
     """Engines in separate processes, with `rollout.mode: server`."""
 
     replicas: int = Field(default=1, ge=1)
-    """Engines to start: on each node of the run, on GPUs after `trainer.n_gpus_per_node`; by Ray, in all."""
+    """Number of engines to start: per node of the run, on the GPUs after the first
+    `trainer.n_gpus_per_node`; with Ray, in total."""
     placement: Literal["auto", "nodes", "ray"] = "auto"
-    """Where: on `nodes` of the run (where weights are files, on the first), or by `ray` wherever its
-    cluster has free resources. `auto`: ray if RAY_ADDRESS is set."""
+    """Where engines start. `nodes`: on the nodes of the run (only the first one if weights are sent as
+    files); `ray`: wherever the Ray cluster has free resources; `auto`: `ray` if RAY_ADDRESS is set."""
     urls: StrList = Field(default=[])
-    """Running engines, on any node (`http://host:port`); if set, no engine is started."""
+    """Addresses of running engines on any node (`http://host:port`); if set, no engine is started."""
     weights_dir: str | None = None
-    """Directory for new weights, visible to every engine; null: shared memory of this machine."""
+    """Directory for new weights that every engine can read; null: shared memory of this machine."""
     weight_transfer: Literal["auto", "broadcast", "files"] = "auto"
-    """How engines get new weights: `broadcast` over NCCL (on CPUs gloo), or `files` in `weights_dir`. `auto`:
-    broadcast on GPUs, files on CPUs, for adapters, and where no broadcast is possible."""
+    """How new weights are sent to engines: `broadcast` over NCCL (gloo on CPUs), or `files` in `weights_dir`.
+    `auto`: broadcast on GPUs; files on CPUs, for adapters, and where broadcast is not possible."""
     start_timeout: float = Field(default=600.0, gt=0)
-    """Seconds an engine may take to start or restart."""
+    """Maximum seconds for the start or restart of an engine."""
     answer_timeout: float = Field(default=120.0, gt=0)
-    """Seconds after which an engine that listens and does not answer counts as crashed."""
+    """Seconds after which an engine that does not respond counts as crashed."""
     max_restarts: int = Field(default=3, ge=0)
-    """Largest number of restarts of crashed engines in one run."""
+    """Maximum number of restarts of crashed engines in one run, over all engines."""
 
     @property
     def is_placed_by_ray(self) -> bool:
@@ -117,45 +119,47 @@ class RolloutSpec(Section):
     """Sampling of responses."""
 
     name: Annotated[str, Registered(ROLLOUT_ENGINES)] = "hf"
-    """Engine: `hf` is Hugging Face generation in the trainer's process; `vllm`; `file.py:function` for your
-    own."""
+    """Rollout engine. `hf`: Hugging Face generation in the trainer's process; `vllm`; `file.py:function`: a
+    user-defined engine."""
     engine_params: OpenMapping = Field(default={})
-    """Parameters that a registered engine declares: `rollout.engine_params.NAME=VALUE`."""
+    """Parameters that the engine declares in its registration: `rollout.engine_params.NAME=VALUE`."""
     mode: Literal["colocated", "server"] = "colocated"
-    """Of `vllm`: in the trainer's processes, one engine per rank (or per `tensor_model_parallel_size` ranks),
-    or in separate processes."""
+    """Where the engine runs. `colocated`: in the trainer's processes, one engine per rank (or per
+    `tensor_model_parallel_size` ranks); `server`: in separate processes (with `vllm`)."""
     n: int = Field(default=8, ge=1)
     """Responses per prompt."""
     temperature: float = Field(default=1.0, gt=0)
-    """Softmax temperature; log-probs of rollout and trainer are computed at it."""
+    """Softmax temperature of sampling; log-probs of rollout and trainer are computed at this temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling; below 1 every ratio is biased by the mass cut off, unless `exact_sampling`."""
+    """Nucleus sampling; 1: all tokens. Below 1, truncation biases every ratio unless `exact_sampling` is
+    set."""
     top_k: int = Field(default=-1, ge=-1)
-    """Sample from the k likeliest tokens; -1: all."""
+    """Sample only from the k most likely tokens; -1: all tokens."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
-    """Drop tokens below this share of the likeliest one's probability."""
+    """Drop tokens whose probability is below this fraction of the highest one; 0: none."""
     exact_sampling: bool = False
     """Renormalise the trainer's log-probs (π_θ, π_old, π_ref) over the tokens that top_p, top_k and min_p
-    left to sample from, so that both policies are of one kind."""
+    kept, so that truncated sampling does not bias the ratios."""
     max_num_seqs: Annotated[int | None, NullWord] = Field(default=None, ge=1)
-    """Sequences that one engine generates at once; null: as many as it is asked for or its memory holds."""
+    """Maximum number of sequences that one engine generates at once; null: no limit except its memory."""
     dtype: Annotated[Literal["fp32", "bf16", "int8"] | None, NullWord] = None
-    """Precision of the sampling copy; null: `engine.dtype`. `int8`: weights rounded to 8 bits per row."""
+    """Precision of the rollout engine's weights; null: `engine.dtype`. `int8`: weights rounded to 8 bits per
+    row."""
     tensor_model_parallel_size: int = Field(default=1, ge=1)
-    """GPUs that share one engine's model; without servers those of as many ranks of one node."""
+    """GPUs over which one engine's model is sharded; if colocated, those of as many ranks of one node."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
-    """Share of a GPU's memory that a vLLM engine may use, for weights and cache."""
+    """Fraction of a GPU's memory that a vLLM engine may use for weights and key-value cache."""
     free_cache_engine: bool = True
-    """On GPUs a colocated vLLM engine frees its memory while the trainer trains."""
+    """Whether a colocated vLLM engine on GPUs frees its memory during training."""
     sync_every: int = Field(default=1, ge=1)
-    """Batches between weight syncs; above 1 some responses come from older weights."""
+    """Batches between weight syncs; above 1, some responses are sampled with older weights."""
     merge_lora: bool = False
-    """Of `vllm` under LoRA: sync all weights with the adapter merged, instead of the adapter alone."""
+    """With `vllm` and LoRA: sync all weights with the adapter merged, instead of only the adapter."""
     server: ServerSpec = ServerSpec()
     engine_kwargs: OpenMapping = Field(default={})
-    """Further arguments of vLLM's engine, passed unchanged: `rollout.engine_kwargs.enforce_eager=true`."""
+    """Additional arguments of vLLM's engine, passed unchanged: `rollout.engine_kwargs.enforce_eager=true`."""
     max_staleness: int = Field(default=0, ge=0)
-    """Sample up to this many batches ahead while the trainer trains, with the newest weights; 0: never."""
+    """Maximum number of batches to sample ahead during training, with the newest weights; 0: do not."""
     staleness: int = Field(default=0, ge=0)
-    """Train every batch on responses sampled this many batches ago, to study off-policyness."""
+    """Train every batch on responses that were sampled this many batches ago; for studies of stale data."""
     val_kwargs: ValKwargs = ValKwargs()

@@ -19,82 +19,92 @@ class EngineSpec(Section):
     """The training engine (DeepSpeed)."""
 
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """What is sharded over ranks: 1 optimizer states, 2 and gradients, 3 and parameters."""
+    """ZeRO stage: what is sharded over the ranks. 1: optimizer states; 2: also gradients; 3: also
+    parameters."""
     dtype: Literal["fp32", "bf16"] = "bf16"
-    """Arithmetic of the forward and backward pass. Where a spec does not set it: `bf16` if the GPU or the CPU
-    (AMX-BF16, AVX512-BF16) computes it, else `fp32`, as the starting machine decides for all ranks."""
+    """Precision of the forward and backward pass. If not set: `bf16` if the GPU or the CPU (AMX-BF16,
+    AVX512-BF16) of the machine that starts the run supports it, else `fp32`; the same for all ranks."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """What is kept in host memory: `optimizer` (states and float32 copies; stage 1 and up), `all` (the
-    parameters too; stage 3). Saves memory on the GPU and costs time."""
+    """Offloading to host memory: `optimizer` (states and float32 copies; from stage 1 on) or `all` (also the
+    parameters; stage 3). Saves GPU memory and costs time."""
     offload_base: bool = False
-    """Under LoRA the frozen weights lie in host memory while a colocated vLLM samples: only one of the two
-    copies is on the GPU at a time."""
+    """With LoRA: move the frozen weights to host memory while a colocated vLLM samples, so that only one of
+    the two copies is on the GPU at a time."""
     sequence_parallel: int = Field(default=1, ge=1)
-    """Ranks that run each row together, every one a part of its tokens (DeepSpeed-Ulysses): activations of a
-    long row are cut up. Must divide the ranks of a node, and the model's attention and key heads."""
+    """Number of ranks that share the tokens of each row (DeepSpeed-Ulysses), which reduces the activations
+    per rank. Must divide the ranks of a node, and the model's attention and key heads."""
     deepspeed: Annotated[OpenMapping, BeforeValidator(json_file)] = Field(default={})
-    """Merged into DeepSpeed's configuration unchanged: a mapping, or the path of a JSON file with one."""
+    """Options that are merged into DeepSpeed's configuration unchanged: a mapping, or the path of a JSON
+    file."""
 
 
 class GuardrailsSpec(Section):
     """Actions of training when a diagnosis rule fires; the thresholds are those of `rlctl diagnose`."""
 
     mode: Literal["off", "warn", "act"] = "warn"
-    """`off`: no rule is evaluated; `warn`: actions are only reported; `act`: actions are taken."""
+    """Mode of the guardrails. `off`: no rule is evaluated; `warn`: actions are only reported; `act`: actions
+    are taken."""
     ess_floor: Annotated[float | None, NullWord] = Field(default=None, gt=0, lt=1)
-    """Raw effective sample size below which an update is far off-policy; null: that of diagnosis, 0.3."""
+    """Raw effective sample size (ESS) below which an update counts as far off-policy; null: 0.3, as in
+    diagnosis."""
     on_low_ess: Literal["warn", "scale_lr", "skip_step"] = "scale_lr"
-    """For one update below the floor. `scale_lr`: its learning rate × ESS / floor; `skip_step`: no update.
-    After both the learning rate is halved until ESS recovers."""
+    """Action on an update with raw ESS below the floor. `scale_lr`: multiply its learning rate by ESS /
+    floor; `skip_step`: skip it. Both also halve the learning rate of the following updates; 11 updates
+    without an alarm undo one halving."""
     on_drift: Literal["warn", "skip_step"] = "skip_step"
-    """For one update whose policy differs from the sampling policy by over 0.1 nats per token. `skip_step` as
-    above."""
+    """Action on an update if trained and sampling policy differ by more than 0.1 nats per token. `skip_step`:
+    as in `on_low_ess`."""
     on_heavy_tail: Literal["warn", "tighten"] = "tighten"
-    """For raw ESS below the floor in successive batches. `tighten`: bounds of weights and rejection halve in
-    log ρ until ESS recovers."""
+    """Action if the median raw ESS of 11 batches is below the floor. `tighten`: halve the bounds of weights
+    and rejection in log ρ until ESS recovers."""
     on_forecast: Literal["warn", "scale_lr", "tighten", "checkpoint_and_stop"] = "warn"
-    """For a metric that reaches its critical level before the run ends if its trend goes on. `scale_lr`: the
-    learning rate is halved at every examination until nothing is forecast; the others as above and below."""
+    """Action if the trend of a metric reaches its critical level before the end of the run. `scale_lr`: halve
+    the learning rate at every check with such a forecast, and double it back at every other check; `tighten`
+    as in `on_heavy_tail`, `checkpoint_and_stop` as in `on_collapse`."""
     on_collapse: Literal["warn", "checkpoint_and_stop"] = "checkpoint_and_stop"
-    """For a run that no longer learns: no reward for 20 batches, no update for 11, or diverging responses."""
+    """Action if the run no longer learns: no reward in 20 batches, no update in 11, or degenerate
+    responses."""
 
 
 class TrainerSpec(Section):
     """Length, seed, tracking and checkpoints of the run."""
 
     logger: Annotated[list[Logger], BeforeValidator(one_or_many)] = Field(default=["console"])
-    """Outputs besides `metrics.jsonl`, which is always written; `file.py:function` for your own."""
+    """Trackers in addition to `metrics.jsonl`, which is always written; `file.py:function`: a user-defined
+    one."""
     project_name: str = Field(default="rlctl", pattern=NAME)
-    """Project in W&B, and the folder under `runs/`."""
+    """Project name in trackers such as W&B, and directory under `runs/`."""
     experiment_name: str = Field(default="run", pattern=NAME)
-    """Run name in W&B, and the start of the run directory's name."""
+    """Run name in trackers such as W&B, and prefix of the run directory's name."""
     total_epochs: int = Field(default=1, ge=1)
     """Passes over the training prompts."""
     total_training_steps: Annotated[int | None, NullWord] = Field(default=None, ge=1)
-    """Batches to train on; null: as many as `total_epochs` gives."""
+    """Number of batches to train on; null: as many as `total_epochs` contains."""
     n_gpus_per_node: int = Field(default=1, ge=1)
-    """Ranks started on this machine (CPU processes without a GPU)."""
+    """Ranks per machine, one per GPU (CPU processes without GPUs)."""
     nnodes: int = Field(default=1, ge=1)
-    """Machines. For more than one, start `rlctl train` under torchrun on each."""
+    """Number of machines. For more than one, start `rlctl train` with torchrun on each."""
     save_freq: int = Field(default=-1, ge=-1)
-    """Steps between checkpoints, beside `save_every`; one more is saved at the end. -1: none by steps."""
+    """Steps between checkpoints, in addition to `save_every`; -1: none by steps. A last checkpoint is saved
+    at the end in any case."""
     save_every: Annotated[Duration | None, NullWord] = "30min"
     """Time between checkpoints, such as `90s`, `30min` or `2h`; null: none by time."""
     keep_best: bool = True
-    """Save after every validation that is better than all before, and keep the best (`checkpoints/best`)."""
+    """Save a checkpoint after every validation that is the best so far, and keep the best
+    (`checkpoints/best`)."""
     test_freq: int = Field(default=-1, ge=-1)
-    """Steps between validations, also at start and end; -1: never."""
+    """Steps between validations; also validates at start and end. -1: never."""
     critic_warmup: int = Field(default=0, ge=0)
-    """Batches at the start that train the critic alone."""
+    """Number of batches at the start that train only the critic."""
     max_ckpt_to_keep: Annotated[int | None, NullWord] = Field(default=2, ge=1)
-    """Checkpoints kept, newest first, beside the best; null: all."""
+    """Number of newest checkpoints to keep, in addition to the best; null: all."""
     hang_timeout: Duration = "20min"
-    """The run is ended if no rank has gone on for this long; it says who was waited for, with all threads'
-    stacks. A warning comes after a twentieth of it."""
+    """End the run if no rank makes progress for this long; the error names the rank that is waited for and
+    the file with the stacks of all threads. A warning is printed after a twentieth of this time."""
     guardrails: GuardrailsSpec = GuardrailsSpec()
     rollouts_per_step: int = Field(default=32, ge=-1)
-    """Responses per step written to `rollouts/` with their log-probs; 0: none, -1: all."""
+    """Responses per step that are written to `rollouts/` with their log-probs; 0: none, -1: all."""
     seed: int = Field(default=1, ge=0)
-    """Seeds data order, sampling and initialisation."""
+    """Seed of data order, sampling and initialisation."""
     run_dir: Annotated[str | None, NullWord] = None
     """Run directory; null: `runs/<project_name>/<experiment_name>-<time>`."""

@@ -179,9 +179,9 @@ class CorrectedBatch:
     """Result of rollout correction for one mini-batch.
 
     Attributes:
-        weights: (B, T) float32, detached: multiply the token losses by them. 0.0 where rejected; 1.0 where a
-            token is kept and no weight is configured; divided by their mean where that is configured.
-        keep_mask: (B, T) bool, False where rejected; meaningful under `response_mask`.
+        weights: (B, T) float32, detached: multiply the token losses by them. 0.0 for rejected tokens; 1.0 for
+            kept tokens if no weight is configured; divided by their mean if that is configured.
+        keep_mask: (B, T) bool, False for rejected tokens; defined only where `response_mask` is True.
         metrics: `rollout_corr/*` and `training/rollout_*` of the whole mini-batch, over all ranks.
     """
 

@@ -93,7 +93,7 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    """Options of `rlctl` itself; the help text is the app's."""
+    """Options of `rlctl` without a command; the help text is that of the app."""
 
 
 def main() -> None:

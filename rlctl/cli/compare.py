@@ -32,8 +32,8 @@ def compare(
 ) -> None:
     """Compare two evaluations, question by question.
 
-    Each question is compared with itself. This shows much smaller differences
-    than comparing two separate intervals.
+    Scores are paired by question, which detects much smaller differences than
+    a comparison of two separate intervals.
 
       rlctl evaluate compare evaluations/before evaluations/after
 

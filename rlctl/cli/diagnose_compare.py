@@ -22,8 +22,9 @@ def compare(
 ) -> None:
     """Report what differs between two runs' specs and metrics, and since which step.
 
-    Metrics are compared step by step. They differ where medians of several steps
-    are further apart than both runs' own noise, for longer than one such window.
+    Metrics are compared step by step. A metric differs if its medians over
+    windows of several steps are further apart than the noise of both runs, for
+    more than one window.
 
       rlctl diagnose compare runs/rlctl/good runs/rlctl/bad
 

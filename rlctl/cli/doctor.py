@@ -23,7 +23,7 @@ def doctor(
 ) -> None:
     """Check packages, GPU, disks and network of this machine, and try every engine on a tiny model.
 
-    Each trial runs in a separate process, so that a crash or a hang is a line of the report.
+    Each trial runs in a separate process, so that a crash or a hang is reported as a failed check.
     Exit code 4 if something that training needs does not work.
 
       rlctl doctor

@@ -53,11 +53,11 @@ def try_out(
     ] = "never",
     output: Annotated[Literal["text", "json"], typer.Option("--format")] = "text",
 ) -> None:
-    """Run a reward over answers whose score is known, and show where it disagrees, fails or is slow.
+    """Run a reward on answers with known scores, and show where it disagrees, fails or is slow.
 
-    Every row's ground truth as a response should score 1, the same with a number changed 0, and an empty
-    answer 0; stored responses should score what they did. Tests for programs are tried on empty answers
-    only. No policy is loaded.
+    As a response, the ground truth of a row should score 1, the ground truth with a changed number 0, and an
+    empty answer 0; stored responses should get their stored scores. Tests for programs are run only on empty
+    answers. No policy is loaded.
 
     rlctl reward test maths --data data/gsm8k/train.parquet
 

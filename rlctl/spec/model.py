@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rlctl.spec.base import NullWord, Section, StrList
 
-#: `model.path` (and `data.train_files`) of the built-in tiny model and its addition task.
+#: Value of `model.path` for the built-in tiny model, and the name of its preset.
 EMBEDDED = "embedded"
 
 
@@ -49,7 +49,7 @@ NAMED_MODELS = {
     ),
 }
 
-#: In `model.target_modules`: every linear layer but the output head.
+#: In `model.target_modules`: every linear layer except the output head.
 ALL_LINEAR = "all-linear"
 
 

@@ -25,7 +25,7 @@ class Preset:
 
     @property
     def description(self) -> str:
-        """One line, from the file itself."""
+        """One line, read from the preset's file."""
         leaf = read_yaml_file(self.path, ()).leaves.get(DESCRIPTION)
         return str(leaf.value) if leaf else ""
 

@@ -95,6 +95,7 @@ class _Engine:
         if settings.get("gradient_checkpointing"):
             recompute_layers(model)
         config = _config(settings)
+        unrounded = _unrounded(model, dtype)
         with keeping_buffers(model), _quiet():
             module = wrap(model.to(device=ranks.device, dtype=dtype))
             if stage == 3:
@@ -109,6 +110,11 @@ class _Engine:
                 self._engine, *_ = self._deepspeed.initialize(
                     model=module, optimizer=self._optimizer, config=config
                 )
+        # DeepSpeed's float32 copies start from the rounded weights. A step is often smaller than half of the
+        # distance between two bf16 numbers: from there, many steps in one direction would change nothing.
+        for name, weight in unrounded.items():
+            parameter = model.get_parameter(name)
+            self._deepspeed.utils.safe_set_full_fp32_param(parameter, weight.to(ranks.device).float())
         ways = (_SUMS, "override_loss_scale")
         self.scales_gradients = plain or any(hasattr(self._engine.optimizer, way) for way in ways)
         # No dropout: with it, π_θ would differ from the sampling policy, and from one pass to the next.
@@ -359,6 +365,17 @@ def sharded(module: PolicyModule, dtype: torch.dtype) -> Callable[..., Any]:
     engine.eval()
     call: Callable[..., Any] = engine
     return call
+
+
+def _unrounded(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Name → weight as loaded, of the trained parameters that `dtype` rounds; empty in float32."""
+    if dtype == torch.float32:
+        return {}
+    return {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.dtype != dtype and not hasattr(parameter, "ds_id")
+    }
 
 
 def frozen_settings(dtype: torch.dtype) -> Settings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -27,14 +27,14 @@ def load_policy(
     revision: str | None,
     trust_remote_code: bool,
     attn_implementation: str,
-    dtype: torch.dtype,
+    dtype: torch.dtype | Literal["auto"],
     use_liger: bool = False,
     partition: PartitionedLoading | None = None,
 ) -> tuple[Any, Any]:
     """Loads a causal language model and its tokenizer from a directory, the hub, or by a short name.
 
     In a model that also reads images, parameters that text does not use are frozen. With `partition`, the
-    weights are partitioned among the ranks (a collective).
+    weights are partitioned among the ranks (a collective). `dtype` "auto" is the dtype of the files.
 
     Raises:
         UsageError: no such model, not a causal language model, the tokenizer has tokens without an
@@ -80,7 +80,7 @@ def load_beside(
     revision: str | None,
     trust_remote_code: bool,
     attn_implementation: str,
-    dtype: torch.dtype,
+    dtype: torch.dtype | Literal["auto"],
     use_liger: bool = False,
     partition: PartitionedLoading | None = None,
 ) -> Any:

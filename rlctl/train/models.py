@@ -74,7 +74,7 @@ def build_models(
     """
     dtype, is_cut_up = _DTYPES[spec.engine.dtype], spec.engine.zero_stage == 3
     partition = PartitionedLoading(_training(spec, spec.actor)) if is_cut_up else None
-    load = partial(load_policy, model_path, revision=spec.model.revision, **_loading(spec))
+    load = partial(load_policy, model_path, revision=spec.model.revision, **_loading(spec, spec.actor))
     engine_copies = spec.rollout_engine.starts_with_policy
     model, tokenizer = load(partition=None if engine_copies else partition)
     _check_context(model, spec)
@@ -118,7 +118,8 @@ def build_models(
     if spec.trains_critic:
         critics = _training(spec, spec.critic)
         own = PartitionedLoading(critics) if is_cut_up else None
-        critic = DeepSpeedCritic(beside(spec.critic.path, "critic.path", partition=own), ranks, **critics)
+        critic_model = beside(spec.critic.path, "critic.path", of=spec.critic, partition=own)
+        critic = DeepSpeedCritic(critic_model, ranks, **critics)
     if spec.model.lora_rank:
         add_lora(
             model,
@@ -163,12 +164,16 @@ def _training(spec: RunSpec, of: ActorSpec | CriticSpec) -> Settings:
     )
 
 
-def _loading(spec: RunSpec) -> dict[str, Any]:
-    """Loading arguments of every model of the run."""
+def _loading(spec: RunSpec, of: ActorSpec | CriticSpec | None) -> dict[str, Any]:
+    """Loading arguments of a model; `of`: section of a model that is trained."""
+    frozen = of is None or (of is spec.actor and spec.model.lora_rank)
+    # The engine keeps float32 copies of the weights that it trains, which must not start rounded. ZeRO-3
+    # partitions weights as they are read, in the engine's dtype.
+    as_stored = spec.engine.dtype == "bf16" and spec.engine.zero_stage < 3 and not frozen
     return {
         "trust_remote_code": spec.model.trust_remote_code,
         "attn_implementation": spec.model.attn_implementation,
-        "dtype": _DTYPES[spec.engine.dtype],
+        "dtype": "auto" if as_stored else _DTYPES[spec.engine.dtype],
         "use_liger": spec.model.use_liger,
     }
 
@@ -181,11 +186,12 @@ def _beside(
     key: str,
     *,
     partition: PartitionedLoading | None,
+    of: CriticSpec | None = None,
 ) -> Any:
     """Loads another model from `path`; None: from the policy's path."""
     revision = spec.model.revision if path in {None, spec.model.path} else None
     model = load_beside(
-        path or model_path, tokenizer, key=key, revision=revision, partition=partition, **_loading(spec)
+        path or model_path, tokenizer, key=key, revision=revision, partition=partition, **_loading(spec, of)
     )
     _check_context(model, spec)
     return model

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
 
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.ranks import Ranks
@@ -70,6 +71,24 @@ def matrix(ranks: Ranks, cases: list[tuple[int, str, int]]):
             "untouched": untouched,
         }
     return found
+
+
+def small_step(ranks: Ranks, stage: int) -> tuple[bool, float]:
+    """Whether the float32 copies are the loaded weights; share of the weights above 0.01 that change."""
+    actor = engine(ranks, stage, "bf16")
+    loaded = dict(tiny_model(seed=0, tied=stage % 2 == 1).named_parameters())
+    copies = {name: safe_get_full_fp32_param(p) for name, p in actor._engine.module.model.named_parameters()}
+    same = all(torch.equal(copies[name].cpu(), loaded[name]) for name in loaded)
+    before = weights_of(actor)
+    take_step(actor, 1, ROWS, lr=1e-5)
+    after = weights_of(actor)
+    pairs = [
+        (before[name][large], after[name][large])
+        for name in before
+        if (large := before[name].abs() > 0.01).any()
+    ]
+    changed, total = sum(int((a != b).sum()) for a, b in pairs), sum(len(a) for a, _ in pairs)
+    return same, changed / total
 
 
 def save_and_load(ranks: Ranks, stage: int, dtype: str, directory: str):

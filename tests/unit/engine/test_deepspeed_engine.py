@@ -139,3 +139,12 @@ def test_loading_nothing_is_an_error(tmp_path: Path) -> None:
     said = on_ranks(1, engine_jobs.load_nothing, str(tmp_path / "empty"), where=tmp_path)[0]
     assert said != "loaded"
     assert str(tmp_path) in said
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_steps_smaller_than_a_bf16_digit_are_not_lost(world_size: int, stage: int, tmp_path: Path) -> None:
+    """From float32 copies of rounded weights, no step below half of a digit would change any weight."""
+    for same, changed in on_ranks(world_size, engine_jobs.small_step, stage, where=tmp_path):
+        assert same
+        assert 0.01 < changed < 0.5

@@ -310,7 +310,7 @@ def staleness_is_corrected(spec: RunSpec) -> Problems:
         yield warning(key, what, fix)
     elif age and not _is_corrected(spec):
         what = f"responses are up to {age} batches old and nothing corrects for it"
-        yield warning(key, what, "set rollout_is: sequence, unless you study uncorrected training")
+        yield warning(key, what, "set rollout_is: token, unless you study uncorrected training")
 
 
 @reads(_BYPASS, LOSS, "actor.ppo_epochs")

@@ -305,9 +305,8 @@ def staleness_is_corrected(spec: RunSpec) -> Problems:
         return
     if rollout.max_staleness > 1 and correction.rollout_is == "sequence" and not correction.rollout_rs:
         what = f"responses are up to {age} batches old; on such data, runs with sequence weights alone ended "
-        what += "below runs with token weights and below the decoupled form"
-        fix = "set rollout_is: token, or bypass_mode: false and loss_type: ppo_clip"
-        yield warning(key, what, fix)
+        what += "below runs with token weights"
+        yield warning(key, what, "set rollout_is: token")
     elif age and not _is_corrected(spec):
         what = f"responses are up to {age} batches old and nothing corrects for it"
         yield warning(key, what, "set rollout_is: token, unless you study uncorrected training")

@@ -49,7 +49,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 SAMPLES = 8
 SIDES = ("rlctl", "rlctl, 2 updates", "trl")
-LEARNING_SIDES = ("rlctl, bf16", "trl, bf16")
+LEARNING_SIDES = ("rlctl", "rlctl, bf16", "trl, bf16")
 LLM_SIDES = ("rlctl", "rlctl, bf16", "trl", "trl, GRPO", "trl, bf16")
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -194,11 +194,19 @@ def _key(row: dict[str, Any]) -> tuple[str, str, str, str, int]:
 
 
 def _code(rule: BenchRule) -> str:
-    """Identifies the code that a measurement depends on: rlctl's version and the user's files."""
+    """Identifies the code that a measurement depends on: rlctl's version and formulas, the user's files."""
     spec = rule.spec
     names = (spec.rollout_is or "", *(spec.rollout_rs or "").split(","), spec.loss_type)
     files = {Path(name.rpartition(":")[0]).expanduser() for name in names if is_file_function(name)}
-    return " ".join([version("rlctl"), *sorted(sha256_of(file) for file in files)])
+    return " ".join([version("rlctl"), _formulas(), *sorted(sha256_of(file) for file in files)])
+
+
+@cache
+def _formulas() -> str:
+    """SHA-256 over the files of `rlctl/algos` and `rlctl/bench`."""
+    package = Path(__file__).parents[1]
+    files = sorted([*package.glob("algos/*.py"), *package.glob("bench/*.py")])
+    return hashlib.sha256("".join(map(sha256_of, files)).encode()).hexdigest()
 
 
 def digest(rows: list[dict[str, Any]]) -> str:

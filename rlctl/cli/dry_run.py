@@ -57,7 +57,8 @@ def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = N
     if machine is None:  # free disk space may change, so it becomes an error only at the start of the run
         unusable += [replace(problem, severity="warning") for problem in check_disk(loaded.spec)]
     if machine and placement.machine.gpus:  # the warnings of the spec are about this machine
-        unusable += [problem for problem in slow_on_a_gpu(loaded.spec) if problem not in loaded.warnings]
+        known = {problem.what for problem in loaded.warnings}
+        unusable += [problem for problem in slow_on_a_gpu(loaded.spec) if problem.what not in known]
     if problems := [*loaded.warnings, *unusable]:
         _print_title("Before you start", console)
         print_problems(problems, console)

@@ -112,9 +112,9 @@ class _Engine:
                 )
         # DeepSpeed's float32 copies start from the rounded weights. A step is often smaller than half of the
         # distance between two bf16 numbers: from there, many steps in one direction would change nothing.
-        for name, weight in unrounded.items():
-            parameter = model.get_parameter(name)
-            self._deepspeed.utils.safe_set_full_fp32_param(parameter, weight.to(ranks.device).float())
+        for name in list(unrounded):
+            weight = unrounded.pop(name).to(ranks.device).float()
+            self._deepspeed.utils.safe_set_full_fp32_param(model.get_parameter(name), weight)
         ways = (_SUMS, "override_loss_scale")
         self.scales_gradients = plain or any(hasattr(self._engine.optimizer, way) for way in ways)
         # No dropout: with it, π_θ would differ from the sampling policy, and from one pass to the next.

@@ -34,7 +34,8 @@ def load_policy(
     """Loads a causal language model and its tokenizer from a directory, the hub, or by a short name.
 
     In a model that also reads images, parameters that text does not use are frozen. With `partition`, the
-    weights are partitioned among the ranks (a collective). `dtype` "auto" is the dtype of the files.
+    weights are partitioned among the ranks (a collective). `dtype` "auto": that of the config, else of the
+    files.
 
     Raises:
         UsageError: no such model, not a causal language model, the tokenizer has tokens without an

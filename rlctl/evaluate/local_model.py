@@ -54,6 +54,7 @@ class ModelFiles:
     trust_remote_code: bool
     attn_implementation: str
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    num_gpus: int = 1  # that share the model in vLLM
 
     @contextmanager
     def sampling_engine(self, max_length: int, batch_size: int) -> Iterator[ResponseSampler]:
@@ -65,6 +66,7 @@ class ModelFiles:
         if self.engine == "vllm":
             from rlctl.rollout.vllm import VLLMRollout
 
+            shards = {"tensor_parallel_size": self.num_gpus} if self.num_gpus > 1 else {}
             engine = VLLMRollout(
                 str(self.directory),
                 self.tokenizer,
@@ -72,7 +74,7 @@ class ModelFiles:
                 max_model_len=max_length,
                 max_num_seqs=batch_size,
                 trust_remote_code=self.trust_remote_code,
-                engine_kwargs=self.engine_kwargs,
+                engine_kwargs=shards | dict(self.engine_kwargs),
             )
             try:
                 yield engine
@@ -105,11 +107,7 @@ def find_model(target: Target, engine: EngineName | None) -> ModelFiles:
     name: EngineName = engine or ("vllm" if spec and spec.rollout.name == "vllm" else "hf")
     trusts = spec.model.trust_remote_code if spec else False
     tokenizer, config = load_reader(str(directory), trust_remote_code=trusts)
-    kwargs: dict[str, Any] = {}
-    if spec and name == "vllm":
-        size = spec.rollout.tensor_model_parallel_size
-        shards = {"tensor_parallel_size": size} if 1 < size <= torch.cuda.device_count() else {}
-        kwargs = shards | spec.rollout.engine_kwargs
+    num_gpus = spec.rollout.tensor_model_parallel_size if spec and name == "vllm" else 1
     return ModelFiles(
         directory=directory,
         tokenizer=tokenizer,
@@ -119,7 +117,8 @@ def find_model(target: Target, engine: EngineName | None) -> ModelFiles:
         dtype=spec.engine.dtype if spec else native_dtype()[0],
         trust_remote_code=trusts,
         attn_implementation=spec.model.attn_implementation if spec else "sdpa",
-        engine_kwargs=kwargs,
+        engine_kwargs=spec.rollout.engine_kwargs if spec and name == "vllm" else {},
+        num_gpus=num_gpus if num_gpus <= torch.cuda.device_count() else 1,
     )
 
 

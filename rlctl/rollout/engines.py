@@ -106,7 +106,6 @@ def hf(context: EngineContext) -> RolloutEngine:
         context.device,
         max_num_seqs=rollout.max_num_seqs,
         dtype=rollout.dtype,
-        model_dtype=context.spec.engine.dtype,
     )
 
 

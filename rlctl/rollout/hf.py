@@ -35,7 +35,6 @@ class HFRollout:
         device: torch.device | str,
         max_num_seqs: int | None = None,
         dtype: RolloutDtype | None = None,
-        model_dtype: Literal["fp32", "bf16"] | None = None,
     ) -> None:
         """Copies `model`; the original is not used afterwards, so that the trainer may own it.
 
@@ -46,15 +45,12 @@ class HFRollout:
             max_num_seqs: sequences generated at once; None: the whole batch.
             dtype: precision of the copy; None: that of the model. `int8` samples like an engine with
                 weight-only quantisation, see `_round_to_int8`.
-            model_dtype: precision of the model once it is trained; None: its present one.
 
         Raises:
             UsageError: neither model nor tokenizer defines an end-of-sequence token.
         """
         self._model = copy.deepcopy(model).to(device).eval().requires_grad_(False)
         self._is_int8 = dtype == "int8"
-        if model_dtype is not None:
-            into_precision(self._model, model_dtype)
         if dtype is not None:
             into_precision(self._model, dtype)
         self._tokenizer = tokenizer

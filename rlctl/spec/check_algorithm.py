@@ -304,8 +304,8 @@ def staleness_is_corrected(spec: RunSpec) -> Problems:
     if _has_ratio(spec):
         return
     if rollout.max_staleness > 1 and correction.rollout_is == "sequence" and not correction.rollout_rs:
-        what = f"responses are up to {age} batches old; on such data, runs with sequence weights alone ended "
-        what += "below runs with token weights"
+        what = f"responses are up to {age} batches old; in the off-policy study, runs with sequence weights "
+        what += "alone ended below runs with token weights on such data"
         yield warning(key, what, "set rollout_is: token")
     elif age and not _is_corrected(spec):
         what = f"responses are up to {age} batches old and nothing corrects for it"

@@ -187,7 +187,7 @@ def _from_config(whole: dict[str, Any]) -> ModelSize:
         head_dim=_count(config, "head_dim") or hidden // heads,
         vocab=vocab,
         norms_heads=config.get("model_type") == "qwen3",
-        window=_count(config, "sliding_window") if config.get("use_sliding_window", True) else None,
+        window=_window(config),
     )
     tied = whole.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     embeddings = vocab * hidden * (1 if tied else 2)
@@ -196,6 +196,11 @@ def _from_config(whole: dict[str, Any]) -> ModelSize:
     others = [part for name, part in whole.items() if name != "text_config" and name.endswith("_config")]
     towers = sum(_tower(part) for part in others if isinstance(part, dict)) if reads_more else 0
     return ModelSize("config.json", read + towers, shape, read if reads_more else None)
+
+
+def _window(config: dict[str, Any]) -> int | None:
+    sliding = _count(config, "sliding_window") if config.get("use_sliding_window", True) else None
+    return min(filter(None, (sliding, _count(config, "attention_chunk_size"))), default=None)
 
 
 def _tower(config: dict[str, Any]) -> int:

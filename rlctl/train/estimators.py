@@ -29,7 +29,7 @@ def estimate(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> Est
 
     Raises:
         RunFailure: the batch lacks a field that the estimator needs, or the estimator returns a wrong
-            shape, or advantages that are not finite although rewards and values are.
+            shape, or NaN or infinite advantages (on all ranks).
     """
     part = ADVANTAGE_ESTIMATORS.part(algorithm.adv_estimator)
     missing = [
@@ -65,9 +65,8 @@ def estimate(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> Est
             fix=f"return (B,) = {tuple(mask.shape[:1])} or (B, T) = {tuple(mask.shape)}",
         )
     advantages = torch.where(scored.valid_mask, advantages.float(), 0.0)
-    given = [scored.token_level_rewards, *([] if scored.values is None else [scored.values])]
-    if not bool(advantages.isfinite().all()) and all(bool(one.isfinite().all()) for one in given):
-        num_bad = int((~advantages.isfinite()).any(1).sum())
+    num_bad = int(ranks.sum([float((~advantages.isfinite()).any(1).sum())])[0])
+    if num_bad:
         what = f"advantage estimator {part.name} gives NaN or infinite advantages to {num_bad} responses"
         raise RunFailure(what, fix="for example, do not divide by a deviation of 0")
     return Estimate(advantages, result.returns)

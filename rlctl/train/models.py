@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from rlctl.errors import UsageError
 from rlctl.rollout.assemble import end_ids, unknown_end
 from rlctl.rollout.engine_lock import EngineLock, LockedRollout
 from rlctl.rollout.engines import EngineContext, build_rollout
+from rlctl.rollout.hf import into_precision
 from rlctl.spec.actor import ActorSpec, CriticSpec
 from rlctl.spec.run_spec import RunSpec
 
@@ -84,7 +86,7 @@ def build_models(
         EngineContext(
             spec=spec,
             model_path=model_path,
-            model=model,
+            model=_rounded(model, spec) if engine_copies else model,
             tokenizer=tokenizer,
             device=ranks.device,
             rank=ranks.rank,
@@ -139,6 +141,15 @@ def build_models(
     ahead = LockedRollout(rollout, lock, first=False)
     notes = _endless(tokenizer, end_ids(tokenizer, model.generation_config))
     return Models(tokenizer, trainers, ahead, actor, base, ref, critic, sequence, data_ranks, notes)
+
+
+def _rounded(model: Any, spec: RunSpec) -> Any:
+    """The model in the engine's precision: a copy if it was loaded in another one."""
+    if all(parameter.dtype == _DTYPES[spec.engine.dtype] for parameter in model.parameters()):
+        return model
+    rounded = copy.deepcopy(model)
+    into_precision(rounded, spec.engine.dtype)
+    return rounded
 
 
 def _endless(tokenizer: Any, ends: list[int]) -> list[str]:

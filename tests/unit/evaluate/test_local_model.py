@@ -66,14 +66,14 @@ def test_a_checkpoint_has_the_hash_of_its_files(task, tmp_path):
     assert find_model(target, None).sha256 == files_hash(task.model_dir, {})
 
 
-@pytest.mark.parametrize(("gpus", "expected"), [(0, {}), (1, {}), (2, {"tensor_parallel_size": 2})])
+@pytest.mark.parametrize(("gpus", "expected"), [(0, 1), (1, 1), (2, 2)])
 def test_a_runs_model_is_spread_over_as_many_gpus(task, tmp_path, monkeypatch, gpus, expected):
     target = find_target(str(make_run(tmp_path / "run", task)), [])
     rollout = target.spec.rollout.model_copy(update={"name": "vllm", "tensor_model_parallel_size": 2})
     target = replace(target, spec=target.spec.model_copy(update={"rollout": rollout}))
     monkeypatch.setattr(local_model_module.torch.cuda, "device_count", lambda: gpus)
-    assert find_model(target, None).engine_kwargs == expected
-    assert find_model(target, "hf").engine_kwargs == {}
+    assert find_model(target, None).num_gpus == expected
+    assert find_model(target, "hf").num_gpus == 1
 
 
 def test_a_model_that_is_nowhere(hub, task):

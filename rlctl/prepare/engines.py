@@ -126,7 +126,9 @@ def _on_ray(
                     raise result
                 yield task, result
         except ray.exceptions.RayError as error:
-            lines = [line.strip() for line in f"{type(error).__name__}\n{error}".splitlines() if line.strip()]
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
+                type(error).__name__
+            ]
             causes = (line for line in lines if re.match(r"[\w.]+(Error|Exception|Failure|Exit)\b", line))
             what = f"a Ray task failed: {next(causes, lines[-1])}"  # the relevant line of a long message
             raise RunFailure(what, fix="look at Ray's logs") from error

@@ -200,6 +200,7 @@ def test_the_size_of_a_local_model_with_images_says_what_text_reaches(tmp_path: 
         "intermediate_size": 10_240,
         "model_type": "gemma3_text",
         "num_hidden_layers": 34,
+        "sliding_window": 1024,
     }
     config = {"model_type": "gemma3", "text_config": text, "vision_config": GEMMA3_VISION}
     (tmp_path / "config.json").write_text(json.dumps(config))

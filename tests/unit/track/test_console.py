@@ -137,7 +137,8 @@ def test_a_pipe_gets_plain_lines() -> None:
     )
     assert "\x1b" not in done.stdout
     first, note, last = done.stdout.splitlines()
-    assert first == "step 1/240 reward 0.05 ess 0.93 masked 0.02 kl 0.0012 tok/s 15,300 left 0:00"
+    start = "step 1/240 reward 0.05 ess 0.93 masked 0.02 kl 0.0012 tok/s 15,300 left "
+    assert re.fullmatch(re.escape(start) + r"\d:\d\d", first)  # on a busy machine the first step is slow
     assert note == "something to say"
     assert last.startswith("step 12/240 reward 0.60")
 

@@ -103,7 +103,8 @@ class TrainerSpec(Section):
     the file with the stacks of all threads. A warning is printed after a twentieth of this time."""
     guardrails: GuardrailsSpec = GuardrailsSpec()
     rollouts_per_step: int = Field(default=32, ge=-1)
-    """Responses per step that are written to `rollouts/` with their log-probs; 0: none, -1: all."""
+    """Responses per step that are written to `rollouts/` with their log-probs, from the main rank's share of
+    the batch; 0: none, -1: the whole share."""
     seed: int = Field(default=1, ge=0)
     """Seed of data order, sampling and initialisation."""
     run_dir: Annotated[str | None, NullWord] = None

@@ -109,8 +109,11 @@ def test_two_ranks_with_sharded_states_train_alike(
     ours, theirs = runs.reproducible(run)[0], runs.reproducible(whole)[0]
     for key in ("critic/score/mean", "response_length/mean", "actor/grad_norm", "actor/entropy"):
         assert ours[key] == pytest.approx(theirs[key], rel=1e-3), key
-    sampled = [[(row["prompt"], row["response"]) for row in runs.rollouts(x)[:16]] for x in (run, whole)]
-    assert sorted(sampled[0]) == sorted(sampled[1])
+    sampled, all_sampled = (
+        [(row["prompt"], row["response"]) for row in runs.rollouts(one) if row["step"] == 1]
+        for one in (run, whole)
+    )
+    assert sampled == all_sampled[:8]  # the main rank saves its share, half of the batch
 
 
 def test_a_critic_from_the_same_checkpoint(data: Path, tmp_path: Path) -> None:

@@ -168,7 +168,18 @@ def test_vllm_loads_the_export(data: Path, exported: Path) -> None:
         out = exported.parent / engine
         done = runs.start(
             *("evaluate", str(exported), "--engine", engine, "--data", str(data / "held_out.parquet")),
-            *("--limit", "8", "--temperature", "0", "--max-response-length", "8", "--reward", "maths"),
+            *(
+                "--n",
+                "1",
+                "--limit",
+                "8",
+                "--temperature",
+                "0",
+                "--max-response-length",
+                "8",
+                "--reward",
+                "maths",
+            ),
             *("--out", str(out)),
             log=exported.parent / f"{engine}.log",
         )

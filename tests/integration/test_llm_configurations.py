@@ -162,7 +162,7 @@ def test_transformers_loads_the_export(exported: Path) -> None:
 
 @needs_vllm
 def test_vllm_loads_the_export(data: Path, exported: Path) -> None:
-    """Greedy answers of vLLM and of transformers; in bf16 their rounding may decide between two likely tokens."""
+    """Greedy answers of vLLM and transformers; rounding in bf16 may decide between two likely tokens."""
     responses = {}
     for engine in ("vllm", "hf"):
         out = exported.parent / engine

@@ -134,7 +134,7 @@ def main() -> None:
     text = [table_of(table)]
     for condition in list(compared)[:1]:
         text.append(f"{condition}: row minus column\n\n{pair_table(table, condition)}")
-        ends = {m: statistics.fmean(map(final_reward, table[condition, m])) for m in COMPARED[condition]}
+        ends = {m: statistics.fmean(map(final_reward, table[condition, m])) for m in compared[condition]}
         text.append(
             f"Rank correlation with the built-in model (Spearman): {rank_correlation(ends, TOY):+.2f}\n"
         )

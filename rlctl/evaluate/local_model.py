@@ -126,7 +126,7 @@ class LocalModel(AskedModel):
     """A local model and its questions.
 
     Raises:
-        UsageError: the model cannot be read, its context has no room for a response, or no question fits.
+        UsageError: the model cannot be read, its context is too short for a response, or no question fits.
         EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
     """
 

@@ -131,8 +131,12 @@ class Watchdog:
             self._beat_file(self._rank).parent.rmdir()  # succeeds on the last rank
 
     def _watch(self) -> None:
+        last = time.monotonic()
         while not self._is_over.wait(self._interval):
             now = time.monotonic()
+            if (stopped := now - last - 2 * self._interval) > 0:
+                self._moved += stopped  # this thread did not run either, so the whole process stood still
+            last = now
             if self._notes and now >= self._note_at:
                 self._note_at = now + _NOTE_S
                 leftovers.note_segments(self._notes)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -105,3 +106,23 @@ def test_a_main_thread_that_computes_is_not_idle(tmp_path: Path) -> None:
             threading.Event().wait(0.1)
         assert ended == []
         until(lambda: ended)  # and one that waits is
+
+
+def test_time_in_which_the_whole_process_was_stopped_is_not_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: None
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now, strftime=time.strftime))
+    dog, ended, told = watch(0, 1, tmp_path, timeout=60.0)  # looks once a second
+    waits = iter([*[1.0] * 2, 5000.0, *[1.0] * 70])  # SIGSTOP, a machine that stood still
+
+    def wait(interval: float) -> bool:
+        nonlocal now
+        assert interval == 1.0
+        now += next(waits)
+        assert ended == [] or now > 5055.0
+        return bool(ended)
+
+    monkeypatch.setattr(dog, "_is_over", SimpleNamespace(wait=wait, set=lambda: None))
+    dog._watch()
+    assert "no progress for 60 s" in ended[0].what

@@ -135,7 +135,8 @@ class Watchdog:
         while not self._is_over.wait(self._interval):
             now = time.monotonic()
             if (stopped := now - last - 2 * self._interval) > 0:
-                self._moved += stopped  # this thread did not run either, so the whole process stood still
+                # this thread did not run either, so the whole process stood still
+                self._moved = min(now, self._moved + stopped)
             last = now
             if self._notes and now >= self._note_at:
                 self._note_at = now + _NOTE_S

@@ -113,7 +113,7 @@ def test_time_in_which_the_whole_process_was_stopped_is_not_idle(
 ) -> None:
     now = 0.0
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now, strftime=time.strftime))
-    dog, ended, told = watch(0, 1, tmp_path, timeout=60.0)  # looks once a second
+    dog, ended, _ = watch(0, 1, tmp_path, timeout=60.0)  # looks once a second
     waits = iter([*[1.0] * 2, 5000.0, *[1.0] * 70])  # SIGSTOP, a machine that stood still
 
     def wait(interval: float) -> bool:

@@ -37,7 +37,7 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "staleness 8": ("none", "token TIS", "sequence IS", "geometric RS", "decoupled PPO"),
     "staleness 0": ("none", "token TIS"),
     "int8 rollouts": ("none", "token TIS"),
-    "staleness 2": ("none", "token TIS"),
+    "staleness 2": ("none", "token TIS", "sequence IS", "geometric RS", "decoupled PPO"),
     "vLLM rollouts": ("none", "token TIS"),
 }
 

@@ -43,33 +43,57 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptTokens:
-    """The tokens that truncation (top-p, top-k, min-p) kept at each response position.
+class TokenLists:
+    """Tokens that the sampler lists at each response position.
+
+    Either those that truncation (top-p, top-k, min-p) kept, or the most likely ones with their log-probs.
 
     Example: two tokens sampled from {3, 7} and {5} have `counts` [[2, 1]] and `ids` [3, 7, 5].
     """
 
     counts: Tensor  # (B, T) int32, 0: the whole vocabulary, or no sampled token
-    ids: Tensor  # (Σ counts,) int32: the concatenated sets, row by row
+    ids: Tensor  # (Σ counts,) int32: the concatenated lists, row by row
+    log_probs: Tensor | None = None  # (Σ counts,) float32 nats under the sampling distribution
 
-    def __getitem__(self, rows: Rows) -> KeptTokens:
+    def __getitem__(self, rows: Rows) -> TokenLists:
         """Copies of the given rows, in that order."""
         counts = self.counts[rows]
         every = torch.arange(self.counts.numel(), device=counts.device).view_as(self.counts)
-        return KeptTokens(counts, self._taken(every[rows].flatten(), counts.flatten()))
+        taken = self._taken(every[rows].flatten(), counts.flatten())
+        return TokenLists(counts, self.ids[taken], None if self.log_probs is None else self.log_probs[taken])
 
     def at(self, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Sizes (N,) and concatenated ids of the sets at the N True positions of `mask` (B, t), t ≤ T."""
+        """Sizes (N,) and concatenated ids of the lists at the N True positions of `mask` (B, t), t ≤ T."""
+        counts, taken = self._at(mask)
+        return counts, self.ids[taken]
+
+    def padded(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids (N, K) int64 and log-probs (N, K) of the lists at the N True positions of `mask`.
+
+        K is the longest list. Shorter ones are padded with id 0 and log-prob −∞.
+        """
+        assert self.log_probs is not None
+        counts, taken = self._at(mask)
+        longest = int(self.counts.max()) if self.counts.numel() else 0
+        listed = torch.arange(longest, device=counts.device) < counts[:, None]
+        ids = torch.zeros(listed.shape, dtype=torch.int64, device=counts.device)
+        log_probs = torch.full(listed.shape, -torch.inf, device=counts.device)
+        return (
+            ids.masked_scatter(listed, self.ids[taken].long()),
+            log_probs.masked_scatter(listed, self.log_probs[taken]),
+        )
+
+    def _at(self, mask: Tensor) -> tuple[Tensor, Tensor]:
         rows, columns = mask.nonzero(as_tuple=True)
         counts = self.counts[rows, columns]
         return counts, self._taken(rows * self.counts.shape[1] + columns, counts)
 
     def _taken(self, places: Tensor, counts: Tensor) -> Tensor:
-        """The concatenated sets at these indices of the flattened (B, T), with these sizes."""
+        """Indices into `ids` of the lists at these indices of the flattened (B, T), with these sizes."""
         sizes = self.counts.flatten().long()
         starts = (sizes.cumsum(0) - sizes)[places] - (counts.cumsum(0) - counts)
         offsets = starts.repeat_interleave(counts.long())
-        return self.ids[offsets + torch.arange(len(offsets), device=offsets.device)]
+        return offsets + torch.arange(len(offsets), device=offsets.device)
 
     def without(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """(B, T) bool: `mask` is True, and the set does not contain the token of this position."""
@@ -80,16 +104,19 @@ class KeptTokens:
         return torch.zeros_like(mask).masked_scatter(mask, ~found)
 
     @classmethod
-    def joined(cls, parts: Sequence[KeptTokens]) -> KeptTokens:
+    def joined(cls, parts: Sequence[TokenLists]) -> TokenLists:
         """Concatenates the rows of all parts, padded to the largest width."""
         width = max(part.counts.shape[1] for part in parts)
         pad = torch.nn.functional.pad
         counts = [pad(part.counts, (0, width - part.counts.shape[1])) for part in parts]
-        return cls(torch.cat(counts), torch.cat([part.ids for part in parts]))
+        log_probs = [part.log_probs for part in parts if part.log_probs is not None]
+        ids = torch.cat([part.ids for part in parts])
+        return cls(torch.cat(counts), ids, torch.cat(log_probs) if log_probs else None)
 
-    def to(self, device: Any) -> KeptTokens:
+    def to(self, device: Any) -> TokenLists:
         """Returns the same data on `device`."""
-        return KeptTokens(self.counts.to(device), self.ids.to(device))
+        log_probs = None if self.log_probs is None else self.log_probs.to(device)
+        return TokenLists(self.counts.to(device), self.ids.to(device), log_probs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +127,8 @@ class ModelInputs:
     attention_mask: Tensor  # (B, L) bool: False for padding
     position_ids: Tensor  # (B, L) int64
     scored: Tensor  # (B, T) bool: response positions whose log-probs or values are computed
-    kept: KeptTokens | None = None  # tokens that log-probs are normalised over; None: the vocabulary
+    kept: TokenLists | None = None  # tokens that log-probs are normalised over; None: the vocabulary
+    likeliest: TokenLists | None = None  # further tokens whose log-probs are computed
 
     @property
     def responses(self) -> Tensor:
@@ -108,10 +136,10 @@ class ModelInputs:
         return self.input_ids[:, self.input_ids.shape[1] - self.scored.shape[1] :]
 
     def pick(self, rows: Rows) -> ModelInputs:
-        """Returns the given rows, in that order; a slice returns views (but copies `kept`)."""
-        kept = None if self.kept is None else self.kept[rows]
+        """Returns the given rows, in that order; a slice returns views (but copies token lists)."""
+        kept, likeliest = (None if x is None else x[rows] for x in (self.kept, self.likeliest))
         ids, mask, positions = self.input_ids[rows], self.attention_mask[rows], self.position_ids[rows]
-        return ModelInputs(ids, mask, positions, self.scored[rows], kept)
+        return ModelInputs(ids, mask, positions, self.scored[rows], kept, likeliest)
 
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])
@@ -139,7 +167,8 @@ class Rollouts:
     response_texts: tuple[str, ...]
     extra_infos: tuple[Mapping[str, Any], ...] = ()  # (B,) or none, see `Prompts`
     messages: tuple[tuple[Mapping[str, str], ...], ...] = ()  # (B,) or none, see `Prompts`
-    kept: KeptTokens | None = None  # with exact sampling: the set that each token was sampled from
+    kept: TokenLists | None = None  # with exact sampling: the set that each token was sampled from
+    likeliest: TokenLists | None = None  # with score centering: the sampler's most likely tokens
     prompt_weights: Tensor | None = None  # (B,) float32 factor of the advantages: 1 / P(prompt drawn)
 
     def pick(self, rows: slice) -> Rollouts:
@@ -173,8 +202,8 @@ class Rollouts:
                 return None
             if isinstance(values[0], tuple):
                 return tuple(item for value in values for item in value)
-            if isinstance(values[0], KeptTokens):
-                return KeptTokens.joined(values)
+            if isinstance(values[0], TokenLists):
+                return TokenLists.joined(values)
             if values[0].ndim == 2:
                 values = [padded(part, value) for part, value in zip(parts, values, strict=True)]
             return torch.cat(values)
@@ -240,7 +269,8 @@ class TrainBatch:
     values: Tensor | None = None  # (B, T) float32, from the critic before its updates; None: no critic
     returns: Tensor | None = None  # (B, T) float32, regression targets of the values; 0.0 off-mask
     age: Tensor | None = None  # (B,) optimizer updates since the sampling weights
-    kept: KeptTokens | None = None  # see `Rollouts`
+    kept: TokenLists | None = None  # see `Rollouts`
+    likeliest: TokenLists | None = None  # see `Rollouts`
     group_ids: Tensor | None = None  # (B,) int64, see `Rollouts`
 
     @property
@@ -252,10 +282,10 @@ class TrainBatch:
     def inputs(self) -> ModelInputs:
         """Input of a forward pass over these rows."""
         columns = (self.input_ids, self.attention_mask, self.position_ids, self.response_mask)
-        return ModelInputs(*columns, self.kept)
+        return ModelInputs(*columns, self.kept, self.likeliest)
 
     def pick(self, rows: Rows) -> TrainBatch:
-        """Returns the given rows, in that order; a slice returns views (but copies `kept`)."""
+        """Returns the given rows, in that order; a slice returns views (but copies token lists)."""
         tensors: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         cut: dict[str, Any] = {name: None if x is None else x[rows] for name, x in tensors.items()}
         return TrainBatch(**cut)

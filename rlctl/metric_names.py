@@ -116,6 +116,8 @@ def _bounds_and_counts() -> Iterator[Metric]:
     for end, which in (("lo", "lower"), ("hi", "upper")):
         bound = f"{which} end of its 90 % interval; 0 to 1 where the weights are too uneven for an estimate"
         yield metric(f"grad_error_{end}", "fraction", bound, verl=False)
+    listed = "mean probability under π_rollout of the tokens that score centering lists at each position"
+    yield metric("listed_mass", "fraction", listed, verl=False)
     saturated = "sequences whose Σ log ρ left ±20, so that the sequence weight is only the clamp"
     yield metric("saturated_sequences", "sequences", saturated, verl=False)
     skipped = "optimizer steps not made because nothing survived or a loss or gradient was not finite"

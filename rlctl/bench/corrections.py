@@ -18,6 +18,7 @@ from typing import Any
 
 from rlctl.bench.exact import BenchRule, BenchWorld, EnumeratedWorld
 from rlctl.bench.learned import LearnedWorld
+from rlctl.bench.worlds import VOCABULARY
 from rlctl.files import sha256_of
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.resolve import registered_criteria
@@ -138,6 +139,12 @@ def rules(*, small: bool = False) -> dict[str, BenchRule]:
     for part in POLICY_LOSSES.parts():
         if part.name != "reinforce":
             found[f"loss {part.name}"] = BenchRule.of(rollout_is=None, loss_type=part.name)
+    truncated = {"rollout_is": "token", "rollout_is_bound": "truncate", "rollout_is_threshold": "2.0"}
+    for name, given in {
+        "score centering": {"rollout_is": None},
+        "centered token truncate 2.0": truncated,
+    }.items():
+        found[name] = BenchRule.of(**given, score_centering=VOCABULARY)
     if not small:
         for setting in frameworks():
             spec = setting.spec.model_copy(update={"rollout_is_batch_normalize": False})

@@ -26,7 +26,8 @@ from rlctl.algos.correction import (
 from rlctl.algos.losses import WholeBatch, policy_loss
 from rlctl.algos.row_blocks import Extras
 from rlctl.algos.rules import CorrectionRules, LossRule
-from rlctl.bench.worlds import World
+from rlctl.algos.score_centering import score_factors
+from rlctl.bench.worlds import VOCABULARY, World
 from rlctl.registry import POLICY_LOSSES
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules
@@ -122,6 +123,9 @@ class EnumeratedWorld(World):
             share = self.rollout[prompt] / self.rollout[prompt].sum()
             success = float(share @ self.rewards[prompt])
             per_k = np.einsum("ykt,ytp->kyp", factors.of(prompt), self.scores[prompt])  # (n, Y, P)
+            if rule.spec.score_centering:
+                centering = factors.centering(prompt)
+                per_k -= np.einsum("ykt,ytp->kyp", centering, self._expected_scores(rule, prompt))
             wins = self.rewards[prompt] > 0
             sums = [np.einsum("y,kyp->kp", share * which, per_k) for which in (~wins, wins)]  # per reward
             others, rest = _binomial(n - 1, success), _binomial(n - 2, success)
@@ -138,6 +142,16 @@ class EnumeratedWorld(World):
         m, g = np.mean(means, 0), np.mean(truths, 0)
         noise = max(float(np.mean(squares) - m @ m), 0.0)
         return GradientMoments(float(m @ g), float(m @ m), float(g @ g), float((m - g) @ (m - g)), noise)
+
+    def _expected_scores(self, rule: BenchRule, prompt: int) -> Floats:
+        """(Y, T, P): expected score under the sampler after each token's prefix, as the rule computes it."""
+        keys = (self.contexts * VOCABULARY + self.ids)[self.mask]
+        _, first = np.unique(keys, return_index=True)  # every (prefix, token) once
+        given = (self.log_probs, self.rollout_log_probs, self.scores)
+        train, rollout, scores = (x[prompt][self.mask][first] for x in given)
+        factors = listed_factors(rule, train.reshape(-1, VOCABULARY), rollout.reshape(-1, VOCABULARY))
+        expected = np.einsum("cv,cvp->cp", factors, scores.reshape(*factors.shape, -1))
+        return np.where(self.mask[..., None], expected[self.contexts], 0.0)
 
     def token_factors(self, rule: BenchRule, n: int, prompt: int) -> Floats:
         """(Y, n, T): the rule's factors of the token scores, for every response and every number of successes
@@ -162,6 +176,15 @@ class _Factors:
         given = self._tensors(np.full(len(rows), prompt), rows, k)
         found = token_gradient(self._rule, self._loss, *given)
         return found.reshape(count, n, horizon)
+
+    def centering(self, prompt: int) -> Floats:
+        """(Y, n, T): factors of the expected score: the advantage, 0 where rejected."""
+        world, n = self._world, self._n
+        count, horizon = world.mask.shape
+        given = self._tensors(
+            np.full(count * n, prompt), np.repeat(np.arange(count), n), np.tile(np.arange(n), count)
+        )
+        return centering_factors(self._rule, *given).reshape(count, n, horizon)
 
     def _tensors(self, prompts: NDArray[Any], rows: NDArray[Any], k: NDArray[Any]) -> tuple[Tensor, ...]:
         world = self._world
@@ -201,6 +224,30 @@ def token_gradient(
     values = policy_loss(loss, leaf, rollout, advantages, mask & keep, weights).values
     (gradient,) = torch.autograd.grad(values.sum(), leaf, allow_unused=True)
     return -torch.zeros_like(leaf).numpy() if gradient is None else -gradient.numpy()
+
+
+def centering_factors(
+    rule: BenchRule, train: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor
+) -> Floats:
+    """(B, T): factors of the expected score that score centering subtracts; arguments of `token_gradient`."""
+    log_ratio = masked_log_ratio(train, rollout, mask, Extras(advantages, torch.zeros(len(mask)).long()))
+    keep = rejection_mask(log_ratio, [check_criterion(log_ratio, each) for each in rule.correction.reject])
+    found: Floats = torch.where(keep, advantages, 0.0).numpy()
+    return found
+
+
+def listed_factors(rule: BenchRule, train: Floats, rollout: Floats) -> Floats:
+    """(contexts, V): `score_factors` of the sampler's most likely tokens, 0.0 for the others.
+
+    Args:
+        rule: with score centering.
+        train, rollout: (contexts, V) log-probs.
+    """
+    listed = np.argsort(-rollout, -1)[:, : rule.spec.score_centering]
+    own, others = (torch.from_numpy(np.take_along_axis(table, listed, -1)) for table in (train, rollout))
+    found = np.zeros_like(train)
+    np.put_along_axis(found, listed, score_factors(own, others, rule.correction.weight).numpy(), -1)
+    return found
 
 
 def _binomial(n: int, p: float) -> Floats:

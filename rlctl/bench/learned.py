@@ -17,7 +17,14 @@ import torch
 from numpy.typing import NDArray
 
 from rlctl.algos.losses import WholeBatch
-from rlctl.bench.exact import POPULATION, BenchRule, GradientMoments, token_gradient
+from rlctl.bench.exact import (
+    POPULATION,
+    BenchRule,
+    GradientMoments,
+    centering_factors,
+    listed_factors,
+    token_gradient,
+)
 
 Floats = NDArray[np.float64]
 #: Token 0 ends a response, the reward counts 1 and 2, 3 is a filler and the previous token of the first.
@@ -181,7 +188,22 @@ class LearnedWorld:
         if loss.reads_batch:
             first = [x[:POPULATION] for x in tensors]
             loss = WholeBatch.of(first[0], first[1], first[2], first[3]).tell(loss)
-        return self._by_group(drawn, token_gradient(rule, loss, *tensors), n)
+        found = self._by_group(drawn, token_gradient(rule, loss, *tensors), n)
+        if rule.spec.score_centering:
+            found -= self._expected_scores(rule, drawn, centering_factors(rule, *tensors), n)
+        return found
+
+    def _expected_scores(self, rule: BenchRule, drawn: SampledGroups, factors: Floats, n: int) -> Floats:
+        """(groups, parameters): mean over a group's responses of Σ_t factor · expected score."""
+        listed = listed_factors(rule, self.train, self.rollout)
+        expected = listed - listed.sum(-1, keepdims=True) * np.exp(self.train)  # with respect to the logits
+        group = np.repeat(np.arange(len(factors)), self.horizon) // n
+        groups, contexts = len(factors) // n, len(self.train)
+        visits = np.bincount(
+            group * contexts + drawn.contexts.ravel(), factors.ravel() / n, groups * contexts
+        )
+        found: Floats = (visits.reshape(groups, -1, 1) * expected).reshape(groups, -1)
+        return found
 
     def moments(self, rule: BenchRule, n: int) -> GradientMoments:
         """See `BenchWorld`; |m|² is corrected for the bias that noise adds to a squared mean."""

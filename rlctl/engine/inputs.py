@@ -30,6 +30,7 @@ def used_columns(inputs: ModelInputs) -> ModelInputs:
         inputs.position_ids[:, columns],
         inputs.scored[:, :horizon],
         inputs.kept,
+        inputs.likeliest,
     )
 
 
@@ -38,12 +39,14 @@ def arguments_of(inputs: ModelInputs) -> dict[str, Tensor]:
     return {name: getattr(inputs, name) for name in ("input_ids", "attention_mask", "position_ids", "scored")}
 
 
-def kept_arguments(inputs: ModelInputs) -> dict[str, Tensor]:
-    """Sets over which log-probs of the scored tokens are normalised; empty: over the vocabulary."""
-    if inputs.kept is None:
-        return {}
-    counts, ids = inputs.kept.at(inputs.scored)
-    return {"kept_counts": counts, "kept_ids": ids}
+def list_arguments(inputs: ModelInputs) -> dict[str, Tensor]:
+    """The token lists of the scored tokens, as keyword arguments of `PolicyModule`."""
+    found = {}
+    if inputs.kept is not None:
+        found["kept_counts"], found["kept_ids"] = inputs.kept.at(inputs.scored)
+    if inputs.likeliest is not None:
+        found["likeliest_ids"], _ = inputs.likeliest.padded(inputs.scored)
+    return found
 
 
 def widened(values: Tensor, inputs: ModelInputs) -> Tensor:

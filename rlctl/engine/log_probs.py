@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rlctl.batch import KeptTokens
+from rlctl.batch import TokenLists
 from rlctl.engine.inputs import (
     arguments_of,
     body_inputs,
-    kept_arguments,
+    list_arguments,
     scored_states,
     used_columns,
     widened,
@@ -85,6 +85,7 @@ class PolicyModule(nn.Module):
         *,
         kept_counts: Tensor | None = None,
         kept_ids: Tensor | None = None,
+        likeliest_ids: Tensor | None = None,
         entropy_grad: bool = False,
         sum_pi_squared: bool = False,
         sketch: bool = False,
@@ -94,7 +95,8 @@ class PolicyModule(nn.Module):
         Args:
             input_ids, attention_mask, position_ids, scored: as in `ModelInputs`.
             kept_counts, kept_ids: for the N scored tokens in row order, the sets to which their distributions
-                are restricted and renormalised, see `KeptTokens.at`; None: the vocabulary.
+                are restricted and renormalised, see `TokenLists.at`; None: the vocabulary.
+            likeliest_ids: (N, M) int64, tokens whose log-probs at these positions are returned too.
             entropy_grad: compute the entropy with gradient.
             sum_pi_squared: also return the collision probability of the next-token distribution.
             sketch: also return a sketch of the gradient of each log-prob with respect to the output head.
@@ -104,8 +106,9 @@ class PolicyModule(nn.Module):
 
         Returns:
             Two or three (B, T) float32, 0.0 where not scored: log-probs (with gradient), entropy (with
-            gradient only with `entropy_grad`) and on request Σ_v π(v)² (without gradient). Sketches come
-            last: (N, K) for the N scored tokens in row order.
+            gradient only with `entropy_grad`) and on request Σ_v π(v)² (without gradient). Then, for the N
+            scored tokens in row order, the (N, M) log-probs of `likeliest_ids` (with gradient) and (N, K)
+            sketches, if requested.
         """
         if not self._is_probed:
             self._probe()
@@ -127,10 +130,11 @@ class PolicyModule(nn.Module):
             states = self.model(**inputs, logits_to_keep=horizon).logits[scored]
             own = None
         tokens = responses[scored]
-        kept = None if kept_counts is None or kept_ids is None else KeptTokens(kept_counts[:, None], kept_ids)
+        kept = None if kept_counts is None or kept_ids is None else TokenLists(kept_counts[:, None], kept_ids)
         if own:
             tokens, kept = tokens[own.scored_at], kept and kept[own.scored_at]
-        given = (states, tokens, *((kept.counts[:, 0], kept.ids) if kept else ()))
+            likeliest_ids = None if likeliest_ids is None else likeliest_ids[own.scored_at]
+        given = (states, tokens, likeliest_ids, *((kept.counts[:, 0], kept.ids) if kept else ()))
         if sketch and not self.head.is_split:
             what = f"{type(self.model).__name__} computes its logits with more than its output head"
             key = "algorithm.rollout_correction.measure_grad_error"
@@ -138,11 +142,15 @@ class PolicyModule(nn.Module):
         figures = self.head(*given, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared, sketch=sketch)
         if own and self.sequence:
             figures = self.sequence.of_all(figures, own, int(scored.sum()))
-        chosen, entropy, *squared = figures[: 3 if sum_pi_squared else 2]
+        num_likeliest = 0 if likeliest_ids is None else likeliest_ids.shape[1]
+        per_token, more = figures.tensor_split([3 if sum_pi_squared else 2])
+        likeliest, sketches = more.tensor_split([num_likeliest])
+        chosen, entropy, *squared = per_token
         found = (chosen, entropy if entropy_grad else entropy.detach(), *(part.detach() for part in squared))
         empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
-        tensors = tuple(empty.masked_scatter(scored, values) for values in found)
-        return (*tensors, figures[len(found) :].detach().T) if sketch else tensors
+        tensors = [empty.masked_scatter(scored, values) for values in found]
+        tensors += [] if likeliest_ids is None else [likeliest.T]
+        return (*tensors, *([sketches.detach().T] if sketch else []))
 
     def _probe(self) -> None:
         self.head.is_split = _head_is_all(self.model)
@@ -187,6 +195,7 @@ class ChunkedHead(nn.Module):
         self,
         states: Tensor,
         tokens: Tensor,
+        likeliest_ids: Tensor | None = None,
         kept_counts: Tensor | None = None,
         kept_ids: Tensor | None = None,
         *,
@@ -194,17 +203,22 @@ class ChunkedHead(nn.Module):
         sum_pi_squared: bool = False,
         sketch: bool = False,
     ) -> Tensor:
-        """(2 or more, N) float32: log-probs, entropies; on request Σ_v π(v)² and sketches.
+        """(2 or more, N) float32: log-probs, entropies; on request Σ_v π(v)², further log-probs, sketches.
 
         Args:
             states: (N, H), or (N, V) logits if not `is_split`.
             tokens: (N,) int64, the tokens chosen.
-            kept_counts, kept_ids, entropy_grad, sum_pi_squared, sketch: as in `PolicyModule.forward`.
+            likeliest_ids, kept_counts, kept_ids, entropy_grad, sum_pi_squared, sketch: as in
+                `PolicyModule.forward`.
         """
         head = self._find_head().forward if self.is_split else _identity
 
         def look(
-            states: Tensor, tokens: Tensor, counts: Tensor | None = None, ids: Tensor | None = None
+            states: Tensor,
+            tokens: Tensor,
+            likeliest: Tensor | None,
+            counts: Tensor | None = None,
+            ids: Tensor | None = None,
         ) -> Tensor:
             logits = head(states).float() / self.temperature
             if counts is not None and ids is not None:
@@ -217,6 +231,8 @@ class ChunkedHead(nn.Module):
             probs = probs.detach()
             squares = [torch.linalg.vecdot(probs, probs)] if sum_pi_squared else []
             found = torch.stack([chosen, entropy, *squares])
+            if likeliest is not None:
+                found = torch.cat([found, (logits.gather(-1, likeliest) - log_total[:, None]).T])
             if not sketch:
                 return found
             with torch.no_grad():  # ∇ log π(y) = (e_y − π) ⊗ state, up to the constant 1 / temperature
@@ -227,8 +243,9 @@ class ChunkedHead(nn.Module):
 
         num_chunks = max(1, -(-len(states) * self._vocabulary // logits_at_once(_memory(states.device))))
         if num_chunks == 1:
-            return look(states, tokens, kept_counts, kept_ids)
-        given = [states.tensor_split(num_chunks), tokens.tensor_split(num_chunks)]
+            return look(states, tokens, likeliest_ids, kept_counts, kept_ids)
+        lists = [None] * num_chunks if likeliest_ids is None else likeliest_ids.tensor_split(num_chunks)
+        given = [states.tensor_split(num_chunks), tokens.tensor_split(num_chunks), lists]
         if kept_counts is not None and kept_ids is not None:
             counts = kept_counts.tensor_split(num_chunks)
             sizes: list[int] = torch.stack([part.sum() for part in counts]).tolist()
@@ -248,10 +265,11 @@ def policy_output(
         asked: `entropy_grad`, `sum_pi_squared`, `sketch`, see `PolicyModule.forward`.
     """
     used = used_columns(inputs)
-    found = policy(**arguments_of(used), **kept_arguments(used), **asked)
-    sketch = found[-1] if asked.get("sketch") else None
-    log_probs, entropy, *more = (widened(v, inputs) for v in (found if sketch is None else found[:-1]))
-    return PolicyOutput(log_probs, entropy, more[0] if more else None, sketch)
+    found = list(policy(**arguments_of(used), **list_arguments(used), **asked))
+    sketch = found.pop() if asked.get("sketch") else None
+    likeliest = None if inputs.likeliest is None else found.pop()
+    log_probs, entropy, *more = (widened(values, inputs) for values in found)
+    return PolicyOutput(log_probs, entropy, more[0] if more else None, sketch, likeliest)
 
 
 def _memory(device: torch.device) -> int | None:

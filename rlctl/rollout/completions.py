@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlctl.batch import FINISH_REASONS, KeptTokens, Prompts, Rollouts
+from rlctl.batch import FINISH_REASONS, Prompts, Rollouts, TokenLists
 from rlctl.errors import EnvironmentFailure, RunFailure
 from rlctl.rollout.assemble import assemble, end_ids, synced
 from rlctl.rollout.protocol import Sampled, Sampling
@@ -63,6 +63,11 @@ class Completion:
         is_whole = [sum(math.exp(p) for _, p in entry) >= 1.0 - _MISSING for entry in listed]
         return [[t for t, _ in entry] if ok else [] for entry, ok in zip(listed, is_whole, strict=True)]
 
+    def highest(self, count: int) -> list[list[tuple[int, float]]]:
+        """For each token, the `count` most likely tokens of its distribution and their log-probs."""
+        listed = ([(t, p) for t, p in entry.items() if p > _NEVER] for entry in self.likeliest)
+        return [sorted(entry, key=lambda pair: -pair[1])[:count] for entry in listed]
+
 
 class CompletionRollout(ABC):
     """A `ResponseSampler` on an engine that accepts individual requests, in any order.
@@ -111,6 +116,8 @@ class CompletionRollout(ABC):
         sampled = self._tensors(completions)
         if sampling.with_kept:
             sampled = _with_kept(sampled, completions)
+        if sampling.num_likeliest:
+            sampled = replace(sampled, likeliest=_likeliest(sampled, completions, sampling.num_likeliest))
         return assemble(prompts, sampled, n=n, tokenizer=self._tokenizer, policy_version=policy_version)
 
     @abstractmethod
@@ -133,12 +140,8 @@ class CompletionRollout(ABC):
             "max_tokens": sampling.max_response_length,
             "seed": request.seed,
             "stop_token_ids": self._eos_ids,
-            # 0: of the sampled token only. Ties can keep more than top_k tokens: requests twice as many.
-            "logprobs": self._listed(sampling) if sampling.with_kept else 0,
+            "logprobs": min(listed_tokens(sampling), len(self._tokenizer)),
         }
-
-    def _listed(self, sampling: Sampling) -> int:
-        return min(listed_tokens(sampling.top_k), len(self._tokenizer))
 
     def _tensors(self, completions: list[Completion]) -> Sampled:
         """Converts completions to right-padded tensors."""
@@ -158,9 +161,10 @@ class CompletionRollout(ABC):
         )
 
 
-def listed_tokens(top_k: int) -> int:
-    """Number of log-probs per token to request from vLLM, to determine which tokens `top_k` kept."""
-    return 2 * top_k
+def listed_tokens(sampling: Sampling) -> int:
+    """Number of log-probs per token to request from vLLM; 0: of the sampled token only."""
+    # Ties can keep more than top_k tokens: requests twice as many.
+    return max(2 * sampling.top_k if sampling.with_kept else 0, sampling.num_likeliest)
 
 
 def _with_kept(sampled: Sampled, completions: list[Completion]) -> Sampled:
@@ -183,7 +187,18 @@ def _with_kept(sampled: Sampled, completions: list[Completion]) -> Sampled:
     ids = torch.tensor([t for kept in sets for tokens in kept for t in tokens], dtype=torch.int32)
     abort = FINISH_REASONS.index("abort")
     reasons = torch.where(whole, sampled.finish_reason, abort).to(torch.int8)
-    return replace(sampled, finish_reason=reasons, kept=KeptTokens(counts, ids).to(sampled.tokens.device))
+    return replace(sampled, finish_reason=reasons, kept=TokenLists(counts, ids).to(sampled.tokens.device))
+
+
+def _likeliest(sampled: Sampled, completions: list[Completion], count: int) -> TokenLists:
+    lists = [completion.highest(count) for completion in completions]
+    counts = torch.zeros(sampled.tokens.shape, dtype=torch.int32)
+    for row, of_tokens in enumerate(lists):
+        counts[row, : len(of_tokens)] = torch.tensor([len(pairs) for pairs in of_tokens], dtype=torch.int32)
+    pairs = [pair for of_tokens in lists for of_token in of_tokens for pair in of_token]
+    ids = torch.tensor([token for token, _ in pairs], dtype=torch.int32)
+    log_probs = torch.tensor([value for _, value in pairs], dtype=torch.float32)
+    return TokenLists(counts, ids, log_probs).to(sampled.tokens.device)
 
 
 def vllm_missing(error: Exception) -> EnvironmentFailure:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.registry import ROLLOUT_ENGINES
+from rlctl.rollout.protocol import Sampling
 from rlctl.spec.rollout import VLLM_LORA_RANKS, EngineCapabilities
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from rlctl.rollout.replicas import ReplicaSettings
     from rlctl.spec.run_spec import RunSpec
 
-__all__ = ["EngineCapabilities", "EngineContext", "build_rollout", "replica_settings"]
+__all__ = ["EngineCapabilities", "EngineContext", "build_rollout", "replica_settings", "sampling_of"]
 
 ENGINE_LOGS = "engines"
 LOOPBACK = "127.0.0.1"
@@ -311,13 +312,26 @@ def replica_settings(spec: RunSpec) -> ReplicaSettings:
     )
 
 
+def sampling_of(spec: RunSpec) -> Sampling:
+    """Sampling settings of the training responses."""
+    rollout = spec.rollout
+    return Sampling(
+        max_response_length=spec.data.max_response_length,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        with_kept=rollout.exact_sampling,
+        num_likeliest=spec.algorithm.rollout_correction.score_centering or 0,
+    )
+
+
 def _engine_kwargs(spec: RunSpec) -> dict[str, Any]:
-    """vLLM's own arguments; with exact sampling also the maximum number of log-probs per token."""
+    """vLLM's own arguments; with token lists also the maximum number of log-probs per token."""
     from rlctl.rollout.completions import listed_tokens
 
-    rollout = spec.rollout
-    limit = {"max_logprobs": listed_tokens(rollout.top_k)} if rollout.exact_sampling else {}
-    return limit | rollout.engine_kwargs
+    listed = listed_tokens(sampling_of(spec))
+    return ({"max_logprobs": listed} if listed else {}) | spec.rollout.engine_kwargs
 
 
 def _address(spec: RunSpec) -> str:

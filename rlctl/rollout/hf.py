@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GenerationConfig
 
-from rlctl.batch import FINISH_REASONS, KeptTokens, Prompts, Rollouts
+from rlctl.batch import FINISH_REASONS, Prompts, Rollouts, TokenLists
 from rlctl.prefix import body_of, can_share_prefix, shared_prefix
 from rlctl.rollout.assemble import assemble, end_ids, positions, sample_ids, synced
 from rlctl.rollout.protocol import Policy, Sampled, Sampling
@@ -85,9 +85,8 @@ class HFRollout:
             log_probs=torch.cat([_widen(chunk.log_probs, width, 0.0) for chunk in chunks]),
             lengths=torch.cat([chunk.lengths for chunk in chunks]),
             finish_reason=torch.cat([chunk.finish_reason for chunk in chunks]),
-            kept=KeptTokens.joined([chunk.kept for chunk in chunks if chunk.kept])
-            if sampling.with_kept
-            else None,
+            kept=_joined([chunk.kept for chunk in chunks]),
+            likeliest=_joined([chunk.likeliest for chunk in chunks]),
         )
         return assemble(prompts, sampled, n=n, tokenizer=self._tokenizer, policy_version=policy_version)
 
@@ -133,6 +132,7 @@ class HFRollout:
                 sampler.stopped, FINISH_REASONS.index("stop"), FINISH_REASONS.index("length")
             ).to(torch.int8),
             kept=sampler.kept(responses.shape[1]),
+            likeliest=sampler.likeliest(responses.shape[1]),
         )
 
     @torch.no_grad()
@@ -173,6 +173,11 @@ def _round_to_int8(model: nn.Module) -> None:
 def _chunks(num_rows: int, size: int | None) -> Iterator[slice]:
     size = size or num_rows
     return (slice(start, start + size) for start in range(0, num_rows, size))
+
+
+def _joined(parts: list[TokenLists | None]) -> TokenLists | None:
+    lists = [part for part in parts if part is not None]
+    return TokenLists.joined(lists) if lists else None
 
 
 def _widen(values: Tensor, width: int, fill: float) -> Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.batch import KeptTokens, Prompts, Rollouts
+    from rlctl.batch import Prompts, Rollouts, TokenLists
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,8 @@ class Sampling:
         min_p: drop tokens whose probability is below this fraction of the highest one; 0: none.
         greedy: take the most likely token instead of sampling one. The log-probs reported are still
             those of the distribution described above.
-        with_kept: also report the tokens that top_k, top_p and min_p keep, see `KeptTokens`.
+        with_kept: also report the tokens that top_k, top_p and min_p keep, see `TokenLists`.
+        num_likeliest: also report this many of the most likely tokens and their log-probs.
     """
 
     max_response_length: int
@@ -36,6 +37,7 @@ class Sampling:
     min_p: float = 0.0
     greedy: bool = False
     with_kept: bool = False
+    num_likeliest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +51,15 @@ class Sampled:
             engine, never inferred from the tokens.
         finish_reason: (B,) int8, indices into `rlctl.batch.FINISH_REASONS`.
         kept: the tokens that each token was sampled from, if `Sampling.with_kept`.
+        likeliest: the most likely tokens of these distributions, if `Sampling.num_likeliest`.
     """
 
     tokens: Tensor
     log_probs: Tensor
     lengths: Tensor
     finish_reason: Tensor
-    kept: KeptTokens | None = None
+    kept: TokenLists | None = None
+    likeliest: TokenLists | None = None
 
 
 class ResponseSampler(Protocol):

@@ -20,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from rlctl.batch import KeptTokens
+from rlctl.batch import TokenLists
 from rlctl.rollout.protocol import Sampling
 
 #: Probabilities become integers in units of 2⁻⁴⁴, whose sums are exact in any order.
@@ -51,6 +51,8 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
         self._with_kept = sampling.with_kept
         self._sizes = torch.zeros(uniforms.shape, dtype=torch.int32, device=uniforms.device)
         self._sets: list[Tensor] = []  # per step, (2, kept): flattened indices in (B, T), tokens
+        self._num_likeliest = sampling.num_likeliest
+        self._likeliest: list[tuple[Tensor, Tensor]] = []  # per step, (B, K): tokens, log-probs
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Sets (B, V) `scores` in place to zero at the chosen token and to -inf elsewhere."""
@@ -63,6 +65,9 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
         else:
             tokens = draw(log_probs, self._uniforms[:, position, None])
         self.log_probs[:, position] = log_probs.gather(1, tokens).squeeze(1)
+        if self._num_likeliest:
+            highest = log_probs.topk(min(self._num_likeliest, log_probs.shape[-1]))
+            self._likeliest.append((highest.indices.int(), highest.values))
         self.lengths += ~self.stopped
         self.stopped |= torch.isin(tokens.squeeze(1), self._end_ids)
         return scores.fill_(-torch.inf).scatter_(1, tokens, 0.0)
@@ -75,12 +80,21 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
         rows, tokens = kept.nonzero(as_tuple=True)
         self._sets.append(torch.stack([rows * self._sizes.shape[1] + position, tokens]).int())
 
-    def kept(self, length: int) -> KeptTokens | None:
+    def kept(self, length: int) -> TokenLists | None:
         """The tokens that each of the first `length` tokens was sampled from; None unless `with_kept`."""
         if not self._with_kept:
             return None
         places, tokens = torch.cat(self._sets, dim=1)
-        return KeptTokens(self._sizes[:, :length], tokens[places.argsort(stable=True)])
+        return TokenLists(self._sizes[:, :length], tokens[places.argsort(stable=True)])
+
+    def likeliest(self, length: int) -> TokenLists | None:
+        """The most likely tokens at each of the first `length` positions; None unless `num_likeliest`."""
+        if not self._num_likeliest:
+            return None
+        tokens, log_probs = (torch.stack(steps[:length], 1) for steps in zip(*self._likeliest, strict=True))
+        is_sampled = torch.arange(length, device=tokens.device) < self.lengths[:, None]
+        listed = (log_probs > -torch.inf) & is_sampled[..., None]
+        return TokenLists(listed.sum(-1, dtype=torch.int32), tokens[listed], log_probs[listed])
 
 
 def draw(log_probs: Tensor, uniforms: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlctl.errors import RlctlError, RunFailure, UsageError
 from rlctl.processes import note_progress
-from rlctl.rollout.completions import MERGE_LORA, Completion, CompletionRollout, Request
+from rlctl.rollout.completions import MERGE_LORA, Completion, CompletionRollout, Request, listed_tokens
 from rlctl.rollout.protocol import Policy, Sampling, SavedAdapter
 from rlctl.rollout.published_weights import PublishedWeights
 from rlctl.rollout.replicas import MODEL_NAME, Replicas
@@ -199,7 +199,7 @@ class VLLMServerRollout(CompletionRollout):
             async def ask(index: int, url: str) -> httpx.Response | None:
                 request = requests[index]
                 body = {"model": self._newest.model, "prompt": request.prompt_ids, "return_token_ids": True}
-                body["return_tokens_as_token_ids"] = sampling.with_kept
+                body["return_tokens_as_token_ids"] = listed_tokens(sampling) > 0
                 async with turn:
                     return await self._ask(client, url, body | self._parameters(sampling, request))
 

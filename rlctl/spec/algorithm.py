@@ -69,6 +69,10 @@ class RolloutCorrectionSpec(Section):
     loss_denominator: Literal["before_rejection", "after_rejection"] = "before_rejection"
     """Denominator of the loss: all samples (rejected ones have weight 0), or only those that were not
     rejected."""
+    score_centering: Annotated[int | None, NullWord] = Field(default=None, ge=1)
+    """Subtract the expected score under the sampler from the score of every token (arXiv 2609.20807),
+    computed from this many most likely tokens, which the rollout engine reports at each position; the paper
+    uses 128. null: off."""
     measure_grad_error: bool = False
     """Log `rollout_corr/grad_error`, the deviation of the gradient from that of the expected reward,
     estimated with an interval from sketches of the output head's gradients."""

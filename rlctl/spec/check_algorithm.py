@@ -34,6 +34,7 @@ _FILTER = "algorithm.filter_groups"
 _BYPASS, _DIALECT = f"{CORRECTION}bypass_mode", f"{CORRECTION}dialect"
 _IS, _IS_BOUND = f"{CORRECTION}rollout_is", f"{CORRECTION}rollout_is_bound"
 _RULES = (_DIALECT, _IS, IS_THRESHOLD_KEY, _IS_BOUND, RS_KEY, RS_THRESHOLD_KEY)
+_CENTERING = f"{CORRECTION}score_centering"
 _CLIPS = ("actor.clip_ratio_low", "actor.clip_ratio_high")
 _LOSS_OPTIONS = (*_CLIPS, "actor.clip_ratio_c", "actor.tau_pos", "actor.tau_neg", "actor.dppo_divergence")
 
@@ -262,6 +263,30 @@ def gspo_clip_is_narrow(spec: RunSpec) -> Problems:
             yield warning(
                 key, what, "set actor.clip_ratio_low: 3e-4 and actor.clip_ratio_high: 4e-4, as in the paper"
             )
+
+
+@reads(_CENTERING, _BYPASS, LOSS, *_RULES, f"{CORRECTION}measure_grad_error", "rollout.name")
+def score_centering_fits(spec: RunSpec) -> Problems:
+    """The expected score is that of REINFORCE, with a weight that is a function of each token's ratio."""
+    correction = spec.algorithm.rollout_correction
+    if correction.score_centering is None or correction_problems(correction):
+        return
+    rules = correction_rules(correction)
+    if not correction.bypass_mode or correction.loss_type != "reinforce":
+        what = "the expected score under the rollout policy is known for REINFORCE in bypass mode only"
+        yield error(_CENTERING, what, "set bypass_mode: true and loss_type: reinforce")
+    if rules.weight.level not in (None, "token"):
+        what = f"{rules.weight.level} weights depend on other tokens too, so their expectation is not known"
+        yield error(_CENTERING, what, "set rollout_is: token with rollout_is_bound: truncate, or null")
+    if any(rule.scope == "token" for rule in rules.reject):
+        what = "a criterion that rejects single tokens removes their scores, not those of the listed tokens"
+        yield error(_CENTERING, what, "reject whole sequences, or use rollout_is_bound: mask")
+    if correction.measure_grad_error:
+        what = "score centering is not part of the gradient whose error is measured"
+        yield error(f"{CORRECTION}measure_grad_error", what, "set it to false")
+    if spec.rollout_engine.reports_kept == "never":
+        what = f"rollout.name: {spec.rollout.name} does not report the most likely tokens"
+        yield error(_CENTERING, what, "use rollout.name: hf or vllm")
 
 
 @reads(_BYPASS, LOSS, _IS)

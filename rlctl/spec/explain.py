@@ -113,6 +113,11 @@ def notes(spec: RunSpec) -> list[str]:
             "Exact sampling: π_θ, π_old and π_ref are renormalised over the tokens that top_p, top_k and "
             "min_p left when each token was sampled."
         )
+    if correction.score_centering:
+        lines.append(
+            "Score centering: the expected score under π_rollout, computed from its "
+            f"{correction.score_centering} most likely tokens per position, is subtracted from every score."
+        )
     if correction.bypass_mode:
         lines.append(
             "Bypass mode: π_old is the rollout's own; ρ = π_θ / π_rollout, computed at every update."

@@ -33,7 +33,7 @@ VLLM_OWNERS = {
     "max_lora_rank": _LORA,
     "generation_config": "the sampling distribution is that of rollout.temperature, top_p, top_k, min_p",
     "logprobs_mode": "rollout_log_probs must be those of the distribution sampled from",
-    "max_logprobs": "rollout.top_k and rollout.exact_sampling",
+    "max_logprobs": "rollout.top_k, rollout.exact_sampling and score_centering",
     "weight_transfer_config": "rollout.server.weight_transfer",
     "served_model_name": "rlctl names the model of its servers",
     "host": "rlctl chooses the address of its servers",

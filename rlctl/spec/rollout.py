@@ -33,7 +33,8 @@ class EngineCapabilities:
         tensor_parallel: one engine's model can be sharded over several GPUs.
         min_temperature: the lowest temperature that it does not raise.
         reports_kept: when it can report the tokens that top_p, top_k and min_p kept: `never`, `top_k` (if
-            rollout.top_k bounds their number) or `always`.
+            rollout.top_k bounds their number) or `always`. Unless `never`, it also reports the most likely
+            tokens and their log-probs.
     """
 
     modes: frozenset[str] = frozenset({"colocated"})

@@ -18,7 +18,7 @@ from rlctl.track.open_run import in_words
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.batch import KeptTokens, Rollouts
+    from rlctl.batch import Rollouts, TokenLists
 
 ROLLOUTS_DIR = "rollouts"
 
@@ -245,7 +245,7 @@ def _record_batch(
     return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
-def _kept(kept: KeptTokens, mask: Tensor) -> pa.ListArray:
+def _kept(kept: TokenLists, mask: Tensor) -> pa.ListArray:
     """The token ids that each response token was sampled from."""
     counts, ids = (x.cpu() for x in kept.at(mask))
     ends = pa.array([0, *counts.cumsum(0).tolist()], pa.int32())

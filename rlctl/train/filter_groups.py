@@ -20,9 +20,9 @@ from rlctl.batch import Rollouts
 from rlctl.errors import RunFailure
 from rlctl.reward.build import refuse_errors
 from rlctl.reward.protocol import RewardResult
+from rlctl.rollout.engines import sampling_of
 from rlctl.rollout.protocol import step_seed
 from rlctl.train.prompt_draws import PromptDraws
-from rlctl.train.sample_prompts import sampling_of
 from rlctl.train.score_batch import rank_positions
 from rlctl.train.timing import StepTimer
 

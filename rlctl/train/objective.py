@@ -13,6 +13,7 @@ from rlctl.algos.kl import kl_loss
 from rlctl.algos.losses import TokenLoss, policy_loss
 from rlctl.algos.metric_sums import MetricSums
 from rlctl.algos.rules import LossRule
+from rlctl.algos.score_centering import expected_score
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.errors import RunFailure
@@ -59,6 +60,11 @@ def actor_loss(
         normalizers.loss, output.log_probs, micro.old_log_probs, micro.advantages, loss_mask, weights
     )
     loss = pg_loss = mean(policy.values)
+    listed_mass = None
+    if settings.centers_scores:
+        expected, listed_mass = _expected_scores(micro, output, loss_mask, settings)
+        advantages = torch.where(loss_mask, micro.advantages, 0.0)
+        loss = pg_loss = pg_loss + mean(advantages * expected / normalizers.factor)
     if settings.entropy_coeff:
         loss = loss - settings.entropy_coeff * mean(torch.where(loss_mask, output.entropy, 0.0))
     kl = torch.zeros_like(pg_loss)
@@ -71,9 +77,30 @@ def actor_loss(
         loss = loss + settings.kl_loss_coef * kl
     # Rows that the correction did not detect: in decoupled mode it does not read π_θ.
     nonfinite = nonfinite_rows(output.log_probs, mask) & ~correction.nonfinite
-    return loss, _sums(
-        micro, output, policy, mask, loss=loss, pg_loss=pg_loss, kl_loss=kl, nonfinite=nonfinite.sum()
-    )
+    terms = {"loss": loss, "pg_loss": pg_loss, "kl_loss": kl, "nonfinite": nonfinite.sum()}
+    if listed_mass is not None:
+        terms["listed_mass"] = torch.where(mask, listed_mass, 0.0).sum()
+    return loss, _sums(micro, output, policy, mask, **terms)
+
+
+def _expected_scores(
+    micro: TrainBatch, output: PolicyOutput, loss_mask: Tensor, settings: UpdateSettings
+) -> tuple[Tensor, Tensor]:
+    """Two (B, T): `expected_score` at each token, and the probability of the tokens that the sampler listed.
+
+    Raises:
+        RunFailure: the rollout engine listed no tokens.
+    """
+    if micro.likeliest is None or output.likeliest is None:
+        key = "algorithm.rollout_correction.score_centering"
+        raise RunFailure("the rollout engine did not list the most likely tokens", where=key)
+    scored = micro.response_mask
+    _, rollout_log_probs = micro.likeliest.padded(scored)
+    log_probs = torch.where(loss_mask[scored][:, None], output.likeliest, 0.0)
+    expected = expected_score(log_probs, rollout_log_probs, settings.rules.weight)
+    none = torch.zeros_like(micro.advantages)
+    mass = none.masked_scatter(scored, rollout_log_probs.exp().sum(-1))
+    return none.masked_scatter(scored, expected), mass
 
 
 def nonfinite_rows(log_probs: Tensor, mask: Tensor) -> Tensor:

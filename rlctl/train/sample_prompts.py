@@ -10,6 +10,7 @@ from rlctl.batch import Prompts, Rollouts
 from rlctl.data.prompts import PromptDataset
 from rlctl.engine.ranks import Ranks
 from rlctl.reward.protocol import RewardResult
+from rlctl.rollout.engines import sampling_of
 from rlctl.rollout.protocol import RolloutEngine, Sampling, step_seed
 from rlctl.spec.run_spec import RunSpec
 from rlctl.train.score_batch import rank_positions
@@ -65,16 +66,3 @@ def draw_prompts(spec: RunSpec, ranks: Ranks, prompts: PromptDataset, step: int)
     indices = prompts.batch_indices(step - 1, batch_size, seed=spec.trainer.seed, shuffle=spec.data.shuffle)
     mine = rank_positions(batch_size, spec.ppo_mini_batch_size, rank=ranks.rank, world_size=ranks.world_size)
     return prompts.prompts([indices[place] for place in mine], mine)
-
-
-def sampling_of(spec: RunSpec) -> Sampling:
-    """Sampling settings of the training responses."""
-    rollout = spec.rollout
-    return Sampling(
-        max_response_length=spec.data.max_response_length,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        with_kept=rollout.exact_sampling,
-    )

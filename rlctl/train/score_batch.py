@@ -153,5 +153,6 @@ def with_advantages(
         returns=found.returns,
         age=policy_version - rollouts.policy_version,
         kept=rollouts.kept,
+        likeliest=rollouts.likeliest,
         group_ids=rollouts.group_ids,
     )

@@ -25,6 +25,7 @@ class UpdateSettings:
         micro_tokens: tokens per forward pass, see `micro_batches`; None: `micro_rows` applies.
         lr_ess_scaling: multiply the learning rate by √ESS of the raw weights.
         measure_grad_error: estimate the error of the gradient, see `rlctl.train.gradient_sketches`.
+        centers_scores: subtract the expected score under the sampler, see `rlctl.algos.score_centering`.
         kl_loss_type: KL estimator of the KL loss; None: no KL in the loss.
     """
 
@@ -43,6 +44,7 @@ class UpdateSettings:
     micro_tokens: int | None = None
     lr_ess_scaling: bool = False
     measure_grad_error: bool = False
+    centers_scores: bool = False
 
     @classmethod
     def of(cls, spec: RunSpec) -> UpdateSettings:
@@ -64,6 +66,7 @@ class UpdateSettings:
             micro_tokens=spec.pass_tokens,
             lr_ess_scaling=actor.lr_ess_scaling,
             measure_grad_error=correction.measure_grad_error,
+            centers_scores=correction.score_centering is not None,
         )
 
     def tightened(self) -> UpdateSettings:

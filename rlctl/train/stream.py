@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from rlctl.batch import KeptTokens, Rollouts
+from rlctl.batch import Rollouts, TokenLists
 from rlctl.errors import RunFailure
 
 _STATE = "rollouts_rank_{rank:05d}.pt"
@@ -97,7 +97,7 @@ class RolloutStream:
             return
         path = directory / _STATE.format(rank=rank)
         try:
-            with torch.serialization.safe_globals([KeptTokens]):
+            with torch.serialization.safe_globals([TokenLists]):
                 state = torch.load(path, map_location=device, weights_only=True)
             waiting = deque(_done(Rollouts(**tensors)) for tensors in state["waiting"])
             self._next_step, self._waiting = state["next_step"], waiting

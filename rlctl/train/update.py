@@ -471,6 +471,8 @@ def _metrics(
     if settings.rules.weight.normalize and settings.rules.weight.level is not None:
         factor = sum(result.factor for result in distinct) / len(distinct)
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = factor
+    if settings.centers_scores:
+        metrics["rollout_corr/listed_mass"] = stats.per("listed_mass", "tokens")
     if settings.kl_loss_type is not None:
         metrics["actor/kl_loss"] = stats.sums["kl_loss"] / count
         metrics["actor/kl_coef"] = settings.kl_loss_coef

@@ -104,7 +104,16 @@ PLANS = {
         "optimal_token_baseline", "sapo", False, ("rollout.staleness=2",), steps=5
     ),
     "token baseline, reinforce": Plan(
-        "optimal_token_baseline", "reinforce", True, (*IN_LOSS, "actor.kl_loss_type=sequence")
+        "optimal_token_baseline",
+        "reinforce",
+        True,
+        (
+            *IN_LOSS,
+            "actor.kl_loss_type=sequence",
+            f"{RC}rollout_is=token",
+            f"{RC}score_centering=8",
+            "rollout.staleness=1",
+        ),
     ),
     "rloo, dppo, adapters, stale": Plan(
         "rloo",
@@ -152,6 +161,7 @@ def conditional(spec: RunSpec) -> dict[str, bool]:
         **dict.fromkeys([f"critic/{name}" for name in critic] + moments, estimator == "gae"),
         **dict.fromkeys(["timing_s/values", "timing_s/update_critic"], estimator == "gae"),
         **dict.fromkeys(["actor/kl_loss", "actor/kl_coef"], spec.actor.use_kl_loss),
+        "rollout_corr/listed_mass": correction.score_centering is not None,
         "actor/reward_kl_penalty": spec.algorithm.use_kl_in_reward,
         "actor/reward_kl_penalty_coeff": spec.algorithm.use_kl_in_reward,
         "timing_s/ref": spec.needs_reference,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlctl.algos.advantages import rloo
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
-from rlctl.batch import KeptTokens, TrainBatch
+from rlctl.batch import TokenLists, TrainBatch
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
@@ -193,7 +193,7 @@ def truncated_batch(old: str, *, exact: bool) -> TrainBatch:
             sampled[place, t] = torch.tensor(KEPT_SHARES[before[t]][token]).log()
             counts[place, t] = len(KEPT[before[t]])
             ids += KEPT[before[t]]
-    kept = KeptTokens(counts.int(), torch.tensor(ids, dtype=torch.int32)) if exact else None
+    kept = TokenLists(counts.int(), torch.tensor(ids, dtype=torch.int32)) if exact else None
     group_ids = torch.arange(len(draws)).repeat_interleave(2)
     advantages = rloo(REWARDS[rows], group_ids, torch.ones(len(rows), dtype=torch.bool))
     spread = torch.where(batch.response_mask, advantages[:, None], 0.0)

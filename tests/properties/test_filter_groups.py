@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rlctl.algos.advantages import grpo, has_spread, live_probability, rloo
-from rlctl.batch import KeptTokens, Rollouts
+from rlctl.batch import Rollouts, TokenLists
 from rlctl.engine.ranks import Ranks
 from rlctl.spec.load import load_spec
 from rlctl.train.filter_groups import draw_prompts
@@ -137,7 +137,7 @@ def test_advantages_are_multiplied_by_the_weights_of_their_prompts() -> None:
 def test_parts_of_a_batch_are_joined_whatever_their_widths() -> None:
     whole = rollouts_of()
     counts = whole.response_mask.int() * 2
-    whole = replace(whole, kept=KeptTokens(counts, torch.arange(int(counts.sum()), dtype=torch.int32)))
+    whole = replace(whole, kept=TokenLists(counts, torch.arange(int(counts.sum()), dtype=torch.int32)))
     first, second = whole.pick(slice(0, 3)), whole.pick(slice(3, None))
     length = int(first.response_mask.sum(1).max())
     narrow = replace(
@@ -145,7 +145,7 @@ def test_parts_of_a_batch_are_joined_whatever_their_widths() -> None:
         **{name: getattr(first, name)[:, : getattr(first, name).shape[1] - whole.responses.shape[1] + length]
            for name in ("input_ids", "attention_mask", "position_ids", "responses", "response_mask",
                         "rollout_log_probs")},
-        kept=KeptTokens(first.kept.counts[:, :length], first.kept.ids),
+        kept=TokenLists(first.kept.counts[:, :length], first.kept.ids),
     )  # fmt: skip
     joined = Rollouts.joined([narrow, second])
     for name in ("attention_mask", "response_mask", "rollout_log_probs", "group_ids", "prompt_mask"):

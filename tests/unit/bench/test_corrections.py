@@ -19,9 +19,9 @@ from rlctl.cli.app import run
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 
 #: Of the small part with two worlds of each kind.
-PINNED = "4daa334b2e57476095e6183742454833d98d0f6ab24a8b29d1f23da45ba1d810"
+PINNED = "f04bd749d0bf5129fd80b180f33cbadda881ff39c674439f346445aa76ef0ca7"
 #: Of the learned world in it: sampled groups, so a change of what is drawn shows too.
-PINNED_LEARNED = "8fedd055d0c2b4cde4332e36475eded4643b2e649e64c5b2528aa03b448792c2"
+PINNED_LEARNED = "15f5d94baa655830350d14ab86e3fd19690fc5bfe263bd72bde62a69215c5396"
 PLACE = bench.BenchPlace("KL", horizon=2)
 
 
@@ -79,6 +79,50 @@ def test_factors_are_the_weights() -> None:
     for k in range(3):
         advantage = (world.rewards[0] - k / 2)[:, None]
         np.testing.assert_allclose(found[:, k], advantage * np.where(world.mask, weights, 0.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("listed", [3, 4])
+def test_score_centering_takes_the_mean_of_every_prefix_away(listed: int) -> None:
+    """Against averages over the responses that share a prefix; three of four tokens give the fourth."""
+    world, n = PLACE.world(2), 3
+    rule = BenchRule.of(rollout_is=None, score_centering=listed)
+    mean = 0.0
+    for prompt in range(world.num_prompts):
+        share = world.rollout[prompt] / world.rollout[prompt].sum()
+        rewards, scores = world.rewards[prompt], world.scores[prompt]
+        success = share @ rewards
+        for y, t in zip(*world.mask.nonzero(), strict=True):
+            alike = world.mask[:, t] & (world.ids[:, :t] == world.ids[y, :t]).all(1)
+            expected = share[alike] @ scores[alike, t] / share[alike].sum()
+            mean = mean + share[y] * (rewards[y] - success) * (scores[y, t] - expected) / world.num_prompts
+    found = world.moments(rule, n)
+    assert found.norm == pytest.approx(mean @ mean, rel=1e-6)
+    assert found.norm != pytest.approx(world.moments(BenchRule.of(rollout_is=None), n).norm, rel=1e-3)
+
+
+def test_exact_token_weights_have_no_expected_score_to_subtract() -> None:
+    exact = {"rollout_is": "token", "rollout_is_bound": "truncate", "rollout_is_threshold": "1e9"}
+    for world in (PLACE.world(3), LearnedWorld(1, "noise", 0.1, 16)):
+        bare, centered = (
+            world.moments(BenchRule.of(**exact, **more), 4).as_json() for more in ({}, {"score_centering": 4})
+        )
+        assert centered == pytest.approx(bare, rel=1e-5)
+
+
+def test_a_learned_world_subtracts_the_expected_score() -> None:
+    """Of one group, by hand, with respect to the logits of each context."""
+    world = LearnedWorld(2, "noise", 0.3, 16)
+    drawn = world.sample(2, 3)
+    bare, centered = (
+        world.group_gradients(BenchRule.of(rollout_is=None, **more), drawn, 2)
+        for more in ({}, {"score_centering": 4})
+    )
+    expected = np.zeros((3, *world.train.shape))
+    for row, t in zip(*drawn.mask.nonzero(), strict=True):
+        context = drawn.contexts[row, t]
+        gap = np.exp(world.rollout[context]) - np.exp(world.train[context])
+        expected[row // 2, context] += drawn.advantages[row] * gap / 2
+    np.testing.assert_allclose(bare - centered, expected.reshape(3, -1), atol=1e-6)
 
 
 def test_every_registered_part_is_measured() -> None:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from rlctl.batch import FINISH_REASONS, KeptTokens
+from rlctl.batch import FINISH_REASONS, TokenLists
 from rlctl.errors import RunFailure
 from rlctl.rollout.assemble import assemble, unknown_end
 from rlctl.rollout.protocol import Sampled, Sampling
@@ -37,7 +37,7 @@ def test_an_end_token_inside_a_response_ends_nothing() -> None:
 def test_a_token_outside_of_what_the_engine_kept_is_refused() -> None:
     tokens, reasons = torch.tensor([[5, 6]]), torch.zeros(1, dtype=torch.int8)
     for ids, is_fine in ([5, 7, 6], True), ([5, 7, 8], False):
-        kept = KeptTokens(torch.tensor([[2, 1]], dtype=torch.int32), torch.tensor(ids, dtype=torch.int32))
+        kept = TokenLists(torch.tensor([[2, 1]], dtype=torch.int32), torch.tensor(ids, dtype=torch.int32))
         sampled = Sampled(tokens, torch.zeros(1, 2), torch.tensor([2]), reasons, kept)
         make = partial(assemble, take(make_prompts(), [0]), sampled, n=1, tokenizer=TOKENIZER)
         if is_fine:

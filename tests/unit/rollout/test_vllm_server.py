@@ -102,6 +102,19 @@ def test_what_a_server_lists_is_what_it_sampled_from(servers: list[Server], tmp_
     engine.close()
 
 
+def test_what_a_server_lists_as_most_likely(servers: list[Server], tmp_path: Path) -> None:
+    """The most likely ones first, without those that are impossible."""
+    engine, model = engine_on(servers, tmp_path)
+    engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
+    for count, expected in ((1, [0.75]), (3, [0.75, 0.25])):
+        rollouts = generate(engine, sampling=replace(SAMPLING, num_likeliest=count))
+        assert servers[0].asked[-1][1]["logprobs"] == count
+        assert torch.equal(rollouts.likeliest.counts, rollouts.response_mask.int() * len(expected))
+        _, log_probs = rollouts.likeliest.padded(rollouts.response_mask)
+        torch.testing.assert_close(log_probs.exp(), torch.tensor(expected).expand_as(log_probs))
+    engine.close()
+
+
 @pytest.mark.parametrize("code", [0, 500])
 def test_a_server_that_was_away_gets_the_newest_weights_before_it_is_asked_again(
     servers: list[Server], tmp_path: Path, code: int

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rlctl.batch import KeptTokens, Rollouts
+from rlctl.batch import Rollouts, TokenLists
 from rlctl.errors import RunFailure
 from rlctl.track import rollouts as module
 from rlctl.track.rollouts import SCHEMA, RolloutWriter, whole_groups
@@ -79,7 +79,7 @@ def test_what_tokens_were_sampled_from_is_kept_with_them(tmp_path: Path) -> None
     rollouts = batch([3, 3, 5, 5])  # 1, 2, 3 and 4 tokens; whole groups of two at most
     counts = rollouts.response_mask.int() * torch.tensor([2, 0, 1, 3], dtype=torch.int32)
     ids = torch.arange(int(counts.sum()), dtype=torch.int32)
-    add(writer, 1, replace(rollouts, kept=KeptTokens(counts, ids)))
+    add(writer, 1, replace(rollouts, kept=TokenLists(counts, ids)))
     writer.flush()
     rows = ds.dataset(tmp_path / "rollouts").to_table().to_pylist()
     assert [row["kept_ids"] for row in rows] == [[[0, 1]], [[2, 3], []]]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlctl.batch import KeptTokens, Rollouts
+from rlctl.batch import Rollouts, TokenLists
 from rlctl.errors import RunFailure
 from rlctl.train.stream import RolloutStream
 from tests.unit.train.scored import rollouts_of
@@ -85,17 +85,19 @@ def test_what_tokens_were_sampled_from_waits_with_them(tmp_path: Path) -> None:
         rollouts = rollouts_of(seed=step)
         counts = rollouts.response_mask.int() * step
         ids = torch.arange(int(counts.sum()), dtype=torch.int32)
-        return replace(rollouts, kept=KeptTokens(counts, ids))
+        return replace(
+            rollouts, kept=TokenLists(counts, ids), likeliest=TokenLists(counts, ids, -ids.float())
+        )
 
     stream, resumed = (RolloutStream(sample, ahead=1, last_step=LAST) for _ in range(2))
     stream.take(1)
     stream.save(tmp_path, rank=0)
     resumed.resume(1, tmp_path, 0, CPU)
-    before, after = stream.take(2).kept, resumed.take(2).kept
-    assert before
-    assert after
-    assert torch.equal(before.counts, after.counts)
-    assert torch.equal(before.ids, after.ids)
+    before, after = stream.take(2), resumed.take(2)
+    assert torch.equal(before.kept.counts, after.kept.counts)
+    assert torch.equal(before.kept.ids, after.kept.ids)
+    assert before.likeliest.log_probs.any()
+    assert torch.equal(before.likeliest.log_probs, after.likeliest.log_probs)
 
 
 @pytest.fixture

@@ -1,0 +1,63 @@
+"""Score centering: subtracts the expected score under the sampler from the score of every token.
+
+Source: Marek and Ryabinin 2026, arXiv 2609.20807; from torchtitan's and SkyRL's code. Per token, with the
+sampler μ, a constant advantage A and weight w(ρ):
+
+    E_μ[A · w · ∇ log π] = E_μ[A] · E_μ[w · ∇ log π] + Cov_μ(A, w · ∇ log π)
+
+The first term moves π towards or away from μ and contains no reward information beyond the prefix's mean; it
+is zero only if w·μ = π. Subtracting E_μ[w · ∇ log π] leaves the covariance. The expectation over the
+vocabulary is computed from the sampler's most likely tokens H. Outside H, μ is assumed to be proportional to
+π; because Σ_v π(v) ∇ log π(v) = 0, that part is also a sum over H:
+
+    E_μ[w · ∇ log π] = Σ_{v∈H} sg(μ(v)·w(ρ_v) − α·w(1/α)·π(v)) · ∇ log π(v),
+    α = (1 − Σ_H μ) / (1 − Σ_H π)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlctl.algos.correction import bound
+from rlctl.algos.rules import LOG_RATIO_CLAMP, WeightRule
+from rlctl.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Lower bound of the probability outside H: 1 − Σ_H can be 0, or negative by rounding.
+_MIN_TAIL = 1e-6
+
+
+def expected_score(log_probs: Tensor, rollout_log_probs: Tensor, rule: WeightRule) -> Tensor:
+    """Σ_{v∈H} sg(c_v) · log π(v) of each token: its gradient is E_μ[w · ∇ log π], its value has no meaning.
+
+    Args:
+        log_probs: (N, K) log π of the listed tokens H, nats, with gradient.
+        rollout_log_probs: (N, K) log μ of the same tokens, a constant; −∞: not listed. Without any listed
+            token the result is 0.
+        rule: the weight w(ρ) of a token, before normalisation; without a level w = 1.
+
+    Returns:
+        (N,) float32.
+    """
+    factors = score_factors(log_probs, rollout_log_probs, rule)
+    return (factors * torch.where(rollout_log_probs.isfinite(), log_probs, 0.0)).sum(-1)
+
+
+@torch.no_grad()
+def score_factors(log_probs: Tensor, rollout_log_probs: Tensor, rule: WeightRule) -> Tensor:
+    """(N, K): c_v = μ(v)·w(ρ_v) − α·w(1/α)·π(v) of the listed tokens; arguments as of `expected_score`."""
+    is_listed = rollout_log_probs.isfinite()
+    trained, sampled = torch.where(is_listed, log_probs, -torch.inf).exp(), rollout_log_probs.exp()
+    tails = [(1.0 - share.sum(-1)).clamp(min=_MIN_TAIL) for share in (trained, sampled)]
+    log_tails = (tails[0] / tails[1]).log()
+    weights = _weight(torch.where(is_listed, log_probs - rollout_log_probs, 0.0), rule)
+    in_tail = _weight(log_tails, rule) / log_tails.exp()
+    return sampled * weights - in_tail[:, None] * trained
+
+
+def _weight(log_ratio: Tensor, rule: WeightRule) -> Tensor:
+    if rule.level is None:
+        return torch.ones_like(log_ratio)
+    return bound(log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp(), rule)

@@ -1,0 +1,245 @@
+"""Score centering: the expected score under the sampler is gone from the gradient, however it is computed."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlctl.algos.correction import bound
+from rlctl.algos.rules import WeightRule
+from rlctl.algos.score_centering import expected_score
+from rlctl.batch import TokenLists, TrainBatch
+from rlctl.engine.log_probs import PolicyModule, policy_output
+from rlctl.engine.ranks import Ranks
+from rlctl.errors import SpecError
+from rlctl.rollout.hf import HFRollout
+from rlctl.rollout.protocol import Sampling
+from rlctl.spec import memory
+from rlctl.spec.load import load_spec
+from rlctl.train.update import update
+from tests.processes import on_ranks
+from tests.properties.enumerated_updates import (
+    HORIZON,
+    RESPONSES,
+    REWARDS,
+    ROLLOUT,
+    ROUNDING,
+    SIXTEENTHS,
+    Setting,
+    batch_of,
+    model,
+    recording,
+    rollout_log_probs,
+)
+from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, random_model
+
+PLAIN = WeightRule(None)
+WEIGHTS = {
+    "none": PLAIN,
+    "truncated": WeightRule("token", "truncate", upper=1.1),
+    "clipped and normalised": WeightRule("token", "clip", 0.8, 1.2, normalize=True),
+    "masked": WeightRule("token", "mask", 0.7, 1.3),
+}
+
+
+def weight_of(log_ratio: Tensor, rule: WeightRule) -> Tensor:
+    return torch.ones_like(log_ratio) if rule.level is None else bound(log_ratio.exp(), rule)
+
+
+# --- the formula -------------------------------------------------------------------------------------------
+def score_gradient(logits: Tensor, sampler: Tensor, rule: WeightRule, listed: Tensor | None = None) -> Tensor:
+    """Gradient of `expected_score` with respect to the logits (N, V); `listed`: (N, K) tokens."""
+    listed = torch.arange(logits.shape[1]).expand(len(logits), -1) if listed is None else listed
+    logits = logits.clone().requires_grad_()
+    given = logits.log_softmax(-1).gather(1, listed), sampler.gather(1, listed)
+    expected_score(*given, rule).sum().backward()
+    return logits.grad
+
+
+@pytest.mark.parametrize("rule", WEIGHTS.values(), ids=WEIGHTS)
+def test_the_gradient_is_the_expectation_over_the_vocabulary(rule: WeightRule) -> None:
+    """Σ_v μ(v) w(ρ_v) (e_v − π), summed by hand; one token outside the list is still exact."""
+    torch.manual_seed(0)
+    logits, other = torch.randn(2, 5, 7, dtype=torch.float64)
+    policy, sampler = logits.softmax(-1), other.log_softmax(-1)
+    weighted = sampler.exp() * weight_of(policy.log() - sampler, rule)
+    by_hand = weighted - weighted.sum(-1, keepdim=True) * policy
+    torch.testing.assert_close(score_gradient(logits, sampler, rule), by_hand)
+    most = sampler.topk(6).indices
+    torch.testing.assert_close(score_gradient(logits, sampler, rule, most), by_hand)
+
+
+@pytest.mark.parametrize("rule", WEIGHTS.values(), ids=WEIGHTS)
+def test_outside_the_list_the_sampler_is_taken_to_be_proportional_to_the_policy(rule: WeightRule) -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(4, 9, dtype=torch.float64)
+    policy = logits.softmax(-1)
+    sampler = policy.clone()
+    sampler[:, :3] *= torch.tensor([1.3, 0.6, 1.1], dtype=torch.float64)
+    sampler[:, 3:] *= (1 - sampler[:, :3].sum(-1, keepdim=True)) / policy[:, 3:].sum(-1, keepdim=True)
+    listed = torch.arange(3).expand(4, 3)
+    whole = score_gradient(logits, sampler.log(), rule)
+    torch.testing.assert_close(score_gradient(logits, sampler.log(), rule, listed), whole)
+    assert whole.abs().max() > 0.01
+
+
+def test_it_is_zero_where_the_policies_agree_and_where_nothing_is_listed() -> None:
+    logits = torch.randn(3, 6)
+    same = score_gradient(logits, logits.log_softmax(-1), WEIGHTS["truncated"], logits.topk(2).indices)
+    assert same.abs().max() < 1e-6
+    unknown = torch.full((3, 6), -torch.inf)
+    assert (score_gradient(logits, unknown, PLAIN) == 0).all()
+
+
+def test_a_token_that_only_one_policy_gives_is_finite() -> None:
+    logits = torch.tensor([[0.0, 0.0, -90.0, 1.0]])
+    sampler = torch.tensor([[0.5, 1e-38, 0.5, 0.0]]).log()
+    for rule in WEIGHTS.values():
+        assert score_gradient(logits, sampler, rule).isfinite().all()
+
+
+# --- update on DeepSpeed, every batch enumerated ------------------------------------------------------------
+@dataclass(frozen=True)
+class Case:
+    """`alike`: every response has advantage 1, so that the gradient is the expected score alone."""
+
+    weight: str
+    listed: int
+    micro_rows: int
+    alike: bool
+
+
+CASES = [
+    *(Case(weight, 3, rows, alike=True) for weight, rows in itertools.product(WEIGHTS, (16, 5))),
+    *(Case(weight, 2, 5, alike=False) for weight in WEIGHTS),
+    Case("truncated", 0, 16, alike=True),  # without it
+]
+
+
+def whole_batch(case: Case) -> TrainBatch:
+    """Every response as often as it is drawn, of 16."""
+    rows = [place for place, response in enumerate(RESPONSES) for _ in range(SIXTEENTHS[response])]
+    batch, sampled = batch_of(rows), rollout_log_probs(rows)
+    advantages = torch.ones(len(rows)) if case.alike else REWARDS[rows]
+    lists: list[tuple[int, float]] = []
+    for row in rows:
+        for before in [None, *RESPONSES[row][:-1]]:
+            lists += sorted(enumerate(ROLLOUT[before]), key=lambda pair: -pair[1])[: case.listed]
+    ids, probabilities = (torch.tensor(x) for x in zip(*lists, strict=True)) if lists else ([], [])
+    likeliest = None
+    if case.listed:
+        likeliest = TokenLists(batch.response_mask.int() * case.listed, ids.int(), probabilities.log())
+    spread = torch.where(batch.response_mask, advantages[:, None], 0.0)
+    given = {"rollout_log_probs": sampled, "old_log_probs": sampled, "advantages": spread}
+    return replace(batch, **given, likeliest=likeliest)
+
+
+def covariance_gradient(case: Case) -> Tensor:
+    """−∇ Σ_t A (sg w log π − Σ_v sg(μ_v w_v) log π_v), mean over responses, in float64 from full logits."""
+    rule, policy, batch = WEIGHTS[case.weight], model().double(), whole_batch(case)
+    logits = policy(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long()).logits[:, :-1]
+    log_probs = logits.log_softmax(-1)
+    sampler = torch.full((len(batch), HORIZON, 3), 1 / 3, dtype=torch.float64)
+    for row, t in batch.response_mask.nonzero().tolist():
+        sampler[row, t] = torch.tensor(ROLLOUT[int(batch.input_ids[row, t]) if t else None])
+    weights = weight_of(log_probs.detach() - sampler.log(), rule)
+    own = weights.gather(-1, batch.responses[..., None]).squeeze(-1)
+    factor = own[batch.response_mask].mean() if rule.normalize else 1.0
+    chosen = log_probs.gather(-1, batch.responses[..., None]).squeeze(-1)
+    expected = (sampler * weights * log_probs).sum(-1)
+    values = torch.where(batch.response_mask, batch.advantages * (own * chosen - expected), 0.0)
+    (-values.sum() / len(batch) / factor).backward()
+    return torch.cat([p.grad.flatten() for p in policy.parameters()])
+
+
+def gradients(ranks: Ranks) -> dict[Case, Tensor]:
+    actor, found = recording(ranks), {}
+    for case in CASES:
+        batch = whole_batch(case)
+        settings = Setting("reinforce", "rollout", WEIGHTS[case.weight])
+        settings = settings.update_settings("seq-mean-token-sum", len(batch))
+        settings = replace(settings, micro_rows=case.micro_rows, centers_scores=bool(case.listed))
+        actor.gradients = []
+        result = update(batch, actor, ranks, settings, lambda _: 0.0, 0)
+        [found[case]] = actor.gradients
+        if case.listed:
+            mass = 1.0 if case.listed == 3 else 0.75
+            assert result.metrics["rollout_corr/listed_mass"] == pytest.approx(mass)
+    return found
+
+
+def test_update_has_the_covariance_alone(tmp_path) -> None:
+    """With equal advantages nothing is left; without centering, the same batch has a gradient."""
+    (found,) = on_ranks(1, gradients, where=tmp_path)
+    [bare] = [found[case] for case in CASES if not case.listed]
+    assert bare.norm() > 0.1
+    for case in CASES:
+        if case.listed and case.alike:
+            assert found[case].norm() < ROUNDING * bare.norm(), case
+        elif case.listed:
+            exact = covariance_gradient(case)
+            assert (found[case] - exact).norm() < ROUNDING * exact.norm(), case
+
+
+# --- sampler and trainer ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("way", ["packed", "plain", "in chunks", "whole model"])
+def test_sampler_and_trainer_list_the_same(monkeypatch, way) -> None:
+    """Rows that end early, chunks of the sampler, rows in another order."""
+    if way == "in chunks":
+        monkeypatch.setattr(memory, "MAX_LOGITS", 100)
+    network = random_model(1, sharpness=3.0)
+    sampling = Sampling(max_response_length=9, temperature=0.8, num_likeliest=5)
+    asked = {"n": 6, "step_seed": 3, "num_groups_total": 6}
+    whole = HFRollout(network, TOKENIZER, "cpu").generate(make_prompts(), sampling, **asked)
+    cut = HFRollout(network, TOKENIZER, "cpu", 5).generate(make_prompts(), sampling, **asked)
+    assert torch.equal(whole.likeliest.counts, whole.response_mask.int() * 5)
+    assert torch.equal(whole.likeliest.ids, cut.likeliest.ids)
+    assert torch.equal(whole.likeliest.counts, cut.likeliest.counts)
+    policy = PolicyModule(network, 0.8)
+    policy.packs = policy.packs and way in ("packed", "in chunks")
+    policy.head.is_split = policy.head.is_split and way != "whole model"
+    rows = torch.tensor([30, 3, 17, 3])
+    inputs = replace(whole.inputs, likeliest=whole.likeliest)
+    for part in (inputs, inputs.pick(rows), inputs.pick(slice(7, 20))):
+        with torch.no_grad():
+            found = policy_output(policy, part)
+        ids, log_probs = part.likeliest.padded(part.scored)
+        torch.testing.assert_close(found.likeliest, log_probs, atol=1e-5, rtol=0)
+        assert (log_probs.diff() <= 0).all()  # the most likely first
+        at = ids == part.responses[part.scored][:, None]
+        own = found.log_probs[part.scored]
+        torch.testing.assert_close(found.likeliest[at], own[at.any(1)])
+        assert (log_probs[~at.any(1), -1] >= own[~at.any(1)] - 1e-5).all()
+
+
+# --- the spec ----------------------------------------------------------------------------------------------
+RC = "algorithm.rollout_correction."
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["rollout_is=sequence"], "sequence weights depend on other tokens"),
+        (["rollout_is=token", "bypass_mode=false"], "REINFORCE in bypass mode"),
+        (["rollout_is=token", "loss_type=ppo_clip"], "REINFORCE in bypass mode"),
+        (
+            ["dialect=verl", "rollout_is=token", "rollout_rs=token_k1", "rollout_rs_threshold=0.5_2"],
+            "rejects single tokens",
+        ),
+        (["rollout_is=token", "measure_grad_error=true"], "not part of the gradient"),
+        (["rollout_is=token"], ""),
+        (["rollout_is=null", "rollout_rs=seq_max_k2", "rollout_rs_threshold=2"], ""),
+    ],
+)
+def test_what_it_does_not_fit_is_refused(settings: list[str], words: str) -> None:
+    overrides = [RC + setting for setting in ("score_centering=128", *settings)]
+    try:
+        found = load_spec([], [], overrides).warnings
+    except SpecError as error:
+        found = error.problems
+    errors = [problem.what for problem in found if problem.severity == "error"]
+    assert [words in what for what in errors] == ([True] if words else [])

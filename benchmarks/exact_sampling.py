@@ -1,9 +1,10 @@
-"""Measures exact sampling on a pretrained model: sizes of kept sets, seconds, and log-prob gap.
+"""Measures exact sampling and score centering on a pretrained model: sizes of token lists, seconds, gaps.
 
     python benchmarks/exact_sampling.py [--model smollm2-135m] [--threads 1] [--json FILE]
 
 Samples 16 responses of up to 24 tokens to four prompts with Hugging Face generation in float32, at
-temperature 1 and with several truncations. Seconds are CPU time, the minimum of two alternating rounds.
+temperature 1 and with several truncations. Seconds are CPU time, the minimum of two alternating rounds. For
+score centering: without truncation, with the 128 most likely tokens of each position.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from rlctl.algos.rules import WeightRule
+from rlctl.algos.score_centering import expected_score
 from rlctl.batch import ModelInputs, Prompts
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.named_models import model_directory
@@ -27,7 +31,7 @@ from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Sampling
 
 TEXTS = ("Once upon a time", "The number seven is", "My favourite recipe starts with", "In physics, energy")
-TOKENS, SIBLINGS, ROUNDS = 24, 4, 2
+TOKENS, SIBLINGS, ROUNDS, LISTED = 24, 4, 2, 128
 TRUNCATIONS: dict[str, dict[str, Any]] = {
     "none": {},
     "top_p 0.9": {"top_p": 0.9},
@@ -54,6 +58,12 @@ def seconds_of(work: Any) -> float:
     start = time.process_time()
     work()
     return time.process_time() - start
+
+
+def show(name: str, values: dict[str, float]) -> None:
+    print(f"\n{name}", flush=True)
+    for what, value in values.items():
+        print(f"  {what:<28}{value:.4g}")
 
 
 def measure(model: Any, tokenizer: Any, options: dict[str, Any]) -> dict[str, float]:
@@ -96,6 +106,45 @@ def measure(model: Any, tokenizer: Any, options: dict[str, Any]) -> dict[str, fl
     }
 
 
+def measure_centering(model: Any, tokenizer: Any) -> dict[str, float]:
+    engine, prompts, policy = (
+        HFRollout(model, tokenizer, "cpu"),
+        prompts_of(tokenizer),
+        PolicyModule(model, 1.0),
+    )
+
+    def sample(listed: int) -> Any:
+        sampling = Sampling(TOKENS, num_likeliest=listed)
+        return engine.generate(prompts, sampling, n=SIBLINGS, step_seed=1, num_groups_total=len(TEXTS))
+
+    rollouts = sample(LISTED)
+    plain = rollouts.inputs
+    _, sampler = rollouts.likeliest.padded(plain.scored)
+
+    def train(inputs: ModelInputs) -> None:
+        policy.zero_grad()
+        output = policy_output(policy, inputs)
+        loss = output.log_probs.sum()
+        if output.likeliest is not None:
+            loss = loss - expected_score(output.likeliest, sampler, WeightRule(None)).sum()
+        torch.autograd.backward(loss)
+
+    sides = {
+        "sampling": lambda: sample(0),
+        "sampling, listed tokens": lambda: sample(LISTED),
+        "training pass": lambda: train(plain),
+        "training pass, centered": lambda: train(replace(plain, likeliest=rollouts.likeliest)),
+    }
+    rounds = [{name: seconds_of(work) for name, work in sides.items()} for _ in range(ROUNDS)]
+    mass = sampler.exp().sum(-1).double()
+    return {
+        "mean listed mass": float(mass.mean()),
+        "smallest listed mass": float(mass.min()),
+        "bytes per token": 8.0 * LISTED + 4.0,
+        **{name: min(found[name] for found in rounds) for name in sides},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
@@ -108,10 +157,10 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
     found = {}
     for name, given in TRUNCATIONS.items():
-        found[name] = values = measure(model, tokenizer, given)
-        print(f"\n{name}", flush=True)
-        for what, value in values.items():
-            print(f"  {what:<28}{value:.4g}")
+        found[name] = measure(model, tokenizer, given)
+        show(name, found[name])
+    found["score centering"] = measure_centering(model, tokenizer)
+    show("score centering", found["score centering"])
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 

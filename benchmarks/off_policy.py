@@ -48,6 +48,7 @@ METHODS: dict[str, tuple[str, ...]] = {
         f"{_C}rollout_rs_threshold=0.8_1.25",
     ),
     "decoupled PPO": (*_SEQUENCE, f"{_C}bypass_mode=false", f"{_C}loss_type=ppo_clip"),
+    "score centering": (*_NONE, f"{_C}score_centering=128"),
 }
 #: Age of the responses; every method is tuned for each staleness and compared within it.
 STALENESS: dict[str, tuple[str, ...]] = {

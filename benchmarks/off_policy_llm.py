@@ -34,10 +34,10 @@ CONDITIONS: dict[str, tuple[str, ...]] = {
 }
 #: Methods compared within each condition; the other combinations are not worth their machine time.
 COMPARED: dict[str, tuple[str, ...]] = {
-    "staleness 8": ("none", "token TIS", "sequence IS", "geometric RS", "decoupled PPO"),
+    "staleness 8": tuple(METHODS),
     "staleness 0": ("none", "token TIS"),
     "int8 rollouts": ("none", "token TIS"),
-    "staleness 2": ("none", "token TIS", "sequence IS", "geometric RS", "decoupled PPO"),
+    "staleness 2": ("none", "token TIS"),
     "vLLM rollouts": ("none", "token TIS"),
 }
 

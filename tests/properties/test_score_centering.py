@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlctl.algos.correction import bound
 from rlctl.algos.rules import WeightRule
-from rlctl.algos.score_centering import expected_score
+from rlctl.algos.score_centering import expected_score, score_factors
 from rlctl.batch import TokenLists, TrainBatch
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.ranks import Ranks
@@ -85,6 +85,13 @@ def test_outside_the_list_the_sampler_is_taken_to_be_proportional_to_the_policy(
     whole = score_gradient(logits, sampler.log(), rule)
     torch.testing.assert_close(score_gradient(logits, sampler.log(), rule, listed), whole)
     assert whole.abs().max() > 0.01
+
+
+def test_factors_are_those_of_torchtitans_example() -> None:
+    """Of the docstring of its loss: both tails are 0.2."""
+    sampled, trained = torch.tensor([[0.5, 0.3]]), torch.tensor([[0.4, 0.4]])
+    factors = score_factors(trained.log(), sampled.log(), PLAIN)
+    torch.testing.assert_close(factors, torch.tensor([[0.1, -0.1]]))
 
 
 def test_it_is_zero_where_the_policies_agree_and_where_nothing_is_listed() -> None:

@@ -56,10 +56,14 @@ class TokenLists:
     log_probs: Tensor | None = None  # (Σ counts,) float32 nats under the sampling distribution
 
     def __getitem__(self, rows: Rows) -> TokenLists:
-        """Copies of the given rows, in that order."""
+        """Returns the given rows, in that order; a slice returns views."""
         counts = self.counts[rows]
-        every = torch.arange(self.counts.numel(), device=counts.device).view_as(self.counts)
-        taken = self._taken(every[rows].flatten(), counts.flatten())
+        if isinstance(rows, slice) and rows.step in (None, 1):
+            first = int(self.counts[: rows.indices(len(self.counts))[0]].sum())
+            taken: Rows = slice(first, first + int(counts.sum()))
+        else:
+            every = torch.arange(self.counts.numel(), device=counts.device).view_as(self.counts)
+            taken = self._taken(every[rows].flatten(), counts.flatten())
         return TokenLists(counts, self.ids[taken], None if self.log_probs is None else self.log_probs[taken])
 
     def at(self, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +140,7 @@ class ModelInputs:
         return self.input_ids[:, self.input_ids.shape[1] - self.scored.shape[1] :]
 
     def pick(self, rows: Rows) -> ModelInputs:
-        """Returns the given rows, in that order; a slice returns views (but copies token lists)."""
+        """Returns the given rows, in that order; a slice returns views."""
         kept, likeliest = (None if x is None else x[rows] for x in (self.kept, self.likeliest))
         ids, mask, positions = self.input_ids[rows], self.attention_mask[rows], self.position_ids[rows]
         return ModelInputs(ids, mask, positions, self.scored[rows], kept, likeliest)
@@ -285,7 +289,7 @@ class TrainBatch:
         return ModelInputs(*columns, self.kept, self.likeliest)
 
     def pick(self, rows: Rows) -> TrainBatch:
-        """Returns the given rows, in that order; a slice returns views (but copies token lists)."""
+        """Returns the given rows, in that order; a slice returns views."""
         tensors: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         cut: dict[str, Any] = {name: None if x is None else x[rows] for name, x in tensors.items()}
         return TrainBatch(**cut)

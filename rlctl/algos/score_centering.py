@@ -5,10 +5,10 @@ Source: Marek and Ryabinin 2026, arXiv 2609.20807; from torchtitan's code. After
 
     E_μ[A · w · ∇ log π] = E_μ[A] · E_μ[w · ∇ log π] + Cov_μ(A, w · ∇ log π)
 
-The first term moves π towards μ (away from it, if the mean advantage is negative), whatever the token does to
-the reward; it is zero if w·μ is proportional to π. Subtracting A · E_μ[w · ∇ log π] leaves the covariance. The
-expectation over the vocabulary is computed from the sampler's most likely tokens H. Outside H, μ is assumed to
-be proportional to π; because Σ_v π(v) ∇ log π(v) = 0, that part is also a sum over H:
+The first term moves π towards w·μ, normalised (away from it, if the mean advantage is negative), whatever the
+token does to the reward; it is zero if w·μ is proportional to π. Subtracting A · E_μ[w · ∇ log π] leaves the
+covariance. The expectation over the vocabulary is computed from the sampler's most likely tokens H; for the
+others, μ is assumed to be proportional to π. As Σ_v π(v) ∇ log π(v) = 0, their part is also a sum over H:
 
     E_μ[w · ∇ log π] = Σ_{v∈H} sg(μ(v)·w(ρ_v) − α·w(1/α)·π(v)) · ∇ log π(v),
     α = (1 − Σ_H μ) / (1 − Σ_H π)

@@ -140,11 +140,8 @@ def rules(*, small: bool = False) -> dict[str, BenchRule]:
         if part.name != "reinforce":
             found[f"loss {part.name}"] = BenchRule.of(rollout_is=None, loss_type=part.name)
     truncated = {"rollout_is": "token", "rollout_is_bound": "truncate", "rollout_is_threshold": "2.0"}
-    for name, given in {
-        "score centering": {"rollout_is": None},
-        "centered token truncate 2.0": truncated,
-    }.items():
-        found[name] = BenchRule.of(**given, score_centering=VOCABULARY)
+    found["score centering"] = BenchRule.of(rollout_is=None, score_centering=VOCABULARY)
+    found["centered token truncate 2.0"] = BenchRule.of(**truncated, score_centering=VOCABULARY)
     if not small:
         for setting in frameworks():
             spec = setting.spec.model_copy(update={"rollout_is_batch_normalize": False})

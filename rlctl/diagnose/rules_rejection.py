@@ -116,7 +116,7 @@ def silently_off(run: RunLog) -> Detection | Skipped | None:
     """The configured correction takes effect."""
     facts, logged = run.facts, run.table.columns
     if facts.rollout_is == "off" and facts.rollout_rs == "off":
-        return Skipped("no correction is configured")
+        return Skipped("neither weights nor rejection are configured")
     if len(run.table.steps) < th.MIN_STEPS:
         return Skipped("too few steps")
     # `weights_are` and `dialect` are known only for frameworks that log the effect of their correction.

@@ -17,6 +17,7 @@ from rlctl.rollout.completions import (
     Completion,
     CompletionRollout,
     Request,
+    listed,
     one_line,
     vllm_missing,
 )
@@ -304,7 +305,7 @@ def _completion(output: Any) -> Completion:
     tokens = list(output.token_ids)
     entries = zip(tokens, output.logprobs, strict=True)
     log_probs = [entry[token].logprob for token, entry in entries]
-    likeliest = [{token: listed.logprob for token, listed in entry.items()} for entry in output.logprobs]
+    likeliest = [listed({token: each.logprob for token, each in entry.items()}) for entry in output.logprobs]
     return Completion(tokens, log_probs, output.finish_reason, likeliest)
 
 

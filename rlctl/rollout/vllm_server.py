@@ -18,7 +18,14 @@ from torch import Tensor
 
 from rlctl.errors import RlctlError, RunFailure, UsageError
 from rlctl.processes import note_progress
-from rlctl.rollout.completions import MERGE_LORA, Completion, CompletionRollout, Request, listed_tokens
+from rlctl.rollout.completions import (
+    MERGE_LORA,
+    Completion,
+    CompletionRollout,
+    Request,
+    listed,
+    listed_tokens,
+)
 from rlctl.rollout.protocol import Policy, Sampling, SavedAdapter
 from rlctl.rollout.published_weights import PublishedWeights
 from rlctl.rollout.replicas import MODEL_NAME, Replicas
@@ -461,10 +468,10 @@ async def _until_silent(url: str, patience: float) -> None:
 
 def _completion(choice: dict[str, Any]) -> Completion:
     logprobs = choice["logprobs"]
-    entries = logprobs.get("top_logprobs") or []
+    entries = logprobs.get("top_logprobs") or [None] * len(choice["token_ids"])
+    named = (entry if entry and next(iter(entry)).startswith("token_id:") else {} for entry in entries)
     likeliest = [
-        {int(name.removeprefix("token_id:")): value for name, value in entry.items()}
-        for entry in entries
-        if entry and next(iter(entry)).startswith("token_id:")
+        listed({int(name.removeprefix("token_id:")): value for name, value in entry.items()})
+        for entry in named
     ]
     return Completion(choice["token_ids"], logprobs["token_logprobs"], choice.get("finish_reason"), likeliest)

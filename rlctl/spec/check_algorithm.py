@@ -52,10 +52,10 @@ def _has_ratio(spec: RunSpec) -> bool:
 
 def _is_corrected(spec: RunSpec) -> bool:
     correction = spec.algorithm.rollout_correction
-    return correction.rollout_is is not None or bool(correction.rollout_rs)
+    return bool(correction.rollout_is or correction.rollout_rs or correction.score_centering)
 
 
-@reads(*_RULES)
+@reads(*_RULES, _CENTERING, _BYPASS, LOSS, f"{CORRECTION}measure_grad_error")
 def rules_are_clear(spec: RunSpec) -> Problems:
     """Criteria must exist in the dialect; thresholds must fit the criteria and accept on-policy data."""
     yield from correction_problems(spec.algorithm.rollout_correction)
@@ -265,26 +265,10 @@ def gspo_clip_is_narrow(spec: RunSpec) -> Problems:
             )
 
 
-@reads(_CENTERING, _BYPASS, LOSS, *_RULES, f"{CORRECTION}measure_grad_error", "rollout.name")
-def score_centering_fits(spec: RunSpec) -> Problems:
-    """The expected score is that of REINFORCE, with a weight that is a function of each token's ratio."""
-    correction = spec.algorithm.rollout_correction
-    if correction.score_centering is None or correction_problems(correction):
-        return
-    rules = correction_rules(correction)
-    if not correction.bypass_mode or correction.loss_type != "reinforce":
-        what = "the expected score under the rollout policy is known for REINFORCE in bypass mode only"
-        yield error(_CENTERING, what, "set bypass_mode: true and loss_type: reinforce")
-    if rules.weight.level not in (None, "token"):
-        what = f"{rules.weight.level} weights depend on other tokens too, so their expectation is not known"
-        yield error(_CENTERING, what, "set rollout_is: token with rollout_is_bound: truncate, or null")
-    if any(rule.scope == "token" for rule in rules.reject):
-        what = "a criterion that rejects single tokens removes their scores, not those of the listed tokens"
-        yield error(_CENTERING, what, "reject whole sequences, or use rollout_is_bound: mask")
-    if correction.measure_grad_error:
-        what = "score centering is not part of the gradient whose error is measured"
-        yield error(f"{CORRECTION}measure_grad_error", what, "set it to false")
-    if spec.rollout_engine.reports_kept == "never":
+@reads(_CENTERING, "rollout.name")
+def likeliest_tokens_are_listed(spec: RunSpec) -> Problems:
+    """Score centering needs the most likely tokens of the rollout engine."""
+    if spec.algorithm.rollout_correction.score_centering and spec.rollout_engine.reports_kept == "never":
         what = f"rollout.name: {spec.rollout.name} does not report the most likely tokens"
         yield error(_CENTERING, what, "use rollout.name: hf or vllm")
 
@@ -300,7 +284,7 @@ def weights_are_only_measured(spec: RunSpec) -> Problems:
         yield warning(_IS, what, fix)
 
 
-@reads(_BYPASS, LOSS, *BATCH_KEYS, _IS, RS_KEY, "actor.ppo_epochs")
+@reads(_BYPASS, LOSS, *BATCH_KEYS, _IS, RS_KEY, _CENTERING, "actor.ppo_epochs")
 def bypass_drifts(spec: RunSpec) -> Problems:
     """In bypass mode only IS and RS correct for the change of the policy within a batch."""
     if not spec.algorithm.rollout_correction.bypass_mode:
@@ -317,7 +301,7 @@ def bypass_drifts(spec: RunSpec) -> Problems:
         yield warning("actor.ppo_mini_batch_size", what, fix)
 
 
-@reads(_BYPASS, LOSS, _IS, RS_KEY, "rollout.staleness", "rollout.max_staleness")
+@reads(_BYPASS, LOSS, _IS, RS_KEY, _CENTERING, "rollout.staleness", "rollout.max_staleness")
 def staleness_is_corrected(spec: RunSpec) -> Problems:
     """Stale data without correction optimise the wrong objective.
 

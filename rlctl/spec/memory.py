@@ -224,6 +224,8 @@ class _Estimate:
             parts.append(self._part("reference's weights", reference.num_parameters, self.width, 3))
         if not spec.has_rollout_servers:
             parts.append(self._cache())
+        if spec.algorithm.rollout_correction.score_centering:
+            parts.append(self._listed_tokens(spec.algorithm.rollout_correction.score_centering))
         return [*parts, *self._policy_pass()]
 
     def _trained(self, size: ModelSize, adapters: int | None, whose: str = "") -> list[MemoryPart]:
@@ -327,6 +329,16 @@ class _Estimate:
         part = MemoryPart("rollout's weights", num_bytes, words)
         sleeps = self.spec.rollout_engine.frees_memory and rollout.free_cache_engine
         return replace(part, phases=("generation",)) if sleeps else part
+
+    def _listed_tokens(self, count: int) -> MemoryPart:
+        """Lists of the sampler's most likely tokens, of the batch in training and of those that wait."""
+        spec = self.spec
+        batches = 1 + max(spec.rollout.staleness, spec.rollout.max_staleness)
+        rows = -(-spec.data.train_batch_size * spec.rollout.n // spec.data_ranks)
+        length = spec.data.max_response_length
+        words = f"{batches} batches × {rows} responses × {length} tokens × {count} × 8 bytes"
+        num_bytes = 8.0 * count * batches * rows * length
+        return MemoryPart("listed tokens", num_bytes, words)
 
     def _cache(self) -> MemoryPart:
         """Key-value cache of all sequences that are sampled at once."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +48,13 @@ def correction_rules(spec: RolloutCorrectionSpec) -> CorrectionRules:
     """Translate the spec's rollout correction into rules.
 
     Raises:
-        SpecError: with every unknown criterion and every invalid threshold or parameter.
+        SpecError: with every unknown criterion, every invalid threshold or parameter, and what score
+            centering does not fit.
     """
     problems: list[Problem] = []
     weight, reject = _weight_rule(spec, problems), _reject_rules(spec, problems)
+    if spec.score_centering is not None:
+        problems += _centering_problems(spec, weight, reject)
     if problems:
         raise SpecError(problems)
     return CorrectionRules(weight, reject, spec.loss_denominator)
@@ -79,6 +82,26 @@ def correction_problems(spec: RolloutCorrectionSpec) -> list[Problem]:
     except SpecError as error:
         return error.problems
     return []
+
+
+def _centering_problems(
+    spec: RolloutCorrectionSpec, weight: WeightRule, reject: Iterable[RejectRule]
+) -> Iterator[Problem]:
+    """The expected score is that of REINFORCE, with a weight that is a function of each token's ratio."""
+    key = f"{_PREFIX}score_centering"
+    if not spec.bypass_mode or spec.loss_type != "reinforce":
+        what = "the expected score under the rollout policy is known for REINFORCE in bypass mode only"
+        yield Problem("error", key, what, "set bypass_mode: true and loss_type: reinforce")
+    if weight.level not in (None, "token"):
+        what = f"{weight.level} weights depend on other tokens too, so their expectation is not known"
+        fix = "set rollout_is: null, or rollout_is: token with rollout_is_bound: truncate"
+        yield Problem("error", key, what, fix)
+    if any(rule.scope == "token" for rule in reject):
+        what = "a criterion that rejects single tokens removes their scores, not those of the listed tokens"
+        yield Problem("error", key, what, "reject whole sequences, or use rollout_is_bound: mask")
+    if spec.measure_grad_error:
+        what = "score centering is not part of the gradient whose error is measured"
+        yield Problem("error", f"{_PREFIX}measure_grad_error", what, "set it to false")
 
 
 # --- weights ---------------------------------------------------------------------------------

@@ -93,7 +93,8 @@ def _expected_scores(
     """
     if micro.likeliest is None or output.likeliest is None:
         key = "algorithm.rollout_correction.score_centering"
-        raise RunFailure("the rollout engine did not list the most likely tokens", where=key)
+        what, fix = "the rollout engine did not list the most likely tokens", "set rollout.name: hf or vllm"
+        raise RunFailure(what, where=key, fix=fix)
     scored = micro.response_mask
     _, rollout_log_probs = micro.likeliest.padded(scored)
     log_probs = torch.where(loss_mask[scored][:, None], output.likeliest, 0.0)

@@ -137,7 +137,6 @@ class Watchdog:
             if (stopped := now - last - 2 * self._interval) > 0:
                 # this thread did not run either, so the whole process stood still
                 self._moved = min(now, self._moved + stopped)
-            last = now
             if self._notes and now >= self._note_at:
                 self._note_at = now + _NOTE_S
                 leftovers.note_segments(self._notes)
@@ -148,6 +147,7 @@ class Watchdog:
                 self._tell_peers(idle)
                 self._read_peers(now)
             self._react(self._idle_of_all(now, idle), now)
+            last = time.monotonic()
 
     def _react(self, idle: float, now: float) -> None:
         """Warns, writes stacks or ends the run; `idle`: seconds since any rank made progress."""

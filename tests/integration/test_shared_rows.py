@@ -11,12 +11,17 @@ from tests import runs
 pytestmark = pytest.mark.usefixtures("embedded")
 STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=-1")
 #: A reference model, π_old of a pass of its own, and a penalty in the reward.
-POLICIES = ("algorithm.rollout_correction.bypass_mode=false", "algorithm.use_kl_in_reward=true")
+RC = "algorithm.rollout_correction."
+POLICIES = {
+    "decoupled": (f"{RC}bypass_mode=false", "algorithm.use_kl_in_reward=true"),
+    "centered": (f"{RC}rollout_is=token", f"{RC}score_centering=8", "rollout.dtype=bf16"),
+}
 
 
-def test_two_ranks_run_each_row_together(tmp_path: Path) -> None:
-    apart = runs.train_on_ranks(tmp_path / "apart", 2, *STEPS, *POLICIES)
-    together = runs.train_on_ranks(tmp_path / "together", 2, *STEPS, *POLICIES, "engine.sequence_parallel=2")
+@pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES)
+def test_two_ranks_run_each_row_together(tmp_path: Path, policies: tuple[str, ...]) -> None:
+    apart = runs.train_on_ranks(tmp_path / "apart", 2, *STEPS, *policies)
+    together = runs.train_on_ranks(tmp_path / "together", 2, *STEPS, *policies, "engine.sequence_parallel=2")
     for theirs, ours in zip(runs.metrics(apart), runs.metrics(together), strict=True):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import rlctl
 from rlctl.algos.correction import bound
 from rlctl.algos.rules import WeightRule
 from rlctl.algos.score_centering import expected_score, score_factors
 from rlctl.batch import TokenLists, TrainBatch
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.ranks import Ranks
-from rlctl.errors import SpecError
+from rlctl.errors import SpecError, UsageError
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Sampling
 from rlctl.spec import memory
@@ -250,3 +251,26 @@ def test_what_it_does_not_fit_is_refused(settings: list[str], words: str) -> Non
         found = error.problems
     errors = [problem.what for problem in found if problem.severity == "error"]
     assert [words in what for what in errors] == ([True] if words else [])
+
+
+def test_stale_data_count_as_corrected() -> None:
+    settings = ["rollout.staleness=8", f"{RC}rollout_is=null"]
+    bare, centered = (
+        load_spec([], [], [*settings, *more]).warnings for more in ([], [f"{RC}score_centering=8"])
+    )
+    assert {problem.key for problem in bare} >= {"rollout.staleness", "actor.ppo_mini_batch_size"}
+    assert not centered
+
+
+def test_an_engine_that_lists_nothing_is_refused(tmp_path) -> None:
+    (tmp_path / "mine.py").write_text("def engine(context): ...\n")
+    given = [f"rollout.name={tmp_path}/mine.py:engine", f"{RC}rollout_is=null", f"{RC}score_centering=8"]
+    with pytest.raises(SpecError) as caught:
+        load_spec([], [], given)
+    assert any("does not report the most likely tokens" in problem.what for problem in caught.value.problems)
+
+
+def test_correct_says_that_it_does_not_center() -> None:
+    given = (torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool))
+    with pytest.raises(UsageError, match="term of the loss"):
+        rlctl.correct(*given, rollout_is=None, score_centering=4)

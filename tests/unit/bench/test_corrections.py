@@ -293,7 +293,15 @@ def test_measurements_of_another_version_are_repeated(tmp_path, monkeypatch) -> 
 
 
 @pytest.mark.parametrize(
-    "rule", ["rollout_is", "rollout_is=nothing", "rollout_rs=kpop", "loss_type=dro loss_params=3", "a=b"]
+    "rule",
+    [
+        "rollout_is",
+        "rollout_is=nothing",
+        "rollout_rs=kpop",
+        "loss_type=dro loss_params=3",
+        "a=b",
+        "rollout_is=sequence score_centering=4",
+    ],
 )
 def test_a_wrong_rule_is_a_usage_error(tmp_path, capsys, rule: str) -> None:
     assert run(["bench", "corrections", "--out", str(tmp_path), "--small", "--rule", rule]) == 2

@@ -34,6 +34,7 @@ class Server(ThreadingHTTPServer):
         self.lora: dict[str, Any] | None = None  # settings of its start; None: it takes no adapters
         self.finish_reason: str | None = "stop"
         self.takes_new_adapters = True
+        self.lists = True  # False: `logprobs` brings those of the sampled tokens alone
         self.mass = lambda index: 1.0  # response → below 1: a token that it was sampled from is not listed
         self.adapters: list[str] = []
         self.weight_version = "default"
@@ -109,10 +110,11 @@ class Handler(BaseHTTPRequestHandler):
                 )
                 for index in range(body["n"])
             ]
+            has_lists = body["logprobs"] and self.server.lists
             choices = [
                 {"index": index, "token_ids": [token] * index + [end],
                  "logprobs": {"token_logprobs": [-0.5 - index] * (index + 1),
-                              "top_logprobs": [top[index]] * (index + 1) if body["logprobs"] else None},
+                              "top_logprobs": [top[index]] * (index + 1) if has_lists else None},
                  "finish_reason": self.server.finish_reason}
                 for index in reversed(range(body["n"]))
             ]  # fmt: skip

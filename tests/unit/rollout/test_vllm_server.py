@@ -112,6 +112,10 @@ def test_what_a_server_lists_as_most_likely(servers: list[Server], tmp_path: Pat
         assert torch.equal(rollouts.likeliest.counts, rollouts.response_mask.int() * len(expected))
         _, log_probs = rollouts.likeliest.padded(rollouts.response_mask)
         torch.testing.assert_close(log_probs.exp(), torch.tensor(expected).expand_as(log_probs))
+    servers[0].lists = servers[1].lists = False
+    for sampling in (replace(SAMPLING, num_likeliest=3), replace(SAMPLING, top_k=3, with_kept=True)):
+        with pytest.raises(RunFailure, match=r"does not list|never add up"):
+            generate(engine, sampling=sampling)
     engine.close()
 
 

@@ -11,8 +11,9 @@ from tests.unit.train import updates
 
 #: A few rows a pass, or most of them: a row has 2 to 11 tokens.
 BUDGETS = ("30 tokens", "120 tokens")
-PLANS = {1: [(name, micro) for name in updates.CASES for micro in (16, 4, 1, *BUDGETS)]}
-PLANS[2] = [(name, micro) for name in updates.CASES for micro in (8, 2, BUDGETS[0])]
+NAMES = [*updates.CASES, *updates.CENTERED]
+PLANS = {1: [(name, micro) for name in NAMES for micro in (16, 4, 1, *BUDGETS)]}
+PLANS[2] = [(name, micro) for name in NAMES for micro in (8, 2, BUDGETS[0])]
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +22,12 @@ def found(tmp_path_factory: pytest.TempPathFactory):
     return {n: on_ranks(n, updates.invariance, plan, where=where) for n, plan in PLANS.items()}
 
 
-@pytest.mark.parametrize("name", updates.CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_case_does_something(found, name: str) -> None:
     whole = found[1][0][name, 16]
     start = {n: p.detach() for n, p in tiny_model().named_parameters()}
     assert max(float((whole["weights"][n] - t).abs().max()) for n, t in start.items()) > 1e-3
-    case = updates.CASES[name]
+    case = (updates.CASES | updates.CENTERED)[name]
     assert whole["num_updates"] == case.epochs * updates.ROWS // case.mini_rows
     if "rollout_rs" in case.correction:
         assert 0.05 < whole["metrics"]["rollout_corr/rollout_rs_masked_fraction"] < 0.9
@@ -51,6 +52,7 @@ def test_same_result_however_cut(found, world_size: int, name: str, micro: updat
 STAGES = [
     *[("survivors", micro, stage, torch.float32) for stage in (1, 2, 3) for micro in (4, BUDGETS[0])],
     *[("zero advantages", micro, stage, torch.float32) for stage in (1, 2, 3) for micro in (2, BUDGETS[0])],
+    *[("centered weights", 4, stage, torch.float32) for stage in (1, 2, 3)],
     *[("token", BUDGETS[0], stage, torch.bfloat16) for stage in range(4)],
 ]
 

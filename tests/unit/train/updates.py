@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from rlctl.batch import ModelInputs, TrainBatch
+from rlctl.batch import ModelInputs, TokenLists, TrainBatch
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.inputs import arguments_of
 from rlctl.engine.log_probs import PolicyModule
@@ -57,7 +57,8 @@ class Case:
         batch = batch_of(model, seed=seed)
         advantages = batch.advantages.clone()
         advantages[list(self.zero_advantage)] = 0.0
-        return replaced(batch, advantages=advantages)
+        likeliest = lists_of(model, batch, self.correction.get("score_centering"))
+        return replaced(batch, advantages=advantages, likeliest=likeliest)
 
     @property
     def options(self) -> dict[str, object]:
@@ -145,6 +146,40 @@ CASES = {
 }
 
 
+#: Those that read lists of the sampler's most likely tokens.
+CENTERED = {
+    "centered": Case(
+        BYPASS | REINFORCE | RS | {"rollout_is": None, "score_centering": 5}, zero_advantage=(0, 1, 3)
+    ),
+    "centered weights": Case(
+        BYPASS
+        | REINFORCE
+        | RS
+        | {"rollout_is": "token", "score_centering": 5, "loss_denominator": "after_rejection"},
+        "seq-mean-token-mean",
+        mini_rows=8,
+    ),
+    "centered weights, all terms": Case(
+        BYPASS | REINFORCE | RS | {"rollout_is": "token", "score_centering": 5},
+        terms={"entropy_coeff": 0.2, "kl_loss_type": "unbiased", "kl_loss_coef": 0.5},
+    ),
+}
+
+
+def lists_of(model, batch: TrainBatch, count: object) -> TokenLists | None:
+    """The `count` most likely tokens of a sampler that is a little away from the model."""
+    if count is None:
+        return None
+    with torch.no_grad():
+        logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long()).logits
+    logits = logits[:, -HORIZON - 1 : -1].float()
+    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
+    highest = (logits + 0.5 * noise).log_softmax(-1).topk(int(str(count)))
+    mask = batch.response_mask
+    ids, log_probs = highest.indices[mask].flatten().int(), highest.values[mask].flatten()
+    return TokenLists(mask.int() * int(str(count)), ids, log_probs)
+
+
 def settings_of(
     correction: dict[str, object],
     agg_mode: str = "token-mean",
@@ -167,6 +202,7 @@ def settings_of(
         mini_rows=mini_rows,
         micro_rows=micro_rows,
         max_nonfinite_fraction=max_nonfinite_fraction,
+        centers_scores=spec.score_centering is not None,
         **terms,
     )
 
@@ -251,7 +287,7 @@ def invariance(ranks: Ranks, plan: list[tuple]):
 
 def one_update(ranks: Ranks, name: str, micro: Micro, stage: int = 0, dtype: torch.dtype = torch.float32):
     """Weights, metrics and what was seen after one `update`."""
-    case = CASES[name]
+    case = (CASES | CENTERED)[name]
     mini = case.mini_rows
     share = mini // ranks.world_size
     mine = [

@@ -149,6 +149,13 @@ def test_a_penalty_that_is_not_in_the_dump_is_said(tmp_path: Path) -> None:
     assert any("use_kl_in_reward" in note for note in what_if(run).notes)
 
 
+def test_a_centered_run_is_not_taken_for_one_without_correction(tmp_path: Path) -> None:
+    rc = "algorithm.rollout_correction."
+    found = what_if(run_directory(tmp_path, f"{rc}rollout_is=null", f"{rc}score_centering=128", steps=1))
+    assert any("score centering needs tokens" in note for note in found.notes)
+    assert not any(outcome.setting.name == "this run" for outcome in found.outcomes)
+
+
 def test_without_or_with_a_broken_spec(tmp_path: Path) -> None:
     run = run_directory(tmp_path, steps=1)
     (run / "spec.yaml").write_text("actor: {lrr: 1}")

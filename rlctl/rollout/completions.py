@@ -70,7 +70,7 @@ class Completion:
 def listed(entry: Mapping[int, float]) -> tuple[Int32s, Floats]:
     """Token → log-prob as ids and log-probs, the most likely first, without impossible tokens.
 
-    Arrays, because a mapping takes forty times the memory.
+    Arrays take about a fifth of a mapping's memory.
     """
     ids, log_probs = np.fromiter(entry, np.int32), np.fromiter(entry.values(), np.float32)
     order = np.argsort(-log_probs, kind="stable")

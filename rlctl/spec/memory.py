@@ -336,7 +336,8 @@ class _Estimate:
         batches = 1 + max(spec.rollout.staleness, spec.rollout.max_staleness)
         rows = -(-spec.data.train_batch_size * spec.rollout.n // spec.data_ranks)
         length = spec.data.max_response_length
-        words = f"{batches} batches × {rows} responses × {length} tokens × {count} × 8 bytes"
+        words = f"{rows} responses × {length} tokens × {count} × 8 bytes"
+        words += f" × {batches} batches" if batches > 1 else ""
         num_bytes = 8.0 * count * batches * rows * length
         return MemoryPart("listed tokens", num_bytes, words)
 

@@ -305,7 +305,8 @@ def bypass_drifts(spec: RunSpec) -> Problems:
 def staleness_is_corrected(spec: RunSpec) -> Problems:
     """Stale data without correction optimise the wrong objective.
 
-    In measurements, runs with sequence weights alone ended with lower rewards than runs with token weights
+    In measurements on the built-in model, runs with sequence weights alone ended with lower rewards than runs
+    with token weights or rejection; on SmolLM2-135M only rejection ended high on every seed
     (docs/explanation/off-policy.md).
     """
     rollout, correction = spec.rollout, spec.algorithm.rollout_correction
@@ -313,12 +314,13 @@ def staleness_is_corrected(spec: RunSpec) -> Problems:
     if _has_ratio(spec):
         return
     if rollout.max_staleness > 1 and correction.rollout_is == "sequence" and not correction.rollout_rs:
-        what = f"responses are up to {age} batches old; in the off-policy study, runs with sequence weights "
-        what += "alone ended below runs with token weights on such data"
-        yield warning(key, what, "set rollout_is: token")
+        what = f"responses are up to {age} batches old; with such data, runs of the built-in model with "
+        what += "sequence weights alone ended below those with token weights or rejection"
+        yield warning(key, what, "set rollout_is: token, or reject responses with rollout_rs")
     elif age and not _is_corrected(spec):
         what = f"responses are up to {age} batches old and nothing corrects for it"
-        yield warning(key, what, "set rollout_is: token, unless you study uncorrected training")
+        fix = "set rollout_is: token or rollout_rs, unless you study uncorrected training"
+        yield warning(key, what, fix)
 
 
 @reads(_BYPASS, LOSS, "actor.ppo_epochs")

@@ -23,6 +23,7 @@ from rlctl.algos.correction import (
     masked_log_ratio,
     rejection_mask,
 )
+from rlctl.algos.correction_records import LogRatio
 from rlctl.algos.losses import WholeBatch, policy_loss
 from rlctl.algos.row_blocks import Extras
 from rlctl.algos.rules import CorrectionRules, LossRule
@@ -169,22 +170,20 @@ class _Factors:
 
     def of(self, prompt: int) -> Floats:
         """(Y, n, T): factors for every response and every number k of successes among the group's others."""
-        world, n = self._world, self._n
-        count, horizon = world.mask.shape
-        rows = np.repeat(np.arange(count), n)
-        k = np.tile(np.arange(n), count)
-        given = self._tensors(np.full(len(rows), prompt), rows, k)
-        found = token_gradient(self._rule, self._loss, *given)
-        return found.reshape(count, n, horizon)
+        return self._by_response(token_gradient(self._rule, self._loss, *self._every(prompt)))
 
     def centering(self, prompt: int) -> Floats:
         """(Y, n, T): factors of the expected score: the advantage, 0 where rejected."""
-        world, n = self._world, self._n
-        count, horizon = world.mask.shape
-        given = self._tensors(
-            np.full(count * n, prompt), np.repeat(np.arange(count), n), np.tile(np.arange(n), count)
-        )
-        return centering_factors(self._rule, *given).reshape(count, n, horizon)
+        return self._by_response(centering_factors(self._rule, *self._every(prompt)))
+
+    def _every(self, prompt: int) -> tuple[Tensor, ...]:
+        """Every response with every k: Y · n rows."""
+        count = len(self._world.mask)
+        rows = np.repeat(np.arange(count), self._n)
+        return self._tensors(np.full(len(rows), prompt), rows, np.tile(np.arange(self._n), count))
+
+    def _by_response(self, values: Floats) -> Floats:
+        return values.reshape(-1, self._n, values.shape[-1])
 
     def _tensors(self, prompts: NDArray[Any], rows: NDArray[Any], k: NDArray[Any]) -> tuple[Tensor, ...]:
         world = self._world
@@ -214,11 +213,8 @@ def token_gradient(
 
     Weights and mask are those of `correct`, without its sums.
     """
-    age = torch.zeros(len(mask), dtype=torch.int64)
-    rules = rule.correction
-    log_ratio = masked_log_ratio(train, rollout, mask, Extras(advantages, age))
-    keep = rejection_mask(log_ratio, [check_criterion(log_ratio, each) for each in rules.reject])
-    found = None if loss.has_ratio else importance_weights(log_ratio, keep, rules.weight)
+    log_ratio, keep = _survivors(rule, train, rollout, advantages, mask)
+    found = None if loss.has_ratio else importance_weights(log_ratio, keep, rule.correction.weight)
     weights = None if found is None else found.applied.double()
     leaf = train.clone().requires_grad_()
     values = policy_loss(loss, leaf, rollout, advantages, mask & keep, weights).values
@@ -230,10 +226,18 @@ def centering_factors(
     rule: BenchRule, train: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor
 ) -> Floats:
     """(B, T): factors of the expected score that score centering subtracts; arguments of `token_gradient`."""
-    log_ratio = masked_log_ratio(train, rollout, mask, Extras(advantages, torch.zeros(len(mask)).long()))
-    keep = rejection_mask(log_ratio, [check_criterion(log_ratio, each) for each in rule.correction.reject])
+    _, keep = _survivors(rule, train, rollout, advantages, mask)
     found: Floats = torch.where(keep, advantages, 0.0).numpy()
     return found
+
+
+def _survivors(
+    rule: BenchRule, train: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor
+) -> tuple[LogRatio, Tensor]:
+    """Log-ratios, and the tokens (B, T) that are not rejected."""
+    log_ratio = masked_log_ratio(train, rollout, mask, Extras(advantages, torch.zeros(len(mask)).long()))
+    criteria = [check_criterion(log_ratio, each) for each in rule.correction.reject]
+    return log_ratio, rejection_mask(log_ratio, criteria)
 
 
 def listed_factors(rule: BenchRule, train: Floats, rollout: Floats) -> Floats:

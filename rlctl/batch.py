@@ -245,7 +245,8 @@ class ScoredBatch:
     score_valid: Tensor  # (B,) bool: False where the grader failed; such samples are excluded
     token_level_rewards: Tensor  # (B, T) float32: the score at the last token, minus any KL penalty
     old_log_probs: Tensor  # (B, T) float32, π_old; in bypass mode equal to `rollout_log_probs`
-    score_norms: Tensor | None = None  # (B, T) ‖∇_logits log π‖² = 1 − 2π + Σπ²; optimal token baseline
+    score_norms: Tensor | None = None  # (B, T) ‖∇_logits log π‖² = 1 − 2π + Σπ²; for optimal baselines
+    sequence_weights: Tensor | None = None  # (B,) Π π/π_rollout of the response tokens
     ref_log_probs: Tensor | None = None  # (B, T) float32, π_ref; None: no KL penalty
     values: Tensor | None = None  # (B, T) float32, from the critic before its updates; None: no critic
     baseline_scores: Tensor | None = None  # (B,) score of the prompt's greedy response; for ReMax

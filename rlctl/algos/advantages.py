@@ -65,22 +65,22 @@ def maxrl(scores: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
     return torch.where(taught, (rewards - mean) / torch.where(taught, mean, 1.0), 0.0).float()
 
 
-def opo(scores: Tensor, lengths: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
-    """Optimal reward baseline: A_i = r_i − Σ_j l_j r_j / Σ_j l_j over the group, l in response tokens.
+def weighted_baseline(scores: Tensor, weights: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
+    """A_i = r_i − Σ_j c_j r_j / Σ_j c_j over the group; with c_j ∝ E|g_j|² its gradient varies least.
 
-    The mean weighted by length minimises the gradient's variance if tokens' gradients have equal norms
-    and are uncorrelated.
+    g_j is the gradient of response j for reward 1. In a group with Σ c = 0, or of equal rewards, A is 0.
 
-    Source: Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline". A group of empty responses gets 0.
+    Sources: Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline" (c: the length, if the gradients of
+    tokens have equal norms and are uncorrelated); Huang et al. 2026, arXiv 2602.17616 (c = W² |∇ log π|²).
 
     Args:
-        lengths: (B,) response tokens.
+        weights: (B,) c ≥ 0.
     """
-    rewards, weights = scores.double(), lengths.double()
+    rewards, weights = scores.double(), weights.double()
     weighted, _ = _group_sums(rewards * weights, group_ids, valid)
     total, _ = _group_sums(weights, group_ids, valid)
-    advantage = rewards - weighted / total.clamp(min=1.0)
-    return torch.where(valid & (total > 0), advantage, 0.0).float()
+    advantage = rewards - weighted / total.where(total > 0, 1.0)
+    return torch.where(valid & (total > 0) & (advantage.abs() > 1e-9), advantage, 0.0).float()
 
 
 def remax(scores: Tensor, baseline_scores: Tensor, valid: Tensor) -> Tensor:

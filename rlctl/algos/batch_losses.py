@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _RATIO = frozenset({"old_log_probs"})
+_CLIP = frozenset({"actor.clip_ratio_low", "actor.clip_ratio_high"})
 
 
 def _effective_sample_size(batch: WholeBatch, rule: LossRule) -> float:
@@ -162,11 +163,16 @@ def _covariance(batch_log_probs: Tensor, advantages: Tensor, means: tuple[float,
     return (advantages.double() - means[0]) * (batch_log_probs.double() - means[1])
 
 
-def _covariance_bound(batch: WholeBatch, rule: LossRule) -> tuple[float, float, float]:
-    """Mean advantage, mean log-prob, and the k-th largest covariance, k = max(1, fraction · tokens)."""
+def _means(batch: WholeBatch) -> tuple[tuple[float, float], float]:
+    """Mean advantage and mean log-prob of the tokens, and their number."""
     sums = [float(x[batch.mask].double().sum()) for x in (batch.advantages, batch.log_probs)]
     advantage, log_prob, n = batch.total([*sums, float(batch.mask.sum())])
-    means = advantage / max(n, 1.0), log_prob / max(n, 1.0)
+    return (advantage / max(n, 1.0), log_prob / max(n, 1.0)), n
+
+
+def _covariance_bound(batch: WholeBatch, rule: LossRule) -> tuple[float, float, float]:
+    """Mean advantage, mean log-prob, and the k-th largest covariance, k = max(1, fraction · tokens)."""
+    means, _ = _means(batch)
     own = _covariance(batch.log_probs[batch.mask], batch.advantages[batch.mask], means)
     values = batch.everyones(own)
     k = max(1, int(len(values) * rule.params.fraction))
@@ -190,3 +196,51 @@ def kl_cov(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     penalised = _covariance(inputs.log_probs.detach(), inputs.advantages, tuple(means)) >= least
     penalty = torch.where(penalised, rule.params.kl_coef * log_r.abs(), 0.0)
     return TokenLoss(penalty - inputs.advantages * log_r.exp(), penalised)
+
+
+class ClipCovParams(LossParams):
+    """Fraction of the tokens that are dropped, and the covariances between which they are chosen."""
+
+    fraction: float = Field(0.0002, gt=0, le=1)
+    low: float = 1.0
+    high: float = 5.0
+
+
+def _in_range(rule: LossRule, covariance: Tensor, clipped: Tensor | None) -> Tensor:
+    inside: Tensor = (covariance > rule.params.low) & (covariance < rule.params.high)
+    return inside if clipped is None else inside & ~clipped
+
+
+def _survival(batch: WholeBatch, rule: LossRule) -> tuple[float, float, float]:
+    """Mean advantage, mean log-prob, and the share of the tokens in the range that is not dropped."""
+    means, n = _means(batch)
+    clipped = clipped_surrogate(
+        batch.ratio, batch.advantages, 1.0 - rule.clip_low, 1.0 + rule.clip_high
+    ).clipped
+    chosen = _in_range(rule, _covariance(batch.log_probs, batch.advantages, means), clipped) & batch.mask
+    [candidates] = batch.total([float(chosen.sum())])
+    dropped = max(1, int(n * rule.params.fraction))
+    return (*means, max(0.0, 1.0 - dropped / max(candidates, 1.0)))
+
+
+@POLICY_LOSSES.register(
+    label="Clip-Cov: PPO clip that drops a few tokens of high covariance",
+    formula="ppo_clip · (1 − k/m) for the m tokens of covariance in (low, high), k = fraction · tokens",
+    source="Cui et al. 2025, arXiv 2505.22617; from verl's code, averaged over its random choice",
+    needs=_RATIO,
+    options=_CLIP,
+    params=ClipCovParams,
+    of_batch=_survival,
+    needs_advantage=True,
+    experimental=True,
+)
+def clip_cov(rule: LossRule, inputs: LossInputs) -> TokenLoss:
+    """The source drops k of the m tokens at random; here each has the expected weight 1 − k/m.
+
+    The expected gradient is the same, and no random numbers are needed.
+    """
+    *means, survival = rule.of_batch
+    loss = clipped_surrogate(inputs.ratio, inputs.advantages, 1.0 - rule.clip_low, 1.0 + rule.clip_high)
+    covariance = _covariance(inputs.log_probs.detach(), inputs.advantages, tuple(means))
+    chosen = _in_range(rule, covariance, loss.clipped)
+    return TokenLoss(torch.where(chosen, survival, 1.0) * loss.values, loss.clipped)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel, Field
+
 from rlctl.registry import CORRECTION_WEIGHTS
 
 if TYPE_CHECKING:
@@ -67,3 +69,27 @@ def prefix(log_ratio: LogRatio, params: Any) -> Tensor:
     With one advantage per response it is biased, because the tokens after t are sampled from π_rollout.
     """
     return log_ratio.token.cumsum(-1)
+
+
+class SelectiveParams(BaseModel, extra="forbid"):
+    """Bound M of the rejection test."""
+
+    bound: float = Field(1.0, gt=0)
+    """A token is accepted with probability min(1, ρ_t / bound). The abstract names no value."""
+
+
+@CORRECTION_WEIGHTS.register(
+    label="SIS: 1 for accepted tokens, ρ for rejected ones",
+    formula="a_t + (1 − a_t) · ρ_t, a_t = min(1, ρ_t / bound): the mean over a random test",
+    source="Li et al. 2026, arXiv 2607.04728; from its abstract, the bound as in rejection sampling",
+    params=SelectiveParams,
+    thresholds=("2.0",),
+    experimental=True,
+)
+def selective(log_ratio: LogRatio, params: SelectiveParams) -> Tensor:
+    """The paper draws accept or reject at random; this is the expected weight.
+
+    The expected gradient is the same, its variance is lower, and no random numbers are needed.
+    """
+    accepted = (log_ratio.ratio / params.bound).clamp(max=1.0)
+    return (accepted + (1.0 - accepted) * log_ratio.ratio).log()

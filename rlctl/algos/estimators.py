@@ -38,6 +38,7 @@ class AdvantageInputs:
         baseline_scores: (B,) score of the prompt's greedy response; set if `baseline_scores` is needed.
         score_norms: (B, T) squared norm of ∇ log π with respect to the logits; set if `score_norms` is
             needed.
+        sequence_weights: (B,) W = Π ρ of each response; set if `sequence_weights` is needed.
         params: parameters of the estimator; None: it has none.
     """
 
@@ -53,6 +54,7 @@ class AdvantageInputs:
     values: Tensor | None = None
     baseline_scores: Tensor | None = None
     score_norms: Tensor | None = None
+    sequence_weights: Tensor | None = None
     params: Any = None
 
     @property
@@ -151,11 +153,33 @@ def gpg(inputs: AdvantageInputs) -> Tensor:
     needs={"group_ids"},
 )
 def opo(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per response, see `advantages.opo`."""
+    """One advantage per response, see `advantages.weighted_baseline`."""
     from rlctl.algos import advantages
 
     lengths = inputs.response_mask.sum(-1)
-    return advantages.opo(inputs.rewards, lengths, inputs.group_ids, inputs.valid)
+    return advantages.weighted_baseline(inputs.rewards, lengths, inputs.group_ids, inputs.valid)
+
+
+@ADVANTAGE_ESTIMATORS.register(
+    label="Off-policy optimal baseline (VCPO)",
+    formula="A_i = r_i − Σ_j c_j r_j / Σ_j c_j over the group, c = W² · Σ_t ‖∇ log π_t‖², W = Π ρ",
+    source="Huang et al. 2026, arXiv 2602.17616 (logit-gradient proxy)",
+    needs={"group_ids", "score_norms", "sequence_weights"},
+    experimental=True,
+)
+def off_policy_optimal_baseline(inputs: AdvantageInputs) -> Tensor:
+    """One advantage per response, see `advantages.weighted_baseline`; for sequence weights.
+
+    The source uses the norm of the gradient of the parameters; here it is that of the logits, summed over
+    tokens, as in `optimal_token_baseline`.
+    """
+    from rlctl.algos import advantages
+
+    assert inputs.score_norms is not None
+    assert inputs.sequence_weights is not None
+    norms = torch.where(inputs.response_mask, inputs.score_norms.double().clamp(min=0.0), 0.0).sum(-1)
+    weights = inputs.sequence_weights.double().square() * norms
+    return advantages.weighted_baseline(inputs.rewards, weights, inputs.group_ids, inputs.valid)
 
 
 @ADVANTAGE_ESTIMATORS.register(

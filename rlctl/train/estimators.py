@@ -21,6 +21,7 @@ _SOMETIMES = {
     "values": "the critic's values",
     "baseline_scores": "the greedy responses' scores",
     "score_norms": "the norms of the policy's score function",
+    "sequence_weights": "the sequence weights",
 }
 
 
@@ -52,6 +53,7 @@ def estimate(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> Est
             values=scored.values,
             baseline_scores=scored.baseline_scores,
             score_norms=scored.score_norms,
+            sequence_weights=scored.sequence_weights,
             params=params_of(part, algorithm.adv_params),
         )
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rlctl.algos.rules import LOG_RATIO_CLAMP
 from rlctl.algos.token_advantages import score_norms
 from rlctl.batch import Rollouts, ScoredBatch, TrainBatch
 from rlctl.engine.ranks import Ranks
@@ -67,7 +68,7 @@ def score_batch(
         baseline_scores = baseline.scores.to(device)
         valid = valid & baseline.valid.to(device)
 
-    old_log_probs, score_norms = _policy(run, rollouts, parts, timer)
+    old_log_probs, norms, weights = _policy(run, rollouts, parts, timer)
     ref_log_probs = None
     if run.ref is not None:
         with timer("ref"):
@@ -90,7 +91,8 @@ def score_batch(
         score_valid=valid,
         token_level_rewards=_at_last_token(scores, rollouts.response_mask),
         old_log_probs=old_log_probs,
-        score_norms=score_norms,
+        score_norms=norms,
+        sequence_weights=weights,
         ref_log_probs=ref_log_probs,
         values=values,
         baseline_scores=baseline_scores,
@@ -99,19 +101,23 @@ def score_batch(
 
 def _policy(
     run: Run, rollouts: Rollouts, parts: list[Rows], timer: StepTimer
-) -> tuple[Tensor, Tensor | None]:
-    """π_old (B, T), and ‖∇ log π‖² (B, T) if the estimator needs it, else None."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """π_old (B, T), and if the estimator needs them, ‖∇ log π‖² (B, T) and Π π/π_rollout (B,), else None."""
     algorithm = run.spec.algorithm
-    needs_norms = algorithm.estimator_needs("score_norms")
+    needs_norms, needs_weights = map(algorithm.estimator_needs, ("score_norms", "sequence_weights"))
     bypass = algorithm.rollout_correction.bypass_mode
-    if bypass and not needs_norms:
-        return rollouts.rollout_log_probs, None
+    if bypass and not needs_norms and not needs_weights:
+        return rollouts.rollout_log_probs, None, None
     with timer("old_log_prob"), torch.no_grad():
         outputs = [run.actor.policy(rollouts.inputs.pick(rows), sum_pi_squared=needs_norms) for rows in parts]
     own = in_batch_order([output.log_probs for output in outputs], parts)
     squares = [output.sum_pi_squared for output in outputs if output.sum_pi_squared is not None]
     norms = score_norms(own, in_batch_order(squares, parts)) if squares else None
-    return rollouts.rollout_log_probs if bypass else own, norms
+    weights = None
+    if needs_weights:
+        gaps = torch.where(rollouts.response_mask, own - rollouts.rollout_log_probs, 0.0).double().sum(-1)
+        weights = gaps.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp().nan_to_num(nan=0.0)
+    return rollouts.rollout_log_probs if bypass else own, norms, weights
 
 
 def _gather(model: Callable[[ModelInputs], Tensor], inputs: ModelInputs, parts: list[Rows]) -> Tensor:

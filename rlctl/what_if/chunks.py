@@ -115,7 +115,8 @@ def advantages_of(step: Step, estimator: str, notes: list[str]) -> NDArray[np.fl
     if estimator in ("grpo", "dr_grpo") and not alone:
         advantages = outcome_advantages.grpo(scores, groups, valid, divide_by_std=estimator == "grpo")
     elif estimator == "opo" and not alone:
-        advantages = outcome_advantages.opo(scores, torch.tensor(step.lengths), groups, valid)
+        lengths = torch.tensor(step.lengths)
+        advantages = outcome_advantages.weighted_baseline(scores, lengths, groups, valid)
     else:
         advantages = outcome_advantages.rloo(scores, groups, valid)
     result: NDArray[np.float64] = advantages.double().numpy()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlctl.algos.advantages import maxrl
 from rlctl.algos.correction import correct
+from rlctl.algos.correction_weights import SelectiveParams
 from rlctl.algos.losses import policy_loss
 from rlctl.algos.rules import CorrectionRules, WeightRule
 from rlctl.registry import POLICY_LOSSES, REJECTION_CRITERIA
@@ -98,6 +99,21 @@ def coefficients(name: str, rows: list[list[Token]]) -> list[float]:
         return [
             r * x[2] - (math.copysign(1.0, x[0] - x[1]) if x is worst else 0.0)
             for r, x in zip(ratios, every, strict=True)
+        ]
+    if name == "clip_cov":
+        means = fmean(a for _, _, a in every), fmean(n for n, _, _ in every)
+        free = [
+            (a > 0 and r <= 1.2) or (a < 0 and r >= 0.8) for r, (_, _, a) in zip(ratios, every, strict=True)
+        ]
+        chosen = [
+            ok and 1.0 < (a - means[0]) * (n - means[1]) < 5.0
+            for ok, (n, _, a) in zip(free, every, strict=True)
+        ]
+        assert any(chosen)
+        kept = 1.0 - 1.0 / sum(chosen)
+        return [
+            r * a * ok * (kept if c else 1.0)
+            for r, (_, _, a), ok, c in zip(ratios, every, free, chosen, strict=True)
         ]
     return [c for row in rows for c in by_row(name, row)]
 
@@ -297,3 +313,38 @@ def test_maxrl_divides_by_the_mean() -> None:
     assert found.tolist() == [3.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
     graded = torch.tensor([True, True, False, True, True, True, True, True])
     assert maxrl(rewards, groups, graded)[:4].tolist() == [2.0, -1.0, 0.0, -1.0]
+
+
+def token_weights(level: str, log_ratio: Tensor, upper: float | None, params: object = None) -> Tensor:
+    """Weights of one-token responses with these log-ratios."""
+    rollout = torch.full((len(log_ratio), 1), -9.0)
+    rule = WeightRule(level, "truncate", upper=upper or 1e9, params=params)
+    mask = torch.ones(len(log_ratio), 1, dtype=torch.bool)
+    found = correct(rollout + log_ratio[:, None], rollout, mask, CorrectionRules(rule, ())).weights
+    assert found is not None
+    return found[:, 0].double()
+
+
+@pytest.mark.parametrize("limit", [0.5, 1.0, 3.0])
+def test_selective_weights_are_the_mean_over_the_rejection_test(limit: float) -> None:
+    log_ratio = torch.linspace(-4.0, 3.0, 57)
+    draws = (torch.arange(20_000) + 0.5) / 20_000  # in place of uniform random numbers
+    ratio = log_ratio.double().exp()
+    accepted = draws[:, None] < ratio / limit
+    expected = torch.where(accepted, 1.0, ratio).mean(0)
+    found = token_weights("selective", log_ratio, None, SelectiveParams(bound=limit))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("factor", [0.4, 1.0, 1.7])
+def test_jackpot_is_token_is_with_a_factor_per_position(factor: float) -> None:
+    """The mean over the random test; docs/reference/algorithms.md: rules that are settings."""
+    target, rollout = torch.randn(2, 12, generator=torch.Generator().manual_seed(1)).double().softmax(-1)
+    ratio, cap = target / rollout, 1.8
+    accept = (ratio / factor).clamp(max=1.0)
+    total = (rollout * accept).sum()  # Z
+    weight = (total * ratio.clamp(min=factor)).clamp(max=cap)  # of an accepted token: algorithm 1, line 23
+    assert (weight == cap).any()
+    assert total < 1.0
+    found = total * token_weights("token", ratio.log().float(), float(cap / total))
+    torch.testing.assert_close(accept * weight, found, rtol=1e-5, atol=1e-7)

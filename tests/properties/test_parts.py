@@ -53,13 +53,15 @@ def inputs() -> AdvantageInputs:
         values=torch.where(MASK, torch.randn(ROWS, HORIZON, generator=draw), 0.0),
         baseline_scores=torch.randn(ROWS, generator=draw),
         score_norms=torch.where(MASK, torch.rand(ROWS, HORIZON, generator=draw) + 0.1, 0.0),
+        sequence_weights=torch.rand(ROWS, generator=draw) + 0.2,
     )
 
 
 def changed(given: AdvantageInputs, how: Callable[[Tensor], Tensor]) -> AdvantageInputs:
     """Every tensor of the batch transformed alike."""
-    names = ("token_level_rewards", "response_mask", "group_ids", "valid", "values", "score_norms")
-    return replace(given, **{name: how(getattr(given, name)) for name in (*names, "baseline_scores")})
+    by_token = ("token_level_rewards", "response_mask", "values", "score_norms")
+    by_row = ("group_ids", "valid", "baseline_scores", "sequence_weights")
+    return replace(given, **{name: how(getattr(given, name)) for name in (*by_token, *by_row)})
 
 
 def advantages_of(name: str, given: AdvantageInputs) -> Tensor:

@@ -51,6 +51,19 @@ def opo(scores, lengths, groups, valid) -> list[float]:
     return found
 
 
+def best_constant(scores, weights, groups, valid) -> list[float]:
+    """The score minus the b for which Σ c·(r − b)² over the group is least, by bisection of its slope."""
+    found = []
+    for i, score in enumerate(scores):
+        group = [(scores[j], weights[j]) for j in siblings(i, groups, valid)]
+        low, high = min((r for r, _ in group), default=0.0), max((r for r, _ in group), default=0.0)
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if sum(c * (r - middle) for r, c in group) > 0 else (low, middle)
+        found.append(score - low if valid[i] and len(group) > 1 else 0.0)
+    return found
+
+
 def gae(rewards, values, mask, gamma: float, lam: float) -> tuple[list[float], list[float]]:
     """One sequence: every advantage is its own sum over the later TD errors."""
     places = [t for t, yes in enumerate(mask) if yes]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.algos.advantages import grpo, opo, remax, rloo, zero_spread_fraction
+from rlctl.algos.advantages import grpo, remax, rloo, weighted_baseline, zero_spread_fraction
 from tests.reference import advantages as reference
 
 
@@ -43,7 +43,7 @@ def test_estimators_equal_the_reference(seed: int) -> None:
     lengths = torch.randint(0, 9, scores.shape, generator=torch.Generator().manual_seed(seed))
     by_length = reference.opo(plain[0], lengths.tolist(), *plain[1:])
     pairs = [
-        (opo(scores, lengths, groups, valid), by_length),
+        (weighted_baseline(scores, lengths, groups, valid), by_length),
         (rloo(scores, groups, valid), reference.rloo(*plain)),
         (grpo(scores, groups, valid), reference.grpo(*plain)),
         (dr_grpo(scores, groups, valid), reference.grpo(*plain, divide_by_std=False)),
@@ -106,11 +106,11 @@ def test_opo_weighs_by_length() -> None:
         torch.ones(5) > 0,
     )
     valid[2] = False
-    found = opo(scores, torch.tensor([3, 1, 50, 7, 2]), groups, valid)
+    found = weighted_baseline(scores, torch.tensor([3, 1, 50, 7, 2]), groups, valid)
     assert found.tolist() == [0.25, -0.75, 0.0, 0.0, 0.0]
-    nothing = opo(scores[:2], torch.tensor([0, 0]), groups[:2], valid[:2])
+    nothing = weighted_baseline(scores[:2], torch.tensor([0, 0]), groups[:2], valid[:2])
     assert nothing.tolist() == [0.0, 0.0]
-    alone = opo(scores[1:3], torch.tensor([4, 4]), groups[1:3], valid[1:3])
+    alone = weighted_baseline(scores[1:3], torch.tensor([4, 4]), groups[1:3], valid[1:3])
     assert alone.tolist() == [0.0, 0.0]
 
 

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.algos.advantages import grpo, opo, remax, rloo
+from rlctl.algos.advantages import grpo, remax, rloo, weighted_baseline
 from rlctl.algos.aggregate import Denominators, aggregate
+from rlctl.algos.batch_losses import ClipCovParams
 from rlctl.algos.estimators import AdvantageInputs
 from rlctl.algos.kl import KLController, kl_estimate
-from rlctl.algos.losses import policy_loss
+from rlctl.algos.losses import WholeBatch, policy_loss
 from rlctl.algos.rules import LossRule
 from rlctl.algos.token_advantages import (
     gae,
@@ -131,6 +132,39 @@ def test_experimental_losses(name: str) -> None:
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
 
 
+def test_clip_cov_is_the_mean_over_the_random_choice(monkeypatch) -> None:
+    """verl drops one of m tokens at random: the mean over the m equally likely choices."""
+    config = SimpleNamespace(
+        policy_loss=SimpleNamespace(clip_cov_ratio=0.0002, clip_cov_lb=0.2, clip_cov_ub=5.0),
+        clip_ratio=0.2,
+        clip_ratio_low=None,
+        clip_ratio_high=None,
+        global_batch_info={},
+    )
+    most = 0
+    for seed in range(10):
+        log_probs, old, advantages, mask = make_inputs(seed)
+        log_probs.requires_grad_()
+        sizes, theirs = [1], []
+        while len(theirs) < sizes[-1]:
+
+            def rolled(size: int, first: int = len(theirs), sizes: list[int] = sizes) -> Tensor:
+                sizes.append(size)
+                return torch.arange(size).roll(-first)
+
+            monkeypatch.setattr(torch, "randperm", rolled)
+            loss = verl.get_policy_loss_fn("clip_cov")
+            value, _ = loss(old, log_probs, advantages, mask.float(), "token-mean", config)
+            theirs.append(torch.autograd.grad(value, log_probs)[0])
+        given = (old, advantages, mask)
+        rule = WholeBatch.of(log_probs, *given).tell(LossRule("clip_cov", params=ClipCovParams(low=0.2)))
+        found = policy_loss(rule, log_probs, *given, None)
+        own = torch.autograd.grad(found.values[mask].sum() / mask.sum(), log_probs)[0]
+        torch.testing.assert_close(own, torch.stack(theirs).mean(0), rtol=1e-4, atol=1e-7)
+        most = max(most, len(theirs))
+    assert most > 2
+
+
 def test_gpg() -> None:
     for seed in range(5):
         scores, rewards, mask = make_scores(seed)
@@ -155,7 +189,7 @@ def test_estimators_per_response(seed: int) -> None:
             verl.compute_grpo_outcome_advantage(rewards, weights, index, norm_adv_by_std_in_grpo=False),
         ),
         (
-            opo(scores, mask.sum(-1), GROUPS, EVERYONE),
+            weighted_baseline(scores, mask.sum(-1), GROUPS, EVERYONE),
             verl.compute_opo_outcome_advantage(rewards, weights, index),
         ),
         (remax(scores, greedy, EVERYONE), verl.compute_remax_outcome_advantage(rewards, greedy, weights)),

@@ -64,6 +64,7 @@ def scored_batch(seed: int = 0) -> ScoredBatch:
         token_level_rewards=torch.where(mask, torch.where(last, scores[:, None], noise(0.05)), 0.0),
         old_log_probs=old,
         score_norms=torch.rand(ROWS, HORIZON, generator=draw),
+        sequence_weights=(old - rollouts.rollout_log_probs).sum(-1).exp(),
         ref_log_probs=old + torch.where(mask, noise(0.3), 0.0),
         values=noise(),
         baseline_scores=torch.rand(ROWS, generator=draw),

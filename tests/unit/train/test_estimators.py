@@ -75,6 +75,15 @@ def token_baseline(scored: ScoredBatch) -> Table:
     )
 
 
+def influence(scored: ScoredBatch) -> list[float]:
+    """W² · Σ_t ‖∇ log π_t‖² of each response."""
+    mask, norms = scored.rollouts.response_mask.tolist(), scored.score_norms.tolist()
+    sums = [
+        sum(x for x, ok in zip(row, some, strict=True) if ok) for row, some in zip(norms, mask, strict=True)
+    ]
+    return [w * w * x for w, x in zip(scored.sequence_weights.tolist(), sums, strict=True)]
+
+
 def wanted(estimator: str, scored: ScoredBatch, algorithm: AlgorithmSpec) -> Table:
     """What the papers say, one response or token at a time."""
     grouped = outcomes(scored), GROUPS, scored.score_valid.tolist()
@@ -86,6 +95,9 @@ def wanted(estimator: str, scored: ScoredBatch, algorithm: AlgorithmSpec) -> Tab
         "maxrl": lambda: spread(slow.maxrl(*grouped)),
         "gpg": lambda: spread(slow.gpg(*grouped)),
         "opo": lambda: spread(slow.opo(grouped[0], LENGTHS, *grouped[1:])),
+        "off_policy_optimal_baseline": lambda: spread(
+            slow.best_constant(grouped[0], influence(scored), *grouped[1:])
+        ),
         "remax": lambda: spread(remax(scored)),
         "reinforce_plus_plus": lambda: whitened(
             by_token(scored, lambda r, v, m: slow.reward_to_go(r, m, gamma))
@@ -134,7 +146,8 @@ def test_grpo_without_the_standard_deviation_is_dr_grpo() -> None:
 def test_an_ungraded_sample_has_no_say(estimator: str) -> None:
     scored = scored_batch()
     wild = {}
-    for name in ("token_level_rewards", "values", "score_norms", "baseline_scores"):
+    names = ("token_level_rewards", "values", "score_norms", "sequence_weights", "baseline_scores")
+    for name in names:
         wild[name] = getattr(scored, name).clone()
         wild[name][INVALID] = 1e6
     clean = with_advantages(scored, algorithm_of(estimator), alone()).advantages
@@ -169,13 +182,15 @@ def test_two_ranks_give_the_same(two_ranks: list[dict], estimator: str) -> None:
     [
         ("gae", "values", "the critic's values"),
         ("optimal_token_baseline", "score_norms", "score function"),
+        ("off_policy_optimal_baseline", "sequence_weights", "sequence weights"),
         ("remax", "baseline_scores", "greedy responses' scores"),
     ],
 )
 def test_what_an_estimator_reads_must_be_there(estimator: str, missing: str, words: str) -> None:
     with pytest.raises(RunFailure, match=words):
         with_advantages(replace(scored_batch(), **{missing: None}), algorithm_of(estimator), alone())
-    for other in ESTIMATORS.keys() - {estimator}:
+    others = [name for name in ESTIMATORS if missing not in ESTIMATORS.part(name).needs]
+    for other in others:
         with_advantages(replace(scored_batch(), **{missing: None}), algorithm_of(other), alone())
 
 

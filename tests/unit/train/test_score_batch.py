@@ -223,17 +223,21 @@ def test_only_remax_asks_for_greedy_responses() -> None:
 
 
 @pytest.mark.parametrize("bypass", [True, False])
-@pytest.mark.parametrize("estimator", ["rloo", "optimal_token_baseline"])
+@pytest.mark.parametrize("estimator", ["rloo", "optimal_token_baseline", "off_policy_optimal_baseline"])
 def test_old_log_probs_are_the_rollouts_or_the_trainers(bypass: bool, estimator: str) -> None:
     spec = spec_of(estimator, f"algorithm.rollout_correction.bypass_mode={str(bypass).lower()}")
     scored = scored_by(spec)
     own = said(-0.1)(with_advantages(scored, spec.algorithm, alone()).inputs)
     sampled = rollouts()
     assert torch.equal(scored.old_log_probs, sampled.rollout_log_probs if bypass else own)
-    assert (scored.score_norms is not None) == (estimator == "optimal_token_baseline")
+    assert (scored.score_norms is not None) == (estimator != "rloo")
+    assert (scored.sequence_weights is not None) == (estimator == "off_policy_optimal_baseline")
     if scored.score_norms is not None:  # of the policy about to be updated, in both modes
         squares = said(0.01)(with_advantages(scored, spec.algorithm, alone()).inputs)
         torch.testing.assert_close(scored.score_norms, 1.0 - 2.0 * own.exp() + squares)
+    if scored.sequence_weights is not None:
+        gaps = torch.where(sampled.response_mask, own - sampled.rollout_log_probs, 0.0)
+        torch.testing.assert_close(scored.sequence_weights, gaps.sum(-1).exp().double())
 
 
 @pytest.mark.parametrize(

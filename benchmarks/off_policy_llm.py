@@ -32,14 +32,11 @@ CONDITIONS: dict[str, tuple[str, ...]] = {
     "staleness 2": ("rollout.staleness=2",),
     "vLLM rollouts": ("rollout.name=vllm", "rollout.dtype=bf16"),
 }
+_FIVE = ("none", "token TIS", "sequence IS", "geometric RS", "decoupled PPO")
 #: Methods compared within each condition; the other combinations are not worth their machine time.
 COMPARED: dict[str, tuple[str, ...]] = {
     "staleness 8": tuple(METHODS),
-    "staleness 0": ("none", "token TIS"),
-    "int8 rollouts": ("none", "token TIS"),
-    "staleness 2": ("none", "token TIS"),
-    "vLLM rollouts": ("none", "token TIS"),
-}
+} | dict.fromkeys(("staleness 0", "int8 rollouts", "staleness 2", "vLLM rollouts"), _FIVE)
 
 
 def common(train_file: Path, val_file: Path, steps: int, lr: str) -> tuple[str, ...]:

@@ -4,19 +4,20 @@
 
 A policy with responses of up to 32 tokens trains (Adam, 32 groups of 8) on responses of the policy from 1, 4
 or 16 updates before. Fixed methods: five rules at three rates. Adaptive methods, at the same rates: P3O; VCPO
-(sequence weights truncated at 8, rate ∝ √ESS, minimum-variance baseline; as in its repository); and three
+(sequence weights truncated at 8, rate ∝ √ESS, minimum-variance baseline; as in its repository); and four
 methods that use the formula of `algos/gradient_error.py` with moments averaged over batches with weight 0.9:
 
 - `auto bound` uses, per batch, the rule with the smallest estimated error;
 - `auto bound and rate` also multiplies the rate by the estimated squared cosine between the rule's expected
   gradient and the true gradient;
-- `auto bound and staleness` also waits one step for fresh responses if that squared cosine is below ½.
+- `auto bound and staleness` also waits one step for fresh responses if that squared cosine is below ½;
+- `rollout_correction.auto`, as built: all three, from the batches before (`algos/auto_correction.py`).
 
 Score: mean exact expected reward over the steps, including steps that waited. Two seeds select each method's
 rate at each staleness, and the best fixed rule; ten other seeds are reported. Regret: score of the best fixed
 rule minus the method's score, with 90 % bootstrap intervals over seeds. Worst case: the largest mean regret
 of the three staleness levels. Finished runs are stored as lines of FILE; after an interruption, the same
-command continues. 480 runs of half a second to two seconds.
+command continues. 528 runs of half a second to two seconds.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.runs import interval
+from rlctl.algos.auto_correction import CANDIDATES, AutoChoice, GradientMoments, averaged, choose
 from rlctl.bench.exact import BenchRule
 from rlctl.bench.learned import LearnedWorld, SampledGroups, log_softmax
+from rlctl.train.auto_correction import TOO_OLD
 from rlctl.what_if.settings import NO_UPPER
 
 HORIZON, NEEDED, N, GROUPS = 32, (4, 8), 8, 32
@@ -52,8 +56,14 @@ RULES = {"no correction": NONE} | {
     for level in ("token", "sequence")
     for bound in ("2.0", "5.0")
 }
+#: The candidates of `rollout_correction.auto`.
+CHOICES = {
+    name: NONE if rule.level is None else weights(rule.level, f"{rule.upper:g}")
+    for name, rule in CANDIDATES.items()
+}
 P3O, VCPO = BenchRule.of(rollout_is=None, loss_type="p3o"), weights("sequence", "8.0")
-ADAPTING = ("P3O", "VCPO", "auto bound", "auto bound and rate", "auto bound and staleness")
+BUILT = "rollout_correction.auto"
+ADAPTING = ("P3O", "VCPO", "auto bound", "auto bound and rate", "auto bound and staleness", BUILT)
 
 
 class Gauge:
@@ -111,6 +121,8 @@ def run(name: str, rate: float, staleness: int, seed: int, steps: int) -> float:
     past: deque[np.ndarray] = deque([logits], maxlen=staleness + 1)
     first, second = np.zeros_like(logits), np.zeros_like(logits)
     gauge, scores, updates, waits = Gauge(), [], 0, False
+    means: dict[str, GradientMoments] = {}
+    choice, last_wait = AutoChoice(), -1
     for step in range(steps):
         scores.append(world.success(logits))
         if waits:
@@ -127,6 +139,15 @@ def run(name: str, rate: float, staleness: int, seed: int, steps: int) -> float:
             gradient, cosine = found[chosen].mean(0), gauge.cosine(chosen)
             factor = cosine if name.endswith("rate") else 1.0
             waits = name.endswith("staleness") and cosine < 0.5
+        elif name == BUILT:
+            exact = torch.from_numpy(world.group_gradients(EXACT, drawn, N))
+            found = {key: world.group_gradients(rule, drawn, N) for key, rule in CHOICES.items()}
+            gradient, factor = found[choice.name].mean(0), choice.lr_scale
+            batch = {key: GradientMoments.of(torch.from_numpy(used), exact) for key, used in found.items()}
+            means = averaged(means, batch)
+            choice = choose(means, GROUPS)
+            waits = choice.lr_scale < TOO_OLD and step - last_wait > staleness
+            last_wait = step if waits else last_wait
         elif name == "VCPO":
             gradient, factor = vcpo(world, drawn)
         else:

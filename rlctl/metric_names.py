@@ -116,6 +116,20 @@ def _bounds_and_counts() -> Iterator[Metric]:
     for end, which in (("lo", "lower"), ("hi", "upper")):
         bound = f"{which} end of its 90 % interval; 0 to 1 where the weights are too uneven for an estimate"
         yield metric(f"grad_error_{end}", "fraction", bound, verl=False)
+    rule = "weight that `auto` used: 0 none, 1 and 2 per token at most 2 and 5, 3 and 4 per sequence"
+    yield metric("auto_rule", "index", rule, verl=False)
+    yield metric("auto_lr_scale", "1", "factor of the learning rate set by `auto`", verl=False)
+    discarded = "1 if `auto` discarded the responses sampled ahead after this step"
+    yield metric("auto_discarded", "0 or 1", discarded, verl=False)
+    for name in ("none", "token_2", "token_5", "sequence_2", "sequence_5"):
+        for moment, what in (
+            ("norm", "|E x|²"),
+            ("inner", "E x · E y"),
+            ("signal", "|E y|²"),
+            ("square", "E |x|²"),
+        ):
+            words = f"{what} of the group gradients x under this weight of `auto`, y under exact weights"
+            yield metric(f"auto_{moment}/{name}", "sketch units", words, verl=False)
     listed = "mean probability under π_rollout of the tokens that score centering lists at each position"
     yield metric("listed_mass", "fraction", listed, verl=False)
     saturated = "sequences whose Σ log ρ left ±20, so that the sequence weight is only the clamp"

@@ -35,6 +35,7 @@ _BYPASS, _DIALECT = f"{CORRECTION}bypass_mode", f"{CORRECTION}dialect"
 _IS, _IS_BOUND = f"{CORRECTION}rollout_is", f"{CORRECTION}rollout_is_bound"
 _RULES = (_DIALECT, _IS, IS_THRESHOLD_KEY, _IS_BOUND, RS_KEY, RS_THRESHOLD_KEY)
 _CENTERING = f"{CORRECTION}score_centering"
+_AUTO = f"{CORRECTION}auto"
 _CLIPS = ("actor.clip_ratio_low", "actor.clip_ratio_high")
 _LOSS_OPTIONS = (*_CLIPS, "actor.clip_ratio_c", "actor.tau_pos", "actor.tau_neg", "actor.dppo_divergence")
 
@@ -52,10 +53,11 @@ def _has_ratio(spec: RunSpec) -> bool:
 
 def _is_corrected(spec: RunSpec) -> bool:
     correction = spec.algorithm.rollout_correction
-    return bool(correction.rollout_is or correction.rollout_rs or correction.score_centering)
+    parts = (correction.rollout_is, correction.rollout_rs, correction.score_centering, correction.auto)
+    return any(parts)
 
 
-@reads(*_RULES, _CENTERING, _BYPASS, LOSS, f"{CORRECTION}measure_grad_error")
+@reads(*_RULES, _CENTERING, _BYPASS, LOSS, _AUTO, f"{CORRECTION}measure_grad_error")
 def rules_are_clear(spec: RunSpec) -> Problems:
     """Criteria must exist in the dialect; thresholds must fit the criteria and accept on-policy data."""
     yield from correction_problems(spec.algorithm.rollout_correction)
@@ -265,6 +267,14 @@ def gspo_clip_is_narrow(spec: RunSpec) -> Problems:
             )
 
 
+@reads(_AUTO, "actor.loss_agg_mode")
+def candidates_are_comparable(spec: RunSpec) -> Problems:
+    """`auto` compares sums over tokens."""
+    if spec.algorithm.rollout_correction.auto and spec.actor.loss_agg_mode == "seq-mean-token-mean":
+        what = "auto compares gradients that are sums over tokens, not means over each response"
+        yield error(_AUTO, what, "set actor.loss_agg_mode: token-mean or seq-mean-token-sum")
+
+
 @reads(_CENTERING, "rollout.name")
 def likeliest_tokens_are_listed(spec: RunSpec) -> Problems:
     """Score centering needs the most likely tokens of the rollout engine."""
@@ -284,7 +294,7 @@ def weights_are_only_measured(spec: RunSpec) -> Problems:
         yield warning(_IS, what, fix)
 
 
-@reads(_BYPASS, LOSS, *BATCH_KEYS, _IS, RS_KEY, _CENTERING, "actor.ppo_epochs")
+@reads(_BYPASS, LOSS, *BATCH_KEYS, _IS, RS_KEY, _CENTERING, _AUTO, "actor.ppo_epochs")
 def bypass_drifts(spec: RunSpec) -> Problems:
     """In bypass mode only IS and RS correct for the change of the policy within a batch."""
     if not spec.algorithm.rollout_correction.bypass_mode:
@@ -301,7 +311,7 @@ def bypass_drifts(spec: RunSpec) -> Problems:
         yield warning("actor.ppo_mini_batch_size", what, fix)
 
 
-@reads(_BYPASS, LOSS, _IS, RS_KEY, _CENTERING, "rollout.staleness", "rollout.max_staleness")
+@reads(_BYPASS, LOSS, _IS, RS_KEY, _CENTERING, _AUTO, "rollout.staleness", "rollout.max_staleness")
 def staleness_is_corrected(spec: RunSpec) -> Problems:
     """Stale data without correction optimise the wrong objective.
 

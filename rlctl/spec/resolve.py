@@ -48,13 +48,15 @@ def correction_rules(spec: RolloutCorrectionSpec) -> CorrectionRules:
     """Translate the spec's rollout correction into rules.
 
     Raises:
-        SpecError: with every unknown criterion, every invalid threshold or parameter, and what score
-            centering does not fit.
+        SpecError: with every unknown criterion, every invalid threshold or parameter, and what does not fit
+            score centering or `auto`.
     """
     problems: list[Problem] = []
     weight, reject = _weight_rule(spec, problems), _reject_rules(spec, problems)
     if spec.score_centering is not None:
         problems += _centering_problems(spec, weight, reject)
+    if spec.auto:
+        problems += _auto_problems(spec)
     if problems:
         raise SpecError(problems)
     return CorrectionRules(weight, reject, spec.loss_denominator)
@@ -102,6 +104,20 @@ def _centering_problems(
     if spec.measure_grad_error:
         what = "score centering is not part of the gradient whose error is measured"
         yield Problem("error", f"{_PREFIX}measure_grad_error", what, "set it to false")
+
+
+def _auto_problems(spec: RolloutCorrectionSpec) -> Iterator[Problem]:
+    """`auto` sets the weight of REINFORCE, where the error of every candidate can be estimated."""
+    key = f"{_PREFIX}auto"
+    if spec.rollout_is is not None:
+        what = f"auto chooses the weight of every batch, and rollout_is: {spec.rollout_is} fixes it"
+        yield Problem("error", key, what, "set rollout_is: null")
+    if not spec.bypass_mode or spec.loss_type != "reinforce":
+        what = "the error is estimated for REINFORCE in bypass mode only"
+        yield Problem("error", key, what, "set bypass_mode: true and loss_type: reinforce")
+    if spec.rollout_rs or spec.score_centering:
+        what = "auto compares weights without rejection and score centering"
+        yield Problem("error", key, what, "set rollout_rs: null and score_centering: null")
 
 
 # --- weights ---------------------------------------------------------------------------------

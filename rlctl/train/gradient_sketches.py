@@ -1,17 +1,23 @@
 """Sketched gradients of the groups of a batch: under the rule in use, and under exact sequence weights.
 
+With `rollout_correction.auto` also under each candidate weight.
+
 The factor that a rule applies to ∇ log π of a token is −∂loss/∂log π, which autograd computes for any loss.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
+from rlctl.algos.auto_correction import GradientMoments
+from rlctl.algos.correction import importance_weights, masked_log_ratio
 from rlctl.algos.gradient_error import gradient_error
-from rlctl.algos.rules import LOG_RATIO_CLAMP
+from rlctl.algos.row_blocks import Extras
+from rlctl.algos.rules import LOG_RATIO_CLAMP, WeightRule
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.engine.ranks import Ranks
@@ -23,11 +29,15 @@ class GradientSketches:
 
     Attributes:
         used, exact: group → (K,) sketch of its gradient, for this rank's groups.
+        candidates: further weights of `reinforce`, by name.
+        of_candidates: for each of them as `used`, up to a common factor.
         weights: Σ W, Σ W² and number of the sequence weights W.
     """
 
     used: dict[int, Tensor] = field(default_factory=dict)
     exact: dict[int, Tensor] = field(default_factory=dict)
+    candidates: Mapping[str, WeightRule] = field(default_factory=dict)
+    of_candidates: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     weights: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
 
     def add(self, micro: TrainBatch, output: PolicyOutput, loss: Tensor) -> None:
@@ -39,10 +49,19 @@ class GradientSketches:
         log_ratio = torch.where(mask, log_probs - micro.rollout_log_probs, 0.0).double().sum(-1)
         weight = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
         counts = mask.any(-1) & weight.isfinite()
-        factors = (-gradient, torch.where(mask, micro.advantages * weight[:, None].float(), 0.0))
+        factors = [
+            (self.used, -gradient),
+            (self.exact, torch.where(mask, micro.advantages * weight[:, None].float(), 0.0)),
+        ]
+        token_ratio = masked_log_ratio(log_probs, micro.rollout_log_probs, mask, Extras(None, None))
+        keep = mask & token_ratio.finite
+        for name, rule in self.candidates.items():
+            found_weights = importance_weights(token_ratio, keep, rule)
+            applied = keep.float() if found_weights is None else found_weights.applied
+            factors.append((self.of_candidates.setdefault(name, {}), micro.advantages * applied))
         rows = micro.response_mask.nonzero(as_tuple=True)[0]
         groups, index = torch.unique(micro.group_ids, return_inverse=True)
-        for kept, factor in zip((self.used, self.exact), factors, strict=True):
+        for kept, factor in factors:
             tokens = factor.nan_to_num()[micro.response_mask][:, None] * output.sketch
             sums = torch.zeros(len(groups), tokens.shape[1], device=tokens.device)
             sums.index_add_(0, index[rows], tokens)
@@ -53,14 +72,36 @@ class GradientSketches:
         self.weights = [a + float(b) for a, b in zip(self.weights, sums_of, strict=True)]
 
     def metrics(self, ranks: Ranks, groups_per_step: float) -> dict[str, float]:
-        """`rollout_corr/grad_error*` over all ranks (a collective); empty with fewer than two groups."""
-        own = [(self.used[group].cpu(), self.exact[group].cpu()) for group in sorted(self.used)]
+        """`rollout_corr/grad_error*` and the candidates' moments, over all ranks (a collective).
+
+        Empty with fewer than two groups.
+        """
+        kinds = (self.used, self.exact, *(self.of_candidates.get(name, {}) for name in self.candidates))
+        own = [tuple(kind[group].cpu() for kind in kinds) for group in sorted(self.used)]
         everyones = ranks.exchange(own)
         total, squares, count = ranks.sum(self.weights)
         if len(everyones) < 2:
             return {}
-        used, exact = (torch.stack(list(each)) for each in zip(*everyones, strict=True))
+        used, exact, *others = (torch.stack(list(each)) for each in zip(*everyones, strict=True))
         ess = total**2 / (count * squares) if squares > 0 else 0.0
         found = gradient_error(used, exact, ess, groups_per_step)
         prefix = "rollout_corr/grad_error"
-        return {prefix: found.estimate, f"{prefix}_lo": found.low, f"{prefix}_hi": found.high}
+        metrics = {prefix: found.estimate, f"{prefix}_lo": found.low, f"{prefix}_hi": found.high}
+        for name, gradients in zip(self.candidates, others, strict=True):
+            metrics |= moment_metrics(name, GradientMoments.of(gradients, exact))
+        return metrics
+
+
+def moment_metrics(name: str, moments: GradientMoments) -> dict[str, float]:
+    """Metrics from which `logged_moments` reads the moments of one candidate."""
+    return {_moment_key(field.name, name): getattr(moments, field.name) for field in fields(moments)}
+
+
+def logged_moments(name: str, metrics: Mapping[str, float]) -> GradientMoments | None:
+    """The moments of one candidate in the metrics of a step; None if they were not logged."""
+    keys = [_moment_key(field.name, name) for field in fields(GradientMoments)]
+    return GradientMoments(*(metrics[key] for key in keys)) if keys[0] in metrics else None
+
+
+def _moment_key(moment: str, name: str) -> str:
+    return f"rollout_corr/auto_{moment}/{name}"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlctl.reward.build import refuse_errors
+from rlctl.train.auto_correction import AutoCorrection
 from rlctl.train.batch_metrics import batch_metrics, batch_sums
 from rlctl.train.filter_groups import live_batch
 from rlctl.train.guardrails import Guardrails
@@ -48,7 +49,7 @@ def train(run: Run) -> None:
     """Trains from `run.start_step` to `run.total_steps`, or until a stop is requested."""
     spec, algorithm, of_critic = run.spec, run.spec.algorithm, CriticSettings.of(run.spec)
     ranks = run.data_ranks or run.ranks
-    guardrails, saver = Guardrails(run, UpdateSettings.of(spec)), Saver(run)
+    guardrails, auto, saver = Guardrails(run, UpdateSettings.of(spec)), AutoCorrection(run), Saver(run)
     lr_at, critic_lr_at = actor_schedule(spec, run.total_steps), critic_schedule(spec, run.total_steps)
     phases = run.tracker.begin_phase
     warnings, saving = Notices(run.tracker.note, "warning"), StepTimer(ranks.device, phases)
@@ -78,7 +79,7 @@ def train(run: Run) -> None:
                     batch,
                     run.actor,
                     ranks,
-                    guardrails.settings,
+                    auto.adjusted(guardrails.settings),
                     lr_at,
                     run.policy_version,
                     guard=guardrails.spec,
@@ -97,6 +98,7 @@ def train(run: Run) -> None:
             with timer("testing"):
                 metrics |= validate(run, step)
         metrics |= performance(metrics, timer, run.ranks) | saving.metrics()
+        metrics |= auto.observe(step, metrics)
         metrics |= guardrails.observe(
             step,
             metrics,

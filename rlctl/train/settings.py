@@ -24,7 +24,9 @@ class UpdateSettings:
         micro_rows: sequences per forward pass on this rank.
         micro_tokens: tokens per forward pass, see `micro_batches`; None: `micro_rows` applies.
         lr_ess_scaling: multiply the learning rate by √ESS of the raw weights.
+        auto_lr_scale: factor of the learning rate, see `rlctl.train.auto_correction`.
         measure_grad_error: estimate the error of the gradient, see `rlctl.train.gradient_sketches`.
+        auto: estimate it for the weights that `rollout_correction.auto` chooses from, too.
         centers_scores: subtract the expected score under the sampler, see `rlctl.algos.score_centering`.
         kl_loss_type: KL estimator of the KL loss; None: no KL in the loss.
     """
@@ -43,7 +45,9 @@ class UpdateSettings:
     kl_loss_coef: float = 0.0
     micro_tokens: int | None = None
     lr_ess_scaling: bool = False
+    auto_lr_scale: float = 1.0
     measure_grad_error: bool = False
+    auto: bool = False
     centers_scores: bool = False
 
     @classmethod
@@ -65,7 +69,8 @@ class UpdateSettings:
             kl_loss_coef=actor.kl_loss_coef,
             micro_tokens=spec.pass_tokens,
             lr_ess_scaling=actor.lr_ess_scaling,
-            measure_grad_error=correction.measure_grad_error,
+            measure_grad_error=correction.measure_grad_error or correction.auto,
+            auto=correction.auto,
             centers_scores=correction.score_centering is not None,
         )
 

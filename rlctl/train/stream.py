@@ -76,6 +76,12 @@ class RolloutStream:
         for batch in kept:
             batch.exception()  # waits; `take` raises the error
 
+    def discard(self) -> None:
+        """Drops the waiting batches; they are sampled again, with the weights of that time."""
+        self.drain()
+        self._next_step -= len(self._waiting)
+        self._waiting.clear()
+
     def save(self, directory: Path, rank: int) -> None:
         """Writes the waiting batches, after `drain`, so that a resumed run trains on the same ones."""
         if not self._ahead:

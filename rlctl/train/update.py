@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.aggregate import Denominators
+from rlctl.algos.auto_correction import CANDIDATES
 from rlctl.algos.correction import correct, normalization_factor
 from rlctl.algos.correction_records import Correction, CorrectionSums
 from rlctl.algos.losses import WholeBatch
@@ -117,7 +118,9 @@ def update(
     parts = batch.split(settings.mini_rows)
     fixed = [] if settings.bypass else [_correct(part, part.old_log_probs, settings) for part in parts]
     results: list[_MiniResult] = []
-    sketches = GradientSketches() if settings.measure_grad_error else None
+    sketches = None
+    if settings.measure_grad_error:
+        sketches = GradientSketches(candidates=CANDIDATES) if settings.auto else GradientSketches()
     for epoch in range(settings.ppo_epochs):
         for place, part in enumerate(parts):
             mini = MiniBatch.of(part, actor, ranks, settings)
@@ -382,7 +385,7 @@ def _step(
     if is_possible and not hold and guard.mode != "off":
         observed = observe_update(sums, settings.rules)
         decision = None if observed is None else decide_update(observed, lr_scale, guard)
-    lr *= decision.lr_scale if decision else 1.0
+    lr *= settings.auto_lr_scale * (decision.lr_scale if decision else 1.0)
     if settings.lr_ess_scaling:  # Huang et al. 2026, VCPO, arXiv 2602.17616: lr × √ESS
         raw = sums.raw.token if settings.rules.weight.by_token else sums.raw.sequence
         lr *= math.sqrt(raw.ess)

@@ -37,6 +37,9 @@ def what_if(path: Path) -> Tradeoff:
             f"in bypass mode loss_type={correction.loss_type} corrects by its own ratio and applies no "
             "weight: the run's own setting is left out; weights need loss_type=reinforce or bypass_mode=false"
         )
+    if correction.auto:
+        applies = False
+        notes.append("auto chose another weight per batch: the run's own setting is left out")
     if correction.score_centering:
         applies = False
         notes.append(

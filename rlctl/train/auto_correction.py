@@ -1,0 +1,89 @@
+"""`rollout_correction.auto`: after every batch, chooses the weight, the learning rate and fresh responses.
+
+All decisions depend only on logged metrics, so a resumed run reads its log and decides as the uninterrupted
+run would. The main rank decides for all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rlctl.algos.auto_correction import CANDIDATES, AutoChoice, GradientMoments, averaged, choose
+from rlctl.train.gradient_sketches import logged_moments
+
+if TYPE_CHECKING:
+    from rlctl.train.run import Run
+    from rlctl.train.settings import UpdateSettings
+
+_DISCARDED = "rollout_corr/auto_discarded"
+#: Squared cosine of the expected and the true gradient below which responses sampled ahead are too old.
+TOO_OLD = 0.5
+
+
+class AutoCorrection:
+    """Sets the correction weight of every batch; without `rollout_correction.auto` it does nothing.
+
+    Args:
+        run: its `history` holds the logged metrics of earlier steps (only the main rank's is used).
+
+    Attributes:
+        choice: the weight and the learning-rate factor of the next batch.
+    """
+
+    def __init__(self, run: Run) -> None:
+        spec = run.spec
+        self._run, self._is_on = run, spec.algorithm.rollout_correction.auto
+        self._ahead = max(spec.rollout.staleness, spec.rollout.max_staleness)
+        self._num_groups = float(spec.ppo_mini_batch_size)
+        self._means: dict[str, GradientMoments] = {}
+        self._last_discard = 0
+        self.choice = AutoChoice()
+        if self._is_on:
+            for metrics in run.history:
+                self._add(metrics)
+                if metrics.get(_DISCARDED):
+                    self._last_discard = int(metrics["step"])
+            self.choice = self._chosen()
+
+    def adjusted(self, settings: UpdateSettings) -> UpdateSettings:
+        """The settings of the next batch."""
+        if not self._is_on:
+            return settings
+        rules = replace(settings.rules, weight=CANDIDATES[self.choice.name])
+        return replace(settings, rules=rules, auto_lr_scale=self.choice.lr_scale)
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Chooses for the next batch; discards responses that were sampled ahead if they are too old.
+
+        Args:
+            step: the batch's number.
+            metrics: of this step, over all ranks.
+
+        Returns:
+            What was in effect in this step, and whether responses were discarded after it.
+        """
+        if not self._is_on:
+            return {}
+        self._add(metrics)
+        own = {
+            "rollout_corr/auto_rule": float(list(CANDIDATES).index(self.choice.name)),
+            "rollout_corr/auto_lr_scale": self.choice.lr_scale,
+        }
+        self.choice = self._chosen()
+        is_stale = self.choice.lr_scale < TOO_OLD and step - self._last_discard > self._ahead > 0
+        if is_stale:
+            self._run.stream.discard()
+            self._last_discard = step
+        return own | {_DISCARDED: float(is_stale)}
+
+    def _add(self, metrics: Mapping[str, float]) -> None:
+        found = {name: logged_moments(name, metrics) for name in CANDIDATES}
+        batch = {name: moments for name, moments in found.items() if moments is not None}
+        self._means = averaged(self._means, batch)
+
+    def _chosen(self) -> AutoChoice:
+        ranks, own = self._run.ranks, choose(self._means, self._num_groups)
+        place = ranks.max(float(list(CANDIDATES).index(own.name)) if ranks.is_main else 0.0)
+        return AutoChoice(list(CANDIDATES)[int(place)], ranks.max(own.lr_scale if ranks.is_main else 0.0))

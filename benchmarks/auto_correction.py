@@ -35,7 +35,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.runs import interval
-from rlctl.algos.auto_correction import CANDIDATES, AutoChoice, GradientMoments, averaged, choose
+from rlctl.algos.auto_correction import CANDIDATES, AutoChoice, CandidateMoments, averaged, choose
 from rlctl.bench.exact import BenchRule
 from rlctl.bench.learned import LearnedWorld, SampledGroups, log_softmax
 from rlctl.train.auto_correction import TOO_OLD
@@ -121,7 +121,7 @@ def run(name: str, rate: float, staleness: int, seed: int, steps: int) -> float:
     past: deque[np.ndarray] = deque([logits], maxlen=staleness + 1)
     first, second = np.zeros_like(logits), np.zeros_like(logits)
     gauge, scores, updates, waits = Gauge(), [], 0, False
-    means: dict[str, GradientMoments] = {}
+    means: dict[str, CandidateMoments] = {}
     choice, last_wait = AutoChoice(), -1
     for step in range(steps):
         scores.append(world.success(logits))
@@ -143,7 +143,7 @@ def run(name: str, rate: float, staleness: int, seed: int, steps: int) -> float:
             exact = torch.from_numpy(world.group_gradients(EXACT, drawn, N))
             found = {key: world.group_gradients(rule, drawn, N) for key, rule in CHOICES.items()}
             gradient, factor = found[choice.name].mean(0), choice.lr_scale
-            batch = {key: GradientMoments.of(torch.from_numpy(used), exact) for key, used in found.items()}
+            batch = {key: CandidateMoments.of(torch.from_numpy(used), exact) for key, used in found.items()}
             means = averaged(means, batch)
             choice = choose(means, GROUPS)
             waits = choice.lr_scale < TOO_OLD and step - last_wait > staleness

@@ -29,7 +29,7 @@ _LOWEST = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class GradientMoments:
+class CandidateMoments:
     """Moments of the group gradients x_j of one weight; any common scale of x or of y cancels.
 
     Attributes:
@@ -45,7 +45,7 @@ class GradientMoments:
     square: float
 
     @classmethod
-    def of(cls, used: Tensor, exact: Tensor) -> GradientMoments:
+    def of(cls, used: Tensor, exact: Tensor) -> CandidateMoments:
         """Unbiased estimates from G ≥ 2 independent groups; `used` and `exact` are (G, K)."""
         used, exact = used.double(), exact.double()
         groups = len(used)
@@ -78,13 +78,13 @@ class AutoChoice:
 
 
 def averaged(
-    means: Mapping[str, GradientMoments], batch: Mapping[str, GradientMoments]
-) -> dict[str, GradientMoments]:
+    means: Mapping[str, CandidateMoments], batch: Mapping[str, CandidateMoments]
+) -> dict[str, CandidateMoments]:
     """Moving averages of the moments of each candidate, after one more batch."""
     return {**means, **{name: _mixed(means.get(name, new), new) for name, new in batch.items()}}
 
 
-def choose(means: Mapping[str, GradientMoments], num_groups: float) -> AutoChoice:
+def choose(means: Mapping[str, CandidateMoments], num_groups: float) -> AutoChoice:
     """The candidate with the smallest error; its squared cosine scales the learning rate."""
     if not means:
         return AutoChoice()
@@ -92,6 +92,6 @@ def choose(means: Mapping[str, GradientMoments], num_groups: float) -> AutoChoic
     return AutoChoice(best, means[best].squared_cosine)
 
 
-def _mixed(old: GradientMoments, new: GradientMoments) -> GradientMoments:
-    pairs = ((getattr(old, name), getattr(new, name)) for name in GradientMoments.__dataclass_fields__)
-    return GradientMoments(*(_DECAY * before + (1.0 - _DECAY) * now for before, now in pairs))
+def _mixed(old: CandidateMoments, new: CandidateMoments) -> CandidateMoments:
+    pairs = ((getattr(old, name), getattr(new, name)) for name in CandidateMoments.__dataclass_fields__)
+    return CandidateMoments(*(_DECAY * before + (1.0 - _DECAY) * now for before, now in pairs))

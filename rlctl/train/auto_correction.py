@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rlctl.algos.auto_correction import CANDIDATES, AutoChoice, GradientMoments, averaged, choose
+from rlctl.algos.auto_correction import CANDIDATES, AutoChoice, CandidateMoments, averaged, choose
 from rlctl.train.gradient_sketches import logged_moments
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class AutoCorrection:
         self._run, self._is_on = run, spec.algorithm.rollout_correction.auto
         self._ahead = max(spec.rollout.staleness, spec.rollout.max_staleness)
         self._num_groups = float(spec.ppo_mini_batch_size)
-        self._means: dict[str, GradientMoments] = {}
+        self._means: dict[str, CandidateMoments] = {}
         self._last_discard = 0
         self.choice = AutoChoice()
         if self._is_on:

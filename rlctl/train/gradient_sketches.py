@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from rlctl.algos.auto_correction import GradientMoments
+from rlctl.algos.auto_correction import CandidateMoments
 from rlctl.algos.correction import importance_weights, masked_log_ratio
 from rlctl.algos.gradient_error import gradient_error
 from rlctl.algos.row_blocks import Extras
@@ -88,19 +88,19 @@ class GradientSketches:
         prefix = "rollout_corr/grad_error"
         metrics = {prefix: found.estimate, f"{prefix}_lo": found.low, f"{prefix}_hi": found.high}
         for name, gradients in zip(self.candidates, others, strict=True):
-            metrics |= moment_metrics(name, GradientMoments.of(gradients, exact))
+            metrics |= moment_metrics(name, CandidateMoments.of(gradients, exact))
         return metrics
 
 
-def moment_metrics(name: str, moments: GradientMoments) -> dict[str, float]:
+def moment_metrics(name: str, moments: CandidateMoments) -> dict[str, float]:
     """Metrics from which `logged_moments` reads the moments of one candidate."""
     return {_moment_key(field.name, name): getattr(moments, field.name) for field in fields(moments)}
 
 
-def logged_moments(name: str, metrics: Mapping[str, float]) -> GradientMoments | None:
+def logged_moments(name: str, metrics: Mapping[str, float]) -> CandidateMoments | None:
     """The moments of one candidate in the metrics of a step; None if they were not logged."""
-    keys = [_moment_key(field.name, name) for field in fields(GradientMoments)]
-    return GradientMoments(*(metrics[key] for key in keys)) if keys[0] in metrics else None
+    keys = [_moment_key(field.name, name) for field in fields(CandidateMoments)]
+    return CandidateMoments(*(metrics[key] for key in keys)) if keys[0] in metrics else None
 
 
 def _moment_key(moment: str, name: str) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlctl.algos.auto_correction import CANDIDATES, GradientMoments, averaged, choose
+from rlctl.algos.auto_correction import CANDIDATES, CandidateMoments, averaged, choose
 from rlctl.algos.gradient_error import gradient_error
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import SpecError
@@ -32,8 +32,8 @@ AUTO = (f"{C}auto=true", f"{C}rollout_is=null")
 REINFORCE = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": None}
 
 
-def moments(norm: float, inner: float, signal: float = 1.0, square: float = 2.0) -> GradientMoments:
-    return GradientMoments(norm, inner, signal, square)
+def moments(norm: float, inner: float, signal: float = 1.0, square: float = 2.0) -> CandidateMoments:
+    return CandidateMoments(norm, inner, signal, square)
 
 
 # --- what is estimated ----------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def test_the_error_is_that_of_gradient_error() -> None:
     used = exact * torch.rand(40, 1, generator=draw) + 0.1 * torch.randn(40, 6, generator=draw)
     for num_groups in (1.0, 8.0):
         expected = gradient_error(used, exact, ess=1.0, num_groups=num_groups).estimate
-        found = GradientMoments.of(used, exact).error(num_groups)
+        found = CandidateMoments.of(used, exact).error(num_groups)
         assert 0.0 < found < 1.0
         assert found == pytest.approx(expected, rel=1e-9)
 
@@ -55,8 +55,8 @@ def test_the_squared_cosine_is_that_of_the_expected_gradients() -> None:
     noise = torch.randn(2, 200_000, 2, generator=draw, dtype=torch.float64)
     exact = noise[0] + torch.tensor([3.0, 0.0])
     used = noise[1] + 5.0 * torch.tensor([np.cos(angle), np.sin(angle)])
-    assert GradientMoments.of(used, exact).squared_cosine == pytest.approx(np.cos(angle) ** 2, abs=0.01)
-    assert GradientMoments.of(-used, exact).squared_cosine == 0.1  # opposed: the lowest factor
+    assert CandidateMoments.of(used, exact).squared_cosine == pytest.approx(np.cos(angle) ** 2, abs=0.01)
+    assert CandidateMoments.of(-used, exact).squared_cosine == 0.1  # opposed: the lowest factor
 
 
 @pytest.mark.parametrize("micro_rows", [ROWS, 5])
@@ -83,7 +83,7 @@ def test_the_gradients_of_a_candidate_are_those_of_a_run_with_it(
         torch.stack([kind[group] for group in sorted(kind)])
         for kind in (found.of_candidates[name], found.exact)
     )
-    assert logged_moments(name, done.metrics) == GradientMoments.of(used, exact)
+    assert logged_moments(name, done.metrics) == CandidateMoments.of(used, exact)
     assert {key for key in done.metrics if "/auto_" in key} <= METRICS.keys()
 
 

@@ -11,7 +11,8 @@ methods that use the formula of `algos/gradient_error.py` with moments averaged 
 - `auto bound and rate` also multiplies the rate by the estimated squared cosine between the rule's expected
   gradient and the true gradient;
 - `auto bound and staleness` also waits one step for fresh responses if that squared cosine is below ½;
-- `rollout_correction.auto`, as built: all three, from the batches before (`algos/auto_correction.py`).
+- `rollout_correction.auto`, as built: all three, from the batches before (`algos/auto_correction.py`). Here
+  fresh responses cost a step without an update; in training they cost the sampling only.
 
 Score: mean exact expected reward over the steps, including steps that waited. Two seeds select each method's
 rate at each staleness, and the best fixed rule; ten other seeds are reported. Regret: score of the best fixed
@@ -122,7 +123,7 @@ def run(name: str, rate: float, staleness: int, seed: int, steps: int) -> float:
     first, second = np.zeros_like(logits), np.zeros_like(logits)
     gauge, scores, updates, waits = Gauge(), [], 0, False
     means: dict[str, CandidateMoments] = {}
-    choice, last_wait = AutoChoice(), -1
+    choice, last_wait = AutoChoice(), 0
     for step in range(steps):
         scores.append(world.success(logits))
         if waits:
@@ -145,9 +146,9 @@ def run(name: str, rate: float, staleness: int, seed: int, steps: int) -> float:
             gradient, factor = found[choice.name].mean(0), choice.lr_scale
             batch = {key: CandidateMoments.of(torch.from_numpy(used), exact) for key, used in found.items()}
             means = averaged(means, batch)
-            choice = choose(means, GROUPS)
-            waits = choice.lr_scale < TOO_OLD and step - last_wait > staleness
-            last_wait = step if waits else last_wait
+            choice = choose(means, GROUPS, choice)
+            waits = choice.lr_scale < TOO_OLD and step + 1 - last_wait > staleness
+            last_wait, means = (step + 1, {}) if waits else (last_wait, means)
         elif name == "VCPO":
             gradient, factor = vcpo(world, drawn)
         else:

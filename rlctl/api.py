@@ -229,14 +229,14 @@ def correct(
     from rlctl.spec.algorithm import RolloutCorrectionSpec
     from rlctl.spec.resolve import correction_rules
 
+    if rollout_correction.get("auto"):
+        what = "auto chooses from the gradients of earlier batches, which this function does not see"
+        raise UsageError(what, where="auto", fix="set rollout_is to a weight")
     try:
         rules = correction_rules(RolloutCorrectionSpec(**rollout_correction))
     except ValidationError as error:
         found = error.errors()[0]
         raise UsageError(str(found["msg"]), where=".".join(map(str, found["loc"]))) from None
-    if rollout_correction.get("auto"):
-        what = "auto chooses from the gradients of earlier batches, which this function does not see"
-        raise UsageError(what, where="auto", fix="set rollout_is to a weight")
     if rollout_correction.get("score_centering") is not None:
         what = "score centering is a term of the loss, which this function does not compute"
         raise UsageError(what, where="score_centering", fix="rlctl.algos.score_centering.expected_score")

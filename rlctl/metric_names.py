@@ -122,14 +122,11 @@ def _bounds_and_counts() -> Iterator[Metric]:
     discarded = "1 if `auto` discarded the responses sampled ahead after this step"
     yield metric("auto_discarded", "0 or 1", discarded, verl=False)
     for name in ("none", "token_2", "token_5", "sequence_2", "sequence_5"):
-        for moment, what in (
-            ("norm", "|E x|²"),
-            ("inner", "E x · E y"),
-            ("signal", "|E y|²"),
-            ("square", "E |x|²"),
-        ):
-            words = f"{what} of the group gradients x under this weight of `auto`, y under exact weights"
-            yield metric(f"auto_{moment}/{name}", "sketch units", words, verl=False)
+        for moment, what in (("norm", "|E x|²"), ("inner", "E x · E y"), ("signal", "|E y|²")):
+            words = (
+                f"{what} of the group gradients x under this weight of `auto`, y under exact weights; scaled"
+            )
+            yield metric(f"auto_{moment}/{name}", "1", f"{words} to mean square 1", verl=False)
     listed = "mean probability under π_rollout of the tokens that score centering lists at each position"
     yield metric("listed_mass", "fraction", listed, verl=False)
     saturated = "sequences whose Σ log ρ left ±20, so that the sequence weight is only the clamp"

@@ -30,42 +30,46 @@ _LOWEST = 0.1
 
 @dataclass(frozen=True, slots=True)
 class CandidateMoments:
-    """Moments of the group gradients x_j of one weight; any common scale of x or of y cancels.
+    """Moments of the group gradients x_j of one weight, scaled so that E|x|² = E|y|² = 1.
+
+    The scales make batches comparable: large weights W in one batch do not dominate the averages.
 
     Attributes:
         norm: |E x|².
         inner: E x · E y.
         signal: |E y|².
-        square: E |x|².
     """
 
     norm: float
     inner: float
     signal: float
-    square: float
 
     @classmethod
     def of(cls, used: Tensor, exact: Tensor) -> CandidateMoments:
-        """Unbiased estimates from G ≥ 2 independent groups; `used` and `exact` are (G, K)."""
-        used, exact = used.double(), exact.double()
+        """Estimates from G ≥ 2 independent groups; `used` and `exact` are (G, K)."""
         groups = len(used)
+        used, exact = (
+            x / x.square().sum(1).mean().sqrt().clamp(min=1e-30) for x in (used.double(), exact.double())
+        )
 
         def over_pairs(x: Tensor, y: Tensor) -> float:
             return float(x.sum(0) @ y.sum(0) - (x * y).sum()) / (groups * (groups - 1))
 
-        square = float(used.square().sum()) / groups
-        return cls(over_pairs(used, used), over_pairs(used, exact), over_pairs(exact, exact), square)
+        return cls(over_pairs(used, used), over_pairs(used, exact), over_pairs(exact, exact))
 
-    def error(self, num_groups: float) -> float:
-        """Relative mean-squared error of a mini-batch of `num_groups` groups, see `gradient_error`."""
-        spread = self.signal * (self.norm + (self.square - self.norm) / num_groups)
-        return 1.0 - max(self.inner, 0.0) ** 2 / spread if spread > 0 else 1.0
+    def merit(self, num_groups: float) -> float:
+        """(1 − error) · |E y|² of a mini-batch of `num_groups` groups, with the error of `gradient_error`.
+
+        |E y|² is the same for all candidates, and its estimate may be negative: the order does not need it.
+        """
+        norm = max(self.norm, 0.0)
+        return max(self.inner, 0.0) ** 2 / (norm + (1.0 - norm) / num_groups)
 
     @property
-    def squared_cosine(self) -> float:
-        """cos² of the angle between E x and E y, at least 0.1; 1 if the moments do not define it."""
+    def squared_cosine(self) -> float | None:
+        """cos² of the angle between E x and E y, in [0.1, 1]; None if the moments do not define it."""
         if self.norm <= 0 or self.signal <= 0:
-            return 1.0
+            return None
         return min(max(max(self.inner, 0.0) ** 2 / (self.norm * self.signal), _LOWEST), 1.0)
 
 
@@ -84,12 +88,15 @@ def averaged(
     return {**means, **{name: _mixed(means.get(name, new), new) for name, new in batch.items()}}
 
 
-def choose(means: Mapping[str, CandidateMoments], num_groups: float) -> AutoChoice:
-    """The candidate with the smallest error; its squared cosine scales the learning rate."""
-    if not means:
-        return AutoChoice()
-    best = min(means, key=lambda name: means[name].error(num_groups))
-    return AutoChoice(best, means[best].squared_cosine)
+def choose(means: Mapping[str, CandidateMoments], num_groups: float, last: AutoChoice) -> AutoChoice:
+    """The candidate with the smallest error; its squared cosine scales the learning rate.
+
+    What the moments do not determine stays as in the last choice.
+    """
+    merits = {name: moments.merit(num_groups) for name, moments in means.items()}
+    best = max(merits, key=lambda name: merits[name]) if any(merits.values()) else last.name
+    cosine = means[best].squared_cosine if best in means else None
+    return AutoChoice(best, last.lr_scale if cosine is None else cosine)
 
 
 def _mixed(old: CandidateMoments, new: CandidateMoments) -> CandidateMoments:

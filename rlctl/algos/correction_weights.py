@@ -89,7 +89,9 @@ class SelectiveParams(BaseModel, extra="forbid"):
 def selective(log_ratio: LogRatio, params: SelectiveParams) -> Tensor:
     """The paper draws accept or reject at random; this is the expected weight.
 
-    The expected gradient is the same, its variance is lower, and no random numbers are needed.
+    The expected gradient is the same, its variance is lower, and no random numbers are needed. The paper has
+    neither bound nor normalisation: rollout_is_bound: truncate, rollout_is_threshold: 1e9 and
+    rollout_is_batch_normalize: false.
     """
     accepted = (log_ratio.ratio / params.bound).clamp(max=1.0)
     return (accepted + (1.0 - accepted) * log_ratio.ratio).log()

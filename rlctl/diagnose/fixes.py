@@ -151,6 +151,7 @@ def reject_outliers(run: RunLog) -> tuple[Fix, ...]:
         return ()
     return (
         change(
+            *_without_auto(run),
             f"{RC}rollout_rs=token_k1",
             f"{RC}rollout_rs_threshold=0.6_1.6",
             why="reject responses with extreme tokens",
@@ -195,8 +196,13 @@ def geometric(run: RunLog) -> tuple[Fix, ...]:
     if run.facts.rollout_is == "geometric":
         return ()
     settings = ("rollout_is=geometric", "rollout_is_bound=mask", "rollout_is_threshold=0.99_1.01")
+    keys = (*_without_auto(run), *(RC + one for one in settings))
     others = {"openrlhf": f"{OPENRLHF_IS}enable {OPENRLHF_IS}type seq-mask-tis"}
-    return (Fix(tuple(RC + one for one in settings), "a weight that does not grow with the length", others),)
+    return (Fix(keys, "a weight that does not grow with the length", others),)
+
+
+def _without_auto(run: RunLog) -> tuple[str, ...]:
+    return (f"{RC}auto=false",) if run.facts.rollout_is == "auto" else ()
 
 
 def same_precision(run: RunLog) -> tuple[Fix, ...]:

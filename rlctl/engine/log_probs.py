@@ -138,7 +138,7 @@ class PolicyModule(nn.Module):
         if sketch and not self.head.is_split:
             what = f"{type(self.model).__name__} computes its logits with more than its output head"
             key = "algorithm.rollout_correction.measure_grad_error"
-            raise UsageError(what, where=key, fix="set it to false")
+            raise UsageError(what, where=key, fix="set it, and rollout_correction.auto, to false")
         figures = self.head(*given, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared, sketch=sketch)
         if own and self.sequence:
             figures = self.sequence.of_all(figures, own, int(scored.sum()))

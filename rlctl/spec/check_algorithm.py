@@ -267,10 +267,19 @@ def gspo_clip_is_narrow(spec: RunSpec) -> Problems:
             )
 
 
-@reads(_AUTO, "actor.loss_agg_mode")
-def candidates_are_comparable(spec: RunSpec) -> Problems:
-    """`auto` compares sums over tokens."""
-    if spec.algorithm.rollout_correction.auto and spec.actor.loss_agg_mode == "seq-mean-token-mean":
+@reads(_AUTO, "actor.loss_agg_mode", "actor.lr_ess_scaling", "trainer.guardrails.mode", "model.lora_rank")
+def auto_can_compare_and_act(spec: RunSpec) -> Problems:
+    """`auto` compares sums over tokens by sketches of the output head, and changes rate and weight itself."""
+    if not spec.algorithm.rollout_correction.auto:
+        return
+    if spec.actor.lr_ess_scaling or spec.trainer.guardrails.mode == "act":
+        what = "the raw effective sample size is that of the weight in use, which auto changes"
+        fix = "set actor.lr_ess_scaling: false and trainer.guardrails.mode: warn"
+        yield error(_AUTO, what, fix)
+    if spec.model.lora_rank:
+        what = "auto compares gradients of the output head, which LoRA does not train"
+        yield error(_AUTO, what, "set auto: false")
+    if spec.actor.loss_agg_mode == "seq-mean-token-mean":
         what = "auto compares gradients that are sums over tokens, not means over each response"
         yield error(_AUTO, what, "set actor.loss_agg_mode: token-mean or seq-mean-token-sum")
 

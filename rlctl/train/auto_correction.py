@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rlctl.algos.auto_correction import CANDIDATES, AutoChoice, CandidateMoments, averaged, choose
 from rlctl.train.gradient_sketches import logged_moments
+from rlctl.train.schedule import is_due
 
 if TYPE_CHECKING:
     from rlctl.train.run import Run
@@ -43,9 +44,9 @@ class AutoCorrection:
         if self._is_on:
             for metrics in run.history:
                 self._add(metrics)
-                if metrics.get(_DISCARDED):
-                    self._last_discard = int(metrics["step"])
-            self.choice = self._chosen()
+                self.choice = choose(self._means, self._num_groups, self.choice)
+                self._discarded(int(metrics["step"]), bool(metrics.get(_DISCARDED)))
+            self.choice = self._shared(self.choice)
 
     def adjusted(self, settings: UpdateSettings) -> UpdateSettings:
         """The settings of the next batch."""
@@ -71,19 +72,32 @@ class AutoCorrection:
             "rollout_corr/auto_rule": float(list(CANDIDATES).index(self.choice.name)),
             "rollout_corr/auto_lr_scale": self.choice.lr_scale,
         }
-        self.choice = self._chosen()
-        is_stale = self.choice.lr_scale < TOO_OLD and step - self._last_discard > self._ahead > 0
+        self.choice = self._shared(choose(self._means, self._num_groups, self.choice))
+        is_stale = self._run.ranks.max(float(self._run.ranks.is_main and self._is_too_old(step))) > 0.0
         if is_stale:
             self._run.stream.discard()
-            self._last_discard = step
+        self._discarded(step, is_stale)
         return own | {_DISCARDED: float(is_stale)}
+
+    def _is_too_old(self, step: int) -> bool:
+        """Whether waiting responses are too old, newer weights can sample, and the last discard is past."""
+        has_new_weights = is_due(step, self._run.spec.rollout.sync_every)
+        return (
+            has_new_weights and self.choice.lr_scale < TOO_OLD and step - self._last_discard > self._ahead > 0
+        )
+
+    def _discarded(self, step: int, is_stale: bool) -> None:
+        """The moments of older responses say nothing about those that replace them."""
+        if is_stale:
+            self._last_discard, self._means = step, {}
 
     def _add(self, metrics: Mapping[str, float]) -> None:
         found = {name: logged_moments(name, metrics) for name in CANDIDATES}
         batch = {name: moments for name, moments in found.items() if moments is not None}
         self._means = averaged(self._means, batch)
 
-    def _chosen(self) -> AutoChoice:
-        ranks, own = self._run.ranks, choose(self._means, self._num_groups)
-        place = ranks.max(float(list(CANDIDATES).index(own.name)) if ranks.is_main else 0.0)
-        return AutoChoice(list(CANDIDATES)[int(place)], ranks.max(own.lr_scale if ranks.is_main else 0.0))
+    def _shared(self, own: AutoChoice) -> AutoChoice:
+        """The main rank's choice."""
+        ranks, names = self._run.ranks, list(CANDIDATES)
+        place = ranks.max(float(names.index(own.name)) if ranks.is_main else 0.0)
+        return AutoChoice(names[int(place)], ranks.max(own.lr_scale if ranks.is_main else 0.0))

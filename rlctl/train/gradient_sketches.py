@@ -7,6 +7,7 @@ The factor that a rule applies to ∇ log π of a token is −∂loss/∂log π,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
@@ -60,9 +61,10 @@ class GradientSketches:
             applied = keep.float() if found_weights is None else found_weights.applied
             factors.append((self.of_candidates.setdefault(name, {}), micro.advantages * applied))
         rows = micro.response_mask.nonzero(as_tuple=True)[0]
+        sketch = output.sketch.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # of rows that are not finite
         groups, index = torch.unique(micro.group_ids, return_inverse=True)
         for kept, factor in factors:
-            tokens = factor.nan_to_num()[micro.response_mask][:, None] * output.sketch
+            tokens = factor.nan_to_num()[micro.response_mask][:, None] * sketch
             sums = torch.zeros(len(groups), tokens.shape[1], device=tokens.device)
             sums.index_add_(0, index[rows], tokens)
             for group, total in zip(groups.tolist(), sums, strict=True):
@@ -98,9 +100,10 @@ def moment_metrics(name: str, moments: CandidateMoments) -> dict[str, float]:
 
 
 def logged_moments(name: str, metrics: Mapping[str, float]) -> CandidateMoments | None:
-    """The moments of one candidate in the metrics of a step; None if they were not logged."""
-    keys = [_moment_key(field.name, name) for field in fields(CandidateMoments)]
-    return CandidateMoments(*(metrics[key] for key in keys)) if keys[0] in metrics else None
+    """The moments of one candidate in a step's metrics; None if they are missing or not finite."""
+    values = [metrics.get(_moment_key(field.name, name)) for field in fields(CandidateMoments)]
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return CandidateMoments(*known) if len(known) == len(values) else None
 
 
 def _moment_key(moment: str, name: str) -> str:

@@ -21,9 +21,10 @@ class RolloutStream:
     """A queue of batches that are sampled but not yet trained on.
 
     With `ahead` 0 it is empty between steps; with k it holds k batches. Without an executor, the batch of
-    a step was sampled exactly k steps earlier, with the weights of that time; only the first k batches
-    are fresher. With an executor, batches are sampled during training, each with the newest weights when
-    its sampling starts: none is older than k steps, and which are fresher depends on timing.
+    a step was sampled exactly k steps earlier, with the weights of that time; only the first k batches, and
+    those after `discard`, are fresher. With an executor, batches are sampled during training, each with the
+    newest weights when its sampling starts: none is older than k steps, and which are fresher depends on
+    timing.
 
     Args:
         sample: samples the batch of a step with the rollout engine's current weights.

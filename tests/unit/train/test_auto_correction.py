@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlctl.algos.auto_correction import CANDIDATES, CandidateMoments, averaged, choose
+import rlctl
+from rlctl.algos.auto_correction import CANDIDATES, AutoChoice, CandidateMoments, averaged, choose
 from rlctl.algos.gradient_error import gradient_error
+from rlctl.diagnose import fixes
+from rlctl.diagnose.table import RunLog, Table, facts_of
 from rlctl.engine.ranks import Ranks
-from rlctl.errors import SpecError
+from rlctl.errors import SpecError, UsageError
 from rlctl.metric_names import METRICS
 from rlctl.spec.load import load_spec
 from rlctl.train import update as module
@@ -32,22 +35,23 @@ AUTO = (f"{C}auto=true", f"{C}rollout_is=null")
 REINFORCE = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": None}
 
 
-def moments(norm: float, inner: float, signal: float = 1.0, square: float = 2.0) -> CandidateMoments:
-    return CandidateMoments(norm, inner, signal, square)
+def moments(norm: float, inner: float, signal: float = 1.0) -> CandidateMoments:
+    return CandidateMoments(norm, inner, signal)
 
 
 # --- what is estimated ----------------------------------------------------------------------------
 
 
-def test_the_error_is_that_of_gradient_error() -> None:
+@pytest.mark.parametrize("scale", [1.0, 1e8])
+def test_the_merit_is_that_of_the_error_of_gradient_error(scale: float) -> None:
     draw = torch.Generator().manual_seed(1)
     exact = torch.randn(40, 6, generator=draw) + 0.5
     used = exact * torch.rand(40, 1, generator=draw) + 0.1 * torch.randn(40, 6, generator=draw)
     for num_groups in (1.0, 8.0):
         expected = gradient_error(used, exact, ess=1.0, num_groups=num_groups).estimate
-        found = CandidateMoments.of(used, exact).error(num_groups)
-        assert 0.0 < found < 1.0
-        assert found == pytest.approx(expected, rel=1e-9)
+        found = CandidateMoments.of(3.0 * used, scale * exact)
+        assert 0.0 < expected < 1.0
+        assert 1.0 - found.merit(num_groups) / found.signal == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_squared_cosine_is_that_of_the_expected_gradients() -> None:
@@ -57,6 +61,35 @@ def test_the_squared_cosine_is_that_of_the_expected_gradients() -> None:
     used = noise[1] + 5.0 * torch.tensor([np.cos(angle), np.sin(angle)])
     assert CandidateMoments.of(used, exact).squared_cosine == pytest.approx(np.cos(angle) ** 2, abs=0.01)
     assert CandidateMoments.of(-used, exact).squared_cosine == 0.1  # opposed: the lowest factor
+    assert moments(1.0, 1.0, signal=-0.1).squared_cosine is None
+    assert CandidateMoments.of(torch.zeros(4, 2), exact[:4]).merit(8.0) == 0.0
+
+
+def test_a_row_that_is_not_finite_changes_only_its_group() -> None:
+    """0 · NaN is NaN: one such response would make the averages NaN, and with them the learning rate."""
+    clean, spoiled = batch(), batch()
+    engine = Sketching(tiny_model())
+    found = []
+    for given, broken in ((clean, False), (spoiled, True)):
+        sketches = GradientSketches(candidates=CANDIDATES)
+        output = engine.policy(given.inputs, sketch=True)
+        if broken:
+            first = int(given.response_mask[0].sum())
+            log_probs = output.log_probs.clone()
+            log_probs[0] = torch.nan
+            sketch = output.sketch.clone()
+            sketch[:first] = torch.nan
+            output = replace(output, log_probs=log_probs, sketch=sketch)
+        sketches.add(given, output, -(output.log_probs * given.advantages)[given.valid_mask].sum())
+        found.append(sketches)
+    ours, theirs = found
+    kinds = ((x.used, x.exact, *x.of_candidates.values()) for x in (ours, theirs))
+    for expected, kind in zip(*kinds, strict=True):
+        for group, value in kind.items():
+            assert value.isfinite().all()
+            assert group == 0 or torch.equal(value, expected[group])
+    history = [{"step": 1.0} | moment_metrics("none", moments(np.nan, 0.5))]
+    assert AutoCorrection(run_of(alone(), history)).choice == AutoChoice()
 
 
 @pytest.mark.parametrize("micro_rows", [ROWS, 5])
@@ -98,14 +131,20 @@ def test_the_learning_rate_is_scaled() -> None:
 
 
 def test_the_smallest_error_wins_and_its_cosine_scales_the_rate() -> None:
-    assert choose({}, 8.0).name == "none"
-    found = {"none": moments(1.0, 0.5), "token_2": moments(1.0, 0.9), "sequence_2": moments(1.0, 0.8)}
-    choice = choose(found, 8.0)
-    assert choice.name == "token_2"
-    assert choice.lr_scale == pytest.approx(0.81)
-    noisy = found | {"token_2": moments(1.0, 0.9, square=50.0)}
-    assert choose(noisy, 8.0).name == "sequence_2"
-    assert choose(noisy, 1e6).name == "token_2"
+    last = AutoChoice("sequence_5", 0.7)
+    assert choose({}, 8.0, last) == last
+    found = {"none": moments(0.5, 0.3), "token_2": moments(0.5, 0.6), "sequence_2": moments(0.02, 0.2)}
+    choice = choose(found, 8.0, last)
+    assert choice == AutoChoice("token_2", pytest.approx(0.72))
+    assert choose(found, 1e6, last) == AutoChoice("sequence_2", 1.0)  # noise does not count
+
+
+def test_what_is_not_determined_stays() -> None:
+    last = AutoChoice("sequence_5", 0.3)
+    unknown = {name: replace(one, signal=-0.01) for name, one in {"none": moments(0.5, 0.3)}.items()}
+    assert choose(unknown, 8.0, last) == AutoChoice("none", 0.3)
+    opposed = {"none": moments(0.5, -0.3), "token_2": moments(-0.1, -0.2)}
+    assert choose(opposed, 8.0, last) == last
 
 
 def test_moments_are_averaged_over_batches() -> None:
@@ -162,7 +201,9 @@ def test_a_resumed_run_chooses_the_same() -> None:
 
 
 def deciding(ranks: Ranks, rows: list[dict[str, float]]):
-    own = rows if ranks.is_main else [{"step": row["step"]} for row in rows]
+    """The other rank knows a discard that the checkpoint does not, and no moments."""
+    other = [{"step": row["step"], "rollout_corr/auto_discarded": 1.0} for row in rows]
+    own = rows if ranks.is_main else other
     return followed(ranks, own[:3], own[3:])
 
 
@@ -212,6 +253,9 @@ def test_discarded_batches_are_sampled_again() -> None:
         ((f"{C}loss_type=ppo_clip",), "loss_type: reinforce"),
         ((f"{C}rollout_rs=seq_mean_k1", f"{C}rollout_rs_threshold=0.5_2.0"), "rollout_rs: null"),
         ((f"{C}score_centering=8",), "score_centering: null"),
+        (("actor.lr_ess_scaling=true",), "lr_ess_scaling: false"),
+        (("trainer.guardrails.mode=act",), "mode: warn"),
+        (("model.lora_rank=4",), "auto: false"),
         (("actor.loss_agg_mode=seq-mean-token-mean",), "token-mean"),
     ],
 )
@@ -220,3 +264,18 @@ def test_what_does_not_fit_is_refused(overrides: tuple[str, ...], words: str) ->
     with pytest.raises(SpecError) as refused:
         load_spec([], [], [*AUTO, *overrides])
     assert any(words in problem.fix for problem in refused.value.problems)
+
+
+def test_diagnosis_sees_a_correction_and_its_fixes_are_accepted(tmp_path) -> None:
+    spec = load_spec([], [], list(AUTO)).spec
+    run = RunLog(tmp_path, Table(np.array([1]), {}, {}), spec, facts=facts_of(spec))
+    assert run.facts.rollout_is == "auto"
+    assert fixes.correct_tokens(run) == ()
+    for fix in (*fixes.geometric(run), *fixes.reject_outliers(run)):
+        load_spec([], [], [*AUTO, *fix.spec])
+
+
+def test_the_api_refuses_it() -> None:
+    zeros = torch.zeros(1, 2)
+    with pytest.raises(UsageError, match="auto"):
+        rlctl.correct(zeros, zeros, torch.ones(1, 2, dtype=torch.bool), auto=True)

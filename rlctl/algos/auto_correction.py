@@ -8,7 +8,7 @@ smallest error is used for the next batch. benchmarks/auto_correction.py compare
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 from rlctl.algos.rules import WeightRule
@@ -100,5 +100,5 @@ def choose(means: Mapping[str, CandidateMoments], num_groups: float, last: AutoC
 
 
 def _mixed(old: CandidateMoments, new: CandidateMoments) -> CandidateMoments:
-    pairs = ((getattr(old, name), getattr(new, name)) for name in CandidateMoments.__dataclass_fields__)
+    pairs = zip(astuple(old), astuple(new), strict=True)
     return CandidateMoments(*(_DECAY * before + (1.0 - _DECAY) * now for before, now in pairs))

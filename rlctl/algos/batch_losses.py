@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from rlctl.algos.kl import k3
-from rlctl.algos.losses import LossInputs, TokenLoss, WholeBatch, clipped_surrogate
+from rlctl.algos.losses import CLIP_OPTIONS, LossInputs, TokenLoss, WholeBatch, clipped_surrogate
 from rlctl.algos.more_losses import LossParams
 from rlctl.algos.rules import LossRule
 from rlctl.lazy import torch
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _RATIO = frozenset({"old_log_probs"})
-_CLIP = frozenset({"actor.clip_ratio_low", "actor.clip_ratio_high"})
 
 
 def _effective_sample_size(batch: WholeBatch, rule: LossRule) -> float:
@@ -206,19 +205,21 @@ class ClipCovParams(LossParams):
     high: float = 5.0
 
 
-def _in_range(rule: LossRule, covariance: Tensor, clipped: Tensor | None) -> Tensor:
-    inside: Tensor = (covariance > rule.params.low) & (covariance < rule.params.high)
-    return inside if clipped is None else inside & ~clipped
+def _clip_and_choose(
+    rule: LossRule, inputs: LossInputs, means: tuple[float, float]
+) -> tuple[TokenLoss, Tensor]:
+    """PPO's clipped loss, and the tokens in the range of covariances that it does not clip."""
+    loss = clipped_surrogate(inputs.ratio, inputs.advantages, 1.0 - rule.clip_low, 1.0 + rule.clip_high)
+    assert loss.clipped is not None
+    covariance = _covariance(inputs.log_probs.detach(), inputs.advantages, means)
+    return loss, (covariance > rule.params.low) & (covariance < rule.params.high) & ~loss.clipped
 
 
 def _survival(batch: WholeBatch, rule: LossRule) -> tuple[float, float, float]:
     """Mean advantage, mean log-prob, and the share of the tokens in the range that is not dropped."""
     means, n = _means(batch)
-    clipped = clipped_surrogate(
-        batch.ratio, batch.advantages, 1.0 - rule.clip_low, 1.0 + rule.clip_high
-    ).clipped
-    chosen = _in_range(rule, _covariance(batch.log_probs, batch.advantages, means), clipped) & batch.mask
-    [candidates] = batch.total([float(chosen.sum())])
+    _, chosen = _clip_and_choose(rule, batch, means)
+    [candidates] = batch.total([float((chosen & batch.mask).sum())])
     dropped = max(1, int(n * rule.params.fraction))
     return (*means, max(0.0, 1.0 - dropped / max(candidates, 1.0)))
 
@@ -228,7 +229,7 @@ def _survival(batch: WholeBatch, rule: LossRule) -> tuple[float, float, float]:
     formula="ppo_clip · (1 − k/m) for the m tokens of covariance in (low, high), k = fraction · tokens",
     source="Cui et al. 2025, arXiv 2505.22617; from verl's code, averaged over its random choice",
     needs=_RATIO,
-    options=_CLIP,
+    options=CLIP_OPTIONS,
     params=ClipCovParams,
     of_batch=_survival,
     needs_advantage=True,
@@ -240,7 +241,5 @@ def clip_cov(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     The expected gradient is the same, and no random numbers are needed.
     """
     *means, survival = rule.of_batch
-    loss = clipped_surrogate(inputs.ratio, inputs.advantages, 1.0 - rule.clip_low, 1.0 + rule.clip_high)
-    covariance = _covariance(inputs.log_probs.detach(), inputs.advantages, tuple(means))
-    chosen = _in_range(rule, covariance, loss.clipped)
+    loss, chosen = _clip_and_choose(rule, inputs, tuple(means))
     return TokenLoss(torch.where(chosen, survival, 1.0) * loss.values, loss.clipped)

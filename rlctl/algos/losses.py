@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_CLIP = frozenset({"actor.clip_ratio_low", "actor.clip_ratio_high"})
+CLIP_OPTIONS = frozenset({"actor.clip_ratio_low", "actor.clip_ratio_high"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def reinforce(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     formula="−w · min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A)",
     source="Schulman et al. 2017, eq. 7; Ye et al. 2020; Yu et al. 2025, eq. 10",
     needs={"old_log_probs"},
-    options=_CLIP | {"actor.clip_ratio_c"},
+    options=CLIP_OPTIONS | {"actor.clip_ratio_c"},
     unbiased=True,
     needs_advantage=True,
 )
@@ -166,7 +166,7 @@ def ppo_clip(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     formula="ppo_clip with s = exp(mean_t log r_t)",
     source="Zheng et al. 2025, eqs. 5, 7 and 13",
     needs={"old_log_probs"},
-    options=_CLIP,
+    options=CLIP_OPTIONS,
     unbiased=True,
     needs_advantage=True,
 )
@@ -193,7 +193,7 @@ def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     formula="−w · sg(clip(r, 1 − clip_low, 1 + clip_high)) · A · log π_θ",
     source="MiniMax 2025, eqs. 4 and 5",
     needs={"old_log_probs"},
-    options=_CLIP,
+    options=CLIP_OPTIONS,
     unbiased=True,
     needs_advantage=True,
 )
@@ -236,7 +236,7 @@ def sapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     formula="−w · sg(M · min(r, clip_c)) · A · log π_θ",
     source="Qi et al. 2026",
     needs={"old_log_probs"},
-    options=_CLIP | {"actor.clip_ratio_c", "actor.dppo_divergence"},
+    options=CLIP_OPTIONS | {"actor.clip_ratio_c", "actor.dppo_divergence"},
     unbiased=True,
     needs_advantage=True,
 )

@@ -8,17 +8,17 @@ The factor that a rule applies to ∇ log π of a token is −∂loss/∂log π,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 
 import torch
 from torch import Tensor
 
 from rlctl.algos.auto_correction import CandidateMoments
-from rlctl.algos.correction import importance_weights, masked_log_ratio
+from rlctl.algos.correction import importance_weights, masked_log_ratio, rejection_mask
 from rlctl.algos.gradient_error import gradient_error
-from rlctl.algos.row_blocks import Extras
-from rlctl.algos.rules import LOG_RATIO_CLAMP, WeightRule
+from rlctl.algos.row_blocks import Extras, clamped_exp
+from rlctl.algos.rules import WeightRule
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.engine.ranks import Ranks
@@ -47,18 +47,13 @@ class GradientSketches:
             return
         (gradient,) = torch.autograd.grad(loss, output.log_probs, retain_graph=True)
         mask, log_probs = micro.valid_mask, output.log_probs.detach()
-        log_ratio = torch.where(mask, log_probs - micro.rollout_log_probs, 0.0).double().sum(-1)
-        weight = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+        weight = clamped_exp(torch.where(mask, log_probs - micro.rollout_log_probs, 0.0).double().sum(-1))
         counts = mask.any(-1) & weight.isfinite()
         factors = [
             (self.used, -gradient),
             (self.exact, torch.where(mask, micro.advantages * weight[:, None].float(), 0.0)),
         ]
-        token_ratio = masked_log_ratio(log_probs, micro.rollout_log_probs, mask, Extras(None, None))
-        keep = mask & token_ratio.finite
-        for name, rule in self.candidates.items():
-            found_weights = importance_weights(token_ratio, keep, rule)
-            applied = keep.float() if found_weights is None else found_weights.applied
+        for name, applied in self._candidate_weights(micro, log_probs):
             factors.append((self.of_candidates.setdefault(name, {}), micro.advantages * applied))
         rows = micro.response_mask.nonzero(as_tuple=True)[0]
         sketch = output.sketch.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # of rows that are not finite
@@ -72,6 +67,17 @@ class GradientSketches:
         found = weight[counts]
         sums_of = (found.sum(), found.square().sum(), counts.sum())
         self.weights = [a + float(b) for a, b in zip(self.weights, sums_of, strict=True)]
+
+    def _candidate_weights(self, micro: TrainBatch, log_probs: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """(B, T) weights of each candidate, 0 in rows that are not finite."""
+        if not self.candidates:
+            return
+        mask = micro.valid_mask
+        log_ratio = masked_log_ratio(log_probs, micro.rollout_log_probs, mask, Extras(None, None))
+        keep = rejection_mask(log_ratio, [])
+        for name, rule in self.candidates.items():
+            weights = importance_weights(log_ratio, keep, rule)
+            yield name, keep.float() if weights is None else weights.applied
 
     def metrics(self, ranks: Ranks, groups_per_step: float) -> dict[str, float]:
         """`rollout_corr/grad_error*` and the candidates' moments, over all ranks (a collective).
@@ -96,7 +102,7 @@ class GradientSketches:
 
 def moment_metrics(name: str, moments: CandidateMoments) -> dict[str, float]:
     """Metrics from which `logged_moments` reads the moments of one candidate."""
-    return {_moment_key(field.name, name): getattr(moments, field.name) for field in fields(moments)}
+    return {_moment_key(moment, name): value for moment, value in asdict(moments).items()}
 
 
 def logged_moments(name: str, metrics: Mapping[str, float]) -> CandidateMoments | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlctl.algos.rules import LOG_RATIO_CLAMP
+from rlctl.algos.row_blocks import clamped_exp
 from rlctl.algos.token_advantages import score_norms
 from rlctl.batch import Rollouts, ScoredBatch, TrainBatch
 from rlctl.engine.ranks import Ranks
@@ -116,7 +116,7 @@ def _policy(
     weights = None
     if needs_weights:
         gaps = torch.where(rollouts.response_mask, own - rollouts.rollout_log_probs, 0.0).double().sum(-1)
-        weights = gaps.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp().nan_to_num(nan=0.0)
+        weights = clamped_exp(gaps).nan_to_num(nan=0.0)
     return rollouts.rollout_log_probs if bypass else own, norms, weights
 
 

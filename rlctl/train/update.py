@@ -118,9 +118,8 @@ def update(
     parts = batch.split(settings.mini_rows)
     fixed = [] if settings.bypass else [_correct(part, part.old_log_probs, settings) for part in parts]
     results: list[_MiniResult] = []
-    sketches = None
-    if settings.measure_grad_error:
-        sketches = GradientSketches(candidates=CANDIDATES) if settings.auto else GradientSketches()
+    candidates = CANDIDATES if settings.auto else {}
+    sketches = GradientSketches(candidates=candidates) if settings.measure_grad_error else None
     for epoch in range(settings.ppo_epochs):
         for place, part in enumerate(parts):
             mini = MiniBatch.of(part, actor, ranks, settings)

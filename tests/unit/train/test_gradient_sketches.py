@@ -42,8 +42,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, micro_rows: int):
     collected: list[GradientSketches] = []
 
     class Kept(GradientSketches):
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, **given) -> None:
+            super().__init__(**given)
             collected.append(self)
 
     monkeypatch.setattr(module, "GradientSketches", Kept)

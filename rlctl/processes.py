@@ -1,16 +1,22 @@
-"""Output of commands, progress of waiting processes, and child processes that end with their parent."""
+"""Output of commands, free ports, progress of waiting processes, and child processes that end with their parent."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 #: Environment variable with a parent's process id, for child processes that call `end_with_parent`.
 PARENT = "RLCTL_PARENT"
+_LOWEST_PORT = 10_000
+_PORTS_TRIED = 100
 _progress = [0]
 
 
@@ -31,6 +37,35 @@ def command_output(*command: str, timeout_s: float = 10.0) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A free port at this address, from below the ports that Linux assigns to outgoing connections.
+
+    So it stays free until a server listens there, and while a server that ended starts again.
+
+    Raises:
+        OSError: `host` is not an address of this machine.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    ports = range(_LOWEST_PORT, max(_first_outgoing_port(), _LOWEST_PORT + _PORTS_TRIED))
+    for port in [*random.SystemRandom().sample(ports, _PORTS_TRIED), 0]:  # 0: any free port
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind((address[0], port, *address[2:]))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or not port:
+                    raise
+            else:
+                return int(probe.getsockname()[1])
+    raise AssertionError("binding to port 0 succeeds or raises")
+
+
+def _first_outgoing_port() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        return 32_768
 
 
 def end_with_parent(number: signal.Signals, parent: int) -> None:

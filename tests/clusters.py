@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import free_port
+from rlctl.processes import free_port
 
 _MARK = "RLCTL_TEST_CLUSTER"
 _READY_S = 120.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
@@ -17,6 +16,8 @@ from pathlib import Path
 
 import psutil
 import torch
+
+from rlctl.processes import free_port
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 400.0
@@ -182,9 +183,3 @@ def _on_rank(function: Callable[..., object], arguments: tuple[object, ...], res
     torch.save(value, result)
     leave_ranks()
     return 0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

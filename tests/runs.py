@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from tests.processes import Job, free_port
+from rlctl.processes import free_port
+from tests.processes import Job
 
 #: A run of the embedded model in which π_θ differs from π_rollout: two mini-batches per batch, no warm-up.
 SMALL = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import re
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from rlctl.algos.correction_records import CorrectionSums
 from rlctl.algos.metric_sums import MetricSums, ReducedSums
 from rlctl.engine.launch import LostRank
 from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.processes import free_port
 from rlctl.spec.hardware import gpus, gpus_are_hidden
 
 _Value = TypeVar("_Value")
@@ -142,7 +142,7 @@ def join_ranks(timeout_s: float = 1500.0) -> Ranks:
     """
     refuse_idle_gpu()
     if "RANK" not in os.environ:
-        os.environ |= _ALONE | {"MASTER_PORT": str(_free_port()), _IS_ALONE: "1"}
+        os.environ |= _ALONE | {"MASTER_PORT": str(free_port()), _IS_ALONE: "1"}
     local_rank = int(os.environ["LOCAL_RANK"])
     use_cuda = torch.cuda.is_available()
     if not use_cuda:
@@ -230,10 +230,3 @@ def forget_lone_rank() -> None:
 def _destroy_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

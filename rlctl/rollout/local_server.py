@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from rlctl.errors import UsageError
-from rlctl.processes import PARENT
+from rlctl.processes import PARENT, free_port
 
 #: Seconds to wait after each signal for a server to end.
 _STOP_S = 20
@@ -81,18 +80,14 @@ def _group_lives(group: int) -> bool:
     return True
 
 
-def free_port(host: str) -> int:
-    """A free port at this address of this machine.
+def server_port(host: str) -> int:
+    """A free port for a server at this address of this machine.
 
     Raises:
         UsageError: `host` is not an address of this machine.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)
-            port: int = probe.getsockname()[1]
-            return port
+        return free_port(host)
     except OSError as error:
         raise UsageError(
             f"vLLM servers cannot listen at {host}, no address of this machine: {error.strerror}",

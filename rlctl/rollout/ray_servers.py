@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.errors import EnvironmentFailure
-from rlctl.rollout.local_server import LocalServer, free_port
+from rlctl.rollout.local_server import LocalServer, server_port
 
 #: Seconds to wait for an actor's response, and bytes of a server's last output that the response contains.
 _ANSWER_S, _LOG_BYTES = 60.0, 8192
@@ -30,7 +30,7 @@ class _Actor:
 
     def address(self) -> tuple[str, int]:
         """Address and free port at which a server can listen."""
-        return self._host, free_port(self._host)
+        return self._host, server_port(self._host)
 
     def start(self, arguments: list[str], environment: dict[str, str], files: dict[str, bytes]) -> None:
         """Starts the server; `files` are those of its model, whose directory replaces the argument ""."""

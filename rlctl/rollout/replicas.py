@@ -20,7 +20,7 @@ import httpx
 
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.rollout.completions import LOGPROBS_MODE, MERGE_LORA
-from rlctl.rollout.local_server import LocalServer, free_port
+from rlctl.rollout.local_server import LocalServer, server_port
 
 MODEL_NAME = "policy"
 #: Arguments of Python that run `vllm serve` with the arguments that follow.
@@ -177,7 +177,7 @@ class Replicas:
         self._settings, self._model, self._hosts = settings, model, hosts
         log_dir.mkdir(parents=True, exist_ok=True)
         where = [(host.host, host.port) for host in hosts or ()]
-        where = where or [(settings.host, free_port(settings.host)) for _ in range(count)]
+        where = where or [(settings.host, server_port(settings.host)) for _ in range(count)]
         self._replicas = [
             _Replica(index, host, port, log_dir / f"engine-{index}.log")
             for index, (host, port) in enumerate(where)

@@ -16,9 +16,10 @@ import pytest
 import yaml
 
 from rlctl.cli.app import run
+from rlctl.processes import free_port
 from tests import runs
 from tests.clusters import slurm_nodes, ssh_nodes
-from tests.processes import TIMEOUT_S, free_port
+from tests.processes import TIMEOUT_S
 
 STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=-1")
 TWO_NODES = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1")

@@ -1,4 +1,4 @@
-"""Output of commands, free ports, progress of waiting processes, and child processes that end with their parent."""
+"""Output of commands, free ports, progress of waits, and child processes that end with their parent."""
 
 from __future__ import annotations
 

@@ -6,13 +6,15 @@ separate process in a separate session, and can be signalled, killed and inspect
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.process
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from multiprocessing import forkserver, popen_forkserver
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import torch
@@ -26,8 +28,20 @@ TIMEOUT_S = 400.0
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.preload"])
+#: Apart from the server that all others in this process share, whose imports are those of its first user.
+_SERVER = forkserver.ForkServer()
+_SERVER.set_forkserver_preload(["tests.preload"])
+
+
+class _Popen(popen_forkserver.Popen):
+    def _launch(self, process: multiprocessing.process.BaseProcess) -> None:
+        with mock.patch.object(forkserver, "connect_to_new_process", _SERVER.connect_to_new_process):
+            super()._launch(process)
+
+
+class _Process(multiprocessing.process.BaseProcess):
+    _start_method = "forkserver"
+    _Popen = _Popen
 
 
 class Job:
@@ -42,7 +56,7 @@ class Job:
         before: Callable[[], None] | None = None,
     ) -> None:
         self.log = log
-        self._process = _CONTEXT.Process(
+        self._process = _Process(
             target=_child, args=(function, arguments, str(log), env or {}, before, dict(os.environ))
         )
         self._process.start()

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -16,14 +15,8 @@ _FILE_NAME = re.compile(r"# (\w+\.py)\n")
 
 
 @pytest.mark.slow
-def test_the_tutorial_runs_as_written(tmp_path: Path, whole_embedded: Path) -> None:
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    program = f"#!{sys.executable}\nfrom rlctl.cli.app import main\nmain()\n"
-    (tools / "rlctl").write_text(program)
-    (tools / "python").symlink_to(sys.executable)
-    (tools / "rlctl").chmod(0o755)
-    environment = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+def test_the_tutorial_runs_as_written(tmp_path: Path, whole_embedded: Path, forked_commands: Path) -> None:
+    environment = os.environ | {"PATH": f"{forked_commands}{os.pathsep}{os.environ['PATH']}"}
     outputs = []
     for language, content in _BLOCK.findall(PAGE.read_text(encoding="utf-8")):
         if language == "python":

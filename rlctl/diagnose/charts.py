@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+from numpy.typing import NDArray
 
 from rlctl.diagnose.table import Series
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 #: Maximum number of points of one curve on a page.

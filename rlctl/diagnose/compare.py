@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Finding
@@ -16,11 +17,8 @@ from rlctl.diagnose.signals import deviation, longest_true, smoothed
 from rlctl.diagnose.table import RunLog, Table
 from rlctl.spec.keys import flat
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
-    Steps = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Steps = NDArray[np.int64]
 
 #: Runs differ where their window medians are further apart than this many robust deviations of the values of
 #: both runs. (The noise of a window median is about 0.4 of such a deviation.)

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.reward_range import SCORE, has_gained, has_learned, reward_span
@@ -23,9 +23,6 @@ from rlctl.diagnose.rules_reward import ENTROPY, TRUNCATED
 from rlctl.diagnose.rules_update import REF_KL
 from rlctl.diagnose.rules_weights import ESS
 from rlctl.diagnose.table import RunLog, Series
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 #: Minimum number of values of a trend, and maximum number of points (medians of blocks) a line is fitted to.
 MIN_VALUES, MAX_POINTS = 12, 24
@@ -47,46 +44,30 @@ LENGTH, LENGTH_SHARE = "response_length/mean", 0.95
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A level to forecast: the metric, the level, and the metric's range.
+    """A level to forecast."""
 
-    Attributes:
-        key: the metric.
-        value: the level, the most severe one of the metric.
-        is_floor: the metric must stay above the level, not below.
-        bounds: range in which the metric always lies; None: it has no upper bound.
-        is_absolute: the metric's absolute value is compared.
-    """
-
-    key: str
-    value: float
-    is_floor: bool = False
-    bounds: tuple[float, float] | None = None
-    is_absolute: bool = False
+    key: str  # the metric
+    value: float  # the level, the most severe one of the metric
+    is_floor: bool = False  # the metric must stay above the level, not below
+    bounds: tuple[float, float] | None = None  # range of the metric's values; None: it has no upper bound
+    is_absolute: bool = False  # the metric's absolute value is compared
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A level that a metric reaches if its trend continues.
-
-    Attributes:
-        level: the level that is reached.
-        value: median of the newest values.
-        first_step, last_step: steps that the line is fitted to.
-        step: step at which the line reaches the level.
-        low, high: steps between which the metric reaches the level with probability `COVERAGE`.
-        scale: scale on which the trend is straight: `linear`, `log` or `logit`.
-        slope_errors: the slope divided by its standard error: significance of the trend.
-    """
+    """A level that a metric reaches if its trend continues."""
 
     level: Level
-    value: float
+    value: float  # median of the newest values
+    #: first_step, last_step: steps that the line is fitted to
     first_step: int
     last_step: int
-    step: int
+    step: int  # step at which the line reaches the level
+    #: low, high: steps between which the metric reaches the level with probability `COVERAGE`
     low: int
     high: int
-    scale: str
-    slope_errors: float = field(compare=False)
+    scale: str  # on which the trend is straight: `linear`, `log` or `logit`
+    slope_errors: float = field(compare=False)  # the slope divided by its standard error
 
     def __str__(self) -> str:
         """One sentence."""
@@ -123,13 +104,7 @@ def levels_of(run: RunLog) -> Iterator[Level]:
 
 
 def forecast(series: Series, level: Level, slope_errors: float = SLOPE_ERRORS) -> Forecast | None:
-    """Forecasts when the series reaches the level; None without a trend towards it, or if it is past it.
-
-    Args:
-        series: values of the metric.
-        level: level of the metric.
-        slope_errors: number of standard errors by which the slope must differ from 0.
-    """
+    """Forecasts when the series reaches the level; None without a trend towards it, or if it is past it."""
     from scipy.stats import t
 
     values, count = np.abs(series.values) if level.is_absolute else series.values, len(series)
@@ -139,29 +114,24 @@ def forecast(series: Series, level: Level, slope_errors: float = SLOPE_ERRORS) -
     if newest <= level.value if level.is_floor else newest >= level.value:
         return None
     ahead = (series.steps - series.steps[-1]).astype(np.float64)
-    while True:
-        lines = [
-            (one, scale, target)
-            for scale, scaled, target in _scales(values[-count:], level)
-            if (one := _Line.through(ahead[-count:], scaled)).is_straight
-        ]
-        shorter = int(SHORTER * count)
-        if lines or shorter < MIN_VALUES:
-            break
-        count = shorter
-    if not lines:
-        return None
+    lines: list[tuple[_Line, str, float]] = []
+    while not lines:
+        if count < MIN_VALUES:
+            return None
+        x, fitted = ahead[-count:], values[-count:]
+        each = ((_Line.through(x, y), scale, target) for scale, y, target in _scales(fitted, level))
+        lines = [one for one in each if one[0].bend <= OFF_LINE]
+        count = int(SHORTER * count)
     line, scale, target = min(lines, key=lambda one: one[0].bend)
-    if abs(line.slope) < slope_errors * line.slope_error:
+    sure = abs(line.slope) / max(line.slope_error, 1e-300)
+    if sure < slope_errors:
         return None
     found = line.reaches(target, float(t.ppf(0.5 + COVERAGE / 2.0, line.points - 2)))
-    if found is None or found[0] > -REACH * ahead[-count]:
+    if found is None or found[0] > -REACH * x[0]:
         return None
     last = int(series.steps[-1])
     low, middle, high = (last + steps for steps in (np.floor(found[1]), round(found[0]), np.ceil(found[2])))
-    first = int(series.steps[-count])
-    sure = abs(line.slope) / max(line.slope_error, 1e-300)
-    return Forecast(level, newest, first, last, int(middle), int(low), int(high), scale, sure)
+    return Forecast(level, newest, last + int(x[0]), last, int(middle), int(low), int(high), scale, sure)
 
 
 def _median(values: NDArray[np.float64]) -> float:
@@ -187,26 +157,15 @@ def _scales(values: NDArray[np.float64], level: Level) -> Iterator[tuple[str, ND
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A Theil–Sen line; x is relative to the newest step.
-
-    Attributes:
-        slope, slope_error: slope and its standard error.
-        now: value of the line at x = 0.
-        center, center_error: mean x, where value and slope are independent, and the value's standard error
-            there.
-        points: number of points that the line was fitted to.
-        bend: largest deviation of a half's slope, or of the newest values, from the line in standard errors.
-        is_straight: whether `bend` is at most `OFF_LINE`.
-    """
+    """A Theil–Sen line; x is relative to the newest step."""
 
     slope: float
-    slope_error: float
-    now: float
-    center: float
-    center_error: float
-    points: int
-    bend: float
-    is_straight: bool
+    slope_error: float  # its standard error
+    now: float  # value of the line at x = 0
+    center: float  # mean x, where value and slope are independent
+    center_error: float  # standard error of the value there
+    points: int  # number of points that the line was fitted to
+    bend: float  # largest deviation of a half's slope, or of the newest values, from it in standard errors
 
     @classmethod
     def through(cls, x: NDArray[np.float64], y: NDArray[np.float64]) -> _Line:
@@ -225,8 +184,7 @@ class _Line:
         off.append((abs(rest) / length, 1.25 * half_center_error * np.sqrt(half / newest) / length))
         ease = OFF_LINE_SHARE * abs(slope)
         beyond = [max(distance - ease, 0.0) / max(limit, 1e-300) for distance, limit in off]
-        center = float(x.mean())
-        return cls(slope, slope_error, now, center, error, len(x), max(beyond), max(beyond) <= OFF_LINE)
+        return cls(slope, slope_error, now, float(x.mean()), error, len(x), max(beyond))
 
     def reaches(self, level: float, quantile: float) -> tuple[float, float, float] | None:
         """x at which the line meets the level, and the first and last x at which its band contains the level.

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.table import RunLog, Table
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 #: Relative deviation up to which loss / KL counts as constant.
 SAME_RATIO = 0.05

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+from numpy.typing import NDArray
 
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.table import Series, Table
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 SCORE, BEST, WORST = "critic/score/mean", "critic/score/max", "critic/score/min"
 #: Validation scores, one per data source.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
@@ -29,9 +29,6 @@ from rlctl.diagnose.rule import Detection, Rule, detect_crossing
 from rlctl.diagnose.signals import change_evidence, crossing, evidence_over, longest_true, moved, trend
 from rlctl.diagnose.table import RunLog, Table
 from rlctl.diagnose.thresholds import Levels
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _ERRORS, _LENGTH = "reward/error_fraction", "response_length/mean"
 ZERO_REWARD_STEPS = 20

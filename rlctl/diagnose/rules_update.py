@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
@@ -16,9 +16,6 @@ from rlctl.diagnose.rule import Detection, Rule, crossings, of_crossing, worst_o
 from rlctl.diagnose.signals import Crossing, crossing, evidence_over, spikes, together
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _NORM, _LOSS, _PPO_KL = th.GRAD_NORM.key, "actor/pg_loss", "actor/ppo_kl"
 _ADVANTAGE, _KL_COEF, _KL_LOSS = "critic/advantages/mean", "actor/kl_coef", "actor/kl_loss"

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Severity
 from rlctl.diagnose.table import Series, Table
 from rlctl.diagnose.thresholds import Levels, Move
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _CHUNK = 1 << 12  # windows processed at once, to bound the memory for long logs
 

@@ -11,16 +11,14 @@ import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlctl.diagnose.readers.source import Watch
 from rlctl.diagnose.readers.values import LARGEST_STEP, LARGEST_VALUE, as_number, is_number, whole
 from rlctl.diagnose.table import Framework, LoggedException
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 #: Names of the step; the first one that a row has is used.
 STEP_KEYS = (

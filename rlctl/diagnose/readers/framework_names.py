@@ -14,17 +14,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlctl.diagnose.readers.collect import Collected, LogReading
 from rlctl.diagnose.readers.configuration import configured_facts, setting_keys
 from rlctl.diagnose.table import Facts, Framework, MetricOrigin, Table
 from rlctl.metric_names import describe
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _MARK_WEIGHT = 20
 

@@ -30,12 +30,9 @@ def thinned(series: Series, max_points: int = MAX_POINTS) -> Series:
 
 
 def sparkline(series: Series, width: int) -> tuple[str, NDArray[np.int64]]:
-    """The series as one line of blocks, and the first step of each block.
+    """The series as a line of at most `width` blocks, and the first step of each; empty for an empty series.
 
     Each block shows the value of its bucket that is furthest from the series' median.
-
-    Returns:
-        text of at most `width` characters, (len(text),) steps; empty for an empty series.
     """
     if len(series) == 0:
         return "", series.steps

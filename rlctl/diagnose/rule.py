@@ -47,10 +47,6 @@ FixesOf = Callable[[RunLog], tuple[Fix, ...]]
 Fixes = FixesOf | tuple[Fix | FixesOf, ...]
 
 
-def _detects_nothing(run: RunLog) -> None:
-    """Returns None."""
-
-
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A rule for one kind of fault; as a decorator, it uses the decorated function as `detect`."""
@@ -72,15 +68,13 @@ class Rule:
     #: number of values that each needed metric must have. With fewer than `MIN_STEPS` a rule can detect
     #: faults (critical levels, exact values), but not conclude that nothing is wrong
     min_steps: int = 1
-    detect: Detect = _detects_nothing  # returns None if nothing is found
+    detect: Detect = lambda run: None  # returns None if nothing is found
 
     def __call__(self, detect: Detect) -> Rule:
         """Registers and returns a copy of the rule that detects with this function."""
         rule = replace(self, detect=detect)
-        register = DIAGNOSIS_RULES.register(
-            rule.name, label=rule.label, source=rule.source, needs=rule.metrics
-        )
-        return register(rule)
+        label, source = rule.label, rule.source
+        return DIAGNOSIS_RULES.register(rule.name, label=label, source=source, needs=rule.metrics)(rule)
 
     @property
     def label(self) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -25,9 +25,8 @@ _CHUNK = 1 << 12  # windows processed at once, to bound the memory for long logs
 class Start:
     """Level and noise of a metric in the run's first steps."""
 
-    median: float  # of the first steps
-    #: robust standard deviation (from the median absolute deviation), at least a small share of the median
-    sigma: float
+    median: float
+    sigma: float  # robust standard deviation, at least a small share of the median
     is_stable: bool  # the first steps have no trend, so they can serve as a reference
 
     def is_far(self, values: NDArray[np.float64]) -> NDArray[np.bool_]:
@@ -70,14 +69,16 @@ def steps_text(first: int, last: int) -> str:
     return f"step {first:,}" if first == last else f"steps {first:,}–{last:,}"
 
 
-@dataclass(frozen=True, slots=True)
-class Trend:
-    """A lasting change of a series."""
+class Trend(NamedTuple):
+    """A lasting change of a series: values of the fitted robust line at both ends."""
 
-    #: start, end: values of the fitted robust line at both ends
     start: float
     end: float
-    rises: bool  # whether the series rises
+
+    @property
+    def rises(self) -> bool:
+        """Whether the series rises."""
+        return self.end > self.start
 
 
 def start_of(series: Series) -> Start | None:
@@ -130,47 +131,35 @@ def crossing(series: Series, levels: Levels) -> Crossing | None:
         return None
     if levels.absolute:
         series = Series(series.steps, np.abs(series.values))
-    values, mildest = series.values, levels.tiers[0][1]
-    if not ((values < mildest) if levels.is_floor else (values > mildest)).any():
+    is_beyond = np.less if levels.is_floor else np.greater
+    values, half = series.values, th.WINDOW // 2
+    if not is_beyond(values, levels.tiers[0][1]).any():
         return None
     medians = rolling_median(values)
     at = int(medians.argmin() if levels.is_floor else medians.argmax())
-    window = int(series.steps[at]), int(series.steps[min(at + th.WINDOW, len(values)) - 1])
     worst = float(medians[at])
-    for severity, limit in reversed(levels.tiers):
-        beyond = medians < limit if levels.is_floor else medians > limit
-        if beyond.any():
-            first, last = _span(beyond, len(values))
-            first_step, last_step = int(series.steps[first]), int(series.steps[last])
-            lasts = bool(beyond[-1])
-            found = Crossing(levels.key, severity, worst, limit, window, first_step, last_step, lasts)
-            return _compared_with_start(
-                found, series, levels.relative, grown_out=last < th.START_STEPS - th.WINDOW // 2
-            )
-    return None
-
-
-def _span(beyond: NDArray[np.bool_], num_values: int) -> tuple[int, int]:
-    """Indices of the first and the last value that count as beyond the level.
-
-    The crossing starts at the middle of the first window whose median is beyond the level, and ends at the
-    middle of the last. If that is the first (last) window of the series, it includes the first (last) value.
-    """
-    places, half = np.flatnonzero(beyond), th.WINDOW // 2
-    first = 0 if beyond[0] else int(places[0]) + half
-    return first, num_values - 1 if beyond[-1] else int(places[-1]) + half
-
-
-def _compared_with_start(crossed: Crossing, series: Series, relative: bool, grown_out: bool) -> Crossing:
-    """Reduces a crossing below critical to a remark if the metric is near its start or crossed only there."""
-    if crossed.severity == "critical":
-        return crossed
-    if grown_out and not crossed.lasts:
-        return replace(crossed, severity="info", remark="not since: at the run's start only")
-    start = start_of(series) if relative else None
-    if start is None or not start.is_stable or start.is_far(np.array([crossed.worst]))[0]:
-        return crossed
-    return replace(crossed, severity="info", remark="as from the run's start")
+    reached = [tier for tier in levels.tiers if is_beyond(worst, tier[1])]
+    if not reached:
+        return None
+    severity, limit = reached[-1]
+    beyond = np.flatnonzero(is_beyond(medians, limit))
+    lasts = bool(beyond[-1] == len(medians) - 1)
+    # From the middle of the first window beyond the level to the middle of the last; if that is the first
+    # (last) window of the series, from the first (to the last) value.
+    first = 0 if beyond[0] == 0 else int(beyond[0]) + half
+    last = len(values) - 1 if lasts else int(beyond[-1]) + half
+    remark = ""
+    if severity != "critical" and not lasts and last < th.START_STEPS - half:
+        remark = "not since: at the run's start only"
+    elif severity != "critical" and levels.relative:
+        start = start_of(series)
+        if start is not None and start.is_stable and not start.is_far(np.array([worst]))[0]:
+            remark = "as from the run's start"
+    severity = "info" if remark else severity
+    steps = series.steps
+    window = int(steps[at]), int(steps[min(at + th.WINDOW, len(values)) - 1])
+    first_step, last_step = int(steps[first]), int(steps[last])
+    return Crossing(levels.key, severity, worst, limit, window, first_step, last_step, lasts, remark)
 
 
 def trend(series: Series) -> Trend | None:
@@ -188,52 +177,42 @@ def trend(series: Series) -> Trend | None:
     if abs(tau.statistic) < th.TREND_TAU or tau.pvalue > th.TREND_P:
         return None
     slope, intercept = theilslopes(medians, places)[:2]
-    return Trend(float(intercept), float(intercept + slope * (count - 1)), bool(slope > 0))
+    return Trend(float(intercept), float(intercept + slope * (count - 1)))
 
 
 def moved(series: Series, move: Move) -> tuple[Start, NDArray[np.bool_], NDArray[np.float64]] | None:
-    """Marks the steps at which a metric is far from its start.
+    """The start; (M,) bool, whether the median around a value is so far from the start; (M,) these medians.
 
-    Returns:
-        the start; (M,) bool, per value whether the median around it has moved as described; (M,) these
-        medians. None where there is no start to compare with, or its median is not positive.
+    None where there is no start to compare with, or its median is not positive.
     """
     start = start_of(series)
     if start is None or start.median <= 0.0:
         return None
     medians = smoothed(series.values)
-    limit = move.factor * start.median
-    if move.factor > 1.0:
-        has_moved = medians >= (limit if move.beyond is None else max(limit, move.beyond))
-    else:
-        has_moved = medians <= (limit if move.beyond is None else min(limit, move.beyond))
+    limits = [move.factor * start.median, *([] if move.beyond is None else [move.beyond])]
+    has_moved = medians >= max(limits) if move.factor > 1.0 else medians <= min(limits)
     return start, has_moved & start.is_far(medians), medians
 
 
 def together(table: Table, moves: Sequence[Move]) -> tuple[Evidence, ...] | None:
     """Detects metrics that are all far from their starts during the same steps, for at least a window.
 
-    Returns:
-        one evidence per move, over the shared step range; None if there is no such range.
+    Returns one evidence per move, over the shared step range; None if there is no such range.
     """
     steps, columns = table.aligned(*(move.key for move in moves))
     each = [moved(Series(steps, column), move) for column, move in zip(columns, moves, strict=True)]
     known = [one for one in each if one is not None]
     if len(known) < len(moves):
         return None
-    start, length = longest_true(np.logical_and.reduce([flags for _, flags, _ in known]))
+    at, length = longest_true(np.logical_and.reduce([flags for _, flags, _ in known]))
     if length < th.WINDOW:
         return None
-    inside = slice(start, start + length)
-    return tuple(
-        change_evidence(
-            move.key,
-            begin.median,
-            float(medians[inside].max() if move.factor > 1.0 else medians[inside].min()),
-            steps[inside],
-        )
-        for move, (begin, _, medians) in zip(moves, known, strict=True)
-    )
+    inside = slice(at, at + length)
+    evidence = []
+    for move, (start, _, medians) in zip(moves, known, strict=True):
+        end = medians[inside].max() if move.factor > 1.0 else medians[inside].min()
+        evidence.append(change_evidence(move.key, start.median, float(end), steps[inside]))
+    return tuple(evidence)
 
 
 def change_evidence(key: str, start: float, end: float, steps: NDArray[np.int64]) -> Evidence:

@@ -58,27 +58,25 @@ def _with_swift(others: dict[str, str]) -> dict[str, str]:
     return {**others, "ms-swift": " ".join(options)}
 
 
+def _keys_elsewhere(key: str) -> dict[str, str]:
+    """Framework → its key of the same setting."""
+    if key.startswith(RC):
+        return {"verl": key}
+    keys = zip(_FRAMEWORKS, _KEYS.get(key, ()), strict=False)
+    return {framework: other for framework, other in keys if other}
+
+
 def change(*settings: str, why: str = "", **others: str) -> Fix:
     """A fix of `key=value` settings that are applied together.
 
-    Args:
-        settings: in rlctl's keys.
-        why: one clause.
-        others: framework → its settings, where renaming the keys is not enough.
+    `others`: framework → its settings, where renaming the keys is not enough.
     """
     pairs = [setting.partition("=")[::2] for setting in settings]
     renamed = {}
-    for place, framework in enumerate(_FRAMEWORKS):
-        keys = [
-            key if key.startswith(RC) and place == 0 else _KEYS.get(key, ("",) * len(_FRAMEWORKS))[place]
-            for key, _ in pairs
-        ]
-        if all(keys):
-            values = (
-                f"{key}{' ' if key[0] == '-' else '='}{value}"
-                for key, (_, value) in zip(keys, pairs, strict=True)
-            )
-            renamed[framework] = " ".join(values)
+    for framework in _FRAMEWORKS:
+        named = [(_keys_elsewhere(key).get(framework, ""), value) for key, value in pairs]
+        if all(key for key, _ in named):
+            renamed[framework] = " ".join(f"{key}{' ' if key[0] == '-' else '='}{v}" for key, v in named)
     return Fix(settings, why, _with_swift({**renamed, **others}))
 
 
@@ -89,18 +87,14 @@ def by_hand(why: str, **others: str) -> Fix:
 
 def larger(key: str, why: str) -> Fix:
     """Advice to raise the value of a key, without a concrete value."""
-    keys = dict(zip(_FRAMEWORKS, _KEYS[key], strict=True))
-    return Fix((), f"{why} (`{key}`)", _with_swift({name: other for name, other in keys.items() if other}))
+    return Fix((), f"{why} (`{key}`)", _with_swift(_keys_elsewhere(key)))
 
 
 def gentler(run: RunLog) -> tuple[Fix, ...]:
     """Fixes that reduce how far the policy moves between sampling and the last update on a batch."""
-    facts = run.facts
-    fixes: tuple[Fix, ...] = ()
-    if (facts.ppo_epochs or 1) > 1:
-        fixes += (change("actor.ppo_epochs=1", why="sample more often"),)
-    if (facts.updates_per_batch or 1) > (facts.ppo_epochs or 1):
-        fixes += (ONE_UPDATE_PER_PASS,)
+    epochs = run.facts.ppo_epochs or 1
+    fixes = [change("actor.ppo_epochs=1", why="sample more often")] if epochs > 1 else []
+    fixes += [ONE_UPDATE_PER_PASS] if (run.facts.updates_per_batch or 1) > epochs else []
     return (*fixes, *slower(run))
 
 

@@ -6,7 +6,7 @@ Each function takes about 0.1 s per million values; costlier statistics use only
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -122,23 +122,22 @@ def deviation(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def crossing(series: Series, levels: Levels) -> Crossing | None:
     """The most severe level that a window median crossed, if any.
 
-    With fewer values than the levels need, only critical levels count. With fewer values than a window, the
-    median of all values is compared.
+    With fewer than `MIN_STEPS` values, only critical levels count. With fewer values than a window, the median
+    of all values is compared.
     """
-    if len(series) < levels.min_steps:
-        levels = replace(levels, tiers=tuple(tier for tier in levels.tiers if tier[0] == "critical"))
-    if not len(series) or not levels.tiers:
+    tiers = [tier for tier in levels.tiers if len(series) >= th.MIN_STEPS or tier[0] == "critical"]
+    if not len(series) or not tiers:
         return None
     if levels.absolute:
         series = Series(series.steps, np.abs(series.values))
     is_beyond = np.less if levels.is_floor else np.greater
     values, half = series.values, th.WINDOW // 2
-    if not is_beyond(values, levels.tiers[0][1]).any():
+    if not is_beyond(values, tiers[0][1]).any():
         return None
     medians = rolling_median(values)
     at = int(medians.argmin() if levels.is_floor else medians.argmax())
     worst = float(medians[at])
-    reached = [tier for tier in levels.tiers if is_beyond(worst, tier[1])]
+    reached = [tier for tier in tiers if is_beyond(worst, tier[1])]
     if not reached:
         return None
     severity, limit = reached[-1]

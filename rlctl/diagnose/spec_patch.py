@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -50,7 +50,7 @@ class SpecPatch:
     @property
     def changes(self) -> Mapping[str, str]:
         """Dotted key → value as text."""
-        return dict(_pairs(setting for each in self.applied for setting in each.fix.spec))
+        return {key: value for each in self.applied for key, value in _settings(each.fix).items()}
 
 
 def propose_patch(diagnosis: Diagnosis) -> SpecPatch:
@@ -83,18 +83,20 @@ def _best(
     if not with_settings:
         by_hand = "; ".join(fix.why for fix in finding.fixes)
         return f"no config key fixes this; what to do: {by_hand}" if by_hand else "no fix is known"
-    taken = {key: (value, each.finding.rule) for each in chosen for key, value in _pairs(each.fix.spec)}
-    earlier = [setting for each in chosen for setting in each.fix.spec]
+    taken = {key: (value, each.finding.rule) for each in chosen for key, value in _settings(each.fix).items()}
+    own = flat(base.model_dump(mode="json")) if base else {}
+    before = [f"{key}={dump_value(value)}" for key, value in own.items()]
+    before += [setting for each in chosen for setting in each.fix.spec]
     whys: list[str] = []
     for fix in with_settings:
-        pairs = dict(_pairs(fix.spec))
+        pairs = _settings(fix)
         conflicts = [key for key, value in pairs.items() if key in taken and taken[key][0] != value]
         if conflicts:
             key, (other, rule) = conflicts[0], taken[conflicts[0]]
             whys.append(f"{key}={pairs[key]}: {rule} sets {other}")
             continue
         try:
-            changed = _with(base, [*earlier, *fix.spec])
+            changed = load_spec(overrides=[*before, *fix.spec]).spec
         except SpecError as error:
             first = next(problem for problem in error.problems if problem.severity == "error")
             whys.append(f"{' '.join(fix.spec)}: {first.what}")
@@ -106,21 +108,9 @@ def _best(
     return "; ".join(whys)
 
 
-def _with(base: RunSpec | None, overrides: list[str]) -> RunSpec:
-    """The spec with these changes.
-
-    Raises:
-        SpecError: it does not pass the checks.
-    """
-    own = flat(base.model_dump(mode="json")) if base else {}
-    settings_of_base = [f"{key}={dump_value(value)}" for key, value in own.items()]
-    return load_spec(overrides=[*settings_of_base, *overrides]).spec
-
-
-def _pairs(spec: Iterable[str]) -> Iterator[tuple[str, str]]:
-    for setting in spec:
-        key, _, value = setting.partition("=")
-        yield key, value
+def _settings(fix: Fix) -> dict[str, str]:
+    """Dotted key → value as text."""
+    return {key: value for key, _, value in (setting.partition("=") for setting in fix.spec)}
 
 
 def check_free(path: Path) -> None:
@@ -182,7 +172,7 @@ def _comments(found: SpecPatch) -> dict[str, list[str]]:
     before = flat(found.run.spec.model_dump(mode="json")) if found.run.spec else {}
     comments: dict[str, list[str]] = {}
     for each in found.applied:
-        for place, (key, _) in enumerate(_pairs(each.fix.spec)):
+        for place, key in enumerate(_settings(each.fix)):
             was = ""
             if key in before:
                 text = yaml.safe_dump(before[key], default_flow_style=True, width=1 << 20)

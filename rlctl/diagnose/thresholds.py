@@ -39,7 +39,6 @@ class Levels:
     is_floor: bool = False  # the metric must stay above the levels, not below
     absolute: bool = False  # the metric's absolute value is compared
     relative: bool = False  # levels below `critical` also require the metric to be far from the run's start
-    min_steps: int = MIN_STEPS  # values needed to apply levels below critical
 
     def __str__(self) -> str:
         """`— / > 0.1 / > 0.3`: for info, warning and critical."""

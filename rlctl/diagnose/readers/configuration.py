@@ -14,15 +14,12 @@ from typing import Any
 from rlctl.diagnose.table import Facts
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
-_WHOLE = {"updates_per_batch", "ppo_epochs", "batch_size", "group_size", "max_response_length"}
-_FLAGS = {"bypass_mode"}
 
 
 class Config:
     """Typed values of another program's configuration, nested or with dotted keys; None where missing.
 
-    Attributes:
-        is_complete: whether a missing key has its default value.
+    If it `is_complete`, a missing key has its default value.
     """
 
     def __init__(self, content: Mapping[str, Any], is_complete: bool = True) -> None:
@@ -35,9 +32,7 @@ class Config:
             return self._content[key]
         here: Any = self._content
         for part in key.split("."):
-            if not isinstance(here, Mapping) or part not in here:
-                return None
-            here = here[part]
+            here = here.get(part) if isinstance(here, Mapping) else None
         return here
 
     def number(self, key: str) -> float | None:
@@ -66,18 +61,29 @@ class Config:
         value = self.get(key)
         return value if isinstance(value, str) else None
 
+    def dtype(self, key: str) -> str | None:
+        """A dtype under the name that the spec uses."""
+        short = (self.text(key) or "").removeprefix("torch.").lower()
+        return _DTYPES.get(short, short if short in _DTYPES.values() else None)
+
+
+#: Fact → how its key is read; numbers otherwise.
+_READ: Mapping[str, Callable[[Config, str], Any]] = {
+    "bypass_mode": Config.flag,
+    "dtype": Config.dtype,
+    **dict.fromkeys(
+        ("updates_per_batch", "ppo_epochs", "batch_size", "group_size", "max_response_length"), Config.whole
+    ),
+}
+
 
 def configured_facts(
     framework: str, table: Mapping[str, Any], content: Mapping[str, Any], *, is_complete: bool = True
 ) -> Facts:
-    """Returns the facts that a configuration states.
+    """Returns the facts that a configuration, whole (`is_complete`) or single settings, states.
 
-    Args:
-        framework: the framework of the configuration.
-        table: `config` of the framework's file. A whole configuration without all keys of `requires` belongs
-            to another program and states no facts.
-        content: the configuration.
-        is_complete: whether it is the whole configuration, not single settings.
+    `table` is `config` of the framework's file. A whole configuration without all keys of `requires` belongs
+    to another program and states no facts.
     """
     if framework == "rlctl":
         return _rlctl(content) if is_complete else Facts()
@@ -88,7 +94,12 @@ def configured_facts(
 
 
 def _facts(framework: str, table: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    found = {fact: _stated(config, fact, keys) for fact, keys in table.items() if fact != "requires"}
+    found = {}
+    for fact, keys in table.items():
+        if fact != "requires":
+            read = _READ.get(fact, Config.number)
+            values = [read(config, key) for key in ([keys] if isinstance(keys, str) else keys)]
+            found[fact] = next((value for value in values if value is not None), None)
     return found | (_DERIVED[framework](config) if framework in _DERIVED else {})
 
 
@@ -102,23 +113,6 @@ def setting_keys(framework: str, table: Mapping[str, Any]) -> frozenset[str]:
 
     _facts(framework, table, Recorder({}, is_complete=False))
     return frozenset(keys)
-
-
-def _stated(config: Config, fact: str, keys: str | list[str]) -> Any:
-    """The value of the first key that is present."""
-    for key in [keys] if isinstance(keys, str) else keys:
-        if fact in _WHOLE:
-            value: Any = config.whole(key)
-        elif fact in _FLAGS:
-            value = config.flag(key)
-        elif fact == "dtype":
-            short = (config.text(key) or "").removeprefix("torch.").lower()
-            value = _DTYPES.get(short, short if short in _DTYPES.values() else None)
-        else:
-            value = config.number(key)
-        if value is not None:
-            return value
-    return None
 
 
 def _rlctl(content: Mapping[str, Any]) -> Facts:
@@ -140,6 +134,10 @@ def _updates(responses: int | None, per_update: int | None, epochs: int | None) 
     return max(1, responses // per_update) * epochs if responses and per_update and epochs else None
 
 
+def _half_precision(config: Config) -> str | None:
+    return next((name for name in ("bf16", "fp16") if config.flag(name)), None)
+
+
 def _verl(config: Config) -> dict[str, Any]:
     actor, correction = "actor_rollout_ref.actor", "algorithm.rollout_correction"
     prompts, mini = config.whole("data.train_batch_size"), config.whole(f"{actor}.ppo_mini_batch_size")
@@ -157,7 +155,7 @@ def _verl(config: Config) -> dict[str, Any]:
     estimator = config.text("algorithm.adv_estimator")
     return {
         "bypass_mode": bypass,
-        "updates_per_batch": prompts // mini * epochs if prompts and mini and epochs else None,
+        "updates_per_batch": _updates(prompts, mini, epochs),
         "rollout_is": level if level in {"token", "sequence", "off"} else None,
         "rollout_is_threshold": Config({"threshold": threshold}).number("threshold"),
         "rollout_rs": criteria,
@@ -171,12 +169,11 @@ def _trl(config: Config) -> dict[str, Any]:
     corrects = config.flag("use_vllm") and config.flag("vllm_importance_sampling_correction")
     mode = (config.text("vllm_importance_sampling_mode") or "").partition("_")[0]
     level = mode if mode in {"token", "sequence"} else None
-    dtype = next((name for name in ("bf16", "fp16") if config.flag(name)), None)
     steps, accumulation = config.whole("steps_per_generation"), config.whole("gradient_accumulation_steps")
     return {
         "updates_per_batch": _updates(steps, accumulation, config.whole("num_iterations")),
         "rollout_is": level if corrects else ("off" if corrects is False else None),
-        "dtype": dtype or ("fp32" if config.flag("bf16") is False else None),
+        "dtype": _half_precision(config) or ("fp32" if config.flag("bf16") is False else None),
     }
 
 
@@ -202,7 +199,7 @@ def _slime(config: Config) -> dict[str, Any]:
         "rollout_is": "off" if config.flag("use_tis") is False else None,
         "has_critic": estimator == "ppo" if estimator else None,
         "kl_coef": config.number("kl_loss_coef" if config.flag("use_kl_loss") else "kl_coef"),
-        "dtype": next((name for name in ("bf16", "fp16") if config.flag(name)), None),
+        "dtype": _half_precision(config),
     }
 
 

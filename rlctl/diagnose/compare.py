@@ -130,11 +130,10 @@ def _on_shared_steps(a: Table, b: Table) -> tuple[Table, Table]:
     if np.array_equal(a.steps, b.steps):
         return a, b
     steps, in_a, in_b = np.intersect1d(a.steps, b.steps, assume_unique=True, return_indices=True)
-    left, right = (
-        Table(steps, {key: values[rows] for key, values in table.columns.items()})
-        for table, rows in ((a, in_a), (b, in_b))
+    return (
+        Table(steps, {key: values[in_a] for key, values in a.columns.items()}),
+        Table(steps, {key: values[in_b] for key, values in b.columns.items()}),
     )
-    return left, right
 
 
 def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
@@ -144,12 +143,7 @@ def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
     is added in quadrature. It is raised where the difference drifts from window to window more than
     independent values would, and to a small share of the level, so that a difference must also be material.
 
-    Args:
-        key: the metric.
-        a, b: tables with the same steps.
-
-    Returns:
-        the difference; None if it is shorter than a window.
+    The tables have the same steps. None if the stretch is shorter than a window.
     """
     steps, values_a, values_b = _shared_values(key, a, b)
     if len(steps) < th.WINDOW:
@@ -234,9 +228,10 @@ def _identical_until(a: Table, b: Table, keys: Sequence[str]) -> int | None:
 
 def _spec_changes(a: RunLog, b: RunLog) -> Iterator[SpecChange]:
     """Compares the specs key by key; where a run has no spec, the known facts of both runs."""
-    left, right = asdict(a.facts), asdict(b.facts)
     if a.spec is not None and b.spec is not None:
-        left, right = flat(a.spec.model_dump(mode="json")), flat(b.spec.model_dump(mode="json"))
+        left, right = (flat(spec.model_dump(mode="json")) for spec in (a.spec, b.spec))
+    else:
+        left, right = asdict(a.facts), asdict(b.facts)
     for key in left | right:
         if left.get(key) != right.get(key):
             yield SpecChange(key, left.get(key), right.get(key))
@@ -267,13 +262,11 @@ def sentences(found: RunComparison) -> Iterator[str]:
     if found.shared is None:
         yield "The runs have no step in common: nothing can be compared."
         return
-    last = found.shared[1]
-    if found.identical_until == last:
-        yield f"Every training metric is identical up to step {last} (times and memory aside)."
-        return
-    if found.identical_until is not None:
-        until = found.identical_until
+    last, until = found.shared[1], found.identical_until
+    if until is not None:
         yield f"Every training metric is identical up to step {until} (times and memory aside)."
+    if until == last:
+        return
     lasting = [change for change in found.metrics if change.lasts]
     if not found.metrics:
         yield f"No metric differs by more than the runs' own noise, up to step {last}."

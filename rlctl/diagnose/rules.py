@@ -30,11 +30,9 @@ MIN_RULES = 5
 
 
 def all_rules(names: Iterable[str] = ()) -> tuple[Rule, ...]:
-    """The built-in rules, those of installed packages, and the user's.
+    """The built-in rules, those of installed packages, and the user's (`path/to/file.py:function`).
 
-    Args:
-        names: user-defined rules, as `path/to/file.py:function`. A function without the `Rule` decorator
-            becomes a rule with the function's name.
+    A function without the `Rule` decorator becomes a rule with the function's name.
 
     Raises:
         UsageError: a file or function cannot be imported, or two rules have the same name.
@@ -66,9 +64,8 @@ class Diagnosis:
     @property
     def verdict(self) -> Literal["critical", "warning", "no warnings", "too little to judge"]:
         """The worst severity if it is at least a warning; otherwise whether enough data was checked."""
-        for severity in SEVERITIES[:2]:
-            if self.reaches(severity):
-                return severity  # type: ignore[return-value]
+        if self.findings and (worst := self.findings[0].severity) != "info":
+            return worst
         is_enough = len(self.checked) >= MIN_RULES and len(self.run.table.steps) >= MIN_STEPS
         return "no warnings" if is_enough else "too little to judge"
 
@@ -79,12 +76,7 @@ class Diagnosis:
 
 
 def examine(run: RunLog, rules: Sequence[Rule] | None = None) -> Diagnosis:
-    """Applies rules to a run: returns findings, checked rules, and skipped rules with the reasons.
-
-    Args:
-        run: the log.
-        rules: rules to apply; None applies the built-in ones and those of installed packages.
-    """
+    """Applies rules to a run; None: the built-in ones and those of installed packages."""
     run = with_inferred(run)
     results = [(rule, _applied(rule, run)) for rule in (all_rules() if rules is None else rules)]
     found = [one for _, one in results if isinstance(one, Finding)]
@@ -108,9 +100,8 @@ def _applied(rule: Rule, run: RunLog) -> Finding | Skipped | None:
         if (rule.detect.__module__ or "").startswith("rlctl.diagnose."):
             raise
         file = inspect.getsourcefile(rule.detect) or ""
-        frames = [
-            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file
-        ]
-        where = f"{file}:{frames[-1]}" if frames else file
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == file]
+        where = f"{file}:{lines[-1]}" if lines else file
         what = f"the rule `{rule.name}` failed: {type(error).__name__}: {error}"
         raise UsageError(what, where=where, fix="correct the rule, or leave it out") from error

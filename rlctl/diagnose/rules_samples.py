@@ -68,13 +68,12 @@ _EXCEPTIONS: tuple[tuple[str, str, tuple[Fix, ...]], ...] = (
     cause="the program failed",
     fixes=(fix.by_hand("read the lines above the exception"),),
     sure=("high", "no step follows the exception"),
-    not_applicable=lambda run: "" if run.exception else "the log does not end with an exception",
 )  # fmt: skip
-def exception(run: RunLog) -> Detection | None:
+def exception(run: RunLog) -> Detection | Skipped:
     """The log does not end with an exception."""
     raised = run.exception
     if raised is None:
-        return None
+        return Skipped("the log does not end with an exception")
     known = next((one for one in _EXCEPTIONS if re.search(one[0], raised.text)), None)
     cause, fixes = known[1:] if known else (None, None)
     after = "" if raised.step is None else f" after step {raised.step}"

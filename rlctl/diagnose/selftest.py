@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.diagnose.finding import SEVERITIES
-from rlctl.diagnose.readers.choose import LOG_FILE
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rules import examine, metrics_read
 from rlctl.spec.load import RUN_SPEC_FILE, dump_spec, load_spec
+from rlctl.track.jsonl import METRICS_FILE
 
 DATA = Path(__file__).parent / "selftest.json.gz"
 FRAMEWORKS = ("rlctl", "verl", "trl", "nemo-rl")
@@ -43,11 +43,7 @@ class SelftestResult:
 
 
 def run_selftest(progress: Callable[[int, int], None]) -> list[SelftestResult]:
-    """Writes, reads and examines every simulated log.
-
-    Args:
-        progress: called with (logs done, all logs) after each.
-    """
+    """Writes, reads and examines every simulated log; after each calls `progress` with (done, all)."""
     data = json.loads(gzip.decompress(DATA.read_bytes()))
     results = []
     with tempfile.TemporaryDirectory(prefix="rlctl-selftest-") as directory:
@@ -71,7 +67,7 @@ def _write(
     framework: str, rows: list[Row], case: Mapping[str, Any], data: Mapping[str, Any], folder: Path
 ) -> Path:
     """Writes the rows as the framework logs them; returns the log's path."""
-    log = folder / LOG_FILE
+    log = folder / METRICS_FILE
     if framework == "rlctl":
         (folder / RUN_SPEC_FILE).write_text(_spec_text(tuple(case["overrides"])), encoding="utf-8")
         own = ({k: v for k, v in row.items() if not k.startswith(("mismatch/", "rollout/"))} for row in rows)

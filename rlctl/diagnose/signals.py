@@ -122,8 +122,8 @@ def deviation(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def crossing(series: Series, levels: Levels) -> Crossing | None:
     """The most severe level that a window median crossed, if any.
 
-    With fewer than `MIN_STEPS` values, only critical levels count. With fewer values than a window, the median
-    of all values is compared.
+    With fewer than `MIN_STEPS` values, only critical levels count. With fewer values than a window, the
+    median of all values is compared.
     """
     tiers = [tier for tier in levels.tiers if len(series) >= th.MIN_STEPS or tier[0] == "critical"]
     if not len(series) or not tiers:

@@ -16,9 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from rlctl.diagnose.readers.choose import LOG_FILE
 from rlctl.spec.load import RUN_SPEC_FILE, dump_spec
 from rlctl.spec.run_spec import RunSpec
+from rlctl.track.jsonl import METRICS_FILE
 
 Format = Literal["rlctl", "verl", "trl", "nemo-rl"]
 FORMATS: tuple[Format, ...] = ("rlctl", "verl", "trl", "nemo-rl")
@@ -127,7 +127,7 @@ def trainer_state(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _rlctl(rows: Sequence[Mapping[str, Any]], spec: RunSpec, directory: Path) -> Path:
-    log = directory / LOG_FILE
+    log = directory / METRICS_FILE
     own = [{key: value for key, value in row.items() if not key.startswith(_OTHERS)} for row in rows]
     log.write_text(jsonl(own), encoding="utf-8")
     (directory / RUN_SPEC_FILE).write_text(_dumped(spec.model_dump_json()), encoding="utf-8")

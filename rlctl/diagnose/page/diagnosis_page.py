@@ -41,9 +41,7 @@ _FIRST_PLOTS = 6
 def diagnosis_page(diagnoses: Sequence[Diagnosis], comparison: RunComparison | None = None) -> str:
     """The page as HTML text, for one or several runs; each plot shows all runs.
 
-    Args:
-        diagnoses: one per run.
-        comparison: of the two runs, if they are compared.
+    `comparison`: of the two runs, if they are compared.
 
     Raises:
         EnvironmentFailure: plotly is not installed.

@@ -82,24 +82,14 @@ class Collected:
 
 
 class Collector:
-    """Collects the wanted values of rows.
-
-    Args:
-        keeps: whether a name's values are wanted; memory grows only with the number of these and of rows.
-
-    Attributes:
-        names: every name in the rows.
-        null_is_nan: whether null means NaN (which JSON cannot express), not "not logged".
-        num_rows: number of rows collected.
-        last_step: step of the newest row.
-    """
+    """Collects the values of rows under wanted names; memory grows only with these and the number of rows."""
 
     def __init__(self, keeps: Callable[[str], bool]) -> None:
-        self.names: set[str] = set()
-        self.null_is_nan = False
+        self.keeps = keeps  # whether a name is wanted
+        self.names: set[str] = set()  # every name in the rows
+        self.null_is_nan = False  # whether null means NaN (which JSON cannot express), not "not logged"
         self.num_rows = 0
-        self.last_step = 0
-        self.keeps = keeps
+        self.last_step = 0  # of the newest row
         self._clocks: dict[str, _Clock] = {}
         self._layouts: dict[tuple[str, ...], _Layout] = {}
         self._nested: set[tuple[str, ...]] = set()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from rlctl.diagnose.readers import binary_formats as binary
 from rlctl.diagnose.readers import text_formats as text
-from rlctl.diagnose.readers.choose import Candidate, LogContent, choose
 from rlctl.diagnose.readers.collect import Collected, Collector, LogReading, is_step_or_time
 from rlctl.diagnose.readers.framework_names import (
     RLCTL,
@@ -25,6 +25,7 @@ from rlctl.diagnose.readers.source import LogSource, Watch, opened
 from rlctl.diagnose.table import STDIN, RunLog, facts_of
 from rlctl.errors import UsageError
 from rlctl.spec.load import RUN_SPEC_FILE, spec_or_note
+from rlctl.track.jsonl import DISCARDED_FILE, METRICS_FILE
 
 _KNOWN_LOGS = (
     "name a run directory, or a log: metrics.jsonl, trainer_state.json, files of TensorBoard or W&B, what "
@@ -43,14 +44,29 @@ _USAGE = re.compile(
 _CONFIG_FILES = ("config.yaml", "args.json", ".hydra/config.yaml")
 _CONTROLS = bytes({*range(1, 8), *range(14, 27), *range(28, 32)})
 _BINARY_SHARE = 0.02
+#: Suffixes of the files in a directory that may be logs.
+_SUFFIXES = frozenset(
+    {".jsonl", ".wandb", ".json", ".csv", ".tsv", ".parquet", ".log", ".txt", ".out", ".err", ".gz"}
+)
+_EVENTS = "tfevents"
+_DEEPEST = 5
+#: Maximum number of logs of a directory that are examined; logs in deeper directories are left out first.
+_MOST = 200
+
+
+class _Candidate(NamedTuple):
+    """One log."""
+
+    files: tuple[Path, ...]  # its files: several for TensorBoard, one otherwise
+    shown: Path  # the path to report
 
 
 def read_run(path: Path, wanted: Collection[str], watch: Watch | None = None) -> RunLog:
     """Reads one run's log, of any framework.
 
     Args:
-        path: a log file, plain or gzipped; a directory, in which the log with the most content is read; or
-            `-` for standard input. A `spec.yaml` next to the log is taken as the spec of the run.
+        path: a log file, plain or gzipped; a directory, searched to a depth of five for the log with the most
+            content; or `-` for standard input. A `spec.yaml` next to the log is taken as the spec of the run.
         wanted: canonical metrics to keep, where `<…>` stands for any text; memory grows only with the number
             of these and of rows.
         watch: called with the number of bytes read so far, and the size of the file.
@@ -60,9 +76,9 @@ def read_run(path: Path, wanted: Collection[str], watch: Watch | None = None) ->
     """
     metrics = MetricFilter(wanted)
     notes: list[str] = []
-    candidate = Candidate((path,), path)
+    candidate = _Candidate((path,), path)
     if path != STDIN and path.is_dir():
-        candidate, notes = choose(path, _content)
+        candidate, notes = _chosen(path)
     elif path != STDIN and not path.exists():
         raise UsageError("no such file or directory", where=str(path), fix="name a run directory, or a log")
     reading = LogReading(Collector(metrics.by_any_name), watch=watch)
@@ -122,20 +138,59 @@ def _recognized(collected: Collected, reading: LogReading, log: Path) -> Framewo
     raise UsageError(what, where=str(log), fix=_PASTED if log == STDIN else _KNOWN_LOGS)
 
 
-def _content(candidate: Candidate) -> LogContent:
-    """The amount of content in a log's first rows; all 0 for files that are not logs."""
+def _chosen(directory: Path) -> tuple[_Candidate, list[str]]:
+    """The log with the most content, the newest of several with equally much, and notes that name it.
+
+    A `metrics.jsonl` next to a `spec.yaml` directly in the directory is always chosen, without a note.
+
+    Raises:
+        UsageError: there is no log in the directory.
+    """
+    log = directory / METRICS_FILE
+    if log.is_file() and (directory / RUN_SPEC_FILE).is_file():
+        return _Candidate((log,), log), []
+    candidates = sorted(_candidates(directory), key=lambda one: len(one.shown.parts))[:_MOST]
+    known = [(content, _age(one), one) for one in candidates if (content := _content(one))]
+    if not known:
+        what = f"no log in this directory: it holds no {METRICS_FILE} and no other known log"
+        raise UsageError(what, where=str(directory), fix="name a run directory, or a log")
+    best = max(known, key=lambda found: found[:2])[2]
+    if len(known) == 1:
+        return best, [f"read: {best.shown}"]
+    return best, [f"{len(known)} logs in {directory}: {best.shown} was read; name another to have it read"]
+
+
+def _candidates(directory: Path) -> Iterator[_Candidate]:
+    depth = len(directory.parts)
+    for root, folders, names in os.walk(directory):
+        here = Path(root)
+        is_deepest = len(here.parts) - depth >= _DEEPEST
+        folders[:] = [] if is_deepest else sorted(f for f in folders if not f.startswith("."))
+        events = tuple(here / name for name in sorted(names) if _EVENTS in name)
+        if events:
+            yield _Candidate(events, here if len(events) > 1 else events[0])
+        for name in sorted(names):
+            if Path(name).suffix in _SUFFIXES and name != DISCARDED_FILE and _EVENTS not in name:
+                yield _Candidate((here / name,), here / name)
+
+
+def _age(candidate: _Candidate) -> float:
+    return max(file.stat().st_mtime for file in candidate.files if file.exists())
+
+
+def _content(candidate: _Candidate) -> tuple[int, int, int] | None:
+    """Number of metrics and of rows at a log's begin, and the newest step there; None where it is no log."""
     reading = LogReading(Collector(knows), limit=_FIRST_ROWS)
     try:
         _read_files(candidate.files, reading)
     except UsageError:
-        return LogContent(0, 0, 0)
-    collected = reading.collector.finish()
+        return None
+    collected, num_rows = reading.collector.finish(), reading.collector.num_rows
     framework = framework_of(collected.names, reading.hint)
-    if framework is None or not reading.collector.num_rows:
-        return LogContent(0, 0, 0)
+    if framework is None or not num_rows:
+        return None
     known = {named.key for name in collected.names if (named := framework.translate(name))}
-    rows = min(reading.collector.num_rows, _FIRST_ROWS)
-    return LogContent(len(known), rows, reading.collector.last_step)
+    return len(known), min(num_rows, _FIRST_ROWS), reading.collector.last_step
 
 
 def _config_next_to(log: Path) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class NamedMetric:
     per: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FrameworkNames:
     """One file of `frameworks/`."""
 
@@ -61,9 +61,6 @@ class FrameworkNames:
     def is_marked(self, name: str) -> bool:
         """Whether only this framework uses the name."""
         return self.marks.match(name.removeprefix(self.prefix)) is not None
-
-    def __hash__(self) -> int:
-        return hash(self.framework)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -185,12 +182,7 @@ def canonical_table(
 ) -> tuple[Table, dict[str, MetricOrigin], Facts, dict[str, str]]:
     """Canonical columns of the wanted metrics and their origins, facts of the run and their origins.
 
-    Args:
-        collected: the log under its own names; its columns are removed.
-        framework: the framework that wrote the log.
-        wanted: metrics to keep.
-        reading: configuration and settings in the log.
-        known: the facts from the run's spec, if there is one.
+    Columns are taken out of `collected`. `known`: the facts from the run's spec, if there is one.
     """
     name_of, table = framework.framework, framework.config
     configured = configured_facts(name_of, table, reading.config)
@@ -219,10 +211,9 @@ def canonical_table(
         if column is None or (not len(bad) and np.isnan(column).all()):
             continue
         column *= named.scale / ((facts.updates_per_batch or 1) if named.per == "update" else 1)
-        earlier = columns.get(named.key)
-        if earlier is not None:  # sum the two where at least one was logged
-            neither = np.isnan(earlier) & np.isnan(column)
-            column = np.where(neither, np.nan, np.nan_to_num(earlier) + np.nan_to_num(column))
+        if named.key in columns:  # sum the two where at least one was logged
+            both = np.array([columns[named.key], column])
+            column = np.where(np.isnan(both).all(axis=0), np.nan, np.nansum(both, axis=0))
         columns[named.key] = column
         if len(bad):
             nonfinite[named.key] = bad

@@ -19,14 +19,10 @@ _MOST_LINES = 20_000
 
 
 class Braces:
-    """A dictionary printed over several lines, by `pprint` or by a terminal that wraps.
-
-    Attributes:
-        step: the step that the line above it states, if any.
-    """
+    """A dictionary printed over several lines, by `pprint` or by a terminal that wraps."""
 
     def __init__(self, text: str, depth: int, step: int | None) -> None:
-        self.step = step
+        self.step = step  # as the line above it states, if any
         self._lines = [text]
         self._depth = depth
 
@@ -87,8 +83,8 @@ class PrintedTable:
 
     def __init__(self, delimiter: str | None, names: list[str]) -> None:
         self._delimiter, self._names = delimiter, names
-        found = [_STEP_COLUMN.fullmatch(name) for name in names]
-        self._steps = [int(match[1]) for match in found if match]
+        found = [_STEP_COLUMN.fullmatch(name) for name in names[1:]]
+        self._steps = [int(match[1]) for match in found if match] if all(found) else []
 
     @classmethod
     def begin(cls, text: str, wants: Callable[[str], bool]) -> PrintedTable | None:
@@ -99,12 +95,9 @@ class PrintedTable:
         names = _cells(text, delimiter)
         if len(names) < 2 or any(printed_number(name) is not None for name in names):
             return None
-        steps = [_STEP_COLUMN.fullmatch(name) for name in names[1:]]
-        if all(steps):
-            return cls(delimiter, names)
-        wanted = sum(map(wants, names))
+        table, wanted = cls(delimiter, names), sum(map(wants, names))
         has_step = any(name in STEP_KEYS for name in names)
-        return cls(delimiter, names) if wanted and (has_step or wanted > 1) else None
+        return table if table._steps or (wanted and (has_step or wanted > 1)) else None
 
     def take(self, text: str) -> list[Row] | None:
         """Returns the rows of a line; None if the table has ended."""

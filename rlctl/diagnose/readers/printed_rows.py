@@ -10,7 +10,7 @@ from itertools import pairwise
 from rlctl.diagnose.readers.collect import STEP_KEYS, Collector, LogReading
 from rlctl.diagnose.table import Framework
 
-Row = dict[str, float | int | None]
+Row = dict[str, float | None]
 
 #: A printed dictionary is a trainer's row only with one of these keys; graders and data loaders print
 #: dictionaries without them.
@@ -67,12 +67,7 @@ class PrintedRows:
         return is_full
 
     def add_dictionary(self, row: Row, step: int | None = None) -> bool:
-        """Adds a printed dictionary if it is a trainer's row; returns whether it is.
-
-        Args:
-            row: its numbers by name.
-            step: the step that the line above it states, if any.
-        """
+        """Adds a printed dictionary if it is a trainer's row; `step`: as the line above it states, if any."""
         # `train_runtime` marks the summary of the whole run.
         if len(row) < 2 or "train_runtime" in row:
             return False
@@ -102,7 +97,7 @@ class PrintedRows:
                 form.count += 1
                 epoch = row.get("epoch")
                 before = form.epochs[-1] if form.epochs else 0.0
-                form.epochs.append(before if epoch is None else float(epoch))
+                form.epochs.append(before if epoch is None else epoch)
                 form.bars.append(dict(self._bars))
             row = {**row, "step": form.count}
         return form.collector.add(row)

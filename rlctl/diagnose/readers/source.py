@@ -44,10 +44,8 @@ class LogSource:
         if not self.is_gzip:
             yield self.file
             return
-        with tempfile.NamedTemporaryFile() as copy, self.open() as stream:
-            shutil.copyfileobj(stream, copy)
-            copy.flush()
-            yield Path(copy.name)
+        with self.open() as stream, _copied(stream) as copy:
+            yield copy
 
 
 @contextmanager
@@ -60,11 +58,17 @@ def opened(path: Path, watch: Watch | None = None) -> Iterator[LogSource]:
     if path.is_file() and path != STDIN:
         yield _source(path, path, watch)
         return
+    with nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb") as pipe, _copied(pipe) as copy:
+        yield _source(path, copy, watch)
+
+
+@contextmanager
+def _copied(stream: IO[bytes]) -> Iterator[Path]:
+    """Path of a file on disk with the bytes of the stream."""
     with tempfile.NamedTemporaryFile() as copy:
-        with nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb") as pipe:
-            shutil.copyfileobj(pipe, copy)
+        shutil.copyfileobj(stream, copy)
         copy.flush()
-        yield _source(path, Path(copy.name), watch)
+        yield Path(copy.name)
 
 
 def _source(path: Path, file: Path, watch: Watch | None) -> LogSource:

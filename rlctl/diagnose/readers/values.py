@@ -67,23 +67,17 @@ def printed_number(text: str) -> float | None:
         return float(text)  # the usual case, and many times faster than a regular expression
     except ValueError:
         match = _WHOLE_VALUE.match(text)
-        return (
-            None if match is None else as_number(_plain(match["number"])) * (0.01 if match["percent"] else 1)
-        )
+        return None if match is None else _plain(match["number"]) * (0.01 if match["percent"] else 1)
 
 
-def pairs(text: str) -> dict[str, float | int | None]:
+def pairs(text: str) -> dict[str, float | None]:
     """The numbers of a printed dictionary by name."""
-    found: dict[str, float | int | None] = {
-        pair["name"]: _plain(pair["number"]) for pair in _PAIR.finditer(text)
-    }
+    found: dict[str, float | None] = {pair["name"]: _plain(pair["number"]) for pair in _PAIR.finditer(text)}
     if "step" in text:
-        found |= {pair["name"]: int(pair["number"][:400]) for pair in _OF_ALL.finditer(text)}
+        found |= {pair["name"]: float(pair["number"]) for pair in _OF_ALL.finditer(text)}
     return found
 
 
-def _plain(number: str) -> float | int:
-    number = number.replace(",", "").lower()
-    if number in {"true", "false"}:
-        return number == "true"
-    return float(number) if not number.lstrip("-").isdigit() else int(number[:400])
+def _plain(number: str) -> float:
+    known = {"true": 1.0, "false": 0.0}.get(number.lower())
+    return float(number.replace(",", "")) if known is None else known

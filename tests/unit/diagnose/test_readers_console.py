@@ -254,6 +254,11 @@ def test_a_table_whose_columns_are_steps(tmp_path):
     assert logged(run, ENTROPY) == {1: 0.5, 50: 0.25}
 
 
+def test_a_step_above_the_names_is_no_column(tmp_path):
+    run = read(tmp_path, "| step 1 | step 50 |\n|---|---|\n| actor/entropy | 0.5 |\n")
+    assert logged(run, ENTROPY) == {50: 0.5}
+
+
 @pytest.mark.parametrize(
     "table",
     [

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 #: Prefix of the correction statistics. They cover a whole batch or mini-batch, and are never averages over
 #: micro-batches.
@@ -411,14 +412,15 @@ def _logged_elsewhere() -> Iterator[Metric]:
 ELSEWHERE: Mapping[str, Metric] = {metric.name: metric for metric in _logged_elsewhere()}
 
 
-def _matcher(pattern: str) -> re.Pattern[str]:
+@cache
+def key_pattern(pattern: str) -> re.Pattern[str]:
     """Compiles `a/<x>_mean` to a regex with the variable part as group `x` (which may contain slashes)."""
     parts = re.split(r"<(\w+)>", pattern)
     literal = (re.escape(part) if i % 2 == 0 else rf"(?P<{part}>.+)" for i, part in enumerate(parts))
     return re.compile("".join(literal))
 
 
-_PATTERNS = tuple((_matcher(name), metric) for name, metric in METRICS.items() if "<" in name)
+_PATTERNS = tuple((key_pattern(name), metric) for name, metric in METRICS.items() if "<" in name)
 
 
 def describe(key: str) -> Metric | None:

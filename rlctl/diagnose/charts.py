@@ -20,10 +20,8 @@ def thinned(series: Series, max_points: int = MAX_POINTS) -> Series:
     if len(series) <= max_points:
         return series
     starts = _bucket_starts(len(series), max(1, max_points // 2 - 1))
-    ends = np.append(starts[1:], len(series))
     kept = {0, len(series) - 1}
-    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        part = series.values[start:end]
+    for start, part in zip(starts.tolist(), np.split(series.values, starts[1:]), strict=True):
         kept |= {start + int(part.argmin()), start + int(part.argmax())}
     places = np.array(sorted(kept))
     return Series(series.steps[places], series.values[places])

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from rlctl.metric_names import key_pattern
+
 if TYPE_CHECKING:
     from rlctl.spec.run_spec import RunSpec
 
@@ -60,10 +62,7 @@ class Table:
         """Names of the columns that match a key; `<…>` in the key stands for any text."""
         if "<" not in key:
             return (key,) if key in self.columns else ()
-        prefix, _, rest = key.partition("<")
-        suffix = rest.partition(">")[2]
-        found = (one for one in self.columns if one.startswith(prefix) and one.endswith(suffix))
-        return tuple(sorted(one for one in found if one != key))
+        return tuple(sorted(filter(key_pattern(key).fullmatch, self.columns)))
 
     def most_logged(self, keys: tuple[str, ...]) -> str:
         """The metric with the most finite values; the first of several with equally many."""

@@ -40,13 +40,9 @@ def read_parquet(path: Path, reading: LogReading) -> bool:
     if step_key is None:
         return False
     reading.collector.names.update(names)
-    is_numeric = (pa.types.is_floating, pa.types.is_integer, pa.types.is_boolean)
-    kinds = {name: file.schema_arrow.field(name).type for name in names if name not in STEP_KEYS}
-    wanted = [
-        name
-        for name, kind in kinds.items()
-        if reading.collector.keeps(name) and any(check(kind) for check in is_numeric)
-    ]
+    checks = (pa.types.is_floating, pa.types.is_integer, pa.types.is_boolean)
+    numeric = [one.name for one in file.schema_arrow if any(check(one.type) for check in checks)]
+    wanted = [name for name in numeric if name not in STEP_KEYS and reading.collector.keeps(name)]
     for batch in file.iter_batches(columns=[step_key, *wanted]):
         steps = batch.column(step_key).to_numpy(zero_copy_only=False)
         has_step = np.isfinite(steps.astype(np.float64))

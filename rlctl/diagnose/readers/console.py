@@ -229,7 +229,7 @@ class Console:
             return False
         clock = _CLOCKS.get(match["clock"], "rollout/step") if form.kind == "slime" else "step"
         row[clock] = int(match["step"])
-        return self._rows.add_numbered(form.kind or "step", row, form.kind)
+        return self._rows.add(form.kind or "step", row, form.kind)
 
     def _take_wrapped(self, text: str) -> bool | None:
         """Joins a row of verl with the line that continues it; None if the line does not continue it."""
@@ -263,7 +263,7 @@ class Console:
             return self._end_listing()
         if self._take_table(text):
             return True
-        if not self._listing.is_empty and self._listing.is_other(text):
+        if self._listing.is_other(text):
             self._end_listing()
         if entry := self._listing.take(text):
             has_metric = any(map(self._rows.wants, entry))
@@ -340,5 +340,5 @@ class Console:
         wanted = sum(map(self._rows.wants, row))
         if wanted and self._heading and self._heading[1] == style:
             kind, _, step = self._heading
-            return self._rows.add_numbered(kind, {**row, "step": step}, kind)
+            return self._rows.add(kind, {**row, "step": step}, kind)
         return wanted > 1 and self._rows.add("list", row)

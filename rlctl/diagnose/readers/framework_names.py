@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rlctl.diagnose.readers.collect import Collected, LogReading
 from rlctl.diagnose.readers.configuration import configured_facts, setting_keys
 from rlctl.diagnose.table import Facts, Framework, MetricOrigin, Table
-from rlctl.metric_names import describe
+from rlctl.metric_names import describe, key_pattern
 
 _MARK_WEIGHT = 20
 
@@ -126,8 +126,7 @@ class MetricFilter:
 
     def __init__(self, keys: Collection[str]) -> None:
         self._exact = frozenset(key for key in keys if "<" not in key)
-        parts = (re.split(r"<\w+>", key) for key in keys if "<" in key)
-        self._patterns = tuple(re.compile(".+".join(map(re.escape, literals))) for literals in parts)
+        self._patterns = [key_pattern(key) for key in keys if "<" in key]
         self._names: dict[str, bool] = {}
 
     def __contains__(self, key: str) -> bool:

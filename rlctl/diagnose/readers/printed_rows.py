@@ -77,7 +77,7 @@ class PrintedRows:
             row = {name if is_named[name] else f"eval_{name}": value for name, value in row.items()}
         names = row.keys() - _SETTINGS
         if step is not None and any(map(self.wants, names)):
-            return self.add_numbered("numbered dictionary", {**row, "step": step}, None)
+            return self.add("numbered dictionary", {**row, "step": step})
         if names.isdisjoint(_TRAINER_KEYS) or not any(
             self.wants(name) or name.startswith("eval_") for name in names
         ):
@@ -85,13 +85,11 @@ class PrintedRows:
         step_key = next((key for key in STEP_KEYS if key in row), "")
         return self.add(f"dictionary {step_key}", row)
 
-    def add_numbered(self, kind: str, row: Row, framework: Framework | None) -> bool:
-        """Adds a row that has a step."""
-        return self._form(kind, framework).collector.add(row)
-
-    def add(self, kind: str, row: Row) -> bool:
+    def add(self, kind: str, row: Row, framework: Framework | None = None) -> bool:
         """Adds a row; a row without a step is numbered by counting."""
-        form = self._form(kind, None)
+        if kind not in self._forms:
+            self._forms[kind] = _Form(Collector(self.wants), framework)
+        form = self._forms[kind]
         if not any(key in row for key in STEP_KEYS):
             if not all(name.startswith("eval_") or name == "epoch" for name in row):
                 form.count += 1
@@ -101,11 +99,6 @@ class PrintedRows:
                 form.bars.append(dict(self._bars))
             row = {**row, "step": form.count}
         return form.collector.add(row)
-
-    def _form(self, kind: str, framework: Framework | None) -> _Form:
-        if kind not in self._forms:
-            self._forms[kind] = _Form(Collector(self.wants), framework)
-        return self._forms[kind]
 
     def finish(self) -> None:
         """Passes the rows of one form to the reading, unless its JSON rows have more metrics."""

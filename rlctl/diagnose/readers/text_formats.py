@@ -32,12 +32,9 @@ def read_lines(stream: IO[bytes], reading: LogReading) -> None:
     lines = iter(partial(stream.readline, _LONGEST_LINE), b"")
     first = next(lines, b"").removeprefix(codecs.BOM_UTF8)
     for number, logged in enumerate(chain((first,), lines), 1):
-        line = logged
+        line = logged.replace(b"\0", b"")
+        num_with_nul += line != logged
         row = _object(line) if line[:1] == b"{" else None
-        if row is None and b"\0" in logged:
-            num_with_nul += 1
-            line = logged.replace(b"\0", b"")
-            row = _object(line) if line[:1] == b"{" else None
         if row is not None:
             if row.keys() == _VERL_KEYS and not num_objects:  # verl's file logger
                 reading.hint, collector.null_is_nan = "verl", True

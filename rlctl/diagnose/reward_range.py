@@ -13,8 +13,6 @@ SCORE, BEST, WORST = "critic/score/mean", "critic/score/max", "critic/score/min"
 VALIDATION = "val/<data_source>/reward_mean"
 #: Mean reward, as a share of its range, from which the data counts as learned, and as mostly right.
 LEARNED, MOSTLY_RIGHT = 0.9, 0.5
-#: Share of the steps in each end of a run.
-_ENDS_SHARE = 0.1
 
 
 def reward_span(table: Table) -> tuple[float, float] | None:
@@ -53,11 +51,7 @@ def validation_of(table: Table) -> Series:
     return Series(steps, np.mean(columns, axis=0))
 
 
-def ends(values: NDArray[np.float64], width: int) -> tuple[float, float]:
-    """Medians of the first and of the last `width` values."""
+def ends(values: NDArray[np.float64], width: int = 0) -> tuple[float, float]:
+    """Medians of the first and of the last `width` values; by default of a tenth, at least a window."""
+    width = width or max(th.WINDOW, len(values) // 10)
     return float(np.median(values[:width])), float(np.median(values[-width:]))
-
-
-def width_of_ends(values: NDArray[np.float64]) -> int:
-    """Number of values in each end of a long series."""
-    return max(th.WINDOW, int(_ENDS_SHARE * len(values)))

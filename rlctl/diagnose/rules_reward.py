@@ -23,7 +23,6 @@ from rlctl.diagnose.reward_range import (
     position_of,
     reward_span,
     validation_of,
-    width_of_ends,
 )
 from rlctl.diagnose.rule import Detection, Rule, detect_crossing
 from rlctl.diagnose.signals import change_evidence, crossing, evidence_over, longest_true, moved, trend
@@ -268,8 +267,8 @@ def _halved_while_flat(table: Table) -> tuple[float, float] | None:
     steps, (values, score) = table.aligned(ENTROPY.key, SCORE)
     if len(steps) < ENTROPY_STEPS:
         return None
-    start, end = ends(values, width_of_ends(values))
-    first, last = (position_of(table, one) for one in ends(score, width_of_ends(score)))
+    start, end = ends(values)
+    first, last = (position_of(table, one) for one in ends(score))
     if first is None or last is None or last - first >= th.FLAT_REWARD or end > ENTROPY_SHARE * start:
         return None
     return start, end
@@ -335,7 +334,7 @@ def reward_hacking(run: RunLog) -> Detection | Skipped | None:
         return Skipped("too few steps, or data sources that are never validated together", (VALIDATION,))
     size = span[1] - span[0]
     before, after = ends(validation.values, VAL_ENDS)
-    start, end = ends(score, width_of_ends(score))
+    start, end = ends(score)
     gain, held_out = (end - start) / size, (after - before) / size
     # Near the top nothing is left to gain and scores vary; only a fall of this size is more than variation.
     had_learned = (before - span[0]) / size >= LEARNED and held_out > -HACKING_GAP[0][1]

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlctl.diagnose.charts import thinned
 from rlctl.diagnose.compare import RunComparison, metric_rows, sentences, shown
-from rlctl.diagnose.diagnosis_report import Line, run_name, run_report, visible
+from rlctl.diagnose.diagnosis_report import run_name, run_report, visible
 from rlctl.diagnose.rules import Diagnosis
 from rlctl.diagnose.table import Series
 from rlctl.diagnose.thresholds import RAW_ESS
@@ -114,21 +114,15 @@ def _bands(diagnosis: Diagnosis, key: str) -> list[dict[str, Any]]:
 
 def _run(diagnosis: Diagnosis, places: Mapping[str, int]) -> dict[str, Any]:
     report = run_report(diagnosis)
-    findings = [
-        {
-            "severity": finding.severity,
-            "rule": finding.rule,
-            "what": finding.what,
-            "plot": next((plot for line in finding.lines if (plot := _plot(line, places)) is not None), None),
-            "lines": [(line.label, line.code, line.text, _plot(line, places)) for line in finding.lines],
-        }
-        for finding in report.findings
-    ]
+    findings = []
+    for finding in report.findings:
+        plots = [places.get(line.evidence.metric) if line.evidence else None for line in finding.lines]
+        lines = [
+            (line.label, line.code, line.text, plot) for line, plot in zip(finding.lines, plots, strict=True)
+        ]
+        first = next((plot for plot in plots if plot is not None), None)
+        findings.append(finding._asdict() | {"lines": lines, "plot": first})
     return {"report": report, "findings": findings}
-
-
-def _plot(line: Line, places: Mapping[str, int]) -> int | None:
-    return places.get(line.evidence.metric) if line.evidence else None
 
 
 def _comparison(found: RunComparison, places: Mapping[str, int]) -> dict[str, Any]:

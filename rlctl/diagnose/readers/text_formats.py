@@ -56,15 +56,10 @@ def read_lines(stream: IO[bytes], reading: LogReading) -> None:
 
 def _object(line: bytes) -> dict[str, Any] | None:
     """Parses a JSON object; None for anything else."""
-    try:
-        row = from_json(line, cache_strings="keys")
+    try:  # a text in the row may contain bytes that are not UTF-8
+        row = from_json(line if line.isascii() else line.decode("utf-8", "replace"), cache_strings="keys")
     except ValueError:
-        if line.isascii():
-            return None
-        try:  # a text in the row may contain bytes that are not UTF-8
-            row = from_json(line.decode("utf-8", "replace"))
-        except ValueError:
-            return None
+        return None
     return row if isinstance(row, dict) else None
 
 

@@ -27,8 +27,6 @@ def with_inferred(run: RunLog) -> RunLog:
     found = {"kl_coef": _kl_coefficient(run.table), "max_response_length": _length_limit(run.table)}
     how = {"kl_coef": "inferred: loss / KL is constant", "max_response_length": "inferred: lengths end there"}
     new = {fact: v for fact, v in found.items() if v is not None and getattr(run.facts, fact) is None}
-    if not new:
-        return run
     origins = {**run.fact_origins, **{fact: how[fact] for fact in new}}
     return replace(run, facts=replace(run.facts, **new), fact_origins=origins)  # type: ignore[arg-type]
 

@@ -223,11 +223,11 @@ def first_step(run: RunLog) -> Detection | Skipped | None:
     """At the first step trainer and engine hold the same policy."""
     if run.table.steps[0] > th.FIRST_STEP:
         return Skipped("the log does not begin at the run's start")
+    if run.facts.updates_per_batch != 1:
+        return Skipped("several updates per batch: the first step's figures include progress")
     limits = {th.LOG_PROB_GAP.key: th.FIRST_LOG_PROB_GAP}
     if not run.facts.bypass_mode:  # there π_old is another policy
         limits |= {_PPO_KL: FIRST_PPO_KL, _CLIPPED: FIRST_CLIPFRAC}
-    if run.facts.updates_per_batch != 1:
-        return Skipped("several updates per batch: the first step's figures include progress")
     if not any(key in run.table.columns for key in limits):
         return Skipped("in bypass mode KL and clipping include the gap of the engines")
     found = []

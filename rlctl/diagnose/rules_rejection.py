@@ -120,14 +120,13 @@ def silently_off(run: RunLog) -> Detection | Skipped | None:
     if len(run.table.steps) < th.MIN_STEPS:
         return Skipped("too few steps")
     # `weights_are` and `dialect` are known only for frameworks that log the effect of their correction.
-    absent = None
-    if facts.rollout_is != "off" and facts.weights_are is not None and _MEAN not in logged:
-        absent = (f"{RC}rollout_is", _MEAN)
-    elif facts.rollout_rs != "off" and facts.dialect is not None and _MASKED not in logged:
-        absent = (_RS, _MASKED)
-    if absent:
-        seen = evidence_over(run.table.steps, absent[1], "never logged")
-        return Detection("critical", f"{absent[0]} is set, but its metrics are not in the log", (seen,))
+    for name, setting, origin, key in (
+        ("rollout_is", facts.rollout_is, facts.weights_are, _MEAN),
+        ("rollout_rs", facts.rollout_rs, facts.dialect, _MASKED),
+    ):
+        if setting != "off" and origin is not None and key not in logged:
+            seen = evidence_over(run.table.steps, key, "never logged")
+            return Detection("critical", f"{RC}{name} is set, but its metrics are not in the log", (seen,))
     gap = run.table.most_logged((th.K3.key, th.LOG_PROB_GAP.key))
     steps, (low, high, differ) = run.table.aligned(_LEAST, _MOST, gap)
     idle = (np.abs(low - 1.0) < th.EXACT) & (np.abs(high - 1.0) < th.EXACT)

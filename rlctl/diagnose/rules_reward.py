@@ -295,8 +295,8 @@ def entropy_rise(run: RunLog) -> Detection | None:
     if risen is None or has_gained(run.table) or _rises(run.table, SCORE):
         return None
     start, flags, medians = risen
-    since = len(flags) - int(np.argmin(flags[::-1])) if not flags.all() else 0
-    if not flags[-1] or len(flags) - since < th.WINDOW:
+    since = int(np.append(0, np.flatnonzero(~flags) + 1)[-1])  # the first step of the last run of flags
+    if len(flags) - since < th.WINDOW:
         return None
     end = float(medians[-1])
     seen = change_evidence(ENTROPY.key, start.median, end, series.steps[since:])

@@ -220,7 +220,7 @@ def zero_advantages(run: RunLog) -> Detection | None:
 def _penalty_coefficient(run: RunLog) -> float | None:
     """Coefficient of the KL penalty to the reference: configured, inferred, or else as logged."""
     logged = run.table.series(_KL_COEF).values
-    return run.facts.kl_coef or (float(logged.max()) if len(logged) else None)
+    return float(logged.max()) if run.facts.kl_coef is None and len(logged) else run.facts.kl_coef
 
 
 def _stronger_penalty(run: RunLog, found: Crossing) -> Fix:
@@ -241,12 +241,12 @@ def _stronger_penalty(run: RunLog, found: Crossing) -> Fix:
     signal="KL to the reference, where it is penalized",
     cause="the penalty is too weak to hold the policy, or something else moves it",
     sure=("medium", "how far a policy may move depends on the task and on the KL's estimator"),
-    not_applicable=lambda run: "the KL to the reference is not penalized" if run.facts.kl_coef == 0.0 else "",
+    not_applicable=lambda run: (
+        "the KL to the reference is not penalized" if _penalty_coefficient(run) == 0.0 else ""
+    ),
 )  # fmt: skip
-def reference_drift(run: RunLog) -> Detection | Skipped | None:
+def reference_drift(run: RunLog) -> Detection | None:
     """The policy stays near its reference."""
-    if _penalty_coefficient(run) == 0.0:
-        return Skipped("the KL to the reference is not penalized")
     found = crossings(run, REF_KL)
     if not found:
         return None

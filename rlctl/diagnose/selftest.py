@@ -101,14 +101,10 @@ def _check(case: Mapping[str, Any], framework: str, log: Path) -> SelftestResult
     if not rule:
         alarms = [f"{one.severity} {one.rule}" for one in diagnosis.findings if one.severity != "info"]
         return SelftestResult("", case["kind"], framework, expected, ", ".join(alarms) or "quiet", not alarms)
-    severity = next((one.severity for one in diagnosis.findings if one.rule == rule), None)
-    skipped = any(one.rule == rule for one in diagnosis.skipped)
-    if expected == "skipped":
-        passed = skipped
-    else:
-        passed = severity is not None and SEVERITIES.index(severity) <= SEVERITIES.index(expected)
-    found = severity or ("skipped" if skipped else "nothing")
-    return SelftestResult(rule, case["kind"], framework, expected, found, passed)
+    outcomes = {one.rule: one.severity for one in diagnosis.findings}
+    found = outcomes.get(rule, "skipped" if rule in {one.rule for one in diagnosis.skipped} else "nothing")
+    wanted = SEVERITIES[: SEVERITIES.index(expected) + 1] if expected in SEVERITIES else (expected,)
+    return SelftestResult(rule, case["kind"], framework, expected, found, found in wanted)
 
 
 def selftest_document(results: list[SelftestResult]) -> dict[str, Any]:

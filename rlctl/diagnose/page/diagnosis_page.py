@@ -117,9 +117,7 @@ def _run(diagnosis: Diagnosis, places: Mapping[str, int]) -> dict[str, Any]:
     findings = []
     for finding in report.findings:
         plots = [places.get(line.evidence.metric) if line.evidence else None for line in finding.lines]
-        lines = [
-            (line.label, line.code, line.text, plot) for line, plot in zip(finding.lines, plots, strict=True)
-        ]
+        lines = [(one.label, one.code, one.text, at) for one, at in zip(finding.lines, plots, strict=True)]
         first = next((plot for plot in plots if plot is not None), None)
         findings.append(finding._asdict() | {"lines": lines, "plot": first})
     return {"report": report, "findings": findings}

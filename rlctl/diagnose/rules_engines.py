@@ -9,7 +9,7 @@ import numpy as np
 
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
-from rlctl.diagnose.finding import Evidence, Skipped
+from rlctl.diagnose.finding import Skipped
 from rlctl.diagnose.rule import Detection, Rule, detect_crossing, of_crossing
 from rlctl.diagnose.signals import change_evidence, crossing, evidence_over, steps_text, trend
 from rlctl.diagnose.table import RunLog, Series
@@ -89,9 +89,7 @@ def policy_gap(run: RunLog) -> Detection | Skipped | None:
     k3 = th.K3
     if not run.gap_is_mismatch:  # only the level that progress does not reach, and only where no kl is logged
         k3 = replace(k3, tiers=k3.tiers[-1:] if th.KL.key not in run.table.columns else ())
-    crossed = crossing(run.table.series(th.KL.key), th.KL)
-    if crossed is None and k3.tiers:
-        crossed = crossing(run.table.series(k3.key), k3)
+    crossed = crossing(run.table.series(th.KL.key), th.KL) or crossing(run.table.series(k3.key), k3)
     gap = run.table.series(th.LOG_PROB_GAP.key)
     if (
         crossed is None
@@ -146,12 +144,9 @@ def sampled_otherwise(run: RunLog) -> Detection | None:
     if crossed is None:
         return None
     apart = float(np.median(nats[counts]))
-    figure = f"the samples' −log π is {apart:+.2g} nats from it"
-    return Detection(
-        crossed.severity,
-        f"sampled tokens are {'less' if apart > 0 else 'more'} likely than draws from the policy would be",
-        (Evidence(_ENTROPY, figure, crossed.first_step, crossed.last_step),),
-    )
+    what = f"sampled tokens are {'less' if apart > 0 else 'more'} likely than draws from the policy would be"
+    seen = replace(crossed.evidence, figure=f"the samples' −log π is {apart:+.2g} nats from it")
+    return Detection(crossed.severity, what, (seen,))
 
 
 @Rule(

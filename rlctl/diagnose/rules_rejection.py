@@ -6,7 +6,7 @@ import numpy as np
 
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
-from rlctl.diagnose.finding import Evidence, Fix, Skipped
+from rlctl.diagnose.finding import Evidence, Fix, Skipped, Sure
 from rlctl.diagnose.fixes import RC
 from rlctl.diagnose.rule import Detection, Rule, detect_crossing
 from rlctl.diagnose.signals import evidence_over, start_of, together
@@ -136,9 +136,8 @@ def silently_off(run: RunLog) -> Detection | Skipped | None:
         return None
     what = "every weight is exactly 1 and nothing is rejected, although the policies differ"
     seen = evidence_over(steps[apart], _LEAST, "exactly 1, as is the maximum")
-    return Detection(
-        "critical", what, (seen,), sure=("high", "ratios of two different policies are not all 1")
-    )
+    sure: Sure = ("high", "ratios of two different policies are not all 1")
+    return Detection("critical", what, (seen,), sure=sure)
 
 
 @Rule(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
-from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped
+from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped, Sure
 from rlctl.diagnose.reward_range import (
     BEST,
     LEARNED,
@@ -106,13 +106,8 @@ def dead_groups(run: RunLog) -> Detection | None:
         slime="--dynamic-sampling-filter-path",
         **{"nemo-rl": "grpo.use_dynamic_sampling=true", "ms-swift": "--dynamic_sample true"},
     )
-    found = Detection(
-        severity,
-        what.format(which=which),
-        (seen,),
-        cause,
-        (*fix.larger_groups(run), filtered) if severity != "info" else (),
-    )
+    fixes = (*fix.larger_groups(run), filtered) if severity != "info" else ()
+    found = Detection(severity, what.format(which=which), (seen,), cause, fixes)
     if position is not None:
         return found
     return replace(
@@ -197,16 +192,16 @@ def zero_reward(run: RunLog) -> Detection | None:
         other = run.spec is not None and run.spec.reward.terms is None and run.spec.reward.name != "auto"
         auto = (fix.change("reward.name=auto", why="the grader that the data names"),) if other else ()
         cause, fixes = None, (fix.by_hand("run the grader on stored rollouts"), *auto)
-    is_sure = has_best or shown is not None
     where = "" if length < len(steps) else ", all of the log"
-    return Detection(
-        "critical" if length >= ZERO_REWARD_STEPS else "warning",
-        f"every reward is exactly 0 for {length:,} step(s){where}",
-        tuple(evidence),
-        cause,
-        fixes,
-        None if is_sure else ("medium", "the best single reward is not logged"),
-        () if is_sure else (f"{BEST} would exclude rewards that average 0",),
+    what = f"every reward is exactly 0 for {length:,} step(s){where}"
+    severity: Severity = "critical" if length >= ZERO_REWARD_STEPS else "warning"
+    found = Detection(severity, what, tuple(evidence), cause, fixes)
+    if has_best or shown is not None:
+        return found
+    return replace(
+        found,
+        sure=("medium", "the best single reward is not logged"),
+        could_not_check=(f"{BEST} would exclude rewards that average 0",),
     )
 
 
@@ -303,13 +298,9 @@ def entropy_rise(run: RunLog) -> Detection | None:
     what = f"entropy rose from {start.median:.2g} to {end:.2g} nats"
     if len(run.table.series(SCORE)):
         return Detection("warning", f"{what}, and the reward did not", (seen,))
-    return Detection(
-        "warning",
-        what,
-        (seen,),
-        sure=("low", "without the reward, this may be wanted exploration"),
-        could_not_check=(f"{SCORE} would show whether the exploration helps",),
-    )
+    unknown = f"{SCORE} would show whether the exploration helps"
+    sure: Sure = ("low", "without the reward, this may be wanted exploration")
+    return Detection("warning", what, (seen,), sure=sure, could_not_check=(unknown,))
 
 
 @Rule(
@@ -343,9 +334,8 @@ def reward_hacking(run: RunLog) -> Detection | Skipped | None:
         return None
     what = f"the training reward gained {gain:.0%} of its range, validation {held_out:.0%}"
     trained = change_evidence(SCORE, start, end, steps)
-    return Detection(
-        reached[-1], what, (trained, change_evidence(VALIDATION, before, after, validation.steps))
-    )
+    validated = change_evidence(VALIDATION, before, after, validation.steps)
+    return Detection(reached[-1], what, (trained, validated))
 
 
 def _length_penalty(run: RunLog) -> tuple[Fix, ...]:

@@ -114,9 +114,8 @@ def staleness(run: RunLog) -> Detection | None:
         what = f"the oldest samples are {crossed.worst:.3g} batches old {crossed.where}"
     evidence = tuple(one for one in (crossed and crossed.evidence, dropped) if one)
     unknown: Sure = ("medium", "the number of updates per batch is unknown")
-    return Detection(
-        "warning", what, evidence, sure=None if run.facts.updates_per_batch or dropped else unknown
-    )
+    sure = None if run.facts.updates_per_batch or dropped else unknown
+    return Detection("warning", what, evidence, sure=sure)
 
 
 def _more_dropped(run: RunLog) -> Evidence | None:

@@ -13,8 +13,7 @@ import torch
 from rlctl.batch import Rollouts
 from rlctl.evaluate.local_model import sampling_device
 from rlctl.evaluate.samples import EvalSample
-from rlctl.reward.build import MAX_ERRORS_KEPT, build_reward
-from rlctl.reward.protocol import Reward
+from rlctl.reward.build import MAX_ERRORS_KEPT, Reward, build_reward
 from rlctl.spec.reward import RewardSpec
 
 #: Samples graded between two progress reports.

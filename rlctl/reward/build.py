@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from rlctl.errors import RunFailure
 from rlctl.metric_names import OVERLONG
-from rlctl.reward.protocol import Failure, FailureKind, Reward, RewardResult, Sample, Scorer
+from rlctl.reward.protocol import Failure, FailureKind, RewardResult, Sample, Scorer
 from rlctl.reward.sources import scorer_of
-from rlctl.spec.reward import RewardSpec
+from rlctl.spec.reward import OverlongSpec, RewardSpec
 
 if TYPE_CHECKING:
     from rlctl.batch import Rollouts
@@ -28,9 +27,7 @@ def build_reward(spec: RewardSpec, *, max_response_length: int, device: torch.de
         UsageError: a function or reward model cannot be used.
         EnvironmentFailure: a model cannot be fetched or placed, or code cannot be confined here.
     """
-    overlong = spec.overlong
-    penalty = OverlongPenalty(max_response_length, overlong.buffer_length, overlong.penalty_factor)
-    return CombinedReward(build_terms(spec, device), penalty if overlong.buffer_length else None)
+    return Reward(build_terms(spec, device), spec.overlong, max_response_length)
 
 
 def build_terms(spec: RewardSpec, device: torch.device) -> dict[str, tuple[float, Scorer]]:
@@ -65,29 +62,31 @@ def refuse_errors(num_failed: float, num_total: float, first: Callable[[], str],
         )
 
 
-@dataclass(frozen=True, slots=True)
-class OverlongPenalty:
-    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, equation 13), times a factor."""
+def overlong_penalty(lengths: torch.Tensor, overlong: OverlongSpec, max_length: int) -> torch.Tensor:
+    """Penalties (B,) float32, from 0 down to −`penalty_factor`, for response lengths (B,) in tokens.
 
-    max_length: int  # L_max, tokens
-    buffer_length: int  # L_cache, tokens before L_max over which the penalty grows; at least 1
-    factor: float  # penalty at L_max and beyond; 1 in the paper
-
-    def of(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Penalties (B,) float32, from 0 down to −factor, for response lengths (B,) in tokens."""
-        excess = (lengths - (self.max_length - self.buffer_length)).float() / self.buffer_length
-        return -self.factor * excess.clamp(0.0, 1.0)
+    DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, equation 13), times the factor. L_max
+    is `max_length`; L_cache is `buffer_length`, which must not be 0.
+    """
+    excess = (lengths - (max_length - overlong.buffer_length)).float() / overlong.buffer_length
+    return -overlong.penalty_factor * excess.clamp(0.0, 1.0)
 
 
-class CombinedReward:
-    """A weighted sum of terms, plus the penalty for overlong responses."""
+class Reward:
+    """Grades responses: a weighted sum of terms, plus the penalty for overlong responses."""
 
-    def __init__(self, terms: dict[str, tuple[float, Scorer]], penalty: OverlongPenalty | None) -> None:
+    def __init__(
+        self, terms: dict[str, tuple[float, Scorer]], overlong: OverlongSpec, max_response_length: int
+    ) -> None:
         self._terms = terms
-        self._penalty = penalty
+        self._overlong = overlong
+        self._max_response_length = max_response_length
 
     def score(self, rollouts: Rollouts, *, read_answers: bool = False) -> RewardResult:
-        """Returns scores (B,), see `Reward.score`. Answers come from the first term that can extract them."""
+        """Returns one score per response, in order. Failures are returned, not raised: see `refuse_errors`.
+
+        `read_answers` fills `RewardResult.answers`, from the first term that can extract them.
+        """
         samples = _samples(rollouts)
         # float64, because in float32 the weights 0.15, 0.65 and 0.2 sum to less than 1.
         total = torch.zeros(len(samples), dtype=torch.float64)
@@ -122,8 +121,9 @@ class CombinedReward:
         if (valid & ~applies).any():
             errors.append("no term of the reward grades this response: all functions returned None")
             valid &= applies
-        if self._penalty:
-            parts[OVERLONG] = self._penalty.of(rollouts.response_mask.sum(-1).cpu())
+        if self._overlong.buffer_length:
+            lengths = rollouts.response_mask.sum(-1).cpu()
+            parts[OVERLONG] = overlong_penalty(lengths, self._overlong, self._max_response_length)
             total += parts[OVERLONG]
         scores = total.float()
         unbounded = valid & ~scores.isfinite()  # the sum or a score overflows float32
@@ -138,7 +138,7 @@ class CombinedReward:
         )
 
     def close(self) -> None:
-        """Ends the grading processes."""
+        """Ends the grading processes; a later `score` starts new ones."""
         for _, scorer in self._terms.values():
             scorer.close()
 

@@ -13,16 +13,8 @@ from rlctl.errors import UsageError
 from rlctl.registry import GRADERS
 from rlctl.reward.protocol import Sample
 
-#: Parameter → the value passed to it, for one call per response.
-KNOWN: dict[str, Callable[[Sample], object]] = {
-    "response": lambda sample: sample.response,
-    "solution_str": lambda sample: sample.response,
-    "ground_truth": lambda sample: sample.ground_truth,
-    "prompt": lambda sample: sample.prompt,
-    "data_source": lambda sample: sample.data_source,
-    "extra_info": lambda sample: sample.extra_info,
-    "messages": lambda sample: sample.messages,
-}
+#: Parameters of a function of one response: fields of `Sample`, and verl's name of the response.
+_KNOWN = ("response", "solution_str", "ground_truth", "prompt", "data_source", "extra_info", "messages")
 #: Parameters of TRL's reward functions that are not columns of the data; logged values are discarded.
 _OF_TRAINER = {"trainer_state": None, "log_extra": lambda *_: None, "log_metric": lambda *_: None}
 #: Parameters that get the ground truth if the data has no column of that name.
@@ -77,21 +69,22 @@ def _bound(
     named: list[str] = []
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
-            named += [known for known in KNOWN if known not in {"solution_str", *named, *positional}]
+            named += [known for known in _KNOWN if known not in {"solution_str", *named, *positional}]
         elif parameter.kind is parameter.VAR_POSITIONAL or parameter.name in fixed:
             continue
-        elif parameter.name in KNOWN:
+        elif parameter.name in _KNOWN:
             (positional if parameter.kind is parameter.POSITIONAL_ONLY else named).append(parameter.name)
         elif parameter.default is parameter.empty:
             raise UsageError(
                 f"rlctl has no value for the parameter `{parameter.name}`",
                 where=name,
-                fix=f"give it a default, or use {', '.join(KNOWN)}",
+                fix=f"give it a default, or use {', '.join(_KNOWN)}",
             )
 
     def call(sample: Sample) -> object:
-        values = [KNOWN[known](sample) for known in positional]
-        return _result(function(*values, **{known: KNOWN[known](sample) for known in named}, **fixed))
+        given = {known: getattr(sample, known.replace("solution_str", "response")) for known in _KNOWN}
+        values = [given[known] for known in positional]
+        return _result(function(*values, **{known: given[known] for known in named}, **fixed))
 
     return call
 

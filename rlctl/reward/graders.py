@@ -158,7 +158,7 @@ def _equation(place: Place) -> str | None:
 def _value(node: ast.expr, numbers: list[Fraction]) -> Fraction:
     """Evaluates plain arithmetic and appends its numbers to `numbers`."""
     match node:
-        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+        case ast.Constant(value=int() | float() as value):
             numbers.append(Fraction(str(value)))
             return numbers[-1]
         case ast.UnaryOp(op=ast.USub(), operand=operand):

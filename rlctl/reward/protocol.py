@@ -1,4 +1,4 @@
-"""Interface of rewards: rollouts in, one score per response out.
+"""Interface of graders: samples in, one score per response out.
 
 Imports no torch at run time, because grading processes import this module.
 """
@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlctl.metric_names import OVERLONG
 from rlctl.user_code import visible
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from rlctl.batch import Rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +84,8 @@ class RewardResult:
     #: where `valid`; 0.0 where this term failed, NaN where it does not apply.
     parts: dict[str, Tensor] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)  # the first few failures, as text
-    errors_by_term: dict[str, int] = field(
-        default_factory=dict
-    )  # term → failures; one sample may count in several
+    #: term → failures; one sample may count in several
+    errors_by_term: dict[str, int] = field(default_factory=dict)
     #: kind → number of failures caused by responses; these responses have a score and are valid
     timeouts: dict[FailureKind, int] = field(default_factory=dict)
     #: (B,) answers of the responses, as text that is equal for equal answers (for majority votes). Empty
@@ -100,18 +97,3 @@ class RewardResult:
         """(B,) `scores` without the overlong penalty, as evaluation and validation report them."""
         penalty = self.parts.get(OVERLONG)
         return self.scores if penalty is None else self.scores - penalty * self.valid
-
-
-class Reward(Protocol):
-    """Grades responses."""
-
-    def score(self, rollouts: Rollouts, *, read_answers: bool = False) -> RewardResult:
-        """Returns one score per response, in order. Failures are returned, not raised: see `refuse_errors`.
-
-        `read_answers` fills `RewardResult.answers`.
-        """
-        ...
-
-    def close(self) -> None:
-        """Ends the processes it started; a later `score` starts new ones."""
-        ...

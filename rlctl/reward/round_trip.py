@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 
 from rlctl.reward import maths
 from rlctl.reward.code import parse_tests
@@ -27,6 +27,8 @@ _TASKS: dict[SourceGrader, Callable[[str], object]] = {"code": parse_tests, "cou
 _NUMBERS = (re.compile(r"(?<![_\d])(?<!_\{)\d+"), re.compile(r"\d+"))
 #: Numbers that need no grading: tests show that the grader parses all of them.
 _PLAIN_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,6})?")
+#: Grader and ground truth → its problem, "" if there is none.
+_known: dict[tuple[SourceGrader, str], str] = {}
 
 
 def check_ground_truths(pairs: Sequence[tuple[str, str]]) -> list[str]:
@@ -38,7 +40,16 @@ def check_ground_truths(pairs: Sequence[tuple[str, str]]) -> list[str]:
 
     `pairs` are (data source, ground truth), in any order; duplicates are allowed.
     """
-    return _round_trips(os.getpid()).check(pairs)
+    asked = [(grader_for(source), truth) for source, truth in pairs]
+    if len(_known) > MAX_KNOWN:
+        _known.clear()
+    fresh: dict[SourceGrader, list[str]] = {}
+    for grader, truth in dict.fromkeys(asked):
+        if (grader, truth) not in _known:
+            fresh.setdefault(grader, []).append(truth)
+    for grader, truths in fresh.items():
+        _known.update({(grader, truth): problem for truth, problem in _problems(grader, truths).items()})
+    return [_known[key] for key in asked]
 
 
 def right_answer(grader: str, ground_truth: str) -> str | None:
@@ -67,55 +78,33 @@ def wrong_answer(grader: str, ground_truth: str) -> str | None:
     return response[: found.start()] + other + response[found.end() :]
 
 
-class _RoundTrips:
-    def __init__(self) -> None:
-        self._pools: dict[SourceGrader, GradingPool] = {}
-        self._known: dict[tuple[SourceGrader, str], str] = {}
-
-    def check(self, pairs: Sequence[tuple[str, str]]) -> list[str]:
-        asked = [(grader_for(source), truth) for source, truth in pairs]
-        if len(self._known) > MAX_KNOWN:
-            self._known.clear()
-        fresh: dict[SourceGrader, list[str]] = {}
-        for grader, truth in dict.fromkeys(asked):
-            if (grader, truth) not in self._known:
-                fresh.setdefault(grader, []).append(truth)
-        for grader, truths in fresh.items():
-            for truth, reason in zip(truths, self._reasons(grader, truths), strict=True):
-                self._known[grader, truth] = reason
-        return [self._known[key] for key in asked]
-
-    def _reasons(self, grader: SourceGrader, truths: Sequence[str]) -> list[str]:
-        if grader in _TASKS:
-            problems = []
-            for truth in truths:
-                try:
-                    _TASKS[grader](truth)
-                    problems.append("")
-                except ValueError as error:
-                    problems.append(str(error))
-            return problems
-        doubtful = [truth for truth in truths if grader != "maths" or not _PLAIN_NUMBER.fullmatch(truth)]
-        asked: list[tuple[Sample, float]] = []
-        for truth in doubtful:
+def _problems(grader: SourceGrader, truths: Sequence[str]) -> dict[str, str]:
+    found = dict.fromkeys(truths, "")
+    if grader in _TASKS:
+        for truth in truths:
+            try:
+                _TASKS[grader](truth)
+            except ValueError as error:
+                found[truth] = str(error)
+        return found
+    asked: list[tuple[Sample, float]] = []
+    for truth in truths:
+        if grader != "maths" or not _PLAIN_NUMBER.fullmatch(truth):
             responses = ((right_answer(grader, truth), 1.0), (wrong_answer(grader, truth), 0.0), ("", 0.0))
             asked += [(Sample(text, truth), wanted) for text, wanted in responses if text is not None]
-        grades: list[Grade] = []
-        if asked:
-            pool = self._pools.setdefault(grader, GradingPool(grader))
-            grades = pool.grade([sample for sample, _ in asked])
-        found: dict[str, str] = {}
-        for (sample, wanted), grade in zip(asked, grades, strict=True):
-            found[sample.ground_truth] = found.get(sample.ground_truth) or _reason(sample, wanted, grade)
-        return [found.get(truth, "") for truth in truths]
+    grades = _pool(grader, os.getpid()).grade([sample for sample, _ in asked]) if asked else []
+    for (sample, wanted), grade in zip(asked, grades, strict=True):
+        found[sample.ground_truth] = found[sample.ground_truth] or _problem(sample, wanted, grade)
+    return found
 
 
-@lru_cache(maxsize=1)  # per process: after a fork the pipes to the children belong to the parent
-def _round_trips(pid: int) -> _RoundTrips:
-    return _RoundTrips()
+@cache
+def _pool(grader: SourceGrader, pid: int) -> GradingPool:
+    """A pool per process: after a fork the pipes to the children belong to the parent."""
+    return GradingPool(grader)
 
 
-def _reason(sample: Sample, wanted: float, grade: Grade) -> str:
+def _problem(sample: Sample, wanted: float, grade: Grade) -> str:
     if isinstance(grade, Failure):
         if grade.score is None:
             return grade.text.strip().splitlines()[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rlctl.registry import GRADERS
@@ -32,15 +32,13 @@ _SOURCES: list[tuple[SourceGrader, str]] = [
     ("maths", r"gsm8k|gsm|math\w*|aime\d*|amc\d*|numina\w*|olympiad\w*|minerva|deepscaler|orz|svamp|asdiv"),
     ("maths", r"multiarith|polaris|omni_math"),
 ]
-_PATTERNS = [
-    (grader, re.compile(rf"(?:^|[/_.\- ])(?:{names})(?:$|[/_.\- ])", re.IGNORECASE))
-    for grader, names in _SOURCES
-]
+_BOUNDED = r"(?:^|[/_.\- ])(?:{})(?:$|[/_.\- ])"
 
 
 @lru_cache(maxsize=1024)
 def _registered(data_source: str) -> SourceGrader | None:
-    return next((grader for grader, pattern in _PATTERNS if pattern.search(data_source)), None)
+    found = (g for g, names in _SOURCES if re.search(_BOUNDED.format(names), data_source, re.IGNORECASE))
+    return next(found, None)
 
 
 def grader_for(data_source: str) -> SourceGrader:
@@ -106,7 +104,7 @@ class SourceScorer(Scorer):
     reads_answers = True
 
     def __init__(self, spec: RewardSpec, device: torch.device) -> None:
-        self._start: Callable[[SourceGrader], Scorer] = lambda grader: scorer_of(grader, {}, spec, device)
+        self._start = partial(scorer_of, params={}, spec=spec, device=device)
         self._scorers: dict[SourceGrader, Scorer] = {}
 
     def grade(self, samples: Sequence[Sample]) -> list[Grade]:
@@ -133,6 +131,5 @@ class SourceScorer(Scorer):
         for grader, rows in places.items():
             if grader not in self._scorers:
                 self._scorers[grader] = self._start(grader)
-            found = grade(self._scorers[grader], [samples[row] for row in rows])
-            graded |= zip(rows, found, strict=True)
+            graded |= zip(rows, grade(self._scorers[grader], [samples[row] for row in rows]), strict=True)
         return [graded[place] for place in range(len(samples))]

@@ -114,6 +114,11 @@ def try_reward(
     """
     trial = Trial()
     tallies: dict[tuple[str, Kind, str], Tally] = {}
+
+    def tally_of(term: str, case: Case) -> Tally:
+        key = (term, case.kind, case.sample.data_source)
+        return tallies.setdefault(key, Tally(*key))
+
     seconds: list[float] = []
     # Starts processes that start at the first call, so that the first timed call takes as long as the others.
     of_each_source = list({case.sample.data_source: case.sample for case in cases}.values())
@@ -131,23 +136,19 @@ def try_reward(
         for name, grade in grades.items():
             if isinstance(grade, Failure) and grade.kind == "inapplicable":
                 continue
-            tally = tallies.setdefault(_key(name, case), Tally(*_key(name, case)))
+            tally = tally_of(name, case)
             tally.num += 1
-            if isinstance(grade, Failure) and grade.score is not None:  # the response is the cause
-                grade = grade.score  # noqa: PLW2901
-            if isinstance(grade, Failure):
+            score = grade.score if isinstance(grade, Failure) else grade
+            if isinstance(grade, Failure) and score is None:
                 tally.num_errors += 1
-                trial.errors += [f"{name}, {case.where}: {grade.text.strip()}"][
-                    : MAX_SHOWN - len(trial.errors)
-                ]
-                total = math.nan
-                continue
-            total += terms[name][0] * grade
-            if not is_stored and graders[name] != "model":
-                _compare(trial, tally, replace(case, sample=asked[name]), grade)
+                if len(trial.errors) < MAX_SHOWN:
+                    trial.errors.append(f"{name}, {case.where}: {grade.text.strip()}")
+            total += math.nan if score is None else terms[name][0] * score
+            if score is not None and not is_stored and graders[name] != "model":
+                _compare(trial, tally, replace(case, sample=asked[name]), score)
         if is_stored and case.expected is not None and not math.isnan(total):
             name = SUM if len(terms) > 1 else next(iter(terms))
-            tally = tallies.setdefault(_key(name, case), Tally(*_key(name, case)))
+            tally = tally_of(name, case)
             tally.num += name == SUM
             _compare(trial, tally, case, total)
     progress(len(cases), len(cases))
@@ -157,10 +158,6 @@ def try_reward(
         mean = sum(seconds) / len(seconds)
         trial.durations = {"num": len(seconds), "mean": mean, "p50": p50, "p99": p99, "max": max(seconds)}
     return trial
-
-
-def _key(term: str, case: Case) -> tuple[str, Kind, str]:
-    return term, case.kind, case.sample.data_source
 
 
 def _sample(grader: str, case: Case) -> Sample | None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rlctl.engine.protocol import CriticEngine, ReferencePolicy, TrainEngine
     from rlctl.engine.ranks import Ranks
     from rlctl.engine.sequence_parallel import SequenceParallel
-    from rlctl.reward.protocol import Reward
+    from rlctl.reward.build import Reward
     from rlctl.rollout.engine_lock import LockedRollout
     from rlctl.spec.run_spec import RunSpec
     from rlctl.track.rollouts import RolloutWriter

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from rlctl.errors import RunFailure
-from rlctl.reward.build import OverlongPenalty, refuse_errors
+from rlctl.reward.build import overlong_penalty, refuse_errors
 from rlctl.reward.pool import GradingPool
+from rlctl.spec.reward import OverlongSpec
 from tests.unit.reward.samples import built, pairs, rollouts
 
 
@@ -125,9 +126,20 @@ def test_a_sum_beyond_float32_is_a_failure(tmp_path):
 
 def test_overlong_penalty_by_hand():
     """L_max 10, buffer 4, factor 2: 0 up to 6, then 0.5 per token, −2 from 10 on."""
-    penalty = OverlongPenalty(max_length=10, buffer_length=4, factor=2.0)
+    overlong = OverlongSpec(buffer_length=4, penalty_factor=2.0)
     lengths = torch.tensor([0, 1, 5, 6, 7, 8, 9, 10, 11])
-    assert penalty.of(lengths).tolist() == [0.0, 0.0, 0.0, 0.0, -0.5, -1.0, -1.5, -2.0, -2.0]
+    penalties = overlong_penalty(lengths, overlong, max_length=10)
+    assert penalties.tolist() == [
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+        -0.5,
+        -1.0,
+        -1.5,
+        -2.0,
+        -2.0,
+    ]
 
 
 def test_the_penalty_is_added_to_the_sum_and_kept_apart():

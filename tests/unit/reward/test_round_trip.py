@@ -80,8 +80,9 @@ def test_a_grader_that_credits_another_number_is_found(monkeypatch):
     """As if the grader took the last number of everything: each pair is named with what it was given."""
     pairs = [("lighteval/MATH", "[3,4]"), ("lighteval/MATH", "x=4"), ("lighteval/MATH", "(4,x)")]
     pool = SimpleNamespace(grade=lambda samples: [float("4" in sample.response) for sample in samples])
-    monkeypatch.setattr(round_trip, "GradingPool", lambda grader: pool)
-    reasons = round_trip._RoundTrips().check(pairs)
+    monkeypatch.setattr(round_trip, "_pool", lambda grader, pid: pool)
+    monkeypatch.setattr(round_trip, "_known", {})
+    reasons = check_ground_truths(pairs)
     assert reasons[0] == "the grader gives '\\\\boxed{[4,4]}' 1, not 0"
     assert reasons[1] == ""
     assert reasons[2] == ""

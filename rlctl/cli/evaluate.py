@@ -195,11 +195,10 @@ def evaluate(
         _refuse_options(context, _OF_SAMPLING, why, "leave it out, or leave --regrade out")
         if model_or_run is None:
             raise UsageError("no evaluation is named", where="MODEL_OR_RUN", fix="name its directory")
-        from rlctl.evaluate.evaluation import RegradeRequest
         from rlctl.evaluate.evaluation import regrade as run_regrade
 
-        again = RegradeRequest(Path(model_or_run), ks, reward, out)
-        _run(lambda progress: run_regrade(again, progress), as_json)
+        directory = Path(model_or_run)
+        _run(lambda progress: run_regrade(directory, progress, ks=ks, reward=reward, out=out), as_json)
         return
     if engine == "openai":
         _refuse_options(context, ("batch_size",), "is for models on this machine", "leave it out")

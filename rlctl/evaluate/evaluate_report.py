@@ -111,12 +111,10 @@ def default_out(parent: Path) -> Path:
 
 def results_document(evaluation: Evaluation) -> dict[str, Any]:
     """The JSON content of `results.json`; metrics without a value are null."""
-    scores, n = [], evaluation.n
-    for score in evaluation.scores:  # store `pass@k` and `maj@n` as separate keys
-        values = asdict(score)
-        passed, majority = values.pop("pass_at"), values.pop("majority")
-        values |= {f"pass@{k}": value for k, value in passed.items()}
-        scores.append(values | ({f"maj@{n}": majority} if n > 1 else {}))
+    scores = []
+    for score in map(asdict, evaluation.scores):
+        figures = score.pop("figures")
+        scores.append(score | figures)
     document = {
         "format": _FORMAT,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -28,17 +28,6 @@ from rlctl.spec.reward import RewardSpec
 
 #: Called with the phase (`sampling`, `grading`), the number of responses done, and their total.
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class RegradeRequest:
-    """Options of `regrade`."""
-
-    directory: Path  # directory of the evaluation
-    ks: Sequence[int] | None = None  # values of k for pass@k; None: those of 1, 4, 8 up to n
-    reward: str | None = None  # name of a grader or `file.py:function`; None: the reward of the evaluation
-    #: output directory, new or empty; None: next to the evaluation, named after the current time
-    out: Path | None = None
 
 
 def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evaluation]:
@@ -123,26 +112,35 @@ def _responses(
     return {pair: found[pair] for pair in keys.values() if pair[0] not in overlong}, num_stored
 
 
-def regrade(request: RegradeRequest, progress: Progress) -> tuple[Path, Evaluation]:
-    """Grades the samples of an evaluation again and writes a new evaluation.
+def regrade(
+    directory: Path,
+    progress: Progress,
+    *,
+    ks: Sequence[int] | None = None,
+    reward: str | None = None,
+    out: Path | None = None,
+) -> tuple[Path, Evaluation]:
+    """Grades the samples of the evaluation in `directory` again and writes a new evaluation.
+
+    `ks` and `reward` are as in `EvaluateRequest`; the default reward is that of the evaluation. `out` is a
+    new or empty directory; None: next to `directory`, named after the current time.
 
     Raises:
         UsageError: `directory` is not an evaluation, k > n, the reward does not exist, or `out` is not empty.
         EnvironmentFailure: a reward model is not available, or a disk is full.
     """
-    document, before = read_evaluation(request.directory)
+    document, before = read_evaluation(directory)
     about = {name: document[name] for name in ("model", "data", "sampling")}
     n = int(about["sampling"]["n"])
-    ks = checked_ks(request.ks, n)
-    if request.out:
-        check_vacant(request.out)
-    reward_before = RewardSpec.model_validate(document["reward"])
-    reward_spec = chosen_reward(reward_before, request.reward)
+    ks = checked_ks(ks, n)
+    if out:
+        check_vacant(out)
+    reward_spec = chosen_reward(RewardSpec.model_validate(document["reward"]), reward)
     from rlctl.evaluate.grading import grade, grading  # imports torch
 
     started = time.monotonic()
-    with grading(reward_spec, int(about["sampling"]["max_response_length"])) as reward:
-        grades = grade(reward(), before, partial(progress, "grading"))
+    with grading(reward_spec, int(about["sampling"]["max_response_length"])) as built:
+        grades = grade(built(), before, partial(progress, "grading"))
     evaluation = Evaluation(
         about=about,
         reward=reward_spec,
@@ -152,12 +150,12 @@ def regrade(request: RegradeRequest, progress: Progress) -> tuple[Path, Evaluati
         seconds=time.monotonic() - started,
         num_stored=len(grades.samples),
         regraded={
-            "directory": str(request.directory.resolve()),
+            "directory": str(directory.resolve()),
             "reward": document["reward"],
             **changes(before, grades.samples),
         },
     )
-    out = request.out or default_out(request.directory.resolve().parent)
+    out = out or default_out(directory.resolve().parent)
     write_evaluation(out, evaluation, grades.samples)
     return out, evaluation
 

@@ -40,7 +40,8 @@ def write_lm_eval(
     by_task: dict[str, list[Question]] = {task: [] for task in tasks.values()}
     for question in questions_of(samples):
         by_task[tasks[question.data_source]].append(question)
-    ks = list(scores[0].pass_at) if scores else []
+    names = scores[0].figures if scores else ()
+    ks = [int(name.removeprefix("pass@")) for name in names if name.startswith("pass@")]
     hashes = {}
     for task, questions in by_task.items():
         lines = [_line(question, document["sampling"], n, ks) for question in questions]
@@ -149,11 +150,11 @@ def _results(
 
 def _metrics(score: Score, n: int) -> dict[str, float | str]:
     """`metric,filter` and `metric_stderr,filter` of the metrics that have a value."""
-    figures = score.figures(n)
-    figures |= {"truncated": score.truncated_fraction, "response_length": score.mean_length}
+    others = {"truncated": score.truncated_fraction, "response_length": score.mean_length}
     found: dict[str, float | str] = {}
-    for name, estimate in figures.items():
+    for metric, estimate in (score.figures | others).items():
         if estimate is not None:
+            name = metric.replace("avg", f"avg@{n}")
             found[f"{name},{_FILTER}"] = float(estimate.value)
             found[f"{name}_stderr,{_FILTER}"] = "N/A" if estimate.stderr is None else estimate.stderr
     return found

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,13 +17,14 @@ from rlctl.data.prompts import PromptDataset
 from rlctl.data.render import template_sha256
 from rlctl.engine.model import load_policy, load_reader
 from rlctl.engine.model_files import local_directory
-from rlctl.evaluate.request import EngineName, Plan, Target, lengths
+from rlctl.evaluate.request import EngineName, Plan, lengths
 from rlctl.evaluate.samples import AskedModel, Pair, Response
 from rlctl.files import sha256_of
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import step_seed
 from rlctl.spec.hardware import native_dtype
+from rlctl.spec.model import ModelSpec
 
 if TYPE_CHECKING:
     from rlctl.rollout.protocol import ResponseSampler, Sampling
@@ -39,91 +39,10 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 BLOCK = 256
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """A local model: its files, their hash, and its engine settings."""
-
-    directory: Path  # directory of the model files
-    tokenizer: Any
-    context: int | None  # maximum tokens of prompt and response together; None: unknown
-    sha256: str  # hash of its files, see `files_hash`
-    #: engine, dtype: rollout engine and precision used for sampling
-    engine: EngineName
-    dtype: Dtype
-    #: trust_remote_code, attn_implementation, engine_kwargs: as in the spec; `engine_kwargs` are for vLLM
-    trust_remote_code: bool
-    attn_implementation: str
-    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    num_gpus: int = 1  # that share the model in vLLM
-
-    @contextmanager
-    def sampling_engine(self, max_length: int, batch_size: int) -> Iterator[ResponseSampler]:
-        """Loads the weights; frees the memory on exit. `max_length` is in tokens of prompt and response.
-
-        Raises:
-            UsageError, EnvironmentFailure: the model or the engine cannot be used on this machine.
-        """
-        if self.engine == "vllm":
-            from rlctl.rollout.vllm import VLLMRollout
-
-            shards = {"tensor_parallel_size": self.num_gpus} if self.num_gpus > 1 else {}
-            engine = VLLMRollout(
-                str(self.directory),
-                self.tokenizer,
-                dtype=self.dtype,
-                max_model_len=max_length,
-                max_num_seqs=batch_size,
-                trust_remote_code=self.trust_remote_code,
-                engine_kwargs=shards | dict(self.engine_kwargs),
-            )
-            try:
-                yield engine
-            finally:
-                engine.close()
-            return
-        model, tokenizer = load_policy(
-            str(self.directory),
-            revision=None,
-            trust_remote_code=self.trust_remote_code,
-            attn_implementation=self.attn_implementation,
-            dtype=_DTYPES[self.dtype],
-        )
-        copy = HFRollout(model, tokenizer, sampling_device(), max_num_seqs=batch_size)
-        del model
-        yield copy
-
-
-def find_model(target: Target, engine: EngineName | None) -> ModelFiles:
-    """Finds files, tokenizer and hash of the target's model.
-
-    `engine=None` selects vLLM if the run uses it, otherwise `hf`.
-
-    Raises:
-        UsageError: the model does not exist, or its tokenizer cannot be read.
-        EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
-    """
-    spec = target.spec
-    directory = local_directory(target.model_path)
-    name: EngineName = engine or ("vllm" if spec and spec.rollout.name == "vllm" else "hf")
-    trusts = spec.model.trust_remote_code if spec else False
-    tokenizer, config = load_reader(str(directory), trust_remote_code=trusts)
-    num_gpus = spec.rollout.tensor_model_parallel_size if spec and name == "vllm" else 1
-    return ModelFiles(
-        directory=directory,
-        tokenizer=tokenizer,
-        context=getattr(config.get_text_config(), "max_position_embeddings", None),
-        sha256=files_hash(directory, target.checksums),
-        engine=name,
-        dtype=spec.engine.dtype if spec else native_dtype()[0],
-        trust_remote_code=trusts,
-        attn_implementation=spec.model.attn_implementation if spec else "sdpa",
-        engine_kwargs=spec.rollout.engine_kwargs if spec and name == "vllm" else {},
-        num_gpus=num_gpus if num_gpus <= torch.cuda.device_count() else 1,
-    )
-
-
 class LocalModel(AskedModel):
     """A local model and its questions.
+
+    The engine is the requested one, else vLLM if the run uses it, else `hf`.
 
     Raises:
         UsageError: the model cannot be read, its context is too short for a response, or no question fits.
@@ -131,44 +50,93 @@ class LocalModel(AskedModel):
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._request, target = plan.request, plan.target
-        self._files = find_model(target, self._request.engine)
-        self.sampling, max_prompt_length = lengths(self._request, target, self._files.context)
-        rows, tokenizer = plan.questions.rows, self._files.tokenizer
+        self._request, target, spec = plan.request, plan.target, plan.target.spec
+        is_on_vllm = spec is not None and spec.rollout.name == "vllm"
+        self._engine: EngineName = self._request.engine or ("vllm" if is_on_vllm else "hf")
+        self._dtype: Dtype = spec.engine.dtype if spec else native_dtype()[0]
+        self._loading = spec.model if spec else ModelSpec()
+        self._engine_kwargs: dict[str, Any] = {}  # of vLLM
+        self._shards: dict[str, int] = {}
+        if spec and self._engine == "vllm":
+            self._engine_kwargs = dict(spec.rollout.engine_kwargs)
+            num_gpus = spec.rollout.tensor_model_parallel_size
+            if 1 < num_gpus <= torch.cuda.device_count():
+                self._shards = {"tensor_parallel_size": num_gpus}
+        self._directory = local_directory(target.model_path)
+        self._tokenizer, config = load_reader(
+            str(self._directory), trust_remote_code=self._loading.trust_remote_code
+        )
+        context = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self.sampling, max_prompt_length = lengths(self._request, target, context)
         self._questions = PromptDataset(
-            rows,
-            tokenizer,
+            plan.questions.rows,
+            self._tokenizer,
             max_prompt_length=max_prompt_length,
             filter_overlong=True,
-            chat_template_kwargs=target.spec.data.chat_template_kwargs if target.spec else None,
+            chat_template_kwargs=spec.data.chat_template_kwargs if spec else None,
         )
         self.rows, self.prompts = self._questions.rows, self._questions.texts
         self.identities = self.prompts
         self.num_overlong = self._questions.num_dropped
-        self.about_sampling = {"engine": self._files.engine, "dtype": self._files.dtype}
-        if self._files.engine_kwargs:
-            self.about_sampling["engine_kwargs"] = dict(self._files.engine_kwargs)
-        template = template_hash(tokenizer)
+        self.about_sampling = {"engine": self._engine, "dtype": self._dtype}
+        if self._engine_kwargs:
+            self.about_sampling["engine_kwargs"] = self._engine_kwargs
+        sha256, template = files_hash(self._directory, target.checksums), template_hash(self._tokenizer)
         self.model = {
             "path": target.model_path,
             "run_dir": str(target.run_dir) if target.run_dir else None,
             "step": target.step,
-            "sha256": self._files.sha256,
+            "sha256": sha256,
             "template_sha256": template,
         }
-        self.settings = {"model": self._files.sha256, "template": template} | self.about_sampling
+        self.settings = {"model": sha256, "template": template} | self.about_sampling
 
     def sample(self, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Response]]:
         """See `AskedModel.sample`."""
         request, length = self._request, self.sampling.max_response_length
         longest = max(self._questions.prompts([question], [0]).prompt_ids.shape[1] for question, _ in pairs)
-        with self._files.sampling_engine(longest + length, request.batch_size) as engine:
+        with self._sampling_engine(longest + length) as engine:
             # An engine that forms its own batches is faster with more sequences per call.
-            forms_batches = ROLLOUT_ENGINES.part(self._files.engine).capabilities.forms_batches
+            forms_batches = ROLLOUT_ENGINES.part(self._engine).capabilities.forms_batches
             size = BLOCK * request.n if forms_batches else request.batch_size
             yield from sample_responses(
                 engine, self._questions, pairs, self.sampling, seed=request.seed, batch_size=size
             )
+
+    @contextmanager
+    def _sampling_engine(self, max_length: int) -> Iterator[ResponseSampler]:
+        """Loads the weights; frees the memory on exit. `max_length` is in tokens of prompt and response.
+
+        Raises:
+            UsageError, EnvironmentFailure: the model or the engine cannot be used on this machine.
+        """
+        if self._engine == "vllm":
+            from rlctl.rollout.vllm import VLLMRollout
+
+            engine = VLLMRollout(
+                str(self._directory),
+                self._tokenizer,
+                dtype=self._dtype,
+                max_model_len=max_length,
+                max_num_seqs=self._request.batch_size,
+                trust_remote_code=self._loading.trust_remote_code,
+                engine_kwargs=self._shards | self._engine_kwargs,
+            )
+            try:
+                yield engine
+            finally:
+                engine.close()
+            return
+        model, tokenizer = load_policy(
+            str(self._directory),
+            revision=None,
+            trust_remote_code=self._loading.trust_remote_code,
+            attn_implementation=self._loading.attn_implementation,
+            dtype=_DTYPES[self._dtype],
+        )
+        copy = HFRollout(model, tokenizer, sampling_device(), max_num_seqs=self._request.batch_size)
+        del model
+        yield copy
 
 
 def files_hash(directory: Path, known: Mapping[str, str]) -> str:

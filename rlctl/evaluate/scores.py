@@ -89,23 +89,15 @@ class Score:
     num_samples: int
     num_grader_errors: int  # samples on which the grader failed; they are excluded, not scored 0
     num_short: int  # questions with fewer than n graded samples
-    avg: IntervalFigure | None  # mean reward (avg@n) of the graded samples; None if none was graded
-    pass_at: dict[int, IntervalFigure | None]  # k → pass@k, over the questions with at least k graded samples
-    #: maj@n over the graded samples; None if the reward extracts no answers
-    majority: IntervalFigure | None
+    #: `avg`, `pass@k` and, for n > 1, `maj@n`: see `Question.figures`; None if no question has a value
+    figures: dict[str, IntervalFigure | None]
     truncated_fraction: IntervalFigure | None  # share of samples cut off at the length limit
     mean_length: IntervalFigure | None  # response tokens per sample
     grader_error_fraction: IntervalFigure | None  # share of samples on which the grader failed
-    #: worst_case, best_case: `avg`, `pass@k` and `maj@n` if all samples on which the grader failed were
-    #: wrong, or right. Set if the grader failed on too many samples; `avg`, `pass_at` and `majority` are then
-    #: None
+    #: worst_case, best_case: `figures` if all samples on which the grader failed were wrong, or right. Set if
+    #: the grader failed on too many samples; all `figures` are then None
     worst_case: dict[str, float] | None = None
     best_case: dict[str, float] | None = None
-
-    def figures(self, n: int) -> dict[str, IntervalFigure | None]:
-        """`avg@n`, `pass@k` and, for n > 1, `maj@n`."""
-        found = {f"avg@{n}": self.avg} | {f"pass@{k}": passed for k, passed in self.pass_at.items()}
-        return found | ({f"maj@{n}": self.majority} if n > 1 else {})
 
 
 def summarise(
@@ -149,16 +141,13 @@ def _score(
     name: str, questions: list[Question], ks: Sequence[int], n: int, max_error_fraction: float
 ) -> Score:
     num_samples = sum(len(question.samples) for question in questions)
-    means = _means(questions, ks, n)
     score = Score(
         data_source=name,
         num_questions=len(questions),
         num_samples=num_samples,
         num_grader_errors=num_samples - sum(len(question.graded) for question in questions),
         num_short=sum(len(question.graded) < n for question in questions),
-        avg=means["avg"],
-        pass_at={k: means[f"pass@{k}"] for k in ks},
-        majority=means.get(f"maj@{n}"),
+        figures=_means(questions, ks, n),
         truncated_fraction=estimate([_mean([s.truncated for s in q.samples]) for q in questions]),
         mean_length=estimate([_mean([s.num_tokens for s in q.samples]) for q in questions], is_share=False),
         grader_error_fraction=estimate([_mean([s.reward is None for s in q.samples]) for q in questions]),
@@ -168,9 +157,7 @@ def _score(
     rewards = [reward for question in questions for reward in _rewards(question.graded)]
     return replace(
         score,
-        avg=None,
-        pass_at=dict.fromkeys(ks),
-        majority=None,
+        figures=dict.fromkeys(score.figures),
         worst_case=_case(questions, min([0.0, *rewards]), ks, n),
         best_case=_case(questions, max([RIGHT, *rewards]), ks, n),
     )

@@ -98,10 +98,10 @@ def _sampling(run: Run) -> Sampling:
 
 
 def _metrics(score: Score, n: int) -> dict[str, float]:
-    figures = {"reward_mean": score.avg, "response_length_mean": score.mean_length}
+    figures = {"reward_mean": score.figures["avg"], "response_length_mean": score.mean_length}
     if n > 1:
-        figures |= {f"pass@{k}": passed for k, passed in score.pass_at.items()}
-        figures |= {f"maj@{n}": score.majority, "truncated_fraction": score.truncated_fraction}
+        figures |= {name: figure for name, figure in score.figures.items() if name != "avg"}
+        figures |= {"truncated_fraction": score.truncated_fraction}
     return {name: estimate.value for name, estimate in figures.items() if estimate is not None}
 
 

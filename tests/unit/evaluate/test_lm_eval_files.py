@@ -85,8 +85,8 @@ def test_figures_and_standard_errors_are_those_of_the_samples(written):
             checked += 1
     assert checked == 6 + 5  # maj@2 is missing where no answers are read
     overall = evaluation.scores[-1]
-    assert results["groups"]["overall"]["avg@2,none"] == overall.avg.value
-    assert results["groups"]["overall"]["avg@2_stderr,none"] == overall.avg.stderr
+    assert results["groups"]["overall"]["avg@2,none"] == overall.figures["avg"].value
+    assert results["groups"]["overall"]["avg@2_stderr,none"] == overall.figures["avg"].stderr
     assert results["group_subtasks"]["overall"] == ["my_own_data", "gsm8k"]
 
 

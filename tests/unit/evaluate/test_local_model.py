@@ -10,8 +10,8 @@ from huggingface_hub import constants
 from rlctl.errors import EnvironmentFailure
 from rlctl.evaluate import local_model as local_model_module
 from rlctl.evaluate.evaluation import evaluate
-from rlctl.evaluate.local_model import LocalModel, files_hash, find_model
-from rlctl.evaluate.request import EvaluateRequest, Target, check_request, find_target
+from rlctl.evaluate.local_model import LocalModel, files_hash
+from rlctl.evaluate.request import EvaluateRequest, Target, check_request
 from rlctl.rollout import vllm
 from rlctl.rollout.hf import HFRollout
 from rlctl.spec.hardware import native_dtype
@@ -38,6 +38,22 @@ def hub(task, tmp_path, monkeypatch):
     return snapshot
 
 
+@pytest.fixture
+def told(monkeypatch):
+    """The options of an engine that takes vLLM's place."""
+    options = {}
+
+    class Fake:
+        def __init__(self, *_, **given):
+            options.update(given)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(vllm, "VLLMRollout", Fake)
+    return options
+
+
 def test_a_hub_model_is_its_snapshot_and_as_good_as_the_same_files_anywhere(hub, task, tmp_path):
     request = EvaluateRequest(
         "org/tiny", [str(task.val_file)], n=2, limit=3, max_response_length=6, out=tmp_path / "hub-out"
@@ -61,24 +77,25 @@ def test_large_files_of_the_hub_are_not_read_again(hub, monkeypatch):
 
 def test_a_checkpoint_has_the_hash_of_its_files(task, tmp_path):
     run_dir = make_run(tmp_path / "run", task)
-    target = find_target(str(run_dir), [])
-    assert "model.safetensors" in target.checksums
-    assert find_model(target, None).sha256 == files_hash(task.model_dir, {})
+    plan = check_request(EvaluateRequest(str(run_dir), limit=2))
+    assert "model.safetensors" in plan.target.checksums
+    assert LocalModel(plan).model["sha256"] == files_hash(task.model_dir, {})
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(0, 1), (1, 1), (2, 2)])
-def test_a_runs_model_is_spread_over_as_many_gpus(task, tmp_path, monkeypatch, gpus, expected):
-    target = find_target(str(make_run(tmp_path / "run", task)), [])
-    rollout = target.spec.rollout.model_copy(update={"name": "vllm", "tensor_model_parallel_size": 2})
-    target = replace(target, spec=target.spec.model_copy(update={"rollout": rollout}))
+def test_a_runs_model_is_spread_over_as_many_gpus(task, tmp_path, monkeypatch, told, gpus, expected):
+    plan = check_request(EvaluateRequest(str(make_run(tmp_path / "run", task)), limit=2))
+    rollout = plan.target.spec.rollout.model_copy(update={"name": "vllm", "tensor_model_parallel_size": 2})
+    target = replace(plan.target, spec=plan.target.spec.model_copy(update={"rollout": rollout}))
     monkeypatch.setattr(local_model_module.torch.cuda, "device_count", lambda: gpus)
-    assert find_model(target, None).num_gpus == expected
-    assert find_model(target, "hf").num_gpus == 1
+    with LocalModel(replace(plan, target=target))._sampling_engine(12):
+        assert told["engine_kwargs"].get("tensor_parallel_size", 1) == expected
 
 
 def test_a_model_that_is_nowhere(hub, task):
+    plan = check_request(EvaluateRequest("org/tiny", [str(task.val_file)], limit=2))
     with pytest.raises(EnvironmentFailure, match="neither a directory nor in the cache"):
-        find_model(Target("org/other", [str(task.val_file)]), None)
+        LocalModel(replace(plan, target=Target("org/other", [str(task.val_file)])))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -130,22 +147,12 @@ def test_vllm_gets_the_model_and_is_closed(task, tmp_path, monkeypatch, fails):
     assert told["max_model_len"] == 6 + 6  # "12+34=" and the response
 
 
-def test_a_run_on_vllm_is_evaluated_with_its_engine_kwargs(task, tmp_path, monkeypatch):
-    told = {}
-
-    class Fake:
-        def __init__(self, *_, **options):
-            told.update(options)
-
-        def close(self):
-            pass
-
-    monkeypatch.setattr(vllm, "VLLMRollout", Fake)
+def test_a_run_on_vllm_is_evaluated_with_its_engine_kwargs(task, tmp_path, told):
     kwargs = {"enforce_eager": True, "block_size": 32}
     options = [f"rollout.engine_kwargs.{name}={json.dumps(value)}" for name, value in kwargs.items()]
     run = make_run(tmp_path / "run", task, "rollout.name=vllm", *options)
     model = LocalModel(check_request(EvaluateRequest(str(run), limit=2)))
-    with model._files.sampling_engine(12, 8):
+    with model._sampling_engine(12):
         assert told["engine_kwargs"] == kwargs
     assert model.settings["engine_kwargs"] == kwargs, "other arguments, other responses"
     assert model.about_sampling["engine_kwargs"] == kwargs

@@ -175,8 +175,8 @@ def test_figures_are_those_of_the_results(page_of, opened):
     page = opened(page_of(samples))
     overall = summarise(samples, [1, 2], 3)[-1]
     text = page.locator("table", has_text="overall").inner_text()
-    assert f"{overall.avg.value:.3f}" in text
-    assert f"{overall.pass_at[2].low:.3f} – {overall.pass_at[2].high:.3f}" in text
+    assert f"{overall.figures['avg'].value:.3f}" in text
+    assert f"{overall.figures['pass@2'].low:.3f} – {overall.figures['pass@2'].high:.3f}" in text
 
 
 def test_too_many_samples_keep_what_is_to_learn_from_and_say_so(page_of):

@@ -7,7 +7,7 @@ import pytest
 from rlctl.errors import UsageError
 from rlctl.evaluate import local_model as local_model_module
 from rlctl.evaluate.evaluate_report import Evaluation, write_evaluation
-from rlctl.evaluate.evaluation import RegradeRequest, changes, evaluate, regrade
+from rlctl.evaluate.evaluation import changes, evaluate, regrade
 from rlctl.evaluate.request import EvaluateRequest
 from rlctl.evaluate.samples import read_samples
 from rlctl.evaluate.scores import summarise
@@ -46,7 +46,7 @@ def test_grades_change_and_nothing_else(evaluated, tmp_path, monkeypatch):
     before = read_samples(directory / "samples.parquet")
     num_even = sum(sample.reward for sample in before)
     assert 0 < num_even < 48
-    out, found = regrade(RegradeRequest(directory, reward=f"{reward}:split", out=tmp_path / "again"), quiet)
+    out, found = regrade(directory, quiet, reward=f"{reward}:split", out=tmp_path / "again")
     after = read_samples(out / "samples.parquet")
     assert [sample.response for sample in after] == [sample.response for sample in before]
     assert {sample.reward for sample in after} == {1.0}
@@ -61,26 +61,26 @@ def test_grades_change_and_nothing_else(evaluated, tmp_path, monkeypatch):
 
 def test_its_own_reward_by_default_gives_the_same(evaluated):
     directory, _ = evaluated
-    out, found = regrade(RegradeRequest(directory), quiet)
+    out, found = regrade(directory, quiet)
     assert out.parent == directory.parent
     assert found.regraded["num_changed"] == 0
     assert read_samples(out / "samples.parquet") == read_samples(directory / "samples.parquet")
-    again, _ = regrade(RegradeRequest(out), quiet)
+    again, _ = regrade(out, quiet)
     assert again != out
 
 
 def test_a_reward_that_fails_is_counted(evaluated):
     directory, reward = evaluated
-    _, found = regrade(RegradeRequest(directory, reward=f"{reward}:broken"), quiet)
+    _, found = regrade(directory, quiet, reward=f"{reward}:broken")
     assert found.regraded["now_failed"] == 48
-    assert found.scores[0].avg is None
+    assert found.scores[0].figures["avg"] is None
     assert "ValueError: no" in found.grader_errors[0]
 
 
 def test_votes_appear_with_a_grader_that_reads_answers(evaluated):
     directory, _ = evaluated
-    _, found = regrade(RegradeRequest(directory, reward="exact"), quiet)
-    assert found.scores[0].majority is not None
+    _, found = regrade(directory, quiet, reward="exact")
+    assert found.scores[0].figures["maj@4"] is not None
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_mistakes_are_refused(evaluated, tmp_path, changed, words):
     directory, _ = evaluated
     paths = {name: tmp_path / value for name, value in changed.items() if name in {"directory", "out"}}
     with pytest.raises(UsageError, match=words):
-        regrade(RegradeRequest(**({"directory": directory} | changed | paths)), quiet)
+        regrade(**({"directory": directory} | changed | paths), progress=quiet)
 
 
 def test_changes_are_told_apart(make_samples):
@@ -138,9 +138,9 @@ def stored(tmp_path, make_samples):
 def test_monstrous_responses_are_wrong(stored):
     """Excluded, they would leave 2 right ones of 3."""
     directory = stored(["\\boxed{7}"] * 2 + ["\\boxed{8}"] + ["\\boxed{9^{9^{9}}}"] * 5)
-    _, found = regrade(RegradeRequest(directory), quiet)
+    _, found = regrade(directory, quiet)
     [score] = found.scores
-    assert score.avg.value == 0.25
+    assert score.figures["avg"].value == 0.25
     assert score.num_grader_errors == 0
 
 
@@ -158,15 +158,13 @@ def grade(response, ground_truth):
 def test_responses_that_crash_a_grader_are_wrong_and_a_broken_grader_leaves_bounds(stored, tmp_path):
     (tmp_path / "grader.py").write_text(CRASHES)
     directory = stored(["7"] * 3 + ["8"] + ["crash"] * 4)
-    request = RegradeRequest(directory, reward=f"{tmp_path}/grader.py:grade", out=tmp_path / "crashed")
-    out, found = regrade(request, quiet)
-    assert found.scores[0].avg.value == 3 / 8
+    out, found = regrade(directory, quiet, reward=f"{tmp_path}/grader.py:grade", out=tmp_path / "crashed")
+    assert found.scores[0].figures["avg"].value == 3 / 8
     assert json.loads((out / "results.json").read_text())["timeouts"] == {"crash": 4}
     assert "4 responses stopped their grader" in (out / "samples.html").read_text()
 
     directory = stored_again(directory, stored, ["7"] * 3 + ["8"] + ["raise"] * 4)
-    request = RegradeRequest(directory, reward=f"{tmp_path}/grader.py:grade", out=tmp_path / "raised")
-    out, found = regrade(request, quiet)
+    out, found = regrade(directory, quiet, reward=f"{tmp_path}/grader.py:grade", out=tmp_path / "raised")
     [document] = json.loads((out / "results.json").read_text())["scores"]
     assert (document["avg"], document["pass@1"]) == (None, None)
     assert (document["worst_case"]["avg"], document["best_case"]["avg"]) == (3 / 8, 7 / 8)

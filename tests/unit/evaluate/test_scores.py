@@ -6,13 +6,13 @@ from rlctl.evaluate.scores import summarise
 def test_figures_of_one_source(make_samples):
     samples = make_samples("a", [[1, 0, 0, 0]]) + make_samples("a", [[1, 1, 1, 1]], first=1, truncated=True)
     [score] = summarise(samples, [1, 4], 4)
-    assert score.avg.value == pytest.approx(0.625)
-    assert score.pass_at[1].value == pytest.approx(0.625)
-    assert score.pass_at[4].value == 1.0
+    assert score.figures["avg"].value == pytest.approx(0.625)
+    assert score.figures["pass@1"].value == pytest.approx(0.625)
+    assert score.figures["pass@4"].value == 1.0
     assert (score.num_questions, score.num_samples, score.num_short) == (2, 8, 0)
     assert score.truncated_fraction.value == 0.5
     assert score.mean_length.value == 2.0
-    assert score.majority is None  # nobody read any answers
+    assert score.figures["maj@4"] is None  # nobody read any answers
 
 
 def test_grader_failures_are_left_out_not_scored_zero(make_samples):
@@ -21,32 +21,32 @@ def test_grader_failures_are_left_out_not_scored_zero(make_samples):
     assert score.num_grader_errors == 6
     assert score.grader_error_fraction.value == 0.75
     assert score.num_short == 2
-    assert score.avg.value == 1.0
-    assert score.avg.num_questions == 1
-    assert score.majority.value == 1.0
-    assert score.pass_at[4] is None  # no question has four graded samples
+    assert score.figures["avg"].value == 1.0
+    assert score.figures["avg"].num_questions == 1
+    assert score.figures["maj@4"].value == 1.0
+    assert score.figures["pass@4"] is None  # no question has four graded samples
 
 
 def test_majority_by_question_and_only_where_answers_are_read(make_samples):
     voted = make_samples("a", [[1, 1, 0], [0, 0, 1]], [["7", "7", "8"], ["8", "8", "7"]])
     silent = make_samples("b", [[1, 1, 1]], first=2)
     a, b, overall = summarise(voted + silent, [1], 3)
-    assert (a.majority.value, a.majority.num_questions) == (0.5, 2)
-    assert b.majority is None
-    assert overall.majority.num_questions == 2
+    assert (a.figures["maj@3"].value, a.figures["maj@3"].num_questions) == (0.5, 2)
+    assert b.figures["maj@3"] is None
+    assert overall.figures["maj@3"].num_questions == 2
 
 
 def test_sources_by_name_and_then_all_together(make_samples):
     samples = make_samples("b", [[1] * 4]) + make_samples("a", [[0] * 4], first=1)
     scores = summarise(samples + make_samples("b", [[0] * 4], first=2), [1], 4)
     assert [score.data_source for score in scores] == ["a", "b", "overall"]
-    assert scores[-1].avg.value == pytest.approx(1 / 3)
+    assert scores[-1].figures["avg"].value == pytest.approx(1 / 3)
     assert scores[-1].num_questions == 3
 
 
 def test_partial_reward_is_not_a_pass(make_samples):
     [score] = summarise(make_samples("a", [[0.5, 0.9, 0.5, 0.9]]), [4], 4)
-    assert score.pass_at[4].value == 0.0
+    assert score.figures["pass@4"].value == 0.0
 
 
 def test_too_many_grader_failures_leave_the_worst_and_the_best_case(make_samples):
@@ -54,14 +54,14 @@ def test_too_many_grader_failures_leave_the_worst_and_the_best_case(make_samples
     rewards = [[1.0, 0.0, None, None], [0.0, 0.0, None, 1.0]]
     answers = [["1", "2", None, None], ["2", "3", None, "1"]]
     [score] = summarise(make_samples("a", rewards, answers), [1, 4], 4, 0.37)
-    assert (score.avg, score.majority, score.pass_at) == (None, None, {1: None, 4: None})
+    assert score.figures == dict.fromkeys(("avg", "pass@1", "pass@4", "maj@4"))
     # Worst: right 1 of 4 and 1 of 4; votes 1:1 and 2:3, 2:2 and 3:1 and 1:1. Best: 3 of 4 and 2 of 4.
     assert score.worst_case == pytest.approx({"avg": 0.25, "pass@1": 0.25, "pass@4": 1.0, "maj@4": 0.0})
     assert score.best_case == pytest.approx({"avg": 0.625, "pass@1": 0.625, "pass@4": 1.0, "maj@4": 1.0})
     [within] = summarise(make_samples("a", rewards, answers), [1, 4], 4, 0.38)
     assert within.worst_case is None
     assert within.best_case is None
-    assert within.avg.value == pytest.approx((1 / 2 + 1 / 3) / 2)
+    assert within.figures["avg"].value == pytest.approx((1 / 2 + 1 / 3) / 2)
 
 
 def test_each_source_has_its_own_limit(make_samples):
@@ -69,7 +69,7 @@ def test_each_source_has_its_own_limit(make_samples):
     bad, good, overall = summarise(samples, [1], 1, 0.1)
     assert bad.worst_case == {"avg": 0.5, "pass@1": 0.5}
     assert bad.best_case == {"avg": 1.0, "pass@1": 1.0}
-    assert good.avg.value == overall.avg.value == 1.0
+    assert good.figures["avg"].value == overall.figures["avg"].value == 1.0
 
 
 def test_nothing_graded_is_all_or_nothing(make_samples):

@@ -169,8 +169,8 @@ def test_the_figures_are_those_of_what_the_server_said(server, request_for, tmp_
         assert row["reward"] == float(row["response"] != "#### 0")
         assert row["num_tokens"] == len(row["response"])
         assert row["messages"] == json.dumps([{"role": "user", "content": row["prompt"]}])
-    assert found.scores[0].avg.value == pytest.approx(sum(row["reward"] for row in samples) / 16)
-    assert 0.0 < found.scores[0].avg.value < 1.0
+    assert found.scores[0].figures["avg"].value == pytest.approx(sum(row["reward"] for row in samples) / 16)
+    assert 0.0 < found.scores[0].figures["avg"].value < 1.0
     assert found.scores[0].truncated_fraction.value == 0.0
     assert 1 < server.most_open <= 4
     assert len({body["seed"] for body in server.asked}) == 16

@@ -30,9 +30,10 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from rlctl.data.prompts import prompt_batch
 from rlctl.engine.model import load_policy
 from rlctl.mismatch.gap import measure
-from rlctl.mismatch.prompts import as_prompts, question_rows, token_ids
+from rlctl.mismatch.prompts import question_rows, token_ids
 from rlctl.mismatch.score import EngineSample, VariantScorer
 from rlctl.mismatch.scoring_variant import OWN, SamplingSettings, ScoringVariant
 from rlctl.named_models import model_directory
@@ -76,7 +77,8 @@ def sampled(engine: ResponseSampler, model: Any, tokenizer: Any, top_p: float, n
     """Samples responses with the engine and prepares the trainer to score them."""
     rows = question_rows()
     own = token_ids(rows, tokenizer)
-    prompts = as_prompts(own, rows, tokenizer.eos_token_id)
+    texts = [row.prompt[-1].content for row in rows]
+    prompts = prompt_batch(rows, own, texts, range(len(rows)), tokenizer.eos_token_id)
     rollouts = engine.generate(
         prompts, Sampling(LENGTHS[-1], top_p=top_p), n=n, step_seed=1, num_groups_total=len(rows)
     )

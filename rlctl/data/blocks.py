@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
+import pyarrow as pa
 
 from rlctl.data.text_files import BOM
 from rlctl.errors import UsageError
@@ -85,8 +86,6 @@ class Record(NamedTuple):
 
 def to_stream(batch: Any, compression: str | None = None) -> bytes:
     """Serialises an Arrow record batch as an IPC stream."""
-    import pyarrow as pa
-
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression=compression)
     with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
@@ -173,8 +172,6 @@ def _csv_records(block: Block, table: CsvRows) -> Iterator[Record]:
 
 
 def _arrow_records(block: Block, stream: bytes) -> Iterator[Record]:
-    import pyarrow as pa
-
     table = pa.ipc.open_stream(stream).read_all()
     holds_bytes = "binary" in str(table.schema.types)
     try:

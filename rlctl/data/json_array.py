@@ -69,20 +69,20 @@ def _rows_in(path: Path, row: dict[str, Any]) -> list[Any]:
         return _rows_in(path, values[0])
     if row and len(lists) == len(row):
         raise _several(path, lists)
-    if len(row) > 1 and (_are_columns(values, dict) or _are_columns(values, list)):
+    if len(row) > 1 and _are_columns(values):
         fix = "write a list of rows, in pandas `to_json(path, orient='records')`"
         raise UsageError("the object holds columns, not rows", where=str(path), fix=fix)
     return [row]
 
 
-def _are_columns(values: list[Any], kind: type) -> bool:
-    if not all(isinstance(value, kind) and value for value in values):
+def _are_columns(values: list[Any]) -> bool:
+    """Whether these are lists of one length, or objects with the same keys, and the first holds scalars."""
+    first, kind = values[0], type(values[0])
+    if kind not in (dict, list) or not all(isinstance(value, kind) and value for value in values):
         return False
-    keys = [list(value) if kind is dict else len(value) for value in values]
-    scalars = all(
-        not isinstance(item, dict | list) for item in (values[0].values() if kind is dict else values[0])
-    )
-    return scalars and all(key == keys[0] for key in keys)
+    same = all((list(v) == list(first)) if kind is dict else (len(v) == len(first)) for v in values)
+    inner = first.values() if kind is dict else first
+    return same and not any(isinstance(item, dict | list) for item in inner)
 
 
 def _several(path: Path, names: list[str]) -> UsageError:
@@ -174,17 +174,17 @@ class _Text:
 
     def wrong(self, what: str, at: int) -> UsageError:
         """Returns the error at a position of the window."""
-        line = self._lines_before + self._window.count("\n", 0, at) + 1
-        return UsageError(f"invalid JSON: {what}", where=f"{self._path}:{line}")
+        return UsageError(f"invalid JSON: {what}", where=f"{self._path}:{self._line(at)}")
+
+    def _line(self, at: int) -> int:
+        return self._lines_before + self._window.count("\n", 0, at) + 1
 
     def _more(self, size: int) -> bool:
         data = self._file.read(size)
         try:
             text = self._decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
-            line = (
-                self._lines_before + self._window.count("\n") + error.object[: error.start].count(b"\n") + 1
-            )
+            line = self._line(len(self._window)) + error.object[: error.start].count(b"\n")
             raise UsageError("not valid UTF-8", where=f"{self._path}:{line}") from None
         if not data:
             return False

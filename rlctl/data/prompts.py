@@ -4,31 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from rlctl.batch import Prompts
-from rlctl.data.render import Renderer, messages_of
+from rlctl.data.render import Renderer, messages_of, place_of
 from rlctl.data.schema import Row
 from rlctl.errors import UsageError
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 TOKENISE_AT_ONCE = 1024
+
+
+def pad_id_of(tokenizer: Any) -> int:
+    """Id of the tokenizer's padding token, or else of its end token.
+
+    Raises:
+        UsageError: it has neither.
+    """
+    for number in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if number is not None:
+            return int(number)
+    what = "the tokenizer has neither a padding nor an end-of-sequence token"
+    raise UsageError(what, where=tokenizer.name_or_path)
+
+
+def left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Token ids (B, P) int64 and their mask (B, P) bool; P is the longest length."""
+    width = max(len(row) for row in rows)
+    ids = torch.tensor([[pad_id] * (width - len(row)) + list(row) for row in rows])
+    mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
+    return ids, mask
+
+
+def prompt_batch(
+    rows: Sequence[Row],
+    token_ids: Sequence[Sequence[int]],
+    texts: Sequence[str],
+    group_ids: Sequence[int],
+    pad_id: int,
+) -> Prompts:
+    """The prompts of some rows as a left-padded batch; all arguments have one entry per row."""
+    ids, mask = left_padded(token_ids, pad_id)
+    return Prompts(
+        prompt_ids=ids,
+        prompt_mask=mask,
+        group_ids=torch.tensor(list(group_ids), dtype=torch.int64),
+        data_sources=tuple(row.data_source for row in rows),
+        ground_truths=tuple(row.ground_truth for row in rows),
+        texts=tuple(texts),
+        extra_infos=tuple(row.extra for row in rows),
+        messages=tuple(messages_of(row) for row in rows),
+    )
 
 
 class PromptDataset:
     """Prompts for a model, as token ids.
 
-    Args:
-        rows: rows as `load_rows` returns them.
-        tokenizer: a Hugging Face tokenizer; see `Renderer`.
-        max_prompt_length: maximum number of tokens of a prompt.
-        filter_overlong: drop longer prompts; False: raise an error.
-        chat_template_kwargs: further arguments of the chat template.
+    Prompts of more than `max_prompt_length` tokens are dropped if `filter_overlong`, else they are an error.
 
     Attributes:
         rows: the rows kept, in order.
@@ -49,11 +85,7 @@ class PromptDataset:
         filter_overlong: bool,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        known = (number for number in (tokenizer.pad_token_id, tokenizer.eos_token_id) if number is not None)
-        if (pad_id := next(known, None)) is None:
-            what = "the tokenizer has neither a padding nor an end-of-sequence token"
-            raise UsageError(what, where=tokenizer.name_or_path)
-        self._pad_id = int(pad_id)
+        self._pad_id = pad_id_of(tokenizer)
         self.rows: list[Row] = []
         self._ids: list[list[int]] = []
         self.texts: list[str] = []
@@ -68,11 +100,11 @@ class PromptDataset:
                     self._ids.append(ids)
                     self.texts.append(text)
                 elif not filter_overlong:
-                    what = f"{len(ids)} tokens, more than data.max_prompt_length = {max_prompt_length}"
+                    limit = f"data.max_prompt_length = {max_prompt_length}"
                     fix = f"{len(ids)}, or set data.filter_overlong_prompts=true"
                     raise UsageError(
-                        f"the prompt has {what}",
-                        where=row.where or f"row {row.index}",
+                        f"the prompt has {len(ids)} tokens, more than {limit}",
+                        where=place_of(row),
                         fix=f"raise data.max_prompt_length to {fix}",
                     )
         self.num_dropped = len(rows) - len(self.rows)
@@ -119,27 +151,12 @@ class PromptDataset:
         return int(_permutation(len(self), seed, epoch)[place]) if shuffle else place
 
     def prompts(self, indices: Sequence[int], group_ids: Sequence[int]) -> Prompts:
-        """Returns the prompts at `indices` as a left-padded batch (N, P); P is the longest length.
+        """Returns the prompts at `indices` as a left-padded batch (N, P).
 
         `group_ids`: position of each prompt in the batch over all ranks.
         """
-        width = max(len(self._ids[i]) for i in indices)
-        ids = torch.full((len(indices), width), self._pad_id, dtype=torch.int64)
-        mask = torch.zeros((len(indices), width), dtype=torch.bool)
-        for place, i in enumerate(indices):
-            length = len(self._ids[i])
-            ids[place, width - length :] = torch.tensor(self._ids[i], dtype=torch.int64)
-            mask[place, width - length :] = True
-        return Prompts(
-            prompt_ids=ids,
-            prompt_mask=mask,
-            group_ids=torch.tensor(list(group_ids), dtype=torch.int64),
-            data_sources=tuple(self.rows[i].data_source for i in indices),
-            ground_truths=tuple(self.rows[i].ground_truth for i in indices),
-            texts=tuple(self.texts[i] for i in indices),
-            extra_infos=tuple(self.rows[i].extra for i in indices),
-            messages=tuple(messages_of(self.rows[i]) for i in indices),
-        )
+        rows, texts = [self.rows[i] for i in indices], [self.texts[i] for i in indices]
+        return prompt_batch(rows, [self._ids[i] for i in indices], texts, group_ids, self._pad_id)
 
 
 @lru_cache(maxsize=2)

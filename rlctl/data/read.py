@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from rlctl.data.records import RowError, extra_of, json_able, kind_of, parse_answer, parse_messages
 from rlctl.data.schema import Row
 from rlctl.errors import UsageError, first_line
@@ -83,9 +86,6 @@ def open_parquet(path: Path, required: Sequence[str], *, fix: str) -> Any:
     Raises:
         UsageError: the file cannot be read, or a column is missing; the latter suggests `fix`.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
         file = pq.ParquetFile(path)
         names = file.schema_arrow.names
@@ -103,8 +103,6 @@ def rows_of(file: Any, path: Path, columns: Sequence[str]) -> Iterator[tuple[int
     Raises:
         UsageError: the rest of the file cannot be read.
     """
-    import pyarrow as pa
-
     number = 0
     wanted = [name for name in columns if name in file.schema_arrow.names]
     try:

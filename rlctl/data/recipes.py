@@ -57,9 +57,7 @@ def _generic(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
 
 def _problem(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
     """A mathematical problem and the text of its answer or solution."""
-    answer = parse_answer(lookup(values, answer_key), f"column {answer_key!r}")
-    prompt = parse_messages(lookup(values, prompt_key))
-    return ParsedRecord(prompt, answer.strip(), answer=answer, ability="math")
+    return replace(_generic(values, prompt_key, answer_key), ability="math")
 
 
 def _gsm8k(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:

@@ -64,7 +64,7 @@ class Renderer:
         except Exception as error:  # Jinja's own errors and whatever the template raises
             raise UsageError(
                 f"the model's chat template refuses this prompt: {error}",
-                where=_where(row),
+                where=place_of(row),
                 fix="use roles the template knows (many have no system role)",
             ) from error
         return text
@@ -83,12 +83,12 @@ class Renderer:
             UsageError: the check fails; names the row.
         """
         if not ids:
-            raise UsageError("the prompt has no tokens", where=_where(row))
+            raise UsageError("the prompt has no tokens", where=place_of(row))
         start = self.tokenizer.bos_token_id
         if start is not None and list(ids[:2]) == [start, start]:
             raise UsageError(
                 "the rendered prompt starts with two start-of-sequence tokens",
-                where=_where(row),
+                where=place_of(row),
                 fix="remove the start token from the prompt or from the chat template",
             )
 
@@ -103,5 +103,6 @@ def template_sha256(chat_template: str | None) -> str | None:
     return hashlib.sha256(chat_template.encode()).hexdigest() if chat_template else None
 
 
-def _where(row: Row) -> str:
+def place_of(row: Row) -> str:
+    """The row's origin, for messages."""
     return row.where or f"row {row.index}"

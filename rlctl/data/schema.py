@@ -9,10 +9,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import pyarrow as pa
+import numpy as np
+import pyarrow as pa
 
 GSM8K_SOURCE = "openai/gsm8k"
 #: Fields of `extra_info` with a separate Arrow column; the others are stored as JSON text in `OTHER`.
@@ -59,8 +59,6 @@ def arrow_schema(*, with_other: bool = False, is_large: bool = False) -> pa.Sche
     No nulls are written. Strings have 32-bit offsets, because `BatchWriter` keeps row groups far below 2 GiB;
     with `is_large` they have 64-bit offsets. With `with_other`, `extra_info` also has the field `OTHER`.
     """
-    import pyarrow as pa
-
     text = pa.large_string() if is_large else pa.string()
     message = pa.struct([("role", text), ("content", text)])
     extra = [("split", text), ("index", pa.int64()), ("answer", text), ("question", text), (OTHER, text)]
@@ -82,9 +80,6 @@ def large_schema() -> pa.Schema:
 
 def batch_of(rows: Sequence[Row], split: str | None = None) -> Any:
     """Converts rows to an Arrow record batch of `large_schema()`; sets their split, unless it is None."""
-    import numpy as np
-    import pyarrow as pa
-
     schema = large_schema()
     messages = [message for row in rows for message in row.prompt]
     turns = [_text(message.role for message in messages), _text(message.content for message in messages)]
@@ -112,8 +107,6 @@ def batch_of(rows: Sequence[Row], split: str | None = None) -> Any:
 
 def placed(batch: Any, split: str, index: Any) -> Any:
     """Returns the batch with every row's `split` and `index` replaced."""
-    import pyarrow as pa
-
     schema = large_schema()
     place = schema.get_field_index("extra_info")
     extra = batch.column(place)
@@ -124,9 +117,6 @@ def placed(batch: Any, split: str, index: Any) -> Any:
 
 # `pa.array` imports pandas if it is installed, which takes longer than converting a small input.
 def _text(values: Iterable[str]) -> Any:
-    import numpy as np
-    import pyarrow as pa
-
     encoded = [value.encode() for value in values]
     ends = np.zeros(len(encoded) + 1, dtype=np.int64)
     np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)), out=ends[1:])
@@ -136,14 +126,9 @@ def _text(values: Iterable[str]) -> Any:
 
 def integers(values: Any, kind: Any) -> Any:
     """Creates an Arrow array of this type from numbers or a NumPy array."""
-    import numpy as np
-    import pyarrow as pa
-
     content = np.array(values, dtype=str(kind))  # to_pandas_dtype() needs pandas
     return pa.Array.from_buffers(kind, len(content), [None, pa.py_buffer(content)])
 
 
 def _struct(columns: Sequence[Any], kind: Any) -> Any:
-    import pyarrow as pa
-
     return pa.StructArray.from_arrays(columns, fields=list(kind))

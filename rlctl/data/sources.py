@@ -12,6 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from rlctl.data.blocks import (
     MAX_LINE_BYTES,
     ArrowRows,
@@ -198,15 +201,13 @@ def read_blocks(source: Source) -> Iterator[Block]:
     Raises:
         UsageError: the file cannot be read as a whole (empty, truncated, corrupt); names the last row read.
     """
-    import pyarrow as pa
-
     reader = _reader(source.path)
     if reader is None:
         raise UsageError("the file's format is not known by its name", where=str(source.path), fix=_FORMATS)
     number = reported = 0
     try:
-        for first_number, last_number, content, position in reader(source.path):
-            yield Block(source.path, source.name, first_number, content, position - reported)
+        for last_number, content, position in reader(source.path):
+            yield Block(source.path, source.name, number + 1, content, position - reported)
             number, reported = last_number, position
     except (OSError, EOFError, pa.ArrowException) as error:
         after = f" after row {number}" if number else ""
@@ -218,23 +219,24 @@ def read_blocks(source: Source) -> Iterator[Block]:
         raise UsageError("the file is empty: it has no rows", where=str(source.path))
 
 
-#: First row, last row, the rows, bytes of the file read so far.
-Piece = tuple[int, int, Content, int]
+#: Number of the last row, the rows, bytes of the file read so far.
+Piece = tuple[int, Content, int]
 #: Line, fields, problem (empty if there is none).
 CsvRow = tuple[int, list[str], str]
 Reader = Callable[[Path], Iterator[Piece]]
 
 
 def _line_pieces(file: BufferedReader, position: Callable[[], int], *, in_place: bool) -> Iterator[Piece]:
-    number, offset = 1, 0
+    number = offset = 0
     for lines in _whole_lines(file):
         if isinstance(lines, OversizedLine):
             num_lines, length = 1, lines.length
         else:
             num_lines, length = lines.count(b"\n") + (not lines.endswith(b"\n")), len(lines)
+        number += num_lines
         content = FileRange(offset, length) if in_place and isinstance(lines, bytes) else lines
-        yield number, number + num_lines - 1, content, position()
-        number, offset = number + num_lines, offset + length
+        yield number, content, position()
+        offset += length
 
 
 def _whole_lines(file: BufferedReader) -> Iterator[bytes | OversizedLine]:
@@ -263,11 +265,10 @@ def _read_json(path: Path) -> Iterator[Piece]:
         if is_json_lines(text):
             yield from _line_pieces(text.file, text.position, in_place=text.in_place)
             return
-        number = 1
+        number = 0
         for rows in document_rows(path, text.file, max_rows=BLOCK_ROWS):
-            if rows:
-                yield number, number + len(rows) - 1, rows, text.position()
-                number += len(rows)
+            number += len(rows)
+            yield number, rows, text.position()
 
 
 def _read_csv(path: Path) -> Iterator[Piece]:
@@ -288,7 +289,7 @@ def _read_csv(path: Path) -> Iterator[Piece]:
             what = f"the header names the column {repeated!r} twice"
             raise UsageError(what, where=where, fix="rename one of them")
         while piece := list(_portion(rows, header)):
-            yield piece[0][0], piece[-1][0], CsvRows(header, delimiter, piece), opened.position()
+            yield piece[-1][0], CsvRows(header, delimiter, piece), opened.position()
 
 
 def _portion(rows: Iterator[CsvRow], header: list[str]) -> Iterator[CsvRow]:
@@ -322,43 +323,41 @@ def _csv_rows(text: Iterable[str], delimiter: str) -> Iterator[CsvRow]:
 
 
 def _read_parquet(path: Path) -> Iterator[Piece]:
-    import pyarrow.parquet as pq
-
     # Without these two settings a row group of any size is read at once.
     with pq.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK_BYTES) as file:
         groups = [file.metadata.row_group(place) for place in range(file.metadata.num_row_groups)]
         num_rows = max(1, file.metadata.num_rows)
         row_bytes = sum(group.total_byte_size for group in groups) / num_rows
         batches = file.iter_batches(batch_size=max(1, min(BLOCK_ROWS, int(BLOCK_BYTES / (row_bytes + 1)))))
-        yield from _arrow_pieces(batches, path.stat().st_size / num_rows)
+        size = path.stat().st_size
+        for number, rows in _arrow_rows(batches):
+            yield number, rows, size * number // num_rows
 
 
 def _read_arrow(path: Path) -> Iterator[Piece]:
     """Reads a file of a Hugging Face dataset (an Arrow stream), or any other Arrow file."""
-    import pyarrow as pa
-
     with pa.memory_map(str(path)) as file:
         try:
             reader: Any = pa.ipc.open_stream(file)
         except pa.ArrowInvalid:
             opened = pa.ipc.open_file(file)
             reader = (opened.get_batch(place) for place in range(opened.num_record_batches))
-        number = 0
-        for batch in reader:
-            step = max(1, min(BLOCK_ROWS, int(BLOCK_BYTES * batch.num_rows / max(1, batch.nbytes))))
-            slices = (batch.slice(start, step) for start in range(0, batch.num_rows, step))
-            for first, last, content, _ in _arrow_pieces(slices, 0):
-                yield number + first, number + last, content, file.tell()
-            number += batch.num_rows
+        for number, rows in _arrow_rows(piece for batch in reader for piece in _slices(batch)):
+            yield number, rows, file.tell()
 
 
-def _arrow_pieces(batches: Iterable[Any], row_bytes: float) -> Iterator[Piece]:
-    number = 1
+def _slices(batch: Any) -> Iterator[Any]:
+    step = max(1, min(BLOCK_ROWS, int(BLOCK_BYTES * batch.num_rows / max(1, batch.nbytes))))
+    return (batch.slice(start, step) for start in range(0, batch.num_rows, step))
+
+
+def _arrow_rows(batches: Iterable[Any]) -> Iterator[tuple[int, ArrowRows]]:
+    """Number of the last row, and the rows, of each batch."""
+    number = 0
     for batch in batches:
         if batch.num_rows:
-            last = number + batch.num_rows - 1
-            yield number, last, ArrowRows(to_stream(batch)), int(row_bytes * last)
             number += batch.num_rows
+            yield number, ArrowRows(to_stream(batch))
 
 
 _READERS: dict[str, Reader] = {

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pyarrow as pa
 
 from rlctl.errors import UsageError
 
@@ -62,36 +63,33 @@ def open_text(path: Path) -> Iterator[TextFile]:
         UsageError: the file is not a text file.
         OSError: the compressed data is truncated, or the UTF-16 or UTF-32 text is invalid.
     """
-    with path.open("rb") as raw:
-        start = raw.peek(8)[:8]
-        codec = CODECS.get(path.suffix.lower()) or _starts(start, _COMPRESSED)
-        if codec is None:
-            yield _text_file(raw, raw.tell)
-            return
-        import pyarrow as pa
-
-        with pa.CompressedInputStream(raw, codec) as plain:
-            yield _text_file(io.BufferedReader(plain, HEAD_BYTES), raw.tell, is_plain=False, path=path)
-
-
-def _text_file(
-    file: Any, position: Callable[[], int], *, is_plain: bool = True, path: Path | None = None
-) -> TextFile:
-    head = file.read(HEAD_BYTES)
+    with _decompressed(path) as (file, _):
+        head = file.read(HEAD_BYTES)
     if kind := _starts(head, _NOT_TEXT):
         what, _, fix = kind.partition(": ")
-        raise UsageError(f"by its content the file is {what}", where=str(path or file.name), fix=fix)
-    encoding = _encoding(head)
+        raise UsageError(f"by its content the file is {what}", where=str(path), fix=fix)
     is_whole = len(head) < HEAD_BYTES
-    shown = head.decode(encoding, "ignore").encode(errors="ignore") if encoding else head
-    ends_in_returns = b"\r" in shown.removesuffix(b"\r") and b"\n" not in shown
-    if is_plain and not encoding and not ends_in_returns:
-        file.seek(0)
-        return TextFile(file, head, is_whole, position, in_place=True)
-    recoded = io.BufferedReader(_Recoded(file, head, encoding, ends_in_returns), HEAD_BYTES)
-    return TextFile(
-        recoded, shown.replace(b"\r", b"\n") if ends_in_returns else shown, is_whole, position, False
-    )
+    if encoding := _encoding(head):
+        head = head.decode(encoding, "ignore").encode(errors="ignore")
+    ends_in_returns = b"\r" in head.removesuffix(b"\r") and b"\n" not in head
+    if ends_in_returns:
+        head = head.replace(b"\r", b"\n")
+    with _decompressed(path) as (file, raw):
+        is_recoded = bool(encoding or ends_in_returns)
+        text = io.BufferedReader(_Recoded(file, encoding, ends_in_returns)) if is_recoded else file
+        yield TextFile(text, head, is_whole, raw.tell, in_place=text is raw)
+
+
+@contextmanager
+def _decompressed(path: Path) -> Iterator[tuple[io.BufferedReader, io.BufferedReader]]:
+    """The file, decompressed and as it is on disk: the same object if it is not compressed."""
+    with path.open("rb") as raw:
+        codec = CODECS.get(path.suffix.lower()) or _starts(raw.peek(8), _COMPRESSED)
+        if codec is None:
+            yield raw, raw
+            return
+        with pa.CompressedInputStream(raw, codec) as plain:
+            yield io.BufferedReader(plain, HEAD_BYTES), raw
 
 
 def _starts(head: bytes, kinds: dict[bytes, str]) -> str | None:
@@ -112,14 +110,16 @@ def _encoding(head: bytes) -> str | None:
 
 
 class _Recoded(io.RawIOBase):
-    """A stream recoded to UTF-8 with line feeds; a lone surrogate is kept, and its row is not valid UTF-8."""
+    """A stream recoded to UTF-8 with line feeds.
 
-    def __init__(self, file: Any, head: bytes, encoding: str | None, ends_in_returns: bool) -> None:
-        self._file, self._head, self._encoding = file, head, encoding
-        self._decoder = codecs.getincrementaldecoder(encoding)("surrogatepass") if encoding else None
-        self._ends_in_returns = ends_in_returns
+    Lone surrogates and bytes that are not UTF-8 are kept, so that only their rows are refused.
+    """
+
+    def __init__(self, file: Any, encoding: str | None, ends_in_returns: bool) -> None:
+        self._errors = "surrogatepass" if encoding else "surrogateescape"
+        newline = None if ends_in_returns else ""
+        self._text = io.TextIOWrapper(file, encoding or "utf-8", self._errors, newline)
         self._left = b""
-        self._is_over = False
 
     def readable(self) -> bool:
         """Returns True."""
@@ -127,22 +127,14 @@ class _Recoded(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Reads up to one chunk of the stream into the buffer; returns the number of bytes."""
-        while not self._left and not self._is_over:
-            data, self._head = self._head or self._file.read(HEAD_BYTES), b""
-            self._is_over = not data
-            self._left = self._recode(data)
+        try:
+            self._left = self._left or self._text.read(HEAD_BYTES).encode("utf-8", self._errors)
+        except UnicodeDecodeError as error:
+            raise OSError(f"the {self._text.encoding} text is not valid: {error.reason}") from None
         size = min(len(buffer), len(self._left))
         buffer[:size] = self._left[:size]
         self._left = self._left[size:]
         return size
-
-    def _recode(self, data: bytes) -> bytes:
-        if self._decoder is not None:
-            try:
-                data = self._decoder.decode(data, final=not data).encode("utf-8", "surrogatepass")
-            except UnicodeDecodeError as error:
-                raise OSError(f"the {self._encoding} text is not valid: {error.reason}") from None
-        return data.replace(b"\r", b"\n") if self._ends_in_returns else data
 
 
 def is_json_lines(text: TextFile) -> bool:

@@ -8,11 +8,12 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from rlctl.data.schema import Row, arrow_schema, batch_of, integers
 from rlctl.errors import EnvironmentFailure, UsageError
@@ -44,8 +45,6 @@ class BatchWriter:
 
         Fields of a struct that the file's schema lacks are dropped.
         """
-        import pyarrow as pa
-
         if batch.nbytes > ROW_GROUP_BYTES and batch.num_rows > 1:
             half = batch.num_rows // 2
             self.add(batch.slice(0, half))
@@ -62,9 +61,6 @@ class BatchWriter:
             self._flush()
 
     def _flush(self) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         if self._writer is None:
             options = {"use_dictionary": _REPETITIVE, "write_statistics": _REPETITIVE}
             self._writer = pq.ParquetWriter(self._path, self._schema, compression="zstd", **options)
@@ -75,9 +71,7 @@ class BatchWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is None and self._pending_rows:
             self._flush()
         if self._writer is not None:
@@ -148,6 +142,6 @@ def check_vacant(out: Path) -> None:
     Raises:
         UsageError: `out` is a file, or a directory that is not empty.
     """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "the directory is not empty" if out.is_dir() else "the output is a file, not a directory"
         raise UsageError(what, where=str(out), fix="choose another --out")

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from rlctl.batch import Prompts
+from rlctl.data.prompts import pad_id_of, prompt_batch
 from rlctl.data.schema import Row
 from rlctl.mismatch.gap import AGREE, Gap
-from rlctl.mismatch.prompts import TokenIds, as_prompts, renderings, token_ids
+from rlctl.mismatch.prompts import TokenIds, renderings, token_ids
 from rlctl.mismatch.score import EngineSample, VariantScorer, Weights, all_and_head, moved
 from rlctl.mismatch.scoring_variant import OWN, Cut, SamplingSettings, ScoringVariant
 from rlctl.mismatch.search import Explanation, Search
@@ -116,7 +117,9 @@ def examine(sides: Sides) -> Examination:
     """
     own = token_ids(sides.rows, sides.tokenizer)
     theirs = token_ids(sides.rows, sides.engine_tokenizer) if sides.engine_tokenizer else own
-    trial = _Sampler(sides, own, as_prompts(theirs, sides.rows, _pad_id(sides.tokenizer)))
+    texts = [row.prompt[-1].content for row in sides.rows]
+    pad_id = pad_id_of(sides.tokenizer)
+    trial = _Sampler(sides, own, prompt_batch(sides.rows, theirs, texts, range(len(texts)), pad_id))
     scorer = trial.sampled(sides.engine, sides.model)
     explanation = Search(scorer, sides.asked).explain()
     start = scorer.gap(explanation.start)
@@ -199,14 +202,10 @@ class _Sampler:
         found = renderings(sides.rows, self._own, sample.prompts[:: sides.n], sides.tokenizer)
         prompts = {name: [row for row in ids for _ in range(sides.n)] for name, ids in found.items()}
         known = sides.weights if weights is None else weights
-        return VariantScorer(model, sample, prompts, known, _pad_id(sides.tokenizer))
+        return VariantScorer(model, sample, prompts, known, pad_id_of(sides.tokenizer))
 
     def hand_over(self, model: Any) -> None:
         """Syncs the model's weights to the engine."""
         self._version += 1
         engine = cast(RolloutEngine, self.sides.engine)
         engine.sync_weights(PlainWeights(model.named_parameters()), self._version)
-
-
-def _pad_id(tokenizer: Any) -> int:
-    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)

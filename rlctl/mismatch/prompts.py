@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from rlctl.batch import Prompts
 from rlctl.data.render import Renderer
 from rlctl.data.schema import Message, Row
 from rlctl.mismatch.scoring_variant import OWN
@@ -55,27 +51,6 @@ def token_ids(rows: Sequence[Row], tokenizer: Any) -> list[list[int]]:
     """
     renderer = Renderer(tokenizer)
     return renderer.encode([renderer.text(row) for row in rows])
-
-
-def left_padded(rows: TokenIds, pad_id: int) -> tuple[Tensor, Tensor]:
-    """Token ids (B, P) int64 and their mask (B, P) bool."""
-    width = max(len(row) for row in rows)
-    ids = torch.tensor([[pad_id] * (width - len(row)) + list(row) for row in rows])
-    mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
-    return ids, mask
-
-
-def as_prompts(ids: TokenIds, rows: Sequence[Row], pad_id: int) -> Prompts:
-    """One batch of prompts for the engine, (N, P)."""
-    prompt_ids, prompt_mask = left_padded(ids, pad_id)
-    return Prompts(
-        prompt_ids=prompt_ids,
-        prompt_mask=prompt_mask,
-        group_ids=torch.arange(len(rows)),
-        data_sources=tuple(row.data_source for row in rows),
-        ground_truths=tuple(row.ground_truth for row in rows),
-        texts=tuple(row.prompt[-1].content for row in rows),
-    )
 
 
 def renderings(rows: Sequence[Row], own: TokenIds, reported: TokenIds, tokenizer: Any) -> dict[str, TokenIds]:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from rlctl.batch import ModelInputs
+from rlctl.data.prompts import left_padded
 from rlctl.engine.inputs import arguments_of, body_inputs, used_columns
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.errors import RunFailure, first_line
 from rlctl.mismatch.gap import Gap, measure
-from rlctl.mismatch.prompts import left_padded
 from rlctl.mismatch.scoring_variant import OWN, Cut, SamplingSettings, ScoringVariant
 from rlctl.mismatch.settings_fit import RankedLogits, fit_reported
 from rlctl.prefix import body_of, shared_prefix

@@ -11,10 +11,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from rlctl.data.benchmarks import find_named
 from rlctl.data.blocks import Record, records_of
@@ -41,9 +43,6 @@ from rlctl.prepare.row_checks import STYLES, answer_doubts, text_doubts
 from rlctl.prepare.words import mixed
 from rlctl.reward.round_trip import check_ground_truths
 from rlctl.reward.sources import knows_source
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 #: Limits per file on the different problems and styles shown, and on the data sources without a grader.
 REASONS_SHOWN, SOURCES_SHOWN = 10, 20
@@ -335,9 +334,6 @@ def _shared_questions(checks: Sequence[_FileCheck]) -> list[DataFinding]:
 
 def _read_schema(path: Path) -> pa.Schema | None:
     """The Arrow schema of a Parquet file; None for other formats and for broken files."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     if path.suffix.lower() != ".parquet":
         return None
     try:
@@ -354,9 +350,6 @@ def _is_verl(names: list[str]) -> bool:
 
 def column_findings(path: Path, schema: pa.Schema) -> list[DataFinding]:
     """Findings about missing, unknown and null-type columns, and text too large for 32-bit offsets."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     found: list[DataFinding] = []
 
     def add(code: str, severity: Any, what: str, names: list[str], fix: str) -> None:
@@ -389,8 +382,6 @@ def column_findings(path: Path, schema: pa.Schema) -> list[DataFinding]:
 
 def _leaves(name: str, kind: pa.DataType) -> Iterator[tuple[str, pa.DataType]]:
     """Name and type of every Parquet leaf column of a field, in file order."""
-    import pyarrow as pa
-
     if pa.types.is_struct(kind):
         for inner in kind:
             yield from _leaves(f"{name}.{inner.name}", inner.type)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlctl.errors import UsageError
 from rlctl.prepare.duplicates import nearly_repeated, repeated
@@ -15,9 +16,6 @@ from rlctl.prepare.findings import DataFinding, row_finding, share
 from rlctl.prepare.request import PrepareRequest, Progress
 from rlctl.prepare.staging import Staging
 from rlctl.prepare.transform import BAND_KEYS, SIGNATURE
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 #: Share of rows that may repeat earlier ones before `--duplicates check` refuses the input.
 MAX_DUPLICATES = 0.05

@@ -17,12 +17,9 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from numpy.typing import NDArray
 
 BANDS, BAND_VALUES = 16, 5
 NUM_VALUES = BANDS * BAND_VALUES

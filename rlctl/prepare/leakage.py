@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlctl.data.benchmarks import NamedFile, find_named
 from rlctl.data.recipes import read_rows
@@ -28,10 +29,7 @@ from rlctl.prepare.request import PrepareRequest, Progress
 from rlctl.prepare.staging import StagedBlock, Staging
 from rlctl.prepare.words import WordKeys
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Hashes = NDArray[np.uint64]
+Hashes = NDArray[np.uint64]
 
 Kind = Literal["exact", "masked", "ngram"]
 #: From certain to suspected.

@@ -11,19 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 
 from rlctl.data.schema import arrow_schema, integers, placed
 from rlctl.data.write import BatchWriter
 from rlctl.prepare.engines import run
 from rlctl.prepare.request import PrepareRequest, Progress
 from rlctl.prepare.staging import StagedBlock, Staging
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from numpy.typing import NDArray
 
 Format = Literal["verl", "trl", "openrlhf"]
 
@@ -49,8 +47,6 @@ SHARD_BYTES = 1 << 30
 @cache
 def schema(to: Format, *, with_other: bool) -> pa.Schema:
     """The Arrow schema of the files of a format; for `with_other` see `arrow_schema`."""
-    import pyarrow as pa
-
     rows = arrow_schema(with_other=with_other)
     fields = []
     for name, place in _COLUMNS[to].items():
@@ -62,8 +58,6 @@ def schema(to: Format, *, with_other: bool) -> pa.Schema:
 
 def convert(batch: pa.RecordBatch, to: Format) -> pa.RecordBatch:
     """Converts a batch of `large_schema()` to the columns of a format, without copying text."""
-    import pyarrow as pa
-
     columns = []
     for place in _COLUMNS[to].values():
         column, _, inside = place.partition(".")
@@ -112,8 +106,6 @@ def write_split(
 
 def write_shard(shared: tuple[Format, pa.Schema], shard: Shard) -> None:
     """Writes one file; `shared` is its format and schema."""
-    import pyarrow as pa
-
     to, schema_of_file = shared
     with BatchWriter(shard.path, schema_of_file) as writer:
         for block, places in shard.parts:

@@ -10,17 +10,16 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, Any, Self
 
 import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 
 from rlctl.data.blocks import Block
 from rlctl.data.schema import integers, large_schema
 from rlctl.prepare.findings import EXAMPLES_SHOWN
 from rlctl.prepare.transform import Transformed
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,6 @@ class StagedBlock:
 
     def read(self) -> tuple[Any, Any]:
         """The rows as an Arrow record batch, and their final indices."""
-        import pyarrow as pa
-
         batch = self._batch()
         stored = batch.column("extra_info").field("index")
         index = np.frombuffer(stored.buffers()[1], np.int64, len(stored))  # `to_numpy` imports pandas
@@ -54,16 +51,12 @@ class StagedBlock:
 
     def questions(self, is_wanted: NDArray[np.bool_]) -> list[str]:
         """The questions of the rows where `is_wanted` (num_rows,) is true."""
-        import pyarrow as pa
-
         questions = self._batch("extra_info").column("extra_info").field("question")
         wanted: list[str] = questions.take(integers(np.flatnonzero(is_wanted), pa.int64())).to_pylist()
         return wanted
 
     def _batch(self, *columns: str) -> Any:
         """The stored batch, all columns or only the given ones."""
-        import pyarrow as pa
-
         with self.file.open("rb") as file:
             file.seek(self.offset)
             stream = file.read(self.length)

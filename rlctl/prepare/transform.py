@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -17,10 +17,8 @@ from rlctl.data.recipes import Recipe
 from rlctl.data.records import RowError
 from rlctl.data.schema import EXTRA_COLUMNS, Row, batch_of
 from rlctl.prepare.duplicates import BANDS, NUM_VALUES, normalise, signatures, text_key
+from rlctl.prepare.lengths import PromptLengths
 from rlctl.prepare.row_checks import Doubt, answer_doubts
-
-if TYPE_CHECKING:
-    from rlctl.prepare.lengths import PromptLengths
 
 #: Keys of each row: name → type. Each key has a separate file, so that only one at a time is in memory.
 KEYS: dict[str, Any] = {

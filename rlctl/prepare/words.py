@@ -9,17 +9,14 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlctl.prepare.duplicates import text_key
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Hashes = NDArray[np.uint64]
-    Places = NDArray[np.int64]
+Hashes = NDArray[np.uint64]
+Places = NDArray[np.int64]
 
 #: Words of an n-gram; also the minimum number of words, not counting numbers, of a text compared with masked
 #: numbers: shorter texts ("How much is # + #?") match by chance.

@@ -394,6 +394,15 @@ class Recipe:
             extra=parsed.extra,
         )
 
+    def read(self, record: Record, path: Path, index: int) -> tuple[Row | None, str]:
+        """Returns the record's row and "", or None and why it cannot be used; arguments as in `to_row`."""
+        if record.values is None:
+            return None, record.problem
+        try:
+            return self.to_row(record.values, path, index), ""
+        except RowError as error:
+            return None, str(error)
+
 
 def recognise(values: Mapping[str, Any]) -> RecipeName:
     """Returns the name of the first layout that recognises a record."""
@@ -406,13 +415,7 @@ def read_rows(source: Source, recipe: Recipe | None = None) -> Iterator[tuple[Re
     Without a (resolved) recipe, the first record with columns determines it.
     """
     for index, record in enumerate(read_records(source)):
-        row, problem = None, record.problem
-        if record.values is not None:
-            if recipe is None and record.values:
-                recipe = Recipe(recognise(record.values)).resolve()
-            try:
-                chosen = recipe or Recipe("generic").resolve()
-                row = replace(chosen.to_row(record.values, Path(source.name), index), where=record.where)
-            except RowError as error:
-                problem = str(error)
-        yield record, row, problem
+        if recipe is None and record.values:
+            recipe = Recipe(recognise(record.values)).resolve()
+        row, problem = (recipe or Recipe("generic").resolve()).read(record, Path(source.name), index)
+        yield record, row and replace(row, where=record.where), problem

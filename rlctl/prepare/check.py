@@ -22,7 +22,7 @@ from rlctl.data.benchmarks import find_named
 from rlctl.data.blocks import Record, records_of
 from rlctl.data.read import COLUMNS, REQUIRED
 from rlctl.data.recipes import Recipe, RecipeName, recognise
-from rlctl.data.records import RowError, is_integer
+from rlctl.data.records import is_integer
 from rlctl.data.schema import Row
 from rlctl.data.sources import Source, find_sources, read_blocks
 from rlctl.prepare.duplicates import normalise, repeated, text_key
@@ -241,10 +241,9 @@ class _FileCheck:
             self._columns = self._columns or {
                 str(name): type(value).__name__ for name, value in record.values.items()
             }
-        try:
-            row = self._recipe.to_row(record.values, self.path, record.number - 1)
-        except RowError as error:
-            self._note_bad(record.where, str(error))
+        row, problem = self._recipe.read(record, self.path, record.number - 1)
+        if row is None:
+            self._note_bad(record.where, problem)
             return None
         reward_model = record.values.get("reward_model")
         truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
@@ -296,10 +295,10 @@ class _FileCheck:
             lengths = characters(block)
         else:
             measured = probes.lengths.measure(block)
-            context, lengths = probes.lengths.context, measured.num_tokens
-            for record, why in zip(records, measured.problems, strict=True):
-                if why:
-                    self._note_bad(record.where, why)
+            context, lengths = probes.lengths.context, [one.num_tokens for one in measured]
+            for record, one in zip(records, measured, strict=True):
+                if one.problem:
+                    self._note_bad(record.where, one.problem)
         probes.histogram.add(length for length in lengths if length)
         for record, length in zip(records, lengths, strict=True):
             if probes.limit is not None and length > probes.limit:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +26,7 @@ from rlctl.prepare.decide import Decision, RowStatus
 from rlctl.prepare.engines import run
 from rlctl.prepare.request import PrepareRequest, Progress
 from rlctl.prepare.staging import StagedBlock, Staging
-from rlctl.prepare.words import WordKeys
+from rlctl.prepare.words import WordKeys, mixed
 
 Hashes = NDArray[np.uint64]
 
@@ -65,11 +64,17 @@ class LeakageComparison:
 class Reference:
     """Questions that must not occur in the training data, as 64-bit hashes (8 bytes per n-gram).
 
+    A saved reference is pickled as its directory.
+
     `files`: file → kind of match → sorted hashes, as returned by `build`.
     """
 
     def __init__(self, files: Mapping[str, Mapping[Kind, Hashes]]) -> None:
         self._files = files
+        self._directory: Path | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Reference.load, (self._directory,)
 
     @classmethod
     def build(cls, files: Iterable[tuple[str, Iterable[str]]]) -> Reference:
@@ -84,6 +89,7 @@ class Reference:
 
     def save(self, directory: Path) -> None:
         """Writes the reference to a new directory."""
+        self._directory = directory
         directory.mkdir()
         (directory / "names.json").write_text(json.dumps(self.names), encoding="utf-8")
         for place, hashes in enumerate(self._files.values()):
@@ -119,12 +125,9 @@ class Reference:
 def _once_per_question(keys: WordKeys, chosen: NDArray[np.bool_]) -> Hashes:
     """Hashes of the n-grams of the chosen questions; an n-gram repeated within a question counts once."""
     is_chosen = chosen[keys.ngram_of]
-    questions, hashes = keys.ngram_of[is_chosen], keys.ngrams[is_chosen]
-    order = np.lexsort((hashes, questions))
-    questions, hashes = questions[order], hashes[order]
-    is_first = np.ones(len(hashes), dtype=bool)
-    is_first[1:] = (questions[1:] != questions[:-1]) | (hashes[1:] != hashes[:-1])
-    found: Hashes = hashes[is_first]
+    hashes = keys.ngrams[is_chosen]
+    _, first = np.unique(hashes + mixed(keys.ngram_of[is_chosen].astype(np.uint64)), return_index=True)
+    found: Hashes = hashes[first]
     return found
 
 
@@ -143,15 +146,11 @@ def _hashes(questions: Iterator[str]) -> dict[Kind, Hashes]:
         ngrams.append(_once_per_question(keys, is_new))
     most = max(COMMON_QUESTIONS, int(COMMON_SHARE * len(seen)))
     all_ngrams = np.concatenate(ngrams)
-    ngrams.clear()  # frees most of the memory
-    all_ngrams.sort()
-    common = all_ngrams[most:][all_ngrams[most:] == all_ngrams[: max(0, len(all_ngrams) - most)]]
-    is_first = np.ones(len(all_ngrams), dtype=bool)
-    is_first[1:] = all_ngrams[1:] != all_ngrams[:-1]
-    different = all_ngrams[is_first]
+    ngrams.clear()  # halves the memory
+    different, counts = np.unique(all_ngrams, return_counts=True)
     exact = np.sort(np.fromiter(seen, dtype=np.uint64, count=len(seen)))
-    rare = different[~_among(different, common)]
-    return {"exact": exact, "masked": np.unique(np.concatenate(masked)), "ngram": rare}
+    masked_keys = np.unique(np.concatenate(masked))
+    return {"exact": exact, "masked": masked_keys, "ngram": different[counts <= most]}
 
 
 def _among(values: Hashes, known: Hashes) -> NDArray[np.bool_]:
@@ -177,13 +176,11 @@ def find_leaks(request: PrepareRequest, staging: Staging, decision: Decision, pr
     progress.phase("leakage", int(is_compared.sum()))
     benchmarks = [(file.name, questions_of(file)) for file in find_named(request.against)]
     reference = Reference.build([(TEST, staging.questions(is_test)), *benchmarks])
-    directory = staging.file("reference")
-    reference.save(directory)
-    _reference.cache_clear()  # this process may have cached another reference of the same path
+    reference.save(staging.file("reference"))
     tasks = ((block, is_compared[block.rows]) for block in staging.blocks if is_compared[block.rows].any())
     workers = request.num_workers if request.workers or is_compared.sum() > LOCAL_ROWS else 1
     splits, found_in = {"train": is_train, "test": is_test}, dict[str, Found](train={}, test={})
-    for (block, wanted), matches in run("local", scan, directory, tasks, workers):
+    for (block, wanted), matches in run("local", scan, reference, tasks, workers):
         for (file, kind), places in matches.items():
             rows = block.first_row + np.array(places)
             for split, is_in in splits.items():
@@ -231,17 +228,8 @@ def _findings(staging: Staging, found: Found, code: str) -> list[findings.DataFi
     return result
 
 
-def scan(directory: Path, task: tuple[StagedBlock, NDArray[np.bool_]]) -> Found:
-    """Finds rows of a block that occur in the saved reference.
-
-    Args:
-        directory: where the reference is saved.
-        task: the block, and the (rows,) mask of the rows to compare.
-
-    Returns:
-        Indices of the matching rows within the block, by file and kind of match.
-    """
-    reference = _reference(directory)
+def scan(reference: Reference, task: tuple[StagedBlock, NDArray[np.bool_]]) -> Found:
+    """Indices within the block of the rows in the mask (rows,) of `task` that occur in the reference."""
     block, wanted = task
     questions = block.questions(wanted)
     places = np.flatnonzero(wanted).tolist()
@@ -252,11 +240,6 @@ def scan(directory: Path, task: tuple[StagedBlock, NDArray[np.bool_]]) -> Found:
             for kind, file in matches:
                 found.setdefault((file, kind), []).append(place)
     return found
-
-
-@lru_cache(maxsize=1)
-def _reference(directory: Path) -> Reference:
-    return Reference.load(directory)
 
 
 def questions_of(file: NamedFile) -> Iterator[str]:

@@ -7,9 +7,9 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rlctl.data.render import Renderer, template_sha256
 from rlctl.data.schema import Message, Row
@@ -20,15 +20,14 @@ Overlong = Literal["keep", "drop", "cut-left", "cut-right"]
 _PROBE = Row("probe", (Message("user", "How much is 2 + 2?"),), "4")
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Result of `PromptLengths.measure`: three lists with one entry per row."""
+class MeasuredRow(NamedTuple):
+    """A row with the length of its prompt."""
 
-    rows: list[Row]  # the rows; a truncated row is a new object, others are the input objects
-    num_tokens: list[int]  # of the rendered prompt, after truncation; 0 if it cannot be rendered
+    row: Row  # a new object if it was truncated, else the one given
+    num_tokens: int = 0  # of the rendered prompt, after truncation; 0 if it cannot be rendered
     #: why the row cannot be used, or "": the template rejects it, it starts with two start tokens, or
     #: truncating its question cannot make it short enough
-    problems: list[str]
+    problem: str = ""
 
 
 class PromptLengths:
@@ -93,34 +92,28 @@ class PromptLengths:
     def __reduce__(self) -> tuple[Any, ...]:
         return self._rebuild, ()
 
-    def measure(self, rows: Sequence[Row]) -> Measured:
+    def measure(self, rows: Sequence[Row]) -> list[MeasuredRow]:
         """Measures the rows in tokens and truncates long ones according to `overlong`."""
-        texts: list[str] = []
-        measured = Measured(list(rows), [0] * len(rows), [""] * len(rows))
+        texts, problems = [""] * len(rows), [""] * len(rows)
         for place, row in enumerate(rows):
             try:
-                texts.append(self.renderer.text(row))
+                texts[place] = self.renderer.text(row)
             except UsageError as error:
-                texts.append("")
-                measured.problems[place] = error.what
-        for place, ids in enumerate(self.renderer.encode(texts)):
-            row = measured.rows[place]
-            if measured.problems[place]:
-                continue
-            try:
-                self.renderer.check_start(row, ids)
-            except UsageError as error:
-                measured.problems[place] = error.what
-                continue
-            measured.num_tokens[place] = len(ids)
-            if self._limit is None or len(ids) <= self._limit or not self._overlong.startswith("cut"):
-                continue
-            if cut := self._cut(row, len(ids), self._limit):
-                measured.rows[place], measured.num_tokens[place] = cut
-            else:
-                what = f"cutting its question does not bring it to {self._limit}"
-                measured.problems[place] = f"the prompt has {len(ids)} tokens; {what}"
-        return measured
+                problems[place] = error.what
+        return [
+            MeasuredRow(row, problem=problem) if problem else self._measured(row, ids)
+            for row, ids, problem in zip(rows, self.renderer.encode(texts), problems, strict=True)
+        ]
+
+    def _measured(self, row: Row, ids: Sequence[int]) -> MeasuredRow:
+        try:
+            self.renderer.check_start(row, ids)
+        except UsageError as error:
+            return MeasuredRow(row, problem=error.what)
+        if self._limit is None or len(ids) <= self._limit or not self._overlong.startswith("cut"):
+            return MeasuredRow(row, len(ids))
+        what = f"the prompt has {len(ids)} tokens; cutting its question does not bring it to {self._limit}"
+        return self._cut(row, len(ids), self._limit) or MeasuredRow(row, len(ids), what)
 
     def describe(self) -> dict[str, Any]:
         """Identifies the tokenizer and template that determine the lengths, without paths, for the manifest.
@@ -136,8 +129,8 @@ class PromptLengths:
             "context": self.context,
         }
 
-    def _cut(self, row: Row, num_tokens: int, limit: int) -> tuple[Row, int] | None:
-        """Returns the row with its question truncated to fit, and its new length; None if it cannot fit.
+    def _cut(self, row: Row, num_tokens: int, limit: int) -> MeasuredRow | None:
+        """Returns the row with its question truncated to fit; None if it cannot fit.
 
         Tokens at the cut may merge differently afterwards, so the prompt is measured again and truncated
         further until it fits.
@@ -162,7 +155,7 @@ class PromptLengths:
             shorter = replace(row, prompt=(*row.prompt[:place], message, *row.prompt[place + 1 :]))
             length = len(self.renderer.encode([self.renderer.text(shorter)])[0])
             if length <= limit:
-                return shorter, length
+                return MeasuredRow(shorter, length)
             excess += length - limit
         return None
 
@@ -245,12 +238,11 @@ class Histogram:
             return []
         low, high = self.quantile(0), self.quantile(1)
         width = -(-(high - low + 1) // number)
-        counts = Counter[int]()
-        for length, count in self._counts.items():
-            counts[(length - low) // width] += count
+        ranges = [(start, min(high, start + width - 1)) for start in range(low, high + 1, width)]
+        counts = self._counts.items()
         return [
-            (low + place * width, min(high, low + (place + 1) * width - 1), counts[place])
-            for place in range(-(-(high - low + 1) // width))
+            (start, end, sum(count for length, count in counts if start <= length <= end))
+            for start, end in ranges
         ]
 
     def to_json(self) -> dict[str, Any]:

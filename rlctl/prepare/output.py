@@ -83,23 +83,18 @@ def write_split(
     stage: Path,
     progress: Progress,
 ) -> list[str]:
-    """Writes the rows of a split in input order.
+    """Writes the rows where `is_in` (rows,) is true, in input order; returns the names of the files.
 
-    `is_in` is the (rows,) mask of the split's rows. A split that fits in one file is written as
-    `SPLIT.parquet`.
-
-    Returns:
-        Names of the files; empty if there are no rows.
+    Without rows there is no file. A split that fits in one file is written as `SPLIT.parquet`.
     """
-    num_shards = sum(1 for _ in _shards(staging, is_in, request.rows_per_shard))
-    names = [f"{split}-{place:05}-of-{num_shards:05}.parquet" for place in range(num_shards)]
-    if num_shards == 1:
+    shards = list(_shards(staging, is_in, request.rows_per_shard))
+    names = [f"{split}-{place:05}-of-{len(shards):05}.parquet" for place in range(len(shards))]
+    if len(shards) == 1:
         names = [f"{split}.parquet"]
     progress.phase(f"writing {split}", int(is_in.sum()))
-    shards = _shards(staging, is_in, request.rows_per_shard)
-    tasks = (Shard(stage / name, split, parts) for name, parts in zip(names, shards, strict=True))
+    tasks = [Shard(stage / name, split, parts) for name, parts in zip(names, shards, strict=True)]
     shared = (request.to, schema(request.to, with_other=staging.has_other))
-    for shard, _ in run("local", write_shard, shared, tasks, min(request.num_workers, num_shards)):
+    for shard, _ in run("local", write_shard, shared, tasks, min(request.num_workers, len(shards))):
         progress.advance(sum(len(places) for _, places in shard.parts))
     return names
 

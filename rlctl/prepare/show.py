@@ -53,7 +53,7 @@ def measure(file: str, lengths: PromptLengths | None) -> Histogram:
     histogram = Histogram("tokens" if lengths else "characters")
     rows = (row for _, row, _ in islice(_rows(file), MEASURED_ROWS) if row is not None)
     while chunk := list(islice(rows, MEASURED_AT_ONCE)):
-        found = characters(chunk) if lengths is None else lengths.measure(chunk).num_tokens
+        found = characters(chunk) if lengths is None else [one.num_tokens for one in lengths.measure(chunk)]
         histogram.add(length for length in found if length or lengths is None)
     return histogram
 

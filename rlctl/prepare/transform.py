@@ -14,7 +14,6 @@ import numpy as np
 
 from rlctl.data.blocks import Block, Record, records_of, to_stream
 from rlctl.data.recipes import Recipe
-from rlctl.data.records import RowError
 from rlctl.data.schema import EXTRA_COLUMNS, Row, batch_of
 from rlctl.prepare.duplicates import BANDS, NUM_VALUES, normalise, signatures, text_key
 from rlctl.prepare.lengths import PromptLengths
@@ -104,28 +103,21 @@ def _transform(plan: TransformPlan, block: Block) -> Transformed:
     num_records, name = 0, Path(block.source)
     for record in records_of(block):
         num_records += 1
-        problem = record.problem
-        if record.values is not None:
-            try:
-                rows.append(plan.recipe.to_row(record.values, name, -num_records))
-                records.append(record)
-                continue
-            except RowError as error:
-                problem = str(error)
-        bad.append(BadRow(record.number, problem, record.raw))
+        row, problem = plan.recipe.read(record, name, -num_records)
+        if row is None:
+            bad.append(BadRow(record.number, problem, record.raw))
+        else:
+            rows.append(row)
+            records.append(record)
     tokens, is_cut = [-1] * len(rows), [False] * len(rows)
     if plan.lengths is not None:
-        measured = plan.lengths.measure(rows)
-        bad += [
-            BadRow(record.number, why, record.raw)
-            for record, why in zip(records, measured.problems, strict=True)
-            if why
-        ]
-        fine = [place for place, problem in enumerate(measured.problems) if not problem]
-        is_cut = [measured.rows[i] is not rows[i] for i in fine]
-        rows, records = [measured.rows[i] for i in fine], [records[i] for i in fine]
-        tokens = [measured.num_tokens[i] for i in fine]
+        measured = list(zip(records, rows, plan.lengths.measure(rows), strict=True))
+        bad += [BadRow(record.number, one.problem, record.raw) for record, _, one in measured if one.problem]
         bad.sort(key=lambda row: row.number)
+        fine = [each for each in measured if not each[2].problem]
+        is_cut = [one.row is not row for _, row, one in fine]
+        tokens = [one.num_tokens for _, _, one in fine]
+        records, rows = [record for record, _, _ in fine], [one.row for _, _, one in fine]
     texts = normalise([row.question for row in rows])
     split = (blake2b(f"{plan.seed}\n{row.question}".encode(), digest_size=8).digest() for row in rows)
     found = {

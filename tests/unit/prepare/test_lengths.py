@@ -34,7 +34,7 @@ def test_long_prompts_are_measured_without_a_warning(model, caplog):
     logger = logging.getLogger("transformers")  # it keeps its messages from the root
     logger.addHandler(caplog.handler)
     try:
-        assert lengths.measure([row(WORDS)]).num_tokens[0] <= 12
+        assert lengths.measure([row(WORDS)])[0].num_tokens <= 12
     finally:
         logger.removeHandler(caplog.handler)
     assert not caplog.records
@@ -46,10 +46,10 @@ def test_lengths_are_those_training_sees(model):
     measured = lengths.measure(rows)
     dataset = PromptDataset(rows, lengths.renderer.tokenizer, max_prompt_length=999, filter_overlong=False)
     masks = dataset.prompts(range(3), range(3)).prompt_mask
-    assert measured.num_tokens == masks.sum(1).tolist()
-    assert measured.num_tokens[0] == 10  # <s> [ user ] a _ b [ assistant ]
-    assert all(one is other for one, other in zip(measured.rows, rows, strict=True))
-    assert measured.problems == [""] * 3
+    assert [one.num_tokens for one in measured] == masks.sum(1).tolist()
+    assert measured[0].num_tokens == 10  # <s> [ user ] a _ b [ assistant ]
+    assert all(one.row is other for one, other in zip(measured, rows, strict=True))
+    assert [one.problem for one in measured] == [""] * 3
 
 
 def test_it_travels_by_its_arguments(model):
@@ -65,34 +65,34 @@ def test_cutting_takes_from_the_question_only(model, policy, kept):
     lengths = PromptLengths(model, max_prompt_length=24, overlong=policy)
     long = row(WORDS, system="Be brief.", instruction="Say it.")
     measured = lengths.measure([long, row("a")])
-    cut = measured.rows[0]
+    cut = measured[0].row
     assert [message.content for message in cut.prompt] == ["Be brief.", f"{kept}\nSay it."]
-    assert measured.num_tokens == lengths.measure(measured.rows).num_tokens
-    assert 22 <= measured.num_tokens[0] <= 24
+    assert measured == lengths.measure([one.row for one in measured])
+    assert 22 <= measured[0].num_tokens <= 24
     assert cut.question == WORDS, "the split must not depend on the limit"
-    assert measured.rows[1].question == "a"
+    assert measured[1].row.question == "a"
 
 
 def test_every_limit_is_kept_or_said_to_be_impossible(model):
     long = row(WORDS, instruction="Say it.")
-    shortest = PromptLengths(model).measure([row("x", instruction="Say it.")]).num_tokens[0]
-    whole = PromptLengths(model).measure([long]).num_tokens[0]
+    shortest = PromptLengths(model).measure([row("x", instruction="Say it.")])[0].num_tokens
+    whole = PromptLengths(model).measure([long])[0].num_tokens
     for limit in range(1, whole + 2):
         for policy in ("cut-left", "cut-right"):
             measured = PromptLengths(model, max_prompt_length=limit, overlong=policy).measure([long])
             if limit < shortest:
-                assert "cutting" in measured.problems[0]
+                assert "cutting" in measured[0].problem
             else:
-                assert measured.problems == [""]
-                assert limit - 1 <= measured.num_tokens[0] <= limit or limit > whole
-                assert measured.rows[0].prompt[0].content.endswith("\nSay it.")
+                assert measured[0].problem == ""
+                assert limit - 1 <= measured[0].num_tokens <= limit or limit > whole
+                assert measured[0].row.prompt[0].content.endswith("\nSay it.")
 
 
 def test_keep_and_drop_leave_rows_alone(model):
     for policy in ("keep", "drop"):
         measured = PromptLengths(model, max_prompt_length=5, overlong=policy).measure([row(WORDS)])
-        assert measured.num_tokens[0] > 5
-        assert measured.rows[0].prompt[0].content == WORDS
+        assert measured[0].num_tokens > 5
+        assert measured[0].row.prompt[0].content == WORDS
 
 
 def test_a_conversation_is_cut_in_its_last_question(model):
@@ -102,7 +102,7 @@ def test_a_conversation_is_cut_in_its_last_question(model):
     with_system = Row("s", (Message("system", "S"), *turns), "1", question=dialogue.question)
     assert question_span(with_system, 3) == (0, len(WORDS))
     lengths = PromptLengths(model, max_prompt_length=26, overlong="cut-left")
-    cut = lengths.measure([dialogue]).rows[0]
+    cut = lengths.measure([dialogue])[0].row
     assert [message.content for message in cut.prompt] == ["hello", "yes?", "seven eight nine ten\nGo."]
 
 
@@ -116,11 +116,11 @@ def test_the_question_inside_instructions_is_found():
 def test_templates_that_are_wrong_are_said_per_row(tmp_path):
     refuses = PromptLengths(save_model(tmp_path / "a", templates.NO_SYSTEM))
     measured = refuses.measure([row("a", system="Be brief."), row("a")])
-    assert "System role not supported" in measured.problems[0]
-    assert measured.problems[1] == ""
-    assert measured.num_tokens[0] == 0
+    assert "System role not supported" in measured[0].problem
+    assert measured[1].problem == ""
+    assert measured[0].num_tokens == 0
     doubled = PromptLengths(save_model(tmp_path / "b", templates.DOUBLE_START))
-    assert "two start-of-sequence tokens" in doubled.measure([row("a")]).problems[0]
+    assert "two start-of-sequence tokens" in doubled.measure([row("a")])[0].problem
 
 
 @pytest.mark.parametrize(

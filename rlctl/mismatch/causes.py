@@ -57,13 +57,11 @@ def causes(found: Examination) -> list[Cause]:
             everything.append(replace(cause, before=before, after=after))
     everything += [*_drawn_otherwise(found), *_sync_misses(found), *_other_precision(found)]
     scale = found.start.abs_mean or 1.0
-    shared = [
-        replace(cause, share=max(cause.before.abs_mean - cause.after.abs_mean, 0.0) / scale)
-        if cause.before and cause.after
-        else cause
-        for cause in everything
-    ]
-    return sorted(shared, key=lambda cause: cause.before is None)
+    for place, cause in enumerate(everything):
+        if cause.before and cause.after:
+            explained = max(cause.before.abs_mean - cause.after.abs_mean, 0.0)
+            everything[place] = replace(cause, share=explained / scale)
+    return sorted(everything, key=lambda cause: cause.before is None)
 
 
 def _described(found: Examination, factor: Factor, value: str) -> Cause:
@@ -178,7 +176,7 @@ def _drawn_otherwise(found: Examination) -> Iterator[Cause]:
 
 
 def _weights(found: Examination) -> Iterator[Cause]:
-    if found.synced is not None and found.synced.closes:
+    if found.synced and found.synced.closes:
         what = "the engine's weights are not the trainer's: handing them over closes the gap"
         after = found.scorer.gap(found.explanation.start)
         yield Cause("stale weights", what, _SYNC_FIX, (), found.start, after)

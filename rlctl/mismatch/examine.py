@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from rlctl.batch import Prompts
 from rlctl.data.prompts import pad_id_of, prompt_batch
 from rlctl.data.schema import Row
 from rlctl.mismatch.gap import AGREE, Gap
-from rlctl.mismatch.prompts import TokenIds, renderings, token_ids
+from rlctl.mismatch.prompts import renderings, token_ids
 from rlctl.mismatch.score import EngineSample, VariantScorer, Weights, all_and_head, moved
 from rlctl.mismatch.scoring_variant import OWN, Cut, SamplingSettings, ScoringVariant
 from rlctl.mismatch.search import Explanation, Search
@@ -44,8 +43,7 @@ class Sides:
     engine_tokenizer: Any = None  # the engine's, if it has a separate one
     n: int = 4  # responses per prompt
     seed: int = 1  # of sampling
-    #: other weights that the engine may have, by name
-    weights: Mapping[str, Weights] = field(default_factory=dict)
+    weights: Mapping[str, Weights] = field(default_factory=dict)  # that the engine may have, by name
     #: stops the engine and returns one in the trainer's precision; None: the engine already has it, or no
     #: other engine is available
     same_precision: Callable[[], ResponseSampler] | None = None
@@ -115,11 +113,7 @@ def examine(sides: Sides) -> Examination:
         RunFailure: the engine failed.
         UsageError: a prompt cannot be rendered.
     """
-    own = token_ids(sides.rows, sides.tokenizer)
-    theirs = token_ids(sides.rows, sides.engine_tokenizer) if sides.engine_tokenizer else own
-    texts = [row.prompt[-1].content for row in sides.rows]
-    pad_id = pad_id_of(sides.tokenizer)
-    trial = _Sampler(sides, own, prompt_batch(sides.rows, theirs, texts, range(len(texts)), pad_id))
+    trial = _Sampler(sides)
     scorer = trial.sampled(sides.engine, sides.model)
     explanation = Search(scorer, sides.asked).explain()
     start = scorer.gap(explanation.start)
@@ -170,10 +164,13 @@ def _moved(
 class _Sampler:
     """Samples the same prompts repeatedly."""
 
-    def __init__(self, sides: Sides, own: TokenIds, prompts: Prompts) -> None:
-        self.sides = sides
-        self._own = own
-        self._prompts = prompts
+    def __init__(self, sides: Sides) -> None:
+        self.sides, rows = sides, sides.rows
+        self._own = token_ids(rows, sides.tokenizer)
+        theirs = token_ids(rows, sides.engine_tokenizer) if sides.engine_tokenizer else self._own
+        self._pad_id = pad_id_of(sides.tokenizer)
+        texts = [row.prompt[-1].content for row in rows]
+        self._prompts = prompt_batch(rows, theirs, texts, range(len(rows)), self._pad_id)
         self._version = 0
 
     def sampled(
@@ -202,7 +199,7 @@ class _Sampler:
         found = renderings(sides.rows, self._own, sample.prompts[:: sides.n], sides.tokenizer)
         prompts = {name: [row for row in ids for _ in range(sides.n)] for name, ids in found.items()}
         known = sides.weights if weights is None else weights
-        return VariantScorer(model, sample, prompts, known, pad_id_of(sides.tokenizer))
+        return VariantScorer(model, sample, prompts, known, self._pad_id)
 
     def hand_over(self, model: Any) -> None:
         """Syncs the model's weights to the engine."""

@@ -56,11 +56,7 @@ def token_ids(rows: Sequence[Row], tokenizer: Any) -> list[list[int]]:
 def renderings(rows: Sequence[Row], own: TokenIds, reported: TokenIds, tokenizer: Any) -> dict[str, TokenIds]:
     """Name of a rendering → token ids of all prompts; equal renderings occur once.
 
-    Args:
-        rows: N prompts.
-        own: (N) the trainer's token ids.
-        reported: (N) those the engine reports.
-        tokenizer: the trainer's.
+    `own` are the trainer's token ids of the rows, `reported` those that the engine reports.
     """
     found: dict[str, TokenIds] = {OWN: own}
     start = tokenizer.bos_token_id

@@ -36,9 +36,7 @@ HEAD_ONLY = "output head only"
 def all_and_head(name: str, state: Callable[[], dict[str, Tensor]]) -> dict[str, Weights]:
     """Two hypotheses: all weights are those of `state`; or only the output head, which a sync missed.
 
-    Args:
-        name: name of these weights, such as `step 40`.
-        state: returns the state dict; called when it is needed.
+    `name` is that of these weights, such as `step 40`; `state` is called when they are needed.
     """
 
     def put_all(model: Any) -> None:
@@ -86,38 +84,21 @@ class EngineSample:
         return moved, has_one
 
 
+@dataclass(eq=False)
 class VariantScorer:
-    """Scores one sample under many variants and caches the results.
+    """Scores one sample under many variants and caches the results."""
 
-    Args:
-        model: the trainer's; never changed.
-        sample: tensors on the model's device.
-        prompts: renderings by name, each (B) token ids; `OWN` is the trainer's.
-        weights: other weights by name.
-        pad_id: padding token.
-    """
+    model: Any  # the trainer's; never changed
+    sample: EngineSample  # on the model's device
+    prompts: Mapping[str, Sequence[Sequence[int]]]  # renderings by name, each (B) token ids
+    weights: Mapping[str, Weights]  # other weights by name
+    pad_id: int
 
-    def __init__(
-        self,
-        model: Any,
-        sample: EngineSample,
-        prompts: Mapping[str, Sequence[Sequence[int]]],
-        weights: Mapping[str, Weights],
-        pad_id: int,
-    ) -> None:
-        self.sample = sample
-        self.prompts = prompts
-        self.weights = weights
-        self._pad_id = pad_id
-        self._own = PolicyModule(model, 1.0)
+    def __post_init__(self) -> None:
+        self._own = PolicyModule(self.model, 1.0)
         self._changed: tuple[tuple[str, str, str], PolicyModule] | None = None
         self._scores: dict[ScoringVariant, Tensor] = {}
         self._fits: dict[ScoringVariant, SamplingSettings] = {}
-
-    @property
-    def model(self) -> Any:
-        """The trainer's model."""
-        return self._own.model
 
     def gap(self, variant: ScoringVariant) -> Gap:
         """The gap between engine and trainer if the trainer scores under this variant.
@@ -202,7 +183,7 @@ class VariantScorer:
         """Model inputs of the given rows, without columns that no row uses."""
         sample, prompts = self.sample, self.prompts[variant.prompt][rows]
         tensors = (sample.responses[rows], sample.attended[rows], sample.mask[rows])
-        return used_columns(lay_out(prompts, *tensors, self._pad_id, variant.positions))
+        return used_columns(lay_out(prompts, *tensors, self.pad_id, variant.positions))
 
     def _rows(self, variant: ScoringVariant) -> Iterator[slice]:
         """Slices of rows that are run together; smaller ones where the logits would not fit in memory."""

@@ -65,17 +65,15 @@ class Explanation:
 class Search:
     """Finds the changes that close the gap between the engine and the trainer.
 
-    Args:
-        scorer: scorer of the engine's sample.
-        asked: the requested sampling settings; the trainer applies their temperature.
+    `asked` are the requested sampling settings; the trainer applies their temperature.
     """
 
     def __init__(self, scorer: VariantScorer, asked: SamplingSettings) -> None:
         self._scorer = scorer
         self._asked = asked
         self._start = ScoringVariant(SamplingSettings(asked.temperature))
-        agree = scorer.gap(self._start).agrees  # then nothing needs to be compared
-        factors = () if agree else FACTORS
+        # Where both agree, nothing needs to be compared.
+        factors = () if scorer.gap(self._start).agrees else FACTORS
         changes = [(factor, other) for factor in factors for other in self._changes(self._start, factor)]
         self._tried = {other: self._try(factor, other) for factor, other in changes}
 
@@ -189,9 +187,4 @@ def _values(scorer: VariantScorer, factor: Factor) -> tuple[str | int, ...]:
         return tuple(name for name in DTYPES if name not in same)
     if factor == "attention":
         return ("sdpa",) if scorer.model.config._attn_implementation == "eager" else ("eager",)
-    others: dict[Factor, tuple[str | int, ...]] = {
-        "shift": (1, -1),
-        "steps": ("decode",),
-        "rows": ("single",),
-    }
-    return others[factor]
+    return {"shift": (1, -1), "steps": ("decode",), "rows": ("single",)}[factor]

@@ -27,12 +27,9 @@ _STRAY = 1e-3
 
 
 class RankedLogits:
-    """Logits of some positions, sorted, and the rank of the sampled token among them.
+    """Logits (N, V) before any temperature, sorted, and the rank of the sampled `tokens` (N,) among them.
 
-    Args:
-        logits: (N, V) float, before any temperature.
-        tokens: (N,) int64, the sampled tokens.
-        cuts: truncations to try besides the usual values, such as the requested one.
+    `cuts` are truncations to try besides the usual values, such as the requested one.
     """
 
     def __init__(self, logits: Tensor, tokens: Tensor, cuts: Iterable[Cut] = ()) -> None:
@@ -79,12 +76,10 @@ class RankedLogits:
 
 
 def _last_kept(cuts: Sequence[Cut], falling: Tensor, cumulative: Tensor) -> Tensor:
-    """(N, K) rank of the least likely token that is kept, from 0.
+    """(N, K) rank, from 0, of the least likely token that each of K truncations of one kind keeps.
 
-    Args:
-        cuts: K truncations of one kind.
-        falling: (N, V) negated logits, ascending.
-        cumulative: (N, V) total probability of each token and all more likely ones.
+    `falling` are the negated logits (N, V), ascending; `cumulative` (N, V) is the total probability of each
+    token and all more likely ones.
     """
     size = falling.shape[1]
     values = falling.new_tensor([cut.value for cut in cuts]).expand(len(falling), len(cuts))
@@ -99,11 +94,8 @@ def _last_kept(cuts: Sequence[Cut], falling: Tensor, cumulative: Tensor) -> Tens
 def fit_reported(ranked: RankedLogits, reported: Tensor, asked: SamplingSettings) -> SamplingSettings:
     """The simplest settings that explain the reported log-probs (N,) about as well as the best fit.
 
-    Args:
-        ranked: logits of the same tokens.
-        reported: the engine's log-probs.
-        asked: the requested settings. Preferred, in this order: their temperature without truncation, the raw
-            distribution, and these settings.
+    Preferred, in this order: the requested temperature without truncation, the raw distribution, and the
+    requested settings.
     """
     temperature = _best(lambda t: float(ranked.errors(reported, t).min()), asked.temperature)
     best = float(ranked.errors(reported, temperature).min())

@@ -18,15 +18,10 @@ _TYPICAL_STEPS = 270  # of a warm start, for the progress bar
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedTask:
-    """Paths of the embedded model and its data.
+    """Paths of the embedded model and its data."""
 
-    Attributes:
-        model_dir: Hugging Face directory (config, safetensors, tokenizer with chat template).
-        train_file: training data, Parquet in verl's row schema.
-        val_file: validation data in the same schema; shares no prompt with `train_file`.
-    """
-
-    model_dir: Path
+    model_dir: Path  # Hugging Face directory (config, safetensors, tokenizer with chat template)
+    #: train_file, val_file: Parquet in verl's row schema; they share no prompt
     train_file: Path
     val_file: Path
 
@@ -39,11 +34,8 @@ def ensure_embedded(
 ) -> EmbeddedTask:
     """Builds the embedded model and task for `seed` unless they are cached (about 10 s once).
 
-    Args:
-        seed: seed of initialisation and warm start; each seed gives a different model.
-        cache_dir: root of the cache; None: `cache_root()`.
-        progress: receives the progress of the build; not called on a cache hit.
-        recipe: what to build; tests pass a smaller one.
+    Each seed gives a different model. `cache_dir` is the root of the cache (None: `cache_root()`). `progress`
+    is not called on a cache hit.
 
     Raises:
         EnvironmentFailure: the cache directory cannot be written.
@@ -56,7 +48,7 @@ def ensure_embedded(
         train, val = split(recipe.num_val_prompts)
         write_parquet(train, "train", task.train_file)
         write_parquet(val, "test", task.val_file)
-        _build_model(task.model_dir, seed, progress or _silent, recipe)
+        _build_model(task.model_dir, seed, progress or (lambda _fraction, _message: None), recipe)
 
     return _task(cached_directory(entry, build, what="the embedded model"))
 
@@ -91,7 +83,3 @@ def _build_model(model_dir: Path, seed: int, progress: Progress, recipe: Embedde
 
 def _task(entry: Path) -> EmbeddedTask:
     return EmbeddedTask(entry / "model", entry / "train.parquet", entry / "val.parquet")
-
-
-def _silent(_fraction: float, _message: str) -> None:
-    pass

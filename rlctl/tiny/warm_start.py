@@ -32,10 +32,7 @@ def warm_start(
     """Trains `model` in place up to `recipe.taught_accuracy`, then flattens it to `recipe.target_accuracy`.
 
     The accuracy of samples at temperature 1 is computed without sampling, as the mean probability of the only
-    right answer, including the end of sequence.
-
-    Returns:
-        The final accuracy, close to `recipe.target_accuracy`.
+    right answer, including the end of sequence. Returns its final value.
 
     Raises:
         RunFailure: the accuracy was not reached in `recipe.max_steps`.

@@ -27,10 +27,8 @@ def document_rows(path: Path, file: BufferedReader, max_rows: int) -> Iterator[l
             object contains several lists of rows, or columns instead of rows.
     """
     text = _Text(path, file)
-    if text.peek() != "{":
-        yield from _elements(text, max_rows)
-    else:
-        yield from _object_rows(path, text, max_rows)
+    is_object = text.peek() == "{"
+    yield from _object_rows(path, text, max_rows) if is_object else _elements(text, max_rows)
     if text.peek():
         raise text.wrong("more text follows the value", text.at)
 
@@ -92,11 +90,9 @@ def _several(path: Path, names: list[str]) -> UsageError:
 
 def _elements(text: _Text, max_rows: int) -> Iterator[list[Any]]:
     text.expect("[")
-    if text.peek() == "]":
-        text.expect("]")
-        return
+    follows = "," if text.peek() != "]" else text.expect("]")
     elements: list[Any] = []
-    reads, follows = text.reads, ","
+    reads = text.reads
     while follows == ",":
         elements.append(text.element())
         follows = text.expect(",]")
@@ -106,12 +102,7 @@ def _elements(text: _Text, max_rows: int) -> Iterator[list[Any]]:
 
 
 class _Text:
-    """Parser with a sliding window over the file's text.
-
-    Attributes:
-        at: position in the window.
-        reads: number of times that the window was extended.
-    """
+    """Parser with a sliding window over the file's text."""
 
     def __init__(self, path: Path, file: BufferedReader) -> None:
         self._path = path
@@ -120,8 +111,8 @@ class _Text:
         self._parse = json.JSONDecoder().raw_decode
         self._window = ""
         self._lines_before = 0
-        self.at = 0
-        self.reads = 0
+        self.at = 0  # position in the window
+        self.reads = 0  # number of times that the window was extended
 
     def peek(self) -> str:
         """Returns the next character that is not blank; "" at the end of the file."""

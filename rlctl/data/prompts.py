@@ -66,11 +66,6 @@ class PromptDataset:
 
     Prompts of more than `max_prompt_length` tokens are dropped if `filter_overlong`, else they are an error.
 
-    Attributes:
-        rows: the rows kept, in order.
-        texts: their rendered prompts.
-        num_dropped: number of rows dropped because of their length.
-
     Raises:
         UsageError: a prompt cannot be rendered, starts with two start tokens or is too long (if not
             filtered; names the row), no prompt is left, or the tokenizer has no padding or end token.
@@ -86,9 +81,9 @@ class PromptDataset:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._pad_id = pad_id_of(tokenizer)
-        self.rows: list[Row] = []
+        self.rows: list[Row] = []  # those kept, in order
         self._ids: list[list[int]] = []
-        self.texts: list[str] = []
+        self.texts: list[str] = []  # their rendered prompts
         renderer = Renderer(tokenizer, chat_template_kwargs)
         for start in range(0, len(rows), TOKENISE_AT_ONCE):
             chunk = rows[start : start + TOKENISE_AT_ONCE]
@@ -107,7 +102,7 @@ class PromptDataset:
                         where=place_of(row),
                         fix=f"raise data.max_prompt_length to {fix}",
                     )
-        self.num_dropped = len(rows) - len(self.rows)
+        self.num_dropped = len(rows) - len(self.rows)  # because of their length
         if not self.rows:
             raise UsageError(
                 f"no prompt is left: all {len(rows)} have more than {max_prompt_length} tokens",

@@ -156,15 +156,14 @@ def last_boxed(solution: str) -> str:
         raise RowError(r"the solution has no \boxed{}")
     start = boxes[-1].end()
     if solution[start : start + 1] == "{":
-        depth, end = 0, -1
+        depth = 0
         for found in _BRACE.finditer(solution, start):
             depth += {"{": 1, "}": -1}.get(found[0], 0)
             if depth == 0:
-                end = found.start()
+                content = solution[start + 1 : found.start()]
                 break
-        if end < 0:
+        else:
             raise RowError(r"the last \boxed{ of the solution is never closed")
-        content = solution[start + 1 : end]
     else:
         content = re.split(r"[\s$]", solution[start:], maxsplit=1)[0]
     if not content.strip():

@@ -15,13 +15,10 @@ from rlctl.errors import UsageError
 
 
 class Renderer:
-    """Renders and tokenises rows with one tokenizer.
+    """Renders and tokenises rows with one Hugging Face tokenizer; its chat template renders the messages.
 
-    Args:
-        tokenizer: a Hugging Face tokenizer; its chat template renders the messages. Without a template
-            the contents are joined by blank lines, after the tokenizer's start token if it adds one.
-        chat_template_kwargs: further arguments of the template, such as `enable_thinking`; arguments that are
-            None are omitted.
+    Without a template the contents are joined by blank lines, after a start token if it adds one.
+    `chat_template_kwargs` are further arguments of the template; those that are None are omitted.
 
     Raises:
         UsageError: the template does not use one of them.

@@ -170,19 +170,15 @@ def _of_run(run_dir: Path, data_files: list[str]) -> _Trainer:
     newest, notes = newest_intact(run_dir / CHECKPOINTS)
     if newest is None:
         raise UsageError("the run has no complete checkpoint", where=str(run_dir / CHECKPOINTS))
-    data = data_files or spec.data.val_files or spec.data.train_files
-    if not data_files and spec.is_embedded:
-        data = [str(ensure_embedded(spec.trainer.seed).val_file)]
+    embedded = ensure_embedded(spec.trainer.seed) if spec.is_embedded else None
+    own = [str(embedded.val_file)] if embedded else spec.data.val_files or spec.data.train_files
     others = sorted((run_dir / CHECKPOINTS).glob("step_*"), reverse=True)
     checkpoints = [verify(path)[1] for path in others if path != newest.path][:OLDER_CHECKPOINTS]
     older = {f"step {found.state.step}": found.model_dir for found in checkpoints if found}
-    if spec.is_embedded:
-        start = ensure_embedded(spec.trainer.seed).model_dir
-    else:
-        start = Path(model_directory(spec.model.path))
+    start = embedded.model_dir if embedded else Path(model_directory(spec.model.path))
     if start.is_dir():
         older["the run's start"] = start
-    return _Trainer(str(newest.model_dir), spec, spec.engine.dtype, data, older, tuple(notes))
+    return _Trainer(str(newest.model_dir), spec, spec.engine.dtype, data_files or own, older, tuple(notes))
 
 
 def _sampling(request: MismatchRequest, spec: RunSpec) -> Sampling:

@@ -138,12 +138,7 @@ class _Probes:
 
 
 class _FileCheck:
-    """Runs all checks of one file, block by block.
-
-    Attributes:
-        path: path of the file.
-        hashes: three arrays over the usable rows: hash of the question, hash of the ground truth, row number.
-    """
+    """Runs all checks of one file, block by block."""
 
     def __init__(self, source: Source, probes: _Probes, progress: Progress) -> None:
         self.path, self._probes = source.path, probes
@@ -163,6 +158,7 @@ class _FileCheck:
             if pairs := [(record, row) for record in records_of(block) if (row := self._row(record))]:
                 parts.append(self._check_rows(*map(list, zip(*pairs, strict=True))))
             progress.advance(block.num_bytes, self._num_rows - before)
+        #: over the usable rows: hash of the question, hash of the ground truth, row number
         self.hashes = tuple(np.concatenate(part) for part in zip(*parts, strict=True))
 
     def report(self) -> FileReport:

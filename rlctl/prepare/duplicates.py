@@ -109,12 +109,8 @@ def nearly_repeated(bands: Sequence[Path], signature: Path, is_left: NDArray[np.
     """Returns the near duplicates of earlier rows, ascending, and for each the earlier row.
 
     Among the rows with the same band hash, a row is compared only with the first and the previous one: 1,000
-    similar rows take a few thousand comparisons, not a million.
-
-    Args:
-        bands: a file per band: (N,) uint32.
-        signature: file of the signatures: (N, NUM_VALUES) uint8.
-        is_left: (N,) rows to compare.
+    similar rows take a few thousand comparisons, not a million. `bands` has a file per band, (N,) uint32; the
+    file `signature` is (N, NUM_VALUES) uint8; `is_left` (N,) are the rows to compare.
     """
     rows = np.flatnonzero(is_left).astype(np.uint64)
     like = np.full(len(is_left), NONE, dtype=np.uint32)

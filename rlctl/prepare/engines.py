@@ -40,12 +40,8 @@ def run(
 ) -> Iterator[tuple[Task, Result]]:
     """Yields each task with `function(shared, task)`, in order.
 
-    Args:
-        engine: `local` or `ray`.
-        function: a module-level function, so that worker processes can import it.
-        shared: sent to each worker once.
-        tasks: consumed lazily, only a few ahead of the results.
-        workers: number of local worker processes; 0 or 1: run in this process.
+    Workers import `function` by name, and receive `shared` once. `tasks` are consumed lazily, only a few
+    ahead of the results. With 0 or 1 local workers the tasks run in this process.
 
     Raises:
         RunFailure: a worker died.

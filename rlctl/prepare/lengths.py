@@ -35,17 +35,9 @@ class PromptLengths:
 
     Built once per worker: pickling stores only the constructor arguments.
 
-    Args:
-        model: directory or hub id of the model whose tokenizer and chat template are used.
-        trust_remote_code: allow custom tokenizer code.
-        max_prompt_length: in tokens; None: only measure.
-        overlong: `keep` and `drop` do not change rows (the caller drops them); `cut-left` and `cut-right`
-            remove tokens at the start or end of the question in the last user message, never from an
-            instruction or system prompt.
-
-    Attributes:
-        renderer: converts rows to text and token ids as in training.
-        context: `max_position_embeddings` of the model, in tokens; None if its config has none.
+    `model` is a directory or hub id; its tokenizer and chat template are used. `overlong`: `keep` and `drop`
+    do not change rows (the caller drops them); `cut-left` and `cut-right` remove tokens at the start or end
+    of the question in the last user message, never from an instruction or system prompt.
 
     Raises:
         UsageError: the model does not exist, its tokenizer cannot be read, or prompts should be truncated and
@@ -75,7 +67,7 @@ class PromptLengths:
         except Exception as error:  # the tokenizers library and custom tokenizer code raise any type
             raise UsageError(f"the tokenizer cannot be read: {error}", where=model) from error
         positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-        self.context = positions if isinstance(positions, int) else None
+        self.context = positions if isinstance(positions, int) else None  # in tokens, if the config says
         if tokenizer.is_fast:
             content = tokenizer.backend_tokenizer.to_str()
         else:

@@ -6,8 +6,9 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
+from rlctl.data.blocks import Record
 from rlctl.data.recipes import read_rows
 from rlctl.data.schema import Row
 from rlctl.data.sources import find_sources
@@ -45,7 +46,7 @@ def show_rows(file: str, lengths: PromptLengths | None, *, first: int, count: in
     if not rows:
         total = sum(1 for _ in _rows(file))
         raise UsageError(f"there is no row {first}: it has {total}", where=file, fix="lower --row")
-    return [_shown(where, row, problem, lengths) for where, row, problem in rows]
+    return [_shown(record.where, row, problem, lengths) for record, row, problem in rows]
 
 
 def measure(file: str, lengths: PromptLengths | None) -> Histogram:
@@ -58,18 +59,13 @@ def measure(file: str, lengths: PromptLengths | None) -> Histogram:
     return histogram
 
 
-def _rows(file: str) -> Iterator[tuple[str, Row | None, str]]:
-    """Yields `file:row`, the row or None, and why it is None."""
-    for source in find_sources([file]):
-        for record, row, problem in read_rows(source):
-            yield record.where, row, problem
+def _rows(file: str) -> Iterator[tuple[Record, Row | None, str]]:
+    return chain.from_iterable(map(read_rows, find_sources([file])))
 
 
 def _shown(where: str, row: Row | None, problem: str, lengths: PromptLengths | None) -> RenderedRow:
-    messages = (
-        [((f"{turn.role}:", True), (f" {turn.content}\n", False)) for turn in row.prompt] if row else []
-    )
-    plain = tuple(piece for pair in messages for piece in pair)
+    turns = row.prompt if row else ()
+    plain = tuple(part for turn in turns for part in ((f"{turn.role}:", True), (f" {turn.content}\n", False)))
     if row is None or lengths is None:
         return RenderedRow(where, row, problem, plain)
     renderer = lengths.renderer

@@ -69,22 +69,15 @@ class Staging:
     """Stores all transformed blocks in a working directory inside `stage`, which is removed on exit.
 
     `keys`: name → NumPy type of the keys of each row.
-
-    Attributes:
-        blocks: blocks with usable rows, in input order.
-        num_records: number of input rows.
-        num_rows: number of usable rows.
-        has_other: whether some rows have fields of `extra_info` without a separate column.
     """
 
     def __init__(self, stage: Path, keys: Mapping[str, Any]) -> None:
-        self._directory = stage / ".work"
-        self._types = dict(keys)
+        self._directory, self._types = stage / ".work", keys
         self._files: dict[str, IO[bytes]] = {}
-        self.blocks: list[StagedBlock] = []
-        self.num_records = 0
-        self.num_rows = 0
-        self.has_other = False
+        self.blocks: list[StagedBlock] = []  # with usable rows, in input order
+        self.num_records = 0  # input rows
+        self.num_rows = 0  # usable rows
+        self.has_other = False  # some rows have fields of `extra_info` without a separate column
 
     def __enter__(self) -> Self:
         self._directory.mkdir()

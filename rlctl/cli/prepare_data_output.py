@@ -173,7 +173,7 @@ def _print_text(report: CheckReport) -> None:
         console.print(Text(f"prompt lengths in {report.lengths.unit}", style="bold"))
         for line in _histogram(report.lengths):
             console.print(Text(f"  {line}"))
-    for line in comparison_lines([one.to_json() for one in report.leakage]):
+    for line in comparison_lines(report.leakage):
         console.print(Text(visible(line)), soft_wrap=True)
     for finding in report.findings:
         label = (f"{finding.severity}: ", _COLOURS[finding.severity])
@@ -226,7 +226,7 @@ def _markdown(report: CheckReport) -> Iterator[str]:
     if report.lengths.total:
         summary = ", ".join(f"{name} {length:,}" for name, length in report.lengths.summary().items())
         yield f"\nPrompt lengths in {report.lengths.unit}: {summary}."
-    for line in comparison_lines([one.to_json() for one in report.leakage]):
+    for line in comparison_lines(report.leakage):
         yield f"\n{plain(line)}"
     yield f"\n**{_conclusion(report.findings)}**\n"
     findings = []

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from rlctl.data.blocks import Record
 from rlctl.data.records import (
-    ParsedRecord,
     RowError,
     Values,
     columns_of,
@@ -48,19 +47,19 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
 _DAPO_PROBLEM = re.compile(r"\ASolve the following[^\n]*\n\n(.+?)\n\nRemember to put [^\n]*\Z", re.DOTALL)
 
 
-def _generic(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+def _generic(values: Values, prompt_key: str, answer_key: str) -> Row:
     """Any prompt and any answer."""
     prompt = parse_messages(lookup(values, prompt_key))
     answer = parse_answer(lookup(values, answer_key), f"column {answer_key!r}")
-    return ParsedRecord(prompt, answer.strip(), answer=answer)
+    return Row("", prompt, answer.strip(), answer=answer)
 
 
-def _problem(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+def _problem(values: Values, prompt_key: str, answer_key: str) -> Row:
     """A mathematical problem and the text of its answer or solution."""
     return replace(_generic(values, prompt_key, answer_key), ability="math")
 
 
-def _gsm8k(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+def _gsm8k(values: Values, prompt_key: str, answer_key: str) -> Row:
     """A worked solution that ends in `#### number`; thousands separators are removed."""
     parsed = _problem(values, prompt_key, answer_key)
     _, mark, tail = parsed.answer.rpartition(ANSWER_MARK)
@@ -76,20 +75,20 @@ def _gsm8k(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
     return replace(parsed, ground_truth=number)
 
 
-def _math(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+def _math(values: Values, prompt_key: str, answer_key: str) -> Row:
     r"""A worked solution with its answer in `\boxed{}`."""
     parsed = _problem(values, prompt_key, answer_key)
     extra = columns_of(values, "level", "type", "subject")
     return replace(parsed, ground_truth=last_boxed(parsed.answer), extra=extra)
 
 
-def _aime(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
-    """A mathematical problem and its final answer, without a solution."""
+def _aime(values: Values, prompt_key: str, answer_key: str) -> Row:
+    """A mathematical problem and its final answer, without a solution, as in AIME and AMC."""
     extra = columns_of(values, "level", "type", "subject", "year")
     return replace(_problem(values, prompt_key, answer_key), extra=extra)
 
 
-def _countdown(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+def _countdown(values: Values, prompt_key: str, answer_key: str) -> Row:
     """Numbers, and a target to reach with them; the ground truth contains both, as JSON."""
     numbers, target = lookup(values, prompt_key), lookup(values, answer_key)
     if not isinstance(numbers, list) or not numbers or not all(map(is_integer, numbers)):
@@ -98,10 +97,10 @@ def _countdown(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord
         raise RowError(f"column {answer_key!r} is {kind_of(target)}, not a whole number")
     question = f"Using the numbers {numbers}, create an equation that equals {target}."
     truth = json.dumps({"numbers": numbers, "target": target})
-    return ParsedRecord((Message("user", question),), truth, answer=str(target), ability="math")
+    return Row("", (Message("user", question),), truth, answer=str(target), ability="math")
 
 
-def _multiple_choice(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+def _multiple_choice(values: Values, prompt_key: str, answer_key: str) -> Row:
     """A question with choices, which get letters; the ground truth is the letter of the correct one."""
     labels, texts = _choices(lookup(values, "choices|options"))
     *before, last = parse_messages(lookup(values, prompt_key))
@@ -109,7 +108,7 @@ def _multiple_choice(values: Values, prompt_key: str, answer_key: str) -> Parsed
     lettered = "\n".join(f"{LETTERS[i]}. {text}" for i, text in enumerate(texts))
     messages = (*before, Message(last.role, f"{last.content}\n\n{lettered}"))
     extra = columns_of(values, "subject", "category")
-    return ParsedRecord(messages, LETTERS[place], answer=texts[place], extra=extra)
+    return Row("", messages, LETTERS[place], answer=texts[place], extra=extra)
 
 
 def _choices(value: Any) -> tuple[list[str], list[str]]:
@@ -171,7 +170,7 @@ def last_boxed(solution: str) -> str:
     return content.strip()
 
 
-def _verl(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+def _verl(values: Values, prompt_key: str, answer_key: str) -> Row:
     """verl's five columns; all of `extra_info` is kept, and a structured ground truth becomes JSON text."""
     reward_model = values.get("reward_model")
     style = reward_model.get("style") if isinstance(reward_model, Mapping) else None
@@ -181,32 +180,26 @@ def _verl(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
     if isinstance(truth, Mapping | list) and truth:
         truth = json.dumps(truth, ensure_ascii=False, sort_keys=True, default=str)
     extra = extra_info(values)
-    return ParsedRecord(
-        parse_messages(lookup(values, prompt_key)),
-        parse_answer(truth, answer_key),
+    return Row(
+        prompt=parse_messages(lookup(values, prompt_key)),
+        ground_truth=parse_answer(truth, answer_key),
         answer=text_of(extra.get("answer")),
         question=text_of(extra.get("question")),
         data_source=source_named(values, "data_source"),
         ability=text_of(values.get("ability")),
         style=text_of(style) or "rule",
         extra=extra,
-        index=_index(extra),
     )
 
 
-def _index(extra: Values) -> int | None:
-    index = extra.get("index")
-    return index if is_integer(index) and index >= 0 else None
-
-
-def _dapo_math(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+def _dapo_math(values: Values, prompt_key: str, answer_key: str) -> Row:
     """verl's columns, with the same instructions around every problem; the `question` excludes them."""
     parsed = _verl(values, prompt_key, answer_key)
-    problem = _DAPO_PROBLEM.match(parsed.messages[-1].content)
+    problem = _DAPO_PROBLEM.match(parsed.prompt[-1].content)
     return replace(parsed, ability="math", question=problem[1] if problem else parsed.question)
 
 
-def _trl(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+def _trl(values: Values, prompt_key: str, answer_key: str) -> Row:
     """A prompt and an answer column, and the columns that `--to trl` adds."""
     parsed, extra = _generic(values, prompt_key, answer_key), extra_info(values)
     return replace(
@@ -217,11 +210,10 @@ def _trl(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
         ability=text_of(values.get("ability")),
         style=text_of(values.get("style")) or "rule",
         extra=extra,
-        index=_index(extra),
     )
 
 
-def _openrlhf(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+def _openrlhf(values: Values, prompt_key: str, answer_key: str) -> Row:
     """A prompt, a label and an optional `datasource`."""
     source = source_named(values, "datasource") if "datasource" in values else ""
     return replace(_generic(values, prompt_key, answer_key), data_source=source)
@@ -231,13 +223,13 @@ def _openrlhf(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
 class Layout:
     """One column layout."""
 
-    about: str  # description, one line
     #: prompt_key, answer_key: columns read; a dot selects a nested value, `|` separates alternatives
     prompt_key: str
     answer_key: str
     recognises: Callable[[Values], bool]  # whether a record has this layout
-    #: (record, prompt_key, answer_key) → parsed record; raises RowError
-    read: Callable[[Values, str, str], ParsedRecord]
+    #: (record, prompt_key, answer_key) → row without the recipe's additions, perhaps without data source and
+    #: question; raises RowError
+    read: Callable[[Values, str, str], Row]
     data_source: str = ""  # of rows from records that name none; "": the file's name
     instruction: str = ""  # follows the question, unless the user gives another one
 
@@ -253,7 +245,6 @@ def _is_verl(values: Values) -> bool:
 #: Layouts by name, the more specific first: `auto` selects the first that recognises the record.
 LAYOUTS: dict[RecipeName, Layout] = {
     "gsm8k": Layout(
-        "worked solutions ending in '#### 72'",
         "question",
         "answer",
         lambda values: "question" in values and ANSWER_MARK in str(values.get("answer")),
@@ -262,16 +253,14 @@ LAYOUTS: dict[RecipeName, Layout] = {
         GSM8K_INSTRUCTION,
     ),
     "dapo-math": Layout(
-        "DAPO-Math-17k: verl's columns, the instruction already in the prompt",
         "prompt",
         "reward_model.ground_truth",
         lambda values: _is_verl(values) and str(values["data_source"]).startswith("math_dapo"),
         _dapo_math,
         "math_dapo",
     ),
-    "verl": Layout("verl's columns", "prompt", "reward_model.ground_truth", _is_verl, _verl),
+    "verl": Layout("prompt", "reward_model.ground_truth", _is_verl, _verl),
     "countdown": Layout(
-        "numbers that must give a target",
         "nums|numbers",
         "target",
         lambda values: "target" in values and isinstance(values.get("nums", values.get("numbers")), list),
@@ -281,7 +270,6 @@ LAYOUTS: dict[RecipeName, Layout] = {
         "<answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>.",
     ),
     "multiple-choice": Layout(
-        "a question with choices; the answer is a letter",
         "question",
         "answer|answerKey|answer_idx",
         lambda values: (
@@ -294,7 +282,6 @@ LAYOUTS: dict[RecipeName, Layout] = {
         LETTER_INSTRUCTION,
     ),
     "math": Layout(
-        r"solutions with a \boxed{} answer, as in MATH",
         "problem",
         "solution",
         lambda values: "problem" in values and r"\boxed" in str(values.get("solution")),
@@ -303,7 +290,6 @@ LAYOUTS: dict[RecipeName, Layout] = {
         BOX_INSTRUCTION,
     ),
     "aime": Layout(
-        "a problem and its final answer, as in AIME and AMC",
         "problem",
         "answer",
         lambda values: "problem" in values and isinstance(values.get("answer"), str | int | float),
@@ -311,22 +297,18 @@ LAYOUTS: dict[RecipeName, Layout] = {
         instruction=BOX_INSTRUCTION,
     ),
     "openrlhf": Layout(
-        "OpenRLHF's input and label",
         "input|context_messages|prompt",
         "label|answer",
         lambda values: "label" in values and _has_any(values, "input", "context_messages"),
         _openrlhf,
     ),
     "trl": Layout(
-        "TRL's prompt-only rows with an answer column",
         "prompt",
         "ground_truth|solution|answer|label",
         lambda values: "prompt" in values and _has_any(values, "ground_truth", "solution", "label"),
         _trl,
     ),
-    "generic": Layout(
-        "any prompt and answer column", "prompt|question|problem", "answer", lambda _: True, _generic
-    ),
+    "generic": Layout("prompt|question|problem", "answer", lambda _: True, _generic),
 }
 
 
@@ -369,7 +351,7 @@ class Recipe:
         """
         layout = LAYOUTS[self.name]
         parsed = layout.read(values, self.prompt_key or "", self.answer_key or "")
-        messages = parsed.messages
+        messages = parsed.prompt
         last = messages[-1]
         if last.role == "assistant":
             raise RowError(
@@ -381,16 +363,13 @@ class Recipe:
         if self.system_prompt:
             messages = (Message("system", self.system_prompt), *messages)
         own = (self.data_source or "") if self.source_key is None else source_named(values, self.source_key)
-        return Row(
+        stored = parsed.extra.get("index")
+        return replace(
+            parsed,
             data_source=own or parsed.data_source or layout.data_source or path.name.split(".")[0] or "data",
             prompt=messages,
-            ground_truth=parsed.ground_truth,
-            ability=parsed.ability,
-            style=parsed.style,
-            index=index if parsed.index is None else parsed.index,
-            question=parsed.question or "\n\n".join(message.content for message in parsed.messages),
-            answer=parsed.answer,
-            extra=parsed.extra,
+            index=stored if is_integer(stored) and stored >= 0 else index,
+            question=parsed.question or "\n\n".join(message.content for message in parsed.prompt),
         )
 
     def read(self, record: Record, path: Path, index: int) -> tuple[Row | None, str]:

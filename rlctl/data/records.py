@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import orjson
@@ -22,23 +21,6 @@ _SHAREGPT_ROLES = {
 
 class RowError(ValueError):
     """An error in a row; the message does not name the row."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedRecord:
-    """The prompt and the answer of one record."""
-
-    messages: tuple[Message, ...]  # the prompt, without additions of the recipe's options
-    ground_truth: str  # what the grader compares with
-    answer: str = ""  # the original answer
-    #: the question, if `messages` also contain an instruction; "": all of `messages`
-    question: str = ""
-    data_source: str = ""  # that the record names
-    #: ability, style, extra: as in `Row`
-    ability: str = ""
-    style: str = "rule"
-    extra: Values = field(default_factory=dict)
-    index: int | None = None  # number in the record; None: its position in the input
 
 
 def parse_messages(value: Any) -> tuple[Message, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -103,11 +102,9 @@ def _print_tried(console: Console, report: MismatchReport) -> None:
     console.print()
 
 
-def _cells(gap: Gap) -> Iterator[str]:
-    for value in (gap.abs_mean, gap.mean, gap.std, gap.abs_max, gap.k3):
-        yield f"{value:.2g}"
-    yield f"{gap.ess_token:.3f}"
-    yield f"{gap.ess_sequence:.3f}"
+def _cells(gap: Gap) -> list[str]:
+    sizes = (gap.abs_mean, gap.mean, gap.std, gap.abs_max, gap.k3)
+    return [f"{size:.2g}" for size in sizes] + [f"{gap.ess_token:.3f}", f"{gap.ess_sequence:.3f}"]
 
 
 def _rounded_up(value: float) -> str:

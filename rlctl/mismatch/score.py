@@ -30,7 +30,6 @@ DTYPES = ("bf16", "bf16 weights", "int8", "fp32")
 _FITTED_TOKENS = 512
 #: Size of the change of each parameter in the sync check, as a fraction of its root mean square.
 _MOVED_BY = 0.05
-HEAD_ONLY = "output head only"
 
 
 def all_and_head(name: str, state: Callable[[], dict[str, Tensor]]) -> dict[str, Weights]:
@@ -49,7 +48,7 @@ def all_and_head(name: str, state: Callable[[], dict[str, Tensor]]) -> dict[str,
         head.weight = nn.Parameter(state()[name].to(head.weight), requires_grad=False)
         model.set_output_embeddings(head)  # separate, even if tied to the embeddings
 
-    return {name: put_all, f"{name}, {HEAD_ONLY}": put_head}
+    return {name: put_all, f"{name}, output head only": put_head}
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ from rlctl.prepare.findings import (
     rows,
     worst_first,
 )
-from rlctl.prepare.leakage import KINDS, LeakageComparison, Reference, questions_of
+from rlctl.prepare.leakage import KINDS, Reference, leakage_comparison, questions_of
 from rlctl.prepare.lengths import Histogram, PromptLengths, template_findings
 from rlctl.prepare.request import Progress
 from rlctl.prepare.row_checks import STYLES, answer_doubts, text_doubts
@@ -89,7 +89,7 @@ class CheckReport:
     findings: list[DataFinding]  # worst first
     lengths: Histogram  # of all usable prompts
     model: dict[str, Any] | None = None  # tokenizer and template of the lengths; None: no model was given
-    leakage: tuple[LeakageComparison, ...] = ()  # matching rows, per file and file of `against`
+    leakage: tuple[dict[str, Any], ...] = ()  # `leakage_comparison` of each file and file of `against`
 
     def to_json(self) -> dict[str, Any]:
         """Returns a JSON-serializable dict."""
@@ -98,7 +98,7 @@ class CheckReport:
             "findings": [finding.to_json() for finding in self.findings],
             "lengths": self.lengths.to_json() if self.lengths.total else None,
             "model": self.model,
-            "leakage": [comparison.to_json() for comparison in self.leakage],
+            "leakage": list(self.leakage),
         }
 
 
@@ -166,10 +166,10 @@ class _FileCheck:
         name = self._recipe.name if self._recipe else None
         return FileReport(self.path, name, self._num_rows, self._columns, dict(self._sources.most_common()))
 
-    def comparisons(self) -> list[LeakageComparison]:
+    def comparisons(self) -> list[dict[str, Any]]:
         """Counts the usable rows that occur in each reference file."""
         return [
-            LeakageComparison(
+            leakage_comparison(
                 str(self.path),
                 name,
                 self._sources.total(),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -45,20 +44,15 @@ HASHED_AT_ONCE = 1024
 LOCAL_ROWS = 20_000
 
 
-@dataclass(frozen=True, slots=True)
-class LeakageComparison:
-    """Number of rows of one set that occur in a reference file; also reported when it is 0."""
+def leakage_comparison(
+    rows_of: str, against: str, num_rows: int, counts: Mapping[Kind, int]
+) -> dict[str, Any]:
+    """How many of the `num_rows` rows of a split or file occur in a reference file; also reported if 0.
 
-    rows_of: str  # the compared set: a split or a file
-    against: str  # the reference file
-    num_rows: int  # rows compared
-    counts: Mapping[Kind, int]  # matching rows by their strictest kind of match
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns a JSON-serializable dict."""
-        counts: dict[str, Any] = {kind: self.counts.get(kind, 0) for kind in KINDS}
-        sides = {"rows_of": self.rows_of, "against": self.against}
-        return sides | {"of": self.num_rows, "rows": sum(self.counts.values())} | counts
+    `counts` has the matching rows by their strictest kind of match.
+    """
+    about: dict[str, Any] = {"rows_of": rows_of, "against": against, "of": num_rows}
+    return about | {"rows": sum(counts.values())} | dict(counts)
 
 
 class Reference:
@@ -195,12 +189,12 @@ def find_leaks(request: PrepareRequest, staging: Staging, decision: Decision, pr
             by_file.setdefault(file, {})[kind] = len(places)
     decision.report["leakage"] = {"rows": len(rows), "by_file": by_file}
     decision.report["leakage_checks"] = [
-        LeakageComparison(
+        leakage_comparison(
             split,
             file,
             int(is_in.sum()),
             {kind: len(found_in[split].get((file, kind), ())) for kind in KINDS},
-        ).to_json()
+        )
         for split, is_in in splits.items()
         for file in reference.names
         if is_in.any() and (split, file) != ("test", TEST)

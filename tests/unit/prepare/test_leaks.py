@@ -168,7 +168,7 @@ def test_a_benchmark_is_named_instead_of_its_file(tmp_path, benchmark_file):
     report = check(CheckRequest((str(source),), against=("aime25",)))
     (found,) = [finding for finding in report.findings if finding.code == "leak-exact"]
     assert found.what == "1 row asks a question of aime25"
-    assert [(one.against, one.counts["exact"]) for one in report.leakage] == [("aime25", 1)]
+    assert [(one["against"], one["exact"]) for one in report.leakage] == [("aime25", 1)]
 
 
 def test_an_unknown_benchmark_is_refused_with_the_known_ones(request_, benchmark_file):

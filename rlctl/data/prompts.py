@@ -134,11 +134,8 @@ class PromptDataset:
         With `shuffle`, each epoch has a different permutation of all rows, drawn from `seed` and its number.
         """
         epoch, place = divmod(step, self.steps_per_epoch(batch_size))
-        chosen = slice(place * batch_size, (place + 1) * batch_size)
-        if not shuffle:
-            return list(range(len(self)))[chosen]
-        order: list[int] = _permutation(len(self), seed, epoch)[chosen].tolist()
-        return order
+        first = epoch * len(self) + place * batch_size
+        return [self.row_at(first + i, seed=seed, shuffle=shuffle) for i in range(batch_size)]
 
     def row_at(self, position: int, *, seed: int, shuffle: bool) -> int:
         """Index of the prompt at a position in the concatenated epochs, ordered as in `batch_indices`."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.correction import correct
-from rlctl.algos.correction_records import Correction
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, WeightRule
 from rlctl.algos.statistics import correction_metrics
 
@@ -42,8 +41,8 @@ class Gap:
 def measure(trainer: Tensor, engine: Tensor, mask: Tensor) -> Gap:
     """The gap between two (B, T) float32 log-probs of the same tokens, where `mask` (B, T) bool is True."""
     correction = correct(trainer, engine, mask, _TOKEN)
-    by_token = _metrics(correction, _TOKEN)
-    by_sequence = _metrics(correct(trainer, engine, mask, _SEQUENCE), _SEQUENCE)
+    by_token = correction_metrics(correction.sums.to_host(), _TOKEN)
+    by_sequence = correction_metrics(correct(trainer, engine, mask, _SEQUENCE).sums.to_host(), _SEQUENCE)
     counted = mask & ~correction.nonfinite[:, None]
     log_ratio = (trainer - engine)[counted].double()
     if not len(log_ratio):
@@ -60,7 +59,3 @@ def measure(trainer: Tensor, engine: Tensor, mask: Tensor) -> Gap:
         num_tokens=int(counted.sum()),
         num_nonfinite=int(correction.nonfinite.sum()),
     )
-
-
-def _metrics(correction: Correction, rules: CorrectionRules) -> dict[str, float]:
-    return correction_metrics(correction.sums.to_host(), rules)

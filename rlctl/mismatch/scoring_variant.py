@@ -72,8 +72,7 @@ class ScoringVariant:
 
     def changed(self, factor: Factor, value: Any) -> ScoringVariant:
         """This variant with one factor changed."""
-        change: dict[str, Any] = {factor: value}
-        return replace(self, **change)
+        return replace(self, **{factor: value})
 
     def with_factor(self, factor: Factor, other: ScoringVariant) -> ScoringVariant:
         """This variant with one factor as in `other`."""

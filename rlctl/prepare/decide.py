@@ -94,18 +94,16 @@ def decide(
 
 
 def _lengths(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
-    tokens, is_cut, limit = staging.key("tokens"), staging.key("is_cut"), request.max_prompt_length
-    is_kept = decision.is_kept
-    over = np.flatnonzero(is_kept & (tokens > limit)) if limit is not None else np.empty(0, np.int64)
-    cut = np.flatnonzero(is_kept & is_cut)
-    is_dropped = request.overlong == "drop"
-    if is_dropped:
+    tokens, limit = staging.key("tokens"), request.max_prompt_length
+    over = np.flatnonzero(decision.is_kept & (tokens > (np.inf if limit is None else limit)))
+    cut = np.flatnonzero(decision.is_kept & staging.key("is_cut"))
+    kind = "overlong"
+    if request.overlong == "drop":
         decision.status[over] = RowStatus.OVERLONG_DROPPED
-    if limit is not None:
-        kind = "overlong-changed" if is_dropped else "overlong"
-        for name, rows, done in ((kind, over, "dropped"), ("overlong-changed", cut, "cut")):
-            examples = staging.places(rows)
-            decision.findings += row_finding(name, len(rows), examples, limit=limit, unit="tokens", done=done)
+        kind = "overlong-changed"
+    for name, rows, done in ((kind, over, "dropped"), ("overlong-changed", cut, "cut")):
+        examples = staging.places(rows)
+        decision.findings += row_finding(name, len(rows), examples, limit=limit, unit="tokens", done=done)
     kept = tokens[decision.is_kept]
     lengths: dict[str, Any] = {"overlong": len(over), "cut": len(cut)}
     if len(kept):

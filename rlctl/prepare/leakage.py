@@ -8,7 +8,6 @@ compared after NFKC and case folding. Punctuation is ignored, arithmetic operato
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -68,7 +67,7 @@ class Reference:
         self._directory: Path | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Reference.load, (self._directory,)
+        return Reference.load, (self._directory, self.names)
 
     @classmethod
     def build(cls, files: Iterable[tuple[str, Iterable[str]]]) -> Reference:
@@ -85,15 +84,13 @@ class Reference:
         """Writes the reference to a new directory."""
         self._directory = directory
         directory.mkdir()
-        (directory / "names.json").write_text(json.dumps(self.names), encoding="utf-8")
         for place, hashes in enumerate(self._files.values()):
             for kind in KINDS:
                 np.save(directory / f"{place}-{kind}.npy", hashes[kind])
 
     @classmethod
-    def load(cls, directory: Path) -> Reference:
+    def load(cls, directory: Path, names: Sequence[str]) -> Reference:
         """Loads a saved reference memory-mapped, so that all processes share one copy."""
-        names = json.loads((directory / "names.json").read_text(encoding="utf-8"))
         return cls(
             {
                 name: {kind: np.load(directory / f"{place}-{kind}.npy", mmap_mode="r") for kind in KINDS}

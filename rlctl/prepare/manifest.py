@@ -10,7 +10,6 @@ from typing import Any
 
 from rlctl.errors import UsageError
 from rlctl.files import sha256_of
-from rlctl.track.run_dir import version_of
 
 MANIFEST = "manifest.json"
 FORMAT = 3
@@ -72,8 +71,3 @@ def check_replaceable(out: Path) -> None:
 def describe_inputs(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """Name, size and hash of each input; names have no directory, so that data may be moved."""
     return [{"name": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths]
-
-
-def describe_versions() -> dict[str, str]:
-    """Versions of the packages that the output bytes depend on."""
-    return {package: version_of(package) or "unknown" for package in ("rlctl", "pyarrow", "math-verify")}

@@ -34,18 +34,13 @@ from rlctl.prepare.engines import run
 from rlctl.prepare.findings import DataFinding, RowFindings, row_finding, worst_first
 from rlctl.prepare.leakage import find_leaks
 from rlctl.prepare.lengths import PromptLengths, template_findings
-from rlctl.prepare.manifest import (
-    Manifest,
-    check_replaceable,
-    describe_inputs,
-    describe_versions,
-    read_manifest,
-)
+from rlctl.prepare.manifest import Manifest, check_replaceable, describe_inputs, read_manifest
 from rlctl.prepare.output import write_split
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
 from rlctl.prepare.staging import Staging
 from rlctl.prepare.transform import BadRow, Transformed, TransformPlan, transform
 from rlctl.reward.sources import knows_source
+from rlctl.track.run_dir import version_of
 
 QUARANTINE = "quarantine.jsonl"
 PROBLEMS_SHOWN = 5
@@ -143,6 +138,7 @@ def _made_from(request: PrepareRequest, plan: TransformPlan, sources: Sequence[S
     by_size = request.val_size is not None
     size = {"val_size": request.val_size} if by_size else {"val_fraction": request.val_fraction}
     policies = ("bad_rows", "duplicates", "near_duplicates", "leakage", "check_graders")
+    packages = ("rlctl", "pyarrow", "math-verify")  # that the output bytes depend on
     limits = {"max_prompt_length": request.max_prompt_length, "overlong": request.overlong}
     return {
         "inputs": describe_inputs([source.path for source in sources]),
@@ -152,7 +148,7 @@ def _made_from(request: PrepareRequest, plan: TransformPlan, sources: Sequence[S
         "policies": {name: getattr(request, name) for name in policies},
         "lengths": plan.lengths and plan.lengths.describe() | limits,
         "output": {"to": request.to, "rows_per_shard": request.rows_per_shard},
-        "versions": describe_versions(),
+        "versions": {package: version_of(package) or "unknown" for package in packages},
     }
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from rlctl.data.read import check_files
 from rlctl.engine.model_files import check_directory
 from rlctl.errors import Problem, UsageError
 from rlctl.spec.checkpoint_size import checkpoint_bytes
@@ -30,7 +29,7 @@ def check_inputs(spec: RunSpec) -> list[Problem]:
     others["reward.model.path"] = spec.reward.model.path
     checks += [(key, lambda path=path: _check_model(path)) for key, path in others.items() if path]  # type: ignore[misc]
     for key, files in (("train_files", spec.data.train_files), ("val_files", spec.data.val_files)):
-        checks += [(f"data.{key}", lambda file=file: check_files([file])) for file in files]  # type: ignore[misc]
+        checks += [(f"data.{key}", lambda file=file: _check_data(file)) for file in files]  # type: ignore[misc]
     of_rewards = "reward.terms" if spec.reward.terms else "reward.name"
     for term in spec.reward.all_terms:
         file = term.name.rpartition(":")[0]
@@ -45,6 +44,14 @@ def _problem_of(key: str, check: Callable[[], None]) -> list[Problem]:
     except UsageError as error:
         return [Problem("error", key, error.what, error.fix, error.where)]
     return []
+
+
+def _check_data(file: str) -> None:
+    from rlctl.data.read import (
+        check_files,
+    )  # imports pyarrow, which a dry run without data files does not need
+
+    check_files([file])
 
 
 def _check_model(path: str, *, needs_tokenizer: bool = False) -> None:

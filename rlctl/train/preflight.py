@@ -47,9 +47,8 @@ def _problem_of(key: str, check: Callable[[], None]) -> list[Problem]:
 
 
 def _check_data(file: str) -> None:
-    from rlctl.data.read import (
-        check_files,
-    )  # imports pyarrow, which a dry run without data files does not need
+    # Imports pyarrow, which a dry run without data files does not need.
+    from rlctl.data.read import check_files
 
     check_files([file])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlctl.lazy import torch
 
@@ -18,6 +18,16 @@ if TYPE_CHECKING:
 
     #: Row index of a tensor: a slice selects views, an (N,) int64 tensor selects copies.
     Rows = slice | Tensor
+
+
+Record = TypeVar("Record", "TokenLists", "ModelInputs", "Rollouts", "TrainBatch")
+
+
+def _each(record: Record, change: Callable[[Any], Any]) -> Record:
+    """The record with every field changed that is not None."""
+    given = ((f.name, getattr(record, f.name)) for f in fields(record))
+    values: dict[str, Any] = {name: None if x is None else change(x) for name, x in given}
+    return type(record)(**values)
 
 
 #: Why a sampler ends a response: an end-of-sequence token, the length limit, or a fault of the engine.
@@ -119,8 +129,7 @@ class TokenLists:
 
     def to(self, device: Any) -> TokenLists:
         """Returns the same data on `device`."""
-        log_probs = None if self.log_probs is None else self.log_probs.to(device)
-        return TokenLists(self.counts.to(device), self.ids.to(device), log_probs)
+        return _each(self, lambda value: value.to(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +150,7 @@ class ModelInputs:
 
     def pick(self, rows: Rows) -> ModelInputs:
         """Returns the given rows, in that order; a slice returns views."""
-        kept, likeliest = (None if x is None else x[rows] for x in (self.kept, self.likeliest))
-        ids, mask, positions = self.input_ids[rows], self.attention_mask[rows], self.position_ids[rows]
-        return ModelInputs(ids, mask, positions, self.scored[rows], kept, likeliest)
+        return _each(self, lambda value: value[rows])
 
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])
@@ -177,16 +184,11 @@ class Rollouts:
 
     def pick(self, rows: slice) -> Rollouts:
         """Returns the given rows."""
-        return self._each(lambda value: value[rows])
+        return _each(self, lambda value: value[rows])
 
     def to(self, device: Any) -> Rollouts:
         """Returns the same data on `device`."""
-        return self._each(lambda value: value if isinstance(value, tuple) else value.to(device))
-
-    def _each(self, change: Callable[[Any], Any]) -> Rollouts:
-        given = ((f.name, getattr(self, f.name)) for f in fields(self))
-        values: dict[str, Any] = {name: None if x is None else change(x) for name, x in given}
-        return Rollouts(**values)
+        return _each(self, lambda value: value if isinstance(value, tuple) else value.to(device))
 
     @classmethod
     def joined(cls, parts: Sequence[Rollouts]) -> Rollouts:
@@ -291,17 +293,11 @@ class TrainBatch:
 
     def pick(self, rows: Rows) -> TrainBatch:
         """Returns the given rows, in that order; a slice returns views."""
-        tensors: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        cut: dict[str, Any] = {name: None if x is None else x[rows] for name, x in tensors.items()}
-        return TrainBatch(**cut)
-
-    def rows(self, start: int, stop: int) -> TrainBatch:
-        """Rows [start, stop), see `pick`."""
-        return self.pick(slice(start, stop))
+        return _each(self, lambda value: value[rows])
 
     def split(self, size: int) -> list[TrainBatch]:
         """Splits into consecutive parts of `size` rows (the last may be smaller)."""
-        return [self.rows(start, start + size) for start in range(0, len(self), size)]
+        return [self.pick(slice(start, start + size)) for start in range(0, len(self), size)]
 
     def __len__(self) -> int:
         return int(self.responses.shape[0])

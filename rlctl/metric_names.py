@@ -1,7 +1,7 @@
 """Every metric that a run may log: key, unit, definition, and its names in other frameworks.
 
-Tracking writes these keys, diagnosis reads them, and `docs/reference/metrics.md` is generated from them. The list
-is in `metrics.toml`. This module imports no torch.
+Tracking writes these keys, diagnosis reads them, and `docs/reference/metrics.md` is generated from them. They
+are listed in `metrics.toml`. This module imports no torch.
 
 Equal names of different quantities (for example, five different KLs) are handled by the readers of
 `rlctl.diagnose`.

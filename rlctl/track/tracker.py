@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +39,7 @@ class SinkInputs:
     Attributes:
         run_dir: existing run directory.
         project, experiment: `trainer.project_name` and `trainer.experiment_name`.
-        config: the resolved spec as plain data, without secrets.
+        config: the resolved spec as plain data; trackers get it without secrets.
         total_steps: steps of the whole run.
         start_step: steps already done, 0 for a new run.
         is_stopping: returns whether a stop after the current step was requested.
@@ -170,43 +170,27 @@ class Tracker:
             self.close("interrupted" if issubclass(kind, KeyboardInterrupt) else "failed")
 
 
-def build_tracker(
-    run_dir: Path,
-    loggers: Sequence[str],
-    project: str,
-    experiment: str,
-    config: dict[str, Any],
-    total_steps: int,
-    start_step: int,
-    is_stopping: Callable[[], bool] = lambda: False,
-) -> Tracker:
+def build_tracker(loggers: Sequence[str], inputs: SinkInputs) -> Tracker:
     """Builds the tracker of a run: always `metrics.jsonl`, and the selected loggers.
 
-    Steps after `start_step` in `metrics.jsonl` (of a run that died after its last checkpoint) move to
+    Steps after `inputs.start_step` in `metrics.jsonl` (of a run that died after its last checkpoint) move to
     `metrics.discarded.jsonl`, so that a resumed run does not repeat them.
 
     Args:
-        run_dir: existing run directory.
         loggers: names in `rlctl.registry.TRACKERS`, or `file.py:function`.
-        project: project name in the loggers, for example W&B's.
-        experiment: run name in the loggers.
-        config: the resolved spec for the loggers; secrets are redacted.
-        total_steps: steps of the whole run.
-        start_step: steps already done, 0 for a new run.
-        is_stopping: returns whether a stop after the current step was requested.
+        inputs: of the loggers; secrets are redacted here.
 
     Raises:
         UsageError: a logger is unknown.
         RunFailure: `metrics.jsonl` cannot be written.
     """
-    last_step = truncate_after(run_dir / METRICS_FILE, start_step)
-    record = JsonlSink(run_dir / METRICS_FILE)
-    inputs = SinkInputs(
-        run_dir, project, experiment, redact_tree(config), total_steps, start_step, is_stopping
-    )
+    inputs = replace(inputs, config=redact_tree(inputs.config))
+    file = inputs.run_dir / METRICS_FILE
+    last_step = truncate_after(file, inputs.start_step)
+    record = JsonlSink(file)
     extras: list[Sink] = []
     warnings: list[str] = []
-    if missing := missing_steps(run_dir / METRICS_FILE, start_step):
+    if missing := missing_steps(file, inputs.start_step):
         what = f"{METRICS_FILE} has no readable line of {in_words(missing)}, which this run has trained"
         warnings.append(f"warning: {what}; summary and guardrails continue without them")
     # The console starts last, so that the start-up output of other sinks stays above the live display.

@@ -25,7 +25,7 @@ from rlctl.tiny.embedded import ensure_embedded
 from rlctl.track.rollouts import RolloutWriter
 from rlctl.track.run_dir import note_in_environment
 from rlctl.track.startup import Startup
-from rlctl.track.tracker import Tracker, build_tracker
+from rlctl.track.tracker import SinkInputs, Tracker, build_tracker
 from rlctl.train.kl_reward import kl_controller
 from rlctl.train.models import Models, build_models
 from rlctl.train.prompt_draws import PromptDraws
@@ -264,9 +264,8 @@ def _tracker(
     watchdog.log(start_step, {})
     if not ranks.is_main:
         return Tracker(extras=[watchdog])
-    tracker = build_tracker(
+    inputs = SinkInputs(
         run_dir,
-        spec.trainer.logger,
         spec.trainer.project_name,
         spec.trainer.experiment_name,
         spec.model_dump(mode="json"),
@@ -274,6 +273,7 @@ def _tracker(
         start_step,
         is_stopping=lambda: stop.signal_number is not None,
     )
+    tracker = build_tracker(spec.trainer.logger, inputs)
     tracker.add(watchdog)
     watchdog.show = tracker.note
     stop.is_shown = tracker.has_panel

@@ -256,7 +256,7 @@ def gradients(ranks, loss: str, mode: dict[str, object], micro: int) -> list[Ten
     if mode["bypass_mode"]:
         batch = replaced(batch, old_log_probs=batch.rollout_log_probs)
     share = len(batch) // ranks.world_size
-    batch = batch.rows(ranks.rank * share, (ranks.rank + 1) * share)
+    batch = batch.pick(slice(ranks.rank * share, (ranks.rank + 1) * share))
     engine = PlainEngine(model)
     settings = settings_of(
         mode | {"loss_type": loss, "rollout_is": "token"}, micro_rows=micro, mini_rows=share

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.track.tracker import build_tracker
+from rlctl.track.tracker import SinkInputs, build_tracker
 
 CONFIG = {"actor": {"lr": 1e-6, "betas": [0.9, 0.95]}, "model": {"path": "embedded"}}
 
 
 def train(run_dir: Path, logger: str, first: int, last: int, *, fails: bool = False) -> None:
     run_dir.mkdir(exist_ok=True)
-    tracker = build_tracker(run_dir, [logger], "project", "experiment", CONFIG, last, first - 1)
+    tracker = build_tracker([logger], SinkInputs(run_dir, "project", "experiment", CONFIG, last, first - 1))
     for step in range(first, last + 1):
         tracker.log(step, {"critic/score/mean": step / 4, "val/own/pass@4": 0.5})
     tracker.close("failed" if fails else "finished")

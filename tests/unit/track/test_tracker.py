@@ -15,7 +15,7 @@ from rlctl.errors import UsageError
 from rlctl.track import background
 from rlctl.track.background import BackgroundSink
 from rlctl.track.jsonl import JsonlSink
-from rlctl.track.tracker import Tracker, build_tracker
+from rlctl.track.tracker import SinkInputs, Tracker, build_tracker
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -23,9 +23,8 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def build(run_dir: Path, *loggers: str, start_step: int = 0) -> Tracker:
-    return build_tracker(
-        run_dir, loggers, "project", "experiment", {"lr": 1e-3}, total_steps=5, start_step=start_step
-    )
+    inputs = SinkInputs(run_dir, "project", "experiment", {"lr": 1e-3}, total_steps=5, start_step=start_step)
+    return build_tracker(loggers, inputs)
 
 
 class Broken:
@@ -138,8 +137,9 @@ def test_a_terminal_that_goes_away_does_not_stop_training(tmp_path: Path) -> Non
     code = """
 import sys
 from pathlib import Path
-from rlctl.track.tracker import build_tracker
-with build_tracker(Path(sys.argv[1]), ["console"], "p", "e", {}, total_steps=3, start_step=0) as tracker:
+from rlctl.track.tracker import SinkInputs, build_tracker
+inputs = SinkInputs(Path(sys.argv[1]), "p", "e", {}, total_steps=3, start_step=0)
+with build_tracker(["console"], inputs) as tracker:
     sys.stdin.read()
     for step in (1, 2, 3):
         tracker.log(step, {"critic/score/mean": 0.5})
@@ -203,10 +203,10 @@ def test_tensorboard_after_a_resume_shows_no_step_twice(tmp_path: Path) -> None:
 WANDB = """
 import sys
 from pathlib import Path
-from rlctl.track.tracker import build_tracker
-run_dir = Path(sys.argv[1])
+from rlctl.track.tracker import SinkInputs, build_tracker
 config = {"model": {"path": "x"}, "hub": {"token": "very-secret"}}
-with build_tracker(run_dir, ["wandb"], "p", "e", config, total_steps=2, start_step=0) as tracker:
+inputs = SinkInputs(Path(sys.argv[1]), "p", "e", config, total_steps=2, start_step=0)
+with build_tracker(["wandb"], inputs) as tracker:
     tracker.log(1, {"critic/score/mean": 0.5, "actor/entropy": float("nan")})
     tracker.log(2, {"critic/score/mean": 0.75})
 """
@@ -296,7 +296,8 @@ def test_a_tracker_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     config = {"lr": 1e-3, "wandb_api_key": "0123456789abcdef0123456789abcdef01234567"}
     loggers = [f"{tmp_path}/mine.py:lines"]
-    with build_tracker(tmp_path, loggers, "p", "e", config, total_steps=2, start_step=0) as tracker:
+    inputs = SinkInputs(tmp_path, "p", "e", config, total_steps=2, start_step=0)
+    with build_tracker(loggers, inputs) as tracker:
         tracker.log(1, {"a": 0.5})
     written = (tmp_path / "lines.txt").read_text().splitlines()
     assert written[0].startswith("1 0.5 ")

@@ -60,7 +60,7 @@ def head_gradients() -> tuple[torch.Tensor, torch.Tensor]:
     engine = Sketching(model)
     used, exact = [], []
     for group in range(ROWS // SIBLINGS):
-        part = rows.rows(group * SIBLINGS, (group + 1) * SIBLINGS)
+        part = rows.pick(slice(group * SIBLINGS, (group + 1) * SIBLINGS))
         log_probs = engine.policy(part.inputs).log_probs
         log_ratio = torch.where(part.valid_mask, log_probs.detach() - part.rollout_log_probs, 0.0)
         by_token, by_sequence = log_ratio.exp().clamp(max=1.5), log_ratio.sum(-1, keepdim=True).exp()

@@ -32,15 +32,11 @@ class RlctlError(Exception):
 
     def __str__(self) -> str:
         """One line for logs; the CLI prints the parts separately."""
-        where = f"{self.where}: " if self.where else ""
-        fix = f" ({self.fix})" if self.fix else ""
-        return f"{where}{self.what}{fix}"
+        return _in_one_line(self.where, self.what, self.fix)
 
 
 class RunFailure(RlctlError):
     """A valid request failed at run time (exit 1)."""
-
-    exit_code = 1
 
 
 class UsageError(RlctlError):
@@ -53,6 +49,10 @@ class EnvironmentFailure(RlctlError):
     """Something this machine lacks: a package, a device, disk space (exit 4)."""
 
     exit_code = 4
+
+
+def _in_one_line(where: str | None, what: str, fix: str | None) -> str:
+    return (f"{where}: " if where else "") + what + (f" ({fix})" if fix else "")
 
 
 def first_line(error: BaseException) -> str:
@@ -105,8 +105,6 @@ class SpecError(UsageError):
     def __str__(self) -> str:
         lines = [self.what]
         for problem in self.problems:
-            where = f"{problem.where}: " if problem.where else ""
-            fix = f" ({problem.fix})" if problem.fix else ""
             key = f"{problem.key}: " if problem.key else ""
-            lines.append(f"  {where}{key}{problem.what}{fix}")
+            lines.append("  " + _in_one_line(problem.where, key + problem.what, problem.fix))
         return "\n".join(lines)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import typer
@@ -13,6 +15,11 @@ from typer.core import TyperCommand, TyperGroup
 
 #: Option of every command that lists something.
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+#: Option of every command that writes a report.
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", metavar="FILE", help="Write there.", show_default="standard output"),
+]
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 
@@ -31,7 +38,11 @@ class _Help:
 
     def get_params(self, ctx: Any) -> list[Any]:
         """The parameters; flags show no type."""
-        return _without_types_of_flags(super().get_params(ctx))  # type: ignore[misc]
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False) and param.metavar is None:
+                param.metavar = ""
+        return params
 
 
 class Command(_Help, TyperCommand):
@@ -46,18 +57,18 @@ class CommandWithSubcommands(Command):
     """A command with arguments that runs a subcommand if the first argument is the name of one.
 
     Attributes:
-        subcommands: name → function that imports and returns the subcommand's function, so that only the
-            subcommand in use is imported. A path with such a name must be written as `./NAME`.
+        subcommands: name → `module:function`, so that only the subcommand in use is imported. A path with
+            such a name must be written as `./NAME`.
     """
 
-    subcommands: ClassVar[dict[str, Callable[[], Callable[..., None]]]]
+    subcommands: ClassVar[dict[str, str]]
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """The context of the command, or of the subcommand if the first argument is its name."""
         if not args or args[0] not in self.subcommands:
             return super().make_context(info_name, args, parent, **extra)
         app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings=HELP_NAMES)
-        app.command(name=args[0], cls=Command)(self.subcommands[args[0]]())
+        app.command(name=args[0], cls=Command)(_imported(self.subcommands[args[0]]))
         command = typer.main.get_command(app)
         return command.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
 
@@ -65,11 +76,17 @@ class CommandWithSubcommands(Command):
         """Formats the help, then lists the subcommands."""
         super().format_help(ctx, formatter)
         typer.echo(" Commands below this one, each with --help:")
-        for name, function in self.subcommands.items():
-            first_line = (function().__doc__ or "").strip().splitlines()[0]
+        for name, target in self.subcommands.items():
+            first_line = (_imported(target).__doc__ or "").strip().splitlines()[0]
             head = f"   {ctx.command_path} {name:<10} "
             width = shutil.get_terminal_size().columns
             typer.echo(textwrap.fill(head + first_line, width, subsequent_indent=" " * len(head)))
+
+
+def _imported(target: str) -> Callable[..., None]:
+    module, _, name = target.partition(":")
+    function: Callable[..., None] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def _laid_out(text: str) -> str:
@@ -84,13 +101,6 @@ def _laid_out(text: str) -> str:
         else " ".join(paragraph.split())
         for paragraph in paragraphs
     )
-
-
-def _without_types_of_flags(params: list[Any]) -> list[Any]:
-    for param in params:
-        if getattr(param, "is_flag", False) and param.metavar is None:
-            param.metavar = ""
-    return params
 
 
 def as_json(document: object) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from rlctl.cli.command import AsJson, as_json, print_json
+from rlctl.cli.command import AsJson, Out, as_json, print_json
 from rlctl.errors import UsageError
 
 
@@ -25,10 +25,7 @@ def compare(
         typer.Option("--format", help="Text, JSON, or a self-contained HTML page."),
     ] = "text",
     is_json: AsJson = False,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Write there.", show_default="standard output"),
-    ] = None,
+    out: Out = None,
 ) -> None:
     """Compare two evaluations, question by question.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
-from rlctl.cli.command import CommandWithSubcommands, as_json
+from rlctl.cli.command import CommandWithSubcommands, Out, as_json
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,22 +18,13 @@ if TYPE_CHECKING:
 DiagnosisFormat = Literal["text", "json", "markdown", "html"]
 
 
-def _compare() -> Callable[..., None]:
-    from rlctl.cli.diagnose_compare import compare
-
-    return compare
-
-
-def _mismatch() -> Callable[..., None]:
-    from rlctl.cli.diagnose_mismatch import mismatch
-
-    return mismatch
-
-
 class DiagnoseCommand(CommandWithSubcommands):
     """`diagnose PATH…`, with the subcommands `diagnose compare A B` and `diagnose mismatch`."""
 
-    subcommands: ClassVar = {"compare": _compare, "mismatch": _mismatch}
+    subcommands: ClassVar = {
+        "compare": "rlctl.cli.diagnose_compare:compare",
+        "mismatch": "rlctl.cli.diagnose_mismatch:mismatch",
+    }
 
 
 def diagnose(
@@ -49,10 +40,7 @@ def diagnose(
     output_format: Annotated[
         DiagnosisFormat, typer.Option("--format", help="For people, for programs, or a page with plots.")
     ] = "text",
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Write there.", show_default="standard output"),
-    ] = None,
+    out: Out = None,
     fail_on: Annotated[
         Literal["warning", "critical"] | None,
         typer.Option("--fail-on", help="Exit with 3 when a finding is this severe.", show_default="never"),
@@ -124,13 +112,12 @@ def diagnose(
         replay(paths, output_format, out)
         return
     _check(paths, output_format, out, fix)
-    from rlctl.cli.diagnose_reading import reading
+    from rlctl.cli.diagnose_reading import read_runs
     from rlctl.diagnose.rules import all_rules, examine, metrics_read
 
     own = tuple(rules or ())
     applied = all_rules(own)
-    with reading(paths, metrics_read(own)) as runs:
-        diagnoses = [examine(run, applied) for run in runs]
+    diagnoses = [examine(run, applied) for run in read_runs(paths, metrics_read(own))]
     _write(diagnoses, output_format, out)
     if fix is not None:
         _write_fix(diagnoses[0], fix)

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from rlctl.cli.command import Out, as_json
+
 
 def compare(
     a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run directory or log, of any framework.")],
@@ -15,10 +17,7 @@ def compare(
         Literal["text", "json", "html"],
         typer.Option("--format", help="For people, for programs, or a page with both runs' plots."),
     ] = "text",
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Write there.", show_default="standard output"),
-    ] = None,
+    out: Out = None,
 ) -> None:
     """Report what differs between two runs' specs and metrics, and since which step.
 
@@ -30,8 +29,7 @@ def compare(
 
       rlctl diagnose compare good.log bad.log --format html --out compared.html
     """
-    from rlctl.cli.command import as_json
-    from rlctl.cli.diagnose_reading import reading
+    from rlctl.cli.diagnose_reading import read_runs
     from rlctl.cli.output import check_out, text_console, write_out
 
     check_out([a, b], out, is_page=output_format == "html")
@@ -40,8 +38,8 @@ def compare(
     from rlctl.diagnose.rules import examine, metrics_read
     from rlctl.metric_names import ELSEWHERE, METRICS
 
-    with reading([a, b], frozenset({*METRICS, *ELSEWHERE, *metrics_read()})) as runs:
-        found = run_comparison(*(examine(run) for run in runs))
+    runs = read_runs([a, b], frozenset({*METRICS, *ELSEWHERE, *metrics_read()}))
+    found = run_comparison(*map(examine, runs))
     if output_format == "text":
         from rlctl.diagnose.output_text import print_comparison
 

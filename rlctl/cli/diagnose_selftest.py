@@ -29,15 +29,14 @@ def selftest(output_format: str, out: Path | None) -> None:
     from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
     from rlctl.cli.command import as_json
-    from rlctl.cli.output import check_out, progress_bar, text_console, write_out
+    from rlctl.cli.output import check_out, counting, text_console, write_out
     from rlctl.diagnose.selftest import run_selftest, selftest_document, selftest_summary
 
     if output_format not in {"text", "json"}:
         raise UsageError("--selftest writes text or json", where=f"--format {output_format}")
     check_out((), out, is_page=False)
-    with progress_bar(MofNCompleteColumn(), TimeElapsedColumn()) as bar:
-        task = bar.add_task("logs", total=None)
-        results = run_selftest(lambda done, total: bar.update(task, completed=done, total=total))
+    with counting("logs", MofNCompleteColumn(), TimeElapsedColumn()) as count:
+        results = run_selftest(count)
     if output_format == "json":
         write_out(as_json(selftest_document(results)), out)
     else:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import typer
 
 from rlctl.cli.command import AsJson, CommandWithSubcommands
-from rlctl.cli.compare import compare, list_benchmarks, numbers
-from rlctl.cli.prepare_data import Recipe
+from rlctl.cli.compare import numbers
+from rlctl.cli.prepare_data import DataSource, Recipe
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,7 +24,10 @@ Engine = Literal["hf", "vllm", "openai"]
 class EvaluateCommand(CommandWithSubcommands):
     """`evaluate MODEL …`, and the subcommands `evaluate compare A B` and `evaluate list`."""
 
-    subcommands: ClassVar = {"compare": lambda: compare, "list": lambda: list_benchmarks}
+    subcommands: ClassVar = {
+        "compare": "rlctl.cli.compare:compare",
+        "list": "rlctl.cli.compare:list_benchmarks",
+    }
 
 
 #: Options that apply only to sampling; `--regrade` refuses them.
@@ -70,14 +73,7 @@ def evaluate(
     answer_key: Annotated[
         str | None, typer.Option(metavar="COLUMN", help="Column of the answer.", show_default="the recipe's")
     ] = None,
-    data_source: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Name of the source, which chooses the grader.",
-            show_default="by recipe or file name",
-        ),
-    ] = None,
+    data_source: DataSource = None,
     instruction: Annotated[
         str | None,
         typer.Option(
@@ -236,13 +232,10 @@ def evaluate(
 def _run(work: Callable[[Progress], tuple[Path, Evaluation]], as_json: bool) -> None:
     from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
-    from rlctl.cli.output import progress_bar
+    from rlctl.cli.output import counting
 
-    with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as bar:
-        task = bar.add_task("reading the model", total=None)
-        out, evaluation = work(
-            lambda doing, done, total: bar.update(task, description=doing, completed=done, total=total)
-        )
+    with counting("reading the model", MofNCompleteColumn(), TimeRemainingColumn()) as count:
+        out, evaluation = work(lambda doing, done, total: count(done, total, doing))
     if as_json:
         from rlctl.evaluate.evaluate_report import RESULTS_FILE
 

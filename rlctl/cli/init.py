@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from functools import reduce
 from itertools import pairwise
+from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -91,6 +93,7 @@ def _commented(loaded: LoadedSpec, presets: list[str]) -> str:
         f"# Written by `rlctl init` from {', '.join(presets)}. Other keys have their default values.",
         "# All keys: rlctl schema --markdown. One key: rlctl explain KEY.",
     ]
+    values: Any = loaded.spec.model_dump(mode="json")
     open_sections: list[str] = []
     for row in key_rows():
         origin = loaded.origins[row.key]
@@ -104,11 +107,5 @@ def _commented(loaded: LoadedSpec, presets: list[str]) -> str:
         indent = "  " * len(sections)
         meaning = row.meaning.split(". ")[0].rstrip(".")
         lines += textwrap.wrap(meaning, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
-        lines.append(f"{indent}{name}: {dump_value(_value(loaded, row.key))}")
+        lines.append(f"{indent}{name}: {dump_value(reduce(getitem, row.key.split('.'), values))}")
     return "\n".join(lines) + "\n"
-
-
-def _value(loaded: LoadedSpec, key: str) -> Any:
-    from functools import reduce
-
-    return reduce(lambda section, name: section[name], key.split("."), loaded.spec.model_dump(mode="json"))

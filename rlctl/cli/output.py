@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,6 +48,18 @@ def progress_bar(*columns: ProgressColumn) -> Progress:
     return Progress(
         text, BarColumn(), *columns, console=console, transient=True, disable=not console.is_terminal
     )
+
+
+@contextmanager
+def counting(text: str, *columns: ProgressColumn) -> Iterator[Callable[..., None]]:
+    """A `progress_bar` of one activity; yields the function that updates it: (done, total, description)."""
+    with progress_bar(*columns) as bar:
+        task = bar.add_task(text, total=None)
+
+        def update(done: int, total: int, doing: str = text) -> None:
+            bar.update(task, description=doing, completed=done, total=total)
+
+        yield update
 
 
 @contextmanager

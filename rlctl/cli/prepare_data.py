@@ -26,6 +26,14 @@ Recipe = Literal[
 
 app = typer.Typer(no_args_is_help=True, help="Prepare prompts and answers for training and evaluation.")
 
+DataSource = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Name of the source, which chooses the grader.",
+        show_default="by recipe or file name",
+    ),
+]
 Model = Annotated[
     str | None,
     typer.Option(
@@ -80,14 +88,7 @@ def parquet(
         str | None,
         typer.Option(metavar="COLUMN", help="Column of the answer; a dot separates nested fields."),
     ] = None,
-    data_source: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Name of the source, which chooses the grader.",
-            show_default="by recipe or file name",
-        ),
-    ] = None,
+    data_source: DataSource = None,
     source_key: Annotated[
         str | None, typer.Option(metavar="COLUMN", help="Column that names each row's source instead.")
     ] = None,
@@ -148,14 +149,13 @@ def parquet(
         ),
     ] = "keep",
     trust_remote_code: TrustRemoteCode = False,
-    check_graders: Annotated[bool, typer.Option("--check-graders", hidden=True)] = True,  # the default
-    no_check_graders: Annotated[
+    check_graders: Annotated[
         bool,
         typer.Option(
-            "--no-check-graders",
-            help="Do not check that the grader gives each ground truth 1, a wrong one 0.",
+            "--check-graders/--no-check-graders",
+            help="Check that the grader gives each ground truth 1, a wrong one 0.",
         ),
-    ] = False,
+    ] = True,
     rows_per_shard: Annotated[
         int, typer.Option(min=1, metavar="N", help="Rows of one output file.")
     ] = 1_000_000,
@@ -218,7 +218,7 @@ def parquet(
         max_prompt_length=max_prompt_length,
         overlong=overlong,
         trust_remote_code=trust_remote_code,
-        check_graders=check_graders and not no_check_graders,
+        check_graders=check_graders,
         rows_per_shard=rows_per_shard,
         to=to,
         engine=engine,

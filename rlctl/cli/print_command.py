@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import typer
 
@@ -20,19 +20,12 @@ _PORT = "${MASTER_PORT:-29500}"
 _ADDRESS = f'--master-addr "${{MASTER_ADDR:?the address of node 0}}" --master-port "{_PORT}"'
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One way to start a run.
+class Launch(NamedTuple):
+    """One way to start a run."""
 
-    Attributes:
-        launcher: `torchrun`, `deepspeed` or `srun`.
-        where: where to run the commands, in words.
-        commands: shell commands in order; for torchrun, one per node.
-    """
-
-    launcher: str
-    where: str
-    commands: tuple[str, ...]
+    launcher: str  # `torchrun`, `deepspeed` or `srun`
+    where: str  # where to run the commands, in words
+    commands: tuple[str, ...]  # shell commands in order; for torchrun, one per node
 
 
 def launches(spec: RunSpec, arguments: list[str]) -> list[Launch]:

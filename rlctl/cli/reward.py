@@ -74,17 +74,14 @@ def try_out(
     import torch  # imported late, so that errors above are reported without it
     from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
-    from rlctl.cli.output import progress_bar
+    from rlctl.cli.output import counting
     from rlctl.reward.build import build_terms
 
     terms = build_terms(spec.reward, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         graders = {term.label: term.name for term in spec.reward.all_terms}
-        with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as bar:
-            task = bar.add_task("grading", total=None)
-            trial = try_reward(
-                terms, graders, cases, lambda done, total: bar.update(task, completed=done, total=total)
-            )
+        with counting("grading", MofNCompleteColumn(), TimeRemainingColumn()) as count:
+            trial = try_reward(terms, graders, cases, count)
     finally:
         for _, scorer in terms.values():
             scorer.close()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.data.read import load_rows, open_parquet, rows_of
 from rlctl.errors import UsageError
 from rlctl.reward.protocol import Sample
-from rlctl.reward.trial import Case
+from rlctl.reward.trial import Case, Kind
 
 if TYPE_CHECKING:
     from rlctl.data.schema import Row
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 _NEEDED = ("data_source", "prompt", "response", "ground_truth", "reward")
 _KNOWN = (*_NEEDED, "messages", "extra_info")
 _TEXTS = ("data_source", "prompt", "response", "ground_truth")
+#: Kind of case → expected score.
+_OF_ROW: Mapping[Kind, float] = {"ground truth": 1.0, "number changed": 0.0, "empty answer": 0.0}
 _FIX = "name an evaluation's samples.parquet, or a run's rollouts directory"
 
 
@@ -39,17 +42,16 @@ def cases_of(
         UsageError: a file is missing, broken, or of another kind.
     """
     rows = load_rows(data)[:limit]
-    cases: list[Case] = []
-    for row in rows:
-        cases.append(Case("ground truth", _sample(row, ""), 1.0, row.where))
-        cases.append(Case("number changed", _sample(row, ""), 0.0, row.where))
-        cases.append(Case("empty answer", _sample(row, ""), 0.0, row.where))
+    cases = [
+        Case(kind, _sample(row, ""), expected, row.where)
+        for row in rows
+        for kind, expected in _OF_ROW.items()
+    ]
     by_truth: dict[tuple[str, str], list[Row]] = {}
     for row in rows if limit is None else load_rows(data):
         by_truth.setdefault((row.data_source, row.ground_truth), []).append(row)
     stored = (case for name in responses for case in _stored(name, by_truth, is_shaped))
-    cases += [case for _, case in zip(range(limit or 2**63), stored, strict=False)]
-    return cases
+    return [*cases, *islice(stored, limit)]
 
 
 def _sample(row: Row, response: str) -> Sample:

@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TaskID, TimeElapsedColumn
 from rich.table import Table
 
-from rlctl.cli.output import plain_table
+from rlctl.cli.output import plain_table, progress_bar
 from rlctl.track.run_dir import SUMMARY_FILE
 from rlctl.train.start import Announce
 
@@ -22,16 +22,11 @@ from rlctl.train.start import Announce
 @contextmanager
 def announcing() -> Iterator[Announce]:
     """Yields callbacks that print notes and show a progress bar while the embedded model is built (once)."""
-    console = Console(stderr=True, highlight=False)
-    bar = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )
+    bar = progress_bar(TimeElapsedColumn())
     tasks: list[TaskID] = []
+
+    def note(text: str) -> None:
+        bar.console.print(text, markup=False, highlight=False)
 
     def progress(fraction: float, text: str) -> None:
         if not tasks:
@@ -42,7 +37,7 @@ def announcing() -> Iterator[Announce]:
             bar.stop()
 
     try:
-        yield Announce(note=lambda text: console.print(text, markup=False), progress=progress)
+        yield Announce(note, progress)
     finally:
         if tasks:
             bar.stop()

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 #: Name of the length penalty among the reward terms, as in `reward/overlong/mean`.
 OVERLONG = "overlong"
@@ -88,6 +89,12 @@ def describe(key: str) -> Metric | None:
 def _filled(pattern: str, match: re.Match[str]) -> str:
     """Fills the variable parts of the matched key into another framework's pattern."""
     return re.sub(r"<(\w+)>", lambda part: match[part[1]], pattern)
+
+
+def validation_rewards(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Data source → mean reward of its validation prompts, of those metrics that are such rewards."""
+    matches = ((re.fullmatch("val/(.+)/reward_mean", key), value) for key, value in metrics.items())
+    return {match[1]: float(value) for match, value in matches if match}
 
 
 def markdown() -> str:

@@ -15,6 +15,7 @@ from rich.progress import TaskID, TimeElapsedColumn
 from rich.table import Table
 
 from rlctl.cli.output import plain_table, progress_bar
+from rlctl.metric_names import validation_rewards
 from rlctl.track.run_dir import SUMMARY_FILE
 from rlctl.train.start import Announce
 
@@ -88,12 +89,14 @@ def _learned(summary: dict[str, Any]) -> Table:
     for key, name in names.items():
         if key in first:
             table.add_row(name, f"{first[key]:.3f}", f"{last[key]:.3f}")
-    before, after = summary["validation_first"], summary["validation_last"]
-    for key, value in after.items():
-        if key.endswith("/reward_mean"):
-            source = key.removeprefix("val/").removesuffix("/reward_mean")
-            shown = f"{before[key]:.3f}" if key in before and before != after else ""
-            table.add_row(f"validation, greedy ({source})", shown, f"{value:.3f}")
+    before, after = (validation_rewards(summary[f"validation_{when}"]) for when in ("first", "last"))
+    for source, value in after.items():
+        shown = (
+            f"{before[source]:.3f}"
+            if source in before and summary["validation_first"] != summary["validation_last"]
+            else ""
+        )
+        table.add_row(f"validation, greedy ({source})", shown, f"{value:.3f}")
     return table
 
 

@@ -66,9 +66,8 @@ def validation_rows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[s
                 found.setdefault(key.removeprefix("val/"), []).append((int(row["step"]), float(value)))
     table = []
     for key, values in found.items():
-        best = (
-            max(values, key=lambda pair: pair[1]) if key.endswith(("/reward_mean",)) or "@" in key else None
-        )
+        has_best = key.endswith("/reward_mean") or "@" in key
+        best = max(values, key=lambda pair: pair[1]) if has_best else None
         cells = [values[0], best, values[-1]]
         table.append((key, [f"{one[1]:.4g} (step {one[0]})" if one else "" for one in cells]))
     return table

@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rlctl.metric_names import validation_rewards
 from rlctl.track.startup import wants_plain_lines
 
 #: Redraws of the panel per second, in a separate thread; logging a step only passes its values.
@@ -61,7 +62,6 @@ PHASES = {
 _LOW_ESS = (0.1, 0.5)
 _HIGH_MASKED = (0.5, 0.2)
 _STOPPING = "stopping after this step; press Ctrl-C again to stop now"
-_VALIDATION, _REWARD_MEAN = "val/", "/reward_mean"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +115,10 @@ class ConsoleSink:
         self._sparks = (console.encoding or "").lower().startswith("utf")
         is_plain = plain or wants_plain_lines()
         if self._stream.isatty() and console.is_interactive and not is_plain:
-            live = Live(
-                get_renderable=self._render,
-                console=console,
-                refresh_per_second=REFRESH_PER_SECOND,
-                transient=False,
+            self._live = Live(
+                get_renderable=self._render, console=console, refresh_per_second=REFRESH_PER_SECOND
             )
-            live.start(refresh=True)
-            self._live = live
+            self._live.start(refresh=True)
 
     def log(self, step: int, metrics: Mapping[str, float], *, ago: float = 0.0) -> None:
         """Shows a step that ended `ago` seconds ago. Takes microseconds, because another thread draws."""
@@ -218,17 +214,12 @@ class ConsoleSink:
             for name, value in seconds.items()
             if total and value / total >= 0.01
         ]
-        checked = {
-            key.removeprefix(_VALIDATION).removesuffix(_REWARD_MEAN): value
-            for key, value in metrics.items()
-            if key.startswith(_VALIDATION) and key.endswith(_REWARD_MEAN)
-        }
         line = Text()
         if self._phase:
             line.append("now ", "dim").append(f"{self._phase:<10}", "bold")
         if shares:
             line.append("  time ", "dim").append(", ".join(shares))
-        for source, value in checked.items():
+        for source, value in validation_rewards(metrics).items():
             line.append(f"\nvalidation {source} ", "dim").append(f"{value:.3f}", "bold")
         return line if line.plain else None
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
 from rlctl.files import write_text
 from rlctl.spec.keys import flat
+from rlctl.track.sink import SinkInputs
 
 _RUN_ID_FILE = ".mlflow_run_id"
 #: Limits of MLflow servers: metrics and parameters per request, characters of a parameter value.
@@ -23,28 +22,22 @@ _UNKNOWN = re.compile(r"[^\w\-. :/]")
 
 
 class MlflowSink:
-    """An MLflow run in the experiment with the project's name; a resumed run continues it.
-
-    Args:
-        run_dir: run directory; the MLflow run id is stored in it.
-        project: name of the MLflow experiment.
-        experiment: name of the MLflow run.
-        config: the resolved spec, without secrets; its leaves become the parameters of the MLflow run.
-    """
+    """An MLflow run in the experiment with the project's name; a resumed run continues it."""
 
     name = "mlflow"
 
-    def __init__(self, run_dir: Path, project: str, experiment: str, config: dict[str, Any]) -> None:
+    def __init__(self, inputs: SinkInputs) -> None:
         self._client = MlflowClient()
-        file = run_dir / _RUN_ID_FILE
+        file = inputs.run_dir / _RUN_ID_FILE
         if file.is_file():
             self._id = file.read_text(encoding="utf-8").strip()
             self._client.update_run(self._id, status="RUNNING")
             return
-        known = self._client.get_experiment_by_name(project)
-        place = known.experiment_id if known else self._client.create_experiment(project)
-        self._id = self._client.create_run(place, run_name=experiment).info.run_id
-        params = [Param(key, str(value)[:_MAX_VALUE]) for key, value in flat(config).items()]
+        known = self._client.get_experiment_by_name(inputs.project)
+        place = known.experiment_id if known else self._client.create_experiment(inputs.project)
+        self._id = self._client.create_run(place, run_name=inputs.experiment).info.run_id
+        # The parameters are the leaves of the spec.
+        params = [Param(key, str(value)[:_MAX_VALUE]) for key, value in flat(inputs.config).items()]
         for first in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(self._id, params=params[first : first + _MAX_PARAMS])
         write_text(file, self._id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -194,9 +195,7 @@ def whole_groups(group_ids: Sequence[int], limit: int) -> list[int]:
     """
     if limit < 0:
         return list(range(len(group_ids)))
-    sizes: dict[int, int] = {}
-    for group in group_ids:
-        sizes[group] = sizes.get(group, 0) + 1
+    sizes = Counter(group_ids)  # in order of appearance
     chosen: set[int] = set()
     total = 0
     for group, size in sizes.items():
@@ -226,23 +225,23 @@ def _record_batch(
             offsets, pa.array(flat.cpu().numpy()).cast(SCHEMA.field(name).type.value_type)
         )
 
-    def texts(values: Sequence[str]) -> pa.Array:
+    def texts(values: Sequence[str]) -> list[str]:
         # A lone surrogate, which a tokenizer can produce, cannot be encoded as UTF-8.
-        return pa.array([values[row].encode("utf-8", "replace").decode() for row in rows], pa.string())
+        return [values[row].encode("utf-8", "replace").decode() for row in rows]
 
     columns = {
-        "step": pa.array([step] * len(rows), pa.int64()),
-        "policy_version": pa.array(rollouts.policy_version[rows].tolist(), pa.int64()),
-        "group_id": pa.array(rollouts.group_ids[rows].tolist(), pa.int64()),
+        "step": [step] * len(rows),
+        "policy_version": rollouts.policy_version[rows].tolist(),
+        "group_id": rollouts.group_ids[rows].tolist(),
         "data_source": texts(rollouts.data_sources),
         "prompt": texts(rollouts.prompt_texts),
         "response": texts(rollouts.response_texts),
         "ground_truth": texts(rollouts.ground_truths),
-        "reward": pa.array(rewards, pa.float32()),
-        "truncated": pa.array(rollouts.truncated[rows].tolist(), pa.bool_()),
+        "reward": rewards,
+        "truncated": rollouts.truncated[rows].tolist(),
         **{name: tokens(name) for name in per_token},
     }
-    return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+    return pa.RecordBatch.from_pydict(columns, schema=SCHEMA)
 
 
 def _kept(kept: TokenLists, mask: Tensor) -> pa.ListArray:

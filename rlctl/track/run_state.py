@@ -13,6 +13,7 @@ from typing import Any, Literal
 import psutil
 import yaml
 
+from rlctl.metric_names import validation_rewards
 from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import ENVIRONMENT_FILE, FAILURE_FILE, HOLDER_FILE, SPEC_FILE, SUMMARY_FILE
 
@@ -139,12 +140,7 @@ def _last_rows(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
         except ValueError:
             continue
         last = last or row
-        rewards = {
-            key.removeprefix("val/").removesuffix("/reward_mean"): float(value)
-            for key, value in row.items()
-            if key.startswith("val/") and key.endswith("/reward_mean")
-        }
-        if rewards:
+        if rewards := validation_rewards(row):
             return last, rewards
     return last, {}
 

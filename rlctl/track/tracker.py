@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, runtime_checkable
+from typing import Literal, Protocol, Self, runtime_checkable
 
 from rlctl.errors import UsageError
 from rlctl.registry import TRACKERS
@@ -17,7 +16,7 @@ from rlctl.track.background import BackgroundSink
 from rlctl.track.jsonl import METRICS_FILE, JsonlSink, missing_steps, truncate_after
 from rlctl.track.open_run import in_words
 from rlctl.track.redact import redact, redact_tree
-from rlctl.track.sink import Sink
+from rlctl.track.sink import Sink, SinkInputs
 from rlctl.user_code import visible
 
 Status = Literal["finished", "failed", "interrupted"]
@@ -30,28 +29,6 @@ class ConsoleLike(Protocol):
 
     def note(self, text: str) -> None:
         """Shows one line."""
-
-
-@dataclass(frozen=True, slots=True)
-class SinkInputs:
-    """Inputs from which a tracker registered in `rlctl.registry.TRACKERS` is constructed.
-
-    Attributes:
-        run_dir: existing run directory.
-        project, experiment: `trainer.project_name` and `trainer.experiment_name`.
-        config: the resolved spec as plain data; trackers get it without secrets.
-        total_steps: steps of the whole run.
-        start_step: steps already done, 0 for a new run.
-        is_stopping: returns whether a stop after the current step was requested.
-    """
-
-    run_dir: Path
-    project: str
-    experiment: str
-    config: dict[str, Any]
-    total_steps: int
-    start_step: int
-    is_stopping: Callable[[], bool] = lambda: False
 
 
 @runtime_checkable
@@ -223,8 +200,7 @@ def wandb(inputs: SinkInputs) -> Sink:
     """A W&B run, online or offline depending on `WANDB_MODE`."""
     from rlctl.track.wandb import WandbSink
 
-    start = partial(WandbSink, inputs.run_dir, inputs.project, inputs.experiment, inputs.config)
-    return BackgroundSink("wandb", start)
+    return BackgroundSink("wandb", partial(WandbSink, inputs))
 
 
 @TRACKERS.register(label="trackio, if it is installed")
@@ -232,7 +208,7 @@ def trackio(inputs: SinkInputs) -> Sink:
     """A local dashboard, `trackio show`; the run is named after its directory."""
     from rlctl.track.trackio import TrackioSink
 
-    return BackgroundSink("trackio", partial(TrackioSink, inputs.project, inputs.run_dir.name, inputs.config))
+    return BackgroundSink("trackio", partial(TrackioSink, inputs))
 
 
 @TRACKERS.register(label="MLflow, if it is installed")
@@ -240,8 +216,7 @@ def mlflow(inputs: SinkInputs) -> Sink:
     """A run in the MLflow experiment with the project's name, on the server in `MLFLOW_TRACKING_URI`."""
     from rlctl.track.mlflow import MlflowSink
 
-    start = partial(MlflowSink, inputs.run_dir, inputs.project, inputs.experiment, inputs.config)
-    return BackgroundSink("mlflow", start)
+    return BackgroundSink("mlflow", partial(MlflowSink, inputs))
 
 
 @TRACKERS.register(label="TensorBoard")
@@ -249,7 +224,7 @@ def tensorboard(inputs: SinkInputs) -> Sink:
     """Event files in `tensorboard/` of the run directory."""
     from rlctl.track.tensorboard import TensorboardSink
 
-    return TensorboardSink(inputs.run_dir / "tensorboard", inputs.start_step)
+    return TensorboardSink(inputs)
 
 
 def _dropped(name: str, error: Exception) -> str:

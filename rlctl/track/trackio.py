@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import trackio
 
+from rlctl.track.sink import SinkInputs
+
 
 class TrackioSink:
-    """A run of a trackio project; a resumed run continues it.
-
-    Args:
-        project: name of the trackio project.
-        name: name of the run; must be unique, because trackio continues an existing run with this name.
-        config: the resolved spec, without secrets.
-    """
+    """A run of a trackio project; a resumed run, of the same directory name, continues it."""
 
     name = "trackio"
 
-    def __init__(self, project: str, name: str, config: dict[str, Any]) -> None:
-        self._run = trackio.init(project=project, name=name, config=config, resume="allow", embed=False)
+    def __init__(self, inputs: SinkInputs) -> None:
+        self._run = trackio.init(
+            project=inputs.project,
+            name=inputs.run_dir.name,
+            config=inputs.config,
+            resume="allow",
+            embed=False,
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queues one step."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import wandb
 
 from rlctl.files import write_text
+from rlctl.track.sink import SinkInputs
 
 #: Time limits of W&B in seconds: start, login prompt, upload of the remaining data at the end.
 INIT_TIMEOUT, LOGIN_TIMEOUT, FINISH_TIMEOUT = 30.0, 30.0, 60.0
@@ -19,28 +19,22 @@ _RUN_ID_FILE = ".wandb_run_id"
 class WandbSink:
     """A W&B run with its files in `run_dir/wandb`; a resumed run continues it.
 
-    Args:
-        run_dir: existing run directory.
-        project: W&B project.
-        experiment: run name.
-        config: the resolved spec, without secrets.
-
     Raises:
         Exception: W&B's exception if it cannot start; the caller continues without W&B.
     """
 
     name = "wandb"
 
-    def __init__(self, run_dir: Path, project: str, experiment: str, config: dict[str, Any]) -> None:
+    def __init__(self, inputs: SinkInputs) -> None:
         settings = _settings()
         wandb.setup(settings)  # the prompt for an API key reads its timeout only from here
         self._run = wandb.init(
-            project=project,
-            name=experiment,
-            id=_run_id(run_dir),
+            project=inputs.project,
+            name=inputs.experiment,
+            id=_run_id(inputs.run_dir),
             resume="allow",
-            dir=str(run_dir),
-            config=config,
+            dir=str(inputs.run_dir),
+            config=inputs.config,
             settings=settings,
         )
 

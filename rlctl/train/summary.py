@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.engine.checkpoint import CHECKPOINTS
 from rlctl.files import write_text
+from rlctl.metric_names import validation_rewards
 from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import SUMMARY_FILE
 
@@ -56,7 +57,7 @@ def write_summary(run: Run, run_dir: Path) -> None:
 
 def validation_score(metrics: Mapping[str, float]) -> float | None:
     """Mean reward of a validation, averaged over data sources; None without validation."""
-    rewards = [v for k, v in metrics.items() if k.startswith("val/") and k.endswith("/reward_mean")]
+    rewards = validation_rewards(metrics).values()
     return sum(rewards) / len(rewards) if rewards else None
 
 

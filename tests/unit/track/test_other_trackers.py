@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.track.tracker import SinkInputs, build_tracker
+from rlctl.track.sink import SinkInputs
+from rlctl.track.tracker import build_tracker
 
 CONFIG = {"actor": {"lr": 1e-6, "betas": [0.9, 0.95]}, "model": {"path": "embedded"}}
 

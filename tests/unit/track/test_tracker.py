@@ -15,7 +15,8 @@ from rlctl.errors import UsageError
 from rlctl.track import background
 from rlctl.track.background import BackgroundSink
 from rlctl.track.jsonl import JsonlSink
-from rlctl.track.tracker import SinkInputs, Tracker, build_tracker
+from rlctl.track.sink import SinkInputs
+from rlctl.track.tracker import Tracker, build_tracker
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -137,7 +138,8 @@ def test_a_terminal_that_goes_away_does_not_stop_training(tmp_path: Path) -> Non
     code = """
 import sys
 from pathlib import Path
-from rlctl.track.tracker import SinkInputs, build_tracker
+from rlctl.track.sink import SinkInputs
+from rlctl.track.tracker import build_tracker
 inputs = SinkInputs(Path(sys.argv[1]), "p", "e", {}, total_steps=3, start_step=0)
 with build_tracker(["console"], inputs) as tracker:
     sys.stdin.read()
@@ -203,7 +205,8 @@ def test_tensorboard_after_a_resume_shows_no_step_twice(tmp_path: Path) -> None:
 WANDB = """
 import sys
 from pathlib import Path
-from rlctl.track.tracker import SinkInputs, build_tracker
+from rlctl.track.sink import SinkInputs
+from rlctl.track.tracker import build_tracker
 config = {"model": {"path": "x"}, "hub": {"token": "very-secret"}}
 inputs = SinkInputs(Path(sys.argv[1]), "p", "e", config, total_steps=2, start_step=0)
 with build_tracker(["wandb"], inputs) as tracker:

@@ -77,21 +77,13 @@ def memory_failure(error: BaseException) -> RunFailure | None:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One error or warning about a spec.
+    """One error or warning about a spec."""
 
-    Attributes:
-        severity: `error` stops the run; `warning` is reported and the run continues.
-        key: dotted key, e.g. `actor.lr`; empty where a whole file or argument is wrong.
-        what: one sentence.
-        where: `file:line`, `command line` or None for a default.
-        fix: what to write instead.
-    """
-
-    severity: Literal["error", "warning"]
-    key: str
-    what: str
-    fix: str | None = None
-    where: str | None = None
+    severity: Literal["error", "warning"]  # an error stops the run
+    key: str  # dotted, e.g. `actor.lr`; empty where a whole file or argument is wrong
+    what: str  # one sentence
+    fix: str | None = None  # what to write instead
+    where: str | None = None  # `file:line`, `command line` or None for a default
 
 
 class SpecError(UsageError):

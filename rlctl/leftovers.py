@@ -26,9 +26,7 @@ _SEGMENTS = "shared-memory"
 def own_directory(kind: str, parent: Path | None = None) -> tuple[Path, int]:
     """Creates a directory `rlctl-<kind>-<host>-<pid>-…`; returns it and the descriptor that holds its lock.
 
-    Args:
-        kind: letters only.
-        parent: parent directory; None: the directory for temporary files.
+    `kind` consists of letters. The default parent is the directory for temporary files.
 
     Raises:
         OSError: it cannot be created.
@@ -55,8 +53,7 @@ def temporary_directory(kind: str) -> Iterator[Path]:
 def clear(parent: Path | None = None) -> None:
     """Remove directories and shared memory of killed processes of this host and user.
 
-    Args:
-        parent: directory to search; None: the directory for temporary files, and shared memory.
+    Searches `parent`; default: the directory for temporary files, and shared memory.
     """
     import psutil
 

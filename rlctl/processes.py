@@ -71,10 +71,8 @@ def _first_outgoing_port() -> int:
 def end_with_parent(number: signal.Signals, parent: int) -> None:
     """Let the kernel signal this process when its parent ends, even by SIGKILL. Does nothing outside Linux.
 
-    Args:
-        number: the signal.
-        parent: process id that the parent reported. If `os.getppid()` differs, the parent has already ended,
-            and the signal is sent at once.
+    `parent` is the process id that the parent reported. If `os.getppid()` differs, the parent has already
+    ended, and the signal is sent at once.
     """
     if sys.platform != "linux":
         return

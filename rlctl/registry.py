@@ -39,46 +39,35 @@ Unit = Literal["token", "sequence"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One registered part.
+    """One registered part."""
 
-    Attributes:
-        name: name in the spec.
-        function: the implementation; the registry defines its signature.
-        label: short description for users.
-        formula: what it computes, in the notation of docs/reference/algorithms.md.
-        source: the paper or the code that the formula comes from.
-        needs: inputs that it reads beyond those in every batch; for a grader, its requirements in words.
-        options: dotted spec keys that it reads; the spec warns about other such keys that are set.
-        params: class of its parameters, which are validated and passed to it; None: it has none.
-        capabilities: for a rollout engine, its `EngineCapabilities`.
-        unit: for a correction weight or rejection criterion: one value per `token`, or per `sequence`.
-        thresholds: for a weight or criterion, typical thresholds as written in a spec; `--what-if` and the
-            tests of every part use them.
-        of_batch: for a loss that needs statistics of the whole mini-batch, a function
-            (`rlctl.algos.losses.WholeBatch`, `LossRule`) → value of `LossRule.of_batch` for the loss.
-        unbiased: its expected on-policy gradient is that of the expected reward; for a correction weight, the
-            off-policy gradient without a bound (tested by enumeration).
-        needs_advantage: for a loss, tokens with advantage 0 have no gradient (tested), so rows with only such
-            tokens need no backward pass.
-        experimental: not yet validated on real runs.
-        answer_of: for a grader: response → its answer as text that is equal for equal answers.
-    """
-
-    name: str
-    function: Callable[..., Any]
-    label: str
-    formula: str = ""
-    source: str = ""
+    name: str  # in the spec
+    function: Callable[..., Any]  # the implementation; the registry defines its signature
+    label: str  # short description for users
+    formula: str = ""  # what it computes, in the notation of docs/reference/algorithms.md
+    source: str = ""  # the paper or the code that the formula comes from
+    #: inputs that it reads beyond those in every batch; for a grader, its requirements in words
     needs: frozenset[str] = frozenset()
+    #: dotted spec keys that it reads; the spec warns about other such keys that are set
     options: frozenset[str] = frozenset()
+    #: class of its parameters, which are validated and passed to it; None: it has none
     params: type[BaseModel] | None = None
-    capabilities: Any = None
-    unit: Unit = "token"
+    capabilities: Any = None  # for a rollout engine, its `EngineCapabilities`
+    unit: Unit = "token"  # for a correction weight or rejection criterion: what has one value
+    #: for a weight or criterion, typical thresholds as written in a spec; `--what-if` and the tests of every
+    #: part use them
     thresholds: tuple[str, ...] = ()
+    #: for a loss that needs statistics of the whole mini-batch, a function (`rlctl.algos.losses.WholeBatch`,
+    #: `LossRule`) → value of `LossRule.of_batch` for the loss
     of_batch: Callable[..., Any] | None = None
+    #: its expected on-policy gradient is that of the expected reward; for a correction weight, the off-policy
+    #: gradient without a bound (tested by enumeration)
     unbiased: bool = False
+    #: for a loss, tokens with advantage 0 have no gradient (tested), so rows with only such tokens need no
+    #: backward pass
     needs_advantage: bool = False
-    experimental: bool = False
+    experimental: bool = False  # not yet validated on real runs
+    #: for a grader: response → its answer as text that is equal for equal answers
     answer_of: Callable[[str], str | None] | None = None
 
     def example_params(self) -> BaseModel | None:

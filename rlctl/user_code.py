@@ -24,11 +24,9 @@ def is_file_function(name: str) -> bool:
 
 
 def load_function(name: str, *, key: str) -> Callable[..., Any]:
-    """Import the user's `path/to/file.py:function`; a relative path starts at the working directory.
+    """Import the user's `path/to/file.py:function`, which the spec key `key` names.
 
-    Args:
-        name: of that form.
-        key: the spec key that names it, for messages.
+    A relative path starts at the working directory.
 
     Raises:
         UsageError: no such file or function, or an error while importing it (with file and line).

@@ -140,11 +140,6 @@ def _refuse(why: str, **options: object) -> None:
 def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None) -> None:
     """Evaluates every run's dumped rollouts under a grid of corrections, and writes the results.
 
-    Args:
-        paths: run directories or dumped rollouts.
-        output_format: text, JSON, or a page with the plot.
-        out: a file; None: standard output.
-
     Raises:
         UsageError: there are no rollouts, `out` cannot be written, or the format is not supported.
     """

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 def selftest(output_format: str, out: Path | None) -> None:
-    """Run the self-test and write one line per rule and per kind of healthy run.
-
-    Args:
-        output_format: text or JSON.
-        out: a file; None: standard output.
+    """Run the self-test and write one line per rule and per kind of healthy run, as text or JSON.
 
     Raises:
         UsageError: another format, or `out` cannot be written.

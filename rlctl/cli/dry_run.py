@@ -28,10 +28,7 @@ from rlctl.user_code import is_file_function
 def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = None) -> int:
     """Print bands, batch arithmetic, memory, warnings and the values of the spec to stdout.
 
-    Args:
-        loaded: the checked spec.
-        show_all: print all values instead of those that are not defaults.
-        machine: name of the machine to plan for; None: this one.
+    `show_all` adds values that are defaults. `machine` names the machine to plan for; None: this one.
 
     Returns:
         The exit code: 2 if a file that the run needs is missing or cannot be used, or a resource of the

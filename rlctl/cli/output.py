@@ -29,11 +29,9 @@ def unwrapped() -> Console:
 
 
 def plain_table(headings: Sequence[str], *, right: Collection[str] = ()) -> Table:
-    """A table without borders; cells that are too long continue on the next line.
+    """A table without borders; `right` lists the headings of right-aligned columns.
 
-    Args:
-        headings: of the columns.
-        right: headings of the columns that are aligned right.
+    Cells that are too long continue on the next line.
     """
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in headings:
@@ -119,10 +117,7 @@ def check_new(path: Path, *, force: bool) -> None:
 def write_file(path: Path, text: str, *, where: str = "") -> None:
     """Replace a file atomically (for a link, its target), or write to a device or pipe directly.
 
-    Args:
-        path: of the file.
-        text: its content.
-        where: name of the file in errors; default: its path.
+    `where` is the name of the file in errors; default: its path.
 
     Raises:
         UsageError: the file cannot be written.

@@ -29,11 +29,7 @@ class Launch(NamedTuple):
 
 
 def launches(spec: RunSpec, arguments: list[str]) -> list[Launch]:
-    """The commands that start `spec.trainer.nnodes` × `n_gpus_per_node` ranks.
-
-    Args:
-        spec: number of ranks, and the run directory.
-        arguments: of `rlctl train`, as the user gave them.
+    """The commands that start `spec.trainer.nnodes` × `n_gpus_per_node` ranks of `rlctl train ARGUMENTS`.
 
     Raises:
         UsageError: the run directory would be named after the time, which ranks cannot agree on.

@@ -35,7 +35,7 @@ def cases_of(
     Args:
         data: Parquet in the row schema.
         responses: Parquet of an evaluation or of a run's rollouts, or directories of them.
-        limit: maximum number of rows, and of responses; None: all.
+        limit: maximum number of rows, and of responses.
         is_shaped: rewards of rollouts include a length penalty, so they are not compared.
 
     Raises:

@@ -37,11 +37,9 @@ class TrialOutcome:
 
 
 def attempt(target: str, limit_s: float) -> TrialOutcome:
-    """Calls `target` in a child process.
+    """Calls `target`, the `module:function` that returns a string, in a child process.
 
-    Args:
-        target: `module:function` that returns a string.
-        limit_s: seconds until the child and all its processes are killed.
+    After `limit_s` seconds the child and all its processes are killed.
     """
     started = time.monotonic()
     root = str(Path(rlctl.__file__).parents[1])

@@ -25,9 +25,7 @@ _HERE = Path(__file__).parent
 def run_page(runs: Sequence[Path], *, with_what_if: bool = True) -> str:
     """Renders the page as HTML text; each plot shows all runs.
 
-    Args:
-        runs: run directories.
-        with_what_if: evaluate the saved rollouts under other corrections; takes seconds per run.
+    `with_what_if` evaluates the saved rollouts under other corrections, which takes seconds per run.
 
     Raises:
         UsageError: a path is not a run directory, or the run has logged nothing.

@@ -24,18 +24,13 @@ SHADES = (0.02, 0.1, 0.5, 2.0)
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One token of a response.
+    """One token of a response."""
 
-    Attributes:
-        text: text that the token adds to the response.
-        shade: style classes: `p1` to `p4` if the training policy gives it a higher probability than the
-            rollout policy, `n1` to `n4` if lower, and `out` if the token was rejected.
-        about: its log ρ, rollout log-prob and weight, as text.
-    """
-
-    text: str
+    text: str  # text that the token adds to the response
+    #: style classes: `p1` to `p4` if the training policy gives it a higher probability than the rollout
+    #: policy, `n1` to `n4` if lower, and `out` if the token was rejected
     shade: str
-    about: str
+    about: str  # its log ρ, rollout log-prob and weight
 
 
 def spec_rows(record: RunRecord) -> tuple[str, list[tuple[str, str, str]]]:

@@ -86,13 +86,7 @@ def truncate_after(path: Path, step: int) -> int | None:
 
     Later lines, and incomplete or unreadable ones, move to `metrics.discarded.jsonl` in the same directory.
     The log itself is replaced atomically; if the process is killed before, the next call repeats both.
-
-    Args:
-        path: `metrics.jsonl`; a missing file counts as empty.
-        step: last step to keep.
-
-    Returns:
-        The last step kept; None if no step is kept.
+    Returns the last step kept; None if no step is kept. A missing file counts as empty.
 
     Raises:
         RunFailure: the files cannot be read or written.

@@ -187,11 +187,9 @@ def _damage(path: Path, schema: pa.Schema) -> str:
 
 
 def whole_groups(group_ids: Sequence[int], limit: int) -> list[int]:
-    """Rows to keep: groups in order of appearance while they fit into `limit`; always the first group.
+    """Rows to keep: groups in order of appearance while they fit into `limit` rows; always the first group.
 
-    Args:
-        group_ids: (B,); rows of a group need not be adjacent.
-        limit: maximum number of rows; -1: all.
+    Rows of a group need not be adjacent. A limit of -1 keeps all rows.
     """
     if limit < 0:
         return list(range(len(group_ids)))

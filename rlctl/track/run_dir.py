@@ -110,11 +110,7 @@ def claim_default_path(project: str, experiment: str, *, root: Path = Path("runs
 
 
 def open_run_dir(path: Path, *, resume: bool) -> RunDir:
-    """Creates or reopens a run directory and locks it against other runs.
-
-    Args:
-        path: the directory; created with its parents for a new run.
-        resume: continue the existing run; if False, the directory must be new or empty.
+    """Creates or reopens a run directory and locks it against other runs; without `resume` it must be empty.
 
     Raises:
         UsageError: another run has locked it, it is not empty, there is nothing to resume, or it cannot be
@@ -154,10 +150,9 @@ def open_run_dir(path: Path, *, resume: bool) -> RunDir:
 
 
 def environment_record(argv: Sequence[str]) -> dict[str, Any]:
-    """Environment of a run: versions, machine, commit, command line. Contains no environment variables.
+    """Environment of a run: versions, machine, commit, command line without secrets.
 
-    Args:
-        argv: the command line; secrets are replaced by `***`.
+    Contains no environment variables.
     """
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

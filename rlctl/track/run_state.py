@@ -26,32 +26,20 @@ _OWN = {"checkpoints", "rollouts", "wandb", "tensorboard"}
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """One run in the list of `rlctl runs`.
-
-    Attributes:
-        path: the run directory.
-        preset: presets in its command line, otherwise its experiment name.
-        model: `model.path` of its spec.
-        step: number of batches trained on.
-        total_steps: steps of the whole run; None if unknown before its end.
-        state: `finished`: all steps are done. `interrupted`: Ctrl-C, SIGTERM. `stopped`: by the guardrails.
-            `failed`: with an error, see `reason`. `died`: killed without a message. `empty`: no step logged.
-        reason: why the run failed or was stopped.
-        reward: mean reward of the last step.
-        validation: rewards of the last validation per data source.
-        started: time of the start or last resume, ISO 8601.
-    """
+    """One run in the list of `rlctl runs`."""
 
     path: Path
-    preset: str
-    model: str
-    step: int
-    total_steps: int | None
+    preset: str  # presets in its command line, otherwise its experiment name
+    model: str  # `model.path` of its spec
+    step: int  # number of batches trained on
+    total_steps: int | None  # of the whole run; None if unknown before its end
+    #: `finished`: all steps are done. `interrupted`: Ctrl-C, SIGTERM. `stopped`: by the guardrails. `failed`:
+    #: with an error, see `reason`. `died`: killed without a message. `empty`: no step logged
     state: State
-    reason: str | None
-    reward: float | None
-    validation: Mapping[str, float]
-    started: str | None
+    reason: str | None  # why it failed or was stopped
+    reward: float | None  # mean of the last step
+    validation: Mapping[str, float]  # rewards of the last validation per data source
+    started: str | None  # time of the start or last resume, ISO 8601
 
     def as_json(self) -> dict[str, Any]:
         """Converts to plain values for JSON."""

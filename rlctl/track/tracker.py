@@ -66,11 +66,9 @@ class Tracker:
         self._closed = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs all metrics of one step at once, including validation.
+        """Logs all metrics of one step at once, including validation; keys are those of `rlctl.metric_names`.
 
-        Args:
-            step: number of batches trained on; 0 is before the first batch.
-            metrics: key → value; keys are those of `rlctl.metric_names`.
+        Steps are numbers of batches trained on; 0 is before the first batch.
 
         Raises:
             ValueError: the step is not greater than the last one.

@@ -203,22 +203,18 @@ def _write(diagnoses: list[Diagnosis], output_format: DiagnosisFormat, out: Path
             for place, diagnosis in enumerate(diagnoses):
                 console.print(end="\n" * bool(place))
                 print_diagnosis(console, diagnosis)
-        return
-    write_out(_rendered(diagnoses, output_format), out)
-
-
-def _rendered(diagnoses: list[Diagnosis], output_format: DiagnosisFormat) -> str:
-    if output_format == "json":
+    elif output_format == "json":
         from rlctl.diagnose.diagnosis_report import diagnosis_document
 
-        return as_json(diagnosis_document(diagnoses))
-    if output_format == "markdown":
+        write_out(as_json(diagnosis_document(diagnoses)), out)
+    elif output_format == "markdown":
         from rlctl.diagnose.output_markdown import as_markdown
 
-        return as_markdown(diagnoses)
-    from rlctl.diagnose.page.diagnosis_page import diagnosis_page
+        write_out(as_markdown(diagnoses), out)
+    else:
+        from rlctl.diagnose.page.diagnosis_page import diagnosis_page
 
-    return diagnosis_page(diagnoses)
+        write_out(diagnosis_page(diagnoses), out)
 
 
 def _write_fix(diagnosis: Diagnosis, path: Path) -> None:

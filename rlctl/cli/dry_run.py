@@ -130,6 +130,11 @@ def _print_indented(text: Text, indent: int, console: Console, head: Text | None
         console.print(Text.assemble(line, text))
 
 
+def _print_amount(name: str, amount: str, words: str, console: Console, style: str = "") -> None:
+    head = Text(f"{name:<31}{amount:>12}   ", style)
+    _print_indented(Text(words, "dim"), 2, console, head=head)
+
+
 def _print_correction(spec: RunSpec, console: Console) -> None:
     """Prints thresholds as intervals of ρ."""
     _print_title("Rollout correction: what each threshold means for ρ = π_train / π_rollout", console)
@@ -222,14 +227,12 @@ def _print_memory(placement: Placement, console: Console) -> None:
     parts = placement.gpu_parts
     for part in parts:
         phase = f" [{', '.join(part.phases)}]" if part.phases else ""
-        amount = f"{part.name:<31}{show_bytes(part.num_bytes):>12}   "
-        _print_indented(Text(f"{part.formula}{phase}", "dim"), 2, console, head=Text(amount))
+        _print_amount(part.name, show_bytes(part.num_bytes), f"{part.formula}{phase}", console)
     known = [part for part in parts if part.num_bytes is not None]
     more_than = "" if len(known) == len(parts) else "over "
     total = more_than + show_bytes(memory_total(known)) if known else "unknown"
-    peak = Text(f"{'peak':<31}{total:>12}   ", "bold")
     words = "parts in memory in every phase, and the largest phase [in brackets]"
-    _print_indented(Text(words, "dim"), 2, console, head=peak)
+    _print_amount("peak", total, words, console, "bold")
 
 
 def _print_host(placement: Placement, console: Console) -> None:
@@ -239,9 +242,8 @@ def _print_host(placement: Placement, console: Console) -> None:
     for part in placement.host_parts:
         marks = [part.phase, "pinned" if part.is_pinned else "", "/dev/shm" if part.is_shared else ""]
         shown = ", ".join(filter(None, marks))
-        amount = f"{part.name:<31}{show_bytes(part.num_bytes):>12}   "
         words = f"{part.formula}{f' [{shown}]' if shown else ''}"
-        _print_indented(Text(words, "dim"), 2, console, head=Text(amount))
+        _print_amount(part.name, show_bytes(part.num_bytes), words, console)
     peak = Text(f"{'peak':<31}{show_bytes(placement.host_peak()):>12}", "bold")
     _print_indented(peak, 2, console)
 

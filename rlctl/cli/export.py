@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rlctl.errors import UsageError
+from rlctl.errors import EnvironmentFailure, UsageError, first_line
 
 if TYPE_CHECKING:
     from rlctl.engine.checkpoint import Checkpoint
@@ -76,8 +76,6 @@ def _push(folder: Path, name: str, *, is_public: bool) -> str:
         EnvironmentFailure: the hub cannot be reached, or refuses the upload.
     """
     from huggingface_hub import HfApi
-
-    from rlctl.errors import EnvironmentFailure, first_line
 
     try:
         api = HfApi()

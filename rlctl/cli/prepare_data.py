@@ -56,11 +56,6 @@ TrustRemoteCode = Annotated[
 ]
 
 
-@app.callback()
-def prepare_data() -> None:
-    """Prepare prompts and answers for training and evaluation."""
-
-
 @app.command()
 def parquet(
     sources: Annotated[

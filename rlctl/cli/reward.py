@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Try a reward before training on it.")
 
 
-@app.callback()
-def _reward() -> None:
-    """Try a reward before training on it."""
-
-
 @app.command("test")
 def try_out(
     what: Annotated[

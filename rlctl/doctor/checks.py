@@ -11,6 +11,7 @@ import netrc
 import os
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -96,9 +97,8 @@ class Package(NamedTuple):
 
 def installed(path: list[str] | None = None) -> dict[str, Package]:
     """Packages in these directories (None: `sys.path`) by canonical name; the first one found is imported."""
-    found = metadata.distributions() if path is None else metadata.distributions(path=path)
     packages: dict[str, Package] = {}
-    for package in found:
+    for package in metadata.distributions(path=sys.path if path is None else path):
         if name := package.metadata["Name"]:
             packages.setdefault(canonicalize_name(name), Package(package.version, package.requires or []))
     return packages
@@ -237,14 +237,12 @@ def _network() -> Check:
     why = ""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
+            address = server.getsockname()
             server.settimeout(5)
-            with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
-                connection, _ = server.accept()
-                with connection:
-                    client.sendall(b"?")
-                    if connection.recv(1) == b"?":
-                        return _check("network", "ok", f"127.0.0.1:{port} was bound and connected to")
+            with socket.create_connection(address, timeout=5) as client, server.accept()[0] as peer:
+                client.sendall(b"?")
+                if peer.recv(1) == b"?":
+                    return _check("network", "ok", f"127.0.0.1:{address[1]} was bound and connected to")
     except OSError as error:
         why = f": {error.strerror or error}"
     fix = "allow TCP on the loopback interface (`ip link set lo up`); ranks connect through it"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,22 +119,20 @@ class RunRecord:
         Raises:
             UsageError: as for `metrics`.
         """
-        return list(self._rows())
-
-    def _rows(self) -> Iterator[dict[str, Any]]:
         file = self.path / METRICS_FILE
         try:
             lines = file.read_bytes().splitlines()  # bytes: `str.splitlines` splits at more separators
         except OSError as error:
             what = f"the metrics cannot be read: {error.strerror}"
             raise UsageError(what, where=str(file)) from error
+        rows = []
         for number, line in enumerate(lines, start=1):
             try:
-                yield json.loads(line)
+                rows.append(json.loads(line))
             except ValueError:
-                if number == len(lines):
-                    return
-                raise UsageError("not a line of JSON", where=f"{file}:{number}") from None
+                if number < len(lines):
+                    raise UsageError("not a line of JSON", where=f"{file}:{number}") from None
+        return rows
 
 
 def open_run(path: str | Path) -> RunRecord:

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
-from typing import Literal, Protocol, Self, runtime_checkable
+from typing import Literal, Self
 
 from rlctl.errors import UsageError
 from rlctl.registry import TRACKERS
@@ -21,22 +20,6 @@ from rlctl.user_code import visible
 
 Status = Literal["finished", "failed", "interrupted"]
 _log = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class ConsoleLike(Protocol):
-    """A sink that shows notes to the user, above its live display."""
-
-    def note(self, text: str) -> None:
-        """Shows one line."""
-
-
-@runtime_checkable
-class ShowsPhases(Protocol):
-    """A sink that shows the current phase of the run."""
-
-    def begin_phase(self, phase: str) -> None:
-        """Shows the start of a phase of `timing_s/*`."""
 
 
 class Tracker:
@@ -108,7 +91,7 @@ class Tracker:
     def begin_phase(self, phase: str) -> None:
         """Shows the current phase of the run, a phase of `timing_s/*`."""
         for sink in self._extras:
-            if isinstance(sink, ShowsPhases):
+            if hasattr(sink, "begin_phase"):
                 sink.begin_phase(phase)
 
     def close(self, status: Status = "finished") -> None:
@@ -136,9 +119,7 @@ class Tracker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close("finished")
         else:
@@ -177,7 +158,7 @@ def build_tracker(loggers: Sequence[str], inputs: SinkInputs) -> Tracker:
         except Exception as error:
             _log.debug("sink %s failed to start", name, exc_info=error)
             warnings.append(_dropped(name, error))
-    show = next((sink.note for sink in extras if isinstance(sink, ConsoleLike)), None)
+    show = next((sink.note for sink in extras if hasattr(sink, "note")), None)
     tracker = Tracker(record, extras, last_step=last_step, show=show)
     for warning in warnings:
         tracker.note(warning)

@@ -10,8 +10,6 @@ import typer
 from rlctl.cli.command import AsJson, print_json
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from rlctl.doctor.checks import Check
 
 _MARKS = {"ok": ("✓", "green"), "note": ("!", "yellow"), "broken": ("✗", "bold red")}
@@ -61,21 +59,12 @@ def _print(checks: list[Check], num_broken: int, *, quick: bool) -> None:
         for check in checks:
             if check.group == group:
                 mark, style = _MARKS[check.status]
-                table.add_row(Text(mark, style=style), Text(check.name), _words(check))
+                fix = (f"\nfix  {check.fix}", "cyan") if check.fix else ""
+                table.add_row(Text(mark, style=style), Text(check.name), Text.assemble(check.found, fix))
         console.print(table)
+    conclusion = ("Everything that training needs works", "bold green")
     if num_broken:
-        console.print(
-            Text(f"\n{num_broken} of these checks failed: training does not work", style="bold red")
-        )
+        conclusion = (f"{num_broken} of these checks failed: training does not work", "bold red")
     elif quick:
-        console.print(Text("\nNo problem found; no engine was tried", style="bold green"))
-    else:
-        console.print(Text("\nEverything that training needs works", style="bold green"))
-
-
-def _words(check: Check) -> Text:
-    """The finding, and the fix below it."""
-    from rich.text import Text
-
-    advice = (f"\nfix  {check.fix}", "cyan") if check.fix else ""
-    return Text.assemble(check.found, advice)
+        conclusion = ("No problem found; no engine was tried", "bold green")
+    console.print(Text.assemble("\n", conclusion))

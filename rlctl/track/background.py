@@ -17,9 +17,7 @@ CLOSE_S = 90.0
 class BackgroundSink:
     """Runs another sink in a thread; keeps the order of steps.
 
-    Args:
-        name: name of the sink.
-        start: constructs the sink. Called in the current thread; its exceptions are not caught.
+    `start` constructs the sink in the current thread; its exceptions are not caught.
     """
 
     def __init__(self, name: str, start: Callable[[], Sink]) -> None:

@@ -78,8 +78,6 @@ class ConsoleSink:
 
     Args:
         title: text on the panel's border.
-        total_steps: steps of the whole run.
-        start_step: steps already done.
         stream: output stream; a terminal gets the live panel, other streams plain lines without colour codes.
         is_stopping: returns whether a stop was requested; shown in the panel's title.
         plain: plain lines on a terminal too, like `RLCTL_PLAIN=1`.

@@ -22,11 +22,7 @@ _CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Files of a run; also works while the run is training.
-
-    Attributes:
-        path: the run directory.
-    """
+    """Files of a run; also works while the run is training."""
 
     path: Path
 
@@ -78,10 +74,7 @@ class RunRecord:
         return pa.table({"step": steps, "timestamp": stamps, **columns})
 
     def rollouts(self, step: int | None = None) -> pa.Table:
-        """Dumped responses with the per-token log-probs of both policies, one row per response.
-
-        Args:
-            step: only responses of this step; None: all steps.
+        """Dumped responses of a step (None: all) with the per-token log-probs of both policies, one per row.
 
         Raises:
             UsageError: the run has no dumped rollouts.

@@ -84,8 +84,6 @@ class RolloutWriter:
         """Adds one step's batch of B responses of up to T tokens.
 
         Args:
-            step: number of batches trained on, including this one.
-            rollouts: the sampled responses.
             scores: (B,) grader output.
             score_valid: (B,) bool; where False, the reward is null.
             training_log_probs: (B, T) nats, of the training policy in the ratios.

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 class Sink(Protocol):
     """A destination of metrics.
 
-    A display may also have the methods `note(text)`, which shows a line to the user, and `begin_phase(phase)`,
-    which shows a phase of `timing_s/*`, and the attribute `is_live`: it draws a panel on the terminal.
+    A display may also have the methods `note(text)`, which shows a line to the user, and
+    `begin_phase(phase)`, which shows a phase of `timing_s/*`, and the attribute `is_live`: it draws a panel.
     """
 
     name: str

@@ -36,30 +36,27 @@ class JsonlSink:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise _failure(path, error) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one line."""
-        if self._fd is None:
+        if self._file.closed:
             raise RunFailure("metrics were logged after the log was closed", where=str(self.path))
         data = encode_line(step, metrics).encode()
         try:
             while data:  # a full disk or a signal can cause a partial write
-                data = data[os.write(self._fd, data) :]
+                data = data[self._file.write(data) :]
         except OSError as error:
             raise _failure(self.path, error) from error
 
     def close(self, status: str) -> None:
         """Flushes the file to disk and closes it; can be called twice."""
         del status
-        if self._fd is not None:
-            fd, self._fd = self._fd, None
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        if not self._file.closed:
+            with self._file:
+                os.fsync(self._file.fileno())
 
 
 def encode_line(step: int, metrics: Mapping[str, float]) -> str:

@@ -155,17 +155,17 @@ class RolloutWriter:
                 match = _PART.fullmatch(path.name)
                 if match is None:
                     continue
+                first, last = map(int, match.groups())
                 if problem := _damage(path, self._schema):
                     path.rename(path.with_name(f"{path.name}.damaged"))
                     notes.append(f"warning: {ROLLOUTS_DIR}/{path.name} is damaged ({problem}) and set aside")
                     continue
-                there |= set(range(int(match[1]), min(int(match[2]), step) + 1))
-                if int(match[2]) <= step:
+                there |= set(range(first, min(last, step) + 1))
+                if last <= step:
                     continue
-                if int(match[1]) <= step:
+                if first <= step:
                     table = pq.read_table(path, schema=self._schema)
-                    kept = table.filter(pc.field("step") <= step)
-                    _write(self.directory, int(match[1]), step, kept)
+                    _write(self.directory, first, step, table.filter(pc.field("step") <= step))
                 path.unlink()
         except (OSError, pa.ArrowInvalid) as error:
             raise _failure(self.directory, error) from error

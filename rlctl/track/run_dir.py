@@ -150,10 +150,7 @@ def open_run_dir(path: Path, *, resume: bool) -> RunDir:
 
 
 def environment_record(argv: Sequence[str]) -> dict[str, Any]:
-    """Environment of a run: versions, machine, commit, command line without secrets.
-
-    Contains no environment variables.
-    """
+    """Versions, machine, commit, and the command line without secrets; no environment variables."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": redact_command(argv),

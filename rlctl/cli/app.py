@@ -73,12 +73,9 @@ for name, below in (
 
 def _version(is_asked: bool) -> None:
     if is_asked:
-        from importlib.metadata import PackageNotFoundError, version
+        from rlctl.track.run_dir import version_of
 
-        try:
-            typer.echo(f"rlctl {version('rlctl')}")
-        except PackageNotFoundError:
-            typer.echo("rlctl (not installed: running from a checkout)")
+        typer.echo(f"rlctl {version_of('rlctl') or '(not installed: running from a checkout)'}")
         raise typer.Exit
 
 

@@ -163,10 +163,9 @@ _ORDERS = {
 
 
 def _sample(row: dict[str, Any]) -> dict[str, Any]:
-    ratios = [
-        trained - sampled
-        for trained, sampled in zip(row["training_log_probs"], row["rollout_log_probs"], strict=True)
-    ]
+    from rlctl.track.open_run import log_ratios
+
+    ratios = log_ratios(row)
     kept = ("step", "data_source", "prompt", "response", "ground_truth", "reward", "truncated")
     extremes = {
         "log_ratio": math.fsum(ratios) + 0.0,

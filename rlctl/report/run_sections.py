@@ -11,7 +11,7 @@ from typing import Any
 from rlctl.errors import RlctlError, UsageError
 from rlctl.spec.load import load_spec
 from rlctl.tiny.task import DATA_SOURCE, WRITTEN
-from rlctl.track.open_run import RunRecord
+from rlctl.track.open_run import RunRecord, log_ratios
 from rlctl.track.run_state import read_state
 from rlctl.train.resume import changes
 from rlctl.user_code import visible
@@ -90,8 +90,7 @@ def sample_note(steps: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _sample(row: Mapping[str, Any], decode: Callable[[Sequence[int]], str] | None) -> dict[str, Any]:
-    pairs = zip(row["training_log_probs"], row["rollout_log_probs"], strict=True)
-    ratios = [trained - sampled for trained, sampled in pairs]
+    ratios = log_ratios(row)
     ids = row["response_ids"][:TOKENS]
     texts = pieces(ids, decode) if decode else None
     tokens = [Token(visible(row["response"]), "", "")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,6 +139,12 @@ def open_run(path: str | Path) -> RunRecord:
         what = f"not a run directory: it holds no {SPEC_FILE}"
         raise UsageError(what, where=str(path), fix="name a directory such as runs/rlctl/run-…")
     return RunRecord(directory)
+
+
+def log_ratios(row: Mapping[str, Any]) -> list[float]:
+    """Training log-prob minus rollout log-prob of each token of a row of `RunRecord.rollouts`, in nats."""
+    pairs = zip(row["training_log_probs"], row["rollout_log_probs"], strict=True)
+    return [trained - sampled for trained, sampled in pairs]
 
 
 def in_words(steps: Sequence[int]) -> str:

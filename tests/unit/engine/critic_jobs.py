@@ -53,7 +53,7 @@ def fit(values: DeepSpeedCritic, seed: int, micro: int):
     first = values.ranks.rank * share
     before = []
     for start in range(first, first + share, micro):
-        part = batch.rows(start, start + micro)
+        part = batch.pick(slice(start, start + micro))
         predicted = values.values(part.inputs)
         before.append(predicted.detach())
         error = (predicted - targets[start : start + micro]).square()

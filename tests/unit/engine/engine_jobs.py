@@ -40,7 +40,7 @@ def take_step(
     batch = tiny_batch(tiny_model(), ROWS, seed=seed)
     tokens = batch.response_mask.sum()
     share = ROWS // actor.ranks.world_size
-    mine = batch.rows(actor.ranks.rank * share, (actor.ranks.rank + 1) * share)
+    mine = batch.pick(slice(actor.ranks.rank * share, (actor.ranks.rank + 1) * share))
     micros = mine.split(micro)
     for index, part in enumerate(micros):
         output = actor.policy(part.inputs, entropy_grad=bonus > 0, sum_pi_squared=bonus > 0)

@@ -53,10 +53,18 @@ METRICS: Mapping[str, Metric] = {metric.name: metric for section in SECTIONS.val
 
 @cache
 def key_pattern(pattern: str) -> re.Pattern[str]:
-    """Compiles `a/<x>_mean` to a regex with the variable part as group `x` (which may contain slashes)."""
-    parts = re.split(r"<(\w+)>", pattern)
-    literal = (re.escape(part) if i % 2 == 0 else rf"(?P<{part}>.+)" for i, part in enumerate(parts))
-    return re.compile("".join(literal))
+    """Compiles `a/<x>_mean` to a regex with the variable part as group `x` (which may contain slashes).
+
+    A name that is no identifier, or that was used before, gets no group: each part stands for any text.
+    """
+    parts = re.split(r"<([^<>]*)>", pattern)
+    for i, part in enumerate(parts):
+        if i % 2 == 0:
+            parts[i] = re.escape(part)
+        else:
+            has_group = part.isidentifier() and f"(?P<{part}>.+)" not in parts[:i]
+            parts[i] = f"(?P<{part}>.+)" if has_group else ".+"
+    return re.compile("".join(parts))
 
 
 _PATTERNS = tuple((key_pattern(name), metric) for name, metric in METRICS.items() if "<" in name)

@@ -26,7 +26,8 @@ class Start:
     """Level and noise of a metric in the run's first steps."""
 
     median: float
-    sigma: float  # robust standard deviation, at least a small share of the median
+    #: robust standard deviation (from the median absolute deviation), at least a small share of the median
+    sigma: float
     is_stable: bool  # the first steps have no trend, so they can serve as a reference
 
     def is_far(self, values: NDArray[np.float64]) -> NDArray[np.bool_]:

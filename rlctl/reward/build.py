@@ -65,8 +65,8 @@ def refuse_errors(num_failed: float, num_total: float, first: Callable[[], str],
 def overlong_penalty(lengths: torch.Tensor, overlong: OverlongSpec, max_length: int) -> torch.Tensor:
     """Penalties (B,) float32, from 0 down to −`penalty_factor`, for response lengths (B,) in tokens.
 
-    DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, equation 13), times the factor. L_max
-    is `max_length`; L_cache is `buffer_length`, which must not be 0.
+    DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, equation 13), times the factor, which
+    is 1 in the paper. L_max is `max_length`, L_cache is `buffer_length`, both in tokens; L_cache is at least 1.
     """
     excess = (lengths - (max_length - overlong.buffer_length)).float() / overlong.buffer_length
     return -overlong.penalty_factor * excess.clamp(0.0, 1.0)

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from rlctl.metric_names import METRICS, SECTIONS, describe, markdown
+from rlctl.metric_names import METRICS, SECTIONS, describe, key_pattern, markdown
 
 #: Keys the guides of this project and existing dashboards name: none may go missing.
 REQUIRED = [
@@ -100,6 +100,12 @@ def test_no_name_is_defined_twice() -> None:
 )
 def test_unknown_keys_stay_unknown(key: str) -> None:
     assert describe(key) is None
+
+
+@pytest.mark.parametrize("pattern", ["a/<x>/<x>_mean", "a/<1>/<any text>_mean", "a/<>/<x>_mean"])
+def test_any_placeholder_stands_for_any_text(pattern: str) -> None:
+    assert key_pattern(pattern).fullmatch("a/b/c.d_mean")
+    assert not key_pattern(pattern).fullmatch("a/b/c.d_max")
 
 
 def test_the_batch_total_is_not_taken_for_a_criterion() -> None:

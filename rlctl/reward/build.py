@@ -66,7 +66,7 @@ def overlong_penalty(lengths: torch.Tensor, overlong: OverlongSpec, max_length: 
     """Penalties (B,) float32, from 0 down to −`penalty_factor`, for response lengths (B,) in tokens.
 
     DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, equation 13), times the factor, which
-    is 1 in the paper. L_max is `max_length`, L_cache is `buffer_length`, both in tokens; L_cache is at least 1.
+    is 1 in the paper. L_max is `max_length`, L_cache is `buffer_length` (at least 1), both in tokens.
     """
     excess = (lengths - (max_length - overlong.buffer_length)).float() / overlong.buffer_length
     return -overlong.penalty_factor * excess.clamp(0.0, 1.0)

@@ -93,7 +93,9 @@ def place_table(rows: list[Row]) -> str:
 
 def rules_table(rows: list[Row]) -> str:
     """Per rule, over all places and seeds: medians of bias and noise, means of angle and errors."""
-    lines = _head(["rule", "bias²/|g|²", "noise/|g|²", "angle", *[f"error, {n} groups" for n in BATCHES]])
+    lines = _head(
+        ["rule", r"bias²/\|g\|²", r"noise/\|g\|²", "angle", *[f"error, {n} groups" for n in BATCHES]]
+    )
     by_rule = defaultdict(list)
     for row in rows:
         by_rule[row["rule"]].append(row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -222,6 +223,8 @@ def test_reports(small) -> None:
         assert f"## Enumerated worlds: {title}" in text
         assert f"## Learned worlds: {title}" in text
     assert "## Effective sample size against length" in text
+    for table in re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1, table[:200]
     best = min(small, key=lambda row: error_of(row, 512))
     assert 0.0 <= error_of(best, 512) < error_of(best, 8) <= 1.0
     drawing = picture(small)

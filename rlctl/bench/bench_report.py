@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from rlctl.bench.corrections import BATCHES
 from rlctl.bench.exact import GradientMoments, ess_against_length
 from rlctl.bench.learned import LENGTH_RULES, length_shares
+from rlctl.markdown import table
 
 Row = dict[str, Any]
 #: (place, seed) → value.
@@ -53,7 +54,7 @@ def markdown(rows: list[Row]) -> str:
         ("Effective sample size against length", length_table()),
         ("What stale data does to response length", stale_length_table()),
     ]
-    return "\n\n".join(f"## {title}\n\n{table}" for title, table in parts if table)
+    return "\n\n".join(f"## {title}\n\n{text}" for title, text in parts if text)
 
 
 def decision_table(rows: list[Row], best: int = 3) -> str:
@@ -61,7 +62,7 @@ def decision_table(rows: list[Row], best: int = 3) -> str:
     are as good as the first (the interval of the paired difference includes 0), and the error without
     correction."""
     head = ["effective sample size", "groups", *[f"{place}. rule" for place in range(1, best + 1)]]
-    lines = _head([*head, "as good as the 1.", "no correction"])
+    lines = []
     for low, high, name in REGIMES:
         inside = [row for row in rows if low <= row["ess"] < high]
         for groups in BATCHES if inside else ():
@@ -69,46 +70,44 @@ def decision_table(rows: list[Row], best: int = 3) -> str:
             order = _order(found)
             first = found[order[0]]
             as_good = sum(_bounds(_minus(found[rule], first))[0] <= 0.0 for rule in order[1:])
-            told = (
-                f"{as_good} of {len(order) - 1}" if len({seed for _, seed in first}) > 1 else "—"
-            )  # a single seed has no interval
+            is_single = len({seed for _, seed in first}) == 1  # a single seed has no interval
+            told = "—" if is_single else f"{as_good} of {len(order) - 1}"
             cells = [f"`{rule}` {_interval(found[rule])}" for rule in order[:best]]
-            cells += [told, _interval(found.get("no correction", {}))]
-            lines.append(_line([name, str(groups), *cells]))
-    return "\n".join(lines)
+            lines.append([name, str(groups), *cells, told, _interval(found.get("no correction", {}))])
+    return _table([*head, "as good as the 1.", "no correction"], lines)
 
 
 def place_table(rows: list[Row]) -> str:
     """Per place: the rule with the smallest mean error, and the errors of selected rules."""
-    lines = _head(["place", "effective sample size", "smallest error", *[f"`{rule}`" for rule in SHOWN]])
+    lines = []
     for place in dict.fromkeys(row["place"] for row in rows):
         here = [row for row in rows if row["place"] == place]
         found = _errors(here, GROUPS)
         ess = np.mean(list({row["seed"]: row["ess"] for row in here}.values()))
         best = _order(found)[0]
         cells = [f"`{best}` {_interval(found[best])}", *[_interval(found.get(rule, {})) for rule in SHOWN]]
-        lines.append(_line([place, f"{ess:.2f}", *cells]))
-    return "\n".join(lines)
+        lines.append([place, f"{ess:.2f}", *cells])
+    head = ["place", "effective sample size", "smallest error", *[f"`{rule}`" for rule in SHOWN]]
+    return _table(head, lines)
 
 
 def rules_table(rows: list[Row]) -> str:
     """Per rule, over all places and seeds: medians of bias and noise, means of angle and errors."""
-    lines = _head(
-        ["rule", r"bias²/\|g\|²", r"noise/\|g\|²", "angle", *[f"error, {n} groups" for n in BATCHES]]
-    )
     by_rule = defaultdict(list)
     for row in rows:
         by_rule[row["rule"]].append(row)
     errors = {
         rule: [np.mean([error_of(x, n) for x in some]) for n in BATCHES] for rule, some in by_rule.items()
     }
+    lines = []
     for rule in sorted(by_rule, key=lambda name: errors[name][BATCHES.index(GROUPS)]):
         some = by_rule[rule]
         bias = np.median([row["distance"] / row["signal"] for row in some])
         noise = np.median([row["noise"] / row["signal"] for row in some])
         cells = [f"{bias:.2g}", f"{noise:.3g}", f"{np.mean([angle(row) for row in some]):.0f}°"]
-        lines.append(_line([f"`{rule}`", *cells, *[f"{error:.3f}" for error in errors[rule]]]))
-    return "\n".join(lines)
+        lines.append([f"`{rule}`", *cells, *[f"{error:.3f}" for error in errors[rule]]])
+    head = ["rule", r"bias²/\|g\|²", r"noise/\|g\|²", "angle", *[f"error, {n} groups" for n in BATCHES]]
+    return _table(head, lines)
 
 
 def angle(row: Row) -> float:
@@ -128,10 +127,11 @@ def regret_table(rows: list[Row]) -> str:
     }
     if not regrets:
         return ""
-    lines = _head(["default", "mean regret", "largest"])
-    for rule in sorted(regrets, key=lambda name: _mean(regrets[name])):
-        lines.append(_line([rule, _interval(regrets[rule]), f"{max(regrets[rule].values()):.3f}"]))
-    return "\n".join(lines)
+    lines = [
+        [rule, _interval(regrets[rule]), f"{max(regrets[rule].values()):.3f}"]
+        for rule in sorted(regrets, key=lambda name: _mean(regrets[name]))
+    ]
+    return _table(["default", "mean regret", "largest"], lines)
 
 
 def separation_table(rows: list[Row], best: int = 6) -> str:
@@ -141,14 +141,14 @@ def separation_table(rows: list[Row], best: int = 6) -> str:
     shown = [rule for rule in order if rule in SHOWN or rule in order[: best // 2]][:best]
     if len(shown) < 2:
         return ""
-    lines = _head(["", *[f"`{rule}`" for rule in shown[1:]]])
+    lines = []
     for place, rule in enumerate(shown[:-1]):
         cells = [""] * place
         for other in shown[place + 1 :]:
             sums, counts = _by_seed(_minus(found[rule], found[other]))
             cells.append(worlds_to_separate(sums / counts))
-        lines.append(_line([f"`{rule}`", *cells]))
-    return "\n".join(lines)
+        lines.append([f"`{rule}`", *cells])
+    return _table(["", *[f"`{rule}`" for rule in shown[1:]]], lines)
 
 
 def worlds_to_separate(gaps: NDArray[np.float64]) -> str:
@@ -167,23 +167,23 @@ def worlds_to_separate(gaps: NDArray[np.float64]) -> str:
 
 def stale_length_table() -> str:
     """Mean response length of the training data, divided by that of the policy's own responses."""
-    lines = _head(["updates behind", "tokens", *LENGTH_RULES])
+    lines = []
     for updates in (1, 4, 16):
         for horizon in (16, 64):
             found = [length_shares("stale", updates, horizon, seed) for seed in range(3)]
             cells = [f"{np.mean([each[name] for each in found]):.3f}" for name in LENGTH_RULES]
-            lines.append(_line([str(updates), str(horizon), *cells]))
-    return "\n".join(lines)
+            lines.append([str(updates), str(horizon), *cells])
+    return _table(["updates behind", "tokens", *LENGTH_RULES], lines)
 
 
 def length_table() -> str:
     """Exact effective sample size of sequence weights and its prediction exp(−T·Var log ρ)."""
-    lines = _head(["noise of the logits", *[f"{length} tokens" for length in LENGTHS]])
+    lines = []
     for sigma in (0.01, 0.03, 0.1, 0.3):
         found = ess_against_length(sigma, LENGTHS)
         cells = [f"{exact:.3g} ({predicted:.3g})" for exact, predicted in found.values()]
-        lines.append(_line([f"{sigma:g}", *cells]))
-    return "\n".join(lines)
+        lines.append([f"{sigma:g}", *cells])
+    return _table(["noise of the logits", *[f"{length} tokens" for length in LENGTHS]], lines)
 
 
 def _errors(rows: Iterable[Row], groups: float) -> dict[str, Figures]:
@@ -235,9 +235,5 @@ def _interval(figures: Figures) -> str:
     return f"{_mean(figures):.3f} ({low:.3f}–{high:.3f})"
 
 
-def _head(cells: list[str]) -> list[str]:
-    return [_line(cells), _line(["---"] * len(cells))]
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _table(head: list[str], lines: list[list[str]]) -> str:
+    return "\n".join(table(head, lines))

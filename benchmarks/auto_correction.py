@@ -32,13 +32,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from scipy.special import log_softmax
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.runs import interval
 from rlctl.algos.auto_correction import CANDIDATES, AutoChoice, CandidateMoments, averaged, choose
 from rlctl.bench.exact import BenchRule
-from rlctl.bench.learned import LearnedWorld, SampledGroups, log_softmax
+from rlctl.bench.learned import LearnedWorld, SampledGroups
 from rlctl.train.auto_correction import TOO_OLD
 from rlctl.what_if.settings import NO_UPPER
 
@@ -125,13 +126,13 @@ def run(name: str, rate: float, staleness: int, seed: int, steps: int) -> float:
     means: dict[str, CandidateMoments] = {}
     choice, last_wait = AutoChoice(), 0
     for step in range(steps):
-        scores.append(world.success(logits))
+        scores.append(world.expected(logits)[0])
         if waits:
             past.clear()
             past.append(logits)
             waits = False
             continue
-        world.train, world.rollout = log_softmax(logits), log_softmax(past[0])
+        world.train, world.rollout = log_softmax(logits, -1), log_softmax(past[0], -1)
         drawn = world.sample(N, GROUPS, draw=(seed, step))
         factor = 1.0
         if name.startswith("auto"):

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.special import log_softmax
 
 from rlctl.algos.losses import WholeBatch
 from rlctl.bench.exact import (
@@ -25,10 +26,10 @@ from rlctl.bench.exact import (
     listed_factors,
     token_gradient,
 )
+from rlctl.bench.worlds import VOCABULARY, Floats
 
-Floats = NDArray[np.float64]
 #: Token 0 ends a response, the reward counts 1 and 2, 3 is a filler and the previous token of the first.
-VOCABULARY, PARTS, PROMPTS, FILLER = 4, 4, 2, 3
+PARTS, PROMPTS, FILLER = 4, 2, 3
 #: Groups times tokens used for moments; groups used for the table of lengths.
 GROUP_TOKENS, LENGTH_GROUPS = 32_000, 500
 
@@ -88,7 +89,7 @@ class LearnedWorld:
                 logits = logits + 0.3 * gradient / np.linalg.norm(gradient)
         else:
             sampler = logits + size * self._rng.normal(size=shape)
-        self.train, self.rollout = log_softmax(logits), log_softmax(sampler)
+        self.train, self.rollout = log_softmax(logits, -1), log_softmax(sampler, -1)
         _, gradient = self.expected(logits)
         self.gradient = gradient.ravel()
         self._drawn: dict[int, SampledGroups] = {}
@@ -99,7 +100,7 @@ class LearnedWorld:
 
     def expected(self, logits: Floats) -> tuple[float, Floats]:
         """Mean reward over the prompts and its gradient, by a backward and a forward pass over positions."""
-        probs, gradient, total = np.exp(log_softmax(logits)), np.zeros_like(logits), 0.0
+        probs, gradient, total = np.exp(log_softmax(logits, -1)), np.zeros_like(logits), 0.0
         for prompt, needed in enumerate(self._needed):
             value, actions = self._values(probs, prompt)
             total += value / PROMPTS
@@ -116,11 +117,6 @@ class LearnedWorld:
                 after[0] = 0.0
                 here = after
         return total, gradient
-
-    def success(self, logits: Floats) -> float:
-        """Mean reward over the prompts."""
-        probs = np.exp(log_softmax(logits))
-        return float(np.mean([self._values(probs, prompt)[0] for prompt in range(PROMPTS)]))
 
     def _values(self, probs: Floats, prompt: int) -> tuple[float, list[Floats]]:
         """Expected reward of a prompt, and of every (previous token, count, token), last position first."""
@@ -186,8 +182,8 @@ class LearnedWorld:
         advantages = torch.from_numpy(drawn.advantages)[:, None] * mask
         loss, tensors = rule.loss, (train, rollout, advantages, mask)
         if loss.reads_batch:
-            first = [x[:POPULATION] for x in tensors]
-            loss = WholeBatch.of(first[0], first[1], first[2], first[3]).tell(loss)
+            few = slice(POPULATION)
+            loss = WholeBatch.of(train[few], rollout[few], advantages[few], mask[few]).tell(loss)
         found = self._by_group(drawn, token_gradient(rule, loss, *tensors), n)
         if rule.spec.score_centering:
             found -= self._expected_scores(rule, drawn, centering_factors(rule, *tensors), n)
@@ -263,10 +259,3 @@ def length_shares(mismatch: str, size: float, horizon: int, seed: int) -> dict[s
         np.sort(lengths)[: len(lengths) // 2].mean(),
     )
     return {name: float(value / wanted) for name, value in zip(LENGTH_RULES, found, strict=True)}
-
-
-def log_softmax(logits: Floats) -> Floats:
-    """Log-softmax over the last axis."""
-    shifted = logits - logits.max(-1, keepdims=True)
-    normalized: Floats = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return normalized

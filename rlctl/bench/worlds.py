@@ -11,6 +11,7 @@ import itertools
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import log_softmax
 
 VOCABULARY = 4
 Floats = NDArray[np.float64]
@@ -69,8 +70,8 @@ class World:
             logits = logits + size * rng.normal(size=logits.shape)
         if mismatch == "temperature":
             logits = logits * (1.0 - size)
-        self.log_probs = self._of_responses(_log_softmax(_logits(train, features)))
-        self.rollout_log_probs = self._of_responses(_log_softmax(logits))
+        self.log_probs = self._of_responses(log_softmax(_logits(train, features), -1))
+        self.rollout_log_probs = self._of_responses(log_softmax(logits, -1))
         self.rollout = np.exp(self.rollout_log_probs.sum(-1))
         self.train = np.exp(self.log_probs.sum(-1))
         self.scores = self._scores(train, features)
@@ -125,7 +126,7 @@ class World:
             first = np.einsum("qcf,qch,hv->qcvfh", features, 1.0 - hidden**2, params[1])
             second = np.einsum("qch,uv->qcvhu", hidden, eye)
             jacobian = np.concatenate([x.reshape(*x.shape[:3], -1) for x in (first, second)], -1)
-        probabilities = np.exp(_log_softmax(_logits(params, features)))
+        probabilities = np.exp(log_softmax(_logits(params, features), -1))
         mean = np.einsum("qcv,qcvp->qcp", probabilities, jacobian)
         scores = (jacobian - mean[:, :, None])[:, self.contexts, self.ids]
         masked: Floats = scores * self.mask[..., None]
@@ -133,7 +134,7 @@ class World:
 
     def _improved(self, params: list[Floats], features: Floats) -> list[Floats]:
         """Parameters after one normalised step of exact gradient ascent."""
-        log_probs = self._of_responses(_log_softmax(_logits(params, features)))
+        log_probs = self._of_responses(log_softmax(_logits(params, features), -1))
         share = np.exp(log_probs.sum(-1))
         advantages = self.rewards - (share * self.rewards).sum(1, keepdims=True)
         gradient = np.einsum("qy,qytp->p", share * advantages, self._scores(params, features))
@@ -144,9 +145,3 @@ class World:
 
 def _logits(params: list[Floats], features: Floats) -> Floats:
     return np.tanh(features @ params[0]) @ params[1] if len(params) == 2 else features @ params[0]
-
-
-def _log_softmax(logits: Floats) -> Floats:
-    shifted = logits - logits.max(-1, keepdims=True)
-    normalized: Floats = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return normalized

@@ -153,7 +153,6 @@ def test_an_interrupted_bench_goes_on(tmp_path) -> None:
 def test_a_learned_world_is_exact_where_it_says_so() -> None:
     """Its gradient against finite differences, its effective sample size against all responses."""
     world = LearnedWorld(0, "noise", 0.5, 4)
-    assert world.success(world.train) == pytest.approx(world.expected(world.train)[0])
     for place in np.ndindex(*world.train.shape):
         shifted = [world.train.copy(), world.train.copy()]
         shifted[0][place] += 1e-5

@@ -28,12 +28,11 @@ from rlctl.algos.losses import WholeBatch, policy_loss
 from rlctl.algos.row_blocks import Extras
 from rlctl.algos.rules import CorrectionRules, LossRule
 from rlctl.algos.score_centering import score_factors
-from rlctl.bench.worlds import VOCABULARY, World
+from rlctl.bench.worlds import VOCABULARY, Floats, World
 from rlctl.registry import POLICY_LOSSES
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules
 
-Floats = NDArray[np.float64]
 POPULATION = 4096
 
 
@@ -118,14 +117,16 @@ class EnumeratedWorld(World):
 
     def moments(self, rule: BenchRule, n: int) -> GradientMoments:
         """See `BenchWorld`."""
-        factors = _Factors(self, rule, n)
+        loss = self._loss(rule, n)
         means, squares, truths = [], [], []
         for prompt in range(self.num_prompts):
             share = self.rollout[prompt] / self.rollout[prompt].sum()
             success = float(share @ self.rewards[prompt])
-            per_k = np.einsum("ykt,ytp->kyp", factors.of(prompt), self.scores[prompt])  # (n, Y, P)
+            every = self._every(prompt, n)
+            factors = _by_response(token_gradient(rule, loss, *every), n)
+            per_k = np.einsum("ykt,ytp->kyp", factors, self.scores[prompt])  # (n, Y, P)
             if rule.spec.score_centering:
-                centering = factors.centering(prompt)
+                centering = _by_response(centering_factors(rule, *every), n)
                 per_k -= np.einsum("ykt,ytp->kyp", centering, self._expected_scores(rule, prompt))
             wins = self.rewards[prompt] > 0
             sums = [np.einsum("y,kyp->kp", share * which, per_k) for which in (~wins, wins)]  # per reward
@@ -157,59 +158,41 @@ class EnumeratedWorld(World):
     def token_factors(self, rule: BenchRule, n: int, prompt: int) -> Floats:
         """(Y, n, T): the rule's factors of the token scores, for every response and every number of successes
         among the other responses of its group."""
-        return _Factors(self, rule, n).of(prompt)
+        return _by_response(token_gradient(rule, self._loss(rule, n), *self._every(prompt, n)), n)
 
+    def _every(self, prompt: int, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Every response with every number k of successes among its group's others: Y · n rows."""
+        count = len(self.mask)
+        rows = np.repeat(np.arange(count), n)
+        return self._tensors(np.full(len(rows), prompt), rows, np.tile(np.arange(n), count), n)
 
-class _Factors:
-    """−∂loss/∂log π of every token: the factor of its score in the gradient."""
-
-    def __init__(self, world: World, rule: BenchRule, n: int) -> None:
-        self._world, self._rule, self._n = world, rule, n
-        self._loss = rule.loss
-        self._loss = self._told()
-
-    def of(self, prompt: int) -> Floats:
-        """(Y, n, T): factors for every response and every number k of successes among the group's others."""
-        return self._by_response(token_gradient(self._rule, self._loss, *self._every(prompt)))
-
-    def centering(self, prompt: int) -> Floats:
-        """(Y, n, T): factors of the expected score: the advantage, 0 where rejected."""
-        return self._by_response(centering_factors(self._rule, *self._every(prompt)))
-
-    def _every(self, prompt: int) -> tuple[Tensor, ...]:
-        """Every response with every k: Y · n rows."""
-        count = len(self._world.mask)
-        rows = np.repeat(np.arange(count), self._n)
-        return self._tensors(np.full(len(rows), prompt), rows, np.tile(np.arange(self._n), count))
-
-    def _by_response(self, values: Floats) -> Floats:
-        return values.reshape(-1, self._n, values.shape[-1])
-
-    def _tensors(self, prompts: NDArray[Any], rows: NDArray[Any], k: NDArray[Any]) -> tuple[Tensor, ...]:
-        world = self._world
-        mask = torch.from_numpy(world.mask[rows])
-        advantage = world.rewards[prompts, rows] - k / (self._n - 1)
-        given = (world.log_probs[prompts, rows], world.rollout_log_probs[prompts, rows])
-        train, rollout = (torch.from_numpy(np.ascontiguousarray(x)) for x in given)
+    def _tensors(
+        self, prompts: NDArray[Any], rows: NDArray[Any], k: NDArray[Any], n: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(B, T): log-probs of both policies, RLOO advantages and mask."""
+        train, rollout = (
+            torch.from_numpy(table[prompts, rows]) for table in (self.log_probs, self.rollout_log_probs)
+        )
+        mask = torch.from_numpy(self.mask[rows])
+        advantage = self.rewards[prompts, rows] - k / (n - 1)
         return train, rollout, torch.from_numpy(advantage)[:, None] * mask, mask
 
-    def _told(self) -> LossRule:
-        """Returns the loss with the statistics of a large mini-batch, if it needs them."""
-        if not self._loss.reads_batch:
-            return self._loss
-        rng, world = np.random.default_rng(0), self._world
-        prompts = np.arange(POPULATION) % world.num_prompts
-        share = world.rollout / world.rollout.sum(1, keepdims=True)
+    def _loss(self, rule: BenchRule, n: int) -> LossRule:
+        """The rule's loss, with the statistics of a large mini-batch if it needs them."""
+        if not rule.loss.reads_batch:
+            return rule.loss
+        rng = np.random.default_rng(0)
+        prompts = np.arange(POPULATION) % self.num_prompts
+        share = self.rollout / self.rollout.sum(1, keepdims=True)
         rows = np.array([rng.choice(share.shape[1], p=share[prompt]) for prompt in prompts])
-        success = (share * world.rewards).sum(1)[prompts]
-        train, rollout, advantages, mask = self._tensors(prompts, rows, rng.binomial(self._n - 1, success))
-        return WholeBatch.of(train, rollout, advantages, mask).tell(self._loss)
+        success = (share * self.rewards).sum(1)[prompts]
+        return WholeBatch.of(*self._tensors(prompts, rows, rng.binomial(n - 1, success), n)).tell(rule.loss)
 
 
 def token_gradient(
     rule: BenchRule, loss: LossRule, train: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor
 ) -> Floats:
-    """(B, T): −∂loss/∂log π under a rule, for log-probs, advantages and mask (B, T).
+    """(B, T): −∂loss/∂log π, each token's factor of its score, for log-probs, advantages and mask (B, T).
 
     Weights and mask are those of `correct`, without its sums.
     """
@@ -252,6 +235,11 @@ def listed_factors(rule: BenchRule, train: Floats, rollout: Floats) -> Floats:
     found = np.zeros_like(train)
     np.put_along_axis(found, listed, score_factors(own, others, rule.correction.weight).numpy(), -1)
     return found
+
+
+def _by_response(values: Floats, n: int) -> Floats:
+    """(Y, n, T) from the rows of `EnumeratedWorld._every`."""
+    return values.reshape(-1, n, values.shape[-1])
 
 
 def _binomial(n: int, p: float) -> Floats:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -184,22 +185,23 @@ class LearnedWorld:
         if loss.reads_batch:
             few = slice(POPULATION)
             loss = WholeBatch.of(train[few], rollout[few], advantages[few], mask[few]).tell(loss)
-        found = self._by_group(drawn, token_gradient(rule, loss, *tensors), n)
+        probs, factors = np.exp(self.train), token_gradient(rule, loss, *tensors) * drawn.mask
+        found = self._by_group(drawn.contexts * VOCABULARY + drawn.tokens, factors, n, self.train.size)
+        found = found.reshape(-1, *self.train.shape)
+        found -= self._by_group(drawn.contexts, factors, n, len(probs))[..., None] * probs
         if rule.spec.score_centering:
-            found -= self._expected_scores(rule, drawn, centering_factors(rule, *tensors), n)
-        return found
+            listed = listed_factors(rule, self.train, self.rollout)
+            expected = listed - listed.sum(-1, keepdims=True) * probs  # with respect to the logits
+            factors = centering_factors(rule, *tensors)
+            found -= self._by_group(drawn.contexts, factors, n, len(probs))[..., None] * expected
+        return found.reshape(len(found), -1)
 
-    def _expected_scores(self, rule: BenchRule, drawn: SampledGroups, factors: Floats, n: int) -> Floats:
-        """(groups, parameters): mean over a group's responses of Σ_t factor · expected score."""
-        listed = listed_factors(rule, self.train, self.rollout)
-        expected = listed - listed.sum(-1, keepdims=True) * np.exp(self.train)  # with respect to the logits
-        group = np.repeat(np.arange(len(factors)), self.horizon) // n
-        groups, contexts = len(factors) // n, len(self.train)
-        visits = np.bincount(
-            group * contexts + drawn.contexts.ravel(), factors.ravel() / n, groups * contexts
-        )
-        found: Floats = (visits.reshape(groups, -1, 1) * expected).reshape(groups, -1)
-        return found
+    def _by_group(self, index: NDArray[np.int64], values: Floats, n: int, size: int) -> Floats:
+        """(groups, size): mean over a group's responses of the sum of (B, T) values per index."""
+        groups = len(values) // n
+        group = np.repeat(np.arange(len(values)), self.horizon) // n
+        sums: NDArray[Any] = np.bincount(group * size + index.ravel(), values.ravel() / n, groups * size)
+        return sums.reshape(groups, size)
 
     def moments(self, rule: BenchRule, n: int) -> GradientMoments:
         """See `BenchWorld`; |m|² is corrected for the bias that noise adds to a squared mean."""
@@ -211,20 +213,6 @@ class LearnedWorld:
         norm = max((groups * float(mean @ mean) - square) / (groups - 1), 0.0)
         inner, signal = float(mean @ self.gradient), float(self.gradient @ self.gradient)
         return GradientMoments(inner, norm, signal, max(norm - 2.0 * inner + signal, 0.0), square - norm)
-
-    def _by_group(self, drawn: SampledGroups, factors: Floats, n: int) -> Floats:
-        """(groups, parameters): mean over a group's responses of Σ_t factor · ∇ log π."""
-        rows, size = len(factors), self.train.size
-        group = np.repeat(np.arange(rows), self.horizon) // n
-        context, weight = drawn.contexts.ravel(), (factors * drawn.mask).ravel() / n
-        groups = rows // n
-        chosen = np.bincount(
-            group * size + context * VOCABULARY + drawn.tokens.ravel(), weight, groups * size
-        )
-        visits = np.bincount(group * len(self.train) + context, weight, groups * len(self.train))
-        expected = visits.reshape(groups, -1, 1) * np.exp(self.train)
-        found: Floats = chosen.reshape(groups, -1) - expected.reshape(groups, -1)
-        return found
 
 
 #: Ways to treat stale responses; columns of the table of lengths.

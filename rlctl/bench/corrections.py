@@ -160,37 +160,26 @@ def measured(
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "results.jsonl"
-    if path.is_file() and (text := path.read_text(encoding="utf-8")) and not text.endswith("\n"):
-        path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")  # remove a truncated last line
-    known = {_key(row): row for row in read(directory)}
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if text and not text.endswith("\n"):
+        text = text[: text.rfind("\n") + 1]  # without the truncated last line
+        path.write_text(text, encoding="utf-8")
+    known = {_key(row): row for row in map(json.loads, text.splitlines())}
     codes = {name: _code(rule) for name, rule in chosen.items()}
     with path.open("a", encoding="utf-8") as file:
         for place in where:
             for seed in range(seeds):
                 for name, rule in chosen.items():
-                    key = (name, codes[name], json.dumps(rule.spec.model_dump(mode="json")), place.key, seed)
-                    if key in known:
-                        yield known[key] | asdict(place), False
+                    spec = rule.spec.model_dump(mode="json")
+                    row = {"rule": name, "code": codes[name], "spec": spec, "place": place.key, "seed": seed}
+                    if found := known.get(_key(row)):
+                        yield found | asdict(place), False
                         continue
                     world = place.world(seed)
-                    row = {
-                        "rule": name,
-                        "code": codes[name],
-                        "spec": rule.spec.model_dump(mode="json"),
-                        "place": place.key,
-                        "seed": seed,
-                        "ess": world.ess,
-                    } | world.moments(rule, place.n).as_json()
+                    row |= {"ess": world.ess} | world.moments(rule, place.n).as_json()
                     file.write(json.dumps(row) + "\n")
                     file.flush()
                     yield row | asdict(place), True
-
-
-def read(directory: Path) -> list[dict[str, Any]]:
-    """Reads the measurements in a directory."""
-    path = directory / "results.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return [json.loads(line) for line in lines]
 
 
 def _key(row: dict[str, Any]) -> tuple[str, str, str, str, int]:

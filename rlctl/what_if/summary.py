@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
-from rlctl.algos.correction_records import CorrectionSums
 from rlctl.algos.metric_sums import ratio
-from rlctl.algos.rules import CorrectionRules
 from rlctl.algos.statistics import correction_metrics
-from rlctl.what_if.moments import Floats, ScoreMoments
+from rlctl.what_if.moments import Floats
 from rlctl.what_if.proxies import Proxies, draws, interval, proxies
+from rlctl.what_if.setting_sums import SettingSums
 from rlctl.what_if.settings import Setting
 from rlctl.what_if.tradeoff import IntervalEstimate, Recommendation, SettingOutcome, Tradeoff
 
@@ -23,20 +21,8 @@ DECISIVE, MATERIAL = 0.95, 0.05
 FEW_GROUPS = 32
 
 
-class ReplaySums(Protocol):
-    """Sums of the pass over the dump, for R different rules."""
-
-    #: rules, corrections: each rule, and the sums of its correction over all steps
-    rules: list[CorrectionRules]
-    corrections: list[CorrectionSums[float]]
-    kish: Floats  # (R, 2, 3, K) raw and applied; n, Σw, Σw² by block
-    moments: ScoreMoments  # moments of the surrogate gradients
-    num_steps: int  # steps read
-    notes: list[str]  # notes so far
-
-
 def summarized(
-    sums: ReplaySums, names: list[list[Setting]], unweighted: int, groups_per_batch: float
+    sums: SettingSums, names: list[list[Setting]], unweighted: int, groups_per_batch: float
 ) -> Tradeoff:
     """Computes every rule's outcome and the recommendation.
 
@@ -88,7 +74,7 @@ def _folded(outcomes: dict[int, SettingOutcome]) -> dict[int, SettingOutcome]:
 
 
 def _outcome(
-    replayed: ReplaySums, named: list[Setting], place: int, found: Proxies | None, drawn: Floats
+    replayed: SettingSums, named: list[Setting], place: int, found: Proxies | None, drawn: Floats
 ) -> SettingOutcome:
     rule, sums, kish = replayed.rules[place], replayed.corrections[place], replayed.kish[place]
     metrics, used = correction_metrics(sums, rule), replayed.moments.counts[0] > 0
@@ -98,9 +84,8 @@ def _outcome(
         below = 0.0 if rule.weight.bound == "truncate" else sums.weights.below
         beyond = sums.weights.above + below
     prefix = "rollout_corr/"
-    of_errors = (found.error, found.bias, found.variance) if found else ()
-    errors: list[IntervalEstimate | None] = [_estimate(values[:, place]) for values in of_errors]
-    errors = errors or [None, None, None]
+    of_errors = (found.error, found.bias, found.variance) if found else (None, None, None)
+    error, bias, variance = (None if values is None else _estimate(values[:, place]) for values in of_errors)
     return SettingOutcome(
         setting=named[0],
         same_as=tuple(setting.name for setting in named[1:]),
@@ -111,9 +96,9 @@ def _outcome(
         max_weight=metrics.get(f"{prefix}rollout_is_max", 1.0) if sums.kept_tokens else 0.0,
         at_bound=ratio(beyond, units),
         saturated=ratio(metrics[f"{prefix}saturated_sequences"], sums.finite_sequences),
-        error=errors[0],
-        bias=errors[1],
-        variance=errors[2],
+        error=error,
+        bias=bias,
+        variance=variance,
         plain_error=float(found.plain_error[0, place]) if found else None,
     )
 

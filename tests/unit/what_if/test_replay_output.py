@@ -19,7 +19,8 @@ from rlctl.errors import UsageError
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.load import dump_spec, load_spec
 from rlctl.what_if import draw
-from rlctl.what_if.replay import WhatIfQuestion, _SettingSums, replay
+from rlctl.what_if.replay import WhatIfQuestion, replay
+from rlctl.what_if.setting_sums import SettingSums
 from rlctl.what_if.settings import Setting, frameworks, grid
 from rlctl.what_if.step import Step
 from rlctl.what_if.tradeoff import Recommendation, Tradeoff
@@ -132,7 +133,7 @@ def test_advantages_are_the_run_s(
     expected: Callable[..., list[float]],
 ) -> None:
     seen: list[Step] = []
-    monkeypatch.setattr(_SettingSums, "add", lambda self, batch: seen.append(batch))
+    monkeypatch.setattr(SettingSums, "add", lambda self, batch: seen.append(batch))
     run = run_directory(tmp_path, *(f"algorithm.{override}" for override in overrides), steps=2)
     with pytest.raises(UsageError):  # nothing was added up
         what_if(run)

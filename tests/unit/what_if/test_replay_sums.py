@@ -13,7 +13,8 @@ from rlctl.errors import UsageError
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.what_if import chunks
 from rlctl.what_if.moments import BLOCKS, CLASSES
-from rlctl.what_if.replay import WhatIfQuestion, _SettingSums, replay
+from rlctl.what_if.replay import WhatIfQuestion, replay
+from rlctl.what_if.setting_sums import SettingSums
 from rlctl.what_if.settings import Setting, grid
 from rlctl.what_if.step import Step
 from tests.reference import advantages as slow
@@ -111,7 +112,7 @@ def test_surrogate_gradients_against_a_loop() -> None:
         setting("none", rollout_is=None),
         setting("token", rollout_is="token", rollout_is_bound="truncate", rollout_is_batch_normalize=False),
     ]
-    sums = _SettingSums([one.rules for one in settings])
+    sums = SettingSums([one.rules for one in settings])
     sums.add(replace(step, advantages=chunks.advantages_of(step, "rloo", [])))
     gradient, exact, noise = sums.moments.centred()
     assert BLOCKS > 12  # every group has a block of its own, in the order of group ids

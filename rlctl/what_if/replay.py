@@ -51,9 +51,10 @@ def replay(steps: Iterable[Step], settings: Sequence[Setting], question: WhatIfQ
     sums = SettingSums(rules)
     for batch in pooled(_with_advantages(steps, question, sums), question.groups_per_batch or 1):
         sums.add(batch)
-    if not sums.num_sequences:
+    num_groups, num_sequences, _ = sums.moments.counts.sum(1)
+    if not num_sequences:
         raise UsageError("the dump holds no response with finite log-probs of both policies")
-    groups = question.groups_per_batch or sums.num_groups / sums.num_steps
+    groups = question.groups_per_batch or float(num_groups / sums.num_steps)
     names = [named.get(rule, []) for rule in rules]
     return summarized(sums, names, rules.index(_NO_WEIGHT), groups)
 

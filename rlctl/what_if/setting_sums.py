@@ -30,15 +30,16 @@ class SettingSums:
         #: (R, 2, 3, K): raw and applied weights; n, Σw, Σw² over tokens or sequences, depending on the rule.
         self.kish = np.zeros((len(rules), 2, 3, BLOCKS))
         self.corrections: list[CorrectionSums[float]] = []
-        self.num_steps = self.num_groups = self.num_sequences = 0
+        self.num_steps = 0
         self.notes: list[str] = []
 
     def add(self, batch: Step) -> None:
         """Adds rows with advantages as one mini-batch."""
         part, kish = StepMoments(len(self.rules)), np.zeros_like(self.kish)
         found: list[CorrectionSums[float]] = []
+        first = int(self.moments.counts[0].sum())  # number of this batch's first group
         for rows, groups in whole_groups(batch):
-            blocks = (self.num_groups + groups) % BLOCKS
+            blocks = (first + groups) % BLOCKS
             padded = pad(batch, rows, groups - groups.min(), blocks)
             chunk = self._chunk(padded, part, kish)
             found = [a + b for a, b in zip(found, chunk, strict=True)] if found else chunk
@@ -52,7 +53,6 @@ class SettingSums:
         if self.corrections:
             logged = [a + b for a, b in zip(self.corrections, logged, strict=True)]
         self.corrections = logged
-        self.num_groups += len(np.unique(batch.group_ids))
 
     def _chunk(self, chunk: Chunk, part: StepMoments, kish: Floats) -> list[CorrectionSums[float]]:
         """Applies every rule to a chunk; returns the correction sums per rule."""
@@ -60,7 +60,6 @@ class SettingSums:
         exact = correct(chunk.log_probs, chunk.rollout_log_probs, chunk.mask, _EXACT)
         assert exact.weights is not None  # the exact rule has a level
         clean = _without(chunk, exact.nonfinite)
-        self.num_sequences += int(clean.mask.any(-1).sum())
         tokens = Tokens(clean, exact.weights[:, 0].double())
         tokens.once(self.moments)
         found = []

@@ -21,7 +21,6 @@ Layout = Literal["rlctl", "slime", "NeMo-RL"]
 
 _NEMO = re.compile(r"train_data_step(\d+)\.jsonl")
 _COLUMNS = ["step", "group_id", "reward", "response_ids", "rollout_log_probs", "training_log_probs"]
-_ROWS_AT_ONCE = 512
 _FIX = (
     "name a run directory with rollouts/*.parquet (kept with trainer.rollouts_per_step), slime's "
     "train_data/*.pt or NeMo-RL's train_data_step*.jsonl"
@@ -36,12 +35,12 @@ class Dump:
     files: tuple[Path, ...]  # at least one
 
     def steps(self) -> Iterator[Step]:
-        """Reads the files, with one step in memory at a time.
+        """Reads the files, with one file's or one step's rows in memory at a time.
 
         Raises:
             UsageError: a file cannot be read or lacks data that a replay needs.
         """
-        return _READERS[self.layout](self.files)
+        return _LAYOUTS[self.layout][1](self.files)
 
 
 def find_dump(path: Path) -> Dump:
@@ -55,18 +54,11 @@ def find_dump(path: Path) -> Dump:
     places = [path, path / ROLLOUTS_DIR, path / "train_data"] if path.is_dir() else [path]
     for place in places:
         files = sorted(place.iterdir()) if place.is_dir() else [place]
-        for layout, belongs in _BELONGS.items():
+        for layout, (belongs, _) in _LAYOUTS.items():
             chosen = [file for file in files if belongs(file)]
             if chosen:
                 return Dump(layout, tuple(sorted(chosen, key=lambda file: (step_of(file), file.name))))
     raise UsageError("no dumped rollouts found", where=str(path), fix=_FIX)
-
-
-_BELONGS: dict[Layout, Callable[[Path], bool]] = {
-    "rlctl": lambda file: file.suffix == ".parquet" and file.name.startswith("rollouts-"),
-    "slime": lambda file: file.suffix == ".pt" and file.stem.split("_")[0].isdigit(),
-    "NeMo-RL": lambda file: bool(_NEMO.fullmatch(file.name)),
-}
 
 
 # --- rlctl ----------------------------------------------------------------------------------------
@@ -75,21 +67,14 @@ _BELONGS: dict[Layout, Callable[[Path], bool]] = {
 def _read_own(files: Sequence[Path]) -> Iterator[Step]:
     """Reads `rollouts-*.parquet` (`rlctl.track.rollouts.SCHEMA`); a step's rows are adjacent in one file."""
     for file in files:
-        held: list[Any] = []
-        for batch in _batches(file):
-            steps = batch.column("step").to_numpy(zero_copy_only=False)
-            cuts = [0, *(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]
-            for start, stop in pairwise(cuts):
-                piece = batch.slice(start, stop - start)
-                if held and held[0].column("step")[0] != piece.column("step")[0]:
-                    yield _own_step(file, held)
-                    held = []
-                held.append(piece)
-        if held:
-            yield _own_step(file, held)
+        table = _own_table(file)
+        cuts = np.flatnonzero(np.diff(table.column("step").to_numpy())) + 1
+        for start, stop in pairwise([0, *cuts.tolist(), len(table)]):
+            if start < stop:
+                yield _own_step(file, table.slice(start, stop - start))
 
 
-def _batches(file: Path) -> Iterator[Any]:
+def _own_table(file: Path) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -99,23 +84,18 @@ def _batches(file: Path) -> Iterator[Any]:
             missing = [name for name in _COLUMNS if name not in parquet.schema_arrow.names]
             if missing:
                 raise UsageError(f"no column {', '.join(missing)}", where=str(file), fix=_FIX)
-            for batch in parquet.iter_batches(_ROWS_AT_ONCE, columns=_COLUMNS):
-                if batch.num_rows:
-                    yield batch.select(_COLUMNS).cast(schema)
+            return parquet.read(columns=_COLUMNS).select(_COLUMNS).cast(schema)
     except (OSError, pa.ArrowException, ValueError) as error:  # ValueError: null in a required column
         fix = "move it out of the directory to replay the others"
         raise UsageError(f"cannot be read as rollouts: {error}", where=str(file), fix=fix) from error
 
 
-def _own_step(file: Path, batches: list[Any]) -> Step:
+def _own_step(file: Path, table: Any) -> Step:
     """Converts the rows of one step.
 
     Raises:
         UsageError: the numbers of tokens and log-probs of a response differ.
     """
-    import pyarrow as pa
-
-    table = pa.Table.from_batches(batches).combine_chunks()
 
     def flat(name: str, kind: type) -> tuple[NDArray[Any], NDArray[np.int64]]:
         column = table.column(name).combine_chunks()
@@ -139,8 +119,9 @@ def _own_step(file: Path, batches: list[Any]) -> Step:
     )
 
 
-_READERS: dict[Layout, Callable[[Sequence[Path]], Iterator[Step]]] = {
-    "rlctl": _read_own,
-    "slime": read_slime,
-    "NeMo-RL": read_nemo,
+#: Whether a file is of the layout, and how its files are read.
+_LAYOUTS: dict[Layout, tuple[Callable[[Path], bool], Callable[[Sequence[Path]], Iterator[Step]]]] = {
+    "rlctl": (lambda file: file.suffix == ".parquet" and file.name.startswith("rollouts-"), _read_own),
+    "slime": (lambda file: file.suffix == ".pt" and file.stem.split("_")[0].isdigit(), read_slime),
+    "NeMo-RL": (lambda file: bool(_NEMO.fullmatch(file.name)), read_nemo),
 }

@@ -68,13 +68,8 @@ def whole_groups(step: Step) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int
 
 
 def pad(step: Step, rows: NDArray[np.int64], groups: NDArray[np.int64], blocks: NDArray[np.int64]) -> Chunk:
-    """Pads the rows to (B, T) tensors; padding is zero.
-
-    Raises:
-        ValueError: the step has no advantages.
-    """
-    if step.advantages is None:
-        raise ValueError("advantages are computed before rows are padded")
+    """Pads the rows of a step with advantages to (B, T) tensors; padding is zero."""
+    assert step.advantages is not None
     starts = np.cumsum(step.lengths) - step.lengths
     lengths = step.lengths[rows]
     places = np.arange(max(lengths.max(), 1))
@@ -90,8 +85,8 @@ def pad(step: Step, rows: NDArray[np.int64], groups: NDArray[np.int64], blocks: 
         mask=torch.from_numpy(inside) if step.mask is None else take(step.mask),
         token_ids=take(step.token_ids),
         advantages=torch.from_numpy(step.advantages[rows]),
-        groups=torch.from_numpy(groups.copy()),
-        blocks=torch.from_numpy(blocks.copy()),
+        groups=torch.from_numpy(groups),
+        blocks=torch.from_numpy(blocks),
     )
 
 
@@ -119,5 +114,4 @@ def advantages_of(step: Step, estimator: str, notes: list[str]) -> NDArray[np.fl
         advantages = outcome_advantages.weighted_baseline(scores, lengths, groups, valid)
     else:
         advantages = outcome_advantages.rloo(scores, groups, valid)
-    result: NDArray[np.float64] = advantages.double().numpy()
-    return result
+    return np.asarray(advantages.double())

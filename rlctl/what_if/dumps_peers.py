@@ -172,7 +172,7 @@ def _ragged(number: int, rows: list[_DumpedRow]) -> Step:
 
     def flat(name: str, kind: type) -> NDArray[Any]:
         parts = [np.empty(0, kind), *(getattr(row, name) for row in rows)]
-        return np.concatenate(parts).astype(kind, copy=False)
+        return np.asarray(np.concatenate(parts), kind)
 
     return Step(
         number=number,

@@ -30,7 +30,7 @@ def what_if(path: Path) -> Tradeoff:
     if spec is None:
         found = replay(dump.steps(), grid(), WhatIfQuestion())
         return found.with_notes(*notes)
-    correction = spec.algorithm.rollout_correction
+    algorithm, correction = spec.algorithm, spec.algorithm.rollout_correction
     applies = not (correction.bypass_mode and loss_rule(spec).has_ratio)
     if not applies:
         notes.append(
@@ -45,21 +45,15 @@ def what_if(path: Path) -> Tradeoff:
         notes.append(
             "score centering needs tokens that are not in the dump: the run's own setting is left out"
         )
-    if spec.algorithm.use_kl_in_reward:
+    if algorithm.use_kl_in_reward:
         notes.append("advantages are without the penalty of use_kl_in_reward, which is not in the dump")
+    is_dr_grpo = algorithm.adv_estimator == "grpo" and not algorithm.norm_adv_by_std_in_grpo
     question = WhatIfQuestion(
-        estimator=_estimator(spec),
+        estimator="dr_grpo" if is_dr_grpo else algorithm.adv_estimator,
         groups_per_batch=spec.ppo_mini_batch_size,
         mean_per_sequence=spec.actor.loss_agg_mode == "seq-mean-token-mean",
     )
     return replay(dump.steps(), grid(correction if applies else None), question).with_notes(*notes)
-
-
-def _estimator(spec: RunSpec) -> str:
-    """Name of the advantage estimator; GRPO without division by the standard deviation is `dr_grpo`."""
-    algorithm = spec.algorithm
-    divides = algorithm.adv_estimator != "grpo" or algorithm.norm_adv_by_std_in_grpo
-    return algorithm.adv_estimator if divides else "dr_grpo"
 
 
 def _spec_beside(dump: Dump) -> tuple[RunSpec | None, list[str]]:

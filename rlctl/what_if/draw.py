@@ -50,18 +50,14 @@ def svg(tradeoff: Tradeoff) -> str:
     and the recommended one (ring). Names are escaped; the SVG loads no external resources. Empty if the
     replay could not estimate errors.
     """
-    drawn = [outcome for outcome in tradeoff.outcomes if outcome.bias and outcome.variance]
+    drawn = tradeoff.points()
     if not drawn:
         return ""
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-    x = _Axis((outcome.variance.value for outcome in drawn if outcome.variance), _LEFT, right)
-    y = _Axis((outcome.bias.value for outcome in drawn if outcome.bias), bottom, _TOP)
-
-    def place(outcome: SettingOutcome) -> tuple[float, float]:
-        variance = outcome.variance.value if outcome.variance else _CEILING
-        return x.pixel(variance), y.pixel(outcome.bias.value if outcome.bias else _CEILING)
-
-    points = " ".join(f"{left:.1f},{top:.1f}" for left, top in map(place, tradeoff.frontier()))
+    x = _Axis((variance for variance, _, _ in drawn), _LEFT, right)
+    y = _Axis((bias for _, bias, _ in drawn), bottom, _TOP)
+    at = {one.setting.name: (x.pixel(variance), y.pixel(bias)) for variance, bias, one in drawn}
+    points = " ".join("{:.1f},{:.1f}".format(*at[one.setting.name]) for one in tradeoff.frontier())
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
         'font-family="sans-serif" font-size="12" fill="currentColor">',
@@ -72,19 +68,21 @@ def svg(tradeoff: Tradeoff) -> str:
         f'<text x="14" y="{(_TOP + bottom) / 2}" text-anchor="middle" '
         f'transform="rotate(-90 14 {(_TOP + bottom) / 2})">bias²: tangent² of the angle</text>',
     ]
-    for tick, at in ((tick, x.pixel(tick)) for tick in x.ticks()):
-        parts.append(f'<path d="M{at:.1f} {bottom}v4" stroke="currentColor"/>')
-        parts.append(f'<text x="{at:.1f}" y="{bottom + 18}" text-anchor="middle">{tick:g}</text>')
-    for tick, at in ((tick, y.pixel(tick)) for tick in y.ticks()):
-        parts.append(f'<path d="M{_LEFT} {at:.1f}h-4" stroke="currentColor"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    for tick in x.ticks():
+        left = x.pixel(tick)
+        parts.append(f'<path d="M{left:.1f} {bottom}v4" stroke="currentColor"/>')
+        parts.append(f'<text x="{left:.1f}" y="{bottom + 18}" text-anchor="middle">{tick:g}</text>')
+    for tick in y.ticks():
+        top = y.pixel(tick)
+        parts.append(f'<path d="M{_LEFT} {top:.1f}h-4" stroke="currentColor"/>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{top + 4:.1f}" text-anchor="end">{tick:g}</text>')
     parts.append(f'<polyline points="{points}" fill="none" stroke="#999999" stroke-dasharray="3 3"/>')
-    parts += [_dot(*place(outcome), outcome) for outcome in reversed(drawn)]  # best on top
+    parts += [_dot(*at[one.setting.name], one) for _, _, one in reversed(drawn)]  # best on top
     if tradeoff.recommended:
-        left, top = place(tradeoff.outcome(tradeoff.recommended.name))
+        left, top = at[tradeoff.outcome(tradeoff.recommended.name).setting.name]
         ring = f'<circle cx="{left:.1f}" cy="{top:.1f}" r="9" fill="none" stroke="#e41a1c" stroke-width="2"/>'
         parts.append(ring)
-    families = {outcome.setting.family for outcome in drawn}
+    families = {one.setting.family for _, _, one in drawn}
     for row, name in enumerate(name for name in _COLOURS if name in families):
         left, top, label = right + 24, _TOP + 18 * row, "this run" if name == "run" else name
         parts.append(f'<circle cx="{left}" cy="{top}" r="4.5" fill="{_COLOURS[name]}"/>')

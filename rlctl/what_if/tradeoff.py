@@ -112,13 +112,16 @@ class Tradeoff:
         chosen = asdict(self.recommended) if self.recommended else None
         return rest | {"recommended": chosen, "notes": list(self.notes), "settings": rows}
 
-    def frontier(self) -> tuple[SettingOutcome, ...]:
-        """Settings that no other setting beats in both bias and variance, sorted by variance."""
-        points = [
+    def points(self) -> list[tuple[float, float, SettingOutcome]]:
+        """(variance, bias², outcome) of every setting; empty if errors could not be estimated."""
+        return [
             (one.variance.value, one.bias.value, one) for one in self.outcomes if one.bias and one.variance
         ]
+
+    def frontier(self) -> tuple[SettingOutcome, ...]:
+        """Settings that no other setting beats in both bias and variance, sorted by variance."""
         best, found = math.inf, []
-        for _, bias, outcome in sorted(points, key=lambda point: point[:2]):
+        for _, bias, outcome in sorted(self.points(), key=lambda point: point[:2]):
             if bias < best:
                 best = bias
                 found.append(outcome)

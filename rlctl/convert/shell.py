@@ -148,7 +148,7 @@ class _Shell:
             values = [arg for element in word.elements for arg in self._expand(element)]
             self.variables[name] = (before if isinstance(before, list) and plus else []) + values
         else:
-            value = " ".join(arg.text for arg in self._expand(ShellWord(raw, word.line), split=False))
+            value = self._text(raw, quoted=False)
             self.variables[name] = f"{before}{value}" if plus and isinstance(before, str) else value
 
     def _source(self, arg: Arg) -> None:
@@ -158,81 +158,51 @@ class _Shell:
             return
         self.run(file.read_text(encoding="utf-8", errors="replace"))
 
-    def _expand(self, word: ShellWord, *, split: bool = True) -> list[Arg]:
+    def _expand(self, word: ShellWord) -> list[Arg]:
         """Expands a word to arguments; elements of an array keep their lines."""
-        fields: list[Arg] = []
-        current: list[str] = []
-        is_open = False
+        args: list[Arg] = []
+        current: str | None = None  # text of an argument that is not complete yet
+        for part, is_whole in self._parts(word.raw):
+            if isinstance(part, list) and not current:
+                args += part
+                current = None
+                continue
+            text = _joined(part)
+            for number, piece in enumerate([text] if is_whole else re.split(r"\s+", text)):
+                if number and current is not None:
+                    args.append(Arg(current, word.line))
+                    current = None
+                if piece or is_whole:
+                    current = (current or "") + piece
+        return args if current is None else [*args, Arg(current, word.line)]
 
-        def close() -> None:
-            nonlocal is_open
-            if is_open:
-                fields.append(Arg("".join(current), word.line))
-            current.clear()
-            is_open = False
-
-        for text, is_quoted, several in self._parts(word.raw):
-            if several is not None:
-                if any(current) or not split:
-                    current.append(" ".join(arg.text for arg in several))
-                    is_open = True
-                else:
-                    is_open = False
-                    close()
-                    fields += several
-            elif is_quoted or not split or not re.search(r"\s", text):
-                is_open = is_open or is_quoted or bool(text)
-                current.append(text)
-            else:
-                pieces = re.split(r"\s+", text)
-                for number, piece in enumerate(pieces):
-                    if number:
-                        close()
-                    current.append(piece)
-                    is_open = is_open or bool(piece)
-        close()
-        return fields
-
-    def _parts(self, raw: str, *, quoted: bool = False) -> Iterator[tuple[str, bool, list[Arg] | None]]:
-        """Yields (text, whether quoted, elements of an array) for each piece of a word."""
+    def _parts(self, raw: str, *, quoted: bool = False) -> Iterator[tuple[str | list[Arg], bool]]:
+        """Yields (text or the elements of an array, whether it is not split at spaces) per part of a word."""
         at = 0
         while at < len(raw):
-            char = raw[at]
-            if char == "\\" and at + 1 < len(raw):
-                following = raw[at + 1]
+            char, following, end = raw[at], raw[at + 1 : at + 2], at + 1
+            if char == "\\" and following:
+                end = at + 2
                 is_escape = not quoted or following in '$`"\\\n'
-                yield ("" if following == "\n" else following if is_escape else f"\\{following}"), True, None
-                at += 2
-            elif char == "'" and not quoted:
+                yield ("" if following == "\n" else following if is_escape else f"\\{following}"), True
+            elif not quoted and (char == "'" or char + following == "$'"):
+                start = at + 1 + (char == "$")
+                end = end_of(raw, start - 1)
+                yield raw[start : end - 1], True
+            elif not quoted and char == '"':
                 end = end_of(raw, at)
-                yield raw[at + 1 : end - 1], True, None
-                at = end
-            elif char == '"' and not quoted:
-                end = end_of(raw, at)
-                yield "", True, None
+                yield "", True
                 yield from self._parts(raw[at + 1 : end - 1], quoted=True)
-                at = end
-            elif char == "$" and raw[at + 1 : at + 2] == "'" and not quoted:
-                end = end_of(raw, at + 1)
-                yield raw[at + 2 : end - 1], True, None
-                at = end
             elif char in "$`" and (end := end_of(raw, at)) > at + 1:
                 found = self._value(raw[at:end])
-                if isinstance(found, list):
-                    yield "", quoted, found
-                else:
-                    yield found, quoted or is_unresolved(found), None
-                at = end
+                yield found, quoted or isinstance(found, list) or is_unresolved(found)
             else:
-                yield char, quoted, None
-                at += 1
+                yield char, quoted
+            at = end
 
-    def _text(self, raw: str) -> str:
-        """Expands `raw` to one text."""
-        texts = []
-        for text, _, several in self._parts(raw, quoted=True):
-            texts.append(text if several is None else " ".join(arg.text for arg in several))
-        return "".join(texts)
+    def _text(self, raw: str, *, quoted: bool = True) -> str:
+        """Expands `raw` to one text, as if in double quotes if `quoted`."""
+        return "".join(_joined(part) for part, _ in self._parts(raw, quoted=quoted))
 
     def _value(self, raw: str) -> str | list[Arg]:
         """Value of `$NAME`, `${…}`, `$((…))` or `$(…)`; `raw` itself if unknown."""
@@ -278,9 +248,8 @@ class _Shell:
     def _operated(self, raw: str, value: str | list[Arg] | None, rest: str) -> str | list[Arg]:
         """Applies `:-default`, `%suffix`, `/a/b` and similar operators to `value`."""
         is_empty = value is None or (rest.startswith(":") and not value)
-        operator = rest.lstrip(":")[:1]
-        operand = rest.lstrip(":")[1:]
-        if operator in {"-", "="} and rest[:1] in {":", operator}:
+        operator, operand = rest.lstrip(":")[:1], rest.lstrip(":")[1:]
+        if operator in {"-", "="}:
             return self._text(operand.strip('"')) if is_empty or value is None else value
         if operator == "+":
             return "" if is_empty else self._text(operand)
@@ -306,6 +275,10 @@ class _Shell:
             if args and args[0] == "echo":
                 return " ".join(args[1:])
         return raw
+
+
+def _joined(part: str | list[Arg]) -> str:
+    return part if isinstance(part, str) else " ".join(arg.text for arg in part)
 
 
 def _trimmed(value: str, rest: str, text_of: Callable[[str], str]) -> str:

@@ -112,11 +112,11 @@ class Parser:
             elif char == "#":
                 end = self.text.find("\n", self.at)
                 self.at = len(self.text) if end < 0 else end
-            elif char in "\n;&|()" and not self._is_redirection():
+            elif char in "<>" or self.text.startswith("&>", self.at):
+                skip_next = self._redirection(command)
+            elif char in "\n;&|()":
                 if self._operator(command):
                     break
-            elif char in "<>" or self._is_redirection():
-                skip_next = self._redirection(command)
             else:
                 word = self._word()
                 if skip_next:
@@ -153,9 +153,6 @@ class Parser:
             self.line += 1
             self._read_documents()
         return True
-
-    def _is_redirection(self) -> bool:
-        return self.text.startswith("&>", self.at)
 
     def _redirection(self, command: ShellCommand) -> bool:
         """Consumes `>`, `<<EOF` and similar; returns whether the next word is the redirection's file."""

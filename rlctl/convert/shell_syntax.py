@@ -90,7 +90,7 @@ class Parser:
         if first == "case":
             self.block({"esac"})
             return Compound("case", line)
-        if first.endswith("()") or first == "function":
+        if first.endswith("()") or (first == "function" and command.words[1:]):
             name = command.words[1].raw if first == "function" else first
             if not any(word.raw == "{" for word in command.words):
                 self.block({"{"})

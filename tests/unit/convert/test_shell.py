@@ -88,7 +88,20 @@ def test_lines_are_those_of_array_elements(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "script",
-    ["run '", 'run "$(a', "A=(x", "if true; then", "case x in", "((", "<<", "f() {", "${", "`", "run \\"],
+    [
+        "run '",
+        'run "$(a',
+        "A=(x",
+        "if true; then",
+        "case x in",
+        "((",
+        "<<",
+        "f() {",
+        "function\n",
+        "${",
+        "`",
+        "run \\",
+    ],
 )
 def test_a_broken_script_does_not_crash(script: str, tmp_path: Path) -> None:
     started(script, tmp_path)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlctl.convert.table import KeyRule, KeyTable, compute, placeholders, word
-from rlctl.convert.translate import STATUSES, KeyOutcome, Status
+from rlctl.convert.translate import Conversion, KeyOutcome
 from rlctl.spec.keys import known_leaves, value_of
 from rlctl.spec.resolve import correction_rules
 from rlctl.spec.run_spec import RunSpec
@@ -28,18 +28,11 @@ _LAUNCH = {"_class", "num_processes"}
 
 
 @dataclass(slots=True)
-class Export:
-    """The other framework's keys, and the outcome for each spec key."""
+class Export(Conversion):
+    """The other framework's keys; one row for every spec key that differs from its default or is written."""
 
-    table: KeyTable  # the framework
-    rows: list[KeyOutcome]  # one per spec key that differs from its default or is written
     #: key → value, without values equal to the framework's default
     settings: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def counts(self) -> dict[Status, int]:
-        """Number of spec keys per status."""
-        return {status: sum(row.status == status for row in self.rows) for status in STATUSES}
 
 
 def export(spec: RunSpec, table: KeyTable) -> Export:

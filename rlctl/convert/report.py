@@ -8,7 +8,7 @@ from typing import Any
 
 from rlctl.convert.export import Export
 from rlctl.convert.table import word
-from rlctl.convert.translate import STATUSES, KeyOutcome, Translation
+from rlctl.convert.translate import STATUSES, Conversion, KeyOutcome, Translation
 from rlctl.markdown import block, code, plain, prose, table
 
 
@@ -35,10 +35,7 @@ def _yaml(value: Any) -> str:
 
 def document(result: Translation, spec_text: str) -> dict[str, Any]:
     """Converts a translation to a JSON document."""
-    return {
-        "framework": result.table.title,
-        "counts": result.counts,
-        "keys": [asdict(row) for row in result.rows],
+    return _document(result) | {
         "defaults": [asdict(row) for row in result.implied],
         "problems": [asdict(problem) for problem in result.problems],
         "notes": result.notes,
@@ -49,13 +46,12 @@ def document(result: Translation, spec_text: str) -> dict[str, Any]:
 
 def export_document(result: Export, text: str) -> dict[str, Any]:
     """Converts an export to a JSON document."""
-    return {
-        "framework": result.table.title,
-        "counts": result.counts,
-        "keys": [asdict(row) for row in result.rows],
-        "text": text,
-        "settings": result.settings,
-    }
+    return _document(result) | {"text": text, "settings": result.settings}
+
+
+def _document(result: Conversion) -> dict[str, Any]:
+    rows = [asdict(row) for row in result.rows]
+    return {"framework": result.table.title, "counts": result.counts, "keys": rows}
 
 
 def export_markdown(result: Export, text: str) -> str:
@@ -111,7 +107,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def summary(result: Translation | Export) -> str:
+def summary(result: Conversion) -> str:
     """Number of keys per status, in one sentence."""
     parts = [f"{count} {STATUSES[status]}" for status, count in result.counts.items() if count]
     return f"{len(result.rows)} keys: {', '.join(parts) or 'none'}."

@@ -83,7 +83,7 @@ def read(
         what = f"no launch command, configuration class or keys of {known} in it"
         fix = "name the framework with --from" if framework is None else "is it another framework's?"
         raise UsageError(what, where=str(path), fix=fix)
-    return ForeignConfig(found[0], _interpolated(_last(found[0], found[1])), notes)
+    return ForeignConfig(found[0], _interpolated(_last(*found)), notes)
 
 
 def _text_of(path: Path) -> str:

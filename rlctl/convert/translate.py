@@ -36,11 +36,22 @@ class KeyOutcome:
 
 
 @dataclass(slots=True)
-class Translation:
-    """A spec as dotted keys, with the origin of every value."""
+class Conversion:
+    """The outcome for every key, of an import or export."""
 
     table: KeyTable  # the framework
-    rows: list[KeyOutcome]  # one for every key that the file sets
+    rows: list[KeyOutcome]
+
+    @property
+    def counts(self) -> dict[Status, int]:
+        """Number of keys per status."""
+        return {status: sum(row.status == status for row in self.rows) for status in STATUSES}
+
+
+@dataclass(slots=True)
+class Translation(Conversion):
+    """A spec as dotted keys, with the origin of every value; one row for every key that the file sets."""
+
     spec: dict[str, Any]  # key → value
     origins: dict[str, str]  # spec key → origin of its value, as text
     #: rows for defaults of the framework that differ from rlctl's
@@ -48,11 +59,6 @@ class Translation:
     #: errors to fix before `rlctl train` accepts the spec, and warnings
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # unsupported parts of the file
-
-    @property
-    def counts(self) -> dict[Status, int]:
-        """Number of the file's keys per status."""
-        return {status: sum(row.status == status for row in self.rows) for status in STATUSES}
 
 
 def translate(source: ForeignConfig) -> Translation:
@@ -131,11 +137,10 @@ def _add_row(
             fix = "set its variables with --set NAME=VALUE, or write the key into the spec"
             result.problems.append(Problem("error", target, what, fix))
     if status == "not supported" and not rule.unsupported:
-        lost = [rule.to] if became.get(rule.to, _MISSING) is _MISSING else []
-        lost = [one for one in [*lost, *table.read_by.get(key, [])] if one and one not in became]
-        for target in lost:
-            what = f"{key} = {word(setting.value)} has no counterpart; rlctl's default would be used"
-            result.problems.append(Problem("error", target, what, "write the key into the spec"))
+        what = f"{key} = {word(setting.value)} has no counterpart; rlctl's default would be used"
+        for target in (rule.to, *table.read_by.get(key, [])):
+            if target and target not in became:
+                result.problems.append(Problem("error", target, what, "write the key into the spec"))
     if open_values:
         note = f"not determined by the file{': ' if note else ''}{note}"
     for target, value in became.items():
@@ -160,15 +165,15 @@ def _add_defaults(
     for key, rule in result.table.keys.items():
         if key in given or (rule.default is None and not rule.to):
             continue
-        became: dict[str, Any] = {}
-        if rule.to and rule.default is not None and rule.to not in result.spec:
-            became[rule.to] = _mapped(rule, rule.default)
-        targets = result.table.read_by.get(key, [])
-        became |= {target: computed[target] for target in targets if target not in result.spec}
-        for target, value in list(became.items()):
-            is_value = value is not _MISSING and value is not _LEFT_OUT and not isinstance(value, Unresolved)
-            if not is_value or _is_equal(value, ours.get(target)):
-                del became[target]
+        found = {rule.to: _mapped(rule, rule.default)} if rule.to and rule.default is not None else {}
+        found |= {target: computed[target] for target in result.table.read_by.get(key, [])}
+        became = {
+            target: value
+            for target, value in found.items()
+            if target not in result.spec
+            and not (value is _MISSING or value is _LEFT_OUT or isinstance(value, Unresolved))
+            and not _is_equal(value, ours.get(target))
+        }
         if not became:
             continue
         result.spec |= became

@@ -35,31 +35,32 @@ class BackgroundSink:
             Exception: the sink's exception from an earlier step.
             TimeoutError: the queue is full.
         """
-        if self._error:
-            raise self._error
-        try:
-            self._steps.put_nowait((step, dict(metrics)))
-        except queue.Full:
-            raise TimeoutError(f"{MAX_WAITING:,} steps wait for it") from None
+        self._put((step, dict(metrics)))
 
     def close(self, status: str) -> None:
         """Waits until the sink has processed all steps and is closed, at most `CLOSE_S` seconds.
 
-        If the queue is full, the sink is not closed and the queued steps are lost.
-
         Raises:
             Exception: the sink's exception.
-            TimeoutError: the sink did not finish in time.
+            TimeoutError: the queue is full, so the sink is not closed and queued steps can be lost, or the
+                sink did not finish in time.
         """
-        if not self._error and not self._steps.full():
-            self._steps.put(status)
-            self._thread.join(CLOSE_S)
-            if self._thread.is_alive():
-                raise TimeoutError(
-                    f"not finished {CLOSE_S:.0f} s after the run; the remaining steps are not sent"
-                )
+        self._put(status)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            raise TimeoutError(
+                f"not finished {CLOSE_S:.0f} s after the run; the remaining steps are not sent"
+            )
         if self._error:
             raise self._error
+
+    def _put(self, entry: tuple[int, Mapping[str, float]] | str) -> None:
+        if self._error:
+            raise self._error
+        try:
+            self._steps.put_nowait(entry)
+        except queue.Full:
+            raise TimeoutError(f"{MAX_WAITING:,} steps wait for it") from None
 
     def _work(self) -> None:
         try:

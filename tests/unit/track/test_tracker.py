@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -97,6 +98,23 @@ def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest
             tracker.log(step, {"a": 1.0})
     assert steps(tmp_path) == list(range(1, 9))
     assert sum("crowded failed and is disabled" in note for note in notes) == 1
+    goes_on.set()
+
+
+def test_steps_that_are_lost_at_the_end_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue is full when the run ends, and no step was refused before."""
+    monkeypatch.setattr(background, "MAX_WAITING", 2)
+    notes: list[str] = []
+    goes_on = threading.Event()
+    sink = BackgroundSink("crowded", lambda: Hanging(goes_on))
+    with Tracker(JsonlSink(tmp_path / "metrics.jsonl"), [sink], show=notes.append) as tracker:
+        tracker.log(1, {"a": 1.0})
+        while not sink._steps.empty():  # the sink hangs in the first step
+            time.sleep(0.01)
+        tracker.log(2, {"a": 1.0})
+        tracker.log(3, {"a": 1.0})
+        assert notes == []
+    assert notes == ["warning: crowded did not close cleanly: TimeoutError: 2 steps wait for it"]
     goes_on.set()
 
 

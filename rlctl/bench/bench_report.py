@@ -134,11 +134,11 @@ def regret_table(rows: list[Row]) -> str:
     return _table(["default", "mean regret", "largest"], lines)
 
 
-def separation_table(rows: list[Row], best: int = 6) -> str:
+def separation_table(rows: list[Row]) -> str:
     """Number of seeds that a paired comparison needs, each with all places; see `worlds_to_separate`."""
     found = _errors(rows, GROUPS)
     order = _order(found)
-    shown = [rule for rule in order if rule in SHOWN or rule in order[: best // 2]][:best]
+    shown = [rule for rule in order if rule in SHOWN or rule in order[:3]][:6]
     if len(shown) < 2:
         return ""
     lines = []

@@ -7,7 +7,6 @@ a loss needs come from a large mini-batch: 4,096 responses drawn with a fixed se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -250,15 +249,13 @@ def _binomial(n: int, p: float) -> Floats:
     return found
 
 
-def ess_against_length(
-    sigma: float, lengths: list[int], *, seed: int = 0
-) -> Mapping[int, tuple[float, float]]:
+def ess_against_length(sigma: float, lengths: list[int]) -> dict[int, tuple[float, float]]:
     """Per length T: exact relative ESS of sequence weights, and its prediction exp(−T·Var log ρ).
 
     Tokens are independent; the vocabulary has 16 tokens. One policy's logits are those of the other plus
     N(0, sigma²) noise.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     logits = rng.normal(size=16)
     both = (logits, logits + sigma * rng.normal(size=16))
     train, rollout = (x - np.log(np.exp(x).sum()) for x in both)

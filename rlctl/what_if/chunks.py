@@ -101,15 +101,14 @@ def advantages_of(step: Step, estimator: str, notes: list[str]) -> NDArray[np.fl
     scores, groups = torch.tensor(step.rewards), torch.tensor(step.group_ids)
     valid = scores.isfinite()
     scores = scores.nan_to_num(0.0)
-    alone = len(np.unique(step.group_ids)) == len(step.group_ids)
-    if alone:
+    if len(np.unique(step.group_ids)) == len(step.group_ids):
         notes.append("one response per prompt: advantages are rewards minus the step's mean")
-        groups = torch.zeros_like(groups)
+        groups, estimator = torch.zeros_like(groups), "rloo"
     elif estimator not in ("rloo", "grpo", "dr_grpo", "opo"):
         notes.append(f"advantages of {estimator} are not in the dump: those of rloo are used")
-    if estimator in ("grpo", "dr_grpo") and not alone:
+    if estimator in ("grpo", "dr_grpo"):
         advantages = outcome_advantages.grpo(scores, groups, valid, divide_by_std=estimator == "grpo")
-    elif estimator == "opo" and not alone:
+    elif estimator == "opo":
         lengths = torch.tensor(step.lengths)
         advantages = outcome_advantages.weighted_baseline(scores, lengths, groups, valid)
     else:

@@ -47,10 +47,11 @@ class Proxies:
     trust: float  # weight of the surrogate's gradients, in [0, 1]; the prior has the remaining weight
 
 
-def draws(num_blocks: int, seed: int = 0) -> Floats:
+def draws(num_blocks: int) -> Floats:
     """(1 + RESAMPLES, K) counts per block: first every block once, then bootstrap draws of K blocks."""
-    generator = np.random.default_rng(seed)
-    drawn = generator.multinomial(num_blocks, np.full(num_blocks, 1.0 / num_blocks), size=RESAMPLES)
+    drawn = np.random.default_rng(0).multinomial(
+        num_blocks, np.full(num_blocks, 1.0 / num_blocks), size=RESAMPLES
+    )
     return np.concatenate([np.ones((1, num_blocks)), drawn.astype(np.float64)])
 
 

@@ -102,11 +102,10 @@ class Tradeoff:
         """Converts to plain types for JSON, without infinities."""
         rows = []
         for outcome in self.outcomes:
-            row: dict[str, Any] = {"name": outcome.setting.name, "family": outcome.setting.family}
-            row["overrides"] = list(outcome.setting.overrides)
-            fields = asdict(outcome)
+            setting, fields = outcome.setting, asdict(outcome)
             del fields["setting"]
-            rows.append(row | fields)
+            head = {"name": setting.name, "family": setting.family, "overrides": list(setting.overrides)}
+            rows.append(head | fields)
         counts = ("num_steps", "num_groups", "num_sequences", "num_tokens", "groups_per_batch", "trust")
         rest = {name: getattr(self, name) for name in ("plainest", *counts)}
         chosen = asdict(self.recommended) if self.recommended else None

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.learning import seeds_of
 from rlctl.algos.correction import correct
 from rlctl.spec.algorithm import RolloutCorrectionSpec
-from rlctl.what_if.replay import WhatIfQuestion, replay
+from rlctl.what_if.replay import replay
 from rlctl.what_if.settings import Setting, grid
 from rlctl.what_if.step import Step
 from tests.reference.enumerable import GROUP, Truth, World
@@ -152,7 +152,7 @@ def compare(where: str, truths: dict[str, Truth], step: Step, dumped: int) -> It
         errors = {name: truth.error(groups) for name, truth in truths.items()}
         plain = {name: truth.plain_error(groups) for name, truth in truths.items()}
         best, plainest = min(errors.values()), min(plain.values())
-        found = replay([step], SETTINGS, WhatIfQuestion(groups_per_batch=groups))
+        found = replay([step], SETTINGS, groups_per_batch=groups)
         if found.recommended is None or found.plainest is None:
             continue
         chosen = {"recommended": found.recommended.name} | {name: name for name in FIXED}

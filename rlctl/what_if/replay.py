@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,18 +19,14 @@ from rlctl.what_if.tradeoff import Tradeoff
 _NO_WEIGHT = CorrectionRules(WeightRule(None))
 
 
-@dataclass(frozen=True, slots=True)
-class WhatIfQuestion:
-    """Known settings of the replayed run."""
-
-    #: `algorithm.adv_estimator`; computes the advantages if the dump has none
-    estimator: str = "rloo"
-    #: prompt groups of one optimizer step; None: the mean number per dumped step
-    groups_per_batch: int | None = None
-    mean_per_sequence: bool = False  # whether the loss first averages over the tokens of each sequence
-
-
-def replay(steps: Iterable[Step], settings: Sequence[Setting], question: WhatIfQuestion) -> Tradeoff:
+def replay(
+    steps: Iterable[Step],
+    settings: Sequence[Setting],
+    *,
+    estimator: str = "rloo",
+    groups_per_batch: int | None = None,
+    mean_per_sequence: bool = False,
+) -> Tradeoff:
     """Evaluates every setting on every step.
 
     Weights are normalised by their mean over a mini-batch. A dump often contains only a few rows per step, so
@@ -39,7 +35,9 @@ def replay(steps: Iterable[Step], settings: Sequence[Setting], question: WhatIfQ
     Args:
         steps: read once; only the steps of one pool are in memory.
         settings: with unique names; equal rules are computed once.
-        question: known settings of the run.
+        estimator: the run's `algorithm.adv_estimator`; computes the advantages if the dump has none.
+        groups_per_batch: prompt groups of one optimizer step; None: the mean number per dumped step.
+        mean_per_sequence: whether the loss first averages over the tokens of each sequence.
 
     Raises:
         UsageError: no response has finite log-probs of both policies.
@@ -49,20 +47,20 @@ def replay(steps: Iterable[Step], settings: Sequence[Setting], question: WhatIfQ
         named.setdefault(setting.rules, []).append(setting)
     rules = [*named, *({_NO_WEIGHT} - named.keys())]
     sums = SettingSums(rules)
-    for batch in pooled(_with_advantages(steps, question, sums), question.groups_per_batch or 1):
+
+    def with_advantages() -> Iterator[Step]:
+        for step in steps:
+            found = advantages_of(step, estimator, sums.notes)
+            if mean_per_sequence:
+                found = found / np.maximum(step.lengths, 1)
+            sums.num_steps += 1
+            yield replace(step, advantages=found)
+
+    for batch in pooled(with_advantages(), groups_per_batch or 1):
         sums.add(batch)
     num_groups, num_sequences, _ = sums.moments.counts.sum(1)
     if not num_sequences:
         raise UsageError("the dump holds no response with finite log-probs of both policies")
-    groups = question.groups_per_batch or float(num_groups / sums.num_steps)
+    groups = groups_per_batch or float(num_groups / sums.num_steps)
     names = [named.get(rule, []) for rule in rules]
     return summarized(sums, names, rules.index(_NO_WEIGHT), groups)
-
-
-def _with_advantages(steps: Iterable[Step], question: WhatIfQuestion, sums: SettingSums) -> Iterator[Step]:
-    for step in steps:
-        found = advantages_of(step, question.estimator, sums.notes)
-        if question.mean_per_sequence:
-            found = found / np.maximum(step.lengths, 1)
-        sums.num_steps += 1
-        yield replace(step, advantages=found)

@@ -23,13 +23,12 @@ def what_if(path: Path) -> Tradeoff:
     Raises:
         UsageError: there are no dumped rollouts, they cannot be read, or none has finite log-probs.
     """
-    from rlctl.what_if.replay import WhatIfQuestion, replay  # imports torch, which takes seconds
+    from rlctl.what_if.replay import replay  # imports torch, which takes seconds
 
     dump = find_dump(path)
     spec, notes = _spec_beside(dump)
     if spec is None:
-        found = replay(dump.steps(), grid(), WhatIfQuestion())
-        return found.with_notes(*notes)
+        return replay(dump.steps(), grid()).with_notes(*notes)
     algorithm, correction = spec.algorithm, spec.algorithm.rollout_correction
     applies = not (correction.bypass_mode and loss_rule(spec).has_ratio)
     if not applies:
@@ -48,12 +47,14 @@ def what_if(path: Path) -> Tradeoff:
     if algorithm.use_kl_in_reward:
         notes.append("advantages are without the penalty of use_kl_in_reward, which is not in the dump")
     is_dr_grpo = algorithm.adv_estimator == "grpo" and not algorithm.norm_adv_by_std_in_grpo
-    question = WhatIfQuestion(
+    found = replay(
+        dump.steps(),
+        grid(correction if applies else None),
         estimator="dr_grpo" if is_dr_grpo else algorithm.adv_estimator,
         groups_per_batch=spec.ppo_mini_batch_size,
         mean_per_sequence=spec.actor.loss_agg_mode == "seq-mean-token-mean",
     )
-    return replay(dump.steps(), grid(correction if applies else None), question).with_notes(*notes)
+    return found.with_notes(*notes)
 
 
 def _spec_beside(dump: Dump) -> tuple[RunSpec | None, list[str]]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlctl.spec.algorithm import RolloutCorrectionSpec
-from rlctl.what_if.replay import WhatIfQuestion, replay
+from rlctl.what_if.replay import replay
 from rlctl.what_if.settings import grid
 from tests.reference.enumerable import GROUP, World
 
@@ -84,7 +84,7 @@ def test_the_recommendation_beats_any_fixed_rule() -> None:
         step = world.sample(256, seed=case[0])
         for groups in (16, 256):
             errors = {name: truth.error(groups) for name, truth in truths.items()}
-            found = replay([step], SETTINGS, WhatIfQuestion(groups_per_batch=groups)).recommended
+            found = replay([step], SETTINGS, groups_per_batch=groups).recommended
             assert found is not None
             for who, name in {"recommended": found.name, **{name: name for name in FIXED}}.items():
                 excess[who].append(errors[name] - min(errors.values()))

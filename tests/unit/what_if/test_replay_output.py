@@ -19,7 +19,7 @@ from rlctl.errors import UsageError
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.load import dump_spec, load_spec
 from rlctl.what_if import draw
-from rlctl.what_if.replay import WhatIfQuestion, replay
+from rlctl.what_if.replay import replay
 from rlctl.what_if.setting_sums import SettingSums
 from rlctl.what_if.settings import Setting, frameworks, grid
 from rlctl.what_if.step import Step
@@ -82,7 +82,7 @@ def test_equal_rules_share_a_row(found: Tradeoff) -> None:
 def test_settings_that_do_the_same_share_a_row_led_by_the_runs_own() -> None:
     """Ratios so near 1 that no threshold binds: few rows are left, and no name is lost."""
     settings = grid(RolloutCorrectionSpec())
-    found = replay([make_step(seed, groups=8, scale=1e-4) for seed in range(4)], settings, WhatIfQuestion())
+    found = replay([make_step(seed, groups=8, scale=1e-4) for seed in range(4)], settings)
     assert len(found.outcomes) < len(settings) / 3
     names = [n for outcome in found.outcomes for n in (outcome.setting.name, *outcome.same_as)]
     assert sorted(names) == sorted(setting.name for setting in settings)
@@ -95,7 +95,7 @@ def test_settings_that_do_the_same_share_a_row_led_by_the_runs_own() -> None:
 @pytest.mark.parametrize("level", [None, "token", "sequence"])
 def test_where_nothing_survives_the_largest_weight_is_zero(level: str | None) -> None:
     spec = RolloutCorrectionSpec(rollout_is=level, rollout_rs="token_k1", rollout_rs_threshold="1_1.0000001")
-    found = replay([make_step(scale=0.6)], [Setting("nothing", "rlctl", spec)], WhatIfQuestion())
+    found = replay([make_step(scale=0.6)], [Setting("nothing", "rlctl", spec)])
     (outcome,) = found.outcomes
     assert (outcome.kept_tokens, outcome.max_weight) == (0.0, 0.0)
 

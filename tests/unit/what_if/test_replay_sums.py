@@ -13,7 +13,7 @@ from rlctl.errors import UsageError
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.what_if import chunks
 from rlctl.what_if.moments import BLOCKS, CLASSES
-from rlctl.what_if.replay import WhatIfQuestion, replay
+from rlctl.what_if.replay import replay
 from rlctl.what_if.setting_sums import SettingSums
 from rlctl.what_if.settings import Setting, grid
 from rlctl.what_if.step import Step
@@ -21,7 +21,6 @@ from tests.reference import advantages as slow
 from tests.unit.what_if.steps import make_step
 
 GRID = grid()[::6]
-WHOLE = WhatIfQuestion(groups_per_batch=12)
 
 
 def setting(name: str = "tried", **fields: object) -> Setting:
@@ -40,7 +39,7 @@ def rows_of(step: Step) -> list[slice]:
 def test_weights_against_a_loop(level: str, bound: str, normalize: bool) -> None:
     step, low, high = make_step(), 0.5, 2.0
     tried = setting(rollout_is=level, rollout_is_bound=bound, rollout_is_batch_normalize=normalize)
-    found = replay([step], [tried], WHOLE).outcome("tried")
+    found = replay([step], [tried], groups_per_batch=12).outcome("tried")
     raw, applied = [], []
     for place in rows_of(step):
         ratios = (step.log_probs[place] - step.rollout_log_probs[place]).astype(float)
@@ -69,7 +68,7 @@ def test_weights_against_a_loop(level: str, bound: str, normalize: bool) -> None
 def test_rejection_against_a_loop() -> None:
     step = make_step()
     tried = setting(rollout_is=None, rollout_rs="token_k1", rollout_rs_threshold="0.6_1.6")
-    found = replay([step], [tried], WHOLE).outcome("tried")
+    found = replay([step], [tried], groups_per_batch=12).outcome("tried")
     kept = [
         bool(((r := np.exp(step.log_probs[p] - step.rollout_log_probs[p])) >= 0.6).all() and (r <= 1.6).all())
         for p in rows_of(step)
@@ -124,8 +123,8 @@ def test_surrogate_gradients_against_a_loop() -> None:
     np.testing.assert_allclose(noise[:12], [np.square(expected[g]).sum() for g in range(12)], rtol=1e-4)
 
 
-def figures(steps: list[Step], question: WhatIfQuestion = WHOLE) -> dict[str, object]:
-    return {o.setting.name: o for o in replay(steps, GRID, question).outcomes}
+def figures(steps: list[Step]) -> dict[str, object]:
+    return {o.setting.name: o for o in replay(steps, GRID, groups_per_batch=12).outcomes}
 
 
 def assert_same(one: dict, other: dict) -> None:
@@ -196,14 +195,14 @@ def test_bad_numbers_cost_their_own_sequence_only() -> None:
 def test_nothing_finite_is_said() -> None:
     step = make_step()
     with pytest.raises(UsageError, match="no response with finite log-probs"):
-        replay([replace(step, log_probs=np.full_like(step.log_probs, np.nan))], GRID, WHOLE)
+        replay([replace(step, log_probs=np.full_like(step.log_probs, np.nan))], GRID, groups_per_batch=12)
     with pytest.raises(UsageError, match="no response"):
-        replay([], GRID, WHOLE)
+        replay([], GRID, groups_per_batch=12)
 
 
 def test_without_any_advantage_nothing_is_recommended() -> None:
     step = make_step()
-    found = replay([replace(step, rewards=np.ones_like(step.rewards))], GRID, WHOLE)
+    found = replay([replace(step, rewards=np.ones_like(step.rewards))], GRID, groups_per_batch=12)
     assert found.recommended is None
     assert found.outcome("none").error is None
     assert found.outcome("sequence clip 2.0").applied_ess.value < 1.0
@@ -211,7 +210,7 @@ def test_without_any_advantage_nothing_is_recommended() -> None:
 
 
 def test_one_group_or_responses_without_tokens_tell_nothing() -> None:
-    found = replay([make_step(groups=1)], GRID, WHOLE)
+    found = replay([make_step(groups=1)], GRID, groups_per_batch=12)
     assert found.recommended is None
     assert any("only one prompt group" in note for note in found.notes)
     step, none = make_step(), np.zeros(0, np.float32)
@@ -220,14 +219,14 @@ def test_one_group_or_responses_without_tokens_tell_nothing() -> None:
     )
     assert_same(figures([step]), figures([empty, step]))
     with pytest.raises(UsageError, match="no response"):
-        replay([empty], GRID, WHOLE)
+        replay([empty], GRID, groups_per_batch=12)
 
 
 def test_a_setting_that_keeps_nothing_misses_everything() -> None:
     nothing = setting("nothing", rollout_is=None, rollout_rs="seq_max_k2", rollout_rs_threshold="1.0")
     step = make_step()
     ahead = step.rollout_log_probs + np.float32(0.1)
-    found = replay([replace(step, log_probs=ahead)], [*GRID, nothing], WHOLE)
+    found = replay([replace(step, log_probs=ahead)], [*GRID, nothing], groups_per_batch=12)
     assert found.outcome("nothing").kept_tokens == 0.0
     assert found.outcome("nothing").error.value == pytest.approx(1.0, abs=1e-5)
     assert found.outcome("nothing").plain_error == pytest.approx(1.0)
@@ -236,14 +235,14 @@ def test_a_setting_that_keeps_nothing_misses_everything() -> None:
 
 def test_one_response_per_prompt_is_compared_with_the_step() -> None:
     step = replace(make_step(), group_ids=np.arange(48))
-    found = replay([step], GRID, WHOLE)
+    found = replay([step], GRID, groups_per_batch=12)
     assert found.recommended is not None
     assert any("minus the step's mean" in note for note in found.notes)
 
 
 def test_equal_policies_need_nothing() -> None:
     step = make_step()
-    found = replay([replace(step, rollout_log_probs=step.log_probs)], GRID, WHOLE)
+    found = replay([replace(step, rollout_log_probs=step.log_probs)], GRID, groups_per_batch=12)
     errors = [outcome.error.value for outcome in found.outcomes]
     assert errors == pytest.approx([errors[0]] * len(errors), rel=1e-5)
     assert all(outcome.applied_ess.value == 1.0 for outcome in found.outcomes)

@@ -11,7 +11,7 @@ import pytest
 
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.what_if.page import page as page_text
-from rlctl.what_if.replay import WhatIfQuestion, replay
+from rlctl.what_if.replay import replay
 from rlctl.what_if.settings import grid
 from rlctl.what_if.tradeoff import Tradeoff
 from tests.unit.what_if.steps import make_step
@@ -22,7 +22,7 @@ EVIL = "</title></svg><script>document.title=1</script><img src='https://evil.te
 @pytest.fixture(scope="module")
 def found() -> Tradeoff:
     settings = grid(RolloutCorrectionSpec(rollout_is="token"))[:40]
-    return replay([make_step(groups=40, scale=0.6)], settings, WhatIfQuestion(groups_per_batch=16))
+    return replay([make_step(groups=40, scale=0.6)], settings, groups_per_batch=16)
 
 
 def written(path: Path, text: str) -> Path:
@@ -80,7 +80,7 @@ def test_hostile_text_is_only_text(opened: Callable[[Path], Any], tmp_path: Path
 
 def test_nothing_is_drawn_where_errors_cannot_be_told(found: Tradeoff) -> None:
     step = make_step()
-    dull = replay([replace(step, rewards=step.rewards * 0.0)], grid()[:3], WhatIfQuestion())
+    dull = replay([replace(step, rewards=step.rewards * 0.0)], grid()[:3])
     text = page_text([("run", dull)])
     assert "<svg" not in text
     assert "no advantage differs from zero" in text

@@ -7,6 +7,7 @@ here-documents. Values known only at run time (`$(…)`, unset variables) stay i
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ _MAX_BYTES = 1 << 20
 _MAX_COMMANDS, _MAX_DEPTH = 5_000, 50
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"(#?)(!?)(\w+|[@*#?$!])(\[[^\]]*\])?(.*)", re.DOTALL)
+_COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 #: Variables with known values: programs that read a path expand `~`.
 _ENVIRONMENT = {"HOME": "~", "PWD": ".", "USER": "user", "RANDOM": "0"}
 
@@ -248,14 +250,14 @@ class _Shell:
     def _operated(self, raw: str, value: str | list[Arg] | None, rest: str) -> str | list[Arg]:
         """Applies `:-default`, `%suffix`, `/a/b` and similar operators to `value`."""
         is_empty = value is None or (rest.startswith(":") and not value)
-        operator, operand = rest.lstrip(":")[:1], rest.lstrip(":")[1:]
-        if operator in {"-", "="}:
+        symbol, operand = rest.lstrip(":")[:1], rest.lstrip(":")[1:]
+        if symbol in {"-", "="}:
             return self._text(operand.strip('"')) if is_empty or value is None else value
-        if operator == "+":
+        if symbol == "+":
             return "" if is_empty else self._text(operand)
         if value is None:
             return raw
-        if isinstance(value, list) or not rest or operator == "?":
+        if isinstance(value, list) or not rest or symbol == "?":
             return value
         return _trimmed(value, rest, self._text)
 
@@ -290,13 +292,13 @@ def _trimmed(value: str, rest: str, text_of: Callable[[str], str]) -> str:
     mark = rest[:2] if rest[:2] in {"##", "%%"} else rest[:1]
     if mark[:1] not in {"#", "%"}:
         return value
-    pattern = re.compile(translate(text_of(rest[len(mark) :])))
+    pattern, is_prefix = re.compile(translate(text_of(rest[len(mark) :]))), mark[0] == "#"
     cuts = range(len(value) + 1)
-    if mark[0] == "#":
-        found = [cut for cut in cuts if pattern.fullmatch(value[:cut])]
-        return value[(max(found) if mark == "##" else min(found)) :] if found else value
-    found = [cut for cut in cuts if pattern.fullmatch(value[cut:])]
-    return value[: min(found) if mark == "%%" else max(found)] if found else value
+    found = [cut for cut in cuts if pattern.fullmatch(value[:cut] if is_prefix else value[cut:])]
+    if not found:
+        return value
+    cut = max(found) if mark in {"##", "%"} else min(found)  # doubled: the longest match
+    return value[cut:] if is_prefix else value[:cut]
 
 
 def _test(words: list[str]) -> bool | None:  # noqa: PLR0911
@@ -313,12 +315,11 @@ def _test(words: list[str]) -> bool | None:  # noqa: PLR0911
         return None if "$(" in words[1] else is_empty is (words[0] == "-z")
     if len(words) != 3 or any(is_unresolved(word) for word in words):
         return None
-    left_text, operator, right_text = words
-    if operator in {"=", "==", "!="}:
+    left_text, symbol, right_text = words
+    if symbol in {"=", "==", "!="}:
         is_equal = re.fullmatch(translate(right_text), left_text) is not None
-        return is_equal is (operator != "!=")
-    symbols = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
+        return is_equal is (symbol != "!=")
     try:
-        return bool(evaluate(f"int({left_text!r}) {symbols[operator]} int({right_text!r})", {}))
+        return bool(_COMPARISONS[symbol](int(left_text), int(right_text)))
     except (KeyError, ValueError):
         return None

@@ -74,7 +74,7 @@ def read(
     elif kind == "python":
         found = _from_python(path, text, chosen)
     elif kind in {"yaml", "toml"}:
-        found = _from_mapping(path, kind, chosen, notes)
+        found = _from_mapping(path, chosen, notes)
     else:
         what = "not a shell script, Python file, YAML or TOML by its name"
         raise UsageError(what, where=str(path), fix="name it .sh, .py, .yaml or .toml")
@@ -224,25 +224,24 @@ def _other_file(path: Path, name: str, notes: list[str]) -> list[ForeignSetting]
     if file is None or is_unresolved(name):
         notes.append(f"{name}: this configuration is not read: no such file next to this file")
         return []
-    return _settings_of(file, _KINDS[file.suffix], notes, other=True)
+    return _settings_of(file, f"{file.name}:", notes)
 
 
-def _from_mapping(path: Path, kind: str, chosen: list[KeyTable], notes: list[str]) -> _Found | None:
-    settings = _settings_of(path, kind, notes)
+def _from_mapping(path: Path, chosen: list[KeyTable], notes: list[str]) -> _Found | None:
+    settings = _settings_of(path, "line ", notes)
     scores = [sum(setting.key.startswith(tuple(one.marks)) for setting in settings) for one in chosen]
     if not max(scores) and len(chosen) > 1:
         return None
     return chosen[scores.index(max(scores))], settings
 
 
-def _settings_of(path: Path, kind: str, notes: list[str], *, other: bool = False) -> list[ForeignSetting]:
-    """Leaves of a YAML or TOML file, preceded by those of the files in its `defaults`.
+def _settings_of(path: Path, where: str, notes: list[str]) -> list[ForeignSetting]:
+    """Leaves of a YAML or TOML file, preceded by those of the files in its `defaults`; lines follow `where`.
 
     Raises:
         UsageError: the file is not valid.
     """
-    text = _text_of(path)
-    where = f"{path.name}:" if other else "line "
+    text, kind = _text_of(path), _KINDS[path.suffix]
     try:
         if kind == "toml":
             leaves = _leaves(tomllib.loads(text), "")

@@ -214,7 +214,7 @@ class _Shell:
             expression = names.sub(lambda name: known.get(name[0], name[0]), self._text(raw[3:-2]))
             try:
                 return str(int(evaluate(re.sub(r"(?<!/)/(?!/)", "//", expression), {})))
-            except ValueError:
+            except (ValueError, TypeError, OverflowError):  # not a number, or infinite
                 return raw
         if raw.startswith(("$(", "`")):
             return self._output(raw)

@@ -98,6 +98,8 @@ def test_lines_are_those_of_array_elements(tmp_path: Path) -> None:
         "<<",
         "f() {",
         "function\n",
+        "run $(([]))",
+        "run $((1e999))",
         "${",
         "`",
         "run \\",

@@ -8,7 +8,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -98,15 +98,11 @@ def claim_default_path(project: str, experiment: str, *, root: Path = Path("runs
     base = root / project / f"{experiment}-{stamp}"
     path, number = base, 1
     while True:
-        try:
+        with _usable(path), contextlib.suppress(FileExistsError):
             path.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-            path = base.with_name(f"{base.name}-{number}")
-        except OSError as error:
-            raise _unusable(path, error) from error
-        else:
             return path
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
 
 
 def open_run_dir(path: Path, *, resume: bool) -> RunDir:
@@ -124,25 +120,21 @@ def open_run_dir(path: Path, *, resume: bool) -> RunDir:
         raise UsageError(
             "there is no run to resume here", where=str(path), fix="run without --resume to start one"
         )
-    known = (path / _LOCK).exists()
-    if not resume and not known:
-        _refuse_contents(path)
-    try:
+    with _usable(path):
+        if not resume and not (path / _LOCK).exists():
+            _refuse_contents(path)
         path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(str(path / _LOCK), timeout=0)
-        lock.acquire()
-    except Timeout as error:
-        raise _held(path) from error
-    except OSError as error:
-        raise _unusable(path, error) from error
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise _held(path) from error
     try:
-        if not resume:
-            _refuse_contents(path)
-        (path / FAILURE_FILE).unlink(missing_ok=True)
-        write_text(path / HOLDER_FILE, json.dumps({"pid": os.getpid(), "host": platform.node()}))
-    except OSError as error:
-        lock.release()
-        raise _unusable(path, error) from error
+        with _usable(path):
+            if not resume:
+                _refuse_contents(path)
+            (path / FAILURE_FILE).unlink(missing_ok=True)
+            write_text(path / HOLDER_FILE, json.dumps({"pid": os.getpid(), "host": platform.node()}))
     except UsageError:
         lock.release()
         raise
@@ -179,11 +171,7 @@ def _contents(path: Path) -> list[str]:
 
 
 def _refuse_contents(path: Path) -> None:
-    try:
-        contents = sorted(_contents(path)) if path.exists() else []
-    except OSError as error:
-        raise _unusable(path, error) from error
-    if contents:
+    if contents := sorted(_contents(path)) if path.exists() else []:
         resume = f"continue its run with --resume {shlex.quote(str(path))}, or "
         going_on = resume if SPEC_FILE in contents else ""
         raise UsageError(
@@ -206,12 +194,17 @@ def _held(path: Path) -> UsageError:
     )
 
 
-def _unusable(path: Path, error: OSError) -> UsageError:
-    return UsageError(
-        f"the run directory cannot be written: {error.strerror or error}",
-        where=str(path),
-        fix="choose another with trainer.run_dir=…",
-    )
+@contextlib.contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    """Raises a `UsageError` instead of an `OSError`."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"the run directory cannot be written: {error.strerror or error}",
+            where=str(path),
+            fix="choose another with trainer.run_dir=…",
+        ) from error
 
 
 def version_of(package: str) -> str | None:

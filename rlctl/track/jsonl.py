@@ -78,12 +78,12 @@ def _plain(value: float) -> float | int | str:
     return number
 
 
-def truncate_after(path: Path, step: int) -> int | None:
+def truncate_after(path: Path, step: int) -> list[int]:
     """Removes all steps after `step`, so that a resumed run does not repeat steps.
 
     Later lines, and incomplete or unreadable ones, move to `metrics.discarded.jsonl` in the same directory.
     The log itself is replaced atomically; if the process is killed before, the next call repeats both.
-    Returns the last step kept; None if no step is kept. A missing file counts as empty.
+    Returns the steps that are kept. A missing file counts as empty.
 
     Raises:
         RunFailure: the files cannot be read or written.
@@ -99,14 +99,7 @@ def truncate_after(path: Path, step: int) -> int | None:
                 temporary.write_bytes(b"".join(x for x, k in zip(lines, keep, strict=True) if k))
     except OSError as error:
         raise _failure(path, error) from error
-    return max(kept, default=None)
-
-
-def missing_steps(path: Path, last: int) -> list[int]:
-    """Steps from 1 to `last` without a complete line in the log (deleted, truncated or damaged)."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    logged = set(map(_step_of, lines))
-    return [step for step in range(1, last + 1) if step not in logged]
+    return kept
 
 
 def _step_of(line: bytes) -> int | None:

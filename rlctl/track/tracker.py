@@ -12,7 +12,7 @@ from typing import Literal, Self
 from rlctl.errors import UsageError
 from rlctl.registry import TRACKERS
 from rlctl.track.background import BackgroundSink
-from rlctl.track.jsonl import METRICS_FILE, JsonlSink, missing_steps, truncate_after
+from rlctl.track.jsonl import METRICS_FILE, JsonlSink, truncate_after
 from rlctl.track.open_run import in_words
 from rlctl.track.redact import redact, redact_tree
 from rlctl.track.sink import Sink, SinkInputs
@@ -142,11 +142,11 @@ def build_tracker(loggers: Sequence[str], inputs: SinkInputs) -> Tracker:
     """
     inputs = replace(inputs, config=redact_tree(inputs.config))
     file = inputs.run_dir / METRICS_FILE
-    last_step = truncate_after(file, inputs.start_step)
+    logged = truncate_after(file, inputs.start_step)
     record = JsonlSink(file)
     extras: list[Sink] = []
     warnings: list[str] = []
-    if missing := missing_steps(file, inputs.start_step):
+    if missing := sorted(set(range(1, inputs.start_step + 1)) - set(logged)):
         what = f"{METRICS_FILE} has no readable line of {in_words(missing)}, which this run has trained"
         warnings.append(f"warning: {what}; summary and guardrails continue without them")
     # The console starts last, so that the start-up output of other sinks stays above the live display.
@@ -159,7 +159,7 @@ def build_tracker(loggers: Sequence[str], inputs: SinkInputs) -> Tracker:
             _log.debug("sink %s failed to start", name, exc_info=error)
             warnings.append(_dropped(name, error))
     show = next((sink.note for sink in extras if hasattr(sink, "note")), None)
-    tracker = Tracker(record, extras, last_step=last_step, show=show)
+    tracker = Tracker(record, extras, last_step=max(logged, default=None), show=show)
     for warning in warnings:
         tracker.note(warning)
     return tracker

@@ -82,7 +82,7 @@ def test_sigkill_leaves_every_complete_line_readable(tmp_path: Path) -> None:
     assert all(len(line) == 202 for line in lines)
     assert not rest or not rest.endswith(b"}")
     # and a resume goes on from there
-    assert truncate_after(path, 10) == 10
+    assert truncate_after(path, 10) == list(range(1, 11))
     sink = JsonlSink(path)
     sink.log(11, {})
     sink.close("finished")
@@ -92,24 +92,24 @@ def test_sigkill_leaves_every_complete_line_readable(tmp_path: Path) -> None:
 def test_resume_moves_later_steps_and_a_half_line_aside(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "x": 1}\n{"step": 2, "x": 2}\n{"step": 3, "x": 3}\n{"step": 4, "x"')
-    assert truncate_after(path, 2) == 2
+    assert truncate_after(path, 2) == [1, 2]
     assert [line["step"] for line in read(path)] == [1, 2]
     assert (tmp_path / DISCARDED_FILE).read_text() == '{"step": 3, "x": 3}\n{"step": 4, "x"\n'
     assert sorted(p.name for p in tmp_path.iterdir()) == [DISCARDED_FILE, "metrics.jsonl"]
     # a second death and resume appends to the discarded ones
     with path.open("a") as file:
         file.write('{"step": 3, "x": 33}\n')
-    assert truncate_after(path, 2) == 2
+    assert truncate_after(path, 2) == [1, 2]
     assert (tmp_path / DISCARDED_FILE).read_text().endswith('{"step": 3, "x": 33}\n')
 
 
 def test_nothing_to_take_back_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert truncate_after(path, 5) is None
+    assert truncate_after(path, 5) == []
     assert list(tmp_path.iterdir()) == []
     path.write_text('{"step": 1}\n')
     inode = path.stat().st_ino
-    assert truncate_after(path, 5) == 1
+    assert truncate_after(path, 5) == [1]
     assert path.stat().st_ino == inode
 
 

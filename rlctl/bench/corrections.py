@@ -23,25 +23,16 @@ from rlctl.files import sha256_of
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.resolve import registered_criteria
 from rlctl.user_code import is_file_function
-from rlctl.what_if.settings import NO_UPPER, frameworks
+from rlctl.what_if.settings import NO_UPPER, frameworks, weight_keys
 
 #: Mini-batch sizes in the tables, in groups.
 BATCHES = (8, 64, 512)
 #: Defaults in addition to those of `what_if.settings`: AReaL's `behave_imp_weight_cap`, prime-rl's three
 #: losses, and the values that NeMo-RL's asynchronous recipes set.
 MORE_DEFAULTS: dict[str, dict[str, Any]] = {
-    "AReaL token mask": {
-        "rollout_is": "token",
-        "rollout_is_bound": "mask",
-        "rollout_is_threshold": "1e-9_5.0",
-    },
-    "NeMo-RL recipes": {
-        "rollout_is": "token",
-        "rollout_is_bound": "truncate",
-        "rollout_is_threshold": "5.0",
-        "rollout_rs": "mult_prob_error",
-        "rollout_rs_threshold": "2.0",
-    },
+    "AReaL token mask": weight_keys("token", "mask", "1e-9_5.0"),
+    "NeMo-RL recipes": weight_keys("token", "truncate", "5.0")
+    | {"rollout_rs": "mult_prob_error", "rollout_rs_threshold": "2.0"},
 } | {
     f"prime-rl {name}": {
         "rollout_is": None,
@@ -117,20 +108,17 @@ def places(*, small: bool = False) -> list[BenchPlace]:
 
 def rules(*, small: bool = False) -> dict[str, BenchRule]:
     """Rules by name: no correction, exact weights, every registered part, other frameworks' defaults."""
-    free = {"rollout_is_bound": "truncate", "rollout_is_threshold": NO_UPPER}
     found = {
         "no correction": BenchRule.of(rollout_is=None),
-        "exact": BenchRule.of(rollout_is="sequence", **free),
+        "exact": BenchRule.of(**weight_keys("sequence", "truncate", NO_UPPER)),
     }
     for part in CORRECTION_WEIGHTS.parts():
         if part.name != "sequence":
-            found[f"{part.name}, no bound"] = BenchRule.of(rollout_is=part.name, **free)
+            found[f"{part.name}, no bound"] = BenchRule.of(**weight_keys(part.name, "truncate", NO_UPPER))
         for threshold in part.thresholds[:1] if small else part.thresholds:
             for bound in ("truncate",) if small else ("truncate", "clip", "mask"):
-                name = f"{part.name} {bound} {threshold}"
-                found[name] = BenchRule.of(
-                    rollout_is=part.name, rollout_is_bound=bound, rollout_is_threshold=threshold
-                )
+                rule = BenchRule.of(**weight_keys(part.name, bound, threshold))
+                found[f"{part.name} {bound} {threshold}"] = rule
     for name in registered_criteria():
         if "age" not in REJECTION_CRITERIA.part(name).needs:
             for threshold in REJECTION_CRITERIA.part(name).thresholds:
@@ -139,7 +127,7 @@ def rules(*, small: bool = False) -> dict[str, BenchRule]:
     for part in POLICY_LOSSES.parts():
         if part.name != "reinforce":
             found[f"loss {part.name}"] = BenchRule.of(rollout_is=None, loss_type=part.name)
-    truncated = {"rollout_is": "token", "rollout_is_bound": "truncate", "rollout_is_threshold": "2.0"}
+    truncated = weight_keys("token", "truncate", "2.0")
     found["score centering"] = BenchRule.of(rollout_is=None, score_centering=VOCABULARY)
     found["centered token truncate 2.0"] = BenchRule.of(**truncated, score_centering=VOCABULARY)
     if not small:

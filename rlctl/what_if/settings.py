@@ -67,19 +67,22 @@ def _spec(normalize: bool, **fields: Any) -> RolloutCorrectionSpec:
     return RolloutCorrectionSpec(rollout_is_batch_normalize=normalize, **fields)
 
 
+def weight_keys(level: str, bound: str, threshold: str) -> dict[str, str]:
+    """Spec keys of an importance weight."""
+    return {"rollout_is": level, "rollout_is_bound": bound, "rollout_is_threshold": threshold}
+
+
 def _weights(normalize: bool) -> list[Setting]:
     """Returns no weight, the exact weight, and every registered weight × bound × typical threshold."""
-    exact = {"rollout_is": "sequence", "rollout_is_bound": "truncate", "rollout_is_threshold": NO_UPPER}
-    found = [
-        Setting("none", "rlctl", _spec(normalize, rollout_is=None)),
-        Setting("sequence, no bound", "rlctl", _spec(normalize, **exact)),
-    ]
+    named: dict[str, dict[str, Any]] = {
+        "none": {"rollout_is": None},
+        "sequence, no bound": weight_keys("sequence", "truncate", NO_UPPER),
+    }
     for part in CORRECTION_WEIGHTS.parts():
         for bound in ("truncate", "clip", "mask"):
             for value in part.thresholds:
-                fields = {"rollout_is": part.name, "rollout_is_bound": bound, "rollout_is_threshold": value}
-                found.append(Setting(f"{part.name} {bound} {value}", "rlctl", _spec(normalize, **fields)))
-    return found
+                named[f"{part.name} {bound} {value}"] = weight_keys(part.name, bound, value)
+    return [Setting(name, "rlctl", _spec(normalize, **fields)) for name, fields in named.items()]
 
 
 #: Rejection criterion → thresholds, by dialect.

@@ -37,19 +37,18 @@ class Export(Conversion):
 
 def export(spec: RunSpec, table: KeyTable) -> Export:
     """Converts a spec to the keys of `table`'s framework."""
-    ours = {key: _plain(value_of(spec, key)) for key in known_leaves()}
+    ours, defaults = _values(spec), _values(RunSpec())
     values = ours | _rules(spec)
     written: dict[str, Any] = {}
     read_by: dict[str, list[str]] = {}
     direct: set[str] = set()
     for key, rule in table.keys.items():
-        if key not in table.export and (rule.outside or rule.unsupported or not rule.to):
+        formula = table.export.get(key)
+        # A key whose spec key is already written is an older name of that key.
+        if not formula and (rule.outside or rule.unsupported or not rule.to or rule.to in direct):
             continue
         if key.startswith("critic.") and not spec.algorithm.estimator_needs("values"):
             continue
-        formula = table.export.get(key)
-        if formula is None and rule.to in direct:
-            continue  # older name of a key that is already written
         direct.add(rule.to)
         try:
             written[key] = compute(formula, values) if formula else _inverse(rule, values.get(rule.to))
@@ -57,24 +56,26 @@ def export(spec: RunSpec, table: KeyTable) -> Export:
             written[key] = _MISSING
         for source in placeholders(formula) if formula else [rule.to]:
             for leaf in _RULE_LEAVES.get(source, [source]):
-                if key not in read_by.setdefault(leaf, []):
-                    read_by[leaf].append(key)
-    result = Export(table, [])
-    for key, value in written.items():
-        if value is not _MISSING and not _is_default(value, table.keys[key].default):
-            result.settings[key] = value
-    defaults = {key: _plain(value_of(RunSpec(), key)) for key in known_leaves()}
+                read_by.setdefault(leaf, []).append(key)
+    settings = {
+        key: value
+        for key, value in written.items()
+        if value is not _MISSING and not _is_default(value, table.keys[key].default)
+    }
+    result = Export(table, [], settings)
     for leaf in known_leaves():
         became = {key: written[key] for key in read_by.get(leaf, [])}
         is_changed = word(ours[leaf]) != word(defaults[leaf])
         is_lost = any(one is _MISSING for one in became.values())
-        if is_changed or is_lost or any(key in result.settings for key in became):
+        if is_changed or is_lost or any(key in settings for key in became):
             result.rows.append(_outcome(table, leaf, ours[leaf], became))
     return result
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _values(spec: RunSpec) -> dict[str, Any]:
+    """Value of every spec key; tuples as lists."""
+    values = {key: value_of(spec, key) for key in known_leaves()}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
 def _rules(spec: RunSpec) -> dict[str, Any]:

@@ -161,7 +161,8 @@ def _add_defaults(
     result: Translation, given: dict[str, Any], values: dict[str, Any], computed: dict[str, Any]
 ) -> None:
     """Adds the framework's defaults that differ from rlctl's."""
-    ours = {key: value_of(RunSpec(), key) for key in known_leaves()}
+    defaults = RunSpec()
+    ours = {key: value_of(defaults, key) for key in known_leaves()}
     for key, rule in result.table.keys.items():
         if key in given or (rule.default is None and not rule.to):
             continue

@@ -22,7 +22,8 @@ _AXES: tuple[tuple[str, bool, str, Row], ...] = (
     ("64 tokens: updates behind", True, "size", {"mismatch": "stale", "horizon": 64}),
 )
 #: Title, function of a row, lowest and highest plotted value, whether the scale is logarithmic.
-_MEASURES: tuple[tuple[str, Callable[[Row], float], float, float, bool], ...] = (
+_Measure = tuple[str, Callable[[Row], float], float, float, bool]
+_MEASURES: tuple[_Measure, ...] = (
     (f"error, {GROUPS} groups", error_of, 0.0, 1.0, False),
     ("bias²/|g|²", lambda row: row["distance"] / row["signal"], 1e-3, 10.0, True),
     ("noise/|g|²", lambda row: row["noise"] / row["signal"], 1.0, 1e3, True),
@@ -57,12 +58,7 @@ def picture(rows: list[Row]) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _panel(
-    rows: list[Row],
-    field: str,
-    values: list[float],
-    measure: tuple[str, Callable[[Row], float], float, float, bool],
-) -> list[str]:
+def _panel(rows: list[Row], field: str, values: list[float], measure: _Measure) -> list[str]:
     title, figure, low, high, is_log = measure
 
     def height_of(value: float) -> float:

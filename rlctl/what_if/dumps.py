@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,6 @@ from rlctl.errors import UsageError
 from rlctl.track.rollouts import ROLLOUTS_DIR, SCHEMA
 from rlctl.what_if.dumps_peers import read_nemo, read_slime, step_of
 from rlctl.what_if.step import Step
-
-Layout = Literal["rlctl", "slime", "NeMo-RL"]
 
 _NEMO = re.compile(r"train_data_step(\d+)\.jsonl")
 _COLUMNS = ["step", "group_id", "reward", "response_ids", "rollout_log_probs", "training_log_probs"]
@@ -31,8 +29,8 @@ _FIX = (
 class Dump:
     """Files of one layout in the order of their steps."""
 
-    layout: Layout  # the framework that wrote them
     files: tuple[Path, ...]  # at least one
+    read: Callable[[Sequence[Path]], Iterator[Step]]  # reader of the layout
 
     def steps(self) -> Iterator[Step]:
         """Reads the files, with one file's or one step's rows in memory at a time.
@@ -40,7 +38,7 @@ class Dump:
         Raises:
             UsageError: a file cannot be read or lacks data that a replay needs.
         """
-        return _LAYOUTS[self.layout][1](self.files)
+        return self.read(self.files)
 
 
 def find_dump(path: Path) -> Dump:
@@ -54,10 +52,10 @@ def find_dump(path: Path) -> Dump:
     places = [path, path / ROLLOUTS_DIR, path / "train_data"] if path.is_dir() else [path]
     for place in places:
         files = sorted(place.iterdir()) if place.is_dir() else [place]
-        for layout, (belongs, _) in _LAYOUTS.items():
+        for belongs, read in _LAYOUTS:
             chosen = [file for file in files if belongs(file)]
             if chosen:
-                return Dump(layout, tuple(sorted(chosen, key=lambda file: (step_of(file), file.name))))
+                return Dump(tuple(sorted(chosen, key=lambda file: (step_of(file), file.name))), read)
     raise UsageError("no dumped rollouts found", where=str(path), fix=_FIX)
 
 
@@ -119,9 +117,9 @@ def _own_step(file: Path, table: Any) -> Step:
     )
 
 
-#: Whether a file is of the layout, and how its files are read.
-_LAYOUTS: dict[Layout, tuple[Callable[[Path], bool], Callable[[Sequence[Path]], Iterator[Step]]]] = {
-    "rlctl": (lambda file: file.suffix == ".parquet" and file.name.startswith("rollouts-"), _read_own),
-    "slime": (lambda file: file.suffix == ".pt" and file.stem.split("_")[0].isdigit(), read_slime),
-    "NeMo-RL": (lambda file: bool(_NEMO.fullmatch(file.name)), read_nemo),
-}
+#: Per layout: whether it has a file of this name, and its reader.
+_LAYOUTS: tuple[tuple[Callable[[Path], bool], Callable[[Sequence[Path]], Iterator[Step]]], ...] = (
+    (lambda file: file.suffix == ".parquet" and file.name.startswith("rollouts-"), _read_own),
+    (lambda file: file.suffix == ".pt" and file.stem.split("_")[0].isdigit(), read_slime),
+    (lambda file: bool(_NEMO.fullmatch(file.name)), read_nemo),
+)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rlctl.bench.corrections import BATCHES
 from rlctl.bench.exact import GradientMoments, ess_against_length
-from rlctl.bench.learned import LENGTH_RULES, length_shares
+from rlctl.bench.learned import length_shares
 from rlctl.markdown import table
 
 Row = dict[str, Any]
@@ -171,9 +171,9 @@ def stale_length_table() -> str:
     for updates in (1, 4, 16):
         for horizon in (16, 64):
             found = [length_shares("stale", updates, horizon, seed) for seed in range(3)]
-            cells = [f"{np.mean([each[name] for each in found]):.3f}" for name in LENGTH_RULES]
+            cells = [f"{np.mean([each[name] for each in found]):.3f}" for name in found[0]]
             lines.append([str(updates), str(horizon), *cells])
-    return _table(["updates behind", "tokens", *LENGTH_RULES], lines)
+    return _table(["updates behind", "tokens", *found[0]], lines)
 
 
 def length_table() -> str:

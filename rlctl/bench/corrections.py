@@ -131,9 +131,7 @@ def rules(*, small: bool = False) -> dict[str, BenchRule]:
     found["score centering"] = BenchRule.of(rollout_is=None, score_centering=VOCABULARY)
     found["centered token truncate 2.0"] = BenchRule.of(**truncated, score_centering=VOCABULARY)
     if not small:
-        for setting in frameworks():
-            spec = setting.spec.model_copy(update={"rollout_is_batch_normalize": False})
-            found[f"default: {setting.name}"] = BenchRule(spec)
+        found |= {f"default: {setting.name}": BenchRule(setting.spec) for setting in frameworks()}
         found |= {f"default: {name}": BenchRule.of(**given) for name, given in MORE_DEFAULTS.items()}
     return found
 

@@ -215,18 +215,8 @@ class LearnedWorld:
         return GradientMoments(inner, norm, signal, max(norm - 2.0 * inner + signal, 0.0), square - norm)
 
 
-#: Ways to treat stale responses; columns of the table of lengths.
-LENGTH_RULES = (
-    "kept as they are",
-    "discarded where Π ρ is outside 0.5–2",
-    "tokens masked where ρ is outside 0.5–2",
-    "weighted by Π ρ",
-    "first half to finish",
-)
-
-
 def length_shares(mismatch: str, size: float, horizon: int, seed: int) -> dict[str, float]:
-    """Mean trained tokens per response, divided by the mean length of the policy's own responses.
+    """Mean trained tokens per response over the policy's own mean length, per way to treat stale responses.
 
     `first half to finish`: an asynchronous trainer that uses the shorter half of the sampled responses.
     """
@@ -239,11 +229,11 @@ def length_shares(mismatch: str, size: float, horizon: int, seed: int) -> dict[s
     wanted = world.sample(8, LENGTH_GROUPS, of=world.train).mask.sum(1).mean()
     inside = (ratio >= 0.5) & (ratio <= 2.0)
     kept = drawn.mask & (np.abs(log_ratio) <= np.log(2.0))
-    found = (
-        lengths.mean(),
-        lengths[inside].mean() if inside.any() else 0.0,
-        kept.sum(1).mean(),
-        (ratio * lengths).sum() / ratio.sum(),
-        np.sort(lengths)[: len(lengths) // 2].mean(),
-    )
-    return {name: float(value / wanted) for name, value in zip(LENGTH_RULES, found, strict=True)}
+    found = {
+        "kept as they are": lengths.mean(),
+        "discarded where Π ρ is outside 0.5–2": lengths[inside].mean() if inside.any() else 0.0,
+        "tokens masked where ρ is outside 0.5–2": kept.sum(1).mean(),
+        "weighted by Π ρ": (ratio * lengths).sum() / ratio.sum(),
+        "first half to finish": np.sort(lengths)[: len(lengths) // 2].mean(),
+    }
+    return {name: float(value / wanted) for name, value in found.items()}

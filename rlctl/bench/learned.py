@@ -73,10 +73,10 @@ class LearnedWorld:
         needed: tuple[int, int] | None = None,
         learned: float = 0.4,
     ) -> None:
-        self._rng, self.horizon = np.random.default_rng(seed), horizon
+        rng, self.horizon = np.random.default_rng(seed), horizon
         self._needed = needed or (max(1, horizon // 16), max(1, horizon // 8))
         shape = (PROMPTS * PARTS * VOCABULARY, VOCABULARY)
-        logits = 0.3 * self._rng.normal(size=shape)
+        logits = 0.3 * rng.normal(size=shape)
         logits[:, 0] -= np.log(horizon / 2.0)  # most responses are long
         for _ in range(400):
             share, gradient = self.expected(logits)
@@ -89,7 +89,7 @@ class LearnedWorld:
                 _, gradient = self.expected(logits)
                 logits = logits + 0.3 * gradient / np.linalg.norm(gradient)
         else:
-            sampler = logits + size * self._rng.normal(size=shape)
+            sampler = logits + size * rng.normal(size=shape)
         self.train, self.rollout = log_softmax(logits, -1), log_softmax(sampler, -1)
         _, gradient = self.expected(logits)
         self.gradient = gradient.ravel()
@@ -103,13 +103,21 @@ class LearnedWorld:
         """Mean reward over the prompts and its gradient, by a backward and a forward pass over positions."""
         probs, gradient, total = np.exp(log_softmax(logits, -1)), np.zeros_like(logits), 0.0
         for prompt, needed in enumerate(self._needed):
-            value, actions = self._values(probs, prompt)
-            total += value / PROMPTS
-            more = np.minimum(np.arange(needed + 1) + 1, needed)
+            more = np.minimum(np.arange(needed + 1) + 1, needed)  # the incremented count
+            done = (np.arange(needed + 1) >= needed).astype(float)
+            # values: of (previous token, count); actions: of (previous token, count, token) per position
+            values, actions = np.tile(done, (VOCABULARY, 1)), []
+            for t in reversed(range(self.horizon)):
+                action = np.tile(values.T, (VOCABULARY, 1, 1))
+                action[1, :, 2] = values[2, more]
+                action[:, :, 0] = done
+                actions.append(action)
+                values = np.einsum("bv,bcv->bc", probs[self._table(prompt, t)], action)
+            total += float(values[FILLER, 0]) / PROMPTS
             here = np.zeros((VOCABULARY, needed + 1))
             here[FILLER, 0] = 1.0
-            for t in range(self.horizon):
-                rows, action = self._table(prompt, t), actions[self.horizon - 1 - t]
+            for t, action in enumerate(reversed(actions)):
+                rows = self._table(prompt, t)
                 p = probs[rows]
                 advantage = action - np.einsum("bv,bcv->bc", p, action)[..., None]
                 gradient[rows] += p * np.einsum("bc,bcv->bv", here, advantage) / PROMPTS
@@ -118,20 +126,6 @@ class LearnedWorld:
                 after[0] = 0.0
                 here = after
         return total, gradient
-
-    def _values(self, probs: Floats, prompt: int) -> tuple[float, list[Floats]]:
-        """Expected reward of a prompt, and of every (previous token, count, token), last position first."""
-        needed = self._needed[prompt]
-        more = np.minimum(np.arange(needed + 1) + 1, needed)  # the incremented count
-        done = (np.arange(needed + 1) >= needed).astype(float)
-        values, actions = np.tile(done, (VOCABULARY, 1)), []  # values: (previous token, count)
-        for t in reversed(range(self.horizon)):
-            action = np.tile(values.T, (VOCABULARY, 1, 1))
-            action[1, :, 2] = values[2, more]
-            action[:, :, 0] = done
-            actions.append(action)
-            values = np.einsum("bv,bcv->bc", probs[self._table(prompt, t)], action)
-        return float(values[FILLER, 0]), actions
 
     @cached_property
     def ess(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from rlctl.what_if.step import Step
 
 _NEMO = re.compile(r"train_data_step(\d+)\.jsonl")
 _COLUMNS = ["step", "group_id", "reward", "response_ids", "rollout_log_probs", "training_log_probs"]
+_ROWS_AT_ONCE = 512
 _FIX = (
     "name a run directory with rollouts/*.parquet (kept with trainer.rollouts_per_step), slime's "
     "train_data/*.pt or NeMo-RL's train_data_step*.jsonl"
@@ -33,7 +34,7 @@ class Dump:
     read: Callable[[Sequence[Path]], Iterator[Step]]  # reader of the layout
 
     def steps(self) -> Iterator[Step]:
-        """Reads the files, with one file's or one step's rows in memory at a time.
+        """Reads the files, with one step in memory at a time.
 
         Raises:
             UsageError: a file cannot be read or lacks data that a replay needs.
@@ -64,15 +65,15 @@ def find_dump(path: Path) -> Dump:
 
 def _read_own(files: Sequence[Path]) -> Iterator[Step]:
     """Reads `rollouts-*.parquet` (`rlctl.track.rollouts.SCHEMA`); a step's rows are adjacent in one file."""
+    import pyarrow as pa
+
     for file in files:
-        table = _own_table(file)
-        cuts = np.flatnonzero(np.diff(table.column("step").to_numpy())) + 1
-        for start, stop in pairwise([0, *cuts.tolist(), len(table)]):
-            if start < stop:
-                yield _own_step(file, table.slice(start, stop - start))
+        for _, rows in groupby(_rows(file), key=lambda rows: rows.column("step")[0].as_py()):
+            yield _own_step(file, pa.Table.from_batches(rows))
 
 
-def _own_table(file: Path) -> Any:
+def _rows(file: Path) -> Iterator[Any]:
+    """Yields batches of adjacent rows of one step."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -82,7 +83,12 @@ def _own_table(file: Path) -> Any:
             missing = [name for name in _COLUMNS if name not in parquet.schema_arrow.names]
             if missing:
                 raise UsageError(f"no column {', '.join(missing)}", where=str(file), fix=_FIX)
-            return parquet.read(columns=_COLUMNS).select(_COLUMNS).cast(schema)
+            for batch in parquet.iter_batches(_ROWS_AT_ONCE, columns=_COLUMNS):
+                rows = batch.select(_COLUMNS).cast(schema)
+                cuts = np.flatnonzero(np.diff(rows.column("step").to_numpy())) + 1
+                for start, stop in pairwise([0, *cuts.tolist(), len(rows)]):
+                    if start < stop:
+                        yield rows.slice(start, stop - start)
     except (OSError, pa.ArrowException, ValueError) as error:  # ValueError: null in a required column
         fix = "move it out of the directory to replay the others"
         raise UsageError(f"cannot be read as rollouts: {error}", where=str(file), fix=fix) from error

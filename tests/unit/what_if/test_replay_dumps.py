@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from rlctl.errors import UsageError
+from rlctl.what_if import dumps
 from rlctl.what_if.dumps import find_dump
 from tests.unit.what_if.steps import make_step, same, write_part
 
 
-def test_own_parts_come_back_step_by_step(tmp_path: Path) -> None:
+def test_own_parts_come_back_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dumps, "_ROWS_AT_ONCE", 5)  # so that steps begin and end within batches
     steps = [make_step(seed) for seed in range(12)]
     steps[3].rewards[2] = np.nan
     for start, stop in ((0, 2), (2, 9), (9, 12)):

@@ -28,6 +28,8 @@ ENVIRONMENT_FILE = "environment.json"
 SUMMARY_FILE = "summary.json"
 FAILURE_FILE = "failure.json"
 _LOCK, HOLDER_FILE = ".lock", ".lock.json"
+#: Seconds to wait for the lock: the ranks of a run whose launcher was killed need a moment to end.
+_LOCK_WAIT_S = 5.0
 _output = partial(command_output, timeout_s=5.0)
 _PACKAGES = (
     "rlctl",
@@ -124,7 +126,7 @@ def open_run_dir(path: Path, *, resume: bool) -> RunDir:
         if not resume and not (path / _LOCK).exists():
             _refuse_contents(path)
         path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(str(path / _LOCK), timeout=0)
+        lock = FileLock(str(path / _LOCK), timeout=_LOCK_WAIT_S)
         try:
             lock.acquire()
         except Timeout as error:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,16 @@ def test_a_killed_holder_lets_go(holder) -> None:
     child.wait()
     with open_run_dir(path, resume=True) as run:
         assert run.path == path
+
+
+def test_a_holder_that_is_about_to_end_is_waited_for(holder) -> None:
+    path, child = holder
+    (path / "metrics.jsonl").touch()
+    timer = threading.Timer(0.5, child.kill)  # as a rank whose launcher was killed
+    timer.start()
+    with open_run_dir(path, resume=True) as run:
+        assert run.path == path
+    timer.join()
 
 
 def test_released_means_free(tmp_path: Path) -> None:

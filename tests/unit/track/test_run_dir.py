@@ -37,7 +37,8 @@ def holder(tmp_path: Path):
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_second_process_is_refused(holder, resume: bool) -> None:
+def test_a_second_process_is_refused(holder, resume: bool, monkeypatch) -> None:
+    monkeypatch.setattr("rlctl.track.run_dir._LOCK_WAIT_S", 0.1)
     path, child = holder
     (path / "metrics.jsonl").touch()
     with pytest.raises(

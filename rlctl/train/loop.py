@@ -92,7 +92,7 @@ def train(run: Run) -> None:
         dump(run, step, scored, outcome)
         metrics |= outcome.metrics
         metrics |= {"training/global_step": float(step), "training/epoch": epoch_of(run, step)}
-        for kind, text in step_warnings(step, metrics, outcome.nonfinite, rewards.timeouts):
+        for kind, text in step_warnings(step, metrics, outcome.dumped.nonfinite, rewards.timeouts):
             warnings.doubling(kind, text)
         if is_due(step, spec.trainer.test_freq) or (spec.trainer.test_freq > 0 and step == run.total_steps):
             with timer("testing"):
@@ -175,9 +175,9 @@ def dump(run: Run, step: int, scored: ScoredBatch, outcome: Updated) -> None:
             scored.rollouts,
             scored.scores,
             scored.score_valid,
-            outcome.training_log_probs,
-            outcome.weights,
-            outcome.keep_mask,
+            outcome.dumped.training_log_probs,
+            outcome.dumped.weights,
+            outcome.dumped.keep_mask,
         )
 
 

@@ -57,22 +57,14 @@ class Updated:
     Attributes:
         metrics: of the whole batch, all ranks.
         num_updates: optimizer steps taken or withheld; 0 with `hold`.
-        training_log_probs: (B, T) nats, under the policy in the numerator of ρ: π_old in decoupled mode, in
-            bypass mode π_θ in the last pass over each row.
-        weights: (B, T) factors of the loss in the last pass: 0 where rejected, 1 where a token is kept and no
-            weight is applied.
-        keep_mask: (B, T) bool, of the last pass.
-        nonfinite: (B,) bool, rows with a NaN or infinite log-prob under any policy, in any pass.
+        dumped: log-probs, weights and masks of this rank's rows.
         decisions: decisions of the guardrails, one per checked update.
         lr_scale: learning-rate factor with which the guardrails start the next update.
     """
 
     metrics: dict[str, float]
     num_updates: int
-    training_log_probs: Tensor
-    weights: Tensor
-    keep_mask: Tensor
-    nonfinite: Tensor
+    dumped: RolloutDump
     decisions: list[UpdateDecision]
     lr_scale: float
 
@@ -143,10 +135,7 @@ def update(
     return Updated(
         metrics=metrics,
         num_updates=0 if hold else len(results),
-        training_log_probs=dumped.log_probs,
-        weights=dumped.weights,
-        keep_mask=dumped.keep_mask,
-        nonfinite=dumped.nonfinite,
+        dumped=dumped,
         decisions=[result.decision for result in results if result.decision is not None],
         lr_scale=lr_scale,
     )
@@ -424,9 +413,18 @@ def _refuse_nonfinite(sums: CorrectionSums[float], losses: ReducedSums, settings
 
 @dataclass(frozen=True, slots=True)
 class RolloutDump:
-    """Buffers for the rollout dump, with the values that the loss used: (B, T), `nonfinite` (B,)."""
+    """Values that the loss used, for the rollout dump.
 
-    log_probs: Tensor
+    Attributes:
+        training_log_probs: (B, T) nats, under the policy in the numerator of ρ: π_old in decoupled mode, in
+            bypass mode π_θ in the last pass over each row.
+        weights: (B, T) factors of the loss in the last pass: 0 where rejected, 1 where a token is kept and no
+            weight is applied.
+        keep_mask: (B, T) bool, of the last pass.
+        nonfinite: (B,) bool, rows with a NaN or infinite log-prob under any policy, in any pass.
+    """
+
+    training_log_probs: Tensor
     weights: Tensor
     keep_mask: Tensor
     nonfinite: Tensor
@@ -442,7 +440,7 @@ class RolloutDump:
         """`count` rows from `start`, as views."""
         rows = slice(start, start + count)
         return RolloutDump(
-            self.log_probs[rows], self.weights[rows], self.keep_mask[rows], self.nonfinite[rows]
+            self.training_log_probs[rows], self.weights[rows], self.keep_mask[rows], self.nonfinite[rows]
         )
 
     def divide(self, factor: float, settings: UpdateSettings) -> None:
@@ -453,7 +451,7 @@ class RolloutDump:
     def write(self, done: Pass, settings: UpdateSettings, factor: float) -> None:
         """Stores one micro-batch; if no weights are applied, kept tokens have weight 1."""
         rows, micro, output, correction = done.rows, done.micro, done.output, done.correction
-        self.log_probs[rows] = output.log_probs.detach() if settings.bypass else micro.old_log_probs
+        self.training_log_probs[rows] = output.log_probs.detach() if settings.bypass else micro.old_log_probs
         weights = correction.weights if settings.weights_are_applied else None
         self.weights[rows] = correction.keep_mask.float() if weights is None else weights / factor
         self.keep_mask[rows] = correction.keep_mask

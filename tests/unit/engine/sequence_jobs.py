@@ -57,7 +57,7 @@ def trained(
         "weights": {name: value.detach().clone() for name, value in actor.weights()},
         "metrics": outcome.metrics,
         "answers": [(values * batch.response_mask).sum() for values in vars_of(before)],
-        "dumped": outcome.training_log_probs,
+        "dumped": outcome.dumped.training_log_probs,
         "widest": max(widths),
     }
 

@@ -89,7 +89,7 @@ def test_figures_of_the_policy_are_means_over_all_response_tokens(micro: int) ->
     assert outcome.metrics["actor/ppo_kl"] == pytest.approx((old - own)[counted].mean().item(), rel=1e-4)
     assert outcome.metrics["actor/ppo_kl"] > 0.0
     assert outcome.metrics["actor/entropy"] == pytest.approx(entropy[counted].mean().item(), rel=1e-4)
-    clipped = counted & outcome.keep_mask & (shift > 0)
+    clipped = counted & outcome.dumped.keep_mask & (shift > 0)
     assert outcome.metrics["actor/pg_clipfrac"] == pytest.approx(
         (clipped.sum() / counted.sum()).item(), rel=1e-5
     )
@@ -253,13 +253,13 @@ def test_one_bad_rollout_log_prob_costs_one_sequence(name: str, bad: float, micr
         case.correction, replaced(batch, **fields), micro_rows=micro, **case.options
     )
     assert outcome.metrics["rollout_corr/nonfinite_sequences"] == 1.0
-    assert outcome.nonfinite.nonzero().flatten().tolist() == [5]
+    assert outcome.dumped.nonfinite.nonzero().flatten().tolist() == [5]
     assert all(math.isfinite(value) for value in outcome.metrics.values())
     assert abs(outcome.metrics["actor/ppo_kl"]) < 1.0
     assert all(gradient.isfinite().all() for gradient in engine.gradient.values())
     assert 0.0 < moved(engine, before) < 1.0
-    assert not outcome.keep_mask[5].any()
-    assert not outcome.weights[5].any()
+    assert not outcome.dumped.keep_mask[5].any()
+    assert not outcome.dumped.weights[5].any()
 
 
 @pytest.mark.parametrize("mode", [BYPASS | REINFORCE, BYPASS | CLIP, DECOUPLED | CLIP])
@@ -342,7 +342,7 @@ def test_on_policy_rollouts_change_nothing() -> None:
     _, bare, _ = updated(BYPASS | REINFORCE | {"rollout_is": None}, batch)
     assert outcome.metrics["rollout_corr/rollout_is_eff_sample_size"] == 1.0
     assert outcome.metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.0
-    assert (outcome.weights[batch.response_mask] == 1.0).all()
+    assert (outcome.dumped.weights[batch.response_mask] == 1.0).all()
     for name, gradient in bare.gradient.items():
         assert torch.equal(engine.gradient[name], gradient)
 
@@ -440,7 +440,7 @@ def test_nan_of_the_updated_policy_is_counted_and_withholds_the_step(mode, micro
     engine = NaNPolicy(model, [batch.input_ids[5]])
     outcome = update(batch, engine, alone(), settings, lambda _: LR, 0)
     assert outcome.metrics["rollout_corr/nonfinite_sequences"] == 1.0
-    assert outcome.nonfinite.nonzero().flatten().tolist() == [5]
+    assert outcome.dumped.nonfinite.nonzero().flatten().tolist() == [5]
     # 0 · NaN is NaN: the gradient of the whole step is lost, not the sequence's alone.
     assert any(not gradient.isfinite().all() for gradient in engine.gradient.values())
     assert outcome.metrics["rollout_corr/skipped_updates"] == 2.0

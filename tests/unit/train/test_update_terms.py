@@ -93,7 +93,12 @@ def test_held_it_measures_everything_and_changes_nothing(name: str) -> None:
 
 
 def held_fields(outcome) -> list[torch.Tensor]:
-    return [outcome.training_log_probs, outcome.weights, outcome.keep_mask, outcome.nonfinite]
+    return [
+        outcome.dumped.training_log_probs,
+        outcome.dumped.weights,
+        outcome.dumped.keep_mask,
+        outcome.dumped.nonfinite,
+    ]
 
 
 def test_the_bonus_raises_entropy_and_its_size_is_the_coefficients() -> None:

@@ -312,6 +312,6 @@ def one_update(ranks: Ranks, name: str, micro: Micro, stage: int = 0, dtype: tor
         "metrics": outcome.metrics,
         "num_updates": outcome.num_updates,
         "rows": mine,
-        "seen": (outcome.training_log_probs, outcome.weights, outcome.keep_mask),
+        "seen": (outcome.dumped.training_log_probs, outcome.dumped.weights, outcome.dumped.keep_mask),
         "weights": {n: t.detach().float().clone() for n, t in actor.weights()},
     }

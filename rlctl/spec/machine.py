@@ -130,7 +130,8 @@ def this_machine() -> Machine:
         )
     model, memory, _ = (field.strip() for field in found[0].split(","))
     speeds = next((speeds for part, speeds in _SPEEDS.items() if part in model), _UNKNOWN_GPU)
-    gpu_bytes = float(memory.split()[0]) * 2**20
+    # `81559 MiB`; a GPU that shares the host's memory has `[N/A]`
+    gpu_bytes = float(memory.removesuffix(" MiB")) * 2**20 if memory.endswith(" MiB") else host
     count = len(found)
     return Machine(
         "this machine", model, count, 1, gpu_bytes, host, shm_bytes, *speeds, 12e9, 60e9 * max(1, count // 2)

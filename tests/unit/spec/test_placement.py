@@ -305,3 +305,12 @@ def test_this_machine_has_what_the_system_says(monkeypatch: pytest.MonkeyPatch, 
     machine_module.this_machine.cache_clear()
     assert machine_of(None).gpus == 0
     machine_module.this_machine.cache_clear()
+
+
+def test_a_gpu_without_memory_of_its_own_has_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_module, "gpus", lambda: ["NVIDIA GB10, [N/A], 580.95.05"])
+    monkeypatch.setattr(machine_module, "gpus_are_hidden", lambda: False)
+    machine_module.this_machine.cache_clear()
+    found = machine_of(None)
+    machine_module.this_machine.cache_clear()
+    assert (found.gpu, found.gpus, found.gpu_bytes) == ("NVIDIA GB10", 1, found.host_bytes)

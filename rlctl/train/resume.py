@@ -10,6 +10,7 @@ from typing import Any
 
 from rlctl.data.schema import Row
 from rlctl.errors import Problem, SpecError, UsageError
+from rlctl.spec.keys import flat
 from rlctl.spec.rollout import ServerSpec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.spec.trainer import GuardrailsSpec
@@ -92,8 +93,8 @@ def refuse_changed_data(before: Mapping[str, str], now: Mapping[str, str], run_d
 
 def changes(before: RunSpec, after: RunSpec) -> dict[str, tuple[Any, Any]]:
     """Dotted key → (value before, value after), for every value that differs."""
-    old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
-    return {key: (old.get(key), new[key]) for key in new if old.get(key) != new[key]}
+    old, new = (flat(spec.model_dump(mode="json")) for spec in (before, after))
+    return {key: (old.get(key), new.get(key)) for key in new | old if old.get(key) != new.get(key)}
 
 
 def refuse_unsafe(before: RunSpec, after: RunSpec) -> list[str]:
@@ -126,13 +127,3 @@ def _fix(key: str) -> str:
             "exported model. With actor.lr_scheduler_type: constant a run can be extended"
         )
     return "leave it out, or start a new run"
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

@@ -96,6 +96,14 @@ def spec(*overrides: str) -> RunSpec:
     return load_spec([], [], [*pinned, "actor.ppo_micro_batch_size_per_gpu=512", *overrides]).spec
 
 
+def test_an_option_that_is_left_out_is_a_change() -> None:
+    before = spec("engine.deepspeed.zero_optimization.overlap_comm=true", "data.chat_template_kwargs.mode=x")
+    key = "engine.deepspeed.zero_optimization.overlap_comm"
+    assert changes(before, spec()) == {key: (True, None), "data.chat_template_kwargs.mode": ("x", None)}
+    with pytest.raises(SpecError):
+        refuse_unsafe(before, spec())
+
+
 def test_safe_changes_are_shown() -> None:
     lines = refuse_unsafe(
         spec(), spec("trainer.total_training_steps=999", "actor.ppo_micro_batch_size_per_gpu=4")

@@ -92,8 +92,7 @@ class Placement:
         self.width = 4 if spec.engine.dtype == "fp32" else 2
         self.ranks = spec.trainer.n_gpus_per_node
         self.stage = max(spec.engine.zero_stage, 1) if self.width == 2 else spec.engine.zero_stage
-        rollout_dtype = spec.rollout.dtype or spec.engine.dtype
-        self.sampling_width = 4 if rollout_dtype == "fp32" else 2
+        self.sampling_width = {"fp32": 4, "bf16": 2}.get(spec.rollout.dtype or "", self.width)
         #: GPUs of one rollout engine in the trainer's processes.
         self.shared = 1 if spec.has_rollout_servers else spec.rollout.tensor_model_parallel_size
 

@@ -314,3 +314,10 @@ def test_a_gpu_without_memory_of_its_own_has_the_hosts(monkeypatch: pytest.Monke
     found = machine_of(None)
     machine_module.this_machine.cache_clear()
     assert (found.gpu, found.gpus, found.gpu_bytes) == ("NVIDIA GB10", 1, found.host_bytes)
+
+
+def test_int8_weights_are_read_in_the_engines_dtype() -> None:
+    """As in `rollout's weights`: they are rounded to 8 bits, and stored in float32 here."""
+    given = ("engine.dtype=fp32", "rollout.name=hf")
+    rounded, plain = (place("1xh100", *given, f"rollout.dtype={dtype}") for dtype in ("int8", "null"))
+    assert rounded.seconds()["generate"] == plain.seconds()["generate"]

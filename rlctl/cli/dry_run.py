@@ -240,11 +240,11 @@ def _print_host(placement: Placement, console: Console) -> None:
     machine = placement.machine
     _print_title(f"Host memory per node ({machine.name}: {show_bytes(machine.host_bytes)})", console)
     for part in placement.host_parts:
-        marks = [part.phase, "pinned" if part.is_pinned else "", "/dev/shm" if part.is_shared else ""]
+        marks = [*part.phases, "pinned" if part.is_pinned else "", "/dev/shm" if part.is_shared else ""]
         shown = ", ".join(filter(None, marks))
         words = f"{part.formula}{f' [{shown}]' if shown else ''}"
         _print_amount(part.name, show_bytes(part.num_bytes), words, console)
-    peak = Text(f"{'peak':<31}{show_bytes(placement.host_peak()):>12}", "bold")
+    peak = Text(f"{'peak':<31}{show_bytes(memory_total(placement.host_parts)):>12}", "bold")
     _print_indented(peak, 2, console)
 
 

@@ -188,15 +188,10 @@ def warmup_ends(spec: RunSpec) -> Problems:
     batches, actor, critic = spec.trainer.total_training_steps, spec.actor, spec.critic
     if batches is None:
         return
-
-    def steps(mini: int, epochs: int) -> int:
-        return max(1, spec.data.train_batch_size // mini) * epochs
-
-    per_batch = steps(spec.ppo_mini_batch_size, actor.ppo_epochs)
-    rates = {"actor": (actor.lr_warmup_steps, actor.lr, (batches - spec.trainer.critic_warmup) * per_batch)}
+    updates = (batches - spec.trainer.critic_warmup) * spec.updates_per_batch
+    rates = {"actor": (actor.lr_warmup_steps, actor.lr, updates)}
     if spec.trains_critic:
-        per_batch = steps(spec.critic_mini_batch_size, spec.critic_epochs)
-        rates["critic"] = (critic.lr_warmup_steps, critic.lr, batches * per_batch)
+        rates["critic"] = (critic.lr_warmup_steps, critic.lr, batches * spec.critic_updates_per_batch)
     for name, (warmup, lr, total) in rates.items():
         if 0 < total <= warmup:
             what = f"{warmup} of the run's {total} optimizer steps are warm-up: {lr:g} is never reached"

@@ -72,7 +72,7 @@ class BatchArithmetic:
         count = None if self.micro_batch_tokens else -(-self.samples_per_rank // self.micro_batch_size)
         self.micro_batches_per_rank = count
         self.epochs = spec.actor.ppo_epochs
-        self.steps_per_batch = self.mini_batches * self.epochs
+        self.steps_per_batch = spec.updates_per_batch
         self.num_rows = count_rows(spec.data.train_files)
         self.num_batches = spec.trainer.total_training_steps
         if self.num_batches is None and self.num_rows is not None:

@@ -7,12 +7,13 @@ same tensors: autocast is not used, and the fused attention kernels save the sam
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
 from rlctl.spec.model import ALL_LINEAR, ModelSpec
-from rlctl.spec.model_size import ModelSize, Shape, model_size
+from rlctl.spec.model_size import ModelSize, Shape, size_at
 from rlctl.spec.run_spec import RunSpec
 
 #: Number of logits that the output head computes at once on the host or a small GPU (128 MiB in float32).
@@ -54,7 +55,7 @@ class MemoryPart:
     name: str
     num_bytes: float | None
     formula: str
-    phases: tuple[Phase, ...] = ()
+    phases: tuple[str, ...] = ()
 
 
 def packed_width(hidden: int) -> int:
@@ -82,12 +83,16 @@ def adapter_parameters(spec: RunSpec, size: ModelSize) -> int | None:
     return size.shape.layers * _Layer(spec.model, size.shape, 0, 0).adapter_parameters()
 
 
-def memory_total(parts: list[MemoryPart]) -> float:
-    """The peak per GPU in bytes; parts of unknown size are not counted."""
-    sums: dict[Phase, float] = {}
+def memory_total(parts: Sequence[MemoryPart], phases: Container[str] | None = None) -> float:
+    """The peak in bytes: the parts that are always held, and the largest of `phases` (None: of all).
+
+    Parts of unknown size are not counted.
+    """
+    sums: dict[str, float] = {}
     for part in parts:
         for phase in part.phases:
-            sums[phase] = sums.get(phase, 0.0) + (part.num_bytes or 0.0)
+            if phases is None or phase in phases:
+                sums[phase] = sums.get(phase, 0.0) + (part.num_bytes or 0.0)
     return sum(part.num_bytes or 0.0 for part in parts if not part.phases) + max(sums.values(), default=0.0)
 
 
@@ -200,10 +205,7 @@ class _Estimate:
 
     def __init__(self, spec: RunSpec, size: ModelSize, gpu_bytes: float | None) -> None:
         self.spec, self.policy, self.gpu_bytes = spec, size, gpu_bytes
-        #: Bytes per number in the engine's dtype.
-        self.width = 4 if spec.engine.dtype == "fp32" else 2
-        #: The effective ZeRO stage: in bf16 at least 1, as the engine keeps float32 copies like stage 1.
-        self.stage = max(spec.engine.zero_stage, 1) if self.width == 2 else spec.engine.zero_stage
+        self.width, self.stage = spec.engine.width, spec.engine.effective_stage
         self.length = spec.data.max_prompt_length + spec.data.max_response_length
 
     def parts(self) -> list[MemoryPart]:
@@ -216,11 +218,11 @@ class _Estimate:
         if not spec.has_rollout_servers:  # servers use separate GPUs
             parts.append(self._sampling_copy())
         if spec.trains_critic:
-            critic = self._size_of(spec.critic.path)
+            critic = size_at(spec.model, spec.critic.path) if spec.critic.path else policy
             read = replace(critic, num_parameters=critic.num_trainable)  # a critic has only the text decoder
             parts += [*self._trained(read, None, "critic's "), *self._critic_pass(critic)]
         if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
-            reference = self._size_of(spec.ref.path)
+            reference = size_at(spec.model, spec.ref.path) if spec.ref.path else policy
             parts.append(self._part("reference's weights", reference.num_parameters, self.width, 3))
         if not spec.has_rollout_servers:
             parts.append(self._cache())
@@ -287,12 +289,6 @@ class _Estimate:
         words += f" ÷ {shards} ranks (ZeRO {self.stage})" if shards > 1 else ""
         return MemoryPart(name, None if parameters is None else parameters * width / shards, words)
 
-    def _size_of(self, path: str | None) -> ModelSize:
-        """Size of the model at `path`; None: of the policy."""
-        if path is None:
-            return self.policy
-        return model_size(self.spec.model.model_copy(update={"path": path, "revision": None}))
-
     def _rows(self, model: ModelSpec, shape: Shape, micro: int) -> _Rows:
         """Rows of a micro-batch of sequences of full length, packed as the engine packs them.
 
@@ -318,17 +314,14 @@ class _Estimate:
         return min(_Rows(tokens, beside * unit, words), apart, key=lambda rows: rows.tokens)
 
     def _sampling_copy(self) -> MemoryPart:
-        """The rollout engine's weights. vLLM frees them during training; int8 weights are stored in the
-        training engine's dtype."""
-        rollout = self.spec.rollout
-        width = {"fp32": 4, "bf16": 2}.get(rollout.dtype or "", self.width)
-        parameters, shared = self.policy.num_parameters, rollout.tensor_model_parallel_size
+        """The rollout engine's weights; an engine that sleeps frees them during training."""
+        width, shared = self.spec.rollout_width, self.spec.rollout.tensor_model_parallel_size
+        parameters = self.policy.num_parameters
         words = f"parameters × {width} bytes"
         words += f" ÷ {shared} GPUs of an engine" if shared > 1 else ", whole on every rank"
         num_bytes = None if parameters is None else parameters * width / shared
-        part = MemoryPart("rollout's weights", num_bytes, words)
-        sleeps = self.spec.rollout_engine.frees_memory and rollout.free_cache_engine
-        return replace(part, phases=("generation",)) if sleeps else part
+        phases = ("generation",) if self.spec.engine_sleeps else ()
+        return MemoryPart("rollout's weights", num_bytes, words, phases)
 
     def _listed_tokens(self, count: int) -> MemoryPart:
         """Lists of the sampler's most likely tokens, of the batch in training and of those that wait."""

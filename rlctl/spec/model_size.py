@@ -120,6 +120,13 @@ def model_size(spec: ModelSpec) -> ModelSize:
     return ModelSize("unknown: the model is not on this machine")
 
 
+def size_at(spec: ModelSpec, path: str | None) -> ModelSize:
+    """The size of the model at `path`, read with the options of `spec`; None: of the policy."""
+    if path in {None, spec.path}:
+        return model_size(spec)
+    return model_size(spec.model_copy(update={"path": path, "revision": None}))
+
+
 def _local_directory(spec: ModelSpec) -> Path | None:
     """The model's directory, or its snapshot in the hub's cache; None: neither exists."""
     path = Path(spec.path).expanduser()

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from rlctl.errors import Problem
 from rlctl.spec.machine import GIB, Machine
-from rlctl.spec.memory import MemoryPart, Phase, adapter_parameters, memory_parts
+from rlctl.spec.memory import MemoryPart, Phase, adapter_parameters, memory_parts, memory_total
 from rlctl.spec.model_size import ModelSize, Shape
 from rlctl.spec.run_spec import RunSpec
 
@@ -36,22 +36,14 @@ _LOADING, _SAVING, _TRAINING = "load", "save", "train"
 
 
 @dataclass(frozen=True, slots=True)
-class HostPart:
-    """One part of a node's host memory.
+class HostPart(MemoryPart):
+    """One part of a node's host memory; `num_bytes` is per node.
 
     Attributes:
-        name: what needs the memory.
-        num_bytes: per node; None: unknown.
-        formula: in words.
-        phase: phase in which it is held; "": always.
         is_pinned: page-locked; `num_bytes` includes torch's rounding of each buffer up to a power of two.
         is_shared: a file in `/dev/shm`.
     """
 
-    name: str
-    num_bytes: float | None
-    formula: str
-    phase: str = ""
     is_pinned: bool = False
     is_shared: bool = False
 
@@ -89,10 +81,9 @@ class Placement:
 
     def __init__(self, spec: RunSpec, size: ModelSize, machine: Machine) -> None:
         self.spec, self.size, self.machine = spec, size, machine
-        self.width = 4 if spec.engine.dtype == "fp32" else 2
+        self.width, self.stage = spec.engine.width, spec.engine.effective_stage
         self.ranks = spec.trainer.n_gpus_per_node
-        self.stage = max(spec.engine.zero_stage, 1) if self.width == 2 else spec.engine.zero_stage
-        self.sampling_width = {"fp32": 4, "bf16": 2}.get(spec.rollout.dtype or "", self.width)
+        self.sampling_width = spec.rollout_width
         #: GPUs of one rollout engine in the trainer's processes.
         self.shared = 1 if spec.has_rollout_servers else spec.rollout.tensor_model_parallel_size
 
@@ -103,22 +94,12 @@ class Placement:
 
     def gpu_peak(self, *phases: Phase) -> float:
         """Peak bytes: the parts that are always held, and the largest of `phases`."""
-        always = sum(part.num_bytes or 0.0 for part in self.gpu_parts if not part.phases)
-        each = [sum(p.num_bytes or 0.0 for p in self.gpu_parts if phase in p.phases) for phase in phases]
-        return always + max(each, default=0.0)
+        return memory_total(self.gpu_parts, phases)
 
     @cached_property
     def host_parts(self) -> list[HostPart]:
         """Host memory parts of one node; without GPUs, excluding the parts that `gpu_parts` contains."""
         return [part for part in self._host_parts() if part.num_bytes is None or part.num_bytes > 0]
-
-    def host_peak(self, *phases: str) -> float:
-        """Peak bytes: the parts that are always held, and the largest of `phases` (none given: of all)."""
-        sums: dict[str, float] = {}
-        for part in self.host_parts:
-            sums[part.phase] = sums.get(part.phase, 0.0) + (part.num_bytes or 0.0)
-        always = sums.pop("", 0.0)
-        return always + max((sums.get(phase, 0.0) for phase in phases or tuple(sums)), default=0.0)
 
     def shared_peak(self) -> float:
         """Bytes in `/dev/shm` per node."""
@@ -131,7 +112,7 @@ class Placement:
             words = f"{ranks} × {_PROCESS_BYTES // GIB} GiB: libraries, CUDA contexts"
             yield HostPart("processes", ranks * _PROCESS_BYTES, words)
         if parameters is None:
-            yield HostPart("weights on their way", None, "the model's size is not known here", _LOADING)
+            yield HostPart("weights on their way", None, "the model's size is not known here", (_LOADING,))
             return
 
         whole = parameters * self.width
@@ -139,8 +120,8 @@ class Placement:
             what = "parameters" if self._reads_whole else "the largest layer's weights, twice,"
             words = f"{ranks} ranks × {what} × {self.width} bytes, one model at a time"
             at_once = whole if self._reads_whole else self._largest_weights
-            yield HostPart("weights on their way", ranks * at_once, words, _LOADING)
-        yield HostPart("export of a checkpoint", whole, "the main rank gathers all weights", _SAVING)
+            yield HostPart("weights on their way", ranks * at_once, words, (_LOADING,))
+        yield HostPart("export of a checkpoint", whole, "the main rank gathers all weights", (_SAVING,))
         if on_gpu and spec.engine.offload != "none":
             read = self.size.num_trainable or parameters
             yield from self._offloaded(parameters, adapter_parameters(spec, self.size) or read, "")
@@ -149,11 +130,11 @@ class Placement:
         if on_gpu and spec.engine.offload_base:
             words = f"{ranks} ranks × parameters × {self.width} bytes, rounded up to powers of two"
             yield HostPart("frozen weights", ranks * self._pinned_copy(self.width), words, is_pinned=True)
-        if on_gpu and self._sleeps and not self.spec.drops_weights_asleep:
+        if on_gpu and spec.engine_sleeps and not spec.drops_weights_asleep:
             words = f"{ranks // self.shared} engines × parameters × {self.sampling_width} bytes"
             words += ", rounded up to powers of two"
             copy = ranks * self._pinned_copy(self.sampling_width, self.shared)
-            yield HostPart("sleeping vLLM's weights", copy, words, _TRAINING, is_pinned=True)
+            yield HostPart("sleeping vLLM's weights", copy, words, (_TRAINING,), is_pinned=True)
         if self.writes_weights and spec.rollout.server.weights_dir is None:
             versions = 1 if spec.syncs_adapter else 2
             words = f"{versions} versions × parameters × {self.width} bytes"
@@ -169,22 +150,21 @@ class Placement:
         config = spec.engine.deepspeed.get("zero_optimization", {})
         pins = bool(config.get("offload_optimizer", {}).get("pin_memory", True))
         group = of_a_rank if self.stage < 3 else min(of_a_rank, _SUB_GROUP)
-        per_group = _power_of_two(group * 4) / max(group, 1) if pins else 4.0
+        held = _power_of_two if pins else float
+        per_group = held(group * 4) / max(group, 1)
         rounded = ", rounded up to powers of two" if pins else ""
-        for name, when in (("fp32 weights", True), ("gradients of the step", True)):
-            words = f"{ranks} ranks × {of_a_rank:,.0f} × 4 bytes{rounded}"
-            yield HostPart(f"{whose}{name}", ranks * of_a_rank * per_group, words, is_pinned=pins and when)
-        words = f"{ranks} ranks × {of_a_rank:,.0f} × 8 bytes"
-        yield HostPart(f"{whose}moments", ranks * of_a_rank * 8, words)
+        words = f"{ranks} ranks × {of_a_rank:,.0f} × 4 bytes{rounded}"
+        for name in ("fp32 weights", "gradients of the step"):
+            yield HostPart(f"{whose}{name}", ranks * of_a_rank * per_group, words, is_pinned=pins)
+        moments = f"{ranks} ranks × {of_a_rank:,.0f} × 8 bytes"
+        yield HostPart(f"{whose}moments", ranks * of_a_rank * 8, moments)
         if self.stage == 3 or self.width == 4:  # in bf16, stage 2 accumulates them on the GPU
-            sums = _power_of_two(of_a_rank * 4) if pins else of_a_rank * 4
-            words = f"{ranks} ranks × {of_a_rank:,.0f} × 4 bytes{rounded}"
-            yield HostPart(f"{whose}sums of gradients", ranks * sums, words, is_pinned=pins)
+            sums = ranks * held(of_a_rank * 4)
+            yield HostPart(f"{whose}sums of gradients", sums, words, is_pinned=pins)
         if spec.engine.offload == "all":
             words = f"{ranks} ranks × parameters × {self.width} bytes ÷ {spec.world_size} ranks{rounded}"
-            weights = parameters * self.width / spec.world_size
-            weights = _power_of_two(weights) if pins else weights
-            yield HostPart(f"{whose}weights", ranks * weights, words, is_pinned=pins)
+            weights = ranks * held(parameters * self.width / spec.world_size)
+            yield HostPart(f"{whose}weights", weights, words, is_pinned=pins)
 
     @property
     def _reads_whole(self) -> bool:
@@ -212,12 +192,6 @@ class Placement:
     def broadcasts_weights(self) -> bool:
         """Whether servers receive new weights by broadcast."""
         return self.spec.broadcasts_weights(on_gpus=self.machine.gpus > 0)
-
-    @property
-    def _sleeps(self) -> bool:
-        rollout = self.spec.rollout
-        colocated = not self.spec.has_rollout_servers
-        return self.spec.rollout_engine.frees_memory and rollout.free_cache_engine and colocated
 
     def _pinned_copy(self, num_bytes: float, shared: int = 1) -> float:
         """Bytes of a rank's weights in pinned buffers, one buffer per matrix of vLLM.
@@ -255,21 +229,22 @@ class Placement:
         gathers = (3 + spec.model.enable_gradient_checkpointing) * whole * micro if is_sharded else 0.0
         crossing = "network" if spec.trainer.nnodes > 1 else "GPU to GPU"
         sums = 2 * whole if spec.world_size > 1 else 0.0
-        copies = 0.0 if spec.drops_weights_asleep or not self._sleeps else 2 * sampling
+        copies = 0.0 if spec.drops_weights_asleep or not spec.engine_sleeps else 2 * sampling
         base = whole if spec.engine.offload_base else 0.0
         offload = 6.0 / self.width * shard if spec.engine.offload != "none" else 0.0
         files = whole if self.writes_weights else 0.0
         sent = whole if self.broadcasts_weights else 0.0
-        host, shared = self.host_peak, self.shared_peak()
+        shared = self.shared_peak()
         pinned = sum(part.num_bytes or 0.0 for part in self.host_parts if part.is_pinned)
 
         def stage(name: str, gpu: float, phase: str, moved: dict[str, float]) -> Stage:
             links = {link: num_bytes for link, num_bytes in moved.items() if num_bytes}
-            return Stage(name, gpu, host(phase), pinned, shared, links, seconds.get(name))
+            host = memory_total(self.host_parts, (phase,))
+            return Stage(name, gpu, host, pinned, shared, links, seconds.get(name))
 
         return [
             stage("load", 0.0, _LOADING, {"disk": whole}),
-            stage("engine", self.gpu_peak("generation") if not base else sampling, _LOADING, {"disk": 0.0}),
+            stage("engine", self.gpu_peak("generation") if not base else sampling, _LOADING, {}),
             stage(
                 "partition",
                 self.gpu_peak() + self._largest_weights if is_sharded else max(whole, self.gpu_peak()),
@@ -346,7 +321,6 @@ class Placement:
         backward = 3 + spec.model.enable_gradient_checkpointing
         trained = adapter_parameters(spec, self.size) or read
         epochs = spec.actor.ppo_epochs
-        updates = max(1, spec.data.train_batch_size // spec.ppo_mini_batch_size) * epochs
         shard = trained / spec.world_size
         per_step = 40 * shard / machine.gpu_bandwidth
         if spec.engine.offload != "none" and machine.gpus:
@@ -361,13 +335,13 @@ class Placement:
             sync += whole / machine.link
         elif self.writes_weights:
             sync += 2 * whole / _FILES
-        if self._sleeps and not spec.drops_weights_asleep and machine.gpus:
+        if spec.engine_sleeps and not spec.drops_weights_asleep and machine.gpus:
             sync += 2 * sampling / machine.bus
         found = {
             "generate": self._generation(shape, parameters),
             "score": scored * max(forward, traffic),
             "update": epochs * max(backward * forward, backward * traffic) * (1 + spec.trains_critic),
-            "step": updates * per_step * (1 + spec.trains_critic),
+            "step": spec.updates_per_batch * per_step * (1 + spec.trains_critic),
             "sync": sync,
         }
         return found | {"whole step": sum(found.values())}
@@ -421,7 +395,7 @@ class Placement:
                 what = f"{heads} attention heads cannot be spread evenly over the GPUs of an engine"
                 fix = "use a divisor of the number of heads"
                 yield Problem("error", "rollout.tensor_model_parallel_size", what, fix)
-            always, peak = self.gpu_peak(), self._largest()
+            always, peak = self.gpu_peak(), memory_total(self.gpu_parts)
             for part in self.gpu_parts:
                 if part.name == "key-value cache" and part.num_bytes == 0.0:
                     share = spec.rollout.gpu_memory_utilization
@@ -436,7 +410,7 @@ class Placement:
                     f"up to {_gib(peak)} are needed at once, a GPU of {where} has {_gib(machine.gpu_bytes)}"
                 )
                 yield Problem("error", "actor.ppo_max_token_len_per_gpu", what, fix)
-        host, shared = self.host_peak(), self.shared_peak()
+        host, shared = memory_total(self.host_parts), self.shared_peak()
         if machine.gpus and host > machine.host_bytes:
             largest = sorted(self.host_parts, key=lambda part: -(part.num_bytes or 0.0))[:3]
             listed = ", ".join(f"{part.name} {_gib(part.num_bytes or 0.0)}" for part in largest)
@@ -448,9 +422,6 @@ class Placement:
             holds_weights = self.writes_weights and spec.rollout.server.weights_dir is None
             fix = "docker run --shm-size (or --ipc=host); or rollout.server.weights_dir on a disk"
             yield Problem("error" if holds_weights else "warning", "rollout.server.weights_dir", what, fix)
-
-    def _largest(self) -> float:
-        return self.gpu_peak("generation", "head", "layers", "critic", "step", "critic's step")
 
 
 def _power_of_two(num_bytes: float) -> float:

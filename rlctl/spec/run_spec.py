@@ -47,6 +47,16 @@ class RunSpec(Section):
         return self.critic.ppo_epochs or self.actor.ppo_epochs
 
     @property
+    def updates_per_batch(self) -> int:
+        """Optimizer steps of the policy per batch."""
+        return max(1, self.data.train_batch_size // self.ppo_mini_batch_size) * self.actor.ppo_epochs
+
+    @property
+    def critic_updates_per_batch(self) -> int:
+        """Optimizer steps of the critic per batch."""
+        return max(1, self.data.train_batch_size // self.critic_mini_batch_size) * self.critic_epochs
+
+    @property
     def critic_micro_batch_size(self) -> int:
         """Sequences per forward pass of the critic on one rank, with null resolved."""
         return self.critic.ppo_micro_batch_size_per_gpu or self.actor.ppo_micro_batch_size_per_gpu
@@ -76,6 +86,17 @@ class RunSpec(Section):
     def drops_weights_asleep(self) -> bool:
         """Whether a sleeping engine in this process drops its weights, because a full sync follows."""
         return self.rollout.sync_every == 1 and not self.syncs_adapter
+
+    @property
+    def engine_sleeps(self) -> bool:
+        """Whether the rollout engine is in this process and frees its GPU memory during training."""
+        frees = self.rollout_engine.frees_memory and self.rollout.free_cache_engine
+        return frees and not self.has_rollout_servers
+
+    @property
+    def rollout_width(self) -> int:
+        """Bytes per number of the rollout engine's weights; int8 weights are stored in `engine.dtype`."""
+        return {"fp32": 4, "bf16": 2}.get(self.rollout.dtype or "", self.engine.width)
 
     @property
     def rollout_engine(self) -> EngineCapabilities:

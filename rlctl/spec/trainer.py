@@ -37,6 +37,16 @@ class EngineSpec(Section):
     """Options that are merged into DeepSpeed's configuration unchanged: a mapping, or the path of a JSON
     file."""
 
+    @property
+    def width(self) -> int:
+        """Bytes per number in `dtype`."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def effective_stage(self) -> int:
+        """The ZeRO stage in effect: in bf16 at least 1, as the engine keeps float32 copies like stage 1."""
+        return self.zero_stage if self.dtype == "fp32" else max(self.zero_stage, 1)
+
 
 class GuardrailsSpec(Section):
     """Actions of training when a diagnosis rule fires; the thresholds are those of `rlctl diagnose`."""

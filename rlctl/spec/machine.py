@@ -54,25 +54,6 @@ class Machine:
     host_bandwidth: float
 
 
-_H100 = Machine(
-    "1xh100", "H100 80 GB", 1, 1, 80 * GIB, 240 * GIB, 120 * GIB, 989e12, 3.35e12, 450e9, 50e9, 50e9, 250e9
-)
-_8XH100 = replace(
-    _H100, name="8xh100", gpus=8, host_bytes=2000 * GIB, shm_bytes=1000 * GIB, host_bandwidth=500e9
-)
-#: Name for `--machine` → machine. GPU memory as the driver reports it; hosts as cloud providers offer them.
-MACHINES: dict[str, Machine] = {
-    machine.name: machine
-    for machine in (
-        replace(_H100, gpu_bytes=79.6 * GIB),
-        replace(_8XH100, gpu_bytes=79.6 * GIB),
-        replace(_8XH100, name="2x8h100", nodes=2, gpu_bytes=79.6 * GIB),
-        replace(_H100, name="1xh200", gpu="H200 141 GB", gpu_bytes=140.4 * GIB, gpu_bandwidth=4.8e12),
-        Machine(
-            "1x24gb", "24 GB", 1, 1, 23.6 * GIB, 64 * GIB, 32 * GIB, 165e12, 1.0e12, 25e9, 25e9, 3e9, 60e9
-        ),
-    )
-}
 #: Substring of a GPU's name → flops, gpu_bandwidth, link, bus.
 _SPEEDS = {
     "H200": (989e12, 4.8e12, 450e9, 50e9),
@@ -84,6 +65,21 @@ _SPEEDS = {
     "L4": (121e12, 0.3e12, 25e9, 25e9),
 }
 _UNKNOWN_GPU = (150e12, 1.0e12, 25e9, 25e9)
+_H100 = Machine("1xh100", "H100 80 GB", 1, 1, 79.6 * GIB, 240 * GIB, 120 * GIB, *_SPEEDS["H100"], 50e9, 250e9)
+_8XH100 = replace(
+    _H100, name="8xh100", gpus=8, host_bytes=2000 * GIB, shm_bytes=1000 * GIB, host_bandwidth=500e9
+)
+#: Name for `--machine` → machine. GPU memory as the driver reports it; hosts as cloud providers offer them.
+MACHINES: dict[str, Machine] = {
+    machine.name: machine
+    for machine in (
+        _H100,
+        _8XH100,
+        replace(_8XH100, name="2x8h100", nodes=2),
+        replace(_H100, name="1xh200", gpu="H200 141 GB", gpu_bytes=140.4 * GIB, gpu_bandwidth=4.8e12),
+        Machine("1x24gb", "24 GB", 1, 1, 23.6 * GIB, 64 * GIB, 32 * GIB, *_SPEEDS["4090"], 3e9, 60e9),
+    )
+}
 
 
 def machine_of(name: str | None) -> Machine:
@@ -113,21 +109,8 @@ def this_machine() -> Machine:
     if not found:
         cores = psutil.cpu_count(logical=False) or 1
         flops, bandwidth = cores * _CORE_FLOPS, cores * _CORE_BANDWIDTH
-        return Machine(
-            "this machine",
-            "CPU",
-            0,
-            1,
-            host,
-            host,
-            shm_bytes,
-            flops,
-            bandwidth,
-            bandwidth,
-            bandwidth,
-            1e9,
-            bandwidth,
-        )
+        links = (bandwidth, bandwidth, bandwidth, 1e9, bandwidth)
+        return Machine("this machine", "CPU", 0, 1, host, host, shm_bytes, flops, *links)
     model, memory, _ = (field.strip() for field in found[0].split(","))
     speeds = next((speeds for part, speeds in _SPEEDS.items() if part in model), _UNKNOWN_GPU)
     # `81559 MiB`; a GPU that shares the host's memory has `[N/A]`

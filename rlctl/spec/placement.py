@@ -86,6 +86,11 @@ class Placement:
         self.sampling_width = spec.rollout_width
         #: GPUs of one rollout engine in the trainer's processes.
         self.shared = 1 if spec.has_rollout_servers else spec.rollout.tensor_model_parallel_size
+        parameters = size.num_parameters or 0
+        #: Bytes of all weights in the engine's dtype, and of a GPU's weights of a rollout engine.
+        self.whole, self.sampling = parameters * self.width, parameters * self.sampling_width / self.shared
+        #: Whether a sleeping rollout engine keeps its weights in host memory.
+        self.keeps_copy = spec.engine_sleeps and not spec.drops_weights_asleep
 
     @cached_property
     def gpu_parts(self) -> list[MemoryPart]:
@@ -106,7 +111,7 @@ class Placement:
         return sum(part.num_bytes or 0.0 for part in self.host_parts if part.is_shared)
 
     def _host_parts(self) -> Iterator[HostPart]:
-        spec, ranks, parameters = self.spec, self.ranks, self.size.num_parameters
+        spec, ranks, parameters, whole = self.spec, self.ranks, self.size.num_parameters, self.whole
         on_gpu = self.machine.gpus > 0
         if on_gpu:
             words = f"{ranks} × {_PROCESS_BYTES // GIB} GiB: libraries, CUDA contexts"
@@ -115,7 +120,6 @@ class Placement:
             yield HostPart("weights on their way", None, "the model's size is not known here", (_LOADING,))
             return
 
-        whole = parameters * self.width
         if on_gpu:
             what = "parameters" if self._reads_whole else "the largest layer's weights, twice,"
             words = f"{ranks} ranks × {what} × {self.width} bytes, one model at a time"
@@ -130,7 +134,7 @@ class Placement:
         if on_gpu and spec.engine.offload_base:
             words = f"{ranks} ranks × parameters × {self.width} bytes, rounded up to powers of two"
             yield HostPart("frozen weights", ranks * self._pinned_copy(self.width), words, is_pinned=True)
-        if on_gpu and spec.engine_sleeps and not spec.drops_weights_asleep:
+        if on_gpu and self.keeps_copy:
             words = f"{ranks // self.shared} engines × parameters × {self.sampling_width} bytes"
             words += ", rounded up to powers of two"
             copy = ranks * self._pinned_copy(self.sampling_width, self.shared)
@@ -203,13 +207,8 @@ class Placement:
         shape, parameters, width = self.size.shape, self.size.num_parameters or 0, num_bytes / shared
         if shape is None:
             return _power_of_two(parameters * width)
-        heads = shape.hidden * (shape.queries + 2 * shape.keys)
-        sizes = [
-            heads,
-            shape.queries * shape.hidden,
-            2 * shape.hidden * shape.inner,
-            shape.hidden * shape.inner,
-        ]
+        outputs = shape.queries + 2 * shape.keys, shape.queries, 2 * shape.inner, shape.inner
+        sizes = [shape.hidden * each for each in outputs]
         embedding = shape.vocab * shape.hidden
         layers = shape.layers * sum(_power_of_two(size * width) for size in sizes)
         rest = max(parameters - shape.layers * sum(sizes) - embedding, 0)
@@ -219,22 +218,16 @@ class Placement:
 
     def stages(self) -> list[Stage]:
         """Load, engine, partition, generate, score, update, step and sync, in this order."""
-        spec, size = self.spec, self.size
-        whole = (size.num_parameters or 0) * self.width
-        shard = whole / spec.world_size
-        sampling = (size.num_parameters or 0) * self.sampling_width / self.shared
-        is_sharded = self.stage == 3
-        seconds = self.seconds()
+        spec, whole, is_sharded = self.spec, self.whole, self.stage == 3
         micro = self.tokens() / max(self._tokens_per_pass(), 1)
         gathers = (3 + spec.model.enable_gradient_checkpointing) * whole * micro if is_sharded else 0.0
         crossing = "network" if spec.trainer.nnodes > 1 else "GPU to GPU"
         sums = 2 * whole if spec.world_size > 1 else 0.0
-        copies = 0.0 if spec.drops_weights_asleep or not spec.engine_sleeps else 2 * sampling
+        copy = self.sampling if self.keeps_copy else 0.0
         base = whole if spec.engine.offload_base else 0.0
+        shard = whole / spec.world_size
         offload = 6.0 / self.width * shard if spec.engine.offload != "none" else 0.0
-        files = whole if self.writes_weights else 0.0
-        sent = whole if self.broadcasts_weights else 0.0
-        shared = self.shared_peak()
+        seconds, shared = self.seconds(), self.shared_peak()
         pinned = sum(part.num_bytes or 0.0 for part in self.host_parts if part.is_pinned)
 
         def stage(name: str, gpu: float, phase: str, moved: dict[str, float]) -> Stage:
@@ -244,14 +237,14 @@ class Placement:
 
         return [
             stage("load", 0.0, _LOADING, {"disk": whole}),
-            stage("engine", self.gpu_peak("generation") if not base else sampling, _LOADING, {}),
+            stage("engine", self.gpu_peak("generation") if not base else self.sampling, _LOADING, {}),
             stage(
                 "partition",
                 self.gpu_peak() + self._largest_weights if is_sharded else max(whole, self.gpu_peak()),
                 _LOADING,
                 {"host to GPU": whole},
             ),
-            stage("generate", self.gpu_peak("generation"), "", {"host to GPU": copies / 2}),
+            stage("generate", self.gpu_peak("generation"), "", {"host to GPU": copy}),
             stage("score", self.gpu_peak("head"), _TRAINING, {"host to GPU": base, crossing: gathers / 4}),
             stage("update", self.gpu_peak("head", "layers", "critic"), _TRAINING, {crossing: gathers + sums}),
             stage("step", self.gpu_peak("step", "critic's step"), _TRAINING, {"host to GPU": offload}),
@@ -261,9 +254,9 @@ class Placement:
                 _SAVING,
                 {
                     crossing: whole if is_sharded else 0.0,
-                    "host to GPU": copies / 2,
-                    "broadcast to servers": sent,
-                    "files": files,
+                    "host to GPU": copy,
+                    "broadcast to servers": whole if self.broadcasts_weights else 0.0,
+                    "files": whole if self.writes_weights else 0.0,
                 },
             ),
         ]
@@ -304,18 +297,14 @@ class Placement:
         spec, shape, parameters = self.spec, self.size.shape, self.size.num_parameters
         if shape is None or parameters is None:
             return {}
-        machine, tokens = self.machine, self.tokens()
-        speed = (
-            machine.flops * _EFFICIENCY / max(1, self.ranks // machine.gpus if machine.gpus else self.ranks)
-        )
+        machine, whole, sampling = self.machine, self.whole, self.sampling
+        speed = machine.flops * _EFFICIENCY / max(1, self.ranks // (machine.gpus or 1))
         read = self.size.num_trainable or parameters
         forward = self._forward_flops(shape, read) / speed
-        whole = parameters * self.width
         link = machine.network if spec.trainer.nnodes > 1 else machine.link
-        traffic = 0.0
-        if self.stage == 3 and spec.world_size > 1:
-            passes = max(1.0, tokens / max(self._tokens_per_pass(), 1))
-            traffic = passes * whole / link
+        is_gathered = self.stage == 3 and spec.world_size > 1
+        passes = max(1.0, self.tokens() / max(self._tokens_per_pass(), 1))
+        traffic = passes * whole / link if is_gathered else 0.0
         correction = spec.algorithm.rollout_correction
         scored = (not correction.bypass_mode) + spec.needs_reference + spec.trains_critic
         backward = 3 + spec.model.enable_gradient_checkpointing
@@ -325,17 +314,14 @@ class Placement:
         per_step = 40 * shard / machine.gpu_bandwidth
         if spec.engine.offload != "none" and machine.gpus:
             per_step = 28 * shard * self.ranks / machine.host_bandwidth + 6 * shard / machine.bus
-        sampling = parameters * self.sampling_width / self.shared
-        sync = (
-            whole / link if spec.world_size > 1 and self.stage == 3 else 0.0
-        ) + 2 * sampling / machine.gpu_bandwidth
+        sync = 2 * sampling / machine.gpu_bandwidth + (whole / link if is_gathered else 0.0)
         if spec.syncs_adapter:
             sync = trained * self.width / machine.gpu_bandwidth
         elif self.broadcasts_weights:
             sync += whole / machine.link
         elif self.writes_weights:
             sync += 2 * whole / _FILES
-        if spec.engine_sleeps and not spec.drops_weights_asleep and machine.gpus:
+        if self.keeps_copy and machine.gpus:
             sync += 2 * sampling / machine.bus
         found = {
             "generate": self._generation(shape, parameters),
@@ -359,12 +345,11 @@ class Placement:
         engines = servers or max(1, spec.world_size // gpus)
         responses = spec.data.train_batch_size * spec.rollout.n / engines
         mean = data.max_prompt_length / 2 + data.max_response_length * _MEAN_RESPONSE / 2
-        cache_bytes = (
-            spec.rollout.gpu_memory_utilization * machine.gpu_bytes * gpus - parameters * self.sampling_width
-        )
+        weights = parameters * self.sampling_width
+        cache_bytes = spec.rollout.gpu_memory_utilization * machine.gpu_bytes * gpus - weights
         fits = max(1.0, cache_bytes / (cached * mean)) if machine.gpus else responses
         at_once = min(responses, fits, spec.rollout.max_num_seqs or responses)
-        read = parameters * self.sampling_width + at_once * cached * mean
+        read = weights + at_once * cached * mean
         computed = 2 * parameters * at_once / (machine.flops * gpus)
         slower = 1.0 if spec.rollout.name == "vllm" or not machine.gpus else 5.0
         each = max(read / (machine.gpu_bandwidth * gpus * _DECODING), computed) + _STEP_S

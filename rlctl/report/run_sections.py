@@ -38,16 +38,17 @@ def spec_rows(record: RunRecord) -> tuple[str, list[tuple[str, str, str]]]:
     spec = record.spec
     state = read_state(record.path)
     presets = [name for name in state.preset.split("+") if name]
-    base = ["model.path=embedded"] if spec.is_embedded else [f"model.path={spec.model.path}"]
     try:
-        before, than = load_spec(presets, [], base).spec, " + ".join(presets) or "the defaults"
+        before, than = (
+            load_spec(presets, [], [f"model.path={spec.model.path}"]).spec,
+            " + ".join(presets) or "the defaults",
+        )
     except RlctlError:  # preset files were removed, or are incomplete without the overrides of the run
         before, than = load_spec(overrides=["model.path=embedded"]).spec, "the defaults"
-    own = {"trainer.run_dir"}
     rows = [
         (key, visible(_value(old)), visible(_value(new)))
         for key, (old, new) in changes(before, spec).items()
-        if key not in own
+        if key != "trainer.run_dir"
     ]
     return than, rows
 
@@ -92,21 +93,14 @@ def sample_note(steps: Sequence[Mapping[str, Any]]) -> str:
 def _sample(row: Mapping[str, Any], decode: Callable[[Sequence[int]], str] | None) -> dict[str, Any]:
     ratios = log_ratios(row)
     ids = row["response_ids"][:TOKENS]
-    texts = pieces(ids, decode) if decode else None
-    tokens = [Token(visible(row["response"]), "", "")]
-    if texts is not None:
+    tokens, left = [Token(visible(row["response"]), "", "")], 0
+    if decode:
+        columns = ratios, row["rollout_log_probs"], row["rollout_is_weights"], row["keep_mask"]
         tokens = [
             Token(visible(text), _shade(ratio, kept=kept), _about(ratio, log_prob, weight, kept=kept))
-            for text, ratio, log_prob, weight, kept in zip(
-                texts,
-                ratios,
-                row["rollout_log_probs"],
-                row["rollout_is_weights"],
-                row["keep_mask"],
-                strict=False,
-            )
+            for text, ratio, log_prob, weight, kept in zip(pieces(ids, decode), *columns, strict=False)
         ]
-    left = len(ratios) - len(ids)
+        left = max(0, len(ratios) - len(ids))
     return {
         "source": visible(row["data_source"]),
         "prompt": visible(row["prompt"]),
@@ -116,7 +110,7 @@ def _sample(row: Mapping[str, Any], decode: Callable[[Sequence[int]], str] | Non
         "num_tokens": len(ratios),
         "truncated": row["truncated"],
         "tokens": tokens,
-        "left": left if texts is not None and left > 0 else 0,
+        "left": left,
     }
 
 
@@ -153,9 +147,7 @@ def _decoder(record: RunRecord) -> Callable[[Sequence[int]], str] | None:
     from tokenizers import Tokenizer
 
     folders = [path / "model" for path in reversed(record.checkpoints)] or [Path(record.spec.model.path)]
-    file = next(
-        (folder / "tokenizer.json" for folder in folders if (folder / "tokenizer.json").is_file()), None
-    )
+    file = next(filter(Path.is_file, (folder / "tokenizer.json" for folder in folders)), None)
     if file is None:
         return None
     tokenizer = Tokenizer.from_file(str(file))

@@ -143,7 +143,7 @@ def advice_for(key: str) -> str | None:
 
 def advice_among(word: str, names: Iterable[str]) -> str:
     """Suggestion for `word`, where only `names` are allowed."""
-    near = _closest(word, names, cutoff=0.6)
+    near = closest(word, names)
     return f"did you mean `{near}`?" if near else f"write one of {', '.join(names)}"
 
 
@@ -158,6 +158,12 @@ def fields_of_items(key: str) -> list[str]:
     return items(known_leaves()[key].annotation)
 
 
+def closest(word: str, options: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The option most similar to `word`; None if none reaches the similarity `cutoff`, from 0 to 1."""
+    matches = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
+    return matches[0] if matches else None
+
+
 def nearest_key(key: str) -> str | None:
     """The known key that `key` most likely means, or None."""
     leaves = known_leaves()
@@ -169,23 +175,18 @@ def nearest_key(key: str) -> str | None:
         return parent
     by_leaf = [known for known in leaves if known.rpartition(".")[2] == leaf]
     if by_leaf:
-        return _closest(short, by_leaf, cutoff=0.0)
+        return closest(short, by_leaf, cutoff=0.0)
     siblings = {known.rpartition(".")[2]: known for known in leaves if known.rpartition(".")[0] == parent}
-    if sibling := _closest(leaf, siblings, cutoff=0.6):
+    if sibling := closest(leaf, siblings):
         return siblings[sibling]
     if parent in known_sections():  # the section is correct, so a similar key of another one is not meant
         return None
     names = {known.rpartition(".")[2]: known for known in leaves}
-    return _closest(short, leaves, cutoff=0.75) or names.get(_closest(leaf, names, cutoff=0.75) or "")
+    return closest(short, leaves, cutoff=0.75) or names.get(closest(leaf, names, cutoff=0.75) or "")
 
 
 def _mentions(annotation: Any, kind: type) -> bool:
     return annotation is kind or any(_mentions(part, kind) for part in get_args(annotation))
-
-
-def _closest(word: str, options: Iterable[str], *, cutoff: float) -> str | None:
-    matches = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
-    return matches[0] if matches else None
 
 
 def _leaves_of(section: type[Section], prefix: str) -> dict[str, FieldInfo]:

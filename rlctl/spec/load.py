@@ -9,7 +9,6 @@ unreadable sources and unknown keys, then types and ranges, then contradictions 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from rlctl.spec.keys import (
     accepts,
     advice_among,
     advice_for,
+    closest,
     fields_of_items,
     known_leaves,
     known_sections,
@@ -297,8 +297,8 @@ def _invalid(key: str, entry: _Entry, details: Any) -> Problem:
         )
     elif details["type"] == "literal_error":
         options = str(details["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
-        close = difflib.get_close_matches(str(got), options, n=1, cutoff=0.5)
-        fix = f"did you mean `{close[0]}`?" if close else None
+        near = closest(str(got), options, cutoff=0.5)
+        fix = f"did you mean `{near}`?" if near else None
     elif details["type"] == "part_error":
         return _problem(key, entry, what, details["ctx"]["fix"] or None)
     elif details["type"] == "extra_forbidden":  # within one item of a list

@@ -76,23 +76,20 @@ def param_problems(registry: Registry, name: str, key: str, given: Mapping[str, 
     if part.params is None:
         what, fix = f"{name} takes no parameters", "leave it out"
         return [Problem("error", f"{key}.{param}", what, fix) for param in given]
+    known = f"the parameters of {name} are {', '.join(part.params.model_fields)}"
     try:
         params_of(part, given)
     except ValidationError as error:
-        known = ", ".join(part.params.model_fields)
         return [
             Problem(
                 "error",
                 ".".join([key, *map(str, details["loc"])]),
                 str(details["msg"]).replace("Input should", "must"),
-                f"the parameters of {name} are {known}",
+                known,
             )
             for details in error.errors()
         ]
+    if part.params.model_config.get("extra", "ignore") != "ignore":
+        return []
     unknown = given.keys() - part.params.model_fields.keys()
-    known = ", ".join(part.params.model_fields)
-    return [
-        Problem("error", f"{key}.{param}", "unknown parameter", f"the parameters of {name} are {known}")
-        for param in sorted(unknown)
-        if part.params.model_config.get("extra", "ignore") == "ignore"
-    ]
+    return [Problem("error", f"{key}.{param}", "unknown parameter", known) for param in sorted(unknown)]

@@ -6,11 +6,10 @@ to 2.5 in the first and up to 9.36 in the second). Rules are independent of the 
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rlctl.algos.rules import (
     BASIC_STATISTICS,
@@ -23,8 +22,9 @@ from rlctl.algos.rules import (
     WeightRule,
 )
 from rlctl.errors import Problem, SpecError, UsageError
-from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA, Part
+from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.algorithm import RolloutCorrectionSpec
+from rlctl.spec.keys import closest
 from rlctl.spec.parts import param_problems, params_of
 from rlctl.spec.run_spec import RunSpec
 from rlctl.user_code import is_file_function
@@ -124,7 +124,10 @@ def _auto_problems(spec: RolloutCorrectionSpec) -> Iterator[Problem]:
 
 
 def _weight_rule(spec: RolloutCorrectionSpec, problems: list[Problem]) -> WeightRule:
-    """The weight rule; its default bound and interval depend on the dialect and the form of the threshold."""
+    """The weight rule; its default bound depends on the dialect and the form of the threshold.
+
+    `rlctl` clips on both sides; `verl` truncates for one number and masks outside an interval.
+    """
     is_verl = spec.dialect == "verl"
     params = None
     if spec.rollout_is is not None:
@@ -135,7 +138,8 @@ def _weight_rule(spec: RolloutCorrectionSpec, problems: list[Problem]) -> Weight
             params = params_of(CORRECTION_WEIGHTS.part(spec.rollout_is), spec.rollout_is_params)
     try:
         numbers = parse_threshold(spec.rollout_is_threshold)
-        bound: Bound = spec.rollout_is_bound or _default_bound(numbers, is_verl=is_verl)
+        default: Bound = "clip" if not is_verl else "truncate" if len(numbers) == 1 else "mask"
+        bound = spec.rollout_is_bound or default
         lower, upper = _weight_interval(numbers, bound)
     except _ThresholdError as error:
         problems.append(Problem("error", IS_THRESHOLD_KEY, str(error), "for example 2.0, or 0.5_2.0"))
@@ -150,13 +154,6 @@ def _weight_rule(spec: RolloutCorrectionSpec, problems: list[Problem]) -> Weight
         metrics="verl" if is_verl else None,
         params=params,
     )
-
-
-def _default_bound(numbers: Numbers, *, is_verl: bool) -> Bound:
-    """`rlctl` clips on both sides; `verl` truncates for one number and masks outside an interval."""
-    if not is_verl:
-        return "clip"
-    return "truncate" if len(numbers) == 1 else "mask"
 
 
 def _weight_interval(numbers: Numbers, bound: Bound) -> tuple[float, float]:
@@ -231,7 +228,10 @@ def _criterion(
         unread.pop(key, None)
     found = param_problems(REJECTION_CRITERIA, name, f"{_PREFIX}rollout_rs_params", given)
     problems += found
-    return None if found else _Criterion.of(part, params_of(part, given))
+    if found:
+        return None
+    reduction: Reduction = "none" if part.unit == "token" else "given"
+    return _Criterion(part.name, reduction, _largest_or_both, part.unit, params=params_of(part, given))
 
 
 def registered_criteria() -> list[str]:
@@ -259,9 +259,9 @@ def _reject_rule(name: str, threshold: str, criterion: _Criterion, faults: list[
 def _unknown_criterion(name: str, dialect: str) -> Problem:
     other = "rlctl" if dialect == "verl" else "verl"
     known = [*_CRITERIA[dialect], *registered_criteria()]
-    close = difflib.get_close_matches(name, known, n=1)
+    near = closest(name, known)
     names = f"one of {', '.join(known)}, or path/to/file.py:function"
-    fix = f"did you mean `{close[0]}`?" if close else names
+    fix = f"did you mean `{near}`?" if near else names
     if name in _CRITERIA[other]:
         fix = f"set dialect: {other}, where it exists"
     return Problem("error", RS_KEY, f"`{name}` is no criterion of dialect {dialect}", fix)
@@ -301,12 +301,6 @@ class _Criterion:
     negative_advantage_only: bool = False
     params: Any = None
 
-    @classmethod
-    def of(cls, part: Part, params: Any) -> _Criterion:
-        """A registered criterion: one number is an upper bound, two are lower and upper bound."""
-        reduction: Reduction = "none" if part.unit == "token" else "given"
-        return cls(part.name, reduction, _largest_or_both, part.unit, params=params)
-
     def example(self, name: str) -> str:
         """A threshold that is valid for this criterion."""
         tried = (*REJECTION_CRITERIA.part(self.statistic).thresholds, "0.1", "2.5")
@@ -326,18 +320,13 @@ class _Criterion:
         )
 
 
-def _one_number(numbers: Numbers, meaning: str) -> float:
-    if len(numbers) != 1:
-        raise _ThresholdError(f"takes one number ({meaning}), not lo_hi")
-    return numbers[0]
+def _one_bound(side: Literal["smallest", "largest"], meaning: str) -> Callable[[Numbers], Bounds]:
+    def bounds(numbers: Numbers) -> Bounds:
+        if len(numbers) != 1:
+            raise _ThresholdError(f"takes one number (the {side} {meaning} allowed), not lo_hi")
+        return (numbers[0], None) if side == "smallest" else (None, numbers[0])
 
-
-def _largest(meaning: str) -> Callable[[Numbers], Bounds]:
-    return lambda numbers: (None, _one_number(numbers, f"the largest {meaning} allowed"))
-
-
-def _smallest(meaning: str) -> Callable[[Numbers], Bounds]:
-    return lambda numbers: (_one_number(numbers, f"the smallest {meaning} allowed"), None)
+    return bounds
 
 
 def _largest_or_both(numbers: Numbers) -> Bounds:
@@ -352,10 +341,13 @@ def _logs(numbers: Numbers) -> Bounds:
 
 
 _OF_BOTH = {
-    "token_veto": _Criterion("ratio", "none", _smallest("ρ")),
+    "token_veto": _Criterion("ratio", "none", _one_bound("smallest", "ρ")),
     # DeepSeek-V3.2's mask: mean k1 = mean log π_rollout/π_train > δ, and a negative advantage.
     "off_policy": _Criterion(
-        "k1", "mean", _largest("mean of log π_rollout − log π_train"), negative_advantage_only=True
+        "k1",
+        "mean",
+        _one_bound("largest", "mean of log π_rollout − log π_train"),
+        negative_advantage_only=True,
     ),
 }
 _SHAPES: dict[str, tuple[Reduction, Scope]] = {
@@ -366,15 +358,15 @@ _SHAPES: dict[str, tuple[Reduction, Scope]] = {
 }
 _STATISTICS: dict[str, Callable[[Numbers], Bounds]] = {
     "k1": _logs,
-    "k2": _largest("k2"),
-    "k3": _largest("k3"),
+    "k2": _one_bound("largest", "k2"),
+    "k3": _one_bound("largest", "k3"),
 }
 #: Dialect → name → criterion. In `rlctl` thresholds bound ρ (except `off_policy`), and every criterion
 #: rejects whole sequences. verl 0.9 has `<shape>_<statistic>`.
 _CRITERIA: dict[str, dict[str, _Criterion]] = {
     "rlctl": {
         "token_k1": _Criterion("ratio", "none", _largest_or_both),
-        "seq_max_k2": _Criterion("ratio", "max", _largest("ρ")),
+        "seq_max_k2": _Criterion("ratio", "max", _one_bound("largest", "ρ")),
         "sequence": _Criterion("ratio", "sum", _largest_or_both),
         "geometric": _Criterion("ratio", "mean", _largest_or_both),
         **_OF_BOTH,

@@ -203,7 +203,14 @@ def _clip_band(loss: LossRule, *, bypass: bool) -> Band:
 
 
 def _reject_band(rule: RejectRule) -> Band:
-    lower, upper = rule.band()
+    outside = f"the {'token' if rule.scope == 'token' else 'whole response'} is rejected"
+    if rule.negative_advantage_only:
+        outside += ", if its advantage is negative"
+    if not rule.bounds_ratio:
+        part = REJECTION_CRITERIA.part(rule.statistic)
+        least = -math.inf if rule.lower is None else rule.lower
+        most = math.inf if rule.upper is None else rule.upper
+        return Band(rule.name, least, most, part.label, outside, part.formula or "the value")
     is_product = rule.statistic in {"ratio", "k1"}
     subjects = {
         "none": "each token's ρ",
@@ -211,22 +218,10 @@ def _reject_band(rule: RejectRule) -> Band:
         "sum": "the product of a response's ρ"
         if is_product
         else f"one token's ρ, if all others were 1 (sum of {rule.statistic})",
-        "given": "",
         "mean": "the geometric mean of a response's ρ"
         if is_product
         else f"every token's ρ, if all were alike (mean {rule.statistic})",
     }
     if rule.statistic == "ratio" and rule.reduction == "max":
         subjects["max"] = "the largest ρ of a response"
-    if rule.scope == "token" and rule.reduction == "none":
-        outside = "the token is rejected"
-    else:
-        outside = "the whole response is rejected"
-    if rule.negative_advantage_only:
-        outside += ", if its advantage is negative"
-    if not rule.bounds_ratio:
-        part = REJECTION_CRITERIA.part(rule.statistic)
-        least, most = -math.inf if rule.lower is None else rule.lower, rule.upper
-        most = math.inf if most is None else most
-        return Band(rule.name, least, most, part.label, outside, part.formula or "the value")
-    return Band(rule.name, lower, upper, subjects[rule.reduction], outside)
+    return Band(rule.name, *rule.band(), subjects[rule.reduction], outside)

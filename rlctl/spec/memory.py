@@ -246,24 +246,23 @@ class _Estimate:
             of = "parameters" if trained == parameters else "parameters that text reaches"
         at_once = trained if stage or trained is None else min(trained, PLAIN_BUCKET)
         moments, words = (12, "fp32 copy 4, moments 4 + 4") if stage else (8, "fp32 moments 4 + 4")
-        # Gradients of micro-batches are accumulated in float32; in bf16, stage 1 uses this sum for the step.
+        on_host = offload != "none"
         weights = self._part(f"{whose}weights", parameters, width, 3)
         gradients = self._part(f"{whose}gradients", trained, 4, 2, of, "fp32" if width == 2 else "")
         optimizer = self._part(f"{whose}optimizer (AdamW)", trained, moments, 1, of, words)
-        in_place = width == 2 and stage == 1
-        step = self._part(f"{whose}gradients of the step", at_once, 0 if in_place else 4, 1, of, "flat")
-        step = replace(step, phases=("critic's step" if whose else "step",))
-        on_host = offload != "none"
+        are_offloaded = [
+            (weights, offload == "all"),
+            # In bf16, stage 2 accumulates gradients on the GPU even if the optimizer is offloaded.
+            (gradients, on_host and (stage == 3 or (stage == 2 and width == 4))),
+            (optimizer, on_host),
+        ]
+        # Gradients of micro-batches are accumulated in float32; in bf16, stage 1 uses this sum for the step.
+        if width == 4 or stage > 1:
+            step = self._part(f"{whose}gradients of the step", at_once, 4, 1, of, "flat")
+            are_offloaded.append((replace(step, phases=("critic's step" if whose else "step",)), on_host))
         parts = [
-            replace(part, num_bytes=0.0, formula="in the host's memory") if moved else part
-            for part, moved in (
-                (weights, offload == "all"),
-                # In bf16, stage 2 accumulates gradients on the GPU even if the optimizer is offloaded.
-                (gradients, on_host and (stage == 3 or (stage == 2 and width == 4))),
-                (optimizer, on_host),
-                (step, on_host),
-            )
-            if not (part is step and in_place)
+            replace(part, num_bytes=0.0, formula="in the host's memory") if is_offloaded else part
+            for part, is_offloaded in are_offloaded
         ]
         if stage < 3:
             return parts

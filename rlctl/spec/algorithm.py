@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from rlctl.registry import ADVANTAGE_ESTIMATORS, CORRECTION_WEIGHTS, KL_ESTIMATORS, POLICY_LOSSES
-from rlctl.spec.base import NullWord, OpenMapping, Section
+from rlctl.spec.base import NullWord, OpenMapping, Section, aliases
 from rlctl.spec.parts import Registered
 
 
@@ -16,26 +16,18 @@ def _number_as_text(value: object) -> object:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-def _kl_name(value: object) -> object:
-    """Translates verl's aliases of the KL estimators."""
-    return (
-        {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(value, value) if isinstance(value, str) else value
-    )
-
-
-def _dialect_name(value: object) -> object:
-    """Translates the earlier name of dialect `rlctl`, which older specs and logs contain."""
-    return "rlctl" if value == "guide" else value
-
-
-KLNames = BeforeValidator(_kl_name)
+#: verl's names of the KL estimators.
+KLNames = aliases({"kl": "k1", "mse": "k2", "low_var_kl": "k3"})
 Threshold = Annotated[str, BeforeValidator(_number_as_text, json_schema_input_type=str | float)]
+
+#: Prefix of the keys of `RolloutCorrectionSpec`.
+CORRECTION = "algorithm.rollout_correction."
 
 
 class RolloutCorrectionSpec(Section):
     """Importance and rejection sampling (IS, RS) between the rollout and the training policy."""
 
-    dialect: Annotated[Literal["rlctl", "verl"], BeforeValidator(_dialect_name)] = "rlctl"
+    dialect: Annotated[Literal["rlctl", "verl"], aliases({"guide": "rlctl"})] = "rlctl"
     """Convention for the names of rejection criteria and the default bound: that of rlctl (alias `guide`) or
     of verl 0.9."""
     rollout_is: Annotated[Annotated[str, Registered(CORRECTION_WEIGHTS)] | None, NullWord] = "sequence"
@@ -98,17 +90,12 @@ class KLCtrlSpec(Section):
     """Number of responses over which `adaptive` changes the coefficient by at most 20 %."""
 
 
-def _score_name(value: object) -> object:
-    """Translates verl's aliases of the grader's score."""
-    return {"acc": "score", "seq_reward": "score"}.get(value, value) if isinstance(value, str) else value
-
-
 class FilterGroupsSpec(Section):
     """Dynamic sampling: train only on groups with differing rewards; sample more prompts for the rest."""
 
     enable: bool = False
     """Replace groups with equal rewards by sampling further prompts (dynamic sampling, DAPO)."""
-    metric: Annotated[Literal["score"], BeforeValidator(_score_name)] = "score"
+    metric: Annotated[Literal["score"], aliases({"acc": "score", "seq_reward": "score"})] = "score"
     """Quantity that must differ within a group: the graders' score (verl's aliases: `acc`, `seq_reward`)."""
     max_num_gen_batches: int = Field(default=0, ge=0)
     """Maximum number of sampling rounds per batch, after which groups with equal rewards complete the batch.

@@ -63,6 +63,11 @@ def one_or_many(value: Any) -> Any:
 NullWord = BeforeValidator(_null_word)
 
 
+def aliases(names: dict[str, str]) -> BeforeValidator:
+    """Translates other names of a value, for example those of verl."""
+    return BeforeValidator(lambda value: names.get(value, value) if isinstance(value, str) else value)
+
+
 def json_file(value: Any) -> Any:
     """Reads the JSON object from a file if `value` is a path; other values stay unchanged.
 

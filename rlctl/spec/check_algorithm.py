@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rlctl.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, Part
+from rlctl.spec.algorithm import CORRECTION
 from rlctl.spec.check_base import (
     BATCH_KEYS,
-    CORRECTION,
     ESTIMATOR,
     LEAVE_OUT,
     LOSS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from rlctl.errors import Problem
+from rlctl.spec.algorithm import CORRECTION
 from rlctl.spec.keys import value_of
 from rlctl.spec.run_spec import RunSpec
 
@@ -14,7 +15,6 @@ Check = Callable[[RunSpec], Problems]
 #: Every check and the keys that it reads. A check is skipped if one of its keys has no valid value.
 CHECKS: dict[Check, tuple[str, ...]] = {}
 
-CORRECTION = "algorithm.rollout_correction."
 ESTIMATOR = "algorithm.adv_estimator"
 LOSS = f"{CORRECTION}loss_type"
 BATCH_KEYS = ("data.train_batch_size", "actor.ppo_mini_batch_size")

@@ -23,16 +23,15 @@ from rlctl.algos.rules import (
 )
 from rlctl.errors import Problem, SpecError, UsageError
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
-from rlctl.spec.algorithm import RolloutCorrectionSpec
+from rlctl.spec.algorithm import CORRECTION, RolloutCorrectionSpec
 from rlctl.spec.keys import closest
 from rlctl.spec.parts import param_problems, params_of
 from rlctl.spec.run_spec import RunSpec
 from rlctl.user_code import is_file_function
 
-_PREFIX = "algorithm.rollout_correction."
-IS_THRESHOLD_KEY = f"{_PREFIX}rollout_is_threshold"
-RS_KEY = f"{_PREFIX}rollout_rs"
-RS_THRESHOLD_KEY = f"{_PREFIX}rollout_rs_threshold"
+IS_THRESHOLD_KEY = f"{CORRECTION}rollout_is_threshold"
+RS_KEY = f"{CORRECTION}rollout_rs"
+RS_THRESHOLD_KEY = f"{CORRECTION}rollout_rs_threshold"
 
 #: One or two positive numbers: `2.0` is (2.0,), `0.6_1.6` is (0.6, 1.6).
 Numbers = tuple[float, ...]
@@ -90,7 +89,7 @@ def _centering_problems(
     spec: RolloutCorrectionSpec, weight: WeightRule, reject: Iterable[RejectRule]
 ) -> Iterator[Problem]:
     """The expected score is that of REINFORCE, with a weight that is a function of each token's ratio."""
-    key = f"{_PREFIX}score_centering"
+    key = f"{CORRECTION}score_centering"
     if not spec.bypass_mode or spec.loss_type != "reinforce":
         what = "the expected score under the rollout policy is known for REINFORCE in bypass mode only"
         yield Problem("error", key, what, "set bypass_mode: true and loss_type: reinforce")
@@ -103,12 +102,12 @@ def _centering_problems(
         yield Problem("error", key, what, "reject whole sequences, or use rollout_is_bound: mask")
     if spec.measure_grad_error:
         what = "score centering is not part of the gradient whose error is measured"
-        yield Problem("error", f"{_PREFIX}measure_grad_error", what, "set it to false")
+        yield Problem("error", f"{CORRECTION}measure_grad_error", what, "set it to false")
 
 
 def _auto_problems(spec: RolloutCorrectionSpec) -> Iterator[Problem]:
     """`auto` sets the weight of REINFORCE, where the error of every candidate can be estimated."""
-    key = f"{_PREFIX}auto"
+    key = f"{CORRECTION}auto"
     if spec.rollout_is is not None:
         what = f"auto chooses the weight of every batch, and rollout_is: {spec.rollout_is} fixes it"
         yield Problem("error", key, what, "set rollout_is: null")
@@ -131,7 +130,7 @@ def _weight_rule(spec: RolloutCorrectionSpec, problems: list[Problem]) -> Weight
     is_verl = spec.dialect == "verl"
     params = None
     if spec.rollout_is is not None:
-        key = f"{_PREFIX}rollout_is_params"
+        key = f"{CORRECTION}rollout_is_params"
         found = param_problems(CORRECTION_WEIGHTS, spec.rollout_is, key, spec.rollout_is_params)
         problems += found
         if not found:
@@ -203,7 +202,7 @@ def _reject_rules(spec: RolloutCorrectionSpec, problems: list[Problem]) -> tuple
         problems.append(Problem("error", RS_KEY, "a criterion is named twice", both))
     for param in unread:
         what, fix = "no criterion of rollout_rs has this parameter", "leave it out"
-        problems.append(Problem("error", f"{_PREFIX}rollout_rs_params.{param}", what, fix))
+        problems.append(Problem("error", f"{CORRECTION}rollout_rs_params.{param}", what, fix))
     return tuple(rules.values())
 
 
@@ -226,7 +225,7 @@ def _criterion(
     given = {key: value for key, value in spec.rollout_rs_params.items() if key in declared}
     for key in given:
         unread.pop(key, None)
-    found = param_problems(REJECTION_CRITERIA, name, f"{_PREFIX}rollout_rs_params", given)
+    found = param_problems(REJECTION_CRITERIA, name, f"{CORRECTION}rollout_rs_params", given)
     problems += found
     if found:
         return None

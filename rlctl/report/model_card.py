@@ -14,6 +14,7 @@ from rlctl.errors import UsageError
 from rlctl.markdown import block, plain, table
 from rlctl.report.run_sections import validation_rows
 from rlctl.spec.load import RUN_SPEC_FILE
+from rlctl.spec.rollout import DataSpec
 from rlctl.track.open_run import open_run
 from rlctl.track.run_state import read_state
 from rlctl.train.resume import known_data
@@ -51,7 +52,7 @@ def model_card(run_dir: Path, step: int) -> str:
         f"{plain(state.preset or 'none')}, advantages {spec.algorithm.adv_estimator}, "
         f"learning rate {spec.actor.lr:g}, seed {spec.trainer.seed}.",
         "## Data",
-        _data(run_dir, [*spec.data.train_files], [*spec.data.val_files]),
+        _data(run_dir, spec.data),
         "## Figures",
         "\n".join(table(["", "first batch", "last batch"], _figures(rows))),
     ]
@@ -73,11 +74,12 @@ def _figures(rows: Sequence[dict[str, object]]) -> list[list[str]]:
     return found
 
 
-def _data(run_dir: Path, train: list[str], val: list[str]) -> str:
+def _data(run_dir: Path, data: DataSpec) -> str:
     """File names without directories, and hashes of the rows."""
     prints = known_data(run_dir)
     lines = []
-    for what, key, files in (("training", "data.train_files", train), ("validation", "data.val_files", val)):
+    for what, name in (("training", "train_files"), ("validation", "val_files")):
+        key, files = f"data.{name}", getattr(data, name)
         names = ", ".join(Path(file).name for file in files) or "the built-in task, or none"
         rows = f", rows SHA-256 `{prints[key]}`" if key in prints else ""
         lines.append(f"- {what}: {plain(names)}{rows}")

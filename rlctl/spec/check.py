@@ -80,8 +80,8 @@ def _lengths(spec: RunSpec) -> dict[str, tuple[int, int]]:
     """Key of `data` → (its limit, what the built-in task needs), in tokens."""
     is_fixed = spec.is_embedded and not spec.data.train_files
     needed = (PROMPT_LENGTH, RESPONSE_LENGTH) if is_fixed else (0, 0)
-    limits = {key: getattr(spec.data, key) for key in ("max_prompt_length", "max_response_length")}
-    return {key: (limit, tokens) for (key, limit), tokens in zip(limits.items(), needed, strict=True)}
+    keys = ("max_prompt_length", "max_response_length")
+    return {key: (getattr(spec.data, key), tokens) for key, tokens in zip(keys, needed, strict=True)}
 
 
 @reads("model.path", "data.val_files", "trainer.test_freq")

@@ -203,11 +203,8 @@ def adapter_can_be_sampled_with(spec: RunSpec) -> Problems:
     """vLLM applies adapters up to a maximum rank; `merge_lora` has no effect where it would apply none."""
     largest = VLLM_LORA_RANKS[-1]
     if spec.syncs_adapter and spec.model.lora_rank > largest:
-        what, fix = (
-            f"vLLM applies adapters up to rank {largest}",
-            f"use {largest} or less, or set rollout.merge_lora: true",
-        )
-        yield error("model.lora_rank", what, fix)
+        what = f"vLLM applies adapters up to rank {largest}"
+        yield error("model.lora_rank", what, f"use {largest} or less, or set rollout.merge_lora: true")
     elif spec.rollout.merge_lora and not (spec.rollout_engine.applies_adapters and spec.model.lora_rank):
         why = f"{spec.rollout.name} always merges" if spec.model.lora_rank else "model.lora_rank is 0"
         yield warning("rollout.merge_lora", f"has no effect: {why}", LEAVE_OUT)

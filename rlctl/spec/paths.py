@@ -25,7 +25,8 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
     content = spec.model_dump()
     for section, key in (("model", "path"), ("critic", "path"), ("ref", "path")):
         content[section][key] = _absolute(content[section][key])
-    content["data"] |= {key: [_absolute(path) for path in content["data"][key]] for key in _FILES}
+    for key in ("train_files", "val_files"):
+        content["data"][key] = [_absolute(path) for path in content["data"][key]]
     content["reward"]["model"]["path"] = _absolute(content["reward"]["model"]["path"])
     return RunSpec.model_validate(_with_absolute_functions(content))
 
@@ -40,9 +41,6 @@ def _with_absolute_functions(value: Any) -> Any:
         file, _, function = value.rpartition(":")
         return f"{_absolute(file)}:{function}"
     return value
-
-
-_FILES = ("train_files", "val_files")
 
 
 def _absolute(path: str | None) -> str | None:

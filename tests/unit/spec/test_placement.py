@@ -11,6 +11,7 @@ import pytest
 
 from rlctl.cli.app import run
 from rlctl.spec import machine as machine_module
+from rlctl.spec.checkpoint_size import checkpoint_bytes
 from rlctl.spec.load import load_spec
 from rlctl.spec.machine import GIB, MACHINES, Machine, machine_of, this_machine
 from rlctl.spec.model_size import ModelSize, Shape, model_size
@@ -321,3 +322,17 @@ def test_int8_weights_are_read_in_the_engines_dtype() -> None:
     given = ("engine.dtype=fp32", "rollout.name=hf")
     rounded, plain = (place("1xh100", *given, f"rollout.dtype={dtype}") for dtype in ("int8", "null"))
     assert rounded.seconds()["generate"] == plain.seconds()["generate"]
+
+
+def test_the_revision_is_that_of_the_policy_alone(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """A critic of another repository is loaded from its main branch, so its size is read there."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--org--critic" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--org--critic" / "refs").mkdir()
+    (tmp_path / "models--org--critic" / "refs" / "main").write_text("abc")
+    sizes = '"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 32'
+    (snapshot / "config.json").write_text(f"{{{sizes}}}")
+    given = ["data.train_files=x", "model.path=Qwen/Qwen2.5-7B", "algorithm.adv_estimator=gae"]
+    spec = load_spec([], [], [*given, "model.revision=v1", "critic.path=org/critic"]).spec
+    assert checkpoint_bytes(spec) is not None

@@ -391,11 +391,11 @@ def test_dumped_log_probs_are_of_the_policy_the_ratios_were_formed_with() -> Non
     first, _, _ = updated(BYPASS | CLIP | {"rollout_is": None}, batch, epochs=1)
     second, _, _ = updated(BYPASS | CLIP | {"rollout_is": None}, batch, epochs=2)
     start, _ = naive_log_probs(tiny_model(), batch)
-    torch.testing.assert_close(first.training_log_probs.double(), start.detach(), rtol=1e-5, atol=2e-6)
-    assert (second.training_log_probs - first.training_log_probs).abs().max() > 1e-4
+    torch.testing.assert_close(first.dumped.training_log_probs.double(), start.detach(), rtol=1e-5, atol=2e-6)
+    assert (second.dumped.training_log_probs - first.dumped.training_log_probs).abs().max() > 1e-4
     decoupled, _, _ = updated(DECOUPLED | CLIP | {"rollout_is": "sequence"}, batch, epochs=2)
     mask = batch.response_mask
-    assert torch.equal(decoupled.training_log_probs[mask], batch.old_log_probs[mask])
+    assert torch.equal(decoupled.dumped.training_log_probs[mask], batch.old_log_probs[mask])
 
 
 @pytest.mark.parametrize("micro", [ROWS, 5])
@@ -405,14 +405,14 @@ def test_dumped_weights_are_those_that_multiplied_the_loss(micro: int) -> None:
     batch = batch_of(tiny_model())
     mask = batch.response_mask
     measured, _, _ = updated(BYPASS | CLIP | RS | level, batch, micro_rows=micro)
-    kept = measured.keep_mask[mask]
+    kept = measured.dumped.keep_mask[mask]
     assert 0 < kept.sum() < len(kept)
-    assert torch.equal(measured.weights[mask], kept.float())
+    assert torch.equal(measured.dumped.weights[mask], kept.float())
     assert measured.metrics["rollout_corr/rollout_is_std"] > 0.0  # measured all the same
     for mode in (BYPASS | REINFORCE, DECOUPLED | CLIP):
         applied, _, _ = updated(mode | RS | level, batch, micro_rows=micro)
-        used = applied.keep_mask & mask
-        sequences = applied.weights.amax(-1)[used.any(-1)]
+        used = applied.dumped.keep_mask & mask
+        sequences = applied.dumped.weights.amax(-1)[used.any(-1)]
         assert sequences.mean().item() == pytest.approx(1.0, rel=1e-5)
         assert sequences.std() > 0.01
 

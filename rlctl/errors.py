@@ -60,6 +60,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def one_line(error: BaseException) -> str:
+    """An error's text on one line; the name of its type if the text is empty."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def memory_failure(error: BaseException) -> RunFailure | None:
     """Converts an out-of-memory error of the host or a GPU to a failure with a fix; None for other errors."""
     first = first_line(error)

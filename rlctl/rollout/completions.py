@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from rlctl.batch import FINISH_REASONS, Prompts, Rollouts, TokenLists
-from rlctl.errors import EnvironmentFailure, RunFailure
+from rlctl.errors import EnvironmentFailure, RunFailure, one_line
 from rlctl.rollout.assemble import assemble, end_ids, synced
-from rlctl.rollout.protocol import Sampled, Sampling
+from rlctl.rollout.protocol import Sampled, Sampling, derived_seed
 
 Int32s = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -117,7 +116,7 @@ class CompletionRollout(ABC):
         # Greedy responses are requested one by one: vLLM refuses n > 1 with greedy sampling.
         each = 1 if sampling.greedy else n
         requests = [
-            Request(row, _seed(step_seed, group), each)
+            Request(row, derived_seed(step_seed, group), each)
             for row, group in zip(rows, prompts.group_ids.tolist(), strict=True)
             for _ in range(n // each)
         ]
@@ -233,14 +232,3 @@ def vllm_missing(error: Exception) -> EnvironmentFailure:
         fix="its build must match torch's; a torchvision or torchaudio of another build breaks it, and may "
         "be uninstalled",
     )
-
-
-def one_line(error: BaseException) -> str:
-    """The message of an error, on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def _seed(step_seed: int, group: int) -> int:
-    """An independent 63-bit seed for every prompt of a step."""
-    digest = hashlib.sha256(f"{step_seed}/{group}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1

@@ -134,5 +134,10 @@ class RolloutEngine(ResponseSampler, Protocol):
 
 def step_seed(seed: int, step: int, purpose: str = "train") -> int:
     """An independent 63-bit seed for every step and purpose of a run."""
-    digest = hashlib.sha256(f"{seed}/{step}/{purpose}".encode()).digest()
+    return derived_seed(seed, step, purpose)
+
+
+def derived_seed(*parts: int | str) -> int:
+    """An independent 63-bit seed for every combination of `parts`."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlctl.errors import EnvironmentFailure
+from rlctl.errors import EnvironmentFailure, one_line
 from rlctl.rollout.local_server import LocalServer, server_port
 
 #: Seconds to wait for an actor's response, and bytes of a server's last output that the response contains.
@@ -74,7 +74,7 @@ class RayHost:
         except ray.exceptions.RayTaskError:
             raise
         except ray.exceptions.RayError as error:
-            raise OSError(f"its machine or its Ray actor is gone: {_one_line(error)}") from error
+            raise OSError(f"its machine or its Ray actor is gone: {one_line(error)}") from error
 
 
 class RayServer:
@@ -116,7 +116,7 @@ def ray_hosts(count: int, gpus: int, trainer_gpus: int, seconds: float) -> Itera
             PlacementGroupSchedulingStrategy,
         )
     except ImportError as error:
-        what = f"Ray cannot be imported: {_one_line(error)}"
+        what = f"Ray cannot be imported: {one_line(error)}"
         raise EnvironmentFailure(what, where="rollout.server.placement: ray", fix=_INSTALL) from error
     address = os.environ.get("RAY_ADDRESS", "auto")
     was_connected = ray.is_initialized()
@@ -124,7 +124,7 @@ def ray_hosts(count: int, gpus: int, trainer_gpus: int, seconds: float) -> Itera
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except Exception as error:  # ConnectionError, RuntimeError, ValueError
-            what = f"no Ray cluster answers at {address}: {_one_line(error)}"
+            what = f"no Ray cluster answers at {address}: {one_line(error)}"
             raise EnvironmentFailure(what, where="rollout.server.placement: ray", fix=_INSTALL) from error
     actor: Any = ray.remote(_Actor)
     kept: list[Any] = []
@@ -162,7 +162,3 @@ def _ready(references: list[Any], seconds: float, whose: str) -> None:
             where="rollout.server.placement: ray",
             fix="`ray status` shows what is free; or lower rollout.server.replicas",
         )
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError
+from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, one_line
 from rlctl.rollout.completions import (
     LOGPROBS_MODE,
     MERGE_LORA,
@@ -18,7 +18,6 @@ from rlctl.rollout.completions import (
     CompletionRollout,
     Request,
     listed,
-    one_line,
     vllm_missing,
 )
 from rlctl.rollout.process_state import Guest

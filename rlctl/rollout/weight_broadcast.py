@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 
-from rlctl.errors import RunFailure
-from rlctl.rollout.completions import one_line
+from rlctl.errors import RunFailure, one_line
 from rlctl.rollout.process_state import Guest
 from rlctl.rollout.weights import ExpectedWeights
 

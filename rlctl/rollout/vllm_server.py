@@ -156,11 +156,7 @@ class VLLMServerRollout(CompletionRollout):
                 failure = error
         for _ in weights or ():  # gathering is a collective, also on ranks that discard the weights
             pass
-        others = self._agree(str(failure or ""))
-        if failure:
-            raise failure
-        if others:
-            raise RunFailure(others)
+        self._raise_everywhere(failure)
         self._newest = PublishedPaths(*map(self._agree, (newest.weights, newest.adapter, newest.tag)))
         self._lost.clear()
         self._policy_version = policy_version
@@ -178,6 +174,10 @@ class VLLMServerRollout(CompletionRollout):
                 self._replicas.start()
             except RlctlError as error:
                 failure = error
+        self._raise_everywhere(failure)
+
+    def _raise_everywhere(self, failure: RlctlError | None) -> None:
+        """Raises the failure of any rank on every rank (a collective)."""
         others = self._agree(str(failure or ""))
         if failure:
             raise failure

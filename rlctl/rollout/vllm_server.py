@@ -256,7 +256,7 @@ class VLLMServerRollout(CompletionRollout):
         return found
 
     async def _tag(self, client: httpx.AsyncClient, url: str) -> str:
-        return str((await self._send(client, "GET", url, "/weight_info")).json()["weight_version"])
+        return str((await self._send(client, url, "/weight_info")).json()["weight_version"])
 
     async def _renew_or_lose(self, client: httpx.AsyncClient, url: str) -> None:
         if self._newest.weights:
@@ -345,24 +345,24 @@ class VLLMServerRollout(CompletionRollout):
             if self._starts_empty:
                 overrides = {"overrides": {"load_config": {"load_format": "auto"}}}
                 loader = {"method": "update_config", "kwargs": overrides}
-                await self._post(client, url, "/collective_rpc", loader)
+                await self._send(client, url, "/collective_rpc", loader)
             reload = {"method": "reload_weights", "kwargs": {"weights_path": newest.weights}}
-            await self._post(client, url, "/collective_rpc", reload)
-        await self._post(client, url, "/reset_prefix_cache", {})
+            await self._send(client, url, "/collective_rpc", reload)
+        await self._send(client, url, "/reset_prefix_cache", {})
         if newest.adapter:
             await self._adapt(client, url, newest.adapter)
         if has_last:
-            await self._post(client, url, "/v1/unload_lora_adapter", {"lora_name": last})
-        await self._post(client, url, "/update_weight_version", {"new_version": newest.tag})
+            await self._send(client, url, "/v1/unload_lora_adapter", {"lora_name": last})
+        await self._send(client, url, "/update_weight_version", {"new_version": newest.tag})
 
     async def _has(self, client: httpx.AsyncClient, url: str, adapter: str) -> bool:
-        models = (await self._send(client, "GET", url, "/v1/models")).json()["data"]
+        models = (await self._send(client, url, "/v1/models")).json()["data"]
         return any(model["id"] == adapter for model in models)
 
     async def _adapt(self, client: httpx.AsyncClient, url: str, adapter: str) -> None:
         try:
             named = {"lora_name": adapter, "lora_path": adapter}
-            await self._post(client, url, "/v1/load_lora_adapter", named)
+            await self._send(client, url, "/v1/load_lora_adapter", named)
         except RunFailure as error:
             if await self._has(client, url, adapter):  # loaded by another rank in the meantime
                 return
@@ -378,25 +378,20 @@ class VLLMServerRollout(CompletionRollout):
                 raise _WeightsLost
 
         try:
-            return await self._send(client, "POST", url, "/v1/completions", body, renew)
+            return await self._send(client, url, "/v1/completions", body, renew)
         except _WeightsLost:
             return None
-
-    async def _post(
-        self, client: httpx.AsyncClient, url: str, path: str, body: dict[str, Any]
-    ) -> httpx.Response:
-        return await self._send(client, "POST", url, path, body)
 
     async def _send(
         self,
         client: httpx.AsyncClient,
-        method: str,
         url: str,
         path: str,
         body: dict[str, Any] | None = None,
         renew: Callable[[], Awaitable[None]] | None = None,
     ) -> httpx.Response:
-        """Sends a request; on failure waits for the server, renews its weights and retries."""
+        """GETs, or POSTs `body`; on failure waits for the server, renews its weights and retries."""
+        method = "GET" if body is None else "POST"
         for tries_left in reversed(range(_TRIES)):
             try:
                 response = await client.request(method, url + path, json=body)

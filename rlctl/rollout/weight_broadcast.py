@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -82,12 +83,13 @@ class WeightBroadcast:
         world_size = 1 + sum(sizes)
         opens = _open_nccl if self._device.type == "cuda" else _open_gloo
         opened: Future[_Group] = _in_background(opens, host, port, world_size, self._device)
+        offsets = accumulate([1, *sizes[:-1]])  # group rank of each server's first worker; rank 0 is this one
         # Each update request is one packed broadcast of any size.
         common = {"master_address": host, "master_port": port, "world_size": world_size, "packed": True}
         common |= {"packed_buffer_size_bytes": 2**62, "packed_num_buffers": 1}
         joined = [
             _post(url, "/init_weight_transfer_engine", {"init_info": common | {"rank_offset": offset}})
-            for url, offset in zip(self._urls, _offsets(sizes), strict=True)
+            for url, offset in zip(self._urls, offsets, strict=True)
         ]
         _all_done([opened, *joined], _CONNECT_S, "the group for weight transfer was not formed")
         self._group = opened.result()
@@ -211,14 +213,6 @@ def join_gloo(host: str, port: int, rank: int, world_size: int) -> Any:
         master_listen_fd=listener,
     )
     return ProcessGroupGloo(store, rank, world_size, timedelta(seconds=_GLOO_S))
-
-
-def _offsets(sizes: list[int]) -> Iterator[int]:
-    """Yields the group rank of each server's first worker; the trainer is rank 0."""
-    offset = 1
-    for size in sizes:
-        yield offset
-        offset += size
 
 
 def own_address(urls: list[str]) -> str:

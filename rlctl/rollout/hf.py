@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from rlctl.rollout.protocol import Policy, Sampled, Sampling
 from rlctl.rollout.sampler import RecordingSampler, global_uniforms, processors
 from rlctl.rollout.weights import ExpectedWeights
 
-_Value = TypeVar("_Value")
 RolloutDtype = Literal["fp32", "bf16", "int8"]
 
 #: `int8` has no torch dtype: weights are rounded to 8 bits, arithmetic uses the model's dtype.

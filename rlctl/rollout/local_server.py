@@ -55,11 +55,11 @@ class LocalServer:
     def end(self) -> None:
         """Ends the server and everything it started: first with SIGTERM, then with SIGKILL."""
         process = self._process
-        for sign, patience in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, _STOP_S)):
+        for sign in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, sign)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(patience)
+                process.wait(_STOP_S)
             if not _group_lives(process.pid):
                 return
 

@@ -7,7 +7,7 @@ import uuid
 import torch.distributed as dist
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from rlctl.spec.machine import SHARED_MEMORY
+from rlctl.leftovers import SHARED_MEMORY
 
 
 class NamedCPUWorker(CPUWorker):  # type: ignore[misc]  # vLLM is untyped

@@ -81,8 +81,8 @@ class WeightBroadcast:
         with socket.create_server((host, 0)) as probe:
             port = probe.getsockname()[1]
         world_size = 1 + sum(sizes)
-        opens = _open_nccl if self._device.type == "cuda" else _open_gloo
-        opened: Future[_Group] = _in_background(opens, host, port, world_size, self._device)
+        kind: Callable[..., _Group] = _NcclGroup if self._device.type == "cuda" else _GlooGroup
+        opened = _in_background(kind, host, port, world_size, self._device)
         offsets = accumulate([1, *sizes[:-1]])  # group rank of each server's first worker; rank 0 is this one
         # Each update request is one packed broadcast of any size.
         common = {"master_address": host, "master_port": port, "world_size": world_size, "packed": True}
@@ -154,8 +154,15 @@ def _chunks(
 
 
 class _NcclGroup:
-    def __init__(self, communicator: Any, device: torch.device) -> None:
-        self._communicator, self._device = communicator, device
+    def __init__(self, host: str, port: int, world_size: int, device: torch.device) -> None:
+        self._device = device
+        with Guest().running(), torch.cuda.device(device):
+            from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+            where = {"master_address": host, "master_port": port, "world_size": world_size}
+            self._communicator = trainer_init(where)
+        if self._communicator.disabled:  # its broadcasts would have no effect
+            raise RunFailure("vLLM cannot load NCCL in the trainer's process")
 
     def broadcast(self, data: Tensor) -> None:
         with torch.cuda.device(self._device):  # set per thread
@@ -168,36 +175,21 @@ class _NcclGroup:
             self._communicator.nccl.ncclCommAbort(self._communicator.comm)
 
 
-def _open_nccl(host: str, port: int, world_size: int, device: torch.device) -> _Group:
-    with Guest().running(), torch.cuda.device(device):
-        from vllm.distributed.weight_transfer.nccl_common import trainer_init
-
-        where = {"master_address": host, "master_port": port, "world_size": world_size}
-        communicator = trainer_init(where)
-    if communicator.disabled:  # its broadcasts would have no effect
-        raise RunFailure("vLLM cannot load NCCL in the trainer's process")
-    return _NcclGroup(communicator, device)
-
-
 #: Groups that were left. gloo ends a broadcast that a rank misses only at its timeout, and freeing the group
 #: would wait for that.
 _LEFT: list[Any] = []
 
 
 class _GlooGroup:
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, host: str, port: int, world_size: int, device: torch.device) -> None:
+        del device
+        self._group = join_gloo(host, port, 0, world_size)
 
     def broadcast(self, data: Tensor) -> None:
         self._group.broadcast(data, 0).wait()
 
     def abort(self) -> None:
         _LEFT.append(self._group)
-
-
-def _open_gloo(host: str, port: int, world_size: int, device: torch.device) -> _Group:
-    del device
-    return _GlooGroup(join_gloo(host, port, 0, world_size))
 
 
 def join_gloo(host: str, port: int, rank: int, world_size: int) -> Any:

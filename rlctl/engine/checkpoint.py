@@ -98,7 +98,7 @@ class Checkpoint:
 
 def begin(root: Path, step: int, parts: Iterable[str] = ("engine", "model")) -> Path:
     """Creates a hidden directory for the checkpoint of `step`, with subdirectories `parts` (one rank)."""
-    partial = root / f"{_PARTIAL}{step:06d}"
+    partial = partial_path(root, step)
     shutil.rmtree(partial, ignore_errors=True)
     for name in parts:
         (partial / name).mkdir(parents=True)
@@ -166,11 +166,9 @@ def hash_share(partial: Path, known: Collection[str], share: int, shares: int) -
     Every rank of the machine that wrote the files processes one part. Returns file below `partial` → its
     SHA-256.
     """
-    names = [(str(path.relative_to(partial)), path) for path in _files(partial)]
-    left = sorted(
-        ((name, path) for name, path in names if name not in known), key=lambda file: -file[1].stat().st_size
-    )
-    return {name: _hash_and_sync(path) for name, path in left[share::shares]}
+    files = {name: path for path in _files(partial) if (name := str(path.relative_to(partial))) not in known}
+    left = sorted(files, key=lambda name: -files[name].stat().st_size)
+    return {name: _hash_and_sync(files[name]) for name in left[share::shares]}
 
 
 def publish(
@@ -220,8 +218,6 @@ def latest(root: Path) -> tuple[Checkpoint | None, list[str]]:
     Damaged and incomplete ones are set aside (renamed) and listed in the second result.
     """
     notes: list[str] = []
-    if not root.is_dir():
-        return None, notes
     for partial in root.glob(f"{_PARTIAL}*"):
         notes.append(f"set aside {partial.name}: the run ended while it was being written")
         _set_aside(partial)
@@ -281,8 +277,8 @@ def point_to(root: Path, name: str, step: int | None) -> None:
 
 def known_intact(root: Path, step: int) -> Checkpoint:
     """The checkpoint of `step`, which another rank has verified."""
-    state, _ = _read_manifest(root / f"{_PREFIX}{step:06d}")
-    return Checkpoint(root / f"{_PREFIX}{step:06d}", state)
+    path = root / f"{_PREFIX}{step:06d}"
+    return Checkpoint(path, _read_manifest(path)[0])
 
 
 def model_checksums(checkpoint: Checkpoint) -> dict[str, str]:

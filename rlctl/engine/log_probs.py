@@ -211,7 +211,7 @@ class ChunkedHead(nn.Module):
             likeliest_ids, kept_counts, kept_ids, entropy_grad, sum_pi_squared, sketch: as in
                 `PolicyModule.forward`.
         """
-        head = self._find_head().forward if self.is_split else _identity
+        head = self._find_head().forward if self.is_split else nn.Identity()
 
         def look(
             states: Tensor,
@@ -283,10 +283,6 @@ def _dropped(counts: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
     dropped = (counts > 0)[:, None].expand_as(logits).clone()
     dropped[rows.repeat_interleave(counts.long()), ids.long()] = False
     return dropped
-
-
-def _identity(states: Tensor) -> Tensor:
-    return states
 
 
 @torch.no_grad()

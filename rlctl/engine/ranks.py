@@ -75,11 +75,19 @@ class Ranks:
 
     def max(self, value: float) -> float:
         """Maximum of the values of all ranks."""
+        return self._reduced([value], dist.ReduceOp.MAX)[0]
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Sum of each value over all ranks."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def _reduced(self, values: list[float], op: Any) -> list[float]:
         if self.world_size == 1:
-            return value
-        at: Tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(at, op=dist.ReduceOp.MAX, group=self.group)
-        return at.item()
+            return values
+        at: Tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(at, op=op, group=self.group)
+        reduced: list[float] = at.tolist()
+        return reduced
 
     def first(self, text: str) -> str:
         """The first text in rank order that is not empty; "" if all are empty."""
@@ -100,15 +108,11 @@ class Ranks:
         """Concatenated (N,) values of all ranks, in rank order; N may differ between ranks."""
         if self.world_size == 1:
             return values
-        longest = int(self.max(float(len(values))))
-        sizes = torch.zeros(self.world_size, device=self.device).index_fill_(
-            0, torch.tensor(self.rank, device=self.device), float(len(values))
-        )
-        dist.all_reduce(sizes, group=self.group)
-        padded = torch.nn.functional.pad(values, (0, longest - len(values)))
-        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
+        sizes = self.sum([float(len(values)) * (rank == self.rank) for rank in range(self.world_size)])
+        padded = torch.nn.functional.pad(values, (0, int(max(sizes)) - len(values)))
+        parts = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(parts, padded, group=self.group)
-        return torch.cat([part[: int(size)] for part, size in zip(parts, sizes.tolist(), strict=True)])
+        return torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])
 
     def exchange(self, values: list[_Value]) -> list[_Value]:
         """Values of all ranks, in rank order, on every rank."""
@@ -116,15 +120,6 @@ class Ranks:
         if self.world_size > 1:
             dist.all_gather_object(parts, values, group=self.group)
         return [value for part in parts for value in part]
-
-    def sum(self, values: list[float]) -> list[float]:
-        """Sum of each value over all ranks."""
-        if self.world_size == 1:
-            return values
-        at: Tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(at, op=dist.ReduceOp.SUM, group=self.group)
-        summed: list[float] = at.tolist()
-        return summed
 
 
 def join_ranks(timeout_s: float = 1500.0) -> Ranks:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, Unpack
 
 import torch
 
 from rlctl.engine.liger import refuse_liger_here, run_liger
 from rlctl.engine.model_files import explained
 from rlctl.errors import UsageError
-from rlctl.named_models import model_directory
 from rlctl.prefix import body_of, reads_more_than_text
 
 if TYPE_CHECKING:
@@ -21,21 +20,30 @@ if TYPE_CHECKING:
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
-def load_policy(
-    path: str,
-    *,
-    revision: str | None,
-    trust_remote_code: bool,
-    attn_implementation: str,
-    dtype: torch.dtype | Literal["auto"],
-    use_liger: bool = False,
-    partition: PartitionedLoading | None = None,
-) -> tuple[Any, Any]:
+class Loading(TypedDict):
+    """How a model is loaded.
+
+    Attributes:
+        revision: branch, tag or commit of a model on the hub; None: the main one.
+        trust_remote_code: run Python code shipped with the model.
+        attn_implementation: transformers' name of the attention kernel.
+        dtype: dtype of the weights; "auto": that of the config, else of the files.
+        use_liger: whether the model uses Liger's kernels.
+        partition: partitions the weights among the ranks (a collective); None: every rank holds all.
+    """
+
+    revision: str | None
+    trust_remote_code: bool
+    attn_implementation: str
+    dtype: torch.dtype | Literal["auto"]
+    use_liger: NotRequired[bool]
+    partition: NotRequired[PartitionedLoading | None]
+
+
+def load_policy(path: str, **loading: Unpack[Loading]) -> tuple[Any, Any]:
     """Loads a causal language model and its tokenizer from a directory, the hub, or by a short name.
 
-    In a model that also reads images, parameters that text does not use are frozen. With `partition`, the
-    weights are partitioned among the ranks (a collective). `dtype` "auto": that of the config, else of the
-    files.
+    In a model that also reads images, parameters that text does not use are frozen.
 
     Raises:
         UsageError: no such model, not a causal language model, the tokenizer has tokens without an
@@ -45,17 +53,12 @@ def load_policy(
     """
     from transformers import AutoTokenizer
 
-    shared = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-    where = f"model.path={path}"
-    if use_liger:
+    if loading.get("use_liger"):
         refuse_liger_here()
-    path = model_directory(path)
-    with explained(path, where):
-        tokenizer = AutoTokenizer.from_pretrained(path, **shared)
-        model = _causal_lm(
-            path, use_liger, partition, dtype=dtype, attn_implementation=attn_implementation, **shared
-        )
-    _check_embeddings(model, tokenizer, where, "use the tokenizer the model was trained with")
+    with explained(path) as found:
+        tokenizer = AutoTokenizer.from_pretrained(found, **_source(loading))
+        model = _causal_lm(found, loading)
+    _check_embeddings(model, tokenizer, f"model.path={path}", "use the tokenizer the model was trained with")
     return model, tokenizer
 
 
@@ -67,68 +70,50 @@ def load_reader(path: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    where, path = f"model.path={path}", model_directory(path)
-    with explained(path, where):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        return tokenizer, AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with explained(path) as found:
+        tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=trust_remote_code)
+        return tokenizer, AutoConfig.from_pretrained(found, trust_remote_code=trust_remote_code)
 
 
-def load_beside(
-    path: str,
-    tokenizer: Any,
-    *,
-    key: str,
-    revision: str | None,
-    trust_remote_code: bool,
-    attn_implementation: str,
-    dtype: torch.dtype | Literal["auto"],
-    use_liger: bool = False,
-    partition: PartitionedLoading | None = None,
-) -> Any:
+def load_beside(path: str, tokenizer: Any, *, key: str, **loading: Unpack[Loading]) -> Any:
     """Loads a causal language model for the policy's tokens: a critic's body or a reference.
 
     Other weights in its files, such as a reward model's `score`, are ignored.
 
     Args:
-        path, revision: directory or hub id, and its branch, tag or commit.
+        path: directory or hub id.
         tokenizer: the policy's tokenizer.
         key: spec key that names the model, `critic.path` or `ref.path`, for errors.
-        trust_remote_code, attn_implementation, dtype, use_liger, partition: as for the policy.
+        loading: see `Loading`.
 
     Raises:
-        UsageError: no such model, not a causal language model, the policy's tokenizer has tokens without
-            an embedding in the model, or Liger has no kernels for it.
-        EnvironmentFailure: the hub cannot be reached and the model is not in the cache, or Liger's
-            kernels cannot run here.
+        UsageError, EnvironmentFailure: as `load_policy`.
     """
-    where, path = f"{key}={path}", model_directory(path)
-    with explained(path, where):
-        model = _causal_lm(
-            path,
-            use_liger,
-            partition,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            revision=revision or "main",
-            trust_remote_code=trust_remote_code,
-        )
-    _check_embeddings(model, tokenizer, where, "name a model with the policy's tokenizer")
+    with explained(path, key) as found:
+        model = _causal_lm(found, loading)
+    _check_embeddings(model, tokenizer, f"{key}={path}", "name a model with the policy's tokenizer")
     return model
 
 
-def _causal_lm(path: str, use_liger: bool, partition: PartitionedLoading | None, **options: Any) -> Any:
+def _source(loading: Loading) -> dict[str, Any]:
+    return {"revision": loading["revision"] or "main", "trust_remote_code": loading["trust_remote_code"]}
+
+
+def _causal_lm(path: str, loading: Loading) -> Any:
     from transformers import AutoConfig
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    shared = {key: options[key] for key in ("revision", "trust_remote_code")}
-    config = AutoConfig.from_pretrained(path, **shared)
-    read = partial(_reader(config).from_pretrained, path, **options)
+    source = _source(loading)
+    config = AutoConfig.from_pretrained(path, **source)
+    options = {"dtype": loading["dtype"], "attn_implementation": loading["attn_implementation"]}
+    read = partial(_reader(config).from_pretrained, path, **options, **source)
+    partition = loading.get("partition")
     model = partition(read, config) if partition else read()
     if reads_more_than_text(model.config):
         _freeze_unread(model)
         model.processor_files = _processor_files(model)  # read now: exports must not need the source again
-    if use_liger:
+    if loading.get("use_liger"):
         run_liger(model)
     return model
 

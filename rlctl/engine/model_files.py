@@ -23,17 +23,16 @@ def local_directory(path: str) -> Path:
         UsageError: no such directory, or not a valid hub name.
         EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
     """
-    where, path = f"model.path={path}", model_directory(path)
-    with explained(path, where):
-        if Path(path).is_dir():
-            return Path(path)
+    with explained(path) as found:
+        if Path(found).is_dir():
+            return Path(found)
         from huggingface_hub import snapshot_download
 
-        fetch = partial(snapshot_download, path, ignore_patterns=["*/*"])  # subfolders contain other formats
-        found = Path(fetch(allow_patterns=[*_TEXT_FILES, "*.safetensors"]))
-        if not any(found.glob("*.safetensors")):
+        fetch = partial(snapshot_download, found, ignore_patterns=["*/*"])  # subfolders contain other formats
+        directory = Path(fetch(allow_patterns=[*_TEXT_FILES, "*.safetensors"]))
+        if not any(directory.glob("*.safetensors")):
             fetch(allow_patterns=["*.bin"])
-        return found
+        return directory
 
 
 def config_directory(path: str) -> Path:
@@ -42,23 +41,26 @@ def config_directory(path: str) -> Path:
     Raises:
         UsageError, EnvironmentFailure: as `local_directory`.
     """
-    where, path = f"model.path={path}", model_directory(path)
-    with explained(path, where):
-        if Path(path).is_dir():
-            return Path(path)
+    with explained(path) as found:
+        if Path(found).is_dir():
+            return Path(found)
         from huggingface_hub import hf_hub_download
 
-        return Path(hf_hub_download(path, "config.json")).parent
+        return Path(hf_hub_download(found, "config.json")).parent
 
 
 @contextmanager
-def explained(path: str, where: str) -> Iterator[None]:
-    """Turns errors during loading into clear messages."""
+def explained(path: str, key: str = "model.path") -> Iterator[str]:
+    """Turns errors during loading into clear messages; yields the directory or hub id that `path` stands for.
+
+    `key` is the spec key that names the model.
+    """
     from safetensors import SafetensorError
 
+    where, path = f"{key}={path}", model_directory(path)
     check_directory(path, where)
     try:
-        yield
+        yield path
     except (OSError, SafetensorError) as error:
         raise _not_loaded(path, where, error) from error
     except UnpicklingError as error:

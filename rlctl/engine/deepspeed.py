@@ -13,6 +13,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, NotRequired, TypedDict, Unpack, cast
 
@@ -233,11 +234,8 @@ class DeepSpeedEngine(_Engine):
     """
 
     def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
-        how, sequence = _may_do(settings), settings.get("sequence")
-
-        def wrap(placed: Any) -> PolicyModule:
-            return PolicyModule(placed, temperature, sequence=sequence, **how)
-
+        sequence = settings.get("sequence")
+        wrap = partial(PolicyModule, temperature=temperature, sequence=sequence, **_may_do(settings))
         super().__init__(model, wrap, ranks, **settings)
         self._policy: PolicyModule = self._engine.module
 
@@ -290,8 +288,7 @@ class DeepSpeedCritic(_Engine):
     """
 
     def __init__(self, model: Any, ranks: Ranks, **settings: Unpack[Settings]) -> None:
-        how = _may_do(settings)
-        super().__init__(model, lambda placed: ValueModule(placed, **how), ranks, **settings)
+        super().__init__(model, partial(ValueModule, **_may_do(settings)), ranks, **settings)
 
     def values(self, inputs: ModelInputs) -> Tensor:
         """See `CriticEngine.values`."""

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from rlctl.batch import ModelInputs
 from rlctl.engine.packing import packed
-from rlctl.engine.sequence_parallel import OwnTokens, SequenceParallel
+from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.errors import RunFailure
 from rlctl.prefix import shared_prefix
 
@@ -64,7 +64,7 @@ def scored_states(
     packs: bool,
     share_prompts: bool,
     sequence: SequenceParallel | None = None,
-) -> tuple[Tensor, OwnTokens | None]:
+) -> tuple[Tensor, Tensor | None]:
     """States of a body that predict the N scored tokens, in row order.
 
     Args:
@@ -75,17 +75,17 @@ def scored_states(
         sequence: splits packed rows among ranks; `packs` must be True.
 
     Returns:
-        (N, H) states and None; with `sequence`, (M, H) states of this rank's tokens, and which of the N
-        tokens they are.
+        (N, H) states and None; with `sequence`, (M, H) states of this rank's tokens, and (M,) indices of
+        these among the N tokens.
 
     Raises:
         RunFailure: rows that must be split among ranks cannot be packed.
     """
     columns = (input_ids, attention_mask, position_ids)
     if packs and (rows := packed(body, *columns, scored)):
-        own = sequence.own_tokens(rows) if sequence else None
-        states: Tensor = body(**(own or rows).inputs).last_hidden_state
-        return states.flatten(0, 1).index_select(0, (own or rows).states_at), own
+        rows = sequence.own_tokens(rows) if sequence else rows
+        states: Tensor = body(**rows.inputs).last_hidden_state
+        return states.flatten(0, 1).index_select(0, rows.states_at), rows.scored_at
     if sequence:
         what = "a row without a prompt, or longer than the window of a layer, cannot be split among ranks"
         raise RunFailure(what, where="engine.sequence_parallel", fix="set it to 1")

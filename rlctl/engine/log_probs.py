@@ -131,16 +131,16 @@ class PolicyModule(nn.Module):
             own = None
         tokens = responses[scored]
         kept = None if kept_counts is None or kept_ids is None else TokenLists(kept_counts[:, None], kept_ids)
-        if own:
-            tokens, kept = tokens[own.scored_at], kept and kept[own.scored_at]
-            likeliest_ids = None if likeliest_ids is None else likeliest_ids[own.scored_at]
+        if own is not None:
+            tokens, kept = tokens[own], kept and kept[own]
+            likeliest_ids = None if likeliest_ids is None else likeliest_ids[own]
         given = (states, tokens, likeliest_ids, *((kept.counts[:, 0], kept.ids) if kept else ()))
         if sketch and not self.head.is_split:
             what = f"{type(self.model).__name__} computes its logits with more than its output head"
             key = "algorithm.rollout_correction.measure_grad_error"
             raise UsageError(what, where=key, fix="set it, and rollout_correction.auto, to false")
         figures = self.head(*given, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared, sketch=sketch)
-        if own and self.sequence:
+        if own is not None and self.sequence:
             figures = self.sequence.of_all(figures, own, int(scored.sum()))
         num_likeliest = 0 if likeliest_ids is None else likeliest_ids.shape[1]
         per_token, more = figures.tensor_split([3 if sum_pi_squared else 2])

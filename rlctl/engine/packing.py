@@ -31,11 +31,13 @@ class PackedRows:
 
     Attributes:
         inputs: keyword arguments of the body.
-        states_at: (N,) int64, indices into the flattened (rows × width) states; N scored tokens in row order.
+        states_at: (M,) int64, indices into the flattened (rows × width) states; M scored tokens in row order.
+        scored_at: (M,) int64, indices of these tokens among all N scored tokens; None: they are all.
     """
 
     inputs: dict[str, Any]
     states_at: Tensor
+    scored_at: Tensor | None = None
 
 
 @dataclass(slots=True)

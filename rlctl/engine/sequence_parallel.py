@@ -13,7 +13,7 @@ rank computes the loss of all rows, but only the gradient through its own tokens
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -29,21 +29,6 @@ if TYPE_CHECKING:
 
 _KEY = "engine.sequence_parallel"
 _Value = TypeVar("_Value")
-
-
-@dataclass(frozen=True, slots=True)
-class OwnTokens:
-    """This rank's part of packed rows.
-
-    Attributes:
-        inputs: keyword arguments of the body.
-        states_at: (M,) int64, indices into this rank's flattened states, for its scored tokens.
-        scored_at: (M,) int64, indices of these tokens among all N scored tokens.
-    """
-
-    inputs: dict[str, Any]
-    states_at: Tensor
-    scored_at: Tensor
 
 
 class SequenceParallel:
@@ -102,8 +87,8 @@ class SequenceParallel:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def own_tokens(self, rows: PackedRows) -> OwnTokens:
-        """Splits packed rows; all ranks of the group call it with the same rows."""
+    def own_tokens(self, rows: PackedRows) -> PackedRows:
+        """This rank's part of packed rows; all ranks of the group call it with the same rows."""
         inputs, width = rows.inputs, rows.inputs["input_ids"].shape[1]
         more = -width % self.size
         share = (width + more) // self.size
@@ -122,11 +107,11 @@ class SequenceParallel:
         states_at = row[scored_at] * share + column[scored_at] - mine.start
         given = {"input_ids": ids[:, mine], "position_ids": positions[:, mine], "attention_mask": mask}
         own = inputs | given | ({"all_position_ids": positions} if mask is None else {})
-        return OwnTokens(own, states_at, scored_at)
+        return PackedRows(own, states_at, scored_at)
 
-    def of_all(self, values: Tensor, own: OwnTokens, count: int) -> Tensor:
+    def of_all(self, values: Tensor, scored_at: Tensor, count: int) -> Tensor:
         """(F, N) of all scored tokens from each rank's (F, M); gradients reach only the rank's own tokens."""
-        placed = values.new_zeros(len(values), count).index_copy(1, own.scored_at, values)
+        placed = values.new_zeros(len(values), count).index_copy(1, scored_at, values)
         together: Tensor = _Sum.apply(placed, self._group)  # type: ignore[no-untyped-call]
         return together
 

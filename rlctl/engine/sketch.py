@@ -27,10 +27,16 @@ class OuterSketch:
     columns: Tensor
     column_signs: Tensor
 
-    @classmethod
-    def of(cls, num_rows: int, num_columns: int, device: torch.device) -> OuterSketch:
+    @staticmethod
+    @lru_cache(maxsize=2)
+    def of(num_rows: int, num_columns: int, device: torch.device) -> OuterSketch:
         """Returns the same sketch on every rank and in every step."""
-        return _drawn(num_rows, num_columns, device)
+        draw = torch.Generator().manual_seed(0)
+        found = []
+        for size in (num_rows, num_columns):
+            found.append(torch.randint(SKETCH_SIZE, (size,), generator=draw).to(device))
+            found.append((torch.randint(2, (size,), generator=draw) * 2.0 - 1.0).to(device))
+        return OuterSketch(*found)
 
     def __call__(self, left: Tensor, right: Tensor) -> Tensor:
         """(N, K) float32 sketches of (N, rows) ⊗ (N, columns)."""
@@ -43,13 +49,3 @@ class OuterSketch:
 def _counted(values: Tensor, places: Tensor, signs: Tensor) -> Tensor:
     empty = torch.zeros(len(values), SKETCH_SIZE, device=values.device)
     return empty.index_add_(1, places, values * signs)
-
-
-@lru_cache(maxsize=2)
-def _drawn(num_rows: int, num_columns: int, device: torch.device) -> OuterSketch:
-    draw = torch.Generator().manual_seed(0)
-    found = []
-    for size in (num_rows, num_columns):
-        found.append(torch.randint(SKETCH_SIZE, (size,), generator=draw).to(device))
-        found.append((torch.randint(2, (size,), generator=draw) * 2.0 - 1.0).to(device))
-    return OuterSketch(*found)

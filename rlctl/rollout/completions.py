@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
 
 from rlctl.batch import FINISH_REASONS, Prompts, Rollouts, TokenLists
 from rlctl.errors import EnvironmentFailure, RunFailure, one_line
@@ -153,19 +154,17 @@ class CompletionRollout(ABC):
 
     def _tensors(self, completions: list[Completion]) -> Sampled:
         """Converts completions to right-padded tensors."""
-        width = max(len(completion.token_ids) for completion in completions)
-        responses = torch.full((len(completions), width), self._pad_id, dtype=torch.int64)
-        log_probs = torch.zeros(len(completions), width)
-        for row, completion in enumerate(completions):
-            length = len(completion.token_ids)
-            responses[row, :length] = torch.tensor(completion.token_ids)
-            log_probs[row, :length] = torch.tensor(completion.log_probs)
+        tokens = [torch.tensor(completion.token_ids, dtype=torch.int64) for completion in completions]
+        log_probs = [torch.tensor(completion.log_probs, dtype=torch.float32) for completion in completions]
         lengths = torch.tensor([len(completion.token_ids) for completion in completions])
         known = {reason: place for place, reason in enumerate(FINISH_REASONS)}
         reasons = [known.get(completion.finish_reason or "", known["abort"]) for completion in completions]
         finish_reason, device = torch.tensor(reasons, dtype=torch.int8), self._device
         return Sampled(
-            responses.to(device), log_probs.to(device), lengths.to(device), finish_reason.to(device)
+            pad_sequence(tokens, batch_first=True, padding_value=self._pad_id).to(device),
+            pad_sequence(log_probs, batch_first=True).to(device),
+            lengths.to(device),
+            finish_reason.to(device),
         )
 
 

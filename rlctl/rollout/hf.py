@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -74,9 +73,11 @@ class HFRollout:
         prompt_mask = prompts.prompt_mask.to(self._device).repeat_interleave(n, dim=0)
         places = sample_ids(prompts.group_ids.to(self._device), n)
         uniforms = global_uniforms(step_seed, places, num_groups_total * n, sampling.max_response_length)
+        size = self._max_num_seqs or len(places)
         chunks = [
             self._sample(prompt_ids[rows], prompt_mask[rows], uniforms[rows], sampling)
-            for rows in _chunks(len(places), self._max_num_seqs)
+            for start in range(0, len(places), size)
+            for rows in [slice(start, start + size)]
         ]
         width = max(chunk.tokens.shape[1] for chunk in chunks)
         sampled = Sampled(
@@ -167,11 +168,6 @@ def _round_to_int8(model: nn.Module) -> None:
             weight = module.weight.float()
             step = weight.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
             module.weight.copy_((weight / step).round() * step)
-
-
-def _chunks(num_rows: int, size: int | None) -> Iterator[slice]:
-    size = size or num_rows
-    return (slice(start, start + size) for start in range(0, num_rows, size))
 
 
 def _joined(parts: list[TokenLists | None]) -> TokenLists | None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 
 from rlctl.errors import RunFailure, one_line
+from rlctl.processes import free_port
 from rlctl.rollout.process_state import Guest
 from rlctl.rollout.weights import ExpectedWeights
 
@@ -78,9 +79,7 @@ class WeightBroadcast:
         self.close()
         sizes = [int(_ask("GET", url, "/get_world_size")["world_size"]) for url in self._urls]
         host = own_address(self._urls)
-        with socket.create_server((host, 0)) as probe:
-            port = probe.getsockname()[1]
-        world_size = 1 + sum(sizes)
+        port, world_size = free_port(host), 1 + sum(sizes)
         kind: Callable[..., _Group] = _NcclGroup if self._device.type == "cuda" else _GlooGroup
         opened = _in_background(kind, host, port, world_size, self._device)
         offsets = accumulate([1, *sizes[:-1]])  # group rank of each server's first worker; rank 0 is this one

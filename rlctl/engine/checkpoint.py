@@ -55,24 +55,19 @@ class TrainerState:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint on disk.
-
-    `engine/` (and `critic/`) hold the state to resume from, `model/` is a plain Hugging Face directory,
-    `adapter/` holds the LoRA weights separately, `waiting/` the batches sampled ahead of training, `draws/`
-    the state of dynamic sampling.
-    """
+    """A complete checkpoint on disk."""
 
     path: Path
     state: TrainerState
 
     @property
     def engine_dir(self) -> Path:
-        """Directory that `TrainEngine.load` reads."""
+        """State of the policy to resume from, read by `TrainEngine.load`."""
         return self.path / "engine"
 
     @property
     def critic_dir(self) -> Path:
-        """Directory that the critic's `load` reads; missing without a critic."""
+        """State of the critic to resume from, read by its `load`; missing without a critic."""
         return self.path / "critic"
 
     @property
@@ -82,7 +77,7 @@ class Checkpoint:
 
     @property
     def waiting_dir(self) -> Path:
-        """Directory that `RolloutStream.resume` reads; missing without staleness."""
+        """Batches sampled ahead of training, read by `RolloutStream.resume`; missing without staleness."""
         return self.path / "waiting"
 
     @property
@@ -92,7 +87,7 @@ class Checkpoint:
 
     @property
     def adapter_dir(self) -> Path:
-        """The adapter in PEFT's format; missing without LoRA and in checkpoints of older versions."""
+        """The LoRA weights in PEFT's format; missing without LoRA and in checkpoints of older versions."""
         return self.path / ADAPTER
 
 

@@ -228,9 +228,6 @@ class DeepSpeedEngine(_Engine):
         ranks: the processes of the run.
         temperature: sampling temperature, at which log-probs are computed.
         settings: see `Settings`.
-
-    Attributes:
-        zero_stage: the stage in effect, by which checkpoints are partitioned.
     """
 
     def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
@@ -279,9 +276,6 @@ class DeepSpeedCritic(_Engine):
         model: Hugging Face causal language model; its body is trained with a new value head.
         ranks: the processes of the run.
         settings: see `Settings`.
-
-    Attributes:
-        zero_stage: the stage in effect, by which checkpoints are partitioned.
 
     Raises:
         UsageError: the model has no body separate from its output head.
@@ -336,9 +330,10 @@ class PartitionedLoading:
         late = config.get_text_config().vocab_size if any(tied) else None
 
         def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            if parameter is None or parameter.is_meta or hasattr(parameter, "ds_id"):
+                return
             is_read = getattr(parameter, "_is_hf_initialized", False)  # False: in no file, initialised last
-            is_new = parameter is not None and not parameter.is_meta and not hasattr(parameter, "ds_id")
-            if is_read and is_new and parameter is not None and late not in parameter.shape[:1]:
+            if is_read and late not in parameter.shape[:1]:
                 cut_up(parameter)
 
         hook = nn.modules.module.register_module_parameter_registration_hook(registered)

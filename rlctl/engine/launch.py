@@ -22,7 +22,7 @@ from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError,
 from rlctl.leftovers import temporary_directory
 from rlctl.processes import end_with_parent
 
-_KINDS: dict[int, type[RlctlError]] = {1: RunFailure, 2: UsageError, 4: EnvironmentFailure}
+_KINDS = {kind.exit_code: kind for kind in (RunFailure, UsageError, EnvironmentFailure)}
 _ERRORS = "RLCTL_RANK_ERRORS"
 _STOPPING_S = 3600
 _WATCH_S = 0.5

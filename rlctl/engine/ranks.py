@@ -153,7 +153,7 @@ def join_ranks(timeout_s: float = 1500.0) -> Ranks:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(seconds=timeout_s) + _GRACE)
-    return Ranks(dist.get_rank(), dist.get_world_size(), device)
+    return current_ranks(device)
 
 
 def refuse_idle_gpu() -> None:

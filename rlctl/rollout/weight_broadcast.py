@@ -77,7 +77,7 @@ class WeightBroadcast:
             RunFailure: a server does not join, or the group cannot be formed; nothing was sent.
         """
         self.close()
-        sizes = [int(_ask("GET", url, "/get_world_size")["world_size"]) for url in self._urls]
+        sizes = [int(_ask(url, "/get_world_size")["world_size"]) for url in self._urls]
         host = own_address(self._urls)
         port, world_size = free_port(host), 1 + sum(sizes)
         kind: Callable[..., _Group] = _NcclGroup if self._device.type == "cuda" else _GlooGroup
@@ -223,10 +223,11 @@ def own_address(urls: list[str]) -> str:
 
 
 def _post(url: str, path: str, body: dict[str, Any]) -> Future[Any]:
-    return _in_background(_ask, "POST", url, path, body)
+    return _in_background(_ask, url, path, body)
 
 
-def _ask(method: str, url: str, path: str, body: dict[str, Any] | None = None) -> Any:
+def _ask(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    method = "GET" if body is None else "POST"
     try:
         answer = httpx.request(method, url + path, json=body, timeout=_LOAD_S, trust_env=False)
     except httpx.HTTPError as error:

@@ -72,9 +72,9 @@ class SequenceParallel:
             positions = options.pop("all_position_ids", None)
             if positions is not None:
                 options["position_ids"] = positions
-            of_heads = (self._all_to_all(states, 1, 2) for states in (query, key, value))
+            of_heads = (self._all_to_all(states) for states in (query, key, value))
             attended, _ = attend(module, *of_heads, mask, **options)
-            return self._all_to_all(attended, 1, 2), None
+            return self._all_to_all(attended), None
 
         AttentionInterface.register(name, exchange_and_attend)
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[kernel])
@@ -115,9 +115,9 @@ class SequenceParallel:
         together: Tensor = _Sum.apply(placed, self._group)  # type: ignore[no-untyped-call]
         return together
 
-    def _all_to_all(self, states: Tensor, scatter: int, gather: int) -> Tensor:
-        """Scatters the states along one dimension and gathers them along another."""
-        found: Tensor = _AllToAll.apply(states, scatter, gather, self._group)  # type: ignore[no-untyped-call]
+    def _all_to_all(self, states: Tensor) -> Tensor:
+        """Scatters the states along dimension 1 and gathers them along dimension 2."""
+        found: Tensor = _AllToAll.apply(states, self._group)  # type: ignore[no-untyped-call]
         return found
 
 
@@ -149,13 +149,13 @@ def _exchanged(states: Tensor, scatter: int, gather: int, group: Any) -> Tensor:
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, scatter: int, gather: int, group: Any) -> Tensor:
-        ctx.way = gather, scatter, group
-        return _exchanged(states, scatter, gather, group)
+    def forward(ctx: Any, states: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _exchanged(states, 1, 2, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _exchanged(grads[0], *ctx.way), None, None, None
+        return _exchanged(grads[0], 2, 1, ctx.group), None
 
 
 class _Sum(torch.autograd.Function):

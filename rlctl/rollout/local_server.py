@@ -14,8 +14,9 @@ from rlctl.processes import PARENT, free_port
 
 #: Seconds to wait after each signal for a server to end.
 _STOP_S = 20
-#: Variables of the trainer's process group, not passed on because an engine has a separate one.
-_OF_RANKS = (
+#: Variables not passed on, like those of torchrun (`TORCHELASTIC_…`). With those of the trainer's process group,
+#: an engine would wait for a store that the launcher does not provide for it.
+_NOT_INHERITED = (
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -23,6 +24,7 @@ _OF_RANKS = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "GROUP_RANK",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
 )
 
 
@@ -36,8 +38,11 @@ class LocalServer:
     """
 
     def __init__(self, arguments: list[str], environment: dict[str, str], log: Path) -> None:
-        inherited = {name: value for name, value in os.environ.items() if not _is_of_ranks(name)}
-        inherited.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in _NOT_INHERITED and not name.startswith("TORCHELASTIC_")
+        }
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, *arguments],
@@ -62,14 +67,6 @@ class LocalServer:
                 process.wait(_STOP_S)
             if not _group_lives(process.pid):
                 return
-
-
-def _is_of_ranks(name: str) -> bool:
-    """Whether a variable describes a rank.
-
-    With torchrun's variables, an engine would wait for a store that the launcher does not provide for it.
-    """
-    return name in _OF_RANKS or name.startswith("TORCHELASTIC_")
 
 
 def _group_lives(group: int) -> bool:

@@ -139,20 +139,20 @@ def join_ranks(timeout_s: float = 1500.0) -> Ranks:
     if "RANK" not in os.environ:
         os.environ |= _ALONE | {"MASTER_PORT": str(free_port()), _IS_ALONE: "1"}
     local_rank = int(os.environ["LOCAL_RANK"])
-    use_cuda = torch.cuda.is_available()
-    if not use_cuda:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    if use_cuda and local_rank >= (num_gpus := torch.cuda.device_count()):
-        raise UsageError(
-            f"rank {local_rank} of this machine has no GPU: the machine has {num_gpus}",
-            where="trainer.n_gpus_per_node",
-            fix=f"set it to {num_gpus} or less",
-        )
-    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
-    if use_cuda:
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available():
+        if local_rank >= (num_gpus := torch.cuda.device_count()):
+            raise UsageError(
+                f"rank {local_rank} of this machine has no GPU: the machine has {num_gpus}",
+                where="trainer.n_gpus_per_node",
+                fix=f"set it to {num_gpus} or less",
+            )
+        device, backend = torch.device("cuda", local_rank), "nccl"
         torch.cuda.set_device(device)
+    else:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(seconds=timeout_s) + _GRACE)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s) + _GRACE)
     return current_ranks(device)
 
 

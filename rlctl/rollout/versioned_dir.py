@@ -80,13 +80,8 @@ class VersionedDir:
         return target
 
     def latest(self) -> Path:
-        """Directory of the last complete version.
-
-        Raises:
-            ValueError: nothing was written yet.
-        """
-        if self._newest is None:
-            raise ValueError("no weights have been handed over")
+        """Directory of the last complete version; there must be one."""
+        assert self._newest is not None
         return self._newest
 
     def close(self) -> None:

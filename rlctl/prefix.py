@@ -8,6 +8,8 @@ training. In training, the gradients of the n responses add up in the shared key
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,10 +85,17 @@ def can_share_prefix(model: Any) -> bool:
     checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     if body is None or checkpoints:
         return False
+    with evaluating(model):
+        return _continues(body, model.config.get_text_config().vocab_size)
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Sets a model to evaluation mode inside the block."""
     was_training = model.training
     model.eval()
     try:
-        return _continues(body, model.config.get_text_config().vocab_size)
+        yield
     finally:
         model.train(was_training)
 

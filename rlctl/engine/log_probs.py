@@ -29,7 +29,7 @@ from rlctl.engine.protocol import PolicyOutput
 from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.engine.sketch import OuterSketch
 from rlctl.errors import UsageError
-from rlctl.prefix import body_of, can_share_prefix
+from rlctl.prefix import body_of, can_share_prefix, evaluating
 from rlctl.spec.memory import logits_at_once
 
 if TYPE_CHECKING:
@@ -295,11 +295,9 @@ def _head_is_all(model: Any) -> bool:
     body, head = body_of(model), model.get_output_embeddings()
     if body is None or head is None:
         return False
-    was_training = model.training
-    model.eval()
     probe = torch.arange(4, device=next(model.parameters()).device)[None]
     probe = probe % model.config.get_text_config().vocab_size
-    whole = model(input_ids=probe, use_cache=False).logits.float()
-    parts = head(body(input_ids=probe, use_cache=False).last_hidden_state).float()
-    model.train(was_training)
+    with evaluating(model):
+        whole = model(input_ids=probe, use_cache=False).logits.float()
+        parts = head(body(input_ids=probe, use_cache=False).last_hidden_state).float()
     return bool(torch.allclose(whole, parts, rtol=1e-3, atol=1e-3))

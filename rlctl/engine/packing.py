@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlctl.prefix import evaluating
 from rlctl.spec.memory import packed_width
 
 #: Largest relative difference that the probe accepts: above bfloat16 errors, below those of a wrong mask.
@@ -198,16 +199,13 @@ def can_pack(body: Any) -> bool:
     ids[1, :2] = ids[0, :2]  # the same prompt
     whole = torch.ones_like(ids, dtype=torch.bool)
     positions = torch.arange(5, device=device).expand(2, 5)
-    was_training = body.training
-    body.eval()
     try:
         rows = packed(body, ids, whole, positions, whole[:, 2:])
         if rows is None:
             return True  # the probe is longer than the window: longer rows are not packed either
-        found = body(**rows.inputs).last_hidden_state.flatten(0, 1)[rows.states_at].float()
-        plain = body(input_ids=ids, use_cache=False).last_hidden_state[:, 1:-1].flatten(0, 1).float()
+        with evaluating(body):
+            found = body(**rows.inputs).last_hidden_state.flatten(0, 1)[rows.states_at].float()
+            plain = body(input_ids=ids, use_cache=False).last_hidden_state[:, 1:-1].flatten(0, 1).float()
     except (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError, IndexError):
         return False  # the model does not accept this mask
-    finally:
-        body.train(was_training)
     return bool((found - plain).norm() < _TOLERANCE * plain.norm())

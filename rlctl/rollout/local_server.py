@@ -14,8 +14,8 @@ from rlctl.processes import PARENT, free_port
 
 #: Seconds to wait after each signal for a server to end.
 _STOP_S = 20
-#: Variables not passed on, like those of torchrun (`TORCHELASTIC_…`). With those of the trainer's process group,
-#: an engine would wait for a store that the launcher does not provide for it.
+#: Variables not passed on, like those that begin with TORCHELASTIC_: with those of the trainer's process
+#: group, an engine would wait for a store that the launcher does not provide for it.
 _NOT_INHERITED = (
     "RANK",
     "LOCAL_RANK",

@@ -91,10 +91,7 @@ class Ranks:
 
     def first(self, text: str) -> str:
         """The first text in rank order that is not empty; "" if all are empty."""
-        texts = [text] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(texts, text, group=self.group)
-        return next(filter(None, texts), "")
+        return next(filter(None, self.exchange([text])), "")
 
     def gather(self, values: list[_Value]) -> list[_Value]:
         """Values of all ranks, in rank order, on the main rank; empty on other ranks."""

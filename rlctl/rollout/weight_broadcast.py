@@ -105,12 +105,12 @@ class WeightBroadcast:
             self._ask_all("/start_weight_update", {})
             sent: list[Future[Any]] = []
             for names, flat, shapes in _chunks(self._expected.in_files(named_tensors), self._device):
-                _all_done(sent, _LOAD_S, _TAKES_LONG)  # servers load a chunk while the next is gathered
+                _all_done(sent)  # servers load a chunk while the next is gathered
                 dtype = str(flat.dtype).removeprefix("torch.")
                 update = {"names": names, "dtype_names": [dtype] * len(names), "shapes": shapes}
                 sent = [_post(url, "/update_weights", {"update_info": update}) for url in self._urls]
                 sent.append(_in_background(self._group.broadcast, flat.view(torch.uint8)))
-            _all_done(sent, _LOAD_S, _TAKES_LONG)
+            _all_done(sent)
             self._ask_all("/finish_weight_update", {})
         except BaseException:
             self.close()  # a broadcast that a rank misses never ends
@@ -123,10 +123,7 @@ class WeightBroadcast:
             self._group = None
 
     def _ask_all(self, path: str, body: dict[str, Any]) -> None:
-        _all_done([_post(url, path, body) for url in self._urls], _LOAD_S, _TAKES_LONG)
-
-
-_TAKES_LONG = "a vLLM server does not take new weights"
+        _all_done([_post(url, path, body) for url in self._urls])
 
 
 def _chunks(
@@ -252,7 +249,11 @@ def _in_background(function: Callable[..., _Result], *arguments: Any) -> Future[
     return future
 
 
-def _all_done(futures: list[Future[Any]], seconds: float, words: str) -> None:
+def _all_done(
+    futures: list[Future[Any]],
+    seconds: float = _LOAD_S,
+    words: str = "a vLLM server does not take new weights",
+) -> None:
     """Waits for all futures.
 
     Raises:

@@ -56,10 +56,7 @@ def widened(values: Tensor, inputs: ModelInputs) -> Tensor:
 
 def scored_states(
     body: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    position_ids: Tensor,
-    scored: Tensor,
+    inputs: ModelInputs,
     *,
     packs: bool,
     share_prompts: bool,
@@ -69,7 +66,7 @@ def scored_states(
 
     Args:
         body: the model without its head.
-        input_ids, attention_mask, position_ids, scored: as in `ModelInputs`.
+        inputs: any number of rows.
         packs: process packed rows (`engine/packing.py`); `body` must support this.
         share_prompts: if rows are not packed, compute a prompt that adjacent rows share once.
         sequence: splits packed rows among ranks; `packs` must be True.
@@ -81,47 +78,37 @@ def scored_states(
     Raises:
         RunFailure: rows that must be split among ranks cannot be packed.
     """
-    columns = (input_ids, attention_mask, position_ids)
-    if packs and (rows := packed(body, *columns, scored)):
+    if packs and (rows := packed(body, inputs)):
         rows = sequence.own_tokens(rows) if sequence else rows
         states: Tensor = body(**rows.inputs).last_hidden_state
         return states.flatten(0, 1).index_select(0, rows.states_at), rows.scored_at
     if sequence:
         what = "a row without a prompt, or longer than the window of a layer, cannot be split among ranks"
         raise RunFailure(what, where="engine.sequence_parallel", fix="set it to 1")
-    horizon = scored.shape[1]
-    inputs = body_inputs(body, *columns, horizon=horizon, share_prompts=share_prompts)
-    states = body(**inputs).last_hidden_state[:, -horizon:]
-    return states[scored], None
+    arguments = body_inputs(body, inputs, share_prompts=share_prompts)
+    states = body(**arguments).last_hidden_state[:, -inputs.scored.shape[1] :]
+    return states[inputs.scored], None
 
 
-def body_inputs(
-    body: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    position_ids: Tensor,
-    *,
-    horizon: int,
-    share_prompts: bool,
-) -> dict[str, Any]:
-    """Inputs of a body such that its last `horizon` states predict the response tokens.
+def body_inputs(body: Any, inputs: ModelInputs, *, share_prompts: bool) -> dict[str, Any]:
+    """Arguments of a body such that its last T states predict the response tokens.
 
     The state before a token predicts it; the last token predicts nothing. From all but the last token of a
     shared prompt, only keys and values are therefore needed.
 
     Args:
         body: the model without its head.
-        input_ids, attention_mask, position_ids: (B, L), the response being the last `horizon` columns.
-        horizon: T.
+        inputs: rows with T response columns.
         share_prompts: compute a prompt that adjacent rows share once; `body` must support this.
     """
-    ids, mask, positions = input_ids[:, :-1], attention_mask[:, :-1], position_ids[:, :-1]
-    inputs = {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions}
-    start = ids.shape[1] - horizon
+    columns = (inputs.input_ids, inputs.attention_mask, inputs.position_ids)
+    ids, mask, positions = (part[:, :-1] for part in columns)
+    arguments = {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions}
+    start = ids.shape[1] - inputs.scored.shape[1]
     cache = None
     if share_prompts:
         cache = shared_prefix(body, ids[:, :start], mask[:, :start], positions[:, :start])
     if cache is None:
-        return inputs | {"use_cache": False}
+        return arguments | {"use_cache": False}
     rest = {"input_ids": ids[:, start:], "position_ids": positions[:, start:]}
-    return inputs | rest | {"past_key_values": cache, "use_cache": True}
+    return arguments | rest | {"past_key_values": cache, "use_cache": True}

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rlctl.batch import TokenLists
+from rlctl.batch import ModelInputs, TokenLists
 from rlctl.engine.inputs import (
     arguments_of,
     body_inputs,
@@ -31,9 +31,6 @@ from rlctl.engine.sketch import OuterSketch
 from rlctl.errors import UsageError
 from rlctl.prefix import body_of, can_share_prefix, evaluating
 from rlctl.spec.memory import logits_at_once
-
-if TYPE_CHECKING:
-    from rlctl.batch import ModelInputs
 
 log = logging.getLogger(__name__)
 
@@ -112,24 +109,21 @@ class PolicyModule(nn.Module):
         """
         if not self._is_probed:
             self._probe()
-        horizon = scored.shape[1]
-        responses = input_ids[:, -horizon:]
+        inputs = ModelInputs(input_ids, attention_mask, position_ids, scored)
         body = body_of(self.model)
-        columns = (input_ids, attention_mask, position_ids)
         if self.head.is_split:
             states, own = scored_states(
                 body,
-                *columns,
-                scored,
+                inputs,
                 packs=self.packs,
                 share_prompts=self.shares_prompts,
                 sequence=self.sequence,
             )
         else:
-            inputs = body_inputs(body, *columns, horizon=horizon, share_prompts=self.shares_prompts)
-            states = self.model(**inputs, logits_to_keep=horizon).logits[scored]
+            arguments = body_inputs(body, inputs, share_prompts=self.shares_prompts)
+            states = self.model(**arguments, logits_to_keep=scored.shape[1]).logits[scored]
             own = None
-        tokens = responses[scored]
+        tokens = inputs.responses[scored]
         kept = None if kept_counts is None or kept_ids is None else TokenLists(kept_counts[:, None], kept_ids)
         if own is not None:
             tokens, kept = tokens[own], kept and kept[own]
@@ -147,7 +141,7 @@ class PolicyModule(nn.Module):
         likeliest, sketches = more.tensor_split([num_likeliest])
         chosen, entropy, *squared = per_token
         found = (chosen, entropy if entropy_grad else entropy.detach(), *(part.detach() for part in squared))
-        empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
+        empty = torch.zeros(scored.shape, dtype=torch.float32, device=scored.device)
         tensors = [empty.masked_scatter(scored, values) for values in found]
         tensors += [] if likeliest_ids is None else [likeliest.T]
         return (*tensors, *([sketches.detach().T] if sketch else []))

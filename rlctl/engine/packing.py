@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlctl.batch import ModelInputs
 from rlctl.prefix import evaluating
 from rlctl.spec.memory import packed_width
 
@@ -60,20 +61,17 @@ class _Unit:
         return self.prompt + sum(length for _, length in self.members)
 
 
-def packed(
-    body: Any, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, scored: Tensor
-) -> PackedRows | None:
+def packed(body: Any, batch: ModelInputs) -> PackedRows | None:
     """Packs the sequences of a batch without padding.
 
     Args:
         body: a causal language model without its head, for which `can_pack` holds.
-        input_ids, attention_mask, position_ids: (B, L), the response being the last T columns; its
-            attended tokens come first.
-        scored: (B, T) bool.
+        batch: rows whose attended response tokens come first.
 
     Returns:
         The packed rows; None if a row has no prompt, or a layer's window is shorter than a sequence.
     """
+    input_ids, attention_mask, scored = batch.input_ids, batch.attention_mask, batch.scored
     device, horizon, config = input_ids.device, scored.shape[1], body.config
     start = input_ids.shape[1] - horizon
     # The state before a token predicts it: the last scored token and later tokens are not read.
@@ -92,7 +90,7 @@ def packed(
     else:
         width = max(longest, packed_width(config.hidden_size))
         bins = _bins(_units(prompt_list, read_list, new_list, width), width)
-    rows, unit_of, member_of = _layout(bins, input_ids, position_ids, scored)
+    rows, unit_of, member_of = _layout(bins, batch)
     if not is_flash:
         mask = _mask(unit_of, member_of)
         if config._attn_implementation == "eager":  # it adds the mask to the scores
@@ -128,11 +126,10 @@ def _bins(units: list[_Unit], width: int) -> list[list[_Unit]]:
     return bins
 
 
-def _layout(
-    bins: list[list[_Unit]], input_ids: Tensor, position_ids: Tensor, scored: Tensor
-) -> tuple[PackedRows, Tensor, Tensor]:
+def _layout(bins: list[list[_Unit]], batch: ModelInputs) -> tuple[PackedRows, Tensor, Tensor]:
     """The packed tokens; and (R, W) unit (0: padding) and member (-1: the prompt) of each token."""
-    device, (num_rows, columns), horizon = input_ids.device, input_ids.shape, scored.shape[1]
+    device, (num_rows, columns) = batch.input_ids.device, batch.input_ids.shape
+    horizon = batch.scored.shape[1]
     start, width = columns - horizon, max(sum(unit.length for unit in units) for units in bins)
     source = torch.zeros(len(bins), width, dtype=torch.int64)
     unit_of = torch.zeros(len(bins), width, dtype=torch.int64)
@@ -157,8 +154,8 @@ def _layout(
                 end += read
     source = source.to(device)
     inputs: dict[str, Any] = {
-        "input_ids": input_ids.flatten()[source],
-        "position_ids": position_ids.flatten()[source],
+        "input_ids": batch.input_ids.flatten()[source],
+        "position_ids": batch.position_ids.flatten()[source],
         "attention_mask": None,
         "use_cache": False,
     }
@@ -166,7 +163,7 @@ def _layout(
     steps = torch.arange(horizon)
     states_at = torch.tensor(first)[:, None] + steps
     states_at[:, 0] = torch.tensor(last_of_prompt)
-    return PackedRows(inputs, states_at.to(device)[scored]), unit_of.to(device), member_of.to(device)
+    return PackedRows(inputs, states_at.to(device)[batch.scored]), unit_of.to(device), member_of.to(device)
 
 
 def _mask(unit_of: Tensor, member_of: Tensor) -> Tensor:
@@ -200,7 +197,7 @@ def can_pack(body: Any) -> bool:
     whole = torch.ones_like(ids, dtype=torch.bool)
     positions = torch.arange(5, device=device).expand(2, 5)
     try:
-        rows = packed(body, ids, whole, positions, whole[:, 2:])
+        rows = packed(body, ModelInputs(ids, whole, positions, scored=whole[:, 2:]))
         if rows is None:
             return True  # the probe is longer than the window: longer rows are not packed either
         with evaluating(body):

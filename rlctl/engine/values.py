@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rlctl.batch import ModelInputs
 from rlctl.engine.inputs import scored_states
 from rlctl.engine.packing import can_pack
 from rlctl.errors import UsageError
@@ -71,15 +72,8 @@ class ValueModule(nn.Module):
         """
         if self.packs is None:
             self.packs = can_pack(self.body)
-        states, _ = scored_states(
-            self.body,
-            input_ids,
-            attention_mask,
-            position_ids,
-            scored,
-            packs=self.packs,
-            share_prompts=self.shares_prompts,
-        )
+        inputs = ModelInputs(input_ids, attention_mask, position_ids, scored)
+        states, _ = scored_states(self.body, inputs, packs=self.packs, share_prompts=self.shares_prompts)
         values = self.head(states)
         empty = torch.zeros(scored.shape, dtype=torch.float32, device=scored.device)
         return empty.masked_scatter(scored, values)

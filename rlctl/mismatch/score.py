@@ -251,14 +251,7 @@ def lay_out(
 def _prefilled(policy: PolicyModule, inputs: ModelInputs) -> Iterator[tuple[slice, Tensor]]:
     """Logits from one forward pass over prompts and responses."""
     horizon = inputs.scored.shape[1]
-    read = body_inputs(
-        body_of(policy.model),
-        inputs.input_ids,
-        inputs.attention_mask,
-        inputs.position_ids,
-        horizon=horizon,
-        share_prompts=policy.shares_prompts,
-    )
+    read = body_inputs(body_of(policy.model), inputs, share_prompts=policy.shares_prompts)
     yield slice(0, horizon), policy.model(**read, logits_to_keep=horizon).logits
 
 

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlctl.batch import ModelInputs
-    from rlctl.engine.lora import Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,14 @@ class StepResult:
 
     grad_norm: float
     applied: bool
+
+
+class AdapterSnapshot(Protocol):
+    """Copy of the weights of a LoRA adapter."""
+
+    def save(self, directory: Path) -> None:
+        """Writes the adapter in PEFT's format."""
+        ...
 
 
 class Trained(Protocol):
@@ -127,7 +134,7 @@ class TrainEngine(Trained, Protocol):
         """
         ...
 
-    def adapter(self) -> Adapter:
+    def adapter(self) -> AdapterSnapshot:
         """With LoRA: A and B in full, on every rank."""
         ...
 

@@ -166,8 +166,9 @@ def running(run: Path, *arguments: str) -> Job:
 
 
 def pid_of_rank(run: Path, job: Job, rank: int) -> int:
+    """Waits for a few heartbeats: the first one that the others read may be of an earlier process."""
     beat = run / ".ranks" / f"{rank:05d}.json"
-    job.wait_for(beat.exists)
+    job.wait_for(lambda: beat.exists() and json.loads(beat.read_text())["number"] >= 6)
     return int(json.loads(beat.read_text())["pid"])
 
 

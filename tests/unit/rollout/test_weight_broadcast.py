@@ -63,11 +63,13 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Server]]:
     monkeypatch.setattr(vllm_server, "_RETRY_S", 0.01)
     monkeypatch.setattr(weight_broadcast, "_CONNECT_S", 10.0)
     monkeypatch.setattr(weight_broadcast, "_GLOO_S", 3.0)
-    both = [Server(), Server()]
+    before, both = set(threading.enumerate()), [Server(), Server()]
     yield both
     for server in both:
         server.shutdown()
         server.server_close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(15.0)  # one that gloo holds when the interpreter ends would abort the process
 
 
 def broadcasting(

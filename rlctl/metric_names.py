@@ -94,7 +94,9 @@ def _filled(pattern: str, match: re.Match[str]) -> str:
 
 def validation_rewards(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Data source → mean reward of its validation prompts, of those metrics that are such rewards."""
-    matches = ((re.fullmatch("val/(.+)/reward_mean", key), value) for key, value in metrics.items())
+    matches = (
+        (re.fullmatch("val/(.+)/reward_mean", key, re.DOTALL), value) for key, value in metrics.items()
+    )
     return {match[1]: float(value) for match, value in matches if match}
 
 

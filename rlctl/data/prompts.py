@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlctl.batch import Prompts
 from rlctl.data.render import Renderer, messages_of, place_of
@@ -34,10 +35,10 @@ def pad_id_of(tokenizer: Any) -> int:
 
 def left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Token ids (B, P) int64 and their mask (B, P) bool; P is the longest length."""
-    width = max(len(row) for row in rows)
-    ids = torch.tensor([[pad_id] * (width - len(row)) + list(row) for row in rows])
-    mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
-    return ids, mask
+    tokens = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    ids = pad_sequence(tokens, batch_first=True, padding_value=pad_id, padding_side="left")
+    lengths = torch.tensor([len(row) for row in rows])
+    return ids, torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None]
 
 
 def prompt_batch(

@@ -47,21 +47,16 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
 _DAPO_PROBLEM = re.compile(r"\ASolve the following[^\n]*\n\n(.+?)\n\nRemember to put [^\n]*\Z", re.DOTALL)
 
 
-def _generic(values: Values, prompt_key: str, answer_key: str) -> Row:
+def _generic(values: Values, prompt_key: str, answer_key: str, ability: str = "") -> Row:
     """Any prompt and any answer."""
     prompt = parse_messages(lookup(values, prompt_key))
     answer = parse_answer(lookup(values, answer_key), f"column {answer_key!r}")
-    return Row("", prompt, answer.strip(), answer=answer)
-
-
-def _problem(values: Values, prompt_key: str, answer_key: str) -> Row:
-    """A mathematical problem and the text of its answer or solution."""
-    return replace(_generic(values, prompt_key, answer_key), ability="math")
+    return Row("", prompt, answer.strip(), answer=answer, ability=ability)
 
 
 def _gsm8k(values: Values, prompt_key: str, answer_key: str) -> Row:
     """A worked solution that ends in `#### number`; thousands separators are removed."""
-    parsed = _problem(values, prompt_key, answer_key)
+    parsed = _generic(values, prompt_key, answer_key, "math")
     _, mark, tail = parsed.answer.rpartition(ANSWER_MARK)
     number = tail.strip().replace(",", "")
     if not mark:
@@ -77,7 +72,7 @@ def _gsm8k(values: Values, prompt_key: str, answer_key: str) -> Row:
 
 def _math(values: Values, prompt_key: str, answer_key: str) -> Row:
     r"""A worked solution with its answer in `\boxed{}`."""
-    parsed = _problem(values, prompt_key, answer_key)
+    parsed = _generic(values, prompt_key, answer_key, "math")
     extra = columns_of(values, "level", "type", "subject")
     return replace(parsed, ground_truth=last_boxed(parsed.answer), extra=extra)
 
@@ -85,7 +80,7 @@ def _math(values: Values, prompt_key: str, answer_key: str) -> Row:
 def _aime(values: Values, prompt_key: str, answer_key: str) -> Row:
     """A mathematical problem and its final answer, without a solution, as in AIME and AMC."""
     extra = columns_of(values, "level", "type", "subject", "year")
-    return replace(_problem(values, prompt_key, answer_key), extra=extra)
+    return replace(_generic(values, prompt_key, answer_key, "math"), extra=extra)
 
 
 def _countdown(values: Values, prompt_key: str, answer_key: str) -> Row:

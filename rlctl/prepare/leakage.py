@@ -138,10 +138,14 @@ def _hashes(questions: Iterator[str]) -> dict[Kind, Hashes]:
     most = max(COMMON_QUESTIONS, int(COMMON_SHARE * len(seen)))
     all_ngrams = np.concatenate(ngrams)
     ngrams.clear()  # halves the memory
-    different, counts = np.unique(all_ngrams, return_counts=True)
+    all_ngrams.sort()
+    is_rare = np.ones(len(all_ngrams), dtype=bool)
+    is_rare[1:] = all_ngrams[1:] != all_ngrams[:-1]  # the first of equal ones
+    others = max(0, len(all_ngrams) - most)
+    is_rare[:others] &= all_ngrams[:others] != all_ngrams[most:]
     exact = np.sort(np.fromiter(seen, dtype=np.uint64, count=len(seen)))
     masked_keys = np.unique(np.concatenate(masked))
-    return {"exact": exact, "masked": masked_keys, "ngram": different[counts <= most]}
+    return {"exact": exact, "masked": masked_keys, "ngram": all_ngrams[is_rare]}
 
 
 def _among(values: Hashes, known: Hashes) -> NDArray[np.bool_]:

@@ -87,14 +87,15 @@ def write_split(
 
     Without rows there is no file. A split that fits in one file is written as `SPLIT.parquet`.
     """
-    shards = list(_shards(staging, is_in, request.rows_per_shard))
-    names = [f"{split}-{place:05}-of-{len(shards):05}.parquet" for place in range(len(shards))]
-    if len(shards) == 1:
+    num_shards = sum(1 for _ in _shards(staging, is_in, request.rows_per_shard))
+    names = [f"{split}-{place:05}-of-{num_shards:05}.parquet" for place in range(num_shards)]
+    if num_shards == 1:
         names = [f"{split}.parquet"]
     progress.phase(f"writing {split}", int(is_in.sum()))
-    tasks = [Shard(stage / name, split, parts) for name, parts in zip(names, shards, strict=True)]
+    shards = _shards(staging, is_in, request.rows_per_shard)
+    tasks = (Shard(stage / name, split, parts) for name, parts in zip(names, shards, strict=True))
     shared = (request.to, schema(request.to, with_other=staging.has_other))
-    for shard, _ in run("local", write_shard, shared, tasks, min(request.num_workers, len(shards))):
+    for shard, _ in run("local", write_shard, shared, tasks, min(request.num_workers, num_shards)):
         progress.advance(sum(len(places) for _, places in shard.parts))
     return names
 

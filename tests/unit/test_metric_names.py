@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from rlctl.metric_names import METRICS, SECTIONS, describe, key_pattern, markdown
+from rlctl.metric_names import METRICS, SECTIONS, describe, key_pattern, markdown, validation_rewards
 
 #: Keys the guides of this project and existing dashboards name: none may go missing.
 REQUIRED = [
@@ -106,6 +106,11 @@ def test_unknown_keys_stay_unknown(key: str) -> None:
 def test_any_placeholder_stands_for_any_text(pattern: str) -> None:
     assert key_pattern(pattern).fullmatch("a/b/c.d_mean")
     assert not key_pattern(pattern).fullmatch("a/b/c.d_max")
+
+
+def test_a_data_source_may_have_any_name() -> None:
+    rewards = {f"val/{name}/reward_mean": 0.5 for name in ("a", "a/b", "a\nb")}
+    assert validation_rewards({**rewards, "val/a/num_tokens": 3.0}) == {"a": 0.5, "a/b": 0.5, "a\nb": 0.5}
 
 
 def test_the_batch_total_is_not_taken_for_a_criterion() -> None:

@@ -90,6 +90,11 @@ def test_a_runs_model_is_spread_over_as_many_gpus(task, tmp_path, monkeypatch, t
     monkeypatch.setattr(local_model_module.torch.cuda, "device_count", lambda: gpus)
     with LocalModel(replace(plan, target=target))._sampling_engine(12):
         assert told["engine_kwargs"].get("tensor_parallel_size", 1) == expected
+    told.clear()
+    with LocalModel(
+        replace(plan, target=target, request=replace(plan.request, engine="hf"))
+    )._sampling_engine(12):
+        assert not told
 
 
 def test_a_model_that_is_nowhere(hub, task):

@@ -21,7 +21,7 @@ from rlctl.evaluate.request import EngineName, Plan, lengths
 from rlctl.evaluate.samples import AskedModel, Pair, Response
 from rlctl.files import sha256_of
 from rlctl.registry import ROLLOUT_ENGINES
-from rlctl.rollout.hf import HFRollout
+from rlctl.rollout.hf import DTYPES, HFRollout
 from rlctl.rollout.protocol import step_seed
 from rlctl.spec.hardware import native_dtype
 from rlctl.spec.model import ModelSpec
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 Dtype = Literal["fp32", "bf16"]
 
-_DTYPES: Mapping[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: Files of a model directory that do not affect its responses.
 _IRRELEVANT = re.compile(r"\..*|.*\.(md|png|gitattributes)|LICENSE.*", re.IGNORECASE)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -132,7 +131,7 @@ class LocalModel(AskedModel):
             revision=None,
             trust_remote_code=self._loading.trust_remote_code,
             attn_implementation=self._loading.attn_implementation,
-            dtype=_DTYPES[self._dtype],
+            dtype=DTYPES[self._dtype],
         )
         copy = HFRollout(model, tokenizer, sampling_device(), max_num_seqs=self._request.batch_size)
         del model

@@ -22,7 +22,7 @@ from rlctl.mismatch.mismatch_report import MismatchReport
 from rlctl.mismatch.prompts import question_rows, token_ids
 from rlctl.mismatch.score import Weights, all_and_head
 from rlctl.named_models import model_directory
-from rlctl.rollout.hf import HFRollout
+from rlctl.rollout.hf import DTYPES, HFRollout
 from rlctl.rollout.protocol import ResponseSampler, Sampling
 from rlctl.rollout.vllm import VLLMRollout
 from rlctl.spec.load import RUN_SPEC_FILE, load_spec
@@ -34,7 +34,6 @@ NUM_PROMPTS = 16
 MAX_RESPONSE_LENGTH = 32
 #: Number of a run's older checkpoints that are tried as the engine's weights.
 OLDER_CHECKPOINTS = 3
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Dtype = Literal["fp32", "bf16", "int8"]
 
@@ -74,7 +73,7 @@ class _Trainer:
             revision=None if path else self.spec.model.revision,
             trust_remote_code=self.spec.model.trust_remote_code,
             attn_implementation=self.spec.model.attn_implementation,
-            dtype=_DTYPES[self.dtype],
+            dtype=DTYPES[self.dtype],
         )
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return model.to(device).eval().requires_grad_(False), tokenizer

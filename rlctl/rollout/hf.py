@@ -20,7 +20,8 @@ from rlctl.rollout.weights import ExpectedWeights
 RolloutDtype = Literal["fp32", "bf16", "int8"]
 
 #: `int8` has no torch dtype: weights are rounded to 8 bits, arithmetic uses the model's dtype.
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+#: Value of `engine.dtype` → torch dtype.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class HFRollout:
@@ -152,7 +153,7 @@ def into_precision(model: nn.Module, dtype: RolloutDtype) -> None:
     # Parameters only, as `from_pretrained` does: rounding rotary frequencies to bfloat16 would change the
     # model.
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(_DTYPES[dtype])
+        parameter.data = parameter.data.to(DTYPES[dtype])
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from rlctl.train.notices import Notices, step_warnings
 from rlctl.train.run import Run
 from rlctl.train.sample_prompts import greedy_baseline
 from rlctl.train.saving import Saver
-from rlctl.train.schedule import actor_schedule, critic_schedule, critic_updates_per_step, is_due
+from rlctl.train.schedule import actor_schedule, critic_schedule, is_due
 from rlctl.train.score_batch import score_batch, with_advantages
 from rlctl.train.settings import CriticSettings, UpdateSettings
 from rlctl.train.shared_rows import shared_rewards, shared_rollouts
@@ -71,7 +71,7 @@ def train(run: Run) -> None:
                 batch = with_advantages(scored, algorithm, ranks, run.policy_version)
             metrics |= describe_batch(run, scored, batch, rewards, baseline)
             if run.critic:
-                first = (step - 1) * critic_updates_per_step(spec)
+                first = (step - 1) * spec.critic_updates_per_batch
                 with timer("update_critic"):
                     metrics |= update_critic(batch, run.critic, ranks, of_critic, critic_lr_at, first)
             with timer("update_actor"):

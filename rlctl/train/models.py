@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rlctl.engine.deepspeed import (
     DeepSpeedCritic,
     DeepSpeedEngine,
@@ -28,11 +26,9 @@ from rlctl.errors import UsageError
 from rlctl.rollout.assemble import end_ids, unknown_end
 from rlctl.rollout.engine_lock import EngineLock, LockedRollout
 from rlctl.rollout.engines import EngineContext, build_rollout
-from rlctl.rollout.hf import into_precision
+from rlctl.rollout.hf import DTYPES, into_precision
 from rlctl.spec.actor import ActorSpec, CriticSpec
 from rlctl.spec.run_spec import RunSpec
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,7 @@ def build_models(
     Raises:
         UsageError, EnvironmentFailure: a model cannot be loaded or does not fit the spec.
     """
-    dtype, is_cut_up = _DTYPES[spec.engine.dtype], spec.engine.zero_stage == 3
+    dtype, is_cut_up = DTYPES[spec.engine.dtype], spec.engine.zero_stage == 3
     partition = PartitionedLoading(_training(spec, spec.actor)) if is_cut_up else None
     load = partial(load_policy, model_path, revision=spec.model.revision, **_loading(spec, spec.actor))
     engine_copies = spec.rollout_engine.starts_with_policy
@@ -145,7 +141,7 @@ def build_models(
 
 def _rounded(model: Any, spec: RunSpec) -> Any:
     """The model in the engine's precision: a copy if it was loaded in another one."""
-    if all(parameter.dtype == _DTYPES[spec.engine.dtype] for parameter in model.parameters()):
+    if all(parameter.dtype == DTYPES[spec.engine.dtype] for parameter in model.parameters()):
         return model
     rounded = copy.deepcopy(model)
     into_precision(rounded, spec.engine.dtype)
@@ -165,7 +161,7 @@ def _endless(tokenizer: Any, ends: list[int]) -> list[str]:
 def _training(spec: RunSpec, of: ActorSpec | CriticSpec) -> Settings:
     return Settings(
         zero_stage=spec.engine.zero_stage,
-        dtype=_DTYPES[spec.engine.dtype],
+        dtype=DTYPES[spec.engine.dtype],
         weight_decay=of.weight_decay,
         betas=of.betas,
         grad_clip=of.grad_clip,
@@ -184,7 +180,7 @@ def _loading(spec: RunSpec, of: ActorSpec | CriticSpec | None) -> dict[str, Any]
     return {
         "trust_remote_code": spec.model.trust_remote_code,
         "attn_implementation": spec.model.attn_implementation,
-        "dtype": "auto" if as_stored else _DTYPES[spec.engine.dtype],
+        "dtype": "auto" if as_stored else DTYPES[spec.engine.dtype],
         "use_liger": spec.model.use_liger,
     }
 

@@ -16,7 +16,7 @@ def actor_schedule(spec: RunSpec, total_steps: int) -> Callable[[int], float]:
     actor = spec.actor
     return partial(
         lr_at,
-        total_updates=batches * updates_per_step(spec),
+        total_updates=batches * spec.updates_per_batch,
         peak=actor.lr,
         warmup=actor.lr_warmup_steps,
         kind=actor.lr_scheduler_type,
@@ -28,21 +28,11 @@ def critic_schedule(spec: RunSpec, total_steps: int) -> Callable[[int], float]:
     critic = spec.critic
     return partial(
         lr_at,
-        total_updates=total_steps * critic_updates_per_step(spec),
+        total_updates=total_steps * spec.critic_updates_per_batch,
         peak=critic.lr,
         warmup=critic.lr_warmup_steps,
         kind=spec.actor.lr_scheduler_type,
     )
-
-
-def updates_per_step(spec: RunSpec) -> int:
-    """Optimizer steps of the policy per batch."""
-    return spec.data.train_batch_size // spec.ppo_mini_batch_size * spec.actor.ppo_epochs
-
-
-def critic_updates_per_step(spec: RunSpec) -> int:
-    """Optimizer steps of the critic per batch."""
-    return spec.data.train_batch_size // spec.critic_mini_batch_size * spec.critic_epochs
 
 
 def lr_at(

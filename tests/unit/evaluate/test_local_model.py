@@ -115,7 +115,7 @@ def test_vllm_gets_the_model_and_is_closed(task, tmp_path, monkeypatch, fails):
                 revision=None,
                 trust_remote_code=False,
                 attn_implementation="sdpa",
-                dtype=local_model_module._DTYPES[options["dtype"]],
+                dtype=local_model_module.DTYPES[options["dtype"]],
             )
             self._engine = HFRollout(model, tokenizer, "cpu")
 

@@ -87,7 +87,6 @@ def masked_log_ratio(train: Tensor, rollout: Tensor, mask: Tensor, extras: Extra
     )
 
 
-# --- weight ---------------------------------------------------------------------------------------
 def importance_weights(log_ratio: LogRatio, keep: Tensor, rule: WeightRule) -> Weights | None:
     """w = ρ_t, Π ρ, (Π ρ)^(1/length) or another registered weight: bounded, and 0 where rejected.
 
@@ -108,7 +107,6 @@ def bound(weights: Tensor, rule: WeightRule) -> Tensor:
     return weights.clamp(min=rule.lower if rule.bound == "clip" else None, max=rule.upper)
 
 
-# --- rejection ------------------------------------------------------------------------------------
 def rejection_mask(log_ratio: LogRatio, results: list[CriterionResult]) -> Tensor:
     """(B, T) bool: response tokens of finite sequences that pass every criterion."""
     keep = log_ratio.mask & log_ratio.finite
@@ -145,7 +143,6 @@ def criterion_values(log_ratio: LogRatio, rule: RejectRule) -> Tensor:
     return total / log_ratio.length.clamp(min=1) if rule.reduction == "mean" else total
 
 
-# --- normalisation --------------------------------------------------------------------------------
 def normalization_factor(sums: CorrectionSums[float], rules: CorrectionRules) -> float:
     """Mean weight of the whole mini-batch, the divisor of its weights; 1.0 without normalisation."""
     if sums.weights is None or not rules.weight.normalize:

@@ -351,7 +351,7 @@ class Placement:
         at_once = min(responses, fits, spec.rollout.max_num_seqs or responses)
         read = weights + at_once * cached * mean
         computed = 2 * parameters * at_once / (machine.flops * gpus)
-        slower = 1.0 if spec.rollout.name == "vllm" or not machine.gpus else 5.0
+        slower = 1.0 if spec.rollout_engine.forms_batches or not machine.gpus else 5.0
         each = max(read / (machine.gpu_bandwidth * gpus * _DECODING), computed) + _STEP_S
         if gpus > 1:
             each += 2 * shape.layers * 2 * at_once * shape.hidden * self.sampling_width / machine.link

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -200,6 +201,23 @@ def test_the_step_of_a_7b_on_eight_gpus() -> None:
         place("8xh100", *given, "rollout.name=hf", presets=("8gpu", "grpo-rs-only")).seconds()["generate"]
         > 60
     )
+
+
+def test_an_engine_of_ones_own_that_forms_batches_is_not_taken_for_slow(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from rlctl.registry import ROLLOUT_ENGINES\n"
+        "from rlctl.spec.rollout import EngineCapabilities\n\n"
+        "def plain(context): ...\n\n"
+        "@ROLLOUT_ENGINES.register(label='own', capabilities=EngineCapabilities(forms_batches=True))\n"
+        "def own(context): ...\n"
+    )
+    seconds = {
+        name: place("1xh100", f"rollout.name={name}", presets=("grpo-rs-only",)).seconds()["generate"]
+        for name in ("vllm", f"{file}:own", f"{file}:plain", "hf")
+    }
+    assert len(set(seconds.values())) == 2
+    assert seconds["vllm"] == seconds[f"{file}:own"] < seconds[f"{file}:plain"]
 
 
 def test_the_step_of_a_small_model_on_two_cores() -> None:

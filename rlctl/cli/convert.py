@@ -56,20 +56,20 @@ def import_config(
       rlctl import train_grpo.py --from trl --format markdown
     """
     from rlctl.cli.output import write_file
-    from rlctl.convert import report
+    from rlctl.convert import conversion_report
     from rlctl.convert.source import read
     from rlctl.convert.translate import translate
 
     result = translate(
         read(file, framework=framework, environment=_variables(variables or []), arguments=arguments or [])
     )
-    text = report.spec_yaml(result, file.name)
+    text = conversion_report.spec_yaml(result, file.name)
     if output is not None:
         write_file(output, text)
     if format_ == "json":
-        print_json(report.document(result, text))
+        print_json(conversion_report.document(result, text))
     elif format_ == "markdown":
-        typer.echo(report.as_markdown(result, text))
+        typer.echo(conversion_report.as_markdown(result, text))
     else:
         _print(result, text if output is None else "")
         if output is not None:
@@ -96,7 +96,7 @@ def export_config(
       rlctl export-config rloo-seq-is --to trl --format markdown
     """
     from rlctl.cli.output import write_file
-    from rlctl.convert import report
+    from rlctl.convert import conversion_report
     from rlctl.convert.export import as_text, export
     from rlctl.convert.table import table
     from rlctl.spec.load import load_spec
@@ -109,11 +109,11 @@ def export_config(
     if output is not None:
         write_file(output, text)
     if format_ == "json":
-        print_json(report.export_document(result, text))
+        print_json(conversion_report.export_document(result, text))
     elif format_ == "markdown":
-        typer.echo(report.export_markdown(result, text))
+        typer.echo(conversion_report.export_markdown(result, text))
     else:
-        typer.echo(f"{result.table.title}, {report.summary(result)}")
+        typer.echo(f"{result.table.title}, {conversion_report.summary(result)}")
         _print_sections(result.rows)
         typer.echo(f"{output} written" if output is not None else f"\n{text.rstrip()}")
 
@@ -129,7 +129,7 @@ def _variables(given: list[str]) -> dict[str, str]:
 
 
 def _print(result: Translation, spec_text: str) -> None:
-    from rlctl.convert.report import summary
+    from rlctl.convert.conversion_report import summary
 
     typer.echo(f"{result.table.title}, {summary(result)}")
     _print_sections(result.rows)
@@ -154,7 +154,7 @@ def _print_sections(rows: list[KeyOutcome]) -> None:
 
 
 def _print_rows(title: str, rows: list[KeyOutcome]) -> None:
-    from rlctl.convert.report import became, shown
+    from rlctl.convert.conversion_report import became, shown
 
     if rows:
         typer.echo(f"\n{title} ({len(rows)})")

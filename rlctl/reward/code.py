@@ -20,7 +20,7 @@ from rlctl.registry import GRADERS
 from rlctl.reward.pool import share_of_cores
 from rlctl.reward.protocol import Failure, Grade, Sample, Scorer
 from rlctl.reward.sandbox.jail import encode, same
-from rlctl.reward.sandbox.run import (
+from rlctl.reward.sandbox.run_program import (
     MAX_OUTPUT_BYTES,
     Limits,
     Outcome,

@@ -1,6 +1,6 @@
 """Process that confines itself and then runs untrusted code.
 
-Started by `rlctl.reward.sandbox.run` as `python -I jail.py JOB REPLY [LINE]`; the arguments are file
+Started by `rlctl.reward.sandbox.run_program` as `python -I jail.py JOB REPLY [LINE]`; the arguments are file
 descriptors. It does not inherit the environment, and needs only the standard library, not `rlctl`.
 
 The job is one JSON object; `run_program` describes its parts. The reply is one JSON object per line: `ready`,

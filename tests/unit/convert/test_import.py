@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlctl.cli.app import run
-from rlctl.convert.report import spec_yaml
+from rlctl.convert.conversion_report import spec_yaml
 from rlctl.convert.source import read
 from rlctl.convert.translate import KeyOutcome, Translation, translate
 from rlctl.errors import UsageError

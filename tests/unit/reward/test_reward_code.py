@@ -7,8 +7,8 @@ import pytest
 from rlctl.errors import EnvironmentFailure
 from rlctl.reward.code import CodeScorer, parse_tests, program_of
 from rlctl.reward.protocol import Failure, Sample
-from rlctl.reward.sandbox import run
-from rlctl.reward.sandbox.run import Limits
+from rlctl.reward.sandbox import run_program
+from rlctl.reward.sandbox.run_program import Limits
 from rlctl.spec.reward import CodeSpec, RewardSpec
 
 pytestmark = pytest.mark.processes  # one for each program
@@ -334,10 +334,10 @@ for fd in range(3, 4096):  # the worker may have many files open: the reply is t
     except OSError: pass
 def f(x): return 2
 """
-    assert run.run_program(flood, Limits(20.0, 512), steps=[("eval", "f(1)")]).values == []
+    assert run_program.run_program(flood, Limits(20.0, 512), steps=[("eval", "f(1)")]).values == []
     assert grade(scorer, flood, "assert f(1) == 2") == 0.0
-    printed = run.run_program("while True: print('x y ' * 100000)", Limits(20.0, 512))
-    assert len(printed.stdout) <= run.MAX_OUTPUT_BYTES
+    printed = run_program.run_program("while True: print('x y ' * 100000)", Limits(20.0, 512))
+    assert len(printed.stdout) <= run_program.MAX_OUTPUT_BYTES
 
 
 def test_the_last_block_is_the_program():
@@ -348,6 +348,6 @@ def test_the_last_block_is_the_program():
 def test_a_sandbox_that_cannot_be_set_up_is_said(monkeypatch):
     with pytest.raises(EnvironmentFailure, match="a small program ended with code"):
         CodeScorer(RewardSpec.model_construct(code=CodeSpec.model_construct(timeout_s=5.0, memory_mb=1)))
-    monkeypatch.setattr(run, "_read_replies", lambda *_: ("prctl: not permitted", []))
+    monkeypatch.setattr(run_program, "_read_replies", lambda *_: ("prctl: not permitted", []))
     with pytest.raises(EnvironmentFailure, match="safely here: prctl: not permitted"):
         CodeScorer(LIMITS)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.reward.sandbox import confine, run, seccomp
-from rlctl.reward.sandbox.run import Limits, run_program
+from rlctl.reward.sandbox import confine, seccomp
+from rlctl.reward.sandbox.run_program import Limits, run_program
 
 LIMITS = Limits(timeout_s=60.0, memory_mb=256)
 needs_landlock = pytest.mark.skipif(confine.landlock_version() == 0, reason="the kernel has no Landlock")
@@ -169,10 +169,10 @@ def test_nothing_is_left_behind(monkeypatch, tmp_path):
 def test_it_dies_with_whoever_started_it(tmp_path):
     """A killed trainer leaves no program running."""
     program = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(60)"
-    code = f"from rlctl.reward.sandbox.run import *\nrun_program({program!r}, Limits(60, 256))"
+    code = f"from rlctl.reward.sandbox.run_program import *\nrun_program({program!r}, Limits(60, 256))"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, cwd=Path(run.__file__).parents[3]
+        [sys.executable, "-c", code], env=environment, cwd=Path(confine.__file__).parents[3]
     ) as trainer:
         while not (found := [path for path in tmp_path.rglob("pid") if path.read_text()]):
             time.sleep(0.02)
@@ -189,7 +189,7 @@ def test_without_landlock_no_file_is_changed(tmp_path):
     """The fallback of older kernels, in a process confined by hand."""
     code = f"""
 import sys, os
-sys.path.insert(0, {str(Path(run.__file__).parent)!r})
+sys.path.insert(0, {str(Path(confine.__file__).parent)!r})
 import confine, seccomp, platform
 program = seccomp.filter_program(deny_file_changes=True)
 confine.drop_privileges(platform.machine())

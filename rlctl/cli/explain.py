@@ -91,17 +91,15 @@ def _of_metric(name: str) -> list[dict[str, Any]]:
 
 def _nearest(name: str) -> str:
     """Suggestion for an unknown name."""
-    import difflib
-
     from rlctl.metric_names import METRICS
-    from rlctl.spec.keys import advice_for, known_sections
+    from rlctl.spec.keys import advice_for, closest, known_sections
 
     if "/" in name:
-        close = difflib.get_close_matches(name, METRICS, n=1)
-        return f"did you mean `{close[0]}`?" if close else "docs/reference/metrics.md lists all metrics"
-    if close := difflib.get_close_matches(name, known_sections(), n=1, cutoff=0.8):
-        return f"did you mean `{close[0]}`?"
+        near = closest(name, METRICS)
+        return f"did you mean `{near}`?" if near else "docs/reference/metrics.md lists all metrics"
+    if near := closest(name, known_sections(), cutoff=0.8):
+        return f"did you mean `{near}`?"
     by_end = {metric.rpartition("/")[2]: metric for metric in METRICS}
-    ends = difflib.get_close_matches(name, by_end, n=1)
-    of_metrics = f"did you mean `{by_end[ends[0]]}`?" if ends else "`rlctl schema --markdown` lists every key"
+    end = closest(name, by_end)
+    of_metrics = f"did you mean `{by_end[end]}`?" if end else "`rlctl schema --markdown` lists every key"
     return advice_for(name) or of_metrics

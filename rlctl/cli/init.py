@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from functools import reduce
-from itertools import pairwise
 from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,13 +40,15 @@ def init(
     rlctl init my.yaml --model Qwen/Qwen2.5-0.5B-Instruct --data data/gsm8k/train.parquet --gpus 1
     """
     from rlctl.cli.output import check_new, write_file
+    from rlctl.spec.hardware import gpu_memory
     from rlctl.spec.hardware import gpus as cards
     from rlctl.spec.load import load_spec
+    from rlctl.spec.machine import GIB
     from rlctl.spec.model import EMBEDDED
     from rlctl.spec.presets import all_presets
 
     check_new(out, force=force)
-    memory = [_gib(card) for card in cards()]
+    memory = [(gpu_memory(card) or 80 * GIB) / GIB for card in cards()]
     model = model or _ask("Model (directory, hub id, or embedded)", EMBEDDED)
     if model != EMBEDDED:
         data = data or _ask("Training data (Parquet of `rlctl prepare-data parquet`)", "data/train.parquet")
@@ -73,13 +74,6 @@ def _hardware(gpus: int, gib: float) -> str:
     if gpus > 1:
         return "8gpu"
     return next(name for least, name in _ONE_GPU if gib >= least)
-
-
-def _gib(card: str) -> float:
-    """GPU memory in GiB from a line of nvidia-smi (`…, 81559 MiB, …`); 80 if the line has none."""
-    words = card.replace(",", " ").split()
-    sizes = [float(size) for size, unit in pairwise(words) if unit == "MiB"]
-    return sizes[0] / 1024 if sizes else 80.0
 
 
 def _commented(loaded: LoadedSpec, presets: list[str]) -> str:

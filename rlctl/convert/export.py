@@ -9,12 +9,13 @@ from typing import Any
 
 from rlctl.convert.table import KeyRule, KeyTable, compute, placeholders, word
 from rlctl.convert.translate import Conversion, KeyOutcome
+from rlctl.spec.algorithm import CORRECTION
 from rlctl.spec.keys import known_leaves, value_of
 from rlctl.spec.resolve import correction_rules
 from rlctl.spec.run_spec import RunSpec
 
 _MISSING = object()
-_LEVEL = "algorithm.rollout_correction.rollout_"
+_LEVEL = f"{CORRECTION}rollout_"
 #: Spec keys that determine the correction's internal form, see `_rules`.
 _RULE_LEAVES = {
     "rules.bound": [f"{_LEVEL}is_bound"],

@@ -19,8 +19,8 @@ from rlctl.rollout.weights import ExpectedWeights
 
 RolloutDtype = Literal["fp32", "bf16", "int8"]
 
-#: `int8` has no torch dtype: weights are rounded to 8 bits, arithmetic uses the model's dtype.
-#: Value of `engine.dtype` → torch dtype.
+#: Value of `engine.dtype` → torch dtype. `int8` of `rollout.dtype` has none: weights are rounded to 8 bits,
+#: arithmetic uses the model's dtype.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 

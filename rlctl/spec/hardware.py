@@ -33,6 +33,12 @@ def gpus() -> list[str]:
     return _driver_says("name,memory.total,driver_version")
 
 
+def gpu_memory(card: str) -> float | None:
+    """Bytes of memory by a line of `gpus`; None if the driver reports none (`[N/A]`)."""
+    size, _, unit = card.split(",")[1].strip().partition(" ")
+    return float(size) * 2**20 if unit == "MiB" else None
+
+
 def gpus_are_hidden() -> bool:
     """Whether `CUDA_VISIBLE_DEVICES` hides all GPUs, so that runs use the CPU."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in {"", "-1"}

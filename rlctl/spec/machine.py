@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from rlctl.errors import UsageError
-from rlctl.spec.hardware import gpus, gpus_are_hidden
+from rlctl.spec.hardware import gpu_memory, gpus, gpus_are_hidden
 
 GIB = 2**30
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -111,10 +111,9 @@ def this_machine() -> Machine:
         flops, bandwidth = cores * _CORE_FLOPS, cores * _CORE_BANDWIDTH
         links = (bandwidth, bandwidth, bandwidth, 1e9, bandwidth)
         return Machine("this machine", "CPU", 0, 1, host, host, shm_bytes, flops, *links)
-    model, memory, _ = (field.strip() for field in found[0].split(","))
+    model = found[0].split(",")[0].strip()
     speeds = next((speeds for part, speeds in _SPEEDS.items() if part in model), _UNKNOWN_GPU)
-    # `81559 MiB`; a GPU that shares the host's memory has `[N/A]`
-    gpu_bytes = float(memory.removesuffix(" MiB")) * 2**20 if memory.endswith(" MiB") else host
+    gpu_bytes = gpu_memory(found[0]) or host  # the driver reports none if the GPU shares the host's memory
     count = len(found)
     return Machine(
         "this machine", model, count, 1, gpu_bytes, host, shm_bytes, *speeds, 12e9, 60e9 * max(1, count // 2)

@@ -8,12 +8,11 @@ from typing import Any, Literal
 
 from rlctl.algos.rules import CorrectionRules
 from rlctl.registry import CORRECTION_WEIGHTS, REJECTION_CRITERIA
-from rlctl.spec.algorithm import RolloutCorrectionSpec
+from rlctl.spec.algorithm import CORRECTION, RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules, registered_criteria
 
 Family = Literal["run", "rlctl", "verl", "TRL", "OpenRLHF", "slime", "SkyRL"]
 
-_PREFIX = "algorithm.rollout_correction."
 #: Keys that a setting overrides; all other keys of the section keep the run's values.
 _KEYS = (
     "dialect",
@@ -43,7 +42,7 @@ class Setting:
         """The setting as `key=value`, for `rlctl train`."""
         values = self.spec.model_dump(mode="json")
         words = {key: json.dumps(v) if v is None or isinstance(v, bool) else v for key, v in values.items()}
-        return tuple(f"{_PREFIX}{key}={words[key]}" for key in _KEYS)
+        return tuple(f"{CORRECTION}{key}={words[key]}" for key in _KEYS)
 
     @property
     def rules(self) -> CorrectionRules:

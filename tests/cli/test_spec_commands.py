@@ -16,8 +16,10 @@ from rlctl.cli import init as init_module
 from rlctl.cli import schema as schema_module
 from rlctl.cli.app import app, run
 from rlctl.spec import yaml_source
+from rlctl.spec.hardware import gpu_memory
 from rlctl.spec.keys import known_leaves
 from rlctl.spec.load import load_spec
+from rlctl.spec.machine import GIB
 from rlctl.spec.presets import all_presets
 
 Capture = pytest.CaptureFixture[str]
@@ -72,7 +74,10 @@ def test_init_chooses_hardware(gpus: int, gib: float, preset: str) -> None:
 
 
 def test_the_memory_of_a_card() -> None:
-    assert init_module._gib("NVIDIA H100 80GB HBM3, 81559 MiB, 570.1") == pytest.approx(79.6, abs=0.1)
+    memory = gpu_memory("NVIDIA H100 80GB HBM3, 81559 MiB, 570.1")
+    assert memory is not None
+    assert memory / GIB == pytest.approx(79.6, abs=0.1)
+    assert gpu_memory("NVIDIA GB10, [N/A], 580.1") is None
 
 
 @pytest.mark.parametrize(

@@ -344,9 +344,9 @@ def staleness_is_corrected(spec: RunSpec) -> Problems:
 
 @reads(_BYPASS, LOSS, "actor.ppo_epochs")
 def decoupled_reinforce_repeats(spec: RunSpec) -> Problems:
-    """Decoupled weights are computed once per batch; REINFORCE has no ratio that follows later updates."""
+    """Decoupled weights, if any, are computed before the first update; REINFORCE has no ratio to later ones."""
     epochs = spec.actor.ppo_epochs
     if epochs > 1 and not spec.algorithm.rollout_correction.bypass_mode and not _has_ratio(spec):
-        what = f"{epochs} passes of decoupled reinforce: the weights are those of before the first update, "
-        what += "so later passes follow an uncorrected gradient"
+        what = f"{epochs} passes of decoupled reinforce: the loss has no ratio, so nothing corrects for the "
+        what += "updates of the earlier passes"
         yield warning("actor.ppo_epochs", what, "set loss_type: ppo_clip, or ppo_epochs: 1")

@@ -186,9 +186,9 @@ class Watchdog:
         if silent:
             names = ", ".join(_name(rank, peer.beat) for rank, peer in silent.items())
             since = max(now - peer.seen for peer in silent.values())
-            what = (
-                "is stopped or cannot be reached" if all(p.beat for p in silent.values()) else "never joined"
-            )
+            what = "is stopped or cannot be reached"
+            if missing := [peer for peer in silent.values() if not peer.beat]:
+                what = "is stopped or never joined" if any(p.leftover for p in missing) else "never joined"
             return f"; waiting for {names}, no heartbeat for {since:.0f} s: it {what}"
         beats = {rank: peer.beat for rank, peer in self._peers.items() if peer.beat}
         last = min((beat.phases for beat in beats.values()), default=self._phases)

@@ -169,6 +169,13 @@ EST, GAE = "algorithm.adv_estimator=", "algorithm.adv_estimator=gae"
 IN_REWARD, IN_LOSS = "algorithm.use_kl_in_reward=true", "actor.use_kl_loss=true"
 
 
+def test_repeated_passes_without_weights_are_not_blamed_on_weights():
+    overrides = ["actor.ppo_epochs=2", f"{RC}bypass_mode=false", f"{RC}rollout_is=null"]
+    (what,) = [p.what for p in load_spec([], [], overrides).warnings if p.key == "actor.ppo_epochs"]
+    assert "no ratio" in what
+    assert "weights" not in what
+
+
 @pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS)
 def test_groups_need_siblings(estimator):
     found = problems_of(f"{EST}{estimator}", "rollout.n=1")

@@ -75,13 +75,23 @@ def test_a_rank_that_is_behind_is_named(tmp_path: Path, idle: None) -> None:
 
 def test_a_rank_that_never_joined_is_named(tmp_path: Path, idle: None) -> None:
     (tmp_path / ".ranks").mkdir()
-    left = {"number": 7, "phases": 9, "place": "step 3", "idle_s": 0.0, "host": "a", "pid": 1}
-    (tmp_path / ".ranks" / "00001.json").write_text(json.dumps(left))  # of the run before it was resumed
     zero, ended, _ = watch(0, 2, tmp_path, timeout=1.0)
     with zero:
         zero.begin_phase("waiting for all 2 ranks")
         until(lambda: ended)
-    assert ended[0].what.endswith("never joined")
+    assert ended[0].what.endswith(": it never joined")
+
+
+def test_a_single_heartbeat_may_be_of_this_run_or_of_an_earlier_one(tmp_path: Path, idle: None) -> None:
+    """Stopped after its first heartbeat, or never started while its file of the resumed run is still there."""
+    (tmp_path / ".ranks").mkdir()
+    left = {"number": 1, "phases": 1, "place": "starting", "idle_s": 0.0, "host": "a", "pid": 1}
+    (tmp_path / ".ranks" / "00001.json").write_text(json.dumps(left))
+    zero, ended, _ = watch(0, 2, tmp_path, timeout=1.0)
+    with zero:
+        zero.begin_phase("waiting for all 2 ranks")
+        until(lambda: ended)
+    assert ended[0].what.endswith(": it is stopped or never joined")
 
 
 def test_while_another_rank_works_nobody_is_ended(tmp_path: Path, idle: None) -> None:

@@ -344,7 +344,7 @@ def staleness_is_corrected(spec: RunSpec) -> Problems:
 
 @reads(_BYPASS, LOSS, "actor.ppo_epochs")
 def decoupled_reinforce_repeats(spec: RunSpec) -> Problems:
-    """Decoupled weights, if any, are computed before the first update; REINFORCE has no ratio to later ones."""
+    """Decoupled weights are computed before the first update; REINFORCE has no ratio to later ones."""
     epochs = spec.actor.ppo_epochs
     if epochs > 1 and not spec.algorithm.rollout_correction.bypass_mode and not _has_ratio(spec):
         what = f"{epochs} passes of decoupled reinforce: the loss has no ratio, so nothing corrects for the "

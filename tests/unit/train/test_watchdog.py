@@ -83,7 +83,7 @@ def test_a_rank_that_never_joined_is_named(tmp_path: Path, idle: None) -> None:
 
 
 def test_a_single_heartbeat_may_be_of_this_run_or_of_an_earlier_one(tmp_path: Path, idle: None) -> None:
-    """Stopped after its first heartbeat, or never started while its file of the resumed run is still there."""
+    """Stopped after the first one, or never started: the file may be left from the run that was resumed."""
     (tmp_path / ".ranks").mkdir()
     left = {"number": 1, "phases": 1, "place": "starting", "idle_s": 0.0, "host": "a", "pid": 1}
     (tmp_path / ".ranks" / "00001.json").write_text(json.dumps(left))

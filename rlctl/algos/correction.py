@@ -14,8 +14,10 @@ from rlctl.algos.correction_records import Correction, CorrectionSums, Criterion
 from rlctl.algos.row_blocks import (
     CorrectedRows,
     Extras,
+    all_true,
     as_bits,
     as_float,
+    beyond,
     clamped_exp,
     count,
     evaluated,
@@ -109,18 +111,14 @@ def bound(weights: Tensor, rule: WeightRule) -> Tensor:
 
 def rejection_mask(log_ratio: LogRatio, results: list[CriterionResult]) -> Tensor:
     """(B, T) bool: response tokens of finite sequences that pass every criterion."""
-    keep = log_ratio.mask & log_ratio.finite
-    for result in results:
-        keep = keep & ~result.rejected
-    return keep
+    return all_true(log_ratio.mask, log_ratio.finite, *(~result.rejected for result in results))
 
 
 def check_criterion(log_ratio: LogRatio, rule: RejectRule) -> CriterionResult:
     """Evaluates one criterion: its statistic, bound violations, and the tokens or sequences it rejects."""
     values = criterion_values(log_ratio, rule)
     units = log_ratio.mask if rule.reduction == "none" else log_ratio.finite
-    above = torch.zeros_like(log_ratio.finite) if rule.upper is None else units & (values > rule.upper)
-    below = torch.zeros_like(log_ratio.finite) if rule.lower is None else units & (values < rule.lower)
+    above, below = (all_true(units, which) for which in beyond(values, rule.lower, rule.upper))
     num_above, num_below = count(above), count(below)
     rejected = above | below if rule.scope == "token" else num_above + num_below > 0
     if rule.negative_advantage_only and log_ratio.advantages is not None:

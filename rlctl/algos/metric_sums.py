@@ -46,8 +46,8 @@ class Additive:
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
         """Concatenates the rows of all parts, in float64; fields are (B,)."""
-        rows = torch.cat([torch.stack([x.double() for x, _ in _leaves(part)]) for part in parts], 1)
-        return cast(Self, _rebuilt(parts[0], iter(rows.unbind())))
+        columns = zip(*([x for x, _ in _leaves(part)] for part in parts), strict=True)
+        return cast(Self, _rebuilt(parts[0], (torch.cat(column).double() for column in columns)))
 
     def where(self, chosen: Tensor) -> Self:
         """The record with 0.0 in the rows where `chosen` (B,) is False; fields are (B,)."""

@@ -31,7 +31,7 @@ from rlctl.algos.correction_records import (
     WeightSums,
 )
 from rlctl.algos.metric_sums import Moments, ratio
-from rlctl.algos.row_blocks import as_float
+from rlctl.algos.row_blocks import all_true, as_float, beyond, count
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, RejectRule, WeightRule
 from rlctl.registry import METRIC_CONVENTIONS
 
@@ -84,7 +84,7 @@ def row_sums(
             _criterion_rows(tokens, result, rule, rules.weight)
             for result, rule in zip(criteria, rules.reject, strict=True)
         ),
-        kept=keep.sum(-1),
+        kept=count(keep)[:, 0],
         probabilities=_probability_rows(log_ratio.train, log_ratio.rollout),
     )
 
@@ -146,7 +146,7 @@ def _weight_rows(tokens: _Tokens, weights: Weights, rule: WeightRule) -> TokenWe
     raw = tokens.ratio
     if weights.log is not log_ratio.token:
         raw = tokens.sums(weights.raw * tokens.response, _powers(_excess(weights.log)))
-    above, below = weights.raw > rule.upper, weights.raw < rule.lower_edge
+    above, below = beyond(weights.raw, rule.lower_edge, rule.upper)
     unrejected = described = weights.applied
     if rule.normalize_over == "all" or rule.metrics is not None:
         unrejected = weights.bounded * tokens.response
@@ -157,8 +157,8 @@ def _weight_rows(tokens: _Tokens, weights: Weights, rule: WeightRule) -> TokenWe
     return TokenWeightRows(
         raw=raw,
         described=TokenSums(*_powers(described), *_powers(distance), low, high),
-        above=(above & log_ratio.mask).sum(-1),
-        below=(below & log_ratio.mask).sum(-1),
+        above=count(all_true(above, log_ratio.mask))[:, 0],
+        below=count(all_true(below, log_ratio.mask))[:, 0],
         applied=weights.applied.sum(-1),
         unrejected=unrejected.sum(-1),
     )

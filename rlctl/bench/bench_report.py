@@ -48,7 +48,7 @@ def markdown(rows: list[Row]) -> str:
                 (f"{kind}: by place", place_table(found)),
                 (f"{kind}: every rule", rules_table(found)),
                 (f"{kind}: defaults of other frameworks", regret_table(found)),
-                (f"{kind}: seeds that tell two rules apart", separation_table(found)),
+                (f"{kind}: seeds needed to distinguish two rules", separation_table(found)),
             ]
     parts += [
         ("Effective sample size against length", length_table()),
@@ -71,9 +71,9 @@ def decision_table(rows: list[Row], best: int = 3) -> str:
             first = found[order[0]]
             as_good = sum(_bounds(_minus(found[rule], first))[0] <= 0.0 for rule in order[1:])
             is_single = len({seed for _, seed in first}) == 1  # a single seed has no interval
-            told = "—" if is_single else f"{as_good} of {len(order) - 1}"
+            num_distinct = "—" if is_single else f"{as_good} of {len(order) - 1}"
             cells = [f"`{rule}` {_interval(found[rule])}" for rule in order[:best]]
-            lines.append([name, str(groups), *cells, told, _interval(found.get("no correction", {}))])
+            lines.append([name, str(groups), *cells, num_distinct, _interval(found.get("no correction", {}))])
     return _table([*head, "as good as the 1.", "no correction"], lines)
 
 

@@ -139,10 +139,10 @@ def _print(trial: Trial, batch: dict[str, Any]) -> None:
     console = Console(highlight=False)
     figures = ("tried", "as expected", "errors")
     table = plain_table(("responses", "source", "reward", *figures), right=figures)
-    for tally in trial.tallies:
-        agree = f"{tally.num_agreeing / tally.num_compared:.1%}" if tally.num_compared else "—"
-        names = (Text(tally.kind), Text(tally.data_source), Text(tally.term))
-        table.add_row(*names, f"{tally.num:,}", agree, f"{tally.num_errors:,}")
+    for counts in trial.all_counts:
+        agree = f"{counts.num_agreeing / counts.num_compared:.1%}" if counts.num_compared else "—"
+        names = (Text(counts.kind), Text(counts.data_source), Text(counts.term))
+        table.add_row(*names, f"{counts.num:,}", agree, f"{counts.num_errors:,}")
     console.print(table)
     for one in trial.disagreements:
         expects = f"expected {one.expected:g}, got {one.got:g}"

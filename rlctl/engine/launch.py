@@ -86,7 +86,7 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
             raise reported or RunFailure(
                 f"rank {rank} ended without an error message (exit code {failure.exitcode}); "
                 "the others were stopped",
-                fix="look for an out-of-memory kill in the system log; resume with --resume",
+                fix="check the system log for an out-of-memory kill; resume with --resume",
             ) from error
         except SignalException as stop:
             if reported := _reported(directory):  # such as no disk space for the last checkpoint

@@ -207,7 +207,7 @@ class ChunkedHead(nn.Module):
         """
         head = self._find_head().forward if self.is_split else nn.Identity()
 
-        def look(
+        def token_outputs(
             states: Tensor,
             tokens: Tensor,
             likeliest: Tensor | None,
@@ -237,14 +237,14 @@ class ChunkedHead(nn.Module):
 
         num_chunks = max(1, -(-len(states) * self._vocabulary // logits_at_once(_memory(states.device))))
         if num_chunks == 1:
-            return look(states, tokens, likeliest_ids, kept_counts, kept_ids)
+            return token_outputs(states, tokens, likeliest_ids, kept_counts, kept_ids)
         lists = [None] * num_chunks if likeliest_ids is None else likeliest_ids.tensor_split(num_chunks)
         given = [states.tensor_split(num_chunks), tokens.tensor_split(num_chunks), lists]
         if kept_counts is not None and kept_ids is not None:
             counts = kept_counts.tensor_split(num_chunks)
             sizes: list[int] = torch.stack([part.sum() for part in counts]).tolist()
             given += [counts, torch.split(kept_ids, sizes)]
-        parts = [checkpoint(look, *chunk, use_reentrant=False) for chunk in zip(*given, strict=True)]
+        parts = [checkpoint(token_outputs, *chunk, use_reentrant=False) for chunk in zip(*given, strict=True)]
         return torch.cat(parts, dim=1)
 
 

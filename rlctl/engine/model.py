@@ -75,7 +75,7 @@ def load_reader(path: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
         return tokenizer, AutoConfig.from_pretrained(found, trust_remote_code=trust_remote_code)
 
 
-def load_beside(path: str, tokenizer: Any, *, key: str, **loading: Unpack[Loading]) -> Any:
+def load_other_model(path: str, tokenizer: Any, *, key: str, **loading: Unpack[Loading]) -> Any:
     """Loads a causal language model for the policy's tokens: a critic's body or a reference.
 
     Other weights in its files, such as a reward model's `score`, are ignored.

@@ -127,7 +127,7 @@ def _on_ray(
             ]
             causes = (line for line in lines if re.match(r"[\w.]+(Error|Exception|Failure|Exit)\b", line))
             what = f"a Ray task failed: {next(causes, lines[-1])}"  # the relevant line of a long message
-            raise RunFailure(what, fix="look at Ray's logs") from error
+            raise RunFailure(what, fix="see Ray's logs") from error
 
 
 def _start_ray() -> Any:

@@ -37,7 +37,7 @@ class Case:
 
 
 @dataclass(slots=True)
-class Tally:
+class TrialCounts:
     """Counts of one term, kind and source. `num_compared` excludes errors and unknown expected scores."""
 
     term: str
@@ -67,7 +67,7 @@ class Disagreement:
 class Trial:
     """Results of all cases, with the first `MAX_SHOWN` disagreements and errors."""
 
-    tallies: list[Tally] = field(default_factory=list)
+    all_counts: list[TrialCounts] = field(default_factory=list)
     disagreements: list[Disagreement] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)  # `term, row: text`
     durations: dict[str, float] = field(default_factory=dict)  # seconds per response, all terms together
@@ -75,12 +75,12 @@ class Trial:
     @property
     def num_disagreements(self) -> int:
         """Number of disagreements over all terms, kinds and sources."""
-        return sum(tally.num_compared - tally.num_agreeing for tally in self.tallies)
+        return sum(counts.num_compared - counts.num_agreeing for counts in self.all_counts)
 
     @property
     def num_errors(self) -> int:
         """Number of errors over all terms, kinds and sources."""
-        return sum(tally.num_errors for tally in self.tallies)
+        return sum(counts.num_errors for counts in self.all_counts)
 
     def as_document(self) -> dict[str, Any]:
         """The results as JSON types."""
@@ -88,7 +88,7 @@ class Trial:
             "num_disagreements": self.num_disagreements,
             "num_errors": self.num_errors,
             "seconds_per_call": self.durations or None,
-            "tallies": [asdict(tally) for tally in self.tallies],
+            "tallies": [asdict(counts) for counts in self.all_counts],
             "disagreements": [asdict(one) for one in self.disagreements],
             "errors": self.errors,
         }
@@ -113,11 +113,11 @@ def try_reward(
     `terms` maps a label to (weight, scorer), `graders` maps it to the name of the grader.
     """
     trial = Trial()
-    tallies: dict[tuple[str, Kind, str], Tally] = {}
+    all_counts: dict[tuple[str, Kind, str], TrialCounts] = {}
 
-    def tally_of(term: str, case: Case) -> Tally:
+    def counts_of(term: str, case: Case) -> TrialCounts:
         key = (term, case.kind, case.sample.data_source)
-        return tallies.setdefault(key, Tally(*key))
+        return all_counts.setdefault(key, TrialCounts(*key))
 
     seconds: list[float] = []
     # Starts processes that start at the first call, so that the first timed call takes as long as the others.
@@ -136,23 +136,25 @@ def try_reward(
         for name, grade in grades.items():
             if isinstance(grade, Failure) and grade.kind == "inapplicable":
                 continue
-            tally = tally_of(name, case)
-            tally.num += 1
+            counts = counts_of(name, case)
+            counts.num += 1
             score = grade.score if isinstance(grade, Failure) else grade
             if isinstance(grade, Failure) and score is None:
-                tally.num_errors += 1
+                counts.num_errors += 1
                 if len(trial.errors) < MAX_SHOWN:
                     trial.errors.append(f"{name}, {case.where}: {grade.text.strip()}")
             total += math.nan if score is None else terms[name][0] * score
             if score is not None and not is_stored and graders[name] != "model":
-                _compare(trial, tally, replace(case, sample=asked[name]), score)
+                _compare(trial, counts, replace(case, sample=asked[name]), score)
         if is_stored and case.expected is not None and not math.isnan(total):
             name = SUM if len(terms) > 1 else next(iter(terms))
-            tally = tally_of(name, case)
-            tally.num += name == SUM
-            _compare(trial, tally, case, total)
+            counts = counts_of(name, case)
+            counts.num += name == SUM
+            _compare(trial, counts, case, total)
     progress(len(cases), len(cases))
-    trial.tallies = sorted(tallies.values(), key=lambda tally: (tally.kind, tally.data_source, tally.term))
+    trial.all_counts = sorted(
+        all_counts.values(), key=lambda counts: (counts.kind, counts.data_source, counts.term)
+    )
     if seconds:
         p50, p99 = np.quantile(seconds, (0.5, 0.99), method="higher").tolist()
         mean = sum(seconds) / len(seconds)
@@ -170,17 +172,17 @@ def _sample(grader: str, case: Case) -> Sample | None:
     return None if response is None else replace(case.sample, response=response)
 
 
-def _compare(trial: Trial, tally: Tally, case: Case, got: float) -> None:
+def _compare(trial: Trial, counts: TrialCounts, case: Case, got: float) -> None:
     if case.expected is None:
         return
-    tally.num_compared += 1
+    counts.num_compared += 1
     if math.isclose(got, case.expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
-        tally.num_agreeing += 1
+        counts.num_agreeing += 1
     elif len(trial.disagreements) < MAX_SHOWN:
         sample = case.sample
         end, truth = sample.response[-END_CHARS:], sample.ground_truth[:END_CHARS]
         trial.disagreements.append(
             Disagreement(
-                tally.term, case.kind, sample.data_source, case.where, end, truth, case.expected, got
+                counts.term, case.kind, sample.data_source, case.where, end, truth, case.expected, got
             )
         )

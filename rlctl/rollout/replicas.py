@@ -148,8 +148,8 @@ class _Replica:
     def last_words(self) -> str:
         """The last lines of its log, preferably those that contain an error."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        telling = [line for line in lines if "Error" in line] or lines
-        return " ".join(" ".join(telling[-_LOG_LINES:]).split())[-600:]
+        errors = [line for line in lines if "Error" in line] or lines
+        return " ".join(" ".join(errors[-_LOG_LINES:]).split())[-600:]
 
 
 class Replicas:

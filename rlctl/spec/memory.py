@@ -307,10 +307,10 @@ class _Estimate:
         # If a group is split over two micro-batches, its prompt is in both.
         groups = -(-micro // siblings) + bool(micro % n and n % micro)
         units, unit = groups * -(-siblings // together), prompt + together * response
-        beside = min(units, width // unit)
-        tokens = -(-units // beside) * beside * unit
+        in_one_row = min(units, width // unit)
+        tokens = -(-units // in_one_row) * in_one_row * unit
         words = f"{units} × ({prompt} prompt + {together} × {response} response) tokens"
-        return min(_Rows(tokens, beside * unit, words), apart, key=lambda rows: rows.tokens)
+        return min(_Rows(tokens, in_one_row * unit, words), apart, key=lambda rows: rows.tokens)
 
     def _sampling_copy(self) -> MemoryPart:
         """The rollout engine's weights; an engine that sleeps frees them during training."""

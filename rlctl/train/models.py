@@ -18,7 +18,7 @@ from rlctl.engine.deepspeed import (
 )
 from rlctl.engine.frozen import FrozenPolicy
 from rlctl.engine.lora import BasePolicy, ParkedBase, add_lora
-from rlctl.engine.model import load_beside, load_policy
+from rlctl.engine.model import load_other_model, load_policy
 from rlctl.engine.protocol import ReferencePolicy
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel, share_rows
@@ -96,12 +96,12 @@ def build_models(
         del model
         model, _ = load(partition=partition)
     sequence, data_ranks = share_rows(ranks, spec.engine.sequence_parallel)
-    beside = partial(_beside, spec, model_path, tokenizer)
+    load_other = partial(_load_other, spec, model_path, tokenizer)
     ref: ReferencePolicy | None = None
     # With LoRA, the base model without adapters is the initial policy: no second copy is needed.
     if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
         ref = FrozenPolicy(
-            beside(
+            load_other(
                 spec.ref.path,
                 "ref.path",
                 partition=PartitionedLoading(frozen_settings(dtype)) if is_cut_up else None,
@@ -116,7 +116,7 @@ def build_models(
     if spec.trains_critic:
         critics = _training(spec, spec.critic)
         own = PartitionedLoading(critics) if is_cut_up else None
-        critic_model = beside(spec.critic.path, "critic.path", of=spec.critic, partition=own)
+        critic_model = load_other(spec.critic.path, "critic.path", of=spec.critic, partition=own)
         critic = DeepSpeedCritic(critic_model, ranks, **critics)
     if spec.model.lora_rank:
         add_lora(
@@ -185,7 +185,7 @@ def _loading(spec: RunSpec, of: ActorSpec | CriticSpec | None) -> dict[str, Any]
     }
 
 
-def _beside(
+def _load_other(
     spec: RunSpec,
     model_path: str,
     tokenizer: Any,
@@ -197,7 +197,7 @@ def _beside(
 ) -> Any:
     """Loads another model from `path`; None: from the policy's path."""
     revision = spec.model.revision if path in {None, spec.model.path} else None
-    model = load_beside(
+    model = load_other_model(
         path or model_path, tokenizer, key=key, revision=revision, partition=partition, **_loading(spec, of)
     )
     _check_context(model, spec)

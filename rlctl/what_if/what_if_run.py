@@ -63,4 +63,6 @@ def _spec_beside(dump: Dump) -> tuple[RunSpec | None, list[str]]:
         path = directory / SPEC_FILE
         if path.is_file():
             return spec_or_note(path)
-    return None, ["no spec.yaml beside the dump: advantages as in rloo, one dumped step as one mini-batch"]
+    return None, [
+        "the directory of the dump has no spec.yaml: advantages as in rloo, one dumped step as one mini-batch"
+    ]

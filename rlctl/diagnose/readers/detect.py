@@ -84,9 +84,9 @@ def read_run(path: Path, wanted: Collection[str], watch: Watch | None = None) ->
     reading = LogReading(Collector(metrics.by_any_name), watch=watch)
     _read_files(candidate.files, reading)
     collected = reading.collector.finish()
-    beside = candidate.shown.parent / RUN_SPEC_FILE
-    has_spec = candidate.shown != STDIN and beside.is_file()
-    spec, spec_notes = spec_or_note(beside) if has_spec else (None, [])
+    run_spec = candidate.shown.parent / RUN_SPEC_FILE
+    has_spec = candidate.shown != STDIN and run_spec.is_file()
+    spec, spec_notes = spec_or_note(run_spec) if has_spec else (None, [])
     reading.config = reading.config or _config_next_to(candidate.shown)
     framework = _recognized(collected, reading, candidate.shown)
     if spec is not None and framework.uses_rlctl_names:

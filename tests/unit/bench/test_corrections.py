@@ -218,7 +218,7 @@ def test_length_and_ess() -> None:
 @pytest.mark.slow
 def test_reports(small) -> None:
     text = markdown(small)
-    for title in ("what to use", "by place", "every rule", "seeds that tell two rules apart"):
+    for title in ("what to use", "by place", "every rule", "seeds needed to distinguish two rules"):
         assert f"## Enumerated worlds: {title}" in text
         assert f"## Learned worlds: {title}" in text
     assert "## Effective sample size against length" in text

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlctl.engine.model import load_beside, load_policy
+from rlctl.engine.model import load_other_model, load_policy
 from rlctl.errors import EnvironmentFailure, UsageError
 from tests.own_model import save_tiny_qwen2
 
@@ -87,7 +87,7 @@ def test_unknown_architecture(tmp_path: Path) -> None:
 
 
 def beside(path: Path | str, tokenizer):
-    return load_beside(
+    return load_other_model(
         str(path),
         tokenizer,
         key="critic.path",

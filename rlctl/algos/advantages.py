@@ -10,8 +10,12 @@ Estimators per token are in `rlctl.algos.token_advantages`.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+from rlctl.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def _group_sums(values: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rlctl.algos import advantages
 from rlctl.lazy import torch
 from rlctl.registry import ADVANTAGE_ESTIMATORS
 
@@ -85,8 +86,6 @@ class Estimate:
 )
 def rloo(inputs: AdvantageInputs) -> Tensor:
     """One advantage per response, see `advantages.rloo`."""
-    from rlctl.algos import advantages
-
     return advantages.rloo(inputs.rewards, inputs.group_ids, inputs.valid)
 
 
@@ -99,8 +98,6 @@ def rloo(inputs: AdvantageInputs) -> Tensor:
 )
 def grpo(inputs: AdvantageInputs) -> Tensor:
     """One advantage per response, see `advantages.grpo`."""
-    from rlctl.algos import advantages
-
     return advantages.grpo(inputs.rewards, inputs.group_ids, inputs.valid, divide_by_std=inputs.divide_by_std)
 
 
@@ -112,8 +109,6 @@ def grpo(inputs: AdvantageInputs) -> Tensor:
 )
 def dr_grpo(inputs: AdvantageInputs) -> Tensor:
     """One advantage per response, see `advantages.grpo`."""
-    from rlctl.algos import advantages
-
     return advantages.grpo(inputs.rewards, inputs.group_ids, inputs.valid, divide_by_std=False)
 
 
@@ -126,8 +121,6 @@ def dr_grpo(inputs: AdvantageInputs) -> Tensor:
 )
 def maxrl(inputs: AdvantageInputs) -> Tensor:
     """For rewards ≥ 0: rarer successes get larger advantages, as under maximum likelihood."""
-    from rlctl.algos import advantages
-
     return advantages.maxrl(inputs.rewards, inputs.group_ids, inputs.valid)
 
 
@@ -154,8 +147,6 @@ def gpg(inputs: AdvantageInputs) -> Tensor:
 )
 def opo(inputs: AdvantageInputs) -> Tensor:
     """One advantage per response, see `advantages.weighted_baseline`."""
-    from rlctl.algos import advantages
-
     lengths = inputs.response_mask.sum(-1)
     return advantages.weighted_baseline(inputs.rewards, lengths, inputs.group_ids, inputs.valid)
 
@@ -173,8 +164,6 @@ def off_policy_optimal_baseline(inputs: AdvantageInputs) -> Tensor:
     The source uses the norm of the gradient of the parameters; here it is that of the logits, summed over
     tokens, as in `optimal_token_baseline`.
     """
-    from rlctl.algos import advantages
-
     assert inputs.score_norms is not None
     assert inputs.sequence_weights is not None
     norms = torch.where(inputs.response_mask, inputs.score_norms.double().clamp(min=0.0), 0.0).sum(-1)
@@ -191,8 +180,6 @@ def off_policy_optimal_baseline(inputs: AdvantageInputs) -> Tensor:
 )
 def remax(inputs: AdvantageInputs) -> Tensor:
     """One advantage per response, see `advantages.remax`."""
-    from rlctl.algos import advantages
-
     assert inputs.baseline_scores is not None
     return advantages.remax(inputs.rewards, inputs.baseline_scores, inputs.valid)
 
@@ -250,12 +237,12 @@ def gae(inputs: AdvantageInputs) -> Estimate:
     from rlctl.algos import token_advantages
 
     assert inputs.values is not None
-    advantages, returns = token_advantages.gae(
+    plain, returns = token_advantages.gae(
         inputs.token_level_rewards, inputs.values, inputs.response_mask, inputs.gamma, inputs.lam
     )
-    return Estimate(inputs.whiten(advantages, inputs.valid_mask), returns)
+    return Estimate(inputs.whiten(plain, inputs.valid_mask), returns)
 
 
-def spread(advantages: Tensor, response_mask: Tensor) -> Tensor:
+def spread(per_response: Tensor, response_mask: Tensor) -> Tensor:
     """Expands one advantage per response (B,) to (B, T): the same for each of its tokens, 0.0 off-mask."""
-    return torch.where(response_mask, advantages[:, None], 0.0)
+    return torch.where(response_mask, per_response[:, None], 0.0)

@@ -1,7 +1,7 @@
-"""Decisions of the guardrails: pure functions from observations to decisions.
+"""Decisions of the guardrails: pure functions of the sums of an update and of the state of the run.
 
-`rlctl.train.guardrails` (per batch) and `rlctl.train.update` (per update) make the observations and carry out
-the decisions. This module reads no log, does not communicate with other ranks and changes no state.
+`rlctl.train.guardrails` (per batch) and `rlctl.train.update` (per update) call them and carry out the
+decisions. This module reads no log, does not communicate with other ranks and changes no state.
 
 An update that is scaled or withheld also halves the learning rate of the following updates, because the next
 batch would otherwise start with a step of the same size. `WINDOW` updates without an alarm undo one halving.
@@ -42,25 +42,13 @@ _SLOWED = "halved the learning rate, again at every examination with a forecast"
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateObservation:
-    """Measurements of one mini-batch before its optimizer step, over all ranks.
+class UpdateDecision:
+    """Decision on one update, from its mini-batch before the optimizer step.
 
     Attributes:
         ess: raw effective sample size, in [0, 1].
         drift: |KL| between trained and sampling policy, nats per token. In decoupled mode π_old counts as the
             trained policy: the change from π_old to π_θ is intended, and PPO's clip bounds it.
-    """
-
-    ess: float
-    drift: float
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateDecision:
-    """Decision on one update.
-
-    Attributes:
-        ess, drift: as observed.
         is_low: `ess` is below its floor.
         has_drifted: `drift` is above its limit.
         lr_scale: learning-rate factor of this update.
@@ -82,28 +70,21 @@ class UpdateDecision:
         return self.skip or self.lr_scale < 1.0
 
 
-def observe_update(correction: CorrectionSums[float], rules: CorrectionRules) -> UpdateObservation | None:
-    """Measurements from the correction's sums of one mini-batch; None if it has no finite token.
+def decide_update(
+    correction: CorrectionSums[float], rules: CorrectionRules, scale: float, spec: GuardrailsSpec
+) -> UpdateDecision | None:
+    """Decides whether one update is scaled or withheld; None if its mini-batch has no finite token.
 
     Args:
-        correction: sums of the whole mini-batch over all ranks, so that every rank observes the same.
+        correction: sums of the whole mini-batch over all ranks, so that every rank decides the same.
         rules: the rules that produced the sums.
+        scale: `next_scale` of the previous update; 1 at the start.
+        spec: the guardrails' settings.
     """
     if not correction.finite_tokens:
         return None
     measured = correction_metrics(correction, rules)
-    return UpdateObservation(measured[RAW_ESS.key], abs(measured[KL.key]))
-
-
-def decide_update(observed: UpdateObservation, scale: float, spec: GuardrailsSpec) -> UpdateDecision:
-    """Decides whether one update is scaled or withheld.
-
-    Args:
-        observed: measurements of its mini-batch.
-        scale: `next_scale` of the previous update; 1 at the start.
-        spec: the guardrails' settings.
-    """
-    ess, drift = observed.ess, observed.drift
+    ess, drift = measured[RAW_ESS.key], abs(measured[KL.key])
     floor = ess_floor(spec)
     is_low, has_drifted = ess < floor, drift > DRIFT_LIMIT
     if spec.mode != "act":

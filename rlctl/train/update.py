@@ -41,7 +41,7 @@ from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
 from rlctl.spec.trainer import GuardrailsSpec
 from rlctl.train.gradient_sketches import GradientSketches
-from rlctl.train.guardrail_decisions import UpdateDecision, decide_update, observe_update
+from rlctl.train.guardrail_decisions import UpdateDecision, decide_update
 from rlctl.train.micro_batches import in_batch_order, micro_batches
 from rlctl.train.objective import BatchNormalizers, actor_loss, nonfinite_rows
 from rlctl.train.settings import UpdateSettings
@@ -371,8 +371,7 @@ def _step(
     is_possible = sums.kept_tokens > 0 and math.isfinite(losses.sums["loss"])
     decision = None
     if is_possible and not hold and guard.mode != "off":
-        observed = observe_update(sums, settings.rules)
-        decision = None if observed is None else decide_update(observed, lr_scale, guard)
+        decision = decide_update(sums, settings.rules, lr_scale, guard)
     lr *= settings.auto_lr_scale * (decision.lr_scale if decision else 1.0)
     if settings.lr_ess_scaling:  # Huang et al. 2026, VCPO, arXiv 2602.17616: lr × √ESS
         raw = sums.raw.token if settings.rules.weight.by_token else sums.raw.sequence

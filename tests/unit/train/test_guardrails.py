@@ -32,7 +32,6 @@ from rlctl.train.guardrail_decisions import (
     UpdateDecision,
     decide_batch,
     decide_update,
-    observe_update,
 )
 from rlctl.train.resume import refuse_unsafe
 from rlctl.train.settings import UpdateSettings, tighter_criterion, tighter_weight
@@ -56,9 +55,8 @@ def sums(log_ratios, level="sequence"):
     return correct(rollout + log_ratio, rollout, mask, RULES_OF[level]).sums.to_host(), RULES_OF[level]
 
 
-def check_update(log_ratios, level="sequence", scale=1.0, **spec) -> UpdateDecision:
-    observed = observe_update(*sums(log_ratios, level))
-    return decide_update(observed, scale, GuardrailsSpec(**{"mode": "act", **spec}))
+def check_update(log_ratios, level="sequence", scale=1.0, **spec) -> UpdateDecision | None:
+    return decide_update(*sums(log_ratios, level), scale, GuardrailsSpec(**{"mode": "act", **spec}))
 
 
 def kish(weights: list[float]) -> float:
@@ -117,7 +115,7 @@ def test_warning_changes_nothing(log_ratios, spec) -> None:
 
 
 def test_a_mini_batch_without_finite_tokens_is_not_observed() -> None:
-    assert observe_update(*sums([[math.nan], [math.nan]])) is None
+    assert check_update([[math.nan], [math.nan]]) is None
     assert check_update(LOPSIDED, on_low_ess="skip_step").skip
 
 
@@ -394,8 +392,8 @@ def test_a_resumed_run_decides_as_the_whole_one(seed) -> None:
     def follow(guardrails, part):
         found = []
         for row in part:
-            update = observe_update(*sums(judged[row["step"]]))
-            decision = decide_update(update, guardrails.lr_scale, guardrails.spec)
+            update = sums(judged[row["step"]])
+            decision = decide_update(*update, guardrails.lr_scale, guardrails.spec)
             found.append({**row, **observed(guardrails, row, (decision,))})
         return found
 

@@ -18,11 +18,11 @@ import torch
 from rlctl.algos.advantages import has_spread
 from rlctl.batch import Rollouts
 from rlctl.errors import RunFailure
-from rlctl.reward.build import refuse_errors
 from rlctl.reward.protocol import RewardResult
 from rlctl.rollout.engines import sampling_of
 from rlctl.rollout.protocol import step_seed
 from rlctl.train.prompt_draws import PromptDraws
+from rlctl.train.run import refuse_ungraded
 from rlctl.train.score_batch import rank_positions
 from rlctl.train.timing import StepTimer
 
@@ -123,7 +123,7 @@ def live_batch(
         ungraded += failed
         groups += ranks.exchange(found)
         rounds += 1
-        _refuse_ungraded(run, ungraded, len(groups) * n, errors)
+        refuse_ungraded(run, ungraded, len(groups) * n, errors)
     for group in sorted(groups, key=lambda group: group.place):
         if group.graded:
             draws.note(group.row, group.mean, group.graded)
@@ -133,11 +133,6 @@ def live_batch(
     rollouts, rewards = _shared_out(run, own, sorted(used), chances if options.curriculum else None)
     rewards = replace(rewards, errors=errors, timeouts=timeouts, errors_by_term=by_term)
     return rollouts, rewards, _metrics(groups, set(used), rounds, n, draws.position - start)
-
-
-def _refuse_ungraded(run: Run, failed: float, total: float, errors: list[str]) -> None:
-    limit = run.spec.reward.max_error_fraction
-    refuse_errors(failed, total, lambda: run.ranks.first("".join(errors[:1])), limit)
 
 
 def _group(drawn: DrawnPrompt, rollouts: Rollouts, graded: RewardResult) -> _Group:

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlctl.reward.build import refuse_errors
 from rlctl.train.auto_correction import AutoCorrection
 from rlctl.train.batch_metrics import batch_metrics, batch_sums
 from rlctl.train.filter_groups import live_batch
 from rlctl.train.guardrails import Guardrails
 from rlctl.train.kl_reward import with_kl_in_reward
 from rlctl.train.notices import Notices, step_warnings
-from rlctl.train.run import Run
+from rlctl.train.run import Run, refuse_ungraded
 from rlctl.train.sample_prompts import greedy_baseline
 from rlctl.train.saving import Saver
 from rlctl.train.schedule import actor_schedule, critic_schedule, is_due
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 def train(run: Run) -> None:
     """Trains from `run.start_step` to `run.total_steps`, or until a stop is requested."""
     spec, algorithm, of_critic = run.spec, run.spec.algorithm, CriticSettings.of(run.spec)
-    ranks = run.data_ranks or run.ranks
+    ranks = run.data_ranks
     guardrails, auto, saver = Guardrails(run, UpdateSettings.of(spec)), AutoCorrection(run), Saver(run)
     lr_at, critic_lr_at = actor_schedule(spec, run.total_steps), critic_schedule(spec, run.total_steps)
     phases = run.tracker.begin_phase
@@ -154,16 +153,11 @@ def describe_batch(
     Raises:
         RunFailure: too many responses could not be graded.
     """
-    ranks, spec = run.data_ranks or run.ranks, run.spec
-    reduced = ranks.to_host(batch_sums(scored, batch, rewards, run.policy_version))
+    spec = run.spec
+    reduced = run.data_ranks.to_host(batch_sums(scored, batch, rewards, run.policy_version))
     metrics = batch_metrics(reduced, compares_siblings=spec.algorithm.estimator_needs("group_ids"))
     errors = rewards.errors + (baseline.errors if baseline else [])
-    refuse_errors(
-        metrics["reward/num_errors"],
-        spec.data.train_batch_size * spec.rollout.n,
-        lambda: ranks.first("".join(errors[:1])),
-        spec.reward.max_error_fraction,
-    )
+    refuse_ungraded(run, metrics["reward/num_errors"], spec.data.train_batch_size * spec.rollout.n, errors)
     return metrics
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rlctl.reward.build import refuse_errors
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
@@ -31,6 +33,8 @@ class Run:
     spec: RunSpec
     run_dir: Path
     ranks: Ranks
+    data_ranks: Ranks  # sums over these count each row once
+    sequence: SequenceParallel | None  # this rank's sequence-parallel group
     tokenizer: Any  # Hugging Face tokenizer of the policy
     train_prompts: PromptDataset
     val_prompts: PromptDataset | None
@@ -51,6 +55,18 @@ class Run:
     policy_version: int = 0  # optimizer updates so far
     stopped_because: str = ""  # the guardrails' reason to end the run early
     history: list[dict[str, float]] = field(default_factory=list)
-    sequence: SequenceParallel | None = None  # this rank's sequence-parallel group
-    data_ranks: Ranks | None = None  # sums over these count each row once; None: `ranks`
     callbacks: list[Callable[[int, Mapping[str, float]], None]] = field(default_factory=list)
+
+
+def refuse_ungraded(run: Run, num_failed: float, num_total: float, errors: list[str]) -> None:
+    """Ends the run if too many responses could not be graded (a collective).
+
+    Args:
+        num_failed, num_total: responses over all ranks.
+        errors: this rank's failures.
+
+    Raises:
+        RunFailure: see `refuse_errors`.
+    """
+    limit = run.spec.reward.max_error_fraction
+    refuse_errors(num_failed, num_total, lambda: run.ranks.first("".join(errors[:1])), limit)

@@ -147,7 +147,7 @@ def run_rank(spec_text: str, run_dir: str, is_resumed: bool, callbacks: Sequence
                     if not early:
                         train(run)
                     if ranks.is_main and not early:
-                        write_summary(run, Path(run_dir))
+                        write_summary(run)
                 leave_ranks()
             if early:
                 return 128 + early

@@ -31,7 +31,7 @@ _AVERAGED = (
 _COUNTED = ("guardrails/alarms", "guardrails/interventions", "guardrails/skipped")
 
 
-def write_summary(run: Run, run_dir: Path) -> None:
+def write_summary(run: Run) -> None:
     """Writes `summary.json`; called on one rank after the loop."""
     trained = [metrics for metrics in run.history if metrics["step"] > 0]
     validated = [metrics for metrics in run.history if any(key.startswith("val/") for key in metrics)]
@@ -52,7 +52,7 @@ def write_summary(run: Run, run_dir: Path) -> None:
         "model": f"{CHECKPOINTS}/step_{step:06d}/model",
         "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    write_text(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+    write_text(run.run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 
 
 def validation_score(metrics: Mapping[str, float]) -> float | None:

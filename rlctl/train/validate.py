@@ -12,8 +12,8 @@ from rlctl.evaluate.local_model import sample_responses, template_hash
 from rlctl.evaluate.request import checked_ks, chosen_reward
 from rlctl.evaluate.samples import Pair, Response, as_samples
 from rlctl.evaluate.scores import Score, summarise
-from rlctl.reward.build import refuse_errors
 from rlctl.rollout.protocol import Sampling
+from rlctl.train.run import refuse_ungraded
 
 if TYPE_CHECKING:
     from rlctl.data.prompts import PromptDataset
@@ -42,12 +42,7 @@ def validate(run: Run, step: int) -> dict[str, float]:
     grades = grade(run.reward, _sampled(run, questions), _unseen)
     n = run.spec.rollout.val_kwargs.n
     [num_failed] = run.ranks.sum([float(sum(sample.reward is None for sample in grades.samples))])
-    refuse_errors(
-        num_failed,
-        len(questions) * n,
-        lambda: run.ranks.first("".join(grades.errors[:1])),
-        run.spec.reward.max_error_fraction,
-    )
+    refuse_ungraded(run, num_failed, len(questions) * n, grades.errors)
     everyones = run.ranks.gather(grades.samples)
     if not run.ranks.is_main:
         return {}

@@ -169,13 +169,13 @@ def _means(batch: WholeBatch) -> tuple[tuple[float, float], float]:
     return (advantage / max(n, 1.0), log_prob / max(n, 1.0)), n
 
 
-def _covariance_bound(batch: WholeBatch, rule: LossRule) -> tuple[float, float, float]:
-    """Mean advantage, mean log-prob, and the k-th largest covariance, k = max(1, fraction · tokens)."""
+def _covariance_bound(batch: WholeBatch, rule: LossRule) -> tuple[tuple[float, float], float]:
+    """Means as in `_means`, and the k-th largest covariance, k = max(1, fraction · tokens)."""
     means, _ = _means(batch)
     own = _covariance(batch.log_probs[batch.mask], batch.advantages[batch.mask], means)
     values = batch.everyones(own)
     k = max(1, int(len(values) * rule.params.fraction))
-    return (*means, float(values.topk(min(k, len(values))).values[-1]) if len(values) else float("inf"))
+    return means, float(values.topk(min(k, len(values))).values[-1]) if len(values) else float("inf")
 
 
 @POLICY_LOSSES.register(
@@ -190,9 +190,9 @@ def _covariance_bound(batch: WholeBatch, rule: LossRule) -> tuple[float, float, 
 )
 def kl_cov(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """Penalises tokens of high covariance, because these lower the entropy; equal values alike."""
-    *means, least = rule.of_batch
+    means, least = rule.of_batch
     log_r = inputs.log_ratio
-    penalised = _covariance(inputs.log_probs.detach(), inputs.advantages, tuple(means)) >= least
+    penalised = _covariance(inputs.log_probs.detach(), inputs.advantages, means) >= least
     penalty = torch.where(penalised, rule.params.kl_coef * log_r.abs(), 0.0)
     return TokenLoss(penalty - inputs.advantages * log_r.exp(), penalised)
 
@@ -209,19 +209,19 @@ def _clip_and_choose(
     rule: LossRule, inputs: LossInputs, means: tuple[float, float]
 ) -> tuple[TokenLoss, Tensor]:
     """PPO's clipped loss, and the tokens in the range of covariances that it does not clip."""
-    loss = clipped_surrogate(inputs.ratio, inputs.advantages, 1.0 - rule.clip_low, 1.0 + rule.clip_high)
+    loss = clipped_surrogate(inputs.ratio, inputs.advantages, *rule.interval)
     assert loss.clipped is not None
     covariance = _covariance(inputs.log_probs.detach(), inputs.advantages, means)
     return loss, (covariance > rule.params.low) & (covariance < rule.params.high) & ~loss.clipped
 
 
-def _survival(batch: WholeBatch, rule: LossRule) -> tuple[float, float, float]:
-    """Mean advantage, mean log-prob, and the share of the tokens in the range that is not dropped."""
+def _survival(batch: WholeBatch, rule: LossRule) -> tuple[tuple[float, float], float]:
+    """Means as in `_means`, and the share of the tokens in the range that is not dropped."""
     means, n = _means(batch)
     _, chosen = _clip_and_choose(rule, batch, means)
     [candidates] = batch.total([float((chosen & batch.mask).sum())])
     dropped = max(1, int(n * rule.params.fraction))
-    return (*means, max(0.0, 1.0 - dropped / max(candidates, 1.0)))
+    return means, max(0.0, 1.0 - dropped / max(candidates, 1.0))
 
 
 @POLICY_LOSSES.register(
@@ -240,6 +240,6 @@ def clip_cov(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 
     The expected gradient is the same, and no random numbers are needed.
     """
-    *means, survival = rule.of_batch
-    loss, chosen = _clip_and_choose(rule, inputs, tuple(means))
+    means, survival = rule.of_batch
+    loss, chosen = _clip_and_choose(rule, inputs, means)
     return TokenLoss(torch.where(chosen, survival, 1.0) * loss.values, loss.clipped)

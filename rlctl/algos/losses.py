@@ -156,9 +156,7 @@ def ppo_clip(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     Source: Schulman et al. 2017, eq. 7; Ye et al. 2020, "Mastering Complex Control in MOBA Games"
     (dual clip); asymmetric bounds: Yu et al. 2025, "DAPO", eq. 10.
     """
-    return clipped_surrogate(
-        inputs.ratio, inputs.advantages, 1.0 - rule.clip_low, 1.0 + rule.clip_high, rule.clip_c
-    )
+    return clipped_surrogate(inputs.ratio, inputs.advantages, *rule.interval, rule.clip_c)
 
 
 @POLICY_LOSSES.register(
@@ -185,7 +183,7 @@ def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     mean_gap = (fixed - inputs.old_log_probs).sum(-1, keepdim=True) / length
     log_s = mean_gap + inputs.log_probs - fixed
     ratio = log_s.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
-    return clipped_surrogate(ratio, inputs.advantages, 1.0 - rule.clip_low, 1.0 + rule.clip_high)
+    return clipped_surrogate(ratio, inputs.advantages, *rule.interval)
 
 
 @POLICY_LOSSES.register(
@@ -205,7 +203,7 @@ def cispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     Source: MiniMax 2025, "MiniMax-M1", eqs. 4 and 5 (there only `clip_high` is active).
     """
     ratio = inputs.ratio.detach()
-    held = ratio.clamp(1.0 - rule.clip_low, 1.0 + rule.clip_high)
+    held = ratio.clamp(*rule.interval)
     return TokenLoss(-held * inputs.advantages * inputs.log_probs, held != ratio)
 
 
@@ -268,10 +266,14 @@ def clipped_surrogate(
 ) -> TokenLoss:
     """The larger of −r·A and −clip(r, lower, upper)·A; with `clip_c`, at most −clip_c·A where A < 0."""
     free, held = -advantages * ratio, -advantages * ratio.clamp(lower, upper)
+    return larger_of(free, held, advantages, None if clip_c is None else -clip_c * advantages)
+
+
+def larger_of(free: Tensor, held: Tensor, advantages: Tensor, bound: Tensor | None) -> TokenLoss:
+    """The larger of a loss and its clipped form, all (B, T); with `bound`, at most that where A < 0."""
     values, clipped = torch.maximum(free, held), held > free
-    if clip_c is None:
+    if bound is None:
         return TokenLoss(values, clipped)
-    bound = -clip_c * advantages
     runaway = (advantages < 0) & (values > bound)
     return TokenLoss(torch.where(runaway, bound, values), clipped, runaway)
 

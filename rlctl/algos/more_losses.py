@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, Field
 
-from rlctl.algos.losses import LossInputs, TokenLoss
+from rlctl.algos.losses import LossInputs, TokenLoss, larger_of
 from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule
 from rlctl.lazy import torch
 from rlctl.registry import POLICY_LOSSES
@@ -131,10 +131,7 @@ def ctpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     scale = inputs.mask.cumsum(-1).clamp(min=1).to(log_r.dtype) ** p.power
     free = -advantages * log_r.exp()
     held = -advantages * torch.minimum(torch.maximum(log_r, -p.low * scale), p.high * scale).exp()
-    values = torch.maximum(free, held)
-    bound = -advantages * (p.dual * scale).exp()
-    lower = (advantages < 0) & (values > bound)
-    return TokenLoss(torch.where(lower, bound, values), held > free, lower)
+    return larger_of(free, held, advantages, bound=-advantages * (p.dual * scale).exp())
 
 
 class GmpoParams(LossParams):

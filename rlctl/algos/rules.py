@@ -194,6 +194,11 @@ class LossRule:
     of_batch: Any = None
 
     @property
+    def interval(self) -> tuple[float, float]:
+        """The ratio's interval, 1 − clip_low and 1 + clip_high."""
+        return 1.0 - self.clip_low, 1.0 + self.clip_high
+
+    @property
     def has_ratio(self) -> bool:
         """Whether the loss contains π_θ/π_old, which in bypass mode is itself the correction."""
         return "old_log_probs" in POLICY_LOSSES.part(self.name).needs

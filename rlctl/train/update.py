@@ -18,10 +18,11 @@ mini-batch that the loss needs:
 from __future__ import annotations
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -460,11 +461,8 @@ class RolloutDump:
 def _metrics(
     results: list[_MiniResult], distinct: list[_MiniResult], settings: UpdateSettings
 ) -> dict[str, float]:
-    correction, stats = distinct[0].correction, results[0].stats
-    for result in distinct[1:]:
-        correction = correction + result.correction
-    for result in results[1:]:
-        stats = stats + result.stats
+    correction = reduce(operator.add, (result.correction for result in distinct))
+    stats = reduce(operator.add, (result.stats for result in results))
     count = len(results)
     metrics = correction_metrics(correction, settings.rules)
     if settings.rules.weight.normalize and settings.rules.weight.level is not None:

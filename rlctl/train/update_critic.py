@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -49,9 +51,7 @@ def update_critic(
             skip = not math.isfinite(found.sums["vf_loss"]) or found.sums["tokens"] == 0
             steps.append(critic.step(lr=lr, skip=skip))
             sums.append(found)
-    total = sums[0]
-    for part in sums[1:]:
-        total = total + part
+    total = reduce(operator.add, sums)
     return {
         "critic/vf_loss": total.sums["vf_loss"] / len(steps),
         "critic/vf_clipfrac": total.per("clipped", "tokens"),
@@ -68,7 +68,7 @@ def _backward(mini: TrainBatch, critic: CriticEngine, ranks: Ranks, settings: Cr
     mask = mini.valid_mask
     counts = ranks.sum([float(mask.sum()), float(mask.any(-1).sum())])
     parts = micro_batches(mini.inputs, settings.micro_rows, settings.micro_tokens, ranks)
-    total: MetricSums[Tensor] | None = None
+    sums: list[MetricSums[Tensor]] = []
     for index, rows in enumerate(parts):
         micro = mini.pick(rows)
         old_values, returns = _targets(micro)
@@ -82,10 +82,8 @@ def _backward(mini: TrainBatch, critic: CriticEngine, ranks: Ranks, settings: Cr
             horizon=settings.horizon,
         )
         critic.backward(loss, last=index == len(parts) - 1)
-        sums = _sums(micro, values, loss, losses.clipped)
-        total = sums if total is None else total + sums
-    assert total is not None
-    return ranks.to_host(total)
+        sums.append(_sums(micro, values, loss, losses.clipped))
+    return ranks.to_host(reduce(operator.add, sums))
 
 
 @torch.no_grad()

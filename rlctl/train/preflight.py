@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -24,17 +25,17 @@ def check_inputs(spec: RunSpec) -> list[Problem]:
     """Problems of the local models, data files and reward files of `spec`; hub ids are not checked."""
     checks: list[tuple[str, Callable[[], None]]] = []
     if not spec.is_embedded:
-        checks.append(("model.path", lambda: _check_model(spec.model.path, needs_tokenizer=True)))
+        checks.append(("model.path", partial(_check_model, spec.model.path, needs_tokenizer=True)))
     others = {"critic.path": spec.critic.path, "ref.path": spec.ref.path}
     others["reward.model.path"] = spec.reward.model.path
-    checks += [(key, lambda path=path: _check_model(path)) for key, path in others.items() if path]  # type: ignore[misc]
+    checks += [(key, partial(_check_model, path)) for key, path in others.items() if path]
     for key, files in (("train_files", spec.data.train_files), ("val_files", spec.data.val_files)):
-        checks += [(f"data.{key}", lambda file=file: _check_data(file)) for file in files]  # type: ignore[misc]
+        checks += [(f"data.{key}", partial(_check_data, file)) for file in files]
     of_rewards = "reward.terms" if spec.reward.terms else "reward.name"
     for term in spec.reward.all_terms:
         file = term.name.rpartition(":")[0]
         if file and not matches(file):
-            checks.append((of_rewards, lambda file=file: _refuse(f"no such file: {file}")))  # type: ignore[misc]
+            checks.append((of_rewards, partial(_refuse_missing, file)))
     return [problem for key, check in checks for problem in _problem_of(key, check)]
 
 
@@ -96,5 +97,5 @@ def check_disk(spec: RunSpec) -> list[Problem]:
     return [Problem(severity, "trainer.run_dir", what, fix, str(there))]
 
 
-def _refuse(what: str) -> None:
-    raise UsageError(what, fix="create it, or correct the path")
+def _refuse_missing(file: str) -> None:
+    raise UsageError(f"no such file: {file}", fix="create it, or correct the path")

@@ -10,16 +10,16 @@ from rlctl.algos.metric_sums import MetricSums, ReducedSums, moments_of, ratio
 from rlctl.batch import ScoredBatch, TrainBatch
 from rlctl.reward.protocol import RewardResult
 
-#: Logged prefix → name of the moments.
-_MOMENTS = {
-    "critic/score": "score",
-    "critic/rewards": "reward",
-    "critic/advantages": "advantage",
-    "critic/values": "value",
-    "critic/returns": "return",
-    "response_length": "response_length",
-    "prompt_length": "prompt_length",
-}
+#: Moments whose mean, maximum and minimum are logged under their name.
+_LOGGED = (
+    "critic/score",
+    "critic/rewards",
+    "critic/advantages",
+    "critic/values",
+    "critic/returns",
+    "response_length",
+    "prompt_length",
+)
 
 
 @torch.no_grad()
@@ -32,16 +32,16 @@ def batch_sums(
     lengths = rollouts.response_mask.sum(-1).double()
     rewards = scored.token_level_rewards.double().sum(-1)
     moments = {
-        "score": moments_of(scored.scores, scored.score_valid),
-        "reward": moments_of(rewards, scored.score_valid),
+        "critic/score": moments_of(scored.scores, scored.score_valid),
+        "critic/rewards": moments_of(rewards, scored.score_valid),
         "response_length": moments_of(lengths, everyone),
         "prompt_length": moments_of(rollouts.prompt_mask.sum(-1).double(), everyone),
         "staleness": moments_of(policy_version - rollouts.policy_version, everyone),
-        "advantage": moments_of(batch.advantages, batch.response_mask),
+        "critic/advantages": moments_of(batch.advantages, batch.response_mask),
     }
     if batch.values is not None and batch.returns is not None:
-        moments["value"] = moments_of(batch.values, batch.valid_mask)
-        moments["return"] = moments_of(batch.returns, batch.valid_mask)
+        moments["critic/values"] = moments_of(batch.values, batch.valid_mask)
+        moments["critic/returns"] = moments_of(batch.returns, batch.valid_mask)
     sums = {
         "truncated": rollouts.truncated.double().sum(),
         "aborted": rollouts.aborted.double().sum(),
@@ -64,11 +64,9 @@ def batch_metrics(reduced: ReducedSums, *, compares_siblings: bool) -> dict[str,
     `reward/zero_spread_groups` is included only if the estimator compares the responses of a group.
     """
     metrics: dict[str, float] = {}
-    for key, name in _MOMENTS.items():
-        if name not in reduced.moments:
-            continue
-        values = reduced.moments[name]
-        metrics |= {f"{key}/mean": values.mean, f"{key}/max": values.max, f"{key}/min": values.min}
+    for name in _LOGGED:
+        if values := reduced.moments.get(name):
+            metrics |= {f"{name}/mean": values.mean, f"{name}/max": values.max, f"{name}/min": values.min}
     terms = [name.removeprefix("errors/") for name in reduced.sums if name.startswith("errors/")]
     for term in terms if len(terms) > 1 else []:  # a single term equals `critic/score`
         metrics[f"reward/{term}/mean"] = reduced.moments[f"term/{term}"].mean

@@ -8,9 +8,10 @@ epochs as needed. The groups that are used depend only on that order, not on the
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ import torch
 from rlctl.algos.advantages import has_spread
 from rlctl.batch import Rollouts
 from rlctl.errors import RunFailure
-from rlctl.reward.protocol import RewardResult
+from rlctl.reward.protocol import FailureKind, RewardResult
 from rlctl.rollout.engines import sampling_of
 from rlctl.rollout.protocol import step_seed
 from rlctl.train.prompt_draws import PromptDraws
@@ -79,8 +80,8 @@ def live_batch(
     groups: list[_Group] = []
     chances: dict[int, float] = {}
     errors: list[str] = []
-    timeouts: dict[Any, int] = {}
-    by_term: dict[str, int] = {}
+    timeouts: Counter[FailureKind] = Counter()
+    by_term: Counter[str] = Counter()
     rounds, ungraded, start = 0, 0.0, draws.position
     while True:
         live = sum(group.is_live for group in groups)
@@ -113,8 +114,8 @@ def live_batch(
             with timer("reward"):
                 graded = run.reward.score(rollouts)
             errors += graded.errors
-            for total, more in ((timeouts, graded.timeouts), (by_term, graded.errors_by_term)):
-                total |= {name: total.get(name, 0) + number for name, number in more.items()}
+            timeouts.update(graded.timeouts)
+            by_term.update(graded.errors_by_term)
             for each, rows in zip(mine, (slice(i * n, (i + 1) * n) for i in range(len(mine))), strict=True):
                 own[each.place] = rollouts.pick(rows), _picked(graded, rows)
                 found.append(_group(each, *own[each.place]))
@@ -136,8 +137,7 @@ def live_batch(
 
 
 def _group(drawn: DrawnPrompt, rollouts: Rollouts, graded: RewardResult) -> _Group:
-    valid = graded.valid.cpu() & ~rollouts.aborted.cpu()
-    scores = graded.scores.cpu()
+    scores, valid = graded.scores, graded.valid & ~rollouts.aborted.cpu()
     is_live = bool(has_spread(scores, torch.zeros(len(scores), dtype=torch.int64), valid).any())
     mean = float(scores[valid].mean()) if valid.any() else 0.0
     tokens = int(rollouts.response_mask.sum())
@@ -193,11 +193,10 @@ def _shared_out(
         ids = torch.full_like(part.group_ids, place)
         parts.append(replace(part.to(ranks.device), group_ids=ids.to(ranks.device), prompt_weights=weight))
         grades.append(graded)
-    names = dict.fromkeys(name for each in grades for name in each.parts)
     return Rollouts.joined(parts), RewardResult(
         torch.cat([each.scores for each in grades]),
         torch.cat([each.valid for each in grades]),
-        {name: torch.cat([each.parts[name] for each in grades]) for name in names},
+        {name: torch.cat([each.parts[name] for each in grades]) for name in grades[0].parts},
     )
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,29 +37,14 @@ def shared_rewards(
     """The group's grades, in the order of `shared_rollouts`."""
     if sequence is None:
         return rewards
-    device, rows = rewards.scores.device, len(rewards.scores)
-    parts = sequence.exchange(_to(rewards, "cpu"))
-    order = torch.arange(rows * len(parts)).view(len(parts), mini_batches, -1).transpose(0, 1).flatten()
-    terms = list(dict.fromkeys(term for part in parts for term in part.parts))
-    nothing = torch.full((rows,), torch.nan)
-    joined = RewardResult(
+    parts = sequence.exchange(rewards)
+    rows = torch.arange(len(rewards.scores) * len(parts))
+    order = rows.view(len(parts), mini_batches, -1).transpose(0, 1).flatten()
+    return RewardResult(
         torch.cat([part.scores for part in parts])[order],
         torch.cat([part.valid for part in parts])[order],
-        {term: torch.cat([part.parts.get(term, nothing) for part in parts])[order] for term in terms},
+        {term: torch.cat([part.parts[term] for part in parts])[order] for term in rewards.parts},
         [error for part in parts for error in part.errors],
-        dict(_added(part.errors_by_term for part in parts)),
-        dict(_added(part.timeouts for part in parts)),
+        sum((Counter(part.errors_by_term) for part in parts), Counter()),
+        sum((Counter(part.timeouts) for part in parts), Counter()),
     )
-    return _to(joined, device)
-
-
-def _added(counts: Iterable[dict[Any, int]]) -> Counter[Any]:
-    total: Counter[Any] = Counter()
-    for each in counts:
-        total.update(each)
-    return total
-
-
-def _to(rewards: RewardResult, device: torch.device | str) -> RewardResult:
-    parts = {term: scores.to(device) for term, scores in rewards.parts.items()}
-    return replace(rewards, scores=rewards.scores.to(device), valid=rewards.valid.to(device), parts=parts)

@@ -187,22 +187,13 @@ class Moments(Additive, Generic[V]):
         )
 
 
-def moments_of(
-    values: Tensor, where: Tensor, counts: Tensor | None = None, offset: Tensor | None = None
-) -> Moments[Tensor]:
-    """Moments in float64 of the values where `where` (bool, of their shape) is True.
-
-    Args:
-        counts: multiplicity of each value; None: 1.
-        offset: values − 1, if known more precisely than by subtraction.
-    """
-    n = where.double() if counts is None else torch.where(where, counts.double(), 0.0)
-    chosen = n > 0
-    x = torch.where(chosen, values.double(), 0.0)
-    distance = x - 1.0 if offset is None else torch.where(chosen, offset.double(), 0.0)
-    powers = torch.stack([torch.ones_like(x), x, x.square(), distance, distance.square()])
-    extremes = torch.where(chosen, torch.stack([x, -x]), -math.inf)
-    return Moments(*(powers * n).flatten(1).sum(-1).unbind(), *extremes.flatten(1).amax(-1).unbind())
+def moments_of(values: Tensor, where: Tensor) -> Moments[Tensor]:
+    """Moments in float64 of the values where `where` (bool, of their shape) is True."""
+    x = torch.where(where, values.double(), 0.0)
+    powers = torch.stack([torch.ones_like(x), x, x.square(), x - 1.0, (x - 1.0).square()])
+    sums = (powers * where.double()).flatten(1).sum(-1)
+    extremes = torch.where(where, torch.stack([x, -x]), -math.inf).flatten(1).amax(-1)
+    return Moments(*sums.unbind(), *extremes.unbind())
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,6 @@ from rlctl.registry import POLICY_LOSSES
 from rlctl.spec.resolve import correction_rules, loss_rule
 from rlctl.spec.run_spec import RunSpec
 
-#: Losses of the form w · f(π_θ, advantages) with the correction weight w.
-PROPORTIONAL_TO_WEIGHTS = frozenset({"reinforce"})
-
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
@@ -113,7 +110,7 @@ class UpdateSettings:
         if not (self.weights_are_applied and self.rules.weight.normalize):
             return True
         is_alone = not self.entropy_coeff and self.kl_loss_type is None
-        return is_alone and self.loss.name in PROPORTIONAL_TO_WEIGHTS
+        return is_alone and self.loss.name == "reinforce"
 
 
 @dataclass(frozen=True, slots=True)

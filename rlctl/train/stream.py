@@ -30,7 +30,6 @@ class RolloutStream:
         sample: samples the batch of a step with the rollout engine's current weights.
         ahead: maximum number of batches sampled ahead.
         last_step: the run's last step; no batch is sampled for later steps.
-        next_step: the first step to sample.
         executor: samples in a separate thread, one batch after the other; None: in the calling thread.
     """
 
@@ -40,13 +39,12 @@ class RolloutStream:
         *,
         ahead: int,
         last_step: int,
-        next_step: int = 1,
         executor: Executor | None = None,
     ) -> None:
         self._sample = sample
         self._ahead = ahead
         self._last_step = last_step
-        self._next_step = next_step
+        self._next_step = 1  # the first step that is not sampled yet
         self._executor = executor
         self._waiting: deque[Future[Rollouts]] = deque()
 

@@ -35,13 +35,6 @@ def test_parts_add_up_to_the_whole(shift: float) -> None:
         assert found.ess == pytest.approx((flat.sum() ** 2 / (len(flat) * flat.square().sum())).item())
 
 
-def test_a_value_counts_as_often_as_said() -> None:
-    values, counts = torch.tensor([3.0, 7.0, 5.0]), torch.tensor([2, 0, 1])
-    found = MetricSums(moments={"x": moments_of(values, values < 6.0, counts)}).to_host().moments["x"]
-    assert (found.count, found.total, found.squares, found.max, found.min) == (3.0, 11.0, 43.0, 5.0, 3.0)
-    assert found.std == pytest.approx(torch.tensor([3.0, 3.0, 5.0]).std(correction=0).item())
-
-
 @pytest.mark.parametrize("factor", [1e-7, 0.4, 1.0, 3.0, 1e6])
 def test_moments_of_divided_values(factor: float) -> None:
     values = torch.tensor([0.5, 1.0, 1.25, 2.0], dtype=torch.float64) * factor

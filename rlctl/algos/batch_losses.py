@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from rlctl.algos.kl import k3
-from rlctl.algos.losses import CLIP_OPTIONS, LossInputs, TokenLoss, WholeBatch, clipped_surrogate
+from rlctl.algos.losses import CLIP_OPTIONS, RATIO, LossInputs, TokenLoss, WholeBatch, clipped_surrogate
 from rlctl.algos.more_losses import LossParams
 from rlctl.algos.rules import LossRule
 from rlctl.lazy import torch
@@ -20,8 +20,6 @@ from rlctl.registry import POLICY_LOSSES
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_RATIO = frozenset({"old_log_probs"})
 
 
 def _effective_sample_size(batch: WholeBatch, rule: LossRule) -> float:
@@ -37,7 +35,7 @@ def _effective_sample_size(batch: WholeBatch, rule: LossRule) -> float:
     label="P3O: the effective sample size bounds the ratio and weighs a KL",
     formula="w · (−sg(min(r, ESS)) · A · log π_θ + (1 − ESS) · k3(π_θ, π_old))",
     source="Fakoor et al. 2026, arXiv 2605.12380; from FeynRL's code",
-    needs=_RATIO,
+    needs=RATIO,
     of_batch=_effective_sample_size,
     unbiased=True,
     experimental=True,
@@ -78,7 +76,7 @@ def _largest_kept(batch: WholeBatch, rule: LossRule) -> float:
     label="M2PO: drops the tokens furthest out until the second moment of log r is small",
     formula="−w · M · r · A; where A·log r > 0 the largest log² r are dropped until their mean ≤ budget",
     source="Zheng et al. 2025, arXiv 2510.01161; as masks in AReaL's code, which asks all tokens",
-    needs=_RATIO,
+    needs=RATIO,
     params=M2poParams,
     of_batch=_largest_kept,
     unbiased=True,
@@ -136,7 +134,7 @@ def _balanced_bounds(batch: WholeBatch, rule: LossRule) -> tuple[float, float]:
     label="BAPO: PPO clip whose bounds balance positive and negative contributions",
     formula="ppo_clip with bounds raised until Σ_{A>0} min(r, hi)·A ≥ target · Σ_{A<0} max(r, lo)·|A|",
     source="Xi et al. 2025, arXiv 2510.18927; from the authors' code",
-    needs=_RATIO,
+    needs=RATIO,
     options={"actor.clip_ratio_c"},
     params=BapoParams,
     of_batch=_balanced_bounds,
@@ -182,7 +180,7 @@ def _covariance_bound(batch: WholeBatch, rule: LossRule) -> tuple[tuple[float, f
     label="KL-Cov: a penalty on the tokens whose log-prob and advantage vary together most",
     formula="w · (−r·A + coef · |log r| for the `fraction` of tokens of largest covariance)",
     source="Cui et al. 2025, arXiv 2505.22617; from verl's code",
-    needs=_RATIO,
+    needs=RATIO,
     params=KlCovParams,
     of_batch=_covariance_bound,
     unbiased=True,
@@ -228,7 +226,7 @@ def _survival(batch: WholeBatch, rule: LossRule) -> tuple[tuple[float, float], f
     label="Clip-Cov: PPO clip that drops a few tokens of high covariance",
     formula="ppo_clip · (1 − k/m) for the m tokens of covariance in (low, high), k = fraction · tokens",
     source="Cui et al. 2025, arXiv 2505.22617; from verl's code, averaged over its random choice",
-    needs=_RATIO,
+    needs=RATIO,
     options=CLIP_OPTIONS,
     params=ClipCovParams,
     of_batch=_survival,

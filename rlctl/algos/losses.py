@@ -19,7 +19,8 @@ from rlctl.registry import POLICY_LOSSES
 if TYPE_CHECKING:
     from torch import Tensor
 
-
+#: What a loss with the ratio r needs.
+RATIO = frozenset({"old_log_probs"})
 CLIP_OPTIONS = frozenset({"actor.clip_ratio_low", "actor.clip_ratio_high"})
 
 
@@ -142,7 +143,7 @@ def reinforce(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     label="PPO clip, and dual clip with clip_ratio_c",
     formula="−w · min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A)",
     source="Schulman et al. 2017, eq. 7; Ye et al. 2020; Yu et al. 2025, eq. 10",
-    needs={"old_log_probs"},
+    needs=RATIO,
     options=CLIP_OPTIONS | {"actor.clip_ratio_c"},
     unbiased=True,
     needs_advantage=True,
@@ -163,7 +164,7 @@ def ppo_clip(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     label="GSPO: PPO clip of one ratio per sequence",
     formula="ppo_clip with s = exp(mean_t log r_t)",
     source="Zheng et al. 2025, eqs. 5, 7 and 13",
-    needs={"old_log_probs"},
+    needs=RATIO,
     options=CLIP_OPTIONS,
     unbiased=True,
     needs_advantage=True,
@@ -190,7 +191,7 @@ def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     label="CISPO: REINFORCE weighted by the clipped ratio",
     formula="−w · sg(clip(r, 1 − clip_low, 1 + clip_high)) · A · log π_θ",
     source="MiniMax 2025, eqs. 4 and 5",
-    needs={"old_log_probs"},
+    needs=RATIO,
     options=CLIP_OPTIONS,
     unbiased=True,
     needs_advantage=True,
@@ -211,7 +212,7 @@ def cispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     label="SAPO: a smooth gate instead of a clip",
     formula="−w · (4/τ)·σ(τ·(r − 1)) · A, τ = tau_pos where A > 0, else tau_neg",
     source="Gao et al. 2025",
-    needs={"old_log_probs"},
+    needs=RATIO,
     options={"actor.tau_pos", "actor.tau_neg"},
     unbiased=True,
     needs_advantage=True,
@@ -233,7 +234,7 @@ def sapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     label="DPPO: REINFORCE in a trust region of divergence",
     formula="−w · sg(M · min(r, clip_c)) · A · log π_θ",
     source="Qi et al. 2026",
-    needs={"old_log_probs"},
+    needs=RATIO,
     options=CLIP_OPTIONS | {"actor.clip_ratio_c", "actor.dppo_divergence"},
     unbiased=True,
     needs_advantage=True,

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, Field
 
-from rlctl.algos.losses import LossInputs, TokenLoss, larger_of
+from rlctl.algos.losses import RATIO, LossInputs, TokenLoss, larger_of
 from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule
 from rlctl.lazy import torch
 from rlctl.registry import POLICY_LOSSES
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_RATIO = frozenset({"old_log_probs"})
 
 
 class LossParams(BaseModel, extra="forbid"):
@@ -38,7 +36,7 @@ class VespoParams(LossParams):
     label="VESPO: REINFORCE with a gamma-shaped sequence weight",
     formula="−w · sg(W^k · exp(λ·(1 − W))) · A · log π_θ, k and λ by the sign of A",
     source="arXiv 2602.10693; from TRL's code",
-    needs=_RATIO,
+    needs=RATIO,
     params=VespoParams,
     unbiased=True,
     needs_advantage=True,
@@ -58,7 +56,7 @@ def vespo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     label="TOPR: truncated sequence weights for negative advantages alone",
     formula="−w · sg(1 if A ≥ 0, else min(W, 1)) · A · log π_θ",
     source="Le Roux et al. 2025, arXiv 2503.14286",
-    needs=_RATIO,
+    needs=RATIO,
     unbiased=True,
     needs_advantage=True,
     experimental=True,
@@ -86,7 +84,7 @@ class DispoParams(LossParams):
     label="DISPO: CISPO with clips of their own for either sign of the advantage",
     formula="−w · sg(clip(r, 1 − low±, 1 + high±)) · A · log π_θ",
     source="Karaman et al. 2026, arXiv 2602.00983; its values were not found, so all four must be given",
-    needs=_RATIO,
+    needs=RATIO,
     params=DispoParams,
     unbiased=True,
     needs_advantage=True,
@@ -116,7 +114,7 @@ class CtpoParams(LossParams):
     label="CTPO: PPO clip of the prefix's ratio, its bounds growing with √t",
     formula="−w · min(R_t·A, clip(R_t)·A), R_t = Π_{s≤t} r_s, log R_t in [−low·t^power, high·t^power]",
     source="Zhang et al. 2026, arXiv 2605.07331; from the authors' code",
-    needs=_RATIO,
+    needs=RATIO,
     params=CtpoParams,
     unbiased=True,
     needs_advantage=True,
@@ -145,7 +143,7 @@ class GmpoParams(LossParams):
     label="GMPO: the geometric mean of token ratios that are clipped one by one",
     formula="−w · A · exp(mean_t c_t), c_t the pessimistic of log r_t and clip(log r_t, −low, high)",
     source="Zhao et al. 2025, arXiv 2507.20673; from TRL's code",
-    needs=_RATIO,
+    needs=RATIO,
     params=GmpoParams,
     unbiased=True,
     needs_advantage=True,
@@ -171,7 +169,7 @@ class DrpoParams(LossParams):
     label="DRPO: a quadratic penalty in place of DPPO's mask",
     formula="w · (−A·r + |A| · π_old · (r − 1)² / (2ε))",
     source="arXiv 2606.09821, eq. 8; from UniRL's code",
-    needs=_RATIO,
+    needs=RATIO,
     params=DrpoParams,
     unbiased=True,
     needs_advantage=True,
@@ -194,7 +192,7 @@ class DroParams(LossParams):
     label="DRO: REINFORCE with a squared log-ratio penalty",
     formula="−w · (A · log π_θ − ½ β · log² r)",
     source="Richemond et al. 2024; from verl's code",
-    needs=_RATIO,
+    needs=RATIO,
     params=DroParams,
     unbiased=True,
     experimental=True,
@@ -220,7 +218,7 @@ class SamplerPenaltyParams(LossParams):
     label="Sampler penalty (Kimi K2.5), with the trust regions of prime-rl",
     formula="w · (−M · r · A + τ · log² r), M = 0 outside the region",
     source="arXiv 2602.02276; from prime-rl's code: its losses default, ipo and kpop",
-    needs=_RATIO,
+    needs=RATIO,
     params=SamplerPenaltyParams,
     unbiased=True,
     experimental=True,

@@ -91,8 +91,8 @@ def train(run: Run) -> None:
         dump(run, step, scored, outcome)
         metrics |= outcome.metrics
         metrics |= {"training/global_step": float(step), "training/epoch": epoch_of(run, step)}
-        for kind, text in step_warnings(step, metrics, outcome.dumped.nonfinite, rewards.timeouts):
-            warnings.doubling(kind, text)
+        for kind, text in step_warnings(metrics, outcome.dumped.nonfinite, rewards.timeouts):
+            warnings.doubling(kind, f"step {step}: {text}")
         if is_due(step, spec.trainer.test_freq) or (spec.trainer.test_freq > 0 and step == run.total_steps):
             with timer("testing"):
                 metrics |= validate(run, step)

@@ -39,13 +39,12 @@ class Notices:
 
 
 def step_warnings(
-    step: int, metrics: Mapping[str, float], nonfinite: Tensor, timeouts: Mapping[FailureKind, int]
+    metrics: Mapping[str, float], nonfinite: Tensor, timeouts: Mapping[FailureKind, int]
 ) -> Iterator[tuple[str, str]]:
     """Yields (kind, text) for every problem in one step.
 
     Args:
-        step: its number.
-        metrics: its metrics.
+        metrics: of the step.
         nonfinite: (B,) bool, this rank's sequences with non-finite log-probs.
         timeouts: of this rank, see `RewardResult.timeouts`.
     """
@@ -53,25 +52,25 @@ def step_warnings(
         why = "nothing was left after rejection, or loss or gradient was not finite"
         if metrics["rollout_corr/rollout_rs_masked_fraction"] >= 1.0:
             why = "every response was rejected; widen rollout_rs_threshold or fix the mismatch"
-        yield "skipped", f"step {step}: {skipped:.0f} updates withheld: {why}"
+        yield "skipped", f"{skipped:.0f} updates withheld: {why}"
     if count := metrics["rollout_corr/nonfinite_sequences"]:
         rows = nonfinite.nonzero().flatten().tolist()
         named = ", ".join(map(str, rows[:_MAX_NAMED])) + (", …" if len(rows) > _MAX_NAMED else "")
         where = f" (on this rank rows {named})" if rows else ""
-        yield "nonfinite", f"step {step}: {count:.0f} sequences with NaN or infinite log-probs{where}"
+        yield "nonfinite", f"{count:.0f} sequences with NaN or infinite log-probs{where}"
     if missed := metrics.get("critic/skipped_updates", 0.0):
-        what = "loss or gradient was not finite; lower critic.lr"
-        yield "critic", f"step {step}: {missed:.0f} updates of the critic withheld: {what}"
+        why = "loss or gradient was not finite; lower critic.lr"
+        yield "critic", f"{missed:.0f} updates of the critic withheld: {why}"
     if metrics.get("reward/zero_spread_groups") == 1.0:
-        what = "within every group all rewards are equal, so group-relative advantages are zero"
-        yield "flat", f"step {step}: {what}"
+        yield "flat", "within every group all rewards are equal, so group-relative advantages are zero"
     if metrics.get("response_length/clip_ratio") == 1.0:
-        what = "every response reached data.max_response_length; does the model know how to end one?"
-        yield "endless", f"step {step}: {what}"
+        yield (
+            "endless",
+            "every response reached data.max_response_length; does the model know how to end one?",
+        )
     if errors := metrics["reward/num_errors"]:
-        yield "grader", f"step {step}: the grader failed on {errors:.0f} responses; they are excluded"
+        yield "grader", f"the grader failed on {errors:.0f} responses; they are excluded"
     if count := metrics["reward/num_timeouts"]:
         kinds = ", ".join(f"{kind}: {number}" for kind, number in sorted(timeouts.items()))
         where = f" (on this rank {kinds})" if kinds else ""
-        what = f"{count:.0f} responses stopped their grader{where} and are scored as wrong"
-        yield "timeouts", f"step {step}: {what}"
+        yield "timeouts", f"{count:.0f} responses stopped their grader{where} and are scored as wrong"

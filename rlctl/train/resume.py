@@ -106,12 +106,7 @@ def refuse_unsafe(before: RunSpec, after: RunSpec) -> list[str]:
     found = changes(before, after)
     safe = _SAFE | _LENGTH if after.actor.lr_scheduler_type == "constant" else _SAFE
     problems = [
-        Problem(
-            "error",
-            key,
-            f"was {old!r} and cannot become {new!r} half-way through a run",
-            _fix(key),
-        )
+        Problem("error", key, f"was {old!r} and cannot become {new!r} half-way through a run", _fix(key))
         for key, (old, new) in found.items()
         if key not in safe
     ]

@@ -79,11 +79,11 @@ def build(
     if ranks.is_main:
         note_in_environment(run_dir, rollout_engine=models.rollout.description)
 
-    writes_rollouts = ranks.is_main and spec.trainer.rollouts_per_step != 0
-    exact, per_step = spec.rollout.exact_sampling, spec.trainer.rollouts_per_step
-    writer = RolloutWriter(run_dir, per_step, exact_sampling=exact) if writes_rollouts else None
-    if writer and resume:
-        restored.notes.extend(writer.discard_after(restored.step))
+    writer = None
+    if ranks.is_main and (per_step := spec.trainer.rollouts_per_step):
+        writer = RolloutWriter(run_dir, per_step, exact_sampling=spec.rollout.exact_sampling)
+        if resume:
+            restored.notes.extend(writer.discard_after(restored.step))
     kl = kl_controller(spec.algorithm)
     startup.phase("starting the graders")
     reward = build_reward(spec.reward, max_response_length=spec.data.max_response_length, device=ranks.device)

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 #: Exit code if the guardrails ended the run; the same as for findings under `rlctl diagnose --fail-on`.
 STOPPED_BY_GUARDRAILS = 3
 
-
 #: Called with a step and its metrics.
 Callback = Callable[[int, Mapping[str, float]], None]
 

@@ -32,11 +32,12 @@ def check_inputs(spec: RunSpec) -> list[Problem]:
     for key, files in (("train_files", spec.data.train_files), ("val_files", spec.data.val_files)):
         checks += [(f"data.{key}", partial(_check_data, file)) for file in files]
     of_rewards = "reward.terms" if spec.reward.terms else "reward.name"
-    for term in spec.reward.all_terms:
-        file = term.name.rpartition(":")[0]
-        if file and not matches(file):
-            checks.append((of_rewards, partial(_refuse_missing, file)))
-    return [problem for key, check in checks for problem in _problem_of(key, check)]
+    missing = [
+        Problem("error", of_rewards, f"no such file: {file}", "create it, or correct the path")
+        for file in (term.name.rpartition(":")[0] for term in spec.reward.all_terms)
+        if file and not matches(file)
+    ]
+    return [problem for key, check in checks for problem in _problem_of(key, check)] + missing
 
 
 def _problem_of(key: str, check: Callable[[], None]) -> list[Problem]:
@@ -95,7 +96,3 @@ def check_disk(spec: RunSpec) -> list[Problem]:
     fix = "free space, name another disk with trainer.run_dir, or set trainer.max_ckpt_to_keep lower"
     severity: Literal["error", "warning"] = "warning" if free >= needed else "error"
     return [Problem(severity, "trainer.run_dir", what, fix, str(there))]
-
-
-def _refuse_missing(file: str) -> None:
-    raise UsageError(f"no such file: {file}", fix="create it, or correct the path")

@@ -22,7 +22,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,7 +48,7 @@ from rlctl.train.objective import BatchNormalizers, actor_loss, nonfinite_rows
 from rlctl.train.settings import UpdateSettings
 
 if TYPE_CHECKING:
-    from rlctl.batch import ModelInputs, Rows
+    from rlctl.batch import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +116,11 @@ def update(
     for epoch in range(settings.ppo_epochs):
         for place, part in enumerate(parts):
             mini = MiniBatch.of(part, actor, ranks, settings)
-            correction = fixed[place] if fixed else None
-            strategy = strategy_of(mini, correction, scales_gradients=actor.scales_gradients)
+            strategy = strategy_of(mini, fixed[place] if fixed else None)
             dumped_rows = dumped.rows(place * settings.mini_rows, len(part))
             lr = lr_at(first_update + len(results))
             seen = sketches if epoch == 0 else None
-            result = _step(mini, strategy, actor, lr, dumped_rows, guard, lr_scale, hold=hold, sketches=seen)
+            result = _step(mini, strategy, lr, dumped_rows, guard, lr_scale, hold=hold, sketches=seen)
             lr_scale = lr_scale if result.decision is None else result.decision.next_scale
             results.append(result)
     distinct = results[: len(fixed)] if fixed else results  # fixed corrections repeat with every epoch
@@ -150,13 +149,13 @@ class MiniBatch:
         batch: all rows of this rank.
         places: the rows of each micro-batch.
         num_forward_only: number of leading micro-batches that need no backward pass on any rank.
-        policy: the trained policy's forward pass.
+        actor: the trained policy.
     """
 
     batch: TrainBatch
     places: list[Rows]
     num_forward_only: int
-    policy: Callable[[ModelInputs], PolicyOutput]
+    actor: TrainEngine
     ranks: Ranks
     settings: UpdateSettings
 
@@ -173,16 +172,20 @@ class MiniBatch:
         if no_gradient is not None and len(places) > 1:  # the step needs the backward pass of the last one
             forward_only = torch.stack([no_gradient[rows].all() for rows in places[:-1]])
             num_forward_only = -int(ranks.max(-[*forward_only.tolist(), False].index(False)))
-        policy = partial(actor.policy, entropy_grad=settings.entropy_coeff > 0)
-        if settings.measure_grad_error:
-            policy = partial(policy, sketch=True)
-        return cls(batch, places, num_forward_only, policy, ranks, settings)
+        return cls(batch, places, num_forward_only, actor, ranks, settings)
+
+    def policy(self, micro: TrainBatch) -> PolicyOutput:
+        """The policy's output for one micro-batch."""
+        settings = self.settings
+        return self.actor.policy(
+            micro.inputs, entropy_grad=settings.entropy_coeff > 0, sketch=settings.measure_grad_error
+        )
 
     def outputs(self) -> Iterator[tuple[Rows, TrainBatch, PolicyOutput]]:
         """Yields the rows of each micro-batch, the micro-batch, and its output, with gradient if needed."""
         for place, (rows, micro) in enumerate(self.micros()):
             with torch.set_grad_enabled(place >= self.num_forward_only):
-                output = self.policy(micro.inputs)
+                output = self.policy(micro)
             yield rows, micro, output
 
     def micros(self) -> Iterator[tuple[Rows, TrainBatch]]:
@@ -281,7 +284,7 @@ class TwoPasses(FixedCorrection):
 
     def __init__(self, mini: MiniBatch, of_old_policy: Correction | None) -> None:
         with torch.no_grad():
-            log_probs = mini.log_probs([mini.policy(micro.inputs) for _, micro in mini.micros()])
+            log_probs = mini.log_probs([mini.policy(micro) for _, micro in mini.micros()])
         super().__init__(mini, of_old_policy or _correct(mini.batch, log_probs, mini.settings), log_probs)
 
 
@@ -321,13 +324,12 @@ class ScaledPasses(PerMicroBatch):
         return before.num_sequences / max(sums.kept_sequences, 1.0) / factor
 
 
-def strategy_of(mini: MiniBatch, of_old_policy: Correction | None, *, scales_gradients: bool) -> Strategy:
+def strategy_of(mini: MiniBatch, of_old_policy: Correction | None) -> Strategy:
     """The cheapest strategy that provides what the loss needs; the same on every rank.
 
     Args:
         mini: the mini-batch.
         of_old_policy: its correction with π_old in decoupled mode; None in bypass mode.
-        scales_gradients: whether the engine can scale the gradient before its step.
     """
     if of_old_policy is not None and not mini.settings.loss.reads_batch:
         return FixedCorrection(mini, of_old_policy)
@@ -335,7 +337,7 @@ def strategy_of(mini: MiniBatch, of_old_policy: Correction | None, *, scales_gra
         return OnePass(mini, of_old_policy)
     if not mini.settings.needs_batch_statistics:
         return PerMicroBatch(mini)
-    if scales_gradients and mini.settings.scales_with_statistics:
+    if mini.actor.scales_gradients and mini.settings.scales_with_statistics:
         return ScaledPasses(mini)
     return TwoPasses(mini, of_old_policy)
 
@@ -343,7 +345,6 @@ def strategy_of(mini: MiniBatch, of_old_policy: Correction | None, *, scales_gra
 def _step(
     mini: MiniBatch,
     strategy: Strategy,
-    actor: TrainEngine,
     lr: float,
     dumped: RolloutDump,
     guard: GuardrailsSpec,
@@ -361,7 +362,7 @@ def _step(
         if sketches is not None:
             sketches.add(done.micro, done.output, loss)
         if loss.requires_grad:
-            actor.backward(loss, last=len(stats) == len(mini.places))
+            mini.actor.backward(loss, last=len(stats) == len(mini.places))
         dumped.write(done, settings, normalizers.factor)
 
     sums, losses = strategy.sums(), mini.ranks.to_host(MetricSums.merged(stats))
@@ -378,7 +379,7 @@ def _step(
         raw = sums.raw.token if settings.rules.weight.by_token else sums.raw.sequence
         lr *= math.sqrt(raw.ess)
     is_withheld = hold or (decision is not None and decision.skip)
-    result = actor.step(lr=lr, skip=is_withheld or not is_possible, grad_scale=scale)
+    result = mini.actor.step(lr=lr, skip=is_withheld or not is_possible, grad_scale=scale)
     return _MiniResult(
         correction=normalized(sums, factor, settings.rules),
         stats=losses,

@@ -247,7 +247,10 @@ class PlainEngine:
         #: Of each backward pass, whether it was said to be the last before the step.
         self.last: list[bool] = []
 
-    def policy(self, inputs: ModelInputs, *, entropy_grad=False, sum_pi_squared=False) -> PolicyOutput:
+    def policy(
+        self, inputs: ModelInputs, *, entropy_grad=False, sum_pi_squared=False, sketch=False
+    ) -> PolicyOutput:
+        assert not sketch
         self.num_forwards += 1
         columns = arguments_of(inputs)
         return PolicyOutput(*self.module(**columns, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared))

@@ -37,11 +37,11 @@ _SET_ASIDE = "damaged-"
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """State that the training loop restores; everything else follows from the step and the seed.
+    """State that the training loop restores, besides models, batches sampled ahead, draws and the log.
 
     Attributes:
         step: batches trained on.
-        policy_version: optimizer updates applied or withheld.
+        policy_version: optimizer updates so far.
         world_size, zero_stage: how the engine's state is partitioned.
         kl_coef: coefficient of the KL penalty in the reward for the next batch; None: no penalty.
     """

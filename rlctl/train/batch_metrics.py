@@ -24,18 +24,18 @@ _LOGGED = (
 
 @torch.no_grad()
 def batch_sums(
-    scored: ScoredBatch, batch: TrainBatch, graded: RewardResult, policy_version: int
+    scored: ScoredBatch, batch: TrainBatch, graded: RewardResult, policy_version: int, max_prompt_length: int
 ) -> MetricSums[Tensor]:
     """Sums over this rank's rows. Staleness is the trainer's `policy_version` minus that of the rollout."""
     rollouts = scored.rollouts
     everyone = torch.ones_like(rollouts.truncated)
-    lengths = rollouts.response_mask.sum(-1).double()
+    lengths, prompts = (mask.sum(-1).double() for mask in (rollouts.response_mask, rollouts.prompt_mask))
     rewards = scored.token_level_rewards.double().sum(-1)
     moments = {
         "critic/score": moments_of(scored.scores, scored.score_valid),
         "critic/rewards": moments_of(rewards, scored.score_valid),
         "response_length": moments_of(lengths, everyone),
-        "prompt_length": moments_of(rollouts.prompt_mask.sum(-1).double(), everyone),
+        "prompt_length": moments_of(prompts, everyone),
         "staleness": moments_of(policy_version - rollouts.policy_version, everyone),
         "critic/advantages": moments_of(batch.advantages, batch.response_mask),
     }
@@ -43,6 +43,7 @@ def batch_sums(
         moments["critic/values"] = moments_of(batch.values, batch.valid_mask)
         moments["critic/returns"] = moments_of(batch.returns, batch.valid_mask)
     sums = {
+        "full_prompts": (prompts >= max_prompt_length).double().sum(),
         "truncated": rollouts.truncated.double().sum(),
         "aborted": rollouts.aborted.double().sum(),
         "invalid": (~scored.score_valid & ~rollouts.aborted).double().sum(),
@@ -77,6 +78,7 @@ def batch_metrics(reduced: ReducedSums, *, compares_siblings: bool) -> dict[str,
     lengths = reduced.moments["response_length"]
     return metrics | {
         "response_length/clip_ratio": ratio(reduced.sums["truncated"], lengths.count),
+        "prompt_length/clip_ratio": ratio(reduced.sums["full_prompts"], lengths.count),
         "response/num_aborted": reduced.sums["aborted"],
         "reward/num_errors": reduced.sums["invalid"],
         "reward/num_timeouts": reduced.sums["timeouts"],

@@ -98,7 +98,7 @@ class Guardrails:
         step: int,
         metrics: Mapping[str, float],
         *,
-        num_updates: int,
+        num_planned: int,
         decisions: Sequence[UpdateDecision],
         lr_scale: float,
     ) -> dict[str, float]:
@@ -107,7 +107,7 @@ class Guardrails:
         Args:
             step: the batch's number.
             metrics: metrics of the step, reduced over ranks.
-            num_updates: optimizer updates of the batch, taken or withheld.
+            num_planned: planned optimizer updates of the batch, withheld ones included.
             decisions: decisions on the updates that were checked.
             lr_scale: learning-rate factor after these decisions.
 
@@ -120,7 +120,7 @@ class Guardrails:
             ALARMS: float(sum(decision.is_low or decision.has_drifted for decision in decisions)),
             INTERVENTIONS: float(sum(decision.changes_update for decision in decisions)) + self.is_tight,
             SKIPPED: float(sum(decision.skip for decision in decisions)),
-            UPDATES: float(num_updates),
+            UPDATES: float(num_planned),
             TIGHTENED: float(self.is_tight),
             LR_SCALE: lr_scale,
             FORECAST_SCALE: self._forecast_scale,

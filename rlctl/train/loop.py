@@ -7,8 +7,8 @@
 
 One batch per step. Every rank runs this loop on its share of each batch; sums are merged over ranks
 before they are divided. All randomness derives from the seed and the step. Besides the state of the
-models, a resumed run therefore needs only the last step, the KL coefficient, batches sampled ahead and
-the draws of dynamic sampling.
+models, a resumed run therefore needs only the last step, the number of updates, the KL coefficient, batches
+sampled ahead, the draws of dynamic sampling, and the log, which guardrails and `auto` read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlctl.train.notices import Notices, step_warnings
 from rlctl.train.run import Run, refuse_ungraded
 from rlctl.train.sample_prompts import greedy_baseline
 from rlctl.train.saving import Saver
-from rlctl.train.schedule import actor_schedule, critic_schedule, is_due
+from rlctl.train.schedule import actor_schedule, critic_schedule, is_due, planned_updates
 from rlctl.train.score_batch import score_batch, with_advantages
 from rlctl.train.settings import CriticSettings, UpdateSettings
 from rlctl.train.shared_rows import shared_rewards, shared_rollouts
@@ -80,7 +80,7 @@ def train(run: Run) -> None:
                     ranks,
                     auto.adjusted(guardrails.settings),
                     lr_at,
-                    run.policy_version,
+                    planned_updates(spec, step),
                     guard=guardrails.spec,
                     lr_scale=guardrails.lr_scale,
                     hold=hold,
@@ -101,7 +101,7 @@ def train(run: Run) -> None:
         metrics |= guardrails.observe(
             step,
             metrics,
-            num_updates=outcome.num_updates,
+            num_planned=0 if hold else spec.updates_per_batch,
             decisions=outcome.decisions,
             lr_scale=outcome.lr_scale,
         )
@@ -154,7 +154,9 @@ def describe_batch(
         RunFailure: too many responses could not be graded.
     """
     spec = run.spec
-    reduced = run.data_ranks.to_host(batch_sums(scored, batch, rewards, run.policy_version))
+    reduced = run.data_ranks.to_host(
+        batch_sums(scored, batch, rewards, run.policy_version, spec.data.max_prompt_length)
+    )
     metrics = batch_metrics(reduced, compares_siblings=spec.algorithm.estimator_needs("group_ids"))
     errors = rewards.errors + (baseline.errors if baseline else [])
     refuse_ungraded(run, metrics["reward/num_errors"], spec.data.train_batch_size * spec.rollout.n, errors)

@@ -52,7 +52,7 @@ class Run:
     total_steps: int
     start_step: int = 0
     draws: PromptDraws | None = None  # with `algorithm.filter_groups`
-    policy_version: int = 0  # optimizer updates so far
+    policy_version: int = 0  # optimizer updates so far, withheld ones excluded
     stopped_because: str = ""  # the guardrails' reason to end the run early
     history: list[dict[str, float]] = field(default_factory=list)
     callbacks: list[Callable[[int, Mapping[str, float]], None]] = field(default_factory=list)

@@ -10,8 +10,13 @@ from typing import Literal
 from rlctl.spec.run_spec import RunSpec
 
 
+def planned_updates(spec: RunSpec, step: int) -> int:
+    """Planned optimizer updates of the policy before a step, withheld ones included."""
+    return max(step - 1 - spec.trainer.critic_warmup, 0) * spec.updates_per_batch
+
+
 def actor_schedule(spec: RunSpec, total_steps: int) -> Callable[[int], float]:
-    """Learning rate of the policy by number of its update (there are none while a critic warms up)."""
+    """Learning rate of the policy by number of the planned update (none while a critic warms up)."""
     batches = total_steps - spec.trainer.critic_warmup
     actor = spec.actor
     return partial(

@@ -57,7 +57,7 @@ class Updated:
 
     Attributes:
         metrics: of the whole batch, all ranks.
-        num_updates: optimizer steps taken or withheld; 0 with `hold`.
+        num_updates: optimizer steps that changed the weights.
         dumped: log-probs, weights and masks of this rank's rows.
         decisions: decisions of the guardrails, one per checked update.
         lr_scale: learning-rate factor with which the guardrails start the next update.
@@ -77,6 +77,7 @@ class _MiniResult:
     factor: float
     grad_norm: float
     lr: float
+    applied: bool
     could_not_step: bool
     decision: UpdateDecision | None
 
@@ -97,8 +98,8 @@ def update(
 
     Args:
         batch: this rank's rows, mini-batches in order.
-        lr_at: learning rate by the number of the optimizer update.
-        first_update: number of the first update of this batch.
+        lr_at: learning rate by the number of the planned update.
+        first_update: number of planned updates before this batch.
         guard: settings of the checks before every step; None: no checks.
         lr_scale: the guardrails' learning-rate factor for the first update.
         hold: compute all metrics, but take no step (while a critic warms up).
@@ -134,7 +135,7 @@ def update(
     metrics["rollout_corr/nonfinite_sequences"] = num_nonfinite
     return Updated(
         metrics=metrics,
-        num_updates=0 if hold else len(results),
+        num_updates=sum(result.applied for result in results),
         dumped=dumped,
         decisions=[result.decision for result in results if result.decision is not None],
         lr_scale=lr_scale,
@@ -386,6 +387,7 @@ def _step(
         factor=factor,
         grad_norm=result.grad_norm,
         lr=lr,
+        applied=result.applied,
         could_not_step=not (result.applied or is_withheld),
         decision=decision,
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlctl.metric_names import describe
+from rlctl.metric_names import SECTIONS, describe
 from rlctl.spec.load import load_spec
 from tests import runs
 from tests.processes import ROOT, Job
@@ -45,6 +45,7 @@ def test_every_metric_has_a_definition_and_a_finite_value(run_dir: Path) -> None
     lines = runs.metrics(run_dir)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     for line in lines:
+        assert {metric.name for metric in SECTIONS["Lengths"]} <= line.keys()
         for key, value in line.items():
             if key not in {"step", "timestamp"}:
                 assert describe(key) is not None, key

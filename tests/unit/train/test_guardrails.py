@@ -223,7 +223,7 @@ def observed(guardrails, row, decisions):
     """The guardrails' metrics of a step that made these decisions."""
     scale = decisions[-1].next_scale if decisions else guardrails.lr_scale
     return guardrails.observe(
-        row["step"], row, num_updates=len(decisions), decisions=decisions, lr_scale=scale
+        row["step"], row, num_planned=len(decisions), decisions=decisions, lr_scale=scale
     )
 
 
@@ -449,7 +449,7 @@ def test_a_batch_is_decided_from_its_observation_alone(mode) -> None:
 def test_updates_are_counted_not_decisions() -> None:
     """Two updates that could not be checked are two updates all the same."""
     guardrails = guardrails_of(run_of(alone(), f"{G}mode=act"))
-    logged = guardrails.observe(1, rows_with(1)[0], num_updates=2, decisions=(), lr_scale=1.0)
+    logged = guardrails.observe(1, rows_with(1)[0], num_planned=2, decisions=(), lr_scale=1.0)
     assert logged["guardrails/updates"] == 2.0
 
 

@@ -104,7 +104,10 @@ def test_a_response_that_the_engine_ended_is_excluded() -> None:
     scored = score_batch(run_of(spec), ended, graded, None, timer())
     assert scored.score_valid.tolist() == [row != 2 for row in range(ROWS)]
     batch = with_advantages(scored, spec.algorithm, alone())
-    metrics = batch_metrics(batch_sums(scored, batch, graded, 0).to_host(), compares_siblings=True)
+    longest = int(ended.prompt_mask.sum(-1).max())
+    metrics = batch_metrics(batch_sums(scored, batch, graded, 0, longest).to_host(), compares_siblings=True)
+    share = (ended.prompt_mask.sum(-1) == longest).float().mean().item()
+    assert metrics["prompt_length/clip_ratio"] == pytest.approx(share)
     assert metrics["response/num_aborted"] == 1
     assert metrics["reward/num_errors"] == 0  # the grader did not fail
 

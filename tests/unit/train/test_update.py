@@ -201,7 +201,7 @@ def test_a_guard_scales_the_rate_of_a_step_or_withholds_it() -> None:
             torch.testing.assert_close(parameter.detach(), before[name] - step, rtol=1e-4, atol=1e-7)
         # What a guard withholds is its decision, not a step that could not be made.
         assert outcome.metrics["rollout_corr/skipped_updates"] == 0.0
-        assert outcome.num_updates == 1
+        assert outcome.num_updates == (action != "skip_step")
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -233,7 +233,7 @@ def test_everything_rejected_makes_no_step(mode, denominator: str, micro: int) -
     outcome, engine, before = updated(correction, far_batch(), micro_rows=micro)
     assert outcome.metrics["rollout_corr/skipped_updates"] == 1.0
     assert outcome.metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0
-    assert outcome.num_updates == 1
+    assert outcome.num_updates == 0
     assert all(math.isfinite(value) for value in outcome.metrics.values())
     assert moved(engine, before) == 0.0
 

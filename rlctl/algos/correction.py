@@ -15,7 +15,6 @@ from rlctl.algos.row_blocks import (
     CorrectedRows,
     Extras,
     all_true,
-    as_bits,
     as_float,
     beyond,
     clamped_exp,
@@ -71,8 +70,7 @@ def correct_rows(
 
 def masked_log_ratio(train: Tensor, rollout: Tensor, mask: Tensor, extras: Extras) -> LogRatio:
     """log ρ_t = log π_train(t) − log π_rollout(t), and its sum over each sequence's response tokens."""
-    bits = as_bits(mask, train.dtype)
-    train, rollout = (zero_outside(x, mask, bits) for x in (train, rollout.to(train.dtype)))
+    train, rollout = (zero_outside(x, mask) for x in (train, rollout.to(train.dtype)))
     token = train - rollout
     total = token.sum(-1, keepdim=True)  # NaN or infinite if any value of the row is
     length = count(mask).double()

@@ -49,15 +49,11 @@ def clamped_exp(log_weight: Tensor) -> Tensor:
     return log_weight.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
 
 
-def as_bits(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Integers of the size of `dtype`: all bits set where True, none where False."""
-    return mask.view(torch.int8).to(torch.int64 if dtype == torch.float64 else torch.int32).neg_()
-
-
-def zero_outside(values: Tensor, mask: Tensor, bits: Tensor | None = None) -> Tensor:
-    """`torch.where(mask, values, 0.0)`, NaN and infinity included; all (B, T), `bits`: `as_bits(mask)`."""
-    bits = as_bits(mask, values.dtype) if bits is None else bits
-    return (bits & values.view(bits.dtype)).view(values.dtype)
+def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
+    """`torch.where(mask, values, 0.0)`, NaN and infinity included; both (B, T), float32 or float64."""
+    integer = torch.int64 if values.dtype == torch.float64 else torch.int32
+    bits = mask.view(torch.int8).to(integer).neg_()  # all bits set where True, none where False
+    return bits.bitwise_and_(values.view(integer)).view(values.dtype)
 
 
 def as_float(mask: Tensor) -> Tensor:

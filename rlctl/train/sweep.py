@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -46,10 +46,20 @@ _DONE = {"finished", "stopped"}
 
 @dataclass(frozen=True, slots=True)
 class SweepRun:
-    """One combination: the name of its directory, and its values by key."""
+    """One combination: its values by key."""
 
-    name: str
     values: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """The name of its directory."""
+        words = (f"{key.rpartition('.')[2]}-{value}" for key, value in self.values.items())
+        return re.sub(r"[^A-Za-z0-9._-]", "_", "_".join(words))
+
+    @property
+    def overrides(self) -> list[str]:
+        """The values as `key=value`."""
+        return [f"{key}={value}" for key, value in self.values.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +81,7 @@ class Sweep:
     def runs(self) -> list[SweepRun]:
         """Every combination; the last axis varies fastest."""
         combinations = itertools.product(*self.axes.values())
-        return [_run(dict(zip(self.axes, values, strict=True))) for values in combinations]
+        return [SweepRun(dict(zip(self.axes, values, strict=True))) for values in combinations]
 
     @property
     def key(self) -> str:
@@ -128,7 +138,7 @@ def plan(presets: Sequence[str], arguments: Sequence[str]) -> Sweep:
         raise UsageError("nothing is varied", where="rlctl sweep", fix=fix)
     sweep = Sweep(list(presets), files, fixed, axes)
     for run in sweep.runs:
-        load_spec(sweep.presets, [Path(file) for file in files], [*fixed, *_overrides(run)])
+        load_spec(sweep.presets, [Path(file) for file in files], [*fixed, *run.overrides])
     return sweep
 
 
@@ -284,7 +294,7 @@ def _start(directory: Path, sweep: Sweep, run: SweepRun) -> subprocess.Popen[byt
             number = sum(1 for _ in directory.glob(f"{_LOST}*"))
             path.rename(directory / f"{_LOST}{number}-{run.name}")
         presets = itertools.chain.from_iterable(("--preset", preset) for preset in sweep.presets)
-        words = [*presets, *sweep.files, *sweep.fixed, *_overrides(run), f"trainer.run_dir={path}"]
+        words = [*presets, *sweep.files, *sweep.fixed, *run.overrides, f"trainer.run_dir={path}"]
     with (directory / f"{run.name}.log").open("ab") as log:
         return subprocess.Popen(
             [*TRAIN, *words],
@@ -294,15 +304,6 @@ def _start(directory: Path, sweep: Sweep, run: SweepRun) -> subprocess.Popen[byt
             start_new_session=True,  # Ctrl-C must reach only this process, which stops the runs
             preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid()),  # noqa: PLW1509 - no other thread
         )
-
-
-def _run(values: dict[str, str]) -> SweepRun:
-    words = (f"{key.rpartition('.')[2]}-{value}" for key, value in values.items())
-    return SweepRun(re.sub(r"[^A-Za-z0-9._-]", "_", "_".join(words)), values)
-
-
-def _overrides(run: SweepRun) -> Iterable[str]:
-    return (f"{key}={value}" for key, value in run.values.items())
 
 
 def _values(text: str) -> list[str]:

@@ -24,7 +24,7 @@ from rlctl.rollout.engines import sampling_of
 from rlctl.rollout.protocol import step_seed
 from rlctl.train.prompt_draws import PromptDraws
 from rlctl.train.run import refuse_ungraded
-from rlctl.train.score_batch import rank_positions
+from rlctl.train.sample_prompts import rank_positions
 from rlctl.train.timing import StepTimer
 
 if TYPE_CHECKING:

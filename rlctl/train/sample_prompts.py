@@ -13,7 +13,6 @@ from rlctl.reward.protocol import RewardResult
 from rlctl.rollout.engines import sampling_of
 from rlctl.rollout.protocol import RolloutEngine, Sampling, step_seed
 from rlctl.spec.run_spec import RunSpec
-from rlctl.train.score_batch import rank_positions
 from rlctl.train.sync import release_engine
 from rlctl.train.timing import StepTimer
 
@@ -66,3 +65,19 @@ def draw_prompts(spec: RunSpec, ranks: Ranks, prompts: PromptDataset, step: int)
     indices = prompts.batch_indices(step - 1, batch_size, seed=spec.trainer.seed, shuffle=spec.data.shuffle)
     mine = rank_positions(batch_size, spec.ppo_mini_batch_size, rank=ranks.rank, world_size=ranks.world_size)
     return prompts.prompts([indices[place] for place in mine], mine)
+
+
+def rank_positions(
+    train_batch_size: int, ppo_mini_batch_size: int, *, rank: int, world_size: int
+) -> list[int]:
+    """Indices in the whole batch of this rank's prompts, in its order.
+
+    Every mini-batch is divided evenly among the ranks, so that mini-batch k contains the same
+    prompts for any number of ranks.
+    """
+    share = ppo_mini_batch_size // world_size
+    return [
+        start + rank * share + i
+        for start in range(0, train_batch_size, ppo_mini_batch_size)
+        for i in range(share)
+    ]

@@ -24,22 +24,6 @@ if TYPE_CHECKING:
     from rlctl.train.run import Run
 
 
-def rank_positions(
-    train_batch_size: int, ppo_mini_batch_size: int, *, rank: int, world_size: int
-) -> list[int]:
-    """Indices in the whole batch of this rank's prompts, in its order.
-
-    Every mini-batch is divided evenly among the ranks, so that mini-batch k contains the same
-    prompts for any number of ranks.
-    """
-    share = ppo_mini_batch_size // world_size
-    return [
-        start + rank * share + i
-        for start in range(0, train_batch_size, ppo_mini_batch_size)
-        for i in range(share)
-    ]
-
-
 def score_batch(
     run: Run, rollouts: Rollouts, rewards: RewardResult, baseline: RewardResult | None, timer: StepTimer
 ) -> ScoredBatch:

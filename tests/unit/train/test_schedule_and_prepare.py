@@ -9,8 +9,8 @@ from rlctl.errors import SpecError
 from rlctl.spec.load import load_spec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.train.resume import changes, refuse_unsafe
+from rlctl.train.sample_prompts import rank_positions
 from rlctl.train.schedule import actor_schedule, critic_schedule, lr_at
-from rlctl.train.score_batch import rank_positions
 from rlctl.train.stop import StopRequest
 
 

@@ -16,14 +16,12 @@ others, μ is assumed to be proportional to π. As Σ_v π(v) ∇ log π(v) = 0,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
+from torch import Tensor
 
 from rlctl.algos.correction import bound
-from rlctl.algos.rules import LOG_RATIO_CLAMP, WeightRule
-from rlctl.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from rlctl.algos.row_blocks import clamped_exp
+from rlctl.algos.rules import WeightRule
 
 #: Lower bound of the probability outside H: 1 − Σ_H can be 0, or negative by rounding.
 _MIN_TAIL = 1e-6
@@ -58,6 +56,4 @@ def score_factors(log_probs: Tensor, rollout_log_probs: Tensor, rule: WeightRule
 
 
 def _weight(log_ratio: Tensor, rule: WeightRule) -> Tensor:
-    if rule.level is None:
-        return torch.ones_like(log_ratio)
-    return bound(log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp(), rule)
+    return torch.ones_like(log_ratio) if rule.level is None else bound(clamped_exp(log_ratio), rule)

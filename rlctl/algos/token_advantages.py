@@ -7,6 +7,7 @@ A mask may have gaps: tool output is skipped, as if the tokens before and after 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -105,20 +106,18 @@ def optimal_token_baseline(
 # --- over the whole batch -------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def whitening_sums(values: Tensor, mask: Tensor) -> MetricSums[Tensor]:
-    """Moments of this part, named `whitened`, to be merged over ranks."""
-    return MetricSums(moments={"whitened": moments_of(values, mask)})
-
-
-def whiten(values: Tensor, mask: Tensor, mean: float, std: float) -> Tensor:
-    """(x − mean) / √(std² + 1e-8), float32, 0.0 outside the mask.
+def whiten(
+    values: Tensor, mask: Tensor, to_host: Callable[[MetricSums[Tensor]], ReducedSums] = MetricSums.to_host
+) -> Tensor:
+    """(x − mean) / √(std² + 1e-8), float32, 0.0 outside the mask; std with n − 1.
 
     Args:
-        mean, std: of the whole batch, on all ranks: `mean` and `sample_std` (n − 1) of the merged
-            `whitening_sums`.
+        to_host: merges the sums of all ranks, so that mean and std are those of the whole batch; the default
+            is for a single rank.
     """
-    whitened = (values.double() - mean) / math.sqrt(std * std + 1e-8)
+    moments = to_host(MetricSums(moments={"whitened": moments_of(values, mask)})).moments["whitened"]
+    std = moments.sample_std
+    whitened = (values.double() - moments.mean) / math.sqrt(std * std + 1e-8)
     return torch.where(mask, whitened, 0.0).float()
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from rlctl.algos.estimators import AdvantageInputs, Estimate, spread
-from rlctl.algos.token_advantages import whiten, whitening_sums
+from rlctl.algos.token_advantages import whiten
 from rlctl.batch import ScoredBatch
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
@@ -48,7 +47,7 @@ def estimate(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> Est
             gamma=algorithm.gamma,
             lam=algorithm.lam,
             divide_by_std=algorithm.norm_adv_by_std_in_grpo,
-            whiten=partial(_whitened, ranks=ranks),
+            whiten=partial(whiten, to_host=ranks.to_host),
             total=ranks.sum,
             values=scored.values,
             baseline_scores=scored.baseline_scores,
@@ -72,9 +71,3 @@ def estimate(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> Est
         what = f"advantage estimator {part.name} gives NaN or infinite advantages to {num_bad} responses"
         raise RunFailure(what, fix="for example, do not divide by a deviation of 0")
     return Estimate(advantages, result.returns)
-
-
-def _whitened(values: Tensor, mask: Tensor, *, ranks: Ranks) -> Tensor:
-    """Values with zero mean and unit variance over the response tokens of the whole batch, on all ranks."""
-    moments = ranks.to_host(whitening_sums(values, mask)).moments["whitened"]
-    return whiten(values, mask, moments.mean, moments.sample_std)

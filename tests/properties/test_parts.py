@@ -20,7 +20,7 @@ from rlctl.algos.estimators import AdvantageInputs, Estimate, spread
 from rlctl.algos.losses import policy_loss
 from rlctl.algos.rules import BASIC_STATISTICS, CorrectionRules, RejectRule, WeightRule
 from rlctl.algos.statistics import correction_metrics, normalized
-from rlctl.algos.token_advantages import whiten, whitening_sums
+from rlctl.algos.token_advantages import whiten
 from rlctl.registry import ADVANTAGE_ESTIMATORS, CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules
@@ -31,11 +31,6 @@ ORDER = torch.tensor([5, 2, 7, 0, 3, 6, 1, 4])
 MASK = torch.tensor(
     [[1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 0, 1, 0]] * 2, dtype=torch.bool
 )  # holes too: tool output
-
-
-def in_one_process(values: Tensor, mask: Tensor) -> Tensor:
-    moments = whitening_sums(values, mask).to_host().moments["whitened"]
-    return whiten(values, mask, moments.mean, moments.sample_std)
 
 
 def inputs() -> AdvantageInputs:
@@ -49,7 +44,7 @@ def inputs() -> AdvantageInputs:
         gamma=0.9,
         lam=0.8,
         divide_by_std=True,
-        whiten=in_one_process,
+        whiten=whiten,
         values=torch.where(MASK, torch.randn(ROWS, HORIZON, generator=draw), 0.0),
         baseline_scores=torch.randn(ROWS, generator=draw),
         score_norms=torch.where(MASK, torch.rand(ROWS, HORIZON, generator=draw) + 0.1, 0.0),
@@ -312,7 +307,7 @@ def test_an_unbiased_estimator_has_it_too(name: str) -> None:
             gamma=1.0,
             lam=1.0,
             divide_by_std=True,
-            whiten=in_one_process,
+            whiten=whiten,
             baseline_scores=torch.full((2,), 0.7),
         )
         advantages = advantages_of(name, given)[:, 0].double()

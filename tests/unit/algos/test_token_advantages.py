@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlctl.algos.metric_sums import ReducedSums
+from rlctl.algos.metric_sums import MetricSums, ReducedSums
 from rlctl.algos.token_advantages import (
     explained_variance,
     explained_variance_sums,
@@ -19,7 +19,6 @@ from rlctl.algos.token_advantages import (
     reward_to_go,
     score_norms,
     whiten,
-    whitening_sums,
 )
 from tests.properties.batches import make_batch
 from tests.reference import advantages as reference
@@ -112,9 +111,11 @@ def test_a_policy_without_choice_has_a_baseline_too() -> None:
 def whitened_in_parts(values: Tensor, mask: Tensor, cut: int) -> Tensor:
     """Two ranks, each with its own rows and sums."""
     parts = [slice(None, cut), slice(cut, None)]
-    sums = [whitening_sums(values[rows], mask[rows]) for rows in parts]
-    moments = (sums[0] + sums[1]).to_host().moments["whitened"]
-    return torch.cat([whiten(values[rows], mask[rows], moments.mean, moments.sample_std) for rows in parts])
+    sums: list[MetricSums[Tensor]] = []
+    for rows in parts:
+        whiten(values[rows], mask[rows], lambda own: sums.append(own) or own.to_host())
+    merged = (sums[0] + sums[1]).to_host()
+    return torch.cat([whiten(values[rows], mask[rows], lambda _: merged) for rows in parts])
 
 
 @settings(max_examples=60, deadline=None)

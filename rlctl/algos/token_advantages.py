@@ -14,6 +14,9 @@ from torch import Tensor
 
 from rlctl.algos.metric_sums import MetricSums, ReducedSums, moments_of
 
+#: Merges the sums of all ranks, so that a result is that of the whole batch; `MetricSums.to_host`: one rank.
+ToHost = Callable[[MetricSums[Tensor]], ReducedSums]
+
 
 @torch.no_grad()
 def gae(
@@ -106,15 +109,8 @@ def optimal_token_baseline(
 # --- over the whole batch -------------------------------------------------------------------------
 
 
-def whiten(
-    values: Tensor, mask: Tensor, to_host: Callable[[MetricSums[Tensor]], ReducedSums] = MetricSums.to_host
-) -> Tensor:
-    """(x − mean) / √(std² + 1e-8), float32, 0.0 outside the mask; std with n − 1.
-
-    Args:
-        to_host: merges the sums of all ranks, so that mean and std are those of the whole batch; the default
-            is for a single rank.
-    """
+def whiten(values: Tensor, mask: Tensor, to_host: ToHost = MetricSums.to_host) -> Tensor:
+    """(x − mean) / √(std² + 1e-8), float32, 0.0 outside the mask; std with n − 1."""
     moments = to_host(MetricSums(moments={"whitened": moments_of(values, mask)})).moments["whitened"]
     std = moments.sample_std
     whitened = (values.double() - moments.mean) / math.sqrt(std * std + 1e-8)
@@ -122,18 +118,14 @@ def whiten(
 
 
 @torch.no_grad()
-def explained_variance_sums(returns: Tensor, values: Tensor, mask: Tensor) -> MetricSums[Tensor]:
-    """Moments of this part from which `explained_variance` is computed."""
-    residuals = moments_of(returns.double() - values.double(), mask)
-    return MetricSums(moments={"returns": moments_of(returns, mask), "residuals": residuals})
-
-
-def explained_variance(reduced: ReducedSums) -> float:
+def explained_variance(returns: Tensor, values: Tensor, mask: Tensor, to_host: ToHost) -> float:
     """1 − Var(returns − values)/Var(returns): 1 for a perfect critic, 0 for a constant prediction.
 
     0.0 if the returns do not vary.
     """
-    returns, residuals = reduced.moments["returns"], reduced.moments["residuals"]
-    if returns.std**2 <= 1e-12 * returns.mean_square:  # rounding error only
+    differences = moments_of(returns.double() - values.double(), mask)
+    reduced = to_host(MetricSums(moments={"returns": moments_of(returns, mask), "residuals": differences}))
+    target, residuals = reduced.moments["returns"], reduced.moments["residuals"]
+    if target.std**2 <= 1e-12 * target.mean_square:  # rounding error only
         return 0.0
-    return 1.0 - (residuals.std / returns.std) ** 2
+    return 1.0 - (residuals.std / target.std) ** 2

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlctl.algos.aggregate import Denominators, aggregate
 from rlctl.algos.metric_sums import MetricSums, ReducedSums
-from rlctl.algos.token_advantages import explained_variance, explained_variance_sums
+from rlctl.algos.token_advantages import explained_variance
 from rlctl.algos.value_loss import value_loss
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import CriticEngine, StepResult
@@ -41,7 +41,7 @@ def update_critic(
         RunFailure: the batch has no values or returns.
     """
     values, returns = _targets(batch)
-    explained = ranks.to_host(explained_variance_sums(returns, values, batch.valid_mask))
+    explained = explained_variance(returns, values, batch.valid_mask, ranks.to_host)
     sums: list[ReducedSums] = []
     steps: list[StepResult] = []
     for _ in range(settings.ppo_epochs):
@@ -56,7 +56,7 @@ def update_critic(
         "critic/vf_loss": total.sums["vf_loss"] / len(steps),
         "critic/vf_clipfrac": total.per("clipped", "tokens"),
         "critic/vpred_mean": total.per("values", "tokens"),
-        "critic/vf_explained_var": explained_variance(explained),
+        "critic/vf_explained_var": explained,
         "critic/grad_norm": sum(step.grad_norm for step in steps) / len(steps),
         "critic/lr": lr,
         "critic/skipped_updates": float(sum(not step.applied for step in steps)),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlctl.algos.metric_sums import MetricSums, ReducedSums
+from rlctl.algos.metric_sums import MetricSums
 from rlctl.algos.token_advantages import (
     explained_variance,
-    explained_variance_sums,
     gae,
     optimal_token_baseline,
     reward_to_go,
@@ -108,14 +109,18 @@ def test_a_policy_without_choice_has_a_baseline_too() -> None:
         assert found.abs().max() <= 1.0  # a baseline among the returns
 
 
-def whitened_in_parts(values: Tensor, mask: Tensor, cut: int) -> Tensor:
-    """Two ranks, each with its own rows and sums."""
-    parts = [slice(None, cut), slice(cut, None)]
+def on_two_ranks(function: Callable[..., Any], *inputs: Tensor, cut: int) -> list[Any]:
+    """What each of two ranks computes from its own rows and the sums of both."""
+    parts = [[x[rows] for x in inputs] for rows in (slice(None, cut), slice(cut, None))]
     sums: list[MetricSums[Tensor]] = []
-    for rows in parts:
-        whiten(values[rows], mask[rows], lambda own: sums.append(own) or own.to_host())
+    for part in parts:
+        function(*part, lambda own: sums.append(own) or own.to_host())
     merged = (sums[0] + sums[1]).to_host()
-    return torch.cat([whiten(values[rows], mask[rows], lambda _: merged) for rows in parts])
+    return [function(*part, lambda _: merged) for part in parts]
+
+
+def whitened_in_parts(values: Tensor, mask: Tensor, cut: int) -> Tensor:
+    return torch.cat(on_two_ranks(whiten, values, mask, cut=cut))
 
 
 @settings(max_examples=60, deadline=None)
@@ -148,11 +153,9 @@ def test_explained_variance_over_two_ranks(seed: int) -> None:
     values = returns + 0.5 * noise + 3.0  # a constant error does not count
 
     def explained(predicted: Tensor) -> float:
-        parts: list[ReducedSums] = [
-            explained_variance_sums(returns[rows], predicted[rows], mask[rows]).to_host()
-            for rows in (slice(None, 3), slice(3, None))
-        ]
-        return explained_variance(parts[0] + parts[1])
+        first, second = on_two_ranks(explained_variance, returns, predicted, mask, cut=3)
+        assert first == second
+        return float(first)
 
     r, v = returns[mask].double(), values[mask].double()
     expected = 1.0 - ((r - v).var() / r.var()).item()
@@ -163,9 +166,8 @@ def test_explained_variance_over_two_ranks(seed: int) -> None:
 
 def test_returns_that_do_not_vary_leave_nothing_to_explain() -> None:
     returns, mask = torch.full((2, 3), 0.1), torch.ones(2, 3, dtype=torch.bool)
-    sums = explained_variance_sums(returns, torch.randn(2, 3), mask)
-    assert explained_variance(sums.to_host()) == 0.0
-    assert explained_variance(explained_variance_sums(returns, returns, ~mask).to_host()) == 0.0
+    assert explained_variance(returns, torch.randn(2, 3), mask, MetricSums.to_host) == 0.0
+    assert explained_variance(returns, returns, ~mask, MetricSums.to_host) == 0.0
 
 
 @pytest.mark.parametrize("unit", [1e-14, 1e-6, 1.0, 1e12])
@@ -173,8 +175,7 @@ def test_explained_variance_does_not_depend_on_the_unit_of_reward(unit: float) -
     returns, noise, mask = make_inputs(0)
     values = returns + 0.5 * noise
     known, scaled = (
-        explained_variance(explained_variance_sums(c * returns, c * values, mask).to_host())
-        for c in (1.0, unit)
+        explained_variance(c * returns, c * values, mask, MetricSums.to_host) for c in (1.0, unit)
     )
     assert 0.1 < known < 0.99
     assert scaled == pytest.approx(known, rel=1e-5)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def _group_sums(values: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """For each response: sum of `values` and number of responses over the valid responses of its group."""
     _, index = torch.unique(group_ids, return_inverse=True)
-    counted = torch.where(valid, values, 0.0)
+    valid_values = torch.where(valid, values, 0.0)
     size = int(index.max()) + 1 if len(index) else 0
-    sums = torch.zeros(size, dtype=values.dtype, device=values.device).index_add_(0, index, counted)
+    sums = torch.zeros(size, dtype=values.dtype, device=values.device).index_add_(0, index, valid_values)
     counts = torch.zeros_like(sums).index_add_(0, index, valid.to(values.dtype))
     return sums[index], counts[index]
 
@@ -65,8 +65,8 @@ def maxrl(scores: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
     rewards = scores.double()
     sums, counts = _group_sums(rewards, group_ids, valid)
     mean = sums / counts.clamp(min=1)
-    taught = valid & (counts > 1) & (mean > 0)
-    return torch.where(taught, (rewards - mean) / torch.where(taught, mean, 1.0), 0.0).float()
+    usable = valid & (counts > 1) & (mean > 0)
+    return torch.where(usable, (rewards - mean) / torch.where(usable, mean, 1.0), 0.0).float()
 
 
 def weighted_baseline(scores: Tensor, weights: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def _largest_kept(batch: WholeBatch, rule: LossRule) -> float:
     """
     log_r = batch.log_ratio
     squares = log_r[batch.mask & _pushed_out(log_r, batch.advantages)].square().double()
-    values, counts = torch.unique(batch.everyones(squares), return_counts=True)  # ascending
+    values, counts = torch.unique(batch.all_gather(squares), return_counts=True)  # ascending
     means = (values * counts).cumsum(0) / counts.cumsum(0)
     kept = values[means <= rule.params.budget]
     return float(kept[-1]) if len(kept) else 0.0
@@ -171,7 +171,7 @@ def _covariance_bound(batch: WholeBatch, rule: LossRule) -> tuple[tuple[float, f
     """Means as in `_means`, and the k-th largest covariance, k = max(1, fraction · tokens)."""
     means, _ = _means(batch)
     own = _covariance(batch.log_probs[batch.mask], batch.advantages[batch.mask], means)
-    values = batch.everyones(own)
+    values = batch.all_gather(own)
     k = max(1, int(len(values) * rule.params.fraction))
     return means, float(values.topk(min(k, len(values))).values[-1]) if len(values) else float("inf")
 

@@ -107,8 +107,8 @@ class CriterionRows(Additive):
     above: Tensor
     below: Tensor
     rejected: Tensor | None  # whether the whole sequence is rejected; None: tokens are rejected separately
-    held: Tensor | None  # Σ of the statistic clamped to the bounds, for a metric convention
-    held_squares: Tensor | None
+    clamped: Tensor | None  # Σ of the statistic clamped to the bounds, for a metric convention
+    clamped_squares: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +198,8 @@ class CriterionSums(Additive, Generic[V]):
     masked_tokens: V  # rejected by this criterion
     masked_sequences: V
     token_total: V  # Σ over tokens of the statistic; a sequence's statistic counts once per token
-    held: V  # the same with the statistic clamped to the bounds, if the convention needs it (else 0)
-    held_squares: V
+    clamped: V  # the same with the statistic clamped to the bounds, if the convention needs it (else 0)
+    clamped_squares: V
 
 
 @dataclass(frozen=True, slots=True)

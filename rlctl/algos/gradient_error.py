@@ -56,8 +56,8 @@ def gradient_error(used: Tensor, exact: Tensor, ess: float, num_groups: float) -
     """
     used, exact = used.double(), exact.double()
     grams = (used @ used.T, used @ exact.T, exact @ exact.T)
-    once = torch.ones(1, len(used), dtype=torch.float64, device=used.device)
-    estimate = float(_errors(once, grams, num_groups))
+    equal_weights = torch.ones(1, len(used), dtype=torch.float64, device=used.device)
+    estimate = float(_errors(equal_weights, grams, num_groups))
     sizes = grams[2].diagonal()
     in_effect = float(sizes.sum() ** 2 / sizes.square().sum().clamp(min=1e-300))
     if in_effect < _FEWEST_GROUPS or ess < _LOWEST_ESS:

@@ -97,11 +97,11 @@ class WholeBatch(LossInputs):
 
     Attributes:
         total: numbers of this rank → their sums over all ranks.
-        everyones: (N,) values of this rank → those of all ranks, in any order.
+        all_gather: (N,) values of this rank → those of all ranks, in any order.
     """
 
     total: Callable[[list[float]], list[float]]
-    everyones: Callable[[Tensor], Tensor]
+    all_gather: Callable[[Tensor], Tensor]
 
     @classmethod
     def of(
@@ -111,13 +111,13 @@ class WholeBatch(LossInputs):
         advantages: Tensor,
         mask: Tensor,
         total: Callable[[list[float]], list[float]] = list,
-        everyones: Callable[[Tensor], Tensor] = lambda values: values,
+        all_gather: Callable[[Tensor], Tensor] = lambda values: values,
     ) -> WholeBatch:
         """Detaches the tensors and sets them to 0.0 outside the mask; the defaults are for a single rank."""
         new, old, given = (torch.where(mask, x.detach(), 0.0) for x in (log_probs, old_log_probs, advantages))
-        return cls(new, old, given, mask, total, everyones)
+        return cls(new, old, given, mask, total, all_gather)
 
-    def tell(self, rule: LossRule) -> LossRule:
+    def with_statistics(self, rule: LossRule) -> LossRule:
         """The rule with `of_batch` set to the statistics that its loss needs of this mini-batch."""
         find = POLICY_LOSSES.part(rule.name).of_batch
         return rule if find is None else replace(rule, of_batch=find(self, rule))
@@ -204,8 +204,8 @@ def cispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     Source: MiniMax 2025, "MiniMax-M1", eqs. 4 and 5 (there only `clip_high` is active).
     """
     ratio = inputs.ratio.detach()
-    held = ratio.clamp(*rule.interval)
-    return TokenLoss(-held * inputs.advantages * inputs.log_probs, held != ratio)
+    bounded = ratio.clamp(*rule.interval)
+    return TokenLoss(-bounded * inputs.advantages * inputs.log_probs, bounded != ratio)
 
 
 @POLICY_LOSSES.register(
@@ -266,13 +266,13 @@ def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, lower: float, upper: float, clip_c: float | None = None
 ) -> TokenLoss:
     """The larger of −r·A and −clip(r, lower, upper)·A; with `clip_c`, at most −clip_c·A where A < 0."""
-    free, held = -advantages * ratio, -advantages * ratio.clamp(lower, upper)
-    return larger_of(free, held, advantages, None if clip_c is None else -clip_c * advantages)
+    unclipped, bounded = -advantages * ratio, -advantages * ratio.clamp(lower, upper)
+    return larger_of(unclipped, bounded, advantages, None if clip_c is None else -clip_c * advantages)
 
 
-def larger_of(free: Tensor, held: Tensor, advantages: Tensor, bound: Tensor | None) -> TokenLoss:
+def larger_of(unclipped: Tensor, bounded: Tensor, advantages: Tensor, bound: Tensor | None) -> TokenLoss:
     """The larger of a loss and its clipped form, all (B, T); with `bound`, at most that where A < 0."""
-    values, clipped = torch.maximum(free, held), held > free
+    values, clipped = torch.maximum(unclipped, bounded), bounded > unclipped
     if bound is None:
         return TokenLoss(values, clipped)
     runaway = (advantages < 0) & (values > bound)

@@ -96,8 +96,8 @@ def dispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     ratio = inputs.ratio.detach()
     good = ratio.clamp(1.0 - p.low_pos, 1.0 + p.high_pos)
     bad = ratio.clamp(1.0 - p.low_neg, 1.0 + p.high_neg)
-    held = torch.where(inputs.advantages > 0, good, bad)
-    return TokenLoss(-held * inputs.advantages * inputs.log_probs, held != ratio)
+    bounded = torch.where(inputs.advantages > 0, good, bad)
+    return TokenLoss(-bounded * inputs.advantages * inputs.log_probs, bounded != ratio)
 
 
 class CtpoParams(LossParams):
@@ -127,9 +127,9 @@ def ctpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     own = token - token.detach()
     log_r = token.detach().cumsum(-1).clamp(-LOG_RATIO_CLAMP, 10.0) + own
     scale = inputs.mask.cumsum(-1).clamp(min=1).to(log_r.dtype) ** p.power
-    free = -advantages * log_r.exp()
-    held = -advantages * torch.minimum(torch.maximum(log_r, -p.low * scale), p.high * scale).exp()
-    return larger_of(free, held, advantages, bound=-advantages * (p.dual * scale).exp())
+    unclipped = -advantages * log_r.exp()
+    bounded = -advantages * torch.minimum(torch.maximum(log_r, -p.low * scale), p.high * scale).exp()
+    return larger_of(unclipped, bounded, advantages, bound=-advantages * (p.dual * scale).exp())
 
 
 class GmpoParams(LossParams):
@@ -154,9 +154,9 @@ def gmpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     p: GmpoParams = rule.params
     token, advantages = inputs.log_ratio, inputs.advantages
     inside = token.clamp(-p.low, p.high)
-    held = torch.where(advantages > 0, torch.minimum(token, inside), torch.maximum(token, inside))
-    mean = held.detach().sum(-1, keepdim=True) / inputs.mask.sum(-1, keepdim=True).clamp(min=1)
-    return TokenLoss(-advantages * (mean + held - held.detach()).exp(), held != token)
+    bounded = torch.where(advantages > 0, torch.minimum(token, inside), torch.maximum(token, inside))
+    mean = bounded.detach().sum(-1, keepdim=True) / inputs.mask.sum(-1, keepdim=True).clamp(min=1)
+    return TokenLoss(-advantages * (mean + bounded - bounded.detach()).exp(), bounded != token)
 
 
 class DrpoParams(LossParams):

@@ -42,7 +42,7 @@ class MetricConvention(Protocol):
     With a convention, metrics describe weights after the bound and before rejection and normalisation.
     """
 
-    def held_rows(
+    def clamped_rows(
         self, values: Tensor, response: Tensor, length: Tensor, rule: RejectRule
     ) -> tuple[Tensor, Tensor]:
         """(B,) Σx and Σx² over a sequence's tokens, x being the statistic clamped to the bounds."""
@@ -169,9 +169,9 @@ def _criterion_rows(
 ) -> CriterionRows:
     log_ratio = tokens.log_ratio
     by_token = rule.reduction == "none"
-    held: tuple[Tensor | None, Tensor | None] = (None, None)
+    clamped: tuple[Tensor | None, Tensor | None] = (None, None)
     if convention := _convention(weight):
-        held = convention.held_rows(result.values, tokens.response, log_ratio.length[:, 0], rule)
+        clamped = convention.clamped_rows(result.values, tokens.response, log_ratio.length[:, 0], rule)
     found = None
     if by_token:
         found = tokens.ratio if rule.statistic == "ratio" else tokens.sums(result.values)
@@ -181,7 +181,7 @@ def _criterion_rows(
         result.num_above[:, 0],
         result.num_below[:, 0],
         None if rule.scope == "token" else result.rejected[:, 0],
-        *held,
+        *clamped,
     )
 
 
@@ -301,10 +301,10 @@ def _weight_sums(
         normalizer, count = (weights.unrejected, rows.length) if over_all else (weights.applied, kept)
     else:
         raw, bounded = weights.raw, weights.bounded
-        counted = kept if rule.metrics is None else rows.length
-        value = bounded * (counted > 0)
+        num_tokens = kept if rule.metrics is None else rows.length
+        value = bounded * (num_tokens > 0)
         sequence = _moments(value, nonempty)
-        token = _moments(value, counted) + _moments(torch.zeros_like(value), length - counted)
+        token = _moments(value, num_tokens) + _moments(torch.zeros_like(value), length - num_tokens)
         count = rows.is_finite if over_all else (kept > 0).double()
         normalizer = bounded * count
     above, below = (raw > rule.upper) * rows.is_finite, (raw < rule.lower_edge) * rows.is_finite
@@ -335,8 +335,8 @@ def _criterion_sums(rows: _Rows, found: CriterionRows, rule: RejectRule) -> Crit
         masked_tokens=masked,
         masked_sequences=(masked > 0).double(),
         token_total=token_total,
-        held=nothing if found.held is None else found.held,
-        held_squares=nothing if found.held_squares is None else found.held_squares,
+        clamped=nothing if found.clamped is None else found.clamped,
+        clamped_squares=nothing if found.clamped_squares is None else found.clamped_squares,
     )
 
 

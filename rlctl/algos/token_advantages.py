@@ -37,16 +37,18 @@ def gae(
     Returns:
         advantages, not whitened; and returns A_t + V_t, the critic's target values.
     """
-    rewards, known = (torch.where(response_mask, x.double(), 0.0) for x in (token_level_rewards, values))
+    rewards, masked_values = (
+        torch.where(response_mask, x.double(), 0.0) for x in (token_level_rewards, values)
+    )
     advantages = torch.zeros_like(rewards)
     next_value = next_advantage = rewards.new_zeros(len(rewards))
     for t in reversed(range(rewards.shape[1])):
         here = response_mask[:, t]
-        delta = rewards[:, t] + gamma * next_value - known[:, t]
+        delta = rewards[:, t] + gamma * next_value - masked_values[:, t]
         next_advantage = torch.where(here, delta + gamma * lam * next_advantage, next_advantage)
-        next_value = torch.where(here, known[:, t], next_value)
+        next_value = torch.where(here, masked_values[:, t], next_value)
         advantages[:, t] = torch.where(here, next_advantage, 0.0)
-    return advantages.float(), (advantages + known).float()
+    return advantages.float(), (advantages + masked_values).float()
 
 
 def reward_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:

@@ -24,6 +24,6 @@ def value_loss(
         clip: `critic.cliprange_value`, in units of reward.
     """
     new, old, target = (torch.where(mask, x, 0.0) for x in (values, old_values.detach(), returns.detach()))
-    free = (new - target).square()
-    held = (new.clamp(old - clip, old + clip) - target).square()
-    return TokenLoss(0.5 * torch.maximum(free, held), clipped=held > free)
+    unclipped = (new - target).square()
+    bounded = (new.clamp(old - clip, old + clip) - target).square()
+    return TokenLoss(0.5 * torch.maximum(unclipped, bounded), clipped=bounded > unclipped)

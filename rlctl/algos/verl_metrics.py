@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class VerlMetrics:
     """A `rlctl.algos.statistics.MetricConvention`."""
 
-    def held_rows(
+    def clamped_rows(
         self, values: Tensor, response: Tensor, length: Tensor, rule: RejectRule
     ) -> tuple[Tensor, Tensor]:
         """(B,) Σx and Σx² per sequence over its tokens, x being the statistic clamped to the bounds.
@@ -33,16 +33,16 @@ class VerlMetrics:
             values: (B, T), or (B, 1) for a reduced statistic, which counts once per token (`length`, (B,)).
             response: (B, T) float32, 1 on response tokens, else 0.
         """
-        held = values.clamp(0.0 if rule.lower is None else rule.lower, rule.upper)
+        clamped = values.clamp(0.0 if rule.lower is None else rule.lower, rule.upper)
         if rule.reduction != "none":
-            return held[:, 0] * length, held[:, 0].square() * length
-        held = held.mul_(response)
-        return held.sum(-1), held.square_().sum(-1)
+            return clamped[:, 0] * length, clamped[:, 0].square() * length
+        clamped = clamped.mul_(response)
+        return clamped.sum(-1), clamped.square_().sum(-1)
 
     def criterion_moments(self, sums: CriterionSums[float], tokens: float) -> tuple[float, float]:
         """Mean of the statistic over tokens, and standard deviation of the clamped statistic."""
-        held, squares = ratio(sums.held, tokens), ratio(sums.held_squares, tokens)
-        return ratio(sums.token_total, tokens), math.sqrt(max(squares - held**2, 0.0))
+        clamped, squares = ratio(sums.clamped, tokens), ratio(sums.clamped_squares, tokens)
+        return ratio(sums.token_total, tokens), math.sqrt(max(squares - clamped**2, 0.0))
 
     def weight_metrics(self, sums: CorrectionSums[float], rule: WeightRule) -> dict[str, float]:
         """`rollout_is_*` metrics; extremes of sequence weights are those before the bound."""

@@ -185,7 +185,9 @@ class EnumeratedWorld(World):
         share = self.rollout / self.rollout.sum(1, keepdims=True)
         rows = np.array([rng.choice(share.shape[1], p=share[prompt]) for prompt in prompts])
         success = (share * self.rewards).sum(1)[prompts]
-        return WholeBatch.of(*self._tensors(prompts, rows, rng.binomial(n - 1, success), n)).tell(rule.loss)
+        return WholeBatch.of(*self._tensors(prompts, rows, rng.binomial(n - 1, success), n)).with_statistics(
+            rule.loss
+        )
 
 
 def token_gradient(

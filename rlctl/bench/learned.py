@@ -178,7 +178,7 @@ class LearnedWorld:
         loss, tensors = rule.loss, (train, rollout, advantages, mask)
         if loss.reads_batch:
             few = slice(POPULATION)
-            loss = WholeBatch.of(train[few], rollout[few], advantages[few], mask[few]).tell(loss)
+            loss = WholeBatch.of(train[few], rollout[few], advantages[few], mask[few]).with_statistics(loss)
         probs, factors = np.exp(self.train), token_gradient(rule, loss, *tensors) * drawn.mask
         found = self._by_group(drawn.contexts * VOCABULARY + drawn.tokens, factors, n, self.train.size)
         found = found.reshape(-1, *self.train.shape)

@@ -97,11 +97,11 @@ class Ranks:
         """Values of all ranks, in rank order, on the main rank; empty on other ranks."""
         if self.world_size == 1:
             return values
-        everyones: list[Any] | None = [None] * self.world_size if self.is_main else None
-        dist.gather_object(values, everyones)
-        return [value for part in everyones or [] for value in part]
+        parts: list[Any] | None = [None] * self.world_size if self.is_main else None
+        dist.gather_object(values, parts)
+        return [value for part in parts or [] for value in part]
 
-    def everyones(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         """Concatenated (N,) values of all ranks, in rank order; N may differ between ranks."""
         if self.world_size == 1:
             return values

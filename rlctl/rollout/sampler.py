@@ -119,8 +119,8 @@ def global_uniforms(step_seed: int, sample_ids: Tensor, num_samples: int, length
         length: response tokens.
     """
     generator = torch.Generator().manual_seed(step_seed)
-    everyones = torch.rand(num_samples, length, dtype=torch.float64, generator=generator)
-    return everyones[sample_ids.cpu()].to(sample_ids.device)
+    of_all_samples = torch.rand(num_samples, length, dtype=torch.float64, generator=generator)
+    return of_all_samples[sample_ids.cpu()].to(sample_ids.device)
 
 
 def processors(sampling: Sampling, sampler: RecordingSampler) -> LogitsProcessorList:

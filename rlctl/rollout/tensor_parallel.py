@@ -64,13 +64,13 @@ class TensorParallelGroup:
 
     def _round(self, asked: list[Asked] | None, answer: Answer, version: int | None) -> list[Any] | None:
         """The outputs of this rank's requests; None: all ranks have finished."""
-        versions, everyones = zip(*self._exchange((version, asked)), strict=True)
+        versions, requests = zip(*self._exchange((version, asked)), strict=True)
         if len(set(versions)) > 1:
             what = f"the ranks of one engine hold weights of different versions: {versions}"
             raise RunFailure(what, where=_KEY)
-        if all(theirs is None for theirs in everyones):
+        if all(theirs is None for theirs in requests):
             return None
-        parts = [theirs or [] for theirs in everyones]
+        parts = [theirs or [] for theirs in requests]
         outputs = answer([request for part in parts for request in part])
         # An error above ends this rank, and then the others: ranks that still compute cannot be notified.
         if len(set(self._exchange(_digest(outputs)))) > 1:

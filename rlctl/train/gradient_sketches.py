@@ -86,11 +86,11 @@ class GradientSketches:
         """
         kinds = (self.used, self.exact, *(self.of_candidates.get(name, {}) for name in self.candidates))
         own = [tuple(kind[group].cpu() for kind in kinds) for group in sorted(self.used)]
-        everyones = ranks.exchange(own)
+        parts = ranks.exchange(own)
         total, squares, count = ranks.sum(self.weights)
-        if len(everyones) < 2:
+        if len(parts) < 2:
             return {}
-        used, exact, *others = (torch.stack(list(each)) for each in zip(*everyones, strict=True))
+        used, exact, *others = (torch.stack(list(each)) for each in zip(*parts, strict=True))
         ess = total**2 / (count * squares) if squares > 0 else 0.0
         found = gradient_error(used, exact, ess, groups_per_step)
         prefix = "rollout_corr/grad_error"

@@ -200,7 +200,7 @@ def _is_fatal(finding: Finding, step: int) -> bool:
 def _notices(
     observed: BatchObservation, spec: GuardrailsSpec, reason: str, *, can_tighten: bool
 ) -> Iterator[tuple[str, str]]:
-    def told(kind: str, what: str, action: str, does: str = "") -> tuple[str, str]:
+    def notice(kind: str, what: str, action: str, does: str = "") -> tuple[str, str]:
         """A notice: the observation, and the action that is taken or that mode=act would take."""
         done = ""
         if action != "warn":
@@ -211,21 +211,21 @@ def _notices(
     floor = ess_floor(spec)
     if low := [update.ess for update in observed.updates if update.is_low]:
         what = f"raw effective sample size {min(low):.2g} of an update, under {floor:g}"
-        yield told("low ESS", what, spec.on_low_ess)
+        yield notice("low ESS", what, spec.on_low_ess)
     if far := [update.drift for update in observed.updates if update.has_drifted]:
         what = (
             f"{max(far):.2g} nats per token between the trained and the sampling policy, over {DRIFT_LIMIT:g}"
         )
-        yield told("drift", what, spec.on_drift)
+        yield notice("drift", what, spec.on_drift)
     if observed.tail_is_heavy:
         what = f"median raw effective sample size of {WINDOW} batches under {floor:g}"
-        yield told("tail", what, spec.on_heavy_tail if can_tighten else "warn")
+        yield notice("tail", what, spec.on_heavy_tail if can_tighten else "warn")
     for one in observed.ahead or ():
         does = _SLOWED if spec.on_forecast == "scale_lr" else ""
-        yield told(f"forecast {one.level.key}", str(one), spec.on_forecast, does)
+        yield notice(f"forecast {one.level.key}", str(one), spec.on_forecast, does)
     for finding in observed.findings:
         if not _is_fatal(finding, observed.step):
             tried = f"; try {finding.fixes[0]}" if finding.fixes else ""
             yield f"{finding.rule} {finding.severity}", f"{finding.what} [{finding.rule}]{tried}"
     if reason:
-        yield told("collapse", reason, spec.on_collapse)
+        yield notice("collapse", reason, spec.on_collapse)

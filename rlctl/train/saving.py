@@ -116,15 +116,15 @@ def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
                 run.draws.save(partial / "draws" / DRAWS_FILE)
     # Files not hashed while being written are on the main rank's machine; its ranks share the hashing.
     own = [(f"{name}/{file}", digest) for name, files in written.items() for file, digest in files.items()]
-    known = dict(ranks.exchange(own))
+    hashed = dict(ranks.exchange(own))
     sharers = min(spec.trainer.n_gpus_per_node, ranks.world_size)
     with writing(root, step):
-        mine = hash_share(partial, known, ranks.rank, sharers) if ranks.rank < sharers else {}
+        mine = hash_share(partial, hashed, ranks.rank, sharers) if ranks.rank < sharers else {}
     shares = ranks.gather(list(mine.items()))
     if ranks.is_main:
         kl_coef = run.kl.kl_coef if spec.algorithm.use_kl_in_reward else None
         state = TrainerState(step, run.policy_version, ranks.world_size, run.actor.zero_stage, kl_coef)
-        digests = {**known, **dict(shares)}
+        digests = {**hashed, **dict(shares)}
         publish(root, partial, state, keep=spec.trainer.max_ckpt_to_keep, best=best, digests=digests)
         point_to(root, "latest", step)
         point_to(root, "best", best)

@@ -150,10 +150,10 @@ def open_sweep(directory: Path, sweep: Sweep | None = None) -> Sweep:
     """
     file = directory / SWEEP_FILE
     if file.is_file():
-        known = Sweep(**json.loads(file.read_text(encoding="utf-8")))
-        if sweep is not None and sweep != known:
+        recorded = Sweep(**json.loads(file.read_text(encoding="utf-8")))
+        if sweep is not None and sweep != recorded:
             raise UsageError("another sweep is here", where=str(directory), fix="choose another --dir")
-        return known
+        return recorded
     if sweep is None:
         raise UsageError(f"not a sweep: it has no {SWEEP_FILE}", where=str(directory))
     directory.mkdir(parents=True, exist_ok=True)

@@ -202,7 +202,7 @@ class MiniBatch:
         given, ranks = self.batch, self.ranks
         mask = given.valid_mask & correction.keep_mask
         policies = (log_probs, given.old_log_probs, given.advantages)
-        return WholeBatch.of(*policies, mask, ranks.sum, ranks.everyones).tell(self.settings.loss)
+        return WholeBatch.of(*policies, mask, ranks.sum, ranks.all_gather).with_statistics(self.settings.loss)
 
 
 @dataclass(frozen=True, slots=True)

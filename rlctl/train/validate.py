@@ -43,19 +43,19 @@ def validate(run: Run, step: int) -> dict[str, float]:
     n = run.spec.rollout.val_kwargs.n
     [num_failed] = run.ranks.sum([float(sum(sample.reward is None for sample in grades.samples))])
     refuse_ungraded(run, num_failed, len(questions) * n, grades.errors)
-    everyones = run.ranks.gather(grades.samples)
+    samples = run.ranks.gather(grades.samples)
     if not run.ranks.is_main:
         return {}
-    everyones.sort(key=lambda sample: (sample.question_index, sample.sample_index))
+    samples.sort(key=lambda sample: (sample.question_index, sample.sample_index))
     evaluation = Evaluation(
         about=_about(run, step, questions.num_dropped),
         reward=chosen_reward(run.spec.reward, None),
-        scores=summarise(everyones, checked_ks(None, n), n, run.spec.reward.max_error_fraction),
+        scores=summarise(samples, checked_ks(None, n), n, run.spec.reward.max_error_fraction),
         grader_errors=grades.errors,
         timeouts=grades.timeouts,
         seconds=time.monotonic() - started,
     )
-    write_evaluation(run.run_dir / EVALUATIONS / f"step_{step:06d}", evaluation, everyones, page=False)
+    write_evaluation(run.run_dir / EVALUATIONS / f"step_{step:06d}", evaluation, samples, page=False)
     by_source = evaluation.scores[:-1] or evaluation.scores
     return {
         f"val/{score.data_source}/{name}": value

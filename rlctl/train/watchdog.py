@@ -31,7 +31,7 @@ from rlctl.track.console import PHASES
 #: Subdirectory of the run directory for heartbeats; exists while several ranks run.
 _BEATS = ".ranks"
 #: Fractions of the timeout after which the user is warned, and after which stacks are written.
-_TELL, _DUMP = 1 / 20, 1 / 4
+_WARN, _WRITE_STACKS = 1 / 20, 1 / 4
 _INTERVAL_S = 2.0
 #: Seconds between two records of the shared memory in use, see `rlctl.leftovers`.
 _NOTE_S = 10.0
@@ -93,7 +93,7 @@ class Watchdog:
         self._moved = self._started = time.monotonic()
         self._signature: object = None
         self._peers = {other: _Peer(self._started) for other in range(world_size) if other != rank}
-        self._told = self._dumped = False
+        self._warned = self._dumped = False
         self.show: Callable[[str], None] = _print
         self._notes: Path | None = None
         self._held, self._note_at = contextlib.ExitStack(), self._started
@@ -144,22 +144,22 @@ class Watchdog:
                 self._signature, self._moved = signature, now
             idle = now - self._moved
             if self._peers:
-                self._tell_peers(idle)
+                self._write_beat(idle)
                 self._read_peers(now)
             self._react(self._idle_of_all(now, idle), now)
             last = time.monotonic()
 
     def _react(self, idle: float, now: float) -> None:
         """Warns, writes stacks or ends the run; `idle`: seconds since any rank made progress."""
-        if idle < self._timeout * _TELL:
-            self._told = self._dumped = False
+        if idle < self._timeout * _WARN:
+            self._warned = self._dumped = False
             return
         words = f"{self._place}: no progress for {idle:.0f} s{self._awaited(now)}"
-        if not self._told:
-            self._told = True
-            if self._speaks(now):
+        if not self._warned:
+            self._warned = True
+            if self._prints(now):
                 self.show(f"warning: {words}")
-        if not self._dumped and idle >= self._timeout * _DUMP:
+        if not self._dumped and idle >= self._timeout * _WRITE_STACKS:
             self._dumped = True
             self._write_stacks()
         if idle >= self._timeout:
@@ -200,11 +200,11 @@ class Watchdog:
     def _is_silent(self, peer: _Peer, now: float) -> bool:
         return now - peer.seen > max(_SILENT_S, 5 * self._interval)
 
-    def _speaks(self, now: float) -> bool:
+    def _prints(self, now: float) -> bool:
         """Whether this rank prints: the lowest running rank prints for all."""
         return all(rank > self._rank or self._is_silent(peer, now) for rank, peer in self._peers.items())
 
-    def _tell_peers(self, idle: float) -> None:
+    def _write_beat(self, idle: float) -> None:
         self._number += 1
         beat = Beat(self._number, self._phases, self._place, idle, platform.node(), os.getpid())
         file = self._beat_file(self._rank)

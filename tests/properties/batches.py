@@ -71,7 +71,7 @@ def make_batch(
 def loss_rule(name: str, *rest: Tensor, **numbers: object) -> LossRule:
     """A loss with the examples of its parameters; `rest` as `WholeBatch.of`: what it reads of the batch."""
     rule = LossRule(name, params=POLICY_LOSSES.part(name).example_params(), **numbers)
-    return WholeBatch.of(*rest).tell(rule) if rest else rule
+    return WholeBatch.of(*rest).with_statistics(rule) if rest else rule
 
 
 def weight_rules() -> list[WeightRule]:

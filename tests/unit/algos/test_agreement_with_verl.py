@@ -156,7 +156,9 @@ def test_clip_cov_is_the_mean_over_the_random_choice(monkeypatch) -> None:
             value, _ = loss(old, log_probs, advantages, mask.float(), "token-mean", config)
             theirs.append(torch.autograd.grad(value, log_probs)[0])
         given = (old, advantages, mask)
-        rule = WholeBatch.of(log_probs, *given).tell(LossRule("clip_cov", params=ClipCovParams(low=0.2)))
+        rule = WholeBatch.of(log_probs, *given).with_statistics(
+            LossRule("clip_cov", params=ClipCovParams(low=0.2))
+        )
         found = policy_loss(rule, log_probs, *given, None)
         own = torch.autograd.grad(found.values[mask].sum() / mask.sum(), log_probs)[0]
         torch.testing.assert_close(own, torch.stack(theirs).mean(0), rtol=1e-4, atol=1e-7)

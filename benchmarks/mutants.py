@@ -83,6 +83,7 @@ MODULES = {
         "tests/unit/train/test_schedule_and_prepare.py",
     ],
     "rlctl.train.update": UPDATE,
+    "rlctl.train.strategies": UPDATE,
     "rlctl.train.objective": UPDATE,
 }
 #: Excludes tests in separate processes, which would not use the mutant, and redundant tests.

@@ -336,16 +336,16 @@ def correction_off() -> None:
     """Weights and their metrics are those of equal policies; only the gap metrics are real."""
     from dataclasses import replace
 
-    from rlctl.train import update
+    from rlctl.train import strategies
 
-    honest = update.correct
+    honest = strategies.correct
 
     def correct(log_probs: Any, rollout_log_probs: Any, *others: Any, **named: Any) -> Any:
         real = honest(log_probs, rollout_log_probs, *others, **named)
         fake = honest(log_probs, log_probs, *others, **named)
         return replace(fake, sums=replace(real.sums, raw=fake.sums.raw, weights=fake.sums.weights))
 
-    update.correct = correct
+    strategies.correct = correct
 
 
 def low_entropy_pays() -> None:

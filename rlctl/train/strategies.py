@@ -1,0 +1,249 @@
+"""How and when the correction of a mini-batch is computed.
+
+The strategy depends on the policy that the correction compares with the rollout policy, and on the statistics
+of the whole mini-batch that the loss needs:
+
+- `KnownCorrection`: π_old (decoupled mode). The correction is computed before the first step and is the same
+  in every epoch.
+- `OnePass`: π_θ (bypass mode), one micro-batch. Its only forward pass gives the correction, then the loss.
+- `ScaledPasses`: π_θ, if the mean weight and the number of kept tokens or sequences only scale the loss. Each
+  micro-batch is processed separately, and the gradient is scaled before the step.
+- `TwoPasses`: π_θ, if they do more than scale the loss. All micro-batches first go through a pass without
+  gradient. A loss that reads the whole mini-batch uses `TwoPasses` or `OnePass` in decoupled mode as well.
+- `PerMicroBatch`: π_θ, if the loss needs only counts that are known beforehand. Each micro-batch is processed
+  separately.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rlctl.algos.aggregate import Denominators
+from rlctl.algos.correction import correct, normalization_factor
+from rlctl.algos.correction_records import Correction, CorrectionSums
+from rlctl.algos.losses import WholeBatch
+from rlctl.algos.rules import LossRule
+from rlctl.batch import TrainBatch
+from rlctl.engine.protocol import PolicyOutput, TrainEngine
+from rlctl.engine.ranks import Ranks
+from rlctl.train.micro_batches import in_batch_order, micro_batches
+from rlctl.train.objective import BatchNormalizers
+from rlctl.train.settings import UpdateSettings
+
+if TYPE_CHECKING:
+    from rlctl.batch import Rows
+
+
+def correct_part(part: TrainBatch, log_probs: Tensor, settings: UpdateSettings) -> Correction:
+    """Corrects the rows of `part` with their log-probs (B, T) under π_old or π_θ."""
+    given = (log_probs, part.rollout_log_probs, part.valid_mask, settings.rules)
+    return correct(*given, advantages=part.advantages, age=part.age)
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """The rows of one optimizer step, and their division into micro-batches.
+
+    Attributes:
+        batch: all rows of this rank.
+        row_groups: the rows of each micro-batch.
+        num_forward_only: number of leading micro-batches that need no backward pass on any rank.
+        actor: the trained policy.
+    """
+
+    batch: TrainBatch
+    row_groups: list[Rows]
+    num_forward_only: int
+    actor: TrainEngine
+    ranks: Ranks
+    settings: UpdateSettings
+
+    @classmethod
+    def of(cls, batch: TrainBatch, actor: TrainEngine, ranks: Ranks, settings: UpdateSettings) -> MiniBatch:
+        """Splits `batch` into micro-batches (all ranks call this)."""
+        no_gradient = None
+        if settings.needs_advantage:
+            no_gradient = ((batch.advantages == 0.0) | ~batch.valid_mask).all(-1)
+        row_groups = micro_batches(
+            batch.inputs, settings.micro_rows, settings.micro_tokens, ranks, first=no_gradient
+        )
+        num_forward_only = 0
+        if (
+            no_gradient is not None and len(row_groups) > 1
+        ):  # the step needs the backward pass of the last one
+            forward_only = torch.stack([no_gradient[rows].all() for rows in row_groups[:-1]])
+            num_forward_only = -int(ranks.max(-[*forward_only.tolist(), False].index(False)))
+        return cls(batch, row_groups, num_forward_only, actor, ranks, settings)
+
+    def policy(self, micro: TrainBatch) -> PolicyOutput:
+        """The policy's output for one micro-batch."""
+        settings = self.settings
+        return self.actor.policy(
+            micro.inputs, entropy_grad=settings.entropy_coeff > 0, sketch=settings.measure_grad_error
+        )
+
+    def outputs(self) -> Iterator[tuple[Rows, TrainBatch, PolicyOutput]]:
+        """Yields the rows of each micro-batch, the micro-batch, and its output, with gradient if needed."""
+        for place, (rows, micro) in enumerate(self.micros()):
+            with torch.set_grad_enabled(place >= self.num_forward_only):
+                output = self.policy(micro)
+            yield rows, micro, output
+
+    def micros(self) -> Iterator[tuple[Rows, TrainBatch]]:
+        """The rows of each micro-batch, and the micro-batch."""
+        return ((rows, self.batch.pick(rows)) for rows in self.row_groups)
+
+    def log_probs(self, outputs: Sequence[PolicyOutput]) -> Tensor:
+        """(B, T) log-probs of all rows under π_θ, without gradient."""
+        return in_batch_order([output.log_probs for output in outputs], self.row_groups)
+
+    def loss_rule(self, log_probs: Tensor, correction: Correction) -> LossRule:
+        """The loss with the statistics that it reads of the whole mini-batch, over all ranks."""
+        given, ranks = self.batch, self.ranks
+        mask = given.valid_mask & correction.keep_mask
+        policies = (log_probs, given.old_log_probs, given.advantages)
+        return WholeBatch.of(*policies, mask, ranks.sum, ranks.all_gather).with_statistics(self.settings.loss)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One micro-batch after the forward pass from which its loss is computed."""
+
+    rows: Rows
+    micro: TrainBatch
+    output: PolicyOutput
+    correction: Correction
+
+
+class Strategy(ABC):
+    """How and when the correction of a mini-batch is computed.
+
+    Attributes:
+        normalizers: denominators and weight factor of the whole mini-batch.
+    """
+
+    normalizers: BatchNormalizers
+
+    @abstractmethod
+    def passes(self) -> Iterator[Pass]:
+        """Yields one forward pass per micro-batch, computed lazily, with gradient if needed."""
+
+    @abstractmethod
+    def sums(self) -> CorrectionSums[float]:
+        """The correction's sums over all ranks; called after all passes."""
+
+    def scale(self, sums: CorrectionSums[float]) -> float:
+        """Factor to apply to the accumulated loss and its gradient; called after all passes."""
+        return 1.0
+
+
+class KnownCorrection(Strategy):
+    """The correction of the whole mini-batch is known before the passes with gradient."""
+
+    def __init__(self, mini: MiniBatch, correction: Correction, log_probs: Tensor | None = None) -> None:
+        self._mini, self._correction = mini, correction
+        sums, settings = mini.ranks.to_host(correction.sums), mini.settings
+        self._sums = sums
+        after = settings.rules.loss_denominator == "after_rejection"
+        counts = (sums.kept_tokens, sums.kept_sequences) if after else (sums.tokens, sums.sequences)
+        factor = normalization_factor(sums, settings.rules) if settings.weights_are_applied else 1.0
+        loss = settings.loss if log_probs is None else mini.loss_rule(log_probs, correction)
+        self.normalizers = BatchNormalizers(Denominators(*counts), factor, loss)
+
+    def passes(self) -> Iterator[Pass]:
+        """See `Strategy.passes`."""
+        whole = self._correction
+        for rows, micro, output in self._outputs():
+            weights = None if whole.weights is None else whole.weights[rows]
+            part = replace(
+                whole, weights=weights, keep_mask=whole.keep_mask[rows], nonfinite=whole.nonfinite[rows]
+            )
+            yield Pass(rows, micro, output, part)
+
+    def _outputs(self) -> Iterator[tuple[Rows, TrainBatch, PolicyOutput]]:
+        return self._mini.outputs()
+
+    def sums(self) -> CorrectionSums[float]:
+        """See `Strategy.sums`."""
+        return self._sums
+
+
+class OnePass(KnownCorrection):
+    """The single forward pass of the only micro-batch gives the correction, then the loss."""
+
+    def __init__(self, mini: MiniBatch, of_old_policy: Correction | None) -> None:
+        [self._only] = mini.outputs()
+        log_probs = mini.log_probs([self._only[-1]])
+        super().__init__(mini, of_old_policy or correct_part(mini.batch, log_probs, mini.settings), log_probs)
+
+    def _outputs(self) -> Iterator[tuple[Rows, TrainBatch, PolicyOutput]]:
+        return iter([self._only])
+
+
+class TwoPasses(KnownCorrection):
+    """A first pass without gradient over all micro-batches gives the correction."""
+
+    def __init__(self, mini: MiniBatch, of_old_policy: Correction | None) -> None:
+        with torch.no_grad():
+            log_probs = mini.log_probs([mini.policy(micro) for _, micro in mini.micros()])
+        super().__init__(mini, of_old_policy or correct_part(mini.batch, log_probs, mini.settings), log_probs)
+
+
+class PerMicroBatch(Strategy):
+    """Each micro-batch is corrected from its own forward pass."""
+
+    def __init__(self, mini: MiniBatch) -> None:
+        self._mini = mini
+        self._parts: list[CorrectionSums[Tensor]] = []
+        mask = mini.batch.valid_mask
+        counts = mini.ranks.sum([float(mask.sum()), float(mask.any(-1).sum())])
+        self.normalizers = BatchNormalizers(Denominators(*counts), factor=1.0, loss=mini.settings.loss)
+
+    def passes(self) -> Iterator[Pass]:
+        """See `Strategy.passes`."""
+        for rows, micro, output in self._mini.outputs():
+            correction = correct_part(micro, output.log_probs.detach(), self._mini.settings)
+            self._parts.append(correction.sums)
+            yield Pass(rows, micro, output, correction)
+
+    def sums(self) -> CorrectionSums[float]:
+        """See `Strategy.sums`."""
+        return self._mini.ranks.to_host(CorrectionSums.merged(self._parts))
+
+
+class ScaledPasses(PerMicroBatch):
+    """As `PerMicroBatch`; afterwards, statistics of the whole mini-batch scale the gradient."""
+
+    def scale(self, sums: CorrectionSums[float]) -> float:
+        """See `Strategy.scale`."""
+        rules, before = self._mini.settings.rules, self.normalizers.denominators
+        factor = normalization_factor(sums, rules) if self._mini.settings.weights_are_applied else 1.0
+        if rules.loss_denominator == "before_rejection":
+            return 1.0 / factor
+        if self._mini.settings.agg_mode == "token-mean":
+            return before.num_tokens / max(sums.kept_tokens, 1.0) / factor
+        return before.num_sequences / max(sums.kept_sequences, 1.0) / factor
+
+
+def strategy_of(mini: MiniBatch, of_old_policy: Correction | None) -> Strategy:
+    """The cheapest strategy that provides what the loss needs; the same on every rank.
+
+    Args:
+        mini: the mini-batch.
+        of_old_policy: its correction with π_old in decoupled mode; None in bypass mode.
+    """
+    if of_old_policy is not None and not mini.settings.loss.reads_batch:
+        return KnownCorrection(mini, of_old_policy)
+    if len(mini.row_groups) == 1:
+        return OnePass(mini, of_old_policy)
+    if not mini.settings.needs_batch_statistics:
+        return PerMicroBatch(mini)
+    if mini.actor.scales_gradients and mini.settings.scales_with_statistics:
+        return ScaledPasses(mini)
+    return TwoPasses(mini, of_old_policy)

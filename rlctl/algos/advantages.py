@@ -29,7 +29,7 @@ def _group_sums(values: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tenso
 
 
 def rloo(scores: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
-    """REINFORCE leave-one-out: A_i = r_i − mean of the siblings' rewards.
+    """REINFORCE leave-one-out: A_i = r_i − mean reward of the group's other responses.
 
     Source: Ahmadian et al. 2024, "Back to Basics", eq. 6.
     """

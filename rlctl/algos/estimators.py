@@ -79,7 +79,7 @@ class Estimate:
 
 @ADVANTAGE_ESTIMATORS.register(
     label="REINFORCE leave-one-out",
-    formula="A_i = r_i − mean of the siblings' rewards",
+    formula="A_i = r_i − mean reward of the group's other responses",
     source="Ahmadian et al. 2024, eq. 6",
     needs={"group_ids"},
     unbiased=True,
@@ -211,7 +211,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
 
 @ADVANTAGE_ESTIMATORS.register(
     label="Optimal token baseline",
-    formula="A_t = G_t − Σ G_t·W_t / Σ W_t over siblings, W_t = Σ_{j≤t} ‖∇ log π_j‖²",
+    formula="A_t = G_t − Σ G_t·W_t / Σ W_t over the group, W_t = Σ_{j≤t} ‖∇ log π_j‖²",
     source="Li et al. 2026 (logit-gradient proxy)",
     needs={"group_ids", "score_norms"},
 )

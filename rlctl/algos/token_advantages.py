@@ -78,12 +78,12 @@ def optimal_token_baseline(
     valid: Tensor,
     norms: Tensor,
 ) -> Tensor:
-    """A_t = G_t − B_t, with one baseline per prompt and timestep: B_t = Σ G_t·W_t / Σ W_t over siblings.
+    """A_t = G_t − B_t, with one baseline per prompt and timestep: B_t = Σ G_t·W_t / Σ W_t over its group.
 
     W_t = Σ_{j≤t} (1 − 2π_j + Σ_v π_j(v)²) is the squared norm of the gradient of log π with respect to
     the logits, summed over the response so far: a baseline close to a response's return reduces the variance
-    most where its gradient is large. A sibling contributes at t if it is valid and t is one of its tokens.
-    Where no other sibling does, the baseline is 0, as in the authors' code: the tail of the longest response
+    most where its gradient is large. A response contributes at t if it is valid and t is one of its tokens.
+    Where only one does, the baseline is 0, as in the authors' code: the tail of the longest response
     keeps its plain return. A response without a valid sibling gets 0, as in every group estimator.
 
     Source: Li et al. 2026, "The Optimal Token Baseline" (logit-gradient proxy).

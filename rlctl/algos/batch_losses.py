@@ -75,7 +75,7 @@ def _largest_kept(batch: WholeBatch, rule: LossRule) -> float:
 @POLICY_LOSSES.register(
     label="M2PO: drops the tokens furthest out until the second moment of log r is small",
     formula="−w · M · r · A; where A·log r > 0 the largest log² r are dropped until their mean ≤ budget",
-    source="Zheng et al. 2025, arXiv 2510.01161; as masks in AReaL's code, which asks all tokens",
+    source="Zheng et al. 2025, arXiv 2510.01161; as masks in AReaL's code, which applies it to all tokens",
     needs=RATIO,
     params=M2poParams,
     of_batch=_largest_kept,

@@ -141,7 +141,7 @@ class GmpoParams(LossParams):
 
 @POLICY_LOSSES.register(
     label="GMPO: the geometric mean of token ratios that are clipped one by one",
-    formula="−w · A · exp(mean_t c_t), c_t the pessimistic of log r_t and clip(log r_t, −low, high)",
+    formula="−w · A · exp(mean_t c_t), c_t = min (A < 0: max) of log r_t and clip(log r_t, −low, high)",
     source="Zhao et al. 2025, arXiv 2507.20673; from TRL's code",
     needs=RATIO,
     params=GmpoParams,

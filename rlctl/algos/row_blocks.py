@@ -134,7 +134,7 @@ def check_inputs(
         raise ValueError(f"response_mask must be bool, not {mask.dtype}")
     for dtype in (log_probs.dtype, rollout_log_probs.dtype):
         if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"log-probs must be float32: {dtype} rounds away what is to be measured")
+            raise ValueError(f"log-probs must be float32: {dtype} is less precise than the mismatch")
     if mask.numel() == 0:
         raise ValueError("an empty batch has no correction")
     for name in sorted(rules.needs):

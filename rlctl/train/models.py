@@ -152,8 +152,8 @@ def _endless(tokenizer: Any, ends: list[int]) -> list[str]:
     if not (token := unknown_end(tokenizer, ends)):
         return []
     return [
-        f"warning: the chat template ends a reply with {token}, which ends no response here: the model may "
-        "go on to data.max_response_length. Name it in tokenizer_config.json (eos_token) or "
+        f"warning: the chat template ends a reply with {token}, which is not a stop token: responses may run "
+        "to data.max_response_length. Name it in tokenizer_config.json (eos_token) or "
         "generation_config.json (eos_token_id)"
     ]
 

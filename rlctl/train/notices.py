@@ -66,7 +66,7 @@ def step_warnings(
     if metrics.get("response_length/clip_ratio") == 1.0:
         yield (
             "endless",
-            "every response reached data.max_response_length; does the model know how to end one?",
+            "every response reached data.max_response_length; check the model's end-of-sequence token",
         )
     if errors := metrics["reward/num_errors"]:
         yield "grader", f"the grader failed on {errors:.0f} responses; they are excluded"

@@ -55,5 +55,5 @@ class PromptDraws:
             measured = {int(row): (float(mean), int(n)) for row, (mean, n) in given.pop("measured").items()}
             return cls(**given, measured=measured)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            what = f"how far the prompts were used cannot be read: {error}"
+            what = f"the state of dynamic sampling cannot be read: {error}"
             raise RunFailure(what, where=str(path)) from error

@@ -231,7 +231,7 @@ def _restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path
         raise UsageError(
             "there is no complete checkpoint to resume from",
             where=str(root),
-            fix="start the run anew in another directory",
+            fix="start a new run in another directory",
         )
     checkpoint = found or known_intact(root, step)
     state, actor = checkpoint.state, models.actor

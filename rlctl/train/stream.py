@@ -61,7 +61,9 @@ class RolloutStream:
             RunFailure: sampling it failed.
         """
         if step != self._next_step - len(self._waiting):
-            raise ValueError(f"step {step} asks for a batch out of turn, before {self._next_step}")
+            raise ValueError(
+                f"step {step} is out of order: batches up to step {self._next_step - 1} were started"
+            )
         while self._next_step <= min(step + self._ahead, self._last_step):
             self._waiting.append(self._start(self._next_step))
             self._next_step += 1

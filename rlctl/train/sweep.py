@@ -152,7 +152,9 @@ def open_sweep(directory: Path, sweep: Sweep | None = None) -> Sweep:
     if file.is_file():
         recorded = Sweep(**json.loads(file.read_text(encoding="utf-8")))
         if sweep is not None and sweep != recorded:
-            raise UsageError("another sweep is here", where=str(directory), fix="choose another --dir")
+            raise UsageError(
+                "the directory contains a different sweep", where=str(directory), fix="choose another --dir"
+            )
         return recorded
     if sweep is None:
         raise UsageError(f"not a sweep: it has no {SWEEP_FILE}", where=str(directory))

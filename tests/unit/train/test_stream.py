@@ -190,10 +190,10 @@ def test_fresh_batches_leave_nothing_behind(tmp_path: Path) -> None:
 def test_nobody_gets_another_steps_batch() -> None:
     for staleness in (0, 2):
         stream = stream_of(Sampler(), staleness)
-        with pytest.raises(ValueError, match="out of turn"):
+        with pytest.raises(ValueError, match="out of order"):
             stream.take(2)
         stream.take(1)
-        with pytest.raises(ValueError, match="out of turn"):
+        with pytest.raises(ValueError, match="out of order"):
             stream.take(1)
 
 

@@ -91,7 +91,7 @@ def test_every_run_once_and_the_table_pairs_by_seed(tmp_path: Path, stub: Path) 
     assert found.value == pytest.approx(0.48)
     assert found.stderr == pytest.approx(0.04 / 3**0.5)
     assert second.paired_by == "seed"
-    with pytest.raises(UsageError, match="another sweep"):
+    with pytest.raises(UsageError, match="a different sweep"):
         open_sweep(directory, plan(["rloo-seq-is"], ["rollout.n=4,16", "trainer.seed=1..3"]))
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 RANK, ALPHA = 16, 32.0
 LEARNT = 2e-3  # standard deviation of the adapter's B matrices
 PROMPTS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 8, 2, 32, 48
-COLUMNS = ("precision", "handed over", "MiB per sync", "s per sync", "sync gap", "policy − base")
+COLUMNS = ("precision", "transferred", "MiB per sync", "s per sync", "sync gap", "policy − base")
 
 
 class Counted:
@@ -139,7 +139,7 @@ def measure(precision: str, max_lora_rank: int, syncs: int) -> dict[str, Any]:
     leave_ranks()
     return {
         "precision": precision,
-        "handed over": "adapter" if max_lora_rank else "merged",
+        "transferred": "adapter" if max_lora_rank else "merged",
         "MiB per sync": f"{counted.num_bytes / 2**20:.1f}",
         "s per sync": f"{statistics.median(seconds[1:]):.3f}",
         "sync gap": f"{gap:.1e}",

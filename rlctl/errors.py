@@ -76,7 +76,7 @@ def memory_failure(error: BaseException) -> RunFailure | None:
     return RunFailure(
         f"out of memory ({'GPU' if of_gpu else 'host'}): {first[:200]}",
         fix="lower actor.ppo_micro_batch_size_per_gpu (or actor.ppo_max_token_len_per_gpu), "
-        "rollout.max_num_seqs or the lengths in data; `--dry-run` shows what needs how much",
+        "rollout.max_num_seqs or the lengths in data; `--dry-run` shows the memory of each part",
     )
 
 

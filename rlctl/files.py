@@ -92,7 +92,7 @@ def cache_failure(what: str, place: Path, error: OSError) -> EnvironmentFailure:
     return EnvironmentFailure(
         f"{what}: {error.strerror or error}",
         where=str(place),
-        fix="free some space there, or set RLCTL_CACHE to a directory that can be written",
+        fix="free some space there, or set RLCTL_CACHE to a writable directory",
     )
 
 

@@ -48,11 +48,11 @@ def markdown(rows: list[Row]) -> str:
                 (f"{kind}: by place", place_table(found)),
                 (f"{kind}: every rule", rules_table(found)),
                 (f"{kind}: defaults of other frameworks", regret_table(found)),
-                (f"{kind}: seeds needed to distinguish two rules", separation_table(found)),
+                (f"{kind}: number of seeds needed to distinguish two rules", separation_table(found)),
             ]
     parts += [
         ("Effective sample size against length", length_table()),
-        ("What stale data does to response length", stale_length_table()),
+        ("Effect of stale data on response length", stale_length_table()),
     ]
     return "\n\n".join(f"## {title}\n\n{text}" for title, text in parts if text)
 

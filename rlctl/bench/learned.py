@@ -224,9 +224,9 @@ def length_shares(mismatch: str, size: float, horizon: int, seed: int) -> dict[s
     inside = (ratio >= 0.5) & (ratio <= 2.0)
     kept = drawn.mask & (np.abs(log_ratio) <= np.log(2.0))
     found = {
-        "kept as they are": lengths.mean(),
-        "discarded where Π ρ is outside 0.5–2": lengths[inside].mean() if inside.any() else 0.0,
-        "tokens masked where ρ is outside 0.5–2": kept.sum(1).mean(),
+        "unchanged": lengths.mean(),
+        "responses with Π ρ outside 0.5–2 discarded": lengths[inside].mean() if inside.any() else 0.0,
+        "tokens with ρ outside 0.5–2 masked": kept.sum(1).mean(),
         "weighted by Π ρ": (ratio * lengths).sum() / ratio.sum(),
         "first half to finish": np.sort(lengths)[: len(lengths) // 2].mean(),
     }

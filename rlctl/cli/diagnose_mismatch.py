@@ -31,11 +31,11 @@ def mismatch(
         ),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0.01, help="Asked of the engine.", show_default="the run's, or 1")
+        float | None, typer.Option(min=0.01, help="Sent to the engine.", show_default="the run's, or 1")
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(min=0.01, max=1.0, help="Asked of the engine.", show_default="the run's, or 1"),
+        typer.Option(min=0.01, max=1.0, help="Sent to the engine.", show_default="the run's, or 1"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 1,
     output_format: Annotated[

@@ -38,7 +38,7 @@ def launches(spec: RunSpec, arguments: list[str]) -> list[Launch]:
         raise UsageError(
             "ranks on several machines cannot agree on a run directory named after the time",
             where="trainer.run_dir",
-            fix="set trainer.run_dir=…, a directory that every node sees",
+            fix="set trainer.run_dir=…, a directory that every node can access",
         )
     nodes, gpus = spec.trainer.nnodes, spec.trainer.n_gpus_per_node
     train = f"{_MODULE} {shlex.join(['train', *arguments])}"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rlctl.reward.trial import Trial
     from rlctl.spec.run_spec import RunSpec
 
-app = typer.Typer(no_args_is_help=True, help="Try a reward before training on it.")
+app = typer.Typer(no_args_is_help=True, help="Test a reward before training on it.")
 
 
 @app.command("test")

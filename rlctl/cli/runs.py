@@ -34,7 +34,7 @@ _STYLES = {"running": "cyan", "finished": "green", "failed": "red", "died": "red
 
 def runs(
     root: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The directory to search, with all below it.")
+        Path, typer.Argument(metavar="DIR", help="The directory to search, with its subdirectories.")
     ] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:

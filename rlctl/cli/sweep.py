@@ -36,13 +36,13 @@ def sweep(
         typer.Option(
             "--dir",
             metavar="DIR",
-            help="The sweep's directory; alone it goes on with the sweep there.",
+            help="The sweep's directory; without values, the sweep in it continues.",
             show_default="runs/sweep-…, named after the request",
         ),
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs at a time.")] = 1,
     slurm: Annotated[
-        bool, typer.Option("--slurm", help="Write a Slurm job array and say how to submit it; run nothing.")
+        bool, typer.Option("--slurm", help="Write a Slurm job array and print how to submit it; run nothing.")
     ] = False,
     sbatch: Annotated[
         list[str] | None,

@@ -21,7 +21,7 @@ def train(
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE|FILE.yaml",
-            help="Single values, stronger than presets and files: actor.lr=1e-6. A spec file, as by --spec.",
+            help="Single values, which override presets and files: actor.lr=1e-6. Or a spec file.",
             show_default=False,
             autocompletion=complete_override,
         ),
@@ -39,7 +39,7 @@ def train(
     spec: Annotated[
         list[Path] | None,
         typer.Option(
-            "--spec", "-s", metavar="FILE", help="A YAML spec file, stronger than presets; may be repeated."
+            "--spec", "-s", metavar="FILE", help="A YAML spec file, which overrides presets; may be repeated."
         ),
     ] = None,
     dry_run: Annotated[

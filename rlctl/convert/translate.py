@@ -202,7 +202,7 @@ def _problems(result: Translation) -> list[Problem]:
     """Problems found by the spec check, and a missing model, because rlctl's default would be used."""
     found: list[Problem] = []
     if "model.path" not in result.spec and all(one.key != "model.path" for one in result.problems):
-        what = "the file does not give it: the built-in tiny model would be trained"
+        what = "the file does not contain it: the built-in tiny model would be trained"
         found.append(Problem("error", "model.path", what, "write it into the spec"))
     try:
         loaded = load_spec(overrides=overrides(result.spec))

@@ -122,7 +122,7 @@ def _read(path: Path, where: FileRange) -> bytes:
             file.seek(where.offset)
             lines = file.read(where.length)
     except OSError as error:
-        what = f"the file cannot be read any more: {error.strerror or error}"
+        what = f"the file can no longer be read: {error.strerror or error}"
         raise UsageError(what, where=str(path), fix="start again") from error
     if len(lines) < where.length:
         raise UsageError("the file became shorter while it was read", where=str(path), fix="start again")

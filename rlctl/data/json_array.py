@@ -85,7 +85,7 @@ def _are_columns(values: list[Any]) -> bool:
 
 def _several(path: Path, names: list[str]) -> UsageError:
     what = f"the object holds several lists of rows: {', '.join(names)}"
-    return UsageError(what, where=str(path), fix="write each list to a file of its own")
+    return UsageError(what, where=str(path), fix="write each list to a separate file")
 
 
 def _elements(text: _Text, max_rows: int) -> Iterator[list[Any]]:

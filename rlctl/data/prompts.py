@@ -106,7 +106,7 @@ class PromptDataset:
         self.num_dropped = len(rows) - len(self.rows)  # because of their length
         if not self.rows:
             raise UsageError(
-                f"no prompt is left: all {len(rows)} have more than {max_prompt_length} tokens",
+                f"no prompt remains: all {len(rows)} have more than {max_prompt_length} tokens",
                 where="data.max_prompt_length",
                 fix="raise data.max_prompt_length",
             )

@@ -120,7 +120,7 @@ def _choices(value: Any) -> tuple[list[str], list[str]]:
     if labels is None:
         labels = list(LETTERS[: len(texts)])
     if not isinstance(labels, list) or len(labels) != len(texts):
-        raise RowError("the choices have not one label each")
+        raise RowError("each choice needs exactly one label")
     return [str(label) for label in labels], [parse_answer(text, "a choice") for text in texts]
 
 
@@ -136,7 +136,7 @@ def _chosen(answer: Any, labels: Sequence[str], texts: Sequence[str]) -> int:
             return list(names).index(text)
     if text.isdecimal() and int(text) < len(texts):
         return int(text)
-    raise RowError(f"the answer {text[:50]!r} is none of the choices {', '.join(labels)}")
+    raise RowError(f"the answer {text[:50]!r} is not one of the choices {', '.join(labels)}")
 
 
 def last_boxed(solution: str) -> str:
@@ -351,7 +351,7 @@ class Recipe:
         if last.role == "assistant":
             raise RowError(
                 "the prompt ends with a reply of the assistant, which would show the model an answer: "
-                "end it with the message that is to be answered"
+                "end it with the message to answer"
             )
         if self.instruction:
             messages = (*messages[:-1], Message(last.role, f"{last.content}\n{self.instruction}"))

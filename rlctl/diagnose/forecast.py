@@ -75,7 +75,7 @@ class Forecast:
         return (
             f"{self.level.key} {way} ({self.value:.3g} at step {self.last_step:,}) and reaches the "
             f"level {self.level.value:.3g} at about step {self.step:,} ({COVERAGE * 100:.0f} % interval "
-            f"{self.low:,}–{self.high:,}) if it goes on as since step {self.first_step:,}"
+            f"{self.low:,}–{self.high:,}) if the trend since step {self.first_step:,} continues"
         )
 
 

@@ -153,6 +153,6 @@ def print_patch(console: Console, patch: SpecPatch, path: Path | None) -> None:
     name = shlex.quote(visible(str(path)))
     text = f"{name} written; run it with: rlctl train --spec {name}"
     if patch.spec is None:
-        why = "holds only the changed keys, because the log has no spec of rlctl"
-        text = f"{name} written; it {why}.\nLayer it over yours: rlctl train --spec YOURS --spec {name}"
+        why = "contains only the changed keys, because the log has no spec of rlctl"
+        text = f"{name} written; it {why}.\nCombine it with your spec: rlctl train --spec YOURS --spec {name}"
     console.print(Text(text), soft_wrap=True)

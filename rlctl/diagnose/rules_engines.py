@@ -62,7 +62,7 @@ def _mixed(run: RunLog, key: str) -> Skipped | None:
     fixes=(
         fix.same_precision,
         fix.by_hand(
-            "turn the engine's cascade attention off, or upgrade the engine",
+            "disable the engine's cascade attention, or upgrade the engine",
             verl="+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True",
         ),
         fix.FIND_THE_CAUSE,
@@ -160,7 +160,7 @@ def sampled_otherwise(run: RunLog) -> Detection | None:
             verl="actor_rollout_ref.rollout.calculate_log_probs=True",
         ),
     ),
-    sure=("high", "no sampled response is certain, to the digit, at every token"),
+    sure=("high", "no sampled response has probability 1 at every token"),
 )  # fmt: skip
 def missing_log_probs(run: RunLog) -> Detection | None:
     """The engine reports log-probs."""
@@ -211,7 +211,7 @@ def token_error(run: RunLog) -> Detection | None:
     "`mismatch/log_prob_abs_diff_mean`",
     thresholds=f"— / \\|kl\\| > {FIRST_PPO_KL:g}, > {FIRST_CLIPFRAC:g}, > {th.FIRST_LOG_PROB_GAP:g} / —",
     cause="the engine holds other weights than the trainer, or one of them is not deterministic",
-    fixes=(fix.by_hand("stop, and correct this before training on"), fix.FIND_THE_CAUSE),
+    fixes=(fix.by_hand("stop, and correct this before you continue"), fix.FIND_THE_CAUSE),
     sure=("high", "before the first update only the implementations can differ"),
 )  # fmt: skip
 def first_step(run: RunLog) -> Detection | Skipped | None:
@@ -286,8 +286,8 @@ def frozen_gap(run: RunLog) -> Detection | Skipped | None:
 @Rule(
     "stale-weights", thresholds="— / — / > 1; < 0.1", source=th.TRL,
     one_of=(th.LOG_PROB_GAP.key, MEAN_VANISHED.key), uses=(th.MASKED.key, _LENGTH),
-    signal="`mismatch/log_prob_abs_diff_mean`; mean bounded weight of the survivors (not of products over "
-    f"{th.LONG_RESPONSE:g} tokens and more)",
+    signal="`mismatch/log_prob_abs_diff_mean`; mean bounded weight without rejected samples "
+    f"(not of products over {th.LONG_RESPONSE:g} tokens and more)",
     cause="the engine samples with old weights, or reports log-probs before temperature and top-p",
     fixes=(
         partial(fix.fresher, fully=True),

@@ -76,7 +76,7 @@ def blind_rejection(run: RunLog) -> Detection | None:
     gap = run.table.most_logged(th.GAPS)
     beyond = {one.key: one.tiers[0][1] for one in (th.K3, th.PROBS_GAP)}.get(gap, th.FIRST_LOG_PROB_GAP)
     seen = together(run.table, (th.Move(_MASKED, BLIND_FALL), th.Move(gap, BLIND_GROWTH, beyond)))
-    what = "less and less is rejected although the policies drift apart"
+    what = "fewer and fewer tokens are rejected although the policies drift apart"
     return Detection("warning", what, seen) if seen else None
 
 
@@ -84,7 +84,7 @@ def blind_rejection(run: RunLog) -> Detection | None:
     "clipped-on-policy", thresholds=CLIPPED_ON_POLICY, source=th.OWN, needs=(CLIPPED_ON_POLICY.key,),
     uses=("training/staleness_max",), facts=("updates_per_batch",),
     signal="`actor/pg_clipfrac` with one update per batch",
-    cause="rollout engine and trainer differ, in precision for example, so the ratio starts away from 1",
+    cause="rollout engine and trainer differ, in precision for example, so the ratio is not 1 at the start",
     fixes=(fix.same_precision, fix.FIND_THE_CAUSE),
     sure=("high", "with one update per batch only the implementations move the ratio away from 1"),
 )  # fmt: skip
@@ -93,7 +93,7 @@ def clipped_on_policy(run: RunLog) -> Detection | Skipped | None:
     if run.facts.updates_per_batch != 1:
         return Skipped("several updates per batch: clipping is expected")
     if run.facts.bypass_mode and not run.gap_is_mismatch:
-        return Skipped("stale samples are clipped against the policy that made them")
+        return Skipped("stale samples are clipped relative to the policy that sampled them")
     what = "PPO clips {worst:.1%} of the tokens although the policy has not moved yet {where}"
     return detect_crossing(run, CLIPPED_ON_POLICY, what)
 

@@ -232,7 +232,7 @@ def _explore(run: RunLog) -> tuple[Fix, ...]:
     "entropy", signal="`actor/entropy`, unless learned³", source=th.FIELD, fixes=_explore,
     needs=(ENTROPY.key,), uses=(SCORE, BEST, WORST),
     thresholds="— / < 0.01, or halved while the reward stays flat / —",
-    cause="exploration has ended: responses to a prompt are nearly alike, so groups have little to compare",
+    cause="exploration has ended: responses to a prompt are nearly equal, so groups give little to compare",
     sure=("medium", "the policy has not learned its prompts, so the low entropy is not success"),
 )  # fmt: skip
 def entropy(run: RunLog) -> Detection | None:

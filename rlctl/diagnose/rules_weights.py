@@ -70,7 +70,7 @@ def weight_mean(run: RunLog) -> Detection | None:
 @Rule(
     "effective-samples", source=th.GUIDE, sure=("high", "the figure is the definition"),
     one_of=(ESS.key, WEIGHT_STD.key), uses=(th.MASKED.key,), not_applicable=_no_weights,
-    signal="effective sample size among the samples that survive rejection; standard deviation",
+    signal="effective sample size among the samples that are not rejected; standard deviation",
     thresholds="< 0.5 / < 0.5 with a deviation > 1, or that alone where nothing else is logged / < 0.3",
     cause="the policies are far apart: a few samples have most of the weight",
     fixes=(fix.reject_outliers, fix.wider_bound, fix.gentler),
@@ -87,8 +87,8 @@ def effective_samples(run: RunLog) -> Detection | None:
     long_count_more: Sure = ("medium", "the figure counts long responses more than once")
     sure = long_count_more if run.facts.ess_length_weighted else None
     if crossed is not None:
-        text = "the surviving samples are worth only {worst:.0%} of their number {where}"
-        survivors = replace(crossed.evidence, figure=f"{crossed.evidence.figure}, among survivors")
+        text = "the remaining samples are worth only {worst:.0%} of their number {where}"
+        survivors = replace(crossed.evidence, figure=f"{crossed.evidence.figure}, without rejected samples")
         evidence = (survivors, spread.evidence) if spread else (survivors,)
         severity = "warning" if crossed.severity == "info" and spread else crossed.severity
         return replace(of_crossing(crossed, text), severity=severity, evidence=evidence, sure=sure)
@@ -101,7 +101,7 @@ def effective_samples(run: RunLog) -> Detection | None:
 @Rule(
     "hidden-tail", thresholds=th.RAW_ESS, source=th.OWN, needs=(ESS.key,),
     one_of=(th.RAW_ESS.key, *CHI2.values()), not_applicable=_no_weights,
-    signal="raw effective sample size, or 1 / (1 + χ²) at the weights' level, while the applied is normal",
+    signal="raw effective sample size, or 1 / (1 + χ²) at their level, while the applied ESS is normal",
     cause="bounded weights have a small spread; the policies themselves are far apart",
     fixes=(fix.reject_outliers, fix.geometric, fix.gentler),
     sure=("high", "raw and applied weights are both logged"),
@@ -165,7 +165,7 @@ def chi2(run: RunLog) -> Detection | None:
     facts=("rollout_is",),
     signal="sequence weights: share over the bound (over 100 tokens), share at the clamp, tokens × k3",
     thresholds=f"— / > 10 %, > {SATURATED_SHARE:.0%}, > {CLAMP:g} / —".replace("1%", "1 %"),
-    cause="a product of ratios over a long response exceeds any bound, however close the policies are",
+    cause="a product of ratios over a long response exceeds any bound, even if the policies are close",
     fixes=(
         fix.change(f"{fix.RC}rollout_is=token", trl="vllm_importance_sampling_mode=token_truncate"),
         fix.geometric,
@@ -192,7 +192,7 @@ def long_products(run: RunLog) -> Detection | None:
             return found
     # Tokens × k3 estimates |Σ log ρ| of a typical response, for logs that do not count clamped sequences.
     steps, (length, k3) = run.table.aligned(_LENGTH, th.K3.key)
-    what = "a typical response's log-ratios sum to {worst:.3g}, beyond the clamp {where}"
+    what = "the log-ratios of a typical response sum to {worst:.3g}, beyond the clamp {where}"
     return detect_crossing(run, Levels(th.K3.key, (("warning", CLAMP),)), what, Series(steps, length * k3))
 
 

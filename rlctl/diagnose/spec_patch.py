@@ -149,7 +149,7 @@ def as_yaml(found: SpecPatch) -> str:
         text = dump_spec(found.spec)
     else:
         head = [f"Only the changes that `rlctl diagnose` proposes for {run_name(run)}, in rlctl's keys:"]
-        head.append("the log has no spec of rlctl. Layer it over one with a second --spec.")
+        head.append("the log has no spec of rlctl. Combine the file with yours: a second --spec.")
         changes = {key: read_value(value).value for key, value in found.changes.items()}
         text = yaml.safe_dump(nested(changes), sort_keys=False, allow_unicode=True, width=1 << 20)
     head += [

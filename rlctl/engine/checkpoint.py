@@ -290,7 +290,7 @@ def verify(path: Path) -> tuple[str, Checkpoint | None]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its manifest is unreadable ({error})", None
     if path.name != f"{_PREFIX}{state.step:06d}":
-        return f"its manifest says step {state.step}", None
+        return f"its manifest contains step {state.step}", None
     if not expected:
         return "its manifest lists no file", None
     for name, digest in expected.items():

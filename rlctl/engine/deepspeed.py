@@ -142,7 +142,7 @@ class _Engine:
         withheld = self._optimizer.withheld or not self._engine.was_step_applied()
         if self.ranks.max(float(withheld)) + self.ranks.max(float(not withheld)) > 1.0:
             raise RunFailure(
-                "a gradient was not finite on some ranks only, their weights no longer agree",
+                "a gradient was not finite on some ranks only, so the weights of the ranks differ",
                 fix="resume from the last checkpoint; set actor.grad_clip above 0, which makes ranks agree",
             )
         if self._optimizer.clip_norm is not None:

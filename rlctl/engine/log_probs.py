@@ -130,7 +130,7 @@ class PolicyModule(nn.Module):
             likeliest_ids = None if likeliest_ids is None else likeliest_ids[own]
         given = (states, tokens, likeliest_ids, *((kept.counts[:, 0], kept.ids) if kept else ()))
         if sketch and not self.head.is_split:
-            what = f"{type(self.model).__name__} computes its logits with more than its output head"
+            what = f"{type(self.model).__name__} does not compute its logits with its output head alone"
             key = "algorithm.rollout_correction.measure_grad_error"
             raise UsageError(what, where=key, fix="set it, and rollout_correction.auto, to false")
         figures = self.head(*given, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared, sketch=sketch)
@@ -152,13 +152,13 @@ class PolicyModule(nn.Module):
         self._is_probed = True
         if not self.head.is_split:
             log.warning(
-                "%s computes its logits with more than its output head; every forward pass runs "
-                "the whole model, which takes more memory",
+                "%s does not compute its logits with its output head alone; every forward pass runs "
+                "the whole model, which needs more memory",
                 type(self.model).__name__,
             )
         if self.sequence:
             if not self.packs:
-                what = f"{type(self.model).__name__} does not run packed rows, so ranks cannot share them"
+                what = f"{type(self.model).__name__} does not support packed rows, so ranks cannot share them"
                 raise UsageError(what, where="engine.sequence_parallel", fix="set it to 1")
             self.sequence.install(self.model)
 

@@ -169,7 +169,7 @@ def _check_embeddings(model: Any, tokenizer: Any, where: str, fix: str) -> None:
     rows = getattr(weight, "ds_shape", weight.shape)[0]  # DeepSpeed's, if it is partitioned
     if len(tokenizer) > rows:
         raise UsageError(
-            f"the tokenizer knows {len(tokenizer)} tokens, the model has embeddings for {rows}",
+            f"the tokenizer has {len(tokenizer)} tokens, the model has embeddings for {rows}",
             where=where,
             fix=fix,
         )

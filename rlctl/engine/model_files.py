@@ -65,10 +65,10 @@ def explained(path: str, key: str = "model.path") -> Iterator[str]:
         raise _not_loaded(path, where, error) from error
     except UnpicklingError as error:
         raise UsageError(
-            "a file of weights holds more than tensors, and reading it could run its code: it is not loaded",
+            "a file of weights contains more than tensors; it is not loaded, because that could run its code",
             where=where,
-            fix="use a copy of the model with *.safetensors files; its maker or you can convert it where the "
-            "file is trusted",
+            fix="use a copy of the model with *.safetensors files, or convert the file if you trust its "
+            "author",
         ) from error
     except (ValueError, KeyError, ImportError) as error:
         raise UsageError(
@@ -82,7 +82,7 @@ def check_directory(path: str, where: str) -> None:
     """Refuses a local path without config.json, instead of looking it up on the hub as an id."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
     if looks_local and not (Path(path) / "config.json").is_file():
-        what = "no config.json in it" if Path(path).is_dir() else "no such directory"
+        what = "it has no config.json" if Path(path).is_dir() else "no such directory"
         raise UsageError(
             f"not a Hugging Face model directory: {what}",
             where=where,

@@ -161,14 +161,14 @@ def refuse_idle_gpu() -> None:
     """
     if torch.cuda.is_available() or gpus_are_hidden() or not (found := gpus()):
         return
-    on_cpu = "; to use the CPU all the same, set CUDA_VISIBLE_DEVICES="
+    on_cpu = "; to use the CPU, set CUDA_VISIBLE_DEVICES="
     if torch.version.cuda is None:
         raise EnvironmentFailure(
             f"torch is built without CUDA, and cannot use {found[0]}",
             fix=f"install torch's CUDA build{on_cpu}",
         )
     raise EnvironmentFailure(
-        f"torch is built for CUDA {torch.version.cuda}, and finds no GPU where the driver has {found[0]}",
+        f"torch is built for CUDA {torch.version.cuda}, and finds no GPU, but the driver lists {found[0]}",
         fix=f"update the driver, or install a torch built for the CUDA that `nvidia-smi` names{on_cpu}",
     )
 
@@ -196,7 +196,7 @@ def missing_ranks() -> Iterator[None]:
         reason = re.sub(r"^\[\S+\] ", "", str(error).partition("\n")[0]).partition(". ")[0]
         raise LostRank(
             f"another rank has ended or cannot be reached: {reason}",
-            fix="the first error in the output of the other ranks says why; go on with --resume RUN_DIR",
+            fix="see the first error in the output of the other ranks; continue with --resume RUN_DIR",
         ) from error
 
 

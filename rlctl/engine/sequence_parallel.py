@@ -55,7 +55,9 @@ class SequenceParallel:
         config = model.config.get_text_config()
         heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
         if any(number % self.size for number in heads):
-            what = f"{heads[0]} attention heads and {heads[1]} of keys cannot be shared by {self.size} ranks"
+            what = (
+                f"{heads[0]} attention heads and {heads[1]} of keys cannot be divided among {self.size} ranks"
+            )
             raise UsageError(what, where=_KEY, fix="use a number that divides both")
         kernel = str(config._attn_implementation)
         if kernel != "sdpa" and not kernel.startswith("flash"):

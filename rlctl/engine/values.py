@@ -49,7 +49,7 @@ class ValueModule(nn.Module):
         body = body_of(model)
         if body is None:
             raise UsageError(
-                f"{type(model).__name__} has no body apart from its output head to put a value head on",
+                f"{type(model).__name__} does not expose hidden states, so a value head cannot be added",
                 where="critic.path",
                 fix="name a model of another architecture",
             )

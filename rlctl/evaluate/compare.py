@@ -105,7 +105,7 @@ def compare(a: Path, b: Path, ks: Sequence[int] | None = None) -> CompareReport:
     counts = [len(side.questions) for side in sides]
     if not sides[0].questions.keys() & sides[1].questions.keys():
         raise UsageError(
-            f"the evaluations share no question ({counts[0]} and {counts[1]})",
+            f"the evaluations have no question in common ({counts[0]} and {counts[1]})",
             where=f"{a} and {b}",
             fix="evaluate both models with the same --data",
         )
@@ -171,7 +171,7 @@ def _verdict(figure: Figure) -> str:
         if found.value == 0.0:
             return "no difference on any question"
         return (
-            f"{better} is better by {abs(found.value) * scale:.3g} {unit}, the same on every one of "
+            f"{better} is better by {abs(found.value) * scale:.3g} {unit}, by the same amount on each of "
             f"{found.num_questions} questions: no interval can be given"
         )
     if found.low <= 0.0 <= found.high:
@@ -192,9 +192,9 @@ def _warnings(a: _Side, b: _Side) -> Iterator[str]:
         if name not in {"n", "seed"} and in_a != in_b:
             yield f"sampled differently: {name} is {in_a} in A and {in_b} in B"
     if "base_url" in of_a["model"] or "base_url" in of_b["model"]:
-        yield "a server applied its own chat template: whether both models read the same prompt is not known"
+        yield "a server applied its own chat template: the prompts of both models may differ"
     elif of_a["model"].get("template_sha256") != of_b["model"].get("template_sha256"):
-        yield "the chat templates differ: the models read the same questions in different words"
+        yield "the chat templates differ: the models read the same questions in different prompts"
     if of_a["reward"] != of_b["reward"]:
         yield "graded differently: use `--regrade` with one --reward for both"
     for name, side in (("A", a), ("B", b)):

@@ -105,7 +105,7 @@ def _responses(
     }
     if len(overlong) == len(model.rows):
         raise UsageError(
-            f"no question is left: all {len(overlong)} and their responses exceed the model's context",
+            f"no question remains: all {len(overlong)} and their responses exceed the model's context",
             where="--max-response-length",
             fix="make it smaller, or serve the model with a longer context",
         )

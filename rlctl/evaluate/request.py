@@ -149,7 +149,7 @@ def _run_target(run_dir: Path, data_files: list[str]) -> Target:
         raise UsageError(
             "the run has no complete checkpoint" + (f" ({notes[0]})" if notes else ""),
             where=str(run_dir / CHECKPOINTS),
-            fix="wait for one (trainer.save_freq says when), or resume the run to its end",
+            fix="wait for one (see trainer.save_freq), or resume the run until it ends",
         )
     data_files = data_files or spec.data.val_files
     if not data_files and spec.is_embedded:
@@ -182,7 +182,7 @@ def checked_ks(ks: Sequence[int] | None, n: int) -> list[int]:
             raise UsageError(
                 f"pass@{k} cannot be estimated from {n} responses per question",
                 where="--k",
-                fix=f"sample more with --n {k}, or ask for smaller k" if k > 1 else "k is 1 or more",
+                fix=f"sample more with --n {k}, or request a smaller k" if k > 1 else "k is 1 or more",
             )
     return sorted(set(ks))
 
@@ -214,7 +214,9 @@ def chosen_reward(own: RewardSpec, name: str | None) -> RewardSpec:
     for term in reward.all_terms:
         file = term.name.rpartition(":")[0]
         if file and not Path(file).expanduser().is_file():
-            raise UsageError(f"{file}: no such file", where="reward", fix=f"paths are seen from {Path.cwd()}")
+            raise UsageError(
+                f"{file}: no such file", where="reward", fix=f"paths are relative to {Path.cwd()}"
+            )
     return reward
 
 
@@ -269,7 +271,7 @@ def check_url(url: str | None) -> str:
         )
     if parsed.userinfo or parsed.query or parsed.fragment:
         raise UsageError(
-            "the address holds more than a host and a path, and it is stored with the results",
+            "the address contains more than host and path, and it is stored with the results",
             where="--base-url",
             fix=f"put the key into the environment variable {KEY_VARIABLE}",
         )
@@ -278,13 +280,13 @@ def check_url(url: str | None) -> str:
 
 def _check_sampling(request: EvaluateRequest) -> None:
     if request.temperature != 0.0 and not MIN_TEMPERATURE <= request.temperature < math.inf:
-        what = f"logits cannot be divided by a temperature of {request.temperature:g}"
+        what = f"sampling is not possible at a temperature of {request.temperature:g}"
         raise UsageError(what, where="--temperature", fix="for the likeliest tokens: --temperature 0 --n 1")
     if request.temperature == 0.0 and request.n > 1:
-        what = f"temperature 0 always takes the likeliest token: {request.n} responses would be one"
+        what = f"temperature 0 always selects the likeliest token: {request.n} responses would be equal"
         raise UsageError(what, where="--temperature", fix="add --n 1, or sample at a temperature above 0")
     if not 0.0 < request.top_p <= 1.0:
-        wrong = f"--top-p is a share, not {request.top_p:g}"
+        wrong = f"--top-p must be above 0 and at most 1, not {request.top_p:g}"
         what = wrong if request.top_p else "--top-p 0 leaves no token"
         raise UsageError(what, where="--top-p", fix="for the likeliest: --temperature 0")
 
@@ -298,7 +300,7 @@ def _check_engine(request: EvaluateRequest) -> None:
     elif request.base_url is not None:
         raise UsageError("--base-url is for a server", where="--base-url", fix="add --engine openai")
     elif request.model_or_run is None:
-        fix = "name a run directory, a model directory or a hub id; only --engine openai can do without"
+        fix = "name a run directory, a model directory or a hub id; only --engine openai does not need one"
         raise UsageError("no model is named", where="MODEL_OR_RUN", fix=fix)
     if request.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         fix = 'pip install "rlctl[vllm]", or use --engine hf'

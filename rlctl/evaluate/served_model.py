@@ -82,7 +82,7 @@ class ServedModel(AskedModel):
         """Messages for the user about the sampling."""
         if self._neutral:
             return []
-        return [f"the server takes no {', '.join(_NEUTRAL)}: its own defaults for them apply"]
+        return [f"the server does not accept {', '.join(_NEUTRAL)}: it uses its own defaults"]
 
     def sample(self, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Response]]:
         """See `AskedModel.sample`."""
@@ -187,7 +187,7 @@ class ServedModel(AskedModel):
             what, fix = f"the server does not answer: {_words(error)}", "start it, or correct --base-url"
             raise EnvironmentFailure(what, where=self._url, fix=fix) from error
         if answer.status_code in {401, 403}:
-            what = f"the server wants a key: {_said(answer)}"
+            what = f"the server requires a key: {_said(answer)}"
             raise EnvironmentFailure(what, where=self._url, fix=_KEY_FIX)
         listing = f"{self._url}/models"
         if answer.status_code >= 500:
@@ -215,7 +215,7 @@ class ServedModel(AskedModel):
         key = os.environ.get(KEY_VARIABLE)
         if key and not (key.isascii() and key.isprintable() and key.strip() == key):
             raise UsageError(  # the message must not contain the key
-                "the key holds spaces, line ends or other characters that no HTTP header can hold",
+                "the key contains spaces, line ends or other characters that are not valid in an HTTP header",
                 where=f"the environment variable {KEY_VARIABLE}",
                 fix="set it again, without a line end",
             )
@@ -271,7 +271,7 @@ def _retry_after(answer: httpx.Response, where: str) -> float:
             seconds = 0.0
     if seconds > LONGEST_RETRY_AFTER_S:
         raise RunFailure(
-            f"the server asks to wait {seconds:.0f} seconds (HTTP {answer.status_code})",
+            f"the server requests a pause of {seconds:.0f} seconds (HTTP {answer.status_code})",
             where=where,
             fix="start the same command again after that: stored responses are not sampled again",
         )

@@ -74,7 +74,7 @@ class ResponseStore:
                 raise RunFailure(
                     "another process is sampling from this model with these settings",
                     where=str(self.directory),
-                    fix="wait for it; what it samples is not sampled again",
+                    fix="wait for it; its responses are stored and reused",
                 ) from None
             try:
                 write_text(

@@ -21,7 +21,7 @@ _SAME_PRECISION = "use one precision on both sides"
 _DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16"}
 _CUT_OFF = {"top_p": "rollout.top_p=1", "top_k": "rollout.top_k=-1", "min_p": "rollout.min_p=0"}
 _EXPLICIT = (
-    "pass temperature, top_p, top_k and min_p to the engine explicitly: what is missing it may take from the "
+    "pass temperature, top_p, top_k and min_p to the engine explicitly: missing values may come from the "
     "model's generation_config.json"
 )
 _PROCESSED = (
@@ -94,7 +94,7 @@ def _described(found: Examination, factor: Factor, value: str) -> Cause:
         ),
         "steps": Cause(
             "prefill against decode",
-            f"sampling goes token by token with a cache, scoring is one pass, {rounded}",
+            f"sampling runs token by token with a cache, scoring in one pass, {rounded}",
             _ROUNDING_FIX,
             _FINER,
         ),
@@ -151,7 +151,10 @@ def _sampling(found: Examination, taken: Taken) -> Iterator[Cause]:
     what, fix = f"the engine samples with {reported.cut}{unsure}, {asked.cut} was requested", _EXPLICIT
     if reported.cut.is_like(asked.cut):
         what = f"the engine samples with {asked.cut}, as requested; the trainer scores the whole distribution"
-        fix = "sample without truncation, or set rollout.exact_sampling: the mass cut off biases every ratio"
+        fix = (
+            "sample without truncation, or set rollout.exact_sampling: "
+            "the removed probability mass biases every ratio"
+        )
     yield Cause("truncation", what, fix, _spec(reported.cut), middle, after)
 
 
@@ -177,7 +180,7 @@ def _drawn_otherwise(found: Examination) -> Iterator[Cause]:
 
 def _weights(found: Examination) -> Iterator[Cause]:
     if found.synced and found.synced.closes:
-        what = "the engine's weights are not the trainer's: handing them over closes the gap"
+        what = "the engine's weights are not the trainer's: a weight sync closes the gap"
         after = found.scorer.gap(found.explanation.start)
         yield Cause("stale weights", what, _SYNC_FIX, (), found.start, after)
 
@@ -190,7 +193,7 @@ def _sync_misses(found: Examination) -> Iterator[Cause]:
         "weight sync",
         f"a sync of changed weights leaves a mean |log-ratio| of {found.moved.after.abs_mean:.2g}{left}",
         "where embeddings and output head are tied, some engines keep a packed copy of the head: untie them, "
-        "or have the engine load the weights anew",
+        "or reload all weights in the engine",
     )
 
 
@@ -198,7 +201,7 @@ def _other_precision(found: Examination) -> Iterator[Cause]:
     precise = found.same_precision
     if precise is not None and precise.closes:
         own = _DTYPES[str(found.scorer.model.dtype)]
-        what = f"the engine's precision: in {own}, as the trainer, the same engine leaves a smaller gap"
+        what = f"the engine's precision: in {own}, as the trainer, the same engine has a smaller gap"
         spec = (f"rollout.dtype={own}",)
         yield Cause("dtype", what, _SAME_PRECISION, spec, precise.before, precise.after)
 
@@ -213,13 +216,13 @@ def not_told(found: Examination) -> list[str]:
             "add --temperature 0.7"
         )
     if len({len(ids) for ids in found.scorer.prompts[OWN]}) == 1:
-        notes.append("whether padding is treated alike: all prompts are of one length")
+        notes.append("whether padding is treated in the same way: all prompts have the same length")
     if not sides.takes_weights:
-        notes.append("whether a weight sync reaches every weight: this engine takes none here")
+        notes.append("whether a weight sync reaches every weight: this engine does not support syncs here")
         if not sides.weights:
             notes.append("whether the engine holds older weights: name a run that has older checkpoints")
     if found.drawn is None:
-        notes.append("what the tokens were drawn from: the two distributions are too far apart")
+        notes.append("the distribution of the tokens: the two distributions differ too much")
     if found.start.num_nonfinite:
         notes.append(f"{found.start.num_nonfinite} sequences with a NaN or infinite log-prob are left out")
     return notes
@@ -236,5 +239,5 @@ def remainder(found: Examination) -> str | None:
     rounding = max(efforts, default=0.0)
     size = f"a mean |log-ratio| of {left.abs_mean:.2g} is not explained"
     if left.abs_mean <= 2.0 * rounding:
-        return f"{size}, of the size that rounding has ({rounding:.2g}): the two kernels round differently"
-    return f"{size}, more than rounding makes ({rounding:.2g}): other weights, or other code of the model"
+        return f"{size}, as large as rounding differences ({rounding:.2g}): the two kernels round differently"
+    return f"{size}, larger than rounding differences ({rounding:.2g}): other weights, or other model code"

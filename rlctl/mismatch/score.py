@@ -130,7 +130,7 @@ class VariantScorer:
                     score(policy, variant, rows, found)
             except (RuntimeError, ValueError, ImportError, KeyError) as error:  # no such kernel, no memory
                 reason = first_line(error)
-                raise RunFailure(f"the model cannot be run so: {reason}") from error
+                raise RunFailure(f"the model cannot run with this setting: {reason}") from error
             self._scores[variant] = found
         return self._scores[variant]
 

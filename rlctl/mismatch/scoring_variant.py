@@ -15,7 +15,7 @@ Factor = Literal["prompt", "shift", "positions", "weights", "dtype", "steps", "a
 
 #: Errors in the treatment of positions: name → effect.
 POSITION_MISTAKES: Mapping[str, str] = {
-    "jump": "the response's positions go on from the padded width of the prompt, not from its length",
+    "jump": "the response's positions start at the padded width of the prompt, not from its length",
     "padding seen": "attention reads the prompts' padding",
     "counted": "position ids count the padding to the left of a prompt",
 }

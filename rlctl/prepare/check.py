@@ -200,7 +200,7 @@ class _FileCheck:
         if len(self._splits) > 1:
             counts = ", ".join(f"{split!r} {rows(count)}" for split, count in self._splits.most_common())
             what = f"extra_info.split is not the same in all rows: {counts}"
-            fix = "keep each split in a file of its own"
+            fix = "keep each split in a separate file"
             found.append(DataFinding("mixed-splits", "warning", what, len(self._splits), where, fix))
         named = re.match(r"(train|test|val)", self.path.name)
         if named and self.split and self.split.lower().startswith("train") != (named[0] == "train"):
@@ -321,7 +321,11 @@ def _shared_questions(checks: Sequence[_FileCheck]) -> list[DataFinding]:
             what = f"{rows(len(shared))} of {later.path} {repeat} the question of a row of {earlier.path}"
             differ = later.split != earlier.split
             examples = tuple(f"{later.path}:{number}" for number in numbers[shared[:EXAMPLES_SHOWN]])
-            fix = "one is not a test of training on the other" if differ else "drop one of them"
+            fix = (
+                "a test split must not share questions with the training split"
+                if differ
+                else "drop one of them"
+            )
             severity: Severity = "error" if differ else "warning"
             found.append(DataFinding("shared-questions", severity, what, len(shared), examples, fix))
     return found
@@ -370,7 +374,7 @@ def column_findings(path: Path, schema: pa.Schema) -> list[DataFinding]:
         size = sum(group.column(place).total_uncompressed_size for group in groups)
         if size >= OFFSET_BYTES and (pa.types.is_string(kind) or pa.types.is_binary(kind)):
             large.append(f"{name} ({size / 2**30:.1f} GiB)")
-    fix = "write it as large_string, or in several files: readers that load it in one piece fail"
+    fix = "write it as large_string, or in several files: readers that load the column at once fail"
     add("small-offsets", "warning", "over 2 GiB of text with 32-bit offsets: {0}", large, fix)
     return found
 

@@ -59,7 +59,7 @@ class Decision:
         }
         counts |= {status.name.lower(): int(of[status]) for status in RowStatus if status > 1}
         if sum(counts.values()) != num_records:
-            raise AssertionError(f"{num_records} rows came in, but {counts} are accounted for")
+            raise AssertionError(f"{num_records} rows were read, but {counts} are accounted for")
         return {"input": num_records, **counts}
 
 
@@ -172,6 +172,6 @@ def limit_for_fraction(fraction: float) -> int:
         UsageError: the fraction is not in [0, 1).
     """
     if not 0 <= fraction < 1:
-        what = f"{fraction:g} is no share of the rows"
-        raise UsageError(what, where="--val-fraction", fix="0 up to below 1")
+        what = f"{fraction:g} is not a fraction of the rows"
+        raise UsageError(what, where="--val-fraction", fix="use at least 0 and less than 1")
     return int(fraction * (1 << 64))

@@ -74,7 +74,7 @@ def _in_processes(
             yield task, future.result()
     except BrokenProcessPool as error:
         raise RunFailure(
-            "a worker process died: it was killed, or out of memory",
+            "a worker process died: it was killed, or memory ran out",
             fix="lower --workers, or give it more memory",
         ) from error
     finally:

@@ -21,8 +21,10 @@ _LEAK_FIX = (
     "`rlctl prepare-data parquet … --leakage drop` leaves them out: scores on that file would be inflated"
 )
 _TEST_LEAK_FIX = "the test split then repeats that file: remove these rows from the input"
-_NO_FORM = r"are graded as mathematics, and the prompt asks for no form of the answer (\boxed{{}}, ####, …)"
-_NO_FORM_FIX = r"add --instruction 'Put the final answer in \boxed{}.': else right answers may be read wrong"
+_NO_FORM = r"are graded as mathematics, and the prompt requests no form of the answer (\boxed{{}}, ####, …)"
+_NO_FORM_FIX = (
+    r"add --instruction 'Put the final answer in \boxed{}.': else right answers may not be recognised"
+)
 _EXACT, _MASKED = "ask a question of {file}", "ask a question of {file} with other numbers"
 _NGRAM = "share 13 words in a row with a question of {file}"
 
@@ -32,7 +34,7 @@ _ROW_FINDINGS: dict[str, tuple[Severity, str, str]] = {
     "conflicting-answers": (
         "warning",
         "repeat the question of an earlier row, with another ground truth",
-        "find out which answer is right: one of them teaches the wrong thing",
+        "find out which answer is right, and remove the other row",
     ),
     "near-duplicates": (
         "info",
@@ -54,7 +56,7 @@ _ROW_FINDINGS: dict[str, tuple[Severity, str, str]] = {
     "beyond-context": (
         "error",
         "have prompts that fill or exceed the model's context of {context:,} tokens",
-        "no response fits behind them: drop or cut them with --max-prompt-length and --overlong",
+        "no response fits after them: drop or cut them with --max-prompt-length and --overlong",
     ),
     "ground-truth": (
         "error",

@@ -206,7 +206,7 @@ def find_leaks(request: PrepareRequest, staging: Staging, decision: Decision, pr
         lines = "".join(f"\n  {line}" for line in findings.lines(leaked))
         occur = findings.agree(len(rows), "occur")
         raise UsageError(
-            f"{findings.rows(len(rows))} to train on {occur} in what must stay unseen:{lines}",
+            f"{findings.rows(len(rows))} of the training data {occur} in held-out data:{lines}",
             fix="pass --leakage drop to leave them out",
         )
     if request.leakage == "drop":

@@ -76,7 +76,7 @@ class PromptLengths:
         self.renderer = Renderer(tokenizer)
         if overlong.startswith("cut") and not tokenizer.is_fast:
             raise UsageError(
-                "this tokenizer does not say which characters a token covers, so prompts cannot be cut",
+                "this tokenizer does not report which characters a token covers, so prompts cannot be cut",
                 where=model,
                 fix="use --overlong drop",
             )
@@ -183,8 +183,8 @@ def template_findings(renderer: Renderer) -> list[DataFinding]:
         return [DataFinding("template", "error", f"a plain question: {error.what}", 1, fix=error.fix or "")]
     found = []
     if text == renderer.text(_PROBE, generation_prompt=False):
-        what = "the chat template adds no generation prompt: nothing tells the model that its turn begins"
-        fix = "correct for a model trained so; else add `{% if add_generation_prompt %}…` to the template"
+        what = "the chat template adds no generation prompt, which marks the start of the model's turn"
+        fix = "correct for a model trained like this; else add `{% if add_generation_prompt %}…`"
         found.append(DataFinding("no-generation-prompt", "warning", what, 1, fix=fix))
     start = tokenizer.bos_token
     if start and renderer.adds_start and text.startswith(start):

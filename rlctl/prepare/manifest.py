@@ -62,7 +62,7 @@ def check_replaceable(out: Path) -> None:
     foreign = entries - {MANIFEST, *(manifest.outputs if manifest else ())}
     if foreign or (entries and manifest is None):
         raise UsageError(
-            f"the directory holds what prepare-data did not write ({min(foreign or entries)})",
+            f"the directory contains files that prepare-data did not write ({min(foreign or entries)})",
             where=str(out),
             fix="choose another --out",
         )

@@ -85,7 +85,7 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
         return PrepareSummary(recipe.name, existing.counts, existing.report, existing.splits, unchanged=True)
     if not request.overwrite and request.out.is_dir() and any(request.out.iterdir()):
         raise UsageError(
-            "the output directory is not empty, and holds other data than this run would write",
+            "the output directory is not empty, and contains other data than this run would write",
             where=str(request.out),
             fix="pass --overwrite to replace it, or choose another --out",
         )
@@ -129,7 +129,7 @@ def _lengths(request: PrepareRequest) -> PromptLengths | None:
         raise UsageError(
             "prompts are measured with a model's tokenizer, and none is named",
             where="--max-prompt-length and --overlong",
-            fix="name the model you will train with --model",
+            fix="name the model that you will train: --model",
         )
     return None
 
@@ -160,10 +160,10 @@ def _check_split(counts: dict[str, int]) -> None:
     )
     if counts["test"] and not dropped:
         raise UsageError(
-            f"the split leaves no row to train on: all {counts['test']} went to the test split",
+            f"the split leaves no training rows: all {counts['test']} went to the test split",
             fix="lower --val-fraction or --val-size",
         )
-    what = f"no row is left to train on: {dropped} of {counts['input']}"
+    what = f"no training rows remain: {dropped} of {counts['input']}"
     raise UsageError(what, fix="drop less, or add data")
 
 
@@ -238,7 +238,7 @@ def _take_in(
         raise UsageError("the file is empty: it has no rows", where=str(empty))
     if bad.count == staging.num_records:
         recipe = plan.recipe
-        keys = f"prompts were looked for in {recipe.prompt_key!r}, answers in {recipe.answer_key!r}"
+        keys = f"prompts were searched in {recipe.prompt_key!r}, answers in {recipe.answer_key!r}"
         fix = f"{keys} (recipe {recipe.name}): say --prompt-key, --answer-key or --recipe"
         raise bad.error(staging.num_records, fix)
     if bad.count and not sets_aside:

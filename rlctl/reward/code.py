@@ -183,7 +183,7 @@ def _assert_tests(text: str) -> CallTests | CodeTests:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"neither JSON nor Python: {error}") from None
     if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
-        raise ValueError("there is no assert in it")
+        raise ValueError("it contains no assert")
     equations = {place: found for place, one in enumerate(tree.body) if (found := _equation(one))}
     if all(
         place in equations and _is_plain_call(equations[place][0])

@@ -79,7 +79,9 @@ def multiple_choice(response: str, ground_truth: str) -> float:
     """
     option = _OPTION.match(ground_truth)
     if option is None:
-        raise ValueError(f"the ground truth {ground_truth[:200]!r} begins with no letter of an option")
+        raise ValueError(
+            f"the ground truth {ground_truth[:200]!r} does not begin with the letter of an option"
+        )
     return float(chosen_option(response) == (option[1] or option[2]).upper())
 
 
@@ -103,8 +105,8 @@ def equation_of(response: str) -> str | None:
 
 
 @GRADERS.register(
-    label="an equation that makes a target",
-    formula="1 if the response's equation uses each number once and makes the target, else 0",
+    label="an equation that equals a target",
+    formula="1 if the response's equation uses each number once and equals the target, else 0",
     source="Gandhi et al. 2024, arXiv 2404.03683",
     needs={'a ground truth such as `{"numbers": [25, 3, 4], "target": 88}`'},
     answer_of=equation_of,

@@ -94,7 +94,7 @@ def answer_of(response: str) -> str | None:
 @GRADERS.register(
     "maths",
     label="the same mathematical answer",
-    formula="1 if the answer equals the ground truth, read in its kind, else 0",
+    formula="1 if the answer, read as the same kind of value, equals the ground truth, else 0",
     source="math-verify, with stricter rules",
     needs={"a ground truth that is a number, an expression or a few words"},
     answer_of=answer_of,

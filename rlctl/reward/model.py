@@ -54,7 +54,7 @@ class ModelScorer(Scorer):
             raise EnvironmentFailure(
                 f"the reward model cannot be put on {self._device}: {first_line(error)}",
                 where=f"reward.model.device={spec.device}",
-                fix="name a device this machine has, with memory left",
+                fix="name a device of this machine with enough free memory",
             ) from error
         self._batch_size = spec.batch_size
         self._max_length = spec.max_length
@@ -93,7 +93,7 @@ class ModelScorer(Scorer):
             raise RunFailure(
                 f"the reward model ran out of memory on {self._device} with {rows} × {length} tokens",
                 where="reward.model",
-                fix="lower reward.model.batch_size or max_length, or give it a device of its own",
+                fix="lower reward.model.batch_size or max_length, or give it a separate device",
             ) from error
         scores: list[float] = logits.float().squeeze(-1).tolist()
         return scores
@@ -123,7 +123,7 @@ def _load(spec: RewardModelSpec) -> tuple[Any, Any]:
         raise UsageError("the reward model has no path", where="reward.model.path", fix=_FIX)
     looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
     if looks_local and not (Path(path) / "config.json").is_file():
-        raise UsageError("not a Hugging Face model directory: no config.json in it", where=where, fix=_FIX)
+        raise UsageError("not a Hugging Face model directory: it has no config.json", where=where, fix=_FIX)
     trust = {"trust_remote_code": spec.trust_remote_code}
     dtype = torch.float32 if spec.dtype == "fp32" else torch.bfloat16
     try:

@@ -239,7 +239,7 @@ class _GradingProcess:
         reply = self._ask(None, START_DEADLINE_S)
         if isinstance(reply, Failure):
             what = "takes too long" if reply.kind == "time-out" else f"failed: {reply.text}"
-            fix = "import it in Python to see more"
+            fix = "import it in Python to see the full error"
             raise UsageError(f"importing it {what}", where=self._grader, fix=fix)
         if "what" in reply:
             self.close()
@@ -329,7 +329,7 @@ class _GradingProcess:
             *lines, received = (received + part).split(b"\n")
             found = next((reply for line in lines if (reply := self._reply(line))), None)
             if found is None and not part:
-                found = Failure("the grading process has gone away", "crash")
+                found = Failure("the grading process has ended", "crash")
             elif found is None and num_bytes > max_bytes:
                 text = f"the grading process replied with more than {max_bytes >> 20} MiB"
                 found = Failure(text, "crash")
@@ -346,7 +346,7 @@ class _GradingProcess:
             # machine. A user's function may wait for a server.
             left = max(left, deadline_s - (self._cpu_seconds() - cpu_started))
             if elapsed > STALLED * deadline_s:
-                text = "the machine was too busy for the grading to get processor time"
+                text = "the machine was too busy: the grading got no processor time"
                 return Failure(text, "machine")
         return left if left > 0.0 else Failure(f"the grading took longer than {deadline_s:g} s", "time-out")
 

@@ -96,7 +96,7 @@ class LocalScorer(Scorer):
 @GRADERS.register(
     "auto",
     label="by each row's source",
-    formula="what the grader of the row's `data_source` says; `maths` for a source that none is known for",
+    formula="the score of the grader of the row's `data_source`; `maths` for sources without a grader",
 )
 class SourceScorer(Scorer):
     """Grades each row with the grader of its data source; a grader is started when first needed."""

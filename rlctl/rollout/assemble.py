@@ -71,7 +71,7 @@ def synced(policy_version: int | None) -> int:
         RunFailure: it is None, because the last weight sync did not finish.
     """
     if policy_version is None:
-        raise RunFailure("the last weight sync to the rollout engine failed: its weights are a mixture")
+        raise RunFailure("the last weight sync to the rollout engine failed: it holds old and new weights")
     return policy_version
 
 

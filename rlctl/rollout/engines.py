@@ -260,7 +260,7 @@ def _can_broadcast(urls: list[str], backends: list[str], device: torch.device, i
     if is_needed and others:
         options = f"--weight-transfer-config '{json.dumps({'backend': backend})}'"
         raise EnvironmentFailure(
-            "a vLLM server takes no weights by broadcast",
+            "a vLLM server does not accept weights by broadcast",
             where=f"rollout.server.urls: {others[0]}",
             fix=f"start it with {options}; or set rollout.server.weight_transfer: auto",
         )

@@ -89,5 +89,5 @@ def server_port(host: str) -> int:
         raise UsageError(
             f"vLLM servers cannot listen at {host}, no address of this machine: {error.strerror}",
             where="MASTER_ADDR",
-            fix="give the first node's own address, which the others reach; or set rollout.server.urls",
+            fix="give an address of the first node that other nodes can reach; or set rollout.server.urls",
         ) from error

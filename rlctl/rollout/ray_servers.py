@@ -74,7 +74,7 @@ class RayHost:
         except ray.exceptions.RayTaskError:
             raise
         except ray.exceptions.RayError as error:
-            raise OSError(f"its machine or its Ray actor is gone: {one_line(error)}") from error
+            raise OSError(f"its machine or its Ray actor was lost: {one_line(error)}") from error
 
 
 class RayServer:

@@ -216,7 +216,7 @@ class Replicas:
                     raise EnvironmentFailure(
                         f"a vLLM server does not start: {words}",
                         where=str(replica.log),
-                        fix="the log says more; or sample with rollout.name=hf",
+                        fix="see its log; or sample with rollout.name=hf",
                     )
 
     def check(self) -> None:

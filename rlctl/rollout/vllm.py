@@ -236,7 +236,7 @@ class TrainedVLLMRollout(VLLMRollout):
             raise
         except Exception as error:
             raise RunFailure(
-                f"vLLM did not take the new weights: {one_line(error)}", where="engine vllm"
+                f"vLLM did not load the new weights: {one_line(error)}", where="engine vllm"
             ) from error
         self._policy_version = policy_version
 

@@ -43,7 +43,7 @@ def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0) -> list[st
                 raise EnvironmentFailure(
                     f"no vLLM server answers: {words}",
                     where=f"rollout.server.urls: {url}",
-                    fix="start it there, with the options docs/how-to/rollout-engines.md shows",
+                    fix="start it there, with the options in docs/how-to/rollout-engines.md",
                 )
             time.sleep(_RETRY_S)
     return backends
@@ -55,21 +55,21 @@ def _check_settings(url: str, lora_rank: int) -> str:
     Log-probs before temperature would look plausible, but weight every sample wrongly.
     """
     where = f"rollout.server.urls: {url}"
-    fix = "start it with the options docs/how-to/rollout-engines.md shows"
+    fix = "start it with the options in docs/how-to/rollout-engines.md"
     answer = httpx.get(f"{url}/server_info?config_format=json", timeout=_INFO_S, trust_env=False)
     if not answer.is_success:
-        what = "the server takes no weights: vLLM's development mode is off"
+        what = "the server does not accept weight updates: vLLM's development mode is off"
         raise EnvironmentFailure(what, where=where, fix=f"{fix}, VLLM_SERVER_DEV_MODE=1 among them")
     info = answer.json()
     mode = info["vllm_config"]["model_config"]["logprobs_mode"]
     if mode != LOGPROBS_MODE:
-        what = f"the server reports {mode}, which are not of the distribution it samples from"
+        what = f"the server reports {mode}, which are not log-probs of the distribution it samples from"
         raise EnvironmentFailure(what, where=where, fix=f"{fix}, --logprobs-mode {LOGPROBS_MODE} among them")
     if lora_rank and not _takes_adapters(info, lora_rank):
         options = (
             f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and --max-lora-rank of {lora_rank} or more"
         )
-        what = f"the server takes no adapters of rank {lora_rank}"
+        what = f"the server does not accept adapters of rank {lora_rank}"
         raise EnvironmentFailure(what, where=where, fix=f"start it with {options}; or {MERGE_LORA}")
     return str((info["vllm_config"].get("weight_transfer_config") or {}).get("backend", ""))
 

@@ -238,10 +238,10 @@ class VLLMServerRollout(CompletionRollout):
         urls = [url for url in self._urls if url not in self._lost]
         if not urls:
             raise RunFailure(
-                "every vLLM server started again, without the weights that were broadcast",
+                "every vLLM server has restarted and lost the weights that were broadcast",
                 where=" ".join(self._urls),
-                fix="go on with --resume RUN_DIR; with rollout.server.weight_transfer=files a server that "
-                "started again loads them itself",
+                fix="continue with --resume RUN_DIR; with rollout.server.weight_transfer=files a restarted "
+                "server loads the weights itself",
             )
         return {index: urls[(self._rank + index) % len(urls)] for index in indices}
 
@@ -366,7 +366,9 @@ class VLLMServerRollout(CompletionRollout):
         except RunFailure as error:
             if await self._has(client, url, adapter):  # loaded by another rank in the meantime
                 return
-            raise UsageError(f"the adapter was not taken: {error.what}", where=url, fix=MERGE_LORA) from error
+            raise UsageError(
+                f"the adapter was not loaded: {error.what}", where=url, fix=MERGE_LORA
+            ) from error
 
     async def _ask(self, client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> httpx.Response | None:
         """Samples; a server that could not be reached may return with other weights. None: it lost them."""

@@ -252,7 +252,7 @@ def _in_background(function: Callable[..., _Result], *arguments: Any) -> Future[
 def _all_done(
     futures: list[Future[Any]],
     seconds: float = _LOAD_S,
-    words: str = "a vLLM server does not take new weights",
+    words: str = "a vLLM server does not load new weights",
 ) -> None:
     """Waits for all futures.
 

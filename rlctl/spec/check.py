@@ -101,7 +101,7 @@ def frequencies_are_possible(spec: RunSpec) -> Problems:
     """A frequency of 0 steps has no meaning."""
     for name in ("save_freq", "test_freq"):
         if getattr(spec.trainer, name) == 0:
-            yield error(f"trainer.{name}", "0 is neither never (-1) nor a number of steps", "-1, or 1 and up")
+            yield error(f"trainer.{name}", "0 is neither -1 (never) nor a number of steps", "-1, or 1 and up")
 
 
 @reads(
@@ -119,7 +119,9 @@ def rows_can_be_shared(spec: RunSpec) -> Problems:
         what = f"{spec.trainer.n_gpus_per_node} ranks of a node cannot form groups of {size}"
         yield error(key, what, "use a divisor of trainer.n_gpus_per_node")
     if spec.trains_critic:
-        yield error(key, "a critic runs whole rows only", "use an estimator without a critic, or 1")
+        yield error(
+            key, "a critic does not support sequence parallelism", "use an estimator without a critic, or 1"
+        )
     if spec.model.attn_implementation == "eager":
         what = "eager attention does not work on parts of a sequence"
         yield error("model.attn_implementation", what, f"write sdpa or flash_attention_2, or set {key}: 1")

@@ -89,9 +89,9 @@ def groups_can_be_filtered(spec: RunSpec) -> Problems:
         what = f"{estimator} is not group-relative: it also learns from groups with equal rewards"
         yield error(key, what, "set it to false, or use an estimator that does, such as rloo")
     elif rollout.n == 1:
-        yield error(key, "a group of one response has no spread", "set rollout.n to 2 or more")
+        yield error(key, "the rewards of a group of one response never differ", "set rollout.n to 2 or more")
     if spec.actor.use_kl_loss or spec.actor.entropy_coeff:
-        what = "KL loss and entropy bonus are then taken on prompts of medium difficulty only"
+        what = "KL loss and entropy bonus then cover only prompts of medium difficulty"
         yield warning(key, what, "set actor.use_kl_loss: false and actor.entropy_coeff: 0, as DAPO does")
 
 

@@ -27,7 +27,7 @@ def distribution_is_complete(spec: RunSpec) -> Problems:
         "min_p": (rollout.min_p > 0.0, "0.0"),
     }
     what = "samples come from a truncated distribution, the trainer's log-probs from the full one: "
-    what += "every ratio ρ is biased by the mass cut off"
+    what += "every ratio ρ is biased by the removed probability mass"
     fix = "" if can == "never" else ", or set rollout.exact_sampling: true"
     if can == "top_k" and rollout.top_k < 1:
         fix += " and rollout.top_k"
@@ -38,10 +38,10 @@ def distribution_is_complete(spec: RunSpec) -> Problems:
     if not rollout.exact_sampling:
         return
     if not any(is_truncated for is_truncated, _ in truncated.values()):
-        what = "has no effect: rollout.top_p, top_k and min_p leave every token to sample from"
+        what = "has no effect: rollout.top_p, top_k and min_p remove no tokens"
         yield warning(key, what, LEAVE_OUT)
     elif can == "never":
-        what = f"rollout.name: {rollout.name} does not report which tokens it kept to sample from"
+        what = f"rollout.name: {rollout.name} does not report which tokens truncation kept"
         yield error(key, what, "set rollout.name: hf, or sample with top_p=1, top_k=-1 and min_p=0")
     elif can == "top_k" and rollout.top_k < 1:
         what = f"{rollout.name} lists a bounded number of tokens, and rollout.top_k: -1 bounds none"
@@ -74,7 +74,7 @@ def slow_on_a_gpu(spec: RunSpec) -> Problems:
 def top_k_is_possible(spec: RunSpec) -> Problems:
     """`top_k: 0` means "all" in some engines and "none" in others."""
     if spec.rollout.top_k == 0:
-        yield error("rollout.top_k", "0 tokens to sample from", "write -1 for all tokens")
+        yield error("rollout.top_k", "there are 0 tokens to sample from", "write -1 for all tokens")
 
 
 @reads("rollout.val_kwargs.n", "rollout.val_kwargs.temperature")
@@ -137,11 +137,13 @@ def engine_supports_it(spec: RunSpec) -> Problems:
         what = f"has no effect: the engines of rollout.server.urls run already; placement is {placement}"
         yield warning("rollout.server.placement", what, "leave it out")
     if transfer == "broadcast" and has_servers and spec.syncs_adapter:
-        what = "adapters are handed over as files"
+        what = "adapters are sent as files"
         yield error("rollout.server.weight_transfer", what, "write auto, or set rollout.merge_lora: true")
     if urls and rollout.server.weights_dir is None and transfer != "broadcast":
         what = "engines on other machines cannot read the shared memory of this machine"
-        yield warning("rollout.server.weights_dir", what, "a directory on a file system that all of them see")
+        yield warning(
+            "rollout.server.weights_dir", what, "a directory on a file system that all of them can access"
+        )
     yield from param_problems(ROLLOUT_ENGINES, rollout.name, "rollout.engine_params", rollout.engine_params)
 
 

@@ -220,7 +220,7 @@ def _reject_band(rule: RejectRule) -> Band:
         else f"one token's ρ, if all others were 1 (sum of {rule.statistic})",
         "mean": "the geometric mean of a response's ρ"
         if is_product
-        else f"every token's ρ, if all were alike (mean {rule.statistic})",
+        else f"every token's ρ, if all were equal (mean {rule.statistic})",
     }
     if rule.statistic == "ratio" and rule.reduction == "max":
         subjects["max"] = "the largest ρ of a response"

@@ -117,14 +117,14 @@ class Placement:
             words = f"{ranks} × {_PROCESS_BYTES // GIB} GiB: libraries, CUDA contexts"
             yield HostPart("processes", ranks * _PROCESS_BYTES, words)
         if parameters is None:
-            yield HostPart("weights on their way", None, "the model's size is not known here", (_LOADING,))
+            yield HostPart("weights in transfer", None, "the model's size is not known here", (_LOADING,))
             return
 
         if on_gpu:
             what = "parameters" if self._reads_whole else "the largest layer's weights, twice,"
             words = f"{ranks} ranks × {what} × {self.width} bytes, one model at a time"
             at_once = whole if self._reads_whole else self._largest_weights
-            yield HostPart("weights on their way", ranks * at_once, words, (_LOADING,))
+            yield HostPart("weights in transfer", ranks * at_once, words, (_LOADING,))
         yield HostPart("export of a checkpoint", whole, "the main rank gathers all weights", (_SAVING,))
         if on_gpu and spec.engine.offload != "none":
             read = self.size.num_trainable or parameters

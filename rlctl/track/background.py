@@ -60,7 +60,7 @@ class BackgroundSink:
         try:
             self._steps.put_nowait(entry)
         except queue.Full:
-            raise TimeoutError(f"{MAX_WAITING:,} steps wait for it") from None
+            raise TimeoutError(f"{MAX_WAITING:,} steps are waiting for it") from None
 
     def _work(self) -> None:
         try:

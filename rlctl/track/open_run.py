@@ -100,7 +100,7 @@ class RunRecord:
         files = sorted(map(str, (self.path / "rollouts").glob("*.parquet")))
         if not files:
             raise UsageError(
-                "the run kept no rollouts",
+                "the run saved no rollouts",
                 where=str(self.path),
                 fix="train with trainer.rollouts_per_step=-1",
             )

@@ -158,7 +158,9 @@ class RolloutWriter:
                 first, last = map(int, match.groups())
                 if problem := _damage(path, self._schema):
                     path.rename(path.with_name(f"{path.name}.damaged"))
-                    notes.append(f"warning: {ROLLOUTS_DIR}/{path.name} is damaged ({problem}) and set aside")
+                    notes.append(
+                        f"warning: {ROLLOUTS_DIR}/{path.name} is damaged ({problem}) and was moved aside"
+                    )
                     continue
                 there |= set(range(first, min(last, step) + 1))
                 if last <= step:

@@ -208,7 +208,7 @@ def tensorboard(inputs: SinkInputs) -> Sink:
 
 def _dropped(name: str, error: Exception) -> str:
     what = f"{name} failed and is disabled, training continues"
-    return f"warning: {what} ({_brief(error)}); metrics.jsonl has it all"
+    return f"warning: {what} ({_brief(error)}); metrics.jsonl has all metrics"
 
 
 def _brief(error: Exception) -> str:

@@ -60,7 +60,7 @@ def replay(
         sums.add(batch)
     num_groups, num_sequences, _ = sums.moments.counts.sum(1)
     if not num_sequences:
-        raise UsageError("the dump holds no response with finite log-probs of both policies")
+        raise UsageError("the dump contains no response with finite log-probs of both policies")
     groups = groups_per_batch or float(num_groups / sums.num_steps)
     names = [named.get(rule, []) for rule in rules]
     return summarized(sums, names, rules.index(_NO_WEIGHT), groups)

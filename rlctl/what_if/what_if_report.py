@@ -23,17 +23,18 @@ class Column(NamedTuple):
 
 COLUMNS = (
     Column(
-        "error", "mean squared error of the gradient at its best scale; 0 is the wanted one, 1 a useless one"
+        "error",
+        "mean squared error of the gradient at its best scale; 0 is the target gradient, 1 a useless one",
     ),
     Column(
         "sampling\ninterval",
-        "holds the error of 90 % of resamples; the error of the estimate's own model is not in it",
+        "contains the error of 90 % of resamples; it excludes the error of the estimate's own model",
     ),
-    Column("bias²", "squared tangent of the angle between the gradient expected and the one wanted"),
+    Column("bias²", "squared tangent of the angle between the expected and the target gradient"),
     Column("vari-\nance", "noise of a mini-batch's gradient over its useful signal, squared"),
     Column("ESS\nraw", "effective sample size over number, before bound and rejection"),
     Column("ESS\nused", "effective sample size over number, of the weights that reach the loss"),
-    Column("kept", "tokens that survive rejection"),
+    Column("kept", "tokens that are not rejected"),
     Column("max\nw", "largest weight that reaches the loss"),
     Column("at\nbound", "weights the bound changes"),
 )

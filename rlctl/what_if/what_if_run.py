@@ -38,7 +38,7 @@ def what_if(path: Path) -> Tradeoff:
         )
     if correction.auto:
         applies = False
-        notes.append("auto chose another weight per batch: the run's own setting is left out")
+        notes.append("auto chose a weight for each batch: the run's own setting is left out")
     if correction.score_centering:
         applies = False
         notes.append(
@@ -63,6 +63,4 @@ def _spec_beside(dump: Dump) -> tuple[RunSpec | None, list[str]]:
         path = directory / SPEC_FILE
         if path.is_file():
             return spec_or_note(path)
-    return None, [
-        "the directory of the dump has no spec.yaml: advantages as in rloo, one dumped step as one mini-batch"
-    ]
+    return None, ["no spec.yaml next to the dump: advantages as in rloo, one dumped step as one mini-batch"]

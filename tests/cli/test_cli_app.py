@@ -224,7 +224,7 @@ def test_a_dry_run_shows_changed_keys_and_all_on_request(capsys):
             ["model.path=./gone", "data.train_files={prompts}"],
             ["model.path: not a Hugging Face model directory"],
         ),
-        (["model.path={tmp}", "data.train_files={prompts}"], ["no config.json in it"]),
+        (["model.path={tmp}", "data.train_files={prompts}"], ["it has no config.json"]),
         (["model.path={tmp}/broken", "data.train_files={prompts}"], ["config.json cannot be read"]),
         (["model.path={tmp}/bare", "data.train_files={prompts}"], ["holds no weights"]),
         (["model.path={tmp}/mute", "data.train_files={prompts}"], ["holds no tokenizer"]),

@@ -141,7 +141,7 @@ def test_a_log_of_another_framework_gives_an_overlay(tmp_path, capsys):
     assert run(["diagnose", str(log), "--fix", str(fixed)]) == 0
     captured = capsys.readouterr()
     assert "logged by verl" in captured.out
-    assert "holds only the changed keys" in captured.err
+    assert "contains only the changed keys" in captured.err
     assert run(["train", "-p", "rloo-seq-is", "--spec", str(fixed), "--dry-run"]) == 0
 
 

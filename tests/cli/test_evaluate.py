@@ -103,7 +103,7 @@ def test_responses_that_are_stored_are_told_and_used(run_dir, tmp_path, capsys):
     for name in ("first", "second"):
         out = str(tmp_path / name)
         assert run(["evaluate", str(run_dir), "--n", "2", "--limit", "5", "--out", out]) == 0
-    assert "10 responses were stored already" in capsys.readouterr().out
+    assert "10 responses were already stored" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_model_that_is_no_model(few: Path, tmp_path: Path) -> None:
 def test_tokenizer_larger_than_the_model(few: Path, tmp_path: Path) -> None:
     model = save_tiny_qwen2(tmp_path / "model", extra_tokens=3)
     job = runs.start_train(tmp_path / "run", *RUN, *OWN, f"model.path={model}", f"data.train_files={few}")
-    refused(job, 2, "the tokenizer knows 260 tokens", "257")
+    refused(job, 2, "the tokenizer has 260 tokens", "257")
 
 
 def test_prompt_and_response_longer_than_the_context(few: Path, tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_responses_that_crash_the_grader_are_wrong_and_do_not_stop_the_run(tmp_p
     crashed = sum(row["reward"] == 0.0 for row in rows)
     assert sum(line["reward/num_timeouts"] for line in lines) == crashed > 0.1 * len(rows)
     assert all(line["critic/score/min"] == 0.0 for line in lines)  # of those that are valid
-    assert "stopped their grader (on this rank crash: " in job.output
+    assert "ended their own grading (on this rank crash: " in job.output
 
 
 def test_weights_lost_on_the_way_to_the_rollout(tmp_path: Path) -> None:

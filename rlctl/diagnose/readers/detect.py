@@ -34,7 +34,7 @@ _KNOWN_LOGS = (
 )
 _PASTED = (
     "paste a line of metrics as the trainer prints it, a printed dictionary, `name: value` lines, or a table "
-    "with its line of names and numbers only"
+    "of numbers with its header line"
 )
 _NAMES_SHOWN = 8
 _FIRST_ROWS = 50
@@ -157,7 +157,7 @@ def _chosen(directory: Path) -> tuple[_Candidate, list[str]]:
     best = max(known, key=lambda found: found[:2])[2]
     if len(known) == 1:
         return best, [f"read: {best.shown}"]
-    return best, [f"{len(known)} logs in {directory}: {best.shown} was read; name another to have it read"]
+    return best, [f"{len(known)} logs in {directory}: {best.shown} was read; to read another one, name it"]
 
 
 def _candidates(directory: Path) -> Iterator[_Candidate]:

@@ -196,7 +196,7 @@ def canonical_table(
             for name in sorted(collected.names)
             if pattern.match(name.removeprefix(framework.prefix))
         ),
-        (framework.facts, f"true of every run of {name_of}"),
+        (framework.facts, f"fixed in {name_of}"),
     ]
     facts, fact_origins = _first_known([(known, "the run's spec")] if known else sources)
     columns: dict[str, NDArray[np.float64]] = {}

@@ -118,7 +118,7 @@ class _TolerantGzip(io.RawIOBase):
         try:
             chunk = self._file.read1(len(buffer))
         except EOFError:
-            self._notes.append("the compressed file ends early: the part before was read")
+            self._notes.append("the compressed file ends early: the part before the end was read")
             return 0
         except (gzip.BadGzipFile, zlib.error):
             self._notes.append("the compressed file is damaged: the part before the damage was read")

@@ -79,9 +79,9 @@ def score_notes(document: Mapping[str, Any]) -> Iterator[str]:
         kinds = ", ".join(f"{kind}: {count:,}" for kind, count in sorted(timeouts.items()))
         count = sum(timeouts.values())
         if count == 1:
-            yield f"1 response stopped its grader ({kinds}) and is scored as wrong"
+            yield f"1 response ended its own grading ({kinds}) and is scored as wrong"
         else:
-            yield f"{count:,} responses stopped their grader ({kinds}) and are scored as wrong"
+            yield f"{count:,} responses ended their own grading ({kinds}) and are scored as wrong"
     if (num_short := scores[-1]["num_short"]) and not open_ones:
         yield (
             f"{num_short:,} questions have fewer than {n} graded samples: avg and maj use the graded ones, "
@@ -98,7 +98,7 @@ def score_notes(document: Mapping[str, Any]) -> Iterator[str]:
             f"{changed['no_longer_failed']:,} no longer fail"
         )
     elif document["num_stored"]:
-        yield f"{document['num_stored']:,} responses were stored already (--fresh samples them again)"
+        yield f"{document['num_stored']:,} responses were already stored (--fresh samples them again)"
 
 
 def stderr_text(stderr: float | None, number: str = ".3f") -> str:

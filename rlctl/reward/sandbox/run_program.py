@@ -138,7 +138,7 @@ def check_sandbox(limits: Limits) -> None:
             f"responses cannot be run safely here: {why}",
             where="reward.name=code",
             fix="use Linux on x86_64 or aarch64 that lets processes install seccomp filters, and limits "
-            "under which Python starts; or grade with a function of your own (reward.name=file.py:function)",
+            "under which Python starts; or grade with your own function (reward.name=file.py:function)",
         )
 
 
@@ -185,7 +185,7 @@ def _read_replies(
         first, *lines = _start_of(folder / "reply", max_bytes).split(b"\n", max_messages + 1)
         confined = json.loads(first or b"{}")  # written before the program ran
         if "ready" not in confined:
-            return confined.get("refused", "its process ended before it was confined"), []
+            return confined.get("refused", "its process ended before the sandbox was set up"), []
     try:
         messages = [json.loads(line) for line in lines if line]
     except (ValueError, RecursionError):

@@ -143,7 +143,7 @@ def filter_program(*, deny_file_changes: bool, machine: str | None = None) -> by
     """
     machine = machine or platform.machine()
     if machine not in MACHINES:
-        raise OSError(f"no system call filter is known for {machine}, only for {' and '.join(MACHINES)}")
+        raise OSError(f"rlctl has no system call filter for {machine}, only for {' and '.join(MACHINES)}")
     place, audit_arch = MACHINES[machine]
     rules = [*ALWAYS.values(), *(FILE_CHANGES.values() if deny_file_changes else ())]
     program = [

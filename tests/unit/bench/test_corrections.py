@@ -195,7 +195,7 @@ def test_what_is_trained_on_has_another_length() -> None:
     """Weights give the policy's own mean length back; who does not wait takes short responses."""
     shares = length_shares("stale", 4, 32, 0)
     assert shares["weighted by Π ρ"] == pytest.approx(1.0, abs=0.02)
-    assert shares["first half to finish"] < 0.95 < shares["kept as they are"]
+    assert shares["first half to finish"] < 0.95 < shares["unchanged"]
     same = length_shares("noise", 0.0, 16, 0)
     assert all(same[name] == pytest.approx(1.0) for name in list(same)[:-1])
 
@@ -218,7 +218,7 @@ def test_length_and_ess() -> None:
 @pytest.mark.slow
 def test_reports(small) -> None:
     text = markdown(small)
-    for title in ("what to use", "by place", "every rule", "seeds needed to distinguish two rules"):
+    for title in ("what to use", "by place", "every rule", "number of seeds needed to distinguish two rules"):
         assert f"## Enumerated worlds: {title}" in text
         assert f"## Learned worlds: {title}" in text
     assert "## Effective sample size against length" in text

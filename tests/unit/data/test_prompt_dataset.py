@@ -102,7 +102,7 @@ def test_overlong_prompts_are_counted_or_refused():
         dataset(rows, limit=10, filter_overlong=False)
     assert caught.value.where == "f:2"
     assert "raise data.max_prompt_length to 13" in caught.value.fix
-    with pytest.raises(UsageError, match="no prompt is left"):
+    with pytest.raises(UsageError, match="no prompt remains"):
         dataset(rows, limit=2)
 
 

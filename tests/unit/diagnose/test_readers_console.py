@@ -413,7 +413,7 @@ def test_settings_in_a_launch_line_and_where_each_fact_comes_from(tmp_path):
     run = read(tmp_path, launch + trl(0.5, 0.1))
     assert (run.facts.group_size, run.facts.kl_coef, run.facts.max_response_length) == (8, 0.04, 1408)
     assert run.fact_origins["kl_coef"] == "a setting in the log"
-    assert run.fact_origins["has_critic"] == "true of every run of trl"
+    assert run.fact_origins["has_critic"] == "fixed in trl"
     hydra = "python3 -m verl.trainer.main_ppo data.train_batch_size=64 actor_rollout_ref.rollout.n=4 \\\n" + (
         "  actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 \\\n"
     )

@@ -80,7 +80,7 @@ def test_a_clash_is_told_once_and_by_its_versions(tmp_path: Path) -> None:
     install(tmp_path, "torchvision", "0.20.0", "torch==2.5.0")
     (check,) = [check for check in package_checks(installed([str(tmp_path)])) if check.name == "torchvision"]
     assert check.status == "broken"
-    assert check.found.startswith("0.20.0 is made for torch==2.5.0, 2.13.0+cpu is installed (its compiled")
+    assert check.found.startswith("0.20.0 requires torch==2.5.0, 2.13.0+cpu is installed (its compiled")
 
 
 def test_every_clash_of_one_package_is_told(tmp_path: Path) -> None:

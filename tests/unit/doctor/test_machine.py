@@ -32,7 +32,7 @@ def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     file.touch()
     monkeypatch.setenv("RLCTL_CACHE", str(file / "below"))
     found = check("disk for rlctl's cache")
-    assert (found.status, found.found) == ("broken", f"{file} cannot be written")
+    assert (found.status, found.found) == ("broken", f"{file} is not writable")
     assert "RLCTL_CACHE" in str(found.fix)
     monkeypatch.setenv("RLCTL_CACHE", str(tmp_path / "not" / "yet"))
     assert check("disk for rlctl's cache").status == "ok"

@@ -154,7 +154,7 @@ def test_a_manifest_without_files_is_no_checkpoint(tmp_path: Path) -> None:
 
 def test_a_renamed_checkpoint_is_not_another_step(tmp_path: Path) -> None:
     write(tmp_path, 2).path.rename(tmp_path / "step_000006")
-    assert verify(tmp_path / "step_000006") == ("its manifest says step 2", None)
+    assert verify(tmp_path / "step_000006") == ("its manifest contains step 2", None)
 
 
 def test_the_best_stays_and_links_follow(tmp_path: Path) -> None:

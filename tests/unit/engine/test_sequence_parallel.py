@@ -110,7 +110,10 @@ def test_what_graders_say_is_that_of_all_rows() -> None:
     ("given", "words"),
     [
         (["trainer.n_gpus_per_node=3", "data.train_batch_size=12"], "cannot form groups of 2"),
-        (["trainer.n_gpus_per_node=2", "algorithm.adv_estimator=gae"], "a critic runs whole rows only"),
+        (
+            ["trainer.n_gpus_per_node=2", "algorithm.adv_estimator=gae"],
+            "a critic does not support sequence parallelism",
+        ),
         (["trainer.n_gpus_per_node=2", "model.attn_implementation=eager"], "does not work on parts"),
     ],
 )

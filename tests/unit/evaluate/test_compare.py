@@ -147,7 +147,7 @@ def test_rewards_beyond_shares_are_not_points(stored, make_samples):
 
 def test_strangers_are_refused(stored, make_samples, tmp_path):
     a = stored("a", make_samples("s", [[1.0]]))
-    with pytest.raises(UsageError, match="share no question"):
+    with pytest.raises(UsageError, match="have no question in common"):
         compare(a, stored("b", make_samples("s", [[1.0]], first=7)))
     with pytest.raises(UsageError, match="pass@2 cannot"):
         compare(a, a, [2])

@@ -152,7 +152,7 @@ def test_positions_that_jump_over_padding() -> None:
 
     (cause,) = found(Engine(plain(), answer=reporting(compute)))
     assert cause.name == "positions"
-    assert "from the padded width" in cause.what
+    assert "at the padded width" in cause.what
 
 
 def test_padding_that_attention_reads() -> None:
@@ -218,7 +218,7 @@ def test_weights_of_a_known_step_are_named() -> None:
 def test_unknown_weights_are_found_by_handing_over_the_trainers() -> None:
     (cause,) = found(plain(random_model(2)))
     assert cause.name == "stale weights"
-    assert "handing them over closes the gap" in cause.what
+    assert "a weight sync closes the gap" in cause.what
     assert cause.share > 0.999
 
 

@@ -126,7 +126,7 @@ def test_ray_reads_relative_paths_wherever_it_was_started(tmp_path, local_ray, m
 def test_a_mistake_found_on_ray_is_told_as_such(local_ray):
     gone = Block(Path("/no/such.jsonl"), "x", 1, FileRange(0, 5), 5)
     plan = TransformPlan(Recipe("gsm8k").resolve(), 1, False, None)
-    with pytest.raises(UsageError, match="cannot be read any more") as caught:
+    with pytest.raises(UsageError, match="can no longer be read") as caught:
         list(engines.run("ray", transform, plan, [gone], 1))
     assert caught.value.where == "/no/such.jsonl"
 

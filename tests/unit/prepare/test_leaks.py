@@ -55,7 +55,7 @@ def test_dropped(request_):
 
 
 def test_refused(request_):
-    with pytest.raises(UsageError, match="3 rows to train on occur") as caught:
+    with pytest.raises(UsageError, match="3 rows of the training data occur") as caught:
         prepare(replace(request_, leakage="refuse"))
     assert f"{request_.sources[0]}:1" in str(caught.value)
     assert "--leakage drop" in caught.value.fix
@@ -143,7 +143,7 @@ def test_a_kind_that_only_test_rows_have_is_no_finding_of_the_training_rows(tmp_
 
 def test_where_every_training_row_leaks_the_reason_is_said(request_, tmp_path):
     write_jsonl(tmp_path / "bench.jsonl", [{"prompt": text, "answer": "1"} for text in TRAIN])
-    with pytest.raises(UsageError, match="no row is left to train on: leaked_dropped"):
+    with pytest.raises(UsageError, match="no training rows remain: leaked_dropped"):
         prepare(replace(request_, leakage="drop", val_size=3))
 
 

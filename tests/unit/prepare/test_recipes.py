@@ -172,8 +172,16 @@ def test_a_choice_is_named_by_number_label_or_text(answer, choices, letter):
         ("countdown", {"nums": [], "target": 3}, "whole numbers"),
         ("countdown", {"nums": [1], "target": None}, "target' is null"),
         ("multiple-choice", {"question": "q", "choices": ["a", "b"], "answer": 2}, "of 2"),
-        ("multiple-choice", {"question": "q", "choices": ["a", "b"], "answer": "Z"}, "none of the choices"),
-        ("multiple-choice", {"question": "q", "choices": ["a", "a"], "answer": "a"}, "none of the choices"),
+        (
+            "multiple-choice",
+            {"question": "q", "choices": ["a", "b"], "answer": "Z"},
+            "not one of the",
+        ),
+        (
+            "multiple-choice",
+            {"question": "q", "choices": ["a", "a"], "answer": "a"},
+            "not one of the",
+        ),
         ("multiple-choice", {"question": "q", "choices": "ab", "answer": 0}, "not a list"),
         ("multiple-choice", {"question": "q", "choices": ["a", None], "answer": 0}, "a choice is null"),
         ("verl", {**VERL, "reward_model": None}, "no column 'reward_model.ground_truth'"),

@@ -333,7 +333,7 @@ def test_a_file_that_shrinks_or_goes_while_it_is_read_is_said(tmp_path):
     with pytest.raises(UsageError, match="became shorter"):
         records_of(block)
     path.unlink()
-    with pytest.raises(UsageError, match="cannot be read any more") as caught:
+    with pytest.raises(UsageError, match="can no longer be read") as caught:
         records_of(pickle.loads(pickle.dumps(block)))
     again = pickle.loads(pickle.dumps(caught.value))  # as it comes from a worker process
     assert (again.what, again.where, again.fix) == (caught.value.what, str(path), "start again")

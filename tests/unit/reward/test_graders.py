@@ -174,7 +174,7 @@ def test_multiple_choice_is_fast_for_long_and_repetitive_responses(repetitive):
 
 
 def test_multiple_choice_wants_a_letter_as_ground_truth():
-    with pytest.raises(ValueError, match="'zebra' begins with no letter"):
+    with pytest.raises(ValueError, match="'zebra' does not begin with the letter"):
         multiple_choice("B", "zebra")
 
 

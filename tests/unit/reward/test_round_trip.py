@@ -28,7 +28,7 @@ GOOD = [
 ]
 BAD = [
     ("openai/gsm8k", "€", "not a mathematical expression"),
-    ("cais/mmlu", "zebra", "begins with no letter"),
+    ("cais/mmlu", "zebra", "does not begin with the letter"),
     ("codecontests", "print(1)", "no assert"),
     ("countdown", "24", "the ground truth is not"),
 ]

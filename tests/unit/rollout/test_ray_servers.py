@@ -110,7 +110,7 @@ def test_servers_are_placed_restarted_and_missed(
             servers.check()
             ray.kill(hosts[1]._actor)
             wait_for(lambda: servers._failure)
-            with pytest.raises(RunFailure, match="machine or its Ray actor is gone"):
+            with pytest.raises(RunFailure, match="machine or its Ray actor was lost"):
                 servers.check()
             assert "an Error of the server" in (tmp_path / "logs/engine-0.log").read_text()
         finally:

@@ -48,7 +48,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_prompts_go_round_and_siblings_come_back_in_order(servers: list[Server], tmp_path: Path) -> None:
     engine, model = engine_on(servers, tmp_path)
-    with pytest.raises(RunFailure, match="mixture"):
+    with pytest.raises(RunFailure, match="old and new weights"):
         generate(engine)  # no weights yet
     engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=4)
     rollouts = generate(engine)
@@ -225,7 +225,7 @@ def test_a_sync_that_one_server_loses_half_way_leaves_no_mixture(
         engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=2)
     assert caught.value.where == servers[1].url
     assert "/collective_rpc" in servers[0].paths()[-3:]
-    with pytest.raises(RunFailure, match="mixture"):
+    with pytest.raises(RunFailure, match="old and new weights"):
         generate(engine)
     engine.close()
 
@@ -246,7 +246,7 @@ def test_weights_that_are_incomplete_are_not_served(servers: list[Server], tmp_p
     with pytest.raises(RunFailure, match="is missing"):
         engine.sync_weights(PlainWeights(some[1:]), policy_version=1)
     assert servers[0].asked == []
-    with pytest.raises(RunFailure, match="mixture"):
+    with pytest.raises(RunFailure, match="old and new weights"):
         generate(engine)
 
 

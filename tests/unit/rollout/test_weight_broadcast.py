@@ -153,7 +153,7 @@ def test_a_server_that_started_again_answers_nothing_until_the_next_sync(
     generate(engine)
     assert servers[1].paths()[-1] == "/v1/completions"
     servers[0].weight_version = servers[1].weight_version = "default"
-    with pytest.raises(RunFailure, match="without the weights that were broadcast") as caught:
+    with pytest.raises(RunFailure, match="lost the weights that were broadcast") as caught:
         generate(engine)
     assert "weight_transfer=files" in str(caught.value.fix)
     engine.close()
@@ -181,7 +181,7 @@ def test_without_a_group_weights_are_files_unless_it_is_asked_for(
         with pytest.raises(RunFailure, match="out of memory, says the worker") as caught:
             sync(engine, model, 1)
         assert caught.value.where == servers[1].url
-        with pytest.raises(RunFailure, match="mixture"):
+        with pytest.raises(RunFailure, match="old and new weights"):
             generate(engine)
     else:
         sync(engine, model, 1)
@@ -205,7 +205,7 @@ def test_a_server_that_fails_in_the_middle_leaves_no_mixture(
     workers[1].refuses = lambda path: path == moment
     with pytest.raises(RunFailure, match="out of memory, says the worker"):
         sync(engine, model, 2)
-    with pytest.raises(RunFailure, match="mixture"):
+    with pytest.raises(RunFailure, match="old and new weights"):
         generate(engine)
     engine.close()
 
@@ -216,7 +216,7 @@ def test_weights_that_are_incomplete_end_no_session(servers: list[Server], tmp_p
     with pytest.raises(RunFailure, match="is missing"):
         engine.sync_weights(PlainWeights(some[1:]), policy_version=1)
     assert [worker.weights for worker in workers] == [{}, {}]
-    with pytest.raises(RunFailure, match="mixture"):
+    with pytest.raises(RunFailure, match="old and new weights"):
         generate(engine)
     engine.close()
 
@@ -262,7 +262,7 @@ def test_servers_that_run_already_decide_unless_it_is_asked_for() -> None:
     assert _can_broadcast(urls, ["nccl", "nccl"], cuda, False) == has_vllm
     assert _can_broadcast(urls, ["gloo", "gloo"], cpu, True)
     assert not _can_broadcast(urls, ["nccl", ""], cuda, False)
-    with pytest.raises(EnvironmentFailure, match="takes no weights by broadcast") as caught:
+    with pytest.raises(EnvironmentFailure, match="does not accept weights by broadcast") as caught:
         _can_broadcast(urls, ["nccl", "ipc"], cuda, True)
     assert "http://b:1" in str(caught.value.where)
 

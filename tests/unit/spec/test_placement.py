@@ -121,7 +121,7 @@ def test_a_model_that_no_gpu_holds_whole_is_read_in_parts() -> None:
     given = load_spec([], [], [*BASE, *big, *more]).spec
     plan = Placement(given, size, MACHINES["2x8h100"])
     assert errors(plan) == {}
-    on_the_way = host(plan)["weights on their way"]
+    on_the_way = host(plan)["weights in transfer"]
     assert 8 * 2 * 2 * 128_256 * 8192 <= on_the_way < 8 * 2 * size.num_parameters / 10
     partition = next(stage for stage in plan.stages() if stage.name == "partition")
     assert partition.gpu < 40 * GIB
@@ -130,7 +130,7 @@ def test_a_model_that_no_gpu_holds_whole_is_read_in_parts() -> None:
     assert "moments" in errors(Placement(given, size, small))["engine.offload"]
     whole = load_spec([], [], [*BASE, *big, *more[:1], *more[4:]]).spec  # Hugging Face generation
     copies = Placement(whole, size, MACHINES["2x8h100"])
-    assert host(copies)["weights on their way"] == 8 * 2 * size.num_parameters
+    assert host(copies)["weights in transfer"] == 8 * 2 * size.num_parameters
     assert errors(copies)
 
 

@@ -185,7 +185,7 @@ def test_watch_shows_what_is_logged_until_the_run_ends(
 
 def test_samples_show_the_gap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_run(tmp_path / "a", ROWS, summary=DONE)
-    with pytest.raises(UsageError, match="kept no rollouts"):
+    with pytest.raises(UsageError, match="saved no rollouts"):
         open_run(path).rollout_steps()
 
     def row(step: int, response: str, reward: float | None, *gaps: float) -> Row:

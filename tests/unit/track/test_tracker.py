@@ -114,7 +114,7 @@ def test_steps_that_are_lost_at_the_end_are_said(tmp_path: Path, monkeypatch: py
         tracker.log(2, {"a": 1.0})
         tracker.log(3, {"a": 1.0})
         assert notes == []
-    assert notes == ["warning: crowded did not close cleanly: TimeoutError: 2 steps wait for it"]
+    assert notes == ["warning: crowded did not close cleanly: TimeoutError: 2 steps are waiting for it"]
     goes_on.set()
 
 

@@ -181,7 +181,7 @@ def _experimental_losses() -> str:
         if part.experimental:
             fields = part.params.model_fields.items() if part.params else ()
             given = [
-                f"`{name}`" + (", to be given" if f.is_required() else f" {f.default}") for name, f in fields
+                f"`{name}`" + (", required" if f.is_required() else f" {f.default}") for name, f in fields
             ]
             cells = (f"`{part.name}`", part.label, part.formula, "; ".join(given), part.source)
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")

@@ -38,12 +38,14 @@ def diagnose(
         ),
     ] = None,
     output_format: Annotated[
-        DiagnosisFormat, typer.Option("--format", help="For people, for programs, or a page with plots.")
+        DiagnosisFormat, typer.Option("--format", help="Text, JSON, or a page with plots.")
     ] = "text",
     out: Out = None,
     fail_on: Annotated[
         Literal["warning", "critical"] | None,
-        typer.Option("--fail-on", help="Exit with 3 when a finding is this severe.", show_default="never"),
+        typer.Option(
+            "--fail-on", help="Exit with 3 if a finding is at least this severe.", show_default="never"
+        ),
     ] = None,
     fix: Annotated[
         Path | None,
@@ -77,7 +79,7 @@ def diagnose(
         ),
     ] = False,
 ) -> None:
-    """Report what is wrong with a run, why, and which change of its spec to try.
+    """Report the faults of a run, their causes, and spec changes to try.
 
     rlctl diagnose runs/rlctl/rloo-seq-is-20260101-120000
 

@@ -15,7 +15,7 @@ def compare(
     b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another.")],
     output_format: Annotated[
         Literal["text", "json", "html"],
-        typer.Option("--format", help="For people, for programs, or a page with both runs' plots."),
+        typer.Option("--format", help="Text, JSON, or a page with the plots of both runs."),
     ] = "text",
     out: Out = None,
 ) -> None:

@@ -39,7 +39,7 @@ def mismatch(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 1,
     output_format: Annotated[
-        Literal["text", "json"], typer.Option("--format", help="For people or for programs.")
+        Literal["text", "json"], typer.Option("--format", help="Text or JSON.")
     ] = "text",
 ) -> None:
     """Sample with the rollout engine, score with the trainer, and find out why the two differ.

@@ -68,7 +68,9 @@ def _as_example(problem: Problem, loaded: LoadedSpec) -> Problem:
     origin = loaded.origins.get(problem.key)
     if not origin or origin.layer != "preset":
         return problem
-    fix = f"an example's path: `rlctl presets show {origin.name}` says how to write it; or {problem.key}=FILE"
+    fix = (
+        f"an example's path: `rlctl presets show {origin.name}` shows how to write it; or {problem.key}=FILE"
+    )
     return replace(problem, severity="warning", fix=fix)
 
 

@@ -168,9 +168,9 @@ def evaluate(
     ] = 256,
     as_json: AsJson = False,
 ) -> None:
-    """Sample answers, grade them as in training, and report how good they are.
+    """Sample answers, grade them as in training, and report scores.
 
-    avg@n is the mean reward, pass@k the unbiased chance that one of k answers is
+    avg@n is the mean reward, pass@k the unbiased probability that one of k answers is
     right, maj@n the reward of the most frequent answer; all with 95 % intervals
     over questions. Responses are stored as they arrive: the same command
     continues where a killed one stopped.

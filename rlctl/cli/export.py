@@ -40,8 +40,8 @@ def export(
 
     The checkpoint's checksums are verified first.
 
-    `AutoModelForCausalLM.from_pretrained(OUT)` loads the result, as does vLLM. Of a LoRA run that is the
-    model with the adapter merged in; `PeftModel.from_pretrained(BASE, OUT)` loads what `--adapter` writes.
+    `AutoModelForCausalLM.from_pretrained(OUT)` loads the result, as does vLLM. For a LoRA run, the
+    adapter is merged into the model; `PeftModel.from_pretrained(BASE, OUT)` loads the output of `--adapter`.
 
       rlctl export runs/rlctl/rloo-seq-is-20260101-120000 --out my-model --dtype bf16
 

@@ -35,7 +35,7 @@ def list_presets(
 
     rlctl presets list --json
 
-    Presets go together: -p llama3-8b -p 8gpu -p rloo-seq-is
+    Presets can be combined: -p llama3-8b -p 8gpu -p rloo-seq-is
     """
     from rlctl.cli.output import plain_table, unwrapped
     from rlctl.spec.presets import all_presets

@@ -64,7 +64,7 @@ def watch(
     run_dir: RunDirectory,
     plain: Annotated[bool, typer.Option("--plain", help="One line per step instead of the panel.")] = False,
 ) -> None:
-    """Show the live panel of a run that was started elsewhere, until it ends. Ctrl-C leaves the run alone.
+    """Show the live panel of a run that was started elsewhere, until it ends. Ctrl-C does not affect the run.
 
     rlctl watch runs/rlctl/rloo-seq-is-20260101-120000
 

@@ -27,7 +27,7 @@ def schema(
 ) -> None:
     """Print every key of a spec, as JSON Schema.
 
-    Point your editor's YAML support at it for completion and checks while typing.
+    Use it in your editor's YAML support for completion and checks while typing.
 
       rlctl schema > rlctl.schema.json
 

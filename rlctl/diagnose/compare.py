@@ -264,7 +264,7 @@ def sentences(found: RunComparison) -> Iterator[str]:
         return
     last, until = found.shared[1], found.identical_until
     if until is not None:
-        yield f"Every training metric is identical up to step {until} (times and memory aside)."
+        yield f"Every training metric is identical up to step {until} (except times and memory)."
     if until == last:
         return
     lasting = [change for change in found.metrics if change.lasts]

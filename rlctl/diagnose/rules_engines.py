@@ -1,4 +1,4 @@
-"""Rules about the gap between trainer and rollout engine, before anything corrects for it."""
+"""Rules about the gap between trainer and rollout engine, before correction."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def policy_gap(run: RunLog) -> Detection | Skipped | None:
 @Rule(
     "sampled-otherwise", thresholds="— / × 1.4 or ÷ 1.4 / × 2 or ÷ 2", source=th.OWN,
     needs=(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY), uses=(_FAILED,),
-    signal="mean −log π of the samples (`rollout_corr/training_log_ppl`) over `actor/entropy`, where they "
-    f"are {SAMPLED_NATS:g} nats apart and both sides agree on the log-probs",
+    signal="mean −log π of the samples (`rollout_corr/training_log_ppl`) over `actor/entropy`, if they "
+    f"differ by {SAMPLED_NATS:g} nats and both sides agree on the log-probs",
     cause="the engine samples at another temperature, top-p or top-k than it reports, for example from the "
     "model's generation config",
     fixes=(
@@ -144,7 +144,7 @@ def sampled_otherwise(run: RunLog) -> Detection | None:
     if crossed is None:
         return None
     apart = float(np.median(nats[counts]))
-    what = f"sampled tokens are {'less' if apart > 0 else 'more'} likely than draws from the policy would be"
+    what = f"sampled tokens are {'less' if apart > 0 else 'more'} likely than tokens drawn from the policy"
     seen = replace(crossed.evidence, figure=f"the samples' −log π is {apart:+.2g} nats from it")
     return Detection(crossed.severity, what, (seen,))
 

@@ -448,7 +448,11 @@ def flat_reward(run: RunLog) -> Detection | Skipped | None:
     position = (parts[-1] - low) / ((high - low) or 1.0)
     if moves or not values.any() or (span is not None and position >= LEARNED):
         return None
-    unknown = "taken to be 0 to 1" if in_unit else f"{BEST} and {WORST} would show what is left to gain"
+    unknown = (
+        "taken to be 0 to 1"
+        if in_unit
+        else f"{BEST} and {WORST} would show whether a higher reward is possible"
+    )
     return Detection(
         "warning" if position < MOSTLY_RIGHT and (span or in_unit) else "info",
         f"the reward stays at {np.median(values):.2g} over {steps:,} steps",

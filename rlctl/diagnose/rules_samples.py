@@ -64,7 +64,7 @@ _EXCEPTIONS: tuple[tuple[str, str, tuple[Fix, ...]], ...] = (
 
 @Rule(
     "exception", thresholds="stopped from outside / — / always", source=th.LOGIC,
-    signal="the exception that the log ends with",
+    signal="the exception at the end of the log",
     cause="the program failed",
     fixes=(fix.by_hand("read the lines above the exception"),),
     sure=("high", "no step follows the exception"),
@@ -133,7 +133,7 @@ def _more_dropped(run: RunLog) -> Evidence | None:
 
 
 @Rule(
-    "nondeterminism", thresholds="— / off by > 0.001 / —", source=th.LOGIC,
+    "nondeterminism", thresholds="— / difference > 0.001 / —", source=th.LOGIC,
     facts=("updates_per_batch", "bypass_mode"),
     signal="with one update per batch²: mean of π_θ/π_old, or `actor/ppo_kl`",
     cause="two passes of the same model differ: mixture-of-experts routing, dropout, or kernels that depend "

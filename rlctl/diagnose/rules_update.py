@@ -74,7 +74,7 @@ def not_finite(run: RunLog) -> Detection | Skipped | None:
 
 
 @Rule(
-    "gradient-norm", source=f"{th.FIELD}; of the jumps {th.OWN}", fixes=fix.calmer, needs=(_NORM,),
+    "gradient-norm", source=f"{th.FIELD}; for jumps {th.OWN}", fixes=fix.calmer, needs=(_NORM,),
     signal="`actor/grad_norm`: level (relative), and jumps over 8 robust deviations **and** 3 medians of the "
     "51 steps before",
     thresholds="1 or 2 jumps / > 10, or ≥ 3 jumps and 1 % of the steps, or a jump to > 1e4 / > 1e4",
@@ -115,8 +115,8 @@ def _large_norm(crossed: Crossing) -> Detection:
 
 
 @Rule(
-    "no-gradient", signal="`actor/grad_norm` exactly 0; names dead groups, rejection or parameters that are "
-    "not reached, where the log shows which", source=th.FIELD, needs=(_NORM,),
+    "no-gradient", signal="`actor/grad_norm` exactly 0; names the cause if the log shows it (dead groups, "
+    "rejection, or parameters without a gradient)", source=th.FIELD, needs=(_NORM,),
     uses=(th.ZERO_SPREAD.key, th.GROUP_STD, th.MASKED.key, _CUT_OFF, *_ADVANTAGE_ENDS),
     thresholds=f"— / — / ≥ {th.ZERO_SHARE * 100:g} % of the steps, or all of fewer than {th.MIN_STEPS}",
     cause="all responses of each group have the same reward, everything is rejected, or the loss does not "
@@ -160,7 +160,7 @@ def no_gradient(run: RunLog) -> Detection | None:
         )
         fixes = (_REACH,)
     else:
-        unknown = f"{th.ZERO_SPREAD.key} would tell dead groups from parameters that are not reached"
+        unknown = f"{th.ZERO_SPREAD.key} would distinguish dead groups from parameters without a gradient"
         return Detection("critical", what, tuple(evidence), could_not_check=(unknown,))
     sure: Sure = ("high", "another figure shows the reason")
     return Detection("critical", what, tuple(evidence), why, fixes, sure)
@@ -239,7 +239,7 @@ def _stronger_penalty(run: RunLog, found: Crossing) -> Fix:
     "reference-drift", thresholds=REF_KL[0], source=th.FIELD, one_of=tuple(levels.key for levels in REF_KL),
     uses=(_KL_COEF,),
     signal="KL to the reference, where it is penalized",
-    cause="the penalty is too weak to hold the policy, or something else moves it",
+    cause="the penalty is too weak, or another term of the loss moves the policy",
     sure=("medium", "how far a policy may move depends on the task and on the KL's estimator"),
     not_applicable=lambda run: (
         "the KL to the reference is not penalized" if _penalty_coefficient(run) == 0.0 else ""
@@ -270,7 +270,7 @@ def _better_critic(run: RunLog) -> tuple[Fix, ...]:
     needs=(EXPLAINED.key,), uses=(SCORE, BEST, WORST),
     signal=f"`critic/vf_explained_var` after {CRITIC_STEPS} steps, to the end, unless learned³",
     cause="the critic learns too slowly, or from too few updates, to help the policy",
-    sure=("high", f"the first {CRITIC_STEPS} steps are left out"),
+    sure=("high", f"the first {CRITIC_STEPS} steps are excluded"),
     not_applicable=lambda run: "no critic is trained" if run.facts.has_critic is False else "",
 )  # fmt: skip
 def critic(run: RunLog) -> Detection | None:

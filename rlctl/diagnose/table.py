@@ -163,7 +163,7 @@ class RunLog:
     facts: Facts = Facts()
     #: fact → where it comes from, one clause: `the configuration in the log`, …; for every known fact
     fact_origins: Mapping[str, str] = field(default_factory=dict)
-    exception: LoggedException | None = None  # the exception that the log ends with
+    exception: LoggedException | None = None  # the exception at the end of the log
     unread: tuple[str, ...] = ()  # names in the log that match no known metric, sorted
 
     @property

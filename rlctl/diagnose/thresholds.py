@@ -26,7 +26,7 @@ NEMO = "NeMo-RL's documentation of log-prob errors"
 TRL = "TRL's documentation of the sampling metrics"
 SLIME = "slime's checks of a run's first step"
 FIELD = "practice reported by several frameworks"
-OWN = "rlctl's own, quiet on its simulated healthy runs"
+OWN = "rlctl's own; no alarm on its simulated healthy runs"
 LOGIC = "follows from the definition"
 
 

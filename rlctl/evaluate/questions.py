@@ -145,6 +145,6 @@ def _rows(source: Source, recipe: Recipe) -> list[Row]:
             f"{len(problems)} of {len(read)} rows cannot be used:{lines}",
             where=str(source.path),
             fix=f"they were read by the recipe {recipe.name}: pass --recipe, --prompt-key or --answer-key, "
-            "or remove them (`rlctl prepare-data` sets bad rows aside)",
+            "or remove them (`rlctl prepare-data` can quarantine bad rows)",
         )
     return [row for _, row, _ in read if row is not None]

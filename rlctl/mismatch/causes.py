@@ -118,7 +118,7 @@ def _prompt(found: Examination, value: str) -> Cause:
     sides, prompts = found.sides, found.scorer.prompts
     where = first_difference(prompts[OWN], prompts[value], sides.tokenizer)
     is_reported = value == ENGINE or list(found.scorer.sample.prompts) == list(prompts[value])
-    hidden = "" if is_reported else ", though it does not say so"
+    hidden = "" if is_reported else ", but does not report this"
     theirs = sides.engine_tokenizer or sides.tokenizer
     another = value == ENGINE and theirs.chat_template != sides.tokenizer.chat_template
     if another or value in {NO_GENERATION_PROMPT, NO_TEMPLATE}:
@@ -224,7 +224,7 @@ def not_told(found: Examination) -> list[str]:
     if found.drawn is None:
         notes.append("the distribution of the tokens: the two distributions differ too much")
     if found.start.num_nonfinite:
-        notes.append(f"{found.start.num_nonfinite} sequences with a NaN or infinite log-prob are left out")
+        notes.append(f"{found.start.num_nonfinite} sequences with a NaN or infinite log-prob are excluded")
     return notes
 
 

@@ -204,7 +204,7 @@ class _FileCheck:
             found.append(DataFinding("mixed-splits", "warning", what, len(self._splits), where, fix))
         named = re.match(r"(train|test|val)", self.path.name)
         if named and self.split and self.split.lower().startswith("train") != (named[0] == "train"):
-            what = f"the file's name says {named[0]}, extra_info.split says {self.split}"
+            what = f"the file's name contains {named[0]}, extra_info.split is {self.split}"
             fix = "rename the file, or correct the split"
             found.append(DataFinding("split-name", "warning", what, 1, where, fix))
         keys = np.array(self._index, np.uint64) + mixed(np.array(self._index_source, np.uint64))

@@ -78,7 +78,7 @@ _ROW_FINDINGS: dict[str, tuple[Severity, str, str]] = {
     "bad-rows": (
         "error",
         "cannot be used: {reason}",
-        "correct them, or let `rlctl prepare-data parquet … --bad-rows quarantine` set them aside",
+        "correct them, or let `rlctl prepare-data parquet … --bad-rows quarantine` move them",
     ),
     "control-characters": (
         "warning",

@@ -239,7 +239,7 @@ def _take_in(
     if bad.count == staging.num_records:
         recipe = plan.recipe
         keys = f"prompts were searched in {recipe.prompt_key!r}, answers in {recipe.answer_key!r}"
-        fix = f"{keys} (recipe {recipe.name}): say --prompt-key, --answer-key or --recipe"
+        fix = f"{keys} (recipe {recipe.name}): pass --prompt-key, --answer-key or --recipe"
         raise bad.error(staging.num_records, fix)
     if bad.count and not sets_aside:
         fix = f"correct them, or pass --bad-rows quarantine to set them aside in {QUARANTINE}"

@@ -66,7 +66,7 @@ class CodeScorer(Scorer):
         try:
             tests = parse_tests(sample.ground_truth)
         except ValueError as error:
-            return Failure(f"the ground truth holds no tests: {error}")
+            return Failure(f"the ground truth contains no tests: {error}")
         program = program_of(sample.response)
         return tests.run(program, self._limits)
 

@@ -83,7 +83,7 @@ def groups_can_be_filtered(spec: RunSpec) -> Problems:
         return
     for name in ("staleness", "max_staleness"):
         if getattr(rollout, name):
-            what = f"rewards decide what is sampled next, but rollout.{name} samples batches in advance"
+            what = f"rewards determine what is sampled next, but rollout.{name} samples batches in advance"
             yield error(key, what, f"set it to false, or rollout.{name}: 0")
     if not spec.algorithm.estimator_needs("group_ids"):
         what = f"{estimator} is not group-relative: it also learns from groups with equal rewards"
@@ -299,7 +299,9 @@ def weights_are_only_measured(spec: RunSpec) -> Problems:
     if correction.bypass_mode and _has_ratio(spec) and correction.rollout_is:
         what = f"the ratio of {correction.loss_type} is the correction here, so IS weights (and their "
         what += "normalisation) are measured, not applied; rejection does apply"
-        fix = "set rollout_is: null to say so, or bypass_mode: false or loss_type: reinforce to apply them"
+        fix = (
+            "set rollout_is: null to state this, or bypass_mode: false or loss_type: reinforce to apply them"
+        )
         yield warning(_IS, what, fix)
 
 

@@ -34,15 +34,15 @@ def what_if(path: Path) -> Tradeoff:
     if not applies:
         notes.append(
             f"in bypass mode loss_type={correction.loss_type} corrects by its own ratio and applies no "
-            "weight: the run's own setting is left out; weights need loss_type=reinforce or bypass_mode=false"
+            "weight: the run's own setting is omitted; weights need loss_type=reinforce or bypass_mode=false"
         )
     if correction.auto:
         applies = False
-        notes.append("auto chose a weight for each batch: the run's own setting is left out")
+        notes.append("auto chose a weight for each batch: the run's own setting is omitted")
     if correction.score_centering:
         applies = False
         notes.append(
-            "score centering needs tokens that are not in the dump: the run's own setting is left out"
+            "score centering needs tokens that are not in the dump: the run's own setting is omitted"
         )
     if algorithm.use_kl_in_reward:
         notes.append("advantages are without the penalty of use_kl_in_reward, which is not in the dump")

@@ -185,7 +185,7 @@ class Collector:
                     nonfinite[key] = np.union1d(nonfinite.get(key, axis[:0]), steps[name][bad])
         left_out = sum(int((~rows).sum()) for rows in kept.values())
         if left_out:
-            notes.append(f"steps go back: {left_out} row(s) logged again later are left out")
+            notes.append(f"steps go back: {left_out} row(s) that were logged again later are omitted")
         if ratio and ratio > 1:
             notes.append(f"{ratio} updates per rollout: a step is a rollout, its last update is shown")
         names = frozenset(self.names)
@@ -294,7 +294,7 @@ class LogReading:
     hint: Framework | None = None  # the framework, where the format shows it
     config: dict[str, Any] = field(default_factory=dict)  # the run's configuration, where the log has one
     stated: dict[str, Any] = field(default_factory=dict)  # single settings that the log states
-    exception: LoggedException | None = None  # the exception that the log ends with
+    exception: LoggedException | None = None  # the exception at the end of the log
     notes: list[str] = field(default_factory=list)  # problems that were tolerated
     watch: Watch | None = None  # called with the read position, where it is known
 

@@ -66,7 +66,7 @@ def score_notes(document: Mapping[str, Any]) -> Iterator[str]:
     if any(score["data_source"] == DATA_SOURCE for score in scores):
         yield WRITTEN
     if num_overlong := document["data"]["num_overlong_prompts"]:
-        yield f"{num_overlong} questions were left out: their prompts are too long"
+        yield f"{num_overlong} questions were excluded: their prompts are too long"
     open_ones = [score for score in scores if score["worst_case"] is not None]
     for score in open_ones:
         yield (

@@ -75,7 +75,7 @@ def test_same_figures_are_told_to_the_last_digit(tmp_path):
     changed = [row | {"actor/entropy": row["actor/entropy"] + 1e-9 * (row["step"] > 40)} for row in rows]
     found = compared(tmp_path, rows, [row | {"perf/total_num_tokens": 3} for row in changed])
     assert found.identical_until == 40
-    same = "Every training metric is identical up to step {} (times and memory aside)."
+    same = "Every training metric is identical up to step {} (except times and memory)."
     assert next(iter(sentences(found))) == same.format(40)
     found = compared(tmp_path, rows, rows)
     assert list(sentences(found)) == [same.format(60)]

@@ -130,7 +130,7 @@ def test_an_extra_start_token(told: bool) -> None:
     (cause,) = found(engine, tokenizer=with_start_token())
     assert cause.name == "token ids"
     assert "one more start token" in cause.what
-    assert ("does not say so" in cause.what) == (not told)
+    assert ("does not report this" in cause.what) == (not told)
     assert "from token 1 of prompt 1 on" in cause.what
 
 

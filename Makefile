@@ -59,7 +59,7 @@ docs: setup-dev  ## Show the documentation site at http://127.0.0.1:8000
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 setup: $(VENV)/.installed  ## Install rlctl into .venv
-setup-dev: $(VENV)/.installed-dev  ## ... and what the tests need
+setup-dev: $(VENV)/.installed-dev  ## Install rlctl and the dependencies of the tests
 
 # With a GPU the ordinary build of torch; without one the CPU build: from wherever pip looks, else
 # through uv, which knows where torch keeps its CPU builds; as a last resort the ordinary build.
@@ -90,7 +90,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml
 	fi
 	@touch $@
 
-verl: $(VENV)/.installed-verl  ## Install verl's mathematics beside .venv, where the tests compare with it
+verl: $(VENV)/.installed-verl  ## Install verl in .venv/verl for the tests that compare with it
 
 # Without its dependencies: beside torch, which is ours, the tests need a few small packages of them. Nothing
 # but tests/reference/verl_helper.py looks there. No stamp where it cannot be had: the next call tries again.
@@ -101,7 +101,7 @@ $(VENV)/.installed-verl: tests/reference/verl_requirements.txt | $(VENV)/.instal
 
 # Daemons only where no systemd would start them at the next boot, as in a container; RUNLEVEL=1 keeps the
 # installation itself from starting them. The tests start their own.
-conformance: $(VENV)/.installed-verl $(VENV)/.installed-peers  ## Run other frameworks' real loss and correction code beside ours
+conformance: $(VENV)/.installed-verl $(VENV)/.installed-peers  ## Compare with the loss and correction code of other frameworks
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -rs tests/properties/test_peers.py tests/properties/test_conformance.py \
 	  tests/properties/test_verl_agreement.py tests/unit/algos/test_agreement_with_verl.py tests/unit/convert/test_keys_exist.py
 
@@ -115,11 +115,11 @@ $(VENV)/.installed-lm-eval: tests/reference/lm_eval_requirements.txt | $(VENV)/.
 	if $(PIP) install -q --no-deps --target $(VENV)/lm_eval -r $<; then touch $@; \
 	else rm -rf $(VENV)/lm_eval; echo "no lm-evaluation-harness: the test that it loads an export will be skipped"; fi
 
-contracts: setup-dev  ## Fetch the lowest versions allowed and vLLM's CUDA build, and see that all that rlctl uses of them exists
+contracts: setup-dev  ## Fetch the lowest allowed versions and vLLM's CUDA build; check that they have all that rlctl uses
 	$(BIN)/python -m tests.contracts
 	$(BIN)/python -m pytest -q -rs tests/unit/test_contracts.py
 
-system:  ## Install Chromium, sshd, pdsh and Slurm for the tests, where that is possible without asking
+system:  ## Install Chromium, sshd, pdsh and Slurm for the tests, if possible without a prompt
 	@get() { \
 	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
 	  && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$$@" >/dev/null; \
@@ -130,12 +130,12 @@ system:  ## Install Chromium, sshd, pdsh and Slurm for the tests, where that is 
 	|| { test ! -d /run/systemd/system && get openssh-server pdsh munge slurmctld slurmd slurm-client; } \
 	|| echo "no sshd, pdsh and Slurm: the tests that start nodes by them will be skipped"
 
-bench: setup-dev  ## Measure ours against the other side (see docs/explanation/benchmarks.md)
+bench: setup-dev  ## Compare speed and memory with verl and TRL (see docs/explanation/benchmarks.md)
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/correction.py
 	$(BIN)/python benchmarks/step.py
 
-mutants: setup-dev verl  ## Change the mathematics at random: do the tests notice? (see docs/explanation/benchmarks.md)
+mutants: setup-dev verl  ## Mutation tests of the mathematics (see docs/explanation/benchmarks.md)
 	$(PIP) install -q -e ".[mutants]"
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 nice $(BIN)/python benchmarks/mutants.py
 

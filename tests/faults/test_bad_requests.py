@@ -204,7 +204,7 @@ def test_prompt_and_response_longer_than_the_context(few: Path, tmp_path: Path) 
 def test_prompt_longer_than_allowed(few: Path, tmp_path: Path) -> None:
     model = save_tiny_qwen2(tmp_path / "model")
     shared = (*RUN, *OWN, f"model.path={model}", f"data.train_files={few}", "data.max_prompt_length=10")
-    refused(runs.start_train(tmp_path / "a", *shared), 2, "no prompt is left")
+    refused(runs.start_train(tmp_path / "a", *shared), 2, "no prompt remains")
     refused(
         runs.start_train(tmp_path / "b", *shared, "data.filter_overlong_prompts=false"),
         2,

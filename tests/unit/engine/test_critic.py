@@ -62,7 +62,7 @@ def test_a_model_that_is_its_own_body_is_refused() -> None:
     model = tiny_model()
     type(model).base_model_prefix, prefix = "", type(model).base_model_prefix
     try:
-        with pytest.raises(UsageError, match="no body") as caught:
+        with pytest.raises(UsageError, match="does not expose hidden states") as caught:
             ValueModule(model)
     finally:
         type(model).base_model_prefix = prefix

@@ -51,7 +51,7 @@ def test_an_update_is_the_same(found: dict[int, dict[Any, list[Any]]], case: tup
 
 def test_models_that_cannot_be_cut_up_are_refused(tmp_path: Path) -> None:
     for heads, kernel in on_ranks(2, refusals, where=tmp_path):
-        assert heads == "2 attention heads and 1 of keys cannot be shared by 2 ranks"
+        assert heads == "2 attention heads and 1 of keys cannot be divided among 2 ranks"
         assert kernel == "attention eager does not work on parts of a sequence"
 
 

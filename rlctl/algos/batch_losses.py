@@ -73,7 +73,7 @@ def _largest_kept(batch: WholeBatch, rule: LossRule) -> float:
 
 
 @POLICY_LOSSES.register(
-    label="M2PO: drops the tokens furthest out until the second moment of log r is small",
+    label="M2PO: drops the tokens with the largest log² r until the second moment of log r is small",
     formula="−w · M · r · A; where A·log r > 0 the largest log² r are dropped until their mean ≤ budget",
     source="Zheng et al. 2025, arXiv 2510.01161; as masks in AReaL's code, which applies it to all tokens",
     needs=RATIO,
@@ -177,7 +177,7 @@ def _covariance_bound(batch: WholeBatch, rule: LossRule) -> tuple[tuple[float, f
 
 
 @POLICY_LOSSES.register(
-    label="KL-Cov: a penalty on the tokens whose log-prob and advantage vary together most",
+    label="KL-Cov: a penalty on the tokens whose log-prob and advantage have the largest covariance",
     formula="w · (−r·A + coef · |log r| for the `fraction` of tokens of largest covariance)",
     source="Cui et al. 2025, arXiv 2505.22617; from verl's code",
     needs=RATIO,

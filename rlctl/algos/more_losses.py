@@ -81,9 +81,9 @@ class DispoParams(LossParams):
 
 
 @POLICY_LOSSES.register(
-    label="DISPO: CISPO with clips of their own for either sign of the advantage",
+    label="DISPO: CISPO with separate clips for each sign of the advantage",
     formula="−w · sg(clip(r, 1 − low±, 1 + high±)) · A · log π_θ",
-    source="Karaman et al. 2026, arXiv 2602.00983; its values were not found, so all four must be given",
+    source="Karaman et al. 2026, arXiv 2602.00983; the source gives no values: all four are required",
     needs=RATIO,
     params=DispoParams,
     unbiased=True,

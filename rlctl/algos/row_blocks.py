@@ -136,7 +136,7 @@ def check_inputs(
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"log-probs must be float32: {dtype} is less precise than the mismatch")
     if mask.numel() == 0:
-        raise ValueError("an empty batch has no correction")
+        raise ValueError("the batch is empty")
     for name in sorted(rules.needs):
         if getattr(extras, name) is None:
             raise ValueError(f"a rule of this correction needs `{name}`, and the batch has none")

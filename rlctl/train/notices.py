@@ -49,7 +49,7 @@ def step_warnings(
         timeouts: of this rank, see `RewardResult.timeouts`.
     """
     if skipped := metrics["rollout_corr/skipped_updates"]:
-        why = "nothing was left after rejection, or loss or gradient was not finite"
+        why = "everything was rejected, or loss or gradient was not finite"
         if metrics["rollout_corr/rollout_rs_masked_fraction"] >= 1.0:
             why = "every response was rejected; widen rollout_rs_threshold or fix the mismatch"
         yield "skipped", f"{skipped:.0f} updates withheld: {why}"
@@ -73,4 +73,4 @@ def step_warnings(
     if count := metrics["reward/num_timeouts"]:
         kinds = ", ".join(f"{kind}: {number}" for kind, number in sorted(timeouts.items()))
         where = f" (on this rank {kinds})" if kinds else ""
-        yield "timeouts", f"{count:.0f} responses stopped their grader{where} and are scored as wrong"
+        yield "timeouts", f"{count:.0f} responses ended their own grading{where} and are scored as wrong"

@@ -85,9 +85,9 @@ def refuse_changed_data(before: Mapping[str, str], now: Mapping[str, str], run_d
     for key, fingerprint in now.items():
         if before.get(key, fingerprint) != fingerprint:
             raise UsageError(
-                "the rows are not those that this run began with",
+                "the rows are not those at the start of the run",
                 where=key,
-                fix=f"restore the files; to go on with the new rows, delete {run_dir / DATA_FILE}",
+                fix=f"restore the files; to continue with the new rows, delete {run_dir / DATA_FILE}",
             )
 
 
@@ -106,7 +106,7 @@ def refuse_unsafe(before: RunSpec, after: RunSpec) -> list[str]:
     found = changes(before, after)
     safe = _SAFE | _LENGTH if after.actor.lr_scheduler_type == "constant" else _SAFE
     problems = [
-        Problem("error", key, f"was {old!r} and cannot become {new!r} half-way through a run", _fix(key))
+        Problem("error", key, f"was {old!r} and cannot become {new!r} during a run", _fix(key))
         for key, (old, new) in found.items()
         if key not in safe
     ]
@@ -118,7 +118,7 @@ def refuse_unsafe(before: RunSpec, after: RunSpec) -> list[str]:
 def _fix(key: str) -> str:
     if key in _LENGTH:
         return (
-            "the learning rate decays towards the end the run was given; leave it out, or train on from the "
+            "the learning rate decays until the configured last step; omit the key, or train on from the "
             "exported model. With actor.lr_scheduler_type: constant a run can be extended"
         )
     return "leave it out, or start a new run"

@@ -145,6 +145,6 @@ def _require_space(run: Run, step: int) -> None:
             f"not enough disk space for the checkpoint of step {step}: it needs {needed / 2**30:.3g} GiB, "
             f"{free / 2**30:.3g} GiB are free",
             where=str(root),
-            fix="free space or set trainer.max_ckpt_to_keep lower, then go on with --resume; earlier "
+            fix="free space or set trainer.max_ckpt_to_keep lower, then continue with --resume; earlier "
             "checkpoints are intact",
         )

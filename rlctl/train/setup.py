@@ -193,7 +193,7 @@ def _dropped(prompts: PromptDataset, spec: RunSpec) -> list[str]:
         return []
     return [
         f"{prompts.num_dropped} training prompts have more than data.max_prompt_length = "
-        f"{spec.data.max_prompt_length} tokens and are left out"
+        f"{spec.data.max_prompt_length} tokens and are excluded"
     ]
 
 

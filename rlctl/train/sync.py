@@ -80,7 +80,7 @@ def confirm_sync(run: Run, step: int) -> dict[str, float]:
     if not gap <= LARGEST_GAP:  # NaN too
         raise RunFailure(
             f"after a weight sync the rollout engine's log-probs are {gap:.3g} nats per token away from the "
-            "trainer's: it does not sample with the weights it was given",
+            "trainer's: it does not sample with the synced weights",
             where=f"rollout.name: {run.spec.rollout.name}, step {step}",
             fix="`rlctl diagnose mismatch` names the cause",
         )

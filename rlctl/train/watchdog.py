@@ -167,8 +167,8 @@ class Watchdog:
                 RunFailure(
                     words,
                     where=str(self._stacks_file),
-                    fix="that file has the stacks of all threads; go on with --resume RUN_DIR, and if a step "
-                    "takes that long set trainer.hang_timeout higher",
+                    fix="see the stacks of all threads in that file; continue with --resume RUN_DIR; if a "
+                    "step takes that long, set trainer.hang_timeout higher",
                 )
             )
             self._is_over.set()

@@ -128,7 +128,7 @@ def test_a_resume_with_other_rows(copy: Path) -> None:
     kept.write_text(json.dumps(content | {"data.train_files": "0" * 64}))
     lines = runs.metrics(copy)
     job = runs.resume(copy, "trainer.total_training_steps=3")
-    refused(job, 2, "data.train_files", "not those that this run began with", f"delete {kept}")
+    refused(job, 2, "data.train_files", "not those at the start of the run", f"delete {kept}")
     assert runs.metrics(copy) == lines
     kept.unlink()
     assert runs.resume(copy, "trainer.total_training_steps=3").wait() == 0
@@ -299,7 +299,7 @@ def test_responses_that_crash_the_grader_are_wrong_and_do_not_stop_the_run(tmp_p
     crashed = sum(row["reward"] == 0.0 for row in rows)
     assert sum(line["reward/num_timeouts"] for line in lines) == crashed > 0.1 * len(rows)
     assert all(line["critic/score/min"] == 0.0 for line in lines)  # of those that are valid
-    assert "stopped their grader (on this rank crash: " in job.output
+    assert "ended their own grading (on this rank crash: " in job.output
 
 
 def test_weights_lost_on_the_way_to_the_rollout(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ TRAIN = "data.train_files"
 )
 def test_other_rows_are_refused(changed: list[Row]) -> None:
     before, now = {TRAIN: data_fingerprint(ROWS)}, {TRAIN: data_fingerprint(changed)}
-    with pytest.raises(UsageError, match="not those that this run began with") as caught:
+    with pytest.raises(UsageError, match="not those at the start of the run") as caught:
         refuse_changed_data(before, now, Path("runs/a"))
     assert caught.value.where == TRAIN
     assert "delete runs/a/data.json" in str(caught.value.fix)

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from rlctl.errors import UsageError
-from rlctl.user_code import is_file_function, load_function
+from rlctl.errors import RunFailure, UsageError
+from rlctl.user_code import USER_MODULES, is_file_function, load_function
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -90,13 +90,23 @@ class Registry(Mapping[str, Callable[..., Any]]):
             separated by spaces.
         plural: of `kind`, if it is irregular.
         takes: names of the arguments that every part takes, separated by spaces; empty: not the same for all.
+        inputs: values that `Part.needs` may have, separated by spaces; None: any.
     """
 
     # Set while a user's file is imported; shared by all registries, as a file may define parts of several.
     _prefix = ""
 
-    def __init__(self, kind: str, *, key: str, module: str, plural: str = "", takes: str = "") -> None:
-        self.kind, self.key, self.module, self.takes = kind, key, module, takes
+    def __init__(
+        self,
+        kind: str,
+        *,
+        key: str,
+        module: str,
+        plural: str = "",
+        takes: str = "",
+        inputs: str | None = None,
+    ) -> None:
+        self.kind, self.key, self.module, self.takes, self.inputs = kind, key, module, takes, inputs
         plural = plural or kind + ("es" if kind.endswith("s") else "s")
         self.group = "rlctl." + plural.replace(" ", "_")
         self._parts: dict[str, Part] = {}
@@ -124,20 +134,26 @@ class Registry(Mapping[str, Callable[..., Any]]):
         """Decorator that registers a function; arguments as in `Part`, the default name is the function's.
 
         Raises:
-            ValueError: the name is taken.
+            ValueError: the name is taken, or `needs` names an input that such parts cannot have.
         """
+        needs = frozenset(needs)
+        if self.inputs is not None and (unknown := sorted(needs - set(self.inputs.split()))):
+            known_inputs = ", ".join(self.inputs.split()) or "nothing"
+            raise ValueError(f"needs={unknown}: a {self.kind} can need {known_inputs}")
 
         def decorate(function: Function) -> Function:
             known = self._prefix + (name or function.__name__)
             if known in self._parts and not self._prefix:
                 raise ValueError(f"{self.kind} {known} is registered twice")
+            if not function.__module__.startswith("rlctl."):
+                USER_MODULES.add(function.__module__)
             self._parts[known] = Part(
                 name=known,
                 function=function,
                 label=label or _first_line(function) or known,
                 formula=formula,
                 source=source,
-                needs=frozenset(needs),
+                needs=needs,
                 options=frozenset(options),
                 params=params,
                 capabilities=capabilities,
@@ -175,6 +191,19 @@ class Registry(Mapping[str, Callable[..., Any]]):
     def stable(self) -> list[str]:
         """Names of the parts that are not experimental."""
         return [part.name for part in self.parts() if not part.experimental]
+
+    def check_returned(self, name: str, value: object, *shapes: tuple[int, ...]) -> None:
+        """Checks the tensor that a part returned.
+
+        Raises:
+            RunFailure: it is no tensor, or has none of these shapes.
+        """
+        is_tensor = hasattr(value, "detach")
+        shape = tuple(getattr(value, "shape", ()))
+        if not is_tensor or shape not in shapes:
+            found = f"a tensor of shape {shape}" if is_tensor else f"{type(value).__name__}, not a tensor"
+            fix = f"return a tensor of shape {' or '.join(map(str, shapes))}"
+            raise RunFailure(f"{self.kind} {name} returned {found}", where=self.key, fix=fix)
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
         return self.part(name).function
@@ -249,20 +278,24 @@ def _first_line(function: Callable[..., Any]) -> str:
     return (function.__doc__ or "").strip().partition("\n")[0].rstrip(".")
 
 
-ROLLOUT_ENGINES = Registry("rollout engine", key="rollout.name", module="rlctl.rollout.engines")
+ROLLOUT_ENGINES = Registry(
+    "rollout engine", key="rollout.name", module="rlctl.rollout.engines", takes="context"
+)
 GRADERS = Registry("grader", key="reward.name", module="rlctl.reward.graders")
-TRACKERS = Registry("tracker", key="trainer.logger", module="rlctl.track.tracker")
+TRACKERS = Registry("tracker", key="trainer.logger", module="rlctl.track.tracker", takes="inputs")
 POLICY_LOSSES = Registry(
     "policy loss",
     key="algorithm.rollout_correction.loss_type",
     module="rlctl.algos.losses rlctl.algos.more_losses rlctl.algos.batch_losses",
     takes="rule inputs",
+    inputs="old_log_probs",
 )
 CORRECTION_WEIGHTS = Registry(
     "correction weight",
     key="algorithm.rollout_correction.rollout_is",
     module="rlctl.algos.correction_weights",
     takes="log_ratio params",
+    inputs="advantages age",
 )
 REJECTION_CRITERIA = Registry(
     "rejection criterion",
@@ -270,6 +303,7 @@ REJECTION_CRITERIA = Registry(
     key="algorithm.rollout_correction.rollout_rs",
     module="rlctl.algos.rejection_criteria",
     takes="log_ratio params",
+    inputs="advantages age",
 )
 METRIC_CONVENTIONS = Registry(
     "metric convention", key="algorithm.rollout_correction.dialect", module="rlctl.algos.verl_metrics"
@@ -279,11 +313,13 @@ KL_ESTIMATORS = Registry(
     key="actor.kl_loss_type",
     module="rlctl.algos.kl",
     takes="log_probs ref_log_probs rollout_log_probs",
+    inputs="rollout_log_probs",
 )
 ADVANTAGE_ESTIMATORS = Registry(
     "advantage estimator",
     key="algorithm.adv_estimator",
     module="rlctl.algos.estimators",
     takes="inputs",
+    inputs="group_ids values baseline_scores score_norms sequence_weights",
 )
 DIAGNOSIS_RULES = Registry("diagnosis rule", key="--rules", module="rlctl.diagnose.rules")

@@ -16,6 +16,9 @@ from typing import Any
 
 from rlctl.errors import UsageError
 
+#: Names of the modules of users' functions: of files imported by path, and of packages that add parts.
+USER_MODULES: set[str] = set()
+
 
 def is_file_function(name: str) -> bool:
     """Whether a name has the form `path/to/file.py:function`."""
@@ -71,6 +74,7 @@ def _import_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise UsageError("not a Python file", where=str(path))
     module = importlib.util.module_from_spec(spec)
+    USER_MODULES.add(name)
     sys.modules[name] = module  # dataclasses and pickle look a module up by its name
     search_beside(path.parent)
     try:
@@ -79,6 +83,15 @@ def _import_file(path: Path) -> ModuleType:
         what = visible(f"importing it failed: {type(error).__name__}: {error}")
         raise UsageError(what, where=_line_of(error, path), fix="correct the file") from error
     return module
+
+
+def line_in_user_code(error: BaseException) -> str | None:
+    """`file:line, in function` of the innermost traceback frame in users' code; None: there is none."""
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") in USER_MODULES:
+            found = f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
+    return found
 
 
 def _line_of(error: BaseException, path: Path) -> str:

@@ -93,6 +93,7 @@ def kl_loss(
     """
     given = (log_probs, ref_log_probs.detach(), rollout_log_probs.detach())
     found: Tensor = KL_ESTIMATORS[kind](*(torch.where(loss_mask, x, 0.0) for x in given))
+    KL_ESTIMATORS.check_returned(kind, found, tuple(loss_mask.shape))
     return torch.where(loss_mask, found, 0.0)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule
+from rlctl.errors import RunFailure
 from rlctl.lazy import torch
 from rlctl.registry import POLICY_LOSSES
 
@@ -86,9 +87,20 @@ def policy_loss(
         torch.where(loss_mask, x, 0.0) for x in (log_probs, old_log_probs.detach(), advantages)
     )
     loss: TokenLoss = POLICY_LOSSES[rule.name](rule, LossInputs(new, old, given, loss_mask))
+    _check_returned(loss, new, rule.name)
     values = loss.values if weights is None else loss.values * torch.where(loss_mask, weights.detach(), 0.0)
     clipped, lower = (x if x is None else x & loss_mask for x in (loss.clipped, loss.clipped_lower))
     return TokenLoss(torch.where(loss_mask, values, 0.0), clipped, lower)
+
+
+def _check_returned(loss: object, log_probs: Tensor, name: str) -> None:
+    if not isinstance(loss, TokenLoss):
+        what, fix = f"policy loss {name} returned {type(loss).__name__}", "return TokenLoss(values)"
+        raise RunFailure(what, where=POLICY_LOSSES.key, fix=fix)
+    POLICY_LOSSES.check_returned(name, loss.values, tuple(log_probs.shape))
+    if log_probs.requires_grad and not loss.values.requires_grad:
+        what, fix = f"policy loss {name} has no gradient", "compute it from inputs.log_probs without detach()"
+        raise RunFailure(what, where=POLICY_LOSSES.key, fix=fix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,14 +148,12 @@ def evaluated(registry: Registry, name: str, log_ratio: LogRatio, params: Any) -
     Except for the basic statistics, values outside the mask and in rows that are not finite are set to 0.0.
 
     Raises:
-        ValueError: the shape of the values does not match the registered `unit`.
+        RunFailure: the shape of the values does not match the registered `unit`.
     """
     part = registry.part(name)
     values: Tensor = part.function(log_ratio, params)
     expected = log_ratio.mask.shape if part.unit == "token" else log_ratio.finite.shape
-    if values.shape != expected:
-        what = f"{name}, registered with unit={part.unit!r}, returned the shape {tuple(values.shape)}"
-        raise ValueError(f"{what}, not {tuple(expected)}")
+    registry.check_returned(f"{name} (unit={part.unit!r})", values, tuple(expected))
     if part.unit == "sequence":
         return torch.where(log_ratio.finite, values.double(), 0.0)
     if name in BASIC_STATISTICS or values is log_ratio.token:

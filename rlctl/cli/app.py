@@ -30,8 +30,8 @@ from rlctl.cli.runs import runs, samples, watch
 from rlctl.cli.schema import schema
 from rlctl.cli.sweep import sweep
 from rlctl.cli.train import train
-from rlctl.errors import RlctlError, memory_failure
-from rlctl.user_code import visible
+from rlctl.errors import RlctlError, RunFailure, memory_failure
+from rlctl.user_code import line_in_user_code, visible
 
 #: Error numbers of a full or read-only disk, which are neither usage errors nor bugs.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
@@ -140,7 +140,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _report_bug(error: Exception) -> None:
-    """Prints two lines and writes the traceback to a file for a bug report."""
+    """Prints what failed, in rlctl or in the user's code, and writes the traceback to a file."""
     import tempfile
     import traceback
 
@@ -149,6 +149,12 @@ def _report_bug(error: Exception) -> None:
         "w", prefix="rlctl-traceback-", suffix=".txt", delete=False, encoding="utf-8"
     ) as file:
         file.write(text)
+    if line := line_in_user_code(error):
+        from rlctl.cli.messages import print_error
+
+        fix = f"correct the function; the traceback is in {file.name}"
+        print_error(RunFailure(f"{type(error).__name__}: {error}", where=line, fix=fix))
+        return
     typer.echo(visible(f"error: {type(error).__name__}: {error}"), err=True)
     typer.echo(f"  This is a bug in rlctl. The traceback is in {Path(file.name)}", err=True)
 

@@ -152,7 +152,10 @@ def build_tracker(loggers: Sequence[str], inputs: SinkInputs) -> Tracker:
     # The console starts last, so that the start-up output of other sinks stays above the live display.
     for name in sorted(loggers, key=lambda name: name == "console"):
         try:
-            extras.append(TRACKERS[name](inputs))
+            sink: Sink = TRACKERS[name](inputs)
+            if missing_methods := [method for method in ("log", "close") if not hasattr(sink, method)]:
+                raise TypeError(f"{type(sink).__name__} has no {' and no '.join(missing_methods)}")
+            extras.append(sink)
         except UsageError:
             raise
         except Exception as error:

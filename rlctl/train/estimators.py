@@ -58,13 +58,9 @@ def estimate(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> Est
     )
     result = found if isinstance(found, Estimate) else Estimate(found)
     advantages = result.advantages
-    if advantages.shape == mask.shape[:1]:
+    ADVANTAGE_ESTIMATORS.check_returned(part.name, advantages, tuple(mask.shape[:1]), tuple(mask.shape))
+    if advantages.ndim == 1:
         advantages = spread(advantages, mask)
-    if advantages.shape != mask.shape:
-        raise RunFailure(
-            f"advantage estimator {part.name} gives shape {tuple(advantages.shape)}",
-            fix=f"return (B,) = {tuple(mask.shape[:1])} or (B, T) = {tuple(mask.shape)}",
-        )
     advantages = torch.where(scored.valid_mask, advantages.float(), 0.0)
     num_bad = int(ranks.sum([float((~advantages.isfinite()).any(1).sum())])[0])
     if num_bad:

@@ -19,6 +19,7 @@ from rlctl.algos.auto_correction import CANDIDATES
 from rlctl.algos.correction import normalization_factor
 from rlctl.algos.correction_records import CorrectionSums
 from rlctl.algos.metric_sums import MetricSums, ReducedSums
+from rlctl.algos.rules import CorrectionRules
 from rlctl.algos.statistics import correction_metrics, normalized
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import TrainEngine
@@ -151,6 +152,7 @@ def _step(
     losses = _scaled(losses, scale)
     dumped.divide(factor / normalizers.factor, settings)
     _refuse_nonfinite(sums, losses, settings)
+    _refuse_nan(sums, settings.rules)
     is_possible = sums.kept_tokens > 0 and math.isfinite(losses.sums["loss"])
     decision = None
     if is_possible and not hold and guard.mode != "off":
@@ -187,6 +189,20 @@ def _refuse_nonfinite(sums: CorrectionSums[float], losses: ReducedSums, settings
             where="algorithm.rollout_correction.max_nonfinite_fraction",
             fix="lower actor.lr, use engine.dtype=fp32, or resume from an earlier checkpoint",
         )
+
+
+def _refuse_nan(sums: CorrectionSums[float], rules: CorrectionRules) -> None:
+    """Rows that are not finite are left out of the sums: NaN comes from a weight or criterion itself."""
+    found = [
+        f"rejection criterion {rule.name}"
+        for criterion, rule in zip(sums.criteria, rules.reject, strict=True)
+        if math.isnan(criterion.values.total)
+    ]
+    if math.isnan(sums.raw.token.total):
+        found.append(f"correction weight {rules.weight.level}")
+    if found:
+        what, fix = f"{' and '.join(found)} returned NaN", "for example, do not divide by a length of 0"
+        raise RunFailure(what, where="algorithm.rollout_correction", fix=fix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,5 +171,5 @@ def test_wrong_inputs_are_refused() -> None:
         correct(
             batch.log_probs, batch.rollout_log_probs, batch.mask.float(), rules, advantages=batch.advantages
         )
-    with pytest.raises(ValueError, match="empty batch"):
+    with pytest.raises(ValueError, match="batch is empty"):
         batch.select(slice(0, 0)).correct(rules)

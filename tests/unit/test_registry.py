@@ -15,7 +15,7 @@ from rlctl.algos.correction import correct
 from rlctl.algos.correction_records import Correction
 from rlctl.algos.rules import CorrectionRules
 from rlctl.algos.statistics import correction_metrics
-from rlctl.errors import SpecError, UsageError
+from rlctl.errors import RunFailure, SpecError, UsageError
 from rlctl.registry import (
     ADVANTAGE_ESTIMATORS,
     CORRECTION_WEIGHTS,
@@ -193,7 +193,7 @@ def test_a_function_without_decoration_rejects_tokens(mine: str) -> None:
 
 
 def test_a_criterion_of_another_shape_than_it_says_is_refused(mine: str) -> None:
-    with pytest.raises(ValueError, match=r"wrong_shape.*unit='sequence'.*\(2, 3\), not \(2, 1\)"):
+    with pytest.raises(RunFailure, match=r"wrong_shape.*unit='sequence'.*shape \(2, 3\).*\(2, 1\)"):
         corrected(f"{RC}rollout_rs=mine.py:wrong_shape", f"{RC}rollout_rs_threshold=0.3")
 
 

@@ -1,0 +1,95 @@
+"""Parts of users' files that raise, or return what they should not: the error names the part or its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import runs
+
+pytestmark = pytest.mark.usefixtures("embedded")
+RC = "algorithm.rollout_correction."
+#: Part: its function in the file, the overrides that use it, and the words of the error.
+FAULTY = {
+    "a loss that raises": (
+        "def part(rule, inputs): raise KeyError('advantage')",
+        [f"{RC}loss_type=FILE:part"],
+        ["KeyError: 'advantage'", "FILE:3, in part", "correct the function"],
+    ),
+    "a loss of one number per response": (
+        "def part(rule, inputs): return TokenLoss(inputs.log_probs.sum(-1))",
+        [f"{RC}loss_type=FILE:part"],
+        ["policy loss", "FILE:part returned a tensor of shape (", "return a tensor of shape ("],
+    ),
+    "a loss that is a tensor": (
+        "def part(rule, inputs): return -inputs.advantages * inputs.log_probs",
+        [f"{RC}loss_type=FILE:part"],
+        ["FILE:part returned Tensor", "return TokenLoss(values)"],
+    ),
+    "a loss without gradient": (
+        "def part(rule, inputs): return TokenLoss((-inputs.advantages * inputs.log_probs).detach())",
+        [f"{RC}loss_type=FILE:part"],
+        ["FILE:part has no gradient", "without detach()"],
+    ),
+    "a weight that is NaN": (
+        "def part(log_ratio, params): return log_ratio.token * float('nan')",
+        [f"{RC}rollout_is=FILE:part"],
+        ["correction weight", "FILE:part returned NaN"],
+    ),
+    "a criterion that is NaN": (
+        "def part(log_ratio, params): return log_ratio.token * float('nan')",
+        [f"{RC}rollout_rs=FILE:part", f"{RC}rollout_rs_threshold=2"],
+        ["rejection criterion", "returned NaN"],
+    ),
+    "a KL estimate of one number per response": (
+        "def part(log_probs, ref_log_probs, rollout_log_probs): return (log_probs - ref_log_probs).sum(-1)",
+        ["actor.use_kl_loss=true", "actor.kl_loss_type=FILE:part"],
+        ["kl estimator", "FILE:part returned a tensor of shape ("],
+    ),
+    "advantages that are None": (
+        "def part(inputs): return None",
+        ["algorithm.adv_estimator=FILE:part"],
+        ["advantage estimator", "FILE:part returned NoneType, not a tensor"],
+    ),
+    "an engine that raises": (
+        "def part(context): raise RuntimeError('no licence')",
+        ["rollout.name=FILE:part"],
+        ["RuntimeError: no licence", "FILE:3, in part"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_the_error_names_the_part(name: str, tmp_path: Path) -> None:
+    source, overrides, said = FAULTY[name]
+    file = tmp_path / "mine.py"
+    file.write_text(f"from rlctl.algos.losses import TokenLoss\n\n{source}\n")
+    given = [override.replace("FILE", str(file)) for override in overrides]
+    job = runs.start_train(tmp_path / "run", "trainer.total_training_steps=1", *given)
+    assert job.wait() == 1, job.output[-4000:]
+    output = " ".join(job.output.split())
+    for words in said:
+        assert words.replace("FILE", str(file)) in output, job.output[-4000:]
+    assert "Traceback" not in output
+    assert "bug in rlctl" not in output
+
+
+def test_a_tracker_that_is_none_is_disabled(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def part(inputs): return None\n")
+    job = runs.start_train(
+        tmp_path / "run", "trainer.total_training_steps=1", f"trainer.logger=[{tmp_path}/mine.py:part]"
+    )
+    assert job.wait() == 0, job.output[-4000:]
+    assert "NoneType has no log and no close" in " ".join(job.output.split())
+
+
+def test_an_input_that_no_batch_has_is_refused_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from rlctl.registry import POLICY_LOSSES\n\n"
+        "@POLICY_LOSSES.register(needs={'entropy'})\n"
+        "def part(rule, inputs): ...\n"
+    )
+    job = runs.start_train(tmp_path / "run", f"{RC}loss_type={tmp_path}/mine.py:part")
+    assert job.wait() == 2, job.output[-4000:]
+    assert "needs=['entropy']: a policy loss can need old_log_probs" in " ".join(job.output.split())

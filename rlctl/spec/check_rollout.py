@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.spec.check_base import LEAVE_OUT, Problems, error, reads, warning
 from rlctl.spec.hardware import gpus, gpus_are_hidden
+from rlctl.spec.keys import closest
 from rlctl.spec.parts import param_problems
-from rlctl.spec.passthrough import DEEPSPEED_OWNERS, VLLM_OWNERS
+from rlctl.spec.passthrough import DEEPSPEED_NAMES, DEEPSPEED_OWNERS, VLLM_OWNERS, vllm_name
 from rlctl.spec.rollout import VLLM_LORA_RANKS, ServerSpec
 from rlctl.spec.run_spec import RunSpec
 
@@ -176,20 +177,33 @@ def passthrough_is_free(spec: RunSpec) -> Problems:
     # Servers may choose how vLLM places its workers; in the trainer's processes the ranks are the workers.
     free = {"distributed_executor_backend"} if spec.has_rollout_servers else set()
     owners = {option: owner for option, owner in VLLM_OWNERS.items() if option not in free}
-    yield from _owned(key, given, owners, "vLLM's")
+    yield from _owned(key, given, owners, "vLLM's", vllm_name)
     yield from _owned("engine.deepspeed", spec.engine.deepspeed, DEEPSPEED_OWNERS, "DeepSpeed's")
+    for name in spec.engine.deepspeed:
+        meant = closest(name, DEEPSPEED_NAMES, cutoff=0.85)
+        if meant not in {None, name}:
+            yield error(f"engine.deepspeed.{name}", "DeepSpeed ignores unknown names", f"write {meant}")
 
 
 def _listed(names: frozenset[str]) -> str:
     return " or ".join(sorted(names))
 
 
-def _owned(key: str, given: Mapping[str, Any], owners: Mapping[str, str], whose: str) -> Problems:
+def _owned(
+    key: str,
+    given: Mapping[str, Any],
+    owners: Mapping[str, str],
+    whose: str,
+    name_of: Callable[[str], str] = str,
+) -> Problems:
     for option, value in _flat(given, ""):
+        # A value instead of a section sets everything below it.
+        name, section = name_of(option), "" if isinstance(value, Mapping) else f"{name_of(option)}."
         for owner, ours in owners.items():
-            if option == owner or (owner.endswith(".") and f"{option}.".startswith(owner)):
+            if f"{name}.".startswith(f"{owner}.") or (section and owner.startswith(section)):
                 what = f"{whose} {option} ({value}) contradicts what sets it here: {ours}"
                 yield error(f"{key}.{option}", what, LEAVE_OUT)
+                break
 
 
 def _flat(given: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

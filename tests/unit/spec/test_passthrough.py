@@ -66,8 +66,7 @@ def test_what_the_spec_sets_is_refused_for_vllm(option: str) -> None:
 
 @pytest.mark.parametrize("option", DEEPSPEED_OWNERS)
 def test_what_the_spec_sets_is_refused_for_deepspeed(option: str) -> None:
-    name = f"{option}anything" if option.endswith(".") else option
-    key = f"engine.deepspeed.{name}"
+    key = f"engine.deepspeed.{option}"
     found = problems(f"{key}=1")
     assert set(found) == {key}
     assert DEEPSPEED_OWNERS[option] in found[key]
@@ -109,3 +108,28 @@ def test_arguments_of_a_server() -> None:
         *("--enforce-eager", "--no-enable-prefix-caching", "--block-size", "32"),
         *("--hf-overrides", '{"a": 1}'),
     ]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("engine.deepspeed.zero_optimization=3", "engine.zero_stage"),
+        ("engine.deepspeed.bf16=true", "engine.dtype"),
+        ("engine.deepspeed.bfloat16.enabled=true", "engine.dtype"),
+        ("engine.deepspeed.torch_autocast.enabled=true", "engine.dtype"),
+        ("engine.deepspeed.zero_optimization.cpu_offload=true", "engine.offload"),
+        ("engine.deepspeed.zero_optimisation.stage=3", "DeepSpeed ignores unknown names"),
+        ("engine.deepspeed.optimizer.params.lr=1", "actor.lr"),
+        ("rollout.engine_kwargs.max-model-len=8", "data.max_prompt_length"),
+        ("rollout.engine_kwargs.tp=2", "rollout.tensor_model_parallel_size"),
+        ("rollout.engine_kwargs.override_generation_config.temperature=2", "rollout.temperature"),
+    ],
+)
+def test_other_spellings_of_what_the_spec_sets(override: str, words: str) -> None:
+    (found,) = problems(VLLM, override).values()
+    assert words in found
+
+
+@pytest.mark.parametrize("option", ["comms_logger.enabled=true", "zero_optimization.overlap_comm=true"])
+def test_other_options_of_deepspeed_are_passed_on(option: str) -> None:
+    assert problems(f"engine.deepspeed.{option}") == {}

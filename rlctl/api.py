@@ -6,8 +6,8 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +26,24 @@ _log = logging.getLogger("rlctl")
 Callback = Callable[[int, Mapping[str, float]], None]
 
 
+#: Key of `algorithm.rollout_correction` → why `correct` cannot apply it, and what to do.
+_NOT_IN_CORRECT = {
+    "auto": (
+        "auto chooses from the gradients of earlier batches, which this function does not see",
+        "set rollout_is to a weight",
+    ),
+    "score_centering": (
+        "score centering is a term of the loss, which this function does not compute",
+        "rlctl.algos.score_centering.expected_score",
+    ),
+}
+
+
 def load_spec(
     presets: str | Sequence[str] = (),
     values: Mapping[str, object] | None = None,
     *,
-    files: Sequence[str | Path] = (),
+    files: str | Path | Sequence[str | Path] = (),
 ) -> RunSpec:
     """Read, layer and check a spec: presets, then files, then single values.
 
@@ -47,9 +60,12 @@ def load_spec(
     """
     from rlctl.spec import load
 
-    names = [presets] if isinstance(presets, str) else list(presets)
+    if not isinstance(values or {}, Mapping):
+        what = f"values is a {type(values).__name__}"
+        raise UsageError(what, fix='give a mapping of dotted keys, {"actor.lr": 1e-6}')
+    names, files = _listed(presets), _listed(files)
     overrides = [f"{key}={_as_text(value)}" for key, value in (values or {}).items()]
-    loaded = load.load_spec(names, [Path(file) for file in files], overrides)
+    loaded = load.load_spec([str(name) for name in names], [Path(file) for file in files], overrides)
     for problem in loaded.warnings:
         warnings.warn(f"{problem.key}: {problem.what} ({problem.fix})", stacklevel=2)
     return loaded.spec
@@ -72,8 +88,13 @@ def train(
         RlctlError: the run cannot start or cannot continue.
     """
     from rlctl.engine.launch import under_torchrun
+    from rlctl.spec.run_spec import RunSpec
     from rlctl.train.start import Announce, start_run
 
+    if not isinstance(spec, RunSpec):
+        raise UsageError(f"spec is a {type(spec).__name__}", fix="give what load_spec returns")
+    if wrong := [callback for callback in callbacks if not callable(callback)]:
+        raise UsageError(f"a callback is a {type(wrong[0]).__name__}", fix="give functions (step, metrics)")
     if callbacks and spec.world_size > 1 and not under_torchrun():
         raise UsageError(
             "callbacks need all ranks in processes that torchrun started",
@@ -116,13 +137,15 @@ def evaluate(
     from rlctl.evaluate.request import EvaluateRequest
 
     target = model_or_run.path if isinstance(model_or_run, RunRecord) else model_or_run
-    files = [data] if isinstance(data, str) else list(data)
-    request = EvaluateRequest(str(target), files, **options)
+    known = [field.name for field in fields(EvaluateRequest)]
+    if unknown := [name for name in options if name not in known]:
+        raise UsageError(f"evaluate has no option {unknown[0]}", fix=f"one of {', '.join(known[2:])}")
+    request = EvaluateRequest(str(target), [str(name) for name in _listed(data)], **options)
     path, _ = run_evaluation(request, lambda what, done, total: None)
     return EvaluationRecord(path, json.loads((path / RESULTS_FILE).read_text(encoding="utf-8")))
 
 
-def diagnose(log: str | Path | RunRecord, *, rules: Iterable[str] = ()) -> Diagnosis:
+def diagnose(log: str | Path | RunRecord, *, rules: str | Sequence[str] = ()) -> Diagnosis:
     """Find faults in a run from its logged metrics, with spec changes to try.
 
     The result's `verdict` is `critical`, `warning`, `no warnings` or `too little to judge`.
@@ -137,7 +160,7 @@ def diagnose(log: str | Path | RunRecord, *, rules: Iterable[str] = ()) -> Diagn
     from rlctl.diagnose.readers.detect import read_run
     from rlctl.diagnose.rules import all_rules, examine, metrics_read
 
-    path, own = log.path if isinstance(log, RunRecord) else Path(log), tuple(rules)
+    path, own = log.path if isinstance(log, RunRecord) else Path(log), tuple(map(str, _listed(rules)))
     return examine(read_run(path, metrics_read(own)), all_rules(own))
 
 
@@ -162,6 +185,12 @@ def grade(
     from rlctl.reward.pool import GradingPool
     from rlctl.reward.protocol import Failure, Sample
 
+    for name, texts in (("responses", responses), ("ground_truths", ground_truths)):
+        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+            raise UsageError(f"{name} is not a list of texts", where=name, fix="give a list of str")
+    if grader in {"code", "auto", "model"}:
+        what = "this grader needs settings of a run"
+        raise UsageError(what, where=grader, fix="use rlctl.evaluate, or `rlctl reward` with a spec")
     if len(responses) != len(ground_truths):
         what = f"{len(responses)} responses and {len(ground_truths)} ground truths"
         raise UsageError(what, fix="give one ground truth for each response")
@@ -229,17 +258,18 @@ def correct(
     from rlctl.spec.algorithm import RolloutCorrectionSpec
     from rlctl.spec.resolve import correction_rules
 
-    if rollout_correction.get("auto"):
-        what = "auto chooses from the gradients of earlier batches, which this function does not see"
-        raise UsageError(what, where="auto", fix="set rollout_is to a weight")
+    for key, (what, fix) in _NOT_IN_CORRECT.items():
+        if rollout_correction.get(key):
+            raise UsageError(what, where=key, fix=fix)
     try:
         rules = correction_rules(RolloutCorrectionSpec(**rollout_correction))
     except ValidationError as error:
         found = error.errors()[0]
         raise UsageError(str(found["msg"]), where=".".join(map(str, found["loc"]))) from None
-    if rollout_correction.get("score_centering") is not None:
-        what = "score centering is a term of the loss, which this function does not compute"
-        raise UsageError(what, where="score_centering", fix="rlctl.algos.score_centering.expected_score")
+    given = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs, "response_mask": response_mask}
+    for name, value in given.items():
+        if not hasattr(value, "detach"):
+            raise UsageError(f"is a {type(value).__name__}", where=name, fix="give a torch tensor (B, T)")
     result = correction.correct(
         log_probs.detach(), rollout_log_probs.detach(), response_mask, rules, advantages=advantages, age=age
     )
@@ -248,6 +278,10 @@ def correct(
     factor = correction.normalization_factor(sums, rules)
     metrics = correction_metrics(normalized(sums, factor, rules), rules)
     return CorrectedBatch(weights / factor, result.keep_mask, metrics)
+
+
+def _listed(given: str | Path | Sequence[str | Path]) -> list[str | Path]:
+    return [given] if isinstance(given, str | Path) else list(given)
 
 
 def _as_text(value: object) -> str:

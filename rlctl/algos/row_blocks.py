@@ -130,6 +130,8 @@ def check_inputs(
             f"shapes differ: log_probs {tuple(log_probs.shape)}, rollout_log_probs "
             f"{tuple(rollout_log_probs.shape)}, response_mask {tuple(mask.shape)}"
         )
+    if mask.ndim != 2:
+        raise ValueError(f"log-probs and mask must be (B, T), not of shape {tuple(mask.shape)}")
     if mask.dtype != torch.bool:
         raise ValueError(f"response_mask must be bool, not {mask.dtype}")
     for dtype in (log_probs.dtype, rollout_log_probs.dtype):

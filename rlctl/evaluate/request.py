@@ -279,6 +279,11 @@ def check_url(url: str | None) -> str:
 
 
 def _check_sampling(request: EvaluateRequest) -> None:
+    for name in ("n", "batch_size", "concurrency", "max_response_length", "limit"):
+        value = getattr(request, name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{value!r} is not a positive integer", where=option)
     if request.temperature != 0.0 and not MIN_TEMPERATURE <= request.temperature < math.inf:
         what = f"sampling is not possible at a temperature of {request.temperature:g}"
         raise UsageError(what, where="--temperature", fix="for the likeliest tokens: --temperature 0 --n 1")

@@ -1,0 +1,48 @@
+"""Wrong arguments of the Python API get an error that names the argument, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import rlctl
+from rlctl.errors import UsageError
+
+A, MASK = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "values as a list": (lambda: rlctl.load_spec("rloo-seq-is", ["actor.lr=1"]), "values is a list"),
+    "a spec that is a name": (lambda: rlctl.train("rloo-seq-is"), "spec is a str"),
+    "a callback that is a number": (
+        lambda: rlctl.train(rlctl.load_spec("rloo-seq-is"), callbacks=[3]),
+        "a callback is a int",
+    ),
+    "one response as text": (lambda: rlctl.grade("exact", "12", "12"), "responses is not a list of texts"),
+    "no response": (lambda: rlctl.grade("exact", [None], ["1"]), "responses is not a list of texts"),
+    "a grader of runs": (lambda: rlctl.grade("code", ["a"], ["b"]), "this grader needs settings of a run"),
+    "log-probs of numpy": (lambda: rlctl.correct(A.numpy(), A, MASK), "log_probs: is a ndarray"),
+    "an unknown option": (lambda: rlctl.evaluate("m", foo=1), "evaluate has no option foo"),
+    "no response per question": (lambda: rlctl.evaluate("m", "gsm8k", n=0), "0 is not a positive integer"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_argument_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    call, words = WRONG[name]
+    with pytest.raises(UsageError) as error:
+        call()
+    assert words in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_log_probs_have_two_dimensions() -> None:
+    with pytest.raises(ValueError, match=r"must be \(B, T\), not of shape \(3,\)"):
+        rlctl.correct(A[0], A[0], MASK[0])
+
+
+def test_one_file_and_one_rule_need_no_list(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text("actor:\n  lr: 1.0e-05\n")
+    assert rlctl.load_spec("rloo-seq-is", files=tmp_path / "spec.yaml").actor.lr == 1e-5

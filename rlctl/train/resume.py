@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from rlctl.spec.keys import flat
 from rlctl.spec.rollout import ServerSpec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.spec.trainer import GuardrailsSpec
+from rlctl.user_code import is_file_function
 
 #: Keys that change memory use, logging, validation or saving, not what is computed. Guardrails: a user who
 #: resumes a run that they stopped must be able to overrule them. Servers: a preemption changes addresses.
@@ -53,7 +54,7 @@ _SAFE = frozenset(
 _LENGTH = frozenset({"trainer.total_epochs", "trainer.total_training_steps"})
 
 
-#: File in a run directory: fingerprints of its training and validation rows.
+#: File in a run directory: fingerprints of its training and validation rows, and of users' files with parts.
 DATA_FILE = "data.json"
 
 
@@ -70,8 +71,23 @@ def data_fingerprint(rows: Iterable[Row]) -> str:
     return digest.hexdigest()
 
 
+def code_fingerprints(spec: RunSpec) -> dict[str, str]:
+    """Absolute path of each user's file that the spec names as `file.py:function` → its SHA-256."""
+
+    def files(value: Any) -> Iterator[Path]:
+        if isinstance(value, str):
+            names = filter(is_file_function, value.split(","))
+            yield from (Path(name.rpartition(":")[0]).expanduser().resolve() for name in names)
+        elif isinstance(value, list | dict):
+            for part in value.values() if isinstance(value, dict) else value:
+                yield from files(part)
+
+    found = sorted(set(files(spec.model_dump(mode="json"))))
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in found}
+
+
 def known_data(run_dir: Path) -> dict[str, str]:
-    """Key of the spec → fingerprint of its rows when the run began; empty for runs of older versions."""
+    """Key of the spec, or file → fingerprint when the run began; empty for runs of older versions."""
     path = run_dir / DATA_FILE
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
@@ -89,6 +105,15 @@ def refuse_changed_data(before: Mapping[str, str], now: Mapping[str, str], run_d
                 where=key,
                 fix=f"restore the files; to continue with the new rows, delete {run_dir / DATA_FILE}",
             )
+
+
+def changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Warnings about users' files that differ from those at the start of the run."""
+    return [
+        f"warning: {file} has changed since the run began: steps before and after differ in more than data"
+        for file, fingerprint in now.items()
+        if before.get(file, fingerprint) != fingerprint
+    ]
 
 
 def changes(before: RunSpec, after: RunSpec) -> dict[str, tuple[Any, Any]]:

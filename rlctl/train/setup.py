@@ -30,7 +30,14 @@ from rlctl.track.tracker import Tracker, build_tracker
 from rlctl.train.kl_reward import kl_controller
 from rlctl.train.models import Models, build_models
 from rlctl.train.prompt_draws import PromptDraws
-from rlctl.train.resume import DATA_FILE, data_fingerprint, known_data, refuse_changed_data
+from rlctl.train.resume import (
+    DATA_FILE,
+    changed_code,
+    code_fingerprints,
+    data_fingerprint,
+    known_data,
+    refuse_changed_data,
+)
 from rlctl.train.run import Run
 from rlctl.train.sample_prompts import sample_batch
 from rlctl.train.stop import StopRequest
@@ -64,9 +71,8 @@ def build(
     startup.phase("reading the prompts")
     train_prompts = _prompts(train_files, tokenizer, spec)
     val_prompts = _prompts(val_files, tokenizer, spec) if val_files else None
-    _check_data(
-        {"data.train_files": train_prompts, "data.val_files": val_prompts}, run_dir, ranks, resume=resume
-    )
+    prompts = {"data.train_files": train_prompts, "data.val_files": val_prompts}
+    code_notes = _check_data(spec, prompts, run_dir, ranks, resume=resume)
     total_steps = _total_steps(spec, train_prompts)
     stream = _stream(spec, ranks, train_prompts, models, total_steps, stack)
     if resume:
@@ -92,7 +98,13 @@ def build(
     tracker = stack.enter_context(_tracker(spec, run_dir, ranks, stop, watchdog, total_steps, restored.step))
     if writer:
         stack.callback(writer.flush)
-    for note in [*restored.notes, *_dropped(train_prompts, spec), *models.notes, *models.rollout.notes]:
+    for note in [
+        *restored.notes,
+        *code_notes,
+        *_dropped(train_prompts, spec),
+        *models.notes,
+        *models.rollout.notes,
+    ]:
         tracker.note(note)
     run = Run(
         spec=spec,
@@ -173,19 +185,22 @@ def _prompts(files: list[str], tokenizer: Any, spec: RunSpec) -> PromptDataset:
 
 
 def _check_data(
-    prompts: dict[str, PromptDataset | None], run_dir: Path, ranks: Ranks, *, resume: bool
-) -> None:
-    """Stores the fingerprints of the rows; a resumed run first compares them with the stored ones.
+    spec: RunSpec, prompts: dict[str, PromptDataset | None], run_dir: Path, ranks: Ranks, *, resume: bool
+) -> list[str]:
+    """Stores the fingerprints of rows and users' files; a resumed run first compares them with stored ones.
+
+    Returns warnings about changed files.
 
     Raises:
         UsageError: a resumed run has other rows.
     """
-    now = {key: data_fingerprint(each.rows) for key, each in prompts.items() if each}
-    before = known_data(run_dir) if resume else {}
-    refuse_changed_data(before, now, run_dir)
+    rows = {key: data_fingerprint(each.rows) for key, each in prompts.items() if each}
+    code, before = code_fingerprints(spec), known_data(run_dir) if resume else {}
+    refuse_changed_data(before, rows, run_dir)
     ranks.barrier()  # every rank has read the old file
     if ranks.is_main:
-        write_text(run_dir / DATA_FILE, json.dumps(before | now, indent=2) + "\n")
+        write_text(run_dir / DATA_FILE, json.dumps(before | rows | code, indent=2) + "\n")
+    return changed_code(before, code)
 
 
 def _dropped(prompts: PromptDataset, spec: RunSpec) -> list[str]:

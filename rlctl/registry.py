@@ -91,6 +91,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
         plural: of `kind`, if it is irregular.
         takes: names of the arguments that every part takes, separated by spaces; empty: not the same for all.
         inputs: values that `Part.needs` may have, separated by spaces; None: any.
+        takes_params: whether the spec has a key for parameters of such parts.
     """
 
     # Set while a user's file is imported; shared by all registries, as a file may define parts of several.
@@ -105,8 +106,11 @@ class Registry(Mapping[str, Callable[..., Any]]):
         plural: str = "",
         takes: str = "",
         inputs: str | None = None,
+        takes_params: bool = True,
     ) -> None:
         self.kind, self.key, self.module, self.takes, self.inputs = kind, key, module, takes, inputs
+        self.takes_params = takes_params
+        self._a_kind = f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
         plural = plural or kind + ("es" if kind.endswith("s") else "s")
         self.group = "rlctl." + plural.replace(" ", "_")
         self._parts: dict[str, Part] = {}
@@ -134,12 +138,14 @@ class Registry(Mapping[str, Callable[..., Any]]):
         """Decorator that registers a function; arguments as in `Part`, the default name is the function's.
 
         Raises:
-            ValueError: the name is taken, or `needs` names an input that such parts cannot have.
+            ValueError: the name is taken, or such parts cannot have this input or parameters.
         """
         needs = frozenset(needs)
         if self.inputs is not None and (unknown := sorted(needs - set(self.inputs.split()))):
             known_inputs = ", ".join(self.inputs.split()) or "nothing"
-            raise ValueError(f"needs={unknown}: a {self.kind} can need {known_inputs}")
+            raise ValueError(f"needs={unknown}: {self._a_kind} can need {known_inputs}")
+        if params is not None and not self.takes_params:
+            raise ValueError(f"params: {self._a_kind} has no parameters in a spec; use constants of its file")
 
         def decorate(function: Function) -> Function:
             known = self._prefix + (name or function.__name__)
@@ -260,7 +266,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
             if names:
                 inspect.signature(function).bind(*names)
         except TypeError as error:
-            what = f"a {self.kind} is called with {len(names)} argument{'s' * (len(names) > 1)}: {error}"
+            what = f"{self._a_kind} is called with {len(names)} argument{'s' * (len(names) > 1)}: {error}"
             fix = f"def {getattr(function, '__name__', 'function')}({', '.join(names)})"
             raise UsageError(what, where=where, fix=fix) from error
 
@@ -282,7 +288,13 @@ ROLLOUT_ENGINES = Registry(
     "rollout engine", key="rollout.name", module="rlctl.rollout.engines", takes="context"
 )
 GRADERS = Registry("grader", key="reward.name", module="rlctl.reward.graders")
-TRACKERS = Registry("tracker", key="trainer.logger", module="rlctl.track.tracker", takes="inputs")
+TRACKERS = Registry(
+    "tracker",
+    key="trainer.logger",
+    module="rlctl.track.tracker",
+    takes="inputs",
+    takes_params=False,
+)
 POLICY_LOSSES = Registry(
     "policy loss",
     key="algorithm.rollout_correction.loss_type",
@@ -314,6 +326,7 @@ KL_ESTIMATORS = Registry(
     module="rlctl.algos.kl",
     takes="log_probs ref_log_probs rollout_log_probs",
     inputs="rollout_log_probs",
+    takes_params=False,
 )
 ADVANTAGE_ESTIMATORS = Registry(
     "advantage estimator",
@@ -322,4 +335,4 @@ ADVANTAGE_ESTIMATORS = Registry(
     takes="inputs",
     inputs="group_ids values baseline_scores score_norms sequence_weights",
 )
-DIAGNOSIS_RULES = Registry("diagnosis rule", key="--rules", module="rlctl.diagnose.rules")
+DIAGNOSIS_RULES = Registry("diagnosis rule", key="--rules", module="rlctl.diagnose.rules", takes_params=False)

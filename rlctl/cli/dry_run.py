@@ -11,7 +11,7 @@ from rich.text import Text
 
 from rlctl.cli.messages import print_problems
 from rlctl.errors import Problem
-from rlctl.registry import GRADERS
+from rlctl.registry import ADVANTAGE_ESTIMATORS, GRADERS, KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.check_rollout import slow_on_a_gpu
 from rlctl.spec.explain import BatchArithmetic, bands, notes
 from rlctl.spec.keys import known_leaves, value_of
@@ -40,6 +40,7 @@ def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = N
     placement = Placement(loaded.spec, model_size(loaded.spec.model), machine_of(machine))
     console = Console(highlight=False)
     console.soft_wrap = not console.is_terminal  # piped lines are never wrapped
+    _print_parts(loaded.spec, console)
     _print_correction(loaded.spec, console)
     _print_reward(loaded.spec, console)
     _print_batch(loaded.spec, console)
@@ -135,6 +136,23 @@ def _print_indented(text: Text, indent: int, console: Console, head: Text | None
 def _print_amount(name: str, amount: str, words: str, console: Console, style: str = "") -> None:
     head = Text(f"{name:<31}{amount:>12}   ", style)
     _print_indented(Text(words, "dim"), 2, console, head=head)
+
+
+def _print_parts(spec: RunSpec, console: Console) -> None:
+    """Prints label, formula and source of the estimator, the loss and the KL estimators in use."""
+    _print_title("Algorithm", console)
+    algorithm, actor = spec.algorithm, spec.actor
+    used = [
+        (ADVANTAGE_ESTIMATORS, algorithm.adv_estimator),
+        (POLICY_LOSSES, algorithm.rollout_correction.loss_type),
+    ]
+    used += [(KL_ESTIMATORS, actor.kl_loss_type)] if actor.use_kl_loss else []
+    used += [(KL_ESTIMATORS, algorithm.kl_penalty)] if algorithm.use_kl_in_reward else []
+    for registry, name in used:
+        part = registry.part(name)
+        _print_indented(Text.assemble((name, "bold"), f", {registry.kind}: {part.label}"), 2, console)
+        if details := "; ".join(filter(None, (part.formula, part.source))):
+            _print_indented(Text(details, "dim"), 6, console)
 
 
 def _print_correction(spec: RunSpec, console: Console) -> None:

@@ -18,6 +18,7 @@ from rlctl.diagnose.finding import SEVERITIES, Evidence, Finding, Fix, Severity,
 from rlctl.diagnose.signals import Crossing, crossing
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import MIN_STEPS, Levels
+from rlctl.errors import UsageError
 from rlctl.registry import DIAGNOSIS_RULES
 
 #: Facts of a run that a rule may need.
@@ -90,6 +91,9 @@ class Rule:
         """Applies the rule: returns its finding, why it was skipped, or None if nothing was found."""
         why = self.not_applicable(run)
         found = Skipped(why) if why else self._skipped(run, self.min_steps) or self.detect(run)
+        if not isinstance(found, Detection | Skipped | None):
+            what = f"the rule {self.name} returned {type(found).__name__}"
+            raise UsageError(what, where="--rules", fix="return a Detection or None")
         if found is None:
             found = self._skipped(run, MIN_STEPS)
         if found is None or isinstance(found, Skipped):

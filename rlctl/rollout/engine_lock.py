@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from rlctl.batch import Prompts, Rollouts
+from rlctl.errors import RunFailure
 from rlctl.rollout.protocol import Policy, RolloutEngine, Sampling
 
 
@@ -84,9 +85,13 @@ class LockedRollout:
         """See `ResponseSampler.generate`."""
         with self._lock.held(first=self._first):
             self._make_room()
-            return self._engine.generate(
+            found = self._engine.generate(
                 prompts, sampling, n=n, step_seed=step_seed, num_groups_total=num_groups_total
             )
+        if not isinstance(found, Rollouts):
+            what = f"{type(self._engine).__name__}.generate returned {type(found).__name__}"
+            raise RunFailure(what, where="rollout.name", fix="return Rollouts; `assemble` makes them")
+        return found
 
     def finish(self) -> None:
         """Declares that this rank has no further requests for now.

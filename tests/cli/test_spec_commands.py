@@ -15,6 +15,7 @@ import typer
 from rlctl.cli import init as init_module
 from rlctl.cli import schema as schema_module
 from rlctl.cli.app import app, run
+from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec import yaml_source
 from rlctl.spec.hardware import gpu_memory
 from rlctl.spec.keys import known_leaves
@@ -203,3 +204,12 @@ def test_help_fits_80_columns_and_has_two_examples(
     for line, following in itertools.pairwise(lines):
         # wrapped where the terminal ends, not where the source does
         assert not line or not following or len(f"{line} {following.split()[0]}") > 79, line
+
+
+def test_the_dry_run_describes_the_estimator_and_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = Path(__file__).parents[2] / "examples" / "custom_loss.py"
+    loss = f"algorithm.rollout_correction.loss_type={file}:soft_ppo"
+    assert run(["train", "--dry-run", f"trainer.run_dir={tmp_path}/run", loss]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for part in (ADVANTAGE_ESTIMATORS.part("rloo"), POLICY_LOSSES.part(f"{file}:soft_ppo")):
+        assert " ".join(part.formula.split()) in shown

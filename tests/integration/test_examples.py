@@ -17,6 +17,8 @@ ESTIMATOR = f"{EXAMPLES}/custom_estimator.py:minus_best"
 ENGINE = f"{EXAMPLES}/custom_engine.py:plain_sampling"
 WEIGHT = f"{EXAMPLES}/custom_correction.py:tempered"
 CRITERION = f"{EXAMPLES}/custom_correction.py:worst_tokens"
+KL = f"{EXAMPLES}/custom_kl.py:half_square"
+TRACKER = f"{EXAMPLES}/custom_tracker.py:Lines"
 REWARD = f"{EXAMPLES}/custom_reward.py:agreement"
 
 
@@ -33,9 +35,15 @@ def test_a_run_with_parts_from_files(tmp_path: Path) -> None:
         "algorithm.rollout_correction.rollout_rs_threshold=0.5",
         f"algorithm.adv_estimator={ESTIMATOR}",
         f"reward.name={REWARD}",
+        "actor.use_kl_loss=true",
+        f"actor.kl_loss_type={KL}",
+        f"trainer.logger=[{TRACKER}]",
         "trainer.total_training_steps=2",
     )
     first, last = runs.metrics(run)
+    lines = [line.split() for line in (run / "lines.txt").read_text().splitlines()]
+    assert [float(score) for _, score in lines] == [row["critic/score/mean"] for row in (first, last)]
+    assert last["actor/kl_loss"] > 0
     assert last["training/global_step"] == 2
     assert first["actor/grad_norm"] > 0
     assert first["rollout_corr/rollout_rs_worst_tokens_max"] >= 0

@@ -46,3 +46,10 @@ def test_log_probs_have_two_dimensions() -> None:
 def test_one_file_and_one_rule_need_no_list(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text("actor:\n  lr: 1.0e-05\n")
     assert rlctl.load_spec("rloo-seq-is", files=tmp_path / "spec.yaml").actor.lr == 1e-5
+
+
+def test_a_rule_that_returns_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def too_low(run): return 'low'\n")
+    (tmp_path / "log.csv").write_text("step,actor/entropy\n" + "".join(f"{i},0.5\n" for i in range(1, 30)))
+    with pytest.raises(UsageError, match="the rule too_low returned str"):
+        rlctl.diagnose(tmp_path / "log.csv", rules=f"{tmp_path}/mine.py:too_low")

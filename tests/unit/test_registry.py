@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import BaseModel
 
 from rlctl.algos.correction import correct
 from rlctl.algos.correction_records import Correction
@@ -300,3 +301,9 @@ def test_installed_packages_are_read_once(tmp_path: Path, monkeypatch: pytest.Mo
         load_spec([], [], [f"{LOSS}=reinforce"])
         assert set(POLICY_LOSSES)
     assert len(reads) == 1
+
+
+def test_parameters_that_no_spec_can_set_are_refused() -> None:
+    with pytest.raises(ValueError, match="a kl estimator has no parameters in a spec"):
+        KL_ESTIMATORS.register("unused", params=BaseModel)
+    assert "unused" not in list(KL_ESTIMATORS)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.errors import UsageError
+from rlctl.errors import UsageError, in_words
 from rlctl.track.open_run import RunRecord, open_run
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def correct(
         rules = correction_rules(RolloutCorrectionSpec(**rollout_correction))
     except ValidationError as error:
         found = error.errors()[0]
-        raise UsageError(str(found["msg"]), where=".".join(map(str, found["loc"]))) from None
+        raise UsageError(in_words(found), where=".".join(map(str, found["loc"]))) from None
     given = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs, "response_mask": response_mask}
     for name, value in given.items():
         if not hasattr(value, "detach"):

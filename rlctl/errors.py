@@ -6,8 +6,9 @@ Library code raises errors; only `rlctl.cli.app` prints them and exits.
 from __future__ import annotations
 
 import errno
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 #: Substrings of torch's errors about exhausted host memory.
 _NO_HOST_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "out of memory")
@@ -63,6 +64,13 @@ def first_line(error: BaseException) -> str:
 def one_line(error: BaseException) -> str:
     """An error's text on one line; the name of its type if the text is empty."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def in_words(details: Mapping[str, Any]) -> str:
+    """What one entry of `pydantic.ValidationError.errors()` says, after the name of the value."""
+    if details["type"] == "extra_forbidden":
+        return "unknown parameter"
+    return str(details["msg"]).removeprefix("Value error, ").replace("Input should", "must")
 
 
 def memory_failure(error: BaseException) -> RunFailure | None:

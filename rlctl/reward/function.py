@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
-from rlctl.errors import UsageError
+from rlctl.errors import UsageError, in_words
 from rlctl.registry import GRADERS
 from rlctl.reward.protocol import Sample
 
@@ -45,11 +45,15 @@ def load_grader(name: str, params: dict[str, Any]) -> LoadedGrader:
     if params and part.params is None:
         raise UsageError(f"{name} takes no parameters", where="reward.params", fix="leave them out")
     if part.params is not None:
+        from pydantic import ValidationError
+
         try:
             values = part.params.model_validate(params or {})
-        except ValueError as error:  # Pydantic's ValidationError is one
+        except ValidationError as error:
             known = f"the parameters of {name} are {', '.join(part.params.model_fields)}"
-            raise UsageError(str(error), where="reward.params", fix=known) from error
+            [first, *_] = error.errors()
+            where = ".".join(["reward.params", *map(str, first["loc"])])
+            raise UsageError(in_words(first), where=where, fix=known) from error
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

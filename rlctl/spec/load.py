@@ -17,7 +17,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import ValidationError
 
-from rlctl.errors import Problem, SpecError, UsageError
+from rlctl.errors import Problem, SpecError, UsageError, in_words
 from rlctl.spec.check import check_spec
 from rlctl.spec.hardware import native_dtype
 from rlctl.spec.keys import (
@@ -287,7 +287,7 @@ def _validate(entries: dict[str, _Entry]) -> tuple[RunSpec, list[Problem]]:
 
 def _invalid(key: str, entry: _Entry, details: Any) -> Problem:
     """Converts an error of Pydantic to a problem."""
-    what = str(details["msg"]).removeprefix("Value error, ").replace("Input should", "must")
+    what = in_words(details)
     within = _within(key, details["loc"])
     got = details["input"] if within else entry.leaf.value
     fix = None

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from rlctl.errors import Problem, UsageError
+from rlctl.errors import Problem, UsageError, in_words
 from rlctl.registry import Part, Registry
 from rlctl.user_code import is_file_function
 
@@ -84,7 +84,7 @@ def param_problems(registry: Registry, name: str, key: str, given: Mapping[str, 
             Problem(
                 "error",
                 ".".join([key, *map(str, details["loc"])]),
-                str(details["msg"]).replace("Input should", "must"),
+                in_words(details),
                 known,
             )
             for details in error.errors()

@@ -10,6 +10,7 @@ from rlctl.algos.rules import CorrectionRules
 from rlctl.registry import CORRECTION_WEIGHTS, REJECTION_CRITERIA
 from rlctl.spec.algorithm import CORRECTION, RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules, registered_criteria
+from rlctl.user_code import is_file_function
 
 Family = Literal["run", "rlctl", "verl", "TRL", "OpenRLHF", "slime", "SkyRL"]
 
@@ -55,11 +56,12 @@ def grid(run: RolloutCorrectionSpec | None = None) -> list[Setting]:
     """Returns all settings of a replay, the run's own setting first.
 
     Args:
-        run: the run's setting, if known; rlctl's settings use the same batch normalisation.
+        run: the run's setting, if known; rlctl's settings use the same batch normalisation, and the grid
+            includes a weight and criteria of the user's files.
     """
     normalize = True if run is None else run.rollout_is_batch_normalize
     own = [Setting("this run", "run", run)] if run else []
-    return own + _weights(normalize) + _rejections(normalize) + frameworks()
+    return own + _weights(normalize, run) + _rejections(normalize, run) + frameworks()
 
 
 def _spec(normalize: bool, **fields: Any) -> RolloutCorrectionSpec:
@@ -71,16 +73,22 @@ def weight_keys(level: str, bound: str, threshold: str) -> dict[str, str]:
     return {"rollout_is": level, "rollout_is_bound": bound, "rollout_is_threshold": threshold}
 
 
-def _weights(normalize: bool) -> list[Setting]:
+def _of_files(names: str | None) -> list[str]:
+    return [name for name in (names or "").split(",") if is_file_function(name)]
+
+
+def _weights(normalize: bool, run: RolloutCorrectionSpec | None) -> list[Setting]:
     """Returns no weight, the exact weight, and every registered weight × bound × typical threshold."""
     named: dict[str, dict[str, Any]] = {
         "none": {"rollout_is": None},
         "sequence, no bound": weight_keys("sequence", "truncate", NO_UPPER),
     }
-    for part in CORRECTION_WEIGHTS.parts():
+    of_files = _of_files(run.rollout_is if run else None)
+    for part in [*CORRECTION_WEIGHTS.parts(), *map(CORRECTION_WEIGHTS.part, of_files)]:
+        params = {"rollout_is_params": run.rollout_is_params} if run and part.name in of_files else {}
         for bound in ("truncate", "clip", "mask"):
             for value in part.thresholds:
-                named[f"{part.name} {bound} {value}"] = weight_keys(part.name, bound, value)
+                named[f"{part.name} {bound} {value}"] = weight_keys(part.name, bound, value) | params
     return [Setting(name, "rlctl", _spec(normalize, **fields)) for name, fields in named.items()]
 
 
@@ -102,10 +110,11 @@ _CRITERIA: dict[Literal["rlctl", "verl"], dict[str, tuple[str, ...]]] = {
 }
 
 
-def _rejections(normalize: bool) -> list[Setting]:
+def _rejections(normalize: bool, run: RolloutCorrectionSpec | None) -> list[Setting]:
     """Returns every criterion without a weight, and with a truncated weight at token and sequence level."""
     found = []
-    parts = [REJECTION_CRITERIA.part(name) for name in registered_criteria()]
+    of_files = _of_files(run.rollout_rs if run else None)
+    parts = [REJECTION_CRITERIA.part(name) for name in (*registered_criteria(), *of_files)]
     known = {"advantages"}  # the only extra input of rules that dumps have
     registered = {part.name: part.thresholds for part in parts if part.needs <= known}
     own = {"rlctl": _CRITERIA["rlctl"] | registered, "verl": _CRITERIA["verl"]}
@@ -113,8 +122,14 @@ def _rejections(normalize: bool) -> list[Setting]:
         for name, thresholds in criteria.items():
             for threshold in thresholds:
                 for level in (None, "token", "sequence"):
-                    fields = {"dialect": dialect, "rollout_rs": name, "rollout_rs_threshold": threshold}
+                    fields: dict[str, Any] = {
+                        "dialect": dialect,
+                        "rollout_rs": name,
+                        "rollout_rs_threshold": threshold,
+                    }
                     fields |= {"rollout_is_threshold": "2.0", "rollout_is_bound": "truncate"}
+                    if run and name in of_files:
+                        fields["rollout_rs_params"] = run.rollout_rs_params
                     weight = f"{level} truncate 2.0" if level else "none"
                     whose = "" if dialect == "rlctl" else " (verl)"
                     spec = _spec(normalize, rollout_is=level, **fields)

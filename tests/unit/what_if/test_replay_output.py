@@ -262,3 +262,20 @@ def test_overrides_are_what_the_yaml_of_a_run_says(found: Tradeoff) -> None:
     pairs = dict(override.split("=", 1) for override in setting.overrides)
     assert yaml.safe_load(pairs[f"{OWN}rollout_is"]) is None
     assert yaml.safe_load(pairs[f"{OWN}rollout_is_batch_normalize"]) is True
+
+
+def test_the_grid_varies_the_thresholds_of_parts_of_the_users_files() -> None:
+    file = Path(__file__).parents[3] / "examples" / "custom_correction.py"
+    weight, criterion = f"{file}:tempered", f"{file}:worst_tokens"
+    own = RolloutCorrectionSpec(
+        rollout_is=weight,
+        rollout_is_params={"exponent": 0.25},
+        rollout_rs=f"seq_max_k2,{criterion}",
+        rollout_rs_threshold="2.5,0.5",
+    )
+    found = [setting for setting in grid(own)[1:] if str(file) in setting.name]
+    assert {setting.spec.rollout_is for setting in found} >= {weight}
+    assert {setting.spec.rollout_rs for setting in found} >= {criterion}
+    assert all(setting.rules for setting in found)
+    tempered = [setting for setting in found if setting.spec.rollout_is == weight]
+    assert all(setting.spec.rollout_is_params == {"exponent": 0.25} for setting in tempered)

@@ -19,18 +19,19 @@ from rlctl.algos.auto_correction import CANDIDATES
 from rlctl.algos.correction import normalization_factor
 from rlctl.algos.correction_records import CorrectionSums
 from rlctl.algos.metric_sums import MetricSums, ReducedSums
-from rlctl.algos.rules import CorrectionRules
 from rlctl.algos.statistics import correction_metrics, normalized
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import TrainEngine
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
+from rlctl.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.trainer import GuardrailsSpec
 from rlctl.train.gradient_sketches import GradientSketches
 from rlctl.train.guardrail_decisions import UpdateDecision, decide_update
 from rlctl.train.objective import actor_loss, nonfinite_rows
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.strategies import MiniBatch, Pass, Strategy, correct_part, strategy_of
+from rlctl.user_code import USER_MODULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ def _step(
     losses = _scaled(losses, scale)
     dumped.divide(factor / normalizers.factor, settings)
     _refuse_nonfinite(sums, losses, settings)
-    _refuse_nan(sums, settings.rules)
+    _refuse_nan(sums, losses, settings)
     is_possible = sums.kept_tokens > 0 and math.isfinite(losses.sums["loss"])
     decision = None
     if is_possible and not hold and guard.mode != "off":
@@ -191,8 +192,9 @@ def _refuse_nonfinite(sums: CorrectionSums[float], losses: ReducedSums, settings
         )
 
 
-def _refuse_nan(sums: CorrectionSums[float], rules: CorrectionRules) -> None:
-    """Rows that are not finite are left out of the sums: NaN comes from a weight or criterion itself."""
+def _refuse_nan(sums: CorrectionSums[float], losses: ReducedSums, settings: UpdateSettings) -> None:
+    """Refuses parts that return NaN for finite rows; the sums exclude the other rows."""
+    rules = settings.rules
     found = [
         f"rejection criterion {rule.name}"
         for criterion, rule in zip(sums.criteria, rules.reject, strict=True)
@@ -200,8 +202,12 @@ def _refuse_nan(sums: CorrectionSums[float], rules: CorrectionRules) -> None:
     ]
     if math.isnan(sums.raw.token.total):
         found.append(f"correction weight {rules.weight.level}")
+    if math.isnan(losses.sums["loss"]) and not losses.sums["nonfinite"]:
+        for registry, name in ((POLICY_LOSSES, settings.loss.name), (KL_ESTIMATORS, settings.kl_loss_type)):
+            if name and registry[name].__module__ in USER_MODULES:
+                found.append(f"{registry.kind} {name}")
     if found:
-        what, fix = f"{' and '.join(found)} returned NaN", "for example, do not divide by a length of 0"
+        what, fix = f"{' or '.join(found)} returned NaN", "for example, do not divide by a length of 0"
         raise RunFailure(what, where="algorithm.rollout_correction", fix=fix)
 
 

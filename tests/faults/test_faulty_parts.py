@@ -32,6 +32,16 @@ FAULTY = {
         [f"{RC}loss_type=FILE:part"],
         ["FILE:part has no gradient", "without detach()"],
     ),
+    "a loss that is NaN": (
+        "def part(rule, inputs): return TokenLoss(inputs.log_probs * float('nan'))",
+        [f"{RC}loss_type=FILE:part"],
+        ["policy loss", "FILE:part returned NaN"],
+    ),
+    "a KL estimate that is NaN": (
+        "def part(log_probs, ref_log_probs, rollout_log_probs): return log_probs * float('nan')",
+        ["actor.use_kl_loss=true", "actor.kl_loss_type=FILE:part"],
+        ["kl estimator", "FILE:part returned NaN"],
+    ),
     "a weight that is NaN": (
         "def part(log_ratio, params): return log_ratio.token * float('nan')",
         [f"{RC}rollout_is=FILE:part"],

@@ -31,6 +31,8 @@ def test_the_tutorial_runs_as_written(tmp_path: Path, whole_embedded: Path, fork
         assert done.returncode == 0, f"{content}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         outputs.append(done.stdout)
 
+    assert "with A halved where it is negative" in outputs[-1]
+    assert (tmp_path / "runs" / "own-loss" / "summary.json").is_file()
     stale = outputs[1].split("CRITICAL")[1]
     assert "[policy-gap]" in stale.splitlines()[0], "the worst finding is the one the page names"
     assert "CRITICAL" not in outputs[2].split("runs/stale")[0]

@@ -9,6 +9,7 @@ import importlib.util
 import sys
 import sysconfig
 import traceback
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -69,7 +70,8 @@ def visible(text: str) -> str:
 
 
 def _import_file(path: Path) -> ModuleType:
-    name = f"rlctl_user_{path.stem}"
+    # Files of the same name in different directories are different modules.
+    name = f"rlctl_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError("not a Python file", where=str(path))

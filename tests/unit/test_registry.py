@@ -28,6 +28,7 @@ from rlctl.registry import (
 from rlctl.spec.explain import bands
 from rlctl.spec.load import LoadedSpec, dump_spec, load_spec
 from rlctl.spec.resolve import correction_rules
+from rlctl.user_code import load_function
 
 LOSS = "algorithm.rollout_correction.loss_type"
 PARAMS = "algorithm.rollout_correction.loss_params"
@@ -307,3 +308,16 @@ def test_parameters_that_no_spec_can_set_are_refused() -> None:
     with pytest.raises(ValueError, match="a kl estimator has no parameters in a spec"):
         KL_ESTIMATORS.register("unused", params=BaseModel)
     assert "unused" not in list(KL_ESTIMATORS)
+
+
+def test_files_of_the_same_name_stay_apart(tmp_path: Path) -> None:
+    """Pickle, and dataclasses with annotations as text, find a module by its name."""
+    source = "from dataclasses import dataclass\n\n@dataclass\nclass {0}:\n    x: int\n"
+    found = {}
+    for name in ("First", "Second"):
+        file = tmp_path / name / "mine.py"
+        file.parent.mkdir()
+        file.write_text(source.format(name))
+        found[name] = load_function(f"{file}:{name}", key="key")
+    for name, kind in found.items():
+        assert getattr(sys.modules[kind.__module__], name) is kind

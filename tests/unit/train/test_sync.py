@@ -82,5 +82,5 @@ def test_an_engine_without_it_is_caught_long_before_it_is_far_away(engine: HFRol
 def test_an_engine_with_other_weights_is_caught(engine: HFRollout) -> None:
     run, _ = run_with(engine, learnt=0.3)
     engine.sync_weights(PlainWeights(random_model(2).named_parameters()), policy_version=1)
-    with pytest.raises(RunFailure, match="does not sample with the weights"):
+    with pytest.raises(RunFailure, match="does not sample with the synced weights"):
         confirm_sync(run, 1)

@@ -11,7 +11,7 @@ import io
 import re
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
+
+    from rlctl.registry import Part
 
 ROOT = Path(__file__).parent
 #: File at the root → its page.
@@ -172,6 +174,46 @@ def _parts(registry_name: str) -> str:
     return "\n".join(lines)
 
 
+#: What an estimator needs of the batch → what that costs.
+_COSTS = {
+    "group_ids": "`rollout.n` ≥ 2",
+    "baseline_scores": "one more generation (greedy)",
+    "score_norms": "one more forward pass in bypass mode",
+    "sequence_weights": "",  # of the same pass
+    "values": "a critic",
+}
+
+
+def _estimators() -> str:
+    """The advantage estimators, with what they need and read."""
+    from rlctl.registry import ADVANTAGE_ESTIMATORS
+
+    rows = []
+    for part in ADVANTAGE_ESTIMATORS.parts():
+        needs = [_COSTS[need] for need in sorted(part.needs)] + [f"`{key}`" for key in sorted(part.options)]
+        rows.append((part, ", ".join(filter(None, needs))))
+    return _table("A of response i, or of its token t", "needs, reads", rows)
+
+
+def _stable_losses() -> str:
+    """The losses that are proven on real runs, with the keys that they read."""
+    from rlctl.registry import POLICY_LOSSES
+
+    parts = [POLICY_LOSSES.part(name) for name in POLICY_LOSSES.stable()]
+    return _table(
+        "per token", "reads", [(part, ", ".join(f"`{o}`" for o in sorted(part.options))) for part in parts]
+    )
+
+
+def _table(of: str, needs: str, rows: Iterable[tuple[Part, str]]) -> str:
+    lines = [f"| name | | {of} | {needs} | source |", "|---|---|---|---|---|"]
+    for part, needed in rows:
+        label = part.label + (" (experimental)" if part.experimental else "")
+        cells = (f"`{part.name}`", label, part.formula, needed, part.source)
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines)
+
+
 def _experimental_losses() -> str:
     """The losses that are not yet proven on real runs, with their own parameters."""
     from rlctl.registry import POLICY_LOSSES
@@ -215,6 +257,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "commands": _commands,
     "api": _api,
     "diagnosis rules": _diagnosis_rules,
+    "advantage estimators": _estimators,
+    "losses": _stable_losses,
     "experimental losses": _experimental_losses,
     "correction weights": partial(_parts, "CORRECTION_WEIGHTS"),
     "rejection criteria": partial(_parts, "REJECTION_CRITERIA"),

@@ -146,7 +146,7 @@ def _log_names(framework: str) -> str:
     for name, one in rows:
         key, meaning = (one, "") if isinstance(one, str) else (one["key"], one.get("meaning", ""))
         cells = (name, f"`{key.replace(chr(92) + '1', '…')}`", meaning or "—")
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        lines.append(_row(cells))
     return "\n".join(lines)
 
 
@@ -162,6 +162,11 @@ def _graders() -> str:
     return "\n".join(lines)
 
 
+def _row(cells: Iterable[str]) -> str:
+    """A row of a table, with bars in its cells escaped."""
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
 def _parts(registry_name: str) -> str:
     """The parts of a registry."""
     from rlctl import registry
@@ -170,7 +175,7 @@ def _parts(registry_name: str) -> str:
     for part in getattr(registry, registry_name).parts():
         status = "experimental" if part.experimental else "stable"
         cells = (f"`{part.name}`", part.label, part.formula, part.unit, part.source, status)
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        lines.append(_row(cells))
     return "\n".join(lines)
 
 
@@ -210,7 +215,7 @@ def _table(of: str, needs: str, rows: Iterable[tuple[Part, str]]) -> str:
     for part, needed in rows:
         label = part.label + (" (experimental)" if part.experimental else "")
         cells = (f"`{part.name}`", label, part.formula, needed, part.source)
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        lines.append(_row(cells))
     return "\n".join(lines)
 
 
@@ -226,7 +231,7 @@ def _experimental_losses() -> str:
                 f"`{name}`" + (", required" if f.is_required() else f" {f.default}") for name, f in fields
             ]
             cells = (f"`{part.name}`", part.label, part.formula, "; ".join(given), part.source)
-            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+            lines.append(_row(cells))
     return "\n".join(lines)
 
 
@@ -242,7 +247,7 @@ def _import_keys(framework: str) -> str:
         said = rule.differs
         differs = said if isinstance(said, str) else "; ".join(f"{k}: {v}" for k, v in said.items() if v)
         cells = (f"`{key}`", ", ".join(f"`{target}`" for target in targets), rule.unsupported or differs)
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') or '—' for cell in cells)} |")
+        lines.append(_row(cell or "—" for cell in cells))
     lines += [
         f"| `{key}`{' and all below' if key[-1] in '._-' else ''} | — | {why} |"
         for key, why in one.unsupported.items()

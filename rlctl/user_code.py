@@ -27,6 +27,18 @@ def is_file_function(name: str) -> bool:
     return bool(colon) and file.endswith(".py") and function.isidentifier()
 
 
+def files_of(*names: str | None) -> list[Path]:
+    """The users' files in `names`, of which each may be several joined with commas: absolute and sorted."""
+    functions = filter(is_file_function, (name for joined in names for name in (joined or "").split(",")))
+    return sorted({Path(name.rpartition(":")[0]).expanduser().resolve() for name in functions})
+
+
+def missing_methods(value: object, *methods: str) -> str:
+    """Names the methods that an object lacks, for a message; empty if it has all."""
+    missing = [method for method in methods if not hasattr(value, method)]
+    return f"{type(value).__name__} has no {' and no '.join(missing)}" if missing else ""
+
+
 def load_function(name: str, *, key: str) -> Callable[..., Any]:
     """Import the user's `path/to/file.py:function`, which the spec key `key` names.
 

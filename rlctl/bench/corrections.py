@@ -22,7 +22,7 @@ from rlctl.bench.worlds import VOCABULARY
 from rlctl.files import sha256_of
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.resolve import registered_criteria
-from rlctl.user_code import is_file_function
+from rlctl.user_code import files_of
 from rlctl.what_if.settings import NO_UPPER, frameworks, weight_keys
 
 #: Mini-batch sizes in the tables, in groups.
@@ -175,8 +175,7 @@ def _key(row: dict[str, Any]) -> tuple[str, str, str, str, int]:
 def _code(rule: BenchRule) -> str:
     """Identifies the code that a measurement depends on: rlctl's version and formulas, the user's files."""
     spec = rule.spec
-    names = (spec.rollout_is or "", *(spec.rollout_rs or "").split(","), spec.loss_type)
-    files = {Path(name.rpartition(":")[0]).expanduser() for name in names if is_file_function(name)}
+    files = files_of(spec.rollout_is, spec.rollout_rs, spec.loss_type)
     return " ".join([version("rlctl"), _formulas(), *sorted(sha256_of(file) for file in files)])
 
 

@@ -22,6 +22,7 @@ from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.rollout.protocol import Sampling
 from rlctl.spec.rollout import VLLM_LORA_RANKS, EngineCapabilities
+from rlctl.user_code import missing_methods
 
 if TYPE_CHECKING:
     import torch
@@ -79,9 +80,7 @@ def build_rollout(context: EngineContext) -> RolloutEngine:
     part = ROLLOUT_ENGINES.part(context.spec.rollout.name)
     params = params_of(part, context.spec.rollout.engine_params)
     engine: RolloutEngine = part.function(replace(context, params=params))
-    missing = [name for name in ("generate", "sync_weights", "close") if not hasattr(engine, name)]
-    if missing:
-        what = f"{type(engine).__name__} has no {' and no '.join(missing)}"
+    if what := missing_methods(engine, "generate", "sync_weights", "close"):
         raise RunFailure(what, where=f"rollout.name: {part.name}", fix="see rlctl/rollout/protocol.py")
     return engine
 

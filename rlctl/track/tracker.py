@@ -16,7 +16,7 @@ from rlctl.track.jsonl import METRICS_FILE, JsonlSink, truncate_after
 from rlctl.track.open_run import in_words
 from rlctl.track.redact import redact, redact_tree
 from rlctl.track.sink import Sink, SinkInputs
-from rlctl.user_code import visible
+from rlctl.user_code import missing_methods, visible
 
 Status = Literal["finished", "failed", "interrupted"]
 _log = logging.getLogger(__name__)
@@ -153,8 +153,8 @@ def build_tracker(loggers: Sequence[str], inputs: SinkInputs) -> Tracker:
     for name in sorted(loggers, key=lambda name: name == "console"):
         try:
             sink: Sink = TRACKERS[name](inputs)
-            if missing_methods := [method for method in ("log", "close") if not hasattr(sink, method)]:
-                raise TypeError(f"{type(sink).__name__} has no {' and no '.join(missing_methods)}")
+            if what := missing_methods(sink, "log", "close"):
+                raise TypeError(what)
             extras.append(sink)
         except UsageError:
             raise

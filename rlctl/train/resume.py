@@ -10,11 +10,12 @@ from typing import Any
 
 from rlctl.data.schema import Row
 from rlctl.errors import Problem, SpecError, UsageError
+from rlctl.files import sha256_of
 from rlctl.spec.keys import flat
 from rlctl.spec.rollout import ServerSpec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.spec.trainer import GuardrailsSpec
-from rlctl.user_code import is_file_function
+from rlctl.user_code import files_of
 
 #: Keys that change memory use, logging, validation or saving, not what is computed. Guardrails: a user who
 #: resumes a run that they stopped must be able to overrule them. Servers: a preemption changes addresses.
@@ -74,16 +75,14 @@ def data_fingerprint(rows: Iterable[Row]) -> str:
 def code_fingerprints(spec: RunSpec) -> dict[str, str]:
     """Absolute path of each user's file that the spec names as `file.py:function` → its SHA-256."""
 
-    def files(value: Any) -> Iterator[Path]:
+    def texts(value: Any) -> Iterator[str]:
         if isinstance(value, str):
-            names = filter(is_file_function, value.split(","))
-            yield from (Path(name.rpartition(":")[0]).expanduser().resolve() for name in names)
+            yield value
         elif isinstance(value, list | dict):
             for part in value.values() if isinstance(value, dict) else value:
-                yield from files(part)
+                yield from texts(part)
 
-    found = sorted(set(files(spec.model_dump(mode="json"))))
-    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in found}
+    return {str(file): sha256_of(file) for file in files_of(*texts(spec.model_dump(mode="json")))}
 
 
 def known_data(run_dir: Path) -> dict[str, str]:

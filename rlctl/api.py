@@ -182,13 +182,13 @@ def grade(
     Raises:
         UsageError: no such grader, or it cannot be loaded; or the lengths differ.
     """
-    from rlctl.reward.pool import GradingPool
+    from rlctl.reward.pool import GradingPool, is_scorer
     from rlctl.reward.protocol import Failure, Sample
 
     for name, texts in (("responses", responses), ("ground_truths", ground_truths)):
         if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
             raise UsageError(f"{name} is not a list of texts", where=name, fix="give a list of str")
-    if grader in {"code", "auto", "model"}:
+    if is_scorer(grader):
         what = "this grader needs settings of a run"
         raise UsageError(what, where=grader, fix="use rlctl.evaluate, or `rlctl reward` with a spec")
     if len(responses) != len(ground_truths):

@@ -45,6 +45,11 @@ def is_ours(grader: str) -> bool:
     return not is_file_function(grader) and GRADERS[grader].__module__.startswith("rlctl.")
 
 
+def is_scorer(grader: str) -> bool:
+    """Whether a grader is a `Scorer` of rlctl's own, which is built from the whole `reward` section."""
+    return is_ours(grader) and isinstance(GRADERS[grader], type)
+
+
 class GradingPool(Scorer):
     """Grades samples in child processes, which are started when first needed.
 

@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rlctl.registry import GRADERS
-from rlctl.reward.pool import GradingPool, is_ours
+from rlctl.reward.pool import GradingPool, is_ours, is_scorer
 from rlctl.reward.protocol import Failure, Grade, GradeAndAnswer, Sample, Scorer
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def scorer_of(name: str, params: dict[str, Any], spec: RewardSpec, device: torch
         UsageError: a function or reward model cannot be used.
         EnvironmentFailure: a model cannot be fetched or placed, or code cannot be confined here.
     """
-    if is_ours(name) and isinstance(GRADERS[name], type):
+    if is_scorer(name):
         scorer: Scorer = GRADERS[name](spec, device)
         return scorer
     if name in _IN_THIS_PROCESS:

@@ -29,8 +29,10 @@ def is_file_function(name: str) -> bool:
 
 def files_of(*names: str | None) -> list[Path]:
     """The users' files in `names`, of which each may be several joined with commas: absolute and sorted."""
-    functions = filter(is_file_function, (name for joined in names for name in (joined or "").split(",")))
-    return sorted({Path(name.rpartition(":")[0]).expanduser().resolve() for name in functions})
+    # A path may contain a comma too.
+    parts = {part for joined in names if joined for part in (joined, *joined.split(","))}
+    paths = {Path(part.rpartition(":")[0]).expanduser().resolve() for part in parts if is_file_function(part)}
+    return sorted(filter(Path.is_file, paths))
 
 
 def missing_methods(value: object, *methods: str) -> str:

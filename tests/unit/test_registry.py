@@ -28,7 +28,7 @@ from rlctl.registry import (
 from rlctl.spec.explain import bands
 from rlctl.spec.load import LoadedSpec, dump_spec, load_spec
 from rlctl.spec.resolve import correction_rules
-from rlctl.user_code import load_function
+from rlctl.user_code import files_of, load_function
 
 LOSS = "algorithm.rollout_correction.loss_type"
 PARAMS = "algorithm.rollout_correction.loss_params"
@@ -321,3 +321,11 @@ def test_files_of_the_same_name_stay_apart(tmp_path: Path) -> None:
         found[name] = load_function(f"{file}:{name}", key="key")
     for name, kind in found.items():
         assert getattr(sys.modules[kind.__module__], name) is kind
+
+
+def test_the_files_of_names_that_are_joined_or_contain_a_comma(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.py", tmp_path / "lr=1,n=8" / "two.py"
+    two.parent.mkdir()
+    for file in (one, two):
+        file.write_text("def part(log_ratio, params): ...\n")
+    assert files_of(f"seq_max_k2,{one}:part", f"{two}:part", "reinforce", None) == sorted([one, two])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -49,7 +48,7 @@ def load_spec(
 
     Args:
         presets: names or paths, weakest first.
-        values: dotted key → value, strongest: `{"actor.lr": 1e-6, "rollout.n": 8}`.
+        values: key → value, strongest: `{"actor.lr": 1e-6}` or `{"actor": {"lr": 1e-6}}`.
         files: YAML spec files.
 
     Raises:
@@ -64,8 +63,7 @@ def load_spec(
         what = f"values is a {type(values).__name__}"
         raise UsageError(what, fix='give a mapping of dotted keys, {"actor.lr": 1e-6}')
     names, files = _listed(presets), _listed(files)
-    overrides = [f"{key}={_as_text(value)}" for key, value in (values or {}).items()]
-    loaded = load.load_spec([str(name) for name in names], [Path(file) for file in files], overrides)
+    loaded = load.load_spec([str(name) for name in names], [Path(file) for file in files], values or {})
     for problem in loaded.warnings:
         warnings.warn(f"{problem.key}: {problem.what} ({problem.fix})", stacklevel=2)
     return loaded.spec
@@ -282,10 +280,3 @@ def correct(
 
 def _listed(given: str | Path | Sequence[str | Path]) -> list[str | Path]:
     return [given] if isinstance(given, str | Path) else list(given)
-
-
-def _as_text(value: object) -> str:
-    """Formats a value for `key=value`."""
-    if isinstance(value, str | os.PathLike):
-        return str(value)
-    return json.dumps(value)

@@ -9,6 +9,7 @@ import errno
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
+from unicodedata import category
 
 #: Substrings of torch's errors about exhausted host memory.
 _NO_HOST_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "out of memory")
@@ -64,6 +65,19 @@ def first_line(error: BaseException) -> str:
 def one_line(error: BaseException) -> str:
     """An error's text on one line; the name of its type if the text is empty."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def visible(text: str, keep: str = "\n\t") -> str:
+    """Escapes control, format and private-use characters: `\\x1b`, `\\u202e`.
+
+    The result cannot control a terminal and hides no character. Spaces of every width are kept.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char in keep or category(char) == "Zs" else repr(char)[1:-1]
+        for char in text
+    )
 
 
 def in_words(details: Mapping[str, Any]) -> str:

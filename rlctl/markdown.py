@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from rlctl.user_code import visible
+from rlctl.errors import visible
 
 #: Characters that can begin markup, including HTML.
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>#+!|~&$@])")

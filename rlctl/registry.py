@@ -20,6 +20,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -218,7 +219,12 @@ class Registry(Mapping[str, Callable[..., Any]]):
         self._load()
         known = [name for name in self._parts if not name.rpartition(":")[0].endswith(".py")]
         yield from known
-        yield from (point.name for point in self._entry_points() if point.name not in known)
+        for point in self._entry_points():
+            if point.name not in known:
+                yield point.name
+            elif self._parts[point.name].function.__module__.startswith("rlctl."):
+                what = f"{self.kind} `{point.name}` of {_owner(point)} is ignored: the name is taken"
+                warnings.warn(f"{what}; rename the entry point", stacklevel=2)
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -243,7 +249,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
                     function = point.load()
                 except Exception as error:
                     what = f"importing {self.kind} `{name}` failed: {type(error).__name__}: {error}"
-                    fix = f"fix or uninstall {point.dist.name if point.dist else point.value}"
+                    fix = f"fix or uninstall {_owner(point)}"
                     raise UsageError(what, where=point.value, fix=fix) from error
                 self._check(function, point.value)
                 if name not in self._parts:
@@ -278,6 +284,11 @@ def _entry_points(path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]]:
 
     found = entry_points()
     return {group: tuple(found.select(group=group)) for group in found.groups if group.startswith("rlctl.")}
+
+
+def _owner(point: EntryPoint) -> str:
+    """The name of the package that has the entry point."""
+    return point.dist.name if point.dist else point.value
 
 
 def _first_line(function: Callable[..., Any]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlctl.errors import UsageError
+from rlctl.errors import UsageError, visible
 
 #: Names of the modules of users' functions: of files imported by path, and of packages that add parts.
 USER_MODULES: set[str] = set()
@@ -27,11 +27,16 @@ def is_file_function(name: str) -> bool:
     return bool(colon) and file.endswith(".py") and function.isidentifier()
 
 
+def split_names(joined: str) -> list[str]:
+    """The names in a comma-separated list; the path of an existing file may contain a comma too."""
+    is_one = is_file_function(joined) and _path_of(joined).is_file()
+    return [joined] if is_one else [part.strip() for part in joined.split(",")]
+
+
 def files_of(*names: str | None) -> list[Path]:
     """The users' files in `names`, of which each may be several joined with commas: absolute and sorted."""
-    # A path may contain a comma too.
-    parts = {part for joined in names if joined for part in (joined, *joined.split(","))}
-    paths = {Path(part.rpartition(":")[0]).expanduser().resolve() for part in parts if is_file_function(part)}
+    parts = [part for joined in names if joined for part in split_names(joined)]
+    paths = {_path_of(part) for part in parts if is_file_function(part)}
     return sorted(filter(Path.is_file, paths))
 
 
@@ -50,7 +55,7 @@ def load_function(name: str, *, key: str) -> Callable[..., Any]:
         UsageError: no such file or function, or an error while importing it (with file and line).
     """
     file, _, function_name = name.rpartition(":")
-    path = Path(file).expanduser().resolve()
+    path = _path_of(name)
     if not path.is_file():
         raise UsageError(f"{file}: no such file", where=key, fix=f"paths are relative to {Path.cwd()}")
     function = getattr(_import_file(path), function_name, None)
@@ -72,15 +77,9 @@ def search_beside(folder: Path) -> None:
         sys.path.insert(last + 1, str(folder))
 
 
-def visible(text: str) -> str:
-    """Escapes control characters (`\\x1b`), so that the text cannot control a terminal.
-
-    Line breaks and tabs are kept.
-    """
-    return "".join(
-        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
-        for char in text
-    )
+def _path_of(name: str) -> Path:
+    """The absolute path of the file in `path/to/file.py:function`."""
+    return Path(name.rpartition(":")[0]).expanduser().resolve()
 
 
 def _import_file(path: Path) -> ModuleType:

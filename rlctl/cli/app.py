@@ -30,8 +30,8 @@ from rlctl.cli.runs import runs, samples, watch
 from rlctl.cli.schema import schema
 from rlctl.cli.sweep import sweep
 from rlctl.cli.train import train
-from rlctl.errors import RlctlError, RunFailure, memory_failure
-from rlctl.user_code import line_in_user_code, visible
+from rlctl.errors import RlctlError, RunFailure, memory_failure, visible
+from rlctl.user_code import line_in_user_code
 
 #: Error numbers of a full or read-only disk, which are neither usage errors nor bugs.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.text import Text
 
-from rlctl.errors import Problem, RlctlError, SpecError
-from rlctl.user_code import visible
+from rlctl.errors import Problem, RlctlError, SpecError, visible
 
 _COLOURS = {"error": "bold red", "warning": "bold yellow"}
 

@@ -18,10 +18,10 @@ from rich.text import Text
 
 from rlctl.cli.command import print_json
 from rlctl.cli.output import progress_bar
+from rlctl.errors import visible
 from rlctl.markdown import plain, table
 from rlctl.prepare.findings import DataFinding, lines, rows
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
-from rlctl.prepare.show import visible
 
 if TYPE_CHECKING:
     from rlctl.prepare.check import CheckReport, FileReport

@@ -12,8 +12,7 @@ import typer
 
 from rlctl.cli.command import AsJson, print_json
 from rlctl.cli.complete import complete_run
-from rlctl.errors import UsageError
-from rlctl.user_code import visible
+from rlctl.errors import UsageError, visible
 
 if TYPE_CHECKING:
     from rlctl.track.run_state import RunState

@@ -1,7 +1,6 @@
 """Converts a diagnosis to texts, which terminal, Markdown and page share, and to JSON.
 
-Texts from a log are untrusted: every text here is one line, with control and invisible characters replaced by
-their code points.
+Texts from a log are untrusted: every text here is one line, with control and invisible characters escaped.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from rlctl import errors
 from rlctl.diagnose.finding import SEVERITIES, Evidence, Finding, Fix, Severity, Skipped
 from rlctl.diagnose.forecast import forecasts
 from rlctl.diagnose.rules import Diagnosis
@@ -20,10 +20,6 @@ from rlctl.diagnose.signals import steps_text
 from rlctl.diagnose.table import STDIN, RunLog
 from rlctl.spec.load import RUN_SPEC_FILE
 
-#: Control characters, characters that hide or reorder text, surrogates, and noncharacters.
-_INVISIBLE = re.compile(
-    r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\ufffe\uffff]"
-)
 #: Timestamp of rlctl's rows, to the minute; searched in the first row and in the last `_TAIL_BYTES` bytes.
 _STAMP, _TAIL_BYTES = re.compile(r'"timestamp": "(\d{4}-\d\d-\d\dT\d\d:\d\d)'), 1 << 16
 #: Framework → where its log contains the settings that a `spec.yaml` contains.
@@ -140,8 +136,8 @@ def _about(run: RunLog) -> Iterator[str]:
 
 
 def visible(text: str) -> str:
-    """The text on one line, with control and invisible characters replaced by their code points."""
-    return _INVISIBLE.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
+    """The text on one line, with control and invisible characters escaped."""
+    return errors.visible(text, keep="")
 
 
 def run_name(run: RunLog) -> str:

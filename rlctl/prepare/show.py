@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -79,24 +78,3 @@ def _shown(where: str, row: Row | None, problem: str, lengths: PromptLengths | N
     special = sorted(filter(None, map(str, added)), key=len, reverse=True)
     pieces = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
     return RenderedRow(where, row, "", tuple((piece, piece in special) for piece in pieces if piece), ids)
-
-
-def visible(text: str, keep: str = "\n") -> str:
-    """Escapes control, format and private-use characters as `\\u202e` or as control pictures.
-
-    The result cannot affect the terminal and hides no character.
-    """
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(char if char in keep or char.isprintable() else _shown_char(char) for char in text)
-
-
-def _shown_char(char: str) -> str:
-    code = ord(char)
-    if code < 0x20:
-        return chr(0x2400 + code)
-    if code == 0x7F:
-        return "\u2421"
-    if unicodedata.category(char) == "Zs":  # a space of another width
-        return " "
-    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"

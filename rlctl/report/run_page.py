@@ -9,13 +9,12 @@ from typing import Any
 from rlctl.diagnose.page.diagnosis_page import TEMPLATE, page_values
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rules import examine, metrics_read
-from rlctl.errors import UsageError
+from rlctl.errors import UsageError, visible
 from rlctl.html_page import render
 from rlctl.metric_names import ELSEWHERE, METRICS
 from rlctl.report.run_sections import SHADES, sample_note, sample_steps, spec_rows, validation_rows
 from rlctl.track.open_run import open_run
 from rlctl.track.run_state import read_state
-from rlctl.user_code import visible
 from rlctl.what_if import page as what_if_page
 from rlctl.what_if.what_if_run import what_if
 

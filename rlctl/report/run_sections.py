@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.errors import RlctlError, UsageError
+from rlctl.errors import RlctlError, UsageError, visible
 from rlctl.spec.load import load_spec
 from rlctl.tiny.task import DATA_SOURCE, WRITTEN
 from rlctl.track.open_run import RunRecord, log_ratios
 from rlctl.track.run_state import read_state
 from rlctl.train.resume import changes
-from rlctl.user_code import visible
 
 #: Maximum steps on a page, responses per step, and tokens per response.
 STEPS, PER_STEP, TOKENS = 10, 4, 400

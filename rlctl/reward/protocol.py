@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from rlctl.errors import visible
 from rlctl.metric_names import OVERLONG
-from rlctl.user_code import visible
 
 if TYPE_CHECKING:
     from torch import Tensor

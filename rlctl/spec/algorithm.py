@@ -123,7 +123,7 @@ class AlgorithmSpec(Section):
     """Divide GRPO's advantages by the standard deviation of the group."""
     use_kl_in_reward: bool = False
     """Subtract kl_coef × KL to the reference policy from the reward of every token."""
-    kl_penalty: Annotated[str, Registered(KL_ESTIMATORS), KLNames] = "k1"
+    kl_penalty: Annotated[str, Registered(KL_ESTIMATORS, without="rollout_log_probs"), KLNames] = "k1"
     """Estimator of the KL in the reward: k1 = log π − log π_ref, k2 = ½ k1², k3 = π_ref/π − 1 + k1."""
     kl_ctrl: KLCtrlSpec = KLCtrlSpec()
     filter_groups: FilterGroupsSpec = FilterGroupsSpec()

@@ -9,7 +9,8 @@ unreadable sources and unknown keys, then types and ranges, then contradictions 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +39,7 @@ from rlctl.spec.presets import DESCRIPTION, all_presets, nearest_preset
 from rlctl.spec.run_spec import RunSpec
 from rlctl.spec.yaml_source import Leaf, SpecSource, parse_scalar, read_value, read_yaml_file
 
-Layer = Literal["default", "hardware", "embedded", "preset", "file", "command line"]
+Layer = Literal["default", "hardware", "embedded", "preset", "file", "command line", "values"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class _Entry:
 def load_spec(
     presets: Iterable[str] = (),
     files: Iterable[Path] = (),
-    overrides: Iterable[str] = (),
+    overrides: Iterable[str] | Mapping[str, object] = (),
     *,
     left_open: frozenset[str] = frozenset(),
 ) -> LoadedSpec:
@@ -122,7 +123,7 @@ def load_spec(
     Args:
         presets: names of shipped presets or paths of preset files, weakest first.
         files: spec files, stronger than presets, weakest first.
-        overrides: `dotted.key=value`, strongest.
+        overrides: `dotted.key=value`, strongest; or, from a program, key → value, in which mappings may nest.
         left_open: keys that may stay unset: checks that read one of them are skipped.
 
     Raises:
@@ -130,11 +131,15 @@ def load_spec(
     """
     problems: list[Problem] = []
     entries: dict[str, _Entry] = {}
+    given = Origin("values" if isinstance(overrides, Mapping) else "command line")
     for preset in presets:
-        entries |= _read_preset(preset, problems)
+        entries |= _read_preset(preset, given, problems)
     for file in files:
         entries |= _read_file(file, Origin("file", str(file)), problems)
-    entries |= _read_overrides(overrides, problems)
+    if isinstance(overrides, Mapping):
+        entries |= {key: _Entry(leaf, given) for key, leaf in _leaves(overrides)}
+    else:
+        entries |= _read_overrides(overrides, given, problems)
     model = entries.get("model.path")
     if model is None or model.leaf.value == EMBEDDED:
         path = all_presets()[EMBEDDED].path
@@ -186,8 +191,8 @@ def dump_value(value: Any) -> str:
     return str(text).removesuffix("\n").removesuffix("\n...")
 
 
-def _read_preset(preset: str, problems: list[Problem]) -> dict[str, _Entry]:
-    """Entries of a preset that is given by its name or its path."""
+def _read_preset(preset: str, given: Origin, problems: list[Problem]) -> dict[str, _Entry]:
+    """Entries of a preset whose name or path is `given` on the command line or by a program."""
     known = all_presets()
     if preset in known:
         return _read_file(known[preset].path, Origin("preset", preset), problems)
@@ -198,7 +203,7 @@ def _read_preset(preset: str, problems: list[Problem]) -> dict[str, _Entry]:
     fix = f"did you mean `{near}`?" if near else "see `rlctl presets list`"
     looks_like_path = path.suffix in {".yaml", ".yml"} or len(path.parts) > 1
     what = f"no such {'file' if looks_like_path else 'preset'}: `{preset}`"
-    problems.append(Problem("error", "", what, fix, "command line"))
+    problems.append(Problem("error", "", what, fix, str(given)))
     return {}
 
 
@@ -215,9 +220,18 @@ def _read_file(path: Path, origin: Origin, problems: list[Problem]) -> dict[str,
     }
 
 
-def _read_overrides(overrides: Iterable[str], problems: list[Problem]) -> dict[str, _Entry]:
+def _leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Leaf]]:
+    """Dotted key and value for each value of a nested mapping."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and key not in known_leaves().keys() - open_leaves():
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, Leaf(os.fspath(value) if isinstance(value, os.PathLike) else value, str(value), None)
+
+
+def _read_overrides(overrides: Iterable[str], origin: Origin, problems: list[Problem]) -> dict[str, _Entry]:
     """Entries of `key=value` arguments; of several for the same key, the last one wins."""
-    origin = Origin("command line")
     entries: dict[str, _Entry] = {}
     for argument in overrides:
         key, equals, text = argument.partition("=")

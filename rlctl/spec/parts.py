@@ -21,10 +21,12 @@ class Registered:
     Attributes:
         registry: the registry of such parts.
         imports_files: whether checking the spec imports a user's file; else only the process that runs it.
+        without: an input that the part must not need; the JSON Schema offers no such part.
     """
 
     registry: Registry
     imports_files: bool = True
+    without: str = ""
 
     def check(self, name: str) -> str:
         """Returns the name if such a part exists.
@@ -53,9 +55,14 @@ class Registered:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
+        names = [
+            name
+            for name in self.registry
+            if not self.without or self.without not in self.registry.part(name).needs
+        ]
         return {
             "anyOf": [
-                {"type": "string", "enum": list(self.registry)},
+                {"type": "string", "enum": names},
                 {"type": "string", "pattern": r"^.+\.py:[A-Za-z_]\w*$"},
             ]
         }

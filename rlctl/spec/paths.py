@@ -8,7 +8,7 @@ from typing import Any
 
 from rlctl.spec.model import EMBEDDED, NAMED_MODELS
 from rlctl.spec.run_spec import RunSpec
-from rlctl.user_code import is_file_function
+from rlctl.user_code import is_file_function, split_names
 
 
 def matches(name: str) -> list[Path]:
@@ -32,15 +32,19 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
 
 
 def _with_absolute_functions(value: Any) -> Any:
-    """A copy of the tree in which the file of every `path/to/file.py:function` is absolute."""
+    """A copy of the tree in which the file of every `path/to/file.py:function` is absolute, also in lists."""
     if isinstance(value, dict):
         return {key: _with_absolute_functions(below) for key, below in value.items()}
     if isinstance(value, list | tuple):
         return [_with_absolute_functions(item) for item in value]
-    if isinstance(value, str) and is_file_function(value):
-        file, _, function = value.rpartition(":")
-        return f"{_absolute(file)}:{function}"
+    if isinstance(value, str) and ".py:" in value:
+        return ",".join(map(_absolute_function, split_names(value)))
     return value
+
+
+def _absolute_function(name: str) -> str:
+    file, _, function = name.rpartition(":")
+    return f"{_absolute(file)}:{function}" if is_file_function(name) else name
 
 
 def _absolute(path: str | None) -> str | None:

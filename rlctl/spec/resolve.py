@@ -27,7 +27,7 @@ from rlctl.spec.algorithm import CORRECTION, RolloutCorrectionSpec
 from rlctl.spec.keys import closest
 from rlctl.spec.parts import param_problems, params_of
 from rlctl.spec.run_spec import RunSpec
-from rlctl.user_code import is_file_function
+from rlctl.user_code import is_file_function, split_names
 
 IS_THRESHOLD_KEY = f"{CORRECTION}rollout_is_threshold"
 RS_KEY = f"{CORRECTION}rollout_rs"
@@ -286,7 +286,7 @@ def parse_threshold(text: str) -> Numbers:
 
 def _split(text: str | None) -> list[str]:
     """Comma-separated words without surrounding spaces."""
-    return [part.strip() for part in text.split(",")] if text else []
+    return split_names(text) if text else []
 
 
 @dataclass(frozen=True, slots=True)

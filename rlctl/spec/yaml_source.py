@@ -32,7 +32,7 @@ class Leaf:
     Attributes:
         value: bool, int, float, str, None, or a list or mapping of these.
         text: source text of a plain scalar, so that `2.10` keeps its digits in a text field; else None.
-        line: 1-based line in its file; None on the command line.
+        line: 1-based line in its file; None if it is from no file.
     """
 
     value: Any

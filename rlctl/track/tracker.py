@@ -9,14 +9,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal, Self
 
-from rlctl.errors import UsageError
+from rlctl.errors import UsageError, visible
 from rlctl.registry import TRACKERS
 from rlctl.track.background import BackgroundSink
 from rlctl.track.jsonl import METRICS_FILE, JsonlSink, truncate_after
 from rlctl.track.open_run import in_words
 from rlctl.track.redact import redact, redact_tree
 from rlctl.track.sink import Sink, SinkInputs
-from rlctl.user_code import missing_methods, visible
+from rlctl.user_code import missing_methods
 
 Status = Literal["finished", "failed", "interrupted"]
 _log = logging.getLogger(__name__)

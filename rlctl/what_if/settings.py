@@ -10,7 +10,7 @@ from rlctl.algos.rules import CorrectionRules
 from rlctl.registry import CORRECTION_WEIGHTS, REJECTION_CRITERIA
 from rlctl.spec.algorithm import CORRECTION, RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules, registered_criteria
-from rlctl.user_code import is_file_function
+from rlctl.user_code import is_file_function, split_names
 
 Family = Literal["run", "rlctl", "verl", "TRL", "OpenRLHF", "slime", "SkyRL"]
 
@@ -74,7 +74,7 @@ def weight_keys(level: str, bound: str, threshold: str) -> dict[str, str]:
 
 
 def _of_files(names: str | None) -> list[str]:
-    return [name for name in (names or "").split(",") if is_file_function(name)]
+    return [name for name in split_names(names or "") if is_file_function(name)]
 
 
 def _weights(normalize: bool, run: RolloutCorrectionSpec | None) -> list[Setting]:

@@ -53,3 +53,19 @@ def test_a_rule_that_returns_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("step,actor/entropy\n" + "".join(f"{i},0.5\n" for i in range(1, 30)))
     with pytest.raises(UsageError, match="the rule too_low returned str"):
         rlctl.diagnose(tmp_path / "log.csv", rules=f"{tmp_path}/mine.py:too_low")
+
+
+def test_values_keep_their_type_and_may_nest(tmp_path: Path) -> None:
+    """A text that looks like a number or a word of YAML stays text; a path is accepted."""
+    trainer = {"experiment_name": "true", "total_training_steps": 300}
+    values = {
+        "trainer": trainer,
+        "trainer.run_dir": tmp_path,
+        "engine.deepspeed": {"wall_clock_breakdown": True},
+    }
+    spec = rlctl.load_spec("rloo-seq-is", values)
+    assert (spec.trainer.experiment_name, spec.trainer.total_training_steps) == ("true", 300)
+    assert (spec.trainer.run_dir, spec.engine.deepspeed) == (str(tmp_path), {"wall_clock_breakdown": True})
+    assert rlctl.load_spec("rloo-seq-is", {"actor.lr": "1e-6"}).actor.lr == 1e-6
+    with pytest.raises(UsageError, match=r"values: actor\.lr: .* got 'x'"):
+        rlctl.load_spec("rloo-seq-is", {"actor": {"lr": "x"}})

@@ -27,7 +27,9 @@ from rlctl.registry import (
 )
 from rlctl.spec.explain import bands
 from rlctl.spec.load import LoadedSpec, dump_spec, load_spec
+from rlctl.spec.paths import with_absolute_paths
 from rlctl.spec.resolve import correction_rules
+from rlctl.spec.run_spec import RunSpec
 from rlctl.user_code import files_of, load_function
 
 LOSS = "algorithm.rollout_correction.loss_type"
@@ -268,6 +270,7 @@ def test_an_installed_package_adds_a_part(tmp_path: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-losses\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[rlctl.policy_losses]\ntheirs = their_losses:loss\nbroken = their_losses:absent\n"
+        "reinforce = their_losses:loss\n"
         "[rlctl.rejection_criteria]\ngap = their_losses:gap\n"
     )
     code = f"""
@@ -289,7 +292,9 @@ def test_an_installed_package_adds_a_part(tmp_path: Path) -> None:
         else:
             raise AssertionError("the broken entry point was accepted")
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    warned = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    assert "`reinforce` of their-losses is ignored: the name is taken" in warned
 
 
 def test_installed_packages_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,6 +313,22 @@ def test_parameters_that_no_spec_can_set_are_refused() -> None:
     with pytest.raises(ValueError, match="a kl estimator has no parameters in a spec"):
         KL_ESTIMATORS.register("unused", params=BaseModel)
     assert "unused" not in list(KL_ESTIMATORS)
+
+
+def test_the_schema_offers_no_kl_estimator_that_a_reward_cannot_use() -> None:
+    schema = RunSpec.model_json_schema()["$defs"]
+    in_reward, in_loss = (
+        schema[section]["properties"][key]["anyOf"][0]["enum"]
+        for section, key in (("AlgorithmSpec", "kl_penalty"), ("ActorSpec", "kl_loss_type"))
+    )
+    assert set(in_loss) - set(in_reward) == {"unbiased", "sequence"}
+
+
+def test_files_joined_with_commas_are_absolute_in_the_spec_of_a_run(mine: str) -> None:
+    rules = [f"{RC}rollout_rs={mine}:largest_gap, token_k1,{mine}:undecorated"]
+    spec = with_absolute_paths(spec_with(*rules, f"{RC}rollout_rs_threshold=0.5,0.5_2.0,0.5").spec)
+    file = Path(mine).resolve()
+    assert spec.algorithm.rollout_correction.rollout_rs == f"{file}:largest_gap,token_k1,{file}:undecorated"
 
 
 def test_files_of_the_same_name_stay_apart(tmp_path: Path) -> None:

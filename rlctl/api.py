@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.errors import UsageError, in_words
+from rlctl.errors import RunFailure, UsageError, in_words
 from rlctl.track.open_run import RunRecord, open_run
 
 if TYPE_CHECKING:
@@ -26,14 +26,23 @@ Callback = Callable[[int, Mapping[str, float]], None]
 
 
 #: Key of `algorithm.rollout_correction` → why `correct` cannot apply it, and what to do.
+_NO_LOSS = "has no effect: this function computes no loss"
 _NOT_IN_CORRECT = {
+    "loss_type": (_NO_LOSS, "leave it out"),
+    "loss_params": (_NO_LOSS, "leave it out"),
+    "loss_denominator": (_NO_LOSS, "leave it out, and divide by the sum of the mask of your choice"),
+    "max_nonfinite_fraction": (
+        "has no effect: this function stops no run",
+        "read the metric rollout_corr/nonfinite_sequences",
+    ),
+    "measure_grad_error": ("has no effect: this function sees no gradient", "leave it out"),
     "auto": (
         "auto chooses from the gradients of earlier batches, which this function does not see",
         "set rollout_is to a weight",
     ),
     "score_centering": (
         "score centering is a term of the loss, which this function does not compute",
-        "rlctl.algos.score_centering.expected_score",
+        "add `rlctl.algos.score_centering.expected_score` to your loss",
     ),
 }
 
@@ -70,7 +79,7 @@ def load_spec(
 
 
 def train(
-    spec: RunSpec, *, resume: str | Path | None = None, callbacks: Sequence[Callback] = ()
+    spec: RunSpec, *, resume: str | Path | None = None, callbacks: Callback | Sequence[Callback] = ()
 ) -> RunRecord:
     """Train to the end and return the run's record; a single rank runs in this process.
 
@@ -91,6 +100,7 @@ def train(
 
     if not isinstance(spec, RunSpec):
         raise UsageError(f"spec is a {type(spec).__name__}", fix="give what load_spec returns")
+    callbacks = [callbacks] if callable(callbacks) else callbacks
     if wrong := [callback for callback in callbacks if not callable(callback)]:
         raise UsageError(f"a callback is a {type(wrong[0]).__name__}", fix="give functions (step, metrics)")
     if callbacks and spec.world_size > 1 and not under_torchrun():
@@ -184,8 +194,18 @@ def grade(
     from rlctl.reward.protocol import Failure, Sample
 
     for name, texts in (("responses", responses), ("ground_truths", ground_truths)):
-        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+        if (
+            isinstance(texts, str)
+            or not isinstance(texts, Sequence)
+            or not all(isinstance(text, str) for text in texts)
+        ):
             raise UsageError(f"{name} is not a list of texts", where=name, fix="give a list of str")
+    if not isinstance(grader, str):
+        raise UsageError(
+            f"is a {type(grader).__name__}", where="grader", fix="give a name, or file.py:function"
+        )
+    if not isinstance(deadline_s, int | float) or not deadline_s > 0:
+        raise UsageError(f"{deadline_s!r} is not a number above 0", where="deadline_s")
     if is_scorer(grader):
         what = "this grader needs settings of a run"
         raise UsageError(what, where=grader, fix="use rlctl.evaluate, or `rlctl reward` with a spec")
@@ -245,33 +265,42 @@ def correct(
             rollout_rs, rollout_rs_threshold, dialect …; their defaults are those of a spec.
 
     Raises:
-        UsageError: an unknown or impossible setting.
-        ValueError: shapes differ, the mask is not bool, or log-probs are in half precision.
+        UsageError: an unknown or impossible setting, or one without effect here.
+        ValueError: shapes differ, the mask is not bool, log-probs are in half precision, or advantages are
+            not finite.
+        RunFailure: a weight or criterion returned NaN.
     """
     from pydantic import ValidationError
 
     from rlctl.algos import correction
-    from rlctl.algos.statistics import correction_metrics, normalized
+    from rlctl.algos.statistics import correction_metrics, normalized, parts_with_nan
     from rlctl.engine.ranks import current_ranks
     from rlctl.spec.algorithm import RolloutCorrectionSpec
     from rlctl.spec.resolve import correction_rules
 
-    for key, (what, fix) in _NOT_IN_CORRECT.items():
-        if rollout_correction.get(key):
-            raise UsageError(what, where=key, fix=fix)
     try:
-        rules = correction_rules(RolloutCorrectionSpec(**rollout_correction))
+        spec = RolloutCorrectionSpec(**rollout_correction)
     except ValidationError as error:
         found = error.errors()[0]
         raise UsageError(in_words(found), where=".".join(map(str, found["loc"]))) from None
+    for key, (what, fix) in _NOT_IN_CORRECT.items():
+        if getattr(spec, key) != RolloutCorrectionSpec.model_fields[key].get_default():
+            raise UsageError(what, where=key, fix=fix)
+    if spec.rollout_rs_threshold and not spec.rollout_rs:
+        raise UsageError("nothing is rejected", where="rollout_rs_threshold", fix="set rollout_rs too")
+    rules = correction_rules(spec)
     given = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs, "response_mask": response_mask}
-    for name, value in given.items():
-        if not hasattr(value, "detach"):
-            raise UsageError(f"is a {type(value).__name__}", where=name, fix="give a torch tensor (B, T)")
+    for name, value in {**given, "advantages": advantages, "age": age}.items():
+        if not hasattr(value, "detach") and (value is not None or name in given):
+            raise UsageError(f"is a {type(value).__name__}", where=name, fix="give a torch tensor")
     result = correction.correct(
         log_probs.detach(), rollout_log_probs.detach(), response_mask, rules, advantages=advantages, age=age
     )
+    if advantages is not None and not advantages[response_mask].isfinite().all():
+        raise ValueError("advantages are NaN or infinite where response_mask is True")
     sums = current_ranks(log_probs.device).to_host(result.sums)
+    if parts := parts_with_nan(sums, rules):
+        raise RunFailure(f"{' or '.join(parts)} returned NaN")
     weights = result.keep_mask.float() if result.weights is None else result.weights
     factor = correction.normalization_factor(sums, rules)
     metrics = correction_metrics(normalized(sums, factor, rules), rules)
@@ -279,4 +308,10 @@ def correct(
 
 
 def _listed(given: str | Path | Sequence[str | Path]) -> list[str | Path]:
-    return [given] if isinstance(given, str | Path) else list(given)
+    if isinstance(given, str | Path):
+        return [given]
+    if isinstance(given, Sequence) and all(isinstance(name, str | Path) for name in given):
+        return list(given)
+    raise UsageError(
+        f"{given!r} is no name and no list of names", fix="give a str, a Path, or a list of them"
+    )

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from rlctl.errors import RunFailure, UsageError
 from rlctl.user_code import USER_MODULES, is_file_function, load_function
@@ -139,9 +139,16 @@ class Registry(Mapping[str, Callable[..., Any]]):
         """Decorator that registers a function; arguments as in `Part`, the default name is the function's.
 
         Raises:
-            ValueError: the name is taken, or such parts cannot have this input or parameters.
+            ValueError: the name is taken, an argument has the wrong type, or such parts cannot have this
+                input or parameters.
         """
-        needs = frozenset(needs)
+        if callable(name):
+            raise ValueError("write the decorator with parentheses: @….register()")
+        if unit not in get_args(Unit):
+            raise ValueError(f"unit={unit!r}: write {' or '.join(map(repr, get_args(Unit)))}")
+        if params is not None and not hasattr(params, "model_fields"):
+            raise ValueError(f"params={params!r}: give a subclass of pydantic.BaseModel")
+        needs = frozenset([needs] if isinstance(needs, str) else needs)
         if self.inputs is not None and (unknown := sorted(needs - set(self.inputs.split()))):
             known_inputs = ", ".join(self.inputs.split()) or "nothing"
             raise ValueError(f"needs={unknown}: {self._a_kind} can need {known_inputs}")
@@ -233,11 +240,15 @@ class Registry(Mapping[str, Callable[..., Any]]):
         """Import the modules that define the built-in parts."""
         if self._is_loaded:
             return
-        self._is_loaded = True
-        for name in self.module.split():
-            module = importlib.import_module(name)
-            for found in pkgutil.iter_modules(getattr(module, "__path__", [])):
-                importlib.import_module(f"{name}.{found.name}")
+        self._is_loaded = True  # the modules may use the registry
+        try:
+            for name in self.module.split():
+                module = importlib.import_module(name)
+                for found in pkgutil.iter_modules(getattr(module, "__path__", [])):
+                    importlib.import_module(f"{name}.{found.name}")
+        except BaseException:
+            self._is_loaded = False
+            raise
 
     def _entry_points(self) -> Iterable[EntryPoint]:
         return _entry_points(tuple(sys.path)).get(self.group, ())
@@ -271,6 +282,10 @@ class Registry(Mapping[str, Callable[..., Any]]):
         try:
             if names:
                 inspect.signature(function).bind(*names)
+            if names and inspect.iscoroutinefunction(function):
+                raise UsageError(
+                    f"{self._a_kind} cannot be an async function", where=where, fix="write `def`"
+                )
         except TypeError as error:
             what = f"{self._a_kind} is called with {len(names)} argument{'s' * (len(names) > 1)}: {error}"
             fix = f"def {getattr(function, '__name__', 'function')}({', '.join(names)})"

@@ -82,7 +82,9 @@ def masked_log_ratio(train: Tensor, rollout: Tensor, mask: Tensor, extras: Extra
         mask=mask,
         train=train,
         rollout=rollout,
-        advantages=None if extras.advantages is None else zero_outside(extras.advantages, mask),
+        advantages=None
+        if extras.advantages is None
+        else zero_outside(extras.advantages.to(train.dtype), mask),
         age=extras.age,
     )
 

@@ -139,9 +139,12 @@ def check_inputs(
             raise ValueError(f"log-probs must be float32: {dtype} is less precise than the mismatch")
     if mask.numel() == 0:
         raise ValueError("the batch is empty")
-    for name in sorted(rules.needs):
-        if getattr(extras, name) is None:
+    for name, shape in (("advantages", tuple(mask.shape)), ("age", (len(mask),))):
+        values: Tensor | None = getattr(extras, name)
+        if values is None and name in rules.needs:
             raise ValueError(f"a rule of this correction needs `{name}`, and the batch has none")
+        if values is not None and tuple(values.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape}, not {tuple(values.shape)}")
 
 
 def evaluated(registry: Registry, name: str, log_ratio: LogRatio, params: Any) -> Tensor:

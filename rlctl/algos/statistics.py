@@ -370,6 +370,18 @@ def correction_metrics(sums: CorrectionSums[float], rules: CorrectionRules) -> d
     return metrics | _probability_metrics(sums)
 
 
+def parts_with_nan(sums: CorrectionSums[float], rules: CorrectionRules) -> list[str]:
+    """The weight and the criteria that returned NaN for sequences with finite log-probs, for a message."""
+    found = [
+        f"rejection criterion {rule.name}"
+        for criterion, rule in zip(sums.criteria, rules.reject, strict=True)
+        if math.isnan(criterion.values.total)
+    ]
+    if math.isnan(sums.raw.token.total):
+        found.append(f"correction weight {rules.weight.level}")
+    return found
+
+
 def _gap_metrics(sums: CorrectionSums[float]) -> dict[str, float]:
     gap, tokens, sequences = sums.gap, sums.finite_tokens, sums.finite_sequences
     return {

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from rlctl.data.records import RowError, extra_of, json_able, kind_of, parse_answer, parse_messages
 from rlctl.data.schema import Row
+from rlctl.data.sources import check_splits
 from rlctl.errors import UsageError, first_line
 
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
@@ -57,13 +58,7 @@ def _inside(directory: Path) -> list[Path]:
     found = sorted(directory.glob("*.parquet"))
     if not found:
         raise UsageError("the directory holds no .parquet file", where=str(directory), fix=PREPARE)
-    splits = {file.name.partition("-")[0].removesuffix(".parquet") for file in found}
-    if {"train", "test"} <= splits:
-        raise UsageError(
-            "the directory holds a training and a test split; reading both would mix them",
-            where=str(directory),
-            fix=f"name '{directory / 'train*.parquet'}'",
-        )
+    check_splits(directory, found)
     return found
 
 

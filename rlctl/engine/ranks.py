@@ -98,7 +98,8 @@ class Ranks:
         if self.world_size == 1:
             return values
         parts: list[Any] | None = [None] * self.world_size if self.is_main else None
-        dist.gather_object(values, parts)
+        first = 0 if self.group is None else dist.get_global_rank(self.group, 0)
+        dist.gather_object(values, parts, dst=first, group=self.group)
         return [value for part in parts or [] for value in part]
 
     def all_gather(self, values: Tensor) -> Tensor:

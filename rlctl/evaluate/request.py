@@ -100,8 +100,8 @@ def check_request(request: EvaluateRequest) -> Plan:
             is not empty.
         EnvironmentFailure: vLLM is not installed, or a benchmark is not available.
     """
-    ks = checked_ks(request.ks, request.n)
     _check_sampling(request)
+    ks = checked_ks(request.ks, request.n)
     _check_engine(request)
     if request.out:
         check_vacant(request.out)
@@ -279,6 +279,10 @@ def check_url(url: str | None) -> str:
 
 
 def _check_sampling(request: EvaluateRequest) -> None:
+    for name in ("temperature", "top_p"):
+        if not isinstance(getattr(request, name), int | float):
+            what = f"{getattr(request, name)!r} is not a number"
+            raise UsageError(what, where=f"--{name.replace('_', '-')}")
     for name in ("n", "batch_size", "concurrency", "max_response_length", "limit"):
         value = getattr(request, name)
         if value is not None and (not isinstance(value, int) or value < 1):

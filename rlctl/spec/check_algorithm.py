@@ -88,6 +88,9 @@ def groups_can_be_filtered(spec: RunSpec) -> Problems:
     if not spec.algorithm.estimator_needs("group_ids"):
         what = f"{estimator} is not group-relative: it also learns from groups with equal rewards"
         yield error(key, what, "set it to false, or use an estimator that does, such as rloo")
+    elif spec.algorithm.estimator_needs("baseline_scores"):
+        what = f"{estimator} needs a greedy response to every prompt, which dynamic sampling does not provide"
+        yield error(key, what, "set it to false, or use an estimator without baseline_scores, such as rloo")
     elif rollout.n == 1:
         yield error(key, "the rewards of a group of one response never differ", "set rollout.n to 2 or more")
     if spec.actor.use_kl_loss or spec.actor.entropy_coeff:

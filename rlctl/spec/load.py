@@ -227,7 +227,9 @@ def _leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[st
         if isinstance(value, Mapping) and value and key not in known_leaves().keys() - open_leaves():
             yield from _leaves(value, f"{key}.")
         else:
-            yield key, Leaf(os.fspath(value) if isinstance(value, os.PathLike) else value, str(value), None)
+            plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+            plain = plain.item() if hasattr(plain, "item") else plain  # of NumPy
+            yield key, Leaf(plain, str(plain), None)
 
 
 def _read_overrides(overrides: Iterable[str], origin: Origin, problems: list[Problem]) -> dict[str, _Entry]:

@@ -135,6 +135,9 @@ def _weight_rule(spec: RolloutCorrectionSpec, problems: list[Problem]) -> Weight
         problems += found
         if not found:
             params = params_of(CORRECTION_WEIGHTS.part(spec.rollout_is), spec.rollout_is_params)
+    for param in () if spec.rollout_is else spec.rollout_is_params:
+        what, fix = "rollout_is is null, so no weight has this parameter", "leave it out"
+        problems.append(Problem("error", f"{CORRECTION}rollout_is_params.{param}", what, fix))
     try:
         numbers = parse_threshold(spec.rollout_is_threshold)
         default: Bound = "clip" if not is_verl else "truncate" if len(numbers) == 1 else "mask"
@@ -173,8 +176,6 @@ def _weight_interval(numbers: Numbers, bound: Bound) -> tuple[float, float]:
 def _reject_rules(spec: RolloutCorrectionSpec, problems: list[Problem]) -> tuple[RejectRule, ...]:
     """One rule per comma-separated name, each with its own threshold."""
     names, thresholds = _split(spec.rollout_rs), _split(spec.rollout_rs_threshold)
-    if not names:
-        return ()
     if spec.dialect == "verl" and len(thresholds) == 1:
         thresholds = thresholds * len(names)  # verl shares one threshold among all criteria
     rules: dict[str, RejectRule] = {}
@@ -182,10 +183,11 @@ def _reject_rules(spec: RolloutCorrectionSpec, problems: list[Problem]) -> tuple
     faults: list[str] = []  # what is wrong with the thresholds
     is_doubled = False
     unread = dict(spec.rollout_rs_params)
-    if len(thresholds) != len(names):
+    if names and len(thresholds) != len(names):
         given = f"{len(thresholds)} given for {len(names)} criteria" if thresholds else "missing"
         faults.append(f"{given}; rollout_rs names {', '.join(names)}")
         thresholds = []
+    in_metrics = [_metric_name(name) for name in names]
     for position, name in enumerate(names):
         criterion = _criterion(name, spec, unread, problems)
         if name in names[:position]:
@@ -200,6 +202,10 @@ def _reject_rules(spec: RolloutCorrectionSpec, problems: list[Problem]) -> tuple
     if is_doubled:
         both = f"write rollout_rs: {','.join(fitting)} and rollout_rs_threshold: {','.join(fitting.values())}"
         problems.append(Problem("error", RS_KEY, "a criterion is named twice", both))
+    elif len(set(in_metrics)) < len(names):
+        again = next(name for place, name in enumerate(in_metrics) if name in in_metrics[:place])
+        what = f"two criteria write metrics under the name {again}"
+        problems.append(Problem("error", RS_KEY, what, "rename the function in the file"))
     for param in unread:
         what, fix = "no criterion of rollout_rs has this parameter", "leave it out"
         problems.append(Problem("error", f"{CORRECTION}rollout_rs_params.{param}", what, fix))
@@ -308,7 +314,7 @@ class _Criterion:
     def rule(self, name: str, numbers: Numbers) -> RejectRule:
         lower, upper = self.bounds(numbers)
         return RejectRule(
-            name.rpartition(":")[2],  # for a user's file the function's name, which metrics contain
+            _metric_name(name),
             self.statistic,
             self.reduction,
             lower,
@@ -317,6 +323,11 @@ class _Criterion:
             negative_advantage_only=self.negative_advantage_only,
             params=self.params,
         )
+
+
+def _metric_name(criterion: str) -> str:
+    """The name in metrics: for a function of a user's file, the name of the function."""
+    return criterion.rpartition(":")[2]
 
 
 def _one_bound(side: Literal["smallest", "largest"], meaning: str) -> Callable[[Numbers], Bounds]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rlctl.algos.auto_correction import CANDIDATES, AutoChoice, CandidateMoments, averaged, choose
 from rlctl.train.gradient_sketches import logged_moments
-from rlctl.train.schedule import is_due
+from rlctl.train.schedule import is_sync_due
 
 if TYPE_CHECKING:
     from rlctl.train.run import Run
@@ -81,7 +81,7 @@ class AutoCorrection:
 
     def _is_too_old(self, step: int) -> bool:
         """Whether waiting responses are too old, newer weights can sample, and the last discard is past."""
-        has_new_weights = is_due(step, self._run.spec.rollout.sync_every)
+        has_new_weights = is_sync_due(self._run.spec, step)
         return (
             has_new_weights and self.choice.lr_scale < TOO_OLD and step - self._last_discard > self._ahead > 0
         )

@@ -23,7 +23,7 @@ from rlctl.engine.checkpoint import (
 from rlctl.errors import RunFailure
 from rlctl.spec.base import seconds
 from rlctl.spec.checkpoint_size import checkpoint_bytes
-from rlctl.train.schedule import is_due
+from rlctl.train.schedule import is_due, is_sync_due
 from rlctl.train.summary import best_validation, validation_score
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Saver:
         waited = self._every is not None and time.monotonic() - self._saved_at >= self._every
         mine = [run.stop.signal_number is not None, run.ranks.is_main and waited, improves]
         stop, late, better = (value > 0 for value in run.ranks.sum([float(value) for value in mine]))
-        is_synced = is_due(step, run.spec.rollout.sync_every)
+        is_synced = is_sync_due(run.spec, step)
         stop = stop or bool(run.stopped_because)
         saves = is_due(step, trainer.save_freq) or (is_synced and (late or better))
         return stop, saves or stop or step == run.total_steps

@@ -63,6 +63,12 @@ def lr_at(
     return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+def is_sync_due(spec: RunSpec, step: int) -> bool:
+    """Whether the rollout engine gets new weights after `step`."""
+    # Also with every save, because a resumed run samples with the saved weights.
+    return is_due(step, spec.rollout.sync_every) or is_due(step, spec.trainer.save_freq)
+
+
 def is_due(step: int, frequency: int) -> bool:
     """Whether `step` is a multiple of `frequency`; never for 0 or -1."""
     return frequency > 0 and step % frequency == 0

@@ -102,15 +102,14 @@ class UpdateSettings:
     def scales_with_statistics(self) -> bool:
         """Whether these statistics only scale the loss, so that its gradient can be scaled afterwards.
 
-        Denominators divide all terms equally. The mean weight divides only the policy-gradient term, and
-        scales it only if that term is proportional to the weights.
+        Denominators divide all terms equally. The mean weight divides only the policy-gradient term, which
+        is proportional to the weights for every loss.
         """
         if self.loss.reads_batch:
             return False
         if not (self.weights_are_applied and self.rules.weight.normalize):
             return True
-        is_alone = not self.entropy_coeff and self.kl_loss_type is None
-        return is_alone and self.loss.name == "reinforce"
+        return not self.entropy_coeff and self.kl_loss_type is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,8 @@ SEED = "trainer.seed"
 #: Directory prefix for a run that died before its first checkpoint; the run is started again.
 _LOST = ".lost-"
 _POLL_S = 0.5
+#: Characters of a run's name; longer names are cut.
+_LONGEST_NAME = 100
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 #: States of runs that need no further work.
 _DONE = {"finished", "stopped"}
@@ -53,8 +55,11 @@ class SweepRun:
     @property
     def name(self) -> str:
         """The name of its directory."""
-        words = (f"{key.rpartition('.')[2]}-{value}" for key, value in self.values.items())
-        return re.sub(r"[^A-Za-z0-9._-]", "_", "_".join(words))
+        words = "_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in self.values.items())
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", words)
+        if name == words and len(name) <= _LONGEST_NAME:
+            return name
+        return f"{name[:_LONGEST_NAME]}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
 
     @property
     def overrides(self) -> list[str]:
@@ -320,7 +325,8 @@ def _values(text: str) -> list[str]:
             quote = "" if char == quote else quote
         elif char in "\"'":
             quote = char
-        depth += (char in "[{") - (char in "]}")
+        else:
+            depth += (char in "[{") - (char in "]}")
         if char == "," and not depth and not quote:
             parts.append("")
         else:

@@ -9,7 +9,7 @@ import torch
 from rlctl.errors import RunFailure
 from rlctl.rollout.completions import MERGE_LORA
 from rlctl.rollout.protocol import Sampling, step_seed
-from rlctl.train.schedule import is_due
+from rlctl.train.schedule import is_sync_due
 from rlctl.train.shared_rows import shared_rollouts
 from rlctl.train.timing import StepTimer
 
@@ -30,7 +30,7 @@ SMALLEST_GAP = 1e-3
 
 def sync_weights(run: Run, step: int, timer: StepTimer) -> dict[str, float]:
     """Sends the policy's weights to the rollout engine if due; returns the metrics of `confirm_sync`."""
-    if not _is_sync_due(run, step):
+    if not is_sync_due(run.spec, step):
         return {}
     with timer("sync_weights"):
         run.rollout.sync_weights(run.actor, policy_version=run.policy_version)
@@ -39,12 +39,7 @@ def sync_weights(run: Run, step: int, timer: StepTimer) -> dict[str, float]:
 
 def release_engine(run: Run, step: int) -> None:
     """Releases the memory of an engine in this process until the next sync; call it after all sampling."""
-    run.rollout.release(weights_follow=_is_sync_due(run, step))
-
-
-def _is_sync_due(run: Run, step: int) -> bool:
-    # Also with every save, because a resumed run samples with the saved weights.
-    return is_due(step, run.spec.rollout.sync_every) or is_due(step, run.spec.trainer.save_freq)
+    run.rollout.release(weights_follow=is_sync_due(run.spec, step))
 
 
 def confirm_sync(run: Run, step: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ from rlctl.algos.auto_correction import CANDIDATES
 from rlctl.algos.correction import normalization_factor
 from rlctl.algos.correction_records import CorrectionSums
 from rlctl.algos.metric_sums import MetricSums, ReducedSums
-from rlctl.algos.statistics import correction_metrics, normalized
+from rlctl.algos.statistics import correction_metrics, normalized, parts_with_nan
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import TrainEngine
 from rlctl.engine.ranks import Ranks
@@ -194,14 +194,7 @@ def _refuse_nonfinite(sums: CorrectionSums[float], losses: ReducedSums, settings
 
 def _refuse_nan(sums: CorrectionSums[float], losses: ReducedSums, settings: UpdateSettings) -> None:
     """Refuses parts that return NaN for finite rows; the sums exclude the other rows."""
-    rules = settings.rules
-    found = [
-        f"rejection criterion {rule.name}"
-        for criterion, rule in zip(sums.criteria, rules.reject, strict=True)
-        if math.isnan(criterion.values.total)
-    ]
-    if math.isnan(sums.raw.token.total):
-        found.append(f"correction weight {rules.weight.level}")
+    found = parts_with_nan(sums, settings.rules)
     if math.isnan(losses.sums["loss"]) and not losses.sums["nonfinite"]:
         for registry, name in ((POLICY_LOSSES, settings.loss.name), (KL_ESTIMATORS, settings.kl_loss_type)):
             if name and registry[name].__module__ in USER_MODULES:

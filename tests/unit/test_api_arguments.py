@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,23 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "a grader of runs": (lambda: rlctl.grade("code", ["a"], ["b"]), "this grader needs settings of a run"),
     "log-probs of numpy": (lambda: rlctl.correct(A.numpy(), A, MASK), "log_probs: is a ndarray"),
     "an unknown option": (lambda: rlctl.evaluate("m", foo=1), "evaluate has no option foo"),
+    "no name": (lambda: rlctl.load_spec(3), "3 is no name"),
+    "a grader that is a function": (lambda: rlctl.grade(len, ["1"], ["1"]), "grader: is a builtin_function"),
+    "no time": (lambda: rlctl.grade("exact", ["1"], ["1"], deadline_s=0), "0 is not a number above 0"),
+    "a deadline as text": (
+        lambda: rlctl.grade("exact", ["1"], ["1"], deadline_s="5"),
+        "'5' is not a number above 0",
+    ),
+    "a generator": (lambda: rlctl.grade("exact", iter(["1"]), ["1"]), "responses is not a list of texts"),
+    "advantages as a list": (lambda: rlctl.correct(A, A, MASK, advantages=[1, 2]), "advantages: is a list"),
+    "a number of responses as text": (
+        lambda: rlctl.evaluate("m", "gsm8k", n="x"),
+        "'x' is not a positive integer",
+    ),
+    "a temperature as text": (
+        lambda: rlctl.evaluate("m", "gsm8k", temperature="x"),
+        "'x' is not a number",
+    ),
     "no response per question": (lambda: rlctl.evaluate("m", "gsm8k", n=0), "0 is not a positive integer"),
 }
 
@@ -61,6 +79,7 @@ def test_values_keep_their_type_and_may_nest(tmp_path: Path) -> None:
     values = {
         "trainer": trainer,
         "trainer.run_dir": tmp_path,
+        "rollout.n": np.int64(5),
         "engine.deepspeed": {"wall_clock_breakdown": True},
     }
     spec = rlctl.load_spec("rloo-seq-is", values)

@@ -74,6 +74,42 @@ def test_mistakes_are_named() -> None:
         rlctl.correct(*given, rollout_iss="token")
     with pytest.raises(ValueError, match="must be bool"):
         rlctl.correct(batch.log_probs, batch.rollout_log_probs, batch.mask.long())
+    with pytest.raises(rlctl.RlctlError, match=r"rollout_rs_threshold: nothing is rejected"):
+        rlctl.correct(*given, rollout_rs_threshold="2")
+    for key, value in {"loss_type": "ppo_clip", "max_nonfinite_fraction": 0.0, "auto": True}.items():
+        with pytest.raises(rlctl.RlctlError, match=key):
+            rlctl.correct(*given, **{key: value})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_advantages_count_by_response(dtype: torch.dtype) -> None:
+    """`off_policy` rejects responses of negative advantage in every dtype; other shapes are refused."""
+    train, rollout, mask = torch.full((3, 3), -2.0), torch.full((3, 3), -1.0), torch.ones(3, 3).bool()
+    rejection = {"rollout_rs": "off_policy", "rollout_rs_threshold": "0.0001"}
+    signs = torch.tensor([-1, 1, 1]).to(dtype)
+    found = rlctl.correct(train, rollout, mask, advantages=signs[:, None].expand(3, 3), **rejection)
+    assert found.keep_mask.tolist() == [[False] * 3, [True] * 3, [True] * 3]
+    for wrong in (signs, signs[:, None], torch.ones(2, 3)):
+        with pytest.raises(ValueError, match=r"advantages must have shape \(3, 3\)"):
+            rlctl.correct(train, rollout, mask, advantages=wrong, **rejection)
+    with pytest.raises(ValueError, match=r"age must have shape \(3,\)"):
+        rlctl.correct(train, rollout, mask, age=torch.ones(3, 1))
+
+
+def test_nan_of_a_users_part_or_of_the_advantages_is_an_error(tmp_path: Path) -> None:
+    """NaN compares false with every bound, so it would reject nothing."""
+    batch = example()
+    given = (batch.log_probs, batch.rollout_log_probs, batch.mask)
+    (tmp_path / "mine.py").write_text(
+        "def bad(log_ratio, params):\n    return log_ratio.token * float('nan')\n"
+    )
+    name = f"{tmp_path}/mine.py:bad"
+    with pytest.raises(rlctl.RlctlError, match="rejection criterion bad returned NaN"):
+        rlctl.correct(*given, rollout_rs=name, rollout_rs_threshold="0.5")
+    with pytest.raises(rlctl.RlctlError, match=r"correction weight .*bad returned NaN"):
+        rlctl.correct(*given, rollout_is=name)
+    with pytest.raises(ValueError, match="advantages are NaN or infinite"):
+        rlctl.correct(*given, advantages=torch.full(batch.mask.shape, torch.nan))
 
 
 def on_each_rank(ranks: Ranks) -> tuple[torch.Tensor, dict[str, float], int]:

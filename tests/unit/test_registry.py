@@ -7,6 +7,7 @@ import sys
 import textwrap
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ import torch
 from pydantic import BaseModel, Field
 
 from rlctl.algos.losses import TokenLoss
-from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
+from rlctl.registry import ADVANTAGE_ESTIMATORS, CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 
 
 class Soft(BaseModel, extra="forbid"):
@@ -86,6 +87,19 @@ def largest_gap(log_ratio, params):
 def undecorated(log_ratio, params):
     """Any gap."""
     return log_ratio.token.abs()
+
+
+def sequence(log_ratio, params):
+    return log_ratio.token.abs()
+
+
+@ADVANTAGE_ESTIMATORS.register(needs={"group_ids", "baseline_scores"})
+def greedy_groups(inputs, params):
+    return None
+
+
+async def awaited(rule, inputs):
+    return None
 
 
 @REJECTION_CRITERIA.register(unit="sequence")
@@ -232,6 +246,19 @@ def test_a_criterion_of_another_shape_than_it_says_is_refused(mine: str) -> None
         ([f"{RC}rollout_rs=mine.py:largest_gap"], f"{RC}rollout_rs_threshold", "missing"),
         ([*GAP, f"{RC}rollout_rs_threshold=-1"], f"{RC}rollout_rs_threshold", "for example 0.3"),
         ([*GAP, f"{RC}rollout_rs_params.x=1"], f"{RC}rollout_rs_params.x", "no criterion"),
+        ([f"{RC}rollout_rs_params.x=1"], f"{RC}rollout_rs_params.x", "no criterion"),
+        ([f"{RC}rollout_is_params.x=1"], f"{RC}rollout_is_params.x", "no weight"),
+        (
+            [f"{RC}rollout_rs=mine.py:sequence,sequence", f"{RC}rollout_rs_threshold=0.5,0.5_2.0"],
+            f"{RC}rollout_rs",
+            "under the name sequence",
+        ),
+        (
+            ["algorithm.adv_estimator=mine.py:greedy_groups", "algorithm.filter_groups.enable=true"],
+            "algorithm.filter_groups.enable",
+            "a greedy response to every prompt",
+        ),
+        ([f"{LOSS}=mine.py:awaited"], LOSS, "cannot be an async function"),
     ],
 )
 def test_what_does_not_fit_is_refused(mine: str, overrides: list[str], key: str, words: str) -> None:
@@ -307,6 +334,27 @@ def test_installed_packages_are_read_once(tmp_path: Path, monkeypatch: pytest.Mo
         load_spec([], [], [f"{LOSS}=reinforce"])
         assert set(POLICY_LOSSES)
     assert len(reads) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"unit": "seq"}, "unit='seq': write 'token' or 'sequence'"),
+        ({"params": dict}, "params=<class 'dict'>: give a subclass"),
+        ({"name": len}, "with parentheses"),
+        ({"needs": "rewards"}, r"needs=\['rewards'\]"),
+    ],
+)
+def test_wrong_arguments_of_the_decorator_are_named(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        CORRECTION_WEIGHTS.register(**arguments)
+
+
+def test_a_failed_import_of_the_parts_is_reported_again() -> None:
+    registry = Registry("toy", key="toy", module="no_such_module_of_parts")
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError):
+            registry.part("one")
 
 
 def test_parameters_that_no_spec_can_set_are_refused() -> None:

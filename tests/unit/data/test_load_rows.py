@@ -172,12 +172,16 @@ def test_directories(tmp_path):
     assert [row.data_source for row in load_rows([str(tmp_path)])] == ["a", "b"]
 
 
-def test_a_prepared_directory_is_not_read_with_its_test_split(tmp_path):
-    write(tmp_path / "train.parquet", [ROW])
-    write(tmp_path / "test.parquet", [ROW])
+@pytest.mark.parametrize(
+    ("train", "held_out"),
+    [("train", "test"), ("train-0", "validation-0"), ("train", "val"), ("train_v2", "test_v2")],
+)
+def test_training_data_is_not_read_with_held_out_data(tmp_path, train, held_out):
+    write(tmp_path / f"{train}.parquet", [ROW])
+    write(tmp_path / f"{held_out}.parquet", [ROW])
     with pytest.raises(UsageError, match="mix") as caught:
         load_rows([str(tmp_path)])
-    assert str(tmp_path / "train*.parquet") in caught.value.fix
+    assert str(tmp_path / "train") in caught.value.fix
 
 
 def test_shards_are_named_by_a_pattern(tmp_path):

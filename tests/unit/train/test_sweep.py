@@ -66,11 +66,19 @@ def test_values_of_axes() -> None:
     assert names[:4] == ["lr-1e-6_seed-1", "lr-1e-6_seed-2", "lr-1e-6_seed-3", "lr-3e-6_seed-1"]
     assert sweeps._values("[1,2],[3]") == ["[1,2]", "[3]"]
     assert sweeps._values("'a,b'") == ["'a,b'"]
+    assert sweeps._values('"[",b') == ['"["', "b"]
     assert sweeps._values("3..1") == ["3", "2", "1"]
     with pytest.raises(UsageError, match="nothing is varied"):
         plan(["rloo-seq-is"], ["actor.lr=1e-6"])
     with pytest.raises(SpecError):  # before any run is started
         plan(["rloo-seq-is"], ["actor.lr=1e-6,-3"])
+
+
+def test_different_values_have_different_directories() -> None:
+    values = ["a/b", "a_b", "x" * 300 + "1", "x" * 300 + "2"]
+    names = [sweeps.SweepRun({"data.train_files": value}).name for value in values]
+    assert len(set(names)) == len(values)
+    assert max(map(len, names)) < 200  # file systems allow 255
 
 
 def test_every_run_once_and_the_table_pairs_by_seed(tmp_path: Path, stub: Path) -> None:

@@ -61,11 +61,11 @@ def correct_rows(
 ) -> CorrectedRows:
     """Computes weights, rejection mask and metric sums of each row independently."""
     log_ratio = masked_log_ratio(train, rollout, mask, extras)
+    weights = importance_weights(log_ratio, rules.weight)
     criteria = [check_criterion(log_ratio, rule) for rule in rules.reject]
     keep = rejection_mask(log_ratio, criteria)
-    weights = importance_weights(log_ratio, keep, rules.weight)
-    rows = row_sums(log_ratio, criteria, keep, weights, rules)
-    return None if weights is None else weights.applied, keep, rows
+    applied = None if weights is None else applied_weights(weights, keep)
+    return applied, keep, row_sums(log_ratio, weights, applied, criteria, keep, rules)
 
 
 def masked_log_ratio(train: Tensor, rollout: Tensor, mask: Tensor, extras: Extras) -> LogRatio:
@@ -89,17 +89,13 @@ def masked_log_ratio(train: Tensor, rollout: Tensor, mask: Tensor, extras: Extra
     )
 
 
-def importance_weights(log_ratio: LogRatio, keep: Tensor, rule: WeightRule) -> Weights | None:
-    """w = ρ_t, Π ρ, (Π ρ)^(1/length) or another registered weight: bounded, and 0 where rejected.
-
-    None if the rule has no level.
-    """
+def importance_weights(log_ratio: LogRatio, rule: WeightRule) -> Weights | None:
+    """w = ρ_t, Π ρ, (Π ρ)^(1/length) or another registered weight, and bounded; None without a level."""
     if rule.level is None:
         return None
     log_weight = evaluated(CORRECTION_WEIGHTS, rule.level, log_ratio, rule.params)
     raw = log_ratio.ratio if log_weight is log_ratio.token else clamped_exp(log_weight)
-    bounded = bound(raw, rule)
-    return Weights(log_weight, raw, bounded, applied=bounded.float() * as_float(keep))
+    return Weights(log_weight, raw, bound(raw, rule))
 
 
 def bound(weights: Tensor, rule: WeightRule) -> Tensor:
@@ -107,23 +103,6 @@ def bound(weights: Tensor, rule: WeightRule) -> Tensor:
     if rule.bound == "mask":
         return weights * as_float((weights >= rule.lower) & (weights <= rule.upper))
     return weights.clamp(min=rule.lower if rule.bound == "clip" else None, max=rule.upper)
-
-
-def rejection_mask(log_ratio: LogRatio, results: list[CriterionResult]) -> Tensor:
-    """(B, T) bool: response tokens of finite sequences that pass every criterion."""
-    return all_true(log_ratio.mask, log_ratio.finite, *(~result.rejected for result in results))
-
-
-def check_criterion(log_ratio: LogRatio, rule: RejectRule) -> CriterionResult:
-    """Evaluates one criterion: its statistic, bound violations, and the tokens or sequences it rejects."""
-    values = criterion_values(log_ratio, rule)
-    units = log_ratio.mask if rule.reduction == "none" else log_ratio.finite
-    above, below = (all_true(units, which) for which in beyond(values, rule.lower, rule.upper))
-    num_above, num_below = count(above), count(below)
-    rejected = above | below if rule.scope == "token" else num_above + num_below > 0
-    if rule.negative_advantage_only and log_ratio.advantages is not None:
-        rejected = rejected & (log_ratio.advantages.sum(-1, keepdim=True) < 0)
-    return CriterionResult(values, num_above, num_below, rejected)
 
 
 def criterion_values(log_ratio: LogRatio, rule: RejectRule) -> Tensor:
@@ -139,6 +118,28 @@ def criterion_values(log_ratio: LogRatio, rule: RejectRule) -> Tensor:
         return values.amax(-1, keepdim=True).double()
     total = values.sum(-1, keepdim=True).double()  # (B, 1) stays unchanged
     return total / log_ratio.length.clamp(min=1) if rule.reduction == "mean" else total
+
+
+def check_criterion(log_ratio: LogRatio, rule: RejectRule) -> CriterionResult:
+    """Evaluates one criterion: its statistic, bound violations, and the tokens or sequences it rejects."""
+    values = criterion_values(log_ratio, rule)
+    units = log_ratio.mask if rule.reduction == "none" else log_ratio.finite
+    above, below = (all_true(units, which) for which in beyond(values, rule.lower, rule.upper))
+    num_above, num_below = count(above), count(below)
+    rejected = above | below if rule.scope == "token" else num_above + num_below > 0
+    if rule.negative_advantage_only and log_ratio.advantages is not None:
+        rejected = rejected & (log_ratio.advantages.sum(-1, keepdim=True) < 0)
+    return CriterionResult(values, num_above, num_below, rejected)
+
+
+def rejection_mask(log_ratio: LogRatio, results: list[CriterionResult]) -> Tensor:
+    """(B, T) bool: response tokens of finite sequences that pass every criterion."""
+    return all_true(log_ratio.mask, log_ratio.finite, *(~result.rejected for result in results))
+
+
+def applied_weights(weights: Weights, keep: Tensor) -> Tensor:
+    """(B, T) float32: the bounded weight of every token that is kept, else 0.0."""
+    return weights.bounded.float() * as_float(keep)
 
 
 def normalization_factor(sums: CorrectionSums[float], rules: CorrectionRules) -> float:

@@ -52,7 +52,6 @@ class Weights:
     log: Tensor  # log of the raw weight, before the clamp
     raw: Tensor
     bounded: Tensor
-    applied: Tensor  # (B, T) float32: bounded, 0.0 where rejected
 
 
 @dataclass(frozen=True, slots=True)

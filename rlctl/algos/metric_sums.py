@@ -196,22 +196,6 @@ def moments_of(values: Tensor, where: Tensor) -> Moments[Tensor]:
     return Moments(*sums.unbind(), *extremes.unbind())
 
 
-@dataclass(frozen=True, slots=True)
-class MetricSums(Additive, Generic[V]):
-    """Named sums and moments, for metrics whose names are known only at run time."""
-
-    sums: dict[str, V] = field(default_factory=dict)
-    moments: dict[str, Moments[V]] = field(default_factory=dict)
-
-    def per(self: MetricSums[float], name: str, count: str) -> float:
-        """A sum divided by a count; 0.0 if the count is 0."""
-        return ratio(self.sums[name], self.sums[count])
-
-
-#: `MetricSums` on the host: of one mini-batch, or of several merged.
-ReducedSums = MetricSums[float]
-
-
 def ratio(total: float, count: float) -> float:
     """A sum divided by a count; 0.0 if the count is 0."""
     return total / count if count else 0.0

@@ -63,13 +63,21 @@ def _convention(rule: WeightRule) -> MetricConvention | None:
 
 def row_sums(
     log_ratio: LogRatio,
+    weights: Weights | None,
+    applied: Tensor | None,
     criteria: list[CriterionResult],
     keep: Tensor,
-    weights: Weights | None,
     rules: CorrectionRules,
 ) -> RowSums:
-    """Per-row sums from which metrics are computed. Overwrites the log-probs in `log_ratio`."""
+    """Per-row sums from which metrics are computed. Overwrites the log-probs in `log_ratio`.
+
+    `applied` is (B, T): the weights of the loss, before normalisation; None without weights.
+    """
     tokens = _Tokens(log_ratio)
+    if weights is None or applied is None:
+        of_weights, ratio_sums = None, tokens.ratio
+    else:
+        of_weights, ratio_sums = _weight_rows(tokens, weights, applied, rules.weight), None
     return RowSums(
         finite=log_ratio.finite[:, 0],
         length=log_ratio.length[:, 0],
@@ -78,8 +86,8 @@ def row_sums(
         clamped=log_ratio.token.sum(-1),
         excess=tokens.excess,
         excess_squares=tokens.excess_squares,
-        ratio=tokens.ratio if weights is None else None,
-        weights=None if weights is None else _weight_rows(tokens, weights, rules.weight),
+        ratio=ratio_sums,
+        weights=of_weights,
         criteria=tuple(
             _criterion_rows(tokens, result, rule, rules.weight)
             for result, rule in zip(criteria, rules.reject, strict=True)
@@ -139,7 +147,9 @@ def _probability_rows(train: Tensor, rollout: Tensor) -> tuple[Tensor, ...]:
     return (*found, *_powers(gap), gap.amax(-1))
 
 
-def _weight_rows(tokens: _Tokens, weights: Weights, rule: WeightRule) -> TokenWeightRows | SequenceWeightRows:
+def _weight_rows(
+    tokens: _Tokens, weights: Weights, applied: Tensor, rule: WeightRule
+) -> TokenWeightRows | SequenceWeightRows:
     log_ratio = tokens.log_ratio
     if not rule.by_token:
         return SequenceWeightRows(weights.raw[:, 0], _excess(weights.log)[:, 0], weights.bounded[:, 0])
@@ -147,7 +157,7 @@ def _weight_rows(tokens: _Tokens, weights: Weights, rule: WeightRule) -> TokenWe
     if weights.log is not log_ratio.token:
         raw = tokens.sums(weights.raw * tokens.response, _powers(_excess(weights.log)))
     above, below = beyond(weights.raw, rule.lower_edge, rule.upper)
-    unrejected = described = weights.applied
+    unrejected = described = applied
     if rule.normalize_over == "all" or rule.metrics is not None:
         unrejected = weights.bounded * tokens.response
     if rule.metrics is not None:
@@ -159,7 +169,7 @@ def _weight_rows(tokens: _Tokens, weights: Weights, rule: WeightRule) -> TokenWe
         described=TokenSums(*_powers(described), *_powers(distance), low, high),
         above=count(all_true(above, log_ratio.mask))[:, 0],
         below=count(all_true(below, log_ratio.mask))[:, 0],
-        applied=weights.applied.sum(-1),
+        applied=applied.sum(-1),
         unrejected=unrejected.sum(-1),
     )
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rlctl.algos.metric_sums import MetricSums, ReducedSums, moments_of
+from rlctl.algos.metric_sums import Moments, moments_of
 
-#: Merges the sums of all ranks, so that a result is that of the whole batch; `MetricSums.to_host`: one rank.
-ToHost = Callable[[MetricSums[Tensor]], ReducedSums]
+#: Merges the moments of all ranks, so that a result is that of the whole batch; `Moments.to_host`: one rank.
+ToHost = Callable[[Moments[Tensor]], Moments[float]]
 
 
 @torch.no_grad()
@@ -111,9 +111,9 @@ def optimal_token_baseline(
 # --- over the whole batch -------------------------------------------------------------------------
 
 
-def whiten(values: Tensor, mask: Tensor, to_host: ToHost = MetricSums.to_host) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, to_host: ToHost = Moments.to_host) -> Tensor:
     """(x − mean) / √(std² + 1e-8), float32, 0.0 outside the mask; std with n − 1."""
-    moments = to_host(MetricSums(moments={"whitened": moments_of(values, mask)})).moments["whitened"]
+    moments = to_host(moments_of(values, mask))
     std = moments.sample_std
     whitened = (values.double() - moments.mean) / math.sqrt(std * std + 1e-8)
     return torch.where(mask, whitened, 0.0).float()
@@ -125,9 +125,8 @@ def explained_variance(returns: Tensor, values: Tensor, mask: Tensor, to_host: T
 
     0.0 if the returns do not vary.
     """
-    differences = moments_of(returns.double() - values.double(), mask)
-    reduced = to_host(MetricSums(moments={"returns": moments_of(returns, mask), "residuals": differences}))
-    target, residuals = reduced.moments["returns"], reduced.moments["residuals"]
+    target = to_host(moments_of(returns, mask))
+    residuals = to_host(moments_of(returns.double() - values.double(), mask))
     if target.std**2 <= 1e-12 * target.mean_square:  # rounding error only
         return 0.0
     return 1.0 - (residuals.std / target.std) ** 2

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlctl.algos.correction import (
+    applied_weights,
     check_criterion,
     importance_weights,
     masked_log_ratio,
@@ -198,8 +199,8 @@ def token_gradient(
     Weights and mask are those of `correct`, without its sums.
     """
     log_ratio, keep = _survivors(rule, train, rollout, advantages, mask)
-    found = None if loss.has_ratio else importance_weights(log_ratio, keep, rule.correction.weight)
-    weights = None if found is None else found.applied.double()
+    found = None if loss.has_ratio else importance_weights(log_ratio, rule.correction.weight)
+    weights = None if found is None else applied_weights(found, keep).double()
     leaf = train.clone().requires_grad_()
     values = policy_loss(loss, leaf, rollout, advantages, mask & keep, weights).values
     (gradient,) = torch.autograd.grad(values.sum(), leaf, allow_unused=True)

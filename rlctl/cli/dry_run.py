@@ -21,7 +21,7 @@ from rlctl.spec.memory import memory_total
 from rlctl.spec.model_size import model_size
 from rlctl.spec.placement import Placement
 from rlctl.spec.run_spec import RunSpec
-from rlctl.train.preflight import check_disk, check_inputs
+from rlctl.train.preflight import check_disk, check_functions, check_inputs
 from rlctl.user_code import is_file_function
 
 
@@ -51,6 +51,7 @@ def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = N
         _print_stages(placement, console)
     _print_values(loaded, console, show_all=show_all)
     unusable = [_as_example(problem, loaded) for problem in check_inputs(loaded.spec)]
+    unusable += check_functions(loaded.spec)
     unusable += placement.problems()
     if machine is None:  # free disk space may change, so it becomes an error only at the start of the run
         unusable += [replace(problem, severity="warning") for problem in check_disk(loaded.spec)]
@@ -170,7 +171,7 @@ def _print_reward(spec: RunSpec, console: Console) -> None:
     """Prints what each reward term grades and what it needs."""
     _print_title("Reward", console)
     for term in spec.reward.all_terms:
-        shown = "your function; imported when the run starts"
+        shown = "your function"
         if not is_file_function(term.name):
             part = GRADERS.part(term.name)
             needs = f"; needs {', '.join(sorted(part.needs))}" if part.needs else ""

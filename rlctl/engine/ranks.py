@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlctl.algos.correction_records import CorrectionSums
-from rlctl.algos.metric_sums import MetricSums, ReducedSums
+from rlctl.algos.metric_sums import Additive
 from rlctl.engine.launch import LostRank
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.processes import free_port
@@ -58,14 +57,8 @@ class Ranks:
         if self.world_size > 1:
             dist.barrier(self.group)
 
-    @overload
-    def to_host(self, record: MetricSums[Tensor]) -> ReducedSums: ...
-
-    @overload
-    def to_host(self, record: CorrectionSums[Tensor]) -> CorrectionSums[float]: ...
-
-    def to_host(self, record: MetricSums[Tensor] | CorrectionSums[Tensor]) -> Any:
-        """Merges sums over all ranks and moves them to the host: two collectives, one transfer."""
+    def to_host(self, record: Additive) -> Any:
+        """The same record of sums over all ranks, as floats: two collectives, one transfer."""
         sums, maxima = record.as_vectors()
         if self.world_size > 1:
             dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.group)

@@ -2,88 +2,130 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Generic
+
 import torch
 from torch import Tensor
 
 from rlctl.algos.advantages import zero_spread_fraction
-from rlctl.algos.metric_sums import MetricSums, ReducedSums, moments_of, ratio
+from rlctl.algos.metric_sums import Additive, Moments, V, moments_of, ratio
 from rlctl.batch import ScoredBatch, TrainBatch
 from rlctl.reward.protocol import RewardResult
 
-#: Moments whose mean, maximum and minimum are logged under their name.
-_LOGGED = (
-    "critic/score",
-    "critic/rewards",
-    "critic/advantages",
-    "critic/values",
-    "critic/returns",
-    "response_length",
-    "prompt_length",
-)
+
+@dataclass(frozen=True, slots=True)
+class TermSums(Additive, Generic[V]):
+    """One term of the reward: moments of its scores, and how many responses it could not grade."""
+
+    scores: Moments[V]
+    errors: V
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSums(Additive, Generic[V]):
+    """Sums over the rows of a batch.
+
+    Attributes:
+        scores, rewards: of the graded responses; rewards include the KL penalty.
+        response_length, prompt_length: tokens per response.
+        staleness: optimizer updates between the policy that sampled a response and the trained one.
+        advantages: of the response tokens.
+        values, returns: of the response tokens; None without a critic.
+        full_prompts, truncated, aborted, invalid, timeouts: numbers of responses.
+        flat_groups, groups: groups with equal rewards, and all groups.
+        terms: term of the reward → its sums.
+    """
+
+    scores: Moments[V]
+    rewards: Moments[V]
+    response_length: Moments[V]
+    prompt_length: Moments[V]
+    staleness: Moments[V]
+    advantages: Moments[V]
+    values: Moments[V] | None
+    returns: Moments[V] | None
+    full_prompts: V
+    truncated: V
+    aborted: V
+    invalid: V
+    timeouts: V
+    flat_groups: V
+    groups: V
+    terms: dict[str, TermSums[V]]
 
 
 @torch.no_grad()
 def batch_sums(
     scored: ScoredBatch, batch: TrainBatch, graded: RewardResult, policy_version: int, max_prompt_length: int
-) -> MetricSums[Tensor]:
-    """Sums over this rank's rows. Staleness is the trainer's `policy_version` minus that of the rollout."""
-    rollouts = scored.rollouts
+) -> BatchSums[Tensor]:
+    """Sums over this rank's rows; `policy_version` is the trainer's."""
+    rollouts, valid, mask = scored.rollouts, scored.score_valid, batch.valid_mask
     everyone = torch.ones_like(rollouts.truncated)
-    lengths, prompts = (mask.sum(-1).double() for mask in (rollouts.response_mask, rollouts.prompt_mask))
+    lengths, prompts = (tokens.sum(-1).double() for tokens in (rollouts.response_mask, rollouts.prompt_mask))
     rewards = scored.token_level_rewards.double().sum(-1)
-    moments = {
-        "critic/score": moments_of(scored.scores, scored.score_valid),
-        "critic/rewards": moments_of(rewards, scored.score_valid),
-        "response_length": moments_of(lengths, everyone),
-        "prompt_length": moments_of(prompts, everyone),
-        "staleness": moments_of(policy_version - rollouts.policy_version, everyone),
-        "critic/advantages": moments_of(batch.advantages, batch.response_mask),
-    }
-    if batch.values is not None and batch.returns is not None:
-        moments["critic/values"] = moments_of(batch.values, batch.valid_mask)
-        moments["critic/returns"] = moments_of(batch.returns, batch.valid_mask)
-    sums = {
-        "full_prompts": (prompts >= max_prompt_length).double().sum(),
-        "truncated": rollouts.truncated.double().sum(),
-        "aborted": rollouts.aborted.double().sum(),
-        "invalid": (~scored.score_valid & ~rollouts.aborted).double().sum(),
-        "timeouts": torch.full_like(rewards.sum(), sum(graded.timeouts.values())),
-    }
-    for term, scores in graded.parts.items():
-        applies = ~scores.isnan().to(scored.score_valid.device)
-        moments[f"term/{term}"] = moments_of(scores.nan_to_num().to(rewards), scored.score_valid & applies)
-        sums[f"errors/{term}"] = torch.full_like(rewards.sum(), graded.errors_by_term.get(term, 0))
-    sums["flat_groups"], sums["groups"] = zero_spread_fraction(
-        scored.scores, rollouts.group_ids, scored.score_valid
+    flat_groups, groups = zero_spread_fraction(scored.scores, rollouts.group_ids, valid)
+
+    def constant(number: int) -> Tensor:
+        return torch.full_like(groups, number, dtype=torch.float64)
+
+    def of_term(term: str, scores: Tensor) -> TermSums[Tensor]:
+        applies = ~scores.isnan().to(valid.device)
+        moments = moments_of(scores.nan_to_num().to(rewards), valid & applies)
+        return TermSums(moments, constant(graded.errors_by_term.get(term, 0)))
+
+    return BatchSums(
+        scores=moments_of(scored.scores, valid),
+        rewards=moments_of(rewards, valid),
+        response_length=moments_of(lengths, everyone),
+        prompt_length=moments_of(prompts, everyone),
+        staleness=moments_of(policy_version - rollouts.policy_version, everyone),
+        advantages=moments_of(batch.advantages, batch.response_mask),
+        values=None if batch.values is None else moments_of(batch.values, mask),
+        returns=None if batch.returns is None else moments_of(batch.returns, mask),
+        full_prompts=(prompts >= max_prompt_length).double().sum(),
+        truncated=rollouts.truncated.double().sum(),
+        aborted=rollouts.aborted.double().sum(),
+        invalid=(~valid & ~rollouts.aborted).double().sum(),
+        timeouts=constant(sum(graded.timeouts.values())),
+        flat_groups=flat_groups,
+        groups=groups,
+        terms={term: of_term(term, scores) for term, scores in graded.parts.items()},
     )
-    return MetricSums(sums, moments)
 
 
-def batch_metrics(reduced: ReducedSums, *, compares_siblings: bool) -> dict[str, float]:
+def batch_metrics(sums: BatchSums[float], *, compares_siblings: bool) -> dict[str, float]:
     """Metrics of the whole batch, under verl's names.
 
     `reward/zero_spread_groups` is included only if the estimator compares the responses of a group.
     """
+    logged = {
+        "critic/score": sums.scores,
+        "critic/rewards": sums.rewards,
+        "critic/advantages": sums.advantages,
+        "critic/values": sums.values,
+        "critic/returns": sums.returns,
+        "response_length": sums.response_length,
+        "prompt_length": sums.prompt_length,
+    }
     metrics: dict[str, float] = {}
-    for name in _LOGGED:
-        if values := reduced.moments.get(name):
+    for name, values in logged.items():
+        if values:
             metrics |= {f"{name}/mean": values.mean, f"{name}/max": values.max, f"{name}/min": values.min}
-    terms = [name.removeprefix("errors/") for name in reduced.sums if name.startswith("errors/")]
-    for term in terms if len(terms) > 1 else []:  # a single term equals `critic/score`
-        metrics[f"reward/{term}/mean"] = reduced.moments[f"term/{term}"].mean
-        metrics[f"reward/{term}/num_errors"] = reduced.sums[f"errors/{term}"]
+    for name, term in sums.terms.items() if len(sums.terms) > 1 else ():  # one term equals `critic/score`
+        metrics[f"reward/{name}/mean"] = term.scores.mean
+        metrics[f"reward/{name}/num_errors"] = term.errors
     if compares_siblings:
-        metrics["reward/zero_spread_groups"] = reduced.per("flat_groups", "groups")
-    staleness = reduced.moments["staleness"]
-    lengths = reduced.moments["response_length"]
+        metrics["reward/zero_spread_groups"] = ratio(sums.flat_groups, sums.groups)
+    num_rows = sums.response_length.count
     return metrics | {
-        "response_length/clip_ratio": ratio(reduced.sums["truncated"], lengths.count),
-        "prompt_length/clip_ratio": ratio(reduced.sums["full_prompts"], lengths.count),
-        "response/num_aborted": reduced.sums["aborted"],
-        "reward/num_errors": reduced.sums["invalid"],
-        "reward/num_timeouts": reduced.sums["timeouts"],
-        "reward/error_fraction": ratio(reduced.sums["invalid"], lengths.count),
-        "training/staleness_mean": staleness.mean,
-        "training/staleness_max": staleness.max,
-        "perf/total_num_tokens": lengths.total + reduced.moments["prompt_length"].total,
+        "response_length/clip_ratio": ratio(sums.truncated, num_rows),
+        "prompt_length/clip_ratio": ratio(sums.full_prompts, num_rows),
+        "response/num_aborted": sums.aborted,
+        "reward/num_errors": sums.invalid,
+        "reward/num_timeouts": sums.timeouts,
+        "reward/error_fraction": ratio(sums.invalid, num_rows),
+        "training/staleness_mean": sums.staleness.mean,
+        "training/staleness_max": sums.staleness.max,
+        "perf/total_num_tokens": sums.response_length.total + sums.prompt_length.total,
     }

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.auto_correction import CandidateMoments
-from rlctl.algos.correction import importance_weights, masked_log_ratio, rejection_mask
+from rlctl.algos.correction import applied_weights, importance_weights, masked_log_ratio, rejection_mask
 from rlctl.algos.gradient_error import gradient_error
 from rlctl.algos.row_blocks import Extras, clamped_exp
 from rlctl.algos.rules import WeightRule
@@ -76,8 +76,8 @@ class GradientSketches:
         log_ratio = masked_log_ratio(log_probs, micro.rollout_log_probs, mask, Extras(None, None))
         keep = rejection_mask(log_ratio, [])
         for name, rule in self.candidates.items():
-            weights = importance_weights(log_ratio, keep, rule)
-            yield name, keep.float() if weights is None else weights.applied
+            weights = importance_weights(log_ratio, rule)
+            yield name, keep.float() if weights is None else applied_weights(weights, keep)
 
     def metrics(self, ranks: Ranks, groups_per_step: float) -> dict[str, float]:
         """`rollout_corr/grad_error*` and the candidates' moments, over all ranks (a collective).

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from rlctl.algos.kl import KLController, kl_estimate
-from rlctl.algos.metric_sums import MetricSums, moments_of
+from rlctl.algos.metric_sums import Moments, moments_of
 from rlctl.batch import ScoredBatch
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
@@ -42,7 +42,7 @@ def with_kl_in_reward(
     kl = torch.where(scored.valid_mask & kl.isfinite(), kl, 0.0)
     lengths = scored.valid_mask.sum(-1)
     mean_kl = moments_of(kl.double().sum(-1) / lengths.clamp(min=1), lengths > 0)
-    moments = ranks.to_host(MetricSums(moments={"kl": mean_kl})).moments["kl"]
+    moments: Moments[float] = ranks.to_host(mean_kl)
     metrics = {
         "actor/reward_kl_penalty": moments.mean,
         "actor/reward_kl_penalty_coeff": controller.kl_coef,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Generic
 
 import torch
 from torch import Tensor
@@ -10,8 +11,8 @@ from torch import Tensor
 from rlctl.algos.aggregate import Denominators, aggregate
 from rlctl.algos.correction_records import Correction
 from rlctl.algos.kl import kl_loss
-from rlctl.algos.losses import TokenLoss, policy_loss
-from rlctl.algos.metric_sums import MetricSums
+from rlctl.algos.losses import policy_loss
+from rlctl.algos.metric_sums import Additive, V
 from rlctl.algos.rules import LossRule
 from rlctl.algos.score_centering import expected_score
 from rlctl.batch import TrainBatch
@@ -29,13 +30,43 @@ class BatchNormalizers:
     loss: LossRule  # with the statistics that the loss function reads
 
 
+@dataclass(frozen=True, slots=True)
+class LossSums(Additive, Generic[V]):
+    """Sums of the actor's loss over micro-batches, for `actor/*` metrics.
+
+    Attributes:
+        loss, pg_loss, kl_loss: the whole loss, and its terms before their coefficients.
+        nonfinite: sequences with NaN or infinite log-probs that the correction did not detect.
+        listed_mass: Σ over tokens of the probability of the tokens that the sampler listed; None without
+            score centering.
+        tokens, clipped, clipped_lower: numbers of tokens.
+        entropy, ppo_kl: Σ over tokens, in nats.
+    """
+
+    loss: V
+    pg_loss: V
+    kl_loss: V
+    nonfinite: V
+    listed_mass: V | None
+    tokens: V
+    clipped: V
+    clipped_lower: V
+    entropy: V
+    ppo_kl: V
+
+    def scaled(self: LossSums[float], scale: float) -> LossSums[float]:
+        """With the loss and its terms times `scale`."""
+        pg_loss, kl_loss = self.pg_loss * scale, self.kl_loss * scale
+        return replace(self, loss=self.loss * scale, pg_loss=pg_loss, kl_loss=kl_loss)
+
+
 def actor_loss(
     micro: TrainBatch,
     output: PolicyOutput,
     correction: Correction,
     normalizers: BatchNormalizers,
     settings: UpdateSettings,
-) -> tuple[Tensor, MetricSums[Tensor]]:
+) -> tuple[Tensor, LossSums[Tensor]]:
     """This micro-batch's share of the mini-batch loss, with gradient, and the sums for `actor/*` metrics.
 
     Rejected tokens are excluded from all three terms; `loss_denominator` of the rules decides whether the
@@ -77,10 +108,19 @@ def actor_loss(
         loss = loss + settings.kl_loss_coef * kl
     # Rows that the correction did not detect: in decoupled mode it does not read π_θ.
     nonfinite = nonfinite_rows(output.log_probs, mask) & ~correction.nonfinite
-    terms = {"loss": loss, "pg_loss": pg_loss, "kl_loss": kl, "nonfinite": nonfinite.sum()}
-    if listed_mass is not None:
-        terms["listed_mass"] = torch.where(mask, listed_mass, 0.0).sum()
-    return loss, _sums(micro, output, policy, mask, **terms)
+    drift = (micro.old_log_probs - output.log_probs).detach()
+    return loss, LossSums(
+        loss=loss.detach().double(),
+        pg_loss=pg_loss.detach().double(),
+        kl_loss=kl.detach().double(),
+        nonfinite=nonfinite.sum().double(),
+        listed_mass=None if listed_mass is None else _total(listed_mass, mask),
+        tokens=mask.sum().double(),
+        clipped=_count(policy.clipped, mask),
+        clipped_lower=_count(policy.clipped_lower, mask),
+        entropy=_total(output.entropy.detach(), mask),
+        ppo_kl=_total(drift, mask),
+    )
 
 
 def _expected_scores(
@@ -109,19 +149,11 @@ def nonfinite_rows(log_probs: Tensor, mask: Tensor) -> Tensor:
     return (mask & ~log_probs.detach().isfinite()).any(-1)
 
 
-@torch.no_grad()
-def _sums(
-    micro: TrainBatch, output: PolicyOutput, policy: TokenLoss, mask: Tensor, **sums: Tensor
-) -> MetricSums[Tensor]:
-    drift = micro.old_log_probs - output.log_probs
-    none = torch.zeros_like(mask)
-    clipped = none if policy.clipped is None else policy.clipped
-    clipped_lower = none if policy.clipped_lower is None else policy.clipped_lower
-    sums |= {
-        "tokens": mask.sum(),
-        "entropy": torch.where(mask & output.entropy.isfinite(), output.entropy, 0.0).sum(),
-        "ppo_kl": torch.where(mask & drift.isfinite(), drift, 0.0).sum(),
-        "clipped": clipped.sum(),
-        "clipped_lower": clipped_lower.sum(),
-    }
-    return MetricSums({name: value.detach().double() for name, value in sums.items()})
+def _total(values: Tensor, mask: Tensor) -> Tensor:
+    """() float64: the sum of the finite values where `mask` is True."""
+    return torch.where(mask & values.isfinite(), values, 0.0).sum().double()
+
+
+def _count(flags: Tensor | None, like: Tensor) -> Tensor:
+    """() float64: the number of True values; 0 for None."""
+    return torch.zeros_like(like[0, 0], dtype=torch.float64) if flags is None else flags.sum().double()

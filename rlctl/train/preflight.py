@@ -8,13 +8,14 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rlctl.engine.model_files import check_directory
 from rlctl.errors import Problem, UsageError
 from rlctl.spec.checkpoint_size import checkpoint_bytes
 from rlctl.spec.paths import matches
 from rlctl.spec.run_spec import RunSpec
+from rlctl.user_code import files_of
 
 #: At least one of these must exist for a tokenizer to load.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -38,6 +39,26 @@ def check_inputs(spec: RunSpec) -> list[Problem]:
         if file and not matches(file)
     ]
     return [problem for key, check in checks for problem in _problem_of(key, check)] + missing
+
+
+def check_functions(spec: RunSpec) -> list[Problem]:
+    """Problems of the graders in users' files, each loaded with its parameters in a process of its own.
+
+    A file that does not exist is a problem of `check_inputs`.
+    """
+    terms = [term for term in spec.reward.all_terms if files_of(term.name)]
+    checks = [("reward", partial(_check_function, term.name, term.params)) for term in terms]
+    return [problem for key, check in checks for problem in _problem_of(key, check)]
+
+
+def _check_function(name: str, params: dict[str, Any]) -> None:
+    from rlctl.reward.pool import GradingPool  # slow to import
+
+    pool = GradingPool(name, params, num_workers=1)
+    try:
+        pool.check()
+    finally:
+        pool.close()
 
 
 def _problem_of(key: str, check: Callable[[], None]) -> list[Problem]:

@@ -3,7 +3,7 @@
 The strategy depends on the policy that the correction compares with the rollout policy, and on the statistics
 of the whole mini-batch that the loss needs:
 
-- `KnownCorrection`: π_old (decoupled mode). The correction is computed before the first step and is the same
+- `FixedCorrection`: π_old (decoupled mode). The correction is computed before the first step and is the same
   in every epoch.
 - `OnePass`: π_θ (bypass mode), one micro-batch. Its only forward pass gives the correction, then the loss.
 - `ScaledPasses`: π_θ, if the mean weight and the number of kept tokens or sequences only scale the loss. Each
@@ -17,7 +17,7 @@ of the whole mini-batch that the loss needs:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,10 @@ from rlctl.train.settings import UpdateSettings
 
 if TYPE_CHECKING:
     from rlctl.batch import Rows
+
+
+#: Log-probs (B, T) of a mini-batch under π_θ → its correction.
+CorrectionOf = Callable[[Tensor], Correction]
 
 
 def correct_part(part: TrainBatch, log_probs: Tensor, settings: UpdateSettings) -> Correction:
@@ -74,9 +78,8 @@ class MiniBatch:
             batch.inputs, settings.micro_rows, settings.micro_tokens, ranks, first=no_gradient
         )
         num_forward_only = 0
-        if (
-            no_gradient is not None and len(row_groups) > 1
-        ):  # the step needs the backward pass of the last one
+        if no_gradient is not None and len(row_groups) > 1:
+            # The step needs the backward pass of the last micro-batch.
             forward_only = torch.stack([no_gradient[rows].all() for rows in row_groups[:-1]])
             num_forward_only = -int(ranks.max(-[*forward_only.tolist(), False].index(False)))
         return cls(batch, row_groups, num_forward_only, actor, ranks, settings)
@@ -143,17 +146,17 @@ class Strategy(ABC):
         return 1.0
 
 
-class KnownCorrection(Strategy):
+class FixedCorrection(Strategy):
     """The correction of the whole mini-batch is known before the passes with gradient."""
 
-    def __init__(self, mini: MiniBatch, correction: Correction, log_probs: Tensor | None = None) -> None:
+    def __init__(self, mini: MiniBatch, correction: Correction, loss: LossRule) -> None:
         self._mini, self._correction = mini, correction
-        sums, settings = mini.ranks.to_host(correction.sums), mini.settings
+        settings = mini.settings
+        sums: CorrectionSums[float] = mini.ranks.to_host(correction.sums)
         self._sums = sums
         after = settings.rules.loss_denominator == "after_rejection"
         counts = (sums.kept_tokens, sums.kept_sequences) if after else (sums.tokens, sums.sequences)
         factor = normalization_factor(sums, settings.rules) if settings.weights_are_applied else 1.0
-        loss = settings.loss if log_probs is None else mini.loss_rule(log_probs, correction)
         self.normalizers = BatchNormalizers(Denominators(*counts), factor, loss)
 
     def passes(self) -> Iterator[Pass]:
@@ -174,25 +177,27 @@ class KnownCorrection(Strategy):
         return self._sums
 
 
-class OnePass(KnownCorrection):
+class OnePass(FixedCorrection):
     """The single forward pass of the only micro-batch gives the correction, then the loss."""
 
-    def __init__(self, mini: MiniBatch, of_old_policy: Correction | None) -> None:
+    def __init__(self, mini: MiniBatch, correction_of: CorrectionOf) -> None:
         [self._only] = mini.outputs()
         log_probs = mini.log_probs([self._only[-1]])
-        super().__init__(mini, of_old_policy or correct_part(mini.batch, log_probs, mini.settings), log_probs)
+        correction = correction_of(log_probs)
+        super().__init__(mini, correction, mini.loss_rule(log_probs, correction))
 
     def _outputs(self) -> Iterator[tuple[Rows, TrainBatch, PolicyOutput]]:
         return iter([self._only])
 
 
-class TwoPasses(KnownCorrection):
+class TwoPasses(FixedCorrection):
     """A first pass without gradient over all micro-batches gives the correction."""
 
-    def __init__(self, mini: MiniBatch, of_old_policy: Correction | None) -> None:
+    def __init__(self, mini: MiniBatch, correction_of: CorrectionOf) -> None:
         with torch.no_grad():
             log_probs = mini.log_probs([mini.policy(micro) for _, micro in mini.micros()])
-        super().__init__(mini, of_old_policy or correct_part(mini.batch, log_probs, mini.settings), log_probs)
+        correction = correction_of(log_probs)
+        super().__init__(mini, correction, mini.loss_rule(log_probs, correction))
 
 
 class PerMicroBatch(Strategy):
@@ -214,7 +219,8 @@ class PerMicroBatch(Strategy):
 
     def sums(self) -> CorrectionSums[float]:
         """See `Strategy.sums`."""
-        return self._mini.ranks.to_host(CorrectionSums.merged(self._parts))
+        sums: CorrectionSums[float] = self._mini.ranks.to_host(CorrectionSums.merged(self._parts))
+        return sums
 
 
 class ScaledPasses(PerMicroBatch):
@@ -231,19 +237,23 @@ class ScaledPasses(PerMicroBatch):
         return before.num_sequences / max(sums.kept_sequences, 1.0) / factor
 
 
-def strategy_of(mini: MiniBatch, of_old_policy: Correction | None) -> Strategy:
+def strategy_of(mini: MiniBatch, fixed: Correction | None) -> Strategy:
     """The cheapest strategy that provides what the loss needs; the same on every rank.
 
     Args:
         mini: the mini-batch.
-        of_old_policy: its correction with π_old in decoupled mode; None in bypass mode.
+        fixed: its correction with π_old in decoupled mode; None in bypass mode.
     """
-    if of_old_policy is not None and not mini.settings.loss.reads_batch:
-        return KnownCorrection(mini, of_old_policy)
+    if fixed is not None and not mini.settings.loss.reads_batch:
+        return FixedCorrection(mini, fixed, mini.settings.loss)
+
+    def correction_of(log_probs: Tensor) -> Correction:
+        return fixed or correct_part(mini.batch, log_probs, mini.settings)
+
     if len(mini.row_groups) == 1:
-        return OnePass(mini, of_old_policy)
+        return OnePass(mini, correction_of)
     if not mini.settings.needs_batch_statistics:
         return PerMicroBatch(mini)
     if mini.actor.scales_gradients and mini.settings.scales_with_statistics:
         return ScaledPasses(mini)
-    return TwoPasses(mini, of_old_policy)
+    return TwoPasses(mini, correction_of)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from rlctl.algos.auto_correction import CANDIDATES
 from rlctl.algos.correction import normalization_factor
 from rlctl.algos.correction_records import CorrectionSums
-from rlctl.algos.metric_sums import MetricSums, ReducedSums
+from rlctl.algos.metric_sums import ratio
 from rlctl.algos.statistics import correction_metrics, normalized, parts_with_nan
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import TrainEngine
@@ -28,7 +28,7 @@ from rlctl.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.trainer import GuardrailsSpec
 from rlctl.train.gradient_sketches import GradientSketches
 from rlctl.train.guardrail_decisions import UpdateDecision, decide_update
-from rlctl.train.objective import actor_loss, nonfinite_rows
+from rlctl.train.objective import LossSums, actor_loss, nonfinite_rows
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.strategies import MiniBatch, Pass, Strategy, correct_part, strategy_of
 from rlctl.user_code import USER_MODULES
@@ -56,7 +56,7 @@ class Updated:
 @dataclass(frozen=True, slots=True)
 class _MiniResult:
     correction: CorrectionSums[float]
-    stats: ReducedSums
+    losses: LossSums[float]
     factor: float
     grad_norm: float
     lr: float
@@ -138,23 +138,23 @@ def _step(
 ) -> _MiniResult:
     """One optimizer step; with `hold`, everything except the step itself."""
     settings, normalizers = mini.settings, strategy.normalizers
-    stats: list[MetricSums[Tensor]] = []
+    parts: list[LossSums[Tensor]] = []
     for done in strategy.passes():
-        loss, stat = actor_loss(done.micro, done.output, done.correction, normalizers, settings)
-        stats.append(stat)
+        loss, part = actor_loss(done.micro, done.output, done.correction, normalizers, settings)
+        parts.append(part)
         if sketches is not None:
             sketches.add(done.micro, done.output, loss)
         if loss.requires_grad:
-            mini.actor.backward(loss, last=len(stats) == len(mini.row_groups))
+            mini.actor.backward(loss, last=len(parts) == len(mini.row_groups))
         dumped.write(done, settings, normalizers.factor)
 
-    sums, losses = strategy.sums(), mini.ranks.to_host(MetricSums.merged(stats))
+    sums = strategy.sums()
     scale, factor = strategy.scale(sums), normalization_factor(sums, settings.rules)
-    losses = _scaled(losses, scale)
+    losses: LossSums[float] = mini.ranks.to_host(LossSums.merged(parts)).scaled(scale)
     dumped.divide(factor / normalizers.factor, settings)
     _refuse_nonfinite(sums, losses, settings)
     _refuse_nan(sums, losses, settings)
-    is_possible = sums.kept_tokens > 0 and math.isfinite(losses.sums["loss"])
+    is_possible = sums.kept_tokens > 0 and math.isfinite(losses.loss)
     decision = None
     if is_possible and not hold and guard.mode != "off":
         decision = decide_update(sums, settings.rules, lr_scale, guard)
@@ -166,7 +166,7 @@ def _step(
     result = mini.actor.step(lr=lr, skip=is_withheld or not is_possible, grad_scale=scale)
     return _MiniResult(
         correction=normalized(sums, factor, settings.rules),
-        stats=losses,
+        losses=losses,
         factor=factor,
         grad_norm=result.grad_norm,
         lr=lr,
@@ -176,14 +176,9 @@ def _step(
     )
 
 
-def _scaled(losses: ReducedSums, scale: float) -> ReducedSums:
-    terms = {name: losses.sums[name] * scale for name in ("loss", "pg_loss", "kl_loss")}
-    return replace(losses, sums={**losses.sums, **terms})
-
-
-def _refuse_nonfinite(sums: CorrectionSums[float], losses: ReducedSums, settings: UpdateSettings) -> None:
+def _refuse_nonfinite(sums: CorrectionSums[float], losses: LossSums[float], settings: UpdateSettings) -> None:
     total = sums.sequences
-    bad = total - sums.finite_sequences + losses.sums["nonfinite"]
+    bad = total - sums.finite_sequences + losses.nonfinite
     if bad > settings.max_nonfinite_fraction * total:
         raise RunFailure(
             f"{bad:.0f} of {total:.0f} sequences have NaN or infinite log-probs",
@@ -192,10 +187,10 @@ def _refuse_nonfinite(sums: CorrectionSums[float], losses: ReducedSums, settings
         )
 
 
-def _refuse_nan(sums: CorrectionSums[float], losses: ReducedSums, settings: UpdateSettings) -> None:
+def _refuse_nan(sums: CorrectionSums[float], losses: LossSums[float], settings: UpdateSettings) -> None:
     """Refuses parts that return NaN for finite rows; the sums exclude the other rows."""
     found = parts_with_nan(sums, settings.rules)
-    if math.isnan(losses.sums["loss"]) and not losses.sums["nonfinite"]:
+    if math.isnan(losses.loss) and not losses.nonfinite:
         for registry, name in ((POLICY_LOSSES, settings.loss.name), (KL_ESTIMATORS, settings.kl_loss_type)):
             if name and registry[name].__module__ in USER_MODULES:
                 found.append(f"{registry.kind} {name}")
@@ -255,24 +250,24 @@ def _metrics(
     results: list[_MiniResult], distinct: list[_MiniResult], settings: UpdateSettings
 ) -> dict[str, float]:
     correction = reduce(operator.add, (result.correction for result in distinct))
-    stats = reduce(operator.add, (result.stats for result in results))
+    losses = reduce(operator.add, (result.losses for result in results))
     count = len(results)
     metrics = correction_metrics(correction, settings.rules)
     if settings.rules.weight.normalize and settings.rules.weight.level is not None:
         factor = sum(result.factor for result in distinct) / len(distinct)
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = factor
-    if settings.centers_scores:
-        metrics["rollout_corr/listed_mass"] = stats.per("listed_mass", "tokens")
+    if losses.listed_mass is not None:
+        metrics["rollout_corr/listed_mass"] = ratio(losses.listed_mass, losses.tokens)
     if settings.kl_loss_type is not None:
-        metrics["actor/kl_loss"] = stats.sums["kl_loss"] / count
+        metrics["actor/kl_loss"] = losses.kl_loss / count
         metrics["actor/kl_coef"] = settings.kl_loss_coef
     return metrics | {
         "rollout_corr/skipped_updates": float(sum(result.could_not_step for result in results)),
-        "actor/pg_loss": stats.sums["pg_loss"] / count,
-        "actor/pg_clipfrac": stats.per("clipped", "tokens"),
-        "actor/pg_clipfrac_lower": stats.per("clipped_lower", "tokens"),
-        "actor/ppo_kl": stats.per("ppo_kl", "tokens"),
-        "actor/entropy": stats.per("entropy", "tokens"),
+        "actor/pg_loss": losses.pg_loss / count,
+        "actor/pg_clipfrac": ratio(losses.clipped, losses.tokens),
+        "actor/pg_clipfrac_lower": ratio(losses.clipped_lower, losses.tokens),
+        "actor/ppo_kl": ratio(losses.ppo_kl, losses.tokens),
+        "actor/entropy": ratio(losses.entropy, losses.tokens),
         "actor/grad_norm": sum(result.grad_norm for result in results) / count,
         "actor/lr": results[-1].lr,
     }

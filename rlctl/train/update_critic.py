@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import reduce
+from typing import Generic
 
 import torch
 from torch import Tensor
 
 from rlctl.algos.aggregate import Denominators, aggregate
-from rlctl.algos.metric_sums import MetricSums, ReducedSums
+from rlctl.algos.metric_sums import Additive, V, ratio
 from rlctl.algos.token_advantages import explained_variance
 from rlctl.algos.value_loss import value_loss
 from rlctl.batch import TrainBatch
@@ -20,6 +22,16 @@ from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
 from rlctl.train.micro_batches import micro_batches
 from rlctl.train.settings import CriticSettings
+
+
+@dataclass(frozen=True, slots=True)
+class CriticSums(Additive, Generic[V]):
+    """Sums over micro-batches: loss, tokens, their predicted values, tokens where the clip is active."""
+
+    vf_loss: V
+    tokens: V
+    values: V
+    clipped: V
 
 
 def update_critic(
@@ -42,20 +54,20 @@ def update_critic(
     """
     values, returns = _targets(batch)
     explained = explained_variance(returns, values, batch.valid_mask, ranks.to_host)
-    sums: list[ReducedSums] = []
+    sums: list[CriticSums[float]] = []
     steps: list[StepResult] = []
     for _ in range(settings.ppo_epochs):
         for mini in batch.split(settings.mini_rows):
             lr = lr_at(first_update + len(steps))
             found = _backward(mini, critic, ranks, settings)
-            skip = not math.isfinite(found.sums["vf_loss"]) or found.sums["tokens"] == 0
+            skip = not math.isfinite(found.vf_loss) or found.tokens == 0
             steps.append(critic.step(lr=lr, skip=skip))
             sums.append(found)
     total = reduce(operator.add, sums)
     return {
-        "critic/vf_loss": total.sums["vf_loss"] / len(steps),
-        "critic/vf_clipfrac": total.per("clipped", "tokens"),
-        "critic/vpred_mean": total.per("values", "tokens"),
+        "critic/vf_loss": total.vf_loss / len(steps),
+        "critic/vf_clipfrac": ratio(total.clipped, total.tokens),
+        "critic/vpred_mean": ratio(total.values, total.tokens),
         "critic/vf_explained_var": explained,
         "critic/grad_norm": sum(step.grad_norm for step in steps) / len(steps),
         "critic/lr": lr,
@@ -63,12 +75,14 @@ def update_critic(
     }
 
 
-def _backward(mini: TrainBatch, critic: CriticEngine, ranks: Ranks, settings: CriticSettings) -> ReducedSums:
+def _backward(
+    mini: TrainBatch, critic: CriticEngine, ranks: Ranks, settings: CriticSettings
+) -> CriticSums[float]:
     """Accumulates the gradient of one mini-batch; returns its sums over all ranks."""
     mask = mini.valid_mask
     counts = ranks.sum([float(mask.sum()), float(mask.any(-1).sum())])
     parts = micro_batches(mini.inputs, settings.micro_rows, settings.micro_tokens, ranks)
-    sums: list[MetricSums[Tensor]] = []
+    sums: list[CriticSums[Tensor]] = []
     for index, rows in enumerate(parts):
         micro = mini.pick(rows)
         old_values, returns = _targets(micro)
@@ -83,18 +97,18 @@ def _backward(mini: TrainBatch, critic: CriticEngine, ranks: Ranks, settings: Cr
         )
         critic.backward(loss, last=index == len(parts) - 1)
         sums.append(_sums(micro, values, loss, losses.clipped))
-    return ranks.to_host(reduce(operator.add, sums))
+    merged: CriticSums[float] = ranks.to_host(CriticSums.merged(sums))
+    return merged
 
 
 @torch.no_grad()
-def _sums(micro: TrainBatch, values: Tensor, loss: Tensor, clipped: Tensor | None) -> MetricSums[Tensor]:
-    sums = {
-        "vf_loss": loss.detach(),
-        "tokens": micro.valid_mask.sum(),
-        "values": torch.where(micro.valid_mask, values, 0.0).sum(),
-        "clipped": torch.zeros_like(loss) if clipped is None else clipped.sum(),
-    }
-    return MetricSums({name: value.double() for name, value in sums.items()})
+def _sums(micro: TrainBatch, values: Tensor, loss: Tensor, clipped: Tensor | None) -> CriticSums[Tensor]:
+    return CriticSums(
+        vf_loss=loss.detach().double(),
+        tokens=micro.valid_mask.sum().double(),
+        values=torch.where(micro.valid_mask, values, 0.0).sum().double(),
+        clipped=(torch.zeros_like(loss) if clipped is None else clipped.sum()).double(),
+    )
 
 
 def _targets(batch: TrainBatch) -> tuple[Tensor, Tensor]:

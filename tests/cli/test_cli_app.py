@@ -71,6 +71,21 @@ def test_dry_run_prints_origins_bands_and_arithmetic(capsys, tmp_path):
     assert "  128 prompts × 4 responses = 512 samples" in lines
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["reward.name=mine.py:grade"], ""),
+        (["reward.name=mine.py:grade", "reward.params.scale=2"], "mine.py:grade takes no parameters"),
+        (["reward.name=mine.py:absent"], "define `def absent"),
+    ],
+)
+def test_dry_run_loads_graders_from_files(overrides, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def grade(response, ground_truth):\n    return 1.0\n")
+    assert run(["train", "-p", "rloo-seq-is", "--dry-run", *overrides]) == (2 if message else 0)
+    assert message in capsys.readouterr().out
+
+
 def test_dry_run_knows_the_critic(capsys):
     assert run(["train", "-p", "ppo-seq-is-token-rs", "--dry-run"]) == 0
     out = capsys.readouterr().out

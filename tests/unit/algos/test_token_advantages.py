@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlctl.algos.metric_sums import MetricSums
+from rlctl.algos.metric_sums import Moments
 from rlctl.algos.token_advantages import (
     explained_variance,
     gae,
@@ -112,11 +112,15 @@ def test_a_policy_without_choice_has_a_baseline_too() -> None:
 def on_two_ranks(function: Callable[..., Any], *inputs: Tensor, cut: int) -> list[Any]:
     """What each of two ranks computes from its own rows and the sums of both."""
     parts = [[x[rows] for x in inputs] for rows in (slice(None, cut), slice(cut, None))]
-    sums: list[MetricSums[Tensor]] = []
-    for part in parts:
-        function(*part, lambda own: sums.append(own) or own.to_host())
-    merged = (sums[0] + sums[1]).to_host()
-    return [function(*part, lambda _: merged) for part in parts]
+    of_ranks: list[list[Moments[Tensor]]] = [[], []]
+    for part, calls in zip(parts, of_ranks, strict=True):
+        function(*part, lambda own, calls=calls: calls.append(own) or own.to_host())
+    merged = [(first + second).to_host() for first, second in zip(*of_ranks, strict=True)]
+    of_whole = [iter(merged), iter(merged)]
+    return [
+        function(*part, lambda _, answers=answers: next(answers))
+        for part, answers in zip(parts, of_whole, strict=True)
+    ]
 
 
 def whitened_in_parts(values: Tensor, mask: Tensor, cut: int) -> Tensor:
@@ -166,16 +170,14 @@ def test_explained_variance_over_two_ranks(seed: int) -> None:
 
 def test_returns_that_do_not_vary_leave_nothing_to_explain() -> None:
     returns, mask = torch.full((2, 3), 0.1), torch.ones(2, 3, dtype=torch.bool)
-    assert explained_variance(returns, torch.randn(2, 3), mask, MetricSums.to_host) == 0.0
-    assert explained_variance(returns, returns, ~mask, MetricSums.to_host) == 0.0
+    assert explained_variance(returns, torch.randn(2, 3), mask, Moments.to_host) == 0.0
+    assert explained_variance(returns, returns, ~mask, Moments.to_host) == 0.0
 
 
 @pytest.mark.parametrize("unit", [1e-14, 1e-6, 1.0, 1e12])
 def test_explained_variance_does_not_depend_on_the_unit_of_reward(unit: float) -> None:
     returns, noise, mask = make_inputs(0)
     values = returns + 0.5 * noise
-    known, scaled = (
-        explained_variance(c * returns, c * values, mask, MetricSums.to_host) for c in (1.0, unit)
-    )
+    known, scaled = (explained_variance(c * returns, c * values, mask, Moments.to_host) for c in (1.0, unit))
     assert 0.1 < known < 0.99
     assert scaled == pytest.approx(known, rel=1e-5)

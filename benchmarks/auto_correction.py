@@ -40,7 +40,7 @@ from benchmarks.runs import interval
 from rlctl.algos.auto_correction import CANDIDATES, AutoChoice, CandidateMoments, averaged, choose
 from rlctl.bench.exact import BenchRule
 from rlctl.bench.learned import LearnedWorld, SampledGroups
-from rlctl.train.auto_correction import TOO_OLD
+from rlctl.train.auto_weight import TOO_OLD
 from rlctl.what_if.settings import NO_UPPER
 
 HORIZON, NEEDED, N, GROUPS = 32, (4, 8), 8, 32

@@ -75,7 +75,7 @@ def main() -> None:
                         found = gradient_error(*sampled(rng, world, factors, groups), MINI)
                         held = found.low <= truth <= found.high
                         cells[regime, groups].append(
-                            (held, found.is_vacuous, found.high - found.low, abs(found.estimate - truth))
+                            (held, found.is_undetermined, found.high - found.low, abs(found.estimate - truth))
                         )
     head = ("effective sample size", "groups", "held", "vacuous", "held, of the others", "their width")
     print("| " + " | ".join([*head, "mean distance of the estimate"]) + " |")

@@ -61,7 +61,7 @@ CORRECTION = [
     "tests/properties/test_verl_agreement.py",
 ]
 VERL = f"{ALGOS}/test_agreement_with_verl.py"
-ESTIMATORS = ["tests/unit/train/test_score_batch.py", "tests/unit/train/test_estimators.py"]
+ESTIMATORS = ["tests/unit/train/test_score_batch.py", "tests/unit/train/test_compute_advantages.py"]
 #: Module → its tests, most effective first. Other tests may kill more mutants: the score is a lower bound.
 MODULES = {
     "rlctl.algos.advantages": [f"{ALGOS}/test_advantages.py", VERL, *ESTIMATORS],

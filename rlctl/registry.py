@@ -39,6 +39,15 @@ Unit = Literal["token", "sequence"]
 
 
 @dataclass(frozen=True, slots=True)
+class ClipBand:
+    """Words of the dry run about a loss that clips its ratio to [1 − clip_ratio_low, 1 + clip_ratio_high]."""
+
+    name: str  # of the clip
+    bounds: str = "each token's ratio"  # the clipped quantity
+    outside: str = "no gradient if it would move the ratio further out"
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """One registered part."""
 
@@ -67,6 +76,7 @@ class Part:
     #: for a loss, tokens with advantage 0 have no gradient (tested), so rows with only such tokens need no
     #: backward pass
     needs_advantage: bool = False
+    clip: ClipBand | None = None  # for a loss that clips its ratio
     experimental: bool = False  # not yet validated on real runs
     #: for a grader: response → its answer as text that is equal for equal answers
     answer_of: Callable[[str], str | None] | None = None
@@ -133,6 +143,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
         of_batch: Callable[..., Any] | None = None,
         unbiased: bool = False,
         needs_advantage: bool = False,
+        clip: ClipBand | None = None,
         experimental: bool = False,
         answer_of: Callable[[str], str | None] | None = None,
     ) -> Callable[[Function], Function]:
@@ -176,6 +187,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
                 of_batch=of_batch,
                 unbiased=unbiased,
                 needs_advantage=needs_advantage,
+                clip=clip,
                 experimental=experimental,
                 answer_of=answer_of,
             )

@@ -65,7 +65,7 @@ def load_function(name: str, *, key: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def search_beside(folder: Path) -> None:
+def add_to_import_path(folder: Path) -> None:
     """Add a directory to the import path, after the standard library and before installed packages.
 
     A user's file with the name of a module of the standard library does not replace that module.
@@ -91,7 +91,7 @@ def _import_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     USER_MODULES.add(name)
     sys.modules[name] = module  # dataclasses and pickle look a module up by its name
-    search_beside(path.parent)
+    add_to_import_path(path.parent)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

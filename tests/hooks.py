@@ -196,7 +196,7 @@ def forked_ranks_with_vllm() -> None:
     from rlctl.rollout import vllm
     from rlctl.rollout.process_state import Guest
 
-    vllm._settle_environment()
+    vllm._set_environment()
     with Guest().running():
         from vllm import LLM  # noqa: F401
     gc.freeze()  # see tests/preload.py

@@ -40,7 +40,7 @@ class GradientError:
     high: float
 
     @property
-    def is_vacuous(self) -> bool:
+    def is_undetermined(self) -> bool:
         """Whether the interval contains every possible error."""
         return self.low <= 0.0 and self.high >= 1.0
 

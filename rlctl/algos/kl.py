@@ -24,7 +24,7 @@ _SCHULMAN = 'Schulman 2020, "Approximating KL Divergence"'
 
 @KL_ESTIMATORS.register(label="log-ratio", formula="log π − log π_ref", source=_SCHULMAN)
 def k1(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor | None = None) -> Tensor:
-    """Unbiased as a value, of either sign. As a loss it penalises nothing: its expected gradient is zero."""
+    """Unbiased as a value, of either sign. As a loss it has no effect: its expected gradient is zero."""
     return log_probs - ref_log_probs
 
 

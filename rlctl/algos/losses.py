@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule
 from rlctl.errors import RunFailure
 from rlctl.lazy import torch
-from rlctl.registry import POLICY_LOSSES
+from rlctl.registry import POLICY_LOSSES, ClipBand
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -159,6 +159,7 @@ def reinforce(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     options=CLIP_OPTIONS | {"actor.clip_ratio_c"},
     unbiased=True,
     needs_advantage=True,
+    clip=ClipBand("PPO clip"),
 )
 def ppo_clip(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """PPO's clipped surrogate: −w · min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A).
@@ -180,6 +181,7 @@ def ppo_clip(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     options=CLIP_OPTIONS,
     unbiased=True,
     needs_advantage=True,
+    clip=ClipBand("GSPO clip", "the geometric mean of a response's ratios"),
 )
 def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """PPO's surrogate with one ratio per sequence: s = exp(mean_t log r_t), clipped as a whole.
@@ -207,6 +209,7 @@ def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     options=CLIP_OPTIONS,
     unbiased=True,
     needs_advantage=True,
+    clip=ClipBand("CISPO clip", outside="the nearer bound is the weight of the token's gradient"),
 )
 def cispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """REINFORCE weighted by the clipped ratio: −w · sg(clip(r, 1 − clip_low, 1 + clip_high)) · A · log π_θ.

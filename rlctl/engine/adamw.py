@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-_NEVER = 1 << 62
+_NO_CLIPPING = 1 << 62
 
 
 class GuardedAdamW(torch.optim.AdamW):
@@ -30,7 +30,7 @@ class GuardedAdamW(torch.optim.AdamW):
             torch._foreach_mul_(grads, self.multiply_by)
         if self.clip_norm is not None:
             params = [p for group in self.param_groups for p in group["params"]]
-            self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self.clip_norm or _NEVER).item()
+            self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self.clip_norm or _NO_CLIPPING).item()
         self.withheld = self.skip or not all(map(_is_finite, grads))
         if not self.withheld:
             super().step()

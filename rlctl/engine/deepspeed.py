@@ -319,7 +319,7 @@ class PartitionedLoading:
         with _quiet(), _refusals(self._settings):
             _import_deepspeed().zero.Init(module=first, config_dict_or_path=_config(self._settings))
 
-        def cut_up(parameter: nn.Parameter) -> None:
+        def partition(parameter: nn.Parameter) -> None:
             """Partitions a parameter: each rank keeps its part of rank 0's values."""
             if not parameter.is_cuda:  # a memory-mapped file, into which ranks would write
                 parameter.data = parameter.data.clone()
@@ -334,7 +334,7 @@ class PartitionedLoading:
                 return
             is_read = getattr(parameter, "_is_hf_initialized", False)  # False: in no file, initialised last
             if is_read and late not in parameter.shape[:1]:
-                cut_up(parameter)
+                partition(parameter)
 
         hook = nn.modules.module.register_module_parameter_registration_hook(registered)
         try:
@@ -344,7 +344,7 @@ class PartitionedLoading:
             hook.remove()
         for parameter in model.parameters():
             if not hasattr(parameter, "ds_id"):
-                cut_up(parameter)
+                partition(parameter)
         return model
 
 

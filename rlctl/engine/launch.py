@@ -109,27 +109,27 @@ def _rank_main(launcher: int, target: Callable[..., int], *args: object) -> int:
         return code
     except LostRank as error:
         time.sleep(4 * _WATCH_S)  # let the agent detect the lost rank first
-        _leave_word(error, _LOST)
+        _report_error(error, _LOST)
     except RlctlError as error:
-        _leave_word(error, _OWN_FAULT)
+        _report_error(error, _OWN_FAULT)
     except Exception as error:  # a bug: otherwise the parent would only see that a rank ended
         time.sleep(4 * _WATCH_S)  # a killed rank may be the cause: let the agent detect it first
         if failure := memory_failure(error):
-            _leave_word(failure, _OWN_FAULT)
+            _report_error(failure, _OWN_FAULT)
         what = f"{type(error).__name__}: {error}"
-        _leave_word(RunFailure(what, fix=f"this is a bug; {_keep_traceback()}"), _BUG)
+        _report_error(RunFailure(what, fix=f"this is a bug; {_keep_traceback()}"), _BUG)
 
 
 def end_rank(error: RlctlError) -> NoReturn:
     """Ends this process from any thread; reports the error to the launcher, or to the terminal."""
     if _ERRORS in os.environ:
-        _leave_word(error, _OWN_FAULT)
+        _report_error(error, _OWN_FAULT)
     sys.stderr.write(f"error: {error}\n")
     sys.stderr.flush()
     os._exit(error.exit_code)
 
 
-def _leave_word(error: RlctlError, order: int) -> NoReturn:
+def _report_error(error: RlctlError, order: int) -> NoReturn:
     rank = os.environ["RANK"]
     record = {
         "what": error.what,

@@ -160,7 +160,7 @@ class Adapter:
         save_file(self.tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-class ParkedBase:
+class OffloadedBase:
     """Moves the frozen weights of a model with adapters to the host and back.
 
     They never change, so their host copy is kept.
@@ -176,14 +176,14 @@ class ParkedBase:
         self._on_host = [torch.empty_like(p, device="cpu", pin_memory=pins).copy_(p) for p in self._frozen]
         self.is_parked = False
 
-    def park(self) -> None:
+    def offload(self) -> None:
         """Moves the weights to the host, which frees the device memory."""
         if not self.is_parked:
             for parameter, copy in zip(self._frozen, self._on_host, strict=True):
                 parameter.data = copy
             self.is_parked = True
 
-    def unpark(self) -> None:
+    def onload(self) -> None:
         """Moves the weights back to the device."""
         if self.is_parked:
             for parameter, copy in zip(self._frozen, self._on_host, strict=True):

@@ -26,7 +26,7 @@ _Value = TypeVar("_Value")
 #: Added to the run's own time limit, whose error is more informative than a timeout of torch.
 _GRACE = timedelta(minutes=5)
 #: Environment variables that torchrun would set for a single rank.
-_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+_SINGLE_RANK_ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 #: Set if a single rank set these variables itself.
 _IS_ALONE = "RLCTL_ALONE"
 
@@ -128,7 +128,7 @@ def join_ranks(timeout_s: float = 1500.0) -> Ranks:
     """
     refuse_idle_gpu()
     if "RANK" not in os.environ:
-        os.environ |= _ALONE | {"MASTER_PORT": str(free_port()), _IS_ALONE: "1"}
+        os.environ |= _SINGLE_RANK_ENV | {"MASTER_PORT": str(free_port()), _IS_ALONE: "1"}
     local_rank = int(os.environ["LOCAL_RANK"])
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
@@ -206,10 +206,10 @@ def leave_ranks() -> None:
         _destroy_group()
 
 
-def forget_lone_rank() -> None:
+def clear_single_rank_env() -> None:
     """Removes the variables of a single rank: the next run in this process may have more ranks."""
     if os.environ.pop(_IS_ALONE, None):
-        for name in (*_ALONE, "MASTER_PORT"):
+        for name in (*_SINGLE_RANK_ENV, "MASTER_PORT"):
             os.environ.pop(name, None)
 
 

@@ -38,7 +38,7 @@ class Evaluation:
     grader_errors: list[str]  # messages of the first few grader failures
     seconds: float  # duration of sampling and grading
     num_stored: int = 0  # responses taken from the store
-    #: kind (time-out, memory, crash) → responses that ended their own grading; they are scored as wrong
+    #: kind (time-out, memory, crash) → responses that made their grading fail; they are scored as wrong
     timeouts: Mapping[str, int] = field(default_factory=dict)
     #: for `regrade`: the source evaluation and the changed grades; None: responses were sampled
     regraded: Mapping[str, Any] | None = None

@@ -26,7 +26,7 @@ class Grades:
 
     samples: list[EvalSample]  # with rewards and answers
     errors: list[str]  # messages of the first few grader failures
-    timeouts: dict[str, int]  # kind → responses that ended their own grading; they are scored as wrong
+    timeouts: dict[str, int]  # kind → responses that made their grading fail; they are scored as wrong
 
 
 def grade(reward: Reward, samples: Sequence[EvalSample], progress: Callable[[int, int], None]) -> Grades:

@@ -24,7 +24,7 @@ LOGPROBS_MODE = "processed_logprobs"
 #: Rounding tolerance: a list of tokens is complete if its probabilities add up to at least 1 minus this.
 _MISSING = 1e-5
 #: In the servers' JSON, log-probs below this mean minus infinity.
-_NEVER = -9000.0
+_NOT_ALLOWED = -9000.0
 #: Suggested fix if vLLM cannot run an adapter.
 MERGE_LORA = "set rollout.merge_lora=true, and rollouts get all weights with the adapter merged in"
 
@@ -74,7 +74,7 @@ def listed(entry: Mapping[int, float]) -> tuple[Int32s, Floats]:
     """
     ids, log_probs = np.fromiter(entry, np.int32), np.fromiter(entry.values(), np.float32)
     order = np.argsort(-log_probs, kind="stable")
-    order = order[log_probs[order] > _NEVER]
+    order = order[log_probs[order] > _NOT_ALLOWED]
     return ids[order], log_probs[order]
 
 

@@ -36,14 +36,14 @@ class EngineLock:
                 self._changed.notify_all()
 
 
-class Parked(Protocol):
+class Offloadable(Protocol):
     """State that is on the device only while the engine is not."""
 
-    def park(self) -> None:
+    def offload(self) -> None:
         """Moves the state off the device."""
         ...
 
-    def unpark(self) -> None:
+    def onload(self) -> None:
         """Moves the state back to the device."""
         ...
 
@@ -55,19 +55,19 @@ class LockedRollout:
         engine: used by one thread at a time.
         lock: shared by all wrappers of the engine.
         first: whether this is the trainer's wrapper, which waits for at most one batch.
-        parked: moved off the device while the engine is in use; None: nothing.
+        offloadable: moved off the device while the engine is in use; None: nothing.
     """
 
     def __init__(
-        self, engine: RolloutEngine, lock: EngineLock, *, first: bool, parked: Parked | None = None
+        self, engine: RolloutEngine, lock: EngineLock, *, first: bool, offloadable: Offloadable | None = None
     ) -> None:
         self._engine, self._lock, self._first = engine, lock, first
-        self._parked = parked
+        self._offloadable = offloadable
 
     @property
-    def takes_turns(self) -> bool:
+    def shares_device(self) -> bool:
         """Whether engine and trainer are never on the device at the same time."""
-        return self._parked is not None
+        return self._offloadable is not None
 
     @property
     def description(self) -> str:
@@ -84,7 +84,7 @@ class LockedRollout:
     ) -> Rollouts:
         """See `ResponseSampler.generate`."""
         with self._lock.held(first=self._first):
-            self._make_room()
+            self._offload_trainer()
             found = self._engine.generate(
                 prompts, sampling, n=n, step_seed=step_seed, num_groups_total=num_groups_total
             )
@@ -101,7 +101,7 @@ class LockedRollout:
         """
         if finish := getattr(self._engine, "finish", None):
             with self._lock.held(first=self._first):
-                self._make_room()
+                self._offload_trainer()
                 finish()
 
     def release(self, *, weights_follow: bool) -> None:
@@ -109,18 +109,18 @@ class LockedRollout:
         if release := getattr(self._engine, "release", None):
             with self._lock.held(first=self._first):
                 release(weights_follow=weights_follow)
-        if self._parked:
-            self._parked.unpark()
+        if self._offloadable:
+            self._offloadable.onload()
 
     def sync_weights(self, policy: Policy, policy_version: int) -> None:
         """See `RolloutEngine.sync_weights`; no batch is sampled from a mixture of weights."""
         with self._lock.held(first=self._first):
-            self._make_room()
+            self._offload_trainer()
             self._engine.sync_weights(policy, policy_version)
 
-    def _make_room(self) -> None:
-        if self._parked:
-            self._parked.park()
+    def _offload_trainer(self) -> None:
+        if self._offloadable:
+            self._offloadable.offload()
 
     def close(self) -> None:
         """See `RolloutEngine.close`."""

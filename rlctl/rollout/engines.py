@@ -92,6 +92,7 @@ def build_rollout(context: EngineContext) -> RolloutEngine:
         starts_with_policy=True,
         checks_syncs=False,
         samples_while_training=frozenset({"colocated"}),
+        slow_on_gpu="Hugging Face generation on a GPU takes about five times as long as vLLM's",
         reports_kept="always",
     ),
 )

@@ -145,7 +145,7 @@ class _Replica:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """The last lines of its log, preferably those that contain an error."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         errors = [line for line in lines if "Error" in line] or lines
@@ -209,7 +209,7 @@ class Replicas:
         for replica in self._replicas:
             while not replica.is_ready.wait(_WATCH_S):
                 if self._failure or time.monotonic() > deadline:
-                    words = self._failure.what if self._failure else replica.last_words()
+                    words = self._failure.what if self._failure else replica.log_tail()
                     self.close()
                     if "does not support LoRA" in words:
                         raise UsageError(f"vLLM refuses: {words}", where=str(replica.log), fix=MERGE_LORA)
@@ -241,7 +241,7 @@ class Replicas:
                 self._launch(replica)
             while not self._is_closing.wait(_WATCH_S) and not self._failure:
                 for replica in self._replicas:
-                    self._look(replica)
+                    self._observe(replica)
         except OSError as error:  # out of memory or processes
             self._failure = RunFailure(f"a vLLM server cannot be started: {error}")
         finally:
@@ -250,7 +250,7 @@ class Replicas:
                 if replica.process:
                     replica.process.end()
 
-    def _look(self, replica: _Replica) -> None:
+    def _observe(self, replica: _Replica) -> None:
         assert replica.process is not None
         code = replica.process.poll()
         was_ready = replica.is_ready.is_set()
@@ -269,7 +269,7 @@ class Replicas:
         replica.is_ready.clear()
         replica.process.end()  # or the remaining processes of its group
         if not was_ready or not self._restarts_left:
-            words = f"vLLM server {replica.index} {what}: {replica.last_words()}"
+            words = f"vLLM server {replica.index} {what}: {replica.log_tail()}"
             self._failure = RunFailure(words, where=str(replica.log))
             return
         self._restarts_left -= 1

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from rlctl.engine.protocol import AdapterSnapshot
 from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, one_line
 from rlctl.rollout.completions import (
     LOGPROBS_MODE,
@@ -21,7 +22,7 @@ from rlctl.rollout.completions import (
     vllm_missing,
 )
 from rlctl.rollout.process_state import Guest
-from rlctl.rollout.protocol import Policy, Sampling, SavedAdapter
+from rlctl.rollout.protocol import Policy, Sampling
 from rlctl.rollout.tensor_parallel import Asked, TensorParallelGroup
 from rlctl.rollout.versioned_dir import VersionedDir
 from rlctl.rollout.weights import ExpectedWeights
@@ -81,7 +82,7 @@ class VLLMRollout(CompletionRollout):
             EnvironmentFailure: vLLM is not installed, or does not start on this machine.
             UsageError: vLLM rejects the model.
         """
-        _settle_environment()
+        _set_environment()
         self._guest = Guest()
         try:
             with self._guest.running(), warnings.catch_warnings():
@@ -246,7 +247,7 @@ class TrainedVLLMRollout(VLLMRollout):
         )
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
-    def _adopt(self, adapter: SavedAdapter, versions: VersionedDir) -> None:
+    def _adopt(self, adapter: AdapterSnapshot, versions: VersionedDir) -> None:
         """Replaces the previous adapter.
 
         Each adapter has a unique number and path, because vLLM's caches use them as keys.
@@ -291,7 +292,7 @@ def _shared(size: int) -> dict[str, Any]:
     return settings | ({} if torch.cuda.is_available() else {"worker_cls": CPU_WORKER})
 
 
-def _settle_environment() -> None:
+def _set_environment() -> None:
     """Sets the environment variables that vLLM reads on import."""
     # Within this process vLLM's scheduler is deterministic, and its errors are raised here.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -66,9 +66,10 @@ def gpu_samples_fast(spec: RunSpec) -> Problems:
 
 def slow_on_a_gpu(spec: RunSpec) -> Problems:
     """A warning if the rollout engine is slow on a GPU."""
-    if spec.rollout.name == "hf" and not spec.is_embedded:
-        what = "Hugging Face generation on a GPU takes about five times as long as vLLM's"
-        yield warning("rollout.name", what, 'rollout.name=vllm (pip install "rlctl[vllm]")')
+    if spec.rollout_engine.slow_on_gpu and not spec.is_embedded:
+        yield warning(
+            "rollout.name", spec.rollout_engine.slow_on_gpu, 'rollout.name=vllm (pip install "rlctl[vllm]")'
+        )
 
 
 @reads("rollout.top_k")

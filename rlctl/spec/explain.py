@@ -10,16 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule, RejectRule, WeightRule
-from rlctl.registry import CORRECTION_WEIGHTS, REJECTION_CRITERIA
+from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA, ClipBand
 from rlctl.spec.resolve import correction_rules, loss_rule
 from rlctl.spec.run_spec import RunSpec
-
-#: Losses that clip a ratio → name of the clip, and the quantity that it bounds.
-_CLIPPED: dict[str, tuple[str, str]] = {
-    "ppo_clip": ("PPO clip", "each token's ratio"),
-    "gspo": ("GSPO clip", "the geometric mean of a response's ratios"),
-    "cispo": ("CISPO clip", "each token's ratio"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +86,8 @@ def bands(spec: RunSpec) -> list[Band]:
     found = []
     if rules.weight.level is not None:
         found.append(_weight_band(rules.weight, is_measured_only=is_measured_only))
-    if loss.name in _CLIPPED:
-        found.append(_clip_band(loss, bypass=correction.bypass_mode))
+    if clip := POLICY_LOSSES.part(loss.name).clip:
+        found.append(_clip_band(clip, loss, bypass=correction.bypass_mode))
     return found + [_reject_band(rule) for rule in rules.reject]
 
 
@@ -191,15 +184,12 @@ def _weight_band(rule: WeightRule, *, is_measured_only: bool) -> Band:
     return Band("IS weight", lower, upper, bounds, outside, "ρ" if is_basic else "w")
 
 
-def _clip_band(loss: LossRule, *, bypass: bool) -> Band:
-    name, subject = _CLIPPED[loss.name]
-    subject += " (π_θ / π_rollout)" if bypass else " (π_θ / π_old, not ρ itself)"
-    outside = "no gradient if it would move the ratio further out"
-    if loss.name == "cispo":
-        outside = "the nearer bound is the weight of the token's gradient"
+def _clip_band(clip: ClipBand, loss: LossRule, *, bypass: bool) -> Band:
+    subject = clip.bounds + (" (π_θ / π_rollout)" if bypass else " (π_θ / π_old, not ρ itself)")
+    outside = clip.outside
     if loss.clip_c is not None:
         outside += f"; for negative advantages none above {loss.clip_c:g} either"
-    return Band(name, max(0.0, 1.0 - loss.clip_low), 1.0 + loss.clip_high, subject, outside)
+    return Band(clip.name, max(0.0, 1.0 - loss.clip_low), 1.0 + loss.clip_high, subject, outside)
 
 
 def _reject_band(rule: RejectRule) -> Band:

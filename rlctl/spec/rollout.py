@@ -31,6 +31,7 @@ class EngineCapabilities:
         frees_memory: with `rollout.free_cache_engine` it releases its GPU memory between calls.
         forms_batches: it accepts any number of prompts at once and forms batches internally.
         tensor_parallel: one engine's model can be sharded over several GPUs.
+        slow_on_gpu: how much slower than vLLM it is on a GPU, for a warning; "": it is not.
         min_temperature: the lowest temperature that it does not raise.
         reports_kept: when it can report the tokens that top_p, top_k and min_p kept: `never`, `top_k` (if
             rollout.top_k bounds their number) or `always`. Unless `never`, it also reports the most likely
@@ -47,6 +48,7 @@ class EngineCapabilities:
     frees_memory: bool = False
     forms_batches: bool = False
     tensor_parallel: bool = False
+    slow_on_gpu: str = ""
     min_temperature: float = 0.0
     reports_kept: Literal["never", "top_k", "always"] = "never"
 

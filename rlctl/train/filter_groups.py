@@ -96,7 +96,7 @@ def live_batch(
             )
         share = max(live / len(groups), _SMALLEST_SHARE) if groups else 1.0
         count = min(math.ceil((wanted - live) / share), wanted)
-        drawn = draw_prompts(run, draws, count, first=len(groups))
+        drawn = draw_next_prompts(run, draws, count, first=len(groups))
         chances |= {each.place: each.chance for each in drawn}
         mine = drawn[ranks.rank * count // ranks.world_size : (ranks.rank + 1) * count // ranks.world_size]
         found, failed, rollouts = [], 0.0, None
@@ -144,7 +144,7 @@ def _group(drawn: DrawnPrompt, rollouts: Rollouts, graded: RewardResult) -> _Gro
     return _Group(drawn.place, is_live, drawn.row, mean, int(valid.sum()), tokens)
 
 
-def draw_prompts(run: Run, draws: PromptDraws, count: int, first: int) -> list[DrawnPrompt]:
+def draw_next_prompts(run: Run, draws: PromptDraws, count: int, first: int) -> list[DrawnPrompt]:
     """Draws the next prompts; a curriculum accepts each with the probability that its group is live."""
     spec, options = run.spec, run.spec.algorithm.filter_groups
     drawn: list[DrawnPrompt] = []

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlctl.train.auto_correction import AutoCorrection
+from rlctl.train.auto_weight import AutoCorrection
 from rlctl.train.batch_metrics import batch_metrics, batch_sums
 from rlctl.train.filter_groups import live_batch
 from rlctl.train.guardrails import Guardrails

@@ -17,7 +17,7 @@ from rlctl.engine.deepspeed import (
     frozen_settings,
 )
 from rlctl.engine.frozen import FrozenPolicy
-from rlctl.engine.lora import BasePolicy, ParkedBase, add_lora
+from rlctl.engine.lora import BasePolicy, OffloadedBase, add_lora
 from rlctl.engine.model import load_other_model, load_policy
 from rlctl.engine.protocol import ReferencePolicy
 from rlctl.engine.ranks import Ranks
@@ -132,8 +132,8 @@ def build_models(
     if spec.needs_reference and ref is None:
         ref = base
     lock = EngineLock()
-    parked = ParkedBase(model) if spec.engine.offload_base else None
-    trainers = LockedRollout(rollout, lock, first=True, parked=parked)
+    offloadable = OffloadedBase(model) if spec.engine.offload_base else None
+    trainers = LockedRollout(rollout, lock, first=True, offloadable=offloadable)
     ahead = LockedRollout(rollout, lock, first=False)
     notes = _endless(tokenizer, end_ids(tokenizer, model.generation_config))
     return Models(tokenizer, trainers, ahead, actor, base, ref, critic, sequence, data_ranks, notes)

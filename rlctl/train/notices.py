@@ -73,4 +73,4 @@ def step_warnings(
     if count := metrics["reward/num_timeouts"]:
         kinds = ", ".join(f"{kind}: {number}" for kind, number in sorted(timeouts.items()))
         where = f" (on this rank {kinds})" if kinds else ""
-        yield "timeouts", f"{count:.0f} responses ended their own grading{where} and are scored as wrong"
+        yield "timeouts", f"{count:.0f} responses made their grading fail{where} and are scored as wrong"

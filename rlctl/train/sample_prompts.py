@@ -25,7 +25,7 @@ def sample_batch(
 ) -> Rollouts:
     """Samples this rank's responses of one step, `rollout.n` per prompt."""
     return rollout.generate(
-        draw_prompts(spec, ranks, prompts, step),
+        step_prompts(spec, ranks, prompts, step),
         sampling_of(spec),
         n=spec.rollout.n,
         step_seed=step_seed(spec.trainer.seed, step),
@@ -45,7 +45,7 @@ def greedy_baseline(run: Run, step: int, rollouts: Rollouts, timer: StepTimer) -
         return None
     with timer("gen_max"):
         greedy = run.rollout.generate(
-            draw_prompts(spec, run.ranks, run.train_prompts, step),
+            step_prompts(spec, run.ranks, run.train_prompts, step),
             Sampling(max_response_length=spec.data.max_response_length, greedy=True),
             n=1,
             step_seed=step_seed(spec.trainer.seed, step, "greedy"),
@@ -59,7 +59,7 @@ def greedy_baseline(run: Run, step: int, rollouts: Rollouts, timer: StepTimer) -
     return RewardResult(graded.scores[own], graded.valid[own], errors=graded.errors)
 
 
-def draw_prompts(spec: RunSpec, ranks: Ranks, prompts: PromptDataset, step: int) -> Prompts:
+def step_prompts(spec: RunSpec, ranks: Ranks, prompts: PromptDataset, step: int) -> Prompts:
     """This rank's prompts of one step; `group_ids` are their indices in the whole batch."""
     batch_size = spec.data.train_batch_size
     indices = prompts.batch_indices(step - 1, batch_size, seed=spec.trainer.seed, shuffle=spec.data.shuffle)

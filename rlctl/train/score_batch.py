@@ -15,7 +15,7 @@ from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
 from rlctl.reward.protocol import RewardResult
 from rlctl.spec.algorithm import AlgorithmSpec
-from rlctl.train.estimators import estimate
+from rlctl.train.compute_advantages import estimate
 from rlctl.train.micro_batches import in_batch_order, micro_batches
 from rlctl.train.timing import StepTimer
 

@@ -21,7 +21,7 @@ class UpdateSettings:
         micro_rows: sequences per forward pass on this rank.
         micro_tokens: tokens per forward pass, see `micro_batches`; None: `micro_rows` applies.
         lr_ess_scaling: multiply the learning rate by √ESS of the raw weights.
-        auto_lr_scale: factor of the learning rate, see `rlctl.train.auto_correction`.
+        auto_lr_scale: factor of the learning rate, see `rlctl.train.auto_weight`.
         measure_grad_error: estimate the error of the gradient, see `rlctl.train.gradient_sketches`.
         auto: estimate it for the weights that `rollout_correction.auto` chooses from, too.
         centers_scores: subtract the expected score under the sampler, see `rlctl.algos.score_centering`.

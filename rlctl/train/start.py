@@ -117,15 +117,19 @@ def _remove_unused(run_dir: Path) -> bool:
 
 def run_rank(spec_text: str, run_dir: str, is_resumed: bool, callbacks: Sequence[Callback] = ()) -> int:
     """Runs one rank, from joining the process group to leaving it; returns the run's exit code."""
-    from rlctl.train.stop import listening
+    from rlctl.train.stop import catching_signals
 
     spec = RunSpec.model_validate(yaml.safe_load(spec_text))
     rank = int(os.environ.get("RANK", "0"))
     watchdog = Watchdog(rank, spec.world_size, Path(run_dir), seconds(spec.trainer.hang_timeout))
-    with listening() as stop, watchdog, Startup(is_shown=rank == 0, also=watchdog.begin_phase) as startup:
+    with (
+        catching_signals() as stop,
+        watchdog,
+        Startup(is_shown=rank == 0, also=watchdog.begin_phase) as startup,
+    ):
         stop.at_once = spec.world_size > 1  # otherwise a rank may wait for one that the signal ended
         startup.phase("importing torch, transformers and DeepSpeed")
-        from rlctl.engine.ranks import forget_lone_rank, join_ranks, leave_ranks, missing_ranks
+        from rlctl.engine.ranks import clear_single_rank_env, join_ranks, leave_ranks, missing_ranks
         from rlctl.train.loop import train
         from rlctl.train.setup import build
         from rlctl.train.summary import write_summary
@@ -154,7 +158,7 @@ def run_rank(spec_text: str, run_dir: str, is_resumed: bool, callbacks: Sequence
                 return stop.exit_code
             return STOPPED_BY_GUARDRAILS if run.stopped_because else 0
         finally:
-            forget_lone_rank()
+            clear_single_rank_env()
 
 
 def _with_main_dtype(spec: RunSpec, ranks: Ranks) -> RunSpec:

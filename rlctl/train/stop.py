@@ -12,8 +12,8 @@ from types import FrameType
 
 #: Seconds. A signal this soon after the first is a duplicate: a terminal and Slurm signal every process,
 #: and the launcher also forwards the signal to its ranks.
-_ECHO_S = 1.0
-_HEARD = b"\nstopping as soon as this step is done and saved; once more: leave at once\n"
+_DUPLICATE_S = 1.0
+_STOPPING = b"\nstopping after this step is saved; press Ctrl-C again to exit now\n"
 
 
 @dataclass
@@ -33,26 +33,25 @@ class StopRequest:
 
 
 @contextmanager
-def listening() -> Iterator[StopRequest]:
+def catching_signals() -> Iterator[StopRequest]:
     """Context in which SIGINT and SIGTERM set a `StopRequest`; the second signal ends the process."""
     request = StopRequest()
-    heard_at = 0.0
+    first_signal_at = 0.0
 
-    def hear(number: int, _: FrameType | None) -> None:
-        nonlocal heard_at
+    def on_signal(number: int, _: FrameType | None) -> None:
+        nonlocal first_signal_at
         if request.at_once:
             os._exit(128 + number)
         if request.signal_number is None:
-            request.signal_number, heard_at = number, time.monotonic()
-            if (
-                os.environ.get("RANK", "0") == "0" and not request.is_shown
-            ):  # one rank prints; a handler must not use buffered output
-                with suppress(OSError):  # stderr is closed, for example with its ssh session
-                    os.write(2, _HEARD)
-        elif time.monotonic() - heard_at > _ECHO_S:
+            request.signal_number, first_signal_at = number, time.monotonic()
+            if os.environ.get("RANK", "0") == "0" and not request.is_shown:  # one rank prints
+                # A handler must not use buffered output. stderr may be closed, with its ssh session.
+                with suppress(OSError):
+                    os.write(2, _STOPPING)
+        elif time.monotonic() - first_signal_at > _DUPLICATE_S:
             os._exit(128 + number)
 
-    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield request
     finally:

@@ -65,7 +65,7 @@ def confirm_sync(run: Run, step: int) -> dict[str, float]:
         step_seed=step_seed(run.spec.trainer.seed, step, "probe"),
         num_groups_total=ranks.world_size * PROBE_PROMPTS,
     )
-    if run.rollout.takes_turns:
+    if run.rollout.shares_device:
         run.rollout.release(weights_follow=False)
     rollouts = shared_rollouts(run.sequence, rollouts, 1)
     with torch.no_grad():

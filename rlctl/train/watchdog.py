@@ -135,7 +135,7 @@ class Watchdog:
         while not self._is_over.wait(self._interval):
             now = time.monotonic()
             if (stopped := now - last - 2 * self._interval) > 0:
-                # this thread did not run either, so the whole process stood still
+                # this thread did not run either, so the whole process was suspended
                 self._moved = min(now, self._moved + stopped)
             if self._notes and now >= self._note_at:
                 self._note_at = now + _NOTE_S

@@ -299,7 +299,7 @@ def test_responses_that_crash_the_grader_are_wrong_and_do_not_stop_the_run(tmp_p
     crashed = sum(row["reward"] == 0.0 for row in rows)
     assert sum(line["reward/num_timeouts"] for line in lines) == crashed > 0.1 * len(rows)
     assert all(line["critic/score/min"] == 0.0 for line in lines)  # of those that are valid
-    assert "ended their own grading (on this rank crash: " in job.output
+    assert "made their grading fail (on this rank crash: " in job.output
 
 
 def test_weights_lost_on_the_way_to_the_rollout(tmp_path: Path) -> None:

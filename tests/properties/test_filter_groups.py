@@ -18,7 +18,7 @@ from rlctl.algos.advantages import grpo, has_spread, live_probability, rloo
 from rlctl.batch import Rollouts, TokenLists
 from rlctl.engine.ranks import Ranks
 from rlctl.spec.load import load_spec
-from rlctl.train.filter_groups import draw_prompts
+from rlctl.train.filter_groups import draw_next_prompts
 from rlctl.train.prompt_draws import PromptDraws
 from rlctl.train.score_batch import with_advantages
 from tests.unit.train.scored import rollouts_of, scored_batch
@@ -115,7 +115,7 @@ def test_prompts_are_drawn_with_the_chance_that_their_advantages_are_divided_by(
     dataset = SimpleNamespace(row_at=lambda position, **_: position % 3)
     spec = load_spec([], [], ["algorithm.filter_groups.curriculum=true", "rollout.n=4"]).spec
     draws = measured()
-    drawn = draw_prompts(SimpleNamespace(spec=spec, train_prompts=dataset), draws, 6000, first=5)
+    drawn = draw_next_prompts(SimpleNamespace(spec=spec, train_prompts=dataset), draws, 6000, first=5)
     turns = draws.position / 3
     assert [each.place for each in drawn] == list(range(5, 6005))
     for prompt in range(3):

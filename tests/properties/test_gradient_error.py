@@ -26,8 +26,8 @@ def test_the_interval_holds_the_exact_error(size: float) -> None:
                 for _ in range(7):
                     found = gradient_error(*sampled(rng, world, factors, groups), MINI)
                     hits.append(found.low <= truth <= found.high)
-                    vacuous += found.is_vacuous
-                    if not found.is_vacuous:
+                    vacuous += found.is_undetermined
+                    if not found.is_undetermined:
                         widths.append(found.high - found.low)
     assert np.mean(hits) >= 0.85
     if size < 0.3:
@@ -48,10 +48,10 @@ def test_the_estimate_tends_to_the_exact_error(monkeypatch: pytest.MonkeyPatch) 
 def test_uneven_weights_and_no_gradient_are_said_to_say_nothing() -> None:
     draw = torch.Generator().manual_seed(0)
     noise = torch.randn(100, 50, generator=draw)
-    assert gradient_error(noise, noise, ess=0.2, num_groups=8).is_vacuous
+    assert gradient_error(noise, noise, ess=0.2, num_groups=8).is_undetermined
     one = noise.clone()
     one[0] *= 100
-    assert gradient_error(noise, one, ess=0.9, num_groups=8).is_vacuous
+    assert gradient_error(noise, one, ess=0.9, num_groups=8).is_undetermined
     pure = gradient_error(noise, noise, ess=0.9, num_groups=8)
     assert pure.high == 1.0  # no signal: the gradient may be useless
     same = torch.ones(100, 50) + 0.01 * noise

@@ -81,7 +81,7 @@ def score_notes(document: Mapping[str, Any]) -> Iterator[str]:
         if count == 1:
             yield f"1 response ended its own grading ({kinds}) and is scored as wrong"
         else:
-            yield f"{count:,} responses ended their own grading ({kinds}) and are scored as wrong"
+            yield f"{count:,} responses made their grading fail ({kinds}) and are scored as wrong"
     if (num_short := scores[-1]["num_short"]) and not open_ones:
         yield (
             f"{num_short:,} questions have fewer than {n} graded samples: avg and maj use the graded ones, "

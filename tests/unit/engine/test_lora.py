@@ -8,7 +8,7 @@ from peft import PeftModel
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from rlctl.engine.lora import ParkedBase, add_lora, plain_weights
+from rlctl.engine.lora import OffloadedBase, add_lora, plain_weights
 from rlctl.errors import UsageError
 from rlctl.spec.model import ALL_LINEAR
 from tests.models import naive_log_probs, tiny_batch, tiny_model
@@ -198,16 +198,16 @@ def test_frozen_weights_give_way_and_come_back() -> None:
     before = {name: weight.value().clone() for weight in plain_weights(model) for name in [weight.name]}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     places = [parameter.data_ptr() for parameter in trained]
-    base = ParkedBase(model)
+    base = OffloadedBase(model)
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     on_device = [parameter.data_ptr() for parameter in frozen]
-    base.park()
-    base.park()
+    base.offload()
+    base.offload()
     parked = [parameter.data_ptr() for parameter in frozen]
     assert not set(parked) & set(on_device)
     for weight in plain_weights(model):  # a checkpoint's export, while the engine is awake
         assert torch.equal(weight.value(), before[weight.name])
-    base.unpark()
+    base.onload()
     assert not set(parked) & {parameter.data_ptr() for parameter in frozen}
     assert [parameter.data_ptr() for parameter in trained] == places
     for weight in plain_weights(model):

@@ -161,7 +161,7 @@ def test_responses_that_crash_a_grader_are_wrong_and_a_broken_grader_leaves_boun
     out, found = regrade(directory, quiet, reward=f"{tmp_path}/grader.py:grade", out=tmp_path / "crashed")
     assert found.scores[0].figures["avg"].value == 3 / 8
     assert json.loads((out / "results.json").read_text())["timeouts"] == {"crash": 4}
-    assert "4 responses ended their own grading" in (out / "samples.html").read_text()
+    assert "4 responses made their grading fail" in (out / "samples.html").read_text()
 
     directory = stored_again(directory, stored, ["7"] * 3 + ["8"] + ["raise"] * 4)
     out, found = regrade(directory, quiet, reward=f"{tmp_path}/grader.py:grade", out=tmp_path / "raised")

@@ -96,7 +96,7 @@ def test_a_vllm_engine_keeps_its_state_to_itself(monkeypatch, tmp_path) -> None:
     monkeypatch.setitem(sys.modules, "vllm", stub)
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_KVCACHE_SPACE"):
         monkeypatch.setenv(name, "0")
-    module._settle_environment()
+    module._set_environment()
     random_model(1).save_pretrained(tmp_path)
     before = ProcessState.now()
     engine = module.VLLMRollout(str(tmp_path), TOKENIZER, dtype="fp32", max_model_len=32, revision="a-branch")

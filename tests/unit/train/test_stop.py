@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.train.stop import listening
+from rlctl.train.stop import catching_signals
 from tests.processes import Job
 
 
 def asked(*numbers_and_pauses: float) -> int:
     """Send this process the signals (negative: a pause in seconds); what was heard."""
-    with listening() as stop:
+    with catching_signals() as stop:
         for item in numbers_and_pauses:
             if item < 0:
                 time.sleep(-item)
@@ -51,7 +51,7 @@ def test_heard_though_nobody_reads_the_answer(tmp_path: Path) -> None:
 
 
 def asked_while_ranks_wait() -> int:
-    with listening() as stop:
+    with catching_signals() as stop:
         stop.at_once = True
         os.kill(os.getpid(), signal.SIGTERM)
         return 0
@@ -63,7 +63,7 @@ def test_while_ranks_wait_for_one_another_the_first_signal_ends(tmp_path: Path) 
 
 @pytest.mark.parametrize("is_shown", [True, False])
 def test_a_live_display_is_not_broken_by_a_line(is_shown: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    with listening() as stop:
+    with catching_signals() as stop:
         stop.is_shown = is_shown
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.signal_number == signal.SIGINT
@@ -72,6 +72,6 @@ def test_a_live_display_is_not_broken_by_a_line(is_shown: bool, capfd: pytest.Ca
 
 def test_handlers_are_put_back() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with listening():
+    with catching_signals():
         assert signal.getsignal(signal.SIGINT) != before[0]
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

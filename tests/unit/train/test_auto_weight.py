@@ -20,7 +20,7 @@ from rlctl.errors import SpecError, UsageError
 from rlctl.metric_names import METRICS
 from rlctl.spec.load import load_spec
 from rlctl.train import update as module
-from rlctl.train.auto_correction import AutoCorrection
+from rlctl.train.auto_weight import AutoCorrection
 from rlctl.train.gradient_sketches import GradientSketches, logged_moments, moment_metrics
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.stream import RolloutStream

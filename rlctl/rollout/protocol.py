@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlctl.batch import Prompts, Rollouts, TokenLists
-    from rlctl.engine.protocol import AdapterSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,14 @@ class ResponseSampler(Protocol):
         ...
 
 
+class SavedAdapter(Protocol):
+    """A snapshot of a LoRA adapter."""
+
+    def save(self, directory: Path) -> None:
+        """Writes it in PEFT's format."""
+        ...
+
+
 class Policy(Protocol):
     """Interface through which an engine reads the policy under training.
 
@@ -101,7 +109,7 @@ class Policy(Protocol):
         """
         ...
 
-    def adapter(self) -> AdapterSnapshot:
+    def adapter(self) -> SavedAdapter:
         """The adapter's weights, separate from the base."""
         ...
 

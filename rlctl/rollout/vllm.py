@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rlctl.engine.protocol import AdapterSnapshot
 from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, one_line
 from rlctl.rollout.completions import (
     LOGPROBS_MODE,
@@ -22,7 +21,7 @@ from rlctl.rollout.completions import (
     vllm_missing,
 )
 from rlctl.rollout.process_state import Guest
-from rlctl.rollout.protocol import Policy, Sampling
+from rlctl.rollout.protocol import Policy, Sampling, SavedAdapter
 from rlctl.rollout.tensor_parallel import Asked, TensorParallelGroup
 from rlctl.rollout.versioned_dir import VersionedDir
 from rlctl.rollout.weights import ExpectedWeights
@@ -247,7 +246,7 @@ class TrainedVLLMRollout(VLLMRollout):
         )
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
-    def _adopt(self, adapter: AdapterSnapshot, versions: VersionedDir) -> None:
+    def _adopt(self, adapter: SavedAdapter, versions: VersionedDir) -> None:
         """Replaces the previous adapter.
 
         Each adapter has a unique number and path, because vLLM's caches use them as keys.

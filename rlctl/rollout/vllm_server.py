@@ -16,7 +16,6 @@ import httpx
 import torch
 from torch import Tensor
 
-from rlctl.engine.protocol import AdapterSnapshot
 from rlctl.errors import RlctlError, RunFailure, UsageError
 from rlctl.processes import note_progress
 from rlctl.rollout.completions import (
@@ -27,7 +26,7 @@ from rlctl.rollout.completions import (
     listed,
     listed_tokens,
 )
-from rlctl.rollout.protocol import Policy, Sampling
+from rlctl.rollout.protocol import Policy, Sampling, SavedAdapter
 from rlctl.rollout.published_weights import PublishedWeights
 from rlctl.rollout.replicas import MODEL_NAME, Replicas
 from rlctl.rollout.versioned_dir import VersionedDir
@@ -269,7 +268,7 @@ class VLLMServerRollout(CompletionRollout):
         self,
         published: PublishedWeights,
         weights: Iterator[tuple[str, Tensor]] | None,
-        adapter: AdapterSnapshot | None,
+        adapter: SavedAdapter | None,
         policy_version: int,
     ) -> PublishedPaths:
         """Sends a weight version to every server; returns its directories."""

@@ -80,6 +80,10 @@ class Part:
     experimental: bool = False  # not yet validated on real runs
     #: for a grader: response → its answer as text that is equal for equal answers
     answer_of: Callable[[str], str | None] | None = None
+    #: for a grader, names of data sources as a regular expression, by which `reward.name: auto` chooses; it
+    #: must match a part of the name between `/`, `_`, `.`, `-` and spaces
+    data_sources: str = ""
+    in_process: bool = False  # for a grader: it computes too little to need a separate process
 
     def example_params(self) -> BaseModel | None:
         """Parameters with their defaults, or the first example for required ones; None: it has none."""
@@ -146,6 +150,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
         clip: ClipBand | None = None,
         experimental: bool = False,
         answer_of: Callable[[str], str | None] | None = None,
+        data_sources: str = "",
+        in_process: bool = False,
     ) -> Callable[[Function], Function]:
         """Decorator that registers a function; arguments as in `Part`, the default name is the function's.
 
@@ -190,6 +196,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
                 clip=clip,
                 experimental=experimental,
                 answer_of=answer_of,
+                data_sources=data_sources,
+                in_process=in_process,
             )
             return function
 
@@ -325,7 +333,12 @@ def _first_line(function: Callable[..., Any]) -> str:
 ROLLOUT_ENGINES = Registry(
     "rollout engine", key="rollout.name", module="rlctl.rollout.engines", takes="context"
 )
-GRADERS = Registry("grader", key="reward.name", module="rlctl.reward.graders")
+GRADERS = Registry(
+    "grader",
+    key="reward.name",
+    module="rlctl.reward.graders rlctl.reward.code rlctl.reward.maths rlctl.reward.model"
+    " rlctl.reward.sources",
+)
 TRACKERS = Registry(
     "tracker",
     key="trainer.logger",

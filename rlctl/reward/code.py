@@ -42,6 +42,7 @@ _BLOCK = re.compile(
     label="a program that passes tests",
     formula="1 if the response's program passes all tests of the ground truth, else 0",
     needs={"tests as ground truth", "Linux on x86_64 or aarch64"},
+    data_sources=r"codecontests|code_contests|apps|codeforces|taco|humaneval|mbpp|livecodebench|leetcode\w*",
 )
 class CodeScorer(Scorer):
     """1.0 when the response's program passes every test of its ground truth, else 0.0.

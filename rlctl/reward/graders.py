@@ -2,7 +2,7 @@
 
 A grader is a function (response, ground_truth) → score, or a `Scorer` class with the constructor arguments
 (section `reward`, device). It is registered where it is defined; the others are in `maths.py`, `code.py`,
-`model.py` and `sources.py`.
+`model.py` and `sources.py`, and `rlctl.registry.GRADERS` lists these modules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from fractions import Fraction
 from functools import lru_cache
 
 from rlctl.registry import GRADERS
-from rlctl.reward import code, maths, model, sources  # noqa: F401  they register graders
 from rlctl.reward.answer import Place, own_part, places
 from rlctl.reward.numbers import plain
 
@@ -26,6 +25,8 @@ from rlctl.reward.numbers import plain
     label="the same text",
     formula="1 if the response, stripped of white space at both ends, equals the ground truth, else 0",
     answer_of=lambda response: response.strip() or None,
+    data_sources=r"embedded/addition",
+    in_process=True,
 )
 def exact(response: str, ground_truth: str) -> float:
     """1.0 when the texts are equal, ignoring white space at both ends, else 0.0."""
@@ -70,6 +71,8 @@ def chosen_option(response: str) -> str | None:
     formula="1 if the response chooses the ground truth's option, else 0",
     needs={"a ground truth such as `B` or `B. 26`"},
     answer_of=chosen_option,
+    data_sources=r"mmlu|gpqa|arc|hellaswag|commonsense_?qa|openbook_?qa|aqua|aqua_rat|sciq|medmcqa",
+    in_process=True,
 )
 def multiple_choice(response: str, ground_truth: str) -> float:
     """1.0 when the response chooses the ground truth's option, else 0.0.
@@ -110,6 +113,8 @@ def equation_of(response: str) -> str | None:
     source="Gandhi et al. 2024, arXiv 2404.03683",
     needs={'a ground truth such as `{"numbers": [25, 3, 4], "target": 88}`'},
     answer_of=equation_of,
+    data_sources=r"countdown\w*",
+    in_process=True,
 )
 def countdown(response: str, ground_truth: str) -> float:
     """1.0 when the response's equation uses each number once and makes the target, else 0.0.

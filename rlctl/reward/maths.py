@@ -98,6 +98,10 @@ def answer_of(response: str) -> str | None:
     source="math-verify, with stricter rules",
     needs={"a ground truth that is a number, an expression or a few words"},
     answer_of=answer_of,
+    data_sources=(
+        r"gsm8k|gsm|math\w*|aime\d*|amc\d*|numina\w*|olympiad\w*|minerva|deepscaler|orz|svamp|asdiv"
+        r"|multiarith|polaris|omni_math"
+    ),
 )
 def grade(response: str, ground_truth: str) -> float:
     """1.0 when the response's answer equals the ground truth, else 0.0 (also when it gives no answer).

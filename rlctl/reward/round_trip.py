@@ -15,20 +15,20 @@ from rlctl.reward.code import parse_tests
 from rlctl.reward.graders import countdown_task
 from rlctl.reward.pool import GradingPool
 from rlctl.reward.protocol import Failure, Grade, Sample
-from rlctl.reward.sources import SourceGrader, grader_for
+from rlctl.reward.sources import grader_for
 
 #: Maximum number of ground truths with a cached result.
 MAX_KNOWN = 100_000
 #: Maximum characters of a response in a reason.
 MAX_CHARS = 60
 #: Graders with ground truths that are not answers → parser of the ground truth.
-_TASKS: dict[SourceGrader, Callable[[str], object]] = {"code": parse_tests, "countdown": countdown_task}
+_TASKS: dict[str, Callable[[str], object]] = {"code": parse_tests, "countdown": countdown_task}
 #: A number that is not a subscript; any number.
 _NUMBERS = (re.compile(r"(?<![_\d])(?<!_\{)\d+"), re.compile(r"\d+"))
 #: Numbers that need no grading: tests show that the grader parses all of them.
 _PLAIN_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,6})?")
 #: Grader and ground truth → its problem, "" if there is none.
-_known: dict[tuple[SourceGrader, str], str] = {}
+_known: dict[tuple[str, str], str] = {}
 
 
 def check_ground_truths(pairs: Sequence[tuple[str, str]]) -> list[str]:
@@ -43,7 +43,7 @@ def check_ground_truths(pairs: Sequence[tuple[str, str]]) -> list[str]:
     asked = [(grader_for(source), truth) for source, truth in pairs]
     if len(_known) > MAX_KNOWN:
         _known.clear()
-    fresh: dict[SourceGrader, list[str]] = {}
+    fresh: dict[str, list[str]] = {}
     for grader, truth in dict.fromkeys(asked):
         if (grader, truth) not in _known:
             fresh.setdefault(grader, []).append(truth)
@@ -78,7 +78,7 @@ def wrong_answer(grader: str, ground_truth: str) -> str | None:
     return response[: found.start()] + other + response[found.end() :]
 
 
-def _problems(grader: SourceGrader, truths: Sequence[str]) -> dict[str, str]:
+def _problems(grader: str, truths: Sequence[str]) -> dict[str, str]:
     found = dict.fromkeys(truths, "")
     if grader in _TASKS:
         for truth in truths:
@@ -99,7 +99,7 @@ def _problems(grader: SourceGrader, truths: Sequence[str]) -> dict[str, str]:
 
 
 @cache
-def _pool(grader: SourceGrader, pid: int) -> GradingPool:
+def _pool(grader: str, pid: int) -> GradingPool:
     """A pool per process: after a fork the pipes to the children belong to the parent."""
     return GradingPool(grader)
 

@@ -6,7 +6,7 @@ import re
 import traceback
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlctl.registry import GRADERS
 from rlctl.reward.pool import GradingPool, is_ours, is_scorer
@@ -18,30 +18,20 @@ if TYPE_CHECKING:
     from rlctl.spec.reward import RewardSpec
 
 Graded = TypeVar("Graded")
-#: Graders that `auto` chooses from.
-SourceGrader = Literal["exact", "maths", "multiple_choice", "countdown", "code"]
-#: Graders that compute too little to need a separate process.
-_IN_THIS_PROCESS = {"exact", "multiple_choice", "countdown"}
-
-#: Graders, each with parts of the names of its sources, as in `openai/gsm8k` or `allenai/ai2_arc`.
-_SOURCES: list[tuple[SourceGrader, str]] = [
-    ("exact", r"embedded/addition"),
-    ("countdown", r"countdown\w*"),
-    ("code", r"codecontests|code_contests|apps|codeforces|taco|humaneval|mbpp|livecodebench|leetcode\w*"),
-    ("multiple_choice", r"mmlu|gpqa|arc|hellaswag|commonsense_?qa|openbook_?qa|aqua|aqua_rat|sciq|medmcqa"),
-    ("maths", r"gsm8k|gsm|math\w*|aime\d*|amc\d*|numina\w*|olympiad\w*|minerva|deepscaler|orz|svamp|asdiv"),
-    ("maths", r"multiarith|polaris|omni_math"),
-]
 _BOUNDED = r"(?:^|[/_.\- ])(?:{})(?:$|[/_.\- ])"
 
 
 @lru_cache(maxsize=1024)
-def _registered(data_source: str) -> SourceGrader | None:
-    found = (g for g, names in _SOURCES if re.search(_BOUNDED.format(names), data_source, re.IGNORECASE))
-    return next(found, None)
+def _registered(data_source: str) -> str | None:
+    of_sources = (part for part in GRADERS.parts() if part.data_sources)
+    return next((part.name for part in of_sources if _matches(part.data_sources, data_source)), None)
 
 
-def grader_for(data_source: str) -> SourceGrader:
+def _matches(pattern: str, data_source: str) -> bool:
+    return bool(re.search(_BOUNDED.format(pattern), data_source, re.IGNORECASE))
+
+
+def grader_for(data_source: str) -> str:
     """The grader that `auto` selects for rows of this source; `maths` for unknown sources."""
     return _registered(data_source) or "maths"
 
@@ -61,7 +51,7 @@ def scorer_of(name: str, params: dict[str, Any], spec: RewardSpec, device: torch
     if is_scorer(name):
         scorer: Scorer = GRADERS[name](spec, device)
         return scorer
-    if name in _IN_THIS_PROCESS:
+    if is_ours(name) and GRADERS.part(name).in_process:
         return LocalScorer(name)
     pool = GradingPool(name, params)
     if not is_ours(name):
@@ -105,7 +95,7 @@ class SourceScorer(Scorer):
 
     def __init__(self, spec: RewardSpec, device: torch.device) -> None:
         self._start = partial(scorer_of, params={}, spec=spec, device=device)
-        self._scorers: dict[SourceGrader, Scorer] = {}
+        self._scorers: dict[str, Scorer] = {}
 
     def grade(self, samples: Sequence[Sample]) -> list[Grade]:
         """Returns one grade per sample, in order."""
@@ -124,7 +114,7 @@ class SourceScorer(Scorer):
         self, samples: Sequence[Sample], grade: Callable[[Scorer, Sequence[Sample]], list[Graded]]
     ) -> list[Graded]:
         """Applies `grade` to the samples of each grader; returns the results in the order of `samples`."""
-        places: dict[SourceGrader, list[int]] = {}
+        places: dict[str, list[int]] = {}
         for place, sample in enumerate(samples):
             places.setdefault(grader_for(sample.data_source), []).append(place)
         graded: dict[int, Graded] = {}

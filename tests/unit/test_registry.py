@@ -290,7 +290,10 @@ def test_an_installed_package_adds_a_part(tmp_path: Path) -> None:
         "from rlctl.registry import POLICY_LOSSES\n\n\n"
         '@POLICY_LOSSES.register("theirs", label="Theirs", needs={"old_log_probs"})\n'
         "def loss(*arguments):\n    raise NotImplementedError\n\n\n"
-        "def gap(log_ratio, params):\n    return log_ratio.token.abs()\n"
+        "def gap(log_ratio, params):\n    return log_ratio.token.abs()\n\n\n"
+        "from rlctl.registry import GRADERS\n\n\n"
+        '@GRADERS.register(data_sources=r"their_\\d+")\n'
+        "def same(response, ground_truth):\n    return 1.0\n"
     )
     info = tmp_path / "their_losses-1.0.dist-info"
     info.mkdir()
@@ -298,7 +301,7 @@ def test_an_installed_package_adds_a_part(tmp_path: Path) -> None:
     (info / "entry_points.txt").write_text(
         "[rlctl.policy_losses]\ntheirs = their_losses:loss\nbroken = their_losses:absent\n"
         "reinforce = their_losses:loss\n"
-        "[rlctl.rejection_criteria]\ngap = their_losses:gap\n"
+        "[rlctl.rejection_criteria]\ngap = their_losses:gap\n[rlctl.graders]\nsame = their_losses:same\n"
     )
     code = f"""
         import sys
@@ -312,6 +315,8 @@ def test_an_installed_package_adds_a_part(tmp_path: Path) -> None:
         assert POLICY_LOSSES.part("theirs").label == "Theirs"
         load_spec([], [], ["{RC}rollout_rs=gap", "{RC}rollout_rs_threshold=0.5"])
         assert POLICY_LOSSES.part("theirs").needs == {{"old_log_probs"}}
+        from rlctl.reward.sources import grader_for
+        assert (grader_for("hub/their_7"), grader_for("hub/gsm8k")) == ("same", "maths")
         try:
             POLICY_LOSSES.part("broken")
         except UsageError as error:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, Unpack
 import torch
 
 from rlctl.engine.liger import refuse_liger_here, run_liger
-from rlctl.engine.model_files import explained
 from rlctl.errors import UsageError
+from rlctl.model_files import explained
 from rlctl.prefix import body_of, reads_more_than_text
 
 if TYPE_CHECKING:

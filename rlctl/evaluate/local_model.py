@@ -16,10 +16,10 @@ import torch
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.render import template_sha256
 from rlctl.engine.model import load_policy, load_reader
-from rlctl.engine.model_files import local_directory
 from rlctl.evaluate.request import EngineName, Plan, lengths
 from rlctl.evaluate.samples import AskedModel, Pair, Response
 from rlctl.files import sha256_of
+from rlctl.model_files import local_directory
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.rollout.hf import DTYPES, HFRollout
 from rlctl.rollout.protocol import step_seed

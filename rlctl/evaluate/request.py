@@ -14,9 +14,9 @@ from pydantic import ValidationError
 
 from rlctl.data.write import check_vacant
 from rlctl.engine.checkpoint import CHECKPOINTS, model_checksums, newest_intact
-from rlctl.engine.model_files import config_directory
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.evaluate.questions import Columns, Questions, load_questions
+from rlctl.model_files import config_directory
 from rlctl.rollout.protocol import Sampling
 from rlctl.spec.load import RUN_SPEC_FILE, load_spec
 from rlctl.spec.reward import OverlongSpec, RewardSpec

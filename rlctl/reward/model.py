@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, first_line
+from rlctl.errors import EnvironmentFailure, RunFailure, UsageError, first_line
 from rlctl.lazy import torch
+from rlctl.model_files import explained
 from rlctl.registry import GRADERS
 from rlctl.reward.protocol import Failure, Grade, Sample, Scorer
 
@@ -114,32 +113,21 @@ class ModelScorer(Scorer):
 
 
 def _load(spec: RewardModelSpec) -> tuple[Any, Any]:
-    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-    path = spec.path
-    where = f"reward.model.path={path}"
-    if path is None:
+    if spec.path is None:
         raise UsageError("the reward model has no path", where="reward.model.path", fix=_FIX)
-    looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
-    if looks_local and not (Path(path) / "config.json").is_file():
-        raise UsageError("not a Hugging Face model directory: it has no config.json", where=where, fix=_FIX)
-    trust = {"trust_remote_code": spec.trust_remote_code}
+    where, trust = f"reward.model.path={spec.path}", {"trust_remote_code": spec.trust_remote_code}
     dtype = torch.float32 if spec.dtype == "fp32" else torch.bfloat16
-    try:
+    with explained(spec.path, "reward.model.path", "a reward model", _FIX) as path:
         config = AutoConfig.from_pretrained(path, **trust)
         if config.num_labels != 1:
-            raise UsageError(
-                f"a reward model has one output, this one has {config.num_labels}", where=where, fix=_FIX
-            )
+            what = f"a reward model has one output, this one has {config.num_labels}"
+            raise UsageError(what, where=where, fix=_FIX)
         tokenizer = AutoTokenizer.from_pretrained(path, **trust)
         model, report = AutoModelForSequenceClassification.from_pretrained(
             path, dtype=dtype, output_loading_info=True, **trust
         )
-    except (OSError, SafetensorError) as error:
-        raise _not_loaded(path, where, error) from error
-    except (ValueError, KeyError, ImportError) as error:
-        raise UsageError(f"not a reward model: {first_line(error)}", where=where, fix=_FIX) from error
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise UsageError(f"its weights lack {missing}: its scores would be random", where=where, fix=_FIX)
@@ -151,14 +139,3 @@ def _load(spec: RewardModelSpec) -> tuple[Any, Any]:
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     model.config.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer
-
-
-def _not_loaded(path: str, where: str, error: Exception) -> RlctlError:
-    if (Path(path) / "config.json").is_file():
-        return UsageError(f"the model cannot be read: {first_line(error)}", where=where)
-    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in {"", "0"}
-    return EnvironmentFailure(
-        f"neither a directory nor in the cache, and the download failed: {first_line(error)}",
-        where=where,
-        fix="unset HF_HUB_OFFLINE" if offline else "check the id and the network, or download it beforehand",
-    )

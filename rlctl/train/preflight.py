@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rlctl.engine.model_files import check_directory
 from rlctl.errors import Problem, UsageError
+from rlctl.model_files import check_directory
 from rlctl.spec.checkpoint_size import checkpoint_bytes
 from rlctl.spec.paths import matches
 from rlctl.spec.run_spec import RunSpec

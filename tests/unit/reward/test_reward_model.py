@@ -1,5 +1,7 @@
 """Reward models: the logit of each text alone, whatever it is batched with."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -117,8 +119,18 @@ def test_a_model_that_is_no_reward_model_is_refused(saved, tmp_path):
         scorer(tmp_path / "two")
     with pytest.raises(UsageError, match=r"lack score\.weight"):
         scorer(tmp_path / "policy")
-    with pytest.raises(UsageError, match=r"no config\.json"):
+    with pytest.raises(UsageError, match="no such directory"):
         scorer(tmp_path / "nothing")
+
+
+def test_weights_that_could_run_code_are_refused(saved, tmp_path):
+    """A pickle with another object than tensors: the loader refuses it, and the message names the model."""
+    LlamaForSequenceClassification(shape(num_labels=1)).config.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    torch.save({"model.norm.weight": Path("x")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UsageError, match="more than tensors") as caught:
+        scorer(tmp_path)
+    assert caught.value.where == f"reward.model.path={tmp_path}"
 
 
 def test_a_device_that_is_not_there_is_refused(saved):

@@ -50,10 +50,18 @@ def config_directory(path: str) -> Path:
 
 
 @contextmanager
-def explained(path: str, key: str = "model.path") -> Iterator[str]:
+def explained(
+    path: str,
+    key: str = "model.path",
+    kind: str = "a model that can be trained",
+    fix: str = "name a causal language model; model.trust_remote_code=true if it ships its own code",
+) -> Iterator[str]:
     """Turns errors during loading into clear messages; yields the directory or hub id that `path` stands for.
 
-    `key` is the spec key that names the model.
+    Args:
+        path: directory, hub id, or name of a model.
+        key: the spec key that names the model.
+        kind, fix: what the model must be, and what to write for a model of another kind.
     """
     from safetensors import SafetensorError
 
@@ -71,11 +79,7 @@ def explained(path: str, key: str = "model.path") -> Iterator[str]:
             "author",
         ) from error
     except (ValueError, KeyError, ImportError) as error:
-        raise UsageError(
-            f"not a model that can be trained: {first_line(error)}",
-            where=where,
-            fix="name a causal language model; model.trust_remote_code=true if it ships its own code",
-        ) from error
+        raise UsageError(f"not {kind}: {first_line(error)}", where=where, fix=fix) from error
 
 
 def check_directory(path: str, where: str) -> None:

@@ -18,10 +18,23 @@ import sys
 from types import ModuleType
 from typing import Any
 
-__all__ = ["RlctlError", "correct", "diagnose", "evaluate", "grade", "load_spec", "open_run", "train"]
+__all__ = [
+    "CorrectedBatch",
+    "EvaluationRecord",
+    "RlctlError",
+    "RunRecord",
+    "correct",
+    "diagnose",
+    "evaluate",
+    "grade",
+    "load_spec",
+    "open_run",
+    "train",
+]
 
 _HOMES = dict.fromkeys(__all__, "rlctl.api") | {
     "RlctlError": "rlctl.errors",
+    "RunRecord": "rlctl.track.open_run",
     "open_run": "rlctl.track.open_run",
 }
 

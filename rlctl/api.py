@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from rlctl.errors import RunFailure, UsageError, in_words
 from rlctl.track.open_run import RunRecord, open_run
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlctl.diagnose.rules import Diagnosis
+    from rlctl.evaluate.questions import Columns
     from rlctl.spec.run_spec import RunSpec
 
 _log = logging.getLogger("rlctl")
@@ -28,6 +29,7 @@ Callback = Callable[[int, Mapping[str, float]], None]
 #: Key of `algorithm.rollout_correction` → why `correct` cannot apply it, and what to do.
 _NO_LOSS = "has no effect: this function computes no loss"
 _NOT_IN_CORRECT = {
+    "bypass_mode": ("has no effect: `log_probs` decides, π_θ or π_old", "leave it out"),
     "loss_type": (_NO_LOSS, "leave it out"),
     "loss_params": (_NO_LOSS, "leave it out"),
     "loss_denominator": (_NO_LOSS, "leave it out, and divide by the sum of the mask of your choice"),
@@ -127,8 +129,32 @@ class EvaluationRecord:
     results: dict[str, Any]
 
 
+class EvaluateOptions(TypedDict, total=False):
+    """Options of `evaluate`: the fields of `rlctl.evaluate.request.EvaluateRequest`, with its defaults."""
+
+    columns: Columns
+    benchmarks_dir: Path | None
+    n: int
+    ks: Sequence[int] | None
+    temperature: float
+    top_p: float
+    max_response_length: int | None
+    limit: int | None
+    seed: int
+    reward: str | None
+    engine: Literal["hf", "vllm", "openai"] | None
+    base_url: str | None
+    concurrency: int
+    timeout: float
+    fresh: bool
+    out: Path | None
+    batch_size: int
+
+
 def evaluate(
-    model_or_run: str | Path | RunRecord, data: str | Sequence[str] = (), **options: Any
+    model_or_run: str | Path | RunRecord,
+    data: str | Sequence[str] = (),
+    **options: Unpack[EvaluateOptions],
 ) -> EvaluationRecord:
     """Sample responses, grade them and compute scores; stored responses are not sampled again.
 
@@ -173,15 +199,20 @@ def diagnose(log: str | Path | RunRecord, *, rules: str | Sequence[str] = ()) ->
 
 
 def grade(
-    grader: str, responses: Sequence[str], ground_truths: Sequence[str], *, deadline_s: float = 5.0
+    grader: str,
+    responses: Sequence[str],
+    ground_truths: Sequence[str],
+    *,
+    params: Mapping[str, Any] | None = None,
+    deadline_s: float = 5.0,
 ) -> list[float | None]:
     """Score responses as training does, in child processes with a deadline.
 
     Args:
-        grader: `maths`, `exact`, `multiple_choice`, `countdown`, a grader of an installed package, or
-            `file.py:function`.
+        grader: name of a registered grader, such as `maths`, or `file.py:function`.
         responses: responses of a model.
         ground_truths: one per response.
+        params: parameters that the grader declares.
         deadline_s: seconds that grading one response may take.
 
     Returns:
@@ -212,7 +243,7 @@ def grade(
     if len(responses) != len(ground_truths):
         what = f"{len(responses)} responses and {len(ground_truths)} ground truths"
         raise UsageError(what, fix="give one ground truth for each response")
-    pool = GradingPool(grader, deadline_s=deadline_s)
+    pool = GradingPool(grader, dict(params or {}), deadline_s=deadline_s)
     try:
         pool.check()
         graded = pool.grade([Sample(*pair) for pair in zip(responses, ground_truths, strict=True)])
@@ -237,6 +268,20 @@ class CorrectedBatch:
     metrics: dict[str, float]
 
 
+class CorrectOptions(TypedDict, total=False):
+    """Options of `correct`: keys of `algorithm.rollout_correction` in a spec, with the same defaults."""
+
+    dialect: Literal["rlctl", "guide", "verl"]
+    rollout_is: str | None
+    rollout_is_params: Mapping[str, Any]
+    rollout_is_threshold: str | float
+    rollout_is_bound: Literal["clip", "truncate", "mask"] | None
+    rollout_is_batch_normalize: bool
+    rollout_rs: str | None
+    rollout_rs_params: Mapping[str, Any]
+    rollout_rs_threshold: str | float | None
+
+
 def correct(
     log_probs: Tensor,
     rollout_log_probs: Tensor,
@@ -244,7 +289,7 @@ def correct(
     *,
     advantages: Tensor | None = None,
     age: Tensor | None = None,
-    **rollout_correction: Any,
+    **options: Unpack[CorrectOptions],
 ) -> CorrectedBatch:
     """Importance weights and rejection between the sampling and the trained policy, for any trainer.
 
@@ -261,7 +306,7 @@ def correct(
         response_mask: (B, T) bool, tokens that the policy sampled; other positions are never read.
         advantages: (B, T), for criteria that depend on their sign (`off_policy`).
         age: (B,), optimizer updates since the weights that sampled each response, for the criterion `age`.
-        rollout_correction: keys of `algorithm.rollout_correction`: rollout_is, rollout_is_threshold,
+        options: keys of `algorithm.rollout_correction`: rollout_is, rollout_is_threshold,
             rollout_rs, rollout_rs_threshold, dialect …; their defaults are those of a spec.
 
     Raises:
@@ -279,7 +324,7 @@ def correct(
     from rlctl.spec.resolve import correction_rules
 
     try:
-        spec = RolloutCorrectionSpec(**rollout_correction)
+        spec = RolloutCorrectionSpec(**options)
     except ValidationError as error:
         found = error.errors()[0]
         raise UsageError(in_words(found), where=".".join(map(str, found["loc"]))) from None

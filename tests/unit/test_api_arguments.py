@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import pytest
 import torch
 
 import rlctl
+from rlctl import api
 from rlctl.errors import UsageError
+from rlctl.evaluate.request import EvaluateRequest
+from rlctl.spec.algorithm import RolloutCorrectionSpec
 
 A, MASK = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
@@ -71,6 +75,30 @@ def test_a_rule_that_returns_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("step,actor/entropy\n" + "".join(f"{i},0.5\n" for i in range(1, 30)))
     with pytest.raises(UsageError, match="the rule too_low returned str"):
         rlctl.diagnose(tmp_path / "log.csv", rules=f"{tmp_path}/mine.py:too_low")
+
+
+def test_a_grader_gets_its_parameters(tmp_path: Path) -> None:
+    source = (
+        "from pydantic import BaseModel\nfrom rlctl.registry import GRADERS\n\n\n"
+        "class Scale(BaseModel, extra='forbid'):\n    scale: float = 1.0\n\n\n"
+        "@GRADERS.register(params=Scale)\n"
+        "def scaled(response: str, params: Scale) -> float:\n    return len(response) * params.scale\n"
+    )
+    (tmp_path / "mine.py").write_text(source)
+    name = f"{tmp_path}/mine.py:scaled"
+    assert rlctl.grade(name, ["abc", ""], ["", ""], params={"scale": 2.0}) == [6.0, 0.0]
+    with pytest.raises(UsageError, match="scal"):
+        rlctl.grade(name, ["abc"], [""], params={"scal": 2.0})
+    with pytest.raises(UsageError, match="takes no parameters"):
+        rlctl.grade("exact", ["abc"], ["abc"], params={"scale": 2.0})
+
+
+def test_options_are_typed_key_by_key() -> None:
+    """What an editor completes is what the functions read, and nothing that `correct` refuses."""
+    fields = {field.name for field in dataclasses.fields(EvaluateRequest)} - {"model_or_run", "data"}
+    assert set(api.EvaluateOptions.__annotations__) == fields
+    refused = set(api._NOT_IN_CORRECT)
+    assert set(api.CorrectOptions.__annotations__) == set(RolloutCorrectionSpec.model_fields) - refused
 
 
 def test_values_keep_their_type_and_may_nest(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
@@ -200,8 +200,8 @@ def diagnose(log: str | Path | RunRecord, *, rules: str | Sequence[str] = ()) ->
 
 def grade(
     grader: str,
-    responses: Sequence[str],
-    ground_truths: Sequence[str],
+    responses: Iterable[str],
+    ground_truths: Iterable[str],
     *,
     params: Mapping[str, Any] | None = None,
     deadline_s: float = 5.0,
@@ -224,12 +224,9 @@ def grade(
     from rlctl.reward.pool import GradingPool, is_scorer
     from rlctl.reward.protocol import Failure, Sample
 
+    responses, ground_truths = (x if isinstance(x, str) else list(x) for x in (responses, ground_truths))
     for name, texts in (("responses", responses), ("ground_truths", ground_truths)):
-        if (
-            isinstance(texts, str)
-            or not isinstance(texts, Sequence)
-            or not all(isinstance(text, str) for text in texts)
-        ):
+        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
             raise UsageError(f"{name} is not a list of texts", where=name, fix="give a list of str")
     if not isinstance(grader, str):
         raise UsageError(

@@ -83,7 +83,7 @@ class Part:
     #: for a grader, names of data sources as a regular expression, by which `reward.name: auto` chooses; it
     #: must match a part of the name between `/`, `_`, `.`, `-` and spaces
     data_sources: str = ""
-    in_process: bool = False  # for a grader: it computes too little to need a separate process
+    in_process: bool = False  # for a built-in grader: it computes too little to need a separate process
 
     def example_params(self) -> BaseModel | None:
         """Parameters with their defaults, or the first example for required ones; None: it has none."""

@@ -228,7 +228,7 @@ def _leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[st
             yield from _leaves(value, f"{key}.")
         else:
             plain = os.fspath(value) if isinstance(value, os.PathLike) else value
-            plain = plain.item() if hasattr(plain, "item") else plain  # of NumPy
+            plain = plain.tolist() if hasattr(plain, "tolist") else plain  # of NumPy
             yield key, Leaf(plain, str(plain), None)
 
 

@@ -38,7 +38,9 @@ def _with_absolute_functions(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_with_absolute_functions(item) for item in value]
     if isinstance(value, str) and ".py:" in value:
-        return ",".join(map(_absolute_function, split_names(value)))
+        names = split_names(value)
+        absolute = [_absolute_function(name) for name in names]
+        return value if absolute == names else ",".join(absolute)
     return value
 
 

@@ -36,7 +36,6 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: rlctl.grade("exact", ["1"], ["1"], deadline_s="5"),
         "'5' is not a number above 0",
     ),
-    "a generator": (lambda: rlctl.grade("exact", iter(["1"]), ["1"]), "responses is not a list of texts"),
     "advantages as a list": (lambda: rlctl.correct(A, A, MASK, advantages=[1, 2]), "advantages: is a list"),
     "a number of responses as text": (
         lambda: rlctl.evaluate("m", "gsm8k", n="x"),
@@ -75,6 +74,12 @@ def test_a_rule_that_returns_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("step,actor/entropy\n" + "".join(f"{i},0.5\n" for i in range(1, 30)))
     with pytest.raises(UsageError, match="the rule too_low returned str"):
         rlctl.diagnose(tmp_path / "log.csv", rules=f"{tmp_path}/mine.py:too_low")
+
+
+def test_columns_of_a_table_can_be_graded() -> None:
+    """As `open_run(…).rollouts()` gives them."""
+    texts = np.array(["1", "2"], dtype=object)
+    assert rlctl.grade("exact", texts, iter(["1", "3"])) == [1.0, 0.0]
 
 
 def test_a_grader_gets_its_parameters(tmp_path: Path) -> None:

@@ -379,7 +379,9 @@ def test_the_schema_offers_no_kl_estimator_that_a_reward_cannot_use() -> None:
 
 def test_files_joined_with_commas_are_absolute_in_the_spec_of_a_run(mine: str) -> None:
     rules = [f"{RC}rollout_rs={mine}:largest_gap, token_k1,{mine}:undecorated"]
-    spec = with_absolute_paths(spec_with(*rules, f"{RC}rollout_rs_threshold=0.5,0.5_2.0,0.5").spec)
+    text = "data.chat_template_kwargs.note=see b.py:f, or c.py:g"
+    spec = with_absolute_paths(spec_with(*rules, f"{RC}rollout_rs_threshold=0.5,0.5_2.0,0.5", text).spec)
+    assert spec.data.chat_template_kwargs == {"note": "see b.py:f, or c.py:g"}
     file = Path(mine).resolve()
     assert spec.algorithm.rollout_correction.rollout_rs == f"{file}:largest_gap,token_k1,{file}:undecorated"
 

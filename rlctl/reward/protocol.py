@@ -5,11 +5,13 @@ Imports no torch at run time, because grading processes import this module.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlctl.errors import visible
+from rlctl.lazy import torch
 from rlctl.metric_names import OVERLONG
 
 if TYPE_CHECKING:
@@ -91,6 +93,23 @@ class RewardResult:
     #: (B,) answers of the responses, as text that is equal for equal answers (for majority votes). Empty
     #: unless requested; None without an answer, or if no term can extract answers.
     answers: list[str | None] = field(default_factory=list)
+
+    def pick(self, rows: slice | Tensor) -> RewardResult:
+        """Scores of some rows, without failures and answers."""
+        parts = {term: scores[rows] for term, scores in self.parts.items()}
+        return RewardResult(self.scores[rows], self.valid[rows], parts)
+
+    @classmethod
+    def joined(cls, results: Sequence[RewardResult]) -> RewardResult:
+        """All rows, with the failures of all results, without answers."""
+        return cls(
+            torch.cat([result.scores for result in results]),
+            torch.cat([result.valid for result in results]),
+            {term: torch.cat([result.parts[term] for result in results]) for term in results[0].parts},
+            [error for result in results for error in result.errors],
+            sum((Counter(result.errors_by_term) for result in results), Counter()),
+            sum((Counter(result.timeouts) for result in results), Counter()),
+        )
 
     @property
     def graded(self) -> Tensor:

@@ -73,67 +73,107 @@ def live_batch(
     Raises:
         RunFailure: a whole epoch has too few live groups, or too many responses could not be graded.
     """
-    spec, ranks = run.spec, run.ranks
-    wanted, n = spec.data.train_batch_size, spec.rollout.n
-    options = spec.algorithm.filter_groups
-    own: dict[int, tuple[Rollouts, RewardResult]] = {}
-    groups: list[_Group] = []
-    chances: dict[int, float] = {}
-    errors: list[str] = []
-    timeouts: Counter[FailureKind] = Counter()
-    by_term: Counter[str] = Counter()
-    rounds, ungraded, start = 0, 0.0, draws.position
-    while True:
-        live = sum(group.is_live for group in groups)
-        is_last = 0 < options.max_num_gen_batches <= rounds
-        if live >= wanted or is_last:
-            break
-        if len(groups) >= wanted and draws.position - start >= len(run.train_prompts):
+    start, options = draws.position, run.spec.algorithm.filter_groups
+    rounds = _Rounds(run, step, draws)
+    while rounds.num_missing and not 0 < options.max_num_gen_batches <= rounds.count:
+        if len(rounds.groups) >= rounds.wanted and draws.position - start >= len(run.train_prompts):
+            live = rounds.wanted - rounds.num_missing
+            what = f"all prompts of one epoch gave {live} groups whose rewards differ"
             raise RunFailure(
-                f"all prompts of one epoch gave {live} groups whose rewards differ; a batch takes {wanted}",
+                f"{what}; a batch takes {rounds.wanted}",
                 where=_KEY,
                 fix="use data of another difficulty, set max_num_gen_batches, or lower data.train_batch_size",
             )
-        share = max(live / len(groups), _SMALLEST_SHARE) if groups else 1.0
-        count = min(math.ceil((wanted - live) / share), wanted)
-        drawn = draw_next_prompts(run, draws, count, first=len(groups))
-        chances |= {each.place: each.chance for each in drawn}
-        mine = drawn[ranks.rank * count // ranks.world_size : (ranks.rank + 1) * count // ranks.world_size]
-        found, failed, rollouts = [], 0.0, None
-        with timer("gen"):
-            if mine:  # in a small round some ranks have no prompts
-                rollouts = run.rollout.generate(
-                    run.train_prompts.prompts([d.row for d in mine], [d.place - len(groups) for d in mine]),
-                    sampling_of(spec),
-                    n=n,
-                    step_seed=step_seed(spec.trainer.seed, step, f"train/{rounds}" if rounds else "train"),
-                    num_groups_total=count,
-                )
-            run.rollout.finish()
-        if rollouts:
-            with timer("reward"):
-                graded = run.reward.score(rollouts)
-            errors += graded.errors
-            timeouts.update(graded.timeouts)
-            by_term.update(graded.errors_by_term)
-            for each, rows in zip(mine, (slice(i * n, (i + 1) * n) for i in range(len(mine))), strict=True):
-                own[each.place] = rollouts.pick(rows), _picked(graded, rows)
-                found.append(_group(each, *own[each.place]))
-            failed = float((~graded.valid & ~rollouts.aborted.cpu()).sum())
-        [failed] = ranks.sum([failed])
-        ungraded += failed
-        groups += ranks.exchange(found)
-        rounds += 1
-        refuse_ungraded(run, ungraded, len(groups) * n, errors)
-    for group in sorted(groups, key=lambda group: group.place):
+        rounds.sample(timer)
+    for group in sorted(rounds.groups, key=lambda group: group.place):
         if group.graded:
             draws.note(group.row, group.mean, group.graded)
     # `groups` lists the ranks' shares of each round in rank order, which is the order of drawing.
-    order = [group.place for group in groups if group.is_live]
-    used = (order + [group.place for group in groups if not group.is_live])[:wanted]
-    rollouts, rewards = _shared_out(run, own, sorted(used), chances if options.curriculum else None)
-    rewards = replace(rewards, errors=errors, timeouts=timeouts, errors_by_term=by_term)
-    return rollouts, rewards, _metrics(groups, set(used), rounds, n, draws.position - start)
+    order = [group.place for group in rounds.groups if group.is_live]
+    used = (order + [group.place for group in rounds.groups if not group.is_live])[: rounds.wanted]
+    chances = rounds.chances if options.curriculum else None
+    rollouts, rewards = _shared_out(run, rounds.own, sorted(used), chances)
+    rewards = replace(
+        rewards, errors=rounds.errors, timeouts=rounds.timeouts, errors_by_term=rounds.errors_by_term
+    )
+    drawn = draws.position - start
+    return rollouts, rewards, _metrics(rounds.groups, set(used), rounds.count, run.spec.rollout.n, drawn)
+
+
+class _Rounds:
+    """The rounds of one batch.
+
+    Attributes:
+        count: number of rounds so far.
+        groups: of all ranks.
+        own: place → responses and grades of a group that this rank sampled.
+        chances: place → probability with which the prompt was drawn.
+        errors, timeouts, errors_by_term: of this rank's responses, as in `RewardResult`.
+    """
+
+    def __init__(self, run: Run, step: int, draws: PromptDraws) -> None:
+        self._run, self._step, self._draws = run, step, draws
+        self.wanted = run.spec.data.train_batch_size
+        self.count, self._ungraded = 0, 0.0
+        self.groups: list[_Group] = []
+        self.own: dict[int, tuple[Rollouts, RewardResult]] = {}
+        self.chances: dict[int, float] = {}
+        self.errors: list[str] = []
+        self.timeouts: Counter[FailureKind] = Counter()
+        self.errors_by_term: Counter[str] = Counter()
+
+    @property
+    def num_missing(self) -> int:
+        """Number of live groups that the batch still lacks."""
+        return max(self.wanted - sum(group.is_live for group in self.groups), 0)
+
+    def sample(self, timer: StepTimer) -> None:
+        """Samples and grades one round (all ranks call this).
+
+        Raises:
+            RunFailure: too many responses could not be graded.
+        """
+        run, ranks = self._run, self._run.ranks
+        first = len(self.groups)
+        live = self.wanted - self.num_missing
+        share = max(live / first, _SMALLEST_SHARE) if first else 1.0
+        count = min(math.ceil(self.num_missing / share), self.wanted)
+        drawn = draw_next_prompts(run, self._draws, count, first=first)
+        self.chances |= {prompt.place: prompt.chance for prompt in drawn}
+        mine = drawn[ranks.rank * count // ranks.world_size : (ranks.rank + 1) * count // ranks.world_size]
+        with timer("gen"):  # in a small round some ranks have no prompts
+            rollouts = self._generate(mine, first, count) if mine else None
+            run.rollout.finish()
+        num_ungraded = 0.0
+        if rollouts:
+            with timer("reward"):
+                graded = run.reward.score(rollouts)
+            num_ungraded = float((~graded.valid & ~rollouts.aborted.cpu()).sum())
+            self._keep(mine, rollouts, graded)
+        self._ungraded += ranks.sum([num_ungraded])[0]
+        self.groups += ranks.exchange([_group(prompt, *self.own[prompt.place]) for prompt in mine])
+        self.count += 1
+        refuse_ungraded(run, self._ungraded, len(self.groups) * run.spec.rollout.n, self.errors)
+
+    def _generate(self, mine: list[DrawnPrompt], first: int, count: int) -> Rollouts:
+        run, spec = self._run, self._run.spec
+        prompts = run.train_prompts.prompts(
+            [prompt.row for prompt in mine], [prompt.place - first for prompt in mine]
+        )
+        purpose = f"train/{self.count}" if self.count else "train"
+        seed = step_seed(spec.trainer.seed, self._step, purpose)
+        return run.rollout.generate(
+            prompts, sampling_of(spec), n=spec.rollout.n, step_seed=seed, num_groups_total=count
+        )
+
+    def _keep(self, mine: list[DrawnPrompt], rollouts: Rollouts, graded: RewardResult) -> None:
+        n = self._run.spec.rollout.n
+        for index, prompt in enumerate(mine):
+            rows = slice(index * n, (index + 1) * n)
+            self.own[prompt.place] = rollouts.pick(rows), graded.pick(rows)
+        self.errors += graded.errors
+        self.timeouts.update(graded.timeouts)
+        self.errors_by_term.update(graded.errors_by_term)
 
 
 def _group(drawn: DrawnPrompt, rollouts: Rollouts, graded: RewardResult) -> _Group:
@@ -178,10 +218,9 @@ def _shared_out(
         for place in rank_positions(*sizes, rank=rank, world_size=ranks.world_size)
     }
     leaving = {
-        place: (part.to("cpu"), grades)
+        place: (own[group][0].to("cpu"), own[group][1])
         for place, group in enumerate(used)
         if takes[place] != ranks.rank and group in own
-        for part, grades in [own[group]]
     }
     arrived = dict(ranks.exchange(list(leaving.items())))
     parts, grades = [], []
@@ -193,16 +232,7 @@ def _shared_out(
         ids = torch.full_like(part.group_ids, place)
         parts.append(replace(part.to(ranks.device), group_ids=ids.to(ranks.device), prompt_weights=weight))
         grades.append(graded)
-    return Rollouts.joined(parts), RewardResult(
-        torch.cat([each.scores for each in grades]),
-        torch.cat([each.valid for each in grades]),
-        {name: torch.cat([each.parts[name] for each in grades]) for name in grades[0].parts},
-    )
-
-
-def _picked(graded: RewardResult, rows: slice) -> RewardResult:
-    parts = {name: scores[rows] for name, scores in graded.parts.items()}
-    return RewardResult(graded.scores[rows], graded.valid[rows], parts)
+    return Rollouts.joined(parts), RewardResult.joined(grades)
 
 
 def _metrics(groups: list[_Group], used: set[int], rounds: int, n: int, drawn: int) -> dict[str, float]:

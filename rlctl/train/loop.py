@@ -14,6 +14,7 @@ sampled ahead, the draws of dynamic sampling, and the log, which guardrails and 
 from __future__ import annotations
 
 import resource
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,17 +59,17 @@ def train(run: Run) -> None:
     for step in range(run.start_step + 1, run.total_steps + 1):
         timer = StepTimer(ranks.device, phases)
         hold = step <= spec.trainer.critic_warmup
-        metrics: dict[str, float] = {}
         with timer("step"):
-            rollouts, rewards, baseline = shared(run, *sample_and_grade(run, step, timer, metrics))
-            scored = score_batch(run, rollouts, rewards, baseline, timer)
+            graded = shared(run, sample_and_grade(run, step, timer))
+            metrics = dict(graded.sampling_cost)
+            scored = score_batch(run, graded.rollouts, graded.rewards, graded.baseline, timer)
             if algorithm.use_kl_in_reward:
                 scored, steered, penalty = with_kl_in_reward(scored, algorithm, run.kl, ranks)
                 run.kl = run.kl if hold else steered  # an unchanged policy gives no KL to adapt to
                 metrics |= penalty
             with timer("adv"):
                 batch = with_advantages(scored, algorithm, ranks, run.policy_version)
-            metrics |= describe_batch(run, scored, batch, rewards, baseline)
+            metrics |= describe_batch(run, scored, batch, graded)
             if run.critic:
                 first = (step - 1) * spec.critic_updates_per_batch
                 with timer("update_critic"):
@@ -91,7 +92,7 @@ def train(run: Run) -> None:
         dump(run, step, scored, outcome)
         metrics |= outcome.metrics
         metrics |= {"training/global_step": float(step), "training/epoch": epoch_of(run, step)}
-        for kind, text in step_warnings(metrics, outcome.dumped.nonfinite, rewards.timeouts):
+        for kind, text in step_warnings(metrics, outcome.dumped.nonfinite, graded.rewards.timeouts):
             warnings.doubling(kind, f"step {step}: {text}")
         if is_due(step, spec.trainer.test_freq) or (spec.trainer.test_freq > 0 and step == run.total_steps):
             with timer("testing"):
@@ -117,36 +118,46 @@ def train(run: Run) -> None:
             break
 
 
-def sample_and_grade(
-    run: Run, step: int, timer: StepTimer, metrics: dict[str, float]
-) -> tuple[Rollouts, RewardResult, RewardResult | None]:
-    """This rank's responses, their grades, and for ReMax the grades of the greedy responses.
+@dataclass(frozen=True, slots=True)
+class GradedRollouts:
+    """Responses of one step and their grades.
 
-    With dynamic sampling, adds the sampling cost to `metrics`.
+    Attributes:
+        baseline: for ReMax, for every response the grade of the greedy response to its prompt; else None.
+        sampling_cost: `filter_groups/*` metrics; empty without dynamic sampling.
     """
+
+    rollouts: Rollouts
+    rewards: RewardResult
+    baseline: RewardResult | None
+    sampling_cost: dict[str, float]
+
+
+def sample_and_grade(run: Run, step: int, timer: StepTimer) -> GradedRollouts:
+    """This rank's responses and their grades."""
     if run.draws is not None:
-        rollouts, rewards, paid = live_batch(run, step, run.draws, timer)
-        metrics |= paid
-        return rollouts, rewards, greedy_baseline(run, step, rollouts, timer)
+        rollouts, rewards, cost = live_batch(run, step, run.draws, timer)
+        return GradedRollouts(rollouts, rewards, greedy_baseline(run, step, rollouts, timer), cost)
     with timer("gen"):
         rollouts = run.stream.take(step)
     baseline = greedy_baseline(run, step, rollouts, timer)
     with timer("reward"):
-        return rollouts, run.reward.score(rollouts), baseline
+        return GradedRollouts(rollouts, run.reward.score(rollouts), baseline, {})
 
 
-def shared(
-    run: Run, rollouts: Rollouts, rewards: RewardResult, baseline: RewardResult | None
-) -> tuple[Rollouts, RewardResult, RewardResult | None]:
+def shared(run: Run, own: GradedRollouts) -> GradedRollouts:
     """Gathers the rows of all ranks of a sequence-parallel group, which have the same rows from here on."""
     sequence, minis = run.sequence, run.spec.data.train_batch_size // run.spec.ppo_mini_batch_size
-    if baseline is not None:
-        baseline = shared_rewards(sequence, baseline, minis)
-    return shared_rollouts(sequence, rollouts, minis), shared_rewards(sequence, rewards, minis), baseline
+    return GradedRollouts(
+        shared_rollouts(sequence, own.rollouts, minis),
+        shared_rewards(sequence, own.rewards, minis),
+        own.baseline and shared_rewards(sequence, own.baseline, minis),
+        own.sampling_cost,
+    )
 
 
 def describe_batch(
-    run: Run, scored: ScoredBatch, batch: TrainBatch, rewards: RewardResult, baseline: RewardResult | None
+    run: Run, scored: ScoredBatch, batch: TrainBatch, graded: GradedRollouts
 ) -> dict[str, float]:
     """Metrics of the batch over all ranks.
 
@@ -155,10 +166,10 @@ def describe_batch(
     """
     spec = run.spec
     reduced = run.data_ranks.to_host(
-        batch_sums(scored, batch, rewards, run.policy_version, spec.data.max_prompt_length)
+        batch_sums(scored, batch, graded.rewards, run.policy_version, spec.data.max_prompt_length)
     )
     metrics = batch_metrics(reduced, compares_siblings=spec.algorithm.estimator_needs("group_ids"))
-    errors = rewards.errors + (baseline.errors if baseline else [])
+    errors = graded.rewards.errors + (graded.baseline.errors if graded.baseline else [])
     refuse_ungraded(run, metrics["reward/num_errors"], spec.data.train_batch_size * spec.rollout.n, errors)
     return metrics
 

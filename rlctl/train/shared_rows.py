@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,13 +38,7 @@ def shared_rewards(
     if sequence is None:
         return rewards
     parts = sequence.exchange(rewards)
-    rows = torch.arange(len(rewards.scores) * len(parts))
-    order = rows.view(len(parts), mini_batches, -1).transpose(0, 1).flatten()
-    return RewardResult(
-        torch.cat([part.scores for part in parts])[order],
-        torch.cat([part.valid for part in parts])[order],
-        {term: torch.cat([part.parts[term] for part in parts])[order] for term in rewards.parts},
-        [error for part in parts for error in part.errors],
-        sum((Counter(part.errors_by_term) for part in parts), Counter()),
-        sum((Counter(part.timeouts) for part in parts), Counter()),
-    )
+    whole = RewardResult.joined(parts)
+    rows = torch.arange(len(whole.scores))
+    ordered = whole.pick(rows.view(len(parts), mini_batches, -1).transpose(0, 1).flatten())
+    return replace(whole, scores=ordered.scores, valid=ordered.valid, parts=ordered.parts)

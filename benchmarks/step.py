@@ -98,14 +98,14 @@ def run_rlctl(
     from rlctl.track.startup import Startup
     from rlctl.train.loop import train
     from rlctl.train.setup import build
-    from rlctl.train.stop import listening
+    from rlctl.train.stop import catching_signals
     from rlctl.train.watchdog import Watchdog
 
     total = [f"trainer.total_training_steps={steps + warm_up}", "trainer.logger=[]"]
     spec = load_spec([preset], [], [*overrides, *total]).spec
     spent = time_correction() if correction else []
     ranks = join_ranks()
-    with tempfile.TemporaryDirectory() as run_dir, listening() as stop:
+    with tempfile.TemporaryDirectory() as run_dir, catching_signals() as stop:
         watchdog = Watchdog(0, 1, Path(run_dir), timeout_s=1800.0)  # not started
         startup = Startup(is_shown=False)
         with contextlib.ExitStack() as stack:

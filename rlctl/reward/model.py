@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError, first_line
 from rlctl.lazy import torch
-from rlctl.model_files import explained
 from rlctl.registry import GRADERS
 from rlctl.reward.protocol import Failure, Grade, Sample, Scorer
 
@@ -114,6 +113,8 @@ class ModelScorer(Scorer):
 
 def _load(spec: RewardModelSpec) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    from rlctl.model_files import explained  # imports Pydantic, which grading processes do not need
 
     if spec.path is None:
         raise UsageError("the reward model has no path", where="reward.model.path", fix=_FIX)

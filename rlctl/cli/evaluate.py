@@ -94,7 +94,7 @@ def evaluate(
         str | None, typer.Option("--k", metavar="K,…", help="The k of pass@k.", show_default="1,4,8, up to n")
     ] = None,
     temperature: Annotated[
-        float, typer.Option(min=0.0, metavar="T", help="0: the likeliest token, with --n 1.")
+        float, typer.Option(min=0.0, metavar="T", help="0: the most likely token, with --n 1.")
     ] = 1.0,
     top_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, metavar="P", help="Nucleus sampling; 1: all tokens.")

@@ -290,14 +290,14 @@ def _check_sampling(request: EvaluateRequest) -> None:
             raise UsageError(f"{value!r} is not a positive integer", where=option)
     if request.temperature != 0.0 and not MIN_TEMPERATURE <= request.temperature < math.inf:
         what = f"sampling is not possible at a temperature of {request.temperature:g}"
-        raise UsageError(what, where="--temperature", fix="for the likeliest tokens: --temperature 0 --n 1")
+        raise UsageError(what, where="--temperature", fix="for the most likely tokens: --temperature 0 --n 1")
     if request.temperature == 0.0 and request.n > 1:
-        what = f"temperature 0 always selects the likeliest token: {request.n} responses would be equal"
+        what = f"temperature 0 always selects the most likely token: {request.n} responses would be equal"
         raise UsageError(what, where="--temperature", fix="add --n 1, or sample at a temperature above 0")
     if not 0.0 < request.top_p <= 1.0:
         wrong = f"--top-p must be above 0 and at most 1, not {request.top_p:g}"
         what = wrong if request.top_p else "--top-p 0 leaves no token"
-        raise UsageError(what, where="--top-p", fix="for the likeliest: --temperature 0")
+        raise UsageError(what, where="--top-p", fix="for the most likely token: --temperature 0")
 
 
 def _check_engine(request: EvaluateRequest) -> None:

@@ -81,6 +81,6 @@ def test_the_python_api_is_listed_with_arguments_and_errors() -> None:
     text = with_tables("<!-- generated: api -->")
     assert [name for name in rlctl.__all__ if f"## `rlctl.{name}`\n" not in text] == []
     grade = text.partition("## `rlctl.grade`")[2].partition("## ")[0]
-    assert "rlctl.grade(grader: str, responses: Sequence[str]," in grade
+    assert "rlctl.grade(grader: str, responses: Iterable[str]," in grade
     assert "\n**Args**\n\n- `grader`: " in grade
     assert "\n**Raises**\n\n- `UsageError`: " in grade

@@ -54,19 +54,20 @@ def explained(
     path: str,
     key: str = "model.path",
     kind: str = "a model that can be trained",
-    fix: str = "name a causal language model; model.trust_remote_code=true if it ships its own code",
+    fix: str | None = None,
 ) -> Iterator[str]:
     """Turns errors during loading into clear messages; yields the directory or hub id that `path` stands for.
 
     Args:
         path: directory, hub id, or name of a model.
         key: the spec key that names the model.
-        kind, fix: what the model must be, and what to write for a model of another kind.
+        kind, fix: what the model must be, and what to write for another one; by default, a causal language
+            model.
     """
     from safetensors import SafetensorError
 
     where, path = f"{key}={path}", model_directory(path)
-    check_directory(path, where)
+    check_directory(path, where, fix)
     try:
         yield path
     except (OSError, SafetensorError) as error:
@@ -79,10 +80,11 @@ def explained(
             "author",
         ) from error
     except (ValueError, KeyError, ImportError) as error:
+        fix = fix or "name a causal language model; model.trust_remote_code=true if it ships its own code"
         raise UsageError(f"not {kind}: {first_line(error)}", where=where, fix=fix) from error
 
 
-def check_directory(path: str, where: str) -> None:
+def check_directory(path: str, where: str, fix: str | None = None) -> None:
     """Refuses a local path without config.json, instead of looking it up on the hub as an id."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
     if looks_local and not (Path(path) / "config.json").is_file():
@@ -90,7 +92,7 @@ def check_directory(path: str, where: str) -> None:
         raise UsageError(
             f"not a Hugging Face model directory: {what}",
             where=where,
-            fix="give a directory with config.json and weights, or a hub id such as Qwen/Qwen2.5-0.5B",
+            fix=fix or "give a directory with config.json and weights, or a hub id such as Qwen/Qwen2.5-0.5B",
         )
 
 

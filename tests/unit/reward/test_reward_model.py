@@ -119,8 +119,9 @@ def test_a_model_that_is_no_reward_model_is_refused(saved, tmp_path):
         scorer(tmp_path / "two")
     with pytest.raises(UsageError, match=r"lack score\.weight"):
         scorer(tmp_path / "policy")
-    with pytest.raises(UsageError, match="no such directory"):
+    with pytest.raises(UsageError, match="no such directory") as caught:
         scorer(tmp_path / "nothing")
+    assert "sequence classifier" in caught.value.fix
 
 
 def test_weights_that_could_run_code_are_refused(saved, tmp_path):

@@ -70,21 +70,20 @@ def correct_rows(
 
 def masked_log_ratio(train: Tensor, rollout: Tensor, mask: Tensor, extras: Extras) -> LogRatio:
     """log ρ_t = log π_train(t) − log π_rollout(t), and its sum over each sequence's response tokens."""
-    train, rollout = (zero_outside(x, mask) for x in (train, rollout.to(train.dtype)))
+    given = [train, rollout] if extras.advantages is None else [train, rollout, extras.advantages]
+    train, rollout, *advantages = zero_outside(mask, *(x.to(train.dtype) for x in given))
     token = train - rollout
     total = token.sum(-1, keepdim=True)  # NaN or infinite if any value of the row is
-    length = count(mask).double()
+    is_finite, length = total.isfinite(), count(mask).double()
     return LogRatio(
         token=token.nan_to_num_(nan=0.0).clamp_(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP),
-        sequence=torch.where(total.isfinite(), total, 0.0).double(),
+        sequence=torch.where(is_finite, total, 0.0).double(),
         length=length,
-        finite=total.isfinite() & (length > 0),
+        finite=is_finite & (length > 0),
         mask=mask,
         train=train,
         rollout=rollout,
-        advantages=None
-        if extras.advantages is None
-        else zero_outside(extras.advantages.to(train.dtype), mask),
+        advantages=advantages[0] if advantages else None,
         age=extras.age,
     )
 

@@ -84,8 +84,7 @@ class TokenWeightRows(Additive):
     described: TokenSums  # of the weights that `rollout_is_*` metrics describe
     above: Tensor  # tokens over the upper bound
     below: Tensor
-    applied: Tensor  # Σ w of kept tokens
-    unrejected: Tensor  # Σ w of all tokens; equals `applied` where no rule needs it
+    normalizer: Tensor  # Σ of the weights whose mean is the normalisation factor
 
 
 @dataclass(frozen=True, slots=True)

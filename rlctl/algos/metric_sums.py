@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
@@ -32,7 +33,7 @@ class Additive:
         """Merges the records of two parts."""
         pairs = zip(_leaves(self), _leaves(other), strict=True)
         merged = iter([_merge(a, b) if is_max else a + b for (a, is_max), (b, _) in pairs])
-        return cast(Self, _rebuilt(self, merged))
+        return cast(Self, _rebuilt(self, merged, merged))
 
     @classmethod
     def merged(cls, parts: Sequence[Self]) -> Self:
@@ -47,12 +48,14 @@ class Additive:
     def joined(cls, parts: Sequence[Self]) -> Self:
         """Concatenates the rows of all parts, in float64; fields are (B,)."""
         columns = zip(*([x for x, _ in _leaves(part)] for part in parts), strict=True)
-        return cast(Self, _rebuilt(parts[0], (torch.cat(column).double() for column in columns)))
+        joined = iter([torch.cat(column).double() for column in columns])
+        return cast(Self, _rebuilt(parts[0], joined, joined))
 
     def where(self, chosen: Tensor) -> Self:
         """The record with 0.0 in the rows where `chosen` (B,) is False; fields are (B,)."""
         rows = torch.where(chosen, torch.stack([x for x, _ in _leaves(self)]), 0.0)
-        return cast(Self, _rebuilt(self, iter(rows.unbind())))
+        chosen_rows = iter(rows.unbind())
+        return cast(Self, _rebuilt(self, chosen_rows, chosen_rows))
 
     def over_rows(self) -> Self:
         """Reduces a per-row record, whose fields are (B,), to the record of the batch."""
@@ -68,8 +71,7 @@ class Additive:
 
     def with_values(self, sums: Sequence[Any], maxima: Sequence[Any]) -> Any:
         """A record of this structure with other values, in the order of `as_vectors`."""
-        rest = (iter(sums), iter(maxima))
-        return _rebuilt(self, iter([next(rest[is_max]) for _, is_max in _leaves(self)]))
+        return _rebuilt(self, iter(sums), iter(maxima))
 
     def to_host(self, vectors: tuple[Tensor, Tensor] | None = None) -> Any:
         """The record as floats, in one transfer; `vectors`: its `as_vectors` after reduction over ranks."""
@@ -78,26 +80,40 @@ class Additive:
         return self.with_values(values[: len(sums)], values[len(sums) :])
 
 
-def _leaves(node: Any, is_max: bool = False) -> Iterator[tuple[Any, bool]]:
+@cache
+def _fields(record: Any) -> list[tuple[str, bool]]:
+    """Name of each field, and whether it merges by maximum."""
+    return [(part.name, part.metadata.get("largest", False)) for part in fields(record)]
+
+
+def _leaves(node: Any, is_max: bool = False) -> list[tuple[Any, bool]]:
+    """Each value of a record, and whether it merges by maximum."""
     if isinstance(node, Additive):
-        for part in fields(node):  # type: ignore[arg-type]  # all of them are dataclasses
-            yield from _leaves(getattr(node, part.name), part.metadata.get("largest", False))
+        names = _fields(type(node))  # type: ignore[arg-type]
+        parts = [(getattr(node, name), largest) for name, largest in names]
     elif isinstance(node, tuple | dict):
-        for value in node.values() if isinstance(node, dict) else node:
-            yield from _leaves(value, is_max)
-    elif node is not None:
-        yield node, is_max
+        parts = [(value, is_max) for value in (node.values() if isinstance(node, dict) else node)]
+    else:
+        return [] if node is None else [(node, is_max)]
+    found: list[tuple[Any, bool]] = []
+    for value, largest in parts:
+        if isinstance(value, Additive | tuple | dict):
+            found += _leaves(value, largest)
+        elif value is not None:
+            found.append((value, largest))
+    return found
 
 
-def _rebuilt(node: Any, values: Iterator[Any]) -> Any:
-    """The same record with its leaves replaced, in order."""
+def _rebuilt(node: Any, sums: Iterator[Any], maxima: Iterator[Any], is_max: bool = False) -> Any:
+    """The same record with other values, in the order of `_leaves`."""
     if isinstance(node, Additive):
-        return type(node)(*(_rebuilt(getattr(node, part.name), values) for part in fields(node)))  # type: ignore[arg-type]
+        names = _fields(type(node))  # type: ignore[arg-type]
+        return type(node)(*[_rebuilt(getattr(node, name), sums, maxima, largest) for name, largest in names])
     if isinstance(node, dict):
-        return {key: _rebuilt(value, values) for key, value in node.items()}
+        return {key: _rebuilt(value, sums, maxima, is_max) for key, value in node.items()}
     if isinstance(node, tuple):
-        return tuple(_rebuilt(value, values) for value in node)
-    return None if node is None else next(values)
+        return tuple([_rebuilt(value, sums, maxima, is_max) for value in node])
+    return None if node is None else next(maxima if is_max else sums)
 
 
 def _merge(a: Any, b: Any) -> Any:

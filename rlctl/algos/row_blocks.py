@@ -49,11 +49,11 @@ def clamped_exp(log_weight: Tensor) -> Tensor:
     return log_weight.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
 
 
-def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
-    """`torch.where(mask, values, 0.0)`, NaN and infinity included; both (B, T), float32 or float64."""
-    integer = torch.int64 if values.dtype == torch.float64 else torch.int32
+def zero_outside(mask: Tensor, *values: Tensor) -> list[Tensor]:
+    """`torch.where(mask, x, 0.0)` of each x, even if NaN or infinite; all (B, T), of one float dtype."""
+    integer = torch.int64 if values[0].dtype == torch.float64 else torch.int32
     bits = mask.view(torch.int8).to(integer).neg_()  # all bits set where True, none where False
-    return bits.bitwise_and_(values.view(integer)).view(values.dtype)
+    return [(bits & x.view(integer)).view(x.dtype) for x in values]
 
 
 def as_float(mask: Tensor) -> Tensor:
@@ -68,10 +68,13 @@ def all_true(*masks: Tensor) -> Tensor:
 
 def beyond(values: Tensor, lower: float | None, upper: float | None) -> tuple[Tensor, Tensor]:
     """Two bool tensors: `values > upper` and `values < lower`, False where the bound is None."""
-    none = torch.zeros_like(values[:, :1], dtype=torch.bool)
-    above = none if upper is None else torch.gt(values, upper, out=torch.empty_like(values)).bool()
-    below = none if lower is None else torch.lt(values, lower, out=torch.empty_like(values)).bool()
-    return above, below
+
+    def compared(operation: Callable[..., Tensor], edge: float | None) -> Tensor:
+        if edge is None:
+            return values.new_zeros((len(values), 1), dtype=torch.bool)
+        return operation(values, edge, out=torch.empty_like(values)).bool()
+
+    return compared(torch.gt, upper), compared(torch.lt, lower)
 
 
 def count(mask: Tensor) -> Tensor:
@@ -163,4 +166,5 @@ def evaluated(registry: Registry, name: str, log_ratio: LogRatio, params: Any) -
         return torch.where(log_ratio.finite, values.double(), 0.0)
     if name in BASIC_STATISTICS or values is log_ratio.token:
         return values
-    return zero_outside(values.to(log_ratio.token.dtype), all_true(log_ratio.mask, log_ratio.finite))
+    (inside,) = zero_outside(all_true(log_ratio.mask, log_ratio.finite), values.to(log_ratio.token.dtype))
+    return inside

@@ -118,15 +118,18 @@ class _Tokens:
     @cached_property
     def ratio(self) -> TokenSums:
         """Sums of ρ."""
-        ratios = self.log_ratio.ratio * self.response
-        return self.sums(ratios, (self.excess, self.excess_squares))
+        return self.positive_sums(self.log_ratio.ratio * self.response, (self.excess, self.excess_squares))
 
-    def sums(self, values: Tensor, offset: tuple[Tensor, Tensor] | None = None) -> TokenSums:
-        """Sums of values (B, T), 0.0 on padding; `offset`: the sums of (value − 1) and of its square."""
+    def positive_sums(self, values: Tensor, offset: tuple[Tensor, Tensor]) -> TokenSums:
+        """Sums of values (B, T) ≥ 0, 0.0 on padding; `offset`: Σ (value − 1) and Σ (value − 1)²."""
+        return TokenSums(*_powers(values), *offset, (values + self.padding).amin(-1), values.amax(-1))
+
+    def sums(self, values: Tensor) -> TokenSums:
+        """Sums of values (B, T), 0.0 on padding."""
         total, squares = (x.double() for x in _powers(values))
         n = self.log_ratio.length[:, 0]
         low, high = (values + self.padding).amin(-1), (values - self.padding).amax(-1)
-        return TokenSums(total, squares, *(offset or (total - n, squares - 2.0 * total + n)), low, high)
+        return TokenSums(total, squares, total - n, squares - 2.0 * total + n, low, high)
 
 
 def _powers(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,22 +158,20 @@ def _weight_rows(
         return SequenceWeightRows(weights.raw[:, 0], _excess(weights.log)[:, 0], weights.bounded[:, 0])
     raw = tokens.ratio
     if weights.log is not log_ratio.token:
-        raw = tokens.sums(weights.raw * tokens.response, _powers(_excess(weights.log)))
+        raw = tokens.positive_sums(weights.raw * tokens.response, _powers(_excess(weights.log)))
     above, below = beyond(weights.raw, rule.lower_edge, rule.upper)
-    unrejected = described = applied
+    unrejected = applied
     if rule.normalize_over == "all" or rule.metrics is not None:
         unrejected = weights.bounded * tokens.response
-    if rule.metrics is not None:
-        described = unrejected
-    low, high = (described + tokens.padding).amin(-1), described.amax(-1)  # weights are never negative
-    distance = (described - 1.0).mul_(tokens.response)
+    described = applied if rule.metrics is None else unrejected
+    described_sums = tokens.positive_sums(described, _powers((described - 1.0).mul_(tokens.response)))
+    averaged = unrejected if rule.normalize_over == "all" else applied
     return TokenWeightRows(
         raw=raw,
-        described=TokenSums(*_powers(described), *_powers(distance), low, high),
+        described=described_sums,
         above=count(all_true(above, log_ratio.mask))[:, 0],
         below=count(all_true(below, log_ratio.mask))[:, 0],
-        applied=applied.sum(-1),
-        unrejected=unrejected.sum(-1),
+        normalizer=described_sums.total if averaged is described else averaged.sum(-1),
     )
 
 
@@ -249,8 +250,7 @@ def _moments(values: Tensor, n: Tensor, offset: Tensor | None = None) -> Moments
 
 def _extremes(low: Tensor, high: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
     """Highest and negated lowest value of each row, −∞ in rows outside `where`."""
-    highest, negated_lowest = torch.where(where, torch.stack([high, -low]), -math.inf).unbind()
-    return highest, negated_lowest
+    return torch.where(where, high, -math.inf), torch.where(where, -low, -math.inf)
 
 
 def _raw_moments(rows: _Rows, rule: WeightRule) -> UnitMoments[Tensor]:
@@ -308,7 +308,7 @@ def _weight_sums(
         )
         sequence = _moments(sums.total / length.clamp(min=1), nonempty)
         raw = raw_moments.token.total / rows.divisor
-        normalizer, count = (weights.unrejected, rows.length) if over_all else (weights.applied, kept)
+        normalizer, count = weights.normalizer, rows.length if over_all else kept
     else:
         raw, bounded = weights.raw, weights.bounded
         num_tokens = kept if rule.metrics is None else rows.length

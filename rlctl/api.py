@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from rlctl.errors import RunFailure, UsageError, in_words
+from rlctl.registry import Registry
 from rlctl.track.open_run import RunRecord, open_run
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def load_spec(
     """
     from rlctl.spec import load
 
+    Registry.forget_changed_files()
     if not isinstance(values or {}, Mapping):
         what = f"values is a {type(values).__name__}"
         raise UsageError(what, fix='give a mapping of dotted keys, {"actor.lr": 1e-6}')
@@ -102,6 +104,7 @@ def train(
 
     if not isinstance(spec, RunSpec):
         raise UsageError(f"spec is a {type(spec).__name__}", fix="give what load_spec returns")
+    Registry.forget_changed_files()
     callbacks = [callbacks] if callable(callbacks) else callbacks
     if wrong := [callback for callback in callbacks if not callable(callback)]:
         raise UsageError(f"a callback is a {type(wrong[0]).__name__}", fix="give functions (step, metrics)")
@@ -174,6 +177,7 @@ def evaluate(
     known = [field.name for field in fields(EvaluateRequest)]
     if unknown := [name for name in options if name not in known]:
         raise UsageError(f"evaluate has no option {unknown[0]}", fix=f"one of {', '.join(known[2:])}")
+    Registry.forget_changed_files()
     request = EvaluateRequest(str(target), [str(name) for name in _listed(data)], **options)
     path, _ = run_evaluation(request, lambda what, done, total: None)
     return EvaluationRecord(path, json.loads((path / RESULTS_FILE).read_text(encoding="utf-8")))
@@ -194,6 +198,7 @@ def diagnose(log: str | Path | RunRecord, *, rules: str | Sequence[str] = ()) ->
     from rlctl.diagnose.readers.detect import read_run
     from rlctl.diagnose.rules import all_rules, examine, metrics_read
 
+    Registry.forget_changed_files()
     path, own = log.path if isinstance(log, RunRecord) else Path(log), tuple(map(str, _listed(rules)))
     return examine(read_run(path, metrics_read(own)), all_rules(own))
 

@@ -19,15 +19,16 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 from rlctl.errors import RunFailure, UsageError
-from rlctl.user_code import USER_MODULES, is_file_function, load_function
+from rlctl.user_code import USER_MODULES, absolute_name, is_file_function, load_function, version_of
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -84,6 +85,7 @@ class Part:
     #: must match a part of the name between `/`, `_`, `.`, `-` and spaces
     data_sources: str = ""
     in_process: bool = False  # for a built-in grader: it computes too little to need a separate process
+    is_decorated: bool = True  # False: a function of a file or package without `register`
 
     def example_params(self) -> BaseModel | None:
         """Parameters with their defaults, or the first example for required ones; None: it has none."""
@@ -107,10 +109,17 @@ class Registry(Mapping[str, Callable[..., Any]]):
         takes: names of the arguments that every part takes, separated by spaces; empty: not the same for all.
         inputs: values that `Part.needs` may have, separated by spaces; None: any.
         takes_params: whether the spec has a key for parameters of such parts.
+        capabilities: name of the class of `Part.capabilities`; empty: such parts have none.
     """
 
-    # Set while a user's file is imported; shared by all registries, as a file may define parts of several.
-    _prefix = ""
+    #: every registry: a user's file may define parts of several
+    _all: ClassVar[list[Registry]] = []
+    #: absolute path of each imported user's file → its version, as `version_of`
+    _versions: ClassVar[dict[str, str]] = {}
+    #: `path/to/file.py:` while that user's file is imported
+    _prefix: ClassVar[str] = ""
+    #: warnings that were shown
+    _warned: ClassVar[set[str]] = set()
 
     def __init__(
         self,
@@ -122,14 +131,32 @@ class Registry(Mapping[str, Callable[..., Any]]):
         takes: str = "",
         inputs: str | None = None,
         takes_params: bool = True,
+        capabilities: str = "",
     ) -> None:
+        self.capabilities = capabilities
         self.kind, self.key, self.module, self.takes, self.inputs = kind, key, module, takes, inputs
         self.takes_params = takes_params
         self._a_kind = f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
         plural = plural or kind + ("es" if kind.endswith("s") else "s")
         self.group = "rlctl." + plural.replace(" ", "_")
         self._parts: dict[str, Part] = {}
+        self._checked: set[str] = set()  # names of parts whose function takes the right arguments
         self._is_loaded = False
+        Registry._all.append(self)
+
+    @staticmethod
+    def forget_changed_files() -> None:
+        """Forgets the parts of users' files that changed after their import: the next use imports them again.
+
+        Called where a command or a function of the Python API begins, so that all of it uses one version.
+        """
+        for path, version in list(Registry._versions.items()):
+            if version_of(path) not in {version, None}:  # the parts of a deleted file remain
+                del Registry._versions[path]
+                for registry in Registry._all:
+                    for name in [name for name in registry._parts if name.startswith(f"{path}:")]:
+                        del registry._parts[name]
+                        registry._checked.discard(name)
 
     def register(
         self,
@@ -155,6 +182,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
     ) -> Callable[[Function], Function]:
         """Decorator that registers a function; arguments as in `Part`, the default name is the function's.
 
+        A function that is defined again, as in a notebook cell that is run again, replaces the earlier one.
+
         Raises:
             ValueError: the name is taken, an argument has the wrong type, or such parts cannot have this
                 input or parameters.
@@ -165,7 +194,25 @@ class Registry(Mapping[str, Callable[..., Any]]):
             raise ValueError(f"unit={unit!r}: write {' or '.join(map(repr, get_args(Unit)))}")
         if params is not None and not hasattr(params, "model_fields"):
             raise ValueError(f"params={params!r}: give a subclass of pydantic.BaseModel")
-        needs = frozenset([needs] if isinstance(needs, str) else needs)
+        _check_type("a text", str, label=label, formula=formula, source=source, data_sources=data_sources)
+        flags = {"unbiased": unbiased, "needs_advantage": needs_advantage}
+        _check_type("True or False", bool, **flags, experimental=experimental, in_process=in_process)
+        if clip is not None:
+            _check_type("a ClipBand", ClipBand, clip=clip)
+        for key, function in {"of_batch": of_batch, "answer_of": answer_of}.items():
+            if function is not None and not callable(function):
+                raise ValueError(f"{key}={function!r}: give a function")
+        if self.capabilities and capabilities and type(capabilities).__name__ != self.capabilities:
+            raise ValueError(f"capabilities={capabilities!r}: give {self.capabilities}(…)")
+        try:
+            re.compile(data_sources)
+        except re.error as error:
+            raise ValueError(f"data_sources={data_sources!r} is no regular expression: {error}") from error
+        thresholds = _texts("thresholds", thresholds)
+        if wrong := [text for text in thresholds if not _THRESHOLD.fullmatch(text)]:
+            raise ValueError(f'thresholds={wrong}: write positive numbers as in a spec, "2.0" or "0.5_2.0"')
+        options = _texts("options", options)
+        needs = frozenset([needs] if isinstance(needs, str) else _texts("needs", needs))
         if self.inputs is not None and (unknown := sorted(needs - set(self.inputs.split()))):
             known_inputs = ", ".join(self.inputs.split()) or "nothing"
             raise ValueError(f"needs={unknown}: {self._a_kind} can need {known_inputs}")
@@ -173,10 +220,13 @@ class Registry(Mapping[str, Callable[..., Any]]):
             raise ValueError(f"params: {self._a_kind} has no parameters in a spec; use constants of its file")
 
         def decorate(function: Function) -> Function:
+            if not callable(function):
+                raise ValueError(f"{function!r} is not a function")
             known = self._prefix + (name or function.__name__)
-            if known in self._parts and not self._prefix:
+            earlier = self._parts.get(known)
+            if earlier and not self._prefix and _identity(earlier.function) != _identity(function):
                 raise ValueError(f"{self.kind} {known} is registered twice")
-            if not function.__module__.startswith("rlctl."):
+            if not (function.__module__ or "").startswith("rlctl."):
                 USER_MODULES.add(function.__module__)
             self._parts[known] = Part(
                 name=known,
@@ -189,7 +239,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
                 params=params,
                 capabilities=capabilities,
                 unit=unit,
-                thresholds=tuple(thresholds),
+                thresholds=thresholds,
                 of_batch=of_batch,
                 unbiased=unbiased,
                 needs_advantage=needs_advantage,
@@ -207,20 +257,32 @@ class Registry(Mapping[str, Callable[..., Any]]):
         """The part of that name; a user's file is imported at the first call.
 
         Raises:
-            UsageError: there is none, or the user's file cannot be imported.
+            UsageError: there is none, or the user's file or the package cannot be imported.
         """
         self._load()
-        if name not in self._parts and is_file_function(name):
-            self._load_file(name)
+        if is_file_function(name):
+            name = absolute_name(name)
+            if name not in self._parts:
+                self._load_file(name)
         if name not in self._parts:
             self._load_entry_point(name)
         if name not in self._parts:
             raise UsageError(f"no {self.kind} `{name}`", where=self.key, fix=f"one of {', '.join(self)}")
-        return self._parts[name]
+        part = self._parts[name]
+        if name not in self._checked:
+            self._check(part.function, name)
+            self._checked.add(name)
+        return part
 
     def parts(self) -> list[Part]:
-        """All parts that iteration yields."""
-        return [self.part(name) for name in self]
+        """All parts that iteration yields; a part that cannot be imported is left out, with a warning."""
+        found = []
+        for name in self:
+            try:
+                found.append(self.part(name))
+            except UsageError as error:
+                self._warn(f"{self.kind} `{name}` is left out: {error.what} ({error.fix})")
+        return found
 
     def stable(self) -> list[str]:
         """Names of the parts that are not experimental."""
@@ -246,12 +308,12 @@ class Registry(Mapping[str, Callable[..., Any]]):
         self._load()
         known = [name for name in self._parts if not name.rpartition(":")[0].endswith(".py")]
         yield from known
-        for point in self._entry_points():
-            if point.name not in known:
-                yield point.name
-            elif self._parts[point.name].function.__module__.startswith("rlctl."):
-                what = f"{self.kind} `{point.name}` of {_owner(point)} is ignored: the name is taken"
-                warnings.warn(f"{what}; rename the entry point", stacklevel=2)
+        for name, points in self._entry_points().items():
+            if name not in known:
+                yield name
+            elif _identity(self._parts[name].function)[0].startswith("rlctl."):
+                what = f"{self.kind} `{name}` of {_owners(points)} is ignored: the name is taken"
+                self._warn(f"{what}; rename the entry point")
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -270,32 +332,63 @@ class Registry(Mapping[str, Callable[..., Any]]):
             self._is_loaded = False
             raise
 
-    def _entry_points(self) -> Iterable[EntryPoint]:
-        return _entry_points(tuple(sys.path)).get(self.group, ())
+    def _entry_points(self) -> Mapping[str, list[EntryPoint]]:
+        """Name → the entry points that have it."""
+        return _entry_points(tuple(sys.path)).get(self.group, {})
 
     def _load_entry_point(self, name: str) -> None:
-        for point in self._entry_points():
-            if point.name == name:
-                try:
-                    function = point.load()
-                except Exception as error:
-                    what = f"importing {self.kind} `{name}` failed: {type(error).__name__}: {error}"
-                    fix = f"fix or uninstall {_owner(point)}"
-                    raise UsageError(what, where=point.value, fix=fix) from error
-                self._check(function, point.value)
-                if name not in self._parts:
-                    self.register(name)(function)
+        points = self._entry_points().get(name, [])
+        if not points:
+            return
+        if len(points) > 1:
+            what = f"{self.kind} `{name}` is an entry point of {_owners(points)}"
+            raise UsageError(what, where=points[0].value, fix="uninstall one of them")
+        try:
+            function = points[0].load()
+        except (Exception, SystemExit) as error:
+            what = f"importing {self.kind} `{name}` failed: {type(error).__name__}: {error}"
+            fix = f"fix or uninstall {_owners(points)}"
+            raise UsageError(what, where=points[0].value, fix=fix) from error
+        self._add(name, function, points[0].value)
 
     def _load_file(self, name: str) -> None:
-        file, _, function_name = name.rpartition(":")
+        file = name.rpartition(":")[0]
         Registry._prefix = f"{file}:"
         try:
+            version = version_of(file)
             function = load_function(name, key=self.key)
-            self._check(function, name)
-            if name not in self._parts:
-                self.register(function_name)(function)
+            Registry._versions[file] = version or ""
         finally:
             Registry._prefix = ""
+        self._add(name, function, name)
+
+    def _add(self, name: str, function: Callable[..., Any], where: str) -> None:
+        """Registers an imported function under `name`, with the arguments of its decorator if it has one."""
+        if name in self._parts:
+            return
+        owner, part = self._decorated(function)
+        if owner is None or part is None:
+            self._parts[name] = Part(name, function, _first_line(function) or name, is_decorated=False)
+        elif owner is self:
+            self._parts[name] = replace(part, name=name)
+            if not is_file_function(name) and part.name not in self._entry_points():
+                del self._parts[part.name]  # its decorator gave it another name than the package's metadata
+        else:
+            what = f"{part.name.rpartition(':')[2]} is registered as {owner._a_kind}, not as {self._a_kind}"
+            raise UsageError(what, where=where, fix=f"name it in {owner.key}")
+
+    def _decorated(self, function: Callable[..., Any]) -> tuple[Registry | None, Part | None]:
+        """The registry and the part of a function that has a decorator; this registry comes first."""
+        for registry in (self, *Registry._all):
+            for part in registry._parts.values():
+                if part.function is function and part.is_decorated:
+                    return registry, part
+        return None, None
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, PartWarning, stacklevel=3)
 
     def _check(self, function: Callable[..., Any], where: str) -> None:
         names = self.takes.split()
@@ -312,18 +405,52 @@ class Registry(Mapping[str, Callable[..., Any]]):
             raise UsageError(what, where=where, fix=fix) from error
 
 
+class PartWarning(UserWarning):
+    """A part of an installed package is not used."""
+
+
+#: A positive number, or two of them joined with `_`.
+_THRESHOLD = re.compile(r"(?=.*[1-9])[0-9.e+-]+(_[0-9.e+-]+)?")
+
+
+def _check_type(expected: str, kind: type, **values: object) -> None:
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            raise ValueError(f"{name}={value!r}: give {expected}")
+
+
+def _texts(name: str, values: Iterable[str]) -> tuple[str, ...]:
+    found = () if isinstance(values, str) else tuple(values)
+    if isinstance(values, str) or not all(isinstance(value, str) for value in found):
+        raise ValueError(f"{name}={values!r}: give a list of texts")
+    return found
+
+
+def _identity(function: Callable[..., Any]) -> tuple[str, str]:
+    """Module and name: equal for two definitions of one function. For a diagnosis rule, of its function."""
+    function = getattr(function, "detect", function)
+    name = getattr(function, "__qualname__", "")
+    return getattr(function, "__module__", None) or "", name
+
+
 @cache
-def _entry_points(path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]]:
-    """Group → entry points of the packages installed on `path`; reading them takes tens of milliseconds."""
+def _entry_points(path: tuple[str, ...]) -> dict[str, dict[str, list[EntryPoint]]]:
+    """Group → name → entry points of the packages on `path`; reading them takes tens of milliseconds."""
     from importlib.metadata import entry_points  # slow to import
 
-    found = entry_points()
-    return {group: tuple(found.select(group=group)) for group in found.groups if group.startswith("rlctl.")}
+    installed = entry_points()
+    found: dict[str, dict[str, list[EntryPoint]]] = {}
+    for group in installed.groups:
+        for point in installed.select(group=group) if group.startswith("rlctl.") else ():
+            points = found.setdefault(group, {}).setdefault(point.name, [])
+            if point not in points:  # a package may be on the path twice
+                points.append(point)
+    return found
 
 
-def _owner(point: EntryPoint) -> str:
-    """The name of the package that has the entry point."""
-    return point.dist.name if point.dist else point.value
+def _owners(points: Iterable[EntryPoint]) -> str:
+    """The packages that have the entry points."""
+    return " and ".join(dict.fromkeys(point.dist.name if point.dist else point.value for point in points))
 
 
 def _first_line(function: Callable[..., Any]) -> str:
@@ -331,7 +458,11 @@ def _first_line(function: Callable[..., Any]) -> str:
 
 
 ROLLOUT_ENGINES = Registry(
-    "rollout engine", key="rollout.name", module="rlctl.rollout.engines", takes="context"
+    "rollout engine",
+    key="rollout.name",
+    module="rlctl.rollout.engines",
+    takes="context",
+    capabilities="EngineCapabilities",
 )
 GRADERS = Registry(
     "grader",

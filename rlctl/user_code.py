@@ -5,6 +5,7 @@ Grading processes import this module, so it imports neither Pydantic nor torch.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import sys
 import sysconfig
@@ -31,6 +32,20 @@ def split_names(joined: str) -> list[str]:
     """The names in a comma-separated list; the path of an existing file may contain a comma too."""
     is_one = is_file_function(joined) and _path_of(joined).is_file()
     return [joined] if is_one else [part.strip() for part in joined.split(",")]
+
+
+def absolute_name(name: str) -> str:
+    """`path/to/file.py:function` with the file's absolute path."""
+    file, _, function = name.rpartition(":")
+    return name if file.startswith("/") else f"{_path_of(name)}:{function}"
+
+
+def version_of(file: str) -> str | None:
+    """SHA-256 of a file's content; None: there is no such file."""
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def files_of(*names: str | None) -> list[Path]:

@@ -43,7 +43,8 @@ class Registered:
         try:
             self.registry.part(name)
         except UsageError as error:
-            what = f"{error.where}: {error.what}" if error.where else error.what
+            shown = error.where and error.where != self.registry.key
+            what = f"{error.where}: {error.what}" if shown else error.what
             raise PydanticCustomError(
                 "part_error", "{what}", {"what": what, "fix": error.fix or ""}
             ) from None
@@ -55,11 +56,7 @@ class Registered:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        names = [
-            name
-            for name in self.registry
-            if not self.without or self.without not in self.registry.part(name).needs
-        ]
+        names = [part.name for part in self.registry.parts() if self.without not in part.needs]
         return {
             "anyOf": [
                 {"type": "string", "enum": names},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+import rlctl
 from rlctl.algos.correction import correct
 from rlctl.algos.correction_records import Correction
 from rlctl.algos.rules import CorrectionRules
@@ -21,6 +23,7 @@ from rlctl.errors import RunFailure, SpecError, UsageError
 from rlctl.registry import (
     ADVANTAGE_ESTIMATORS,
     CORRECTION_WEIGHTS,
+    GRADERS,
     KL_ESTIMATORS,
     POLICY_LOSSES,
     REJECTION_CRITERIA,
@@ -94,7 +97,7 @@ def sequence(log_ratio, params):
 
 
 @ADVANTAGE_ESTIMATORS.register(needs={"group_ids", "baseline_scores"})
-def greedy_groups(inputs, params):
+def greedy_groups(inputs):
     return None
 
 
@@ -279,9 +282,119 @@ def test_one_name_is_one_part() -> None:
     registry = Registry("toy", key="toy", module="math")
     registry.register("one")(len)
     with pytest.raises(ValueError, match="registered twice"):
-        registry.register("one")(len)
+        registry.register("one")(max)
     with pytest.raises(UsageError, match="no toy `two`"):
         registry.part("two")
+
+
+def test_a_notebook_cell_can_be_run_again() -> None:
+    """It defines the function, and registers it, a second time."""
+    registry = Registry("toy", key="toy", module="math")
+    for label in ("before", "after"):
+        exec(f"@registry.register(label='{label}')\ndef cell(): pass", {"registry": registry})
+    assert registry.part("cell").label == "after"
+
+
+EDITED = """
+from rlctl.registry import CORRECTION_WEIGHTS
+
+@CORRECTION_WEIGHTS.register(unit="{unit}")
+def weight(log_ratio, params):
+    return {value}
+"""
+
+
+def test_an_edited_file_is_imported_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By load_spec, train and others, but not by `correct`: every step of a run calls it."""
+    log_probs, mask = torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)
+
+    def weights(name: str) -> float:
+        options = {"rollout_is": name, "rollout_is_batch_normalize": False}
+        return rlctl.correct(log_probs, log_probs, mask, **options).weights[0, 0].item()
+
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "mine.py"
+    file.write_text(EDITED.format(unit="token", value="log_ratio.token - 0.5"))
+    assert weights("mine.py:weight") == pytest.approx(math.exp(-0.5))
+    file.write_text(EDITED.format(unit="sequence", value="log_ratio.sequence + 0.5"))
+    assert weights("mine.py:weight") == pytest.approx(math.exp(-0.5))
+    rlctl.load_spec("rloo-seq-is")
+    assert CORRECTION_WEIGHTS.part("mine.py:weight").unit == "sequence"
+    assert weights("mine.py:weight") == pytest.approx(math.exp(0.5))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    (tmp_path / "other" / "mine.py").write_text(EDITED.format(unit="token", value="log_ratio.token - 0.1"))
+    assert weights("mine.py:weight") == pytest.approx(math.exp(-0.1))
+    assert weights(f"{file}:weight") == pytest.approx(math.exp(0.5))
+
+
+def test_a_decorator_that_gives_another_name_counts(tmp_path: Path) -> None:
+    """Without `needs`, a ratio loss would be weighted by the correction too."""
+    file = tmp_path / "named.py"
+    file.write_text(
+        "from rlctl.registry import GRADERS, POLICY_LOSSES\n\n\n"
+        '@POLICY_LOSSES.register("soft-ppo", needs={"old_log_probs"}, label="Soft")\n'
+        "def soft_ppo(rule, inputs):\n    return None\n\n\n"
+        "@GRADERS.register()\ndef same(response, ground_truth):\n    return 1.0\n"
+    )
+    part = POLICY_LOSSES.part(f"{file}:soft_ppo")
+    assert (part.needs, part.label) == ({"old_log_probs"}, "Soft")
+    with pytest.raises(UsageError, match="same is registered as a grader, not as a policy loss"):
+        POLICY_LOSSES.part(f"{file}:same")
+
+
+def test_a_plain_function_can_be_parts_of_two_kinds(tmp_path: Path) -> None:
+    file = tmp_path / "plain.py"
+    file.write_text("def mine(*arguments):\n    return None\n")
+    for registry in (POLICY_LOSSES, CORRECTION_WEIGHTS):
+        assert registry.part(f"{file}:mine").unit == "token"
+
+
+def package(folder: Path, name: str, code: str, entry_points: str) -> None:
+    """Installs a package of one module, as pip would."""
+    module = name.replace("-", "_")
+    (folder / f"{module}.py").write_text(code)
+    info = folder / f"{module}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entry_points)
+
+
+def test_packages_that_cannot_be_used_are_named_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grader = "def agree(response, ground_truth):\n    return 1.0\n"
+    for name in ("one-parts", "two-parts"):
+        package(tmp_path, name, grader, f"[rlctl.graders]\nagree = {name.replace('-', '_')}:agree\n")
+    package(tmp_path, "ends-python", "import sys\nsys.exit(3)\n", "[rlctl.graders]\nends = ends_python:f\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert list(GRADERS).count("agree") == 1
+    with pytest.raises(UsageError, match=r"entry point of (one|two)-parts and (one|two)-parts") as caught:
+        GRADERS.part("agree")
+    assert caught.value.fix == "uninstall one of them"
+    with pytest.raises(UsageError, match="SystemExit"):
+        GRADERS.part("ends")
+    with pytest.warns(UserWarning, match="left out") as warned:
+        names = [part.name for part in GRADERS.parts()]
+    assert "maths" in names
+    assert not {"agree", "ends"} & set(names)
+    assert len(warned) == 2
+
+
+def test_an_entry_point_may_have_another_name_than_the_decorator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "from rlctl.registry import CORRECTION_WEIGHTS\n\n\n"
+        '@CORRECTION_WEIGHTS.register("flat", unit="sequence")\n'
+        "def flattened(log_ratio, params):\n    return 0.5 * log_ratio.sequence\n"
+    )
+    package(tmp_path, "flat-parts", code, "[rlctl.correction_weights]\nflat-w = flat_parts:flattened\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    part = CORRECTION_WEIGHTS.part("flat-w")
+    monkeypatch.delitem(CORRECTION_WEIGHTS._parts, "flat-w")
+    assert (part.name, part.unit) == ("flat-w", "sequence")
+    assert "flat" not in list(CORRECTION_WEIGHTS)
 
 
 def test_an_installed_package_adds_a_part(tmp_path: Path) -> None:
@@ -348,6 +461,17 @@ def test_installed_packages_are_read_once(tmp_path: Path, monkeypatch: pytest.Mo
         ({"params": dict}, "params=<class 'dict'>: give a subclass"),
         ({"name": len}, "with parentheses"),
         ({"needs": "rewards"}, r"needs=\['rewards'\]"),
+        ({"needs": [3]}, r"needs=\[3\]: give a list of texts"),
+        ({"thresholds": ["abc"]}, r"thresholds=\['abc'\]: write positive numbers"),
+        ({"thresholds": ["0"]}, r"thresholds=\['0'\]: write positive numbers"),
+        ({"thresholds": [0.5]}, r"thresholds=\[0.5\]: give a list of texts"),
+        ({"thresholds": "2.0"}, "thresholds='2.0': give a list of texts"),
+        ({"options": "actor.tau_pos"}, "options='actor.tau_pos': give a list of texts"),
+        ({"label": 3}, "label=3: give a text"),
+        ({"unbiased": "yes"}, "unbiased='yes': give True or False"),
+        ({"clip": "ppo"}, "clip='ppo': give a ClipBand"),
+        ({"of_batch": 1}, "of_batch=1: give a function"),
+        ({"data_sources": "mybench("}, "is no regular expression"),
     ],
 )
 def test_wrong_arguments_of_the_decorator_are_named(arguments: dict[str, Any], words: str) -> None:

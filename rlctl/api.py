@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
+import math
+import signal
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
@@ -27,6 +31,8 @@ _log = logging.getLogger("rlctl")
 Callback = Callable[[int, Mapping[str, float]], None]
 
 
+#: Log-probs may exceed 0 by rounding.
+_MAX_LOG_PROB = 1e-3
 #: Key of `algorithm.rollout_correction` → why `correct` cannot apply it, and what to do.
 _NO_LOSS = "has no effect: this function computes no loss"
 _NOT_IN_CORRECT = {
@@ -83,31 +89,40 @@ def load_spec(
 
 
 def train(
-    spec: RunSpec, *, resume: str | Path | None = None, callbacks: Callback | Sequence[Callback] = ()
+    spec: RunSpec,
+    *,
+    resume: str | Path | RunRecord | None = None,
+    callbacks: Callback | Sequence[Callback] = (),
 ) -> RunRecord:
-    """Train to the end and return the run's record; a single rank runs in this process.
+    """Train and return the run's record; a single rank runs in this process.
 
-    Several ranks (`trainer.n_gpus_per_node` above 1) are started as separate processes. To use callbacks with
-    several ranks, start the script with torchrun.
+    A run that the guardrails stopped is returned too: its record's `state` is `stopped`. Several ranks
+    (`trainer.n_gpus_per_node` above 1) are separate processes that import the calling script again: call
+    `train` under `if __name__ == "__main__":`. To use callbacks with several ranks, start the script with
+    torchrun.
 
     Args:
         spec: the run, from `load_spec`.
-        resume: a run directory to continue from its last checkpoint.
+        resume: a run directory to continue from its last checkpoint, or its record.
         callbacks: called on rank 0 after each step; an exception ends the run.
 
     Raises:
         RlctlError: the run cannot start or cannot continue.
+        SpecError: the spec was changed after `load_spec` and contradicts itself.
+        KeyboardInterrupt, SystemExit: SIGINT or SIGTERM arrived; the run is saved and can be resumed. At a
+            second signal nothing is saved.
     """
-    from rlctl.engine.launch import under_torchrun
+    from rlctl.engine.launch import refuse_in_import, under_torchrun
+    from rlctl.spec import load
     from rlctl.spec.run_spec import RunSpec
     from rlctl.train.start import Announce, start_run
 
+    refuse_in_import()
     if not isinstance(spec, RunSpec):
         raise UsageError(f"spec is a {type(spec).__name__}", fix="give what load_spec returns")
     Registry.forget_changed_files()
-    callbacks = [callbacks] if callable(callbacks) else callbacks
-    if wrong := [callback for callback in callbacks if not callable(callback)]:
-        raise UsageError(f"a callback is a {type(wrong[0]).__name__}", fix="give functions (step, metrics)")
+    spec = load.load_spec(overrides=spec.model_dump(mode="json")).spec  # `model_copy` checks nothing
+    callbacks = _checked_callbacks(callbacks)
     if callbacks and spec.world_size > 1 and not under_torchrun():
         raise UsageError(
             "callbacks need all ranks in processes that torchrun started",
@@ -115,8 +130,49 @@ def train(
             fix=f"start this script with torchrun --nproc-per-node {spec.trainer.n_gpus_per_node}",
         )
     announce = Announce(note=_log.info, progress=lambda fraction, text: None)
-    path, _ = start_run(spec, resume=Path(resume) if resume else None, announce=announce, callbacks=callbacks)
+    path, exit_code = start_run(
+        spec,
+        resume=None if resume is None else _path_of(resume, "resume"),
+        announce=announce,
+        callbacks=callbacks,
+        on_second_signal=_interrupt,
+    )
+    if exit_code > 128:
+        _interrupt(exit_code - 128)
     return open_run(path)
+
+
+def _interrupt(signal_number: int) -> None:
+    raise KeyboardInterrupt if signal_number == signal.SIGINT else SystemExit(128 + signal_number)
+
+
+def _checked_callbacks(callbacks: Callback | Sequence[Callback]) -> list[Callback]:
+    fix = "give functions (step, metrics)"
+    if not callable(callbacks) and not isinstance(callbacks, Sequence):
+        raise UsageError(f"is a {type(callbacks).__name__}", where="callbacks", fix=fix)
+    found = [callbacks] if callable(callbacks) else list(callbacks)
+    for callback in found:
+        if not callable(callback):
+            raise UsageError(f"a callback is a {type(callback).__name__}", where="callbacks", fix=fix)
+        if inspect.iscoroutinefunction(callback):
+            raise UsageError("a callback cannot be an async function", where="callbacks", fix="write `def`")
+        with suppress(ValueError):  # some functions in C have no signature
+            try:
+                inspect.signature(callback).bind(1, {})
+            except TypeError as error:
+                what = f"a callback is called with (step, metrics): {error}"
+                raise UsageError(what, where="callbacks", fix=fix) from None
+    return found
+
+
+def _path_of(given: str | Path | RunRecord, name: str) -> Path:
+    if isinstance(given, RunRecord):
+        return given.path
+    if not isinstance(given, str | Path):
+        raise UsageError(
+            f"is a {type(given).__name__}", where=name, fix="give a path, or the record of a run"
+        )
+    return Path(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,30 +211,37 @@ class EvaluateOptions(TypedDict, total=False):
 
 
 def evaluate(
-    model_or_run: str | Path | RunRecord,
+    model_or_run: str | Path | RunRecord | None,
     data: str | Sequence[str] = (),
     **options: Unpack[EvaluateOptions],
 ) -> EvaluationRecord:
     """Sample responses, grade them and compute scores; stored responses are not sampled again.
 
     Args:
-        model_or_run: a run, a model directory or a hub id.
+        model_or_run: a run, a model directory or a hub id; None: the only model of the server at `base_url`.
         data: names of benchmarks, and files; empty: the run's validation files.
         options: fields of `rlctl.evaluate.request.EvaluateRequest`: n, ks, temperature, engine …
 
     Raises:
         RlctlError: as `rlctl evaluate`.
     """
+    from pydantic import TypeAdapter, ValidationError
+
     from rlctl.evaluate.evaluate_report import RESULTS_FILE
     from rlctl.evaluate.evaluation import evaluate as run_evaluation
     from rlctl.evaluate.request import EvaluateRequest
 
-    target = model_or_run.path if isinstance(model_or_run, RunRecord) else model_or_run
+    target = str(_path_of(model_or_run, "model_or_run")) if model_or_run is not None else None
     known = [field.name for field in fields(EvaluateRequest)]
     if unknown := [name for name in options if name not in known]:
         raise UsageError(f"evaluate has no option {unknown[0]}", fix=f"one of {', '.join(known[2:])}")
     Registry.forget_changed_files()
-    request = EvaluateRequest(str(target), [str(name) for name in _listed(data)], **options)
+    given = {"model_or_run": target, "data": [str(name) for name in _listed(data)], **options}
+    try:
+        request = TypeAdapter(EvaluateRequest).validate_python(given)
+    except ValidationError as error:
+        found = error.errors()[0]
+        raise UsageError(in_words(found), where=str(found["loc"][0])) from None
     path, _ = run_evaluation(request, lambda what, done, total: None)
     return EvaluationRecord(path, json.loads((path / RESULTS_FILE).read_text(encoding="utf-8")))
 
@@ -199,7 +262,7 @@ def diagnose(log: str | Path | RunRecord, *, rules: str | Sequence[str] = ()) ->
     from rlctl.diagnose.rules import all_rules, examine, metrics_read
 
     Registry.forget_changed_files()
-    path, own = log.path if isinstance(log, RunRecord) else Path(log), tuple(map(str, _listed(rules)))
+    path, own = _path_of(log, "log"), tuple(map(str, _listed(rules)))
     return examine(read_run(path, metrics_read(own)), all_rules(own))
 
 
@@ -209,7 +272,7 @@ def grade(
     ground_truths: Iterable[str],
     *,
     params: Mapping[str, Any] | None = None,
-    deadline_s: float = 5.0,
+    deadline_s: float | None = None,
 ) -> list[float | None]:
     """Score responses as training does, in child processes with a deadline.
 
@@ -218,13 +281,18 @@ def grade(
         responses: responses of a model.
         ground_truths: one per response.
         params: parameters that the grader declares.
-        deadline_s: seconds that grading one response may take.
+        deadline_s: seconds that grading one response may take; None: as in training, 5 for a built-in grader,
+            30 for another one.
 
     Returns:
-        A score per response; None where it could not be graded, which is not a score of 0.
+        A score per response: 0.0 where the response made its grading fail, for example by its length; None
+        where it could not be graded for another reason.
 
     Raises:
         UsageError: no such grader, or it cannot be loaded; or the lengths differ.
+
+    Warns:
+        UserWarning: responses could not be graded, and why the first one could not.
     """
     from rlctl.reward.pool import GradingPool, is_scorer
     from rlctl.reward.protocol import Failure, Sample
@@ -237,8 +305,14 @@ def grade(
         raise UsageError(
             f"is a {type(grader).__name__}", where="grader", fix="give a name, or file.py:function"
         )
-    if not isinstance(deadline_s, int | float) or not deadline_s > 0:
+    if deadline_s is not None and not (
+        isinstance(deadline_s, int | float) and deadline_s is not True and 0 < deadline_s < math.inf
+    ):
         raise UsageError(f"{deadline_s!r} is not a number above 0", where="deadline_s")
+    if not isinstance(params or {}, Mapping):
+        raise UsageError(
+            f"is a {type(params).__name__}", where="params", fix='give a dict, {"tolerance": 0.1}'
+        )
     if is_scorer(grader):
         what = "this grader needs settings of a run"
         raise UsageError(what, where=grader, fix="use rlctl.evaluate, or `rlctl reward` with a spec")
@@ -251,7 +325,11 @@ def grade(
         graded = pool.grade([Sample(*pair) for pair in zip(responses, ground_truths, strict=True)])
     finally:
         pool.close()
-    return [None if isinstance(score, Failure) else score for score in graded]
+    failures = [one for one in graded if isinstance(one, Failure) and one.score is None]
+    if failures:
+        what = f"{len(failures)} of {len(graded)} responses could not be graded; the first one"
+        warnings.warn(f"{what}: {failures[0].text}", stacklevel=2)
+    return [one.score if isinstance(one, Failure) else one for one in graded]
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,9 +391,12 @@ def correct(
 
     Raises:
         UsageError: an unknown or impossible setting, or one without effect here.
-        ValueError: shapes differ, the mask is not bool, log-probs are in half precision, or advantages are
-            not finite.
+        ValueError: shapes differ, the mask is not bool, log-probs are in half precision or above 0, or
+            advantages are not finite.
         RunFailure: a weight or criterion returned NaN.
+
+    Warns:
+        UserWarning: sequences have NaN or infinite log-probs; all their tokens are rejected.
     """
     from pydantic import ValidationError
 
@@ -340,6 +421,9 @@ def correct(
     for name, value in {**given, "advantages": advantages, "age": age}.items():
         if not hasattr(value, "detach") and (value is not None or name in given):
             raise UsageError(f"is a {type(value).__name__}", where=name, fix="give a torch tensor")
+    for name, values in {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs}.items():
+        if response_mask.shape == values.shape and (values[response_mask.bool()] > _MAX_LOG_PROB).any():
+            raise ValueError(f"{name} are above 0: give log-probs in nats, not probabilities")
     result = correction.correct(
         log_probs.detach(), rollout_log_probs.detach(), response_mask, rules, advantages=advantages, age=age
     )
@@ -348,6 +432,9 @@ def correct(
     sums = current_ranks(log_probs.device).to_host(result.sums)
     if parts := parts_with_nan(sums, rules):
         raise RunFailure(f"{' or '.join(parts)} returned NaN")
+    if num_bad := int(sums.sequences - sums.finite_sequences):
+        what = f"{num_bad} of {int(sums.sequences)} sequences have NaN or infinite log-probs"
+        warnings.warn(f"{what}: all their tokens are rejected", stacklevel=2)
     weights = result.keep_mask.float() if result.weights is None else result.weights
     factor = correction.normalization_factor(sums, rules)
     metrics = correction_metrics(normalized(sums, factor, rules), rules)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -36,6 +37,24 @@ class LostRank(RunFailure):
 def under_torchrun() -> bool:
     """Whether this process is already one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def refuse_in_import() -> None:
+    """Ends this process if it is a rank that imports the script which started it.
+
+    A script that starts ranks where it is imported would start ranks in every rank.
+
+    Raises:
+        UsageError: as above, if the script was not started by `run_ranks`.
+    """
+    if not getattr(multiprocessing.current_process(), "_inheriting", False):
+        return
+    what = "every rank imports this script, which would start the run again"
+    fix = 'call rlctl.train under `if __name__ == "__main__":`'
+    error = UsageError(what, where=sys.argv[0], fix=fix)
+    if _ERRORS in os.environ:
+        _report_error(error, _OWN_FAULT)
+    raise error
 
 
 def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
@@ -130,7 +149,7 @@ def end_rank(error: RlctlError) -> NoReturn:
 
 
 def _report_error(error: RlctlError, order: int) -> NoReturn:
-    rank = os.environ["RANK"]
+    rank = os.environ.get("RANK", "0")
     record = {
         "what": error.what,
         "where": error.where,

@@ -10,6 +10,7 @@ unreadable sources and unknown keys, then types and ranges, then contradictions 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,7 +138,12 @@ def load_spec(
     for file in files:
         entries |= _read_file(file, Origin("file", str(file)), problems)
     if isinstance(overrides, Mapping):
-        entries |= {key: _Entry(leaf, given) for key, leaf in _leaves(overrides)}
+        leaves = list(_leaves(overrides))
+        entries |= {key: _Entry(leaf, given) for key, leaf in leaves}
+        twice = [key for key, count in Counter(key for key, _ in leaves).items() if count > 1]
+        problems += [
+            Problem("error", key, "given twice", "keep one of the values", "values") for key in twice
+        ]
     else:
         entries |= _read_overrides(overrides, given, problems)
     model = entries.get("model.path")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.errors import UsageError
 from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import ENVIRONMENT_FILE, SPEC_FILE
+from rlctl.track.run_state import State, read_state
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -40,6 +41,16 @@ class RunRecord:
             return load_spec(files=[self.path / SPEC_FILE]).spec
         except SpecError as error:
             raise UsageError(str(error), where=str(self.path / SPEC_FILE)) from error
+
+    @property
+    def state(self) -> State:
+        """`finished`, `stopped` by the guardrails, `interrupted`, `running`, `failed`, `died` or `empty`."""
+        return read_state(self.path).state
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run failed or was stopped; else None."""
+        return read_state(self.path).reason
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -134,6 +145,8 @@ def open_run(path: str | Path) -> RunRecord:
     Raises:
         UsageError: the path is not a run directory.
     """
+    if not isinstance(path, str | Path):
+        raise UsageError(f"is a {type(path).__name__}", where="path", fix="give the path of a run directory")
     directory = Path(path).expanduser()
     if not (directory / SPEC_FILE).is_file():
         what = f"not a run directory: it holds no {SPEC_FILE}"

@@ -25,6 +25,7 @@ from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import claim_default_path, open_run_dir
 from rlctl.track.startup import Startup
 from rlctl.train.resume import refuse_unsafe
+from rlctl.train.stop import catching_signals, end_process
 from rlctl.train.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -51,7 +52,12 @@ class Announce:
 
 
 def start_run(
-    spec: RunSpec, *, resume: Path | None, announce: Announce, callbacks: Sequence[Callback] = ()
+    spec: RunSpec,
+    *,
+    resume: Path | None,
+    announce: Announce,
+    callbacks: Sequence[Callback] = (),
+    on_second_signal: Callable[[int], None] = end_process,
 ) -> tuple[Path, int]:
     """Starts or resumes a run and trains to its end.
 
@@ -60,6 +66,7 @@ def start_run(
         resume: the run directory to continue; None: a new one.
         announce: shows notes and preparations.
         callbacks: called after each step on rank 0, if rank 0 is this process.
+        on_second_signal: called in this process by a signal that follows the one which stops the run.
 
     Returns:
         The run directory and the exit code: 0, 3 if the guardrails ended the run, or 128 + signal.
@@ -83,7 +90,7 @@ def start_run(
         opened.write_environment()
         announce.note(f"run directory: {run_dir}")
         try:
-            exit_code = _run(spec, target_args, announce, callbacks)
+            exit_code = _run(spec, target_args, announce, callbacks, on_second_signal)
             if exit_code > 128 and not resume:
                 _remove_unused(run_dir)
             return run_dir, exit_code
@@ -95,7 +102,11 @@ def start_run(
 
 
 def _run(
-    spec: RunSpec, target_args: tuple[str, str, bool], announce: Announce, callbacks: Sequence[Callback]
+    spec: RunSpec,
+    target_args: tuple[str, str, bool],
+    announce: Announce,
+    callbacks: Sequence[Callback],
+    on_second_signal: Callable[[int], None],
 ) -> int:
     if spec.is_embedded:
         ensure_embedded(spec.trainer.seed, progress=announce.progress)
@@ -103,7 +114,7 @@ def _run(
         model_directory(spec.model.path)  # before the ranks start: their collectives would time out
     if spec.world_size > 1 and not under_torchrun():
         return run_ranks(spec.trainer.n_gpus_per_node, run_rank, *target_args)
-    return run_rank(*target_args, callbacks)
+    return run_rank(*target_args, callbacks, on_second_signal)
 
 
 def _remove_unused(run_dir: Path) -> bool:
@@ -115,15 +126,19 @@ def _remove_unused(run_dir: Path) -> bool:
     return is_unused
 
 
-def run_rank(spec_text: str, run_dir: str, is_resumed: bool, callbacks: Sequence[Callback] = ()) -> int:
+def run_rank(
+    spec_text: str,
+    run_dir: str,
+    is_resumed: bool,
+    callbacks: Sequence[Callback] = (),
+    on_second_signal: Callable[[int], None] = end_process,
+) -> int:
     """Runs one rank, from joining the process group to leaving it; returns the run's exit code."""
-    from rlctl.train.stop import catching_signals
-
     spec = RunSpec.model_validate(yaml.safe_load(spec_text))
     rank = int(os.environ.get("RANK", "0"))
     watchdog = Watchdog(rank, spec.world_size, Path(run_dir), seconds(spec.trainer.hang_timeout))
     with (
-        catching_signals() as stop,
+        catching_signals(on_second_signal) as stop,
         watchdog,
         Startup(is_shown=rank == 0, also=watchdog.begin_phase) as startup,
     ):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -32,9 +33,17 @@ class StopRequest:
         return 128 + (self.signal_number or 0)
 
 
+def end_process(signal_number: int) -> None:
+    """Ends the process at once, with the exit code that a shell reports for the signal."""
+    os._exit(128 + signal_number)
+
+
 @contextmanager
-def catching_signals() -> Iterator[StopRequest]:
-    """Context in which SIGINT and SIGTERM set a `StopRequest`; the second signal ends the process."""
+def catching_signals(on_second: Callable[[int], None] = end_process) -> Iterator[StopRequest]:
+    """Context in which SIGINT and SIGTERM set a `StopRequest`; the second signal calls `on_second`.
+
+    Only the main thread can handle signals: in another thread no signal stops the run.
+    """
     request = StopRequest()
     first_signal_at = 0.0
 
@@ -49,9 +58,11 @@ def catching_signals() -> Iterator[StopRequest]:
                 with suppress(OSError):
                     os.write(2, _STOPPING)
         elif time.monotonic() - first_signal_at > _DUPLICATE_S:
-            os._exit(128 + number)
+            on_second(number)
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    is_main = threading.current_thread() is threading.main_thread()
+    handled = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    before = {number: signal.signal(number, on_signal) for number in handled}
     try:
         yield request
     finally:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -96,6 +99,43 @@ def test_a_callback_that_raises_ends_the_run(tmp_path: Path, embedded: Path) -> 
         rlctl.train(spec, callbacks=[refuse])
 
 
+@pytest.mark.usefixtures("embedded")
+def test_an_interrupted_run_is_saved_and_no_result(tmp_path: Path) -> None:
+    """A loop over settings would otherwise go on with the next one."""
+
+    def interrupt(step: int, metrics: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    spec = rlctl.load_spec("rloo-seq-is", SMALL | {"trainer.run_dir": str(tmp_path / "run")})
+    with pytest.raises(KeyboardInterrupt):
+        rlctl.train(spec, callbacks=interrupt)
+    run = rlctl.open_run(tmp_path / "run")
+    assert (run.state, run.reason, len(run.checkpoints)) == ("interrupted", None, 1)
+    assert rlctl.train(spec, resume=run).state == "finished"
+
+
+@pytest.mark.usefixtures("embedded")
+def test_a_thread_inside_an_event_loop_can_train(tmp_path: Path) -> None:
+    """Signals can be handled in the main thread only."""
+    spec = rlctl.load_spec("rloo-seq-is", SMALL | {"trainer.run_dir": str(tmp_path / "run")})
+
+    async def main() -> rlctl.RunRecord:
+        return await asyncio.to_thread(rlctl.train, spec)
+
+    assert asyncio.run(main()).state == "finished"
+
+
+@pytest.mark.usefixtures("embedded")
+def test_a_script_that_every_rank_would_run_is_told_so(tmp_path: Path) -> None:
+    values = SMALL | {"trainer.n_gpus_per_node": 2, "trainer.run_dir": str(tmp_path / "run")}
+    script = tmp_path / "script.py"
+    script.write_text(f"import rlctl\nrlctl.train(rlctl.load_spec('rloo-seq-is', {values!r}))\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "every rank imports this script" in done.stderr
+    assert 'if __name__ == "__main__":' in done.stderr
+
+
 def test_callbacks_are_refused_where_they_cannot_be_called(tmp_path: Path) -> None:
     spec = rlctl.load_spec("rloo-seq-is", SMALL | {"trainer.n_gpus_per_node": 2})
     with pytest.raises(rlctl.RlctlError, match="torchrun"):
@@ -112,7 +152,17 @@ def test_grading() -> None:
 def test_a_grader_that_fails_gives_none(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def grade(response, ground_truth):\n    return 1.0 / len(response)\n")
-    assert rlctl.grade(f"{file}:grade", ["", "ab"], ["x", "y"]) == [None, 0.5]
+    with pytest.warns(UserWarning, match=r"(?s)1 of 2 responses could not.*ZeroDivisionError"):
+        assert rlctl.grade(f"{file}:grade", ["", "ab"], ["x", "y"]) == [None, 0.5]
+
+
+def test_a_response_that_ends_its_grading_scores_as_in_training(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import os\n\n\ndef grade(response, ground_truth):\n"
+        "    os._exit(1) if response == 'crash' else None\n    return 1.0\n"
+    )
+    assert rlctl.grade(f"{file}:grade", ["a", "crash"], ["x", "y"]) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("damage", ["missing", "middle"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +13,17 @@ import torch
 
 import rlctl
 from rlctl import api
-from rlctl.errors import UsageError
+from rlctl.errors import SpecError, UsageError
 from rlctl.evaluate.request import EvaluateRequest
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 
 A, MASK = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+
+
+async def waiting(step: int, metrics: object) -> None:
+    """A callback that nothing awaits."""
+
+
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "values as a list": (lambda: rlctl.load_spec("rloo-seq-is", ["actor.lr=1"]), "values is a list"),
     "a spec that is a name": (lambda: rlctl.train("rloo-seq-is"), "spec is a str"),
@@ -39,11 +46,40 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "advantages as a list": (lambda: rlctl.correct(A, A, MASK, advantages=[1, 2]), "advantages: is a list"),
     "a number of responses as text": (
         lambda: rlctl.evaluate("m", "gsm8k", n="x"),
-        "'x' is not a positive integer",
+        "n: must be a valid integer",
     ),
     "a temperature as text": (
         lambda: rlctl.evaluate("m", "gsm8k", temperature="x"),
-        "'x' is not a number",
+        "temperature: must be a valid number",
+    ),
+    "no sequence of callbacks": (
+        lambda: rlctl.train(rlctl.load_spec("rloo-seq-is"), callbacks=None),
+        "callbacks: is a NoneType",
+    ),
+    "a callback of one argument": (
+        lambda: rlctl.train(rlctl.load_spec("rloo-seq-is"), callbacks=lambda metrics: None),
+        "called with (step, metrics): too many positional arguments",
+    ),
+    "an async callback": (
+        lambda: rlctl.train(rlctl.load_spec("rloo-seq-is"), callbacks=waiting),
+        "cannot be an async function",
+    ),
+    "a run to resume that is a number": (
+        lambda: rlctl.train(rlctl.load_spec("rloo-seq-is"), resume=3),
+        "resume: is a int",
+    ),
+    "no run": (lambda: rlctl.open_run(None), "path: is a NoneType"),
+    "no log": (lambda: rlctl.diagnose(None), "log: is a NoneType"),
+    "one k": (lambda: rlctl.evaluate("m", "gsm8k", ks=2), "ks: must be"),
+    "a reward that is a function": (lambda: rlctl.evaluate("m", "gsm8k", reward=len), "reward: must be"),
+    "a flag that is text": (lambda: rlctl.evaluate("m", "gsm8k", fresh="perhaps"), "fresh: must be"),
+    "parameters as a list": (
+        lambda: rlctl.grade("exact", ["1"], ["1"], params=["x"]),
+        "params: is a list",
+    ),
+    "no end": (
+        lambda: rlctl.grade("exact", ["1"], ["1"], deadline_s=math.inf),
+        "inf is not a number above 0",
     ),
     "no response per question": (lambda: rlctl.evaluate("m", "gsm8k", n=0), "0 is not a positive integer"),
 }
@@ -74,6 +110,18 @@ def test_a_rule_that_returns_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("step,actor/entropy\n" + "".join(f"{i},0.5\n" for i in range(1, 30)))
     with pytest.raises(UsageError, match="the rule too_low returned str"):
         rlctl.diagnose(tmp_path / "log.csv", rules=f"{tmp_path}/mine.py:too_low")
+
+
+def test_a_copied_spec_is_checked() -> None:
+    spec = rlctl.load_spec("rloo-seq-is")
+    alone = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"n": 1})})
+    with pytest.raises(SpecError, match=r"rollout\.n"):
+        rlctl.train(alone)
+
+
+def test_a_value_given_twice_is_named() -> None:
+    with pytest.raises(SpecError, match=r"actor\.lr.*given twice"):
+        rlctl.load_spec("rloo-seq-is", {"actor.lr": 1e-6, "actor": {"lr": 2e-6}})
 
 
 def test_columns_of_a_table_can_be_graded() -> None:

@@ -81,6 +81,18 @@ def test_mistakes_are_named() -> None:
             rlctl.correct(*given, **{key: value})
 
 
+def test_impossible_log_probs_are_named() -> None:
+    batch = example()
+    with pytest.raises(ValueError, match="rollout_log_probs are above 0"):
+        rlctl.correct(batch.log_probs, batch.rollout_log_probs.exp(), batch.mask)
+    broken = batch.rollout_log_probs.clone()
+    broken[0, 0] = math.nan
+    broken[~batch.mask] = 5.0  # never read
+    with pytest.warns(UserWarning, match="1 of 12 sequences have NaN or infinite log-probs"):
+        found = rlctl.correct(batch.log_probs, broken, batch.mask)
+    assert not found.keep_mask[0].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_advantages_count_by_response(dtype: torch.dtype) -> None:
     """`off_policy` rejects responses of negative advantage in every dtype; other shapes are refused."""
@@ -190,8 +202,15 @@ trainer = Watched(
     rollout_func=sample,
 )
 trainer.use_vllm = True  # what the trainer does with an engine's log-probs; here a function samples
-trainer.vllm_importance_sampling_correction = True
 trainer.vllm_generation, trainer._last_loaded_step = SimpleNamespace(sync_weights=lambda: None), -1
+trainer.vllm_importance_sampling_correction = False  # TRL would not multiply by the weights
+try:
+    trainer.train()
+except ValueError as error:
+    assert "vllm_importance_sampling_correction=True" in str(error)
+else:
+    raise AssertionError("weights that TRL does not read were accepted")
+trainer.vllm_importance_sampling_correction = True
 trainer.train()
 print("RESULT" + json.dumps({"used": used, "logs": trainer.state.log_history}))
 """

@@ -18,7 +18,7 @@ from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.evaluate.questions import Columns, Questions, load_questions
 from rlctl.model_files import config_directory
 from rlctl.rollout.protocol import Sampling
-from rlctl.spec.load import RUN_SPEC_FILE, load_spec
+from rlctl.spec.load import RUN_SPEC_FILE, recorded_spec
 from rlctl.spec.reward import OverlongSpec, RewardSpec
 from rlctl.spec.rollout import DataSpec
 from rlctl.spec.run_spec import RunSpec
@@ -143,7 +143,7 @@ def find_target(model_or_run: str, data_files: list[str]) -> Target:
 
 
 def _run_target(run_dir: Path, data_files: list[str]) -> Target:
-    spec = load_spec(files=[run_dir / RUN_SPEC_FILE]).spec
+    spec = recorded_spec(run_dir / RUN_SPEC_FILE)
     checkpoint, notes = newest_intact(run_dir / CHECKPOINTS)
     if checkpoint is None:
         raise UsageError(

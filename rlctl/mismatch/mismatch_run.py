@@ -25,7 +25,7 @@ from rlctl.named_models import model_directory
 from rlctl.rollout.hf import DTYPES, HFRollout
 from rlctl.rollout.protocol import ResponseSampler, Sampling
 from rlctl.rollout.vllm import VLLMRollout
-from rlctl.spec.load import RUN_SPEC_FILE, load_spec
+from rlctl.spec.load import RUN_SPEC_FILE, recorded_spec
 from rlctl.spec.model import EMBEDDED, ModelSpec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
@@ -165,7 +165,7 @@ def _trainer(request: MismatchRequest) -> _Trainer:
 
 
 def _of_run(run_dir: Path, data_files: list[str]) -> _Trainer:
-    spec = load_spec(files=[run_dir / RUN_SPEC_FILE]).spec
+    spec = recorded_spec(run_dir / RUN_SPEC_FILE)
     newest, notes = newest_intact(run_dir / CHECKPOINTS)
     if newest is None:
         raise UsageError("the run has no complete checkpoint", where=str(run_dir / CHECKPOINTS))

@@ -36,6 +36,7 @@ from rlctl.spec.keys import (
     open_leaves,
 )
 from rlctl.spec.model import EMBEDDED
+from rlctl.spec.parts import parts_unchecked
 from rlctl.spec.presets import DESCRIPTION, all_presets, nearest_preset
 from rlctl.spec.run_spec import RunSpec
 from rlctl.spec.yaml_source import Leaf, SpecSource, parse_scalar, read_value, read_yaml_file
@@ -174,6 +175,22 @@ def load_spec(
     if any(problem.severity == "error" for problem in problems):
         raise SpecError(problems)
     return LoadedSpec(spec, origins, problems)
+
+
+def recorded_spec(file: Path) -> RunSpec:
+    """The spec that a run recorded, also if a user's file or a package that it names no longer exists.
+
+    Raises:
+        SpecError: the file is not a spec.
+    """
+    problems: list[Problem] = []
+    entries = _read_file(file, Origin("file", str(file)), problems)
+    with parts_unchecked():
+        spec, invalid = _validate({key: entry for key, entry in entries.items() if leaf_of(key)})
+    problems += [*_unknown_keys(entries), *invalid]
+    if problems:
+        raise SpecError(problems)
+    return spec
 
 
 def spec_or_note(file: Path) -> tuple[RunSpec | None, list[str]]:

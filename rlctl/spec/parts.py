@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,19 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from rlctl.errors import Problem, UsageError, in_words
 from rlctl.registry import Part, Registry
 from rlctl.user_code import is_file_function
+
+#: Whether names of parts are checked.
+_is_checked = ContextVar("is_checked", default=True)
+
+
+@contextmanager
+def parts_unchecked() -> Iterator[None]:
+    """Context in which a spec may name parts that do not exist here."""
+    token = _is_checked.set(False)
+    try:
+        yield
+    finally:
+        _is_checked.reset(token)
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # a registry is a mapping: not hashable
@@ -34,7 +49,7 @@ class Registered:
         Raises:
             PydanticCustomError: there is no such part, or the user's file cannot be imported.
         """
-        if is_file_function(name) and not self.imports_files:
+        if (is_file_function(name) and not self.imports_files) or not _is_checked.get():
             return name
         if not is_file_function(name) and name not in set(self.registry):
             names = [f"'{known}'" for known in self.registry]

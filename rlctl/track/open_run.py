@@ -35,10 +35,10 @@ class RunRecord:
             UsageError: `spec.yaml` is missing or cannot be read.
         """
         from rlctl.errors import SpecError
-        from rlctl.spec.load import load_spec
+        from rlctl.spec.load import recorded_spec
 
         try:
-            return load_spec(files=[self.path / SPEC_FILE]).spec
+            return recorded_spec(self.path / SPEC_FILE)
         except SpecError as error:
             raise UsageError(str(error), where=str(self.path / SPEC_FILE)) from error
 

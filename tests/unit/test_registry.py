@@ -529,3 +529,17 @@ def test_the_files_of_names_that_are_joined_or_contain_a_comma(tmp_path: Path) -
     for file in (one, two):
         file.write_text("def part(log_ratio, params): ...\n")
     assert files_of(f"seq_max_k2,{one}:part", f"{two}:part", "reinforce", None) == sorted([one, two])
+
+
+def test_the_spec_of_a_run_is_read_without_its_parts(mine: str, tmp_path: Path) -> None:
+    """A run stays readable after a user's file moved or a package was uninstalled."""
+    run = tmp_path / "run"
+    run.mkdir()
+    spec = with_absolute_paths(spec_with(f"{LOSS}={mine}:with_params", f"{PARAMS}.beta=2").spec)
+    (run / "spec.yaml").write_text(dump_spec(spec).replace("mine.py", "gone.py"))
+    recorded = rlctl.open_run(run).spec.algorithm.rollout_correction
+    assert recorded.loss_type == f"{tmp_path}/gone.py:with_params"
+    assert recorded.loss_params == {"beta": 2}
+    (run / "spec.yaml").write_text("actor:\n  lr: [1]\n  lrr: 2\n")
+    with pytest.raises(UsageError, match=r"actor\.lrr"):
+        rlctl.open_run(run).spec  # noqa: B018

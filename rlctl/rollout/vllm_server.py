@@ -7,7 +7,8 @@ import contextlib
 import math
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, TypeVar
@@ -196,7 +197,7 @@ class VLLMServerRollout(CompletionRollout):
         self._held.close()
 
     def _complete(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
-        return asyncio.run(self._complete_all(requests, sampling))
+        return _result_of(self._complete_all(requests, sampling))
 
     async def _complete_all(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
         turn = asyncio.Semaphore(CONNECTIONS)  # the client's own queue is slow when long
@@ -284,7 +285,7 @@ class VLLMServerRollout(CompletionRollout):
             newest = replace(newest, adapter=str(self._adapters.publish(name, adapter.save)))
         if starts:
             starts.start()  # each server loads the newest weights on start
-        asyncio.run(self._load_everywhere(newest, with_weights=not (weights is None or starts)))
+        _result_of(self._load_everywhere(newest, with_weights=not (weights is None or starts)))
         return newest
 
     def _forms_group(self, broadcast: WeightBroadcast) -> bool:
@@ -294,7 +295,7 @@ class VLLMServerRollout(CompletionRollout):
             RunFailure: the group cannot be formed, and a broadcast is required.
         """
         try:
-            if not (broadcast.is_connected and asyncio.run(self._have_newest())):
+            if not (broadcast.is_connected and _result_of(self._have_newest())):
                 broadcast.connect()
         except RunFailure as error:
             if self._needs_broadcast:
@@ -431,6 +432,16 @@ class VLLMServerRollout(CompletionRollout):
         limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS)
         # trust_env=False: proxies of the environment are for external hosts, not for engines.
         return httpx.AsyncClient(timeout=httpx.Timeout(timeout, connect=30), limits=limits, trust_env=False)
+
+
+def _result_of(work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Runs a coroutine; in another thread if this one has a running event loop, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1, thread_name_prefix="rollouts") as thread:  # the watchdog monitors this name
+        return thread.submit(asyncio.run, work).result()
 
 
 async def _gathered(work: Iterable[Awaitable[_Result]]) -> list[_Result]:

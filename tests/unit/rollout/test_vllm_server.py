@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -65,6 +66,19 @@ def test_prompts_go_round_and_siblings_come_back_in_order(servers: list[Server],
     assert {server.asked[-1][1]["seed"] for server in servers} == seeds
     engine.close()
     assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_a_running_event_loop_does_not_matter(servers: list[Server], tmp_path: Path) -> None:
+    """A notebook has one."""
+
+    async def in_a_loop() -> int:
+        engine, model = engine_on(servers, tmp_path)
+        engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
+        rollouts = generate(engine)
+        engine.close()
+        return len(rollouts.response_mask)
+
+    assert asyncio.run(in_a_loop()) == 6
 
 
 @pytest.mark.parametrize(

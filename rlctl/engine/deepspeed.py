@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, NotRequired, TypedDict, Unpack, cast
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from rlctl.batch import ModelInputs
@@ -31,7 +32,7 @@ from rlctl.engine.ranks import Ranks
 from rlctl.engine.recompute import recompute_layers
 from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.engine.values import ValueModule
-from rlctl.errors import RunFailure, UsageError
+from rlctl.errors import RunFailure, UsageError, in_words
 from rlctl.spec.memory import REDUCE_BUCKET
 from rlctl.spec.passthrough import merged
 
@@ -431,8 +432,13 @@ def _refusals(settings: Settings) -> Iterator[None]:
     except Exception as error:
         if not settings.get("more_config"):
             raise
-        what = f"DeepSpeed refuses its configuration: {type(error).__name__}: {error}"
-        raise UsageError(what, where="engine.deepspeed") from error
+        words = f"{type(error).__name__}: {error}"
+        if isinstance(error, ValidationError):
+            found = [(".".join(map(str, one["loc"])), in_words(one)) for one in error.errors()]
+            words = "; ".join(f"{name}: {what}" for name, what in found)
+        what = f"DeepSpeed refuses its configuration: {words}"
+        fix = "correct or remove these options; deepspeed.ai/docs/config-json lists all"
+        raise UsageError(what, where="engine.deepspeed", fix=fix) from error
 
 
 @contextlib.contextmanager

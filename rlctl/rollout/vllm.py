@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any, Literal
 
 import torch
@@ -25,6 +27,7 @@ from rlctl.rollout.protocol import Policy, Sampling, SavedAdapter
 from rlctl.rollout.tensor_parallel import Asked, TensorParallelGroup
 from rlctl.rollout.versioned_dir import VersionedDir
 from rlctl.rollout.weights import ExpectedWeights
+from rlctl.spec.keys import closest
 
 VLLMDtype = Literal["fp32", "bf16"]
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -321,6 +324,13 @@ def _generation_config(model_path: str, revision: str | None, trust_remote_code:
 
 
 def _not_started(model_path: str, error: Exception) -> RlctlError:
+    if unknown := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
+        from vllm import EngineArgs
+
+        names = [field.name for field in fields(EngineArgs)]
+        near = closest(unknown[1], names)
+        fix = f"write {near}" if near else "leave it out"
+        return UsageError("vLLM has no such option", where=f"rollout.engine_kwargs.{unknown[1]}", fix=fix)
     if "does not support LoRA" in str(error):
         return UsageError(f"vLLM refuses the adapter: {one_line(error)}", where=model_path, fix=MERGE_LORA)
     if isinstance(error, ValueError):  # includes pydantic's errors, about the model or the options

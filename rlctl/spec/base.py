@@ -79,8 +79,10 @@ def json_file(value: Any) -> Any:
     path = Path(value).expanduser()
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
+    except OSError as error:
+        raise ValueError(f"this JSON file cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"this file is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: must hold a JSON object")
     return content

@@ -81,8 +81,14 @@ DEEPSPEED_OWNERS = {
     "tensor_parallel": "rlctl trains whole layers",
     "elasticity": _OWN_BATCHES,
 }
-#: Long names at the top of DeepSpeed's configuration, which ignores misspelled ones.
+#: Names at the top of DeepSpeed's configuration, which ignores all others.
 DEEPSPEED_NAMES = (
+    *DEEPSPEED_OWNERS,
+    *("bf16", "seq_parallel_communication_data_type", "autotuning", "hybrid_engine", "pipeline", "comet"),
+    *("data_efficiency", "curriculum_learning", "compression_training", "weight_quantization", "log_level"),
+    *("vocabulary_size", "dataloader_drop_last", "datastates", "disable_python_gc", "expert_parallel"),
+    *("managed_gradient_accumulation", "use_data_before_expert_parallelism", "progressive_layer_drop"),
+    *("sparse_gradients", "sparse_attention", "eigenvalue", "nebula", "monitor_config"),
     *("zero_optimization", "activation_checkpointing", "communication_data_type", "comms_logger", "aio"),
     *("wall_clock_breakdown", "memory_breakdown", "steps_per_print", "prescale_gradients", "dump_state"),
     *("gradient_predivide_factor", "gradient_allreduce_op", "flops_profiler", "tensorboard", "csv_monitor"),

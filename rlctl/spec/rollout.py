@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from rlctl.registry import ROLLOUT_ENGINES
-from rlctl.spec.base import NullWord, OpenMapping, Section, StrList
+from rlctl.spec.base import NullWord, OpenMapping, Section, StrList, json_file
 from rlctl.spec.parts import Registered
 
 #: Values of vLLM's `max_lora_rank`; an engine applies adapters of any rank up to its value.
@@ -159,8 +159,9 @@ class RolloutSpec(Section):
     merge_lora: bool = False
     """With `vllm` and LoRA: sync all weights with the adapter merged, instead of only the adapter."""
     server: ServerSpec = ServerSpec()
-    engine_kwargs: OpenMapping = Field(default={})
-    """Additional arguments of vLLM's engine, passed unchanged: `rollout.engine_kwargs.enforce_eager=true`."""
+    engine_kwargs: Annotated[OpenMapping, BeforeValidator(json_file)] = Field(default={})
+    """Additional arguments of vLLM's engine, passed unchanged, or a JSON file with them:
+    `rollout.engine_kwargs.enforce_eager=true`."""
     max_staleness: int = Field(default=0, ge=0)
     """Maximum number of batches to sample ahead during training, with the newest weights; 0: do not."""
     staleness: int = Field(default=0, ge=0)

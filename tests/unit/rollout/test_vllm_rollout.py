@@ -17,7 +17,7 @@ from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Sampling
-from rlctl.rollout.vllm import VLLMRollout
+from rlctl.rollout.vllm import VLLMRollout, _not_started
 from tests.forked_python import run_in
 from tests.unit.rollout.test_hf_rollout import TEXTS, TOKENIZER, make_prompts, random_model, take
 
@@ -174,3 +174,11 @@ def test_without_vllm_it_says_what_to_install(monkeypatch):
     with pytest.raises(EnvironmentFailure, match="not installed") as caught:
         VLLMRollout("anywhere", TOKENIZER, dtype="fp32", max_model_len=64)
     assert "rlctl[vllm]" in str(caught.value.fix)
+
+
+def test_an_option_that_vllm_does_not_have_is_named() -> None:
+    refused = TypeError("EngineArgs.__init__() got an unexpected keyword argument 'max_num_batched_token'")
+    error = _not_started("a/model", refused)
+    assert error.exit_code == 2
+    assert error.where == "rollout.engine_kwargs.max_num_batched_token"
+    assert error.fix == "write max_num_batched_tokens"

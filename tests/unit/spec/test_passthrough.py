@@ -119,6 +119,9 @@ def test_arguments_of_a_server() -> None:
         ("engine.deepspeed.torch_autocast.enabled=true", "engine.dtype"),
         ("engine.deepspeed.zero_optimization.cpu_offload=true", "engine.offload"),
         ("engine.deepspeed.zero_optimisation.stage=3", "DeepSpeed ignores unknown names"),
+        ("engine.deepspeed.zero_optim.stage=2", "DeepSpeed ignores unknown names"),
+        ("engine.deepspeed=nope.json", "this JSON file cannot be read: No such file"),
+        ("rollout.engine_kwargs=nope.json", "this JSON file cannot be read: No such file"),
         ("engine.deepspeed.optimizer.params.lr=1", "actor.lr"),
         ("rollout.engine_kwargs.max-model-len=8", "data.max_prompt_length"),
         ("rollout.engine_kwargs.tp=2", "rollout.tensor_model_parallel_size"),
@@ -128,6 +131,21 @@ def test_arguments_of_a_server() -> None:
 def test_other_spellings_of_what_the_spec_sets(override: str, words: str) -> None:
     (found,) = problems(VLLM, override).values()
     assert words in found
+
+
+def test_a_name_that_deepspeed_may_not_know_is_a_warning() -> None:
+    (found,) = load_spec([], [], ["engine.deepspeed.foo=1"]).warnings
+    assert (found.key, found.severity) == ("engine.deepspeed.foo", "warning")
+    assert "ignores unknown names" in found.what
+
+
+def test_options_of_vllm_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "options.json").write_text('{"enforce_eager": true}')
+    spec = load_spec([], [], [VLLM, f"rollout.engine_kwargs={tmp_path}/options.json"]).spec
+    assert spec.rollout.engine_kwargs == {"enforce_eager": True}
+    (tmp_path / "options.json").write_text("enforce_eager: true\n")
+    (found,) = problems(VLLM, f"rollout.engine_kwargs={tmp_path}/options.json").values()
+    assert "this file is not JSON" in found
 
 
 @pytest.mark.parametrize("option", ["comms_logger.enabled=true", "zero_optimization.overlap_comm=true"])

@@ -11,11 +11,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-import yaml
 
 from rlctl.metric_names import validation_rewards
 from rlctl.track.jsonl import METRICS_FILE
-from rlctl.track.run_dir import ENVIRONMENT_FILE, FAILURE_FILE, HOLDER_FILE, SPEC_FILE, SUMMARY_FILE
+from rlctl.track.run_dir import (
+    ENVIRONMENT_FILE,
+    FAILURE_FILE,
+    HOLDER_FILE,
+    SPEC_FILE,
+    SUMMARY_FILE,
+    read_mapping,
+)
 
 State = Literal["running", "finished", "interrupted", "stopped", "failed", "died", "empty"]
 
@@ -53,9 +59,9 @@ def find_runs(root: Path) -> list[RunState]:
 
 def read_state(run_dir: Path) -> RunState:
     """Reads the state of one run; fields from missing or damaged files are empty."""
-    spec = _mapping(run_dir / SPEC_FILE)
-    summary, failure = _mapping(run_dir / SUMMARY_FILE), _mapping(run_dir / FAILURE_FILE)
-    environment = _mapping(run_dir / ENVIRONMENT_FILE)
+    spec = read_mapping(run_dir / SPEC_FILE)
+    summary, failure = read_mapping(run_dir / SUMMARY_FILE), read_mapping(run_dir / FAILURE_FILE)
+    environment = read_mapping(run_dir / ENVIRONMENT_FILE)
     last, validation = _last_rows(run_dir / METRICS_FILE)
     step = int(last.get("step", 0))
     stopped = summary.get("guardrails", {}).get("stopped_because")
@@ -103,16 +109,6 @@ def _run_dirs(root: Path) -> Iterator[Path]:
             yield from _run_dirs(path)
 
 
-def _mapping(path: Path) -> dict[str, Any]:
-    """Reads a JSON or YAML mapping; empty if the file is missing or damaged."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def _last_rows(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
     """The last complete row, and the rewards of the last validation."""
     last: dict[str, Any] = {}
@@ -136,7 +132,7 @@ def _last_rows(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
 def is_running(run_dir: Path) -> bool:
     """Whether the process that locked the run is alive; a process on another host is assumed to be alive."""
     path = run_dir / HOLDER_FILE
-    holder = _mapping(path)
+    holder = read_mapping(path)
     if not holder:
         return False
     if holder.get("host") != platform.node():

@@ -41,6 +41,10 @@ class Detection:
     sure: Sure | None = None
     could_not_check: tuple[str, ...] = ()
 
+    def with_doubt(self, sure: Sure, *could_not_check: str) -> Detection:
+        """A copy for a log that lacks data: another confidence, and what was not checked."""
+        return replace(self, sure=sure, could_not_check=could_not_check)
+
 
 Detect = Callable[[RunLog], Detection | Skipped | None]
 #: Changes to try: a function of the run that returns all of them, or a tuple of constant fixes and functions.

@@ -110,10 +110,9 @@ def dead_groups(run: RunLog) -> Detection | None:
     found = Detection(severity, what.format(which=which), (seen,), cause, fixes)
     if position is not None:
         return found
-    return replace(
-        found,
-        sure=("low", "the rewards that would separate right from wrong are not logged"),
-        could_not_check=(f"{SCORE}, {BEST} and {WORST} would separate right from wrong",),
+    return found.with_doubt(
+        ("low", "the rewards that would separate right from wrong are not logged"),
+        f"{SCORE}, {BEST} and {WORST} would separate right from wrong",
     )
 
 
@@ -198,11 +197,8 @@ def zero_reward(run: RunLog) -> Detection | None:
     found = Detection(severity, what, tuple(evidence), cause, fixes)
     if has_best or shown is not None:
         return found
-    return replace(
-        found,
-        sure=("medium", "the best single reward is not logged"),
-        could_not_check=(f"{BEST} would exclude rewards that average 0",),
-    )
+    doubt: Sure = ("medium", "the best single reward is not logged")
+    return found.with_doubt(doubt, f"{BEST} would exclude rewards that average 0")
 
 
 def _no_signal(table: Table) -> Evidence | None:
@@ -250,11 +246,8 @@ def entropy(run: RunLog) -> Detection | None:
     found = replace(found, severity="warning")
     if len(run.table.series(SCORE)):
         return found
-    return replace(
-        found,
-        sure=("low", "without the reward, low entropy may be success"),
-        could_not_check=(f"{SCORE} would show whether the policy has learned",),
-    )
+    doubt: Sure = ("low", "without the reward, low entropy may be success")
+    return found.with_doubt(doubt, f"{SCORE} would show whether the policy has learned")
 
 
 def _halved_while_flat(table: Table) -> tuple[float, float] | None:
@@ -298,9 +291,9 @@ def entropy_rise(run: RunLog) -> Detection | None:
     what = f"entropy rose from {start.median:.2g} to {end:.2g} nats"
     if len(run.table.series(SCORE)):
         return Detection("warning", f"{what}, and the reward did not", (seen,))
+    doubt: Sure = ("low", "without the reward, this may be wanted exploration")
     unknown = f"{SCORE} would show whether the exploration helps"
-    sure: Sure = ("low", "without the reward, this may be wanted exploration")
-    return Detection("warning", what, (seen,), sure=sure, could_not_check=(unknown,))
+    return Detection("warning", what, (seen,)).with_doubt(doubt, unknown)
 
 
 @Rule(

@@ -80,7 +80,7 @@ def svg(tradeoff: Tradeoff) -> Markup:
     parts.append(f'<polyline points="{points}" fill="none" stroke="#999999" stroke-dasharray="3 3"/>')
     parts += [_dot(*at[one.setting.name], one) for _, _, one in reversed(drawn)]  # best on top
     if tradeoff.recommended:
-        left, top = at[tradeoff.outcome(tradeoff.recommended.name).setting.name]
+        left, top = at[tradeoff.recommended.name]
         ring = f'<circle cx="{left:.1f}" cy="{top:.1f}" r="9" fill="none" stroke="#e41a1c" stroke-width="2"/>'
         parts.append(ring)
     families = {one.setting.family for _, _, one in drawn}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -210,18 +211,17 @@ def _no_signal(table: Table) -> Evidence | None:
     return None
 
 
-def _explore(run: RunLog) -> tuple[Fix, ...]:
+def _explore(run: RunLog) -> Iterator[Fix]:
     """A higher upper clip, a temperature of 1, a lower learning rate; omits what the run has already."""
     spec = run.spec
     clips = spec is None or spec.algorithm.rollout_correction.loss_type == "ppo_clip"
     high = (spec.actor.clip_ratio_high or spec.actor.clip_ratio) if spec else 0.0
-    fixes = []
     if clips and high < 0.28:
         in_openrlhf = "--actor.eps_clip_low_high 0.2 0.28"
-        fixes.append(fix.change("actor.clip_ratio_high=0.28", why="clip-higher (DAPO)", openrlhf=in_openrlhf))
+        yield fix.change("actor.clip_ratio_high=0.28", why="clip-higher (DAPO)", openrlhf=in_openrlhf)
     if spec is None or spec.rollout.temperature < 1.0:
-        fixes.append(fix.change("rollout.temperature=1.0"))
-    return (*fixes, *fix.slower(run))
+        yield fix.change("rollout.temperature=1.0")
+    yield from fix.slower(run)
 
 
 @Rule(
@@ -262,9 +262,9 @@ def _halved_while_flat(table: Table) -> tuple[float, float] | None:
     return start, end
 
 
-def _no_entropy_bonus(run: RunLog) -> tuple[Fix, ...]:
-    has_bonus = run.spec is not None and run.spec.actor.entropy_coeff > 0
-    return (fix.change("actor.entropy_coeff=0", why="no entropy bonus"),) if has_bonus else ()
+def _no_entropy_bonus(run: RunLog) -> Iterator[Fix]:
+    if run.spec is not None and run.spec.actor.entropy_coeff > 0:
+        yield fix.change("actor.entropy_coeff=0", why="no entropy bonus")
 
 
 @Rule(
@@ -331,22 +331,22 @@ def reward_hacking(run: RunLog) -> Detection | Skipped | None:
     return Detection(reached[-1], what, (trained, validated))
 
 
-def _length_penalty(run: RunLog) -> tuple[Fix, ...]:
+def _length_penalty(run: RunLog) -> Iterator[Fix]:
     """A length penalty that grows towards the limit (DAPO, section 3.4), unless one is configured."""
     limit, spec = run.facts.max_response_length, run.spec
-    if not limit or limit < 8 or (spec is not None and spec.reward.overlong.buffer_length > 0):
-        return ()
-    setting, why = f"reward.overlong.buffer_length={limit // 4}", "a penalty that grows towards the limit"
-    return (fix.change(setting, why=why, trl="mask_truncated_completions=True"),)
+    if limit and limit >= 8 and (spec is None or spec.reward.overlong.buffer_length <= 0):
+        setting, why = f"reward.overlong.buffer_length={limit // 4}", "a penalty that grows towards the limit"
+        yield fix.change(setting, why=why, trl="mask_truncated_completions=True")
 
 
-def _higher_limit(run: RunLog) -> tuple[Fix]:
+def _higher_limit(run: RunLog) -> Iterator[Fix]:
     if limit := run.facts.max_response_length:
-        return (fix.change(f"data.max_response_length={2 * limit}"),)
-    trl, openrlhf = "max_completion_length", "--rollout.max_new_tokens"
-    return (
-        fix.by_hand("raise the length limit", verl="data.max_response_length", trl=trl, openrlhf=openrlhf),
-    )
+        yield fix.change(f"data.max_response_length={2 * limit}")
+    else:
+        trl, openrlhf = "max_completion_length", "--rollout.max_new_tokens"
+        yield fix.by_hand(
+            "raise the length limit", verl="data.max_response_length", trl=trl, openrlhf=openrlhf
+        )
 
 
 @Rule(
@@ -378,10 +378,9 @@ def truncated(run: RunLog) -> Detection | Skipped | None:
     return Detection(reached[-1], what, (seen,), could_not_check=(unknown,))
 
 
-def _per_token(run: RunLog) -> tuple[Fix, ...]:
-    if run.spec is not None and run.spec.actor.loss_agg_mode == "token-mean":
-        return ()
-    return (fix.change("actor.loss_agg_mode=token-mean", trl="loss_type=dapo"),)
+def _per_token(run: RunLog) -> Iterator[Fix]:
+    if run.spec is None or run.spec.actor.loss_agg_mode != "token-mean":
+        yield fix.change("actor.loss_agg_mode=token-mean", trl="loss_type=dapo")
 
 
 @Rule(

@@ -38,10 +38,8 @@ def spec_rows(record: RunRecord) -> tuple[str, list[tuple[str, str, str]]]:
     state = read_state(record.path)
     presets = [name for name in state.preset.split("+") if name]
     try:
-        before, than = (
-            load_spec(presets, [], [f"model.path={spec.model.path}"]).spec,
-            " + ".join(presets) or "the defaults",
-        )
+        before = load_spec(presets, [], [f"model.path={spec.model.path}"]).spec
+        than = " + ".join(presets) or "the defaults"
     except RlctlError:  # preset files were removed, or are incomplete without the overrides of the run
         before, than = load_spec(overrides=["model.path=embedded"]).spec, "the defaults"
     rows = [

@@ -188,10 +188,7 @@ def _slime(config: Config) -> dict[str, Any]:
 def _nemo_rl(config: Config) -> dict[str, Any]:
     corrects = config.flag("loss_fn.use_importance_sampling_correction")
     level = "sequence" if config.flag("loss_fn.sequence_level_importance_ratios") else "token"
-    return {
-        "ppo_epochs": 1,
-        "rollout_is": None if corrects is None else (level if corrects else "off"),
-    }
+    return {"rollout_is": None if corrects is None else (level if corrects else "off")}
 
 
 _DERIVED: Mapping[str, Callable[[Config], dict[str, Any]]] = {

@@ -16,7 +16,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
 from filelock import FileLock, Timeout
 
 from rlctl.errors import RlctlError, UsageError
@@ -206,6 +205,8 @@ def _usable(path: Path) -> Iterator[None]:
 
 def read_mapping(path: Path) -> dict[str, Any]:
     """Reads a JSON or YAML mapping; empty if the file is missing or damaged."""
+    import yaml  # here, because `rlctl --version` imports this module
+
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)

@@ -170,13 +170,9 @@ def frameworks() -> list[Setting]:
     """Returns the rules of other frameworks."""
     found = []
     for name, family, level, bound, threshold, criterion, rs_threshold in _FRAMEWORKS:
-        given = {
-            "dialect": "verl" if bound == "verl" else "",
-            "rollout_is_bound": bound if bound != "verl" else "",
-            "rollout_is_threshold": threshold,
-            "rollout_rs": criterion,
-            "rollout_rs_threshold": rs_threshold,
-        }
+        given = {"dialect": bound} if bound == "verl" else {"rollout_is_bound": bound}
+        given |= {"rollout_is_threshold": threshold}
+        given |= {"rollout_rs": criterion, "rollout_rs_threshold": rs_threshold}
         fields = {key: value for key, value in given.items() if value}
         found.append(Setting(name, family, _spec(False, rollout_is=level, **fields)))
     return found

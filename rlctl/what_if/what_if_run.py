@@ -28,7 +28,7 @@ def what_if(path: Path) -> Tradeoff:
     dump = find_dump(path)
     spec, notes = _spec_beside(dump)
     if spec is None:
-        return replay(dump.steps(), grid()).with_notes(*notes)
+        return replay(dump.steps, grid()).with_notes(*notes)
     algorithm, correction = spec.algorithm, spec.algorithm.rollout_correction
     omitted = "the run's own setting is omitted"
     why_omitted = {
@@ -44,7 +44,7 @@ def what_if(path: Path) -> Tradeoff:
         notes.append("advantages are without the penalty of use_kl_in_reward, which is not in the dump")
     is_dr_grpo = algorithm.adv_estimator == "grpo" and not algorithm.norm_adv_by_std_in_grpo
     found = replay(
-        dump.steps(),
+        dump.steps,
         grid(None if any(why_omitted.values()) else correction),
         estimator="dr_grpo" if is_dr_grpo else algorithm.adv_estimator,
         groups_per_batch=spec.ppo_mini_batch_size,

@@ -71,11 +71,7 @@ def _plain(value: float) -> float | int | str:
     if isinstance(value, int):
         return int(value)
     number = float(value)
-    if math.isnan(number):
-        return "NaN"
-    if math.isinf(number):
-        return "Infinity" if number > 0 else "-Infinity"
-    return number
+    return number if math.isfinite(number) else json.dumps(number)  # "NaN", "Infinity" or "-Infinity"
 
 
 def truncate_after(path: Path, step: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -46,10 +46,6 @@ class RunState:
     reward: float | None  # mean of the last step
     validation: Mapping[str, float]  # rewards of the last validation per data source
     started: str | None  # time of the start or last resume, ISO 8601
-
-    def as_json(self) -> dict[str, Any]:
-        """Converts to plain values for JSON."""
-        return asdict(self) | {"path": str(self.path), "validation": dict(self.validation)}
 
 
 def find_runs(root: Path) -> list[RunState]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -52,7 +53,7 @@ def runs(
         raise UsageError("no such directory", where=str(root), fix="name the directory that holds the runs")
     found = find_runs(root)
     if as_json:
-        print_json([run.as_json() for run in found])
+        print_json([asdict(run) for run in found])
     elif found:
         _print_runs(found, root)
     else:

@@ -1,9 +1,11 @@
 """Fixes: changes of the spec, with the same change in other frameworks' keys, and manual actions.
 
-A change is offered unless the run is known to have it already.
+A change is offered unless the run is known to have it already. Functions of the run yield nothing then.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from rlctl.diagnose.finding import Fix
 from rlctl.diagnose.table import RunLog
@@ -90,12 +92,14 @@ def larger(key: str, why: str) -> Fix:
     return Fix((), f"{why} (`{key}`)", _with_swift(_keys_elsewhere(key)))
 
 
-def gentler(run: RunLog) -> tuple[Fix, ...]:
+def gentler(run: RunLog) -> Iterator[Fix]:
     """Fixes that reduce how far the policy moves between sampling and the last update on a batch."""
     epochs = run.facts.ppo_epochs or 1
-    fixes = [change("actor.ppo_epochs=1", why="sample more often")] if epochs > 1 else []
-    fixes += [ONE_UPDATE_PER_PASS] if (run.facts.updates_per_batch or 1) > epochs else []
-    return (*fixes, *slower(run))
+    if epochs > 1:
+        yield change("actor.ppo_epochs=1", why="sample more often")
+    if (run.facts.updates_per_batch or 1) > epochs:
+        yield ONE_UPDATE_PER_PASS
+    yield from slower(run)
 
 
 ONE_UPDATE_PER_PASS = change(
@@ -107,126 +111,107 @@ ONE_UPDATE_PER_PASS = change(
 )
 
 
-def slower(run: RunLog) -> tuple[Fix]:
+def slower(run: RunLog) -> Iterator[Fix]:
     """Fix that halves the peak learning rate, as configured or otherwise as logged."""
     logged = run.table.series("actor/lr").values
     peak = run.facts.lr or (float(logged.max()) if len(logged) else None)
-    return (change(f"actor.lr={peak / 2:.2g}") if peak else by_hand("halve the learning rate"),)
+    yield change(f"actor.lr={peak / 2:.2g}") if peak else by_hand("halve the learning rate")
 
 
-def calmer(run: RunLog) -> tuple[Fix, ...]:
+def calmer(run: RunLog) -> Iterator[Fix]:
     """Fixes that make updates smaller: gradient clipping where it is off, and a lower learning rate."""
-    clip = (change("actor.grad_clip=1.0"),) if run.spec and run.spec.actor.grad_clip == 0.0 else ()
-    return (*clip, *slower(run))
+    if run.spec and run.spec.actor.grad_clip == 0.0:
+        yield change("actor.grad_clip=1.0")
+    yield from slower(run)
 
 
 #: Setting that allows stale samples → its value for fresh ones.
 _FRESH = {"max_staleness": 0, "staleness": 0, "sync_every": 1}
 
 
-def fresher(run: RunLog, *, fully: bool) -> tuple[Fix, ...]:
-    """Fixes that allow no stale samples (`fully`), or half the staleness.
-
-    Empty without a spec, or if no stale samples are allowed.
-    """
-    if run.spec is None:
-        return ()
-    ages = {name: getattr(run.spec.rollout, name) for name in _FRESH}
-    return tuple(
-        change(f"rollout.{name}={_FRESH[name] if fully else max(_FRESH[name], age // 2)}")
-        for name, age in ages.items()
-        if age > _FRESH[name]
-    )
+def fresher(run: RunLog, *, fully: bool) -> Iterator[Fix]:
+    """Fixes that allow no stale samples (`fully`), or half the staleness; none without a spec."""
+    for name, fresh in _FRESH.items():
+        age = getattr(run.spec.rollout, name) if run.spec else fresh
+        if age > fresh:
+            yield change(f"rollout.{name}={fresh if fully else max(fresh, age // 2)}")
 
 
-def reject_outliers(run: RunLog) -> tuple[Fix, ...]:
-    """Fix that rejects responses with extreme tokens; empty if a rejection criterion is configured."""
-    if run.facts.rollout_rs not in {None, "off"}:
-        return ()
-    return (
-        change(
+def reject_outliers(run: RunLog) -> Iterator[Fix]:
+    """Fix that rejects responses with extreme tokens, unless a rejection criterion is configured."""
+    if run.facts.rollout_rs in {None, "off"}:
+        yield change(
             *_without_auto(run),
             f"{RC}rollout_rs=token_k1",
             f"{RC}rollout_rs_threshold=0.6_1.6",
             why="reject responses with extreme tokens",
             trl=f"{_TRL_IS}mode=token_mask {_TRL_IS}clip_min=0.6 {_TRL_IS}clip_max=1.6",
             openrlhf=f"{OPENRLHF_IS}enable {OPENRLHF_IS}type icepop {OPENRLHF_IS}threshold 0.6 1.6",
-        ),
-    )
+        )
 
 
-def wider_bound(run: RunLog) -> tuple[Fix, ...]:
+def wider_bound(run: RunLog) -> Iterator[Fix]:
     """Fix that raises the bound of the weights to 5 where it is lower or unknown, to truncate fewer."""
-    threshold = run.facts.rollout_is_threshold
-    if run.facts.rollout_is == "off" or (threshold is not None and threshold >= 5.0):
-        return ()
-    return (change(f"{RC}rollout_is_threshold=5", trl=f"{_TRL_IS}clip_max=5.0"),)
+    if run.facts.rollout_is != "off" and (run.facts.rollout_is_threshold or 0.0) < 5.0:
+        yield change(f"{RC}rollout_is_threshold=5", trl=f"{_TRL_IS}clip_max=5.0")
 
 
-def correct_tokens(run: RunLog) -> tuple[Fix, ...]:
+def correct_tokens(run: RunLog) -> Iterator[Fix]:
     """Fix that enables importance weights per token where none are configured.
 
     In bypass mode only REINFORCE multiplies by the weights; for other losses the fix also turns bypass mode
     off.
     """
     if run.facts.rollout_is not in {None, "off"}:
-        return ()
+        return
     correction = run.spec.algorithm.rollout_correction if run.spec else None
     only_measured = correction is not None and correction.bypass_mode and correction.loss_type != "reinforce"
-    decoupled = (f"{RC}bypass_mode=false",) if only_measured else ()
-    return (
-        change(
-            *decoupled,
-            f"{RC}rollout_is=token",
-            why="correct for the gap",
-            trl=f"{_TRL_IS}correction=True {_TRL_IS}mode=token_truncate",
-            openrlhf=f"{OPENRLHF_IS}enable {OPENRLHF_IS}type tis",
-        ),
+    yield change(
+        *((f"{RC}bypass_mode=false",) if only_measured else ()),
+        f"{RC}rollout_is=token",
+        why="correct for the gap",
+        trl=f"{_TRL_IS}correction=True {_TRL_IS}mode=token_truncate",
+        openrlhf=f"{OPENRLHF_IS}enable {OPENRLHF_IS}type tis",
     )
 
 
-def geometric(run: RunLog) -> tuple[Fix, ...]:
+def geometric(run: RunLog) -> Iterator[Fix]:
     """Fix with weights near 1 that do not grow with the response length (verl and TRL have none)."""
     if run.facts.rollout_is == "geometric":
-        return ()
+        return
     settings = ("rollout_is=geometric", "rollout_is_bound=mask", "rollout_is_threshold=0.99_1.01")
     keys = (*_without_auto(run), *(RC + one for one in settings))
     others = {"openrlhf": f"{OPENRLHF_IS}enable {OPENRLHF_IS}type seq-mask-tis"}
-    return (Fix(keys, "a weight that does not grow with the length", others),)
+    yield Fix(keys, "a weight that does not grow with the length", others)
 
 
 def _without_auto(run: RunLog) -> tuple[str, ...]:
     return (f"{RC}auto=false",) if run.facts.rollout_is == "auto" else ()
 
 
-def same_precision(run: RunLog) -> tuple[Fix, ...]:
+def same_precision(run: RunLog) -> Iterator[Fix]:
     """Fixes that run engine and trainer in the same precision, or in a higher one."""
-    fixes: tuple[Fix, ...] = ()
     if run.spec and run.spec.rollout.dtype not in {None, run.spec.engine.dtype}:
-        fixes += (change("rollout.dtype=null", why="sample in the trainer's precision"),)
+        yield change("rollout.dtype=null", why="sample in the trainer's precision")
     if run.facts.dtype in {None, "bf16"}:
-        fixes += (
-            change(
-                "engine.dtype=fp32",
-                why="higher precision (FP16 on both sides costs less, where available)",
-                verl=f"{_ROLLOUT}dtype=float16 {_ACTOR}fsdp_config.dtype=float16",
-                trl="bf16=False fp16=True",
-            ),
+        yield change(
+            "engine.dtype=fp32",
+            why="higher precision (FP16 on both sides costs less, where available)",
+            verl=f"{_ROLLOUT}dtype=float16 {_ACTOR}fsdp_config.dtype=float16",
+            trl="bf16=False fp16=True",
         )
-    return fixes
 
 
-def larger_groups(run: RunLog) -> tuple[Fix, ...]:
+def larger_groups(run: RunLog) -> Iterator[Fix]:
     """Fix that doubles the responses per prompt, where their number is known."""
-    size = run.facts.group_size
-    return (change(f"rollout.n={2 * size}", why="larger groups"),) if size else ()
+    if size := run.facts.group_size:
+        yield change(f"rollout.n={2 * size}", why="larger groups")
 
 
-def guarded(run: RunLog) -> tuple[Fix, ...]:
-    """Fix that lets the guardrails act on such updates during training; empty if they already do."""
-    if run.spec is None or run.spec.trainer.guardrails.mode == "act":
-        return ()
-    return (change("trainer.guardrails.mode=act", why="let training withhold or scale such updates"),)
+def guarded(run: RunLog) -> Iterator[Fix]:
+    """Fix that lets the guardrails act on such updates during training."""
+    if run.spec and run.spec.trainer.guardrails.mode != "act":
+        yield change("trainer.guardrails.mode=act", why="let training withhold or scale such updates")
 
 
 #: For a gap between the two implementations.

@@ -8,7 +8,7 @@ generated from the rules.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -37,14 +37,18 @@ class Detection:
     evidence: tuple[Evidence, ...]
     #: cause, fixes, sure: override the rule's where they depend on what was detected
     cause: str | None = None
-    fixes: tuple[Fix, ...] | None = None
+    fixes: Iterable[Fix] | None = None
     sure: Sure | None = None
     could_not_check: tuple[str, ...] = ()
+
+    def with_doubt(self, sure: Sure, *could_not_check: str) -> Detection:
+        """A copy for a log that lacks data: another confidence, and what was not checked."""
+        return replace(self, sure=sure, could_not_check=could_not_check)
 
 
 Detect = Callable[[RunLog], Detection | Skipped | None]
 #: Changes to try: a function of the run that returns all of them, or a tuple of constant fixes and functions.
-FixesOf = Callable[[RunLog], tuple[Fix, ...]]
+FixesOf = Callable[[RunLog], Iterable[Fix]]
 Fixes = FixesOf | tuple[Fix | FixesOf, ...]
 
 
@@ -103,14 +107,14 @@ class Rule:
         if 0 < count < MIN_STEPS:
             confidence = "medium" if confidence == "high" else confidence
             reason += f"; {'one step' if count == 1 else f'{count} steps'} only"
-        cause, fixes = found.cause or self.cause, self._fixes(run) if found.fixes is None else found.fixes
+        cause = found.cause or self.cause
+        fixes = self._fixes(run) if found.fixes is None else tuple(found.fixes)
         parts = found.severity, found.what, found.evidence, cause, self.source, fixes, confidence, reason
         return Finding(*parts, found.could_not_check, self.name)
 
     def _fixes(self, run: RunLog) -> tuple[Fix, ...]:
-        if callable(self.fixes):
-            return self.fixes(run)
-        return tuple(fix for one in self.fixes for fix in ((one,) if isinstance(one, Fix) else one(run)))
+        each = (self.fixes,) if callable(self.fixes) else self.fixes
+        return tuple(fix for one in each for fix in ((one,) if isinstance(one, Fix) else one(run)))
 
     def _skipped(self, run: RunLog, min_steps: int) -> Skipped | None:
         """Returns what the log lacks for this rule; None if it lacks nothing."""

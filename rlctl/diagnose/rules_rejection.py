@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from rlctl.diagnose import fixes as fix
@@ -55,10 +57,10 @@ def rejected(run: RunLog) -> Detection | None:
     return detect_crossing(run, th.MASKED, "rejection drops {worst:.0%} of the response tokens {where}")
 
 
-def _bound_the_mean(run: RunLog) -> tuple[Fix, ...]:
+def _bound_the_mean(run: RunLog) -> Iterator[Fix]:
     in_verl = (f"{_RS}=seq_mean_k3", f"{_RS_THRESHOLD}=0.01")
     ours = in_verl if run.facts.dialect == "verl" else (f"{_RS}=geometric", f"{_RS_THRESHOLD}=0.99_1.01")
-    return (fix.change(*ours, why="bound the mean over a response, a KL", verl=" ".join(in_verl)),)
+    yield fix.change(*ours, why="bound the mean over a response, a KL", verl=" ".join(in_verl))
 
 
 @Rule(

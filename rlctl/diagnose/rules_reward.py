@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -110,10 +111,9 @@ def dead_groups(run: RunLog) -> Detection | None:
     found = Detection(severity, what.format(which=which), (seen,), cause, fixes)
     if position is not None:
         return found
-    return replace(
-        found,
-        sure=("low", "the rewards that would separate right from wrong are not logged"),
-        could_not_check=(f"{SCORE}, {BEST} and {WORST} would separate right from wrong",),
+    return found.with_doubt(
+        ("low", "the rewards that would separate right from wrong are not logged"),
+        f"{SCORE}, {BEST} and {WORST} would separate right from wrong",
     )
 
 
@@ -198,11 +198,8 @@ def zero_reward(run: RunLog) -> Detection | None:
     found = Detection(severity, what, tuple(evidence), cause, fixes)
     if has_best or shown is not None:
         return found
-    return replace(
-        found,
-        sure=("medium", "the best single reward is not logged"),
-        could_not_check=(f"{BEST} would exclude rewards that average 0",),
-    )
+    doubt: Sure = ("medium", "the best single reward is not logged")
+    return found.with_doubt(doubt, f"{BEST} would exclude rewards that average 0")
 
 
 def _no_signal(table: Table) -> Evidence | None:
@@ -214,18 +211,17 @@ def _no_signal(table: Table) -> Evidence | None:
     return None
 
 
-def _explore(run: RunLog) -> tuple[Fix, ...]:
+def _explore(run: RunLog) -> Iterator[Fix]:
     """A higher upper clip, a temperature of 1, a lower learning rate; omits what the run has already."""
     spec = run.spec
     clips = spec is None or spec.algorithm.rollout_correction.loss_type == "ppo_clip"
     high = (spec.actor.clip_ratio_high or spec.actor.clip_ratio) if spec else 0.0
-    fixes = []
     if clips and high < 0.28:
         in_openrlhf = "--actor.eps_clip_low_high 0.2 0.28"
-        fixes.append(fix.change("actor.clip_ratio_high=0.28", why="clip-higher (DAPO)", openrlhf=in_openrlhf))
+        yield fix.change("actor.clip_ratio_high=0.28", why="clip-higher (DAPO)", openrlhf=in_openrlhf)
     if spec is None or spec.rollout.temperature < 1.0:
-        fixes.append(fix.change("rollout.temperature=1.0"))
-    return (*fixes, *fix.slower(run))
+        yield fix.change("rollout.temperature=1.0")
+    yield from fix.slower(run)
 
 
 @Rule(
@@ -250,11 +246,8 @@ def entropy(run: RunLog) -> Detection | None:
     found = replace(found, severity="warning")
     if len(run.table.series(SCORE)):
         return found
-    return replace(
-        found,
-        sure=("low", "without the reward, low entropy may be success"),
-        could_not_check=(f"{SCORE} would show whether the policy has learned",),
-    )
+    doubt: Sure = ("low", "without the reward, low entropy may be success")
+    return found.with_doubt(doubt, f"{SCORE} would show whether the policy has learned")
 
 
 def _halved_while_flat(table: Table) -> tuple[float, float] | None:
@@ -269,9 +262,9 @@ def _halved_while_flat(table: Table) -> tuple[float, float] | None:
     return start, end
 
 
-def _no_entropy_bonus(run: RunLog) -> tuple[Fix, ...]:
-    has_bonus = run.spec is not None and run.spec.actor.entropy_coeff > 0
-    return (fix.change("actor.entropy_coeff=0", why="no entropy bonus"),) if has_bonus else ()
+def _no_entropy_bonus(run: RunLog) -> Iterator[Fix]:
+    if run.spec is not None and run.spec.actor.entropy_coeff > 0:
+        yield fix.change("actor.entropy_coeff=0", why="no entropy bonus")
 
 
 @Rule(
@@ -298,9 +291,9 @@ def entropy_rise(run: RunLog) -> Detection | None:
     what = f"entropy rose from {start.median:.2g} to {end:.2g} nats"
     if len(run.table.series(SCORE)):
         return Detection("warning", f"{what}, and the reward did not", (seen,))
+    doubt: Sure = ("low", "without the reward, this may be wanted exploration")
     unknown = f"{SCORE} would show whether the exploration helps"
-    sure: Sure = ("low", "without the reward, this may be wanted exploration")
-    return Detection("warning", what, (seen,), sure=sure, could_not_check=(unknown,))
+    return Detection("warning", what, (seen,)).with_doubt(doubt, unknown)
 
 
 @Rule(
@@ -338,22 +331,22 @@ def reward_hacking(run: RunLog) -> Detection | Skipped | None:
     return Detection(reached[-1], what, (trained, validated))
 
 
-def _length_penalty(run: RunLog) -> tuple[Fix, ...]:
+def _length_penalty(run: RunLog) -> Iterator[Fix]:
     """A length penalty that grows towards the limit (DAPO, section 3.4), unless one is configured."""
     limit, spec = run.facts.max_response_length, run.spec
-    if not limit or limit < 8 or (spec is not None and spec.reward.overlong.buffer_length > 0):
-        return ()
-    setting, why = f"reward.overlong.buffer_length={limit // 4}", "a penalty that grows towards the limit"
-    return (fix.change(setting, why=why, trl="mask_truncated_completions=True"),)
+    if limit and limit >= 8 and (spec is None or spec.reward.overlong.buffer_length <= 0):
+        setting, why = f"reward.overlong.buffer_length={limit // 4}", "a penalty that grows towards the limit"
+        yield fix.change(setting, why=why, trl="mask_truncated_completions=True")
 
 
-def _higher_limit(run: RunLog) -> tuple[Fix]:
+def _higher_limit(run: RunLog) -> Iterator[Fix]:
     if limit := run.facts.max_response_length:
-        return (fix.change(f"data.max_response_length={2 * limit}"),)
-    trl, openrlhf = "max_completion_length", "--rollout.max_new_tokens"
-    return (
-        fix.by_hand("raise the length limit", verl="data.max_response_length", trl=trl, openrlhf=openrlhf),
-    )
+        yield fix.change(f"data.max_response_length={2 * limit}")
+    else:
+        trl, openrlhf = "max_completion_length", "--rollout.max_new_tokens"
+        yield fix.by_hand(
+            "raise the length limit", verl="data.max_response_length", trl=trl, openrlhf=openrlhf
+        )
 
 
 @Rule(
@@ -385,10 +378,9 @@ def truncated(run: RunLog) -> Detection | Skipped | None:
     return Detection(reached[-1], what, (seen,), could_not_check=(unknown,))
 
 
-def _per_token(run: RunLog) -> tuple[Fix, ...]:
-    if run.spec is not None and run.spec.actor.loss_agg_mode == "token-mean":
-        return ()
-    return (fix.change("actor.loss_agg_mode=token-mean", trl="loss_type=dapo"),)
+def _per_token(run: RunLog) -> Iterator[Fix]:
+    if run.spec is None or run.spec.actor.loss_agg_mode != "token-mean":
+        yield fix.change("actor.loss_agg_mode=token-mean", trl="loss_type=dapo")
 
 
 @Rule(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -85,7 +86,7 @@ def exception(run: RunLog) -> Detection | Skipped:
 
 
 def _fresher(run: RunLog) -> tuple[Fix, ...]:
-    return fix.fresher(run, fully=False) or (
+    return tuple(fix.fresher(run, fully=False)) or (
         fix.by_hand(
             "lower how far generation may run ahead, or give training more GPUs",
             verl="async_training.staleness_threshold",
@@ -160,10 +161,10 @@ def nondeterminism(run: RunLog) -> Detection | Skipped | None:
     return found or detect_crossing(run, PPO_KL_ON_POLICY, f"π_θ and π_old differ by {what}")
 
 
-def _faster_grading(run: RunLog) -> tuple[Fix, ...]:
-    runs_code = run.spec is not None and any(term.name == "code" for term in run.spec.reward.all_terms)
-    shorter = (fix.change("reward.code.timeout_s=5"),) if runs_code else ()
-    return (*shorter, fix.by_hand("grade in processes that can be killed, with a deadline per answer"))
+def _faster_grading(run: RunLog) -> Iterator[Fix]:
+    if run.spec is not None and any(term.name == "code" for term in run.spec.reward.all_terms):
+        yield fix.change("reward.code.timeout_s=5")
+    yield fix.by_hand("grade in processes that can be killed, with a deadline per answer")
 
 
 @Rule(

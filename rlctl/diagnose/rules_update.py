@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -134,7 +135,7 @@ def no_gradient(run: RunLog) -> Detection | None:
     steps = series.steps[is_zero]
     evidence = [evidence_over(steps, _NORM, f"0 on {count_of_steps(len(steps))}")]
     what = f"the gradient is exactly zero on {share:.0%} of the steps"
-    reasons: dict[str, tuple[str, tuple[Fix, ...]]] = {
+    reasons: dict[str, tuple[str, Iterable[Fix]]] = {
         th.MASKED.key: ("everything is rejected", (fix.by_hand("widen the bounds of rejection"),)),
         _CUT_OFF: (
             "every response is cut off, and cut off responses may be masked",
@@ -163,7 +164,7 @@ def no_gradient(run: RunLog) -> Detection | None:
         unknown = f"{th.ZERO_SPREAD.key} would distinguish dead groups from parameters without a gradient"
         return Detection("critical", what, tuple(evidence), could_not_check=(unknown,))
     sure: Sure = ("high", "another figure shows the reason")
-    return Detection("critical", what, tuple(evidence), why, fixes, sure)
+    return Detection("critical", what, tuple(evidence), why, tuple(fixes), sure)
 
 
 def _typical(run: RunLog, key: str, steps: NDArray[np.int64]) -> float | None:
@@ -258,11 +259,12 @@ def reference_drift(run: RunLog) -> Detection | None:
     )
 
 
-def _better_critic(run: RunLog) -> tuple[Fix, ...]:
+def _better_critic(run: RunLog) -> Iterator[Fix]:
     epochs = 2 * (run.spec.critic_epochs if run.spec else run.facts.ppo_epochs or 1)
-    more = fix.change(f"critic.ppo_epochs={epochs}", why="more updates per batch")
-    first = fix.change("trainer.critic_warmup=20", why="train the critic alone at the start")
-    return (more, first, *((fix.change(f"critic.lr={2 * run.spec.critic.lr:.2g}"),) if run.spec else ()))
+    yield fix.change(f"critic.ppo_epochs={epochs}", why="more updates per batch")
+    yield fix.change("trainer.critic_warmup=20", why="train the critic alone at the start")
+    if run.spec:
+        yield fix.change(f"critic.lr={2 * run.spec.critic.lr:.2g}")
 
 
 @Rule(

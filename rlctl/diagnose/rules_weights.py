@@ -60,10 +60,9 @@ def weight_mean(run: RunLog) -> Detection | None:
     one = of_crossing(worst_of(found), kind + " importance weights average {worst:.3g} instead of 1 {where}")
     if is_raw:
         return one
-    return replace(
-        one,
-        sure=("medium", "only bounded weights are logged, and a heavy tail lowers their mean too"),
-        could_not_check=("the mean of the weights before their bound is not logged",),
+    return one.with_doubt(
+        ("medium", "only bounded weights are logged, and a heavy tail lowers their mean too"),
+        "the mean of the weights before their bound is not logged",
     )
 
 
@@ -124,11 +123,9 @@ def hidden_tail(run: RunLog) -> Detection | Skipped | None:
     if key == th.RAW_ESS.key:
         return replace(one, evidence=(raw.evidence, seen))
     tail = replace(raw.evidence, figure=f"1 / (1 + χ²) = {raw.evidence.figure}")
-    return replace(
-        one,
-        evidence=(tail, seen),
-        sure=("medium", "the raw figure is estimated from χ²"),
-        could_not_check=("the raw effective sample size is not logged",),
+    doubt: Sure = ("medium", "the raw figure is estimated from χ²")
+    return replace(one, evidence=(tail, seen)).with_doubt(
+        doubt, "the raw effective sample size is not logged"
     )
 
 

@@ -19,9 +19,6 @@ from rlctl.spec.load import dump_spec, dump_value, load_spec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.spec.yaml_source import read_value
 
-#: End of a document, which PyYAML writes after a scalar.
-_YAML_END = "\n...\n"
-
 
 class Applied(NamedTuple):
     """A fix that goes into the new spec, and its finding."""
@@ -173,10 +170,7 @@ def _comments(found: SpecPatch) -> dict[str, list[str]]:
     comments: dict[str, list[str]] = {}
     for each in found.applied:
         for place, key in enumerate(_settings(each.fix)):
-            was = ""
-            if key in before:
-                text = yaml.safe_dump(before[key], default_flow_style=True, width=1 << 20)
-                was = f" (was {text.removesuffix(_YAML_END).strip()})"
+            was = f" (was {dump_value(before[key])})" if key in before else ""
             lines = comments.setdefault(key, [])
             lines.append(f"{each.finding.rule}: {each.finding.what}{was}")
             if place == 0 and found.run.framework in each.fix.others:

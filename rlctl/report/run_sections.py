@@ -38,10 +38,8 @@ def spec_rows(record: RunRecord) -> tuple[str, list[tuple[str, str, str]]]:
     state = read_state(record.path)
     presets = [name for name in state.preset.split("+") if name]
     try:
-        before, than = (
-            load_spec(presets, [], [f"model.path={spec.model.path}"]).spec,
-            " + ".join(presets) or "the defaults",
-        )
+        before = load_spec(presets, [], [f"model.path={spec.model.path}"]).spec
+        than = " + ".join(presets) or "the defaults"
     except RlctlError:  # preset files were removed, or are incomplete without the overrides of the run
         before, than = load_spec(overrides=["model.path=embedded"]).spec, "the defaults"
     rows = [
@@ -105,7 +103,7 @@ def _sample(row: Mapping[str, Any], decode: Callable[[Sequence[int]], str] | Non
         "prompt": visible(row["prompt"]),
         "truth": visible(row["ground_truth"]),
         "reward": "ungraded" if row["reward"] is None else f"{row['reward']:g}",
-        "log_ratio": f"{round(math.fsum(ratios), 4) + 0.0:+.4f}",
+        "log_ratio": f"{math.fsum(ratios):+z.4f}",
         "num_tokens": len(ratios),
         "truncated": row["truncated"],
         "tokens": tokens,
@@ -121,9 +119,7 @@ def _shade(ratio: float, *, kept: bool) -> str:
 
 def _about(ratio: float, log_prob: float, weight: float, *, kept: bool) -> str:
     rejected = "" if kept else ", rejected"
-    return (
-        f"log ρ {round(ratio, 4) + 0.0:+.4f}, rollout log-prob {log_prob:.3f}, weight {weight:.3f}{rejected}"
-    )
+    return f"log ρ {ratio:+z.4f}, rollout log-prob {log_prob:.3f}, weight {weight:.3f}{rejected}"
 
 
 def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:

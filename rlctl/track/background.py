@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from rlctl.track.sink import Sink
 
@@ -15,17 +15,14 @@ CLOSE_S = 90.0
 
 
 class BackgroundSink:
-    """Runs another sink in a thread; keeps the order of steps.
+    """Runs another sink in a thread; keeps the order of steps."""
 
-    `start` constructs the sink in the current thread; its exceptions are not caught.
-    """
-
-    def __init__(self, name: str, start: Callable[[], Sink]) -> None:
-        self.name = name
-        self._sink = start()
+    def __init__(self, sink: Sink) -> None:
+        self.name = sink.name
+        self._sink = sink
         self._steps: queue.Queue[tuple[int, Mapping[str, float]] | str] = queue.Queue(MAX_WAITING)
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"tracker {sink.name}", daemon=True)
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -71,11 +71,7 @@ def _plain(value: float) -> float | int | str:
     if isinstance(value, int):
         return int(value)
     number = float(value)
-    if math.isnan(number):
-        return "NaN"
-    if math.isinf(number):
-        return "Infinity" if number > 0 else "-Infinity"
-    return number
+    return number if math.isfinite(number) else json.dumps(number)  # "NaN", "Infinity" or "-Infinity"
 
 
 def truncate_after(path: Path, step: int) -> list[int]:
@@ -91,15 +87,15 @@ def truncate_after(path: Path, step: int) -> list[int]:
     try:
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         steps = [_step_of(line) for line in lines]
-        kept = [n for n in steps if n is not None and n <= step]
+        kept = [line for line, n in zip(lines, steps, strict=True) if n is not None and n <= step]
         if len(kept) < len(lines):
-            keep = [n is not None and n <= step for n in steps]
-            _append(path.with_name(DISCARDED_FILE), [x for x, k in zip(lines, keep, strict=True) if not k])
+            discarded = [line for line, n in zip(lines, steps, strict=True) if n is None or n > step]
+            _append(path.with_name(DISCARDED_FILE), discarded)
             with replacing(path) as temporary:
-                temporary.write_bytes(b"".join(x for x, k in zip(lines, keep, strict=True) if k))
+                temporary.write_bytes(b"".join(kept))
     except OSError as error:
         raise _failure(path, error) from error
-    return kept
+    return [n for n in steps if n is not None and n <= step]
 
 
 def _step_of(line: bytes) -> int | None:

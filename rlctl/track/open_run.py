@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.errors import UsageError
 from rlctl.track.jsonl import METRICS_FILE
-from rlctl.track.run_dir import ENVIRONMENT_FILE, SPEC_FILE
+from rlctl.track.run_dir import ENVIRONMENT_FILE, SPEC_FILE, read_mapping
 from rlctl.track.run_state import State, read_state
 
 if TYPE_CHECKING:
@@ -54,9 +54,8 @@ class RunRecord:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Versions, machine and command of the run; empty if `environment.json` is missing."""
-        file = self.path / ENVIRONMENT_FILE
-        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+        """Versions, machine and command of the run; empty if `environment.json` is missing or damaged."""
+        return read_mapping(self.path / ENVIRONMENT_FILE)
 
     @property
     def checkpoints(self) -> list[Path]:

@@ -63,9 +63,7 @@ class RunDir:
         Earlier records of a resumed run are kept under `history`, oldest first.
         """
         file = self.path / ENVIRONMENT_FILE
-        before: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):
-            before = dict(json.loads(file.read_text(encoding="utf-8")))
+        before = read_mapping(file)
         history = before.pop("history", [])
         record = environment_record(sys.argv if argv is None else argv)
         record["history"] = [*history, before] if before else history
@@ -163,8 +161,7 @@ def environment_record(argv: Sequence[str]) -> dict[str, Any]:
 def note_in_environment(run_dir: Path, **found: str) -> None:
     """Adds fields to `environment.json` that are known only after the start of the run."""
     path = run_dir / ENVIRONMENT_FILE
-    record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    write_text(path, json.dumps(record | found, indent=2) + "\n")
+    write_text(path, json.dumps(read_mapping(path) | found, indent=2) + "\n")
 
 
 def _contents(path: Path) -> list[str]:
@@ -184,11 +181,8 @@ def _refuse_contents(path: Path) -> None:
 
 
 def _held(path: Path) -> UsageError:
-    try:
-        holder = json.loads((path / HOLDER_FILE).read_text(encoding="utf-8"))
-        who = f" (pid {holder['pid']} on {holder['host']})"
-    except (OSError, ValueError, KeyError, TypeError):
-        who = ""
+    holder = read_mapping(path / HOLDER_FILE)
+    who = f" (pid {holder['pid']} on {holder['host']})" if holder.keys() >= {"pid", "host"} else ""
     return UsageError(
         f"another run is using this directory{who}",
         where=str(path),
@@ -207,6 +201,18 @@ def _usable(path: Path) -> Iterator[None]:
             where=str(path),
             fix="choose another with trainer.run_dir=…",
         ) from error
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Reads a JSON or YAML mapping; empty if the file is missing or damaged."""
+    import yaml  # here, because `rlctl --version` imports this module
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def version_of(package: str) -> str | None:

@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-import yaml
 
 from rlctl.metric_names import validation_rewards
 from rlctl.track.jsonl import METRICS_FILE
-from rlctl.track.run_dir import ENVIRONMENT_FILE, FAILURE_FILE, HOLDER_FILE, SPEC_FILE, SUMMARY_FILE
+from rlctl.track.run_dir import (
+    ENVIRONMENT_FILE,
+    FAILURE_FILE,
+    HOLDER_FILE,
+    SPEC_FILE,
+    SUMMARY_FILE,
+    read_mapping,
+)
 
 State = Literal["running", "finished", "interrupted", "stopped", "failed", "died", "empty"]
 
@@ -41,10 +47,6 @@ class RunState:
     validation: Mapping[str, float]  # rewards of the last validation per data source
     started: str | None  # time of the start or last resume, ISO 8601
 
-    def as_json(self) -> dict[str, Any]:
-        """Converts to plain values for JSON."""
-        return asdict(self) | {"path": str(self.path), "validation": dict(self.validation)}
-
 
 def find_runs(root: Path) -> list[RunState]:
     """Finds all runs in or below `root`, sorted by start time."""
@@ -53,9 +55,9 @@ def find_runs(root: Path) -> list[RunState]:
 
 def read_state(run_dir: Path) -> RunState:
     """Reads the state of one run; fields from missing or damaged files are empty."""
-    spec = _mapping(run_dir / SPEC_FILE)
-    summary, failure = _mapping(run_dir / SUMMARY_FILE), _mapping(run_dir / FAILURE_FILE)
-    environment = _mapping(run_dir / ENVIRONMENT_FILE)
+    spec = read_mapping(run_dir / SPEC_FILE)
+    summary, failure = read_mapping(run_dir / SUMMARY_FILE), read_mapping(run_dir / FAILURE_FILE)
+    environment = read_mapping(run_dir / ENVIRONMENT_FILE)
     last, validation = _last_rows(run_dir / METRICS_FILE)
     step = int(last.get("step", 0))
     stopped = summary.get("guardrails", {}).get("stopped_because")
@@ -103,16 +105,6 @@ def _run_dirs(root: Path) -> Iterator[Path]:
             yield from _run_dirs(path)
 
 
-def _mapping(path: Path) -> dict[str, Any]:
-    """Reads a JSON or YAML mapping; empty if the file is missing or damaged."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def _last_rows(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
     """The last complete row, and the rewards of the last validation."""
     last: dict[str, Any] = {}
@@ -136,7 +128,7 @@ def _last_rows(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
 def is_running(run_dir: Path) -> bool:
     """Whether the process that locked the run is alive; a process on another host is assumed to be alive."""
     path = run_dir / HOLDER_FILE
-    holder = _mapping(path)
+    holder = read_mapping(path)
     if not holder:
         return False
     if holder.get("host") != platform.node():

@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Literal, Self
 
 from rlctl.errors import UsageError, visible
@@ -182,7 +181,7 @@ def wandb(inputs: SinkInputs) -> Sink:
     """A W&B run, online or offline depending on `WANDB_MODE`."""
     from rlctl.track.wandb import WandbSink
 
-    return BackgroundSink("wandb", partial(WandbSink, inputs))
+    return BackgroundSink(WandbSink(inputs))
 
 
 @TRACKERS.register(label="trackio, if it is installed")
@@ -190,7 +189,7 @@ def trackio(inputs: SinkInputs) -> Sink:
     """A local dashboard, `trackio show`; the run is named after its directory."""
     from rlctl.track.trackio import TrackioSink
 
-    return BackgroundSink("trackio", partial(TrackioSink, inputs))
+    return BackgroundSink(TrackioSink(inputs))
 
 
 @TRACKERS.register(label="MLflow, if it is installed")
@@ -198,7 +197,7 @@ def mlflow(inputs: SinkInputs) -> Sink:
     """A run in the MLflow experiment with the project's name, on the server in `MLFLOW_TRACKING_URI`."""
     from rlctl.track.mlflow import MlflowSink
 
-    return BackgroundSink("mlflow", partial(MlflowSink, inputs))
+    return BackgroundSink(MlflowSink(inputs))
 
 
 @TRACKERS.register(label="TensorBoard")

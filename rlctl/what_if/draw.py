@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from html import escape
+
+from markupsafe import Markup, escape
 
 from rlctl.what_if.tradeoff import SettingOutcome, Tradeoff
 
@@ -43,7 +44,7 @@ class _Axis:
         return [tick for d in decades for s in steps if (tick := s * 10.0**d) <= 10.0**self._high * 1.001]
 
 
-def svg(tradeoff: Tradeoff) -> str:
+def svg(tradeoff: Tradeoff) -> Markup:
     """Plots every setting at (variance, bias²), both on a logarithmic scale, with names as tooltips.
 
     Marks the settings that no other setting beats in both (dashed line), the run's own setting (text colour)
@@ -52,7 +53,7 @@ def svg(tradeoff: Tradeoff) -> str:
     """
     drawn = tradeoff.points()
     if not drawn:
-        return ""
+        return Markup()
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
     x = _Axis((variance for variance, _, _ in drawn), _LEFT, right)
     y = _Axis((bias for _, bias, _ in drawn), bottom, _TOP)
@@ -79,7 +80,7 @@ def svg(tradeoff: Tradeoff) -> str:
     parts.append(f'<polyline points="{points}" fill="none" stroke="#999999" stroke-dasharray="3 3"/>')
     parts += [_dot(*at[one.setting.name], one) for _, _, one in reversed(drawn)]  # best on top
     if tradeoff.recommended:
-        left, top = at[tradeoff.outcome(tradeoff.recommended.name).setting.name]
+        left, top = at[tradeoff.recommended.name]
         ring = f'<circle cx="{left:.1f}" cy="{top:.1f}" r="9" fill="none" stroke="#e41a1c" stroke-width="2"/>'
         parts.append(ring)
     families = {one.setting.family for _, _, one in drawn}
@@ -87,7 +88,7 @@ def svg(tradeoff: Tradeoff) -> str:
         left, top, label = right + 24, _TOP + 18 * row, "this run" if name == "run" else name
         parts.append(f'<circle cx="{left}" cy="{top}" r="4.5" fill="{_COLOURS[name]}"/>')
         parts.append(f'<text x="{left + 12}" y="{top + 4}">{label}</text>')
-    return "".join([*parts, "</svg>"])
+    return Markup("".join([*parts, "</svg>"]))
 
 
 def _dot(left: float, top: float, outcome: SettingOutcome) -> str:

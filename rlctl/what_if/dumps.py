@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,20 +25,13 @@ _FIX = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Dump:
-    """Files of one layout in the order of their steps."""
+class Dump(NamedTuple):
+    """Dumped rollouts of one layout."""
 
-    files: tuple[Path, ...]  # at least one
-    read: Callable[[Sequence[Path]], Iterator[Step]]  # reader of the layout
-
-    def steps(self) -> Iterator[Step]:
-        """Reads the files, with one step in memory at a time.
-
-        Raises:
-            UsageError: a file cannot be read or lacks data that a replay needs.
-        """
-        return self.read(self.files)
+    files: tuple[Path, ...]  # at least one, in the order of their steps
+    #: reads the files, with one step in memory at a time; raises UsageError where a file cannot be read or
+    #: lacks data that a replay needs
+    steps: Iterator[Step]
 
 
 def find_dump(path: Path) -> Dump:
@@ -54,9 +46,9 @@ def find_dump(path: Path) -> Dump:
     for place in places:
         files = sorted(place.iterdir()) if place.is_dir() else [place]
         for belongs, read in _LAYOUTS:
-            chosen = [file for file in files if belongs(file)]
-            if chosen:
-                return Dump(tuple(sorted(chosen, key=lambda file: (step_of(file), file.name))), read)
+            if chosen := [file for file in files if belongs(file)]:
+                in_order = tuple(sorted(chosen, key=lambda file: (step_of(file), file.name)))
+                return Dump(in_order, read(in_order))
     raise UsageError("no dumped rollouts found", where=str(path), fix=_FIX)
 
 

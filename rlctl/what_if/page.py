@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from rlctl.html_page import render
+from rlctl.what_if import what_if_report
 from rlctl.what_if.draw import svg
 from rlctl.what_if.tradeoff import Tradeoff
-from rlctl.what_if.what_if_report import COLUMNS, about, advice, cells, is_recommended, name_of
 
 FOLDER = Path(__file__).parent
 
@@ -33,25 +31,4 @@ def section_style() -> str:
 
 def section_values(replays: Sequence[tuple[str, Tradeoff]]) -> dict[str, Any]:
     """Template variables of `section.html.j2`."""
-    return {
-        "columns": COLUMNS,
-        "replays": [
-            {
-                "title": title,
-                "about": about(tradeoff),
-                "advice": advice(tradeoff),
-                "picture": Markup(svg(tradeoff)),  # `svg` escapes names
-                "notes": tradeoff.notes,
-                "rows": [
-                    {
-                        "name": name_of(outcome),
-                        "cells": cells(outcome),
-                        "is_own": outcome.setting.family == "run",
-                        "is_best": is_recommended(tradeoff, outcome),
-                    }
-                    for outcome in tradeoff.outcomes
-                ],
-            }
-            for title, tradeoff in replays
-        ],
-    }
+    return {"replays": replays, "report": what_if_report, "svg": svg}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Literal
 
 from rlctl.algos.rules import CorrectionRules
@@ -68,7 +69,7 @@ def _spec(normalize: bool, **fields: Any) -> RolloutCorrectionSpec:
     return RolloutCorrectionSpec(rollout_is_batch_normalize=normalize, **fields)
 
 
-def weight_keys(level: str, bound: str, threshold: str) -> dict[str, str]:
+def weight_keys(level: str | None, bound: str, threshold: str) -> dict[str, Any]:
     """Spec keys of an importance weight."""
     return {"rollout_is": level, "rollout_is_bound": bound, "rollout_is_threshold": threshold}
 
@@ -112,28 +113,26 @@ _CRITERIA: dict[Literal["rlctl", "verl"], dict[str, tuple[str, ...]]] = {
 
 def _rejections(normalize: bool, run: RolloutCorrectionSpec | None) -> list[Setting]:
     """Returns every criterion without a weight, and with a truncated weight at token and sequence level."""
-    found = []
     of_files = _of_files(run.rollout_rs if run else None)
     parts = [REJECTION_CRITERIA.part(name) for name in (*registered_criteria(), *of_files)]
     known = {"advantages"}  # the only extra input of rules that dumps have
     registered = {part.name: part.thresholds for part in parts if part.needs <= known}
-    own = {"rlctl": _CRITERIA["rlctl"] | registered, "verl": _CRITERIA["verl"]}
-    for dialect, criteria in own.items():
-        for name, thresholds in criteria.items():
-            for threshold in thresholds:
-                for level in (None, "token", "sequence"):
-                    fields: dict[str, Any] = {
-                        "dialect": dialect,
-                        "rollout_rs": name,
-                        "rollout_rs_threshold": threshold,
-                    }
-                    fields |= {"rollout_is_threshold": "2.0", "rollout_is_bound": "truncate"}
-                    if run and name in of_files:
-                        fields["rollout_rs_params"] = run.rollout_rs_params
-                    weight = f"{level} truncate 2.0" if level else "none"
-                    whose = "" if dialect == "rlctl" else " (verl)"
-                    spec = _spec(normalize, rollout_is=level, **fields)
-                    found.append(Setting(f"{weight}, reject {name}{whose} {threshold}", "rlctl", spec))
+    rules = [
+        (dialect, name, threshold)
+        for dialect, criteria in (_CRITERIA | {"rlctl": _CRITERIA["rlctl"] | registered}).items()
+        for name, thresholds in criteria.items()
+        for threshold in thresholds
+    ]
+    found = []
+    for (dialect, name, threshold), level in product(rules, (None, "token", "sequence")):
+        fields: dict[str, Any] = weight_keys(level, "truncate", "2.0")
+        fields |= {"dialect": dialect, "rollout_rs": name, "rollout_rs_threshold": threshold}
+        if run and name in of_files:
+            fields["rollout_rs_params"] = run.rollout_rs_params
+        weight = f"{level} truncate 2.0" if level else "none"
+        whose = "" if dialect == "rlctl" else " (verl)"
+        title = f"{weight}, reject {name}{whose} {threshold}"
+        found.append(Setting(title, "rlctl", _spec(normalize, **fields)))
     return found
 
 
@@ -171,13 +170,9 @@ def frameworks() -> list[Setting]:
     """Returns the rules of other frameworks."""
     found = []
     for name, family, level, bound, threshold, criterion, rs_threshold in _FRAMEWORKS:
-        given = {
-            "dialect": "verl" if bound == "verl" else "",
-            "rollout_is_bound": bound if bound != "verl" else "",
-            "rollout_is_threshold": threshold,
-            "rollout_rs": criterion,
-            "rollout_rs_threshold": rs_threshold,
-        }
+        given = {"dialect": bound} if bound == "verl" else {"rollout_is_bound": bound}
+        given |= {"rollout_is_threshold": threshold}
+        given |= {"rollout_rs": criterion, "rollout_rs_threshold": rs_threshold}
         fields = {key: value for key, value in given.items() if value}
         found.append(Setting(name, family, _spec(False, rollout_is=level, **fields)))
     return found

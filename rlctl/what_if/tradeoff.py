@@ -83,17 +83,6 @@ class Tradeoff:
     trust: float  # weight of the data in bias and signal; the prior has the remaining weight
     notes: tuple[str, ...]  # assumptions and omissions
 
-    def outcome(self, name: str) -> SettingOutcome:
-        """Finds an outcome by any of its names.
-
-        Raises:
-            KeyError: no outcome has this name.
-        """
-        for outcome in self.outcomes:
-            if name == outcome.setting.name or name in outcome.same_as:
-                return outcome
-        raise KeyError(name)
-
     def with_notes(self, *notes: str) -> Tradeoff:
         """Returns a copy with more notes, placed first."""
         return replace(self, notes=(*notes, *self.notes))

@@ -28,28 +28,24 @@ def what_if(path: Path) -> Tradeoff:
     dump = find_dump(path)
     spec, notes = _spec_beside(dump)
     if spec is None:
-        return replay(dump.steps(), grid()).with_notes(*notes)
+        return replay(dump.steps, grid()).with_notes(*notes)
     algorithm, correction = spec.algorithm, spec.algorithm.rollout_correction
-    applies = not (correction.bypass_mode and loss_rule(spec).has_ratio)
-    if not applies:
-        notes.append(
-            f"in bypass mode loss_type={correction.loss_type} corrects by its own ratio and applies no "
-            "weight: the run's own setting is omitted; weights need loss_type=reinforce or bypass_mode=false"
-        )
-    if correction.auto:
-        applies = False
-        notes.append("auto chose a weight for each batch: the run's own setting is omitted")
-    if correction.score_centering:
-        applies = False
-        notes.append(
-            "score centering needs tokens that are not in the dump: the run's own setting is omitted"
-        )
+    omitted = "the run's own setting is omitted"
+    why_omitted = {
+        f"in bypass mode loss_type={correction.loss_type} corrects by its own ratio and applies no weight: "
+        f"{omitted}; weights need loss_type=reinforce or bypass_mode=false": (
+            correction.bypass_mode and loss_rule(spec).has_ratio
+        ),
+        f"auto chose a weight for each batch: {omitted}": correction.auto,
+        f"score centering needs tokens that are not in the dump: {omitted}": correction.score_centering,
+    }
+    notes += [why for why, is_so in why_omitted.items() if is_so]
     if algorithm.use_kl_in_reward:
         notes.append("advantages are without the penalty of use_kl_in_reward, which is not in the dump")
     is_dr_grpo = algorithm.adv_estimator == "grpo" and not algorithm.norm_adv_by_std_in_grpo
     found = replay(
-        dump.steps(),
-        grid(correction if applies else None),
+        dump.steps,
+        grid(None if any(why_omitted.values()) else correction),
         estimator="dr_grpo" if is_dr_grpo else algorithm.adv_estimator,
         groups_per_batch=spec.ppo_mini_batch_size,
         mean_per_sequence=spec.actor.loss_agg_mode == "seq-mean-token-mean",

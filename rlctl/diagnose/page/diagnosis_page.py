@@ -57,7 +57,8 @@ def page_values(diagnoses: Sequence[Diagnosis], comparison: RunComparison | None
     places = {key: place for place, key in enumerate(keys)}
     return {
         "title": " · ".join(run_name(diagnosis.run) for diagnosis in diagnoses),
-        "runs": [_run(diagnosis, places) for diagnosis in diagnoses],
+        "runs": [run_report(diagnosis) for diagnosis in diagnoses],
+        "places": places,  # metric → number of its plot
         "comparison": _comparison(comparison, places) if comparison else None,
         "data": _data(diagnoses, keys, comparison),
         "style": _source("report.css"),
@@ -112,23 +113,11 @@ def _bands(diagnosis: Diagnosis, key: str) -> list[dict[str, Any]]:
     ]
 
 
-def _run(diagnosis: Diagnosis, places: Mapping[str, int]) -> dict[str, Any]:
-    report = run_report(diagnosis)
-    findings = []
-    for finding in report.findings:
-        plots = [places.get(line.evidence.metric) if line.evidence else None for line in finding.lines]
-        lines = [(one.label, one.code, one.text, at) for one, at in zip(finding.lines, plots, strict=True)]
-        first = next((plot for plot in plots if plot is not None), None)
-        findings.append(finding._asdict() | {"lines": lines, "plot": first})
-    return {"report": report, "findings": findings}
-
-
 def _comparison(found: RunComparison, places: Mapping[str, int]) -> dict[str, Any]:
-    plots = [places.get(change.key) for change in found.metrics]
     return {
         "sentences": [visible(sentence) for sentence in sentences(found)],
         "spec": [(change.key, visible(shown(change.a)), visible(shown(change.b))) for change in found.spec],
-        "metrics": [(plot, *map(visible, row)) for plot, row in zip(plots, metric_rows(found), strict=True)],
+        "metrics": [(places[row[0]], *map(visible, row)) for row in metric_rows(found)],
     }
 
 

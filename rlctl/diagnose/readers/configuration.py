@@ -1,14 +1,19 @@
 """Facts of a run from the configuration in its log.
 
-A framework's file lists under `config` which key states a fact: a dotted key, `a * b` for a product, or a
-list of alternatives, of which the first that is present is used. The functions here derive all other facts.
+A framework's file lists under `config` how its configuration states a fact:
+
+- a dotted key, or `a * b` for a product;
+- `{ key, values, else }`: the value of the key → the fact;
+- `{ responses, per_update, epochs }`: the sizes from which the number of updates per batch follows;
+- a list of alternatives, of which the first that is present is used.
+
+The functions here derive the remaining facts.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any
 
 from rlctl.diagnose.table import Facts
@@ -88,19 +93,36 @@ def configured_facts(
     if framework == "rlctl":
         return _rlctl(content) if is_complete else Facts()
     config = Config(content, is_complete)
-    if not table or (is_complete and any(config.get(key) is None for key in table.get("requires", ()))):
+    if not table or (is_complete and not all(_is_present(config, one) for one in table.get("requires", ()))):
         return Facts()
     return Facts(**_facts(framework, table, config))
 
 
+def _is_present(config: Config, keys: str | list[str]) -> bool:
+    """Whether the configuration has the keys, or those of one of several alternatives."""
+    each = [keys] if isinstance(keys, str) else keys
+    return any(config.get(key) is not None or config.whole(key) is not None for key in each)
+
+
 def _facts(framework: str, table: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    found = {}
-    for fact, keys in table.items():
-        if fact != "requires":
-            read = _READ.get(fact, Config.number)
-            values = [read(config, key) for key in ([keys] if isinstance(keys, str) else keys)]
-            found[fact] = next((value for value in values if value is not None), None)
+    found = {fact: _stated(config, fact, form) for fact, form in table.items() if fact != "requires"}
     return found | (_DERIVED[framework](config) if framework in _DERIVED else {})
+
+
+def _stated(config: Config, fact: str, form: Any) -> Any:
+    """The value of a fact in one of the forms of a framework's file; None where it is missing."""
+    if isinstance(form, list):
+        each = [_stated(config, fact, one) for one in form]
+        return next((value for value in each if value is not None), None)
+    if isinstance(form, str):
+        return _READ.get(fact, Config.number)(config, form)
+    if "values" in form:
+        value = config.get(form["key"])
+        return None if value is None else form["values"].get(str(value), form.get("else"))
+    sizes = {name: _stated(config, fact, keys) for name, keys in form.items()}
+    if not all(sizes.values()):
+        return None
+    return max(1, sizes["responses"] // sizes["per_update"]) * sizes.get("epochs", 1)
 
 
 def setting_keys(framework: str, table: Mapping[str, Any]) -> frozenset[str]:
@@ -129,19 +151,9 @@ def _rlctl(content: Mapping[str, Any]) -> Facts:
         return Facts()
 
 
-def _updates(responses: int | None, per_update: int | None, epochs: int | None) -> int | None:
-    """Number of optimizer updates on one batch."""
-    return max(1, responses // per_update) * epochs if responses and per_update and epochs else None
-
-
-def _half_precision(config: Config) -> str | None:
-    return next((name for name in ("bf16", "fp16") if config.flag(name)), None)
-
-
 def _verl(config: Config) -> dict[str, Any]:
     actor, correction = "actor_rollout_ref.actor", "algorithm.rollout_correction"
-    prompts, mini = config.whole("data.train_batch_size"), config.whole(f"{actor}.ppo_mini_batch_size")
-    epochs, level = config.whole(f"{actor}.ppo_epochs"), config.text(f"{correction}.rollout_is")
+    level = config.text(f"{correction}.rollout_is")
     criteria, bypass = config.text(f"{correction}.rollout_rs"), config.flag(f"{correction}.bypass_mode")
     if config.is_complete:
         level, criteria, bypass = level or "off", criteria or "off", bool(bypass)
@@ -152,14 +164,11 @@ def _verl(config: Config) -> dict[str, Any]:
     ]
     in_use = [coefficient for is_on, coefficient in penalties if is_on]
     is_known = any(is_on is not None for is_on, _ in penalties) and (config.is_complete or None not in in_use)
-    estimator = config.text("algorithm.adv_estimator")
     return {
         "bypass_mode": bypass,
-        "updates_per_batch": _updates(prompts, mini, epochs),
         "rollout_is": level if level in {"token", "sequence", "off"} else None,
         "rollout_is_threshold": Config({"threshold": threshold}).number("threshold"),
         "rollout_rs": criteria,
-        "has_critic": estimator == "gae" if estimator else None,
         "kl_coef": max((one or 0.0 for one in in_use), default=0.0) if is_known else None,
         "ess_length_weighted": level and level == "sequence",
     }
@@ -169,49 +178,17 @@ def _trl(config: Config) -> dict[str, Any]:
     corrects = config.flag("use_vllm") and config.flag("vllm_importance_sampling_correction")
     mode = (config.text("vllm_importance_sampling_mode") or "").partition("_")[0]
     level = mode if mode in {"token", "sequence"} else None
-    steps, accumulation = config.whole("steps_per_generation"), config.whole("gradient_accumulation_steps")
-    return {
-        "updates_per_batch": _updates(steps, accumulation, config.whole("num_iterations")),
-        "rollout_is": level if corrects else ("off" if corrects is False else None),
-        "dtype": _half_precision(config) or ("fp32" if config.flag("bf16") is False else None),
-    }
-
-
-def _openrlhf(config: Config) -> dict[str, Any]:
-    """Facts from either generation of OpenRLHF's arguments: dotted sections, or flat with underscores."""
-    responses = config.whole("rollout.batch_size * rollout.n_samples_per_prompt")
-    responses = responses or config.whole("rollout_batch_size * n_samples_per_prompt")
-    mini = config.whole("train.batch_size") or config.whole("train_batch_size")
-    epochs = config.whole("train.max_epochs") or config.whole("max_epochs")
-    estimator = config.text("algo.advantage.estimator") or config.text("advantage_estimator")
-    if responses is None and config.is_complete:
-        return {fact.name: None for fact in fields(Facts)}
-    return {
-        "updates_per_batch": _updates(responses, mini, epochs),
-        "rollout_is": {True: "token", False: "off"}.get(config.get("algo.advantage.is_correction_enable")),
-        "has_critic": estimator == "gae" if estimator else None,
-    }
+    return {"rollout_is": level if corrects else ("off" if corrects is False else None)}
 
 
 def _slime(config: Config) -> dict[str, Any]:
-    estimator = config.text("advantage_estimator")
-    return {
-        "rollout_is": "off" if config.flag("use_tis") is False else None,
-        "has_critic": estimator == "ppo" if estimator else None,
-        "kl_coef": config.number("kl_loss_coef" if config.flag("use_kl_loss") else "kl_coef"),
-        "dtype": _half_precision(config),
-    }
+    return {"kl_coef": config.number("kl_loss_coef" if config.flag("use_kl_loss") else "kl_coef")}
 
 
 def _nemo_rl(config: Config) -> dict[str, Any]:
-    responses = config.whole("grpo.num_prompts_per_step * grpo.num_generations_per_prompt")
     corrects = config.flag("loss_fn.use_importance_sampling_correction")
     level = "sequence" if config.flag("loss_fn.sequence_level_importance_ratios") else "token"
-    return {
-        "updates_per_batch": _updates(responses, config.whole("policy.train_global_batch_size"), 1),
-        "ppo_epochs": 1,
-        "rollout_is": None if corrects is None else (level if corrects else "off"),
-    }
+    return {"rollout_is": None if corrects is None else (level if corrects else "off")}
 
 
 _DERIVED: Mapping[str, Callable[[Config], dict[str, Any]]] = {
@@ -219,7 +196,6 @@ _DERIVED: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "trl": _trl,
     "ms-swift": _trl,
     "llama-factory": _trl,
-    "openrlhf": _openrlhf,
     "slime": _slime,
     "nemo-rl": _nemo_rl,
 }

@@ -85,6 +85,10 @@ def _listed_cells(text: str) -> Row:
     return {cell[1]: printed_number(cell[2]) for cell in cells}
 
 
+_SLIME_CLOCKS = "step|rollout|perf|eval|passrate|multi_turn"
+_STEP_WORDS = "(?:global[ _])?step|iter(?:ation)?|update"
+
+
 @dataclass(frozen=True, slots=True)
 class _Form:
     """One form of a line that is a row."""
@@ -93,46 +97,21 @@ class _Form:
     mark: str  # a text that every such line contains
     pattern: re.Pattern[str]  # groups `step`, `body`, and `clock` where the framework has several clocks
     cells: Callable[[str], Row]  # returns the body's numbers by name
-    least: int = 0  # minimum number of wanted names in a row
+    least: int  # minimum number of wanted names in a row
 
 
-_FORMS = (
-    _Form("verl", "step:", re.compile(r"(?:^|\s)step:(?P<step>-?\d+) - (?P<body>\S.*)"), _verl_cells),
-    _Form("openrlhf", "lobal step ", re.compile(r"Global step (?P<step>\d+): (?P<body>\{.*)"), pairs, 1),
-    _Form(
-        "openrlhf",
-        "eval_metrics",
-        re.compile(r"global_step (?P<step>\d+), eval_metrics: (?P<body>\{.*)"),
-        pairs,
-        1,
-    ),
-    _Form(
-        "slime",
-        ": {",
-        re.compile(
-            r"(?:^|\s|-)(?P<clock>step|rollout|perf|eval|passrate|multi_turn) (?P<step>\d+): (?P<body>\{.*)"
-        ),
-        pairs,
-    ),
-    _Form("prime-rl", "Step ", re.compile(r"(?:^|\s)Step (?P<step>\d+) \| (?P<body>.*)"), _piped_cells, 1),
-    _Form(
-        "ms-swift",
-        "iteration ",
-        re.compile(r"\biteration\s+(?P<step>\d+)\s*/\s*\d+ \| (?P<body>.*)"),
-        _megatron_cells,
-        1,
-    ),
-    _Form(
-        None,
-        "te",  # step, iteration, update
-        re.compile(
-            r"\b(?:(?:global[ _])?step|iter(?:ation)?|update)\s*[:=#]?\s*(?P<step>\d+)(?:\s*/\s*\d+)?\b"
-            r"(?P<body>.*\w\s*[:=]\s*[-+\d.].*)",
-            re.IGNORECASE,
-        ),
-        _listed_cells,
-        2,
-    ),
+_KNOWN_FORMS: tuple[tuple[Framework | None, str, str, Callable[[str], Row], int], ...] = (
+    ("verl", "step:", r"(?:^|\s)step:(?P<step>-?\d+) - (?P<body>\S.*)", _verl_cells, 0),
+    ("openrlhf", "lobal step ", r"Global step (?P<step>\d+): (?P<body>\{.*)", pairs, 1),
+    ("openrlhf", "eval_metrics", r"global_step (?P<step>\d+), eval_metrics: (?P<body>\{.*)", pairs, 1),
+    ("slime", ": {", rf"(?:^|\s|-)(?P<clock>{_SLIME_CLOCKS}) (?P<step>\d+): (?P<body>\{{.*)", pairs, 0),
+    ("prime-rl", "Step ", r"(?:^|\s)Step (?P<step>\d+) \| (?P<body>.*)", _piped_cells, 1),
+    ("ms-swift", "iteration ", r"\biteration\s+(?P<step>\d+)\s*/\s*\d+ \| (?P<body>.*)", _megatron_cells, 1),
+    (None, "te", rf"(?i)\b(?:{_STEP_WORDS})\s*[:=#]?\s*(?P<step>\d+)(?:\s*/\s*\d+)?\b"
+     r"(?P<body>.*\w\s*[:=]\s*[-+\d.].*)", _listed_cells, 2),
+)  # fmt: skip
+_FORMS = tuple(
+    _Form(kind, mark, re.compile(pattern), cells, least) for kind, mark, pattern, cells, least in _KNOWN_FORMS
 )
 _CLOCKS = {"step": "train/step", "eval": "eval/step"}
 

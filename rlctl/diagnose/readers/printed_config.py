@@ -18,7 +18,10 @@ _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 def keep_settings(text: str, stated: dict[str, Any]) -> None:
-    """Adds to `stated` a line's settings that a framework's facts depend on; the first value counts."""
+    """Adds to `stated` a line's settings that a framework's facts depend on; the first value counts.
+
+    Numbers stay texts, which `Config` reads.
+    """
     found: list[re.Match[str] | None] = list(_FLAG.finditer(text)) if "--" in text else []
     if "=" in text:
         found += _OVERRIDE.finditer(text)
@@ -27,16 +30,5 @@ def keep_settings(text: str, stated: dict[str, Any]) -> None:
     for match in filter(None, found):
         key = match["key"].replace("-", "_") if match.re is _FLAG else match["key"]
         if key in setting_names():
-            stated.setdefault(key, True if match["value"] is None else _value(match["value"]))
-
-
-def _value(text: str) -> Any:
-    if text.lower() in _WORDS:
-        return _WORDS[text.lower()]
-    try:
-        return int(text)
-    except ValueError:
-        try:
-            return float(text)
-        except ValueError:
-            return text
+            value = match["value"] or "true"  # a flag without a value
+            stated.setdefault(key, _WORDS.get(value.lower(), value))

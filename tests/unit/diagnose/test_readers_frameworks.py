@@ -327,6 +327,8 @@ def test_nemo_rl_by_step_and_on_the_console(tmp_path):
     run = read(tmp_path, console)
     assert run.framework == "nemo-rl"
     assert values(run, "rollout_corr/k3_kl") == [0.002] * 2
+    assert run.facts.ppo_epochs == 1
+    assert run.fact_origins["ppo_epochs"] == "fixed in nemo-rl"  # the log has no setting
 
 
 def test_figures_summed_over_updates_are_divided_where_their_number_is_known():

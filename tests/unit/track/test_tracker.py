@@ -74,7 +74,7 @@ class Hanging:
 def test_a_slow_tracker_gets_every_step_and_training_does_not_wait(tmp_path: Path) -> None:
     goes_on = threading.Event()
     slow = Hanging(goes_on)
-    with Tracker(JsonlSink(tmp_path / "metrics.jsonl"), [BackgroundSink("slow", lambda: slow)]) as tracker:
+    with Tracker(JsonlSink(tmp_path / "metrics.jsonl"), [BackgroundSink(slow)]) as tracker:
         for step in range(1, 4):
             tracker.log(step, {"a": 1.0})
         assert steps(tmp_path) == [1, 2, 3]
@@ -88,16 +88,16 @@ def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(background, "MAX_WAITING", 2)
     notes: list[str] = []
     goes_on = threading.Event()
-    hanging = BackgroundSink("hanging", lambda: Hanging(goes_on))
+    hanging = BackgroundSink(Hanging(goes_on))
     with Tracker(JsonlSink(tmp_path / "metrics.jsonl"), [hanging], show=notes.append) as tracker:
         tracker.log(1, {"a": 1.0})
     assert "not finished" in notes[-1]
-    crowded = BackgroundSink("crowded", lambda: Hanging(goes_on))
+    crowded = BackgroundSink(Hanging(goes_on))
     with Tracker(JsonlSink(tmp_path / "metrics.jsonl"), [crowded], last_step=1, show=notes.append) as tracker:
         for step in range(2, 9):
             tracker.log(step, {"a": 1.0})
     assert steps(tmp_path) == list(range(1, 9))
-    assert sum("crowded failed and is disabled" in note for note in notes) == 1
+    assert sum("hanging failed and is disabled" in note for note in notes) == 1
     goes_on.set()
 
 
@@ -106,7 +106,7 @@ def test_steps_that_are_lost_at_the_end_are_said(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(background, "MAX_WAITING", 2)
     notes: list[str] = []
     goes_on = threading.Event()
-    sink = BackgroundSink("crowded", lambda: Hanging(goes_on))
+    sink = BackgroundSink(Hanging(goes_on))
     with Tracker(JsonlSink(tmp_path / "metrics.jsonl"), [sink], show=notes.append) as tracker:
         tracker.log(1, {"a": 1.0})
         while not sink._steps.empty():  # the sink hangs in the first step
@@ -114,13 +114,13 @@ def test_steps_that_are_lost_at_the_end_are_said(tmp_path: Path, monkeypatch: py
         tracker.log(2, {"a": 1.0})
         tracker.log(3, {"a": 1.0})
         assert notes == []
-    assert notes == ["warning: crowded did not close cleanly: TimeoutError: 2 steps are waiting for it"]
+    assert notes == ["warning: hanging did not close cleanly: TimeoutError: 2 steps are waiting for it"]
     goes_on.set()
 
 
 def test_a_tracker_that_cannot_write_is_dropped_with_its_reason(tmp_path: Path) -> None:
     notes: list[str] = []
-    sink = BackgroundSink("broken", Broken)
+    sink = BackgroundSink(Broken())
     with Tracker(JsonlSink(tmp_path / "metrics.jsonl"), [sink], show=notes.append) as tracker:
         tracker.log(1, {"a": 1.0})
         sink._thread.join()

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from rlctl.track.rollouts import SCHEMA
 from rlctl.what_if.step import Step
+from rlctl.what_if.tradeoff import SettingOutcome, Tradeoff
 
 
 def make_step(seed: int = 0, groups: int = 12, size: int = 4, longest: int = 9, scale: float = 0.4) -> Step:
@@ -72,3 +73,8 @@ def same(one: Step, other: Step) -> bool:
         np.array_equal(getattr(one, name), getattr(other, name), equal_nan=name in names[1:])
         for name in names
     )
+
+
+def outcome_of(found: Tradeoff, name: str) -> SettingOutcome:
+    """The outcome with this name, among the names of settings with identical results."""
+    return {name: one for one in found.outcomes for name in (one.setting.name, *one.same_as)}[name]

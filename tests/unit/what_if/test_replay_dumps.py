@@ -27,7 +27,7 @@ def test_own_parts_come_back_step_by_step(tmp_path: Path, monkeypatch: pytest.Mo
         write_part(tmp_path, steps[start:stop])
     for path in (tmp_path, tmp_path / "rollouts"):
         dump = find_dump(path)
-        read = list(dump.steps())
+        read = list(dump.steps)
         assert len(read) == 12
         assert all(same(one, other) for one, other in zip(read, steps, strict=True))
         assert read[3].advantages is None
@@ -49,7 +49,7 @@ def slime_columns(rows: int = 6) -> dict[str, list]:
 
 
 def check_slime(path: Path, columns: dict[str, list]) -> None:
-    (step,) = find_dump(path).steps()
+    (step,) = find_dump(path).steps
     assert step.number == 4
     assert step.group_ids.tolist() == [0, 0, 0, 1, 1, 1]
     assert step.lengths.tolist() == columns["response_lengths"]
@@ -85,7 +85,7 @@ def test_files_of_several_ranks_are_one_step(tmp_path: Path) -> None:
             data = {name: [values[row] for row in rows] for name, values in columns.items()}
             saved = {"rollout_id": rollout, "rank": rank, "rollout_data": data | {"partition": rows}}
             torch.save(saved, tmp_path / f"{rollout}_{rank}.pt")
-    steps = list(find_dump(tmp_path).steps())
+    steps = list(find_dump(tmp_path).steps)
     assert [step.number for step in steps] == [4, 10]
     for step in steps:
         assert step.advantages.tolist() == [0.0, 1.0, 3.0, 2.0, 4.0, 5.0]
@@ -120,7 +120,7 @@ def test_nemo_rows(tmp_path: Path) -> None:
         ]
         text = "".join(json.dumps(row | {"idx": i}) + "\n" for i, row in enumerate(rows))
         (tmp_path / f"train_data_step{step}.jsonl").write_text(text)
-    first, second = find_dump(tmp_path).steps()
+    first, second = find_dump(tmp_path).steps
     assert (first.number, second.number) == (2, 10)  # by number, not by name
     assert first.group_ids.tolist() == [0, 0, 1]
     assert first.lengths.tolist() == [3, 1, 1]
@@ -143,7 +143,7 @@ def test_a_pickle_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     torch.save({"rollout_id": 2, "samples": [Evil()]}, tmp_path / "2.pt")
     for name in ("1.pt", "2.pt"):
         with pytest.raises(UsageError, match="cannot be loaded"):
-            list(find_dump(tmp_path / name).steps())
+            list(find_dump(tmp_path / name).steps)
     assert not (tmp_path / "touched-by-a-pickle").exists()
 
 
@@ -159,22 +159,22 @@ def test_broken_files_are_said_with_their_place(tmp_path: Path) -> None:
     whole = write_part(tmp_path, [make_step()])
     whole.write_bytes(whole.read_bytes()[:-100])
     with pytest.raises(UsageError, match="cannot be read as rollouts") as caught:
-        list(find_dump(tmp_path).steps())
+        list(find_dump(tmp_path).steps)
     assert str(whole) in (caught.value.where or "")
 
     torch.save({"rollout_id": 1, "samples": [{"tokens": torch.tensor([1])}]}, tmp_path / "1.pt")
     with pytest.raises(UsageError, match="no slime training dump"):
-        list(find_dump(tmp_path / "1.pt").steps())
+        list(find_dump(tmp_path / "1.pt").steps)
     columns = slime_columns()
     columns["log_probs"][2] = torch.zeros(9)
     torch.save({"rollout_id": 1, "rollout_data": columns}, tmp_path / "2.pt")
     with pytest.raises(UsageError, match="row 2: token arrays of lengths"):
-        list(find_dump(tmp_path / "2.pt").steps())
+        list(find_dump(tmp_path / "2.pt").steps)
 
     lines = tmp_path / "train_data_step3.jsonl"
     lines.write_text(json.dumps(nemo_row([1], [2], 1.0)) + "\n" + '{"rewards": [1.0]}\n')
     with pytest.raises(UsageError, match="no NeMo-RL training row") as caught:
-        list(find_dump(lines).steps())
+        list(find_dump(lines).steps)
     assert caught.value.where == f"{lines}:2"
 
 
@@ -197,7 +197,7 @@ def test_rows_that_are_no_rollouts_are_said(tmp_path: Path, column: str, values:
     changed = pa.array(values(table.column(column).to_pylist()))
     pq.write_table(table.set_column(table.schema.get_field_index(column), column, changed), whole)
     with pytest.raises(UsageError, match=says) as caught:
-        list(find_dump(tmp_path).steps())
+        list(find_dump(tmp_path).steps)
     assert caught.value.where == str(whole)
 
 
@@ -205,4 +205,4 @@ def test_a_column_that_is_missing_is_named(tmp_path: Path) -> None:
     whole = write_part(tmp_path, [make_step()])
     pq.write_table(pq.read_table(whole).drop_columns(["training_log_probs"]), whole)
     with pytest.raises(UsageError, match="no column training_log_probs"):
-        list(find_dump(tmp_path).steps())
+        list(find_dump(tmp_path).steps)

@@ -27,7 +27,7 @@ from rlctl.what_if.tradeoff import Recommendation, Tradeoff
 from rlctl.what_if.what_if_report import name_of
 from rlctl.what_if.what_if_run import what_if
 from tests.reference import advantages as slow
-from tests.unit.what_if.steps import make_step, write_part
+from tests.unit.what_if.steps import make_step, outcome_of, write_part
 
 OWN = "algorithm.rollout_correction."
 
@@ -58,7 +58,7 @@ def test_every_setting_is_a_spec_that_loads() -> None:
 
 
 def test_the_run_s_own_setting_and_mini_batch_are_known(found: Tradeoff) -> None:
-    assert found.outcome("this run").setting.family == "run"
+    assert outcome_of(found, "this run").setting.family == "run"
     assert found.groups_per_batch == 16
     assert (found.num_steps, found.num_groups) == (8, 32)
     assert found.recommended is not None
@@ -74,7 +74,7 @@ def test_the_run_s_own_setting_and_mini_batch_are_known(found: Tradeoff) -> None
 
 
 def test_equal_rules_share_a_row(found: Tradeoff) -> None:
-    assert found.outcome("SkyRL token TIS") is found.outcome("slime TIS")
+    assert outcome_of(found, "SkyRL token TIS") is outcome_of(found, "slime TIS")
     names = [n for outcome in found.outcomes for n in (outcome.setting.name, *outcome.same_as)]
     assert len(names) == len(set(names)) == len(grid(RolloutCorrectionSpec()))
 
@@ -86,7 +86,7 @@ def test_settings_that_do_the_same_share_a_row_led_by_the_runs_own() -> None:
     assert len(found.outcomes) < len(settings) / 3
     names = [n for outcome in found.outcomes for n in (outcome.setting.name, *outcome.same_as)]
     assert sorted(names) == sorted(setting.name for setting in settings)
-    own = found.outcome("this run")
+    own = outcome_of(found, "this run")
     assert own.setting.name == "this run"
     assert "sequence truncate 5.0" in own.same_as
     assert name_of(own).endswith(" more)")
@@ -104,7 +104,7 @@ def test_a_loss_with_its_own_ratio_has_no_weights(tmp_path: Path) -> None:
     run = run_directory(tmp_path, f"{OWN}loss_type=ppo_clip", steps=2)
     found = what_if(run)
     with pytest.raises(KeyError):
-        found.outcome("this run")
+        outcome_of(found, "this run")
     assert any("loss_type=reinforce" in note for note in found.notes)
     assert found.recommended.decisive is None
     assert found.recommended.overrides
@@ -199,7 +199,7 @@ def test_text(found: Tradeoff, printed: Callable[..., str]) -> None:
     lines = said.splitlines()
     assert max(map(len, lines)) <= 80
     [own] = [line for line in lines if line.startswith("this run (= sequence")]
-    error = found.outcome("this run").error
+    error = outcome_of(found, "this run").error
     assert own.split()[4:6] == [f"{error.value:.3f}", f"{error.low:.3f}–{error.high:.3f}"]
     assert len(own) == 80  # every figure stands in the first of its lines
     place = lines.index(own)
@@ -258,7 +258,7 @@ def test_names_and_reports_need_no_torch() -> None:
 
 def test_overrides_are_what_the_yaml_of_a_run_says(found: Tradeoff) -> None:
     """`null`, booleans and numbers-as-text survive the command line."""
-    setting = found.outcome("none").setting
+    setting = outcome_of(found, "none").setting
     pairs = dict(override.split("=", 1) for override in setting.overrides)
     assert yaml.safe_load(pairs[f"{OWN}rollout_is"]) is None
     assert yaml.safe_load(pairs[f"{OWN}rollout_is_batch_normalize"]) is True

@@ -18,7 +18,7 @@ from rlctl.what_if.setting_sums import SettingSums
 from rlctl.what_if.settings import Setting, grid
 from rlctl.what_if.step import Step
 from tests.reference import advantages as slow
-from tests.unit.what_if.steps import make_step
+from tests.unit.what_if.steps import make_step, outcome_of
 
 GRID = grid()[::6]
 
@@ -39,7 +39,7 @@ def rows_of(step: Step) -> list[slice]:
 def test_weights_against_a_loop(level: str, bound: str, normalize: bool) -> None:
     step, low, high = make_step(), 0.5, 2.0
     tried = setting(rollout_is=level, rollout_is_bound=bound, rollout_is_batch_normalize=normalize)
-    found = replay([step], [tried], groups_per_batch=12).outcome("tried")
+    found = outcome_of(replay([step], [tried], groups_per_batch=12), "tried")
     raw, applied = [], []
     for place in rows_of(step):
         ratios = (step.log_probs[place] - step.rollout_log_probs[place]).astype(float)
@@ -68,7 +68,7 @@ def test_weights_against_a_loop(level: str, bound: str, normalize: bool) -> None
 def test_rejection_against_a_loop() -> None:
     step = make_step()
     tried = setting(rollout_is=None, rollout_rs="token_k1", rollout_rs_threshold="0.6_1.6")
-    found = replay([step], [tried], groups_per_batch=12).outcome("tried")
+    found = outcome_of(replay([step], [tried], groups_per_batch=12), "tried")
     kept = [
         bool(((r := np.exp(step.log_probs[p] - step.rollout_log_probs[p])) >= 0.6).all() and (r <= 1.6).all())
         for p in rows_of(step)
@@ -204,8 +204,8 @@ def test_without_any_advantage_nothing_is_recommended() -> None:
     step = make_step()
     found = replay([replace(step, rewards=np.ones_like(step.rewards))], GRID, groups_per_batch=12)
     assert found.recommended is None
-    assert found.outcome("none").error is None
-    assert found.outcome("sequence clip 2.0").applied_ess.value < 1.0
+    assert outcome_of(found, "none").error is None
+    assert outcome_of(found, "sequence clip 2.0").applied_ess.value < 1.0
     assert any("no advantage differs" in note for note in found.notes)
 
 
@@ -227,9 +227,9 @@ def test_a_setting_that_keeps_nothing_misses_everything() -> None:
     step = make_step()
     ahead = step.rollout_log_probs + np.float32(0.1)
     found = replay([replace(step, log_probs=ahead)], [*GRID, nothing], groups_per_batch=12)
-    assert found.outcome("nothing").kept_tokens == 0.0
-    assert found.outcome("nothing").error.value == pytest.approx(1.0, abs=1e-5)
-    assert found.outcome("nothing").plain_error == pytest.approx(1.0)
+    assert outcome_of(found, "nothing").kept_tokens == 0.0
+    assert outcome_of(found, "nothing").error.value == pytest.approx(1.0, abs=1e-5)
+    assert outcome_of(found, "nothing").plain_error == pytest.approx(1.0)
     assert found.recommended.name != "nothing"
 
 

@@ -98,6 +98,13 @@ def _check_returned(loss: object, log_probs: Tensor, name: str) -> None:
         what, fix = f"policy loss {name} returned {type(loss).__name__}", "return TokenLoss(values)"
         raise RunFailure(what, where=POLICY_LOSSES.key, fix=fix)
     POLICY_LOSSES.check_returned(name, loss.values, tuple(log_probs.shape))
+    for field in ("clipped", "clipped_lower"):
+        mask = getattr(loss, field)
+        if mask is not None:
+            POLICY_LOSSES.check_returned(f"{name} ({field})", mask, tuple(log_probs.shape))
+            if mask.dtype != torch.bool:
+                what, fix = f"policy loss {name} returned {field} as {mask.dtype}", "return bool, or None"
+                raise RunFailure(what, where=POLICY_LOSSES.key, fix=fix)
     if log_probs.requires_grad and not loss.values.requires_grad:
         what, fix = f"policy loss {name} has no gradient", "compute it from inputs.log_probs without detach()"
         raise RunFailure(what, where=POLICY_LOSSES.key, fix=fix)

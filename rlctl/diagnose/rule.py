@@ -8,6 +8,7 @@ generated from the rules.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -41,6 +42,13 @@ class Detection:
     sure: Sure | None = None
     could_not_check: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.severity not in SEVERITIES or not isinstance(self.what, str):
+            what = f"Detection({self.severity!r}, {self.what!r}, …) has no such severity, or no text"
+            raise UsageError(
+                what, where="--rules", fix=f"give one of {', '.join(SEVERITIES)}, and a sentence"
+            )
+
     def with_doubt(self, sure: Sure, *could_not_check: str) -> Detection:
         """A copy for a log that lacks data: another confidence, and what was not checked."""
         return replace(self, sure=sure, could_not_check=could_not_check)
@@ -50,6 +58,10 @@ Detect = Callable[[RunLog], Detection | Skipped | None]
 #: Changes to try: a function of the run that returns all of them, or a tuple of constant fixes and functions.
 FixesOf = Callable[[RunLog], Iterable[Fix]]
 Fixes = FixesOf | tuple[Fix | FixesOf, ...]
+
+
+def _detect_nothing(run: RunLog) -> None:
+    """The function of a rule before its decorator is applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +85,26 @@ class Rule:
     #: number of values that each needed metric must have. With fewer than `MIN_STEPS` a rule can detect
     #: faults (critical levels, exact values), but not conclude that nothing is wrong
     min_steps: int = 1
-    detect: Detect = lambda run: None  # returns None if nothing is found
+    detect: Detect = _detect_nothing  # returns None if nothing is found
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ValueError('write the decorator with a name: @Rule("name", …)')
+        for field in ("needs", "one_of", "uses", "facts"):
+            if isinstance(getattr(self, field), str):
+                raise ValueError(f"{field}={getattr(self, field)!r}: give a tuple of texts")
+        if self.detect is not _detect_nothing:
+            try:
+                inspect.signature(self.detect).bind("run")
+            except TypeError as error:
+                raise ValueError(f"the rule {self.name} is called with the run: {error}") from None
 
     def __call__(self, detect: Detect) -> Rule:
-        """Registers and returns a copy of the rule that detects with this function."""
+        """Registers and returns a copy of the rule that detects with this function.
+
+        Raises:
+            ValueError: the function does not take one argument, or the name is taken.
+        """
         rule = replace(self, detect=detect)
         label, source = rule.label, rule.source
         return DIAGNOSIS_RULES.register(rule.name, label=label, source=source, needs=rule.metrics)(rule)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import json
 import os
 from collections.abc import Callable
@@ -82,6 +83,11 @@ def build_rollout(context: EngineContext) -> RolloutEngine:
     engine: RolloutEngine = part.function(replace(context, params=params))
     if what := missing_methods(engine, "generate", "sync_weights", "close"):
         raise RunFailure(what, where=f"rollout.name: {part.name}", fix="see rlctl/rollout/protocol.py")
+    try:
+        inspect.signature(engine.generate).bind([], None, n=1, step_seed=0, num_groups_total=1)
+    except TypeError as error:
+        fix = "def generate(self, prompts, sampling, *, n, step_seed, num_groups_total)"
+        raise RunFailure(f"generate: {error}", where=f"rollout.name: {part.name}", fix=fix) from None
     return engine
 
 

@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Mapping
 
-from rlctl.track.sink import Sink
+from rlctl.track.sink import Sink, name_of
 
 #: Maximum number of queued steps; a sink that is further behind is disabled.
 MAX_WAITING = 10_000
@@ -18,11 +18,11 @@ class BackgroundSink:
     """Runs another sink in a thread; keeps the order of steps."""
 
     def __init__(self, sink: Sink) -> None:
-        self.name = sink.name
+        self.name = name_of(sink)
         self._sink = sink
         self._steps: queue.Queue[tuple[int, Mapping[str, float]] | str] = queue.Queue(MAX_WAITING)
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._work, name=f"tracker {sink.name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"tracker {self.name}", daemon=True)
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -13,15 +13,19 @@ class Sink(Protocol):
 
     A display may also have the methods `note(text)`, which shows a line to the user, and
     `begin_phase(phase)`, which shows a phase of `timing_s/*`, and the attribute `is_live`: it draws a panel.
+    Messages use its attribute `name`, or the name of its class.
     """
-
-    name: str
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs one step's metrics."""
 
     def close(self, status: str) -> None:
         """Closes the sink; called once."""
+
+
+def name_of(sink: Sink) -> str:
+    """The name of a sink in messages."""
+    return str(getattr(sink, "name", type(sink).__name__))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from rlctl.track.background import BackgroundSink
 from rlctl.track.jsonl import METRICS_FILE, JsonlSink, truncate_after
 from rlctl.track.open_run import in_words
 from rlctl.track.redact import redact, redact_tree
-from rlctl.track.sink import Sink, SinkInputs
+from rlctl.track.sink import Sink, SinkInputs, name_of
 from rlctl.user_code import missing_methods
 
 Status = Literal["finished", "failed", "interrupted"]
@@ -63,7 +63,7 @@ class Tracker:
             self._record.log(step, metrics)
         for sink in tuple(self._extras):
             try:
-                sink.log(step, metrics)
+                sink.log(step, dict(metrics))  # a tracker may change what it gets
             except Exception as error:
                 self._drop(sink, error)
 
@@ -102,18 +102,18 @@ class Tracker:
             try:
                 sink.close(status)
             except Exception as error:
-                self.note(f"warning: {sink.name} did not close cleanly: {_brief(error)}")
+                self.note(f"warning: {name_of(sink)} did not close cleanly: {_brief(error)}")
         if self._record:
             self._record.close(status)
 
     def _drop(self, sink: Sink, error: Exception) -> None:
         self._extras.remove(sink)
-        _log.debug("sink %s dropped", sink.name, exc_info=error)
+        _log.debug("sink %s dropped", name_of(sink), exc_info=error)
         try:
             sink.close("failed")
         except Exception as closing:
-            _log.debug("closing %s failed", sink.name, exc_info=closing)
-        self.note(_dropped(sink.name, error))
+            _log.debug("closing %s failed", name_of(sink), exc_info=closing)
+        self.note(_dropped(name_of(sink), error))
 
     def __enter__(self) -> Self:
         return self

@@ -27,6 +27,23 @@ FAULTY = {
         [f"{RC}loss_type=FILE:part"],
         ["FILE:part returned Tensor", "return TokenLoss(values)"],
     ),
+    "a loss whose clip is a number": (
+        "def part(rule, inputs): return TokenLoss(-inputs.log_probs, clipped=inputs.log_probs)",
+        [f"{RC}loss_type=FILE:part"],
+        ["FILE:part returned clipped as torch.float32", "return bool, or None"],
+    ),
+    "a KL estimate without gradient": (
+        "def part(log_probs, ref_log_probs, rollout_log_probs): return log_probs.detach() - ref_log_probs",
+        ["actor.use_kl_loss=true", "actor.kl_loss_type=FILE:part"],
+        ["kl estimator", "FILE:part has no gradient", "without detach()"],
+    ),
+    "an engine that samples one response": (
+        "class part:\n    def __init__(self, context): pass\n    def close(self): pass\n"
+        "    def sync_weights(self, *arguments, **options): pass\n"
+        "    def generate(self, prompts, sampling, *, step_seed, num_groups_total): pass",
+        ["rollout.name=FILE:part"],
+        ["generate: got an unexpected keyword argument 'n'", "def generate(self, prompts, sampling, *, n,"],
+    ),
     "a loss without gradient": (
         "def part(rule, inputs): return TokenLoss((-inputs.advantages * inputs.log_probs).detach())",
         [f"{RC}loss_type=FILE:part"],
@@ -86,12 +103,18 @@ def test_the_error_names_the_part(name: str, tmp_path: Path) -> None:
 
 
 def test_a_tracker_that_is_none_is_disabled(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def part(inputs): return None\n")
-    job = runs.start_train(
-        tmp_path / "run", "trainer.total_training_steps=1", f"trainer.logger=[{tmp_path}/mine.py:part]"
+    (tmp_path / "mine.py").write_text(
+        "def part(inputs): return None\n\n\n"
+        "class Emptied:\n    def __init__(self, inputs): pass\n    def close(self, status): pass\n"
+        "    def log(self, step, metrics):\n        metrics.clear()\n        raise RuntimeError('no disk')\n"
     )
+    loggers = f"trainer.logger=[{tmp_path}/mine.py:part,{tmp_path}/mine.py:Emptied]"
+    job = runs.start_train(tmp_path / "run", "trainer.total_training_steps=1", loggers)
     assert job.wait() == 0, job.output[-4000:]
-    assert "NoneType has no log and no close" in " ".join(job.output.split())
+    output = " ".join(job.output.split())
+    assert "NoneType has no log and no close" in output
+    assert "Emptied" in output
+    assert "no disk" in output
 
 
 def test_an_input_that_no_batch_has_is_refused_before_the_run(tmp_path: Path) -> None:

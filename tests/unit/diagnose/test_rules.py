@@ -1,13 +1,16 @@
 """Every rule on a log that must trigger it, on near misses, and without what it needs."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mkdocs_hooks import with_tables
+from rlctl.diagnose.rule import Detection, Rule
 from rlctl.diagnose.rules import all_rules, examine, metrics_read
 from rlctl.diagnose.table import Facts
+from rlctl.errors import UsageError
 from rlctl.metric_names import describe
 from rlctl.spec.load import load_spec
 from tests.unit.diagnose.logs import CORR, healthy_rows, run_log, spec_of
@@ -535,3 +538,22 @@ def test_worst_findings_come_first():
     spoil = both(always(response_length__clip_ratio=0.07, reward__zero_spread_groups=0.6), corr(kl=0.2))
     severities = [finding.severity for finding in diagnose(spoil).findings]
     assert severities == ["critical", "warning", "info"]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Rule(len), "with a name"),
+        (lambda: Rule("mine", needs="critic/score/mean"), "give a tuple of texts"),
+        (lambda: Rule("mine")(lambda: None), "called with the run: too many positional arguments"),
+    ],
+)
+def test_wrong_arguments_of_a_rule_are_named(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(("severity", "what"), [("fatal", "too low"), ("warning", None)])
+def test_a_detection_has_a_severity_and_a_sentence(severity: str, what: str | None) -> None:
+    with pytest.raises(UsageError, match="no such severity, or no text"):
+        Detection(severity, what, ())

@@ -11,8 +11,9 @@ import io
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stdout
+from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,8 +105,52 @@ def _code_block(examples: re.Match[str]) -> str:
 def _api() -> str:
     """Signature and docstring of everything in `rlctl.__all__`."""
     import rlctl
+    from rlctl.api import CorrectOptions, EvaluateOptions
+    from rlctl.evaluate.request import EvaluateRequest
+    from rlctl.spec.algorithm import RolloutCorrectionSpec
 
-    return "\n".join(_documented(f"rlctl.{name}", getattr(rlctl, name)) for name in rlctl.__all__)
+    defaults = {
+        "evaluate": (EvaluateOptions, {field.name: field.default for field in fields(EvaluateRequest)}),
+        "correct": (
+            CorrectOptions,
+            {name: field.default for name, field in RolloutCorrectionSpec.model_fields.items()},
+        ),
+    }
+    parts = []
+    for name in rlctl.__all__:
+        thing = getattr(rlctl, name)
+        parts.append(_documented(f"rlctl.{name}", thing))
+        if name in defaults:
+            parts.append(_options(*defaults[name]))
+        if inspect.isclass(thing):
+            parts.append(_members(thing))
+    return "\n".join(parts)
+
+
+def _options(kind: type, defaults: Mapping[str, Any]) -> str:
+    """The keyword arguments that a `TypedDict` describes; a default that is a factory is left out."""
+    lines = ["| option | type | default |", "|---|---|---|"]
+    for name, hint in kind.__annotations__.items():
+        text = getattr(hint, "__forward_arg__", str(hint)).replace("|", "\\|")
+        default = defaults[name]
+        lines.append(f"| `{name}` | `{text}` | {'' if default is MISSING else f'`{default!r}`'} |")
+    return "\n".join(lines) + "\n"
+
+
+def _members(kind: type) -> str:
+    """Public properties and methods of a class, with the first paragraph of their docstrings."""
+    lines = []
+    for name, member in vars(kind).items():
+        is_property = isinstance(member, property)
+        if name.startswith("_") or not (is_property or inspect.isfunction(member)):
+            continue
+        signature = re.sub(
+            r"'([^']*)'", r"\1", str(inspect.signature(member.fget if is_property else member))
+        )
+        call = "" if is_property else re.sub(r"\(self(, )?", "(", signature.partition(" -> ")[0])
+        summary = " ".join(inspect.cleandoc(member.__doc__ or "").partition("\n\n")[0].split())
+        lines.append(f"- `{name}{call}`, {signature.partition(' -> ')[2] or 'None'}: {summary}")
+    return "\n".join(lines) + "\n" if lines else ""
 
 
 def _documented(name: str, thing: Any) -> str:

@@ -80,7 +80,10 @@ def _rows(content: dict[str, Any], definitions: dict[str, Any], prefix: str) -> 
             continue
         default = json.dumps(field.get("default"), ensure_ascii=False)
         meaning = " ".join(field.get("description", "").split())
-        yield KeyRow(f"{prefix}{name}", _type(field, definitions), default, meaning)
+        kind = _type(field, definitions)
+        if names := ", ".join(f"`{example}`" for example in field.get("examples", [])):
+            kind += f", such as {names}"
+        yield KeyRow(f"{prefix}{name}", kind, default, meaning)
 
 
 def _type(field: dict[str, Any], definitions: dict[str, Any]) -> str:
@@ -94,7 +97,8 @@ def _type(field: dict[str, Any], definitions: dict[str, Any]) -> str:
         if key in field:
             values = field[key] if key == "enum" else [field[key]]
             return ", ".join(f"`{value}`" for value in values)
-    words = str(field.get("type", "any"))
+    is_path = ".py:" in field.get("pattern", "")
+    words = "`path/to/file.py:function`" if is_path else str(field.get("type", "any"))
     if words == "array":
         items = field.get("items") or (field.get("prefixItems") or [{}])[0]
         return f"list of {_type(items, definitions)}"

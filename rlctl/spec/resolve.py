@@ -244,6 +244,11 @@ def registered_criteria() -> list[str]:
     return [name for name in REJECTION_CRITERIA if name not in BASIC_STATISTICS]
 
 
+def criteria_names() -> list[str]:
+    """Every criterion: those of both dialects, then the registered ones."""
+    return list(dict.fromkeys([*_CRITERIA["rlctl"], *_CRITERIA["verl"], *registered_criteria()]))
+
+
 def _reject_rule(name: str, threshold: str, criterion: _Criterion, faults: list[str]) -> RejectRule | None:
     """The rule; None, with an entry in `faults`, if the threshold is invalid or would reject on-policy data.
 

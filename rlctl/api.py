@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
@@ -409,8 +410,11 @@ def correct(
     try:
         spec = RolloutCorrectionSpec(**options)
     except ValidationError as error:
-        found = error.errors()[0]
-        raise UsageError(in_words(found), where=".".join(map(str, found["loc"]))) from None
+        found, names = error.errors()[0], list(CorrectOptions.__annotations__)
+        where = ".".join(map(str, found["loc"]))
+        is_unknown = found["type"] == "extra_forbidden"
+        fix = f"one of {', '.join(get_close_matches(where, names) or names)}" if is_unknown else None
+        raise UsageError(in_words(found), where=where, fix=fix) from None
     for key, (what, fix) in _NOT_IN_CORRECT.items():
         if getattr(spec, key) != RolloutCorrectionSpec.model_fields[key].get_default():
             raise UsageError(what, where=key, fix=fix)

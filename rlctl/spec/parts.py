@@ -96,19 +96,12 @@ def param_problems(registry: Registry, name: str, key: str, given: Mapping[str, 
         what, fix = f"{name} takes no parameters", "leave it out"
         return [Problem("error", f"{key}.{param}", what, fix) for param in given]
     known = f"the parameters of {name} are {', '.join(part.params.model_fields)}"
+    found: list[tuple[str, str]] = []
+    if part.params.model_config.get("extra", "ignore") == "ignore":
+        unknown = given.keys() - part.params.model_fields.keys()
+        found += [(param, "unknown parameter") for param in sorted(unknown)]
     try:
         params_of(part, given)
     except ValidationError as error:
-        return [
-            Problem(
-                "error",
-                ".".join([key, *map(str, details["loc"])]),
-                in_words(details),
-                known,
-            )
-            for details in error.errors()
-        ]
-    if part.params.model_config.get("extra", "ignore") != "ignore":
-        return []
-    unknown = given.keys() - part.params.model_fields.keys()
-    return [Problem("error", f"{key}.{param}", "unknown parameter", known) for param in sorted(unknown)]
+        found += [(".".join(map(str, details["loc"])), in_words(details)) for details in error.errors()]
+    return [Problem("error", f"{key}.{param}", what, known) for param, what in found]

@@ -70,8 +70,9 @@ def test_mistakes_are_named() -> None:
     given = (batch.log_probs, batch.rollout_log_probs, batch.mask)
     with pytest.raises(rlctl.RlctlError, match="rollout_rs"):
         rlctl.correct(*given, rollout_rs="token_k9", rollout_rs_threshold="2")
-    with pytest.raises(rlctl.RlctlError, match="rollout_iss"):
+    with pytest.raises(rlctl.RlctlError, match="rollout_iss") as unknown:
         rlctl.correct(*given, rollout_iss="token")
+    assert unknown.value.fix.startswith("one of rollout_is, ")
     with pytest.raises(ValueError, match="must be bool"):
         rlctl.correct(batch.log_probs, batch.rollout_log_probs, batch.mask.long())
     with pytest.raises(rlctl.RlctlError, match=r"rollout_rs_threshold: nothing is rejected"):

@@ -64,7 +64,7 @@ def jobs_of(data: Path, seeds: list[int], steps: int) -> list[Job]:
     ]
 
 
-def paid_tokens(outcome: Outcome) -> np.ndarray:
+def generated_tokens(outcome: Outcome) -> np.ndarray:
     """(steps,) response tokens sampled up to each step."""
     plain = [(length or 0.0) * BATCH * SIBLINGS for length in outcome.series["length"]]
     pairs = zip(outcome.series["paid"], plain, strict=True)
@@ -73,7 +73,7 @@ def paid_tokens(outcome: Outcome) -> np.ndarray:
 
 def validation_at(outcome: Outcome, tokens: float) -> float:
     """Validation reward after `tokens` sampled tokens, interpolated linearly between validations."""
-    paid = paid_tokens(outcome)
+    paid = generated_tokens(outcome)
     known = [
         (paid[step], value) for step, value in enumerate(outcome.series["validation"]) if value is not None
     ]
@@ -93,7 +93,7 @@ def main() -> None:
     found = {job: outcome for job, outcome in found.items() if not outcome.error}
     by_side = {name: {job.seed: out for job, out in found.items() if job.name == name} for name in SIDES}
     seeds = sorted(set.intersection(*(set(outcomes) for outcomes in by_side.values())))
-    least = {seed: min(paid_tokens(by_side[name][seed])[-1] for name in SIDES) for seed in seeds}
+    least = {seed: min(generated_tokens(by_side[name][seed])[-1] for name in SIDES) for seed in seeds}
 
     def scores(name: str, share: float) -> np.ndarray:
         """Validation reward per seed at a share of the smallest token total; inf: after the last step."""
@@ -108,7 +108,7 @@ def main() -> None:
             values, plain = scores(name, share), scores("plain", share)
             difference = "" if name == "plain" else f"; {interval(values - plain)}"
             cells.append(f"{values.mean():.3f}{difference}")
-        per_step = np.mean([paid_tokens(by_side[name][seed])[-1] / options.steps for seed in seeds])
+        per_step = np.mean([generated_tokens(by_side[name][seed])[-1] / options.steps for seed in seeds])
         print(f"| {name} | {per_step:,.0f} | {' | '.join(cells)} |")
     print(f"\n{len(seeds)} seeds; {len(jobs) - len(found)} runs ended with an error")
 

@@ -114,26 +114,26 @@ def measure_centering(model: Any, tokenizer: Any) -> dict[str, float]:
     )
 
     def sample(listed: int) -> Any:
-        sampling = Sampling(TOKENS, num_likeliest=listed)
+        sampling = Sampling(TOKENS, num_most_likely=listed)
         return engine.generate(prompts, sampling, n=SIBLINGS, step_seed=1, num_groups_total=len(TEXTS))
 
     rollouts = sample(LISTED)
     plain = rollouts.inputs
-    _, sampler = rollouts.likeliest.padded(plain.scored)
+    _, sampler = rollouts.most_likely.padded(plain.scored)
 
     def train(inputs: ModelInputs) -> None:
         policy.zero_grad()
         output = policy_output(policy, inputs)
         loss = output.log_probs.sum()
-        if output.likeliest is not None:
-            loss = loss - expected_score(output.likeliest, sampler, WeightRule(None)).sum()
+        if output.most_likely is not None:
+            loss = loss - expected_score(output.most_likely, sampler, WeightRule(None)).sum()
         torch.autograd.backward(loss)
 
     sides = {
         "sampling": lambda: sample(0),
         "sampling, listed tokens": lambda: sample(LISTED),
         "training pass": lambda: train(plain),
-        "training pass, centered": lambda: train(replace(plain, likeliest=rollouts.likeliest)),
+        "training pass, centered": lambda: train(replace(plain, most_likely=rollouts.most_likely)),
     }
     rounds = [{name: seconds_of(work) for name, work in sides.items()} for _ in range(ROUNDS)]
     mass = sampler.exp().sum(-1).double()

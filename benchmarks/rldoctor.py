@@ -36,7 +36,7 @@ COUNTERPARTS = {
     "staleness": _GAP,
     "clipped-on-policy": ("clip_saturation",),
     "zero-reward": ("advantage_collapse", "plateau"),
-    "dead-groups": ("advantage_collapse", "plateau"),
+    "zero-spread-groups": ("advantage_collapse", "plateau"),
     "no-gradient": ("gradient_pathology", "advantage_collapse"),
     "gradient-norm": ("gradient_pathology",),
     "reward-hacking": ("reward_hacking",),

@@ -39,9 +39,9 @@ KEPT = {
 }
 #: Metrics stored per step.
 SERIES = {
-    "paid": "filter_groups/tokens_paid",
+    "paid": "filter_groups/tokens_generated",
     "length": "response_length/mean",
-    "score_paid": "filter_groups/score_paid_mean",
+    "score_paid": "filter_groups/score_mean",
 }
 #: Modules that a run imports.
 PRELOADED = (

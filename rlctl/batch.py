@@ -141,7 +141,7 @@ class ModelInputs:
     position_ids: Tensor  # (B, L) int64
     scored: Tensor  # (B, T) bool: response positions whose log-probs or values are computed
     kept: TokenLists | None = None  # tokens that log-probs are normalised over; None: the vocabulary
-    likeliest: TokenLists | None = None  # further tokens whose log-probs are computed
+    most_likely: TokenLists | None = None  # further tokens whose log-probs are computed
 
     @property
     def responses(self) -> Tensor:
@@ -179,7 +179,7 @@ class Rollouts:
     extra_infos: tuple[Mapping[str, Any], ...] = ()  # (B,) or none, see `Prompts`
     messages: tuple[tuple[Mapping[str, str], ...], ...] = ()  # (B,) or none, see `Prompts`
     kept: TokenLists | None = None  # with exact sampling: the set that each token was sampled from
-    likeliest: TokenLists | None = None  # with score centering: the sampler's most likely tokens
+    most_likely: TokenLists | None = None  # with score centering: the sampler's most likely tokens
     prompt_weights: Tensor | None = None  # (B,) float32 factor of the advantages: 1 / P(prompt drawn)
 
     def pick(self, rows: slice) -> Rollouts:
@@ -277,7 +277,7 @@ class TrainBatch:
     returns: Tensor | None = None  # (B, T) float32, regression targets of the values; 0.0 off-mask
     age: Tensor | None = None  # (B,) optimizer updates since the sampling weights
     kept: TokenLists | None = None  # see `Rollouts`
-    likeliest: TokenLists | None = None  # see `Rollouts`
+    most_likely: TokenLists | None = None  # see `Rollouts`
     group_ids: Tensor | None = None  # (B,) int64, see `Rollouts`
 
     @property
@@ -289,7 +289,7 @@ class TrainBatch:
     def inputs(self) -> ModelInputs:
         """Input of a forward pass over these rows."""
         columns = (self.input_ids, self.attention_mask, self.position_ids, self.response_mask)
-        return ModelInputs(*columns, self.kept, self.likeliest)
+        return ModelInputs(*columns, self.kept, self.most_likely)
 
     def pick(self, rows: Rows) -> TrainBatch:
         """Returns the given rows, in that order; a slice returns views."""

@@ -194,9 +194,9 @@ def forked_ranks_with_vllm() -> None:
     """Like `forked_ranks`, and imports vLLM first."""
     forked_ranks()
     from rlctl.rollout import vllm
-    from rlctl.rollout.process_state import Guest
+    from rlctl.rollout.process_state import IsolatedState
 
     vllm._set_environment()
-    with Guest().running():
+    with IsolatedState().running():
         from vllm import LLM  # noqa: F401
     gc.freeze()  # see tests/preload.py

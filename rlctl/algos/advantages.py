@@ -107,7 +107,7 @@ def has_spread(scores: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
     return squares > 1e-12
 
 
-def live_probability(rate: float, n: int) -> float:
+def spread_probability(rate: float, n: int) -> float:
     """Probability that the rewards of n responses differ, if each is 1 with probability `rate`, else 0."""
     return 1.0 - rate**n - (1.0 - rate) ** n
 

@@ -40,7 +40,7 @@ _ALL_ZERO = {
 ENTROPY = Levels("actor/entropy", (("warning", 0.01),), is_floor=True)
 #: Share of its start that entropy falls to, and minimum number of steps.
 ENTROPY_SHARE, ENTROPY_STEPS = 0.5, 40
-#: Share of right groups among the dead ones up to which they are mostly wrong, where single rewards are not
+#: Share of right groups among the equal ones up to which they are mostly wrong, where single rewards are not
 #: logged; from 1 minus it they are mostly right.
 MOSTLY_WRONG = 0.3
 #: Factor by which entropy grows, and nats that it exceeds.
@@ -64,7 +64,7 @@ LENGTH_GROWTH = 1.5
 
 
 @Rule(
-    "dead-groups", source=th.FIELD, cause="the prompts are too easy or too hard",
+    "zero-spread-groups", source=th.FIELD, cause="the prompts are too easy or too hard",
     one_of=(th.ZERO_SPREAD.key, th.GROUP_STD), uses=(SCORE, BEST, WORST),
     signal="`reward/zero_spread_groups`, or steps whose `reward/group_std` is exactly 0; reports whether all "
     "are right or all wrong",
@@ -73,14 +73,14 @@ LENGTH_GROWTH = 1.5
     sure=("high", "the mean reward of these steps shows which"),
     not_applicable=lambda run: "the critic gives the baseline, not the group" if run.facts.has_critic else "",
 )  # fmt: skip
-def dead_groups(run: RunLog) -> Detection | None:
+def zero_spread_groups(run: RunLog) -> Detection | None:
     """Groups contain better and worse responses."""
-    groups = _dead_groups(run)
+    groups = _equal_groups(run)
     if groups is None:
         return None
-    severity, what, seen, dead = groups
+    severity, what, seen, equal = groups
     steps, (score,) = run.table.aligned(SCORE)
-    position = _position_of_dead(run.table, score[np.isin(steps, dead)])
+    position = _position_of_equal(run.table, score[np.isin(steps, equal)])
     cause, filtering = None, "filter out prompts that are always or never solved"
     if position is None and _rises(run.table, SCORE) and _rises(run.table, seen.metric):
         which, severity = "probably all right", "info"
@@ -117,8 +117,8 @@ def dead_groups(run: RunLog) -> Detection | None:
     )
 
 
-def _dead_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int64]] | None:
-    """Severity, sentence, evidence and steps of dead groups; with fewer than `MIN_STEPS` steps a warning."""
+def _equal_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int64]] | None:
+    """Severity, sentence, evidence and steps of such groups; with fewer than `MIN_STEPS` steps a warning."""
     series = run.table.series(th.ZERO_SPREAD.key)
     if len(series):
         crossed = crossing(series, th.ZERO_SPREAD)
@@ -129,17 +129,17 @@ def _dead_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int64
         severity = crossed.severity if len(series) >= th.MIN_STEPS else "warning"
         return severity, what, crossed.evidence, series.steps[inside]
     series = run.table.series(th.GROUP_STD)
-    dead = series.steps[series.values == 0.0]
-    share = len(dead) / len(series)
+    equal = series.steps[series.values == 0.0]
+    share = len(equal) / len(series)
     if share < (th.ZERO_SHARE if len(series) >= th.MIN_STEPS else 1.0):
         return None
     what = f"on {share:.0%} of the steps all groups have equal rewards, {{which}}: no gradient"
-    seen = evidence_over(dead, th.GROUP_STD, f"exactly 0 on {len(dead):,} of {len(series):,} step(s)")
+    seen = evidence_over(equal, th.GROUP_STD, f"exactly 0 on {len(equal):,} of {len(series):,} step(s)")
     is_critical = len(series) >= th.MIN_STEPS and share > th.ZERO_SPREAD.tiers[-1][1]
-    return "critical" if is_critical else "warning", what, seen, dead
+    return "critical" if is_critical else "warning", what, seen, equal
 
 
-def _position_of_dead(table: Table, rewards: NDArray[np.float64]) -> float | None:
+def _position_of_equal(table: Table, rewards: NDArray[np.float64]) -> float | None:
     """Position of these mean rewards between the worst (0) and the best (1) reward; None where unknown.
 
     Where the best and the worst reward are not logged: if the mean rewards range from one whole number to
@@ -157,7 +157,7 @@ def _position_of_dead(table: Table, rewards: NDArray[np.float64]) -> float | Non
 
 
 def _rises(table: Table, key: str) -> bool:
-    """Whether the metric rises; for the spread within groups, whether it falls, as more groups are dead."""
+    """Whether the metric rises; for the spread within groups, whether it falls, as more groups are equal."""
     found = trend(table.series(key))
     return found is not None and found.rises != (key == th.GROUP_STD)
 

@@ -116,8 +116,8 @@ def _large_norm(crossed: Crossing) -> Detection:
 
 
 @Rule(
-    "no-gradient", signal="`actor/grad_norm` exactly 0; names the cause if the log shows it (dead groups, "
-    "rejection, or parameters without a gradient)", source=th.FIELD, needs=(_NORM,),
+    "no-gradient", signal="`actor/grad_norm` exactly 0; names the cause if the log shows it (groups without "
+    "spread, rejection, or parameters without a gradient)", source=th.FIELD, needs=(_NORM,),
     uses=(th.ZERO_SPREAD.key, th.GROUP_STD, th.MASKED.key, _CUT_OFF, *_ADVANTAGE_ENDS),
     thresholds=f"— / — / ≥ {th.ZERO_SHARE * 100:g} % of the steps, or all of fewer than {th.MIN_STEPS}",
     cause="all responses of each group have the same reward, everything is rejected, or the loss does not "
@@ -152,8 +152,8 @@ def no_gradient(run: RunLog) -> Detection | None:
         what = f"the gradient is printed as 0 on {share:.0%} of the steps"
         small = f"the log has {DECIMALS} decimals at most: 0 may be a small number"
         return Detection("info", what, tuple(evidence), fixes=(), could_not_check=(small,))
-    elif (live := _groups_differ(run, shares[th.ZERO_SPREAD.key], steps)) is not None:
-        evidence.append(live)
+    elif (differing := _groups_differ(run, shares[th.ZERO_SPREAD.key], steps)) is not None:
+        evidence.append(differing)
         what += ", although rewards differ within groups"
         why = (
             "the loss does not reach the trained parameters: they are frozen or not in the optimizer, the "
@@ -161,7 +161,7 @@ def no_gradient(run: RunLog) -> Detection | None:
         )
         fixes = (_REACH,)
     else:
-        unknown = f"{th.ZERO_SPREAD.key} would distinguish dead groups from parameters without a gradient"
+        unknown = f"{th.ZERO_SPREAD.key} would distinguish equal rewards from parameters without a gradient"
         return Detection("critical", what, tuple(evidence), could_not_check=(unknown,))
     sure: Sure = ("high", "another figure shows the reason")
     return Detection("critical", what, tuple(evidence), why, tuple(fixes), sure)
@@ -174,10 +174,10 @@ def _typical(run: RunLog, key: str, steps: NDArray[np.int64]) -> float | None:
     return float(np.median(during)) if len(during) else None
 
 
-def _groups_differ(run: RunLog, dead: float | None, steps: NDArray[np.int64]) -> Evidence | None:
+def _groups_differ(run: RunLog, equal: float | None, steps: NDArray[np.int64]) -> Evidence | None:
     """Evidence that rewards differ within groups on these steps, or that advantages are not 0."""
-    shown = [(th.ZERO_SPREAD.key, dead)]
-    if dead is None:
+    shown = [(th.ZERO_SPREAD.key, equal)]
+    if equal is None:
         shown = [(key, _typical(run, key, steps)) for key in (th.GROUP_STD, _ADVANTAGE_ENDS[0])]
     for key, value in shown:
         if value is not None and (value > 0.0 or key == th.ZERO_SPREAD.key):

@@ -30,7 +30,7 @@ def used_columns(inputs: ModelInputs) -> ModelInputs:
         inputs.position_ids[:, columns],
         inputs.scored[:, :horizon],
         inputs.kept,
-        inputs.likeliest,
+        inputs.most_likely,
     )
 
 
@@ -44,8 +44,8 @@ def list_arguments(inputs: ModelInputs) -> dict[str, Tensor]:
     found = {}
     if inputs.kept is not None:
         found["kept_counts"], found["kept_ids"] = inputs.kept.at(inputs.scored)
-    if inputs.likeliest is not None:
-        found["likeliest_ids"], _ = inputs.likeliest.padded(inputs.scored)
+    if inputs.most_likely is not None:
+        found["most_likely_ids"], _ = inputs.most_likely.padded(inputs.scored)
     return found
 
 

@@ -82,7 +82,7 @@ class PolicyModule(nn.Module):
         *,
         kept_counts: Tensor | None = None,
         kept_ids: Tensor | None = None,
-        likeliest_ids: Tensor | None = None,
+        most_likely_ids: Tensor | None = None,
         entropy_grad: bool = False,
         sum_pi_squared: bool = False,
         sketch: bool = False,
@@ -93,7 +93,7 @@ class PolicyModule(nn.Module):
             input_ids, attention_mask, position_ids, scored: as in `ModelInputs`.
             kept_counts, kept_ids: for the N scored tokens in row order, the sets to which their distributions
                 are restricted and renormalised, see `TokenLists.at`; None: the vocabulary.
-            likeliest_ids: (N, M) int64, tokens whose log-probs at these positions are returned too.
+            most_likely_ids: (N, M) int64, tokens whose log-probs at these positions are returned too.
             entropy_grad: compute the entropy with gradient.
             sum_pi_squared: also return the collision probability of the next-token distribution.
             sketch: also return a sketch of the gradient of each log-prob with respect to the output head.
@@ -104,7 +104,7 @@ class PolicyModule(nn.Module):
         Returns:
             Two or three (B, T) float32, 0.0 where not scored: log-probs (with gradient), entropy (with
             gradient only with `entropy_grad`) and on request Σ_v π(v)² (without gradient). Then, for the N
-            scored tokens in row order, the (N, M) log-probs of `likeliest_ids` (with gradient) and (N, K)
+            scored tokens in row order, the (N, M) log-probs of `most_likely_ids` (with gradient) and (N, K)
             sketches, if requested.
         """
         if not self._is_probed:
@@ -127,8 +127,8 @@ class PolicyModule(nn.Module):
         kept = None if kept_counts is None or kept_ids is None else TokenLists(kept_counts[:, None], kept_ids)
         if own is not None:
             tokens, kept = tokens[own], kept and kept[own]
-            likeliest_ids = None if likeliest_ids is None else likeliest_ids[own]
-        given = (states, tokens, likeliest_ids, *((kept.counts[:, 0], kept.ids) if kept else ()))
+            most_likely_ids = None if most_likely_ids is None else most_likely_ids[own]
+        given = (states, tokens, most_likely_ids, *((kept.counts[:, 0], kept.ids) if kept else ()))
         if sketch and not self.head.is_split:
             what = f"{type(self.model).__name__} does not compute its logits with its output head alone"
             key = "algorithm.rollout_correction.measure_grad_error"
@@ -136,14 +136,14 @@ class PolicyModule(nn.Module):
         figures = self.head(*given, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared, sketch=sketch)
         if own is not None and self.sequence:
             figures = self.sequence.of_all(figures, own, int(scored.sum()))
-        num_likeliest = 0 if likeliest_ids is None else likeliest_ids.shape[1]
+        num_most_likely = 0 if most_likely_ids is None else most_likely_ids.shape[1]
         per_token, more = figures.tensor_split([3 if sum_pi_squared else 2])
-        likeliest, sketches = more.tensor_split([num_likeliest])
+        most_likely, sketches = more.tensor_split([num_most_likely])
         chosen, entropy, *squared = per_token
         found = (chosen, entropy if entropy_grad else entropy.detach(), *(part.detach() for part in squared))
         empty = torch.zeros(scored.shape, dtype=torch.float32, device=scored.device)
         tensors = [empty.masked_scatter(scored, values) for values in found]
-        tensors += [] if likeliest_ids is None else [likeliest.T]
+        tensors += [] if most_likely_ids is None else [most_likely.T]
         return (*tensors, *([sketches.detach().T] if sketch else []))
 
     def _probe(self) -> None:
@@ -189,7 +189,7 @@ class ChunkedHead(nn.Module):
         self,
         states: Tensor,
         tokens: Tensor,
-        likeliest_ids: Tensor | None = None,
+        most_likely_ids: Tensor | None = None,
         kept_counts: Tensor | None = None,
         kept_ids: Tensor | None = None,
         *,
@@ -202,7 +202,7 @@ class ChunkedHead(nn.Module):
         Args:
             states: (N, H), or (N, V) logits if not `is_split`.
             tokens: (N,) int64, the tokens chosen.
-            likeliest_ids, kept_counts, kept_ids, entropy_grad, sum_pi_squared, sketch: as in
+            most_likely_ids, kept_counts, kept_ids, entropy_grad, sum_pi_squared, sketch: as in
                 `PolicyModule.forward`.
         """
         head = self._find_head().forward if self.is_split else nn.Identity()
@@ -210,7 +210,7 @@ class ChunkedHead(nn.Module):
         def token_outputs(
             states: Tensor,
             tokens: Tensor,
-            likeliest: Tensor | None,
+            most_likely: Tensor | None,
             counts: Tensor | None = None,
             ids: Tensor | None = None,
         ) -> Tensor:
@@ -225,8 +225,8 @@ class ChunkedHead(nn.Module):
             probs = probs.detach()
             squares = [torch.linalg.vecdot(probs, probs)] if sum_pi_squared else []
             found = torch.stack([chosen, entropy, *squares])
-            if likeliest is not None:
-                found = torch.cat([found, (logits.gather(-1, likeliest) - log_total[:, None]).T])
+            if most_likely is not None:
+                found = torch.cat([found, (logits.gather(-1, most_likely) - log_total[:, None]).T])
             if not sketch:
                 return found
             with torch.no_grad():  # ∇ log π(y) = (e_y − π) ⊗ state, up to the constant 1 / temperature
@@ -237,8 +237,8 @@ class ChunkedHead(nn.Module):
 
         num_chunks = max(1, -(-len(states) * self._vocabulary // logits_at_once(_memory(states.device))))
         if num_chunks == 1:
-            return token_outputs(states, tokens, likeliest_ids, kept_counts, kept_ids)
-        lists = [None] * num_chunks if likeliest_ids is None else likeliest_ids.tensor_split(num_chunks)
+            return token_outputs(states, tokens, most_likely_ids, kept_counts, kept_ids)
+        lists = [None] * num_chunks if most_likely_ids is None else most_likely_ids.tensor_split(num_chunks)
         given = [states.tensor_split(num_chunks), tokens.tensor_split(num_chunks), lists]
         if kept_counts is not None and kept_ids is not None:
             counts = kept_counts.tensor_split(num_chunks)
@@ -261,9 +261,9 @@ def policy_output(
     used = used_columns(inputs)
     found = list(policy(**arguments_of(used), **list_arguments(used), **asked))
     sketch = found.pop() if asked.get("sketch") else None
-    likeliest = None if inputs.likeliest is None else found.pop()
+    most_likely = None if inputs.most_likely is None else found.pop()
     log_probs, entropy, *more = (widened(values, inputs) for values in found)
-    return PolicyOutput(log_probs, entropy, more[0] if more else None, sketch, likeliest)
+    return PolicyOutput(log_probs, entropy, more[0] if more else None, sketch, most_likely)
 
 
 def _memory(device: torch.device) -> int | None:

@@ -26,15 +26,15 @@ class PolicyOutput:
             on padding; None unless requested.
         sketch: (N, K) float32, detached: sketches of ∇ log π with respect to the output head, for the N
             scored tokens in row order; None unless requested.
-        likeliest: (N, M) float32, log-probs of `ModelInputs.likeliest` at the N scored tokens in row order,
-            padded as by `TokenLists.padded`; carries gradient as `log_probs` does. None: there are no lists.
+        most_likely: (N, M) float32, log-probs of `ModelInputs.most_likely` at the N scored tokens in row
+            order, padded as by `TokenLists.padded`; carries gradient as `log_probs` does. None: no lists.
     """
 
     log_probs: Tensor
     entropy: Tensor
     sum_pi_squared: Tensor | None = None
     sketch: Tensor | None = None
-    likeliest: Tensor | None = None
+    most_likely: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,7 @@ def fit_drawn(ranked: RankedLogits, reported: SamplingSettings, asked: SamplingS
         at = ranked.likelihoods(value)
         if float(at.max()) >= best - _CLEARLY:
             return Drawn(SamplingSettings(value, ranked.cuts[int(at.argmax())]), not_reported, not_asked)
-    raise AssertionError("the likeliest is as likely as itself")
+    raise AssertionError("no token reaches the largest probability")
 
 
 def _best(loss: Callable[[float], float], asked: float) -> float:

@@ -60,7 +60,7 @@ def assemble(prompts: Prompts, sampled: Sampled, *, n: int, tokenizer: Any, poli
         extra_infos=_repeat(prompts.extra_infos, n),
         messages=_repeat(prompts.messages, n),
         kept=kept,
-        likeliest=sampled.likeliest and sampled.likeliest.to(device),
+        most_likely=sampled.most_likely and sampled.most_likely.to(device),
     )
 
 

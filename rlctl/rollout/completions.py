@@ -52,19 +52,19 @@ class Completion:
         token_ids: tokens that the policy sampled, including end of sequence.
         log_probs: log-prob of each token under the distribution it was sampled from.
         finish_reason: as reported by vLLM; values that are not in `FINISH_REASONS` count as `abort`.
-        likeliest: for each token, ids and log-probs of the most likely tokens of its distribution, see
+        most_likely: for each token, ids and log-probs of the most likely tokens of its distribution, see
             `listed`; empty where the engine lists none.
     """
 
     token_ids: Sequence[int]
     log_probs: Sequence[float]
     finish_reason: str | None
-    likeliest: Sequence[tuple[Int32s, Floats]] = ()
+    most_likely: Sequence[tuple[Int32s, Floats]] = ()
 
     def kept(self) -> list[list[int]]:
         """For each token, the tokens it was sampled from; [] where the listed ones are not all of them."""
-        is_whole = [np.exp(log_probs).sum() >= 1.0 - _MISSING for _, log_probs in self.likeliest]
-        return [ids.tolist() if ok else [] for (ids, _), ok in zip(self.likeliest, is_whole, strict=True)]
+        is_whole = [np.exp(log_probs).sum() >= 1.0 - _MISSING for _, log_probs in self.most_likely]
+        return [ids.tolist() if ok else [] for (ids, _), ok in zip(self.most_likely, is_whole, strict=True)]
 
 
 def listed(entry: Mapping[int, float]) -> tuple[Int32s, Floats]:
@@ -125,8 +125,10 @@ class CompletionRollout(ABC):
         sampled = self._tensors(completions)
         if sampling.with_kept:
             sampled = _with_kept(sampled, completions)
-        if sampling.num_likeliest:
-            sampled = replace(sampled, likeliest=_likeliest(sampled, completions, sampling.num_likeliest))
+        if sampling.num_most_likely:
+            sampled = replace(
+                sampled, most_likely=_most_likely(sampled, completions, sampling.num_most_likely)
+            )
         return assemble(prompts, sampled, n=n, tokenizer=self._tokenizer, policy_version=policy_version)
 
     @abstractmethod
@@ -171,7 +173,7 @@ class CompletionRollout(ABC):
 def listed_tokens(sampling: Sampling) -> int:
     """Number of log-probs per token to request from vLLM; 0: of the sampled token only."""
     # Ties can keep more than top_k tokens: requests twice as many.
-    return max(2 * sampling.top_k if sampling.with_kept else 0, sampling.num_likeliest)
+    return max(2 * sampling.top_k if sampling.with_kept else 0, sampling.num_most_likely)
 
 
 def _with_kept(sampled: Sampled, completions: list[Completion]) -> Sampled:
@@ -197,7 +199,7 @@ def _with_kept(sampled: Sampled, completions: list[Completion]) -> Sampled:
     return replace(sampled, finish_reason=reasons, kept=TokenLists(counts, ids).to(sampled.tokens.device))
 
 
-def _likeliest(sampled: Sampled, completions: list[Completion], count: int) -> TokenLists:
+def _most_likely(sampled: Sampled, completions: list[Completion], count: int) -> TokenLists:
     """The `count` most likely tokens of each position.
 
     Raises:
@@ -205,7 +207,7 @@ def _likeliest(sampled: Sampled, completions: list[Completion], count: int) -> T
     """
     counts = torch.zeros(sampled.tokens.shape, dtype=torch.int32)
     for row, completion in enumerate(completions):
-        sizes = [min(len(ids), count) for ids, _ in completion.likeliest]
+        sizes = [min(len(ids), count) for ids, _ in completion.most_likely]
         if len(sizes) != len(completion.token_ids) or 0 in sizes:
             raise RunFailure(
                 f"the engine does not list the most likely tokens at every position of response {row + 1}",
@@ -213,7 +215,7 @@ def _likeliest(sampled: Sampled, completions: list[Completion], count: int) -> T
                 fix=f"servers that you started need --max-logprobs {count} or more",
             )
         counts[row, : len(sizes)] = torch.tensor(sizes, dtype=torch.int32)
-    lists = [pair for completion in completions for pair in completion.likeliest]
+    lists = [pair for completion in completions for pair in completion.most_likely]
     ids = np.concatenate([tokens[:count] for tokens, _ in lists])
     log_probs = np.concatenate([values[:count] for _, values in lists])
     found = TokenLists(counts, torch.from_numpy(ids), torch.from_numpy(log_probs))

@@ -328,7 +328,7 @@ def sampling_of(spec: RunSpec) -> Sampling:
         top_k=rollout.top_k,
         min_p=rollout.min_p,
         with_kept=rollout.exact_sampling,
-        num_likeliest=spec.algorithm.rollout_correction.score_centering or 0,
+        num_most_likely=spec.algorithm.rollout_correction.score_centering or 0,
     )
 
 

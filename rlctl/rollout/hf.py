@@ -87,7 +87,7 @@ class HFRollout:
             lengths=torch.cat([chunk.lengths for chunk in chunks]),
             finish_reason=torch.cat([chunk.finish_reason for chunk in chunks]),
             kept=_joined([chunk.kept for chunk in chunks]),
-            likeliest=_joined([chunk.likeliest for chunk in chunks]),
+            most_likely=_joined([chunk.most_likely for chunk in chunks]),
         )
         return assemble(prompts, sampled, n=n, tokenizer=self._tokenizer, policy_version=policy_version)
 
@@ -133,7 +133,7 @@ class HFRollout:
                 sampler.stopped, FINISH_REASONS.index("stop"), FINISH_REASONS.index("length")
             ).to(torch.int8),
             kept=sampler.kept(responses.shape[1]),
-            likeliest=sampler.likeliest(responses.shape[1]),
+            most_likely=sampler.most_likely(responses.shape[1]),
         )
 
     @torch.no_grad()

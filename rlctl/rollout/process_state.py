@@ -69,21 +69,21 @@ class ProcessState:
                 os.environ[name] = value
 
 
-class Guest:
+class IsolatedState:
     """Runs an engine with the state that it last had, separate from that of the rest of the process."""
 
     def __init__(self) -> None:
-        self._theirs: ProcessState | None = None
+        self._state: ProcessState | None = None
         self._set_num_threads = torch.set_num_threads
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Applies the engine's state inside the block and restores the previous one, even on errors."""
-        ours = ProcessState.now()
-        if self._theirs is not None:
-            self._theirs.apply(self._set_num_threads)
+        before = ProcessState.now()
+        if self._state is not None:
+            self._state.apply(self._set_num_threads)
         try:
             yield
         finally:
-            self._theirs = ProcessState.now()
-            ours.apply(self._set_num_threads)
+            self._state = ProcessState.now()
+            before.apply(self._set_num_threads)

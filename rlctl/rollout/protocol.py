@@ -27,7 +27,7 @@ class Sampling:
         greedy: take the most likely token instead of sampling one. The log-probs reported are still
             those of the distribution described above.
         with_kept: also report the tokens that top_k, top_p and min_p keep, see `TokenLists`.
-        num_likeliest: also report this many of the most likely tokens and their log-probs.
+        num_most_likely: also report this many of the most likely tokens and their log-probs.
     """
 
     max_response_length: int
@@ -37,7 +37,7 @@ class Sampling:
     min_p: float = 0.0
     greedy: bool = False
     with_kept: bool = False
-    num_likeliest: int = 0
+    num_most_likely: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Sampled:
             engine, never inferred from the tokens.
         finish_reason: (B,) int8, indices into `rlctl.batch.FINISH_REASONS`.
         kept: the tokens that each token was sampled from, if `Sampling.with_kept`.
-        likeliest: the most likely tokens of these distributions, if `Sampling.num_likeliest`.
+        most_likely: the most likely tokens of these distributions, if `Sampling.num_most_likely`.
     """
 
     tokens: Tensor
@@ -59,7 +59,7 @@ class Sampled:
     lengths: Tensor
     finish_reason: Tensor
     kept: TokenLists | None = None
-    likeliest: TokenLists | None = None
+    most_likely: TokenLists | None = None
 
 
 class ResponseSampler(Protocol):

@@ -51,8 +51,8 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
         self._with_kept = sampling.with_kept
         self._sizes = torch.zeros(uniforms.shape, dtype=torch.int32, device=uniforms.device)
         self._sets: list[Tensor] = []  # per step, (2, kept): flattened indices in (B, T), tokens
-        self._num_likeliest = sampling.num_likeliest
-        self._likeliest: list[tuple[Tensor, Tensor]] = []  # per step, (B, K): tokens, log-probs
+        self._num_most_likely = sampling.num_most_likely
+        self._most_likely: list[tuple[Tensor, Tensor]] = []  # per step, (B, K): tokens, log-probs
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Sets (B, V) `scores` in place to zero at the chosen token and to -inf elsewhere."""
@@ -65,9 +65,9 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
         else:
             tokens = draw(log_probs, self._uniforms[:, position, None])
         self.log_probs[:, position] = log_probs.gather(1, tokens).squeeze(1)
-        if self._num_likeliest:
-            highest = log_probs.topk(min(self._num_likeliest, log_probs.shape[-1]))
-            self._likeliest.append((highest.indices.int(), highest.values))
+        if self._num_most_likely:
+            highest = log_probs.topk(min(self._num_most_likely, log_probs.shape[-1]))
+            self._most_likely.append((highest.indices.int(), highest.values))
         self.lengths += ~self.stopped
         self.stopped |= torch.isin(tokens.squeeze(1), self._end_ids)
         return scores.fill_(-torch.inf).scatter_(1, tokens, 0.0)
@@ -87,11 +87,11 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
         places, tokens = torch.cat(self._sets, dim=1)
         return TokenLists(self._sizes[:, :length], tokens[places.argsort(stable=True)])
 
-    def likeliest(self, length: int) -> TokenLists | None:
-        """The most likely tokens at each of the first `length` positions; None unless `num_likeliest`."""
-        if not self._num_likeliest:
+    def most_likely(self, length: int) -> TokenLists | None:
+        """The most likely tokens at each of the first `length` positions; None unless `num_most_likely`."""
+        if not self._num_most_likely:
             return None
-        tokens, log_probs = (torch.stack(steps[:length], 1) for steps in zip(*self._likeliest, strict=True))
+        tokens, log_probs = (torch.stack(steps[:length], 1) for steps in zip(*self._most_likely, strict=True))
         is_sampled = torch.arange(length, device=tokens.device) < self.lengths[:, None]
         listed = (log_probs > -torch.inf) & is_sampled[..., None]
         return TokenLists(listed.sum(-1, dtype=torch.int32), tokens[listed], log_probs[listed])

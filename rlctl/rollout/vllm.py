@@ -22,7 +22,7 @@ from rlctl.rollout.completions import (
     listed,
     vllm_missing,
 )
-from rlctl.rollout.process_state import Guest
+from rlctl.rollout.process_state import IsolatedState
 from rlctl.rollout.protocol import Policy, Sampling, SavedAdapter
 from rlctl.rollout.tensor_parallel import Asked, TensorParallelGroup
 from rlctl.rollout.versioned_dir import VersionedDir
@@ -85,9 +85,9 @@ class VLLMRollout(CompletionRollout):
             UsageError: vLLM rejects the model.
         """
         _set_environment()
-        self._guest = Guest()
+        self._isolated = IsolatedState()
         try:
-            with self._guest.running(), warnings.catch_warnings():
+            with self._isolated.running(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # vLLM's warnings about torch
                 from vllm import LLM
         except Exception as error:  # the import loads drivers, operators and other packages
@@ -114,7 +114,7 @@ class VLLMRollout(CompletionRollout):
                 **(_shared(tensor_parallel_size) if tensor_parallel_size > 1 else {}),
             }
             self._group = TensorParallelGroup(tensor_parallel_size) if tensor_parallel_size > 1 else None
-            with self._guest.running():
+            with self._isolated.running():
                 self._llm: Any = LLM(**arguments | dict(engine_kwargs or {}))
         except Exception as error:
             raise _not_started(model_path, error) from error
@@ -135,7 +135,7 @@ class VLLMRollout(CompletionRollout):
 
     def close(self) -> None:
         """See `CompletionRollout.close`."""
-        with self._guest.running():
+        with self._isolated.running():
             self._llm.llm_engine.engine_core.shutdown()
         del self._llm
 
@@ -158,7 +158,7 @@ class VLLMRollout(CompletionRollout):
         prompts = [{"prompt_token_ids": ids} for ids, _ in asked]
         parameters = [SamplingParams(**options, detokenize=False) for _, options in asked]
         try:
-            with self._guest.running():
+            with self._isolated.running():
                 self._wake("weights", "kv_cache")
                 outputs: list[Any] = self._llm.generate(
                     prompts, parameters, use_tqdm=False, lora_request=self._adapter
@@ -178,7 +178,7 @@ class VLLMRollout(CompletionRollout):
             return
         if weights_follow:
             self._policy_version = None  # sampling is an error until they are synced
-        with self._guest.running():
+        with self._isolated.running():
             self._llm.sleep(level=2 if weights_follow else 1)
         self._asleep = {"weights", "kv_cache"}
 
@@ -228,7 +228,7 @@ class TrainedVLLMRollout(VLLMRollout):
         """See `RolloutEngine.sync_weights`; cached keys and values of the old weights are dropped."""
         self._policy_version = None
         try:
-            with self._guest.running():
+            with self._isolated.running():
                 self._wake("weights")
                 if self._adapter is None:  # the base of an adapter does not change
                     self._reload(policy.weights(merged=self._adapters is None))
@@ -307,8 +307,10 @@ def _completion(output: Any) -> Completion:
     tokens = list(output.token_ids)
     entries = zip(tokens, output.logprobs, strict=True)
     log_probs = [entry[token].logprob for token, entry in entries]
-    likeliest = [listed({token: each.logprob for token, each in entry.items()}) for entry in output.logprobs]
-    return Completion(tokens, log_probs, output.finish_reason, likeliest)
+    most_likely = [
+        listed({token: each.logprob for token, each in entry.items()}) for entry in output.logprobs
+    ]
+    return Completion(tokens, log_probs, output.finish_reason, most_likely)
 
 
 def _generation_config(model_path: str, revision: str | None, trust_remote_code: bool) -> Any:

@@ -478,8 +478,10 @@ def _completion(choice: dict[str, Any]) -> Completion:
     logprobs = choice["logprobs"]
     entries = logprobs.get("top_logprobs") or [None] * len(choice["token_ids"])
     named = (entry if entry and next(iter(entry)).startswith("token_id:") else {} for entry in entries)
-    likeliest = [
+    most_likely = [
         listed({int(name.removeprefix("token_id:")): value for name, value in entry.items()})
         for entry in named
     ]
-    return Completion(choice["token_ids"], logprobs["token_logprobs"], choice.get("finish_reason"), likeliest)
+    return Completion(
+        choice["token_ids"], logprobs["token_logprobs"], choice.get("finish_reason"), most_likely
+    )

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 
 from rlctl.errors import RunFailure, one_line
 from rlctl.processes import free_port
-from rlctl.rollout.process_state import Guest
+from rlctl.rollout.process_state import IsolatedState
 from rlctl.rollout.weights import ExpectedWeights
 
 #: Weights are sent in chunks of about this size; the main rank temporarily holds a chunk twice.
@@ -152,7 +152,7 @@ def _chunks(
 class _NcclGroup:
     def __init__(self, host: str, port: int, world_size: int, device: torch.device) -> None:
         self._device = device
-        with Guest().running(), torch.cuda.device(device):
+        with IsolatedState().running(), torch.cuda.device(device):
             from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
             where = {"master_address": host, "master_port": port, "world_size": world_size}

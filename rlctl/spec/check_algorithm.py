@@ -288,7 +288,7 @@ def auto_can_compare_and_act(spec: RunSpec) -> Problems:
 
 
 @reads(_CENTERING, "rollout.name")
-def likeliest_tokens_are_listed(spec: RunSpec) -> Problems:
+def most_likely_tokens_are_listed(spec: RunSpec) -> Problems:
     """Score centering needs the most likely tokens of the rollout engine."""
     if spec.algorithm.rollout_correction.score_centering and spec.rollout_engine.reports_kept == "never":
         what = f"rollout.name: {spec.rollout.name} does not report the most likely tokens"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rlctl.train.run import Run
 
 _KEY = "algorithm.filter_groups"
-#: A later round draws (missing groups) / (fraction of live groups so far) prompts. Minimum of that fraction.
+#: Minimum of the fraction by which a later round divides the number of missing groups.
 _SMALLEST_SHARE = 0.1
 
 
@@ -55,30 +55,30 @@ class _Group:
     """Summary of a group, shared by all ranks after a round."""
 
     place: int
-    is_live: bool
+    has_spread: bool
     row: int
     mean: float
     graded: int
     tokens: int
 
 
-def live_batch(
+def filtered_batch(
     run: Run, step: int, draws: PromptDraws, timer: StepTimer
 ) -> tuple[Rollouts, RewardResult, dict[str, float]]:
-    """This rank's share of a batch of live groups, their grades, and `filter_groups/*` metrics.
+    """This rank's share of a batch of groups with spread, their grades, and `filter_groups/*` metrics.
 
-    A group is live if two of its graded scores differ. After `max_num_gen_batches` rounds, the batch is
-    completed with dead groups in the order in which they were drawn.
+    A group has spread if two of its graded scores differ. After `max_num_gen_batches` rounds, the batch is
+    completed with groups without spread in the order in which they were drawn.
 
     Raises:
-        RunFailure: a whole epoch has too few live groups, or too many responses could not be graded.
+        RunFailure: a whole epoch has too few groups with spread, or too many responses could not be graded.
     """
     start, options = draws.position, run.spec.algorithm.filter_groups
     rounds = _Rounds(run, step, draws)
     while rounds.num_missing and not 0 < options.max_num_gen_batches <= rounds.count:
         if len(rounds.groups) >= rounds.wanted and draws.position - start >= len(run.train_prompts):
-            live = rounds.wanted - rounds.num_missing
-            what = f"all prompts of one epoch gave {live} groups whose rewards differ"
+            found = rounds.wanted - rounds.num_missing
+            what = f"all prompts of one epoch gave {found} groups whose rewards differ"
             raise RunFailure(
                 f"{what}; a batch takes {rounds.wanted}",
                 where=_KEY,
@@ -89,8 +89,8 @@ def live_batch(
         if group.graded:
             draws.note(group.row, group.mean, group.graded)
     # `groups` lists the ranks' shares of each round in rank order, which is the order of drawing.
-    order = [group.place for group in rounds.groups if group.is_live]
-    used = (order + [group.place for group in rounds.groups if not group.is_live])[: rounds.wanted]
+    order = [group.place for group in rounds.groups if group.has_spread]
+    used = (order + [group.place for group in rounds.groups if not group.has_spread])[: rounds.wanted]
     chances = rounds.chances if options.curriculum else None
     rollouts, rewards = _shared_out(run, rounds.own, sorted(used), chances)
     rewards = replace(
@@ -124,8 +124,8 @@ class _Rounds:
 
     @property
     def num_missing(self) -> int:
-        """Number of live groups that the batch still lacks."""
-        return max(self.wanted - sum(group.is_live for group in self.groups), 0)
+        """Number of groups with spread that the batch still lacks."""
+        return max(self.wanted - sum(group.has_spread for group in self.groups), 0)
 
     def sample(self, timer: StepTimer) -> None:
         """Samples and grades one round (all ranks call this).
@@ -135,8 +135,8 @@ class _Rounds:
         """
         run, ranks = self._run, self._run.ranks
         first = len(self.groups)
-        live = self.wanted - self.num_missing
-        share = max(live / first, _SMALLEST_SHARE) if first else 1.0
+        found = self.wanted - self.num_missing
+        share = max(found / first, _SMALLEST_SHARE) if first else 1.0
         count = min(math.ceil(self.num_missing / share), self.wanted)
         drawn = draw_next_prompts(run, self._draws, count, first=first)
         self.chances |= {prompt.place: prompt.chance for prompt in drawn}
@@ -178,14 +178,14 @@ class _Rounds:
 
 def _group(drawn: DrawnPrompt, rollouts: Rollouts, graded: RewardResult) -> _Group:
     scores, valid = graded.scores, graded.valid & ~rollouts.aborted.cpu()
-    is_live = bool(has_spread(scores, torch.zeros(len(scores), dtype=torch.int64), valid).any())
+    differs = bool(has_spread(scores, torch.zeros(len(scores), dtype=torch.int64), valid).any())
     mean = float(scores[valid].mean()) if valid.any() else 0.0
     tokens = int(rollouts.response_mask.sum())
-    return _Group(drawn.place, is_live, drawn.row, mean, int(valid.sum()), tokens)
+    return _Group(drawn.place, differs, drawn.row, mean, int(valid.sum()), tokens)
 
 
 def draw_next_prompts(run: Run, draws: PromptDraws, count: int, first: int) -> list[DrawnPrompt]:
-    """Draws the next prompts; a curriculum accepts each with the probability that its group is live."""
+    """Draws the next prompts; a curriculum accepts each with the probability that its group has spread."""
     spec, options = run.spec, run.spec.algorithm.filter_groups
     drawn: list[DrawnPrompt] = []
     while len(drawn) < count:
@@ -236,22 +236,22 @@ def _shared_out(
 
 
 def _metrics(groups: list[_Group], used: set[int], rounds: int, n: int, drawn: int) -> dict[str, float]:
-    dead = [group for group in groups if not group.is_live]
-    paid_tokens, used_tokens = (
+    equal = [group for group in groups if not group.has_spread]
+    generated_tokens, used_tokens = (
         float(sum(group.tokens for group in some))
         for some in (groups, [group for group in groups if group.place in used])
     )
     graded = sum(group.graded for group in groups)
     return {
         "filter_groups/rounds": float(rounds),
-        "filter_groups/samples_paid": float(len(groups) * n),
+        "filter_groups/samples_generated": float(len(groups) * n),
         "filter_groups/samples_used": float(len(used) * n),
-        "filter_groups/tokens_paid": paid_tokens,
+        "filter_groups/tokens_generated": generated_tokens,
         "filter_groups/tokens_used": used_tokens,
-        "filter_groups/paid_per_used": paid_tokens / max(used_tokens, 1.0),
-        "filter_groups/dead_fraction": len(dead) / len(groups),
-        "filter_groups/dead_used": float(sum(group.place in used for group in dead)),
-        "filter_groups/live_unused": float(sum(g.is_live and g.place not in used for g in groups)),
+        "filter_groups/generated_per_used": generated_tokens / max(used_tokens, 1.0),
+        "filter_groups/zero_spread_fraction": len(equal) / len(groups),
+        "filter_groups/zero_spread_used": float(sum(group.place in used for group in equal)),
+        "filter_groups/unused_groups": float(sum(g.has_spread and g.place not in used for g in groups)),
         "filter_groups/prompts_skipped": float(drawn - len(groups)),
-        "filter_groups/score_paid_mean": sum(g.mean * g.graded for g in groups) / max(graded, 1),
+        "filter_groups/score_mean": sum(g.mean * g.graded for g in groups) / max(graded, 1),
     }

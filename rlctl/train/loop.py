@@ -21,7 +21,7 @@ import torch
 
 from rlctl.train.auto_weight import AutoCorrection
 from rlctl.train.batch_metrics import batch_metrics, batch_sums
-from rlctl.train.filter_groups import live_batch
+from rlctl.train.filter_groups import filtered_batch
 from rlctl.train.guardrails import Guardrails
 from rlctl.train.kl_reward import with_kl_in_reward
 from rlctl.train.notices import Notices, step_warnings
@@ -136,7 +136,7 @@ class GradedRollouts:
 def sample_and_grade(run: Run, step: int, timer: StepTimer) -> GradedRollouts:
     """This rank's responses and their grades."""
     if run.draws is not None:
-        rollouts, rewards, cost = live_batch(run, step, run.draws, timer)
+        rollouts, rewards, cost = filtered_batch(run, step, run.draws, timer)
         return GradedRollouts(rollouts, rewards, greedy_baseline(run, step, rollouts, timer), cost)
     with timer("gen"):
         rollouts = run.stream.take(step)

@@ -131,13 +131,13 @@ def _expected_scores(
     Raises:
         RunFailure: the rollout engine listed no tokens.
     """
-    if micro.likeliest is None or output.likeliest is None:
+    if micro.most_likely is None or output.most_likely is None:
         key = "algorithm.rollout_correction.score_centering"
         what, fix = "the rollout engine did not list the most likely tokens", "set rollout.name: hf or vllm"
         raise RunFailure(what, where=key, fix=fix)
     scored = micro.response_mask
-    _, rollout_log_probs = micro.likeliest.padded(scored)
-    log_probs = torch.where(loss_mask[scored][:, None], output.likeliest, 0.0)
+    _, rollout_log_probs = micro.most_likely.padded(scored)
+    log_probs = torch.where(loss_mask[scored][:, None], output.most_likely, 0.0)
     expected = expected_score(log_probs, rollout_log_probs, settings.rules.weight)
     none = torch.zeros_like(micro.advantages)
     mass = none.masked_scatter(scored, rollout_log_probs.exp().sum(-1))

@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rlctl.algos.advantages import live_probability
+from rlctl.algos.advantages import spread_probability
 from rlctl.errors import RunFailure
 
 
@@ -32,12 +32,12 @@ class PromptDraws:
         self.measured[row] = (mean, count)
 
     def chance(self, row: int, n: int, floor: float) -> float:
-        """Probability of drawing a prompt at its turn: that its group is live, at least `floor`."""
+        """Probability of drawing a prompt at its turn: that its group has spread, at least `floor`."""
         if row not in self.measured or self.high <= self.low:
             return 1.0
         mean, count = self.measured[row]
         rate = ((mean - self.low) / (self.high - self.low) * count + 1.0) / (count + 2.0)
-        return max(floor, live_probability(rate, n))
+        return max(floor, spread_probability(rate, n))
 
     def save(self, path: Path) -> None:
         """Writes the state as JSON."""

@@ -143,6 +143,6 @@ def with_advantages(
         returns=found.returns,
         age=policy_version - rollouts.policy_version,
         kept=rollouts.kept,
-        likeliest=rollouts.likeliest,
+        most_likely=rollouts.most_likely,
         group_ids=rollouts.group_ids,
     )

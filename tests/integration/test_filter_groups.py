@@ -1,4 +1,4 @@
-"""Runs with dynamic sampling: live groups only, what they cost, ranks and resumes."""
+"""Runs with dynamic sampling: groups with spread only, what they cost, ranks and resumes."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def test_every_group_is_live_and_what_it_cost_is_logged(run: Path) -> None:
         assert all(describe(key) for key in own)
         assert line["reward/zero_spread_groups"] == 0.0
         assert own["filter_groups/samples_used"] == 32
-        groups = own["filter_groups/samples_paid"] / 4
-        dead = own["filter_groups/dead_fraction"] * groups
-        assert groups == pytest.approx(8 + dead + own["filter_groups/live_unused"])
-        assert own["filter_groups/dead_used"] == 0.0
+        groups = own["filter_groups/samples_generated"] / 4
+        equal = own["filter_groups/zero_spread_fraction"] * groups
+        assert groups == pytest.approx(8 + equal + own["filter_groups/unused_groups"])
+        assert own["filter_groups/zero_spread_used"] == 0.0
     assert max(line["filter_groups/rounds"] for line in lines) > 1
-    assert max(line["filter_groups/paid_per_used"] for line in lines) > 1.1
+    assert max(line["filter_groups/generated_per_used"] for line in lines) > 1.1
 
 
 def test_two_ranks_are_one_run(run: Path, tmp_path: Path) -> None:
@@ -77,5 +77,7 @@ def test_too_few_live_groups_fill_the_batch_with_dead_ones(tmp_path: Path) -> No
     once = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=1")
     lines = runs.metrics(runs.train(tmp_path / "run", *once, "trainer.total_training_steps=1"))
     assert lines[0]["filter_groups/rounds"] == 1.0
-    assert lines[0]["filter_groups/samples_paid"] == lines[0]["filter_groups/samples_used"] == 32
-    assert lines[0]["filter_groups/dead_used"] == lines[0]["filter_groups/dead_fraction"] * 8 > 0
+    assert lines[0]["filter_groups/samples_generated"] == lines[0]["filter_groups/samples_used"] == 32
+    assert (
+        lines[0]["filter_groups/zero_spread_used"] == lines[0]["filter_groups/zero_spread_fraction"] * 8 > 0
+    )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlctl.algos.advantages import grpo, has_spread, live_probability, rloo
+from rlctl.algos.advantages import grpo, has_spread, rloo, spread_probability
 from rlctl.batch import Rollouts, TokenLists
 from rlctl.engine.ranks import Ranks
 from rlctl.spec.load import load_spec
@@ -36,11 +36,11 @@ ESTIMATORS = {
 
 @dataclass(frozen=True)
 class Enumerated:
-    """Of one prompt: probability of a live group, and means over groups, each (prompts · 3,)."""
+    """Of one prompt: probability of a group with spread, and means over groups, each (prompts · 3,)."""
 
-    live: float
+    spread: float
     gradient: np.ndarray  # of the policy gradient's estimate
-    live_gradient: np.ndarray  # the same, over live groups alone
+    spread_gradient: np.ndarray  # the same, over groups with spread alone
     entropy: np.ndarray  # of what every group adds, such as the gradient of an entropy bonus
 
 
@@ -74,13 +74,13 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("n", [2, 4])
 def test_the_filter_only_enlarges_the_step(estimator: str, n: int) -> None:
-    """Groups of a filtered batch are drawn from the live ones: prompts by how often theirs are live. Both
-    effects cancel: the mean gradient is the plain one over the share of live groups."""
+    """Groups of a filtered batch are drawn from those with spread: prompts by how often theirs have it. Both
+    effects cancel: the mean gradient is the plain one over the share of groups with spread."""
     prompts = [enumerated(prompt, n, estimator) for prompt in range(3)]
     plain = np.mean([each.gradient for each in prompts], 0)
-    shares = np.array([each.live for each in prompts])
+    shares = np.array([each.spread for each in prompts])
     filtered = sum(
-        share * each.live_gradient for share, each in zip(shares / shares.sum(), prompts, strict=True)
+        share * each.spread_gradient for share, each in zip(shares / shares.sum(), prompts, strict=True)
     )
     np.testing.assert_allclose(filtered, plain / shares.mean(), rtol=1e-6, atol=1e-12)
 
@@ -89,7 +89,7 @@ def test_terms_that_dead_groups_have_too_change_direction() -> None:
     """An entropy bonus (or a KL loss) is then taken mostly on prompts of medium difficulty."""
     prompts = [enumerated(prompt, 4, "rloo") for prompt in range(3)]
     plain = np.mean([each.entropy for each in prompts], 0)
-    filtered = sum(each.live * each.entropy for each in prompts)
+    filtered = sum(each.spread * each.entropy for each in prompts)
     assert cosine(plain, filtered) < 0.9
 
 
@@ -164,7 +164,7 @@ def test_the_probability_of_a_live_group(n: int) -> None:
         mixed = sum(
             p for p, g in zip(each, itertools.product((0, 1), repeat=n), strict=True) if len(set(g)) > 1
         )
-        assert live_probability(rate, n) == pytest.approx(mixed)
+        assert spread_probability(rate, n) == pytest.approx(mixed)
 
 
 def test_a_prompt_that_was_never_tried_is_never_passed_over(tmp_path) -> None:
@@ -173,7 +173,7 @@ def test_a_prompt_that_was_never_tried_is_never_passed_over(tmp_path) -> None:
     draws.note(3, 0.0, 4)
     assert draws.chance(3, 4, 0.2) == 1.0  # no other score is known: 0 may be all there is
     draws.note(4, 1.0, 4)
-    assert draws.chance(3, 4, 0.2) == pytest.approx(live_probability(1 / 6, 4))
+    assert draws.chance(3, 4, 0.2) == pytest.approx(spread_probability(1 / 6, 4))
     assert draws.chance(3, 2, 0.9) == 0.9
     draws.position = 17
     draws.save(tmp_path / "prompts.json")

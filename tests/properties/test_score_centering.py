@@ -138,12 +138,12 @@ def whole_batch(case: Case) -> TrainBatch:
         for before in [None, *RESPONSES[row][:-1]]:
             lists += sorted(enumerate(ROLLOUT[before]), key=lambda pair: -pair[1])[: case.listed]
     ids, probabilities = (torch.tensor(x) for x in zip(*lists, strict=True)) if lists else ([], [])
-    likeliest = None
+    most_likely = None
     if case.listed:
-        likeliest = TokenLists(batch.response_mask.int() * case.listed, ids.int(), probabilities.log())
+        most_likely = TokenLists(batch.response_mask.int() * case.listed, ids.int(), probabilities.log())
     spread = torch.where(batch.response_mask, advantages[:, None], 0.0)
     given = {"rollout_log_probs": sampled, "old_log_probs": sampled, "advantages": spread}
-    return replace(batch, **given, likeliest=likeliest)
+    return replace(batch, **given, most_likely=most_likely)
 
 
 def covariance_gradient(case: Case) -> Tensor:
@@ -200,27 +200,27 @@ def test_sampler_and_trainer_list_the_same(monkeypatch, way) -> None:
     if way == "in chunks":
         monkeypatch.setattr(memory, "MAX_LOGITS", 100)
     network = random_model(1, sharpness=3.0)
-    sampling = Sampling(max_response_length=9, temperature=0.8, num_likeliest=5)
+    sampling = Sampling(max_response_length=9, temperature=0.8, num_most_likely=5)
     asked = {"n": 6, "step_seed": 3, "num_groups_total": 6}
     whole = HFRollout(network, TOKENIZER, "cpu").generate(make_prompts(), sampling, **asked)
     cut = HFRollout(network, TOKENIZER, "cpu", 5).generate(make_prompts(), sampling, **asked)
-    assert torch.equal(whole.likeliest.counts, whole.response_mask.int() * 5)
-    assert torch.equal(whole.likeliest.ids, cut.likeliest.ids)
-    assert torch.equal(whole.likeliest.counts, cut.likeliest.counts)
+    assert torch.equal(whole.most_likely.counts, whole.response_mask.int() * 5)
+    assert torch.equal(whole.most_likely.ids, cut.most_likely.ids)
+    assert torch.equal(whole.most_likely.counts, cut.most_likely.counts)
     policy = PolicyModule(network, 0.8)
     policy.packs = policy.packs and way in ("packed", "in chunks")
     policy.head.is_split = policy.head.is_split and way != "whole model"
     rows = torch.tensor([30, 3, 17, 3])
-    inputs = replace(whole.inputs, likeliest=whole.likeliest)
+    inputs = replace(whole.inputs, most_likely=whole.most_likely)
     for part in (inputs, inputs.pick(rows), inputs.pick(slice(7, 20))):
         with torch.no_grad():
             found = policy_output(policy, part)
-        ids, log_probs = part.likeliest.padded(part.scored)
-        torch.testing.assert_close(found.likeliest, log_probs, atol=1e-5, rtol=0)
+        ids, log_probs = part.most_likely.padded(part.scored)
+        torch.testing.assert_close(found.most_likely, log_probs, atol=1e-5, rtol=0)
         assert (log_probs.diff() <= 0).all()  # the most likely first
         at = ids == part.responses[part.scored][:, None]
         own = found.log_probs[part.scored]
-        torch.testing.assert_close(found.likeliest[at], own[at.any(1)])
+        torch.testing.assert_close(found.most_likely[at], own[at.any(1)])
         assert (log_probs[~at.any(1), -1] >= own[~at.any(1)] - 1e-5).all()
 
 

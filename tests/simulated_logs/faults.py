@@ -227,8 +227,8 @@ _UPDATE = (
            ("critical", {_ENTROPY: near(3.0), _LENGTH: near(900), _NORM: near(10.0)}), _ALL, before=_FLAT),
 )  # fmt: skip
 _REWARD = (
-    *_both("dead-groups", ("warning", {_SPREAD: near(0.62)}), ("critical", {_SPREAD: near(0.92, 0.02)}),
-           ("rlctl", "trl"), elsewhere="warning", before=_FLAT),
+    *_both("zero-spread-groups", ("warning", {_SPREAD: near(0.62)}),
+           ("critical", {_SPREAD: near(0.92, 0.02)}), ("rlctl", "trl"), elsewhere="warning", before=_FLAT),
     Fault("zero-reward", "mild", "critical", _NOTHING, _ALL, until=ONSET + 27),
     Fault("zero-reward", "severe", "critical", _NOTHING, _ALL, onset=1),
     Fault("entropy", "mild", "warning", {_ENTROPY: ramp(0.8, 0.2)}, _OURS_VERLS, onset=1, before=_FLAT),

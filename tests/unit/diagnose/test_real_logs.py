@@ -50,12 +50,12 @@ def test_a_real_log_is_recognised_with_its_steps(name):
 #: Log of a faulty run → the rules that must find the fault; every other log is of a healthy run.
 FAULTS = {
     "hotpot_grpo.log": {"reference-drift", "gradient-norm"},
-    "nips_rho3.log": {"dead-groups", "truncated"},
+    "nips_rho3.log": {"zero-spread-groups", "truncated"},
     "slime_1527.log": {"zero-reward"},
     "swift_5890.jsonl": {"no-gradient", "truncated"},
     "swift_5571.log": {"no-gradient"},
     "llamafactory_856.jsonl": {"flat-reward"},
-    "openrlhf_lfm.log": {"dead-groups"},
+    "openrlhf_lfm.log": {"zero-spread-groups"},
     "nemo_quickstart.log": {"zero-reward"},
 }
 

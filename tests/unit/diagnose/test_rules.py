@@ -247,7 +247,7 @@ TRIGGERS = {
         ("info", always(critic__vf_explained_var=0.02), [GAE]),  # and it learns all the same
     ],
     "healthy-loss": [("info", always(actor__pg_loss=lambda s: 1e-3 * (-1) ** s), [PPO])],
-    "dead-groups": [
+    "zero-spread-groups": [
         ("critical", both(group_std(lambda s: 0.3 * (s % 5 == 0)), always(critic__score__mean=0.1)), []),
         ("warning", both(group_std(lambda s: 0.3 * (s % 2)), no_score_range), []),
         ("warning", always(reward__zero_spread_groups=0.6), []),
@@ -430,7 +430,7 @@ def test_the_page_of_rules_lists_every_rule():
         ("flat-reward", always(critic__score__mean=0.31), []),  # 60 steps
         ("flat-reward", both(sparse, always(critic__score__mean=ramp(0.02, 0.06))), []),  # it triples
         ("flat-reward", both(sparse, always(critic__score__mean=0.97)), []),  # learned
-        ("dead-groups", group_std(lambda s: 0.3 * (s % 3 > 0)), []),
+        ("zero-spread-groups", group_std(lambda s: 0.3 * (s % 3 > 0)), []),
         # one length may be the longest by chance
         ("truncated", both(without("response_length/clip_ratio"),
                            always(response_length__mean=lambda s: 300.0 + s)),
@@ -520,7 +520,7 @@ def test_rewards_that_were_there_before_mean_collapse_and_not_a_broken_grader():
 def test_dead_groups_say_whether_all_right_or_all_wrong():
     for score, word in ((0.05, "all wrong"), (0.8, "all right")):
         dead = always(reward__zero_spread_groups=0.8, critic__score__mean=score)
-        [finding] = [one for one in diagnose(dead).findings if one.rule == "dead-groups"]
+        [finding] = [one for one in diagnose(dead).findings if one.rule == "zero-spread-groups"]
         assert word in finding.what
         assert finding.confidence == "high"
 
@@ -530,7 +530,7 @@ def test_dead_groups_under_a_rising_reward_are_solved_ones_where_the_range_is_un
         always(reward__zero_spread_groups=ramp(0.1, 0.99), critic__score__mean=ramp(0.2, 0.98)),
         no_score_range,
     )
-    [finding] = [one for one in diagnose(spoil).findings if one.rule == "dead-groups"]
+    [finding] = [one for one in diagnose(spoil).findings if one.rule == "zero-spread-groups"]
     assert (finding.severity, finding.confidence) == ("info", "low")
 
 

@@ -32,8 +32,8 @@ def finding_of(diagnosis, rule):
         ({NORM: 0.0, DEAD: 0.2}, "no-gradient", "critical"),
         ({NORM: 3e9}, "gradient-norm", "critical"),
         ({CUT: 1.0}, "truncated", "critical"),
-        ({DEAD: 1.0, REWARD: 0.0}, "dead-groups", "warning"),
-        ({STD: 0.0}, "dead-groups", "warning"),
+        ({DEAD: 1.0, REWARD: 0.0}, "zero-spread-groups", "warning"),
+        ({STD: 0.0}, "zero-spread-groups", "warning"),
         ({REWARD: 0.0, LOSS: 0.0}, "zero-reward", "warning"),
         ({REWARD: 0.0, STD: 0.0}, "zero-reward", "warning"),
         ({REWARD: 0.0, "critic/advantages/mean": 0.0}, "zero-reward", "warning"),
@@ -103,7 +103,7 @@ def test_dead_groups_are_told_apart_by_the_reward_of_their_steps(rewards, words)
         mean = (0.0, 1.0)[at % 8 // 4] if at % 4 == 3 else (rewards or (0.4,))[at % 4 % len(rewards or (1,))]
         row = {STD: 0.3 if at % 4 == 3 else 0.0}
         rows.append(row | ({REWARD: mean} if rewards else {}))
-    assert words in finding_of(diagnosis_of(*rows), "dead-groups").what
+    assert words in finding_of(diagnosis_of(*rows), "zero-spread-groups").what
 
 
 def test_a_coefficient_is_inferred_from_loss_and_kl_and_raised_by_what_is_missing():

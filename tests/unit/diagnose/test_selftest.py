@@ -79,7 +79,7 @@ def test_a_reader_that_forgets_a_name_is_seen(monkeypatch):
 
 
 def test_a_rule_that_judges_without_its_metrics_is_seen(monkeypatch):
-    small(monkeypatch, "dead-groups")
+    small(monkeypatch, "zero-spread-groups")
     named = {**VERL, "reward/zero_spread_groups": "reward/zero_spread_groups"}
     monkeypatch.setattr("tests.simulated_logs.writers.VERL", named)
     [failure] = matrix.run(1, lambda *counts: None).failures

@@ -217,7 +217,7 @@ def test_masks_by_brute_force(model: Any, length: int) -> None:
     assert rollouts.responses.dtype == torch.int64
 
 
-def test_greedy_takes_the_likeliest_token(model: Any) -> None:
+def test_greedy_takes_the_most_likely_token(model: Any) -> None:
     rollouts = generate(model, replace(PLAIN, greedy=True), n=1)
     for group, tokens, _ in sampled(rollouts):
         ids = TOKENIZER(TEXTS[group])["input_ids"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlctl.rollout import vllm as module
-from rlctl.rollout.process_state import Guest, ProcessState
+from rlctl.rollout.process_state import IsolatedState, ProcessState
 from tests.unit.rollout.test_hf_rollout import TOKENIZER
 
 
@@ -41,12 +41,12 @@ def clean(monkeypatch: pytest.MonkeyPatch):
 
 def test_ours_is_restored_and_theirs_is_found_again() -> None:
     before = ProcessState.now()
-    guest = Guest()
-    with guest.running():
+    isolated = IsolatedState()
+    with isolated.running():
         spoil()
         theirs = ProcessState.now()
     assert ProcessState.now() == before
-    with guest.running():
+    with isolated.running():
         assert ProcessState.now() == theirs
     assert ProcessState.now() == before
 
@@ -58,8 +58,8 @@ def test_it_is_restored_after_a_fault() -> None:
         spoil()
         raise RuntimeError("no memory")
 
-    guest = Guest()
-    with pytest.raises(RuntimeError, match="no memory"), guest.running():
+    isolated = IsolatedState()
+    with pytest.raises(RuntimeError, match="no memory"), isolated.running():
         failing()
     assert ProcessState.now() == before
 

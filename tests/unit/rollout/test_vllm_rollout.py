@@ -46,7 +46,7 @@ def ask(path: str, answers: str) -> int:
         "part": sample([4, 1]),
         "plain": sample(everything, Sampling(max_response_length=9)),
         "kept": sample(everything, replace(NUCLEUS, top_k=6, with_kept=True)),
-        "likeliest": sample(everything, replace(NUCLEUS, top_p=1.0, num_likeliest=4)),
+        "most_likely": sample(everything, replace(NUCLEUS, top_p=1.0, num_most_likely=4)),
         "greedy": sample(everything, Sampling(max_response_length=9, greedy=True), n=1),
     }
     found["block_size"] = engine._llm.llm_engine.vllm_config.cache_config.block_size
@@ -115,12 +115,12 @@ def test_it_says_what_it_sampled_from(model, answers):
 
 @needs_vllm
 def test_it_lists_the_most_likely_tokens(model, answers):
-    rollouts = answers["likeliest"]
-    assert torch.equal(rollouts.likeliest.counts, rollouts.response_mask.int() * 4)
-    inputs = replace(rollouts.inputs, likeliest=rollouts.likeliest)
+    rollouts = answers["most_likely"]
+    assert torch.equal(rollouts.most_likely.counts, rollouts.response_mask.int() * 4)
+    inputs = replace(rollouts.inputs, most_likely=rollouts.most_likely)
     with torch.no_grad():
-        found = policy_output(PolicyModule(model, NUCLEUS.temperature), inputs).likeliest
-    _, log_probs = rollouts.likeliest.padded(rollouts.response_mask)
+        found = policy_output(PolicyModule(model, NUCLEUS.temperature), inputs).most_likely
+    _, log_probs = rollouts.most_likely.padded(rollouts.response_mask)
     torch.testing.assert_close(found, log_probs, atol=2e-5, rtol=0)
     assert (log_probs.diff() <= 0).all()
 

@@ -121,13 +121,13 @@ def test_what_a_server_lists_as_most_likely(servers: list[Server], tmp_path: Pat
     engine, model = engine_on(servers, tmp_path)
     engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
     for count, expected in ((1, [0.75]), (3, [0.75, 0.25])):
-        rollouts = generate(engine, sampling=replace(SAMPLING, num_likeliest=count))
+        rollouts = generate(engine, sampling=replace(SAMPLING, num_most_likely=count))
         assert servers[0].asked[-1][1]["logprobs"] == count
-        assert torch.equal(rollouts.likeliest.counts, rollouts.response_mask.int() * len(expected))
-        _, log_probs = rollouts.likeliest.padded(rollouts.response_mask)
+        assert torch.equal(rollouts.most_likely.counts, rollouts.response_mask.int() * len(expected))
+        _, log_probs = rollouts.most_likely.padded(rollouts.response_mask)
         torch.testing.assert_close(log_probs.exp(), torch.tensor(expected).expand_as(log_probs))
     servers[0].lists = servers[1].lists = False
-    for sampling in (replace(SAMPLING, num_likeliest=3), replace(SAMPLING, top_k=3, with_kept=True)):
+    for sampling in (replace(SAMPLING, num_most_likely=3), replace(SAMPLING, top_k=3, with_kept=True)):
         with pytest.raises(RunFailure, match=r"does not list|never add up"):
             generate(engine, sampling=sampling)
     engine.close()

@@ -86,7 +86,7 @@ def test_what_tokens_were_sampled_from_waits_with_them(tmp_path: Path) -> None:
         counts = rollouts.response_mask.int() * step
         ids = torch.arange(int(counts.sum()), dtype=torch.int32)
         return replace(
-            rollouts, kept=TokenLists(counts, ids), likeliest=TokenLists(counts, ids, -ids.float())
+            rollouts, kept=TokenLists(counts, ids), most_likely=TokenLists(counts, ids, -ids.float())
         )
 
     stream, resumed = (RolloutStream(sample, ahead=1, last_step=LAST) for _ in range(2))
@@ -96,8 +96,8 @@ def test_what_tokens_were_sampled_from_waits_with_them(tmp_path: Path) -> None:
     before, after = stream.take(2), resumed.take(2)
     assert torch.equal(before.kept.counts, after.kept.counts)
     assert torch.equal(before.kept.ids, after.kept.ids)
-    assert before.likeliest.log_probs.any()
-    assert torch.equal(before.likeliest.log_probs, after.likeliest.log_probs)
+    assert before.most_likely.log_probs.any()
+    assert torch.equal(before.most_likely.log_probs, after.most_likely.log_probs)
 
 
 @pytest.fixture

@@ -57,8 +57,8 @@ class Case:
         batch = batch_of(model, seed=seed)
         advantages = batch.advantages.clone()
         advantages[list(self.zero_advantage)] = 0.0
-        likeliest = lists_of(model, batch, self.correction.get("score_centering"))
-        return replaced(batch, advantages=advantages, likeliest=likeliest)
+        most_likely = lists_of(model, batch, self.correction.get("score_centering"))
+        return replaced(batch, advantages=advantages, most_likely=most_likely)
 
     @property
     def options(self) -> dict[str, object]:

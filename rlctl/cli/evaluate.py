@@ -10,7 +10,8 @@ import typer
 
 from rlctl.cli.command import AsJson, CommandWithSubcommands
 from rlctl.cli.compare import numbers
-from rlctl.cli.prepare_data import DataSource, Recipe
+from rlctl.cli.prepare_data import DataSource
+from rlctl.data.recipe_names import RecipeChoice
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def evaluate(
         ),
     ] = None,
     recipe: Annotated[
-        Recipe,
+        RecipeChoice,
         typer.Option(
             metavar="NAME",
             help="How columns of files become questions, as in `prepare-data parquet`; auto: recognised by "

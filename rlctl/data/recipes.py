@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rlctl.data.blocks import Record
+from rlctl.data.recipe_names import RecipeName
 from rlctl.data.records import (
     RowError,
     Values,
@@ -30,9 +31,6 @@ from rlctl.data.records import (
 from rlctl.data.schema import GSM8K_SOURCE, Message, Row
 from rlctl.data.sources import Source, read_records
 from rlctl.errors import UsageError
-
-_TaskName = Literal["gsm8k", "math", "aime", "dapo-math", "countdown", "multiple-choice"]
-RecipeName = Literal[_TaskName, "verl", "trl", "openrlhf", "generic"]
 
 GSM8K_INSTRUCTION = 'Think step by step, and put the final number on a last line after "####".'
 BOX_INSTRUCTION = r"Think step by step, and put the final answer in \boxed{}."

@@ -10,7 +10,8 @@ from typing import Any
 
 from rlctl.data.benchmarks import BENCHMARKS, Benchmark, find_benchmark
 from rlctl.data.read import load_rows
-from rlctl.data.recipes import Recipe, RecipeName, read_rows, recognise
+from rlctl.data.recipe_names import RecipeName
+from rlctl.data.recipes import Recipe, read_rows, recognise
 from rlctl.data.schema import Row
 from rlctl.data.sources import HUB, Source, check_splits, find_sources, read_records
 from rlctl.errors import UsageError

@@ -21,7 +21,8 @@ import pyarrow.parquet as pq
 from rlctl.data.benchmarks import find_named
 from rlctl.data.blocks import Record, records_of
 from rlctl.data.read import COLUMNS, REQUIRED
-from rlctl.data.recipes import Recipe, RecipeName, recognise
+from rlctl.data.recipe_names import RecipeName
+from rlctl.data.recipes import Recipe, recognise
 from rlctl.data.records import is_integer
 from rlctl.data.schema import Row
 from rlctl.data.sources import Source, find_sources, read_blocks

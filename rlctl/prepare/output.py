@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -20,13 +19,11 @@ from numpy.typing import NDArray
 from rlctl.data.schema import arrow_schema, integers, placed
 from rlctl.data.write import BatchWriter
 from rlctl.prepare.engines import run
-from rlctl.prepare.request import PrepareRequest, Progress
+from rlctl.prepare.request import OutputFormat, PrepareRequest, Progress
 from rlctl.prepare.staging import StagedBlock, Staging
 
-Format = Literal["verl", "trl", "openrlhf"]
-
 #: format → output column → its source in verl's layout; a dot selects a struct field
-_COLUMNS: dict[Format, dict[str, str]] = {
+_COLUMNS: dict[OutputFormat, dict[str, str]] = {
     "verl": {name: name for name in ("data_source", "prompt", "ability", "reward_model", "extra_info")},
     "trl": {
         "prompt": "prompt",
@@ -45,7 +42,7 @@ SHARD_BYTES = 1 << 30
 
 
 @cache
-def schema(to: Format, *, with_other: bool) -> pa.Schema:
+def schema(to: OutputFormat, *, with_other: bool) -> pa.Schema:
     """The Arrow schema of the files of a format; for `with_other` see `arrow_schema`."""
     rows = arrow_schema(with_other=with_other)
     fields = []
@@ -56,7 +53,7 @@ def schema(to: Format, *, with_other: bool) -> pa.Schema:
     return pa.schema(fields)
 
 
-def convert(batch: pa.RecordBatch, to: Format) -> pa.RecordBatch:
+def convert(batch: pa.RecordBatch, to: OutputFormat) -> pa.RecordBatch:
     """Converts a batch of `large_schema()` to the columns of a format, without copying text."""
     columns = []
     for place in _COLUMNS[to].values():
@@ -100,7 +97,7 @@ def write_split(
     return names
 
 
-def write_shard(shared: tuple[Format, pa.Schema], shard: Shard) -> None:
+def write_shard(shared: tuple[OutputFormat, pa.Schema], shard: Shard) -> None:
     """Writes one file; `shared` is its format and schema."""
     to, schema_of_file = shared
     with BatchWriter(shard.path, schema_of_file) as writer:

@@ -6,10 +6,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from rlctl.data.recipes import RecipeName
+from rlctl.data.recipe_names import RecipeChoice, RecipeName
+
+BadRows = Literal["refuse", "quarantine"]
+Duplicates = Literal["check", "keep", "drop"]
+NearDuplicates = Literal["count", "drop", "off"]
+Leakage = Literal["report", "drop", "refuse", "off"]
+Overlong = Literal["keep", "drop", "cut-left", "cut-right"]
+OutputFormat = Literal["verl", "trl", "openrlhf"]
+ParallelEngine = Literal["local", "ray"]
 
 
 class Progress:
@@ -32,7 +39,7 @@ class PrepareRequest:
 
     sources: tuple[str, ...]  # files, directories, or `hf:organisation/name[:split]`
     out: Path  # the directory to write
-    recipe: RecipeName | Literal["auto"] = "auto"
+    recipe: RecipeChoice = "auto"
     prompt_key: str | None = None
     answer_key: str | None = None
     data_source: str | None = None
@@ -44,29 +51,29 @@ class PrepareRequest:
     seed: int = 1  # of the split
     overwrite: bool = False  # replace an earlier output
     #: `refuse` the whole input, or `quarantine` the bad rows and continue
-    bad_rows: Literal["refuse", "quarantine"] = "refuse"
+    bad_rows: BadRows = "refuse"
     #: rows that repeat an earlier question: `check` counts them and refuses the input if their share exceeds
     #: `decide.MAX_DUPLICATES`; `keep` counts them; `drop` removes them
-    duplicates: Literal["check", "keep", "drop"] = "check"
+    duplicates: Duplicates = "check"
     #: near duplicates of earlier questions: `count`, `drop`, or `off` (not searched for)
-    near_duplicates: Literal["count", "drop", "off"] = "count"
+    near_duplicates: NearDuplicates = "count"
     #: benchmarks by name, and files of any readable format, whose questions must not be trained on
     against: tuple[str, ...] = ()
     #: training rows that occur in the test split or in `against`: `report` counts them, `drop` removes them,
     #: `refuse` refuses the input, `off` skips the search
-    leakage: Literal["report", "drop", "refuse", "off"] = "report"
+    leakage: Leakage = "report"
     #: model whose tokenizer and chat template measure the prompts; None: prompts are not measured
     model: str | None = None
     max_prompt_length: int | None = None  # in tokens; None: no maximum
     #: longer prompts: `keep`, `drop`, or cut tokens from the left or right of the question
-    overlong: Literal["keep", "drop", "cut-left", "cut-right"] = "keep"
+    overlong: Overlong = "keep"
     trust_remote_code: bool = False  # allow custom code of the model's tokenizer
     #: check each ground truth with the grader of its data source; rows that fail are bad
     check_graders: bool = True
     rows_per_shard: int = 1_000_000  # maximum rows of one output file
-    to: Literal["verl", "trl", "openrlhf"] = "verl"  # framework that the output columns are for
+    to: OutputFormat = "verl"  # framework that the output columns are for
     #: `local` processes, or `ray` (Ray Data, on one or more machines)
-    engine: Literal["local", "ray"] = "local"
+    engine: ParallelEngine = "local"
     #: local worker processes; None: one per core, none for a small input
     workers: int | None = None
 

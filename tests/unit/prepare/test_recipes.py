@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from rlctl.data.recipe_names import RecipeName
 from rlctl.data.recipes import LAYOUTS, Recipe, last_boxed, recognise
 from rlctl.data.records import RowError
 from rlctl.errors import UsageError
@@ -85,6 +87,10 @@ RECORDS = {
 def read(record, recipe="auto", **options):
     name = recognise(record) if recipe == "auto" else recipe
     return Recipe(name, **options).resolve().to_row(record, Path("some/file.v2.jsonl"), 3)
+
+
+def test_every_recipe_has_a_layout():
+    assert set(LAYOUTS) == set(get_args(RecipeName))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

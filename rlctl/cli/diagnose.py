@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
-from rlctl.cli.command import CommandWithSubcommands, Out, as_json
+from rlctl.cli.command import CommandWithSubcommands, Out, as_json, refuse_options
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
     from rlctl.diagnose.rules import Diagnosis
+    from rlctl.diagnose.table import RunLog
 
 DiagnosisFormat = Literal["text", "json", "markdown", "html"]
 
@@ -28,6 +29,7 @@ class DiagnoseCommand(CommandWithSubcommands):
 
 
 def diagnose(
+    context: typer.Context,
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -97,7 +99,7 @@ def diagnose(
     """
     if selftest:
         why = "applies to a run; --selftest uses simulated logs"
-        _refuse(why, paths=paths, what_if=what_if, rules=rules, fix=fix, fail_on=fail_on)
+        refuse_options(context, ("paths", "what_if", "rules", "fix", "fail_on"), why)
         from rlctl.cli.diagnose_selftest import selftest as test_rules
 
         test_rules(output_format, out)
@@ -105,16 +107,11 @@ def diagnose(
     if not paths:
         raise UsageError("no log is given", where="rlctl diagnose", fix="name a run directory, or a log")
     if what_if:
-        _refuse(
-            "applies to findings, and --what-if computes none: it replays rollouts",
-            rules=rules,
-            fix=fix,
-            fail_on=fail_on,
-        )
+        why = "applies to findings, and --what-if computes none: it replays rollouts"
+        refuse_options(context, ("rules", "fix", "fail_on"), why)
         replay(paths, output_format, out)
         return
     _check(paths, output_format, out, fix)
-    from rlctl.cli.diagnose_reading import read_runs
     from rlctl.diagnose.rules import all_rules, examine, metrics_read
 
     own = tuple(rules or ())
@@ -127,16 +124,20 @@ def diagnose(
         raise typer.Exit(3)
 
 
-def _refuse(why: str, **options: object) -> None:
-    """Refuse options that do not apply.
+def read_runs(paths: Sequence[Path], wanted: frozenset[str]) -> list[RunLog]:
+    """Reads the runs one by one, with a progress bar on standard error."""
+    from rich.progress import TaskProgressColumn, TimeElapsedColumn
 
-    Raises:
-        UsageError: one of them is given; `why` is the reason.
-    """
-    for name, value in options.items():
-        if value:
-            option = "PATH…" if name == "paths" else f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option} {why}", where=option)
+    from rlctl.cli.output import counting
+    from rlctl.diagnose.diagnosis_report import visible
+    from rlctl.diagnose.readers.detect import read_run
+
+    runs = []
+    for path in paths:
+        title = visible(f"reading {path.name or path}")
+        with counting(title, TaskProgressColumn(), TimeElapsedColumn()) as count:
+            runs.append(read_run(path, wanted, count))
+    return runs
 
 
 def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None) -> None:

@@ -29,7 +29,7 @@ def compare(
 
       rlctl diagnose compare good.log bad.log --format html --out compared.html
     """
-    from rlctl.cli.diagnose_reading import read_runs
+    from rlctl.cli.diagnose import read_runs
     from rlctl.cli.output import check_out, text_console, write_out
 
     check_out([a, b], out, is_page=output_format == "html")

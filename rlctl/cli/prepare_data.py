@@ -182,6 +182,7 @@ def parquet(
     from dataclasses import asdict
 
     from rlctl.cli.prepare_data_output import show_progress, summary_lines
+    from rlctl.data.recipes import Recipe
     from rlctl.prepare.pipeline import prepare
 
     if val_fraction is not None and val_size is not None:
@@ -189,13 +190,7 @@ def parquet(
     request = PrepareRequest(
         sources=tuple(sources),
         out=out,
-        recipe=recipe,
-        prompt_key=prompt_key,
-        answer_key=answer_key,
-        data_source=data_source,
-        source_key=source_key,
-        system_prompt=system_prompt,
-        instruction=instruction,
+        recipe=Recipe(recipe, prompt_key, answer_key, data_source, system_prompt, instruction, source_key),
         val_fraction=0.05 if val_fraction is None else val_fraction,
         val_size=val_size,
         seed=seed,

@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from rlctl.data.recipe_names import RecipeChoice, RecipeName
+if TYPE_CHECKING:
+    from rlctl.data.recipes import Recipe
 
 BadRows = Literal["refuse", "quarantine"]
 Duplicates = Literal["check", "keep", "drop"]
@@ -35,17 +36,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequest:
-    """Input, output and options of a preparation. `Recipe` documents the fields of the recipe."""
+    """Input, output and options of a preparation."""
 
     sources: tuple[str, ...]  # files, directories, or `hf:organisation/name[:split]`
     out: Path  # the directory to write
-    recipe: RecipeChoice = "auto"
-    prompt_key: str | None = None
-    answer_key: str | None = None
-    data_source: str | None = None
-    system_prompt: str | None = None
-    instruction: str | None = None
-    source_key: str | None = None
+    recipe: Recipe | None = None  # how to read the rows, not resolved; None: recognised by the first row
     val_fraction: float = 0.05  # share of the rows for the test split, in [0, 1)
     val_size: int | None = None  # number of test rows; replaces `val_fraction`
     seed: int = 1  # of the split
@@ -87,7 +82,7 @@ class PrepareRequest:
 class PrepareSummary:
     """Result of a preparation."""
 
-    recipe: RecipeName  # the recipe used, with `auto` resolved
+    recipe: str  # name of the recipe used, with `auto` resolved
     counts: Mapping[str, int]  # rows by status; see `decide.RowStatus` and docs/how-to/data.md
     #: `Manifest.report`: duplicates, near duplicates, leakage, lengths, findings
     report: Mapping[str, Any]

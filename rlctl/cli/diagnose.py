@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
-from rlctl.cli.command import CommandWithSubcommands, Out, as_json, refuse_options
+from rlctl.cli.command import CommandWithSubcommands, Out, refuse_options
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from rlctl.diagnose.rules import Diagnosis
     from rlctl.diagnose.table import RunLog
 
@@ -146,7 +149,7 @@ def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
     Raises:
         UsageError: there are no rollouts, `out` cannot be written, or the format is not supported.
     """
-    from rlctl.cli.output import check_out, text_console, write_out
+    from rlctl.cli.output import check_out, write_report
 
     if output_format == "markdown":
         raise UsageError("--what-if writes text, json or html", where=f"--format {output_format}")
@@ -155,6 +158,8 @@ def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
     from rich.text import Text
 
     from rlctl.diagnose.diagnosis_report import visible
+    from rlctl.what_if.page import page
+    from rlctl.what_if.what_if_report import print_tradeoff
     from rlctl.what_if.what_if_run import what_if
 
     found = []
@@ -162,18 +167,15 @@ def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
         title = visible(str(path))
         with Console(stderr=True).status(Text(f"replaying {title}")):  # on terminals only
             found.append((title, what_if(path)))
-    if output_format == "json":
-        write_out(as_json([tradeoff.as_document() for _, tradeoff in found]), out)
-    elif output_format == "html":
-        from rlctl.what_if.page import page
 
-        write_out(page(found), out)
-    else:
-        from rlctl.what_if.what_if_report import print_tradeoff
+    def text(console: Console) -> None:
+        for title, tradeoff in found:
+            print_tradeoff(console, title, tradeoff)
 
-        with text_console(out) as console:
-            for title, tradeoff in found:
-                print_tradeoff(console, title, tradeoff)
+    def document() -> list[dict[str, Any]]:
+        return [tradeoff.as_document() for _, tradeoff in found]
+
+    write_report(output_format, out, text, document, html=partial(page, found))
 
 
 def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None, fix: Path | None) -> None:
@@ -197,27 +199,19 @@ def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
 
 
 def _write(diagnoses: list[Diagnosis], output_format: DiagnosisFormat, out: Path | None) -> None:
-    from rlctl.cli.output import text_console, write_out
+    from rlctl.cli.output import write_report
+    from rlctl.diagnose.diagnosis_report import diagnosis_document
+    from rlctl.diagnose.output_markdown import as_markdown
+    from rlctl.diagnose.output_text import print_diagnosis
+    from rlctl.diagnose.page.diagnosis_page import diagnosis_page
 
-    if output_format == "text":
-        from rlctl.diagnose.output_text import print_diagnosis
+    def text(console: Console) -> None:
+        for place, diagnosis in enumerate(diagnoses):
+            console.print(end="\n" * bool(place))
+            print_diagnosis(console, diagnosis)
 
-        with text_console(out) as console:
-            for place, diagnosis in enumerate(diagnoses):
-                console.print(end="\n" * bool(place))
-                print_diagnosis(console, diagnosis)
-    elif output_format == "json":
-        from rlctl.diagnose.diagnosis_report import diagnosis_document
-
-        write_out(as_json(diagnosis_document(diagnoses)), out)
-    elif output_format == "markdown":
-        from rlctl.diagnose.output_markdown import as_markdown
-
-        write_out(as_markdown(diagnoses), out)
-    else:
-        from rlctl.diagnose.page.diagnosis_page import diagnosis_page
-
-        write_out(diagnosis_page(diagnoses), out)
+    pages = {"markdown": partial(as_markdown, diagnoses), "html": partial(diagnosis_page, diagnoses)}
+    write_report(output_format, out, text, partial(diagnosis_document, diagnoses), **pages)
 
 
 def _write_fix(diagnosis: Diagnosis, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -259,7 +260,8 @@ def check(
 
       rlctl prepare-data check train.parquet --against gsm8k --fail-on error
     """
-    from rlctl.cli.prepare_data_output import print_report, show_progress
+    from rlctl.cli.output import write_report
+    from rlctl.cli.prepare_data_output import check_markdown, print_check, show_progress
     from rlctl.prepare.check import CheckRequest
     from rlctl.prepare.check import check as run
     from rlctl.prepare.findings import reaches
@@ -273,7 +275,8 @@ def check(
     )
     with show_progress() as progress:
         report = run(request, progress)
-    print_report(report, "json" if as_json else output)
+    chosen, text = "json" if as_json else output, partial(print_check, report=report)
+    write_report(chosen, None, text, report.to_json, markdown=partial(check_markdown, report))
     if fail_on != "never" and reaches(report.findings, fail_on):
         raise typer.Exit(3)
 

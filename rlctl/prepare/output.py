@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -41,25 +40,19 @@ _COLUMNS: dict[OutputFormat, dict[str, str]] = {
 SHARD_BYTES = 1 << 30
 
 
-@cache
 def schema(to: OutputFormat, *, with_other: bool) -> pa.Schema:
     """The Arrow schema of the files of a format; for `with_other` see `arrow_schema`."""
     rows = arrow_schema(with_other=with_other)
-    fields = []
-    for name, place in _COLUMNS[to].items():
-        column, _, inside = place.partition(".")
-        kind = rows.field(column).type
-        fields.append((name, kind.field(inside).type if inside else kind))
-    return pa.schema(fields)
+    empty = pa.RecordBatch.from_arrays([pa.nulls(0, kind) for kind in rows.types], schema=rows)
+    return convert(empty, to).schema
 
 
 def convert(batch: pa.RecordBatch, to: OutputFormat) -> pa.RecordBatch:
-    """Converts a batch of `large_schema()` to the columns of a format, without copying text."""
+    """Selects the columns of a format from a batch in verl's layout, without copying."""
     columns = []
     for place in _COLUMNS[to].values():
         column, _, inside = place.partition(".")
-        found = batch.column(column)
-        columns.append(found.flatten()[found.type.get_field_index(inside)] if inside else found)
+        columns.append(batch.column(column).field(inside) if inside else batch.column(column))
     return pa.RecordBatch.from_arrays(columns, names=list(_COLUMNS[to]))
 
 

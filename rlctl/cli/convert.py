@@ -111,7 +111,7 @@ def _write(
     result: Translation | Export,
     text: str,
     output: Path | None,
-    format_: Literal["text", "json", "markdown"],
+    format_: str,
     check: str = "",
 ) -> None:
     """Writes `text` to the file, if one is given, and prints the report; `check` follows the file's name."""

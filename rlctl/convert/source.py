@@ -185,7 +185,7 @@ def _options(
                 yield from _other_file(path, values[0], notes)
             elif name and one.style == "flags":
                 yield ForeignSetting(name, _value(values) if values else True, line)
-            elif one.style == "hydra":
+            elif one.style == "hydra" and not equals:  # what follows are overrides, not the option's values
                 at -= len(values)
         elif one.style == "hydra" and (override := _OVERRIDE.fullmatch(text)):
             sign, key, value = override.groups()

@@ -95,8 +95,9 @@ def _computed(formula: str, values: dict[str, Any]) -> Any:
         value = compute(formula, known)
     except ValueError:
         return unresolved[0] if unresolved else _LEFT_OUT if None in used.values() else _MISSING
-    if isinstance(value, Open):
-        return Unresolved(value.text)
+    for part in value if isinstance(value, list) else [value]:
+        if isinstance(part, Open):
+            return Unresolved(part.text)
     return _LEFT_OUT if isinstance(value, str) and value == "leave out" else value
 
 

@@ -385,6 +385,19 @@ def test_a_misspelt_key_is_unknown_even_among_keys_that_are_not_supported(tmp_pa
     assert wrong.note == "did you mean actor_rollout_ref.actor.ppo_mini_batch_size?"
 
 
+def test_an_open_variable_in_a_list_is_named(tmp_path: Path) -> None:
+    result = imported(
+        "python3 train.py --hf-checkpoint m --adam-beta2 $BETA --use-tis", "s.sh", tmp_path, "slime"
+    )
+    assert "actor.betas" not in result.spec
+    assert any(one.key == "actor.betas" and "$BETA" in one.what for one in result.problems)
+
+
+def test_flags_of_hydra_are_passed_over(tmp_path: Path) -> None:
+    script = "python3 -m verl.trainer.main_ppo --config-dir=conf --hydra-help x data.train_batch_size=64\n"
+    expect(imported(script, "s.sh", tmp_path), {"data.train_batch_size": 64})
+
+
 def test_an_open_variable_is_named(tmp_path: Path) -> None:
     script = VERL.replace("MODEL=${MODEL:-org/model-1b}\n", "")
     result = imported(script, "run.sh", tmp_path)

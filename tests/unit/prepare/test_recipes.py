@@ -246,3 +246,10 @@ def test_a_prompt_never_holds_the_reply_to_it(turn):
     record = {"messages": [{"role": "user", "content": "1+1?"}, turn], "answer": "2"}
     with pytest.raises(RowError, match="ends with a reply of the assistant"):
         recipe.to_row(record, Path("a.jsonl"), 0)
+
+
+def test_numbers_of_any_size_are_read():
+    digits = "1" + 400 * "0"
+    assert read({"prompt": "q", "answer": int(digits)}, "generic").ground_truth == digits
+    row = read(VERL | {"extra_info": {"index": 1 << 63}})
+    assert (row.index, row.extra) == (3, {"original_index": 1 << 63})

@@ -6,12 +6,14 @@ import importlib
 import json
 import shutil
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from rlctl.errors import UsageError
 
 #: Option of every command that lists something.
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -101,6 +103,21 @@ def _laid_out(text: str) -> str:
         else " ".join(paragraph.split())
         for paragraph in paragraphs
     )
+
+
+def refuse_options(context: typer.Context, names: Sequence[str], why: str, fix: str | None = None) -> None:
+    """Refuses parameters that do not apply.
+
+    Raises:
+        UsageError: one of them is given on the command line; `why` is the reason.
+    """
+    params: dict[str | None, Any] = {param.name: param for param in context.command.params}
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            is_option = params[name].param_type_name == "option"
+            option = params[name].opts[0] if is_option else params[name].metavar
+            raise UsageError(f"{option} {why}", where=option, fix=fix)
 
 
 def as_json(document: object) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from rlctl.cli.command import AsJson, Out, as_json, print_json
+from rlctl.cli.command import AsJson, Out, print_json
 from rlctl.errors import UsageError
 
 
@@ -36,23 +37,16 @@ def compare(
 
       rlctl evaluate compare A B --format html --out compared.html
     """
-    from rlctl.cli.output import check_out, text_console, write_out
+    from rlctl.cli.evaluate_output import print_comparison
+    from rlctl.cli.output import check_out, write_report
     from rlctl.evaluate.compare import compare as run_comparison
+    from rlctl.evaluate.compare import comparison_page
 
     output_format = "json" if is_json else output_format
     check_out([a, b], out, is_page=output_format == "html")
     report = run_comparison(a, b, None if k is None else numbers(k))
-    if output_format == "json":
-        write_out(as_json(report.as_document()), out)
-    elif output_format == "html":
-        from rlctl.evaluate.compare import comparison_page
-
-        write_out(comparison_page(report), out)
-    else:
-        from rlctl.cli.evaluate_output import print_comparison
-
-        with text_console(out) as console:
-            print_comparison(report, console)
+    text = partial(print_comparison, report)
+    write_report(output_format, out, text, report.as_document, html=partial(comparison_page, report))
 
 
 def numbers(text: str) -> list[int]:

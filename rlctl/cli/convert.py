@@ -11,6 +11,7 @@ from rlctl.cli.command import print_json
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
+    from rlctl.convert.export import Export
     from rlctl.convert.translate import KeyOutcome, Translation
 
 
@@ -55,25 +56,15 @@ def import_config(
 
       rlctl import train_grpo.py --from trl --format markdown
     """
-    from rlctl.cli.output import write_file
-    from rlctl.convert import conversion_report
+    from rlctl.convert.conversion_report import spec_yaml
     from rlctl.convert.source import read
     from rlctl.convert.translate import translate
 
     result = translate(
         read(file, framework=framework, environment=_variables(variables or []), arguments=arguments or [])
     )
-    text = conversion_report.spec_yaml(result, file.name)
-    if output is not None:
-        write_file(output, text)
-    if format_ == "json":
-        print_json(conversion_report.document(result, text))
-    elif format_ == "markdown":
-        typer.echo(conversion_report.as_markdown(result, text))
-    else:
-        _print(result, text if output is None else "")
-        if output is not None:
-            typer.echo(f"{output} written; check it with: rlctl train --spec {output} --dry-run")
+    check = f"; check it with: rlctl train --spec {output} --dry-run"
+    _write(result, spec_yaml(result, file.name), output, format_, check)
 
 
 def export_config(
@@ -95,8 +86,6 @@ def export_config(
 
       rlctl export-config rloo-seq-is --to trl --format markdown
     """
-    from rlctl.cli.output import write_file
-    from rlctl.convert import conversion_report
     from rlctl.convert.export import as_text, export
     from rlctl.convert.table import table
     from rlctl.spec.load import load_spec
@@ -105,17 +94,7 @@ def export_config(
     presets, files = ([], [Path(spec)]) if is_file else ([spec], [])
     loaded = load_spec(presets, files, left_open=frozenset({"data.train_files"}))
     result = export(loaded.spec, table(to))
-    text = as_text(result)
-    if output is not None:
-        write_file(output, text)
-    if format_ == "json":
-        print_json(conversion_report.export_document(result, text))
-    elif format_ == "markdown":
-        typer.echo(conversion_report.export_markdown(result, text))
-    else:
-        typer.echo(f"{result.table.title}, {conversion_report.summary(result)}")
-        _print_sections(result.rows)
-        typer.echo(f"{output} written" if output is not None else f"\n{text.rstrip()}")
+    _write(result, as_text(result), output, format_)
 
 
 def _variables(given: list[str]) -> dict[str, str]:
@@ -128,12 +107,39 @@ def _variables(given: list[str]) -> dict[str, str]:
     return pairs
 
 
-def _print(result: Translation, spec_text: str) -> None:
-    from rlctl.convert.conversion_report import summary
+def _write(
+    result: Translation | Export,
+    text: str,
+    output: Path | None,
+    format_: str,
+    check: str = "",
+) -> None:
+    """Writes `text` to the file, if one is given, and prints the report; `check` follows the file's name."""
+    from rlctl.cli.output import write_file
+    from rlctl.convert import conversion_report
+
+    if output is not None:
+        write_file(output, text)
+    if format_ == "json":
+        print_json(conversion_report.document(result, text))
+    elif format_ == "markdown":
+        typer.echo(conversion_report.as_markdown(result, text))
+    else:
+        _print(result)
+        typer.echo(f"\n{text.rstrip()}" if output is None else f"{output} written{check}")
+
+
+def _print(result: Translation | Export) -> None:
+    from rlctl.convert.conversion_report import by_status, summary
+    from rlctl.convert.translate import Translation
 
     typer.echo(f"{result.table.title}, {summary(result)}")
-    _print_sections(result.rows)
-    _print_rows("framework defaults that differ from rlctl's", result.implied)
+    for title, rows in by_status(result):
+        _print_rows(title, rows)
+    if not isinstance(result, Translation):
+        return
+    if result.implied:
+        _print_rows("framework defaults that differ from rlctl's", result.implied)
     if result.notes:
         typer.echo("\nnot followed in the file" if len(result.notes) > 1 else "\nnote")
         for note in result.notes:
@@ -142,22 +148,12 @@ def _print(result: Translation, spec_text: str) -> None:
         typer.echo("\nbefore it runs")
         for one in result.problems:
             typer.echo(f"  {one.severity}: {one.key}: {one.what}" + (f" ({one.fix})" if one.fix else ""))
-    if spec_text:
-        typer.echo(f"\n{spec_text.rstrip()}")
-
-
-def _print_sections(rows: list[KeyOutcome]) -> None:
-    from rlctl.convert.translate import STATUSES
-
-    for status, title in STATUSES.items():
-        _print_rows(title, [row for row in rows if row.status == status])
 
 
 def _print_rows(title: str, rows: list[KeyOutcome]) -> None:
     from rlctl.convert.conversion_report import became, shown
 
-    if rows:
-        typer.echo(f"\n{title} ({len(rows)})")
+    typer.echo(f"\n{title} ({len(rows)})")
     for row in rows:
         place = f"{row.where}: " if row.where else ""
         typer.echo(f"  {place}{row.key} = {shown(row.value)}" + (f" → {became(row)}" if row.became else ""))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
-from rlctl.cli.command import CommandWithSubcommands, Out, as_json
+from rlctl.cli.command import CommandWithSubcommands, Out, refuse_options
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from rlctl.diagnose.rules import Diagnosis
+    from rlctl.diagnose.table import RunLog
 
 DiagnosisFormat = Literal["text", "json", "markdown", "html"]
 
@@ -28,6 +32,7 @@ class DiagnoseCommand(CommandWithSubcommands):
 
 
 def diagnose(
+    context: typer.Context,
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -97,7 +102,7 @@ def diagnose(
     """
     if selftest:
         why = "applies to a run; --selftest uses simulated logs"
-        _refuse(why, paths=paths, what_if=what_if, rules=rules, fix=fix, fail_on=fail_on)
+        refuse_options(context, ("paths", "what_if", "rules", "fix", "fail_on"), why)
         from rlctl.cli.diagnose_selftest import selftest as test_rules
 
         test_rules(output_format, out)
@@ -105,16 +110,11 @@ def diagnose(
     if not paths:
         raise UsageError("no log is given", where="rlctl diagnose", fix="name a run directory, or a log")
     if what_if:
-        _refuse(
-            "applies to findings, and --what-if computes none: it replays rollouts",
-            rules=rules,
-            fix=fix,
-            fail_on=fail_on,
-        )
+        why = "applies to findings, and --what-if computes none: it replays rollouts"
+        refuse_options(context, ("rules", "fix", "fail_on"), why)
         replay(paths, output_format, out)
         return
     _check(paths, output_format, out, fix)
-    from rlctl.cli.diagnose_reading import read_runs
     from rlctl.diagnose.rules import all_rules, examine, metrics_read
 
     own = tuple(rules or ())
@@ -127,16 +127,20 @@ def diagnose(
         raise typer.Exit(3)
 
 
-def _refuse(why: str, **options: object) -> None:
-    """Refuse options that do not apply.
+def read_runs(paths: Sequence[Path], wanted: frozenset[str]) -> list[RunLog]:
+    """Reads the runs one by one, with a progress bar on standard error."""
+    from rich.progress import TaskProgressColumn, TimeElapsedColumn
 
-    Raises:
-        UsageError: one of them is given; `why` is the reason.
-    """
-    for name, value in options.items():
-        if value:
-            option = "PATH…" if name == "paths" else f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option} {why}", where=option)
+    from rlctl.cli.output import counting
+    from rlctl.diagnose.diagnosis_report import visible
+    from rlctl.diagnose.readers.detect import read_run
+
+    runs = []
+    for path in paths:
+        title = visible(f"reading {path.name or path}")
+        with counting(title, TaskProgressColumn(), TimeElapsedColumn()) as count:
+            runs.append(read_run(path, wanted, count))
+    return runs
 
 
 def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None) -> None:
@@ -145,7 +149,7 @@ def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
     Raises:
         UsageError: there are no rollouts, `out` cannot be written, or the format is not supported.
     """
-    from rlctl.cli.output import check_out, text_console, write_out
+    from rlctl.cli.output import check_out, write_report
 
     if output_format == "markdown":
         raise UsageError("--what-if writes text, json or html", where=f"--format {output_format}")
@@ -154,6 +158,8 @@ def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
     from rich.text import Text
 
     from rlctl.diagnose.diagnosis_report import visible
+    from rlctl.what_if.page import page
+    from rlctl.what_if.what_if_report import print_tradeoff
     from rlctl.what_if.what_if_run import what_if
 
     found = []
@@ -161,18 +167,15 @@ def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
         title = visible(str(path))
         with Console(stderr=True).status(Text(f"replaying {title}")):  # on terminals only
             found.append((title, what_if(path)))
-    if output_format == "json":
-        write_out(as_json([tradeoff.as_document() for _, tradeoff in found]), out)
-    elif output_format == "html":
-        from rlctl.what_if.page import page
 
-        write_out(page(found), out)
-    else:
-        from rlctl.what_if.what_if_report import print_tradeoff
+    def text(console: Console) -> None:
+        for title, tradeoff in found:
+            print_tradeoff(console, title, tradeoff)
 
-        with text_console(out) as console:
-            for title, tradeoff in found:
-                print_tradeoff(console, title, tradeoff)
+    def document() -> list[dict[str, Any]]:
+        return [tradeoff.as_document() for _, tradeoff in found]
+
+    write_report(output_format, out, text, document, html=partial(page, found))
 
 
 def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None, fix: Path | None) -> None:
@@ -196,27 +199,19 @@ def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
 
 
 def _write(diagnoses: list[Diagnosis], output_format: DiagnosisFormat, out: Path | None) -> None:
-    from rlctl.cli.output import text_console, write_out
+    from rlctl.cli.output import write_report
+    from rlctl.diagnose.diagnosis_report import diagnosis_document
+    from rlctl.diagnose.output_markdown import as_markdown
+    from rlctl.diagnose.output_text import print_diagnosis
+    from rlctl.diagnose.page.diagnosis_page import diagnosis_page
 
-    if output_format == "text":
-        from rlctl.diagnose.output_text import print_diagnosis
+    def text(console: Console) -> None:
+        for place, diagnosis in enumerate(diagnoses):
+            console.print(end="\n" * bool(place))
+            print_diagnosis(console, diagnosis)
 
-        with text_console(out) as console:
-            for place, diagnosis in enumerate(diagnoses):
-                console.print(end="\n" * bool(place))
-                print_diagnosis(console, diagnosis)
-    elif output_format == "json":
-        from rlctl.diagnose.diagnosis_report import diagnosis_document
-
-        write_out(as_json(diagnosis_document(diagnoses)), out)
-    elif output_format == "markdown":
-        from rlctl.diagnose.output_markdown import as_markdown
-
-        write_out(as_markdown(diagnoses), out)
-    else:
-        from rlctl.diagnose.page.diagnosis_page import diagnosis_page
-
-        write_out(diagnosis_page(diagnoses), out)
+    pages = {"markdown": partial(as_markdown, diagnoses), "html": partial(diagnosis_page, diagnoses)}
+    write_report(output_format, out, text, partial(diagnosis_document, diagnoses), **pages)
 
 
 def _write_fix(diagnosis: Diagnosis, path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from rlctl.cli.command import Out, as_json
+from rlctl.cli.command import Out
 
 
 def compare(
@@ -29,25 +30,23 @@ def compare(
 
       rlctl diagnose compare good.log bad.log --format html --out compared.html
     """
-    from rlctl.cli.diagnose_reading import read_runs
-    from rlctl.cli.output import check_out, text_console, write_out
+    from rlctl.cli.diagnose import read_runs
+    from rlctl.cli.output import check_out, write_report
 
     check_out([a, b], out, is_page=output_format == "html")
     from rlctl.diagnose.compare import compare as run_comparison
     from rlctl.diagnose.compare import comparison_document
+    from rlctl.diagnose.output_text import print_comparison
+    from rlctl.diagnose.page.diagnosis_page import diagnosis_page
     from rlctl.diagnose.rules import examine, metrics_read
     from rlctl.metric_names import ELSEWHERE, METRICS
 
     runs = read_runs([a, b], frozenset({*METRICS, *ELSEWHERE, *metrics_read()}))
     found = run_comparison(*map(examine, runs))
-    if output_format == "text":
-        from rlctl.diagnose.output_text import print_comparison
-
-        with text_console(out) as console:
-            print_comparison(console, found)
-    elif output_format == "json":
-        write_out(as_json(comparison_document(found)), out)
-    else:
-        from rlctl.diagnose.page.diagnosis_page import diagnosis_page
-
-        write_out(diagnosis_page([found.a, found.b], found), out)
+    write_report(
+        output_format,
+        out,
+        partial(print_comparison, found=found),
+        partial(comparison_document, found),
+        html=partial(diagnosis_page, [found.a, found.b], found),
+    )

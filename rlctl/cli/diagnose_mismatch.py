@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 import typer
@@ -48,7 +49,7 @@ def mismatch(
 
     rlctl diagnose mismatch --model runs/rlctl/rloo-seq-is-20260101-120000 --temperature 0.7
     """
-    from rlctl.cli.command import print_json
+    from rlctl.cli.output import write_report
     from rlctl.mismatch.mismatch_report import as_document, print_report
     from rlctl.mismatch.mismatch_run import MismatchRequest, run_preflight
 
@@ -64,9 +65,4 @@ def mismatch(
             seed=seed,
         )
     )
-    if output_format == "json":
-        print_json(as_document(report))
-    else:
-        from rich.console import Console
-
-        print_report(Console(highlight=False), report)
+    write_report(output_format, None, partial(print_report, report=report), partial(as_document, report))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import typer
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from rlctl.diagnose.selftest import SelftestResult
@@ -24,8 +26,7 @@ def selftest(output_format: str, out: Path | None) -> None:
     """
     from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
-    from rlctl.cli.command import as_json
-    from rlctl.cli.output import check_out, counting, text_console, write_out
+    from rlctl.cli.output import check_out, counting, write_report
     from rlctl.diagnose.selftest import run_selftest, selftest_document, selftest_summary
 
     if output_format not in {"text", "json"}:
@@ -33,16 +34,16 @@ def selftest(output_format: str, out: Path | None) -> None:
     check_out((), out, is_page=False)
     with counting("logs", MofNCompleteColumn(), TimeElapsedColumn()) as count:
         results = run_selftest(count)
-    if output_format == "json":
-        write_out(as_json(selftest_document(results)), out)
-    else:
-        with text_console(out) as console:
-            console.print(_table(results))
-            console.print(f"\n{selftest_summary(results)}")
-            for one in results:
-                if not one.passed:
-                    name = f"{one.rule or 'healthy run'}, {one.kind}, {one.framework}"
-                    console.print(f"{name}: expected {one.expected}, found {one.found}", markup=False)
+
+    def text(console: Console) -> None:
+        console.print(_table(results))
+        console.print(f"\n{selftest_summary(results)}")
+        for one in results:
+            if not one.passed:
+                name = f"{one.rule or 'healthy run'}, {one.kind}, {one.framework}"
+                console.print(f"{name}: expected {one.expected}, found {one.found}", markup=False)
+
+    write_report(output_format, out, text, partial(selftest_document, results))
     if not all(one.passed for one in results):
         raise typer.Exit(1)
 

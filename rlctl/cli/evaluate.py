@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
-from rlctl.cli.command import AsJson, CommandWithSubcommands
+from rlctl.cli.command import AsJson, CommandWithSubcommands, refuse_options
 from rlctl.cli.compare import numbers
-from rlctl.cli.prepare_data import DataSource, Recipe
+from rlctl.cli.prepare_data import DataSource
+from rlctl.data.recipe_names import RecipeChoice
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def evaluate(
         ),
     ] = None,
     recipe: Annotated[
-        Recipe,
+        RecipeChoice,
         typer.Option(
             metavar="NAME",
             help="How columns of files become questions, as in `prepare-data parquet`; auto: recognised by "
@@ -188,7 +189,7 @@ def evaluate(
         model_or_run = _only_name(model_or_run, model, engine)
     if regrade:
         why = "applies to sampling, and --regrade samples nothing"
-        _refuse_options(context, _OF_SAMPLING, why, "leave it out, or leave --regrade out")
+        refuse_options(context, _OF_SAMPLING, why, "leave it out, or leave --regrade out")
         if model_or_run is None:
             raise UsageError("no evaluation is named", where="MODEL_OR_RUN", fix="name its directory")
         from rlctl.evaluate.evaluation import regrade as run_regrade
@@ -197,9 +198,9 @@ def evaluate(
         _run(lambda progress: run_regrade(directory, progress, ks=ks, reward=reward, out=out), as_json)
         return
     if engine == "openai":
-        _refuse_options(context, ("batch_size",), "is for models on this machine", "leave it out")
+        refuse_options(context, ("batch_size",), "is for models on this machine", "leave it out")
     else:
-        _refuse_options(context, ("concurrency", "timeout"), "is for a server", "add --engine openai")
+        refuse_options(context, ("concurrency", "timeout"), "is for a server", "add --engine openai")
     from rlctl.evaluate.evaluation import evaluate as run_evaluation
     from rlctl.evaluate.questions import Columns
     from rlctl.evaluate.request import EvaluateRequest
@@ -253,11 +254,3 @@ def _only_name(model_or_run: str | None, model: str, engine: Engine | None) -> s
         what = f"two models are named: {model_or_run} and {model}"
         raise UsageError(what, where="--model", fix="leave one out")
     return model
-
-
-def _refuse_options(context: typer.Context, names: tuple[str, ...], why: str, fix: str) -> None:
-    for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option} {why}", where=option, fix=fix)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Table
 
+from rlctl.cli.command import as_json
 from rlctl.errors import UsageError
 from rlctl.files import write_text
 
@@ -60,15 +61,27 @@ def counting(text: str, *columns: ProgressColumn) -> Iterator[Callable[..., None
         yield update
 
 
-@contextmanager
-def text_console(out: Path | None) -> Iterator[Console]:
-    """Yields a console on standard output, or one whose text is written to the file at the end."""
-    if out is None:
-        yield Console(highlight=False)
-        return
-    text = io.StringIO()
-    yield Console(highlight=False, file=text, width=120)
-    write_out(text.getvalue(), out)
+def write_report(
+    output_format: str,
+    out: Path | None,
+    text: Callable[[Console], object],
+    document: Callable[[], object],
+    **others: Callable[[], str],
+) -> None:
+    """Writes a report to standard output or to the file.
+
+    `text` prints it, `document` returns the content of its JSON, and `others` return it in other formats.
+    """
+    if output_format == "json":
+        write_out(as_json(document()), out)
+    elif output_format != "text":
+        write_out(others[output_format](), out)
+    elif out is None:
+        text(Console(highlight=False))
+    else:
+        file = io.StringIO()
+        text(Console(highlight=False, file=file, width=120))
+        write_out(file.getvalue(), out)
 
 
 def check_out(paths: Sequence[Path], out: Path | None, *, is_page: bool) -> None:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import typer
 
 from rlctl.cli.command import AsJson, print_json
+from rlctl.data.recipe_names import RecipeChoice, RecipeName
 from rlctl.errors import UsageError
-
-Recipe = Literal[
-    "auto",
-    "gsm8k",
-    "math",
-    "aime",
-    "dapo-math",
-    "countdown",
-    "multiple-choice",
-    "verl",
-    "trl",
-    "openrlhf",
-    "generic",
-]
+from rlctl.prepare.request import (
+    BadRows,
+    Duplicates,
+    Leakage,
+    NearDuplicates,
+    OutputFormat,
+    Overlong,
+    ParallelEngine,
+    PrepareRequest,
+)
 
 app = typer.Typer(no_args_is_help=True, help="Prepare prompts and answers for training and evaluation.")
 
@@ -68,11 +66,11 @@ def parquet(
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write.")],
     recipe: Annotated[
-        Recipe,
+        RecipeChoice,
         typer.Option(
             metavar="NAME",
-            help="How columns become rows: gsm8k, math, aime, dapo-math, countdown, multiple-choice, verl, "
-            "trl, openrlhf, generic; auto: recognised by the first row.",
+            help=f"How columns become rows: {', '.join(get_args(RecipeName))}; auto: recognised by the first "
+            "row.",
         ),
     ] = "auto",
     prompt_key: Annotated[
@@ -105,20 +103,20 @@ def parquet(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the split.")] = 1,
     bad_rows: Annotated[
-        Literal["refuse", "quarantine"],
+        BadRows,
         typer.Option(
             metavar="POLICY", help="refuse the input, or quarantine: move bad rows to quarantine.jsonl."
         ),
     ] = "refuse",
     duplicates: Annotated[
-        Literal["check", "keep", "drop"],
+        Duplicates,
         typer.Option(
             metavar="POLICY",
             help="Rows with the question of an earlier row: check (refuse more than 5 %), keep or drop.",
         ),
     ] = "check",
     near_duplicates: Annotated[
-        Literal["count", "drop", "off"],
+        NearDuplicates,
         typer.Option(
             metavar="POLICY",
             help="Rows similar to an earlier row (MinHash, Jaccard similarity of 0.8): count, drop or off.",
@@ -126,7 +124,7 @@ def parquet(
     ] = "count",
     against: Against = None,
     leakage: Annotated[
-        Literal["report", "drop", "refuse", "off"],
+        Leakage,
         typer.Option(
             metavar="POLICY",
             help="Training rows that occur in the test split or in --against (the same words, other numbers, "
@@ -138,7 +136,7 @@ def parquet(
         int | None, typer.Option(min=1, metavar="N", help="Tokens a prompt may have; needs --model.")
     ] = None,
     overlong: Annotated[
-        Literal["keep", "drop", "cut-left", "cut-right"],
+        Overlong,
         typer.Option(
             metavar="POLICY", help="Longer prompts: keep, drop, or cut-left, cut-right: cut the question."
         ),
@@ -155,11 +153,11 @@ def parquet(
         int, typer.Option(min=1, metavar="N", help="Rows of one output file.")
     ] = 1_000_000,
     to: Annotated[
-        Literal["verl", "trl", "openrlhf"],
+        OutputFormat,
         typer.Option(metavar="NAME", help="Columns of the output: verl (read by rlctl too), trl, openrlhf."),
     ] = "verl",
     engine: Annotated[
-        Literal["local", "ray"],
+        ParallelEngine,
         typer.Option(metavar="NAME", help="local processes, or ray: Ray Data on one machine or many."),
     ] = "local",
     workers: Annotated[
@@ -185,21 +183,15 @@ def parquet(
     from dataclasses import asdict
 
     from rlctl.cli.prepare_data_output import show_progress, summary_lines
+    from rlctl.data.recipes import Recipe
     from rlctl.prepare.pipeline import prepare
-    from rlctl.prepare.request import PrepareRequest
 
     if val_fraction is not None and val_size is not None:
         raise UsageError("--val-fraction and --val-size exclude each other", fix="give one of them")
     request = PrepareRequest(
         sources=tuple(sources),
         out=out,
-        recipe=recipe,
-        prompt_key=prompt_key,
-        answer_key=answer_key,
-        data_source=data_source,
-        source_key=source_key,
-        system_prompt=system_prompt,
-        instruction=instruction,
+        recipe=Recipe(recipe, prompt_key, answer_key, data_source, system_prompt, instruction, source_key),
         val_fraction=0.05 if val_fraction is None else val_fraction,
         val_size=val_size,
         seed=seed,
@@ -268,7 +260,8 @@ def check(
 
       rlctl prepare-data check train.parquet --against gsm8k --fail-on error
     """
-    from rlctl.cli.prepare_data_output import print_report, show_progress
+    from rlctl.cli.output import write_report
+    from rlctl.cli.prepare_data_output import check_markdown, print_check, show_progress
     from rlctl.prepare.check import CheckRequest
     from rlctl.prepare.check import check as run
     from rlctl.prepare.findings import reaches
@@ -282,7 +275,8 @@ def check(
     )
     with show_progress() as progress:
         report = run(request, progress)
-    print_report(report, "json" if as_json else output)
+    chosen, text = "json" if as_json else output, partial(print_check, report=report)
+    write_report(chosen, None, text, report.to_json, markdown=partial(check_markdown, report))
     if fail_on != "never" and reaches(report.findings, fail_on):
         raise typer.Exit(3)
 

@@ -8,15 +8,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.progress import TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.rule import Rule
 from rich.text import Text
 
-from rlctl.cli.command import print_json
 from rlctl.cli.output import progress_bar
 from rlctl.errors import visible
 from rlctl.markdown import plain, table
@@ -128,16 +126,6 @@ def rows_document(shown: Sequence[RenderedRow], lengths: Histogram, *, ids: bool
     return {"rows": found, "lengths": lengths.to_json() if lengths.total else None}
 
 
-def print_report(report: CheckReport, output: Literal["text", "json", "markdown"]) -> None:
-    """Prints the report to standard output."""
-    if output == "json":
-        print_json(report.to_json())
-    elif output == "markdown":
-        typer.echo("\n".join(_markdown(report)))
-    else:
-        _print_text(report)
-
-
 def print_rows(rows: Sequence[RenderedRow], lengths: Histogram, *, ids: bool) -> None:
     """Prints rows as the model reads them, then a histogram of the lengths."""
     console = Console(highlight=False)
@@ -163,8 +151,8 @@ def print_rows(rows: Sequence[RenderedRow], lengths: Histogram, *, ids: bool) ->
         console.print(Text(line))
 
 
-def _print_text(report: CheckReport) -> None:
-    console = Console(highlight=False)
+def print_check(console: Console, report: CheckReport) -> None:
+    """Prints the report of `check`: files, lengths, comparisons, findings."""
     for file in report.files:
         console.print(Text(_about(file), style="bold"), soft_wrap=True)
         for name, kind in file.columns.items():
@@ -216,7 +204,12 @@ def _histogram(lengths: Histogram) -> Iterator[str]:
     yield "  ".join(f"{name} {length:,}" for name, length in lengths.summary().items())
 
 
-def _markdown(report: CheckReport) -> Iterator[str]:
+def check_markdown(report: CheckReport) -> str:
+    """The report of `check` as Markdown."""
+    return "\n".join(_check_lines(report)) + "\n"
+
+
+def _check_lines(report: CheckReport) -> Iterator[str]:
     files = []
     for file in report.files:
         sources = ", ".join(f"{name} ({count:,})" for name, count in file.sources.items())

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rlctl.cli.command import print_json
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from rlctl.reward.trial import Trial
     from rlctl.spec.run_spec import RunSpec
 
@@ -69,7 +71,7 @@ def try_out(
     import torch  # imported late, so that errors above are reported without it
     from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
-    from rlctl.cli.output import counting
+    from rlctl.cli.output import counting, write_report
     from rlctl.reward.build import build_terms
 
     terms = build_terms(spec.reward, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -81,10 +83,8 @@ def try_out(
         for _, scorer in terms.values():
             scorer.close()
     batch = _batch_seconds(trial, spec)
-    if output == "json":
-        print_json(trial.as_document() | {"seconds_per_batch": batch})
-    else:
-        _print(trial, batch)
+    document = trial.as_document() | {"seconds_per_batch": batch}
+    write_report(output, None, partial(_print, trial=trial, batch=batch), lambda: document)
     is_bad = bool(trial.num_errors or (fail_on == "disagreement" and trial.num_disagreements))
     if fail_on != "never" and is_bad:
         raise typer.Exit(3)
@@ -130,13 +130,11 @@ def _batch_seconds(trial: Trial, spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def _print(trial: Trial, batch: dict[str, Any]) -> None:
-    from rich.console import Console
+def _print(console: Console, trial: Trial, batch: dict[str, Any]) -> None:
     from rich.text import Text
 
     from rlctl.cli.output import plain_table
 
-    console = Console(highlight=False)
     figures = ("tried", "as expected", "errors")
     table = plain_table(("responses", "source", "reward", *figures), right=figures)
     for counts in trial.all_counts:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.data.read import load_rows, open_parquet, rows_of
+from rlctl.data.render import messages_of
 from rlctl.errors import UsageError
 from rlctl.reward.protocol import Sample
 from rlctl.reward.trial import Case, Kind
@@ -41,23 +42,23 @@ def cases_of(
     Raises:
         UsageError: a file is missing, broken, or of another kind.
     """
-    rows = load_rows(data)[:limit]
+    rows = load_rows(data)
     cases = [
-        Case(kind, _sample(row, ""), expected, row.where)
-        for row in rows
+        Case(kind, _sample(row), expected, row.where)
+        for row in rows[:limit]
         for kind, expected in _OF_ROW.items()
     ]
     by_truth: dict[tuple[str, str], list[Row]] = {}
-    for row in rows if limit is None else load_rows(data):
+    for row in rows:
         by_truth.setdefault((row.data_source, row.ground_truth), []).append(row)
     stored = (case for name in responses for case in _stored(name, by_truth, is_shaped))
     return [*cases, *islice(stored, limit)]
 
 
-def _sample(row: Row, response: str) -> Sample:
-    messages = tuple({"role": message.role, "content": message.content} for message in row.prompt)
+def _sample(row: Row) -> Sample:
+    """The row with an empty response."""
     prompt = "\n\n".join(message.content for message in row.prompt)
-    return Sample(response, row.ground_truth, prompt, row.data_source, row.extra, messages)
+    return Sample("", row.ground_truth, prompt, row.data_source, row.extra, messages_of(row))
 
 
 def _stored(name: str, rows: Mapping[tuple[str, str], Sequence[Row]], is_shaped: bool) -> Iterator[Case]:
@@ -90,7 +91,7 @@ def _stored_case(
         raise UsageError(f"`reward` is {values['reward']!r}, not a number", where=where, fix=_FIX)
     known = rows.get((values["data_source"], values["ground_truth"]), ())
     row = next((row for row in known if row.prompt[-1].content in values["prompt"]), None)
-    of_row = _sample(row, "") if row else Sample("", "")
+    of_row = _sample(row) if row else Sample("", "")
     sample = Sample(
         values["response"],
         values["ground_truth"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -33,44 +34,29 @@ def _yaml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def document(result: Translation, spec_text: str) -> dict[str, Any]:
-    """Converts a translation to a JSON document."""
-    return _document(result) | {
+def document(result: Translation | Export, text: str) -> dict[str, Any]:
+    """Converts a translation or an export to a JSON document; `text` is the resulting file."""
+    rows = [asdict(row) for row in result.rows]
+    found = {"framework": result.table.title, "counts": result.counts, "keys": rows}
+    if isinstance(result, Export):
+        return found | {"text": text, "settings": result.settings}
+    return found | {
         "defaults": [asdict(row) for row in result.implied],
         "problems": [asdict(problem) for problem in result.problems],
         "notes": result.notes,
         "spec": result.spec,
-        "spec_text": spec_text,
+        "spec_text": text,
     }
 
 
-def export_document(result: Export, text: str) -> dict[str, Any]:
-    """Converts an export to a JSON document."""
-    return _document(result) | {"text": text, "settings": result.settings}
-
-
-def _document(result: Conversion) -> dict[str, Any]:
-    rows = [asdict(row) for row in result.rows]
-    return {"framework": result.table.title, "counts": result.counts, "keys": rows}
-
-
-def export_markdown(result: Export, text: str) -> str:
-    """Formats an export as Markdown: its tables and its text."""
-    parts = [f"# rlctl → {result.table.title}", "", summary(result), "", *_sections(result.rows)]
-    return "\n".join([*parts, block(text)])
-
-
-def _sections(rows: list[KeyOutcome]) -> list[str]:
-    lines: list[str] = []
-    for status, title in STATUSES.items():
-        if some := [row for row in rows if row.status == status]:
-            lines += [f"## {title[0].upper()}{title[1:]} ({len(some)})", "", *_markdown_table(some), ""]
-    return lines
-
-
-def as_markdown(result: Translation, spec_text: str) -> str:
-    """Formats a translation as Markdown tables."""
-    lines = [f"# {result.table.title} → rlctl", "", summary(result), "", *_sections(result.rows)]
+def as_markdown(result: Translation | Export, text: str) -> str:
+    """Formats a translation or an export as Markdown tables, followed by `text`, the resulting file."""
+    title, is_export = result.table.title, isinstance(result, Export)
+    lines = [f"# rlctl → {title}" if is_export else f"# {title} → rlctl", "", summary(result), ""]
+    for heading, rows in by_status(result):
+        lines += [f"## {heading[0].upper()}{heading[1:]} ({len(rows)})", "", *_markdown_table(rows), ""]
+    if isinstance(result, Export):
+        return "\n".join([*lines, block(text)])
     if result.implied:
         lines += ["## Defaults that differ from rlctl's", "", *_markdown_table(result.implied), ""]
     if result.problems:
@@ -79,7 +65,14 @@ def as_markdown(result: Translation, spec_text: str) -> str:
             lines.append(f"- {code(one.key)}: {prose(one.what + (f' ({one.fix})' if one.fix else ''))}")
         lines.append("")
     lines += [f"- {prose(note)}" for note in result.notes]
-    return "\n".join([*lines, "", block(spec_text, "yaml")])
+    return "\n".join([*lines, "", block(text, "yaml")])
+
+
+def by_status(result: Conversion) -> Iterator[tuple[str, list[KeyOutcome]]]:
+    """Yields the title and the rows of each status that has rows."""
+    for status, title in STATUSES.items():
+        if rows := [row for row in result.rows if row.status == status]:
+            yield title, rows
 
 
 def _markdown_table(rows: list[KeyOutcome]) -> list[str]:

@@ -235,16 +235,16 @@ class _Shell:
             return [Arg(argument, 0) for argument in self.arguments]
         if name == "#":
             return str(len(self.arguments))
-        if name in {"0", "BASH_SOURCE"}:
+        if name == "BASH_SOURCE" or not name.strip("0"):
             return str(self.path)
-        if name.isdigit():
+        if name.isdecimal():
             return self.arguments[int(name) - 1] if int(name) <= len(self.arguments) else ""
         value = self.variables.get(name)
         if not isinstance(value, list):
             return value
         if index in {"[@]", "[*]"}:
             return value
-        number = int(index[1:-1]) if index and index[1:-1].isdigit() else 0
+        number = int(index[1:-1]) if index and index[1:-1].isdecimal() else 0
         return value[number].text if number < len(value) else ""
 
     def _operated(self, raw: str, value: str | list[Arg] | None, rest: str) -> str | list[Arg]:

@@ -185,7 +185,7 @@ def _options(
                 yield from _other_file(path, values[0], notes)
             elif name and one.style == "flags":
                 yield ForeignSetting(name, _value(values) if values else True, line)
-            elif one.style == "hydra":
+            elif one.style == "hydra" and not equals:  # what follows are overrides, not the option's values
                 at -= len(values)
         elif one.style == "hydra" and (override := _OVERRIDE.fullmatch(text)):
             sign, key, value = override.groups()
@@ -247,11 +247,13 @@ def _settings_of(path: Path, where: str, notes: list[str]) -> list[ForeignSettin
             leaves = _leaves(tomllib.loads(text), "")
             return [ForeignSetting(key, value, _toml_line(text, key, where)) for key, value in leaves]
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if not isinstance(root, yaml.MappingNode):
+            raise UsageError("no `key: value` pairs at its top level", where=str(path))
+        settings = list(_yaml_leaves(root, "", where))
+    except RecursionError:
+        raise UsageError("nested too deeply, or an anchor contains itself", where=str(path)) from None
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"not valid {kind.upper()}: {error}".split("\n")[0], where=str(path)) from error
-    if not isinstance(root, yaml.MappingNode):
-        raise UsageError("no `key: value` pairs at its top level", where=str(path))
-    settings = list(_yaml_leaves(root, "", where))
     inherited: list[ForeignSetting] = []
     for value in (setting.value for setting in settings if setting.key == "defaults"):
         for parent in value if isinstance(value, list) else [value]:
@@ -260,7 +262,7 @@ def _settings_of(path: Path, where: str, notes: list[str]) -> list[ForeignSettin
 
 
 def _yaml_leaves(node: yaml.MappingNode, prefix: str, where: str) -> Iterator[ForeignSetting]:
-    for key, value in node.value:
+    for key, value in _pairs(node):
         name = f"{prefix}{key.value}"
         if isinstance(value, yaml.MappingNode) and value.value:
             yield from _yaml_leaves(value, f"{name}.", where)
@@ -268,11 +270,18 @@ def _yaml_leaves(node: yaml.MappingNode, prefix: str, where: str) -> Iterator[Fo
             yield ForeignSetting(name, _yaml_value(value), f"{where}{key.start_mark.line + 1}")
 
 
+def _pairs(node: yaml.MappingNode) -> list[tuple[yaml.Node, yaml.Node]]:
+    """Keys and values of a mapping, preceded by those that `<<` merges into it."""
+    yaml.constructor.SafeConstructor().flatten_mapping(node)
+    pairs: list[tuple[yaml.Node, yaml.Node]] = node.value
+    return pairs
+
+
 def _yaml_value(node: yaml.Node) -> Any:
     if isinstance(node, yaml.SequenceNode):
         return [_yaml_value(item) for item in node.value]
     if isinstance(node, yaml.MappingNode):
-        return {str(key.value): _yaml_value(value) for key, value in node.value}
+        return {str(key.value): _yaml_value(value) for key, value in _pairs(node)}
     if "${" in node.value:
         return Unresolved(node.value)
     is_plain = isinstance(node, yaml.ScalarNode) and node.style is None

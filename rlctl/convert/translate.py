@@ -95,8 +95,9 @@ def _computed(formula: str, values: dict[str, Any]) -> Any:
         value = compute(formula, known)
     except ValueError:
         return unresolved[0] if unresolved else _LEFT_OUT if None in used.values() else _MISSING
-    if isinstance(value, Open):
-        return Unresolved(value.text)
+    for part in value if isinstance(value, list) else [value]:
+        if isinstance(part, Open):
+            return Unresolved(part.text)
     return _LEFT_OUT if isinstance(value, str) and value == "leave out" else value
 
 
@@ -193,9 +194,8 @@ def _is_equal(value: Any, ours: Any) -> bool:
 
 def overrides(spec: dict[str, Any]) -> list[str]:
     """Converts a spec to `key=value` arguments."""
-    plain = (isinstance(value, str) and value and value == value.strip() for value in spec.values())
-    pairs = zip(spec.items(), plain, strict=True)
-    return [f"{key}={value if is_plain else json.dumps(value)}" for (key, value), is_plain in pairs]
+    plain = {key for key, value in spec.items() if isinstance(value, str) and value == value.strip() != ""}
+    return [f"{key}={value if key in plain else json.dumps(value)}" for key, value in spec.items()]
 
 
 def _problems(result: Translation) -> list[Problem]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlctl.data.recipes import BOX_INSTRUCTION, GSM8K_INSTRUCTION, LETTER_INSTRUCTION, Recipe, RecipeName
+from rlctl.data.recipe_names import RecipeName
+from rlctl.data.recipes import BOX_INSTRUCTION, GSM8K_INSTRUCTION, LETTER_INSTRUCTION, Recipe
 from rlctl.data.sources import HUB, Source, find_sources
 from rlctl.errors import EnvironmentFailure, UsageError, first_line
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rlctl.data.blocks import Record
+from rlctl.data.recipe_names import RecipeChoice
 from rlctl.data.records import (
     RowError,
     Values,
@@ -30,9 +31,6 @@ from rlctl.data.records import (
 from rlctl.data.schema import GSM8K_SOURCE, Message, Row
 from rlctl.data.sources import Source, read_records
 from rlctl.errors import UsageError
-
-_TaskName = Literal["gsm8k", "math", "aime", "dapo-math", "countdown", "multiple-choice"]
-RecipeName = Literal[_TaskName, "verl", "trl", "openrlhf", "generic"]
 
 GSM8K_INSTRUCTION = 'Think step by step, and put the final number on a last line after "####".'
 BOX_INSTRUCTION = r"Think step by step, and put the final answer in \boxed{}."
@@ -238,7 +236,7 @@ def _is_verl(values: Values) -> bool:
 
 
 #: Layouts by name, the more specific first: `auto` selects the first that recognises the record.
-LAYOUTS: dict[RecipeName, Layout] = {
+LAYOUTS: dict[RecipeChoice, Layout] = {
     "gsm8k": Layout(
         "question",
         "answer",
@@ -311,7 +309,7 @@ LAYOUTS: dict[RecipeName, Layout] = {
 class Recipe:
     """Options for converting records to rows. None: the default of the layout, see `LAYOUTS`."""
 
-    name: RecipeName  # the column layout
+    name: RecipeChoice = "auto"  # the column layout
     #: column of the prompt; a dot selects a nested value, `|` separates alternatives
     prompt_key: str | None = None
     answer_key: str | None = None  # column of the answer
@@ -322,17 +320,24 @@ class Recipe:
     instruction: str | None = None  # follows the text of the last message
     source_key: str | None = None  # column that names each record's data source
 
-    def resolve(self) -> Recipe:
+    def resolve(self, sources: Iterable[Source] = ()) -> Recipe:
         """Returns a copy with the defaults of the layout filled in.
+
+        `auto` becomes the layout of the first record with columns in `sources`; without one, `generic`.
 
         Raises:
             UsageError: both a data source and a column of data sources are given.
         """
+        name = self.name
+        if name == "auto":
+            records = (record.values for source in sources for record in read_records(source))
+            name = recognise(next(filter(None, records), {}))
         if self.data_source and self.source_key:
             raise UsageError("--data-source and --source-key exclude each other", fix="give one of them")
-        layout = LAYOUTS[self.name]
+        layout = LAYOUTS[name]
         return replace(
             self,
+            name=name,
             prompt_key=self.prompt_key or layout.prompt_key,
             answer_key=self.answer_key or layout.answer_key,
             instruction=layout.instruction if self.instruction is None else self.instruction,
@@ -377,7 +382,7 @@ class Recipe:
             return None, str(error)
 
 
-def recognise(values: Mapping[str, Any]) -> RecipeName:
+def recognise(values: Mapping[str, Any]) -> RecipeChoice:
     """Returns the name of the first layout that recognises a record."""
     return next(name for name, layout in LAYOUTS.items() if layout.recognises(values))
 

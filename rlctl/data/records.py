@@ -66,8 +66,10 @@ def parse_answer(value: Any, name: str) -> str:
     Raises:
         RowError: the answer is missing, empty, or of another type.
     """
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = str(value) if math.isfinite(value) else None
+    if is_integer(value) or (isinstance(value, float) and math.isfinite(value)):
+        value = str(value)
+    elif isinstance(value, float):
+        value = None
     if value is None:
         raise RowError(f"{name} is null")
     if not isinstance(value, str):
@@ -147,14 +149,15 @@ def source_named(values: Values, column: str) -> str:
 def extra_info(values: Values) -> dict[str, Any]:
     """Returns the record's `extra_info` as JSON types.
 
-    An `index` that is not an integer is renamed to `original_index`.
+    An `index` that is not an integer of 64 bits is renamed to `original_index`.
 
     Raises:
         RowError: a text in it is not valid UTF-8.
     """
     given = values.get("extra_info")
     extra = extra_of(given) if isinstance(given, Mapping) else {}
-    if extra.get("index") is not None and not is_integer(extra["index"]):
+    index = extra.get("index")
+    if index is not None and not (is_integer(index) and abs(index) < 1 << 63):
         extra["original_index"] = extra.pop("index")
     try:
         orjson.dumps(extra)

@@ -10,7 +10,8 @@ from typing import Any
 
 from rlctl.data.benchmarks import BENCHMARKS, Benchmark, find_benchmark
 from rlctl.data.read import load_rows
-from rlctl.data.recipes import Recipe, RecipeName, read_rows, recognise
+from rlctl.data.recipe_names import RecipeName
+from rlctl.data.recipes import Recipe, read_rows
 from rlctl.data.schema import Row
 from rlctl.data.sources import HUB, Source, check_splits, find_sources, read_records
 from rlctl.errors import UsageError
@@ -70,10 +71,9 @@ def load_questions(
             found.files.append(name)
         else:
             for source in find_sources([name] if name.startswith(HUB) else list(map(str, matches(name)))):
-                first = next((record.values for record in read_records(source) if record.values), {})
                 keys = (columns.prompt_key, columns.answer_key, columns.data_source)
-                recipe = Recipe(columns.recipe or recognise(first), *keys, instruction=columns.instruction)
-                found.rows.extend(_rows(source, recipe.resolve()))
+                recipe = Recipe(columns.recipe or "auto", *keys, instruction=columns.instruction)
+                found.rows.extend(_rows(source, recipe.resolve([source])))
                 found.files.append(str(source.path))
     return found
 

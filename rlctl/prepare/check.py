@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from rlctl.data.benchmarks import find_named
 from rlctl.data.blocks import Record, records_of
 from rlctl.data.read import COLUMNS, REQUIRED
-from rlctl.data.recipes import Recipe, RecipeName, recognise
+from rlctl.data.recipes import Recipe, recognise
 from rlctl.data.records import is_integer
 from rlctl.data.schema import Row
 from rlctl.data.sources import Source, find_sources, read_blocks
@@ -69,7 +69,7 @@ class FileReport:
     """Layout and contents of one file."""
 
     path: Path  # of the file
-    recipe: RecipeName | None  # the layout of its first row; None: no row can be read
+    recipe: str | None  # name of the layout of its first row; None: no row can be read
     num_rows: int  # all rows, usable or not
     #: name → type: the Arrow type in Parquet, otherwise the Python type of the first row's value
     columns: dict[str, str]

@@ -16,9 +16,10 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, first_line
+from rlctl.prepare.request import ParallelEngine
 
 Shared = TypeVar("Shared")
 Task = TypeVar("Task")
@@ -32,7 +33,7 @@ RAY_INSTALL = 'pip install "rlctl[ray]"'
 
 
 def run(
-    engine: Literal["local", "ray"],
+    engine: ParallelEngine,
     function: Callable[[Shared, Task], Result],
     shared: Shared,
     tasks: Iterable[Task],

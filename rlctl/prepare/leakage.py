@@ -24,9 +24,7 @@ from rlctl.prepare.decide import Decision, RowStatus
 from rlctl.prepare.engines import run
 from rlctl.prepare.request import PrepareRequest, Progress
 from rlctl.prepare.staging import StagedBlock, Staging
-from rlctl.prepare.words import WordKeys, mixed
-
-Hashes = NDArray[np.uint64]
+from rlctl.prepare.words import Hashes, WordKeys, mixed
 
 Kind = Literal["exact", "masked", "ngram"]
 #: From certain to suspected.

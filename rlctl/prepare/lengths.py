@@ -15,8 +15,8 @@ from rlctl.data.render import Renderer, template_sha256
 from rlctl.data.schema import Message, Row
 from rlctl.errors import RlctlError, UsageError
 from rlctl.prepare.findings import DataFinding
+from rlctl.prepare.request import Overlong
 
-Overlong = Literal["keep", "drop", "cut-left", "cut-right"]
 _PROBE = Row("probe", (Message("user", "How much is 2 + 2?"),), "4")
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -20,13 +18,11 @@ from numpy.typing import NDArray
 from rlctl.data.schema import arrow_schema, integers, placed
 from rlctl.data.write import BatchWriter
 from rlctl.prepare.engines import run
-from rlctl.prepare.request import PrepareRequest, Progress
+from rlctl.prepare.request import OutputFormat, PrepareRequest, Progress
 from rlctl.prepare.staging import StagedBlock, Staging
 
-Format = Literal["verl", "trl", "openrlhf"]
-
 #: format → output column → its source in verl's layout; a dot selects a struct field
-_COLUMNS: dict[Format, dict[str, str]] = {
+_COLUMNS: dict[OutputFormat, dict[str, str]] = {
     "verl": {name: name for name in ("data_source", "prompt", "ability", "reward_model", "extra_info")},
     "trl": {
         "prompt": "prompt",
@@ -44,25 +40,19 @@ _COLUMNS: dict[Format, dict[str, str]] = {
 SHARD_BYTES = 1 << 30
 
 
-@cache
-def schema(to: Format, *, with_other: bool) -> pa.Schema:
+def schema(to: OutputFormat, *, with_other: bool) -> pa.Schema:
     """The Arrow schema of the files of a format; for `with_other` see `arrow_schema`."""
     rows = arrow_schema(with_other=with_other)
-    fields = []
-    for name, place in _COLUMNS[to].items():
-        column, _, inside = place.partition(".")
-        kind = rows.field(column).type
-        fields.append((name, kind.field(inside).type if inside else kind))
-    return pa.schema(fields)
+    empty = pa.RecordBatch.from_arrays([pa.nulls(0, kind) for kind in rows.types], schema=rows)
+    return convert(empty, to).schema
 
 
-def convert(batch: pa.RecordBatch, to: Format) -> pa.RecordBatch:
-    """Converts a batch of `large_schema()` to the columns of a format, without copying text."""
+def convert(batch: pa.RecordBatch, to: OutputFormat) -> pa.RecordBatch:
+    """Selects the columns of a format from a batch in verl's layout, without copying."""
     columns = []
     for place in _COLUMNS[to].values():
         column, _, inside = place.partition(".")
-        found = batch.column(column)
-        columns.append(found.flatten()[found.type.get_field_index(inside)] if inside else found)
+        columns.append(batch.column(column).field(inside) if inside else batch.column(column))
     return pa.RecordBatch.from_arrays(columns, names=list(_COLUMNS[to]))
 
 
@@ -100,7 +90,7 @@ def write_split(
     return names
 
 
-def write_shard(shared: tuple[Format, pa.Schema], shard: Shard) -> None:
+def write_shard(shared: tuple[OutputFormat, pa.Schema], shard: Shard) -> None:
     """Writes one file; `shared` is its format and schema."""
     to, schema_of_file = shared
     with BatchWriter(shard.path, schema_of_file) as writer:

@@ -23,9 +23,9 @@ import numpy as np
 
 from rlctl.data.benchmarks import find_named
 from rlctl.data.blocks import Block, records_of
-from rlctl.data.recipes import Recipe, recognise
+from rlctl.data.recipes import Recipe
 from rlctl.data.records import RowError, check_text
-from rlctl.data.sources import Source, find_sources, read_blocks, read_records
+from rlctl.data.sources import Source, find_sources, read_blocks
 from rlctl.data.write import clear_leftovers, staged_directory
 from rlctl.errors import UsageError
 from rlctl.files import sha256_of
@@ -65,18 +65,14 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
     progress = progress or Progress()
     limit_for_fraction(request.val_fraction)
     sources = find_sources(request.sources)
-    options = (request.data_source, request.system_prompt, request.instruction)
+    recipe = request.recipe or Recipe()
+    options = (recipe.data_source, recipe.system_prompt, recipe.instruction)
     for text in [str(request.out), *(str(source.path) for source in sources), *filter(None, options)]:
         try:
             check_text(text)  # names and options are written to the output, which is UTF-8
         except RowError as error:
             raise UsageError(str(error), where=ascii(text), fix="rename it") from None
-    name = request.recipe
-    if name == "auto":
-        records = (record.values for source in sources for record in read_records(source))
-        name = recognise(next((values for values in records if values), {}))
-    keys = ("prompt_key", "answer_key", "data_source", "system_prompt", "instruction", "source_key")
-    recipe = Recipe(name, **{key: getattr(request, key) for key in keys}).resolve()
+    recipe = recipe.resolve(sources)
     plan = TransformPlan(recipe, request.seed, request.near_duplicates != "off", _lengths(request))
     made_from = _made_from(request, plan, sources)
     clear_leftovers(request.out)

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from rlctl.data.recipes import RecipeName
+    from rlctl.data.recipes import Recipe
+
+BadRows = Literal["refuse", "quarantine"]
+Duplicates = Literal["check", "keep", "drop"]
+NearDuplicates = Literal["count", "drop", "off"]
+Leakage = Literal["report", "drop", "refuse", "off"]
+Overlong = Literal["keep", "drop", "cut-left", "cut-right"]
+OutputFormat = Literal["verl", "trl", "openrlhf"]
+ParallelEngine = Literal["local", "ray"]
 
 
 class Progress:
@@ -28,45 +36,39 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequest:
-    """Input, output and options of a preparation. `Recipe` documents the fields of the recipe."""
+    """Input, output and options of a preparation."""
 
     sources: tuple[str, ...]  # files, directories, or `hf:organisation/name[:split]`
     out: Path  # the directory to write
-    recipe: RecipeName | Literal["auto"] = "auto"
-    prompt_key: str | None = None
-    answer_key: str | None = None
-    data_source: str | None = None
-    system_prompt: str | None = None
-    instruction: str | None = None
-    source_key: str | None = None
+    recipe: Recipe | None = None  # how to read the rows, not resolved; None: recognised by the first row
     val_fraction: float = 0.05  # share of the rows for the test split, in [0, 1)
     val_size: int | None = None  # number of test rows; replaces `val_fraction`
     seed: int = 1  # of the split
     overwrite: bool = False  # replace an earlier output
     #: `refuse` the whole input, or `quarantine` the bad rows and continue
-    bad_rows: Literal["refuse", "quarantine"] = "refuse"
+    bad_rows: BadRows = "refuse"
     #: rows that repeat an earlier question: `check` counts them and refuses the input if their share exceeds
     #: `decide.MAX_DUPLICATES`; `keep` counts them; `drop` removes them
-    duplicates: Literal["check", "keep", "drop"] = "check"
+    duplicates: Duplicates = "check"
     #: near duplicates of earlier questions: `count`, `drop`, or `off` (not searched for)
-    near_duplicates: Literal["count", "drop", "off"] = "count"
+    near_duplicates: NearDuplicates = "count"
     #: benchmarks by name, and files of any readable format, whose questions must not be trained on
     against: tuple[str, ...] = ()
     #: training rows that occur in the test split or in `against`: `report` counts them, `drop` removes them,
     #: `refuse` refuses the input, `off` skips the search
-    leakage: Literal["report", "drop", "refuse", "off"] = "report"
+    leakage: Leakage = "report"
     #: model whose tokenizer and chat template measure the prompts; None: prompts are not measured
     model: str | None = None
     max_prompt_length: int | None = None  # in tokens; None: no maximum
     #: longer prompts: `keep`, `drop`, or cut tokens from the left or right of the question
-    overlong: Literal["keep", "drop", "cut-left", "cut-right"] = "keep"
+    overlong: Overlong = "keep"
     trust_remote_code: bool = False  # allow custom code of the model's tokenizer
     #: check each ground truth with the grader of its data source; rows that fail are bad
     check_graders: bool = True
     rows_per_shard: int = 1_000_000  # maximum rows of one output file
-    to: Literal["verl", "trl", "openrlhf"] = "verl"  # framework that the output columns are for
+    to: OutputFormat = "verl"  # framework that the output columns are for
     #: `local` processes, or `ray` (Ray Data, on one or more machines)
-    engine: Literal["local", "ray"] = "local"
+    engine: ParallelEngine = "local"
     #: local worker processes; None: one per core, none for a small input
     workers: int | None = None
 
@@ -80,7 +82,7 @@ class PrepareRequest:
 class PrepareSummary:
     """Result of a preparation."""
 
-    recipe: RecipeName  # the recipe used, with `auto` resolved
+    recipe: str  # name of the recipe used, with `auto` resolved
     counts: Mapping[str, int]  # rows by status; see `decide.RowStatus` and docs/how-to/data.md
     #: `Manifest.report`: duplicates, near duplicates, leakage, lengths, findings
     report: Mapping[str, Any]

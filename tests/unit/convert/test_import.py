@@ -342,6 +342,22 @@ def test_nemo_rl_yaml_inherits(tmp_path: Path) -> None:
     assert row(result, "mystery.a").status == "unknown"
 
 
+def test_merge_keys_of_yaml_are_resolved(tmp_path: Path) -> None:
+    text = """
+.shared: &shared {lr: 1.0e-6, weight_decay: 0.1}
+policy:
+  model_name: org/model-1b
+  optimizer:
+    kwargs:
+      <<: *shared
+      lr: 2.0e-6
+"""
+    (tmp_path / "grpo.yaml").write_text(text)
+    result = translate(read(tmp_path / "grpo.yaml", framework="nemo-rl", environment={}, arguments=[]))
+    expect(result, {"actor.lr": 2e-6, "actor.weight_decay": 0.1})
+    assert row(result, "policy.optimizer.kwargs.weight_decay").where == "line 2"
+
+
 def test_nothing_is_dropped(tmp_path: Path) -> None:
     """Every key that the file sets has exactly one row, and everything in the spec an origin."""
     for text, name in ((VERL, "a.sh"), (TRL, "b.py"), (OPENRLHF, "c.sh"), (SLIME, "d.sh"), (PRIME, "e.toml")):
@@ -369,6 +385,19 @@ def test_a_misspelt_key_is_unknown_even_among_keys_that_are_not_supported(tmp_pa
     assert wrong.note == "did you mean actor_rollout_ref.actor.ppo_mini_batch_size?"
 
 
+def test_an_open_variable_in_a_list_is_named(tmp_path: Path) -> None:
+    result = imported(
+        "python3 train.py --hf-checkpoint m --adam-beta2 $BETA --use-tis", "s.sh", tmp_path, "slime"
+    )
+    assert "actor.betas" not in result.spec
+    assert any(one.key == "actor.betas" and "$BETA" in one.what for one in result.problems)
+
+
+def test_flags_of_hydra_are_passed_over(tmp_path: Path) -> None:
+    script = "python3 -m verl.trainer.main_ppo --config-dir=conf --hydra-help x data.train_batch_size=64\n"
+    expect(imported(script, "s.sh", tmp_path), {"data.train_batch_size": 64})
+
+
 def test_an_open_variable_is_named(tmp_path: Path) -> None:
     script = VERL.replace("MODEL=${MODEL:-org/model-1b}\n", "")
     result = imported(script, "run.sh", tmp_path)
@@ -387,6 +416,9 @@ def test_an_open_variable_is_named(tmp_path: Path) -> None:
         ("x.yaml", b"\xff\xfe", "not UTF-8"),
         ("x.json", b"{}", "not a shell script"),
         ("x.yaml", b"hello: 1\n", "no launch command"),
+        ("x.yaml", b"a: &a\n  b: *a\n", "nested too deeply"),
+        ("x.yaml", b"a: " + 5000 * b"[", "nested too deeply"),
+        ("x.toml", b"a = " + 5000 * b"[", "nested too deeply"),
     ],
 )
 def test_unreadable_files_are_refused(name: str, content: bytes, said: str, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def started(
         ("for s in 3 4; do run $s; done", ["3"]),
         ("while [[ $# -gt 0 ]]; do case $1 in a) x=1;; esac; shift; done\nrun ok", ["ok"]),
         ("run a > log.txt 2>&1 | tee b & ", ["a"]),
+        ("run x${10} y${²}", ["x", "y${²}"]),
         ("cat <<EOF > x\nrun hidden\nEOF\nrun seen", ["seen"]),
         ("run 'actor=${model.path}'", ["actor=${model.path}"]),
         ("export N=3 M=4\nX=1 run $N$M", ["34"]),
@@ -113,3 +114,7 @@ def test_a_script_that_calls_itself_ends(tmp_path: Path) -> None:
     started("f() { f; f; }\nf", tmp_path)
     (tmp_path / "run.sh").write_text("source run.sh\nsource run.sh\n")
     started("source run.sh", tmp_path)
+
+
+def test_the_script_is_argument_zero_however_it_is_written(tmp_path: Path) -> None:
+    assert started("run $0 ${00}", tmp_path) == [["run", *2 * [str(tmp_path / "run.sh")]]]

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from rlctl.data.read import load_rows
+from rlctl.data.recipes import Recipe
 from rlctl.data.schema import Message, Row
 from rlctl.prepare.check import CheckRequest, check
 from rlctl.prepare.pipeline import prepare
@@ -41,13 +42,16 @@ def test_prompts_without_a_form_are_a_finding(tmp_path, keys, name, severity):
     source, written, seen = found_by_both(tmp_path, rows, name)
     places = tuple(f"{source}:{i}" for i in range(1, 6))
     assert written["no-answer-form"] == seen["no-answer-form"] == (severity, 10, places)
-    options = {"instruction": r"Give the result in \boxed{}.", "overwrite": True}
+    options = {"recipe": Recipe(instruction=r"Give the result in \boxed{}."), "overwrite": True}
     assert "no-answer-form" not in found_by_both(tmp_path, rows, name, **options)[1]
 
 
 def test_an_instruction_turned_off_is_a_finding(tmp_path):
     rows = [{"problem": f"Find {i}.", "answer": i} for i in range(10)]
-    assert found_by_both(tmp_path, rows, instruction="")[1]["no-answer-form"][:2] == ("warning", 10)
+    assert found_by_both(tmp_path, rows, recipe=Recipe(instruction=""))[1]["no-answer-form"][:2] == (
+        "warning",
+        10,
+    )
 
 
 @pytest.mark.parametrize(

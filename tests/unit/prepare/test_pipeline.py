@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlctl.data.read import load_rows
+from rlctl.data.recipes import Recipe
 from rlctl.data.schema import arrow_schema
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.prepare.pipeline import prepare
@@ -99,10 +100,7 @@ def test_generic_with_column_mapping(tmp_path, suffix):
     request = PrepareRequest(
         sources=(str(source),),
         out=tmp_path / "out",
-        prompt_key="problem",
-        answer_key="solution",
-        system_prompt="Be brief.",
-        instruction="Box it.",
+        recipe=Recipe("auto", "problem", "solution", system_prompt="Be brief.", instruction="Box it."),
         val_size=10,
     )
     summary = prepare(request)
@@ -122,7 +120,9 @@ def test_nested_columns_and_chat_prompts(tmp_path):
         {"prompt": [*chat, {"role": "user", "content": f"{i}"}], "reward": {"truth": i}} for i in range(9)
     ]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
-    prepare(PrepareRequest((str(source),), tmp_path / "out", answer_key="reward.truth", val_fraction=0))
+    prepare(
+        PrepareRequest((str(source),), tmp_path / "out", Recipe(answer_key="reward.truth"), val_fraction=0)
+    )
     assert not (tmp_path / "out/test.parquet").exists()
     assert [row.ground_truth for row in all_rows(tmp_path / "out")] == [str(i) for i in range(9)]
     assert len(all_rows(tmp_path / "out")[0].prompt) == 3
@@ -136,7 +136,9 @@ def test_the_split_follows_the_question_not_the_place(tmp_path):
         source = str(tmp_path / f"{name}.jsonl")
         # another instruction must not move a row either
         prepare(
-            PrepareRequest((source,), tmp_path / name, instruction=name, val_fraction=0.2, duplicates="keep")
+            PrepareRequest(
+                (source,), tmp_path / name, Recipe(instruction=name), val_fraction=0.2, duplicates="keep"
+            )
         )
 
     def side(name, split):

@@ -6,6 +6,7 @@ import pytest
 
 from rlctl.data import sources
 from rlctl.data.read import load_rows
+from rlctl.data.recipes import Recipe
 from rlctl.errors import UsageError
 from rlctl.prepare.pipeline import prepare
 from rlctl.prepare.request import PrepareRequest
@@ -31,7 +32,7 @@ def request_(tmp_path, model):
         check_graders=False,
         near_duplicates="off",
         val_fraction=0,
-        instruction="Go.",
+        recipe=Recipe(instruction="Go."),
     )
 
 

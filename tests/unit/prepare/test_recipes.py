@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from rlctl.data.recipe_names import RecipeName
 from rlctl.data.recipes import LAYOUTS, Recipe, last_boxed, recognise
 from rlctl.data.records import RowError
 from rlctl.errors import UsageError
@@ -85,6 +87,10 @@ RECORDS = {
 def read(record, recipe="auto", **options):
     name = recognise(record) if recipe == "auto" else recipe
     return Recipe(name, **options).resolve().to_row(record, Path("some/file.v2.jsonl"), 3)
+
+
+def test_every_recipe_has_a_layout():
+    assert set(LAYOUTS) == set(get_args(RecipeName))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -240,3 +246,10 @@ def test_a_prompt_never_holds_the_reply_to_it(turn):
     record = {"messages": [{"role": "user", "content": "1+1?"}, turn], "answer": "2"}
     with pytest.raises(RowError, match="ends with a reply of the assistant"):
         recipe.to_row(record, Path("a.jsonl"), 0)
+
+
+def test_numbers_of_any_size_are_read():
+    digits = "1" + 400 * "0"
+    assert read({"prompt": "q", "answer": int(digits)}, "generic").ground_truth == digits
+    row = read(VERL | {"extra_info": {"index": 1 << 63}})
+    assert (row.index, row.extra) == (3, {"original_index": 1 << 63})

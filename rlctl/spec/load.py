@@ -20,7 +20,6 @@ from pydantic import ValidationError
 
 from rlctl.errors import Problem, SpecError, UsageError, in_words
 from rlctl.spec.check import check_spec
-from rlctl.spec.hardware import native_dtype
 from rlctl.spec.keys import (
     accepts,
     advice_among,
@@ -34,6 +33,7 @@ from rlctl.spec.keys import (
     nested,
     open_leaves,
 )
+from rlctl.spec.machine import native_dtype
 from rlctl.spec.model import EMBEDDED
 from rlctl.spec.presets import DESCRIPTION, all_presets, nearest_preset
 from rlctl.spec.run_spec import RunSpec

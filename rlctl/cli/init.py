@@ -40,10 +40,9 @@ def init(
     rlctl init my.yaml --model Qwen/Qwen2.5-0.5B-Instruct --data data/gsm8k/train.parquet --gpus 1
     """
     from rlctl.cli.output import check_new, write_file
-    from rlctl.spec.hardware import gpu_memory
-    from rlctl.spec.hardware import gpus as cards
     from rlctl.spec.load import load_spec
-    from rlctl.spec.machine import GIB
+    from rlctl.spec.machine import GIB, gpu_memory
+    from rlctl.spec.machine import gpus as cards
     from rlctl.spec.model import EMBEDDED
     from rlctl.spec.presets import all_presets
 

@@ -132,11 +132,12 @@ def _preset(name: str) -> Preset:
     Raises:
         UsageError: there is none.
     """
-    from rlctl.spec.presets import all_presets, nearest_preset
+    from rlctl.spec.keys import closest
+    from rlctl.spec.presets import all_presets
 
     preset = all_presets().get(name)
     if preset is None:
-        near = nearest_preset(name)
+        near = closest(name, all_presets(), cutoff=0.4)
         fix = f"did you mean `{near}`?" if near else "see `rlctl presets list`"
         raise UsageError(f"no such preset: {name}", fix=fix)
     return preset

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 _RANGES = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
@@ -41,7 +44,7 @@ def schema(
     if model is None:
         fix = f"one of {', '.join(sorted(known_sections()))}"
         raise UsageError(f"no such section: {section}", where="--section", fix=fix)
-    content = model.model_json_schema()
+    content = _json_schema(model)
     if markdown:
         typer.echo("| key | type | default | meaning |\n|---|---|---|---|")
         for row in _rows(content, content.get("$defs", {}), f"{section}." if section else ""):
@@ -52,6 +55,17 @@ def schema(
         content["properties"][DESCRIPTION] = {"type": "string", "description": "For readers only."}
     document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **content}
     typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def _json_schema(section: type[BaseModel]) -> dict[str, Any]:
+    """The JSON Schema of a section, with the names of the rejection criteria, which a comma separates."""
+    from rlctl.spec.resolve import criteria_names
+
+    content = section.model_json_schema()
+    for part in (content, *content.get("$defs", {}).values()):
+        if criteria := part["properties"].get("rollout_rs"):
+            criteria["examples"] = criteria_names()
+    return content
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +82,7 @@ def key_rows() -> Iterator[KeyRow]:
     """Every key of the spec, in the order of its sections."""
     from rlctl.spec.run_spec import RunSpec
 
-    content = RunSpec.model_json_schema()
+    content = _json_schema(RunSpec)
     yield from _rows(content, content.get("$defs", {}), "")
 
 

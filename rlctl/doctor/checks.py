@@ -27,7 +27,7 @@ from packaging.version import InvalidVersion, Version
 
 from rlctl.files import cache_root
 from rlctl.processes import command_output
-from rlctl.spec.hardware import gpus
+from rlctl.spec.machine import gpus
 from rlctl.spec.model_size import hub_cache
 
 #: Packages that training requires; reported with their versions.

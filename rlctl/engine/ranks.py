@@ -19,7 +19,7 @@ from rlctl.algos.metric_sums import Additive
 from rlctl.engine.launch import LostRank
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.processes import free_port
-from rlctl.spec.hardware import gpus, gpus_are_hidden
+from rlctl.spec.machine import gpus, gpus_are_hidden
 
 _Value = TypeVar("_Value")
 

@@ -23,7 +23,7 @@ from rlctl.model_files import local_directory
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.rollout.hf import DTYPES, HFRollout
 from rlctl.rollout.protocol import step_seed
-from rlctl.spec.hardware import native_dtype
+from rlctl.spec.machine import native_dtype
 from rlctl.spec.model import ModelSpec
 
 if TYPE_CHECKING:

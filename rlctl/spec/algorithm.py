@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -24,12 +24,6 @@ Threshold = Annotated[str, BeforeValidator(_number_as_text, json_schema_input_ty
 CORRECTION = "algorithm.rollout_correction."
 
 
-def _with_criteria_names(schema: dict[str, Any]) -> None:
-    from rlctl.spec.resolve import criteria_names  # imports this module
-
-    schema["examples"] = criteria_names()
-
-
 class RolloutCorrectionSpec(Section):
     """Importance and rejection sampling (IS, RS) between the rollout and the training policy."""
 
@@ -49,7 +43,7 @@ class RolloutCorrectionSpec(Section):
     for two."""
     rollout_is_batch_normalize: bool = True
     """Divide the weights by their mean over the mini-batch (self-normalised importance sampling)."""
-    rollout_rs: Annotated[str | None, NullWord] = Field(default=None, json_schema_extra=_with_criteria_names)
+    rollout_rs: Annotated[str | None, NullWord] = None
     """Rejection criteria, comma separated; a sample must pass all of them. A criterion can also be
     `path/to/file.py:function`. null: nothing is rejected."""
     rollout_rs_params: OpenMapping = Field(default={})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.spec.check_base import LEAVE_OUT, Problems, error, reads, warning
-from rlctl.spec.hardware import gpus, gpus_are_hidden
-from rlctl.spec.keys import closest
+from rlctl.spec.keys import closest, flat
+from rlctl.spec.machine import gpus, gpus_are_hidden
 from rlctl.spec.parts import param_problems
 from rlctl.spec.passthrough import DEEPSPEED_NAMES, DEEPSPEED_OWNERS, VLLM_OWNERS, vllm_name
 from rlctl.spec.rollout import VLLM_LORA_RANKS, ServerSpec
@@ -201,7 +201,7 @@ def _owned(
     whose: str,
     name_of: Callable[[str], str] = str,
 ) -> Problems:
-    for option, value in _flat(given, ""):
+    for option, value in flat(given, keeps_empty=True).items():
         # A value instead of a section sets everything below it.
         name, section = name_of(option), "" if isinstance(value, Mapping) else f"{name_of(option)}."
         for owner, ours in owners.items():
@@ -209,14 +209,6 @@ def _owned(
                 what = f"{whose} {option} ({value}) contradicts what sets it here: {ours}"
                 yield error(f"{key}.{option}", what, LEAVE_OUT)
                 break
-
-
-def _flat(given: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in given.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 @reads("model.lora_rank", "rollout.name", "rollout.merge_lora")

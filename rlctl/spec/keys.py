@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import cache, reduce
 from typing import Any, get_args, get_origin
 
@@ -98,12 +98,18 @@ def value_of(spec: RunSpec, key: str) -> Any:
     return reduce(getattr, key.split("."), spec)
 
 
-def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens nested sections: dotted key → value."""
+def flat(
+    content: Mapping[str, Any], prefix: str = "", *, keeps_empty: bool = False, whole: Container[str] = ()
+) -> dict[str, Any]:
+    """Flattens nested sections: dotted key → value.
+
+    A mapping at a key in `whole` is a value; an empty mapping is one if `keeps_empty`, else it is left out.
+    """
     found: dict[str, Any] = {}
     for name, value in content.items():
         key = f"{prefix}{name}"
-        found |= flat(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+        is_section = isinstance(value, Mapping) and key not in whole and (value or not keeps_empty)
+        found |= flat(value, f"{key}.", keeps_empty=keeps_empty, whole=whole) if is_section else {key: value}
     return found
 
 

@@ -10,8 +10,7 @@ unreadable sources and unknown keys, then types and ranges, then contradictions 
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,13 +20,13 @@ from pydantic import ValidationError
 
 from rlctl.errors import Problem, SpecError, UsageError, in_words
 from rlctl.spec.check import check_spec
-from rlctl.spec.hardware import native_dtype
 from rlctl.spec.keys import (
     accepts,
     advice_among,
     advice_for,
     closest,
     fields_of_items,
+    flat,
     known_leaves,
     known_sections,
     leaf_of,
@@ -35,9 +34,10 @@ from rlctl.spec.keys import (
     nested,
     open_leaves,
 )
+from rlctl.spec.machine import native_dtype
 from rlctl.spec.model import EMBEDDED
 from rlctl.spec.parts import parts_unchecked
-from rlctl.spec.presets import DESCRIPTION, all_presets, nearest_preset
+from rlctl.spec.presets import DESCRIPTION, all_presets
 from rlctl.spec.run_spec import RunSpec
 from rlctl.spec.yaml_source import Leaf, SpecSource, parse_scalar, read_value, read_yaml_file
 
@@ -139,12 +139,15 @@ def load_spec(
     for file in files:
         entries |= _read_file(file, Origin("file", str(file)), problems)
     if isinstance(overrides, Mapping):
-        leaves = list(_leaves(overrides))
-        entries |= {key: _Entry(leaf, given) for key, leaf in leaves}
-        twice = [key for key, count in Counter(key for key, _ in leaves).items() if count > 1]
-        problems += [
-            Problem("error", key, "given twice", "keep one of the values", "values") for key in twice
-        ]
+        whole, values = known_leaves().keys() - open_leaves(), {}
+        for name, value in overrides.items():
+            leaves = flat({name: value}, keeps_empty=True, whole=whole)
+            twice = sorted(leaves.keys() & values.keys())
+            problems += [
+                Problem("error", key, "given twice", "keep one of the values", "values") for key in twice
+            ]
+            values |= leaves
+        entries |= {key: _Entry(_leaf_of_value(value), given) for key, value in values.items()}
     else:
         entries |= _read_overrides(overrides, given, problems)
     model = entries.get("model.path")
@@ -222,7 +225,7 @@ def _read_preset(preset: str, given: Origin, problems: list[Problem]) -> dict[st
     path = Path(preset)
     if path.is_file():
         return _read_file(path, Origin("preset", preset), problems)
-    near = nearest_preset(preset)
+    near = closest(preset, known, cutoff=0.4)
     fix = f"did you mean `{near}`?" if near else "see `rlctl presets list`"
     looks_like_path = path.suffix in {".yaml", ".yml"} or len(path.parts) > 1
     what = f"no such {'file' if looks_like_path else 'preset'}: `{preset}`"
@@ -243,16 +246,11 @@ def _read_file(path: Path, origin: Origin, problems: list[Problem]) -> dict[str,
     }
 
 
-def _leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Leaf]]:
-    """Dotted key and value for each value of a nested mapping."""
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value and key not in known_leaves().keys() - open_leaves():
-            yield from _leaves(value, f"{key}.")
-        else:
-            plain = os.fspath(value) if isinstance(value, os.PathLike) else value
-            plain = plain.tolist() if hasattr(plain, "tolist") else plain  # of NumPy
-            yield key, Leaf(plain, str(plain), None)
+def _leaf_of_value(value: object) -> Leaf:
+    """A leaf for a value from a program: paths become text, NumPy's numbers and arrays plain values."""
+    plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+    plain = plain.tolist() if hasattr(plain, "tolist") else plain
+    return Leaf(plain, str(plain), None)
 
 
 def _read_overrides(overrides: Iterable[str], origin: Origin, problems: list[Problem]) -> dict[str, _Entry]:

@@ -7,9 +7,9 @@ same tensors: autocast is not used, and the fused attention kernels save the sam
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal, get_args
 
 from rlctl.spec.model import ALL_LINEAR, ModelSpec
@@ -47,15 +47,20 @@ class MemoryPart:
 
     Attributes:
         name: what needs the memory.
-        num_bytes: per GPU; None if the model's dimensions are unknown.
+        num_bytes: per GPU, or per node for a part of host memory; None if the model's dimensions are unknown.
         formula: in words.
         phases: phases in which it is allocated; empty: all. Only the largest phase counts for the peak.
+        is_pinned: page-locked host memory; `num_bytes` includes torch's rounding of each buffer up to a power
+            of two.
+        is_shared: a file in `/dev/shm`.
     """
 
     name: str
     num_bytes: float | None
     formula: str
     phases: tuple[str, ...] = ()
+    is_pinned: bool = False
+    is_shared: bool = False
 
 
 def packed_width(hidden: int) -> int:
@@ -80,7 +85,15 @@ def adapter_parameters(spec: RunSpec, size: ModelSize) -> int | None:
     """Number of parameters that LoRA trains; None: all weights are trained, or the dimensions are unknown."""
     if not (spec.model.lora_rank and size.shape):
         return None
-    return size.shape.layers * _Layer(spec.model, size.shape, 0, 0).adapter_parameters()
+    ends = _adapted(spec.model, size.shape).values()
+    return size.shape.layers * spec.model.lora_rank * sum(inputs + outputs for inputs, outputs in ends)
+
+
+def _adapted(model: ModelSpec, shape: Shape) -> dict[str, tuple[int, int]]:
+    """Matrices of a layer that have adapters → (inputs, outputs); empty without LoRA."""
+    names = model.target_modules if model.lora_rank else []
+    matrices = shape.matrices()
+    return {name: matrices[name] for name in matrices if ALL_LINEAR in names or name in names}
 
 
 def memory_total(parts: Sequence[MemoryPart], phases: Container[str] | None = None) -> float:
@@ -128,18 +141,6 @@ class _Layer:
         }
         return sum(factor * sizes[dimension] for dimension, factor in terms.items())
 
-    @cached_property
-    def adapted(self) -> list[str]:
-        """Names of the layer's matrices that have adapters; empty without LoRA."""
-        model = self.model
-        names = self.shape.matrices() if model.lora_rank else {}
-        return [name for name in names if ALL_LINEAR in model.target_modules or name in model.target_modules]
-
-    def adapter_parameters(self) -> int:
-        """Rank × (inputs + outputs) of each adapted matrix."""
-        matrices = self.shape.matrices()
-        return self.model.lora_rank * sum(sum(matrices[name]) for name in self.adapted)
-
     def kept(self) -> Terms:
         """Tensors that the forward pass saves for the backward pass."""
         return _added(self._norms(), self._attention(), self._feed_forward())
@@ -164,7 +165,7 @@ class _Layer:
         Each norm saves its input in float32, the scaled input if its weight is trained, and its output if a
         trained matrix reads it. Instead of the first two, Liger's norms save the input in the engine's dtype.
         """
-        lora, width, adapted = self.model.lora_rank, self.width, self.adapted
+        lora, width, adapted = self.model.lora_rank, self.width, _adapted(self.model, self.shape)
         readers = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
         outputs = sum(bool(read.intersection(adapted)) for read in readers) if lora else 2
         each = width if self.model.use_liger else 4 + (0 if lora else width)
@@ -187,7 +188,7 @@ class _Layer:
 
     def _feed_forward(self) -> Terms:
         """Gate, activated gate (not with Liger), up projection; their product if `down_proj` is trained."""
-        reads = not self.model.lora_rank or "down_proj" in self.adapted
+        reads = not self.model.lora_rank or "down_proj" in _adapted(self.model, self.shape)
         return {"intermediate": (3 - self.model.use_liger + reads) * self.width}
 
 
@@ -220,7 +221,10 @@ class _Estimate:
         if spec.trains_critic:
             critic = size_at(spec.model, spec.critic.path) if spec.critic.path else policy
             read = replace(critic, num_parameters=critic.num_trainable)  # a critic has only the text decoder
-            parts += [*self._trained(read, None, "critic's "), *self._critic_pass(critic)]
+            parts += self._trained(read, None, "critic's ")
+            model = spec.model.model_copy(update={"lora_rank": 0})  # a critic has no adapters
+            sizes = spec.critic_micro_batch_size, spec.critic_max_token_len
+            parts += self._layers_pass(model, critic.shape, sizes, ("critic",), "critic's ")
         if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
             reference = size_at(spec.model, spec.ref.path) if spec.ref.path else policy
             parts.append(self._part("reference's weights", reference.num_parameters, self.width, 3))
@@ -384,13 +388,6 @@ class _Estimate:
         gradient = shape.vocab * shape.hidden * width
         return [*parts, MemoryPart("output head's gradient", gradient, words, ("head",))]
 
-    def _critic_pass(self, size: ModelSize) -> list[MemoryPart]:
-        """The critic's largest forward and backward pass; it has no adapters and a head with one output."""
-        spec = self.spec
-        model = spec.model.model_copy(update={"lora_rank": 0})
-        sizes = spec.critic_micro_batch_size, spec.critic_max_token_len
-        return self._layers_pass(model, size.shape, sizes, ("critic",), "critic's ")
-
     def _layers_pass(
         self,
         model: ModelSpec,
@@ -432,11 +429,10 @@ class _Estimate:
 
 def _added(*many: Terms) -> Terms:
     """Sum of the terms: factors of the same dimension are added."""
-    result: Terms = {}
+    result: Counter[str] = Counter()
     for terms in many:
-        for dimension, factor in terms.items():
-            result[dimension] = result.get(dimension, 0) + factor
-    return result
+        result.update(terms)
+    return dict(result)
 
 
 def _listed(terms: Terms) -> str:

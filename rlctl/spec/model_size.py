@@ -1,4 +1,4 @@
-"""Size of a model from local files or published figures, without loading or downloading it.
+"""Size of a model and of its checkpoint, without loading or downloading the model.
 
 Published dimensions are those of each model's `config.json` on the Hugging Face hub.
 """
@@ -16,9 +16,12 @@ from typing import Any
 
 from rlctl.spec.embedded import RECIPE, VOCABULARY
 from rlctl.spec.model import EMBEDDED, ModelSpec
+from rlctl.spec.run_spec import RunSpec
 
 _SIZE_IN_NAME = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BbMm])(?![A-Za-z0-9])")
 _MAX_HEADER = 100 << 20
+#: Bytes per trained parameter with AdamW: two moments and the parameter, in float32.
+_TRAINED = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,25 @@ def size_at(spec: ModelSpec, path: str | None) -> ModelSize:
     if path in {None, spec.path}:
         return model_size(spec)
     return model_size(spec.model_copy(update={"path": path, "revision": None}))
+
+
+def checkpoint_bytes(spec: RunSpec) -> int | None:
+    """Bytes of one checkpoint: the engine's state, the exported model, the critic's state.
+
+    Batches sampled ahead are not included. None: a model's size is unknown.
+    """
+    size = model_size(spec.model)
+    policy, trained = size.num_parameters, size.num_trainable
+    critic = size_at(spec.model, spec.critic.path).num_trainable if spec.trains_critic else 0
+    if policy is None or trained is None or critic is None:
+        return None
+    width = spec.engine.width
+    # In float32 the engine trains the parameters directly; in bf16 it also keeps a float32 copy of them.
+    state = _TRAINED + (2 if width == 2 else 0)
+    if spec.model.lora_rank:  # the base is stored twice: in the engine's state, and merged in the export
+        return policy * 2 * width + critic * state
+    frozen = policy - trained  # stored in the engine's state and in the export
+    return trained * (state + width) + frozen * 2 * width + critic * state
 
 
 def _local_directory(spec: ModelSpec) -> Path | None:

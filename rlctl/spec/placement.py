@@ -36,19 +36,6 @@ _LOADING, _SAVING, _TRAINING = "load", "save", "train"
 
 
 @dataclass(frozen=True, slots=True)
-class HostPart(MemoryPart):
-    """One part of a node's host memory; `num_bytes` is per node.
-
-    Attributes:
-        is_pinned: page-locked; `num_bytes` includes torch's rounding of each buffer up to a power of two.
-        is_shared: a file in `/dev/shm`.
-    """
-
-    is_pinned: bool = False
-    is_shared: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Stage:
     """One stage of a run: peak memory and transfers.
 
@@ -102,7 +89,7 @@ class Placement:
         return memory_total(self.gpu_parts, phases)
 
     @cached_property
-    def host_parts(self) -> list[HostPart]:
+    def host_parts(self) -> list[MemoryPart]:
         """Host memory parts of one node; without GPUs, excluding the parts that `gpu_parts` contains."""
         return [part for part in self._host_parts() if part.num_bytes is None or part.num_bytes > 0]
 
@@ -110,22 +97,22 @@ class Placement:
         """Bytes in `/dev/shm` per node."""
         return sum(part.num_bytes or 0.0 for part in self.host_parts if part.is_shared)
 
-    def _host_parts(self) -> Iterator[HostPart]:
+    def _host_parts(self) -> Iterator[MemoryPart]:
         spec, ranks, parameters, whole = self.spec, self.ranks, self.size.num_parameters, self.whole
         on_gpu = self.machine.gpus > 0
         if on_gpu:
             words = f"{ranks} × {_PROCESS_BYTES // GIB} GiB: libraries, CUDA contexts"
-            yield HostPart("processes", ranks * _PROCESS_BYTES, words)
+            yield MemoryPart("processes", ranks * _PROCESS_BYTES, words)
         if parameters is None:
-            yield HostPart("weights in transfer", None, "the model's size is not known here", (_LOADING,))
+            yield MemoryPart("weights in transfer", None, "the model's size is not known here", (_LOADING,))
             return
 
         if on_gpu:
             what = "parameters" if self._reads_whole else "the largest layer's weights, twice,"
             words = f"{ranks} ranks × {what} × {self.width} bytes, one model at a time"
             at_once = whole if self._reads_whole else self._largest_weights
-            yield HostPart("weights in transfer", ranks * at_once, words, (_LOADING,))
-        yield HostPart("export of a checkpoint", whole, "the main rank gathers all weights", (_SAVING,))
+            yield MemoryPart("weights in transfer", ranks * at_once, words, (_LOADING,))
+        yield MemoryPart("export of a checkpoint", whole, "the main rank gathers all weights", (_SAVING,))
         if on_gpu and spec.engine.offload != "none":
             read = self.size.num_trainable or parameters
             yield from self._offloaded(parameters, adapter_parameters(spec, self.size) or read, "")
@@ -133,21 +120,21 @@ class Placement:
                 yield from self._offloaded(read, read, "critic's ")
         if on_gpu and spec.engine.offload_base:
             words = f"{ranks} ranks × parameters × {self.width} bytes, rounded up to powers of two"
-            yield HostPart("frozen weights", ranks * self._pinned_copy(self.width), words, is_pinned=True)
+            yield MemoryPart("frozen weights", ranks * self._pinned_copy(self.width), words, is_pinned=True)
         if on_gpu and self.keeps_copy:
             words = f"{ranks // self.shared} engines × parameters × {self.sampling_width} bytes"
             words += ", rounded up to powers of two"
             copy = ranks * self._pinned_copy(self.sampling_width, self.shared)
-            yield HostPart("sleeping vLLM's weights", copy, words, (_TRAINING,), is_pinned=True)
+            yield MemoryPart("sleeping vLLM's weights", copy, words, (_TRAINING,), is_pinned=True)
         if self.writes_weights and spec.rollout.server.weights_dir is None:
             versions = 1 if spec.syncs_adapter else 2
             words = f"{versions} versions × parameters × {self.width} bytes"
-            yield HostPart("weights for the servers", versions * whole, words, is_shared=True)
+            yield MemoryPart("weights for the servers", versions * whole, words, is_shared=True)
         if on_gpu and spec.world_size > 1:
             words = f"{ranks} ranks × {_NCCL_BYTES >> 20} MiB"
-            yield HostPart("NCCL", ranks * _NCCL_BYTES, words, is_shared=True)
+            yield MemoryPart("NCCL", ranks * _NCCL_BYTES, words, is_shared=True)
 
-    def _offloaded(self, parameters: int, trained: int, whose: str) -> Iterator[HostPart]:
+    def _offloaded(self, parameters: int, trained: int, whose: str) -> Iterator[MemoryPart]:
         """Host memory of DeepSpeed's offloading; see its `offload_optimizer`."""
         spec, ranks = self.spec, self.ranks
         of_a_rank = trained / spec.world_size
@@ -159,16 +146,16 @@ class Placement:
         rounded = ", rounded up to powers of two" if pins else ""
         words = f"{ranks} ranks × {of_a_rank:,.0f} × 4 bytes{rounded}"
         for name in ("fp32 weights", "gradients of the step"):
-            yield HostPart(f"{whose}{name}", ranks * of_a_rank * per_group, words, is_pinned=pins)
+            yield MemoryPart(f"{whose}{name}", ranks * of_a_rank * per_group, words, is_pinned=pins)
         moments = f"{ranks} ranks × {of_a_rank:,.0f} × 8 bytes"
-        yield HostPart(f"{whose}moments", ranks * of_a_rank * 8, moments)
+        yield MemoryPart(f"{whose}moments", ranks * of_a_rank * 8, moments)
         if self.stage == 3 or self.width == 4:  # in bf16, stage 2 accumulates them on the GPU
             sums = ranks * held(of_a_rank * 4)
-            yield HostPart(f"{whose}sums of gradients", sums, words, is_pinned=pins)
+            yield MemoryPart(f"{whose}sums of gradients", sums, words, is_pinned=pins)
         if spec.engine.offload == "all":
             words = f"{ranks} ranks × parameters × {self.width} bytes ÷ {spec.world_size} ranks{rounded}"
             weights = ranks * held(parameters * self.width / spec.world_size)
-            yield HostPart(f"{whose}weights", weights, words, is_pinned=pins)
+            yield MemoryPart(f"{whose}weights", weights, words, is_pinned=pins)
 
     @property
     def _reads_whole(self) -> bool:

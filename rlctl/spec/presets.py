@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -54,9 +53,3 @@ def all_presets() -> dict[str, Preset]:
         Preset(path.stem, path.parent.relative_to(root).as_posix(), path) for path in root.rglob("*.yaml")
     ]
     return {preset.name: preset for preset in sorted(found, key=lambda preset: (preset.kind, preset.name))}
-
-
-def nearest_preset(name: str) -> str | None:
-    """The shipped preset with the most similar name; None: there is none."""
-    close = difflib.get_close_matches(name, list(all_presets()), n=1, cutoff=0.4)
-    return close[0] if close else None

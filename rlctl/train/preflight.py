@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rlctl.errors import Problem, UsageError
 from rlctl.model_files import check_directory
-from rlctl.spec.checkpoint_size import checkpoint_bytes
+from rlctl.spec.model_size import checkpoint_bytes
 from rlctl.spec.paths import matches
 from rlctl.spec.run_spec import RunSpec
 from rlctl.user_code import files_of

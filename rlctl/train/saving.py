@@ -22,7 +22,7 @@ from rlctl.engine.checkpoint import (
 )
 from rlctl.errors import RunFailure
 from rlctl.spec.base import seconds
-from rlctl.spec.checkpoint_size import checkpoint_bytes
+from rlctl.spec.model_size import checkpoint_bytes
 from rlctl.train.schedule import is_due, is_sync_due
 from rlctl.train.summary import best_validation, validation_score
 

@@ -17,10 +17,9 @@ from rlctl.cli import schema as schema_module
 from rlctl.cli.app import app, run
 from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec import yaml_source
-from rlctl.spec.hardware import gpu_memory
 from rlctl.spec.keys import known_leaves
 from rlctl.spec.load import load_spec
-from rlctl.spec.machine import GIB
+from rlctl.spec.machine import GIB, gpu_memory
 from rlctl.spec.presets import all_presets
 
 Capture = pytest.CaptureFixture[str]

@@ -14,7 +14,7 @@ from rlctl.evaluate.local_model import LocalModel, files_hash
 from rlctl.evaluate.request import EvaluateRequest, Target, check_request
 from rlctl.rollout import vllm
 from rlctl.rollout.hf import HFRollout
-from rlctl.spec.hardware import native_dtype
+from rlctl.spec.machine import native_dtype
 from tests.unit.evaluate.runs import make_run
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlctl.spec import hardware
+from rlctl.spec import machine as machine_module
 from rlctl.spec.load import dump_spec, load_spec
 from rlctl.train.start import _with_main_dtype
 
@@ -22,16 +22,16 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def make(flags: str = "fpu sse2 avx512f", gpus: tuple[str, ...] = (), hidden: str | None = None) -> None:
         info = tmp_path / "cpuinfo"
         info.write_text(f"processor : 0\nflags\t\t: {flags}\n")
-        monkeypatch.setattr(hardware, "_CPU_INFO", info)
-        monkeypatch.setattr(hardware, "_driver_says", lambda query: [GPUS[gpu] for gpu in gpus])
-        hardware._cpu_flags.cache_clear()
+        monkeypatch.setattr(machine_module, "_CPU_INFO", info)
+        monkeypatch.setattr(machine_module, "_driver_says", lambda query: [GPUS[gpu] for gpu in gpus])
+        machine_module._cpu_flags.cache_clear()
         if hidden is None:
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         else:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
 
     yield make
-    hardware._cpu_flags.cache_clear()
+    machine_module._cpu_flags.cache_clear()
 
 
 @pytest.mark.parametrize(

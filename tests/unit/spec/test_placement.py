@@ -12,10 +12,9 @@ import pytest
 
 from rlctl.cli.app import run
 from rlctl.spec import machine as machine_module
-from rlctl.spec.checkpoint_size import checkpoint_bytes
 from rlctl.spec.load import load_spec
 from rlctl.spec.machine import GIB, MACHINES, Machine, machine_of, this_machine
-from rlctl.spec.model_size import ModelSize, Shape, model_size
+from rlctl.spec.model_size import ModelSize, Shape, checkpoint_bytes, model_size
 from rlctl.spec.placement import Placement
 
 BASE = ["data.train_files=x", "engine.dtype=bf16", "model.path=Qwen/Qwen2.5-7B"]

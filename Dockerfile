@@ -15,7 +15,7 @@ RUN apt-get update \
 COPY pyproject.toml README.md LICENSE /src/
 COPY rlctl /src/rlctl
 COPY presets /src/presets
-# uv knows where torch keeps its CPU builds, which carry no CUDA packages.
+# uv has the index of torch's CPU builds, which need no CUDA packages.
 RUN pip install --no-cache-dir uv \
     && uv pip install --system --no-cache --torch-backend cpu /src
 WORKDIR /work

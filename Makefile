@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-# The newest torch this release is tested with; its CPU build carries no CUDA packages (several GB).
+# The newest torch this release is tested with; its CPU build needs no CUDA packages (several GB).
 TORCH := torch>=2.8,<2.14
 TORCH_CPU := torch==2.13.0+cpu
 
@@ -19,7 +19,7 @@ help:  ## Show this list
 train: setup  ## Set everything up and train the built-in model (RLOO, sequence IS)
 	$(BIN)/rlctl train --preset rloo-seq-is
 
-# Before and after are compared on sums that training never sees.
+# The models before and after training are compared on sums that are not in the training data.
 train-llm: setup  ## Fetch a real language model (SmolLM2-135M), train it on sums on the CPU, compare before and after
 	$(BIN)/python examples/sums.py data/sums
 	@set -e; run=runs/train-llm-$$(date +%Y%m%d-%H%M%S); \
@@ -30,7 +30,7 @@ train-llm: setup  ## Fetch a real language model (SmolLM2-135M), train it on sum
 	$(BIN)/rlctl evaluate compare $$run/before $$run/after; \
 	for step in 1 40; do $(BIN)/rlctl samples $$run --step $$step -n 4; done
 
-# One worker more than CI has cores: a third of a worker's time is waiting.
+# The number of workers is the number of CI cores plus one, because a worker waits a third of its time.
 test: setup-dev verl $(VENV)/.installed-peers $(VENV)/.installed-lm-eval system check  ## Set everything up; lint, types, import directions, all tests
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
@@ -61,8 +61,8 @@ docs: setup-dev  ## Show the documentation site at http://127.0.0.1:8000
 setup: $(VENV)/.installed  ## Install rlctl into .venv
 setup-dev: $(VENV)/.installed-dev  ## Install rlctl and the dependencies of the tests
 
-# With a GPU the ordinary build of torch; without one the CPU build: from wherever pip looks, else
-# through uv, which knows where torch keeps its CPU builds; as a last resort the ordinary build.
+# With a GPU, install the default build of torch. Without one, install the CPU build: from pip's index, else
+# through uv, which has the index of torch's CPU builds; if both fail, install the default build.
 $(VENV)/.torch:
 	test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed" >&2; exit 4; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -79,8 +79,8 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	$(PIP) install -q -e .
 	@touch $@
 
-# Without a GPU the tests run vLLM's CPU build. It asks for torchvision and torchaudio, whose ordinary builds do
-# not fit torch's CPU build and break its import; it runs without them. Where it cannot be had, its tests are skipped.
+# Without a GPU the tests run vLLM's CPU build. It requires torchvision and torchaudio, whose default builds
+# are incompatible with torch's CPU build and break its import; it runs without them. If it cannot be installed, its tests are skipped.
 $(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml
 	@if nvidia-smi -L >/dev/null 2>&1; then \
 	  $(PIP) install -q -e ".[dev]"; \
@@ -92,15 +92,15 @@ $(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml
 
 verl: $(VENV)/.installed-verl  ## Install verl in .venv/verl for the tests that compare with it
 
-# Without its dependencies: beside torch, which is ours, the tests need a few small packages of them. Nothing
-# but tests/reference/verl_helper.py looks there. No stamp where it cannot be had: the next call tries again.
+# verl is installed without its dependencies: in addition to the project's torch, the tests need only a few small
+# packages. Only tests/reference/verl_helper.py imports from there. If the installation fails, no stamp is written and the next call retries.
 $(VENV)/.installed-verl: tests/reference/verl_requirements.txt | $(VENV)/.installed-dev
 	@rm -rf $(VENV)/verl; \
 	if $(PIP) install -q --no-deps --target $(VENV)/verl -r $<; then touch $@; \
 	else rm -rf $(VENV)/verl; echo "no verl: the tests that compare with it will be skipped"; fi
 
-# Daemons only where no systemd would start them at the next boot, as in a container; RUNLEVEL=1 keeps the
-# installation itself from starting them. The tests start their own.
+# Daemons are installed only if systemd would not start them at the next boot, as in a container. RUNLEVEL=1 prevents
+# the installation from starting them; the tests start separate daemons.
 conformance: $(VENV)/.installed-verl $(VENV)/.installed-peers  ## Compare with the loss and correction code of other frameworks
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -rs tests/properties/test_peers.py tests/properties/test_conformance.py \
 	  tests/properties/test_verl_agreement.py tests/unit/algos/test_agreement_with_verl.py tests/unit/convert/test_keys_exist.py

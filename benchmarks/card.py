@@ -189,7 +189,7 @@ def main() -> None:
         print(json.dumps(measure(*options.case, options.steps)))
         return
     if not torch.cuda.is_available() and set(options.sizes) != {"tiny"}:
-        raise SystemExit("torch sees no CUDA card on this machine; only --sizes tiny runs here")
+        raise SystemExit("torch found no CUDA GPU on this machine; only --sizes tiny runs here")
     print(torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", flush=True)
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
     for size in options.sizes:

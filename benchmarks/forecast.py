@@ -4,7 +4,7 @@
     python benchmarks/forecast.py [--runs 500] [--minutes M] [--rldoctor PATH/TO/python] [--directory DIR]
 
 Trains the missing runs (benchmarks/forecast_runs.py), evaluates each run as guardrails do (every five steps,
-on the log up to that step; such an evaluation is called a look), and writes `benchmarks/forecast_results.md`,
+on the log up to that step; called an evaluation step below), and writes `benchmarks/forecast_results.md`,
 which the documentation includes. Runs and rldoctor's results are stored; after an interruption, the same
 command continues.
 """
@@ -56,7 +56,8 @@ REACHED = 5
 #: Minimum distance of a slope from 0, in standard errors, for an alarm; points of the ROC.
 STRICTNESS = (1.0, 2.0, 3.0, 6.0, 9.0)
 SEVERITIES = ("info", "warning", "critical")
-#: Program for rldoctor in its own environment: reads rows, prints detectors and severities per look.
+#: Program for rldoctor in its own environment: reads rows, prints detectors and severities per evaluation
+#: step.
 _THEIRS = """
 import json, sys
 from rl_doctor import diagnose, run_from_records
@@ -72,14 +73,14 @@ for line in sys.stdin:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A finished run, and the alarms of each tool at every look.
+    """A finished run, and the alarms of each tool at every evaluation step.
 
     Attributes:
         planned: plan of the run.
         log: log as read by `diagnose`.
         collapse: step of the collapse; None: the run did not collapse.
-        said: tool → per look (name, severity) of every finding.
-        ahead: forecasts of every look, with the shipped strictness.
+        said: tool → per evaluation step (name, severity) of every finding.
+        ahead: forecasts of every evaluation step, with the shipped thresholds.
     """
 
     planned: Planned
@@ -127,7 +128,8 @@ def _fallen(steps: Any, values: Any, least: int) -> int | None:
 
 
 def look(one: Planned, directory: Path, rldoctor: Path | None) -> Run:
-    """Evaluates one run at every look; rldoctor's results are stored, all others are computed each time."""
+    """Evaluates one run at every evaluation step; rldoctor's results are stored, all others are computed each
+    time."""
     where = run_dir(directory, one.number)
     log = read_run(where / "metrics.jsonl", metrics_read())
     then = [upto(log, step) for step in LOOKS]
@@ -172,7 +174,7 @@ def _remembered(path: Path, compute: Callable[[], Any]) -> Any:
 
 
 def alarmed(run: Run, tool: str, least: str = "warning") -> list[int]:
-    """Steps of the looks with an alarm of at least this severity."""
+    """Evaluation steps with an alarm of at least this severity."""
     enough = SEVERITIES[SEVERITIES.index(least) :]
     return [
         step
@@ -182,7 +184,7 @@ def alarmed(run: Run, tool: str, least: str = "warning") -> list[int]:
 
 
 def new_alarms(run: Run, tool: str) -> int:
-    """Number of alarms that the previous look did not have."""
+    """Number of alarms that the previous evaluation step did not have."""
     before: set[str] = set()
     count = 0
     for found in run.said[tool]:
@@ -232,7 +234,8 @@ class Outcome:
 
 
 def outcomes(runs: Iterable[Run]) -> Iterator[Outcome]:
-    """Yields the result of every forecast at every look, also if its interval ends after the run."""
+    """Yields the result of every forecast at every evaluation step, also if its interval ends after the
+    run."""
     for run in runs:
         for step, found in zip(LOOKS, run.ahead, strict=True):
             for one in found:

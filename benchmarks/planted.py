@@ -284,7 +284,7 @@ def shifted() -> None:
 
 
 def missing() -> None:
-    """Log-probs are all 0, as if the engine had not been asked for them."""
+    """Log-probs are all 0, as if none had been requested from the engine."""
     _report(lambda log_probs: log_probs * 0.0)
 
 

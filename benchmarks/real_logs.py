@@ -48,7 +48,7 @@ def main() -> int:
         is_right = (verdict in {"warning", "critical"}) != truth.startswith("healthy")
         wrong += not is_right
         print(f"| {name} | {program} | {truth.partition(':')[0]} | {size} | {findings} | {is_right} |")
-    print(f"\n{wrong} judged otherwise", file=sys.stderr)
+    print(f"\n{wrong} with another result", file=sys.stderr)
     return int(wrong > 0)
 
 

@@ -15,11 +15,11 @@ ends of two steps, after warm-up; the results are medians over all rounds. CPU s
 addition to wall time, because the machine may be busy. Memory: peak resident set of the process, and its
 increase since just before the first step.
 
-`--llm`: SmolLM2-135M-Instruct on sums asked in words, as `make train-llm` trains it (16 prompts × 8 responses
-of at most 10 tokens, micro-batches of 32 responses, one optimizer step per batch), compared with TRL's
-RLOOTrainer and GRPOTrainer. Sides named bf16 compute in bf16 (TRL: autocast), which is faster only on CPUs
-with bf16 instructions (AVX512-BF16, AMX). TRL's reward checks the last number of the response; rlctl uses the
-grader `maths`.
+`--llm`: SmolLM2-135M-Instruct on sums phrased in words, as `make train-llm` trains it (16 prompts × 8
+responses of at most 10 tokens, micro-batches of 32 responses, one optimizer step per batch), compared with
+TRL's RLOOTrainer and GRPOTrainer. Sides named bf16 compute in bf16 (TRL: autocast), which is faster only on
+CPUs with bf16 instructions (AVX512-BF16, AMX). TRL's reward checks the last number of the response; rlctl
+uses the grader `maths`.
 
 `--learning`: the mean reward on both sides after the same number of steps, in bf16, with the reward function
 `last_number` on both sides. Batches of 8 prompts and a larger learning rate than with `--llm`, so that a few

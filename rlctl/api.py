@@ -45,9 +45,9 @@ _NOT_IN_CORRECT = {
         "has no effect: this function stops no run",
         "read the metric rollout_corr/nonfinite_sequences",
     ),
-    "measure_grad_error": ("has no effect: this function sees no gradient", "leave it out"),
+    "measure_grad_error": ("has no effect: this function has no access to gradients", "leave it out"),
     "auto": (
-        "auto chooses from the gradients of earlier batches, which this function does not see",
+        "auto chooses from the gradients of earlier batches, which this function has no access to",
         "set rollout_is to a weight",
     ),
     "score_centering": (

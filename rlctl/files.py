@@ -111,7 +111,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def readable_as_umask_says(directory: Path) -> None:
+def apply_umask(directory: Path) -> None:
     """Give every file below a directory the mode of a new file; some libraries write unreadable ones."""
     probe = directory / ".mode"
     probe.touch()

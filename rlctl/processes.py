@@ -21,7 +21,8 @@ _progress = [0]
 
 
 def note_progress() -> None:
-    """Record progress of work that this process only waits for, so that it is not taken for a hang."""
+    """Record progress of work that this process only waits for, so that the watchdog does not report a
+    hang."""
     _progress[0] += 1
 
 

@@ -62,7 +62,7 @@ def slurm_nodes(where: Path) -> Iterator[dict[str, str]]:
     """
     munged, slurmctld, slurmd, sinfo, *_ = needed("munged", "slurmctld", "slurmd", "sinfo", "salloc", "srun")
     if os.geteuid() != 0:
-        pytest.skip("not root, and Slurm's daemons want to be")
+        pytest.skip("Slurm's daemons need root")
     host = socket.gethostname().partition(".")[0]  # must be resolvable: the ranks connect to a node's name
     (where / "state").mkdir()
     (where / "munge.key").write_bytes(secrets.token_bytes(64))

@@ -91,7 +91,7 @@ def averaged(
 def choose(means: Mapping[str, CandidateMoments], num_groups: float, last: AutoChoice) -> AutoChoice:
     """The candidate with the smallest error; its squared cosine scales the learning rate.
 
-    What the moments do not determine stays as in the last choice.
+    Values that the moments do not determine are kept from the last choice.
     """
     merits = {name: moments.merit(num_groups) for name, moments in means.items()}
     best = max(merits, key=lambda name: merits[name]) if any(merits.values()) else last.name

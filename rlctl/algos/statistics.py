@@ -424,7 +424,7 @@ def _probability_metrics(sums: CorrectionSums[float]) -> dict[str, float]:
         n * found.rollout_squares - found.rollout**2,
     ]
     # The squares were summed in float32, so a smaller spread than this is rounding error. A constant has
-    # no correlation; 1.0 is reported because 0.0 would look like disagreement.
+    # no correlation; 1.0 is reported because 0.0 would mean disagreement.
     constant = any(
         spread <= 1e-6 * n * squares
         for spread, squares in zip(spreads, (found.train_squares, found.rollout_squares), strict=True)

@@ -32,7 +32,7 @@ def corrections(
         bool, typer.Option("--only", help="Only the rules of --rule, and no correction.")
     ] = False,
 ) -> None:
-    """Measure bias, variance, angle and error of the gradient under every correction, in small worlds.
+    """Measure bias, variance, angle and error of the gradient under every correction, on small problems.
 
     Up to six tokens, all responses are enumerated and results are exact. Learned policies of 16 to 64 tokens
     are sampled. After an interruption the same command continues. Writes results.jsonl, report.md, error.svg.

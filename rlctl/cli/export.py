@@ -48,7 +48,7 @@ def export(
       rlctl export runs/rlctl/rloo-seq-is-20260101-120000 --out my-model --push-to-hub me/my-model
     """
     from rlctl.data.write import check_vacant, clear_leftovers, staged_directory
-    from rlctl.files import readable_as_umask_says
+    from rlctl.files import apply_umask
 
     check_vacant(out)
     checkpoint = _checkpoint(run, step)
@@ -62,7 +62,7 @@ def export(
 
             card = model_card(run, checkpoint.state.step)
             (stage / "README.md").write_text(card, encoding="utf-8")
-        readable_as_umask_says(stage)
+        apply_umask(stage)
     what = "adapter" if adapter else "model"
     typer.echo(f"{out}: the {what} of step {checkpoint.state.step}" + (f", {dtype}" if dtype else ""))
     if push_to_hub:

@@ -1,4 +1,4 @@
-"""`rlctl init`: asks for model, data and GPUs, and writes a commented spec file."""
+"""`rlctl init`: prompts for model, data and GPUs, and writes a commented spec file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def init(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Write a commented spec file. On a terminal, asks for values without an option; else uses defaults.
+    """Write a commented spec file. On a terminal, prompts for values without an option; otherwise uses
+    defaults.
 
     rlctl init
 

@@ -238,7 +238,7 @@ def check(
         Literal["warning", "error", "never"],
         typer.Option(
             metavar="LEVEL",
-            help="Exit with code 3 if a finding is at least this bad: warning, error or never.",
+            help="Exit with code 3 if a finding is at least this severe: warning, error or never.",
         ),
     ] = "never",
     output: Annotated[

@@ -50,7 +50,7 @@ def try_out(
     ] = "never",
     output: Annotated[Literal["text", "json"], typer.Option("--format")] = "text",
 ) -> None:
-    """Run a reward on answers with known scores, and show where it disagrees, fails or is slow.
+    """Run a reward on answers with known scores, and report disagreements, failures and slow gradings.
 
     As a response, the ground truth of a row should score 1, the ground truth with a changed number 0, and an
     empty answer 0; stored responses should get their stored scores. Tests for programs are run only on empty

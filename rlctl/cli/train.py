@@ -46,7 +46,7 @@ def train(
         bool,
         typer.Option(
             "--dry-run",
-            help="Print bands of ρ, batch arithmetic, memory, changed keys; check the files; then stop.",
+            help="Print intervals of ρ, batch sizes, memory and changed keys; check the files; then stop.",
         ),
     ] = False,
     show_all: Annotated[

@@ -62,7 +62,7 @@ class Renderer:
             raise UsageError(
                 f"the model's chat template refuses this prompt: {error}",
                 where=place_of(row),
-                fix="use roles the template knows (many have no system role)",
+                fix="use roles that the template supports (many have no system role)",
             ) from error
         return text
 

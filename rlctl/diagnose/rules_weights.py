@@ -86,7 +86,7 @@ def effective_samples(run: RunLog) -> Detection | None:
     long_count_more: Sure = ("medium", "the figure counts long responses more than once")
     sure = long_count_more if run.facts.ess_length_weighted else None
     if crossed is not None:
-        text = "the remaining samples are worth only {worst:.0%} of their number {where}"
+        text = "the effective sample size is only {worst:.0%} of the number of samples {where}"
         survivors = replace(crossed.evidence, figure=f"{crossed.evidence.figure}, without rejected samples")
         evidence = (survivors, spread.evidence) if spread else (survivors,)
         severity = "warning" if crossed.severity == "info" and spread else crossed.severity

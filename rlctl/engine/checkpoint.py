@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rlctl.errors import RlctlError, RunFailure
-from rlctl.files import readable_as_umask_says, sha256_of, sync
+from rlctl.files import apply_umask, sha256_of, sync
 
 #: Subdirectory of a run directory for its checkpoints.
 CHECKPOINTS = "checkpoints"
@@ -190,7 +190,7 @@ def publish(
     """
     final = root / f"{_PREFIX}{state.step:06d}"
     with writing(root, state.step):
-        readable_as_umask_says(partial)
+        apply_umask(partial)
         files = {**digests, **hash_share(partial, digests, 0, 1)}
         manifest = partial / _MANIFEST
         content = {"state": asdict(state), "sha256": files}
@@ -219,7 +219,7 @@ def latest(root: Path) -> tuple[Checkpoint | None, list[str]]:
     for _, path in reversed(_published(root)):
         problem, checkpoint = verify(path)
         if checkpoint is not None:
-            return checkpoint, _with_the_one_used(notes, path)
+            return checkpoint, _with_replacement(notes, path)
         notes.append(f"set aside {path.name}: {problem}")
         _set_aside(path)
     return None, notes
@@ -241,13 +241,13 @@ def newest_intact(root: Path, step: int | None = None) -> tuple[Checkpoint | Non
             continue
         problem, checkpoint = verify(path)
         if checkpoint is not None:
-            return checkpoint, _with_the_one_used(notes, path)
+            return checkpoint, _with_replacement(notes, path)
         notes.append(f"{path.name} is damaged: {problem}")
     return None, notes
 
 
-def _with_the_one_used(notes: list[str], path: Path) -> list[str]:
-    """Notes on checkpoints that were passed over, with the name of the one that is used instead."""
+def _with_replacement(notes: list[str], path: Path) -> list[str]:
+    """Notes on skipped checkpoints, each with the name of the checkpoint that is used instead."""
     return [f"{note}; {path.name} is used instead" for note in notes]
 
 

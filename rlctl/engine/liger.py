@@ -40,7 +40,7 @@ def refuse_liger_here() -> None:
         )
     if not (torch.cuda.is_available() or _interprets()):
         raise EnvironmentFailure(
-            "Liger's kernels need a GPU, and torch sees none", where=_KEY, fix="set it to false"
+            "Liger's kernels need a GPU, and torch found none", where=_KEY, fix="set it to false"
         )
 
 

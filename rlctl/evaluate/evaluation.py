@@ -20,7 +20,7 @@ from rlctl.data.write import check_vacant
 from rlctl.errors import UsageError
 from rlctl.evaluate.evaluate_report import Evaluation, default_out, read_evaluation, write_evaluation
 from rlctl.evaluate.request import EvaluateRequest, check_request, checked_ks, chosen_reward
-from rlctl.evaluate.samples import AskedModel, EvalSample, Pair, Response, as_samples
+from rlctl.evaluate.samples import EvalSample, Pair, Response, SampledModel, as_samples
 from rlctl.evaluate.scores import RIGHT, summarise
 from rlctl.evaluate.store import ResponseStore, prompt_hash
 from rlctl.files import cache_root
@@ -40,7 +40,7 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
         EnvironmentFailure: the model or a benchmark is not available, or a disk is full.
     """
     plan = check_request(request)
-    model: AskedModel
+    model: SampledModel
     if request.engine == "openai":  # connect to the server before torch is imported
         from rlctl.evaluate.served_model import ServedModel
 
@@ -80,7 +80,7 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
 
 
 def _responses(
-    request: EvaluateRequest, model: AskedModel, progress: Callable[[int, int], None]
+    request: EvaluateRequest, model: SampledModel, progress: Callable[[int, int], None]
 ) -> tuple[dict[Pair, Response], int]:
     """Returns the responses in order, and how many were stored; drops questions with missing responses."""
     keys = {

@@ -17,7 +17,7 @@ from rlctl.data.prompts import PromptDataset
 from rlctl.data.render import template_sha256
 from rlctl.engine.model import load_policy, load_reader
 from rlctl.evaluate.request import EngineName, Plan, lengths
-from rlctl.evaluate.samples import AskedModel, Pair, Response
+from rlctl.evaluate.samples import Pair, Response, SampledModel
 from rlctl.files import sha256_of
 from rlctl.model_files import local_directory
 from rlctl.registry import ROLLOUT_ENGINES
@@ -38,7 +38,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 BLOCK = 256
 
 
-class LocalModel(AskedModel):
+class LocalModel(SampledModel):
     """A local model and its questions.
 
     The engine is the requested one, else vLLM if the run uses it, else `hf`.
@@ -91,7 +91,7 @@ class LocalModel(AskedModel):
         self.settings = {"model": sha256, "template": template} | self.about_sampling
 
     def sample(self, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Response]]:
-        """See `AskedModel.sample`."""
+        """See `SampledModel.sample`."""
         request, length = self._request, self.sampling.max_response_length
         longest = max(self._questions.prompts([question], [0]).prompt_ids.shape[1] for question, _ in pairs)
         with self._sampling_engine(longest + length) as engine:

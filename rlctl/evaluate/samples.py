@@ -54,7 +54,7 @@ class Response:
     num_tokens: int
 
 
-class AskedModel:
+class SampledModel:
     """A local or served model and its questions."""
 
     rows: list[Row]  # questions, without those excluded for their length

@@ -27,7 +27,7 @@ from rlctl.data.render import messages_of
 from rlctl.data.schema import Row
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.evaluate.request import KEY_VARIABLE, EvaluateRequest, Target, check_url, lengths
-from rlctl.evaluate.samples import AskedModel, Pair, Response
+from rlctl.evaluate.samples import Pair, Response, SampledModel
 from rlctl.rollout.protocol import step_seed
 
 #: Attempts per request, and seconds between them: doubled each time, plus up to 25 % random jitter.
@@ -52,7 +52,7 @@ _FIXES = {
 _CONTEXT_EXCEEDED = re.compile(r"context.{0,3}(length|size|window)", re.IGNORECASE)
 
 
-class ServedModel(AskedModel):
+class ServedModel(SampledModel):
     """A model on a server and its questions; token counts come from the server.
 
     Raises:
@@ -85,7 +85,7 @@ class ServedModel(AskedModel):
         return [f"the server does not accept {', '.join(_NEUTRAL)}: it uses its own defaults"]
 
     def sample(self, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Response]]:
-        """See `AskedModel.sample`."""
+        """See `SampledModel.sample`."""
         arrived: SimpleQueue[dict[Pair, Response] | None] = SimpleQueue()
         stopping = threading.Event()
         with ThreadPoolExecutor(1) as thread:  # a separate event loop: in a notebook one is already running

@@ -206,8 +206,8 @@ def _other_precision(found: Examination) -> Iterator[Cause]:
         yield Cause("dtype", what, _SAME_PRECISION, spec, precise.before, precise.after)
 
 
-def not_told(found: Examination) -> list[str]:
-    """Questions that these comparisons leave open, and what would answer them."""
+def open_questions(found: Examination) -> list[str]:
+    """Questions that these comparisons cannot answer, and what would answer them."""
     sides, tried = found.sides, found.explanation.tried
     notes = [f"{change.factor} {change.value}: {change.why_not}" for change in tried if change.why_not]
     if sides.asked == SamplingSettings(1.0):

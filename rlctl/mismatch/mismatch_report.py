@@ -29,7 +29,7 @@ class MismatchReport:
     causes: tuple[Cause, ...]  # each explains most of what the previous ones leave
     tried: tuple[Tried, ...]  # every single change tried with the trainer's model
     remainder: str | None  # possible origin of the part that no cause explains; None: there is none
-    not_told: tuple[str, ...]  # open questions, and what would answer them
+    open_questions: tuple[str, ...]  # open questions, and what would answer them
     notes: tuple[str, ...] = ()  # messages to the user, such as damaged checkpoints that were skipped
 
     @property
@@ -82,7 +82,7 @@ def print_report(console: Console, report: MismatchReport) -> None:
         line((f"left: {report.remainder}", "yellow"))
     if not gap.agrees:
         _print_tried(console, report)
-    for note in report.not_told:
+    for note in report.open_questions:
         line(("unknown   ", "dim"), note)
     for note in report.notes:
         line(("note  ", "dim"), note)

@@ -16,7 +16,7 @@ from rlctl.data.schema import Row
 from rlctl.engine.checkpoint import CHECKPOINTS, newest_intact, verify
 from rlctl.engine.model import load_policy
 from rlctl.errors import UsageError
-from rlctl.mismatch.causes import causes, not_told, remainder
+from rlctl.mismatch.causes import causes, open_questions, remainder
 from rlctl.mismatch.examine import Sides, examine
 from rlctl.mismatch.mismatch_report import MismatchReport
 from rlctl.mismatch.prompts import question_rows, token_ids
@@ -146,7 +146,7 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
         causes=tuple(causes(found)),
         tried=found.explanation.tried,
         remainder=remainder(found),
-        not_told=tuple(not_told(found)),
+        open_questions=tuple(open_questions(found)),
         notes=trainer.notes,
     )
 

@@ -166,7 +166,8 @@ def _best(loss: Callable[[float], float], asked: float) -> float:
 
 
 def _chosen_cut(cuts: Sequence[Cut], good: Tensor, asked: Cut) -> Cut:
-    """Of the cuts that fit: the requested one, else the middle one of the first kind that fits."""
+    """The truncation to report among those that fit: the requested one, otherwise the middle one of the first
+    kind that fits."""
     fitting = [cut for cut, fits in zip(cuts, good.tolist(), strict=True) if fits]
     if asked in fitting:
         return asked

@@ -40,7 +40,7 @@ def text_doubts(row: Row) -> Iterator[Doubt]:
 def answer_doubts(row: Row) -> list[Doubt]:
     """Doubts about a prompt without an answer format and a ground truth that contradicts its solution."""
     doubts: list[Doubt] = []
-    if row.style == "rule" and grader_for(row.data_source) == "maths" and not asks_for_form(row):
+    if row.style == "rule" and grader_for(row.data_source) == "maths" and not specifies_answer_form(row):
         known = knows_source(row.data_source)
         doubts.append(("no-answer-form" if known else "no-answer-form-unknown", ""))
     if detail := contradiction(row):
@@ -48,7 +48,7 @@ def answer_doubts(row: Row) -> list[Doubt]:
     return doubts
 
 
-def asks_for_form(row: Row) -> bool:
+def specifies_answer_form(row: Row) -> bool:
     """Whether the prompt specifies the place or format of the answer, such as a box."""
     for message in reversed(row.prompt):
         before, question, after = message.content.partition(row.question)

@@ -155,7 +155,8 @@ def countdown_task(ground_truth: str) -> tuple[list[Fraction], Fraction]:
 def _equation(place: Place) -> str | None:
     """The arithmetic expression in a place; None if there is none.
 
-    Of the sides of equals signs it is the first with an operator, else the first with a number.
+    If the text has equals signs, the expression is the first side with an operator, otherwise the first side
+    with a number.
     """
     shown = plain(place.text).translate(_SIGNS)[:MAX_EQUATION_CHARS]
     sides = [text.strip(" .") for side in shown.split("=") for text in _ARITHMETIC.findall(side)]

@@ -141,7 +141,7 @@ def text_of(error: BaseException) -> str:
 def checked(value: object) -> dict[str, object]:
     """Converts a grader's result to a reply: a finite number, or an error that describes the result.
 
-    From a mapping, as verl's reward functions return it, only `score` is used.
+    If the result is a mapping, as verl's reward functions return, only its `score` is used.
     """
     if isinstance(value, Mapping):
         if "score" not in value:

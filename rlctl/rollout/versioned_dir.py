@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from rlctl import leftovers
 from rlctl.errors import RunFailure, UsageError
-from rlctl.files import readable_as_umask_says
+from rlctl.files import apply_umask
 from rlctl.leftovers import SHARED_MEMORY
 
 
@@ -63,7 +63,7 @@ class VersionedDir:
         try:
             part.mkdir()
             fill(part)
-            readable_as_umask_says(part)  # engines on other nodes may run as another user
+            apply_umask(part)  # engines on other nodes may run as another user
             shutil.rmtree(target, ignore_errors=True)
             part.rename(target)
         except (OSError, SafetensorError) as error:  # a full disk can raise either one

@@ -139,7 +139,8 @@ def load_spec(
     for file in files:
         entries |= _read_file(file, Origin("file", str(file)), problems)
     if isinstance(overrides, Mapping):
-        whole, values = known_leaves().keys() - open_leaves(), {}
+        whole = known_leaves().keys() - open_leaves()
+        values: dict[str, Any] = {}
         for name, value in overrides.items():
             leaves = flat({name: value}, keeps_empty=True, whole=whole)
             twice = sorted(leaves.keys() & values.keys())

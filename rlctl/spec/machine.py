@@ -128,7 +128,7 @@ def this_machine() -> Machine:
 
 def native_dtype() -> tuple[Literal["fp32", "bf16"], str]:
     """Returns bf16 if the hardware of this machine supports it, else fp32; and the reason."""
-    if not gpus_are_hidden() and (capabilities := _driver_says("compute_cap")):
+    if not gpus_are_hidden() and (capabilities := _query_driver("compute_cap")):
         lowest = min(map(float, capabilities))
         if lowest >= _BF16_CAPABILITY:
             return "bf16", "default: the GPU computes it"
@@ -140,7 +140,7 @@ def native_dtype() -> tuple[Literal["fp32", "bf16"], str]:
 
 def gpus() -> list[str]:
     """`name, memory, driver version` of every GPU that the driver reports; empty without a driver."""
-    return _driver_says("name,memory.total,driver_version")
+    return _query_driver("name,memory.total,driver_version")
 
 
 def gpu_memory(card: str) -> float | None:
@@ -164,6 +164,6 @@ def _cpu_flags() -> frozenset[str]:
 
 
 @cache
-def _driver_says(query: str) -> list[str]:
+def _query_driver(query: str) -> list[str]:
     """One line per GPU; empty without a driver."""
     return command_output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader").splitlines()

@@ -25,7 +25,7 @@ class StopRequest:
     at_once: bool = False
     """End the process at the first signal: while ranks wait for one another there is nothing to save."""
     is_shown: bool = False
-    """Whether a live display says that the run is stopping: a line in between would break it."""
+    """Whether a live display shows that the run is stopping: an additional printed line would corrupt it."""
 
     @property
     def exit_code(self) -> int:

@@ -113,7 +113,7 @@ def update(
         steps = max(len(results) // settings.ppo_epochs, 1)
         [num_groups] = ranks.sum([float(len(sketches.used))])
         metrics |= sketches.metrics(ranks, num_groups / steps)
-    # Each sequence counts once, although every epoch passes it.
+    # Each sequence is counted once, although every epoch trains on it.
     [num_nonfinite] = ranks.sum([float(dumped.nonfinite.sum())])
     metrics["rollout_corr/nonfinite_sequences"] = num_nonfinite
     return Updated(

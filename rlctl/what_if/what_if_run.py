@@ -26,7 +26,7 @@ def what_if(path: Path) -> Tradeoff:
     from rlctl.what_if.replay import replay  # imports torch, which takes seconds
 
     dump = find_dump(path)
-    spec, notes = _spec_beside(dump)
+    spec, notes = _spec_of_dump(dump)
     if spec is None:
         return replay(dump.steps, grid()).with_notes(*notes)
     algorithm, correction = spec.algorithm, spec.algorithm.rollout_correction
@@ -53,8 +53,9 @@ def what_if(path: Path) -> Tradeoff:
     return found.with_notes(*notes)
 
 
-def _spec_beside(dump: Dump) -> tuple[RunSpec | None, list[str]]:
-    """Reads the run's spec from where `rlctl train` writes it; a broken spec gives a note, no error."""
+def _spec_of_dump(dump: Dump) -> tuple[RunSpec | None, list[str]]:
+    """Reads the spec next to the dump, where `rlctl train` writes it; an invalid spec gives a note, not an
+    error."""
     for directory in (dump.files[0].parent, dump.files[0].parent.parent):
         path = directory / SPEC_FILE
         if path.is_file():

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: exit codes, messages, no traceback, nothing heavy imported."""
+"""User-visible behaviour of the command line: exit codes, messages, no traceback, no import of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rlctl doctor` as a user meets it."""
+"""User-visible behaviour of `rlctl doctor`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_report_as_data_is_the_one_on_the_terminal(capsys, monkeypatch) -> Non
     report = json.loads(capsys.readouterr().out)
     assert report["works"] is True
     by_name = {check["name"]: check for check in report["checks"]}
-    assert by_name["engine"]["status"] == "note"  # an engine nobody installed stops nothing
+    assert by_name["engine"]["status"] == "note"  # an engine that is not installed does not fail the command
     assert by_name["works"]["status"] == "ok"
     assert run(["doctor"]) == 0
     shown = capsys.readouterr().out

@@ -51,7 +51,7 @@ def test_init_writes_the_spec_of_its_answers(
     assert written.spec == load_spec(presets, [], values).spec
     text = out.read_text()
     for key, origin in written.origins.items():
-        if origin.layer == "file":  # every key stands below its meaning
+        if origin.layer == "file":  # the meaning of every key is on the line above it
             assert text.splitlines()[int(origin.line or 0) - 2].lstrip().startswith("# "), key
     assert run(["init", str(out)]) == 2
     assert run(["init", str(out), "--force"]) == 0

@@ -1,4 +1,4 @@
-"""Requests that cannot be met: an exit code, a sentence, no traceback, and nothing left behind."""
+"""Invalid requests end with an exit code and one message, without a traceback, and leave no files."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_prompt_longer_than_allowed(few: Path, tmp_path: Path) -> None:
 
 
 def test_error_on_a_rank_is_the_launchers(tmp_path: Path, few: Path) -> None:
-    """The second rank's own error would be lost in torch's pages; ours names it and keeps its exit code."""
+    """torch's long output would hide the second rank's error; rlctl reports this error with its exit code."""
     run = tmp_path / "run"
     two = ("trainer.n_gpus_per_node=2", f"data.train_files={few}")
     job = runs.start_train(run, *RUN, *two, before=hooks.forked_ranks)

@@ -141,7 +141,7 @@ def test_ground_truths_no_grader_accepts_are_bad_rows(tmp_path, capfd):
 
 
 def heeding_ctrl_c():
-    """Whatever started the tests in the background may have had them ignore it."""
+    """The parent process may have set the tests to ignore this signal."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -48,7 +48,7 @@ class Plan:
         )
 
 
-#: PPO with all there is: critic with warm-up and mini-batches of its own, adaptive KL, stale data, truncated
+#: PPO with every option: critic with warm-up and mini-batches of its own, adaptive KL, stale data, truncated
 #: sampling whose kept tokens go through micro-batches, waiting batches, ranks, checkpoints and dumps.
 PPO = Plan(
     "gae",
@@ -242,7 +242,7 @@ def test_the_adaptive_coefficient_follows_the_kl(ppo: Path) -> None:
     """Ziegler's controller, 32 responses a batch: coef · (1 + clip(kl/target − 1, ±0.2) · n/horizon)."""
     lines = runs.metrics(ppo)
     pairs = [(line["actor/reward_kl_penalty"], line["actor/reward_kl_penalty_coeff"]) for line in lines]
-    assert pairs[0][1] == pairs[1][1] == 0.05  # a policy that stands still steers nothing
+    assert pairs[0][1] == pairs[1][1] == 0.05  # a policy that does not change does not change the coefficient
     for (kl, coefficient), (_, after) in list(pairwise(pairs))[1:]:
         error = min(max(kl / 0.01 - 1.0, -0.2), 0.2)
         assert after == pytest.approx(coefficient * (1.0 + error * 32 / 100), rel=1e-6)

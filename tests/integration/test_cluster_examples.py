@@ -15,7 +15,7 @@ from rlctl.cli.print_command import launches
 from rlctl.spec.load import load_spec
 
 CLUSTERS = Path(__file__).parents[2] / "examples/clusters"
-#: File → where its command stands, and machine that it is for.
+#: File → position of its command, and its target machine.
 EXAMPLES = {"skypilot.yaml": (("run",), "2x8h100"), "kuberay.yaml": (("spec", "entrypoint"), "8xh100")}
 
 

@@ -13,7 +13,7 @@ from tests import runs
 from tests.own_model import save_tiny_qwen2
 
 DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "evaluate.md"
-#: What makes it a matter of a minute, on top of what the documentation says.
+#: Settings that reduce the run time to a minute, in addition to those of the documentation.
 SMALL = {
     "prepare-data": [],
     "evaluate": ["--limit", "3", "--batch-size", "8"],

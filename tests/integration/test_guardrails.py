@@ -118,7 +118,7 @@ def test_a_run_that_collapses_without_survives_with(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "batches"),
-    # PPO makes many updates per batch: fewer batches, but enough for one look with all rules.
+    # PPO makes many updates per batch: fewer batches, but enough for one evaluation of all rules.
     [("rloo-seq-is", 25), ("grpo-token-is-multi-rs", 25), ("ppo-seq-is-token-rs", 15)],
 )
 def test_a_healthy_run_is_left_alone(tmp_path: Path, preset: str, batches: int) -> None:

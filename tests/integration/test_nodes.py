@@ -157,7 +157,7 @@ def test_a_sweep_as_a_slurm_array_cancelled_and_submitted_again(
         wait_until(lambda: not slurm("squeue -h"))
     for log, kept in zip(logs, before, strict=True):
         assert kept  # cancelled after the first checkpoint
-        assert log.read_text().splitlines()[: len(kept)] == kept  # it went on, and did not begin again
+        assert log.read_text().splitlines()[: len(kept)] == kept  # the run continued and did not restart
         assert [row["step"] for row in runs.metrics(log.parent)] == list(range(1, num_steps + 1))
     assert run(["sweep", "--dir", str(where), "--table", "--json"]) == 0
     assert [row["num_done"] for row in json.loads(capsys.readouterr().out)] == [1, 1]

@@ -1,4 +1,4 @@
-"""From worked solutions as they are published to a trained model of one's own."""
+"""From published worked solutions to a trained model of the user."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_gsm8k_like_rows_to_a_trained_model(tmp_path: Path) -> None:
     assert "val/openai/gsm8k/reward_mean" in lines[0]
     for line in lines[1:]:
         assert line["reward/num_errors"] == 0
-        assert line["reward/zero_spread_groups"] == 1.0  # a random model is always wrong, and says so
+        assert line["reward/zero_spread_groups"] == 1.0  # a random model is always wrong
     truths = {row["ground_truth"] for row in runs.rollouts(run)}
     assert truths <= {str(a + b) for a in range(3, 7) for b in range(4, 8)}
     assert all("Tom has" in str(row["prompt"]) for row in runs.rollouts(run))

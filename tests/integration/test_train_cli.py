@@ -66,7 +66,7 @@ def test_rollout_and_trainer_agree_before_the_first_update(run_dir: Path) -> Non
     for row in rows:
         length = len(row["response_ids"])
         assert length == len(row["rollout_log_probs"]) == len(row["rollout_is_weights"])
-        on_policy = row["group_id"] < 4  # the first of two mini-batches, sampled with the weights it meets
+        on_policy = row["group_id"] < 4  # the first of two mini-batches
         gap = max(
             abs(a - b) for a, b in zip(row["rollout_log_probs"], row["training_log_probs"], strict=True)
         )

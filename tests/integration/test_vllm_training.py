@@ -36,7 +36,7 @@ def check_log_probs(run_dir: Path, steps: int) -> None:
         assert line["rollout_corr/rollout_is_raw_eff_sample_size"] > 0.9999
 
 
-#: What is trained, and so handed over.
+#: Trained parameters, which are sent to the engine.
 ALL_WEIGHTS = ()
 ADAPTER = ("model.lora_rank=3", "model.lora_alpha=6", "actor.lr=5e-3")
 #: One engine over both ranks; each asks as often as its share of validation and of each round needs.

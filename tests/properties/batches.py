@@ -93,7 +93,7 @@ _BOUNDS = {"ratio": (0.65, 1.6), "k1": (-0.4, 0.5), "k2": (0.005, 0.15), "k3": (
 
 
 def reject_rules() -> list[RejectRule]:
-    """Every statistic × reduction × scope × form of bounds, and judged by advantage or not."""
+    """Every statistic × reduction × scope × form of bounds, with and without dependence on the advantage."""
     rules = []
     for statistic, reduction in itertools.product(_BOUNDS, ("none", "sum", "mean", "max")):
         low, high = _BOUNDS[statistic]

@@ -241,7 +241,8 @@ def deviation(gradient: Tensor, exact: Tensor) -> Deviation:
 
 
 def enumerate_updates(ranks: Ranks, settings: list[Setting]) -> dict[tuple[Setting, str], Found]:
-    """By setting and aggregation. What is wrong in large mini-batches need not be asked of small ones."""
+    """By setting and aggregation. A setting that is biased in large mini-batches is not tested in small
+    ones."""
     actor = recording(ranks)
     exact = exact_gradient()
     shares = list(SIXTEENTHS.values())

@@ -71,7 +71,7 @@ def corrected_gradient(train: Tensor, rollout: Tensor, rules: CorrectionRules) -
 
 
 def exact_gradient(train: Tensor, factor: Tensor | None = None) -> Tensor:
-    """∇ of −Σ_y π_train(y) · factor(y) · A(y), differentiated as it stands."""
+    """∇ of −Σ_y π_train(y) · factor(y) · A(y), differentiated directly."""
     factor = torch.ones(len(IDS)) if factor is None else factor
     return torch.autograd.grad(-(probabilities(log_probs_of(train)) * factor * REWARDS).sum(), train)[0]
 

@@ -1,4 +1,5 @@
-"""Micro-batches, padding and order change nothing; nor does correction where the policies agree."""
+"""Micro-batches, padding and order do not change the result. If the policies agree, the correction has no
+effect."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ from rlctl.bench.corrections import BenchPlace
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [0.1, 0.5, 1.0])
 def test_the_interval_holds_the_exact_error(size: float) -> None:
-    """Stated 90 %; rounded down by what 100 draws leave to chance. Where nothing can be said, it says so."""
+    """The stated coverage is 90 %, lowered by the sampling error of 100 draws. If no interval can be
+    computed, the report states this."""
     rng, hits, vacuous, widths = np.random.default_rng(0), [], 0, []
     for seed in (0, 1):
         world = BenchPlace("KL", size=size, horizon=4).world(seed)

@@ -1,4 +1,5 @@
-"""Score centering: the expected score under the sampler is gone from the gradient, however it is computed."""
+"""Score centering: the gradient does not contain the expected score under the sampler, for every
+implementation."""
 
 from __future__ import annotations
 

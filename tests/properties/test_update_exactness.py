@@ -46,7 +46,7 @@ def unbounded(level: str | None, *, normalize: bool = False) -> WeightRule:
     return WeightRule(level, "truncate", upper=1e9, normalize=normalize)
 
 
-#: Row of the table → the settings that it speaks of.
+#: Row of the table → its settings.
 ROWS = {
     "bypass, `reinforce`": [Setting("reinforce", "rollout")],
     "bypass, a loss with a ratio": [Setting(loss, "rollout") for loss in LOSSES if loss != "reinforce"],
@@ -96,7 +96,7 @@ def test_an_unbiased_gradient_has_a_known_scale_and_a_biased_one_is_far_off(foun
     for setting in ROWS[row]:
         deviation = found[setting, mode]
         if deviation.small is None:
-            assert deviation.large.error > 0.05  # no matter of rounding
+            assert deviation.large.error > 0.05  # not caused by rounding
         else:
             assert deviation.large.scale == pytest.approx(SCALES[mode], rel=1e-4)
         if word(deviation) == "exact":

@@ -315,7 +315,7 @@ def rejection_metrics(nonempty: list[Sequence], finite: list[Sequence], rules) -
         prefix = f"rollout_rs_{rule.name}_"
         values = [v for s in finite for v in s.judged[index][0]]
         average, spread = mean(values), std(values)
-        if rules.weight.metrics is not None:  # per token, a sequence's value standing for each of its tokens
+        if rules.weight.metrics is not None:  # per token: each token has its sequence's value
             tokens = []
             for s in finite:
                 judged = s.judged[index][0]

@@ -1,11 +1,11 @@
-"""OpenRLHF, SkyRL and AReaL as oracles: their loss and correction code, from beside the environment.
+"""OpenRLHF, SkyRL and AReaL as oracles: their loss and correction code, installed outside the environment.
 
 `make conformance` installs `peers_requirements.txt` without dependencies into `.venv/peers`; by hand:
 
     pip install --no-deps --target .venv/peers -r tests/reference/peers_requirements.txt
 
-Their packages import serving and training stacks that no test needs. So a package's own `__init__` is not
-run: a directory is a plain namespace here. Modules that are missing are stood in for while one is imported.
+Their packages import serving and training libraries that no test needs. Therefore a package's `__init__` is
+not run: each directory is a namespace package. Missing modules are replaced by stubs during an import.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _loaded: dict[str, ModuleType] = {}
 
 
 class _Bare(Loader):
-    """Makes a package of which a submodule is imported when asked for, and anything else stood in for."""
+    """Creates a package that imports submodules on access and replaces every other attribute by a stub."""
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None
@@ -66,7 +66,7 @@ def load(name: str) -> ModuleType | None:
     before = set(sys.modules)
     sys.meta_path.insert(0, _BarePackages)
     try:
-        with verl_helper._side_environment():  # omegaconf lies there
+        with verl_helper._side_environment():  # omegaconf is installed there
             while name not in _loaded:
                 try:
                     _loaded[name] = importlib.import_module(name)

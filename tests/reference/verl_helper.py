@@ -1,11 +1,11 @@
-"""verl 0.9.1 as an oracle: its modules, from an environment beside the project's own.
+"""verl 0.9.1 as an oracle: its modules, installed outside the project's environment.
 
 `make test` installs `verl_requirements.txt` without dependencies into `.venv/verl`; by hand:
 
     pip install --no-deps --target .venv/verl -r tests/reference/verl_requirements.txt
 
 That directory is on `sys.path`, and its modules are in `sys.modules`, only while verl is imported:
-nothing else sees them. Modules that verl imports and no test runs (ray, transformers, …) come from the
+other code cannot import them. Modules that verl imports and no test runs (ray, transformers, …) come from the
 project's environment, or are replaced by stand-ins for that time.
 """
 
@@ -24,7 +24,7 @@ import pytest
 
 #: Where `make test` installs it: inside the environment that runs the tests.
 SIDE = Path(sys.prefix) / "verl"
-#: What the helper really runs: never stood in for.
+#: Modules that the helper runs; never replaced by stubs.
 _NEEDED = {"verl", "torch", "tensordict", "omegaconf", "numpy"}
 #: Modules of the side environment, imported before: a second import would be other classes.
 _imported: dict[str, ModuleType] = {}

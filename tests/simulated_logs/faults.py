@@ -24,7 +24,7 @@ Degree = Literal["mild", "severe"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong, and what must be said about it.
+    """One fault, and the finding that is expected for it.
 
     Attributes:
         rule: that is for it.

@@ -1,6 +1,7 @@
-"""Every rule on every simulated fault, in every framework's format; and healthy runs, which must stay quiet.
+"""Every rule on every simulated fault, in every framework's format; and healthy runs, which must have no
+finding.
 
-The way is the user's: a log is written, read, and examined. Nothing is handed over in memory.
+As for a user, a log is written to disk, read and examined; no object is passed in memory.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class Trial:
         kind: degree of the fault, or kind of healthy run.
         form: whose format the log is in.
         seed: of the noise.
-        wanted: what had to be said: a severity, `skipped`, or `quiet`.
-        problem: what was wrong with what was said; empty if nothing was.
-        delay: steps from the fault's first to the first at which the rule says enough; None where nobody
-            counts.
+        wanted: expected result: a severity, `skipped`, or `quiet`.
+        problem: error in the actual result; empty if there is none.
+        delay: steps from the fault's first step to the first finding of the expected severity; None: not
+            measured.
     """
 
     rule: str
@@ -221,9 +222,10 @@ def _reaches(found: Finding | object, severity: Severity) -> bool:
 
 
 def _delay(rule: Rule, run: RunLog, onset: int, wanted: Severity) -> int:
-    """Steps that pass from the onset until the rule, asked after every step, says enough.
+    """Steps from the onset to the first finding of the expected severity, with the rule applied after every
+    step.
 
-    Found by halving: what the rule says once it goes on saying.
+    Bisection: after the first such finding, the rule keeps reporting it.
     """
     places = range(int((run.table.steps < onset).sum()) + 1, len(run.table.steps) + 1)
     first = bisect_left(places, True, key=lambda place: _reaches(rule.apply(until(run, place)), wanted))

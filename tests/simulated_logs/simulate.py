@@ -103,7 +103,7 @@ def roughen(rows: list[Row], seed: int, *, drift: float = 0.03, jumps: float = 0
 
 
 def settle(rows: Iterable[Row]) -> None:
-    """Bring shares that noise carried past their ends back into [0, 1]."""
+    """Clip shares to [0, 1] after noise is added."""
     for row in rows:
         for key in ("reward/zero_spread_groups", "response_length/clip_ratio"):
             if key in row:

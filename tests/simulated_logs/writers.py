@@ -97,7 +97,7 @@ def write_log(form: Format, rows: Sequence[Mapping[str, Any]], spec: RunSpec, di
     Args:
         form: whose format and names.
         rows: one per logged step, under rlctl's names.
-        spec: of the run; goes along where the framework's log carries its configuration.
+        spec: of the run; written if the framework's log contains its configuration.
         directory: gets one file (rlctl: its `spec.yaml`, too).
 
     Returns:
@@ -199,7 +199,7 @@ def renamed(
 
 
 def verl_config(spec: RunSpec) -> dict[str, Any]:
-    """The part of verl's configuration, printed at the start of its log, that says what this spec says."""
+    """The part of verl's configuration, printed at the start of its log, that corresponds to this spec."""
     correction, actor = spec.algorithm.rollout_correction, spec.actor
     return {
         "actor_rollout_ref": {

@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium; tests that ask for it are skipped where there is none."""
+    """Chromium; tests that use it are skipped if it is not installed."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     executable = shutil.which("chromium") or shutil.which("google-chrome")
     if executable is None:
@@ -26,7 +26,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Callable[[Path], Any]]:
-    """Opens a file and fails on whatever a harmless page does not do: dialogs, messages, errors, requests."""
+    """Opens a file and fails on dialogs, messages, errors and requests."""
     complaints: list[str] = []
 
     def dismissed(dialog: Any) -> None:
@@ -51,7 +51,7 @@ def opened(browser: Any) -> Iterator[Callable[[Path], Any]]:
 
 @pytest.fixture
 def loaded_from_elsewhere(browser: Any) -> Callable[[Path, str], list[str]]:
-    """Opens a file with markup injected before its `<main`, and tells what was loaded by network.
+    """Opens a file with markup injected before its `<main`, and returns the network requests.
 
     Fails where the injected script changed the title.
     """

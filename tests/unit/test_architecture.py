@@ -31,7 +31,7 @@ def test_imports_point_down_only() -> None:
 
 
 def test_imports_form_no_circle() -> None:
-    """Within packages too, and whether an import stands at the top, in a function or for types only."""
+    """Within packages too, for imports at module level, in functions and for types only."""
     graph = grimp.build_graph("rlctl", cache_dir=None)
     imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     left = dict(imported)

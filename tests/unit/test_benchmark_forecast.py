@@ -1,4 +1,4 @@
-"""The runs behind the figures about forecasts, and how a collapse and a reached level are told."""
+"""The runs behind the figures about forecasts, and the detection of a collapse and of a reached level."""
 
 from collections import Counter
 

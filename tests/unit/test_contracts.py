@@ -77,7 +77,7 @@ def problems(given: Sources, uses: Iterable[Use]) -> list[str]:
     wrong = []
     for use in uses:
         owner, _, name = use.dotted.rpartition(".")
-        if given.package == "transformers":  # its names are imported from anywhere when they are asked for
+        if given.package == "transformers":  # its names are imported lazily on access
             if not given.mentions(name):
                 wrong.append(f"{use.where}: {use.dotted} is not in {given.where.name}")
             continue
@@ -205,7 +205,7 @@ def _fields(given: Sources, name: str) -> list[str]:
 
 
 def _request_keys() -> set[str]:
-    """Of the body that asks a server for completions."""
+    """Of the body of a completion request."""
     tree = ast.parse((ROOT / SERVER).read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict):

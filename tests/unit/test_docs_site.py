@@ -63,7 +63,7 @@ def test_links_of_root_pages_lead_to_the_same_place(at_the_root: str, on_the_sit
 
 
 def test_links_between_root_pages_and_docs_exist_in_the_repository() -> None:
-    """On the site the strict build sees to it; in a checkout the same links are paths."""
+    """The strict build checks the links of the site; in a checkout the same links are paths."""
     link = re.compile(r"\]\((?!https?:)([^)#\s]+)")
     pages = [ROOT / name for name in PAGES] + list(DOCS.rglob("*.md"))
     broken = [

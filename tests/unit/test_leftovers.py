@@ -42,10 +42,10 @@ def test_what_a_killed_process_left_is_cleared_and_what_another_holds_is_not(
     assert holder.stdout
     directory, name = holder.stdout.readline().split()
     segment = leftovers.SHARED_MEMORY / name
-    others = shared_memory.SharedMemory(create=True, size=4096)  # nobody noted it
+    others = shared_memory.SharedMemory(create=True, size=4096)  # no process recorded it
     with leftovers.temporary_directory("code") as own:
         leftovers.clear()
-        assert Path(directory).is_dir()  # it lives
+        assert Path(directory).is_dir()  # its process is running
         assert segment.exists()
         holder.send_signal(signal.SIGKILL)
         holder.wait()

@@ -38,7 +38,7 @@ def test_deepspeed_that_drops_offloaded_gradients_is_not_allowed(version: str) -
 
 
 def test_the_newest_vllm_allowed_runs_on_the_newest_torch_allowed() -> None:
-    """vLLM 0.33 asks for torch 2.14."""
+    """vLLM 0.33 requires torch 2.14."""
     texts = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["vllm"]
     allowed = {part.name: part.specifier for part in map(Requirement, texts)}
     assert allowed["vllm"].contains("0.32.0")

@@ -161,7 +161,7 @@ def test_a_decorated_function_brings_its_parameters_and_needs(mine: str) -> None
     assert rule.has_ratio
     assert loss_rule(spec_with(f"{LOSS}={name}").spec).params.beta == 1.0
     assert POLICY_LOSSES.part(name).label == "Mine"
-    assert name not in set(POLICY_LOSSES)  # a file of one user is nobody else's part
+    assert name not in set(POLICY_LOSSES)  # a user's file is not registered globally
 
 
 def test_an_undecorated_function_is_a_part_without_a_ratio(mine: str) -> None:

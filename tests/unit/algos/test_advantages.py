@@ -74,7 +74,7 @@ def test_no_signal_where_nothing_can_be_compared(estimate) -> None:
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
 def test_the_smallest_spread_that_scores_can_have_is_a_signal(size: float) -> None:
-    """Equal scores give exactly 0; neighbouring float32 do not, nor is it a matter of some tolerance."""
+    """Equal scores give exactly 0; adjacent float32 values do not. No tolerance is used."""
     score = torch.tensor(size)
     scores = torch.stack([score, score, torch.nextafter(score, 2 * score)])
     groups, valid = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool)

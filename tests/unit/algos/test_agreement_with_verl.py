@@ -49,7 +49,7 @@ RULES = {
 
 
 def make_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """log π_θ, log π_old, advantages per token, mask; zeros in the padding, where verl may look."""
+    """log π_θ, log π_old, advantages per token, mask; zeros in the padding, which verl may read."""
     batch = make_batch(seed, ROWS, HORIZON, empty=False)
     noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(seed))
     advantages = (batch.advantages + 0.3 * noise) * batch.mask

@@ -89,7 +89,7 @@ AT_A_BOUND = {
 
 @pytest.mark.parametrize(("statistic", "reduction"), AT_A_BOUND)
 def test_a_bound_belongs_to_what_it_accepts(statistic, reduction) -> None:
-    """Rejected is what lies beyond a bound; what lies on it is kept, and counted on neither side."""
+    """Values beyond a bound are rejected. Values equal to a bound are kept and counted on neither side."""
     log_ratios, value = AT_A_BOUND[statistic, reduction]
     rollout = torch.full((1, len(log_ratios)), -2.0)
     mask = torch.ones(1, len(log_ratios), dtype=torch.bool)

@@ -185,8 +185,9 @@ def test_cispo_clips_weights_and_keeps_gradients() -> None:
     torch.testing.assert_close(gradient, torch.tensor([[-1.2, 0.8, -1.1]]))
 
 
-def test_dppo_judges_probabilities_not_ratios() -> None:
-    """A tenth may double (TV 0.1) but not quadruple (TV 0.3); inwards everything goes."""
+def test_dppo_clips_by_probabilities_not_ratios() -> None:
+    """A tenth may double (TV 0.1) but not quadruple (TV 0.3); changes towards the sampler are never
+    masked."""
     rule = LossRule("dppo", clip_low=0.15, clip_high=0.15)
     loss, gradient = row_loss(rule, [2.0, 4.0, 4.0, 0.1], [1.0, 1.0, -1.0, -1.0])
     assert loss.clipped.tolist() == [[False, True, False, False]]

@@ -86,7 +86,7 @@ def test_optimal_token_baseline_equals_the_reference(seed: int) -> None:
 
 
 def test_optimal_token_baseline_by_hand() -> None:
-    """Binary choices: w = 2(1 − π)². The tail of the longer response stands alone."""
+    """Binary choices: w = 2(1 − π)². Only the longer response has tokens in the tail."""
     mask = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
     rewards = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0], [5.0, 0.0, 0.0]])
     probability = torch.tensor([[0.5, 0.5, 0.5], [0.9, 0.5, 0.0], [0.5, 0.0, 0.0]])

@@ -1,4 +1,4 @@
-"""The table of `make gpu`: what was measured beside what the plan says, phase by phase."""
+"""The table of `make gpu`: measured and estimated values of each phase."""
 
 from __future__ import annotations
 

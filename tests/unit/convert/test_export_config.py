@@ -115,7 +115,7 @@ def test_round_trip(case: str, tmp_path: Path) -> None:
     result = export(spec, table(name))
     file = tmp_path / ("run.yaml" if name == "trl" else "run.sh")
     file.write_text(as_text(result), encoding="utf-8")
-    if name == "trl":  # what its launcher says is not in the file
+    if name == "trl":  # the launcher's settings are not in the file
         file = tmp_path / "run.sh"
         file.write_text("accelerate launch --num_processes 2 trl grpo --config run.yaml\n")
     back = translate(read(file, framework=name, environment={}, arguments=[]))

@@ -182,7 +182,7 @@ def test_writers_that_take_turns_are_put_together(tmp_path):
 )
 @settings(max_examples=200, deadline=None)
 def test_restarts_and_shared_steps_against_the_plain_way(rows):
-    """Walk through the log and forget what is at or after a step that is begun again.
+    """Reads the log in order; a restart at a step discards the values at and after that step.
 
     A log that goes back to a step or metric that is new is out of order; there the last value counts.
     """

@@ -352,7 +352,7 @@ def test_counted_rows_that_are_out_of_order(tmp_path):
     assert logged(run, SCORE) == {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4, 5: 0.5}
 
 
-# --- what else a log says ----------------------------------------------------------------------------
+# --- other contents of a log ----------------------------------------------------------------------------
 
 TRACEBACK = """Traceback (most recent call last):
   File "/opt/verl/trainer/main.py", line 94, in run
@@ -443,7 +443,7 @@ def test_a_printed_configuration_is_no_row(tmp_path):
 
 
 def test_nul_bytes_between_the_lines_are_left_out(tmp_path):
-    """As a log has them that was truncated while a process went on writing to it."""
+    """As in a log that was truncated while a process was writing to it."""
     lines, _ = lines_of("verl")
     run = read(tmp_path, "\0" * 70_000 + "\n".join(lines) + "\0\n")
     assert logged(run, ENTROPY) == {3: 0.25, 4: 0.5, 5: 0.75}

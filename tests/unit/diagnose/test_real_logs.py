@@ -1,4 +1,4 @@
-"""Logs of real runs that this project did not write, where they are present: recognised, judged rightly.
+"""Logs of real runs that this project did not write, if present: format and result are correct.
 
 They are no part of the repository. `RLCTL_REAL_LOGS` names another folder.
 """

@@ -370,10 +370,10 @@ def test_the_page_of_rules_lists_every_rule():
          [*REJECTING, f"{RC}rollout_is=token"]),
         ("effective-samples", corr(rollout_is_eff_sample_size=0.25, rollout_rs_masked_fraction=0.7),
          [*REJECTING]),
-        # ... is all bad already where the applied figure says so
+        # ... if the applied metric is already at a critical level
         ("hidden-tail", corr(rollout_is_raw_eff_sample_size=0.05, rollout_is_eff_sample_size=0.1), []),
         ("hidden-tail", corr(rollout_is_raw_eff_sample_size=0.05), [f"{RC}rollout_is=null"]),
-        # χ² of products says nothing of token weights
+        # χ² of products does not apply to token weights
         ("hidden-tail", both(without(f"{CORR}rollout_is_raw_eff_sample_size"), corr(chi2_seq=9.0)),
          [f"{RC}rollout_is=token"]),
         ("long-products", corr(rollout_is_ratio_fraction_high=0.3, saturated_sequences=100.0),

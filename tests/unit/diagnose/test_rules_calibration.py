@@ -1,4 +1,4 @@
-"""What a healthy run looks like to the rules, and what its own start changes."""
+"""Results of the rules on healthy runs, and the effect of the run's first values."""
 
 import random
 import time
@@ -64,7 +64,8 @@ def test_autocorrelated_noise_and_heavy_tails_raise_no_alarm(seed):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_long_reasoning_run_raises_no_alarm(seed):
-    """Responses grow several times over and pay for it; entropy falls; the KL of bf16 engines."""
+    """Responses become several times longer and the reward rises; entropy falls; the KL is that of bf16
+    engines."""
     rows, noise = healthy_rows(300, seed), random.Random(seed)
     for row in rows:
         share = row["step"] / 300
@@ -74,7 +75,7 @@ def test_a_long_reasoning_run_raises_no_alarm(seed):
         row["actor/grad_norm"] *= 0.2
     diagnosis = examine(run_log(rows, "algorithm.rollout_correction.rollout_is=token", DECOUPLED))
     assert set(found(diagnosis).values()) <= HARMLESS
-    assert found(diagnosis)["policy-gap"] == "info"  # said, not alarmed
+    assert found(diagnosis)["policy-gap"] == "info"  # reported as info, not as a warning
 
 
 def test_the_size_a_run_began_with_is_a_remark_and_says_so():

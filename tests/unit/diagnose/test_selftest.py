@@ -45,7 +45,7 @@ def test_every_rule_finds_its_faults_and_healthy_runs_are_quiet():
         own = [trial for trial in found.trials if trial.rule == rule]
         assert {trial.kind for trial in own if trial.wanted != "skipped"} == {"mild", "severe"}
         assert any(trial.delay is not None and trial.delay >= 0 for trial in own)
-        # Every format is tried, or says that it cannot tell.
+        # Every format is tested, or the result states that the fault cannot be detected in it.
         assert {trial.form for trial in own} >= {"rlctl", "verl", "trl"}
     quiet = [trial for trial in found.trials if not trial.rule]
     assert len(quiet) == 3 * len(KINDS)

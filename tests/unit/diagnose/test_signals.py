@@ -128,7 +128,7 @@ def test_moved_wants_factor_and_distance():
     assert not moved(series(loud), Move("a", 1.5, beyond=5.0))[1].any()
     assert moved(series(loud[::-1]), Move("a", 0.6))[1][45:].all()
     assert moved(series(np.zeros(60)), up) is None
-    # twice as large, but the start is too noisy to tell
+    # twice as large, but the first values are too noisy to detect it
     wild = np.concatenate([noisy(1.0, 30, spread=2.0), noisy(2.0, 30)])
     assert not moved(series(wild), up)[1][40:].any()
 

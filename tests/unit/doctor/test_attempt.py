@@ -1,4 +1,4 @@
-"""A trial that crashes, hangs or says nonsense is an outcome, never our own end."""
+"""A trial that crashes, hangs or returns invalid output is a result; it does not end `doctor`."""
 
 from __future__ import annotations
 

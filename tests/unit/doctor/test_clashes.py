@@ -1,4 +1,4 @@
-"""Versions that do not go together are told by metadata as pip writes it."""
+"""Incompatible versions are detected from package metadata in pip's format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trials tell an engine that works from one that does not."""
+"""The trials distinguish a working engine from a broken one."""
 
 from __future__ import annotations
 

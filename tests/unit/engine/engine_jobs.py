@@ -130,7 +130,7 @@ def chunked(ranks: Ranks, stage: int):
 
 
 def bad_gradient(ranks: Ranks, stage: int, grad_clip: float):
-    """A NaN reaches the gradient although the loss is finite; what the step says, and the weights."""
+    """A NaN reaches the gradient although the loss is finite; the step's result, and the weights."""
     from rlctl.errors import RunFailure
 
     actor = engine(ranks, stage, grad_clip=grad_clip)
@@ -157,7 +157,7 @@ def load_nothing(ranks: Ranks, directory: str) -> str:
 
 
 def dropout(ranks: Ranks, stage: int):
-    """Two looks at one batch, with gradient, through a model that was configured with dropout."""
+    """Two forward passes of one batch, with gradient, through a model that was configured with dropout."""
     model = tiny_model()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5

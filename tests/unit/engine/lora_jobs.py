@@ -38,7 +38,7 @@ def adapter_of(actor: DeepSpeedEngine):
 
 
 def adapted(ranks: Ranks, cases: list[tuple[int, str]], directory: str):
-    """Per (stage, dtype): steps with looks at the base between them; save, load elsewhere, one more."""
+    """Per (stage, dtype): steps with reads of the base model between them; save, load elsewhere, one more."""
     found = {}
     batch = tiny_batch(tiny_model(), ROWS, seed=1)
     for stage, dtype in cases:

@@ -70,7 +70,7 @@ def test_a_critic_learns_the_same(tmp_path: Path) -> None:
 
 
 def saved_bytes(module: PolicyModule) -> tuple[int, dict[str, torch.Tensor]]:
-    """What a forward pass keeps for its backward pass beside the weights; and the gradient."""
+    """Tensors other than weights that a forward pass keeps for its backward pass; and the gradient."""
     batch = tiny_batch(tiny_model(), 8)
     columns = arguments_of(batch.inputs)
     weights = {parameter.data_ptr() for parameter in module.parameters()}

@@ -45,7 +45,7 @@ def killed_and_lost() -> int:
 
 
 def killed_and_missed() -> int:
-    """The other rank fails too, for want of the killed one."""
+    """The other rank fails too, because its collective needs the killed rank."""
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     raise ConnectionError("closed by peer")

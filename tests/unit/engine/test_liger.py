@@ -1,4 +1,4 @@
-"""Liger's kernels compute what the plain layers do; what stands in their way is said."""
+"""Liger's kernels give the results of the standard layers; reasons against their use are reported."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def test_log_probs_gradients_and_steps_are_those_of_plain_layers(tmp_path: Path)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **functions: object) -> None:
-    """A Liger that knows the architectures named, and patches with the functions given for them."""
+    """A stub of Liger that supports the given architectures, and patches with the functions given for
+    them."""
 
     def patch(model: object, **_: bool) -> None:
         functions[model.config.model_type](model)

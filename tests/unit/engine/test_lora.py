@@ -1,4 +1,4 @@
-"""Adapters learn, the base stays, and the outside sees one plain model."""
+"""Adapters are trained, the base is unchanged, and exports have the layout of a model without adapters."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_a_prompt_is_read_once_for_all_responses_that_fit(monkeypatch: pytest.Mo
 
 
 def test_sequences_in_one_row_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layout of kernels that take no mask: transformers tells sequences apart by their positions."""
+    """The layout of kernels that take no mask: transformers separates sequences by their position ids."""
     module, rows = PolicyModule(a_model("llama"), 0.7), rows_of(3, 1)
     module.packs = module.shares_prompts = False
     _, theirs, _ = answers(module, rows)

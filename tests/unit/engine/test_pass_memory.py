@@ -1,4 +1,5 @@
-"""What `--dry-run` says that a pass and its way back hold, beside every tensor that lives meanwhile."""
+"""Memory of a forward and a backward pass: the estimate of `--dry-run` and the measured size of all live
+tensors."""
 
 from __future__ import annotations
 
@@ -132,7 +133,7 @@ def test_the_critics_pass(overrides: list[str]) -> None:
         (8, 12, 24, 5),  # groups that micro-batches cut
         (8, 4, 24, 5),
         (1, 8, 24, 5),  # no siblings
-        (8, 8, 8, 60),  # no response fits beside another
+        (8, 8, 8, 60),  # no two responses fit in one row
     ],
 )
 def test_siblings_share_their_prompt(dtype: str, n: int, micro: int, prompt: int, response: int) -> None:

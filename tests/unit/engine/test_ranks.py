@@ -31,7 +31,7 @@ def test_a_gpu_that_torch_cannot_use_is_not_silently_left_alone(monkeypatch: pyt
             join_ranks()
         assert caught.value.exit_code == 4
         assert "CUDA_VISIBLE_DEVICES=" in (caught.value.fix or "")
-    assert dist.is_initialized() == was_initialized  # whatever another test left
+    assert dist.is_initialized() == was_initialized  # independent of other tests' state
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     ranks.refuse_idle_gpu()
 

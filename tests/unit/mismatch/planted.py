@@ -1,4 +1,4 @@
-"""Engines with something wrong on purpose, and what the preflight says of them."""
+"""Engines with injected faults, and the expected report of `diagnose mismatch`."""
 
 from __future__ import annotations
 

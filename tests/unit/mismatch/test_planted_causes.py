@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rlctl.batch import Rollouts
-from rlctl.mismatch.causes import causes, not_told, remainder
+from rlctl.mismatch.causes import causes, open_questions, remainder
 from rlctl.mismatch.score import all_and_head
 from rlctl.rollout.hf import HFRollout, into_precision
 from rlctl.rollout.protocol import Sampling
@@ -35,7 +35,7 @@ from tests.unit.mismatch.planted import (
 )
 from tests.unit.rollout.test_hf_rollout import make_prompts, random_model
 
-#: For those who must tell distributions apart by what is drawn from them: as many tokens as are looked at.
+#: For tests that distinguish distributions from samples: number of examined tokens.
 MANY: dict[str, Any] = {"n": 11}
 
 
@@ -53,7 +53,7 @@ def test_a_healthy_pair_is_left_alone(sampling: Sampling) -> None:
     assert examination.start.abs_max < 1e-5
     assert examination.moved is not None  # the sync was tried
     assert remainder(examination) is None
-    assert any("raw or processed" in note for note in not_told(examination)) == (sampling is PLAIN)
+    assert any("raw or processed" in note for note in open_questions(examination)) == (sampling is PLAIN)
 
 
 def test_the_engine_gets_its_weights_back() -> None:
@@ -228,11 +228,11 @@ def test_without_a_way_to_tell_it_does_not_guess() -> None:
     left = remainder(examination)
     assert left is not None
     assert "other weights" in left
-    assert any("older checkpoints" in note for note in not_told(examination))
+    assert any("older checkpoints" in note for note in open_questions(examination))
 
 
 class StaleHead(HFRollout):
-    """A sync that goes past a packed copy of the tied output head."""
+    """A sync that does not update a packed copy of the tied output head."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model, TOKENIZER, "cpu")
@@ -308,4 +308,4 @@ def test_log_probs_that_are_no_numbers_are_counted_and_left_out() -> None:
     assert examination.start.agrees
     assert examination.start.num_nonfinite == 1
     assert causes(examination) == []
-    assert any("NaN" in note for note in not_told(examination))
+    assert any("NaN" in note for note in open_questions(examination))

@@ -10,7 +10,7 @@ from rlctl.data.schema import Message, Row
 from rlctl.prepare.check import CheckRequest, check
 from rlctl.prepare.pipeline import prepare
 from rlctl.prepare.request import PrepareRequest
-from rlctl.prepare.row_checks import asks_for_form, contradiction
+from rlctl.prepare.row_checks import contradiction, specifies_answer_form
 from tests.unit.prepare.helpers import write_jsonl
 
 
@@ -70,9 +70,9 @@ def test_an_instruction_turned_off_is_a_finding(tmp_path):
 def test_what_asks_for_a_form(text, expected):
     for messages in ((Message("user", text),), (Message("system", text), Message("user", "2+2?"))):
         row = Row("aime", messages, "4", question=messages[-1].content)
-        assert asks_for_form(row) == expected
+        assert specifies_answer_form(row) == expected
     row = Row("aime", (Message("user", f"2+2?\n{text}"),), "4", question="2+2?")
-    assert asks_for_form(row) == expected
+    assert specifies_answer_form(row) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The same rows in the forms that files have in practice; what cannot be read is said with file and row."""
+"""The same rows in the forms that files have in practice; unreadable input is reported with file and row."""
 
 import gzip
 import json

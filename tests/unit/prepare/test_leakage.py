@@ -161,6 +161,6 @@ def test_files_are_told_apart_in_blocks_of_any_size():
 
 
 def test_words_that_one_question_repeats_belong_to_it():
-    """Common is what many questions share, not what one of them says often."""
+    """An n-gram is common if many questions contain it, not if one question repeats it."""
     once = "every one of these thirteen words is said again and again in it "
     assert kinds(f"now {once}", once * (COMMON_QUESTIONS + 5), "another question") == "ngram"

@@ -1,4 +1,4 @@
-"""Every format gives the same records; every broken one says where."""
+"""Every format gives the same records; errors in invalid files name the position."""
 
 import gzip
 import io

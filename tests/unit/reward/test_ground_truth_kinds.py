@@ -152,7 +152,7 @@ def test_another_kind_is_wrong(kind, data):
 
 
 def raw(truth, answer):
-    """What math-verify says by itself, of the ground truth as it stands and the answer in a box."""
+    """Result of math-verify alone for the unmodified ground truth and the answer in `\boxed{}`."""
     parsed = [math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (truth, answer)]
     return math_verify.verify(*parsed, timeout_seconds=None)
 

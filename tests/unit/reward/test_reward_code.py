@@ -297,7 +297,7 @@ def test_a_program_cannot_pass_test_code_by_what_it_does_to_its_process(scorer, 
 
 
 def test_a_message_that_sets_attributes_is_refused():
-    """Of a class that the tests use, for example; nor does a message name anything but plain types."""
+    """For example, of a class that the tests use. Messages name only built-in types."""
     import pickle
     import socket
     import struct

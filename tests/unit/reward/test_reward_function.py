@@ -1,4 +1,5 @@
-"""The user's own reward: found or refused with the reason, called with what it names, never a silent 0."""
+"""The user's own reward: loaded or refused with a reason, called with the arguments it names, never scored 0
+without a message."""
 
 import subprocess
 import sys
@@ -255,7 +256,7 @@ def test_a_deadline_does_not_depend_on_the_function(unruly, function):
     [("has_its_own_alarm", 0.25), ("forks", 1.0), ("forks_and_raises", 1.0), ("reads_input", 0.0)],
 )
 def test_what_a_function_does_with_signals_forks_and_input_is_its_own(unruly, function, score):
-    """And a copy that it forks replies to nobody: neither now nor in the next grading."""
+    """A forked copy of the process sends no reply, neither in this grading nor in the next one."""
     pool = GradingPool(f"{unruly}:{function}", deadline_s=10.0, num_workers=1)
     try:
         assert pool.grade([SAMPLE] * 3) == [score] * 3
@@ -314,7 +315,7 @@ def test_control_characters_in_an_import_error_are_shown_not_sent(tmp_path):
 
 
 def test_files_named_like_the_standard_library_are_left_alone(tmp_path, monkeypatch):
-    """In the working directory, and beside the function's own file."""
+    """In the working directory, and next to the function's file."""
     for name in ("html", "json", "signal", "secrets", "statistics"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('a stray file')\n")
     (tmp_path / "helper.py").write_text("VALUE = 0.5\n")

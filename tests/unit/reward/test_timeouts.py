@@ -224,7 +224,7 @@ GRADERS._parts["maths"] = replace(part, function=odd)
 
 
 def test_of_our_graders_exceptions_count_like_crashes_and_a_busy_machine_does_not(tmp_path, monkeypatch):
-    """Waiting takes no processor time: so looks a machine that gives the grading none."""
+    """Waiting takes no CPU time, like grading on an overloaded machine."""
     (tmp_path / "sitecustomize.py").write_text(OURS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     pool = GradingPool("maths", deadline_s=0.5, num_workers=1)

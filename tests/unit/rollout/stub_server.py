@@ -1,4 +1,4 @@
-"""A vLLM server as the client sees one, and a client of it."""
+"""A stub of vLLM's server interface, and a client of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLING = Sampling(max_response_length=5)
 
 
 class Server(ThreadingHTTPServer):
-    """Answers every prompt with some of its own last token, then ends; notes what it was asked."""
+    """Answers every prompt with some of its own last token, then ends; records the requests."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)

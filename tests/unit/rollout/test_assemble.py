@@ -1,4 +1,4 @@
-"""What the engine says of lengths and ends is taken as it is; no token is searched for."""
+"""Lengths and finish reasons are those of the engine; no end token is searched for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EOS = TOKENIZER.eos_token_id
 
 
 def test_an_end_token_inside_a_response_ends_nothing() -> None:
-    """As where a tool's output follows it and the policy goes on."""
+    """As if a tool's output follows it and the policy continues."""
     tokens = torch.tensor([[5, EOS, 6, 7], [5, 6, EOS, 0]])
     reasons = torch.tensor([FINISH_REASONS.index("length"), FINISH_REASONS.index("stop")], dtype=torch.int8)
     sampled = Sampled(tokens, torch.full((2, 4), -1.0), torch.tensor([4, 3]), reasons)

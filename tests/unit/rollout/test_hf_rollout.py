@@ -25,7 +25,7 @@ PLAIN = Sampling(max_response_length=9)
 
 
 def random_model(seed: int, sharpness: float = 6.0) -> Any:
-    """Random weights whose distributions are neither flat nor one-hot, and which end now and then."""
+    """Random weights whose distributions are neither flat nor one-hot, and which sometimes end."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = build_model(RECIPE).eval()

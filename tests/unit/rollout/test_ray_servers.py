@@ -21,7 +21,7 @@ from rlctl.spec.load import load_spec
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 ROOT = Path(__file__).parents[3]
-#: What stands for `vllm serve`: it is healthy, and tells its process and the files of its model.
+#: Replacement for `vllm serve`: it is healthy and returns its process id and model files.
 STUB = """
 import os, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer

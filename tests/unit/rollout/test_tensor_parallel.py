@@ -1,4 +1,4 @@
-"""Ranks that share an engine, in real processes; the engine is a stub that answers with what it was asked."""
+"""Ranks that share an engine, in real processes; the engine is a stub that returns its requests."""
 
 from __future__ import annotations
 

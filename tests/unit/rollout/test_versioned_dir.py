@@ -1,4 +1,4 @@
-"""Directories for engines: whole or not there, and a failure that says what to do."""
+"""Directories for engines: complete or absent; errors state what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client of vLLM servers against a real HTTP server that answers, refuses, goes away and comes back."""
+"""The client of vLLM servers against a real HTTP server that answers, refuses, stops and restarts."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_running_event_loop_does_not_matter(servers: list[Server], tmp_path: P
 def test_why_a_response_ended_is_what_the_engine_says(
     servers: list[Server], tmp_path: Path, reason: str | None, truncated: bool, aborted: bool
 ) -> None:
-    """Whatever token stands last."""
+    """For any last token."""
     servers[0].finish_reason = servers[1].finish_reason = reason
     engine, model = engine_on(servers, tmp_path)
     engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
@@ -167,7 +167,8 @@ def test_a_server_that_started_again_between_two_batches_gets_the_newest_weights
 def test_no_server_loads_weights_while_another_rank_still_samples(
     servers: list[Server], tmp_path: Path
 ) -> None:
-    """The main rank is done with its batch and hands over; the other one's thread is at work on its own."""
+    """The main rank has finished its batch and releases the engine; the other rank's thread still samples its
+    batch."""
     [server], model = servers[:1], random_model(1)
     meeting, said = threading.Barrier(2), ["", ""]
 
@@ -229,7 +230,8 @@ def test_a_server_that_listens_and_does_not_answer_is_named(
 def test_a_sync_that_one_server_loses_half_way_leaves_no_mixture(
     servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first server has the new weights, the second went away for good: nothing is sampled from either."""
+    """The first server has the new weights, the second has stopped permanently: nothing is sampled from
+    either."""
     engine, model = engine_on(servers, tmp_path)
     engine._start_timeout = 0.3
     engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)

@@ -20,7 +20,7 @@ from tests.unit.rollout.stub_server import Server, engine_on, generate
 
 @dataclass
 class Adapted:
-    """A policy under LoRA that notes what it is asked for."""
+    """A policy with LoRA that records its calls."""
 
     model: Any
     asked: list[str] = field(default_factory=list)

@@ -1,4 +1,5 @@
-"""New weights by broadcast: a real group, servers that speak vLLM's protocol, and every way to lose one."""
+"""New weights by broadcast: a real group, servers that implement vLLM's protocol, and every kind of server
+failure."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from tests.unit.rollout.test_hf_rollout import random_model
 
 
 class Worker:
-    """The one worker of a stub server: vLLM's engine for weight transfer, as far as the trainer sees it."""
+    """The one worker of a stub server: vLLM's engine for weight transfer, limited to the interface that the
+    trainer uses."""
 
     def __init__(self, server: Server) -> None:
         self.weights: dict[str, Tensor] = {}
@@ -138,7 +140,7 @@ def test_requests_are_those_of_vllms_nccl_engine(servers: list[Server], tmp_path
 def test_a_server_that_started_again_answers_nothing_until_the_next_sync(
     servers: list[Server], tmp_path: Path
 ) -> None:
-    """It answers requests, from weights nobody knows."""
+    """It answers requests with unknown weights."""
     engine, model, workers = broadcasting(servers, tmp_path)
     sync(engine, model, 1)
     servers[1].weight_version = "default"

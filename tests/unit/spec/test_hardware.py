@@ -23,7 +23,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         info = tmp_path / "cpuinfo"
         info.write_text(f"processor : 0\nflags\t\t: {flags}\n")
         monkeypatch.setattr(machine_module, "_CPU_INFO", info)
-        monkeypatch.setattr(machine_module, "_driver_says", lambda query: [GPUS[gpu] for gpu in gpus])
+        monkeypatch.setattr(machine_module, "_query_driver", lambda query: [GPUS[gpu] for gpu in gpus])
         machine_module._cpu_flags.cache_clear()
         if hidden is None:
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -1,4 +1,4 @@
-"""Options for vLLM and DeepSpeed: merged as they are, refused where the spec says the same already."""
+"""Options for vLLM and DeepSpeed: merged unchanged; refused if a spec key sets the same option."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_what_cannot_fit_is_refused_with_the_figures(
 
 
 def test_a_model_that_no_gpu_holds_whole_is_read_in_parts() -> None:
-    """Under ZeRO-3; an engine that copies the policy, or too few GPUs, still need what they need."""
+    """Under ZeRO-3; an engine that copies the policy, or too few GPUs, keep their memory requirement."""
     size = ModelSize("as published", 70_553_706_496, Shape(80, 8192, 28_672, 64, 8, 128, 128_256))
     big = ("model.path=a/b-70B", "engine.zero_stage=3", "trainer.n_gpus_per_node=8", "trainer.nnodes=2")
     more = ("engine.offload=optimizer", "rollout.name=vllm", "rollout.mode=server")

@@ -1,4 +1,4 @@
-"""What a message tells to write, written: all suggestions together make a spec that is accepted."""
+"""Applying all suggestions of the messages gives a valid spec."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_order_does_not_matter_because_no_two_kinds_set_the_same_key() -> None:
 @pytest.mark.parametrize("hardware", list(CARDS))
 def test_every_combination_is_accepted_and_fits_its_cards(hardware: str, monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    # Algorithms differ in memory by the critic alone; one model shows that each goes with all others.
+    # Only the critic changes an algorithm's memory; one model is enough to test all combinations.
     with_and_without_critic = {*product(of_kind("models"), ("ppo-seq-is-token-rs", "rloo-seq-is"))}
     for model, algorithm in sorted(
         {*with_and_without_critic, *product(["llama3-8b"], of_kind("algorithms"))}
@@ -98,7 +98,7 @@ def peaks(spec: RunSpec, card: float) -> tuple[float, float]:
     training = memory_total([part for part in parts if part.phases != ("generation",)])
     share = spec.rollout.gpu_memory_utilization * card
     weights, longest = by_name["rollout's weights"], by_name["key-value cache"]  # of one sequence
-    # Beside the weights there is room for the keys and values of a few of the longest sequences.
+    # In addition to the weights, the keys and values of a few of the longest sequences fit in memory.
     assert weights + 4 * longest < 0.97 * share, (spec.model.path, weights, longest, share)
     return training, always + share
 

@@ -168,7 +168,7 @@ def test_all_bad_thresholds_at_once():
 
 @pytest.mark.parametrize("loss", ["reinforce", "ppo_clip", "gspo", "cispo", "sapo", "dppo"])
 def test_the_numbers_of_a_loss_are_the_specs_defaults(loss):
-    """Whoever builds a rule by hand gets what a spec without numbers gives; SAPO's are its paper's."""
+    """A rule constructed in Python has the same defaults as a spec; SAPO's are those of its paper."""
     spec = load_spec([], [], [f"algorithm.rollout_correction.loss_type={loss}"]).spec
     assert loss_rule(spec) == LossRule(loss)
     assert (LossRule(loss).tau_pos, LossRule(loss).tau_neg) == (1.0, 1.05)

@@ -1,4 +1,4 @@
-"""Plain lines in a pipe; a live panel in a terminal, which is given back whatever happens."""
+"""Plain lines in a pipe; a live panel in a terminal, which is restored after any error."""
 
 import io
 import os

@@ -81,7 +81,7 @@ def test_sigkill_leaves_every_complete_line_readable(tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     assert all(len(line) == 202 for line in lines)
     assert not rest or not rest.endswith(b"}")
-    # and a resume goes on from there
+    # and a resumed run continues from there
     assert truncate_after(path, 10) == list(range(1, 11))
     sink = JsonlSink(path)
     sink.log(11, {})

@@ -37,7 +37,7 @@ def settings_of(
 
 
 def batch_of(seed: int = 5) -> TrainBatch:
-    """Old values near zero, where the new ones start; outside the mask stands what must not be read."""
+    """Old values near zero, where the new ones start; values outside the mask must not be read."""
     batch = tiny_batch(tiny_model("qwen2"), ROWS, seed=seed, horizon=HORIZON, lengths=LENGTHS)
     draw = torch.Generator().manual_seed(seed)
     return replaced(

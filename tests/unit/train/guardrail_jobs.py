@@ -35,7 +35,8 @@ def engine_of(ranks: Ranks) -> DeepSpeedEngine:
 
 
 def skipping(ranks: Ranks, micro: int):
-    """Four mini-batches of which the guardrails withhold one, against an engine that never sees that one."""
+    """Four mini-batches of which the guardrails withhold one, compared with an engine that does not receive
+    that one."""
     model = tiny_model()
     batch = batch_of(model)
     own = naive_log_probs(model, batch)[0].float()
@@ -71,7 +72,7 @@ def skipping(ranks: Ranks, micro: int):
 
 
 def run_of(ranks: Ranks, *overrides: str, history=(), notes: list[str] | None = None) -> SimpleNamespace:
-    """As much of a run as the guardrails look at."""
+    """The part of a run that the guardrails observe."""
     spec = load_spec([], [], list(overrides)).spec
     note = (lambda _: None) if notes is None else notes.append
     return SimpleNamespace(

@@ -45,7 +45,7 @@ def rollouts_of(seed: int = 0, policy_version: int = 0) -> Rollouts:
 
 
 def scored_batch(seed: int = 0) -> ScoredBatch:
-    """Every field filled; outside the mask stands what must not be read."""
+    """Every field filled; values outside the mask must not be read."""
     draw = torch.Generator().manual_seed(100 + seed)
     rollouts = rollouts_of(seed)
     mask = rollouts.response_mask

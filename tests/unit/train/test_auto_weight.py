@@ -201,7 +201,7 @@ def test_a_resumed_run_chooses_the_same() -> None:
 
 
 def deciding(ranks: Ranks, rows: list[dict[str, float]]):
-    """The other rank knows a discard that the checkpoint does not, and no moments."""
+    """The other rank has a discard that is not in the checkpoint, and no moments."""
     other = [{"step": row["step"], "rollout_corr/auto_discarded": 1.0} for row in rows]
     own = rows if ranks.is_main else other
     return followed(ranks, own[:3], own[3:])

@@ -1,4 +1,5 @@
-"""Every advantage estimator, by its name in the spec, on a ragged batch with a sample nobody graded."""
+"""Every advantage estimator, by its name in the spec, on responses of different lengths with one ungraded
+sample."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def test_what_decides_nothing_is_not_tightened() -> None:
 
 
 WELL_DECIDED = UpdateDecision()
-#: What diagnosis says of a run that is well.
+#: Diagnosis of a healthy run.
 NOTHING = SimpleNamespace(findings=())
 
 
@@ -432,7 +432,7 @@ def test_every_rank_does_what_the_main_one_decides(tmp_path) -> None:
 
 @pytest.mark.parametrize("mode", ["warn", "act"])
 def test_a_batch_is_decided_from_its_observation_alone(mode) -> None:
-    """No log, no ranks: what is observed is all there is; deciding twice gives the same."""
+    """No log, no ranks: the observation is the only input; repeated decisions are equal."""
     spec = GuardrailsSpec(mode=mode)
     heavy = BatchObservation(7, tail_is_heavy=True)
     decision = decide_batch(heavy, spec, can_tighten=True)

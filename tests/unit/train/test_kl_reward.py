@@ -67,7 +67,8 @@ def test_the_adaptive_coefficient_by_hand() -> None:
         batch = replace(scored, ref_log_probs=scored.old_log_probs - kl)
         after, controller, metrics = with_kl_in_reward(batch, algorithm, controller, alone())
         assert metrics["actor/reward_kl_penalty"] == pytest.approx(kl, rel=1e-5)
-        # What this batch pays was known before it; what it shows counts for the next.
+        # The coefficient of this batch was determined before it; the KL of this batch changes the next
+        # coefficient.
         assert metrics["actor/reward_kl_penalty_coeff"] == pytest.approx(coefficient, rel=1e-5)
         paid = (scored.token_level_rewards - after.token_level_rewards)[0, 0]
         assert float(paid) == pytest.approx(coefficient * kl, rel=1e-4)

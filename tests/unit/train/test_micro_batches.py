@@ -82,7 +82,7 @@ def test_prompts_shared_by_neighbours_stay_neighbours() -> None:
 
 
 def scored(*overrides: str):
-    """`score_batch` by three models, and the length of every row they were asked about."""
+    """`score_batch` by three models, and the length of every row they received."""
     asked: list[int] = []
 
     def said(scale: float):

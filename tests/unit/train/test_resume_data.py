@@ -1,4 +1,4 @@
-"""A resumed run goes on with the rows it began with, or says which changed."""
+"""A resumed run continues with its original rows, or reports which of them changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a step is saved, and whether there is room for it."""
+"""When a step is saved, and whether the disk has enough space."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlctl.train.summary import best_validation
 
 
 class Run:
-    """What a saver looks at; its ranks are one."""
+    """Inputs of a saver with one rank."""
 
     def __init__(self, *overrides: str) -> None:
         self.spec = load_spec([], [], ["trainer.total_training_steps=100", *overrides]).spec

@@ -82,7 +82,7 @@ def scored_by(
     return score_batch(run_of(spec), rollouts(), RewardResult(scores, valid), baseline, timer())
 
 
-# --- where the score goes ---------------------------------------------------------------------------
+# --- position of the score ---------------------------------------------------------------------------
 
 
 def test_the_score_is_the_reward_of_the_last_token_sampled() -> None:
@@ -95,7 +95,7 @@ def test_the_score_is_the_reward_of_the_last_token_sampled() -> None:
 
 
 def test_a_response_that_the_engine_ended_is_excluded() -> None:
-    """It is neither the policy's whole answer nor cut at the limit: its score says nothing, not even 0."""
+    """It is neither the policy's whole answer nor cut at the limit: its score is undefined, not 0."""
     spec = spec_of("rloo")
     reason = torch.zeros(ROWS, dtype=torch.int8)
     reason[2] = FINISH_REASONS.index("abort")
@@ -125,7 +125,8 @@ def test_whole_responses_are_compared_by_their_scores() -> None:
 
 
 def test_discounting_counts_sampled_tokens_from_the_last_one() -> None:
-    """γ = 0.9: the k-th sampled token before the score sees 0.9^k of it, whatever lies between."""
+    """γ = 0.9: the k-th sampled token before the score gets 0.9^k of it, independent of other tokens between
+    them."""
     estimator = "reinforce_plus_plus"
     spec = spec_of(estimator, "algorithm.gamma=0.9")
     found = with_advantages(scored_by(spec), spec.algorithm, alone()).advantages

@@ -14,7 +14,7 @@ from tests.processes import Job
 
 
 def asked(*numbers_and_pauses: float) -> int:
-    """Send this process the signals (negative: a pause in seconds); what was heard."""
+    """Send this process the signals (negative: a pause in seconds); returns the received signals."""
     with catching_signals() as stop:
         for item in numbers_and_pauses:
             if item < 0:

@@ -22,7 +22,7 @@ LAST = 7
 
 
 class Sampler:
-    """Remembers what it was asked; `version` is the number of updates so far."""
+    """Records its calls; `version` is the number of updates so far."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -49,7 +49,8 @@ def same(a: Rollouts, b: Rollouts) -> bool:
 
 @pytest.mark.parametrize("staleness", [0, 1, 3, LAST - 1, 20])
 def test_a_batch_is_as_old_as_asked(staleness: int) -> None:
-    """Before step s there were s − 1 updates; its batch knew s − 1 − k of them, at the start fewer."""
+    """Before step s there were s − 1 updates; its batch was sampled after s − 1 − k of them (fewer at the
+    start)."""
     sampler = Sampler()
     stream = stream_of(sampler, staleness)
     for step in range(1, LAST + 1):
@@ -108,7 +109,7 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.mark.parametrize("ahead", [1, 2, 4])
 def test_meanwhile_it_is_never_older_than_asked(executor: ThreadPoolExecutor, ahead: int) -> None:
-    """Whatever the clock does: trainer and sampler take their time in turn."""
+    """Independent of timing: trainer and sampler are slowed down alternately."""
     sampler = Sampler()
 
     def sample(step: int) -> Rollouts:
@@ -135,7 +136,7 @@ def test_it_samples_while_the_trainer_trains(executor: ThreadPoolExecutor) -> No
         return rollouts_of(seed=step, policy_version=0)
 
     RolloutStream(sample, ahead=1, last_step=LAST, executor=executor).take(1)
-    assert began.wait(60)  # nobody asked for batch 2 yet
+    assert began.wait(60)  # batch 2 has not been requested yet
 
 
 def test_drained_it_saves_what_is_sampled_and_repeats_or_skips_nothing(

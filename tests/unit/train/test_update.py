@@ -150,7 +150,8 @@ def test_one_forward_pass_where_one_is_enough() -> None:
     ]:
         _, engine, _ = updated(correction, micro_rows=micro)
         assert engine.num_forwards == passes, (correction, micro)
-    # The mean weight divides the policy-gradient term alone: beside another term it must be known before.
+    # The mean weight divides the policy-gradient term alone: with another term it must be computed before the
+    # backward pass.
     _, engine, _ = updated(BYPASS | REINFORCE | {"rollout_is": "token"}, micro_rows=4, entropy_coeff=0.1)
     assert engine.num_forwards == 8
 
@@ -328,7 +329,8 @@ def test_nothing_graded_makes_no_step() -> None:
     assert moved(engine, before) == 0.0
 
 
-# --- what is handed on ----------------------------------------------------------------------------------
+# --- values passed to the loss
+# ----------------------------------------------------------------------------------
 
 
 def test_on_policy_rollouts_change_nothing() -> None:

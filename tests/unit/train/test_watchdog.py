@@ -19,7 +19,7 @@ from rlctl.train.watchdog import Watchdog
 
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The main thread stands where it is, whatever the test itself does."""
+    """The main thread does not progress, independent of the test."""
     monkeypatch.setattr(watchdog, "_stacks", lambda: "the same")
     monkeypatch.setattr(watchdog, "_SILENT_S", 0.2)
     return iter([None])
@@ -111,7 +111,7 @@ def test_a_main_thread_that_computes_is_not_idle(tmp_path: Path) -> None:
         while time.monotonic() < deadline:
             sum(i for i in range(999))
         assert ended == []
-        for _ in range(70):  # nor is one that waits for servers which say that they are well
+        for _ in range(70):  # a run that waits for healthy servers is not reported either
             note_progress()
             threading.Event().wait(0.1)
         assert ended == []
@@ -124,7 +124,7 @@ def test_time_in_which_the_whole_process_was_stopped_is_not_idle(
     now = 0.0
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now, strftime=time.strftime))
     dog, ended, _ = watch(0, 1, tmp_path, timeout=60.0)  # looks once a second
-    waits = iter([*[1.0] * 2, 5000.0, *[1.0] * 70])  # SIGSTOP, a machine that stood still
+    waits = iter([*[1.0] * 2, 5000.0, *[1.0] * 70])  # SIGSTOP or a suspended machine
 
     def wait(interval: float) -> bool:
         nonlocal now

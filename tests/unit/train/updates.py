@@ -21,7 +21,7 @@ from tests.models import replaced, tiny_batch, tiny_model
 from tests.properties.batches import loss_rule
 
 ROWS, HORIZON = 16, 6
-#: What goes through the model at once: so many rows, or rows of so many tokens ("20 tokens").
+#: Size of a micro-batch: a number of rows, or a number of tokens ("20 tokens").
 Micro = int | str
 RS = {"rollout_rs": "token_k1,seq_max_k2", "rollout_rs_threshold": "0.6_1.6,1.5"}
 BYPASS, DECOUPLED = {"bypass_mode": True}, {"bypass_mode": False}
@@ -244,7 +244,7 @@ class PlainEngine:
         self.module = _module_of(model)
         self.gradient: dict[str, torch.Tensor] = {}
         self.num_forwards = 0
-        #: Of each backward pass, whether it was said to be the last before the step.
+        #: For each backward pass, whether it was marked as the last one before the step.
         self.last: list[bool] = []
 
     def policy(

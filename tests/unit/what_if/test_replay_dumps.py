@@ -1,4 +1,4 @@
-"""What rlctl, slime, miles and NeMo-RL dump is recognised and read step by step; faults are said."""
+"""What rlctl, slime, miles and NeMo-RL dump is recognised and read step by step; errors are reported."""
 
 from __future__ import annotations
 

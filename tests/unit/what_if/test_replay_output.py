@@ -201,7 +201,7 @@ def test_text(found: Tradeoff, printed: Callable[..., str]) -> None:
     [own] = [line for line in lines if line.startswith("this run (= sequence")]
     error = outcome_of(found, "this run").error
     assert own.split()[4:6] == [f"{error.value:.3f}", f"{error.low:.3f}–{error.high:.3f}"]
-    assert len(own) == 80  # every figure stands in the first of its lines
+    assert len(own) == 80  # every figure is on the first of its lines
     place = lines.index(own)
     assert "clip 2.0)" in " ".join(lines[place : place + 2])
 

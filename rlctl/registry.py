@@ -368,6 +368,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
             return
         owner, part = self._decorated(function)
         if owner is None or part is None:
+            USER_MODULES.add(_identity(function)[0])
             self._parts[name] = Part(name, function, _first_line(function) or name, is_decorated=False)
         elif owner is self:
             self._parts[name] = replace(part, name=name)

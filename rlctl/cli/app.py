@@ -10,9 +10,12 @@ import io
 import os
 import signal
 import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -31,6 +34,7 @@ from rlctl.cli.schema import schema
 from rlctl.cli.sweep import sweep
 from rlctl.cli.train import train
 from rlctl.errors import RlctlError, RunFailure, memory_failure, visible
+from rlctl.registry import PartWarning
 from rlctl.user_code import line_in_user_code
 
 #: Error numbers of a full or read-only disk, which are neither usage errors nor bugs.
@@ -119,7 +123,9 @@ def run(arguments: list[str]) -> int:
         0 ok, 1 failed at run time, 2 wrong usage or spec, 3 findings, 4 environment, 130 or 143 interrupted.
     """
     try:
-        app(args=arguments, prog_name="rlctl")
+        with warnings.catch_warnings():
+            warnings.showwarning = partial(_show_warning, warnings.showwarning)
+            app(args=arguments, prog_name="rlctl")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
@@ -137,6 +143,16 @@ def run(arguments: list[str]) -> int:
         _report_bug(error)
         return 1
     return 0
+
+
+def _show_warning(
+    otherwise: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any
+) -> None:
+    """Prints a warning about an installed package as text, others with the line of code that gave it."""
+    if issubclass(category, PartWarning):
+        typer.echo(visible(f"warning: {message}"), err=True)
+    else:
+        otherwise(message, category, *where)
 
 
 def _report_bug(error: Exception) -> None:

@@ -6,7 +6,6 @@ import inspect
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 from rlctl.diagnose import (  # noqa: F401  each registers its rules
@@ -38,15 +37,14 @@ def all_rules(names: Iterable[str] = ()) -> tuple[Rule, ...]:
         UsageError: a file or function cannot be imported, or two rules have the same name.
     """
     found: dict[str, Rule] = {}
-    for name in dict.fromkeys((*DIAGNOSIS_RULES, *names)):
-        part = DIAGNOSIS_RULES[name]
+    parts = {part.name: part.function for part in DIAGNOSIS_RULES.parts()}
+    for name, part in (parts | {name: DIAGNOSIS_RULES[name] for name in names}).items():
         rule = part if isinstance(part, Rule) else Rule(part.__name__, detect=part)
         if found.setdefault(rule.name, rule) is not rule:
             raise UsageError(f"there is a rule `{rule.name}` already", where=name, fix="give it another name")
     return tuple(found.values())
 
 
-@cache
 def metrics_read(names: tuple[str, ...] = ()) -> frozenset[str]:
     """The metrics a reader must keep for `all_rules`; `<…>` stands for any text."""
     return frozenset(key for rule in all_rules(names) for key in rule.metrics)

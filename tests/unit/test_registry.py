@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 import textwrap
@@ -379,6 +380,26 @@ def test_packages_that_cannot_be_used_are_named_and_left_out(
     assert "maths" in names
     assert not {"agree", "ends"} & set(names)
     assert len(warned) == 2
+
+
+def test_a_diagnosis_goes_on_without_a_package_that_cannot_be_imported(tmp_path: Path) -> None:
+    broken = "[rlctl.diagnosis_rules]\nmine = no_rules:mine\n"
+    package(tmp_path, "no-rules", "import absent_library\n", broken)
+    rule = (
+        "from rlctl.diagnose.rule import Detection, Rule\n\n\n"
+        '@Rule("short")\ndef short(run):\n    return Detection("info", "too short", ())\n'
+    )
+    package(tmp_path, "good-rules", rule, "[rlctl.diagnosis_rules]\nshort = good_rules:short\n")
+    log = tmp_path / "log.csv"
+    log.write_text("step,actor/entropy\n" + "".join(f"{step},0.5\n" for step in range(1, 30)))
+    command = [sys.executable, "-m", "rlctl.cli.app", "diagnose", str(log)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    [line] = done.stderr.splitlines()
+    assert line.startswith("warning: diagnosis rule `mine` is left out: importing ")
+    assert line.endswith("(fix or uninstall no-rules)")
+    assert "too short" in done.stdout
 
 
 def test_an_entry_point_may_have_another_name_than_the_decorator(

@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import math
+import re
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -176,6 +177,19 @@ def _path_of(given: str | Path | RunRecord, name: str) -> Path:
     return Path(given)
 
 
+#: Options whose name on the command line is not that of the argument.
+_ARGUMENTS = {"--k": "ks", "MODEL_OR_RUN": "model_or_run"}
+
+
+def _without_dashes(text: str) -> str:
+    """A message of the command line with the names of arguments: `--top-p` is `top_p`."""
+
+    def argument(option: re.Match[str]) -> str:
+        return _ARGUMENTS.get(option[0], option[0].lstrip("-").replace("-", "_"))
+
+    return re.sub(r"--[a-z][a-z-]*|MODEL_OR_RUN", argument, text)
+
+
 @dataclass(frozen=True, slots=True)
 class EvaluationRecord:
     """An evaluation on disk.
@@ -243,7 +257,12 @@ def evaluate(
     except ValidationError as error:
         found = error.errors()[0]
         raise UsageError(in_words(found), where=str(found["loc"][0])) from None
-    path, _ = run_evaluation(request, lambda what, done, total: None)
+    try:
+        path, _ = run_evaluation(request, lambda what, done, total: None)
+    except UsageError as error:
+        error.what = _without_dashes(error.what)
+        error.where, error.fix = (text and _without_dashes(text) for text in (error.where, error.fix))
+        raise
     return EvaluationRecord(path, json.loads((path / RESULTS_FILE).read_text(encoding="utf-8")))
 
 

@@ -81,7 +81,12 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: rlctl.grade("exact", ["1"], ["1"], deadline_s=math.inf),
         "inf is not a number above 0",
     ),
-    "no response per question": (lambda: rlctl.evaluate("m", "gsm8k", n=0), "0 is not a positive integer"),
+    "no response per question": (
+        lambda: rlctl.evaluate("m", "gsm8k", n=0),
+        "n: 0 is not a positive integer",
+    ),
+    "a k above n": (lambda: rlctl.evaluate("m", "gsm8k", n=2, ks=[4]), "ks: pass@4 cannot be estimated"),
+    "no model": (lambda: rlctl.evaluate(None), "model_or_run: "),
 }
 
 

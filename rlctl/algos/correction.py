@@ -138,7 +138,7 @@ def rejection_mask(log_ratio: LogRatio, results: list[CriterionResult]) -> Tenso
 
 def applied_weights(weights: Weights, keep: Tensor) -> Tensor:
     """(B, T) float32: the bounded weight of every token that is kept, else 0.0."""
-    return weights.bounded.float() * as_float(keep)
+    return as_float(keep).mul_(weights.bounded.float())
 
 
 def normalization_factor(sums: CorrectionSums[float], rules: CorrectionRules) -> float:

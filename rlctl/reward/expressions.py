@@ -47,6 +47,8 @@ _CONVERSION = ConversionConfig(lowercase_symbols=False)  # R is not r
 # Hides the warning that math-verify's time limits are off. They are off because they need the main thread and
 # cannot interrupt integer arithmetic.
 logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
+#: Numbers up to this one may be factors of a logarithm; see `_has_log_and_large_number`.
+_LARGEST_FACTOR = 10_000
 #: Maximum difference, relative to the larger value, of decimals that math-verify finds equal.
 RELATIVE_TOLERANCE = 1e-4
 
@@ -139,7 +141,25 @@ def as_text(expression: Any) -> str:
 
 
 def _verify(gold: Any, answer: Any) -> bool:
+    if _has_log_and_large_number(gold, answer):
+        if is_closed_number(gold) and is_closed_number(answer):
+            values = [one.doit().evalf(30) for one in (gold, answer)]
+            return bool(abs(values[0] - values[1]) <= RELATIVE_TOLERANCE * max(map(abs, values)))
+        return bool(_expanded(gold) == _expanded(answer))
     return bool(grader.verify(gold, answer, timeout_seconds=None))
+
+
+def _has_log_and_large_number(*expressions: Any) -> bool:
+    """Whether simplification may write n · log(b) as log(bⁿ) with an integer bⁿ of millions of digits."""
+    found = [one.doit() for one in expressions if isinstance(one, sympy.Basic)]
+    if not any(one.has(sympy.log) for one in found):
+        return False
+    return any(abs(number) > _LARGEST_FACTOR for one in found for number in one.atoms(sympy.Number))
+
+
+def _expanded(expression: Any) -> Any:
+    expression = expression.doit()
+    return sympy.expand(expression) if isinstance(expression, sympy.Expr) else expression
 
 
 def _is_relation(expression: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import signal
 
 import math_verify
 import pytest
@@ -165,6 +166,35 @@ def test_no_more_credit_than_math_verify_gives(kind, data):
     truth, other = data.draw(WHOLE[kind]), data.draw(st.one_of(*ANY.values(), WHOLE[kind]))
     if maths.grade(f"\\boxed{{{other}}}", truth):
         assert raw(truth, other)
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer", "score"),
+    [
+        (r"\log_{49} x", "12!", 0.0),
+        (r"\log_{40} x", r"56\times 10^{9}", 0.0),
+        (r"\log_7 8", "479001600", 0.0),
+        (r"20000 \log 7", "20001", 0.0),
+        (r"x > \log_7 8", "x > 479001600", 0.0),
+        (r"\{\log_7 8, 1\}", r"\{479001600, 1\}", 0.0),
+        (r"20000 \log 7", r"20000 \cdot \log 7", 1.0),
+        (r"20000 \log x + 1", r"1 + 20000 \log x", 1.0),
+        (r"\log_7 8", r"\frac{\log 8}{\log 7}", 1.0),
+    ],
+)
+def test_logarithms_and_large_numbers_are_compared_quickly(truth: str, answer: str, score: float) -> None:
+    """49 to the power of 12! would have 800 million digits."""
+
+    def late(*_: object) -> None:
+        raise AssertionError("comparing took longer than 20 s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    try:
+        assert maths.grade(f"\\boxed{{{answer}}}", truth) == score
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize(

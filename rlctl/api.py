@@ -10,7 +10,6 @@ import re
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from rlctl.errors import RunFailure, UsageError, in_words
 from rlctl.registry import Registry
 from rlctl.track.open_run import RunRecord, open_run
+from rlctl.user_code import call_problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,12 +158,9 @@ def _checked_callbacks(callbacks: Callback | Sequence[Callback]) -> list[Callbac
             raise UsageError(f"a callback is a {type(callback).__name__}", where="callbacks", fix=fix)
         if inspect.iscoroutinefunction(callback):
             raise UsageError("a callback cannot be an async function", where="callbacks", fix="write `def`")
-        with suppress(ValueError):  # some functions in C have no signature
-            try:
-                inspect.signature(callback).bind(1, {})
-            except TypeError as error:
-                what = f"a callback is called with (step, metrics): {error}"
-                raise UsageError(what, where="callbacks", fix=fix) from None
+        if problem := call_problem(callback, 1, {}):
+            what = f"a callback is called with (step, metrics): {problem}"
+            raise UsageError(what, where="callbacks", fix=fix)
     return found
 
 

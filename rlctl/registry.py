@@ -28,7 +28,14 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 from rlctl.errors import RunFailure, UsageError
-from rlctl.user_code import USER_MODULES, absolute_name, is_file_function, load_function, version_of
+from rlctl.user_code import (
+    USER_MODULES,
+    absolute_name,
+    call_problem,
+    is_file_function,
+    load_function,
+    version_of,
+)
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -301,6 +308,16 @@ class Registry(Mapping[str, Callable[..., Any]]):
             fix = f"return a tensor of shape {' or '.join(map(str, shapes))}"
             raise RunFailure(f"{self.kind} {name} returned {found}", where=self.key, fix=fix)
 
+    def check_gradient(self, name: str, value: Any, log_probs: Any, source: str) -> None:
+        """Checks that gradients flow through `value` if they flow through `log_probs`, called `source`.
+
+        Raises:
+            RunFailure: they do not.
+        """
+        if log_probs.requires_grad and not value.requires_grad:
+            fix = f"compute it from {source} without detach()"
+            raise RunFailure(f"{self.kind} {name} has no gradient", where=self.key, fix=fix)
+
     def __getitem__(self, name: str) -> Callable[..., Any]:
         return self.part(name).function
 
@@ -393,17 +410,14 @@ class Registry(Mapping[str, Callable[..., Any]]):
 
     def _check(self, function: Callable[..., Any], where: str) -> None:
         names = self.takes.split()
-        try:
-            if names:
-                inspect.signature(function).bind(*names)
-            if names and inspect.iscoroutinefunction(function):
-                raise UsageError(
-                    f"{self._a_kind} cannot be an async function", where=where, fix="write `def`"
-                )
-        except TypeError as error:
-            what = f"{self._a_kind} is called with {len(names)} argument{'s' * (len(names) > 1)}: {error}"
+        if not names:
+            return
+        if problem := call_problem(function, *names):
+            what = f"{self._a_kind} is called with {len(names)} argument{'s' * (len(names) > 1)}: {problem}"
             fix = f"def {getattr(function, '__name__', 'function')}({', '.join(names)})"
-            raise UsageError(what, where=where, fix=fix) from error
+            raise UsageError(what, where=where, fix=fix)
+        if inspect.iscoroutinefunction(function):
+            raise UsageError(f"{self._a_kind} cannot be an async function", where=where, fix="write `def`")
 
 
 class PartWarning(UserWarning):

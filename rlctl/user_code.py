@@ -5,8 +5,8 @@ Grading processes import this module, so it imports neither Pydantic nor torch.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
+import inspect
 import sys
 import sysconfig
 import traceback
@@ -42,8 +42,10 @@ def absolute_name(name: str) -> str:
 
 def version_of(file: str) -> str | None:
     """SHA-256 of a file's content; None: there is no such file."""
+    from rlctl.files import sha256_of  # imports more than a grading process needs
+
     try:
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        return sha256_of(Path(file))
     except OSError:
         return None
 
@@ -59,6 +61,17 @@ def missing_methods(value: object, *methods: str) -> str:
     """Names the methods that an object lacks, for a message; empty if it has all."""
     missing = [method for method in methods if not hasattr(value, method)]
     return f"{type(value).__name__} has no {' and no '.join(missing)}" if missing else ""
+
+
+def call_problem(function: Callable[..., Any], *arguments: object, **options: object) -> str:
+    """Why a function cannot be called with these arguments; empty if it can, or has no known signature."""
+    try:
+        inspect.signature(function).bind(*arguments, **options)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # of some functions in C
+        return ""
+    return ""
 
 
 def load_function(name: str, *, key: str) -> Callable[..., Any]:

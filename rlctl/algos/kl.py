@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlctl.algos.rules import LOG_RATIO_CLAMP
-from rlctl.errors import RunFailure
 from rlctl.lazy import torch
 from rlctl.registry import KL_ESTIMATORS
 
@@ -95,9 +94,7 @@ def kl_loss(
     given = (log_probs, ref_log_probs.detach(), rollout_log_probs.detach())
     found: Tensor = KL_ESTIMATORS[kind](*(torch.where(loss_mask, x, 0.0) for x in given))
     KL_ESTIMATORS.check_returned(kind, found, tuple(loss_mask.shape))
-    if log_probs.requires_grad and not found.requires_grad:
-        what, fix = f"kl estimator {kind} has no gradient", "compute it from log_probs without detach()"
-        raise RunFailure(what, where=KL_ESTIMATORS.key, fix=fix)
+    KL_ESTIMATORS.check_gradient(kind, found, log_probs, "log_probs")
     return torch.where(loss_mask, found, 0.0)
 
 

@@ -105,9 +105,7 @@ def _check_returned(loss: object, log_probs: Tensor, name: str) -> None:
             if mask.dtype != torch.bool:
                 what, fix = f"policy loss {name} returned {field} as {mask.dtype}", "return bool, or None"
                 raise RunFailure(what, where=POLICY_LOSSES.key, fix=fix)
-    if log_probs.requires_grad and not loss.values.requires_grad:
-        what, fix = f"policy loss {name} has no gradient", "compute it from inputs.log_probs without detach()"
-        raise RunFailure(what, where=POLICY_LOSSES.key, fix=fix)
+    POLICY_LOSSES.check_gradient(name, loss.values, log_probs, "inputs.log_probs")
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,13 +95,7 @@ def _leaves(node: Any, is_max: bool = False) -> list[tuple[Any, bool]]:
         parts = [(value, is_max) for value in (node.values() if isinstance(node, dict) else node)]
     else:
         return [] if node is None else [(node, is_max)]
-    found: list[tuple[Any, bool]] = []
-    for value, largest in parts:
-        if isinstance(value, Additive | tuple | dict):
-            found += _leaves(value, largest)
-        elif value is not None:
-            found.append((value, largest))
-    return found
+    return [leaf for value, largest in parts for leaf in _leaves(value, largest)]
 
 
 def _rebuilt(node: Any, sums: Iterator[Any], maxima: Iterator[Any], is_max: bool = False) -> Any:

@@ -8,7 +8,6 @@ generated from the rules.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -21,6 +20,7 @@ from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import MIN_STEPS, Levels
 from rlctl.errors import UsageError
 from rlctl.registry import DIAGNOSIS_RULES
+from rlctl.user_code import call_problem
 
 #: Facts of a run that a rule may need.
 Fact = Literal[
@@ -60,10 +60,6 @@ FixesOf = Callable[[RunLog], Iterable[Fix]]
 Fixes = FixesOf | tuple[Fix | FixesOf, ...]
 
 
-def _detect_nothing(run: RunLog) -> None:
-    """The function of a rule before its decorator is applied."""
-
-
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A rule for one kind of fault; as a decorator, it uses the decorated function as `detect`."""
@@ -85,7 +81,7 @@ class Rule:
     #: number of values that each needed metric must have. With fewer than `MIN_STEPS` a rule can detect
     #: faults (critical levels, exact values), but not conclude that nothing is wrong
     min_steps: int = 1
-    detect: Detect = _detect_nothing  # returns None if nothing is found
+    detect: Detect = lambda run: None  # returns None if nothing is found
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -93,11 +89,8 @@ class Rule:
         for field in ("needs", "one_of", "uses", "facts"):
             if isinstance(getattr(self, field), str):
                 raise ValueError(f"{field}={getattr(self, field)!r}: give a tuple of texts")
-        if self.detect is not _detect_nothing:
-            try:
-                inspect.signature(self.detect).bind("run")
-            except TypeError as error:
-                raise ValueError(f"the rule {self.name} is called with the run: {error}") from None
+        if problem := call_problem(self.detect, "run"):
+            raise ValueError(f"the rule {self.name} is called with the run: {problem}")
 
     def __call__(self, detect: Detect) -> Rule:
         """Registers and returns a copy of the rule that detects with this function.

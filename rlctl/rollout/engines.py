@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import inspect
 import json
 import os
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.rollout.protocol import Sampling
 from rlctl.spec.rollout import VLLM_LORA_RANKS, EngineCapabilities
-from rlctl.user_code import missing_methods
+from rlctl.user_code import call_problem, missing_methods
 
 if TYPE_CHECKING:
     import torch
@@ -83,11 +82,9 @@ def build_rollout(context: EngineContext) -> RolloutEngine:
     engine: RolloutEngine = part.function(replace(context, params=params))
     if what := missing_methods(engine, "generate", "sync_weights", "close"):
         raise RunFailure(what, where=f"rollout.name: {part.name}", fix="see rlctl/rollout/protocol.py")
-    try:
-        inspect.signature(engine.generate).bind([], None, n=1, step_seed=0, num_groups_total=1)
-    except TypeError as error:
+    if problem := call_problem(engine.generate, [], None, n=1, step_seed=0, num_groups_total=1):
         fix = "def generate(self, prompts, sampling, *, n, step_seed, num_groups_total)"
-        raise RunFailure(f"generate: {error}", where=f"rollout.name: {part.name}", fix=fix) from None
+        raise RunFailure(f"generate: {problem}", where=f"rollout.name: {part.name}", fix=fix)
     return engine
 
 

@@ -36,7 +36,7 @@ from rlctl.spec.keys import (
 )
 from rlctl.spec.machine import native_dtype
 from rlctl.spec.model import EMBEDDED
-from rlctl.spec.parts import parts_unchecked
+from rlctl.spec.parts import PARTS_UNCHECKED
 from rlctl.spec.presets import DESCRIPTION, all_presets
 from rlctl.spec.run_spec import RunSpec
 from rlctl.spec.yaml_source import Leaf, SpecSource, parse_scalar, read_value, read_yaml_file
@@ -189,8 +189,8 @@ def recorded_spec(file: Path) -> RunSpec:
     """
     problems: list[Problem] = []
     entries = _read_file(file, Origin("file", str(file)), problems)
-    with parts_unchecked():
-        spec, invalid = _validate({key: entry for key, entry in entries.items() if leaf_of(key)})
+    known = {key: entry for key, entry in entries.items() if leaf_of(key)}
+    spec, invalid = _validate(known, context=PARTS_UNCHECKED)
     problems += [*_unknown_keys(entries), *invalid]
     if problems:
         raise SpecError(problems)
@@ -301,7 +301,9 @@ def _unknown_keys(entries: dict[str, _Entry]) -> list[Problem]:
     return problems
 
 
-def _validate(entries: dict[str, _Entry]) -> tuple[RunSpec, list[Problem]]:
+def _validate(
+    entries: dict[str, _Entry], *, context: dict[str, str] | None = None
+) -> tuple[RunSpec, list[Problem]]:
     """Validates the entries; returns the spec, with defaults for invalid values, and the problems."""
     flags = [key for key, entry in entries.items() if isinstance(entry.leaf.value, bool)]
     misplaced = [key for key in flags if not accepts(key, bool)]  # pydantic would read true as 1
@@ -310,7 +312,7 @@ def _validate(entries: dict[str, _Entry]) -> tuple[RunSpec, list[Problem]]:
     while True:
         try:
             values = {key: _value(key, entry.leaf) for key, entry in good.items()}
-            return RunSpec.model_validate(nested(values)), problems
+            return RunSpec.model_validate(nested(values), context=context), problems
         except ValidationError as error:
             bad: dict[str, dict[str, Any]] = {}  # key → item of a list, or "" → the first of its errors
             for details in error.errors():

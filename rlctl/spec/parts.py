@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, ValidationInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from rlctl.errors import Problem, UsageError, in_words
 from rlctl.registry import Part, Registry
 from rlctl.user_code import is_file_function
 
-#: Whether names of parts are checked.
-_is_checked = ContextVar("is_checked", default=True)
-
-
-@contextmanager
-def parts_unchecked() -> Iterator[None]:
-    """Context in which a spec may name parts that do not exist here."""
-    token = _is_checked.set(False)
-    try:
-        yield
-    finally:
-        _is_checked.reset(token)
+#: Context of a validation in which a spec may name parts that do not exist here.
+PARTS_UNCHECKED = {"parts": "unchecked"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # a registry is a mapping: not hashable
@@ -43,13 +31,13 @@ class Registered:
     imports_files: bool = True
     without: str = ""
 
-    def check(self, name: str) -> str:
+    def check(self, name: str, info: ValidationInfo) -> str:
         """Returns the name if such a part exists.
 
         Raises:
             PydanticCustomError: there is no such part, or the user's file cannot be imported.
         """
-        if (is_file_function(name) and not self.imports_files) or not _is_checked.get():
+        if (is_file_function(name) and not self.imports_files) or info.context == PARTS_UNCHECKED:
             return name
         if not is_file_function(name) and name not in set(self.registry):
             names = [f"'{known}'" for known in self.registry]
@@ -66,7 +54,7 @@ class Registered:
         return name
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self.check, handler(source))
+        return core_schema.with_info_after_validator_function(self.check, handler(source))
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler

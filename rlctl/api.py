@@ -213,7 +213,7 @@ class EvaluateOptions(TypedDict, total=False):
     limit: int | None
     seed: int
     reward: str | None
-    engine: Literal["hf", "vllm", "openai"] | None
+    engine: str | None
     base_url: str | None
     concurrency: int
     timeout: float

@@ -12,7 +12,14 @@ def mismatch(
     model: Annotated[
         str, typer.Option(metavar="PATH", help="The trainer's model: a run, a model directory or a hub id.")
     ] = "embedded",
-    engine: Annotated[Literal["hf", "vllm"], typer.Option(help="What samples.")] = "hf",
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="Engine that samples: hf, vllm, or FILE.py:FUNCTION.",
+            show_default="the run's, or hf",
+        ),
+    ] = None,
     engine_dtype: Annotated[
         Literal["fp32", "bf16", "int8"] | None,
         typer.Option(help="The engine's precision.", show_default="the trainer's"),

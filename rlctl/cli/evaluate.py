@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -17,9 +17,6 @@ from rlctl.errors import UsageError
 if TYPE_CHECKING:
     from rlctl.evaluate.evaluate_report import Evaluation
     from rlctl.evaluate.evaluation import Progress
-
-
-Engine = Literal["hf", "vllm", "openai"]
 
 
 class EvaluateCommand(CommandWithSubcommands):
@@ -119,9 +116,11 @@ def evaluate(
         ),
     ] = None,
     engine: Annotated[
-        Engine | None,
+        str | None,
         typer.Option(
-            help="Engine that samples; openai: an OpenAI-compatible server.", show_default="the run's, or hf"
+            metavar="NAME|FILE",
+            help="Engine that samples: hf, vllm, or FILE.py:FUNCTION; openai: an OpenAI-compatible server.",
+            show_default="the run's, or hf",
         ),
     ] = None,
     base_url: Annotated[
@@ -184,6 +183,8 @@ def evaluate(
 
       rlctl evaluate evaluations/A --regrade --reward my_reward.py:grade
     """
+    from rlctl.evaluate.request import SERVER, EvaluateRequest
+
     ks = None if k is None else numbers(k)
     if model is not None:
         model_or_run = _only_name(model_or_run, model, engine)
@@ -197,13 +198,12 @@ def evaluate(
         directory = Path(model_or_run)
         _run(lambda progress: run_regrade(directory, progress, ks=ks, reward=reward, out=out), as_json)
         return
-    if engine == "openai":
+    if engine == SERVER:
         refuse_options(context, ("batch_size",), "is for models on this machine", "leave it out")
     else:
         refuse_options(context, ("concurrency", "timeout"), "is for a server", "add --engine openai")
     from rlctl.evaluate.evaluation import evaluate as run_evaluation
     from rlctl.evaluate.questions import Columns
-    from rlctl.evaluate.request import EvaluateRequest
 
     layout = None if recipe == "auto" else recipe
     request = EvaluateRequest(
@@ -247,8 +247,10 @@ def _run(work: Callable[[Progress], tuple[Path, Evaluation]], as_json: bool) -> 
     print_evaluation(out, evaluation)
 
 
-def _only_name(model_or_run: str | None, model: str, engine: Engine | None) -> str:
-    if engine != "openai":
+def _only_name(model_or_run: str | None, model: str, engine: str | None) -> str:
+    from rlctl.evaluate.request import SERVER
+
+    if engine != SERVER:
         raise UsageError("--model names a server's model", where="--model", fix="write it without --model")
     if model_or_run not in {None, model}:
         what = f"two models are named: {model_or_run} and {model}"

@@ -19,7 +19,7 @@ from pathlib import Path
 from rlctl.data.write import check_vacant
 from rlctl.errors import UsageError
 from rlctl.evaluate.evaluate_report import Evaluation, default_out, read_evaluation, write_evaluation
-from rlctl.evaluate.request import EvaluateRequest, check_request, checked_ks, chosen_reward
+from rlctl.evaluate.request import SERVER, EvaluateRequest, check_request, checked_ks, chosen_reward
 from rlctl.evaluate.samples import EvalSample, Pair, Response, SampledModel, as_samples
 from rlctl.evaluate.scores import RIGHT, summarise
 from rlctl.evaluate.store import ResponseStore, prompt_hash
@@ -41,7 +41,7 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
     """
     plan = check_request(request)
     model: SampledModel
-    if request.engine == "openai":  # connect to the server before torch is imported
+    if plan.engine == SERVER:  # connect to the server before torch is imported
         from rlctl.evaluate.served_model import ServedModel
 
         model = ServedModel(request, plan.questions.rows)

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.render import template_sha256
 from rlctl.engine.model import load_policy, load_reader
-from rlctl.evaluate.request import EngineName, Plan, lengths
+from rlctl.evaluate.request import Plan, lengths
 from rlctl.evaluate.samples import Pair, Response, SampledModel
 from rlctl.files import sha256_of
 from rlctl.model_files import local_directory
 from rlctl.registry import ROLLOUT_ENGINES
-from rlctl.rollout.hf import DTYPES, HFRollout
+from rlctl.rollout.engines import engine_outside_training, spec_outside_training
+from rlctl.rollout.hf import DTYPES
 from rlctl.rollout.protocol import step_seed
 from rlctl.spec.machine import native_dtype
-from rlctl.spec.model import ModelSpec
+from rlctl.spec.run_spec import RunSpec
+from rlctl.spec.trainer import EngineSpec
+from rlctl.user_code import version_of
 
 if TYPE_CHECKING:
     from rlctl.rollout.protocol import ResponseSampler, Sampling
-
-Dtype = Literal["fp32", "bf16"]
 
 #: Files of a model directory that do not affect its responses.
 _IRRELEVANT = re.compile(r"\..*|.*\.(md|png|gitattributes)|LICENSE.*", re.IGNORECASE)
@@ -41,8 +41,6 @@ BLOCK = 256
 class LocalModel(SampledModel):
     """A local model and its questions.
 
-    The engine is the requested one, else vLLM if the run uses it, else `hf`.
-
     Raises:
         UsageError: the model cannot be read, its context is too short for a response, or no question fits.
         EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
@@ -50,20 +48,15 @@ class LocalModel(SampledModel):
 
     def __init__(self, plan: Plan) -> None:
         self._request, target, spec = plan.request, plan.target, plan.target.spec
-        is_on_vllm = spec is not None and spec.rollout.name == "vllm"
-        self._engine: EngineName = self._request.engine or ("vllm" if is_on_vllm else "hf")
-        self._dtype: Dtype = spec.engine.dtype if spec else native_dtype()[0]
-        self._loading = spec.model if spec else ModelSpec()
-        self._engine_kwargs: dict[str, Any] = {}  # of vLLM
-        self._shards: dict[str, int] = {}
-        if spec and self._engine == "vllm":
-            self._engine_kwargs = dict(spec.rollout.engine_kwargs)
-            num_gpus = spec.rollout.tensor_model_parallel_size
-            if 1 < num_gpus <= torch.cuda.device_count():
-                self._shards = {"tensor_parallel_size": num_gpus}
+        self._spec = spec_outside_training(
+            spec or RunSpec(engine=EngineSpec(dtype=native_dtype()[0])),
+            plan.engine,
+            max_num_seqs=self._request.batch_size,
+        )
+        rollout = self._spec.rollout
         self._directory = local_directory(target.model_path)
         self._tokenizer, config = load_reader(
-            str(self._directory), trust_remote_code=self._loading.trust_remote_code
+            str(self._directory), trust_remote_code=self._spec.model.trust_remote_code
         )
         context = getattr(config.get_text_config(), "max_position_embeddings", None)
         self.sampling, max_prompt_length = lengths(self._request, target, context)
@@ -77,9 +70,11 @@ class LocalModel(SampledModel):
         self.rows, self.prompts = self._questions.rows, self._questions.texts
         self.identities = self.prompts
         self.num_overlong = self._questions.num_dropped
-        self.about_sampling = {"engine": self._engine, "dtype": self._dtype}
-        if self._engine_kwargs:
-            self.about_sampling["engine_kwargs"] = self._engine_kwargs
+        self.about_sampling = {"engine": plan.engine, "dtype": self._spec.engine.dtype}
+        options = {"engine_kwargs": rollout.engine_kwargs, "engine_params": rollout.engine_params}
+        self.about_sampling |= {name: value for name, value in options.items() if value}
+        if version := engine_version(plan.engine):
+            self.about_sampling["engine_sha256"] = version
         sha256, template = files_hash(self._directory, target.checksums), template_hash(self._tokenizer)
         self.model = {
             "path": target.model_path,
@@ -92,50 +87,47 @@ class LocalModel(SampledModel):
 
     def sample(self, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Response]]:
         """See `SampledModel.sample`."""
-        request, length = self._request, self.sampling.max_response_length
+        request = self._request
         longest = max(self._questions.prompts([question], [0]).prompt_ids.shape[1] for question, _ in pairs)
-        with self._sampling_engine(longest + length) as engine:
+        with self._sampling_engine(longest) as engine:
             # An engine that forms its own batches is faster with more sequences per call.
-            forms_batches = ROLLOUT_ENGINES.part(self._engine).capabilities.forms_batches
+            forms_batches = self._spec.rollout_engine.forms_batches
             size = BLOCK * request.n if forms_batches else request.batch_size
             yield from sample_responses(
                 engine, self._questions, pairs, self.sampling, seed=request.seed, batch_size=size
             )
 
-    @contextmanager
-    def _sampling_engine(self, max_length: int) -> Iterator[ResponseSampler]:
-        """Loads the weights; frees the memory on exit. `max_length` is in tokens of prompt and response.
+    def _sampling_engine(self, max_prompt_length: int) -> AbstractContextManager[ResponseSampler]:
+        """The engine with the model's weights; frees the memory on exit.
 
         Raises:
             UsageError, EnvironmentFailure: the model or the engine cannot be used on this machine.
         """
-        if self._engine == "vllm":
-            from rlctl.rollout.vllm import VLLMRollout
+        return engine_outside_training(
+            self._spec,
+            str(self._directory),
+            self._tokenizer,
+            self._load,
+            max_prompt_length=max_prompt_length,
+            max_response_length=self.sampling.max_response_length,
+        )
 
-            engine = VLLMRollout(
-                str(self._directory),
-                self._tokenizer,
-                dtype=self._dtype,
-                max_model_len=max_length,
-                max_num_seqs=self._request.batch_size,
-                trust_remote_code=self._loading.trust_remote_code,
-                engine_kwargs=self._shards | self._engine_kwargs,
-            )
-            try:
-                yield engine
-            finally:
-                engine.close()
-            return
-        model, tokenizer = load_policy(
+    def _load(self) -> Any:
+        """Loads the weights."""
+        loading, dtype = self._spec.model, DTYPES[self._spec.engine.dtype]
+        return load_policy(
             str(self._directory),
             revision=None,
-            trust_remote_code=self._loading.trust_remote_code,
-            attn_implementation=self._loading.attn_implementation,
-            dtype=DTYPES[self._dtype],
-        )
-        copy = HFRollout(model, tokenizer, sampling_device(), max_num_seqs=self._request.batch_size)
-        del model
-        yield copy
+            trust_remote_code=loading.trust_remote_code,
+            attn_implementation=loading.attn_implementation,
+            dtype=dtype,
+        )[0]
+
+
+def engine_version(name: str) -> str | None:
+    """SHA-256 of the file that defines a user's rollout engine; None: a built-in engine."""
+    function = ROLLOUT_ENGINES[name]
+    return None if function.__module__.startswith("rlctl.") else version_of(inspect.getfile(function))
 
 
 def files_hash(directory: Path, known: Mapping[str, str]) -> str:
@@ -156,11 +148,6 @@ def files_hash(directory: Path, known: Mapping[str, str]) -> str:
 def template_hash(tokenizer: Any) -> str | None:
     """SHA-256 of the (default) chat template that renders the prompts; None if there is no template."""
     return template_sha256(tokenizer.get_chat_template() if tokenizer.chat_template else None)
-
-
-def sampling_device() -> torch.device:
-    """Device used for sampling."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def sample_responses(

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 from pydantic import ValidationError
 
 from rlctl.data.write import check_vacant
 from rlctl.engine.checkpoint import CHECKPOINTS, model_checksums, newest_intact
-from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.errors import UsageError
 from rlctl.evaluate.questions import Columns, Questions, load_questions
 from rlctl.model_files import config_directory
+from rlctl.rollout.engines import chosen_engine
 from rlctl.rollout.protocol import Sampling
 from rlctl.spec.load import RUN_SPEC_FILE, recorded_spec
 from rlctl.spec.reward import OverlongSpec, RewardSpec
@@ -24,8 +23,8 @@ from rlctl.spec.rollout import DataSpec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
 
-EngineName = Literal["hf", "vllm", "openai"]
-
+#: Name of the engine that is a server, not a rollout engine of this process.
+SERVER = "openai"
 #: Environment variable of the server's API key; the key is sent to the server and not stored.
 KEY_VARIABLE = "OPENAI_API_KEY"
 DEFAULT_KS = (1, 4, 8)
@@ -56,8 +55,9 @@ class EvaluateRequest:
     #: name of a grader or `file.py:function`; None: the reward of the run, or a grader by data source if
     #: there is no run or the data includes a benchmark
     reward: str | None = None
-    engine: EngineName | None = None  # rollout engine; None: vLLM if the run uses it, else `hf`
-    base_url: str | None = None  # address of the server for the engine `openai`
+    #: rollout engine, as `rollout.name` of a spec, or `openai`: a server; None: that of the run, else `hf`
+    engine: str | None = None
+    base_url: str | None = None  # address of the server
     concurrency: int = 32  # maximum concurrent requests to the server
     timeout: float = 600.0  # seconds allowed for one response of the server
     fresh: bool = False  # replace stored responses
@@ -88,6 +88,7 @@ class Plan:
     request: EvaluateRequest  # the original request
     ks: list[int]  # values of k for pass@k, ascending
     target: Target  # the model; `model_path` is "" for the only model of a server
+    engine: str  # the rollout engine, or `openai`
     reward: RewardSpec  # grades the responses
     questions: Questions  # truncated to the limit of the request
 
@@ -98,7 +99,7 @@ def check_request(request: EvaluateRequest) -> Plan:
     Raises:
         UsageError: k > n, the model or run does not exist, there is no data, an option is invalid, or `out`
             is not empty.
-        EnvironmentFailure: vLLM is not installed, or a benchmark is not available.
+        EnvironmentFailure: a benchmark is not available.
     """
     _check_sampling(request)
     ks = checked_ks(request.ks, request.n)
@@ -108,7 +109,7 @@ def check_request(request: EvaluateRequest) -> Plan:
     chosen_reward(RewardSpec(), request.reward)
     questions = load_questions(request.data, request.columns, benchmarks_dir=request.benchmarks_dir)
     name = request.model_or_run or ""
-    is_served = request.engine == "openai"
+    is_served = request.engine == SERVER
     target = Target(name, request.data) if is_served else find_target(name, request.data)
     if not request.data:
         questions = load_questions(target.data_files)
@@ -117,7 +118,8 @@ def check_request(request: EvaluateRequest) -> Plan:
     reward = chosen_reward(own, request.reward)
     if not is_served:
         lengths(request, target, _context_in(config_directory(target.model_path)))
-    return Plan(request, ks, target, reward, questions)
+    engine = SERVER if is_served else chosen_engine(target.spec, request.engine)
+    return Plan(request, ks, target, engine, reward, questions)
 
 
 def find_target(model_or_run: str, data_files: list[str]) -> Target:
@@ -301,7 +303,7 @@ def _check_sampling(request: EvaluateRequest) -> None:
 
 
 def _check_engine(request: EvaluateRequest) -> None:
-    if request.engine == "openai":
+    if request.engine == SERVER:
         if not request.data:
             what = "--engine openai needs questions"
             raise UsageError(what, where="--data", fix="name a benchmark or a file")
@@ -311,9 +313,6 @@ def _check_engine(request: EvaluateRequest) -> None:
     elif request.model_or_run is None:
         fix = "name a run directory, a model directory or a hub id; only --engine openai does not need one"
         raise UsageError("no model is named", where="MODEL_OR_RUN", fix=fix)
-    if request.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-        fix = 'pip install "rlctl[vllm]", or use --engine hf'
-        raise EnvironmentFailure("vLLM is not installed", where="--engine vllm", fix=fix)
 
 
 def _context_in(directory: Path) -> int | None:

@@ -26,7 +26,7 @@ import httpx
 from rlctl.data.render import messages_of
 from rlctl.data.schema import Row
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
-from rlctl.evaluate.request import KEY_VARIABLE, EvaluateRequest, Target, check_url, lengths
+from rlctl.evaluate.request import KEY_VARIABLE, SERVER, EvaluateRequest, Target, check_url, lengths
 from rlctl.evaluate.samples import Pair, Response, SampledModel
 from rlctl.rollout.protocol import step_seed
 
@@ -74,8 +74,8 @@ class ServedModel(SampledModel):
         served = {"base_url": self._url, "root": card.get("root")}
         unknown = dict.fromkeys(("run_dir", "step", "sha256", "template_sha256"))
         self.model = {"path": self._name} | unknown | served
-        self.settings = {"model": served | {"name": self._name, "context": context}, "engine": "openai"}
-        self.about_sampling = {"engine": "openai", "dtype": None}
+        self.settings = {"model": served | {"name": self._name, "context": context}, "engine": SERVER}
+        self.about_sampling = {"engine": SERVER, "dtype": None}
 
     @property
     def notes(self) -> list[str]:

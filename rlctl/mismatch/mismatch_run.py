@@ -22,9 +22,9 @@ from rlctl.mismatch.mismatch_report import MismatchReport
 from rlctl.mismatch.prompts import question_rows, token_ids
 from rlctl.mismatch.score import Weights, all_and_head
 from rlctl.named_models import model_directory
-from rlctl.rollout.hf import DTYPES, HFRollout
+from rlctl.rollout.engines import chosen_engine, engine_outside_training, spec_outside_training
+from rlctl.rollout.hf import DTYPES
 from rlctl.rollout.protocol import ResponseSampler, Sampling
-from rlctl.rollout.vllm import VLLMRollout
 from rlctl.spec.load import RUN_SPEC_FILE, recorded_spec
 from rlctl.spec.model import EMBEDDED, ModelSpec
 from rlctl.spec.run_spec import RunSpec
@@ -43,7 +43,7 @@ class MismatchRequest:
     """What to compare, and how to sample."""
 
     model: str = EMBEDDED  # run directory, model directory, hub id or `embedded`: the trainer's side
-    engine: Literal["hf", "vllm"] = "hf"  # the engine that samples
+    engine: str | None = None  # the engine that samples, as `rollout.name`; None: that of the run, else `hf`
     #: directory or hub id of the model and tokenizer the engine loads; None: the trainer's
     engine_model: str | None = None
     engine_dtype: Dtype | None = None  # its precision; None: the trainer's
@@ -105,24 +105,21 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
     engine_model, engine_tokenizer = model, None
     if request.engine_model:
         engine_model, engine_tokenizer = trainer.load(request.engine_model)
-    longest = max(len(ids) for ids in token_ids(rows, engine_tokenizer or tokenizer))
+    name = chosen_engine(trainer.spec, request.engine)
 
     def start(running: ExitStack, dtype: Dtype) -> ResponseSampler:
         """Stops the running engine and starts one in this precision."""
         running.close()
-        if request.engine == "hf":
-            return HFRollout(engine_model, tokenizer, engine_model.device, dtype=dtype)
-        if dtype == "int8":
-            raise UsageError("vLLM runs in fp32 or bf16 here", where="--engine-dtype", fix="--engine hf")
-        engine = VLLMRollout(
-            model_directory(request.engine_model or trainer.model_path),
-            tokenizer,
-            dtype=dtype,
-            max_model_len=longest + sampling.max_response_length,
-            trust_remote_code=trainer.spec.model.trust_remote_code,
+        return running.enter_context(
+            engine_outside_training(
+                spec_outside_training(trainer.spec, name, dtype=dtype),
+                model_directory(request.engine_model or trainer.model_path),
+                tokenizer,
+                lambda: engine_model,
+                max_prompt_length=max(map(len, token_ids(rows, engine_tokenizer or tokenizer))),
+                max_response_length=sampling.max_response_length,
+            )
         )
-        running.callback(engine.close)
-        return engine
 
     with ExitStack() as running:
         sides = Sides(
@@ -139,7 +136,7 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
         found = examine(sides)
     return MismatchReport(
         trainer=f"{trainer.model_path}, {trainer.dtype}, {model.config._attn_implementation}",
-        engine=f"{request.engine}, {dtype}" + (f", {request.engine_model}" if request.engine_model else ""),
+        engine=f"{name}, {dtype}" + (f", {request.engine_model}" if request.engine_model else ""),
         settings=str(found.sides.asked),
         num_sequences=len(found.scorer.sample.prompts),
         gap=found.start,

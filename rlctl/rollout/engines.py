@@ -13,26 +13,37 @@ import contextlib
 import importlib.util
 import json
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.rollout.protocol import Sampling
-from rlctl.spec.rollout import VLLM_LORA_RANKS, EngineCapabilities
-from rlctl.user_code import call_problem, missing_methods
+from rlctl.spec.rollout import VLLM_LORA_RANKS, EngineCapabilities, RolloutSpec
+from rlctl.user_code import absolute_name, call_problem, is_file_function, missing_methods
 
 if TYPE_CHECKING:
     import torch
 
-    from rlctl.rollout.protocol import RolloutEngine
+    from rlctl.rollout.protocol import ResponseSampler, RolloutEngine
     from rlctl.rollout.ray_servers import RayHost
     from rlctl.rollout.replicas import ReplicaSettings
+    from rlctl.rollout.vllm import VLLMRollout
     from rlctl.spec.run_spec import RunSpec
 
-__all__ = ["EngineCapabilities", "EngineContext", "build_rollout", "replica_settings", "sampling_of"]
+__all__ = [
+    "EngineCapabilities",
+    "EngineContext",
+    "build_rollout",
+    "chosen_engine",
+    "engine_outside_training",
+    "replica_settings",
+    "sampling_of",
+    "spec_outside_training",
+]
 
 ENGINE_LOGS = "engines"
 LOOPBACK = "127.0.0.1"
@@ -47,12 +58,13 @@ class EngineContext:
         model_path: directory or hub id of the policy.
         model: the policy, not yet wrapped by the training engine; an engine that keeps it must copy it. Under
             ZeRO-3 its weights are partitioned among the ranks (`ds_shape` is the full shape) unless the
-            engine starts with the policy.
+            engine starts with the policy. None: the engine reads the weights of `model_path`, see
+            `EngineCapabilities.reads_model_files`.
         tokenizer: tokenizer of the policy.
         device: device of the tensors of `Rollouts`.
         rank, world_size: rank of this process and number of ranks; rank 0 is the main one.
         agree: returns on every rank the first text among all ranks' that is not empty (a collective).
-        run_dir: directory of the run.
+        run_dir: directory of the run; outside training a temporary one.
         params: `rollout.engine_params`, validated by the engine's parameter class; None: it has none.
     """
 
@@ -80,12 +92,126 @@ def build_rollout(context: EngineContext) -> RolloutEngine:
     part = ROLLOUT_ENGINES.part(context.spec.rollout.name)
     params = params_of(part, context.spec.rollout.engine_params)
     engine: RolloutEngine = part.function(replace(context, params=params))
-    if what := missing_methods(engine, "generate", "sync_weights", "close"):
+    methods = ["generate", "close"] if context.model is None else ["generate", "sync_weights", "close"]
+    if what := missing_methods(engine, *methods):
         raise RunFailure(what, where=f"rollout.name: {part.name}", fix="see rlctl/rollout/protocol.py")
     if problem := call_problem(engine.generate, [], None, n=1, step_seed=0, num_groups_total=1):
         fix = "def generate(self, prompts, sampling, *, n, step_seed, num_groups_total)"
         raise RunFailure(f"generate: {problem}", where=f"rollout.name: {part.name}", fix=fix)
     return engine
+
+
+def chosen_engine(spec: RunSpec | None, name: str | None) -> str:
+    """The rollout engine `name`, or that of the run, or `hf`; a user's function with its absolute path.
+
+    Raises:
+        UsageError: there is no such engine, or the user's file cannot be imported.
+    """
+    try:
+        return ROLLOUT_ENGINES.part(name or (spec.rollout.name if spec else "hf")).name
+    except UsageError as error:
+        if name is None:
+            error.fix = f"{error.fix}; or choose another engine: --engine hf"
+        elif error.where == ROLLOUT_ENGINES.key:
+            error.where = "--engine"
+        raise
+
+
+def spec_outside_training(
+    spec: RunSpec,
+    name: str,
+    *,
+    dtype: Literal["fp32", "bf16", "int8"] | None = None,
+    max_num_seqs: int | None = None,
+) -> RunSpec:
+    """The spec of one engine in this process, for `engine_outside_training`.
+
+    Args:
+        spec: settings of the model and, if it names this engine, of the engine.
+        name: a registered engine, or `path/to/file.py:function` with an absolute path.
+        dtype: precision of the engine; None: that of `engine.dtype`.
+        max_num_seqs: sequences generated at once; None: no limit.
+
+    Raises:
+        UsageError: the engine runs only in servers, or does not support the precision or the parameters.
+    """
+    from rlctl.spec.parts import param_problems
+
+    own = spec.rollout.name
+    is_same = name in {own, absolute_name(own) if is_file_function(own) else own}
+    rollout = spec.rollout if is_same else RolloutSpec()
+    settings = {"name": name, "mode": "colocated", "dtype": dtype, "max_num_seqs": max_num_seqs}
+    spec = spec.model_copy(
+        update={
+            "rollout": rollout.model_copy(update=settings),
+            "trainer": spec.trainer.model_copy(update={"nnodes": 1, "n_gpus_per_node": 1}),
+        }
+    )
+    if "colocated" not in spec.rollout_engine.modes:
+        what, fix = f"{name} runs only in servers", "choose another engine: --engine hf"
+        raise UsageError(what, where="rollout.mode", fix=fix)
+    if dtype is not None and dtype not in spec.rollout_engine.dtypes:
+        fix = (
+            f"write {' or '.join(sorted(spec.rollout_engine.dtypes))}, or choose another engine: --engine hf"
+        )
+        raise UsageError(f"{name} does not run in {dtype}", where="--engine-dtype", fix=fix)
+    for problem in param_problems(ROLLOUT_ENGINES, name, "rollout.engine_params", rollout.engine_params):
+        raise UsageError(problem.what, where=problem.key, fix=problem.fix)
+    return spec
+
+
+@contextlib.contextmanager
+def engine_outside_training(
+    spec: RunSpec,
+    model_path: str,
+    tokenizer: Any,
+    load: Callable[[], Any],
+    *,
+    max_prompt_length: int,
+    max_response_length: int,
+) -> Iterator[ResponseSampler]:
+    """The engine of a spec with the weights of a model directory, on one rank; closed on exit.
+
+    Args:
+        spec: from `spec_outside_training`.
+        model_path: directory or hub id of the model.
+        tokenizer: tokenizer of the model.
+        load: returns the model on any device; not called if the engine reads the files itself.
+        max_prompt_length, max_response_length: in tokens.
+
+    Raises:
+        EnvironmentFailure, UsageError, RunFailure: as `build_rollout`.
+    """
+    import torch
+
+    from rlctl.rollout.weights import PlainWeights
+
+    lengths = {"max_prompt_length": max_prompt_length, "max_response_length": max_response_length}
+    model_spec = spec.model.model_copy(update={"path": model_path, "revision": None, "lora_rank": 0})
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update=lengths), "model": model_spec})
+    model = None if spec.rollout_engine.reads_model_files else load()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory() as run_dir:
+        engine = build_rollout(
+            EngineContext(
+                spec=spec,
+                model_path=model_path,
+                model=model,
+                tokenizer=tokenizer,
+                device=device,
+                rank=0,
+                world_size=1,
+                agree=str,
+                run_dir=Path(run_dir),
+            )
+        )
+        try:
+            if model is not None and not spec.rollout_engine.starts_with_policy:
+                engine.sync_weights(PlainWeights(model.named_parameters()), 0)
+            del model
+            yield engine
+        finally:
+            engine.close()
 
 
 @ROLLOUT_ENGINES.register(
@@ -118,6 +244,7 @@ def hf(context: EngineContext) -> RolloutEngine:
     capabilities=EngineCapabilities(
         modes=frozenset({"colocated", "server"}),
         samples_while_training=frozenset({"server"}),
+        reads_model_files=True,
         applies_adapters=True,
         takes_engine_kwargs=True,
         frees_memory=True,
@@ -127,16 +254,28 @@ def hf(context: EngineContext) -> RolloutEngine:
         reports_kept="top_k",
     ),
 )
-def vllm(context: EngineContext) -> RolloutEngine:
+def vllm(context: EngineContext) -> RolloutEngine | VLLMRollout:
     """vLLM: paged attention, continuous batching."""
     import torch
 
     from rlctl.prefix import reads_more_than_text
     from rlctl.rollout.completions import MERGE_LORA
-    from rlctl.rollout.vllm import TrainedVLLMRollout
+    from rlctl.rollout.vllm import TrainedVLLMRollout, VLLMRollout
     from rlctl.rollout.weights import ExpectedWeights
 
     spec, rollout = context.spec, context.spec.rollout
+    if context.model is None:
+        num_gpus = rollout.tensor_model_parallel_size
+        shards = {"tensor_parallel_size": num_gpus} if 1 < num_gpus <= torch.cuda.device_count() else {}
+        return VLLMRollout(
+            context.model_path,
+            context.tokenizer,
+            dtype=_dtype(spec),
+            max_model_len=_longest(spec),
+            max_num_seqs=rollout.max_num_seqs,
+            trust_remote_code=spec.model.trust_remote_code,
+            engine_kwargs=shards | rollout.engine_kwargs,
+        )
     if spec.syncs_adapter and torch.cuda.is_available() and _dtype(spec) == "fp32":
         what = "vLLM's kernels for adapters support half precision only"
         raise UsageError(what, where="rollout.dtype", fix=f"write bf16; or {MERGE_LORA}")

@@ -24,6 +24,8 @@ class EngineCapabilities:
         modes: supported values of `rollout.mode`.
         dtypes: supported values of `rollout.dtype` besides null.
         starts_with_policy: it starts with the policy's weights; otherwise it gets them in the first sync.
+        reads_model_files: outside training (`rlctl evaluate`, `rlctl diagnose mismatch`) it reads the weights
+            of `EngineContext.model_path` itself, and `model` is None; otherwise it gets the policy there too.
         checks_syncs: each sync is checked: the trainer scores a few tokens that the engine samples.
         samples_while_training: values of `rollout.mode` in which it can sample while the trainer trains.
         applies_adapters: it receives only the LoRA adapter and applies it; otherwise it gets merged weights.
@@ -41,6 +43,7 @@ class EngineCapabilities:
     modes: frozenset[str] = frozenset({"colocated"})
     dtypes: frozenset[str] = frozenset({"fp32", "bf16"})
     starts_with_policy: bool = False
+    reads_model_files: bool = False
     checks_syncs: bool = True
     samples_while_training: frozenset[str] = frozenset()
     applies_adapters: bool = False

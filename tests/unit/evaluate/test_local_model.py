@@ -3,15 +3,18 @@
 import hashlib
 import json
 from dataclasses import replace
+from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
-from rlctl.errors import EnvironmentFailure
+from rlctl.errors import EnvironmentFailure, RlctlError, UsageError
 from rlctl.evaluate import local_model as local_model_module
 from rlctl.evaluate.evaluation import evaluate
 from rlctl.evaluate.local_model import LocalModel, files_hash
 from rlctl.evaluate.request import EvaluateRequest, Target, check_request
+from rlctl.registry import ROLLOUT_ENGINES, Registry
 from rlctl.rollout import vllm
 from rlctl.rollout.hf import HFRollout
 from rlctl.spec.machine import native_dtype
@@ -46,6 +49,9 @@ def told(monkeypatch):
     class Fake:
         def __init__(self, *_, **given):
             options.update(given)
+
+        def generate(self, prompts, sampling, *, n, step_seed, num_groups_total):
+            raise NotImplementedError
 
         def close(self):
             pass
@@ -87,13 +93,12 @@ def test_a_runs_model_is_spread_over_as_many_gpus(task, tmp_path, monkeypatch, t
     plan = check_request(EvaluateRequest(str(make_run(tmp_path / "run", task)), limit=2))
     rollout = plan.target.spec.rollout.model_copy(update={"name": "vllm", "tensor_model_parallel_size": 2})
     target = replace(plan.target, spec=plan.target.spec.model_copy(update={"rollout": rollout}))
-    monkeypatch.setattr(local_model_module.torch.cuda, "device_count", lambda: gpus)
-    with LocalModel(replace(plan, target=target))._sampling_engine(12):
+    plan = replace(plan, target=target, engine="vllm")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    with LocalModel(plan)._sampling_engine(12):
         assert told["engine_kwargs"].get("tensor_parallel_size", 1) == expected
     told.clear()
-    with LocalModel(
-        replace(plan, target=target, request=replace(plan.request, engine="hf"))
-    )._sampling_engine(12):
+    with LocalModel(replace(plan, engine="hf"))._sampling_engine(12):
         assert not told
 
 
@@ -163,3 +168,103 @@ def test_a_run_on_vllm_is_evaluated_with_its_engine_kwargs(task, tmp_path, told)
     assert model.about_sampling["engine_kwargs"] == kwargs
     by_hf = LocalModel(check_request(EvaluateRequest(str(run), limit=2, engine="hf")))
     assert "engine_kwargs" not in by_hf.settings
+
+
+#: An engine that gets its weights by sync, declares a parameter, and counts what it sampled.
+OWN_ENGINE = """
+import copy
+from pydantic import BaseModel
+from rlctl.registry import ROLLOUT_ENGINES
+from rlctl.rollout.hf import HFRollout
+
+CALLS = []
+
+class Options(BaseModel):
+    max_rows: int = 4
+
+class Own(HFRollout):
+    def sync_weights(self, policy, policy_version):
+        super().sync_weights(policy, policy_version)
+        CALLS.append("sync")
+
+    def generate(self, prompts, *arguments, **options):
+        assert CALLS[-1] != "close"
+        CALLS.append(len(prompts.texts))
+        return super().generate(prompts, *arguments, **options)
+
+    def close(self):
+        super().close()
+        CALLS.append("close")
+
+@ROLLOUT_ENGINES.register(params=Options)
+def engine(context):
+    CALLS.append(context.params.max_rows)
+    empty = copy.deepcopy(context.model)
+    for weight in empty.parameters():
+        weight.data.zero_()
+    return Own(empty, context.tokenizer, context.device)
+
+def no_engine(context):
+    return "no engine"
+"""
+
+
+@pytest.fixture
+def own_engine(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN_ENGINE)
+    return f"{file}:engine"
+
+
+def calls_of(engine):
+    return ROLLOUT_ENGINES[engine].__globals__["CALLS"]
+
+
+def test_a_users_engine_samples_with_the_models_weights(task, tmp_path, own_engine):
+    asked = {"data": [str(task.val_file)], "n": 2, "limit": 3, "max_response_length": 6, "fresh": True}
+    evaluate(EvaluateRequest(str(task.model_dir), **asked, out=tmp_path / "hf"), quiet)
+    request = EvaluateRequest(str(task.model_dir), **asked, engine=own_engine, out=tmp_path / "own")
+    _, found = evaluate(request, quiet)
+    assert calls_of(own_engine) == [4, "sync", 6, "close"]
+    about = found.about["sampling"]
+    assert about["engine"] == own_engine
+    responses = [pq.read_table(tmp_path / name / "samples.parquet")["response"] for name in ("hf", "own")]
+    assert responses[0] == responses[1], "the engine had the weights of the model"
+    again = replace(request, fresh=False, out=tmp_path / "again")
+    assert evaluate(again, quiet)[1].num_stored == 6
+    Path(own_engine.partition(":")[0]).write_text(OWN_ENGINE + "# another version\n")
+    Registry.forget_changed_files()
+    _, changed = evaluate(replace(again, out=tmp_path / "changed"), quiet)
+    assert changed.num_stored == 0, "another version of the engine may sample other responses"
+    assert changed.about["sampling"]["engine_sha256"] != about["engine_sha256"]
+
+
+def test_a_run_is_evaluated_with_its_own_engine_and_parameters(task, tmp_path, own_engine, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the spec has a relative path
+    run = make_run(tmp_path / "run", task, "rollout.name=own.py:engine", "rollout.engine_params.max_rows=7")
+    _, found = evaluate(EvaluateRequest(str(run), n=1, limit=2, out=tmp_path / "out"), quiet)
+    assert calls_of(own_engine)[0] == 7
+    assert found.about["sampling"]["engine_params"] == {"max_rows": 7}
+    plan = check_request(EvaluateRequest(str(run), limit=2, engine=own_engine))
+    assert LocalModel(plan).about_sampling["engine_params"] == {"max_rows": 7}, "the same engine"
+    (tmp_path / "own.py").rename(tmp_path / "gone.py")
+    for registry in Registry._all:
+        registry._parts.pop(own_engine, None)
+    with pytest.raises(UsageError, match="--engine hf"):
+        check_request(EvaluateRequest(str(run), limit=2))
+    assert check_request(EvaluateRequest(str(run), limit=2, engine="hf")).engine == "hf"
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ("vlm", "--engine: no rollout engine `vlm`"),
+        ("FILE:missing", "no such function"),
+        ("FILE:no_engine", "has no"),
+    ],
+)
+def test_an_engine_that_is_none(task, tmp_path, own_engine, engine, says):
+    name = engine.replace("FILE", own_engine.partition(":")[0])
+    data = {"data": [str(task.val_file)], "n": 1, "limit": 1, "out": tmp_path / "out"}
+    with pytest.raises(RlctlError, match=says):
+        evaluate(EvaluateRequest(str(task.model_dir), **data, engine=name), quiet)

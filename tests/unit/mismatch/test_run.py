@@ -72,10 +72,18 @@ def test_weights_of_an_older_checkpoint_are_named(tmp_path: Path, embedded: Path
     ("request_", "says"),
     [
         (MismatchRequest("/nowhere/at/all"), "no such directory"),
+        (MismatchRequest(engine="vlm"), "--engine: no rollout engine `vlm`"),
         (MismatchRequest(data_files=["/nowhere.parquet"]), "no such file"),
-        (MismatchRequest(engine="vllm", engine_dtype="int8"), "fp32 or bf16"),
+        (MismatchRequest(engine="vllm", engine_dtype="int8"), "vllm does not run in int8"),
     ],
 )
 def test_mistakes_are_the_users(request_: MismatchRequest, says: str, embedded: Path) -> None:
     with pytest.raises(UsageError, match=says):
         run_preflight(request_)
+
+
+def test_a_users_engine_agrees_with_the_trainer(embedded: Path) -> None:
+    report = run_preflight(MismatchRequest(engine="examples/custom_engine.py:plain_sampling"))
+    assert report.engine.endswith("examples/custom_engine.py:plain_sampling, fp32")
+    assert report.gap.abs_max < 1e-3
+    assert not report.causes

@@ -301,3 +301,8 @@ class TrainBatch:
 
     def __len__(self) -> int:
         return int(self.responses.shape[0])
+
+
+def torch_device() -> torch.device:
+    """Device of batches and models outside training: the first GPU, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

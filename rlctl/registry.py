@@ -267,10 +267,9 @@ class Registry(Mapping[str, Callable[..., Any]]):
             UsageError: there is none, or the user's file or the package cannot be imported.
         """
         self._load()
-        if is_file_function(name):
-            name = absolute_name(name)
-            if name not in self._parts:
-                self._load_file(name)
+        name = absolute_name(name)
+        if is_file_function(name) and name not in self._parts:
+            self._load_file(name)
         if name not in self._parts:
             self._load_entry_point(name)
         if name not in self._parts:

@@ -36,9 +36,9 @@ def split_names(joined: str) -> list[str]:
 
 
 def absolute_name(name: str) -> str:
-    """`path/to/file.py:function` with the file's absolute path."""
+    """`path/to/file.py:function` with the file's absolute path; any other name unchanged."""
     file, _, function = name.rpartition(":")
-    return name if file.startswith("/") else f"{_path_of(name)}:{function}"
+    return f"{_path_of(name)}:{function}" if is_file_function(name) and file[0] != "/" else name
 
 
 def version_of(file: str) -> str | None:

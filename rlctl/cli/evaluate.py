@@ -185,9 +185,10 @@ def evaluate(
     """
     from rlctl.evaluate.request import SERVER, EvaluateRequest
 
+    is_served = engine == SERVER
     ks = None if k is None else numbers(k)
     if model is not None:
-        model_or_run = _only_name(model_or_run, model, engine)
+        model_or_run = _only_name(model_or_run, model, is_served=is_served)
     if regrade:
         why = "applies to sampling, and --regrade samples nothing"
         refuse_options(context, _OF_SAMPLING, why, "leave it out, or leave --regrade out")
@@ -198,7 +199,7 @@ def evaluate(
         directory = Path(model_or_run)
         _run(lambda progress: run_regrade(directory, progress, ks=ks, reward=reward, out=out), as_json)
         return
-    if engine == SERVER:
+    if is_served:
         refuse_options(context, ("batch_size",), "is for models on this machine", "leave it out")
     else:
         refuse_options(context, ("concurrency", "timeout"), "is for a server", "add --engine openai")
@@ -247,10 +248,8 @@ def _run(work: Callable[[Progress], tuple[Path, Evaluation]], as_json: bool) -> 
     print_evaluation(out, evaluation)
 
 
-def _only_name(model_or_run: str | None, model: str, engine: str | None) -> str:
-    from rlctl.evaluate.request import SERVER
-
-    if engine != SERVER:
+def _only_name(model_or_run: str | None, model: str, *, is_served: bool) -> str:
+    if not is_served:
         raise UsageError("--model names a server's model", where="--model", fix="write it without --model")
     if model_or_run not in {None, model}:
         what = f"two models are named: {model_or_run} and {model}"

@@ -68,13 +68,13 @@ def try_out(
     spec = _spec(what)
     is_shaped = spec.reward.overlong.buffer_length > 0
     cases = cases_of(data, responses or [], limit, is_shaped=is_shaped)
-    import torch  # imported late, so that errors above are reported without it
     from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
+    from rlctl.batch import torch_device
     from rlctl.cli.output import counting, write_report
-    from rlctl.reward.build import build_terms
+    from rlctl.reward.build import build_terms  # imports torch, which the errors above do not need
 
-    terms = build_terms(spec.reward, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    terms = build_terms(spec.reward, torch_device())
     try:
         graders = {term.label: term.name for term in spec.reward.all_terms}
         with counting("grading", MofNCompleteColumn(), TimeRemainingColumn()) as count:

@@ -46,12 +46,11 @@ def torch_computes() -> str:
 
 def hf_samples() -> str:
     """Samples a few tokens by Hugging Face generation."""
-    import torch
-
+    from rlctl.batch import torch_device
     from rlctl.rollout.hf import HFRollout
 
     model, tokenizer = _tiny()
-    return _sampled(HFRollout(model, tokenizer, "cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
+    return _sampled(HFRollout(model, tokenizer, torch_device()), tokenizer)
 
 
 def vllm_samples() -> str:
@@ -110,15 +109,15 @@ def deepspeed_steps() -> str:
 
 def liger_computes() -> str:
     """Compares gradients of Liger's kernels with those of the replaced layers. Skipped if they cannot run."""
-    import torch
 
+    from rlctl.batch import torch_device
     from rlctl.engine.liger import refuse_liger_here, run_liger
 
     try:
         refuse_liger_here()
     except EnvironmentFailure as lacking:
         return f"not tried: {lacking.what}"
-    model = _tiny()[0].to("cuda" if torch.cuda.is_available() else "cpu")
+    model = _tiny()[0].to(torch_device())
     wanted = _gradient(model)
     run_liger(model)
     gap = float((_gradient(model) - wanted).norm() / wanted.norm())

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from rlctl.batch import Rollouts
+from rlctl.batch import Rollouts, torch_device
 from rlctl.evaluate.samples import EvalSample
 from rlctl.reward.build import MAX_ERRORS_KEPT, Reward, build_reward
 from rlctl.spec.reward import RewardSpec
@@ -59,8 +59,7 @@ def grading(spec: RewardSpec, max_response_length: int) -> Iterator[Callable[[],
     The reward is built immediately, so that no response is sampled for an unusable reward. A reward with a
     reward model is built on the first call, so that it does not share the device with the evaluated model.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    build = partial(build_reward, spec, max_response_length=max_response_length, device=device)
+    build = partial(build_reward, spec, max_response_length=max_response_length, device=torch_device())
     built = [] if any(term.name == "model" for term in spec.all_terms) else [build()]
 
     def reward() -> Reward:

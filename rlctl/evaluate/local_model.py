@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
@@ -114,20 +114,21 @@ class LocalModel(SampledModel):
 
     def _load(self) -> Any:
         """Loads the weights."""
-        loading, dtype = self._spec.model, DTYPES[self._spec.engine.dtype]
+        loading = self._spec.model
         return load_policy(
             str(self._directory),
             revision=None,
             trust_remote_code=loading.trust_remote_code,
             attn_implementation=loading.attn_implementation,
-            dtype=dtype,
+            dtype=DTYPES[self._spec.engine.dtype],
         )[0]
 
 
 def engine_version(name: str) -> str | None:
     """SHA-256 of the file that defines a user's rollout engine; None: a built-in engine."""
-    function = ROLLOUT_ENGINES[name]
-    return None if function.__module__.startswith("rlctl.") else version_of(inspect.getfile(function))
+    module = ROLLOUT_ENGINES[name].__module__
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return None if file is None or module.startswith("rlctl.") else version_of(file)
 
 
 def files_hash(directory: Path, known: Mapping[str, str]) -> str:

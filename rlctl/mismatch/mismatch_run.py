@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from rlctl.batch import torch_device
 from rlctl.data.read import load_rows
 from rlctl.data.schema import Row
 from rlctl.engine.checkpoint import CHECKPOINTS, newest_intact, verify
@@ -75,8 +76,7 @@ class _Trainer:
             attn_implementation=self.spec.model.attn_implementation,
             dtype=DTYPES[self.dtype],
         )
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        return model.to(device).eval().requires_grad_(False), tokenizer
+        return model.to(torch_device()).eval().requires_grad_(False), tokenizer
 
     def older_weights(self) -> dict[str, Weights]:
         """Weights that the engine may still have; each is loaded when it is needed."""
@@ -98,6 +98,7 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
         RunFailure: the engine failed.
     """
     trainer = _trainer(request)
+    name = chosen_engine(trainer.spec, request.engine)
     model, tokenizer = trainer.load()
     sampling = _sampling(request, trainer.spec)
     rows = _rows(trainer, model, tokenizer, sampling.max_response_length)
@@ -105,7 +106,7 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
     engine_model, engine_tokenizer = model, None
     if request.engine_model:
         engine_model, engine_tokenizer = trainer.load(request.engine_model)
-    name = chosen_engine(trainer.spec, request.engine)
+    longest = max(map(len, token_ids(rows, engine_tokenizer or tokenizer)))
 
     def start(running: ExitStack, dtype: Dtype) -> ResponseSampler:
         """Stops the running engine and starts one in this precision."""
@@ -116,7 +117,7 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
                 model_directory(request.engine_model or trainer.model_path),
                 tokenizer,
                 lambda: engine_model,
-                max_prompt_length=max(map(len, token_ids(rows, engine_tokenizer or tokenizer))),
+                max_prompt_length=longest,
                 max_response_length=sampling.max_response_length,
             )
         )

@@ -13,17 +13,17 @@ import contextlib
 import importlib.util
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
+from rlctl.errors import EnvironmentFailure, RunFailure, SpecError, UsageError
+from rlctl.leftovers import temporary_directory
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.rollout.protocol import Sampling
 from rlctl.spec.rollout import VLLM_LORA_RANKS, EngineCapabilities, RolloutSpec
-from rlctl.user_code import absolute_name, call_problem, is_file_function, missing_methods
+from rlctl.user_code import absolute_name, call_problem, missing_methods
 
 if TYPE_CHECKING:
     import torch
@@ -137,9 +137,7 @@ def spec_outside_training(
     """
     from rlctl.spec.parts import param_problems
 
-    own = spec.rollout.name
-    is_same = name in {own, absolute_name(own) if is_file_function(own) else own}
-    rollout = spec.rollout if is_same else RolloutSpec()
+    rollout = spec.rollout if name == absolute_name(spec.rollout.name) else RolloutSpec()
     settings = {"name": name, "mode": "colocated", "dtype": dtype, "max_num_seqs": max_num_seqs}
     spec = spec.model_copy(
         update={
@@ -151,12 +149,11 @@ def spec_outside_training(
         what, fix = f"{name} runs only in servers", "choose another engine: --engine hf"
         raise UsageError(what, where="rollout.mode", fix=fix)
     if dtype is not None and dtype not in spec.rollout_engine.dtypes:
-        fix = (
-            f"write {' or '.join(sorted(spec.rollout_engine.dtypes))}, or choose another engine: --engine hf"
-        )
+        supported = " or ".join(sorted(spec.rollout_engine.dtypes))
+        fix = f"write {supported}, or choose another engine: --engine hf"
         raise UsageError(f"{name} does not run in {dtype}", where="--engine-dtype", fix=fix)
-    for problem in param_problems(ROLLOUT_ENGINES, name, "rollout.engine_params", rollout.engine_params):
-        raise UsageError(problem.what, where=problem.key, fix=problem.fix)
+    if problems := param_problems(ROLLOUT_ENGINES, name, "rollout.engine_params", rollout.engine_params):
+        raise SpecError(problems)
     return spec
 
 
@@ -182,27 +179,25 @@ def engine_outside_training(
     Raises:
         EnvironmentFailure, UsageError, RunFailure: as `build_rollout`.
     """
-    import torch
-
+    from rlctl.batch import torch_device
     from rlctl.rollout.weights import PlainWeights
 
     lengths = {"max_prompt_length": max_prompt_length, "max_response_length": max_response_length}
     model_spec = spec.model.model_copy(update={"path": model_path, "revision": None, "lora_rank": 0})
     spec = spec.model_copy(update={"data": spec.data.model_copy(update=lengths), "model": model_spec})
     model = None if spec.rollout_engine.reads_model_files else load()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with tempfile.TemporaryDirectory() as run_dir:
+    with temporary_directory("engine") as run_dir:
         engine = build_rollout(
             EngineContext(
                 spec=spec,
                 model_path=model_path,
                 model=model,
                 tokenizer=tokenizer,
-                device=device,
+                device=torch_device(),
                 rank=0,
                 world_size=1,
                 agree=str,
-                run_dir=Path(run_dir),
+                run_dir=run_dir,
             )
         )
         try:

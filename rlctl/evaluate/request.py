@@ -118,7 +118,7 @@ def check_request(request: EvaluateRequest) -> Plan:
     reward = chosen_reward(own, request.reward)
     if not is_served:
         lengths(request, target, _context_in(config_directory(target.model_path)))
-    engine = SERVER if is_served else chosen_engine(target.spec, request.engine)
+    engine = SERVER if is_served else chosen_engine(target.spec, request.engine, "--engine")
     return Plan(request, ks, target, engine, reward, questions)
 
 

@@ -98,7 +98,7 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
         RunFailure: the engine failed.
     """
     trainer = _trainer(request)
-    name = chosen_engine(trainer.spec, request.engine)
+    name = chosen_engine(trainer.spec, request.engine, "--engine")
     model, tokenizer = trainer.load()
     sampling = _sampling(request, trainer.spec)
     rows = _rows(trainer, model, tokenizer, sampling.max_response_length)
@@ -111,9 +111,14 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
     def start(running: ExitStack, dtype: Dtype) -> ResponseSampler:
         """Stops the running engine and starts one in this precision."""
         running.close()
+        spec = spec_outside_training(trainer.spec, name, dtype=dtype)
+        if dtype not in spec.rollout_engine.dtypes:
+            supported = " or ".join(sorted(spec.rollout_engine.dtypes))
+            fix = f"write {supported}, or choose another engine: --engine hf"
+            raise UsageError(f"{name} does not run in {dtype}", where="--engine-dtype", fix=fix)
         return running.enter_context(
             engine_outside_training(
-                spec_outside_training(trainer.spec, name, dtype=dtype),
+                spec,
                 model_directory(request.engine_model or trainer.model_path),
                 tokenizer,
                 lambda: engine_model,

@@ -101,8 +101,10 @@ def build_rollout(context: EngineContext) -> RolloutEngine:
     return engine
 
 
-def chosen_engine(spec: RunSpec | None, name: str | None) -> str:
+def chosen_engine(spec: RunSpec | None, name: str | None, option: str) -> str:
     """The rollout engine `name`, or that of the run, or `hf`; a user's function with its absolute path.
+
+    `option` is the command's option that names an engine, for messages.
 
     Raises:
         UsageError: there is no such engine, or the user's file cannot be imported.
@@ -111,9 +113,9 @@ def chosen_engine(spec: RunSpec | None, name: str | None) -> str:
         return ROLLOUT_ENGINES.part(name or (spec.rollout.name if spec else "hf")).name
     except UsageError as error:
         if name is None:
-            error.fix = f"{error.fix}; or choose another engine: --engine hf"
+            error.fix = f"{error.fix}; or choose another engine: {option} hf"
         elif error.where == ROLLOUT_ENGINES.key:
-            error.where = "--engine"
+            error.where = option
         raise
 
 
@@ -133,7 +135,7 @@ def spec_outside_training(
         max_num_seqs: sequences generated at once; None: no limit.
 
     Raises:
-        UsageError: the engine runs only in servers, or does not support the precision or the parameters.
+        UsageError: the engine runs only in servers, or does not support the parameters.
     """
     from rlctl.spec.parts import param_problems
 
@@ -146,12 +148,8 @@ def spec_outside_training(
         }
     )
     if "colocated" not in spec.rollout_engine.modes:
-        what, fix = f"{name} runs only in servers", "choose another engine: --engine hf"
+        what, fix = f"{name} runs only in servers", "choose another engine, such as hf"
         raise UsageError(what, where="rollout.mode", fix=fix)
-    if dtype is not None and dtype not in spec.rollout_engine.dtypes:
-        supported = " or ".join(sorted(spec.rollout_engine.dtypes))
-        fix = f"write {supported}, or choose another engine: --engine hf"
-        raise UsageError(f"{name} does not run in {dtype}", where="--engine-dtype", fix=fix)
     if problems := param_problems(ROLLOUT_ENGINES, name, "rollout.engine_params", rollout.engine_params):
         raise SpecError(problems)
     return spec

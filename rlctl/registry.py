@@ -88,6 +88,10 @@ class Part:
     experimental: bool = False  # not yet validated on real runs
     #: for a grader: response → its answer as text that is equal for equal answers
     answer_of: Callable[[str], str | None] | None = None
+    #: for a grader: ground truth → a response that must score 1 and one that must score 0, each None if there
+    #: is none; or None if the scores are not 0 and 1. ValueError: the ground truth is unreadable. Default:
+    #: the ground truth, and the ground truth with its first number increased
+    known_responses: Callable[[str], tuple[str | None, str | None] | None] | None = None
     #: for a grader, names of data sources as a regular expression, by which `reward.name: auto` chooses; it
     #: must match a part of the name between `/`, `_`, `.`, `-` and spaces
     data_sources: str = ""
@@ -184,6 +188,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
         clip: ClipBand | None = None,
         experimental: bool = False,
         answer_of: Callable[[str], str | None] | None = None,
+        known_responses: Callable[[str], tuple[str | None, str | None] | None] | None = None,
         data_sources: str = "",
         in_process: bool = False,
     ) -> Callable[[Function], Function]:
@@ -206,7 +211,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
         _check_type("True or False", bool, **flags, experimental=experimental, in_process=in_process)
         if clip is not None:
             _check_type("a ClipBand", ClipBand, clip=clip)
-        for key, function in {"of_batch": of_batch, "answer_of": answer_of}.items():
+        functions = {"of_batch": of_batch, "answer_of": answer_of, "known_responses": known_responses}
+        for key, function in functions.items():
             if function is not None and not callable(function):
                 raise ValueError(f"{key}={function!r}: give a function")
         if self.capabilities and capabilities and type(capabilities).__name__ != self.capabilities:
@@ -253,6 +259,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
                 clip=clip,
                 experimental=experimental,
                 answer_of=answer_of,
+                known_responses=known_responses,
                 data_sources=data_sources,
                 in_process=in_process,
             )

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rlctl.registry import GRADERS
+from rlctl.reward.known_responses import KnownResponses
 from rlctl.reward.pool import share_of_cores
 from rlctl.reward.protocol import Failure, Grade, Sample, Scorer
 from rlctl.reward.sandbox.jail import encode, same
@@ -37,11 +38,17 @@ _BLOCK = re.compile(
 )
 
 
+def _known_responses(ground_truth: str) -> KnownResponses:
+    parse_tests(ground_truth)
+    return None, None
+
+
 @GRADERS.register(
     "code",
     label="a program that passes tests",
     formula="1 if the response's program passes all tests of the ground truth, else 0",
     needs={"tests as ground truth", "Linux on x86_64 or aarch64"},
+    known_responses=_known_responses,
     data_sources=r"codecontests|code_contests|apps|codeforces|taco|humaneval|mbpp|livecodebench|leetcode\w*",
 )
 class CodeScorer(Scorer):

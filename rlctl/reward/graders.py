@@ -17,6 +17,7 @@ from functools import lru_cache
 
 from rlctl.registry import GRADERS
 from rlctl.reward.answer import Place, own_part, places
+from rlctl.reward.known_responses import KnownResponses
 from rlctl.reward.numbers import plain
 
 
@@ -71,6 +72,7 @@ def chosen_option(response: str) -> str | None:
     formula="1 if the response chooses the ground truth's option, else 0",
     needs={"a ground truth such as `B` or `B. 26`"},
     answer_of=chosen_option,
+    known_responses=lambda ground_truth: (ground_truth, None),
     data_sources=r"mmlu|gpqa|arc|hellaswag|commonsense_?qa|openbook_?qa|aqua|aqua_rat|sciq|medmcqa",
     in_process=True,
 )
@@ -107,12 +109,18 @@ def equation_of(response: str) -> str | None:
     return next((equation.replace(" ", "") for equation in found), None)
 
 
+def _known_responses(ground_truth: str) -> KnownResponses:
+    countdown_task(ground_truth)
+    return None, None
+
+
 @GRADERS.register(
     label="an equation that equals a target",
     formula="1 if the response's equation uses each number once and equals the target, else 0",
     source="Gandhi et al. 2024, arXiv 2404.03683",
     needs={'a ground truth such as `{"numbers": [25, 3, 4], "target": 88}`'},
     answer_of=equation_of,
+    known_responses=_known_responses,
     data_sources=r"countdown\w*",
     in_process=True,
 )

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.lazy import LazyModule
 from rlctl.registry import GRADERS
 from rlctl.reward.answer import MATHS, MAX_WORDS, Place, places
+from rlctl.reward.known_responses import same_and_changed
 from rlctl.reward.numbers import Number, legible, measure, number_in, plain, units_of
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def answer_of(response: str) -> str | None:
     source="math-verify, with stricter rules",
     needs={"a ground truth that is a number, an expression or a few words"},
     answer_of=answer_of,
+    known_responses=lambda ground_truth: same_and_changed(boxed(ground_truth)),
     data_sources=(
         r"gsm8k|gsm|math\w*|aime\d*|amc\d*|numina\w*|olympiad\w*|minerva|deepscaler|orz|svamp|asdiv"
         r"|multiarith|polaris|omni_math"

@@ -24,6 +24,7 @@ _FIX = (
     label="a reward model",
     formula="logit of a sequence classifier with one output",
     needs={"`reward.model.path`"},
+    known_responses=lambda ground_truth: None,
 )
 class ModelScorer(Scorer):
     """Scores are the classifier's logits in float32.

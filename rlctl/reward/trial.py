@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rlctl.reward.known_responses import known_responses
 from rlctl.reward.protocol import Failure, Sample, Scorer
-from rlctl.reward.round_trip import right_answer, wrong_answer
 from rlctl.reward.sources import grader_for
 
 Kind = Literal["ground truth", "number changed", "empty answer", "stored response"]
@@ -30,7 +30,7 @@ class Case:
 
     kind: Kind  # where the response comes from
     #: the response and the information available to its grader. For `ground truth` and `number changed` the
-    #: response is derived from the ground truth for each grader: see `rlctl.reward.round_trip`
+    #: response is derived from the ground truth for each grader: see `rlctl.reward.known_responses`
     sample: Sample
     expected: float | None  # its score; None: any number
     where: str  # the row, for messages
@@ -88,7 +88,7 @@ class Trial:
             "num_disagreements": self.num_disagreements,
             "num_errors": self.num_errors,
             "seconds_per_call": self.durations or None,
-            "tallies": [asdict(counts) for counts in self.all_counts],
+            "counts": [asdict(counts) for counts in self.all_counts],
             "disagreements": [asdict(one) for one in self.disagreements],
             "errors": self.errors,
         }
@@ -107,8 +107,8 @@ def try_reward(
     """Scores the cases one at a time, so that each call is timed separately.
 
     Ground truths, ground truths with a changed number, and empty answers are compared per term; stored
-    rewards are compared with the weighted sum. The scores of a reward model are not compared per term. Tests
-    for programs, and tasks with many solutions, are not used as responses.
+    rewards are compared with the weighted sum. A term whose scores are not 0 and 1, such as a reward model,
+    is not compared. Ground truths that are not responses, such as tests for programs, are not tried.
 
     `terms` maps a label to (weight, scorer), `graders` maps it to the name of the grader.
     """
@@ -126,9 +126,9 @@ def try_reward(
         scorer.grade(of_each_source)
     for done, case in enumerate(cases):
         progress(done, len(cases))
-        asked = {name: sample for name in terms if (sample := _sample(graders[name], case))}
+        asked = {name: own_case for name in terms if (own_case := _case_for(graders[name], case))}
         started = time.perf_counter()
-        grades = {name: terms[name][1].grade([sample])[0] for name, sample in asked.items()}
+        grades = {name: terms[name][1].grade([one.sample])[0] for name, one in asked.items()}
         if asked:
             seconds.append(time.perf_counter() - started)
         is_stored = case.kind == "stored response"
@@ -144,8 +144,8 @@ def try_reward(
                 if len(trial.errors) < MAX_SHOWN:
                     trial.errors.append(f"{name}, {case.where}: {grade.text.strip()}")
             total += math.nan if score is None else terms[name][0] * score
-            if score is not None and not is_stored and graders[name] != "model":
-                _compare(trial, counts, replace(case, sample=asked[name]), score)
+            if score is not None and not is_stored:
+                _compare(trial, counts, asked[name], score)
         if is_stored and case.expected is not None and not math.isnan(total):
             name = SUM if len(terms) > 1 else next(iter(terms))
             counts = counts_of(name, case)
@@ -162,14 +162,24 @@ def try_reward(
     return trial
 
 
-def _sample(grader: str, case: Case) -> Sample | None:
-    """The sample for a grader; None if the case does not apply to it."""
-    answers = {"ground truth": right_answer, "number changed": wrong_answer}
-    if case.kind not in answers:
-        return case.sample
+def _case_for(grader: str, case: Case) -> Case | None:
+    """The case with a grader's response and expected score; None if the case does not apply to the grader."""
+    if case.kind == "stored response":
+        return case
     actual = grader_for(case.sample.data_source) if grader == "auto" else grader
-    response = answers[case.kind](actual, case.sample.ground_truth)
-    return None if response is None else replace(case.sample, response=response)
+    truth = case.sample.ground_truth
+    try:
+        known = known_responses(actual, truth)
+    except ValueError:
+        known = (None, None)  # the scorer reports it
+    right, wrong = known or (truth, None)
+    response = {"ground truth": right, "number changed": wrong, "empty answer": case.sample.response}[
+        case.kind
+    ]
+    if response is None:
+        return None
+    expected = case.expected if known else None
+    return replace(case, sample=replace(case.sample, response=response), expected=expected)
 
 
 def _compare(trial: Trial, counts: TrialCounts, case: Case, got: float) -> None:

@@ -56,7 +56,7 @@ def document(capsys, *arguments):
 
 
 def tally(document, kind, source="openai/gsm8k"):
-    (found,) = [t for t in document["tallies"] if (t["kind"], t["data_source"]) == (kind, source)]
+    (found,) = [t for t in document["counts"] if (t["kind"], t["data_source"]) == (kind, source)]
     return found["num"], found["num_compared"], found["num_agreeing"], found["num_errors"]
 
 
@@ -75,7 +75,7 @@ def test_sources_are_tried_by_their_own_graders(data, capsys):
     assert tally(found, "ground truth", "cais/mmlu") == (1, 1, 1, 0)
     assert tally(found, "empty answer", "codecontests") == (1, 1, 1, 0)
     assert tally(found, "empty answer", "countdown") == (1, 1, 1, 0)
-    assert {t["data_source"] for t in found["tallies"] if t["kind"] == "ground truth"} == {
+    assert {t["data_source"] for t in found["counts"] if t["kind"] == "ground truth"} == {
         "openai/gsm8k",
         "cais/mmlu",
     }
@@ -110,7 +110,7 @@ def test_a_response_that_a_function_does_not_grade_is_no_error(data, tmp_path, c
     (tmp_path / "trl.py").write_text("def some(completions, **kwargs): return [None for _ in completions]\n")
     found = document(capsys, f"{tmp_path}/trl.py:some", "--data", data(row(0, "72")))
     assert found["num_errors"] == 0
-    assert found["tallies"] == []
+    assert found["counts"] == []
 
 
 def test_stored_responses_are_compared_with_their_rewards(data, mine, tmp_path, capsys):
@@ -135,7 +135,7 @@ def test_terms_are_tried_one_by_one_and_stored_rewards_with_their_sum(data, mine
     samples = stored(tmp_path / "s.parquet", ("openai/gsm8k", "question 0", " 72", "72", 2.0))
     path = data(row(0, "72"))
     found = document(capsys, str(spec), "--data", path, "--responses", samples)
-    by_term = {(t["term"], t["kind"]): (t["num_compared"], t["num_agreeing"]) for t in found["tallies"]}
+    by_term = {(t["term"], t["kind"]): (t["num_compared"], t["num_agreeing"]) for t in found["counts"]}
     assert by_term["exact", "ground truth"] == by_term["equal", "ground truth"] == (1, 1)
     assert by_term["weighted sum", "stored response"] == (1, 1)
     assert by_term["exact", "stored response"] == (0, 0)

@@ -36,6 +36,7 @@ from rlctl.spec.paths import with_absolute_paths
 from rlctl.spec.resolve import correction_rules
 from rlctl.spec.run_spec import RunSpec
 from rlctl.user_code import files_of, load_function
+from tests.packages import install_package
 
 LOSS = "algorithm.rollout_correction.loss_type"
 PARAMS = "algorithm.rollout_correction.loss_params"
@@ -351,23 +352,15 @@ def test_a_plain_function_can_be_parts_of_two_kinds(tmp_path: Path) -> None:
         assert registry.part(f"{file}:mine").unit == "token"
 
 
-def package(folder: Path, name: str, code: str, entry_points: str) -> None:
-    """Installs a package of one module, as pip would."""
-    module = name.replace("-", "_")
-    (folder / f"{module}.py").write_text(code)
-    info = folder / f"{module}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(entry_points)
-
-
 def test_packages_that_cannot_be_used_are_named_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grader = "def agree(response, ground_truth):\n    return 1.0\n"
     for name in ("one-parts", "two-parts"):
-        package(tmp_path, name, grader, f"[rlctl.graders]\nagree = {name.replace('-', '_')}:agree\n")
-    package(tmp_path, "ends-python", "import sys\nsys.exit(3)\n", "[rlctl.graders]\nends = ends_python:f\n")
+        install_package(tmp_path, name, grader, f"[rlctl.graders]\nagree = {name.replace('-', '_')}:agree\n")
+    install_package(
+        tmp_path, "ends-python", "import sys\nsys.exit(3)\n", "[rlctl.graders]\nends = ends_python:f\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     assert list(GRADERS).count("agree") == 1
     with pytest.raises(UsageError, match=r"entry point of (one|two)-parts and (one|two)-parts") as caught:
@@ -384,12 +377,12 @@ def test_packages_that_cannot_be_used_are_named_and_left_out(
 
 def test_a_diagnosis_goes_on_without_a_package_that_cannot_be_imported(tmp_path: Path) -> None:
     broken = "[rlctl.diagnosis_rules]\nmine = no_rules:mine\n"
-    package(tmp_path, "no-rules", "import absent_library\n", broken)
+    install_package(tmp_path, "no-rules", "import absent_library\n", broken)
     rule = (
         "from rlctl.diagnose.rule import Detection, Rule\n\n\n"
         '@Rule("short")\ndef short(run):\n    return Detection("info", "too short", ())\n'
     )
-    package(tmp_path, "good-rules", rule, "[rlctl.diagnosis_rules]\nshort = good_rules:short\n")
+    install_package(tmp_path, "good-rules", rule, "[rlctl.diagnosis_rules]\nshort = good_rules:short\n")
     log = tmp_path / "log.csv"
     log.write_text("step,actor/entropy\n" + "".join(f"{step},0.5\n" for step in range(1, 30)))
     command = [sys.executable, "-m", "rlctl.cli.app", "diagnose", str(log)]
@@ -410,7 +403,9 @@ def test_an_entry_point_may_have_another_name_than_the_decorator(
         '@CORRECTION_WEIGHTS.register("flat", unit="sequence")\n'
         "def flattened(log_ratio, params):\n    return 0.5 * log_ratio.sequence\n"
     )
-    package(tmp_path, "flat-parts", code, "[rlctl.correction_weights]\nflat-w = flat_parts:flattened\n")
+    install_package(
+        tmp_path, "flat-parts", code, "[rlctl.correction_weights]\nflat-w = flat_parts:flattened\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     part = CORRECTION_WEIGHTS.part("flat-w")
     del CORRECTION_WEIGHTS._parts["flat-w"]  # for good: `monkeypatch.delitem` would add it again at the end
@@ -420,7 +415,7 @@ def test_an_entry_point_may_have_another_name_than_the_decorator(
 
 def test_an_installed_package_adds_a_part(tmp_path: Path) -> None:
     """A package on the path whose metadata names an entry point, in a process of its own."""
-    (tmp_path / "their_losses.py").write_text(
+    parts = (
         "from rlctl.registry import POLICY_LOSSES\n\n\n"
         '@POLICY_LOSSES.register("theirs", label="Theirs", needs={"old_log_probs"})\n'
         "def loss(*arguments):\n    raise NotImplementedError\n\n\n"
@@ -429,14 +424,12 @@ def test_an_installed_package_adds_a_part(tmp_path: Path) -> None:
         '@GRADERS.register(data_sources=r"their_\\d+")\n'
         "def same(response, ground_truth):\n    return 1.0\n"
     )
-    info = tmp_path / "their_losses-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-losses\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
+    entry_points = (
         "[rlctl.policy_losses]\ntheirs = their_losses:loss\nbroken = their_losses:absent\n"
         "reinforce = their_losses:loss\n"
         "[rlctl.rejection_criteria]\ngap = their_losses:gap\n[rlctl.graders]\nsame = their_losses:same\n"
     )
+    install_package(tmp_path, "their-losses", parts, entry_points)
     code = f"""
         import sys
         sys.path.insert(0, {str(tmp_path)!r})
@@ -492,6 +485,7 @@ def test_installed_packages_are_read_once(tmp_path: Path, monkeypatch: pytest.Mo
         ({"unbiased": "yes"}, "unbiased='yes': give True or False"),
         ({"clip": "ppo"}, "clip='ppo': give a ClipBand"),
         ({"of_batch": 1}, "of_batch=1: give a function"),
+        ({"known_responses": "36"}, "known_responses='36': give a function"),
         ({"data_sources": "mybench("}, "is no regular expression"),
     ],
 )

@@ -1,5 +1,10 @@
 """Ground truths that their grader cannot read are found before anything is trained on them."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlctl.reward import maths, round_trip
-from rlctl.reward.round_trip import check_ground_truths, right_answer, wrong_answer
+from rlctl.reward.known_responses import known_responses
+from rlctl.reward.round_trip import check_ground_truths
+from tests.packages import install_package
 
 GOOD = [
     ("openai/gsm8k", "72"),
@@ -50,10 +57,10 @@ PLAIN = st.from_regex(r"-?[0-9]{1,15}(\.[0-9]{1,6})?", fullmatch=True)
 
 @settings(max_examples=150, deadline=None)
 @given(PLAIN)
-def test_plain_numbers_need_no_grading(number):
-    """The short cut of the round trip holds: the grader would say the same."""
-    assert maths.grade(right_answer("maths", number), number) == 1.0
-    assert maths.grade(wrong_answer("maths", number), number) == 0.0
+def test_every_plain_number_can_be_graded(number):
+    right, wrong = known_responses("maths", number)
+    assert maths.grade(right, number) == 1.0
+    assert maths.grade(wrong, number) == 0.0
     assert maths.grade("", number) == 0.0
 
 
@@ -68,12 +75,92 @@ def test_plain_numbers_need_no_grading(number):
         ("exact", "007", "007", "008"),
         ("multiple_choice", "B. 26", "B. 26", None),
         ("code", "assert f(1) == 2", None, None),
-        ("countdown", "{}", None, None),
+        ("countdown", '{"numbers": [1, 2], "target": 3}', None, None),
     ],
 )
-def test_the_right_and_the_wrong_answer(grader, truth, right, wrong):
-    assert right_answer(grader, truth) == right
-    assert wrong_answer(grader, truth) == wrong
+def test_the_right_and_the_wrong_response(grader, truth, right, wrong):
+    assert known_responses(grader, truth) == (right, wrong)
+
+
+PACKAGE = """
+import json
+from rlctl.registry import GRADERS
+
+def task(ground_truth):
+    if json.loads(ground_truth)["length"] < 1:
+        raise ValueError("`length` must be at least 1")
+    return None, None
+
+@GRADERS.register(data_sources="lengths", known_responses=task)
+def length(response, ground_truth):
+    return float(len(response) == json.loads(ground_truth)["length"])
+
+@GRADERS.register(data_sources="overlaps", known_responses=lambda ground_truth: None)
+def overlap(response, ground_truth):
+    return 0.1 + 0.4 * len(set(response) & set(ground_truth)) / len(set(ground_truth))
+
+@GRADERS.register(data_sources="marked", known_responses=lambda truth: (f"answer: {truth}", f"no {truth}"))
+def marked(response, ground_truth):
+    return float(response == f"answer: {ground_truth}")
+
+@GRADERS.register(data_sources="careless")
+def careless(response, ground_truth):
+    return float(response == ground_truth or response.startswith("7"))
+"""
+SCRIPT = """
+import json, sys
+from rlctl.cli.app import run
+from rlctl.data.schema import Message, Row
+from rlctl.data.write import write_rows
+from rlctl.reward.round_trip import check_ground_truths
+
+if __name__ == "__main__":
+    pairs = json.loads(sys.argv[1])
+    print(json.dumps(check_ground_truths(pairs)))
+    rows = [Row(source, (Message("user", "q"),), truth, index=i) for i, (source, truth) in enumerate(pairs)]
+    write_rows(sys.argv[2], "train", rows)
+    sys.exit(run(["reward", "test", "auto", "--data", sys.argv[2], "--format", "json"]))
+"""
+
+
+def test_a_packages_grader_says_which_responses_have_known_scores(tmp_path):
+    """`prepare-data` and `reward test` ask the grader: neither expects its ground truths to score 1."""
+    graders = "".join(
+        f"{name} = their_graders:{name}\n" for name in ("length", "overlap", "marked", "careless")
+    )
+    install_package(tmp_path, "their-graders", PACKAGE, f"[rlctl.graders]\n{graders}")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    pairs = [
+        ("lengths", '{"length": 3}'),
+        ("lengths", '{"length": 0}'),
+        ("overlaps", "36"),
+        ("marked", "yes"),
+        ("careless", "71"),
+    ]
+    command = [sys.executable, "script.py", json.dumps(pairs), str(tmp_path / "data.parquet")]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    problems, _, report = done.stdout.partition("\n")
+    assert json.loads(problems) == [
+        "",
+        "`length` must be at least 1",
+        "",
+        "",
+        "the grader gives '72' 1, not 0",
+    ]
+    trial = json.loads(report)
+    counts = {
+        (one["data_source"], one["kind"]): (one["num"], one["num_compared"], one["num_agreeing"])
+        for one in trial["counts"]
+    }
+    assert counts["lengths", "empty answer"] == (2, 2, 1)  # the empty text has the unreadable length, 0
+    assert counts["overlaps", "ground truth"] == counts["overlaps", "empty answer"] == (1, 0, 0)
+    assert counts["marked", "ground truth"] == counts["marked", "number changed"] == (1, 1, 1)
+    assert counts["careless", "number changed"] == (1, 1, 0)
+    assert ("lengths", "ground truth") not in counts
+    assert ("overlaps", "number changed") not in counts
+    assert {one["data_source"] for one in trial["disagreements"]} == {"lengths", "careless"}
 
 
 def test_a_grader_that_credits_another_number_is_found(monkeypatch):

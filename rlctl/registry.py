@@ -239,7 +239,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
             earlier = self._parts.get(known)
             if earlier and not self._prefix and _identity(earlier.function) != _identity(function):
                 raise ValueError(f"{self.kind} {known} is registered twice")
-            if not (function.__module__ or "").startswith("rlctl."):
+            if not is_builtin(function):
                 USER_MODULES.add(function.__module__)
             self._parts[known] = Part(
                 name=known,
@@ -334,7 +334,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
         for name, points in self._entry_points().items():
             if name not in known:
                 yield name
-            elif _identity(self._parts[name].function)[0].startswith("rlctl."):
+            elif is_builtin(self._parts[name].function):
                 what = f"{self.kind} `{name}` of {_owners(points)} is ignored: the name is taken"
                 self._warn(f"{what}; rename the entry point")
 
@@ -445,6 +445,11 @@ def _texts(name: str, values: Iterable[str]) -> tuple[str, ...]:
     if isinstance(values, str) or not all(isinstance(value, str) for value in found):
         raise ValueError(f"{name}={values!r}: give a list of texts")
     return found
+
+
+def is_builtin(function: Callable[..., Any]) -> bool:
+    """Whether rlctl defines the function of a part, or the function of a diagnosis rule."""
+    return _identity(function)[0].startswith("rlctl.")
 
 
 def _identity(function: Callable[..., Any]) -> tuple[str, str]:

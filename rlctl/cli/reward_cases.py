@@ -57,8 +57,7 @@ def cases_of(
 
 def _sample(row: Row) -> Sample:
     """The row with an empty response."""
-    prompt = "\n\n".join(message.content for message in row.prompt)
-    return Sample("", row.ground_truth, prompt, row.data_source, row.extra, messages_of(row))
+    return Sample("", row.ground_truth, row.prompt_text, row.data_source, row.extra, messages_of(row))
 
 
 def _stored(name: str, rows: Mapping[tuple[str, str], Sequence[Row]], is_shaped: bool) -> Iterator[Case]:

@@ -132,7 +132,7 @@ def samples(
 
       rlctl samples runs/rlctl/rloo-seq-is-20260101-120000 --step 40 --sort gap -n 3
     """
-    from rlctl.track.open_run import in_words, open_run
+    from rlctl.track.open_run import open_run, steps_in_words
 
     if order not in _ORDERS:
         raise UsageError(f"no such order: {order}", where="--sort", fix=f"one of {', '.join(_ORDERS)}")
@@ -141,7 +141,7 @@ def samples(
     chosen = steps[-1] if step is None else step
     if chosen not in steps:
         what = f"the run saved no responses of step {chosen}"
-        raise UsageError(what, where=str(run_dir), fix=f"kept: {in_words(steps)}")
+        raise UsageError(what, where=str(run_dir), fix=f"kept: {steps_in_words(steps)}")
     rows = [_sample(row) for row in record.rollouts(chosen).to_pylist()]
     rows = sorted(rows, key=_ORDERS[order])[:count]
     if as_json:

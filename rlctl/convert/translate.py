@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,7 +9,7 @@ from typing import Any, Literal
 from rlctl.convert.source import ForeignConfig, ForeignSetting, Unresolved
 from rlctl.convert.table import KeyRule, KeyTable, Open, compute, placeholders, word
 from rlctl.errors import Problem, SpecError
-from rlctl.spec.keys import known_leaves, value_of
+from rlctl.spec.keys import closest, known_leaves, value_of
 from rlctl.spec.load import load_spec
 from rlctl.spec.run_spec import RunSpec
 
@@ -107,9 +106,9 @@ def _add_row(
     table, key = result.table, setting.key
     rule = table.rule(key)
     # Under an unsupported prefix, only a name that differs in about one letter counts as a misspelling.
-    nearest = difflib.get_close_matches(key, table.keys, n=1, cutoff=0.8 if rule is None else 0.96)
-    if rule is None or (key not in table.keys and nearest and abs(len(nearest[0]) - len(key)) < 2):
-        note = f"did you mean {nearest[0]}?" if nearest else ""
+    nearest = closest(key, table.keys, cutoff=0.8 if rule is None else 0.96)
+    if rule is None or (key not in table.keys and nearest and abs(len(nearest) - len(key)) < 2):
+        note = f"did you mean {nearest}?" if nearest else ""
         result.rows.append(KeyOutcome(key, setting.value, "unknown", {}, note, setting.where))
         return
     became = {target: computed[target] for target in table.read_by.get(key, [])}

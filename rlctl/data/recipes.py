@@ -369,7 +369,7 @@ class Recipe:
             data_source=own or parsed.data_source or layout.data_source or path.name.split(".")[0] or "data",
             prompt=messages,
             index=stored if is_integer(stored) and stored >= 0 else index,
-            question=parsed.question or "\n\n".join(message.content for message in parsed.prompt),
+            question=parsed.question or parsed.prompt_text,
         )
 
     def read(self, record: Record, path: Path, index: int) -> tuple[Row | None, str]:

@@ -50,7 +50,7 @@ class Renderer:
         """
         if not self.tokenizer.chat_template:
             start = str(self.tokenizer.bos_token) if self.adds_start else ""
-            return start + "\n\n".join(message.content for message in row.prompt)
+            return start + row.prompt_text
         try:
             text: str = self.tokenizer.apply_chat_template(
                 list(messages_of(row)),

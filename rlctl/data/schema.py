@@ -46,6 +46,11 @@ class Row:
     where: str = ""  # `file:row` of its origin, for messages; not written
 
     @property
+    def prompt_text(self) -> str:
+        """The messages without their roles, separated by empty lines."""
+        return "\n\n".join(message.content for message in self.prompt)
+
+    @property
     def other(self) -> str:
         """The fields of `extra` without a separate column, as JSON text; "" if there are none."""
         other = {name: value for name, value in self.extra.items() if name not in EXTRA_COLUMNS}

@@ -22,7 +22,7 @@ from rlctl.diagnose.rule import Rule
 from rlctl.diagnose.table import RunLog
 from rlctl.diagnose.thresholds import MIN_STEPS
 from rlctl.errors import UsageError
-from rlctl.registry import DIAGNOSIS_RULES
+from rlctl.registry import DIAGNOSIS_RULES, is_builtin
 
 #: Minimum number of checked rules for the verdict `no warnings`.
 MIN_RULES = 5
@@ -95,7 +95,7 @@ def _applied(rule: Rule, run: RunLog) -> Finding | Skipped | None:
     try:
         return rule.apply(run)
     except Exception as error:
-        if (rule.detect.__module__ or "").startswith("rlctl.diagnose."):
+        if is_builtin(rule.detect):
             raise
         file = inspect.getsourcefile(rule.detect) or ""
         frames = traceback.extract_tb(error.__traceback__)

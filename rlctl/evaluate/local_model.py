@@ -19,7 +19,7 @@ from rlctl.evaluate.request import Plan, lengths
 from rlctl.evaluate.samples import Pair, Response, SampledModel
 from rlctl.files import sha256_of
 from rlctl.model_files import local_directory
-from rlctl.registry import ROLLOUT_ENGINES
+from rlctl.registry import ROLLOUT_ENGINES, is_builtin
 from rlctl.rollout.engines import engine_outside_training, spec_outside_training
 from rlctl.rollout.hf import DTYPES
 from rlctl.rollout.protocol import step_seed
@@ -126,9 +126,9 @@ class LocalModel(SampledModel):
 
 def engine_version(name: str) -> str | None:
     """SHA-256 of the file that defines a user's rollout engine; None: a built-in engine."""
-    module = ROLLOUT_ENGINES[name].__module__
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return None if file is None or module.startswith("rlctl.") else version_of(file)
+    engine = ROLLOUT_ENGINES[name]
+    file = getattr(sys.modules.get(engine.__module__), "__file__", None)
+    return None if file is None or is_builtin(engine) else version_of(file)
 
 
 def files_hash(directory: Path, known: Mapping[str, str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from rlctl.data.schema import Row
 from rlctl.data.sources import HUB, Source, check_splits, find_sources, read_records
 from rlctl.errors import UsageError
 from rlctl.files import sha256_of
+from rlctl.spec.keys import closest
 from rlctl.spec.paths import matches
 
 _PROBLEMS_SHOWN = 5
@@ -107,8 +107,8 @@ def _is_prepared(name: str) -> bool:
         return False
     paths = matches(name)
     if not paths:
-        close = difflib.get_close_matches(name.lower(), BENCHMARKS, n=1)
-        meant = f"did you mean `{close[0]}`? Else " if close else ""
+        nearest = closest(name.lower(), BENCHMARKS)
+        meant = f"did you mean `{nearest}`? Else " if nearest else ""
         fix = f"{meant}name a file, or a benchmark: {', '.join(BENCHMARKS)}"
         raise UsageError("no such file or directory", where=f"--data {name}", fix=fix)
     inside: list[Path] = []

@@ -69,7 +69,7 @@ class ServedModel(SampledModel):
         context = card.get("max_model_len")
         self.sampling, _ = lengths(request, Target("", []), context if isinstance(context, int) else None)
         self.rows = list(rows)
-        self.prompts = ["\n\n".join(message.content for message in row.prompt) for row in rows]
+        self.prompts = [row.prompt_text for row in rows]
         self.identities = [json.dumps(messages_of(row), sort_keys=True) for row in rows]
         served = {"base_url": self._url, "root": card.get("root")}
         unknown = dict.fromkeys(("run_dir", "step", "sha256", "template_sha256"))

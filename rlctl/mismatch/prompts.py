@@ -69,9 +69,7 @@ def renderings(rows: Sequence[Row], own: TokenIds, reported: TokenIds, tokenizer
         found[NO_GENERATION_PROMPT] = renderer.encode(
             [renderer.text(row, generation_prompt=False) for row in rows]
         )
-        found[NO_TEMPLATE] = renderer.encode(
-            ["\n\n".join(message.content for message in row.prompt) for row in rows]
-        )
+        found[NO_TEMPLATE] = renderer.encode([row.prompt_text for row in rows])
     found[ENGINE] = reported
     kept: dict[str, TokenIds] = {}
     for name, ids in found.items():

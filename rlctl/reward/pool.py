@@ -19,7 +19,7 @@ from typing import Any
 
 import rlctl
 from rlctl.errors import UsageError
-from rlctl.registry import GRADERS
+from rlctl.registry import GRADERS, is_builtin
 from rlctl.reward.protocol import Failure, Grade, GradeAndAnswer, Sample, Scorer
 from rlctl.user_code import is_file_function
 
@@ -42,7 +42,7 @@ MAX_REPLY_BYTES = 1 << 20
 
 def is_ours(grader: str) -> bool:
     """Whether this package defines the grader; a user's file is not imported."""
-    return not is_file_function(grader) and GRADERS[grader].__module__.startswith("rlctl.")
+    return not is_file_function(grader) and is_builtin(GRADERS[grader])
 
 
 def is_scorer(grader: str) -> bool:

@@ -159,7 +159,7 @@ def log_ratios(row: Mapping[str, Any]) -> list[float]:
     return [trained - sampled for trained, sampled in pairs]
 
 
-def in_words(steps: Sequence[int]) -> str:
+def steps_in_words(steps: Sequence[int]) -> str:
     """Formats ascending steps compactly, for example `steps 1 to 4, 7`."""
     starts = [step for step in steps if step - 1 not in set(steps)]
     ends = [step for step in steps if step + 1 not in set(steps)]

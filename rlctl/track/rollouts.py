@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from rlctl.errors import RunFailure, first_line
 from rlctl.files import replacing
-from rlctl.track.open_run import in_words
+from rlctl.track.open_run import steps_in_words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -172,7 +172,7 @@ class RolloutWriter:
         except (OSError, pa.ArrowInvalid) as error:
             raise _failure(self.directory, error) from error
         if missing := sorted(set(range(1, step + 1)) - there):
-            notes.append(f"warning: {ROLLOUTS_DIR}/ has no responses of {in_words(missing)}")
+            notes.append(f"warning: {ROLLOUTS_DIR}/ has no responses of {steps_in_words(missing)}")
         return notes
 
 

@@ -12,7 +12,7 @@ from rlctl.errors import UsageError, visible
 from rlctl.registry import TRACKERS
 from rlctl.track.background import BackgroundSink
 from rlctl.track.jsonl import METRICS_FILE, JsonlSink, truncate_after
-from rlctl.track.open_run import in_words
+from rlctl.track.open_run import steps_in_words
 from rlctl.track.redact import redact, redact_tree
 from rlctl.track.sink import Sink, SinkInputs, name_of
 from rlctl.user_code import missing_methods
@@ -146,7 +146,7 @@ def build_tracker(loggers: Sequence[str], inputs: SinkInputs) -> Tracker:
     extras: list[Sink] = []
     warnings: list[str] = []
     if missing := sorted(set(range(1, inputs.start_step + 1)) - set(logged)):
-        what = f"{METRICS_FILE} has no readable line of {in_words(missing)}, which this run has trained"
+        what = f"{METRICS_FILE} has no readable line of {steps_in_words(missing)}, which this run has trained"
         warnings.append(f"warning: {what}; summary and guardrails continue without them")
     # The console starts last, so that the start-up output of other sinks stays above the live display.
     for name in sorted(loggers, key=lambda name: name == "console"):

@@ -31,6 +31,7 @@ from rlctl.data.records import (
 from rlctl.data.schema import GSM8K_SOURCE, Message, Row
 from rlctl.data.sources import Source, read_records
 from rlctl.errors import UsageError
+from rlctl.latex import group_end
 
 GSM8K_INSTRUCTION = 'Think step by step, and put the final number on a last line after "####".'
 BOX_INSTRUCTION = r"Think step by step, and put the final answer in \boxed{}."
@@ -40,7 +41,6 @@ LETTER_INSTRUCTION = (
 ANSWER_MARK = "####"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[^a-zA-Z\s])|\\(?:boxed|fbox)\s+")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
 #: The problem inside the instructions that DAPO-Math-17k puts around every problem.
 _DAPO_PROBLEM = re.compile(r"\ASolve the following[^\n]*\n\n(.+?)\n\nRemember to put [^\n]*\Z", re.DOTALL)
 
@@ -148,14 +148,10 @@ def last_boxed(solution: str) -> str:
         raise RowError(r"the solution has no \boxed{}")
     start = boxes[-1].end()
     if solution[start : start + 1] == "{":
-        depth = 0
-        for found in _BRACE.finditer(solution, start):
-            depth += {"{": 1, "}": -1}.get(found[0], 0)
-            if depth == 0:
-                content = solution[start + 1 : found.start()]
-                break
-        else:
+        end = group_end(solution, start + 1)
+        if end is None:
             raise RowError(r"the last \boxed{ of the solution is never closed")
+        content = solution[start + 1 : end]
     else:
         content = re.split(r"[\s$]", solution[start:], maxsplit=1)[0]
     if not content.strip():

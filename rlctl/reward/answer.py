@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rlctl.latex import group_end
 from rlctl.reward.numbers import legible, plain
 
 #: Maximum characters read from one place, because patterns backtrack on long texts.
@@ -142,11 +143,9 @@ def _first(pattern: re.Pattern[str], text: str) -> int:
 
 def _boxes(text: str) -> Iterator[tuple[int, str]]:
     for match in _last(_BOX, text):
-        depth, end = 1, match.end()
-        while end < len(text) and depth and end - match.end() < MAX_CHARS:
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            end += 1
-        yield match.start(), text[match.end() : end - 1 if depth == 0 else end].partition("\n\n")[0]
+        limit = match.end() + MAX_CHARS
+        end = group_end(text, match.end(), limit)
+        yield match.start(), text[match.end() : limit if end is None else end].partition("\n\n")[0]
 
 
 def _hashes(text: str) -> Iterator[tuple[int, str]]:

@@ -45,6 +45,7 @@ def test_the_labelled_set_is_large_and_mixed():
 SOLUTION = (
     "She sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips in all.\n#### 72"
 )
+CASES = r"\left\{\begin{array}{l}x=1\\y=2\end{array}\right."
 RIGHT = [
     (SOLUTION, "72"),
     (SOLUTION.partition("####")[0], "72"),
@@ -55,6 +56,7 @@ RIGHT = [
     ("Answer: " + "Some words. " * 500 + "She sold 48 + 24 = 72 clips.", "72"),
     ("#### 72", "Worked solution\n#### 72"),
     ("#### 72", "72 clips"),
+    (f"Thus $\\boxed{{{CASES}}}$, which proves it.", CASES),  # `\{` opens no group
 ]
 WRONG = [("$1/0$", "1"), ("#### 72\n#### 71", "72"), ("72 is what I thought first\n#### 71", "72")]
 

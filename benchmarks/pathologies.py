@@ -124,7 +124,7 @@ def diagnose(log: Log) -> Diagnosis:
     return examine(read_run(log.path, metrics_read()))
 
 
-def verdict(run: Planted, diagnosis: Diagnosis) -> str:
+def outcome(run: Planted, diagnosis: Diagnosis) -> str:
     """Rules that found the fault, metrics that they lack, or `missed`; for a healthy run, the alarms."""
     alarms = {one.rule: one.severity for one in diagnosis.findings if one.severity != "info"}
     if not run.rules:
@@ -148,7 +148,7 @@ def table(logs: list[Log]) -> str:
     cells: dict[tuple[str, Format], list[str]] = {}
     runs = {log.run.name: log.run for log in logs}
     for log in logs:
-        cells.setdefault((log.run.name, log.form), []).append(verdict(log.run, diagnose(log)))
+        cells.setdefault((log.run.name, log.form), []).append(outcome(log.run, diagnose(log)))
     for name, run in runs.items():
         row = (" / ".join(dict.fromkeys(cells.get((name, form), ["—"]))) for form in FORMATS)
         lines.append(f"| {name} | {run.hint} | {' | '.join(row)} |")

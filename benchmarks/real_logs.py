@@ -21,7 +21,7 @@ from rlctl.errors import RlctlError
 ROW = re.compile(r"^\| *([\w.]+) *\| *([^|\n]+?) *\| *(.+?) *\|$", re.MULTILINE)
 
 
-def judged(log: Path) -> tuple[str, str, str]:
+def diagnosed(log: Path) -> tuple[str, str, str]:
     """Numbers of steps and rules of a log, the conclusion, and the findings at a warning or worse."""
     try:
         diagnosis = examine(read_run(log, metrics_read()))
@@ -30,7 +30,7 @@ def judged(log: Path) -> tuple[str, str, str]:
     found = [f"{one.rule}{'!' * (one.severity == 'critical')}" for one in diagnosis.findings]
     alarms = [name for name, one in zip(found, diagnosis.findings, strict=True) if one.severity != "info"]
     size = f"{len(diagnosis.run.table.steps)} × {len(diagnosis.checked)}"
-    return size, diagnosis.verdict, ", ".join(alarms) or "—"
+    return size, diagnosis.status, ", ".join(alarms) or "—"
 
 
 def main() -> int:
@@ -44,8 +44,8 @@ def main() -> int:
     for name, program, truth in rows:
         if not (folder / name).is_file():
             continue
-        size, verdict, findings = judged(folder / name)
-        is_right = (verdict in {"warning", "critical"}) != truth.startswith("healthy")
+        size, status, findings = diagnosed(folder / name)
+        is_right = (status in {"warning", "critical"}) != truth.startswith("healthy")
         wrong += not is_right
         print(f"| {name} | {program} | {truth.partition(':')[0]} | {size} | {findings} | {is_right} |")
     print(f"\n{wrong} with another result", file=sys.stderr)

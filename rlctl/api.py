@@ -266,7 +266,7 @@ def evaluate(
 def diagnose(log: str | Path | RunRecord, *, rules: str | Sequence[str] = ()) -> Diagnosis:
     """Find faults in a run from its logged metrics, with spec changes to try.
 
-    The result's `verdict` is `critical`, `warning`, `no warnings` or `too little to judge`.
+    The result's `status` is `critical`, `warning`, `no warnings` or `insufficient data`.
 
     Args:
         log: a run directory, or a log of any framework that `rlctl diagnose` reads.

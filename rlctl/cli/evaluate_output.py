@@ -41,7 +41,7 @@ def print_comparison(report: CompareReport, console: Console) -> None:
         console.print(Text.assemble("\n", (comparison.data_source, "bold"), amount), soft_wrap=True)
         if comparison.figures:
             _print_table(console, DIFFERENCE_HEADINGS, difference_rows(comparison))
-        console.print(Text(comparison.verdict, style="bold"), soft_wrap=True)
+        console.print(Text(comparison.conclusion, style="bold"), soft_wrap=True)
     if report.warnings:
         console.print()
     for warning in report.warnings:

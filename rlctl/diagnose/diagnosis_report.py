@@ -76,7 +76,7 @@ class RunReport:
     name: str  # path of the log, for display
     about: str  # steps, framework, experiment, model and dates, as far as they are known
     summary: str  # all findings in one line
-    verdict: str  # as in `Diagnosis`
+    status: str  # as in `Diagnosis`
     notes: tuple[str, ...]  # problems that were tolerated when reading, and inferred facts
     findings: tuple[FindingReport, ...]  # worst first
     forecasts: tuple[str, ...]  # one sentence per forecast, the soonest first
@@ -108,7 +108,7 @@ def run_report(diagnosis: Diagnosis) -> RunReport:
         name=run_name(run),
         about=", ".join(_about(run)),
         summary=_summary(diagnosis),
-        verdict=diagnosis.verdict,
+        status=diagnosis.status,
         notes=tuple(map(visible, (*run.notes, *inferred))),
         findings=tuple(findings),
         forecasts=tuple(map(str, forecasts(run))),
@@ -162,9 +162,9 @@ def _summary(diagnosis: Diagnosis) -> str:
     counts = {s: sum(finding.severity == s for finding in diagnosis.findings) for s in SEVERITIES}
     rules, steps = len(diagnosis.checked), len(diagnosis.run.table.steps)
     basis = f"{rules} rule{'s' * (rules != 1)} checked on {steps:,} step{'s' * (steps != 1)}"
-    if diagnosis.verdict in SEVERITIES:
+    if diagnosis.status in SEVERITIES:
         return f"{', '.join(f'{count} {s}' for s, count in counts.items() if count)} ({basis})"
-    if diagnosis.verdict == "no warnings":
+    if diagnosis.status == "no warnings":
         return f"{basis}: no warnings."
     return f"Too little data for a conclusion: {basis}. No finding does not mean that the run is healthy."
 
@@ -236,7 +236,7 @@ def _run_document(diagnosis: Diagnosis) -> dict[str, Any]:
         "log": str(run.path),
         "framework": run.framework,
         "steps": {"first": int(steps[0]), "last": int(steps[-1]), "count": len(steps)},
-        "verdict": diagnosis.verdict,
+        "status": diagnosis.status,
         "summary": _summary(diagnosis),
         "has_spec": run.spec is not None,
         "facts": asdict(run.facts),

@@ -23,7 +23,7 @@ _STYLES = {
     "warning": "bold yellow",
     "info": "bold cyan",
     "no warnings": "bold green",
-    "too little to judge": "bold yellow",
+    "insufficient data": "bold yellow",
 }
 _LABEL_STYLES = {"logged": "dim", "confidence": "dim", "unchecked": "dim", "source": "dim"}
 _CHART_WIDTH = 60
@@ -41,7 +41,7 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     console.print()
     for finding in report.findings:
         _print_finding(console, finding, diagnosis.run)
-    console.print(Text(report.summary, style=_STYLES[report.verdict]))
+    console.print(Text(report.summary, style=_STYLES[report.status]))
     for one in report.forecasts:
         console.print(Text(f"forecast: {one}", style="yellow"), soft_wrap=True)
     for command in report.commands:

@@ -24,7 +24,7 @@ from rlctl.diagnose.thresholds import MIN_STEPS
 from rlctl.errors import UsageError
 from rlctl.registry import DIAGNOSIS_RULES, is_builtin
 
-#: Minimum number of checked rules for the verdict `no warnings`.
+#: Minimum number of checked rules for the status `no warnings`.
 MIN_RULES = 5
 
 
@@ -60,12 +60,12 @@ class Diagnosis:
     skipped: tuple[Skipped, ...]
 
     @property
-    def verdict(self) -> Literal["critical", "warning", "no warnings", "too little to judge"]:
+    def status(self) -> Literal["critical", "warning", "no warnings", "insufficient data"]:
         """The worst severity if it is at least a warning; otherwise whether enough data was checked."""
         if self.findings and (worst := self.findings[0].severity) != "info":
             return worst
         is_enough = len(self.checked) >= MIN_RULES and len(self.run.table.steps) >= MIN_STEPS
-        return "no warnings" if is_enough else "too little to judge"
+        return "no warnings" if is_enough else "insufficient data"
 
     def reaches(self, severity: Severity) -> bool:
         """Whether a finding is at least this severe."""

@@ -53,7 +53,7 @@ class Comparison:
     num_only_a: int
     num_only_b: int
     figures: list[Figure]  # metrics with a value in both evaluations
-    verdict: str  # the conclusion from the mean rewards, in one sentence
+    conclusion: str  # the conclusion from the mean rewards, in one sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +140,13 @@ def _comparison(source: str, a: _Side, b: _Side, ks: Sequence[int], n: int) -> C
     figures = [
         figure for name in (values[0][0] if values else ()) if (figure := _figure(name, values)) is not None
     ]
-    verdict = _verdict(figures[0]) if figures and figures[0].name == "avg" else "nothing to compare"
+    conclusion = _conclusion(figures[0]) if figures and figures[0].name == "avg" else "nothing to compare"
     for side in (a, b):
         ungraded, total = _num_ungraded([side.questions[key] for key in shared])
         if ungraded > side.limit * total:
-            verdict = "no conclusion: too many responses could not be graded"
+            conclusion = "no conclusion: too many responses could not be graded"
     left_out = (len(a.questions) - len(shared), len(b.questions) - len(shared))
-    return Comparison(source, len(shared), *left_out, figures, verdict)
+    return Comparison(source, len(shared), *left_out, figures, conclusion)
 
 
 _Values = dict[str, float | None]
@@ -163,7 +163,7 @@ def _figure(name: str, values: Sequence[tuple[_Values, _Values]]) -> Figure | No
     return Figure(name, a.value, b.value, difference, is_share, a.stderr, b.stderr)
 
 
-def _verdict(figure: Figure) -> str:
+def _conclusion(figure: Figure) -> str:
     found = figure.difference
     scale, unit, number = (100.0, "points", ".1f") if figure.is_share else (1.0, "of reward", ".3g")
     better, sign = ("B", 1.0) if found.value > 0 else ("A", -1.0)
@@ -244,7 +244,7 @@ def comparison_page(report: CompareReport) -> str:
         rows = [drawn(row, left=100.0, scale=96.0 / reach, zero=True) for row in found]
         about = {"name": comparison.data_source, "amount": shared_questions(comparison)}
         axis = (f"−{reach:.2g}", "B − A", f"+{reach:.2g}")
-        tables.append(about | {"axis": axis, "rows": rows, "verdict": comparison.verdict})
+        tables.append(about | {"axis": axis, "rows": rows, "conclusion": comparison.conclusion})
     return render_page(
         "base.html.j2",
         title="Is B better than A?",

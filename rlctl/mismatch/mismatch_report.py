@@ -33,7 +33,7 @@ class MismatchReport:
     notes: tuple[str, ...] = ()  # messages to the user, such as damaged checkpoints that were skipped
 
     @property
-    def verdict(self) -> str:
+    def conclusion(self) -> str:
         """The result in one sentence."""
         explained = f"{sum(cause.share for cause in self.causes):.0%} of the gap is explained"
         if self.gap.agrees:
@@ -46,7 +46,7 @@ class MismatchReport:
 
 def as_document(report: MismatchReport) -> dict[str, Any]:
     """The report as values that can be written as JSON."""
-    return {"verdict": report.verdict, **asdict(report)}
+    return {"conclusion": report.conclusion, **asdict(report)}
 
 
 def print_report(console: Console, report: MismatchReport) -> None:
@@ -56,7 +56,7 @@ def print_report(console: Console, report: MismatchReport) -> None:
         console.print(Text.assemble(*parts), soft_wrap=True)
 
     gap = report.gap
-    line((report.verdict, "bold"))
+    line((report.conclusion, "bold"))
     line(("  trainer ", "dim"), report.trainer)
     line(("  engine  ", "dim"), report.engine)
     counts = f"{report.num_sequences} responses, {gap.num_tokens} tokens"

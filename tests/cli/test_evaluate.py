@@ -96,7 +96,7 @@ def test_regrade_and_compare(run_dir, tmp_path, capsys, monkeypatch):
     assert f"{figure['difference']['low']:+.3f} to" in avg, "one line, however narrow the terminal"
     page = tmp_path / "compared.html"
     assert run(["evaluate", "compare", str(first), str(second), "--format", "html", "--out", str(page)]) == 0
-    assert document["comparisons"][0]["verdict"] in page.read_text()
+    assert document["comparisons"][0]["conclusion"] in page.read_text()
 
 
 def test_responses_that_are_stored_are_told_and_used(run_dir, tmp_path, capsys):

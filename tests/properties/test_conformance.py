@@ -69,7 +69,7 @@ def test_equals_the_slow_rule(name: str) -> None:
         peers.RULES[name](response, advantage)
         for response, advantage in zip(RESPONSES, peers.ADVANTAGES, strict=True)
     ]
-    expected_kept = padded([[float(x) for x in verdict] for _, verdict in rows]).bool() & MASK
+    expected_kept = padded([[float(x) for x in passed] for _, passed in rows]).bool() & MASK
     assert torch.equal(kept, expected_kept)
     expected = padded([weight for weight, _ in rows])
     torch.testing.assert_close(

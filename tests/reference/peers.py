@@ -41,8 +41,8 @@ def _exp(value: float) -> float:
     return math.exp(min(max(value, -20.0), 20.0))
 
 
-def _all(count: int, verdict: bool) -> list[bool]:
-    return [verdict] * count
+def _all(count: int, passed: bool) -> list[bool]:
+    return [passed] * count
 
 
 def trl(mode: str, clip_max: float = 3.0) -> Rule:

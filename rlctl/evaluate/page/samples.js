@@ -5,8 +5,8 @@
   const CLIP = 6000;
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
-  const chips = [...document.querySelectorAll("[data-verdict]")];
-  const filter = { verdicts: new Set(), truncated: false, source: "", words: "" };
+  const chips = [...document.querySelectorAll("[data-outcome]")];
+  const filter = { outcomes: new Set(), truncated: false, source: "", words: "" };
   let found = [];
   let page = 0;
   let current = -1;
@@ -25,7 +25,7 @@
   const has = (text, words) => text !== null && text.toLowerCase().includes(words);
 
   const matches = (question, response) =>
-    (filter.verdicts.size === 0 || filter.verdicts.has(response.verdict)) &&
+    (filter.outcomes.size === 0 || filter.outcomes.has(response.outcome)) &&
     (!filter.truncated || response.truncated) &&
     (filter.words === "" || question.hit || has(response.text, filter.words) || has(response.answer, filter.words));
 
@@ -63,9 +63,9 @@
   };
 
   const responseCard = (response) => {
-    const card = element("section", `response ${response.verdict}`);
+    const card = element("section", `response ${response.outcome}`);
     const head = element("h3");
-    const name = { right: "right", wrong: "wrong", error: "grader error" }[response.verdict];
+    const name = { right: "right", wrong: "wrong", error: "grader error" }[response.outcome];
     head.append(element("span", "", `response ${response.sample}`), element("b", "", name));
     if (response.reward !== null) head.append(element("span", "", `reward ${+response.reward.toFixed(4)}`));
     head.append(element("span", "", `${count(response.tokens)} tokens`));
@@ -132,10 +132,10 @@
     cards[current].focus({ preventScroll: true });
     scrollTo(cards[current]);
   };
-  const toggleVerdict = (chip) => {
-    const name = chip.dataset.verdict;
-    if (!filter.verdicts.delete(name)) filter.verdicts.add(name);
-    chip.setAttribute("aria-pressed", String(filter.verdicts.has(name)));
+  const toggleOutcome = (chip) => {
+    const name = chip.dataset.outcome;
+    if (!filter.outcomes.delete(name)) filter.outcomes.add(name);
+    chip.setAttribute("aria-pressed", String(filter.outcomes.has(name)));
     search();
   };
   const toggleTruncated = () => {
@@ -144,7 +144,7 @@
     search();
   };
   const clear = () => {
-    Object.assign(filter, { verdicts: new Set(), truncated: false, source: "", words: "" });
+    Object.assign(filter, { outcomes: new Set(), truncated: false, source: "", words: "" });
     [...chips, byId("truncated")].forEach((button) => button.setAttribute("aria-pressed", "false"));
     byId("source").value = byId("search").value = "";
     byId("search").blur();
@@ -153,9 +153,9 @@
 
   const responses = data.questions.flatMap((question) => question.responses);
   for (const chip of chips) {
-    const number = responses.filter((response) => response.verdict === chip.dataset.verdict).length;
+    const number = responses.filter((response) => response.outcome === chip.dataset.outcome).length;
     chip.querySelector("b").textContent = count(number);
-    chip.addEventListener("click", () => toggleVerdict(chip));
+    chip.addEventListener("click", () => toggleOutcome(chip));
   }
   byId("truncated").querySelector("b").textContent = count(responses.filter((each) => each.truncated).length);
   byId("truncated").addEventListener("click", toggleTruncated);
@@ -173,7 +173,7 @@
   byId("next").addEventListener("click", () => turn(1));
   const keys = {
     j: () => move(1), k: () => move(-1), n: () => turn(1), p: () => turn(-1), t: toggleTruncated,
-    r: () => toggleVerdict(chips[0]), w: () => toggleVerdict(chips[1]), e: () => toggleVerdict(chips[2]),
+    r: () => toggleOutcome(chips[0]), w: () => toggleOutcome(chips[1]), e: () => toggleOutcome(chips[2]),
     "/": () => byId("search").focus(),
   };
   document.addEventListener("keydown", (event) => {

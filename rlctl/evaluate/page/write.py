@@ -31,7 +31,7 @@ def write_page(
     for score in document["scores"]:
         rows = [drawn(row, left=4.0, scale=192.0) for row in score_rows(score, n)]
         amount = f"{score['num_questions']:,} questions, {score['num_samples']:,} responses"
-        about = {"name": score["data_source"], "amount": amount, "verdict": ""}
+        about = {"name": score["data_source"], "amount": amount, "conclusion": ""}
         tables.append(about | {"axis": ("0", "1"), "rows": rows})
     text = render_page(
         "samples.html.j2",
@@ -56,7 +56,7 @@ def chosen(samples: Sequence[EvalSample], max_text: int) -> list[EvalSample]:
         return list(samples)
     places = list(range(len(samples)))
     random.Random(0).shuffle(places)
-    places.sort(key=lambda place: _verdict(samples[place]) == "right" and not samples[place].truncated)
+    places.sort(key=lambda place: _outcome(samples[place]) == "right" and not samples[place].truncated)
     room, kept = max_text, set()
     for place in places:
         room -= _size(samples[place])
@@ -72,7 +72,7 @@ def _size(sample: EvalSample) -> int:
     return sum(len(text.encode("utf-8", "replace")) for text in texts)
 
 
-def _verdict(sample: EvalSample) -> str:
+def _outcome(sample: EvalSample) -> str:
     if sample.reward is None:
         return "error"
     return "right" if sample.reward >= RIGHT else "wrong"
@@ -81,14 +81,14 @@ def _verdict(sample: EvalSample) -> str:
 def _questions(samples: Sequence[EvalSample], kept: Sequence[EvalSample]) -> list[dict[str, Any]]:
     """The kept samples by question, with counts over all samples of the question."""
     everything = Counter(sample.question_index for sample in samples)
-    right = Counter(sample.question_index for sample in samples if _verdict(sample) == "right")
+    right = Counter(sample.question_index for sample in samples if _outcome(sample) == "right")
     questions = []
     for group in by_question(kept):
         responses = [
             {
                 "sample": sample.sample_index,
                 "text": sample.response,
-                "verdict": _verdict(sample),
+                "outcome": _outcome(sample),
                 "reward": sample.reward,
                 "answer": sample.answer,
                 "truncated": sample.truncated,

@@ -139,15 +139,15 @@ def test_visible_text_is_one_harmless_line(text):
     assert not re.search(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown)
 
 
-def test_few_steps_or_rules_are_no_verdict():
-    assert examine(run_log(healthy_rows(4))).verdict == "too little to judge"
-    assert examine(run_log(healthy_rows(40))).verdict == "no warnings"
+def test_few_steps_or_rules_are_insufficient_data():
+    assert examine(run_log(healthy_rows(4))).status == "insufficient data"
+    assert examine(run_log(healthy_rows(40))).status == "no warnings"
     bare = [{"step": step, "actor/grad_norm": 0.5} for step in range(1, 41)]
     diagnosis = examine(run_log(bare, facts=Facts()))
-    assert diagnosis.verdict == "too little to judge"
+    assert diagnosis.status == "insufficient data"
     assert "Too little data for a conclusion" in printed(diagnosis, width=200)
     assert "Too little data for a conclusion" in as_markdown([diagnosis])
     [document] = diagnosis_document([diagnosis])["runs"]
-    assert document["verdict"] == "too little to judge"
+    assert document["status"] == "insufficient data"
     bad = [row | {"actor/grad_norm": 3e9} for row in bare]
-    assert examine(run_log(bad, facts=Facts())).verdict == "critical"
+    assert examine(run_log(bad, facts=Facts())).status == "critical"

@@ -67,7 +67,7 @@ def test_one_step_is_enough(row, rule, severity):
 def test_one_step_is_not_enough_for_what_healthy_runs_show_too(row):
     diagnosis = diagnosis_of(row)
     assert not diagnosis.reaches("warning")
-    assert diagnosis.verdict == "too little to judge"
+    assert diagnosis.status == "insufficient data"
 
 
 def test_a_zero_gradient_says_why_where_the_log_does():

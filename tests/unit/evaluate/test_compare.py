@@ -49,7 +49,7 @@ def test_figures_are_those_of_a_paired_test(stored, make_samples):
     assert (avg.difference.low, avg.difference.high) == pytest.approx((low, high))
     assert avg.difference.p_value == pytest.approx(oracle.pvalue)
     points = [round(100 * value, 1) for value in (avg.difference.value, low, high)]
-    assert found.verdict == f"B is better by {points[0]} points (95 %: {points[1]} to {points[2]})"
+    assert found.conclusion == f"B is better by {points[0]} points (95 %: {points[1]} to {points[2]})"
     assert [figure.name for figure in found.figures] == ["avg", "pass@1", "pass@4"]
     assert report.warnings == []
 
@@ -58,8 +58,8 @@ def test_the_better_one_is_named_whichever_side_it_is_on(stored, make_samples):
     good, bad = (
         stored(name, make_samples("s", rewards(80, 2, p, 3))) for name, p in (("good", 0.9), ("bad", 0.2))
     )
-    forth = compare(bad, good).comparisons[0].verdict
-    back = compare(good, bad).comparisons[0].verdict
+    forth = compare(bad, good).comparisons[0].conclusion
+    back = compare(good, bad).comparisons[0].conclusion
     assert forth.startswith("B is better by")
     assert back == forth.replace("B is", "A is")
 
@@ -74,7 +74,7 @@ def test_questions_are_paired_by_what_is_asked_not_by_their_place(stored, make_s
     report = compare(stored("a", a), stored("b", b, template="u"))
     [found] = report.comparisons
     assert found.num_shared == 30
-    assert found.verdict == "no difference on any question"
+    assert found.conclusion == "no difference on any question"
     assert "templates differ" in report.warnings[0]
 
 
@@ -110,7 +110,7 @@ def test_no_telling_says_how_many_questions_would_tell(stored, make_samples):
     [found] = compare(stored("a", a), stored("b", b)).comparisons
     count = questions_needed(found.figures[0].difference.deviation, 0.02)
     expected = f"no difference detected; about {count:,} questions would be needed to see 2 points"
-    assert found.verdict == expected
+    assert found.conclusion == expected
 
 
 def test_so_many_questions_do_tell():
@@ -129,7 +129,7 @@ def test_equal_differences_have_no_interval(stored, make_samples, value, words):
     a, b = stored("a", make_samples("s", [[0.0]] * 9)), stored("b", make_samples("s", [[value]] * 9))
     [found] = compare(a, b).comparisons
     assert found.figures[0].difference.low is None
-    assert words in found.verdict
+    assert words in found.conclusion
 
 
 def test_what_was_done_differently_is_said(stored, make_samples):
@@ -142,7 +142,7 @@ def test_rewards_beyond_shares_are_not_points(stored, make_samples):
     a = make_samples("s", [[float(place % 7)] for place in range(50)])
     b = make_samples("s", [[float(place % 7) + 2 + place % 2] for place in range(50)])
     [found] = compare(stored("a", a), stored("b", b)).comparisons
-    assert found.verdict == "B is better by 2.5 of reward (95 %: 2.36 to 2.64)"
+    assert found.conclusion == "B is better by 2.5 of reward (95 %: 2.36 to 2.64)"
 
 
 def test_strangers_are_refused(stored, make_samples, tmp_path):
@@ -168,5 +168,5 @@ def test_strangers_are_refused(stored, make_samples, tmp_path):
 def test_nothing_is_concluded_from_what_could_not_be_graded(stored, make_samples):
     a = stored("a", make_samples("x", [[0.0]] * 8 + [[None]] * 2))
     b = stored("b", make_samples("x", [[1.0]] * 6 + [[0.0]] * 2 + [[1.0]] * 2))
-    assert "no conclusion" in compare(a, b).comparisons[0].verdict
-    assert "no conclusion" in compare(b, a).comparisons[0].verdict
+    assert "no conclusion" in compare(a, b).comparisons[0].conclusion
+    assert "no conclusion" in compare(b, a).comparisons[0].conclusion

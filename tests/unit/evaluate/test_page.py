@@ -89,15 +89,15 @@ def test_filters_search_and_pages(page_of, opened):
     page = opened(page_of(list(ordinary(30))))
     assert counted(page) == [90, 30]
     assert page.locator("article").count() == 20
-    page.click("[data-verdict=error]")
+    page.click("[data-outcome=error]")
     assert counted(page) == [1, 1]
     assert "Question 4" in page.locator("article").inner_text()
     assert "grader error" in page.locator("section.response h3").inner_text()
     page.click("text=show the other 2 responses")
     assert page.locator("section.response").count() == 3
-    page.click("[data-verdict=wrong]")
+    page.click("[data-outcome=wrong]")
     assert counted(page) == [60, 30]
-    page.click("[data-verdict=error]")
+    page.click("[data-outcome=error]")
     assert counted(page) == [59, 30]
     page.click("#truncated")
     assert counted(page) == [10, 10]
@@ -241,7 +241,7 @@ def test_a_comparison_is_a_page(compared, opened, scheme, width):
     assert page.title() == "Is B better than A?"
     text = page.locator("body").inner_text()
     for comparison in report.comparisons:
-        assert comparison.verdict in text
+        assert comparison.conclusion in text
         avg = comparison.figures[0]
         assert f"{avg.difference.low:+.3f} to {avg.difference.high:+.3f}" in text
     assert report.a in text, "the hostile name is text"

@@ -90,7 +90,7 @@ def test_two_ranks_find_what_one_does(tmp_path, task, reward, overrides):
             for name in ("reward_mean", "response_length_mean")
         }
     report = compare(one, two)
-    assert report.comparisons[0].verdict == "no difference on any question"
+    assert report.comparisons[0].conclusion == "no difference on any question"
     assert report.warnings == []
 
 

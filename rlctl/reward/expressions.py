@@ -18,14 +18,14 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from math_verify import grader
 
 from rlctl.reward.limits import is_too_large
-from rlctl.reward.numbers import Number
+from rlctl.reward.numbers import Number, in_digits
 
 #: Texts that the parser misreads: times of day (6:30 as 1/5), ranges (3-5 as -2), feet and arc minutes
 #: (5'6'' as 56), sums with dots (it drops the dots).
 _NO_EXPRESSION = re.compile(
     r"\d{1,2}:\d\d(?!\d)|\s*\d+\s*-\s*\d+\s*$|.*\d\s*'|.*\\[lcd]?dots|.*\.\.\.[,+]", re.DOTALL
 )
-_AND = re.compile(r",?\s+and\s+")
+_AND = re.compile(r",?(?:\s+and\s+|\s*\\(?:text\w*|mbox|hbox|mathrm)\s*\{\s*(?:and|,)\s*\}\s*)")
 _PRIMES = re.compile(r"([A-Za-z])\s*('+)")
 #: A numerator that the parser needs in braces: \frac\pi6.
 _BARE_NUMERATOR = re.compile(r"(\\[dtc]?frac)\s*(\\(?!sqrt|frac|text|math)[a-z]+)")
@@ -58,7 +58,7 @@ def read(latex: str) -> Any | None:
 
     Returns None if the text does not parse, has no value (1/0), or is too large to compute.
     """
-    text = _SEPARATOR.sub("", latex.strip().strip("$").rstrip(". "))
+    text = in_digits(_SEPARATOR.sub("", latex.strip().strip("$").rstrip(". ")))
     if not text or _NO_EXPRESSION.match(text) or is_too_large(text):
         return None
     text = _PRIMES.sub(lambda found: f"{found[1]}_{{p{len(found[2])}}}", text)

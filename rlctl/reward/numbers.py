@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 
 
@@ -75,6 +76,15 @@ _PLAIN = [
     )
 ]
 
+#: Numbers such as 1.5e3 and 1e-05, as programs print them; 2e-3 may be 2e − 3.
+_SCIENTIFIC = re.compile(
+    r"(?<![\w.\\])(?:\d+\.\d+[eE][-+]?\d{1,3}|\d+[eE](?:\d{1,3}|[-+]\d{2,3}))(?![\w^\\{(]|\.\d)"
+)
+#: 1.5 × 10^3, in LaTeX or plain text.
+_POWER_OF_TEN = re.compile(
+    r"(?<![\w.,])(\d+(?:\.\d+)?)\s*(?:\\times|\\cdot|\\ast|[*×·])\s*10\s*(?:\^|\*\*)\s*"
+    r"(?:\{\s*([-+]?\d{1,3})\s*\}|([-+]?\d{1,3}))(?![\w^]|\.\d)"
+)
 _DIGITS = (
     r"(?:\d{1,3}(?:\.\d{3})+,\d{1,2}(?!\d)"  # 1.234,00
     r"|[1-9]\d{0,2}(?:[, ]\d{3})+(?![\d,]|-[a-z])(?:\.\d+)?"  # 1,234.00 and 1 234
@@ -184,8 +194,16 @@ def legible(text: str) -> str:
     return text.translate(_CHARACTERS)
 
 
+def in_digits(text: str) -> str:
+    """Writes numbers in scientific notation in full: 1.5e3 as 1500."""
+    return _SCIENTIFIC.sub(lambda number: f"{Decimal(number[0]):f}", text)
+
+
 def plain(text: str) -> str:
     """Converts LaTeX and Markdown to plain text, as far as parsing numbers needs it."""
+    text = _POWER_OF_TEN.sub(
+        lambda found: f"{Decimal(f'{found[1]}e{found[2] or found[3]}'):f}", in_digits(text)
+    )
     for pattern, shown in _PLAIN:
         text = pattern.sub(shown, text)
     return text

@@ -57,8 +57,30 @@ RIGHT = [
     ("#### 72", "Worked solution\n#### 72"),
     ("#### 72", "72 clips"),
     (f"Thus $\\boxed{{{CASES}}}$, which proves it.", CASES),  # `\{` opens no group
+    (r"\boxed{-2 \text{ and } 2}", "-2, 2"),
+    (r"\boxed{2 \text{ and } -2}", r"\pm 2"),
+    ("The answer is 1.5e3 meters.", "1500"),
+    (r"\boxed{1e-05}", "0.00001"),
+    (r"\boxed{0.00001}", "1e-05"),
+    (r"\boxed{(1.5e3, 2)}", "(1500, 2)"),
+    (r"\boxed{6.02 \times 10^{23}}", "6.02e23"),
+    (r"\boxed{2.5\times 10^{-19}}", "2.5e-19"),
+    (r"\boxed{1.6\times 10^{-19}}", "0.00000000000000000016"),
+    ("It is 5 × 10^2 = 500.", "500"),
+    ("5e+02 = 500", "500"),
+    (r"\boxed{2e-3}", "2e-3"),  # 2e − 3
+    (r"\boxed{2\exp(3x)}", "2e^{3x}"),
 ]
-WRONG = [("$1/0$", "1"), ("#### 72\n#### 71", "72"), ("72 is what I thought first\n#### 71", "72")]
+WRONG = [
+    (r"\boxed{2.6\times 10^{-19}}", "2.5e-19"),
+    ("1.5e3", "15"),
+    (r"\boxed{6.03e23}", "6.02e23"),
+    (r"\boxed{4.5e2}", r"9 \cdot e"),
+    (r"\boxed{9^{1e9}}", "9"),
+    ("$1/0$", "1"),
+    ("#### 72\n#### 71", "72"),
+    ("72 is what I thought first\n#### 71", "72"),
+]
 
 
 @pytest.mark.parametrize(("response", "ground_truth"), RIGHT)

@@ -30,7 +30,14 @@ else:
     expressions = LazyModule("rlctl.reward.expressions")
 
 ANSWER_MARK = "####"
-_WRAPPER = re.compile(r"\\(?:text\w*|mbox|hbox|math(?:rm|bf|it)|boldsymbol|operatorname)\s*\{([^{}]*)\}")
+#: The letter of an option before its value: `\textbf{(B)}\ 5`.
+_OPTION = re.compile(
+    r"^\s*\\(?:text|math)\w*\s*\{\s*\(([A-J])\)\s*\}(?:\\[ ,;:!]|\\q?quad|[~:.\s])*"
+    r"(?=[\d$-]|[A-Za-z](?![A-Za-z])|\\(?!text|math|mbox)[A-Za-z])"
+)
+_WRAPPER = re.compile(
+    r"\\(?:text\w*|mbox|hbox|math(?:rm|bf|it)|boldsymbol|underline|operatorname)\s*\{([^{}]*)\}"
+)
 _FRACTION = re.compile(r"\\[dtc]?frac(?![A-Za-z])")
 _COMMAND = re.compile(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}|(?<!\S)(?i:is|it|so|in|of|to|we|he|if|my)(?=\s)")
@@ -113,8 +120,9 @@ def grade(response: str, ground_truth: str) -> float:
     """
     gold = _gold(ground_truth)
     for place in places(response):
-        text = place.text if place.is_whole else _formula(place.text) or place.text
-        if gold.spelling in (_spelling(place.text), _spelling(text)):
+        option = _OPTION.match(place.text)
+        text = _OPTION.sub("", place.text) if place.is_whole else _formula(place.text) or place.text
+        if gold.spelling in (_spelling(place.text), _spelling(text), option and option[1]):
             return 1.0
         answer = None if gold.is_text else _reading(place, is_number=gold.is_number)
         if answer is not None:
@@ -177,6 +185,7 @@ def _reading(place: Place, *, is_number: bool) -> Number | Any | None:
 
 def _whole(text: str, *, is_number: bool) -> Number | Any | None:
     """Parses a text that is only the answer."""
+    text = _OPTION.sub("", text)
     if is_number and (number := _amount(text)):
         return number
     shown = plain(text)

@@ -62,7 +62,7 @@ _PLAIN = [
         (r"\\[dtc]?frac\s*(?:\{\s*([\d.,]+)\s*\}|(\d))\s*(?:\{\s*([\d.,]+)\s*\}|(\d))", r" \1\2/\3\4 "),
         (r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" (\1)/(\2) "),
         (r"(?<![\w)])-\s+(?=\(?\d+\)?/\(?\d)", "-"),
-        (r"\\(?:text\w*|math\w+|mbox|boldsymbol|operatorname|boxed|fbox)\s*\{([^{}]*)\}", r" \1 "),
+        (r"\\(?:text\w*|math\w+|mbox|boldsymbol|underline|operatorname|boxed|fbox)\s*\{([^{}]*)\}", r" \1 "),
         (r"\\(?:times|cdot|ast)(?![a-z])", " * "),
         (r"\\div(?![a-z])", "/"),
         (r"\\(?:approx|simeq|implies|to|[Rr]ightarrow|Longrightarrow)(?![a-z])|[≈→⇒]|=>|->", "="),
@@ -80,6 +80,8 @@ _PLAIN = [
 _SCIENTIFIC = re.compile(
     r"(?<![\w.\\])(?:\d+\.\d+[eE][-+]?\d{1,3}|\d+[eE](?:\d{1,3}|[-+]\d{2,3}))(?![\w^\\{(]|\.\d)"
 )
+#: A repeating decimal: 0.1\overline{6}.
+_REPEATING = re.compile(r"(?<![\w.])(\d{0,30})\.(\d{0,9})\\(?:overline|bar)\s*\{\s*(\d{1,9})\s*\}")
 #: 1.5 × 10^3, in LaTeX or plain text.
 _POWER_OF_TEN = re.compile(
     r"(?<![\w.,])(\d+(?:\.\d+)?)\s*(?:\\times|\\cdot|\\ast|[*×·])\s*10\s*(?:\^|\*\*)\s*"
@@ -195,8 +197,15 @@ def legible(text: str) -> str:
 
 
 def in_digits(text: str) -> str:
-    """Writes numbers in scientific notation in full: 1.5e3 as 1500."""
-    return _SCIENTIFIC.sub(lambda number: f"{Decimal(number[0]):f}", text)
+    r"""Writes 1.5e3 as 1500, and 0.1\overline{6} as \frac{1}{6}."""
+    return _REPEATING.sub(_fraction, _SCIENTIFIC.sub(lambda number: f"{Decimal(number[0]):f}", text))
+
+
+def _fraction(decimal: re.Match[str]) -> str:
+    whole, once, repeated = decimal.groups()
+    value = Fraction(int(repeated), 10 ** len(repeated) - 1) + int((whole + once) or 0)
+    value /= 10 ** len(once)
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def plain(text: str) -> str:
@@ -244,7 +253,7 @@ def measure(text: str, *, has_unit: bool = True) -> Number | None:
 
     `text` is the output of `plain`. `has_unit`: words after the number are its unit.
     """
-    text = re.sub(r"^[\s$]*(?:approximately|about|only|exactly|~)?\s*", "", text)
+    text = re.sub(r"^[\s$=]*(?:approximately|about|only|exactly|~)?\s*", "", text)
     match = _NUMBER.match(text)
     if match is None or match["stuck"]:
         return None

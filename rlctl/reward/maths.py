@@ -52,6 +52,10 @@ _BOLD = re.compile(r"\*\*(?=[^*]*\d)([^*\n]+[^*\n:])\*\*")
 _ASIDE = re.compile(r"(?<=\S)\s+\([^()]*\)[.\s]*$")
 #: A unit in plain letters after an expression: 2 sqrt(3) units.
 _UNIT_WORD = re.compile(r"(?<=[\w})])(?:\s+(?:[A-Za-z]{3,}|[cdkm]m|ft|in)\.?)+\s*$")
+#: A part of a sentence with roots or multiples of π that is not marked as a formula: "The area is 25\\pi."
+_BARE = re.compile(
+    r"(?<![A-Za-z\\])(?:(?:\d++(?:\.\d++)?+|\\pi(?![a-z])|\\sqrt\s*+\{[^{}]*+\}|[-+*/()^{}])\s*+)++"
+)
 #: Text between formulas that form one answer: "$x = 1$ or $x = 2$".
 _JOINT = re.compile(r"\s*(?:,?\s*(?:and|or)|,)\s*")
 #: Brackets, indices and × of an equation's left side. If a letter and a digit remain without them, the left
@@ -253,12 +257,25 @@ def _formula(sentence: str) -> str | None:
     found = [one for one in formulas if not _WORD.search(_COMMAND.sub("", one[2]))]  # not "$5 and then $"
     if not found:
         bare = sentence.strip().rstrip(".")
-        return None if _WORD.search(_COMMAND.sub("", _UNIT_WORD.sub("", bare))) else bare
+        if not _WORD.search(_COMMAND.sub("", _UNIT_WORD.sub("", bare))):
+            return bare
+        return _bare_formula(sentence)
     start, _, formula = found.pop()
     while found and _JOINT.fullmatch(sentence[found[-1][1] : start]):
         start, _, earlier = found.pop()
         formula = f"{earlier}, {formula}"
     return formula
+
+
+def _bare_formula(sentence: str) -> str | None:
+    """The last formula with a root or π that is not marked as one; None if a number follows it."""
+    for run in reversed(list(_BARE.finditer(sentence))):
+        formula, after = run[0].rstrip(), sentence[run.start() + len(run[0].rstrip()) :]
+        if re.search(r"\d", after) or after[:1].isalpha():
+            return None
+        if "\\pi" in formula or "\\sqrt" in formula:
+            return formula
+    return None
 
 
 def _spelling(text: str) -> str:

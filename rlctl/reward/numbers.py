@@ -52,7 +52,13 @@ _INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u00ad"))
 _SPACES = dict.fromkeys(map(ord, "\u00a0\u2007\u2009\u202f\u3000"), " ")
 _SIGNS = dict.fromkeys(map(ord, "\u2212\u2010\u2011\ufe63"), "-") | {0x2044: "/"}
 _VULGAR = {ord(c): " " + unicodedata.normalize("NFKC", c).replace("\u2044", "/") for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
-_CHARACTERS = _FULL_WIDTH | _INVISIBLE | _SPACES | _SIGNS | _VULGAR
+#: Mathematical characters, in LaTeX.
+_NAMES = {"π": "pi", "∞": "infty", "∪": "cup", "∩": "cap", "∈": "in", "∅": "emptyset"}
+_SYMBOLS = {ord(symbol): f"\\{name} " for symbol, name in _NAMES.items()}
+_CHARACTERS = _FULL_WIDTH | _INVISIBLE | _SPACES | _SIGNS | _VULGAR | _SYMBOLS
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n")
+_EXPONENT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+")
+_ROOT = re.compile(r"√\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})")
 
 #: Replacements of LaTeX and Markdown by plain text, applied in this order.
 _PLAIN = [
@@ -97,7 +103,7 @@ _NUMBER = re.compile(
     r"(?<![\w.])(?P<minus>(?:(?<![\w)])-(?=[$€£¥₹\d.]))?)(?:US)?[$€£¥₹]*\s?(?P<inner>-?)"
     rf"(?P<digits>{_DIGITS})(?:(?P<mixed>\s+\d+)?\s?/\s?(?P<under>\d+)(?!\d|\.\d))?"
     rf"(?:\s?(?P<scale>{'|'.join(_SCALES)})s?\b)?(?P<percent>\s?(?:%|per ?cent\b))?"
-    r"(?P<stuck>(?:st|nd|rd|th)\b|:\d)?",
+    r"(?P<stuck>(?:st|nd|rd|th)\b|:\d|\s?\\(?:pi|sqrt|infty)(?![a-z]))?",
     re.IGNORECASE,
 )
 _UNITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"]
@@ -132,7 +138,10 @@ _OPERAND_OF = re.compile(
     r"\s*(?:[A-Za-z]+(?:/[a-z]+)?\s+|[A-Za-z]+(?=/))?[)\]]*\s*(?:[-+*/×÷·^=]|x(?=[\s\d]))\s*[(\[$€£-]*\s*\.?\d|\(\s*\.?\d"
 )
 #: Text before such a number.
-_OPERATOR = re.compile(r"[\d)%]\s*(?:[A-Za-z]+\s+)?(?:[-+*/×÷·^(]|(?<=[\d\s])x)\s*[($€£-]*\s*$")
+_OPERATOR = re.compile(
+    r"(?:[\d)%]\s*(?:[A-Za-z]+\s+)?(?:[-+*/×÷·^(]|(?<=[\d\s])x)\s*[($€£-]*"
+    r"|(?:\^|\\sqrt)\s*(?:\[\d+\]\s*)?\{?)\s*$"
+)
 #: Text before a number that is a bound or is denied.
 _DENIED = re.compile(
     r"(?:[<>≤≥≠]|\\(?:[lg]eq?|[lg]t|neq?)(?:slant)?\s|\b(?:not|never|(?:is|was|are|were|can|could|would|does|did)n['’]?t"
@@ -192,8 +201,14 @@ _RESULT_OF, _BEST, _FAIR, _LESS, _FRONTED, _NEVER = range(6)
 
 
 def legible(text: str) -> str:
-    """Replaces unusual characters (full width, typographic minus, ½) and removes invisible ones."""
+    """Replaces unusual characters (full width, typographic minus, ½, π, √, ²) and removes invisible ones."""
+    text = _EXPONENT.sub(_power, _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", text))
     return text.translate(_CHARACTERS)
+
+
+def _power(raised: re.Match[str]) -> str:
+    exponent = raised[0].translate(_RAISED)
+    return f"^{exponent}" if len(exponent) == 1 else f"^{{{exponent}}}"
 
 
 def in_digits(text: str) -> str:

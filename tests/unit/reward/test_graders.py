@@ -210,6 +210,16 @@ def test_exact_looks_past_white_space_only():
         ("The correct option is: **D**", "D"),
         ("The best answer choice is A", "A"),
         ("Option C", "C"),
+        ("C is correct", "C"),
+        ("A is not correct. (B) is the right choice, because A is too small", "B"),
+        ("It must be C.", "C"),
+        ("Choose D", "D"),
+        ("答案是B", "B"),
+        ("The answer is B and A is wrong.", "B"),
+        ("The answer is A or B", None),
+        ("The answer is (A) or (B).", None),
+        (r"\boxed{A, B}", None),
+        ("I select the first", None),
         ("The answer is a dog.", None),
         ("A dog is an animal.", None),
         ("The answer is Apples", None),
@@ -224,7 +234,15 @@ def test_multiple_choice_reads_the_letter(response, letter):
 
 
 @pytest.mark.parametrize(
-    "repetitive", ["answer" + " " * 20_000 + "z", "####" + "*" * 20_000, "option\n" * 9_000]
+    "repetitive",
+    [
+        "answer" + " " * 20_000 + "z",
+        "####" + "*" * 20_000,
+        "option\n" * 9_000,
+        "A is" + " " * 20_000,
+        ("choose" + " " * 50) * 400,
+        "A or" + " " * 20_000,
+    ],
 )
 def test_multiple_choice_is_fast_for_long_and_repetitive_responses(repetitive):
     """It runs in the trainer's own process, where nothing would end it."""

@@ -105,6 +105,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
     ast.Div: operator.truediv,
 }
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "[": "(", "]": ")", "{": "(", "}": ")"})
+#: A product without its sign: 4(25-3).
+_PRODUCT = re.compile(r"(?<=[\d)])\s*(?=\()")
 _OPERATION = re.compile(r"[\d)]\s*[-+*/]")
 _ARITHMETIC = re.compile(r"[\d+\-*/(). ]*\d[\d+\-*/(). ]*")
 
@@ -173,7 +175,10 @@ def _equation(place: Place) -> str | None:
     with a number.
     """
     shown = plain(place.text).translate(_SIGNS)[:MAX_EQUATION_CHARS]
-    sides = [text.strip(" .") for side in shown.split("=") for text in _ARITHMETIC.findall(side)]
+    sides = [
+        text.lstrip(" .").rstrip(" .(+-*/") for side in shown.split("=") for text in _ARITHMETIC.findall(side)
+    ]
+    sides = [_PRODUCT.sub("*", side) for side in sides]
     return next((side for side in sides if _OPERATION.search(side)), sides[0] if sides else None)
 
 

@@ -267,6 +267,9 @@ TASK = '{"numbers": [25, 3, 4], "target": 88}'
         ("\\boxed{(25-3)\\times 4 = 88}", 1.0),
         ("88 = (25-3)*4", 1.0),
         ("So we get (25-3)*4 = 22*4 = 88.", 1.0),
+        ("\\boxed{4(25-3)}", 1.0),
+        ("The equation is (25-3)*4 (with each number once).", 1.0),
+        ("<answer>(25-3)4</answer>", 0.0),
         ("<answer>25*4-12</answer>", 0.0),  # another number
         ("<answer>25 - 3 + 4</answer>", 0.0),  # another value
         ("<answer>(25-3)*4+3-3</answer>", 0.0),  # a number used twice

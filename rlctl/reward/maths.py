@@ -52,7 +52,7 @@ _BOLD = re.compile(r"\*\*(?=[^*]*\d)([^*\n]+[^*\n:])\*\*")
 _ASIDE = re.compile(r"(?<=\S)\s+\([^()]*\)[.\s]*$")
 #: A unit in plain letters after an expression: 2 sqrt(3) units.
 _UNIT_WORD = re.compile(r"(?<=[\w})])(?:\s+(?:[A-Za-z]{3,}|[cdkm]m|ft|in)\.?)+\s*$")
-#: A part of a sentence with roots or multiples of π that is not marked as a formula: "The area is 25\\pi."
+#: A part of a sentence with roots or multiples of π that is not marked as a formula: "The area is 25\pi."
 _BARE = re.compile(
     r"(?<![A-Za-z\\])(?:(?:\d++(?:\.\d++)?+|\\pi(?![a-z])|\\sqrt\s*+\{[^{}]*+\}|[-+*/()^{}])\s*+)++"
 )
@@ -124,7 +124,7 @@ def grade(response: str, ground_truth: str) -> float:
     """
     gold = _gold(ground_truth)
     for place in places(response):
-        option = _OPTION.match(place.text)
+        option = _OPTION.match(place.text) if place.is_whole else None
         text = _OPTION.sub("", place.text) if place.is_whole else _formula(place.text) or place.text
         if gold.spelling in (_spelling(place.text), _spelling(text), option and option[1]):
             return 1.0

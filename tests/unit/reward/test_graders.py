@@ -108,6 +108,7 @@ WRONG = [
     (r"\boxed{0.16}", r"0.1\overline{6}"),
     (r"\boxed{\textbf{(B)}\ 5}", "6"),
     (r"\boxed{\textbf{(B)}\ 5}", "C"),
+    (r"Many words come first here. \textbf{(A)} 5 is too small for the case at hand.", "A"),
     (r"\boxed{\text{(A)} \text{ and (C)}}", "A"),
     (r"\boxed{\text{(A)} and \text{(C)}}", "A"),
     (r"\boxed{6.03e23}", "6.02e23"),

@@ -32,7 +32,7 @@ train-llm: setup  ## Fetch a real language model (SmolLM2-135M), train it on sum
 
 # The number of workers is the number of CI cores plus one, because a worker waits a third of its time.
 test: setup-dev verl $(VENV)/.installed-peers $(VENV)/.installed-lm-eval system check  ## Set everything up; lint, types, import directions, all tests
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test-fast: setup-dev  ## The tests that start no process, engine or training: while you work
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not processes and not slow" tests/unit tests/properties

@@ -31,6 +31,8 @@ class Place:
 
 
 _DIGIT = re.compile(r"\d")
+#: A number, which may be π without a digit.
+_NUMBER = re.compile(r"\d|\\pi(?![a-z])")
 _CONTENT = re.compile(r"\w")
 #: Special tokens of chat templates, written as text; the first one ends the response.
 _TURN_END = re.compile(
@@ -200,7 +202,7 @@ def _conclusion(text: str) -> Iterator[Place]:
         return
     sentences = [sentence for sentence in _SENTENCE_END.split(tail) if sentence.strip()]
     for place, sentence in enumerate(reversed(sentences)):
-        if _DIGIT.search(sentence) or MATHS.search(sentence):
+        if _NUMBER.search(sentence) or MATHS.search(sentence):
             if place > 0 or not _BROKEN_OFF.search(sentence):
                 yield Place(sentence, False)
             return

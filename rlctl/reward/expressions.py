@@ -26,6 +26,7 @@ _NO_EXPRESSION = re.compile(
     r"\d{1,2}:\d\d(?!\d)|\s*\d+\s*-\s*\d+\s*$|.*\d\s*'|.*\\[lcd]?dots|.*\.\.\.[,+]", re.DOTALL
 )
 _AND = re.compile(r",?(?:\s+and\s+|\s*\\(?:text\w*|mbox|hbox|mathrm)\s*\{\s*(?:and|,)\s*\}\s*)")
+_OR = re.compile(r"\s*(?:\bor\b|\\(?:text\w*|mbox|hbox|mathrm)\s*\{\s*or\s*\})\s*")
 _PRIMES = re.compile(r"([A-Za-z])\s*('+)")
 #: A numerator that the parser needs in braces: \frac\pi6.
 _BARE_NUMERATOR = re.compile(r"(\\[dtc]?frac)\s*(\\(?!sqrt|frac|text|math)[a-z]+)")
@@ -62,6 +63,10 @@ def read(latex: str) -> Any | None:
     if not text or _NO_EXPRESSION.match(text) or is_too_large(text):
         return None
     text = _PRIMES.sub(lambda found: f"{found[1]}_{{p{len(found[2])}}}", text)
+    if len(parts := _OR.split(text)) > 1:
+        sets = [_solutions(_parsed(part)) for part in parts]
+        if all(isinstance(one, sympy.Set) for one in sets):
+            return sympy.Union(*sets)
     text = _AND.sub(", ", text)
     text = _CONSTANT.sub("C", _BARE_NUMERATOR.sub(r"\1{\2}", text))
     expression = _parsed(text)
@@ -83,6 +88,19 @@ def _parsed(text: str) -> Any | None:
         return None
 
 
+def _solutions(inequality: Any) -> Any:
+    """The numbers for which an inequality solved for a name holds; any other expression unchanged."""
+    parts = inequality.args if isinstance(inequality, sympy.And) else [inequality]
+    for part in parts:
+        if not isinstance(part, sympy.Rel) or isinstance(part, sympy.Eq):
+            return inequality
+        if {side.is_Symbol for side in part.args} != {True, False} or not any(
+            map(is_closed_number, part.args)
+        ):
+            return inequality
+    return inequality.as_set() if len(inequality.free_symbols) == 1 else inequality
+
+
 def without_units(latex: str) -> str:
     r"""Removes units at the end: `\text{…}` with its power, and degrees."""
     while (found := _UNITS.search(latex)) and found.start() and not _OPEN.search(latex[: found.start()]):
@@ -98,6 +116,10 @@ def equal(gold: Any, answer: Any) -> bool:
         answer: the parsed answer. The right side of an equation is compared only if the left side names the
             requested quantity ("m + n = 7") or equals the gold; "y - 3 = 0" does not equal 0.
     """
+    if isinstance(gold, sympy.Interval | sympy.Union):
+        answer = _solutions(answer)
+    elif isinstance(answer, sympy.Interval | sympy.Union):
+        gold = _solutions(gold)
     is_relation = _is_relation(gold)
     if is_relation and not _is_relation(answer) and not _has_value(gold, answer):
         return False

@@ -56,6 +56,11 @@ _UNIT_WORD = re.compile(r"(?<=[\w})])(?:\s+(?:[A-Za-z]{3,}|[cdkm]m|ft|in)\.?)+\s
 _BARE = re.compile(
     r"(?<![A-Za-z\\])(?:(?:\d++(?:\.\d++)?+|\\pi(?![a-z])|\\sqrt\s*+\{[^{}]*+\}|[-+*/()^{}])\s*+)++"
 )
+#: A sentence's list of numbers, which ends it: "The solutions are -2, 1 and 3."
+_LIST = re.compile(
+    r"(?:\b(?:are|is)|[:=])\s+((?:[a-z] = )?-?\d+(?:[./]\d+)?"
+    r"(?:(?:,\s*(?:(?:and|or)\s+)?|\s+(?:and|or)\s+)(?:[a-z] = )?-?\d+(?:[./]\d+)?)+)[.\s]*$"
+)
 #: Text between formulas that form one answer: "$x = 1$ or $x = 2$".
 _JOINT = re.compile(r"\s*(?:,?\s*(?:and|or)|,)\s*")
 #: Brackets, indices and × of an equation's left side. If a letter and a digit remain without them, the left
@@ -218,7 +223,10 @@ def _prose(sentence: str, *, is_number: bool) -> Number | Any | None:
         is_last = not re.search(r"\d", sentence.rpartition(formula)[2])
         if not is_number or is_last or re.search(r"[A-Za-z\[\](\\^{]", plain(formula)):
             return _whole(formula, is_number=is_number)
-    if not is_number or "\\begin" in sentence:
+    if not is_number:
+        listed = _LIST.search(plain(sentence))
+        return _expression(listed[1]) if listed else None
+    if "\\begin" in sentence:
         return None
     return number_in(plain(sentence), words=True)
 

@@ -58,6 +58,7 @@ _SYMBOLS = {ord(symbol): f"\\{name} " for symbol, name in _NAMES.items()}
 _CHARACTERS = _FULL_WIDTH | _INVISIBLE | _SPACES | _SIGNS | _VULGAR | _SYMBOLS
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n")
 _EXPONENT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+")
+_COLOR = re.compile(r"\\(?:text)?color\s*\{\w+\}")
 _ROOT = re.compile(r"√\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})")
 
 #: Replacements of LaTeX and Markdown by plain text, applied in this order.
@@ -84,7 +85,7 @@ _PLAIN = [
 
 #: Numbers such as 1.5e3 and 1e-05, as programs print them; 2e-3 may be 2e − 3.
 _SCIENTIFIC = re.compile(
-    r"(?<![\w.\\])(?:\d+\.\d+[eE][-+]?\d{1,3}|\d+[eE](?:\d{1,3}|[-+]\d{2,3}))(?![\w^\\{(]|\.\d)"
+    r"(?<![\w.\\])(?:\d+\.\d+[eE][-+]?\d{1,3}|\d+[eE](?:\d{1,3}|[-+]\d{2,3})|1[eE][-+]\d)(?![\w^\\{(]|\.\d)"
 )
 #: A repeating decimal: 0.1\overline{6}.
 _REPEATING = re.compile(r"(?<![\w.])(\d{0,30})\.(\d{0,9})\\(?:overline|bar)\s*\{\s*(\d{1,9})\s*\}")
@@ -201,7 +202,9 @@ _RESULT_OF, _BEST, _FAIR, _LESS, _FRONTED, _NEVER = range(6)
 
 
 def legible(text: str) -> str:
-    """Replaces unusual characters (full width, typographic minus, ½, π, √, ²) and removes invisible ones."""
+    """Replaces unusual characters (full width, typographic minus, ½, π, √, ²), removes colours and invisible
+    characters."""
+    text = _COLOR.sub("", text)
     text = _EXPONENT.sub(_power, _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", text))
     return text.translate(_CHARACTERS)
 

@@ -95,7 +95,7 @@ def run_rlctl(
     """Trains and measures; `correction` also measures the seconds per step spent in the correction."""
     from rlctl.engine.ranks import join_ranks, leave_ranks
     from rlctl.spec.load import load_spec
-    from rlctl.track.startup import Startup
+    from rlctl.track.console import Startup
     from rlctl.train.loop import train
     from rlctl.train.setup import build
     from rlctl.train.stop import catching_signals

@@ -16,7 +16,7 @@ from rlctl.cli.complete import complete_run
 from rlctl.errors import UsageError, visible
 
 if TYPE_CHECKING:
-    from rlctl.track.run_state import RunState
+    from rlctl.track.open_run import RunState
 
 RunDirectory = Annotated[
     Path,
@@ -47,7 +47,7 @@ def runs(
 
       rlctl runs /data/experiments --json
     """
-    from rlctl.track.run_state import find_runs
+    from rlctl.track.open_run import find_runs
 
     if not root.is_dir():
         raise UsageError("no such directory", where=str(root), fix="name the directory that holds the runs")
@@ -72,8 +72,7 @@ def watch(
     """
     from rlctl.track.console import ConsoleSink
     from rlctl.track.jsonl import METRICS_FILE
-    from rlctl.track.open_run import open_run
-    from rlctl.track.run_state import is_running, read_state
+    from rlctl.track.open_run import is_running, open_run, read_state
 
     record, log = open_run(run_dir), run_dir / METRICS_FILE
     state = read_state(run_dir)

@@ -15,8 +15,7 @@ from rlctl.markdown import block, plain, table
 from rlctl.report.run_sections import validation_rows
 from rlctl.spec.load import RUN_SPEC_FILE
 from rlctl.spec.rollout import DataSpec
-from rlctl.track.open_run import open_run
-from rlctl.track.run_state import read_state
+from rlctl.track.open_run import open_run, read_state
 from rlctl.train.resume import known_data
 
 _FIGURES = {

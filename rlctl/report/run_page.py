@@ -13,8 +13,7 @@ from rlctl.errors import UsageError, visible
 from rlctl.html_page import render
 from rlctl.metric_names import ELSEWHERE, METRICS
 from rlctl.report.run_sections import SHADES, sample_note, sample_steps, spec_rows, validation_rows
-from rlctl.track.open_run import open_run
-from rlctl.track.run_state import read_state
+from rlctl.track.open_run import open_run, read_state
 from rlctl.what_if import page as what_if_page
 from rlctl.what_if.what_if_run import what_if
 

@@ -11,8 +11,7 @@ from typing import Any
 from rlctl.errors import RlctlError, UsageError, visible
 from rlctl.spec.load import load_spec
 from rlctl.tiny.task import DATA_SOURCE, WRITTEN
-from rlctl.track.open_run import RunRecord, log_ratios
-from rlctl.track.run_state import read_state
+from rlctl.track.open_run import RunRecord, log_ratios, read_state
 from rlctl.train.resume import changes
 
 #: Maximum steps on a page, responses per step, and tokens per response.

@@ -1,24 +1,25 @@
-"""Progress on the terminal: a live panel, or plain lines if stdout is not a terminal."""
+"""Progress on the terminal: start-up phases, then a live panel; plain lines if it is not a terminal."""
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TextIO
+from typing import Self, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from rlctl.metric_names import validation_rewards
-from rlctl.track.startup import wants_plain_lines
 
 #: Redraws of the panel per second, in a separate thread; logging a step only passes its values.
 REFRESH_PER_SECOND = 4
@@ -111,8 +112,7 @@ class ConsoleSink:
         self._live: Live | None = None
         console = Console(file=self._stream)
         self._sparks = (console.encoding or "").lower().startswith("utf")
-        is_plain = plain or wants_plain_lines()
-        if self._stream.isatty() and console.is_interactive and not is_plain:
+        if _can_draw(console) and not plain:
             self._live = Live(
                 get_renderable=self._render, console=console, refresh_per_second=REFRESH_PER_SECOND
             )
@@ -131,7 +131,7 @@ class ConsoleSink:
             times=(*old.times, now)[-WINDOW:] if trained else (now,),
         )
         if self._live is None and (self._clock() - self._last_plain >= PLAIN_INTERVAL or step >= self._total):
-            self._print_plain(self._clock())
+            self._print_plain()
 
     @property
     def is_live(self) -> bool:
@@ -155,15 +155,15 @@ class ConsoleSink:
             last = self._state.times[-1]
             self._clock = lambda: last
         if self._live is not None:
-            live, self._live = self._live, None
-            live.stop()
+            self._live.stop()
+            self._live = None
             # Later notes are plain lines below the panel.
             self._printed_step = self._state.step
         elif self._printed_step != self._state.step and self._state.metrics:
-            self._print_plain(self._clock())
+            self._print_plain()
 
-    def _print_plain(self, now: float) -> None:
-        self._last_plain = now
+    def _print_plain(self) -> None:
+        self._last_plain = now = self._clock()
         self._printed_step = self._state.step
         self._write(plain_line(self._state.step, self._total, self._state.metrics, self._seconds_left(now)))
 
@@ -235,22 +235,18 @@ def _numbers(metrics: Mapping[str, float]) -> Table:
     def show(key: str, form: str) -> str:
         return _show(metrics.get(key), form)
 
-    ess = Text.assemble(
-        (show(ESS, ".3f"), _colour(metrics.get(ESS), _LOW_ESS)),
-        ", raw ",
-        (show(RAW_ESS, ".3f"), _colour(metrics.get(RAW_ESS), _LOW_ESS)),
-    )
-    masked = Text(show(MASKED, ".1%"), _colour(metrics.get(MASKED), _HIGH_MASKED))
+    def coloured(key: str, form: str, levels: tuple[float, float]) -> Text:
+        return Text(show(key, form), _colour(metrics.get(key), levels))
+
     cells: tuple[tuple[str, str | Text], ...] = (
-        ("ESS", ess),
-        ("masked", masked),
+        ("ESS", Text.assemble(coloured(ESS, ".3f", _LOW_ESS), ", raw ", coloured(RAW_ESS, ".3f", _LOW_ESS))),
+        ("masked", coloured(MASKED, ".1%", _HIGH_MASKED)),
         ("KL", show(KL, ".2e")),
         ("tokens/s", show(TOKENS, ",.0f")),
         ("grad norm", show(GRAD_NORM, ".3g")),
         ("lr", show(LR, ".2e")),
         ("length", f"{show(LENGTH, ',.1f')} tokens"),
         ("entropy", show(ENTROPY, ".3f")),
-        ("", ""),
     )
     grid = Table.grid(padding=(0, 2), pad_edge=False)
     for _ in range(3):
@@ -324,3 +320,47 @@ def _show(value: float | None, form: str) -> str:
     if value is None:
         return "–"
     return format(float(value), form) if math.isfinite(value) else str(float(value))
+
+
+class Startup:
+    """Shows one phase after another on stderr; a context manager that clears the spinner.
+
+    Args:
+        is_shown: False on ranks other than 0.
+        also: called with every phase, on every rank.
+    """
+
+    def __init__(self, *, is_shown: bool, also: Callable[[str], None] = lambda _: None) -> None:
+        self._is_shown, self._also = is_shown, also
+        console = Console(stderr=True)
+        self._progress: Progress | None = None
+        if is_shown and _can_draw(console):
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+            self._progress = Progress(*columns, console=console, transient=True)
+            self._task = self._progress.add_task("")
+
+    def phase(self, text: str) -> None:
+        """Shows the start of a phase."""
+        self._also(text)
+        if self._progress:
+            self._progress.update(self._task, description=text)
+            self._progress.start()
+        elif self._is_shown:
+            sys.stderr.write(f"{text}\n")
+
+    def stop(self) -> None:
+        """Clears the spinner; can be called twice."""
+        if self._progress:
+            self._progress.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _can_draw(console: Console) -> bool:
+    """Whether this is a terminal that can be redrawn, and `RLCTL_PLAIN` does not request plain lines."""
+    is_terminal = console.is_interactive and console.file.isatty()
+    return is_terminal and os.environ.get("RLCTL_PLAIN", "0") in {"", "0"}

@@ -1,24 +1,40 @@
-"""Reads a run directory: spec, metrics, rollouts, checkpoints. Does not import torch."""
+"""Reads run directories: spec, metrics, rollouts, checkpoints and state. Does not import torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import platform
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from rlctl.errors import UsageError
+import psutil
+
+from rlctl.errors import SpecError, UsageError
+from rlctl.metric_names import validation_rewards
 from rlctl.track.jsonl import METRICS_FILE
-from rlctl.track.run_dir import ENVIRONMENT_FILE, SPEC_FILE, read_mapping
-from rlctl.track.run_state import State, read_state
+from rlctl.track.run_dir import (
+    ENVIRONMENT_FILE,
+    FAILURE_FILE,
+    HOLDER_FILE,
+    SPEC_FILE,
+    SUMMARY_FILE,
+    read_mapping,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.dataset as ds
 
     from rlctl.spec.run_spec import RunSpec
 
-_CHECKPOINTS = "checkpoints"
+State = Literal["running", "finished", "interrupted", "stopped", "failed", "died", "empty"]
+
+_REWARD = "critic/score/mean"
+#: Directories that a run writes; they contain no other runs.
+_OWN = {"checkpoints", "rollouts", "wandb", "tensorboard"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +50,6 @@ class RunRecord:
         Raises:
             UsageError: `spec.yaml` is missing or cannot be read.
         """
-        from rlctl.errors import SpecError
         from rlctl.spec.load import recorded_spec
 
         try:
@@ -60,7 +75,7 @@ class RunRecord:
     @property
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first; `model/` in each is a Hugging Face model directory."""
-        return sorted((self.path / _CHECKPOINTS).glob("step_*[0-9]"))
+        return sorted((self.path / "checkpoints").glob("step_*[0-9]"))
 
     def metrics(self) -> pa.Table:
         """Metrics with one row per logged step and one float64 column per metric; null if not logged.
@@ -72,16 +87,13 @@ class RunRecord:
         """
         import pyarrow as pa
 
-        rows = self.rows()
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        columns = {
-            name: pa.array([_number(row.get(name)) for row in rows], pa.float64())
-            for name in names
-            if name not in {"step", "timestamp"}
-        }
-        steps = pa.array([row["step"] for row in rows], pa.int64())
-        stamps = pa.array([row.get("timestamp") for row in rows], pa.string())
-        return pa.table({"step": steps, "timestamp": stamps, **columns})
+        kinds = {"step": pa.int64(), "timestamp": pa.string()}
+        rows = [
+            {key: value if key in kinds or value is None else float(value) for key, value in row.items()}
+            for row in self.rows()
+        ]
+        metrics = {key: pa.float64() for row in rows for key in row if key not in kinds}
+        return pa.Table.from_pylist(rows, pa.schema(kinds | metrics))
 
     def rollouts(self, step: int | None = None) -> pa.Table:
         """Dumped responses of a step (None: all) with the per-token log-probs of both policies, one per row.
@@ -89,10 +101,9 @@ class RunRecord:
         Raises:
             UsageError: the run has no dumped rollouts.
         """
-        import pyarrow.dataset as ds
+        import pyarrow.compute as pc
 
-        condition = None if step is None else ds.field("step") == step
-        return ds.dataset(self._rollout_files()).to_table(filter=condition)
+        return self._rollouts().to_table(filter=None if step is None else pc.field("step") == step)
 
     def rollout_steps(self) -> list[int]:
         """Steps with dumped responses, ascending.
@@ -100,13 +111,11 @@ class RunRecord:
         Raises:
             UsageError: the run has no dumped rollouts.
         """
-        import pyarrow.compute as pc
+        return sorted(self._rollouts().to_table(columns=["step"])["step"].unique().to_pylist())
+
+    def _rollouts(self) -> ds.Dataset:
         import pyarrow.dataset as ds
 
-        table = ds.dataset(self._rollout_files()).to_table(columns=["step"])
-        return sorted(pc.unique(table["step"]).to_pylist())
-
-    def _rollout_files(self) -> list[str]:
         files = sorted(map(str, (self.path / "rollouts").glob("*.parquet")))
         if not files:
             raise UsageError(
@@ -114,7 +123,7 @@ class RunRecord:
                 where=str(self.path),
                 fix="train with trainer.rollouts_per_step=-1",
             )
-        return files
+        return ds.dataset(files)
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of `metrics.jsonl` as logged; an incomplete last line is ignored.
@@ -168,5 +177,119 @@ def steps_in_words(steps: Sequence[int]) -> str:
     return ("step " if len(steps) == 1 else "steps ") + ", ".join(shown)
 
 
-def _number(value: object) -> float | None:
-    return None if value is None else float(value)  # type: ignore[arg-type]
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """One run in the list of `rlctl runs`."""
+
+    path: Path
+    preset: str  # presets in its command line, otherwise its experiment name
+    model: str  # `model.path` of its spec
+    step: int  # number of batches trained on
+    total_steps: int | None  # of the whole run; None if unknown before its end
+    #: `finished`: all steps are done. `interrupted`: Ctrl-C, SIGTERM. `stopped`: by the guardrails. `failed`:
+    #: with an error, see `reason`. `died`: killed without a message. `empty`: no step logged
+    state: State
+    reason: str | None  # why it failed or was stopped
+    reward: float | None  # mean of the last step
+    validation: Mapping[str, float]  # rewards of the last validation per data source
+    started: str | None  # time of the start or last resume, ISO 8601
+
+
+def find_runs(root: Path) -> list[RunState]:
+    """Finds all runs in or below `root`, sorted by start time."""
+    return sorted(map(read_state, _run_dirs(root)), key=lambda run: (run.started or "", str(run.path)))
+
+
+def read_state(run_dir: Path) -> RunState:
+    """Reads the state of one run; fields from missing or damaged files are empty."""
+    spec = read_mapping(run_dir / SPEC_FILE)
+    summary, failure = read_mapping(run_dir / SUMMARY_FILE), read_mapping(run_dir / FAILURE_FILE)
+    environment = read_mapping(run_dir / ENVIRONMENT_FILE)
+    last, validation = _last_rows(run_dir / METRICS_FILE)
+    step = int(last.get("step", 0))
+    stopped = summary.get("guardrails", {}).get("stopped_because")
+    state: State
+    reason = None
+    if is_running(run_dir):
+        state = "running"
+    elif failure:
+        state, reason = "failed", str(failure.get("what", "unknown"))
+    elif not last:
+        state = "empty"
+    elif summary.get("step") != step:
+        state = "died"
+    elif stopped:
+        state, reason = "stopped", str(stopped)
+    else:
+        state = "interrupted" if summary["interrupted"] else "finished"
+    trainer, model = spec.get("trainer") or {}, spec.get("model") or {}
+    total = summary.get("total_steps") or trainer.get("total_training_steps")
+    reward = last.get(_REWARD)
+    return RunState(
+        path=run_dir,
+        preset=_presets(environment.get("command")) or str(trainer.get("experiment_name", "")),
+        model=str(model.get("path", "")),
+        step=step,
+        total_steps=total,
+        state=state,
+        reason=reason,
+        reward=None if reward is None else float(reward),
+        validation=validation,
+        started=environment.get("time"),
+    )
+
+
+def _run_dirs(root: Path) -> Iterator[Path]:
+    if (root / SPEC_FILE).is_file():
+        yield root
+        return
+    try:
+        below = sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink())
+    except OSError:
+        return
+    for path in below:
+        if path.name not in _OWN and not path.name.startswith("."):
+            yield from _run_dirs(path)
+
+
+def _last_rows(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
+    """The last complete row, and the rewards of the last validation."""
+    last: dict[str, Any] = {}
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return last, {}
+    for line in reversed(lines):
+        if last and b'"val/' not in line:
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        last = last or row
+        if rewards := validation_rewards(row):
+            return last, rewards
+    return last, {}
+
+
+def is_running(run_dir: Path) -> bool:
+    """Whether the process that locked the run is alive; a process on another host is assumed to be alive."""
+    path = run_dir / HOLDER_FILE
+    holder = read_mapping(path)
+    if not holder:
+        return False
+    if holder.get("host") != platform.node():
+        return True
+    try:
+        process = psutil.Process(int(holder["pid"]))
+        return process.create_time() <= path.stat().st_mtime + 1 and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, OSError, KeyError, ValueError):
+        return False
+
+
+def _presets(command: object) -> str:
+    """The presets in a command line, joined by `+`."""
+    words = [str(word) for word in command] if isinstance(command, list) else []
+    found = [word.split("=", 1)[1] for word in words if word.startswith("--preset=")]
+    found += [after for word, after in pairwise(words) if word in {"-p", "--preset"}]
+    return "+".join(found)

@@ -10,11 +10,10 @@ from typing import Literal, Self
 
 from rlctl.errors import UsageError, visible
 from rlctl.registry import TRACKERS
-from rlctl.track.background import BackgroundSink
 from rlctl.track.jsonl import METRICS_FILE, JsonlSink, truncate_after
 from rlctl.track.open_run import steps_in_words
-from rlctl.track.redact import redact, redact_tree
-from rlctl.track.sink import Sink, SinkInputs, name_of
+from rlctl.track.run_dir import redact, redact_tree
+from rlctl.track.sink import BackgroundSink, Sink, SinkInputs, name_of
 from rlctl.user_code import missing_methods
 
 Status = Literal["finished", "failed", "interrupted"]

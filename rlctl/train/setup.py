@@ -22,10 +22,10 @@ from rlctl.named_models import model_directory
 from rlctl.reward.build import build_reward
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
+from rlctl.track.console import Startup
 from rlctl.track.rollouts import RolloutWriter
 from rlctl.track.run_dir import note_in_environment
 from rlctl.track.sink import SinkInputs
-from rlctl.track.startup import Startup
 from rlctl.track.tracker import Tracker, build_tracker
 from rlctl.train.kl_reward import kl_controller
 from rlctl.train.models import Models, build_models

@@ -21,9 +21,9 @@ from rlctl.spec.load import RUN_SPEC_FILE, dump_spec
 from rlctl.spec.paths import with_absolute_paths
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
+from rlctl.track.console import Startup
 from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import claim_default_path, open_run_dir
-from rlctl.track.startup import Startup
 from rlctl.train.resume import refuse_unsafe
 from rlctl.train.stop import catching_signals, end_process
 from rlctl.train.watchdog import Watchdog

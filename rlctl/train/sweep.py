@@ -29,7 +29,7 @@ from rlctl.evaluate.intervals import Difference, IntervalFigure, estimate, paire
 from rlctl.files import write_text
 from rlctl.processes import end_with_parent
 from rlctl.spec.load import load_spec
-from rlctl.track.run_state import RunState, read_state
+from rlctl.track.open_run import RunState, read_state
 from rlctl.train.validate import EVALUATIONS
 
 SWEEP_FILE = "sweep.json"

@@ -10,8 +10,16 @@ from pathlib import Path
 import pytest
 
 from rlctl.errors import UsageError
-from rlctl.track.redact import redact, redact_command, redact_lines, redact_tree
-from rlctl.track.run_dir import claim_default_path, environment_record, note_in_environment, open_run_dir
+from rlctl.track.run_dir import (
+    claim_default_path,
+    environment_record,
+    note_in_environment,
+    open_run_dir,
+    redact,
+    redact_command,
+    redact_lines,
+    redact_tree,
+)
 
 HOLD = """
 import sys

@@ -18,10 +18,9 @@ import pytest
 
 from rlctl.cli.app import run
 from rlctl.errors import UsageError
-from rlctl.track.open_run import open_run
+from rlctl.track.open_run import find_runs, open_run, read_state
 from rlctl.track.rollouts import SCHEMA
 from rlctl.track.run_dir import open_run_dir
-from rlctl.track.run_state import find_runs, read_state
 
 Row = dict[str, Any]
 

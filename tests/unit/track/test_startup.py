@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlctl.track.startup import Startup
+from rlctl.track.console import Startup
 
 
 def test_lines_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:

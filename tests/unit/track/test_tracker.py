@@ -13,10 +13,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlctl.errors import UsageError
-from rlctl.track import background
-from rlctl.track.background import BackgroundSink
+from rlctl.track import sink as sinks
 from rlctl.track.jsonl import JsonlSink
-from rlctl.track.sink import SinkInputs
+from rlctl.track.sink import BackgroundSink, SinkInputs
 from rlctl.track.tracker import Tracker, build_tracker
 
 
@@ -84,8 +83,8 @@ def test_a_slow_tracker_gets_every_step_and_training_does_not_wait(tmp_path: Pat
 
 
 def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "CLOSE_S", 0.1)
-    monkeypatch.setattr(background, "MAX_WAITING", 2)
+    monkeypatch.setattr(sinks, "CLOSE_S", 0.1)
+    monkeypatch.setattr(sinks, "MAX_WAITING", 2)
     notes: list[str] = []
     goes_on = threading.Event()
     hanging = BackgroundSink(Hanging(goes_on))
@@ -103,7 +102,7 @@ def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest
 
 def test_steps_that_are_lost_at_the_end_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue is full when the run ends, and no step was refused before."""
-    monkeypatch.setattr(background, "MAX_WAITING", 2)
+    monkeypatch.setattr(sinks, "MAX_WAITING", 2)
     notes: list[str] = []
     goes_on = threading.Event()
     sink = BackgroundSink(Hanging(goes_on))

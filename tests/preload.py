@@ -19,8 +19,7 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.St
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     import rlctl.cli.app
-    import rlctl.cli.messages
-    import rlctl.cli.train_output
+    import rlctl.cli.output
     import rlctl.train.loop
     import rlctl.train.preflight
     import rlctl.train.setup

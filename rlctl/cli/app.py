@@ -132,7 +132,7 @@ def run(arguments: list[str]) -> int:
         return 130
     except Exception as error:
         if failure := error if isinstance(error, RlctlError) else memory_failure(error):
-            from rlctl.cli.messages import print_error
+            from rlctl.cli.output import print_error
 
             print_error(failure)
             return failure.exit_code
@@ -166,7 +166,7 @@ def _report_bug(error: Exception) -> None:
     ) as file:
         file.write(text)
     if line := line_in_user_code(error):
-        from rlctl.cli.messages import print_error
+        from rlctl.cli.output import print_error
 
         fix = f"correct the function; the traceback is in {file.name}"
         print_error(RunFailure(f"{type(error).__name__}: {error}", where=line, fix=fix))

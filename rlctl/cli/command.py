@@ -1,4 +1,4 @@
-"""Help format of all commands, `--json` option and JSON output."""
+"""What commands share: help format, common options, shell completion, JSON output."""
 
 from __future__ import annotations
 
@@ -132,3 +132,30 @@ def as_json(document: object) -> str:
 def print_json(document: object) -> None:
     """Prints a document as JSON to standard output."""
     typer.echo(as_json(document), nl=False)
+
+
+def complete_preset(incomplete: str) -> list[tuple[str, str]]:
+    """Shell completion: presets whose names begin with the text, with their descriptions."""
+    from rlctl.spec.presets import all_presets
+
+    found = all_presets().values()
+    return [(each.name, each.description) for each in found if each.name.startswith(incomplete)]
+
+
+def complete_key(incomplete: str) -> list[str]:
+    """Keys that begin with the text."""
+    from rlctl.spec.keys import known_leaves
+
+    return [key for key in known_leaves() if key.startswith(incomplete)]
+
+
+def complete_override(incomplete: str) -> list[str]:
+    """`key=` for keys that begin with the text, and such spec files in the working directory."""
+    files = [str(path) for path in Path().glob("*.y*ml") if path.name.startswith(incomplete)]
+    return [f"{key}=" for key in complete_key(incomplete)] + files
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """Run directories below `runs/` whose paths begin with the text."""
+    found = sorted(path.parent for path in Path("runs").glob("*/*/spec.yaml"))
+    return [str(path) for path in found if str(path).startswith(incomplete)]

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlctl.cli.messages import print_problems
+from rlctl.cli.output import print_problems
 from rlctl.errors import Problem
 from rlctl.registry import ADVANTAGE_ESTIMATORS, GRADERS, KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.check_rollout import slow_on_a_gpu

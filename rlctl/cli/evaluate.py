@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 from rlctl.cli.command import AsJson, CommandWithSubcommands, refuse_options
-from rlctl.cli.compare import numbers
+from rlctl.cli.evaluate_compare import numbers
 from rlctl.cli.prepare_data import DataSource
 from rlctl.data.recipe_names import RecipeChoice
 from rlctl.errors import UsageError
@@ -23,8 +23,8 @@ class EvaluateCommand(CommandWithSubcommands):
     """`evaluate MODEL …`, and the subcommands `evaluate compare A B` and `evaluate list`."""
 
     subcommands: ClassVar = {
-        "compare": "rlctl.cli.compare:compare",
-        "list": "rlctl.cli.compare:list_benchmarks",
+        "compare": "rlctl.cli.evaluate_compare:compare",
+        "list": "rlctl.cli.evaluate_compare:list_benchmarks",
     }
 
 
@@ -242,10 +242,35 @@ def _run(work: Callable[[Progress], tuple[Path, Evaluation]], as_json: bool) -> 
         from rlctl.evaluate.evaluate_report import RESULTS_FILE
 
         typer.echo((out / RESULTS_FILE).read_text(encoding="utf-8"), nl=False)
-        return
-    from rlctl.cli.evaluate_output import print_evaluation
+    else:
+        _print(out, evaluation)
 
-    print_evaluation(out, evaluation)
+
+def _print(out: Path, evaluation: Evaluation) -> None:
+    """Prints scores with intervals per source, notes, and the directory of the results."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from rlctl.cli.output import print_wide_table
+    from rlctl.evaluate.evaluate_report import RESULTS_FILE, results_document
+    from rlctl.evaluate.page.tables import SCORE_HEADINGS, score_notes, score_rows
+    from rlctl.evaluate.page.write import PAGE_FILE
+    from rlctl.evaluate.samples import SAMPLES_FILE
+
+    console = Console(highlight=False)
+    model = evaluation.about["model"]
+    of_run = f", step {model['step']} of {model['run_dir']}" if model["run_dir"] else ""
+    console.print(Text(f"{model['path']}{of_run}"), soft_wrap=True)
+    document = results_document(evaluation)
+    for score in document["scores"]:
+        amount = f": {score['num_questions']:,} questions × {evaluation.n} responses"
+        console.print(Text.assemble("\n", (score["data_source"], "bold"), amount), soft_wrap=True)
+        rows = [(row.name, *row.cells) for row in score_rows(score, evaluation.n)]
+        print_wide_table(console, ("", *SCORE_HEADINGS), rows)
+    console.print()
+    for note in (*evaluation.notes, *score_notes(document)):
+        console.print(Text(note, style="yellow"), soft_wrap=True)
+    console.print(Text(f"{out}/  {RESULTS_FILE}, {SAMPLES_FILE}, {PAGE_FILE}"), soft_wrap=True)
 
 
 def _only_name(model_or_run: str | None, model: str, *, is_served: bool) -> str:

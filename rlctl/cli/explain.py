@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlctl.cli.command import AsJson, print_json
-from rlctl.cli.complete import complete_key
+from rlctl.cli.command import AsJson, complete_key, print_json
 from rlctl.errors import UsageError
 
 

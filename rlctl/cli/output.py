@@ -1,4 +1,4 @@
-"""Output of commands: tables, progress bars, standard output and files.
+"""Output of commands: errors, tables, progress bars, standard output and files.
 
 Imported inside functions, because it imports Rich.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,10 +15,40 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from rlctl.cli.command import as_json
-from rlctl.errors import UsageError
+from rlctl.errors import Problem, RlctlError, SpecError, UsageError, visible
 from rlctl.files import write_text
+
+_COLOURS = {"error": "bold red", "warning": "bold yellow"}
+
+
+def print_error(error: RlctlError) -> None:
+    """Prints what is wrong, where, and what to write instead."""
+    console = Console(stderr=True)
+    console.print(Text.assemble(("error: ", "bold red"), visible(error.what)), soft_wrap=True)
+    if isinstance(error, SpecError):
+        print_problems(error.problems, console)
+    else:
+        _print_details(console, error.where, error.fix)
+
+
+def print_problems(problems: Iterable[Problem], console: Console | None = None) -> None:
+    """Prints one paragraph per problem, errors first."""
+    console = console or Console(stderr=True)
+    for problem in sorted(problems, key=lambda problem: problem.severity):
+        key = f"{problem.key}: " if problem.key else ""
+        label = (f"{problem.severity}: ", _COLOURS[problem.severity])
+        console.print(Text.assemble("  ", label, (key, "bold"), visible(problem.what)), soft_wrap=True)
+        _print_details(console, problem.where, problem.fix, indent="      ")
+
+
+def _print_details(console: Console, where: str | None, fix: str | None, indent: str = "  ") -> None:
+    if where:
+        console.print(Text(f"{indent}at   {visible(where)}", style="dim"), soft_wrap=True)
+    if fix:
+        console.print(Text(f"{indent}fix  {visible(fix)}", style="cyan"), soft_wrap=True)
 
 
 def unwrapped() -> Console:
@@ -38,6 +68,16 @@ def plain_table(headings: Sequence[str], *, right: Collection[str] = ()) -> Tabl
     for heading in headings:
         table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
     return table
+
+
+def print_wide_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints columns as wide as their longest text; cells are never wrapped or cut to fit the terminal."""
+    lines = [headings, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for place, (name, *cells) in enumerate(lines):
+        padded = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
+        text = "  ".join([f"{name:<{widths[0]}}", *padded]).rstrip()
+        console.print(Text(text, style="" if place else "dim"), soft_wrap=True)
 
 
 def progress_bar(*columns: ProgressColumn) -> Progress:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.command import AsJson, print_json
-from rlctl.cli.complete import complete_preset
+from rlctl.cli.command import AsJson, complete_preset, print_json
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rlctl.cli.complete import complete_run
+from rlctl.cli.command import complete_run
 
 
 def report(

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlctl.cli.command import AsJson, print_json
-from rlctl.cli.complete import complete_run
+from rlctl.cli.command import AsJson, complete_run, print_json
 from rlctl.errors import UsageError, visible
 
 if TYPE_CHECKING:

@@ -1,19 +1,27 @@
-"""`rlctl train`: reads the spec, then shows it or runs it."""
+"""`rlctl train`: reads the spec, then shows it or runs it; output before and after the live panel."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlctl.cli.complete import complete_override, complete_preset, complete_run
+from rlctl.cli.command import complete_override, complete_preset, complete_run
 from rlctl.errors import EnvironmentFailure, SpecError, UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
+    from rich.table import Table
+
     from rlctl.spec.load import LoadedSpec
+    from rlctl.train.start import Announce
 
 
 def train(
@@ -114,8 +122,10 @@ def train(
     if print_command:
         from rlctl.cli.print_command import print_commands
 
-        options = {"--preset": preset, "--spec": spec, "--resume": [resume] if resume else []}
-        print_commands(loaded.spec, [*_as_given(options), *given])
+        words = [word for name in preset or () for word in ("--preset", name)]
+        words += [word for file in spec or () for word in ("--spec", str(file))]
+        words += ["--resume", str(resume)] if resume else []
+        print_commands(loaded.spec, [*words, *given])
         return
     if plain:
         os.environ["RLCTL_PLAIN"] = "1"  # ranks in other processes read it too
@@ -124,7 +134,7 @@ def train(
 
 def _start(loaded: LoadedSpec, resume: Path | None) -> int:
     """Train; heavy packages are imported here."""
-    from rlctl.cli.messages import print_problems
+    from rlctl.cli.output import print_problems
     from rlctl.spec.machine import this_machine
     from rlctl.spec.model_size import model_size
     from rlctl.spec.placement import Placement
@@ -140,18 +150,12 @@ def _start(loaded: LoadedSpec, resume: Path | None) -> int:
             raise EnvironmentFailure(problem.what, where=problem.key, fix=problem.fix)
         print_problems([problem])
 
-    from rlctl.cli.train_output import announcing, print_summary
     from rlctl.train.start import start_run
 
-    with announcing() as announce:
+    with _announcing() as announce:
         run_dir, exit_code = start_run(loaded.spec, resume=resume, announce=announce)
-    print_summary(run_dir)
+    _print_summary(run_dir)
     return exit_code
-
-
-def _as_given(options: Mapping[str, Iterable[object] | None]) -> list[str]:
-    """Converts options back to words of a command line."""
-    return [word for name, values in options.items() for value in values or () for word in (name, str(value))]
 
 
 def _spec_of_run(run_dir: Path, presets: list[str] | None) -> Path:
@@ -167,3 +171,114 @@ def _spec_of_run(run_dir: Path, presets: list[str] | None) -> Path:
         fix = "leave --preset out; change single values with key=value"
         raise UsageError("a resumed run continues with its own spec", where=str(path), fix=fix)
     return path
+
+
+@contextmanager
+def _announcing() -> Iterator[Announce]:
+    """Yields callbacks that print notes and show a progress bar while the embedded model is built (once)."""
+    from rich.progress import TimeElapsedColumn
+
+    from rlctl.cli.output import progress_bar
+    from rlctl.train.start import Announce
+
+    bar = progress_bar(TimeElapsedColumn())
+    tasks: list[TaskID] = []
+
+    def note(text: str) -> None:
+        bar.console.print(text, markup=False, highlight=False)
+
+    def progress(fraction: float, text: str) -> None:
+        if not tasks:
+            bar.start()
+            tasks.append(bar.add_task(text, total=1.0))
+        bar.update(tasks[0], completed=fraction, description=text)
+        if fraction >= 1.0:
+            bar.stop()
+
+    try:
+        yield Announce(note, progress)
+    finally:
+        if tasks:
+            bar.stop()
+
+
+def _print_summary(run_dir: Path) -> None:
+    """Prints results, files, and the next commands to run."""
+    from rich.console import Console
+
+    from rlctl.track.run_dir import SUMMARY_FILE
+
+    path = run_dir / SUMMARY_FILE
+    if not path.is_file():
+        return
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    console = Console(highlight=False)
+    ended = "interrupted" if summary["interrupted"] else "finished"
+    console.print(
+        f"\n[bold]{ended}[/bold] after step {summary['step']} of {summary['total_steps']}, "
+        f"{summary['num_updates']} updates, {summary['seconds']:.0f} s\n"
+    )
+    if summary["first"]:
+        console.print(_learned(summary))
+    else:
+        console.print("The run was already complete; for more steps: trainer.total_training_steps=N")
+    if guarded := _guarded(summary):
+        console.print(guarded, markup=False)
+    _print_places(console, run_dir, summary)
+
+
+def _guarded(summary: dict[str, Any]) -> str:
+    """Line about alarms and actions of the guardrails; empty if there were none."""
+    counts = summary.get("guardrails", {})
+    if reason := counts.get("stopped_because"):
+        return f"\nGuardrails stopped the run: {reason}"
+    if not counts.get("alarms"):
+        return ""
+    return f"\nGuardrails: {counts['alarms']} alarms, {counts['interventions']} interventions"
+
+
+def _learned(summary: dict[str, Any]) -> Table:
+    from rlctl.cli.output import plain_table
+    from rlctl.metric_names import validation_rewards
+
+    figures = ("first steps", "last steps")
+    table = plain_table(("", *figures), right=figures)
+    names = {
+        "critic/score/mean": "mean reward",
+        "rollout_corr/rollout_is_raw_eff_sample_size": "ESS, raw",
+        "rollout_corr/rollout_is_eff_sample_size": "ESS, applied",
+        "rollout_corr/rollout_rs_masked_fraction": "masked fraction",
+        "response_length/mean": "response length",
+    }
+    first, last = summary["first"], summary["last"]
+    for key, name in names.items():
+        if key in first:
+            table.add_row(name, f"{first[key]:.3f}", f"{last[key]:.3f}")
+    before, after = (validation_rewards(summary[f"validation_{when}"]) for when in ("first", "last"))
+    for source, value in after.items():
+        shown = (
+            f"{before[source]:.3f}"
+            if source in before and summary["validation_first"] != summary["validation_last"]
+            else ""
+        )
+        table.add_row(f"validation, greedy ({source})", shown, f"{value:.3f}")
+    return table
+
+
+def _print_places(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:
+    from rich.markup import escape
+
+    place = escape(shlex.quote(str(run_dir)))
+    console.print(f"\n[bold]Where[/bold]   {escape(str(run_dir))}", soft_wrap=True)
+    for name, what in {
+        "metrics.jsonl": "every metric of every step",
+        "rollouts/": "responses with both policies' log-probs (Parquet)",
+        summary["model"] + "/": "the trained model, a plain Hugging Face directory",
+    }.items():
+        if (run_dir / name).exists():
+            console.print(f"        {name}  [dim]{what}[/dim]", soft_wrap=True)
+    console.print("\n[bold]Next[/bold]")
+    if summary["interrupted"]:
+        console.print(f"        rlctl train --resume {place}", soft_wrap=True)
+    console.print(f"        rlctl evaluate {place}", soft_wrap=True)
+    console.print(f"        rlctl diagnose {place}", soft_wrap=True)

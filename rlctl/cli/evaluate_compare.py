@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from rlctl.cli.command import AsJson, Out, print_json
 from rlctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rlctl.evaluate.compare import CompareReport
 
 
 def compare(
@@ -37,7 +42,6 @@ def compare(
 
       rlctl evaluate compare A B --format html --out compared.html
     """
-    from rlctl.cli.evaluate_output import print_comparison
     from rlctl.cli.output import check_out, write_report
     from rlctl.evaluate.compare import compare as run_comparison
     from rlctl.evaluate.compare import comparison_page
@@ -45,8 +49,30 @@ def compare(
     output_format = "json" if is_json else output_format
     check_out([a, b], out, is_page=output_format == "html")
     report = run_comparison(a, b, None if k is None else numbers(k))
-    text = partial(print_comparison, report)
+    text = partial(_print, report)
     write_report(output_format, out, text, report.as_document, html=partial(comparison_page, report))
+
+
+def _print(report: CompareReport, console: Console) -> None:
+    """Prints, per source, both scores, their difference with its interval, and the conclusion."""
+    from rich.text import Text
+
+    from rlctl.cli.output import print_wide_table
+    from rlctl.evaluate.compare import DIFFERENCE_HEADINGS, difference_rows, shared_questions
+
+    for name, place in (("A", report.a), ("B", report.b)):
+        console.print(Text.assemble((f"{name}  ", "bold"), place), soft_wrap=True)
+    for comparison in report.comparisons:
+        amount = f": {shared_questions(comparison)}"
+        console.print(Text.assemble("\n", (comparison.data_source, "bold"), amount), soft_wrap=True)
+        if comparison.figures:
+            rows = [(row.name, *row.cells) for row in difference_rows(comparison)]
+            print_wide_table(console, ("", *DIFFERENCE_HEADINGS), rows)
+        console.print(Text(comparison.conclusion, style="bold"), soft_wrap=True)
+    if report.warnings:
+        console.print()
+    for warning in report.warnings:
+        console.print(Text(warning, style="yellow"), soft_wrap=True)
 
 
 def numbers(text: str) -> list[int]:

@@ -200,10 +200,9 @@ def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
 
 def _write(diagnoses: list[Diagnosis], output_format: DiagnosisFormat, out: Path | None) -> None:
     from rlctl.cli.output import write_report
-    from rlctl.diagnose.diagnosis_report import diagnosis_document
-    from rlctl.diagnose.output_markdown import as_markdown
+    from rlctl.diagnose.diagnosis_page import diagnosis_page
+    from rlctl.diagnose.diagnosis_report import as_markdown, diagnosis_document
     from rlctl.diagnose.output_text import print_diagnosis
-    from rlctl.diagnose.page.diagnosis_page import diagnosis_page
 
     def text(console: Console) -> None:
         for place, diagnosis in enumerate(diagnoses):

@@ -36,8 +36,8 @@ def compare(
     check_out([a, b], out, is_page=output_format == "html")
     from rlctl.diagnose.compare import compare as run_comparison
     from rlctl.diagnose.compare import comparison_document
+    from rlctl.diagnose.diagnosis_page import diagnosis_page
     from rlctl.diagnose.output_text import print_comparison
-    from rlctl.diagnose.page.diagnosis_page import diagnosis_page
     from rlctl.diagnose.rules import examine, metrics_read
     from rlctl.metric_names import ELSEWHERE, METRICS
 

@@ -1,4 +1,4 @@
-"""Converts a diagnosis to texts, which terminal, Markdown and page share, and to JSON.
+"""Converts a diagnosis to texts, which terminal, Markdown and page share, to Markdown, and to JSON.
 
 Texts from a log are untrusted: every text here is one line, with control and invisible characters escaped.
 """
@@ -18,6 +18,7 @@ from rlctl.diagnose.forecast import forecasts
 from rlctl.diagnose.rules import Diagnosis
 from rlctl.diagnose.signals import steps_text
 from rlctl.diagnose.table import STDIN, RunLog
+from rlctl.markdown import code, plain, table
 from rlctl.spec.load import RUN_SPEC_FILE
 
 #: Timestamp of rlctl's rows, to the minute; searched in the first row and in the last `_TAIL_BYTES` bytes.
@@ -247,3 +248,28 @@ def _run_document(diagnosis: Diagnosis) -> dict[str, Any]:
         "checked": [{"rule": rule.name, "label": rule.label} for rule in diagnosis.checked],
         "skipped": [asdict(skipped) for skipped in diagnosis.skipped],
     }
+
+
+def as_markdown(diagnoses: Sequence[Diagnosis]) -> str:
+    """One section per run. Texts from a log are escaped: they are shown literally, and contain no links."""
+    return "\n".join(line for diagnosis in diagnoses for line in _markdown(run_report(diagnosis)))
+
+
+def _markdown(report: RunReport) -> Iterator[str]:
+    yield f"## {plain(report.name)}\n"
+    yield f"{report.about[:1].upper()}{report.about[1:]}. **{report.summary}**\n"
+    yield from (f"> {plain(note)}\n" for note in report.notes)
+    for finding in report.findings:
+        yield f"### {finding.severity.upper()}: {plain(finding.what)} ({finding.rule})\n"
+        for line in finding.lines:
+            words = filter(None, (line.code and code(line.code), plain(line.text)))
+            yield f"- {line.label}: {' '.join(words)}"
+        yield ""
+    yield from (f"- forecast: {plain(one)}\n" for one in report.forecasts)
+    yield from (f"{code(command)}\n" for command in report.commands)
+    rows = [(name, word, plain(text)) for word, name, text in report.rules if word in {"found", "ok"}]
+    if rows:
+        yield from table(("rule", "checked", ""), rows)
+        yield ""
+    if report.skipped:
+        yield f"{plain(report.skipped)}\n"

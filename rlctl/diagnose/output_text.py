@@ -6,17 +6,18 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from rlctl.diagnose.charts import sparkline
 from rlctl.diagnose.compare import METRIC_COLUMNS, RunComparison, metric_rows, sentences, shown
 from rlctl.diagnose.diagnosis_report import FindingReport, run_name, run_report, visible
 from rlctl.diagnose.finding import Evidence
 from rlctl.diagnose.rules import Diagnosis
 from rlctl.diagnose.spec_patch import SpecPatch
-from rlctl.diagnose.table import RunLog
+from rlctl.diagnose.table import RunLog, Series
 
 _STYLES = {
     "critical": "bold red",
@@ -26,7 +27,7 @@ _STYLES = {
     "insufficient data": "bold yellow",
 }
 _LABEL_STYLES = {"logged": "dim", "confidence": "dim", "unchecked": "dim", "source": "dim"}
-_CHART_WIDTH = 60
+_CHART_WIDTH, _BLOCKS = 60, "▁▂▃▄▅▆▇█"
 _LABEL_WIDTH, _LEAST_ROOM = 12, 20
 #: Terminal columns next to a chart: indent, labels, and the range of its values.
 _NEXT_TO_CHART = 38
@@ -97,6 +98,24 @@ def _chart(evidence: Evidence, style: str, run: RunLog, room: int) -> Iterator[T
     yield line
     mark = "╵" if first == last else f"└{'─' * (last - first - 1)}┘"
     yield Text(" " * first + mark, style=style, no_wrap=True)
+
+
+def sparkline(series: Series, width: int) -> tuple[str, NDArray[np.int64]]:
+    """The series as a line of at most `width` blocks, and the first step of each; empty for an empty series.
+
+    Each block shows the value of its bucket that is furthest from the series' median.
+    """
+    if len(series) == 0:
+        return "", series.steps
+    starts = series.bucket_starts(width)
+    distance = series.values - np.median(series.values)
+    low = np.minimum.reduceat(distance, starts)
+    high = np.maximum.reduceat(distance, starts)
+    shown = np.where(-low > high, low, high)
+    spread = float(np.ptp(shown))
+    levels = np.zeros(len(shown)) if spread == 0.0 else (shown - shown.min()) / spread
+    text = "".join(_BLOCKS[round(level * (len(_BLOCKS) - 1))] for level in levels.tolist())
+    return text, series.steps[starts]
 
 
 def print_comparison(console: Console, found: RunComparison) -> None:

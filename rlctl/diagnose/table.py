@@ -33,6 +33,11 @@ class Series:
     def __len__(self) -> int:
         return len(self.values)
 
+    def bucket_starts(self, buckets: int) -> NDArray[np.int64]:
+        """Start indices of at most `buckets` parts of nearly equal size."""
+        count = min(buckets, len(self))
+        return np.unique(np.linspace(0, len(self), count, endpoint=False).astype(np.int64))
+
 
 @dataclass(frozen=True, slots=True)
 class Table:

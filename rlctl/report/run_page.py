@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlctl.diagnose.page.diagnosis_page import TEMPLATE, page_values
+from rlctl.diagnose.diagnosis_page import TEMPLATE, page_values
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rules import examine, metrics_read
 from rlctl.errors import UsageError, visible

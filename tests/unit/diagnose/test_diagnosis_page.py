@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("plotly", reason="plotly is not installed")
 
+from rlctl.diagnose import diagnosis_page
 from rlctl.diagnose.compare import compare
-from rlctl.diagnose.page import diagnosis_page
-from rlctl.diagnose.page.diagnosis_page import diagnosis_page as page_text
+from rlctl.diagnose.diagnosis_page import diagnosis_page as page_text
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rules import examine, metrics_read
 from rlctl.diagnose.table import Table

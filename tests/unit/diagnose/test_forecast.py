@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rlctl.diagnose.diagnosis_report import diagnosis_document
+from rlctl.diagnose.diagnosis_report import as_markdown, diagnosis_document
 from rlctl.diagnose.forecast import MIN_VALUES, SLOPE_WANDER, Forecast, Level, forecast, forecasts, levels_of
-from rlctl.diagnose.output_markdown import as_markdown
 from rlctl.diagnose.rules import examine, metrics_read
 from rlctl.diagnose.rules_weights import ESS
 from rlctl.diagnose.table import Facts, RunLog, Series, Table

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlctl.diagnose.charts import thinned
+import numpy as np
+
 from rlctl.diagnose.compare import RunComparison, metric_rows, sentences, shown
 from rlctl.diagnose.diagnosis_report import run_name, run_report, visible
 from rlctl.diagnose.rules import Diagnosis
@@ -20,7 +21,7 @@ from rlctl.errors import EnvironmentFailure
 from rlctl.html_page import render
 from rlctl.metric_names import METRICS, describe
 
-TEMPLATE = Path(__file__).with_name("report.html.j2")
+TEMPLATE = Path(__file__).parent / "page" / "report.html.j2"
 #: Plots that every page shows, where they were logged: reward, validation, effective sample size (raw and
 #: applied), KL to the sampling policy and to the reference, entropy, length.
 _ALWAYS = (
@@ -36,6 +37,8 @@ _ALWAYS = (
 )
 #: Number of plots shown initially where none of these was logged and no finding names a metric.
 _FIRST_PLOTS = 6
+#: Maximum number of points of one curve on a page.
+MAX_POINTS = 2000
 
 
 def diagnosis_page(diagnoses: Sequence[Diagnosis], comparison: RunComparison | None = None) -> str:
@@ -101,6 +104,21 @@ def _metric(key: str, diagnoses: Iterable[Diagnosis], *, is_shown: bool) -> dict
 
 def _points(series: Series) -> list[list[float]]:
     return [series.steps.tolist(), [float(f"{value:.6g}") for value in series.values.tolist()]]
+
+
+def thinned(series: Series, max_points: int = MAX_POINTS) -> Series:
+    """Reduces a series to at most `max_points` points: the lowest and the highest of each bucket.
+
+    Spikes are therefore kept. So are the first and the last point.
+    """
+    if len(series) <= max_points:
+        return series
+    starts = series.bucket_starts(max(1, max_points // 2 - 1))
+    kept = {0, len(series) - 1}
+    for start, part in zip(starts.tolist(), np.split(series.values, starts[1:]), strict=True):
+        kept |= {start + int(part.argmin()), start + int(part.argmax())}
+    places = np.array(sorted(kept))
+    return Series(series.steps[places], series.values[places])
 
 
 def _bands(diagnosis: Diagnosis, key: str) -> list[dict[str, Any]]:

@@ -168,7 +168,7 @@ def _documented(name: str, thing: Any) -> str:
 def _diagnosis_rules() -> str:
     from itertools import groupby
 
-    from rlctl.diagnose.rules import all_rules
+    from rlctl.diagnose.rule import all_rules
 
     parts = []
     for module, rules in groupby(all_rules(), key=lambda rule: rule.detect.__module__):

@@ -43,8 +43,7 @@ from benchmarks.forecast_runs import (
 from rlctl.diagnose import forecast as forecast_module
 from rlctl.diagnose.forecast import forecasts
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.reward_range import validation_of
-from rlctl.diagnose.rules import examine, metrics_read
+from rlctl.diagnose.rule import examine, metrics_read
 from rlctl.diagnose.table import RunLog, Series, Table
 
 RESULTS = Path(__file__).parent / "forecast_results.md"
@@ -114,7 +113,7 @@ def collapse_of(log: RunLog) -> int | None:
     Validation is greedy and graded by the task's grader, so neither the engine's temperature nor a wrong
     training grader changes it.
     """
-    validation = validation_of(log.table)
+    validation = log.validation
     return _fallen(validation.steps, validation.values, 2)
 
 
@@ -376,7 +375,7 @@ def guarded_table(repeated: Sequence[tuple[Planned, Path]]) -> str:
     rows: dict[int, list[str]] = {}
     for one, where in repeated:
         log = read_run(where / "metrics.jsonl", metrics_read())
-        score, last = validation_of(log.table).values, int(log.table.steps[-1])
+        score, last = log.validation.values, int(log.table.steps[-1])
         row = rows.setdefault(one.number, [str(one.number), f"{one.cause}, {one.detail}", f"{score[0]:.2f}"])
         row.append(f"{score[-1]:.2f}" + (f", ended at step {last}" if last < STEPS else ""))
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows.values())])

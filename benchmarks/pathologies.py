@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from benchmarks.learning import seeds_of
 from benchmarks.planted import FAULTS, HEALTHY, Planted, train_all
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.rules import Diagnosis, examine, metrics_read
+from rlctl.diagnose.rule import Diagnosis, examine, metrics_read
 from rlctl.spec.load import RUN_SPEC_FILE, load_spec
 from rlctl.spec.run_spec import RunSpec
 from tests.simulated_logs.writers import Format, write_log

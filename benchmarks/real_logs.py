@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.rules import examine, metrics_read
+from rlctl.diagnose.rule import examine, metrics_read
 from rlctl.errors import RlctlError
 
 ROW = re.compile(r"^\| *([\w.]+) *\| *([^|\n]+?) *\| *(.+?) *\|$", re.MULTILINE)

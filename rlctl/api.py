@@ -23,7 +23,7 @@ from rlctl.user_code import call_problem
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.diagnose.rules import Diagnosis
+    from rlctl.diagnose.rule import Diagnosis
     from rlctl.evaluate.questions import Columns
     from rlctl.spec.run_spec import RunSpec
 
@@ -276,7 +276,7 @@ def diagnose(log: str | Path | RunRecord, *, rules: str | Sequence[str] = ()) ->
         UsageError: the log does not exist, contains nothing readable, or a rule cannot be imported.
     """
     from rlctl.diagnose.readers.detect import read_run
-    from rlctl.diagnose.rules import all_rules, examine, metrics_read
+    from rlctl.diagnose.rule import all_rules, examine, metrics_read
 
     Registry.forget_changed_files()
     path, own = _path_of(log, "log"), tuple(map(str, _listed(rules)))

@@ -543,4 +543,10 @@ ADVANTAGE_ESTIMATORS = Registry(
     takes="inputs",
     inputs="group_ids values baseline_scores score_norms sequence_weights",
 )
-DIAGNOSIS_RULES = Registry("diagnosis rule", key="--rules", module="rlctl.diagnose.rules", takes_params=False)
+DIAGNOSIS_RULES = Registry(
+    "diagnosis rule",
+    key="--rules",
+    module="rlctl.diagnose.rules_engines rlctl.diagnose.rules_rejection rlctl.diagnose.rules_reward"
+    " rlctl.diagnose.rules_samples rlctl.diagnose.rules_update rlctl.diagnose.rules_weights",
+    takes_params=False,
+)

@@ -16,7 +16,7 @@ from rlctl.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rlctl.diagnose.rules import Diagnosis
+    from rlctl.diagnose.rule import Diagnosis
     from rlctl.diagnose.table import RunLog
 
 DiagnosisFormat = Literal["text", "json", "markdown", "html"]
@@ -115,7 +115,7 @@ def diagnose(
         replay(paths, output_format, out)
         return
     _check(paths, output_format, out, fix)
-    from rlctl.diagnose.rules import all_rules, examine, metrics_read
+    from rlctl.diagnose.rule import all_rules, examine, metrics_read
 
     own = tuple(rules or ())
     applied = all_rules(own)

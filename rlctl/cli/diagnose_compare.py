@@ -38,7 +38,7 @@ def compare(
     from rlctl.diagnose.compare import comparison_document
     from rlctl.diagnose.diagnosis_page import diagnosis_page
     from rlctl.diagnose.output_text import print_comparison
-    from rlctl.diagnose.rules import examine, metrics_read
+    from rlctl.diagnose.rule import examine, metrics_read
     from rlctl.metric_names import ELSEWHERE, METRICS
 
     runs = read_runs([a, b], frozenset({*METRICS, *ELSEWHERE, *metrics_read()}))

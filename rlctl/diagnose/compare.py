@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Finding
-from rlctl.diagnose.rules import Diagnosis
+from rlctl.diagnose.rule import Diagnosis
 from rlctl.diagnose.signals import deviation, longest_true, smoothed
 from rlctl.diagnose.table import RunLog, Table
 from rlctl.spec.keys import flat

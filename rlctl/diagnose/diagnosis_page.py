@@ -14,7 +14,7 @@ import numpy as np
 
 from rlctl.diagnose.compare import RunComparison, metric_rows, sentences, shown
 from rlctl.diagnose.diagnosis_report import run_name, run_report, visible
-from rlctl.diagnose.rules import Diagnosis
+from rlctl.diagnose.rule import Diagnosis
 from rlctl.diagnose.table import Series
 from rlctl.diagnose.thresholds import RAW_ESS
 from rlctl.errors import EnvironmentFailure

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rlctl import errors
 from rlctl.diagnose.finding import SEVERITIES, Evidence, Finding, Fix, Severity, Skipped
 from rlctl.diagnose.forecast import forecasts
-from rlctl.diagnose.rules import Diagnosis
+from rlctl.diagnose.rule import Diagnosis
 from rlctl.diagnose.signals import steps_text
 from rlctl.diagnose.table import STDIN, RunLog
 from rlctl.markdown import code, plain, table

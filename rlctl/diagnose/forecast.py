@@ -18,10 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.diagnose import thresholds as th
-from rlctl.diagnose.reward_range import SCORE, has_gained, has_learned, reward_span
-from rlctl.diagnose.rules_reward import ENTROPY, TRUNCATED
-from rlctl.diagnose.rules_update import REF_KL
-from rlctl.diagnose.rules_weights import ESS
 from rlctl.diagnose.table import RunLog, Series
 
 #: Minimum number of values of a trend, and maximum number of points (medians of blocks) a line is fitted to.
@@ -39,7 +35,7 @@ SHORTER = 0.7
 #: A forecast reaches at most this many times the length of the fitted stretch ahead.
 REACH = 1.0
 #: Mean length, as a share of the longest allowed, at which nearly every response is cut off.
-LENGTH, LENGTH_SHARE = "response_length/mean", 0.95
+LENGTH_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +84,19 @@ def forecasts(run: RunLog, slope_errors: float = SLOPE_ERRORS) -> tuple[Forecast
 
 def levels_of(run: RunLog) -> Iterator[Level]:
     """The levels that apply to this run: the most severe ones of rules, and levels of length and reward."""
-    ess = th.RAW_ESS if th.RAW_ESS.key in run.table.columns else ESS
+    ess = th.RAW_ESS if th.RAW_ESS.key in run.table.columns else th.ESS
     yield Level(ess.key, ess.tiers[-1][1], is_floor=True, bounds=(0.0, 1.0))
     is_penalised = run.facts.kl_coef != 0.0
-    for one in (th.K3, th.KL, th.GRAD_NORM, *(REF_KL if is_penalised else ())):
+    for one in (th.K3, th.KL, th.GRAD_NORM, *(th.REF_KL if is_penalised else ())):
         yield Level(one.key, one.tiers[-1][1], is_absolute=one.absolute)
-    if not (has_gained(run.table) or has_learned(run.table)):  # otherwise it falls because the policy learns
-        yield Level(ENTROPY.key, ENTROPY.tiers[-1][1], is_floor=True)
-    yield Level(TRUNCATED.key, TRUNCATED.tiers[-1][1], bounds=(0.0, 1.0))
+    if not (run.has_gained or run.has_learned):  # otherwise it falls because the policy learns
+        yield Level(th.ENTROPY.key, th.ENTROPY.tiers[-1][1], is_floor=True)
+    yield Level(th.TRUNCATED.key, th.TRUNCATED.tiers[-1][1], bounds=(0.0, 1.0))
     if limit := run.facts.max_response_length:
-        yield Level(LENGTH, LENGTH_SHARE * limit, bounds=(0.0, float(limit)))
-    if span := reward_span(run.table):
+        yield Level(th.LENGTH, LENGTH_SHARE * limit, bounds=(0.0, float(limit)))
+    if span := run.reward_span:
         floor = span[0] + th.FLAT_REWARD * (span[1] - span[0])
-        yield Level(SCORE, floor, is_floor=True, bounds=span)
+        yield Level(th.SCORE, floor, is_floor=True, bounds=span)
 
 
 def forecast(series: Series, level: Level, slope_errors: float = SLOPE_ERRORS) -> Forecast | None:

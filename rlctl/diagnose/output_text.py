@@ -15,7 +15,7 @@ from rich.text import Text
 from rlctl.diagnose.compare import METRIC_COLUMNS, RunComparison, metric_rows, sentences, shown
 from rlctl.diagnose.diagnosis_report import FindingReport, run_name, run_report, visible
 from rlctl.diagnose.finding import Evidence
-from rlctl.diagnose.rules import Diagnosis
+from rlctl.diagnose.rule import Diagnosis
 from rlctl.diagnose.spec_patch import SpecPatch
 from rlctl.diagnose.table import RunLog, Series
 

@@ -1,4 +1,6 @@
-"""Diagnosis rules: the metrics a rule reads, its detection function, and the texts all its findings share.
+"""Diagnosis rules, and their application to a run.
+
+A rule names the metrics it reads, its detection function, and the texts that all its findings share.
 
 `@Rule(...)` above a function registers the rule. The first line of the function's docstring describes the
 healthy state. User-defined rules have the same form, in a file (`--rules file.py:function`) or an installed
@@ -8,18 +10,21 @@ generated from the rules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import inspect
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
+from rlctl.diagnose.facts import with_inferred
 from rlctl.diagnose.finding import SEVERITIES, Evidence, Finding, Fix, Severity, Skipped, Sure
 from rlctl.diagnose.signals import Crossing, crossing
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import MIN_STEPS, Levels
 from rlctl.errors import UsageError
-from rlctl.registry import DIAGNOSIS_RULES
+from rlctl.registry import DIAGNOSIS_RULES, is_builtin
 from rlctl.user_code import call_problem
 
 #: Facts of a run that a rule may need.
@@ -186,3 +191,84 @@ def _count(run: RunLog, key: str) -> int | None:
     """
     counts = (int(np.isfinite(run.table.columns[one]).sum()) for one in run.table.matching(key))
     return max(counts, default=None)
+
+
+#: Minimum number of checked rules for the status `no warnings`.
+MIN_RULES = 5
+
+
+def all_rules(names: Iterable[str] = ()) -> tuple[Rule, ...]:
+    """The built-in rules, those of installed packages, and the user's (`path/to/file.py:function`).
+
+    A function without the `Rule` decorator becomes a rule with the function's name.
+
+    Raises:
+        UsageError: a file or function cannot be imported, or two rules have the same name.
+    """
+    found: dict[str, Rule] = {}
+    parts = {part.name: part.function for part in DIAGNOSIS_RULES.parts()}
+    for name, part in (parts | {name: DIAGNOSIS_RULES[name] for name in names}).items():
+        rule = part if isinstance(part, Rule) else Rule(part.__name__, detect=part)
+        if found.setdefault(rule.name, rule) is not rule:
+            raise UsageError(f"there is a rule `{rule.name}` already", where=name, fix="give it another name")
+    return tuple(found.values())
+
+
+def metrics_read(names: tuple[str, ...] = ()) -> frozenset[str]:
+    """The metrics a reader must keep for `all_rules`; `<…>` stands for any text."""
+    return frozenset(key for rule in all_rules(names) for key in rule.metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The result of all rules on one run; findings worst first."""
+
+    run: RunLog
+    findings: tuple[Finding, ...]
+    checked: tuple[Rule, ...]
+    skipped: tuple[Skipped, ...]
+
+    @property
+    def status(self) -> Literal["critical", "warning", "no warnings", "insufficient data"]:
+        """The worst severity if it is at least a warning; otherwise whether enough data was checked."""
+        if self.findings and (worst := self.findings[0].severity) != "info":
+            return worst
+        is_enough = len(self.checked) >= MIN_RULES and len(self.run.table.steps) >= MIN_STEPS
+        return "no warnings" if is_enough else "insufficient data"
+
+    def reaches(self, severity: Severity) -> bool:
+        """Whether a finding is at least this severe."""
+        limit = SEVERITIES.index(severity)
+        return any(SEVERITIES.index(finding.severity) <= limit for finding in self.findings)
+
+
+def examine(run: RunLog, rules: Sequence[Rule] | None = None) -> Diagnosis:
+    """Applies rules to a run; None: the built-in ones and those of installed packages."""
+    run = with_inferred(run)
+    results = [(rule, _applied(rule, run)) for rule in (all_rules() if rules is None else rules)]
+    found = [one for _, one in results if isinstance(one, Finding)]
+    return Diagnosis(
+        run,
+        tuple(sorted(found, key=lambda one: (SEVERITIES.index(one.severity), one.rule != "exception"))),
+        tuple(rule for rule, one in results if not isinstance(one, Skipped)),
+        tuple(one for _, one in results if isinstance(one, Skipped)),
+    )
+
+
+def _applied(rule: Rule, run: RunLog) -> Finding | Skipped | None:
+    """The result of applying one rule.
+
+    Raises:
+        UsageError: a rule from outside rlctl failed.
+    """
+    try:
+        return rule.apply(run)
+    except Exception as error:
+        if is_builtin(rule.detect):
+            raise
+        file = inspect.getsourcefile(rule.detect) or ""
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == file]
+        where = f"{file}:{lines[-1]}" if lines else file
+        what = f"the rule `{rule.name}` failed: {type(error).__name__}: {error}"
+        raise UsageError(what, where=where, fix="correct the rule, or leave it out") from error

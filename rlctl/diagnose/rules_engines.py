@@ -11,11 +11,11 @@ from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Skipped
 from rlctl.diagnose.rule import Detection, Rule, detect_crossing, of_crossing
-from rlctl.diagnose.signals import change_evidence, crossing, evidence_over, steps_text, trend
+from rlctl.diagnose.signals import change_evidence, crossing, evidence_over, growth, steps_text
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
-_STALENESS, _LR, _LENGTH = "training/staleness_max", "actor/lr", "response_length/mean"
+_STALENESS, _LR = "training/staleness_max", "actor/lr"
 _ENTROPY, _FAILED = "actor/entropy", "reward/error_fraction"
 _PPO_KL, _CLIPPED = "actor/ppo_kl", "actor/pg_clipfrac"
 _TRAINING_PPL, _ROLLOUT_PPL = "rollout_corr/training_log_ppl", "rollout_corr/rollout_log_ppl"
@@ -189,13 +189,13 @@ def missing_log_probs(run: RunLog) -> Detection | None:
 def token_error(run: RunLog) -> Detection | None:
     """Token probabilities agree within a few percent, and the error does not grow."""
     series = run.table.series(TOKEN_ERROR.key)
-    # The part above 1 is compared with the start.
+    excess = Series(series.steps, series.values - 1.0)  # the part above 1 is compared with the start
     tiers = tuple((severity, level - 1.0) for severity, level in TOKEN_ERROR.tiers)
-    crossed = crossing(Series(series.steps, series.values - 1.0), replace(TOKEN_ERROR, tiers=tiers))
-    if (crossed is None or crossed.remark) and (rise := trend(series)) is not None and rise.rises:
-        least = max(TOKEN_ERROR_EXCESS, TOKEN_ERROR_RISE * max(rise.start - 1.0, 0.0))
-        if rise.end - 1.0 >= least:
-            seen = change_evidence(TOKEN_ERROR.key, rise.start, rise.end, series.steps)
+    crossed = crossing(excess, replace(TOKEN_ERROR, tiers=tiers))
+    if crossed is None or crossed.remark:
+        rise = growth(excess, TOKEN_ERROR_RISE, TOKEN_ERROR_EXCESS)
+        if rise is not None:
+            seen = change_evidence(TOKEN_ERROR.key, rise.start + 1.0, rise.end + 1.0, series.steps)
             what = "the factor between the policies' token probabilities keeps rising"
             return Detection("warning", what, (seen,))
     if crossed is None:
@@ -276,8 +276,8 @@ def frozen_gap(run: RunLog) -> Detection | Skipped | None:
         series = Series(steps[lr == 0.0], gap[lr == 0.0])
     if len(series) < FROZEN_STEPS:
         return Skipped("the policy learns: a growing gap may be progress")
-    rise = trend(series)
-    if rise is None or not rise.rises or rise.end < FROZEN_GROWTH * max(rise.start, th.EXACT):
+    rise = growth(series, FROZEN_GROWTH, FROZEN_GROWTH * th.EXACT)
+    if rise is None:
         return None
     what = "the gap between the policies grows although the learning rate is 0"
     return Detection("critical", what, (change_evidence(key, rise.start, rise.end, series.steps),))
@@ -285,7 +285,7 @@ def frozen_gap(run: RunLog) -> Detection | Skipped | None:
 
 @Rule(
     "stale-weights", thresholds="— / — / > 1; < 0.1", source=th.TRL,
-    one_of=(th.LOG_PROB_GAP.key, MEAN_VANISHED.key), uses=(th.MASKED.key, _LENGTH),
+    one_of=(th.LOG_PROB_GAP.key, MEAN_VANISHED.key), uses=(th.MASKED.key, th.LENGTH),
     signal="`mismatch/log_prob_abs_diff_mean`; mean bounded weight without rejected samples "
     f"(not of products over {th.LONG_RESPONSE:g} tokens and more)",
     cause="the engine samples with old weights, or reports log-probs before temperature and top-p",
@@ -311,7 +311,7 @@ def stale_weights(run: RunLog) -> Detection | None:
     if found := detect_crossing(run, th.LOG_PROB_GAP, what):
         return found
     # Not for products over long responses, which are near zero without a fault.
-    lengths = run.table.series(_LENGTH).values
+    lengths = run.table.series(th.LENGTH).values
     if run.facts.rollout_is == "sequence" and (not len(lengths) or np.median(lengths) > th.LONG_RESPONSE):
         return None
     what = "importance weights are {worst:.2g} on average {where}"

@@ -11,33 +11,26 @@ from numpy.typing import NDArray
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped, Sure
-from rlctl.diagnose.reward_range import (
-    BEST,
-    LEARNED,
-    MOSTLY_RIGHT,
-    SCORE,
-    VALIDATION,
-    WORST,
-    ends,
-    has_gained,
-    has_learned,
-    position_of,
-    reward_span,
-    validation_of,
-)
 from rlctl.diagnose.rule import Detection, Rule, detect_crossing
-from rlctl.diagnose.signals import change_evidence, crossing, evidence_over, longest_true, moved, trend
-from rlctl.diagnose.table import RunLog, Table
-from rlctl.diagnose.thresholds import Levels
+from rlctl.diagnose.signals import (
+    change_evidence,
+    crossing,
+    evidence_over,
+    growth,
+    is_frequent,
+    longest_true,
+    moved,
+    trend,
+)
+from rlctl.diagnose.table import RunLog, Table, ends
 
-_ERRORS, _LENGTH = "reward/error_fraction", "response_length/mean"
+_ERRORS = "reward/error_fraction"
 ZERO_REWARD_STEPS = 20
 #: Metric → its value if every reward is 0, not only their mean.
 _ALL_ZERO = {
-    BEST: 0.0, th.GROUP_STD: 0.0, th.ZERO_SPREAD.key: 1.0, "critic/advantages/max": 0.0,
+    th.BEST: 0.0, th.GROUP_STD: 0.0, th.ZERO_SPREAD.key: 1.0, "critic/advantages/max": 0.0,
     "critic/advantages/mean": 0.0, "actor/pg_loss": 0.0,
 }  # fmt: skip
-ENTROPY = Levels("actor/entropy", (("warning", 0.01),), is_floor=True)
 #: Share of its start that entropy falls to, and minimum number of steps.
 ENTROPY_SHARE, ENTROPY_STEPS = 0.5, 40
 #: Share of right groups among the equal ones up to which they are mostly wrong, where single rewards are not
@@ -54,7 +47,6 @@ FLAT_GROWTH = 1.25
 VAL_ENDS, VAL_MIN = 2, 4
 #: Gain of the training reward minus gain of the validation reward, in shares of the reward's range.
 HACKING_GAP: tuple[tuple[Severity, float], ...] = (("warning", 0.15), ("critical", 0.30))
-TRUNCATED = Levels("response_length/clip_ratio", (("info", 0.05), ("warning", 0.1), ("critical", 0.3)))
 #: Mean length, as a share of the limit, at which every response has reached it.
 AT_LIMIT = 0.995
 #: Share of the steps on which every response is cut off.
@@ -65,7 +57,7 @@ LENGTH_GROWTH = 1.5
 
 @Rule(
     "zero-spread-groups", source=th.FIELD, cause="the prompts are too easy or too hard",
-    one_of=(th.ZERO_SPREAD.key, th.GROUP_STD), uses=(SCORE, BEST, WORST),
+    one_of=(th.ZERO_SPREAD.key, th.GROUP_STD), uses=th.REWARDS,
     signal="`reward/zero_spread_groups`, or steps whose `reward/group_std` is exactly 0; reports whether all "
     "are right or all wrong",
     thresholds="learned³ / > 0.5, or ≥ 40 % of the steps / > 0.75, where the rewards show that it is not "
@@ -79,21 +71,21 @@ def zero_spread_groups(run: RunLog) -> Detection | None:
     if groups is None:
         return None
     severity, what, seen, equal = groups
-    steps, (score,) = run.table.aligned(SCORE)
-    position = _position_of_equal(run.table, score[np.isin(steps, equal)])
+    steps, (score,) = run.table.aligned(th.SCORE)
+    position = _position_of_equal(run, score[np.isin(steps, equal)])
     cause, filtering = None, "filter out prompts that are always or never solved"
-    if position is None and _rises(run.table, SCORE) and _rises(run.table, seen.metric):
+    if position is None and _rises(run.table, th.SCORE) and _rises(run.table, seen.metric):
         which, severity = "probably all right", "info"
         cause = "the mean reward rises with their share: the policy solves more and more of its prompts"
     elif position is None:  # only right groups would be a success, so this is at most a warning
         which, severity = "all right or all wrong", "warning"
-    elif position >= LEARNED:
+    elif position >= th.LEARNED:
         which, severity = "mostly all right", "info"
         cause = "the policy has learned these prompts: stop, or add harder ones"
-    elif 1 - MOSTLY_WRONG > position > MOSTLY_WRONG and not len(run.table.series(BEST)):
+    elif 1 - MOSTLY_WRONG > position > MOSTLY_WRONG and not len(run.table.series(th.BEST)):
         which = "some all right, some all wrong"
         cause = "the prompts are too easy or too hard for groups of this size"
-    elif position >= MOSTLY_RIGHT:
+    elif position >= th.MOSTLY_RIGHT:
         which, filtering = "mostly all right", "filter out prompts that are always solved"
         cause = "the prompts are too easy: filter out those that are always solved, or add harder ones"
     else:
@@ -113,7 +105,7 @@ def zero_spread_groups(run: RunLog) -> Detection | None:
         return found
     return found.with_doubt(
         ("low", "the rewards that would separate right from wrong are not logged"),
-        f"{SCORE}, {BEST} and {WORST} would separate right from wrong",
+        f"{th.SCORE}, {th.BEST} and {th.WORST} would separate right from wrong",
     )
 
 
@@ -131,7 +123,7 @@ def _equal_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int6
     series = run.table.series(th.GROUP_STD)
     equal = series.steps[series.values == 0.0]
     share = len(equal) / len(series)
-    if share < (th.ZERO_SHARE if len(series) >= th.MIN_STEPS else 1.0):
+    if not is_frequent(series.values == 0.0):
         return None
     what = f"on {share:.0%} of the steps all groups have equal rewards, {{which}}: no gradient"
     seen = evidence_over(equal, th.GROUP_STD, f"exactly 0 on {len(equal):,} of {len(series):,} step(s)")
@@ -139,17 +131,17 @@ def _equal_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int6
     return "critical" if is_critical else "warning", what, seen, equal
 
 
-def _position_of_equal(table: Table, rewards: NDArray[np.float64]) -> float | None:
+def _position_of_equal(run: RunLog, rewards: NDArray[np.float64]) -> float | None:
     """Position of these mean rewards between the worst (0) and the best (1) reward; None where unknown.
 
     Where the best and the worst reward are not logged: if the mean rewards range from one whole number to
     another, these are taken as the worst and the best; otherwise rewards that are all 0 count as wrong.
     """
     middle = float(np.median(rewards)) if len(rewards) else None
-    position = position_of(table, middle)
+    position = run.reward_position(middle)
     if middle is None or position is not None:
         return position
-    score = table.series(SCORE).values
+    score = run.table.series(th.SCORE).values
     low, high = float(score.min()), float(score.max())
     if low.is_integer() and high.is_integer() and low < high:
         return (middle - low) / (high - low)
@@ -164,22 +156,22 @@ def _rises(table: Table, key: str) -> bool:
 
 @Rule(
     "zero-reward", signal="every reward exactly 0", source=th.FIELD,
-    sure=("high", "the best single reward is 0 too"), needs=(SCORE,), uses=(BEST, _ERRORS, *_ALL_ZERO),
+    sure=("high", "the best single reward is 0 too"), needs=(th.SCORE,), uses=(th.BEST, _ERRORS, *_ALL_ZERO),
     thresholds="— / every step of the log, and no spread, advantage or loss / "
     f"{ZERO_REWARD_STEPS} steps in a row",
     cause="the grader rejects everything: wrong answer format, wrong grader, or a task beyond the model",
 )  # fmt: skip
 def zero_reward(run: RunLog) -> Detection | None:
     """Some responses are rewarded."""
-    has_best = len(run.table.series(BEST)) > 0
-    steps, columns = run.table.aligned(SCORE, *((BEST,) if has_best else ()))
+    has_best = len(run.table.series(th.BEST)) > 0
+    steps, columns = run.table.aligned(th.SCORE, *((th.BEST,) if has_best else ()))
     zero = np.logical_and.reduce([column == 0.0 for column in columns])
     start, length = longest_true(zero)
     shown = _no_signal(run.table) if len(zero) and zero.all() else None
     if length < ZERO_REWARD_STEPS and shown is None:
         return None
     during = steps[start : start + length]
-    evidence = [evidence_over(during, SCORE, f"exactly 0 on {length:,} steps")]
+    evidence = [evidence_over(during, th.SCORE, f"exactly 0 on {length:,} steps")]
     errors = run.table.series(_ERRORS).values
     if len(errors):
         evidence.append(evidence_over(during, _ERRORS, f"{errors.mean():.1%} on average"))
@@ -199,7 +191,7 @@ def zero_reward(run: RunLog) -> Detection | None:
     if has_best or shown is not None:
         return found
     doubt: Sure = ("medium", "the best single reward is not logged")
-    return found.with_doubt(doubt, f"{BEST} would exclude rewards that average 0")
+    return found.with_doubt(doubt, f"{th.BEST} would exclude rewards that average 0")
 
 
 def _no_signal(table: Table) -> Evidence | None:
@@ -226,37 +218,37 @@ def _explore(run: RunLog) -> Iterator[Fix]:
 
 @Rule(
     "entropy", signal="`actor/entropy`, unless learned³", source=th.FIELD, fixes=_explore,
-    needs=(ENTROPY.key,), uses=(SCORE, BEST, WORST),
+    needs=(th.ENTROPY.key,), uses=th.REWARDS,
     thresholds="— / < 0.01, or halved while the reward stays flat / —",
     cause="exploration has ended: responses to a prompt are nearly equal, so groups give little to compare",
     sure=("medium", "the policy has not learned its prompts, so the low entropy is not success"),
 )  # fmt: skip
 def entropy(run: RunLog) -> Detection | None:
     """The policy explores until it has learned."""
-    if has_learned(run.table):
+    if run.has_learned:
         return None
-    found = detect_crossing(run, ENTROPY, "entropy is {worst:.2g} nats {where}")
-    if found is None and (fall := _halved_while_flat(run.table)) is not None:
+    found = detect_crossing(run, th.ENTROPY, "entropy is {worst:.2g} nats {where}")
+    if found is None and (fall := _halved_while_flat(run)) is not None:
         what = f"entropy fell from {fall[0]:.3g} to {fall[1]:.3g} nats while the reward stayed flat"
         figure = f"{fall[1] / fall[0]:.0%} of its start"
-        seen = evidence_over(run.table.series(ENTROPY.key).steps, ENTROPY.key, figure)
+        seen = evidence_over(run.table.series(th.ENTROPY.key).steps, th.ENTROPY.key, figure)
         found = Detection("warning", what, (seen,))
     if found is None:
         return None
     found = replace(found, severity="warning")
-    if len(run.table.series(SCORE)):
+    if len(run.table.series(th.SCORE)):
         return found
     doubt: Sure = ("low", "without the reward, low entropy may be success")
-    return found.with_doubt(doubt, f"{SCORE} would show whether the policy has learned")
+    return found.with_doubt(doubt, f"{th.SCORE} would show whether the policy has learned")
 
 
-def _halved_while_flat(table: Table) -> tuple[float, float] | None:
+def _halved_while_flat(run: RunLog) -> tuple[float, float] | None:
     """Entropy at both ends of the run, if it halved while the reward stayed flat."""
-    steps, (values, score) = table.aligned(ENTROPY.key, SCORE)
+    steps, (values, score) = run.table.aligned(th.ENTROPY.key, th.SCORE)
     if len(steps) < ENTROPY_STEPS:
         return None
     start, end = ends(values)
-    first, last = (position_of(table, one) for one in ends(score))
+    first, last = map(run.reward_position, ends(score))
     if first is None or last is None or last - first >= th.FLAT_REWARD or end > ENTROPY_SHARE * start:
         return None
     return start, end
@@ -269,7 +261,7 @@ def _no_entropy_bonus(run: RunLog) -> Iterator[Fix]:
 
 @Rule(
     "entropy-rise", thresholds=f"— / × {ENTROPY_RISE[0]:g} to > {ENTROPY_RISE[1]:g} nat / —", source=th.OWN,
-    needs=(ENTROPY.key,), uses=(SCORE, BEST, WORST), min_steps=th.MOVE_STEPS,
+    needs=(th.ENTROPY.key,), uses=th.REWARDS, min_steps=th.MOVE_STEPS,
     signal="`actor/entropy` far above its start to the end, and the reward does not rise",
     cause="the policy becomes more random: the entropy bonus or the temperature is too high, negative "
     "advantages dominate, or the sampled tokens are not the policy's",
@@ -278,27 +270,27 @@ def _no_entropy_bonus(run: RunLog) -> Iterator[Fix]:
 )  # fmt: skip
 def entropy_rise(run: RunLog) -> Detection | None:
     """Entropy does not grow without a gain."""
-    series = run.table.series(ENTROPY.key)
-    risen = moved(series, th.Move(ENTROPY.key, *ENTROPY_RISE))
-    if risen is None or has_gained(run.table) or _rises(run.table, SCORE):
+    series = run.table.series(th.ENTROPY.key)
+    risen = moved(series, th.Move(th.ENTROPY.key, *ENTROPY_RISE))
+    if risen is None or run.has_gained or _rises(run.table, th.SCORE):
         return None
     start, flags, medians = risen
     since = int(np.append(0, np.flatnonzero(~flags) + 1)[-1])  # the first step of the last run of flags
     if len(flags) - since < th.WINDOW:
         return None
     end = float(medians[-1])
-    seen = change_evidence(ENTROPY.key, start.median, end, series.steps[since:])
+    seen = change_evidence(th.ENTROPY.key, start.median, end, series.steps[since:])
     what = f"entropy rose from {start.median:.2g} to {end:.2g} nats"
-    if len(run.table.series(SCORE)):
+    if len(run.table.series(th.SCORE)):
         return Detection("warning", f"{what}, and the reward did not", (seen,))
     doubt: Sure = ("low", "without the reward, this may be wanted exploration")
-    unknown = f"{SCORE} would show whether the exploration helps"
+    unknown = f"{th.SCORE} would show whether the exploration helps"
     return Detection("warning", what, (seen,)).with_doubt(doubt, unknown)
 
 
 @Rule(
-    "reward-hacking", thresholds="— / > 0.15 / > 0.30", source=th.OWN, needs=(SCORE, VALIDATION),
-    uses=(BEST, WORST), min_steps=VAL_MIN,
+    "reward-hacking", thresholds="— / > 0.15 / > 0.30", source=th.OWN, needs=(th.SCORE, th.VALIDATION),
+    uses=(th.BEST, th.WORST), min_steps=VAL_MIN,
     signal="gain of the training reward minus gain in validation, in shares of the reward's range, where "
     "validation is flat and not near the top, or falls (from the top by 15 %)",
     cause="the policy exploits the grader, or memorizes the training prompts",
@@ -310,24 +302,24 @@ def entropy_rise(run: RunLog) -> Detection | None:
 )  # fmt: skip
 def reward_hacking(run: RunLog) -> Detection | Skipped | None:
     """Validation gains with the training reward."""
-    validation, span = validation_of(run.table), reward_span(run.table)
+    validation, span = run.validation, run.reward_span
     if span is None:
-        return Skipped("the rewards' range is not logged", (BEST, WORST))
-    steps, (score,) = run.table.aligned(SCORE)
+        return Skipped("the rewards' range is not logged", (th.BEST, th.WORST))
+    steps, (score,) = run.table.aligned(th.SCORE)
     if len(validation) < VAL_MIN or len(score) < 2 * th.WINDOW:
-        return Skipped("too few steps, or data sources that are never validated together", (VALIDATION,))
+        return Skipped("too few steps, or data sources that are never validated together", (th.VALIDATION,))
     size = span[1] - span[0]
     before, after = ends(validation.values, VAL_ENDS)
     start, end = ends(score)
     gain, held_out = (end - start) / size, (after - before) / size
     # Near the top nothing is left to gain and scores vary; only a fall of this size is more than variation.
-    had_learned = (before - span[0]) / size >= LEARNED and held_out > -HACKING_GAP[0][1]
+    had_learned = (before - span[0]) / size >= th.LEARNED and held_out > -HACKING_GAP[0][1]
     reached = [severity for severity, gap in HACKING_GAP if gain - held_out > gap]
     if gain < th.FLAT_REWARD or held_out >= th.FLAT_REWARD or had_learned or not reached:
         return None
     what = f"the training reward gained {gain:.0%} of its range, validation {held_out:.0%}"
-    trained = change_evidence(SCORE, start, end, steps)
-    validated = change_evidence(VALIDATION, before, after, validation.steps)
+    trained = change_evidence(th.SCORE, start, end, steps)
+    validated = change_evidence(th.VALIDATION, before, after, validation.steps)
     return Detection(reached[-1], what, (trained, validated))
 
 
@@ -350,7 +342,7 @@ def _higher_limit(run: RunLog) -> Iterator[Fix]:
 
 
 @Rule(
-    "truncated", thresholds=TRUNCATED, source=th.FIELD, one_of=(TRUNCATED.key, _LENGTH),
+    "truncated", thresholds=th.TRUNCATED, source=th.FIELD, one_of=(th.TRUNCATED.key, th.LENGTH),
     uses=("response_length/max",),
     signal="`response_length/clip_ratio`; without it the steps on which every response is as long as the "
     "limit (> 5 % a warning, > 30 % critical)",
@@ -360,12 +352,12 @@ def _higher_limit(run: RunLog) -> Iterator[Fix]:
 )  # fmt: skip
 def truncated(run: RunLog) -> Detection | Skipped | None:
     """Responses end before the length limit."""
-    series, limit = run.table.series(_LENGTH), run.facts.max_response_length
-    if len(run.table.series(TRUNCATED.key)):
+    series, limit = run.table.series(th.LENGTH), run.facts.max_response_length
+    if len(run.table.series(th.TRUNCATED.key)):
         what = "{worst:.1%} of the responses are cut off at the length limit {where}"
-        return detect_crossing(run, TRUNCATED, what)
+        return detect_crossing(run, th.TRUNCATED, what)
     if limit is None:
-        return Skipped("neither the share of cut off responses nor the limit is known", (TRUNCATED.key,))
+        return Skipped("neither the share of cut off responses nor the limit is known", (th.TRUNCATED.key,))
     full = series.steps[series.values >= AT_LIMIT * limit]
     share = len(full) / len(series)
     reached = [severity for severity, least in ALL_TRUNCATED if share > least]
@@ -373,8 +365,8 @@ def truncated(run: RunLog) -> Detection | Skipped | None:
         return None
     how = ", inferred" if "inferred" in run.fact_origins.get("max_response_length", "") else ""
     what = f"on {share:.0%} of the steps all responses are as long as the limit ({limit} tokens{how})"
-    seen = evidence_over(full, _LENGTH, f"{limit} on {len(full):,} of {len(series):,} step(s)")
-    unknown = f"{TRUNCATED.key} would show the share of single responses"
+    seen = evidence_over(full, th.LENGTH, f"{limit} on {len(full):,} of {len(series):,} step(s)")
+    unknown = f"{th.TRUNCATED.key} would show the share of single responses"
     return Detection(reached[-1], what, (seen,), could_not_check=(unknown,))
 
 
@@ -384,8 +376,8 @@ def _per_token(run: RunLog) -> Iterator[Fix]:
 
 
 @Rule(
-    "length-growth", thresholds="— / both / —", source=th.FIELD, needs=(_LENGTH, VALIDATION),
-    uses=(SCORE, BEST, WORST), min_steps=VAL_MIN,
+    "length-growth", thresholds="— / both / —", source=th.FIELD, needs=(th.LENGTH, th.VALIDATION),
+    uses=th.REWARDS, min_steps=VAL_MIN,
     signal="`response_length/mean` rises by half and validation does not gain",
     cause="the loss or reward favours length: with a mean per response, long wrong answers cost little",
     fixes=(_per_token, _length_penalty),
@@ -393,25 +385,27 @@ def _per_token(run: RunLog) -> Iterator[Fix]:
 )  # fmt: skip
 def length_growth(run: RunLog) -> Detection | Skipped | None:
     """Longer responses improve validation."""
-    series, span = run.table.series(_LENGTH), reward_span(run.table)
+    series, span = run.table.series(th.LENGTH), run.reward_span
     if span is None:
-        return Skipped("the rewards' range is not logged", (BEST, WORST))
-    rise = trend(series)
-    if rise is None or not rise.rises or rise.end < LENGTH_GROWTH * rise.start:
+        return Skipped("the rewards' range is not logged", (th.BEST, th.WORST))
+    rise = growth(series, LENGTH_GROWTH)
+    if rise is None:
         return None
-    validation = validation_of(run.table)
+    validation = run.validation
     if len(validation) < VAL_MIN:
-        return Skipped("data sources are never validated together", (VALIDATION,))
+        return Skipped("data sources are never validated together", (th.VALIDATION,))
     before, after = ends(validation.values, VAL_ENDS)
     if (after - before) / (span[1] - span[0]) >= th.FLAT_REWARD:
         return None
     what = f"responses got {rise.end / rise.start - 1:.0%} longer and validation did not gain"
-    longer = change_evidence(_LENGTH, rise.start, rise.end, series.steps)
-    return Detection("warning", what, (longer, change_evidence(VALIDATION, before, after, validation.steps)))
+    longer = change_evidence(th.LENGTH, rise.start, rise.end, series.steps)
+    return Detection(
+        "warning", what, (longer, change_evidence(th.VALIDATION, before, after, validation.steps))
+    )
 
 
 @Rule(
-    "flat-reward", source=th.OWN, needs=(SCORE,), uses=(BEST, WORST), min_steps=FLAT_ROWS,
+    "flat-reward", source=th.OWN, needs=(th.SCORE,), uses=(th.BEST, th.WORST), min_steps=FLAT_ROWS,
     thresholds=f"mostly right, or range unknown / over {FLAT_STEPS} steps, or {FLAT_STEPS_UNKNOWN} where the "
     "range is not logged / —",
     signal="`critic/score/mean` that neither rises nor falls by 5 % of its range, from the first to the last "
@@ -426,7 +420,7 @@ def length_growth(run: RunLog) -> Detection | Skipped | None:
 )  # fmt: skip
 def flat_reward(run: RunLog) -> Detection | Skipped | None:
     """The reward moves in a long run."""
-    series, span = run.table.series(SCORE), reward_span(run.table)
+    series, span = run.table.series(th.SCORE), run.reward_span
     steps = int(series.steps[-1] - series.steps[0])
     least = FLAT_STEPS if span else FLAT_STEPS_UNKNOWN
     if steps < least:
@@ -438,16 +432,16 @@ def flat_reward(run: RunLog) -> Detection | Skipped | None:
     parts = [float(np.median(part)) for part in fifths]
     moves = np.ptp(parts) >= th.FLAT_REWARD * (high - low) or max(parts) > FLAT_GROWTH * parts[0] > 0.0
     position = (parts[-1] - low) / ((high - low) or 1.0)
-    if moves or not values.any() or (span is not None and position >= LEARNED):
+    if moves or not values.any() or (span is not None and position >= th.LEARNED):
         return None
     unknown = (
         "taken to be 0 to 1"
         if in_unit
-        else f"{BEST} and {WORST} would show whether a higher reward is possible"
+        else f"{th.BEST} and {th.WORST} would show whether a higher reward is possible"
     )
     return Detection(
-        "warning" if position < MOSTLY_RIGHT and (span or in_unit) else "info",
+        "warning" if position < th.MOSTLY_RIGHT and (span or in_unit) else "info",
         f"the reward stays at {np.median(values):.2g} over {steps:,} steps",
-        (change_evidence(SCORE, parts[0], parts[-1], series.steps),),
+        (change_evidence(th.SCORE, parts[0], parts[-1], series.steps),),
         could_not_check=() if span else (f"the rewards' range is not logged: {unknown}",),
     )

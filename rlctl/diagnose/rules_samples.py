@@ -11,7 +11,7 @@ from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped, Sure
 from rlctl.diagnose.rule import Detection, Rule, crossings, detect_crossing, worst_of
-from rlctl.diagnose.signals import change_evidence, crossing, evidence_over, trend
+from rlctl.diagnose.signals import change_evidence, crossing, evidence_over, growth
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
@@ -126,11 +126,8 @@ def _more_dropped(run: RunLog) -> Evidence | None:
         return None
     if (np.diff(series.values) >= 0.0).all():
         series = Series(series.steps[1:], np.diff(series.values))
-    rise = trend(series)
-    least = DROPPED_SHARE * (run.facts.batch_size or 1 / DROPPED_SHARE)
-    if rise is None or not rise.rises or rise.end < max(DROPPED_GROWTH * max(rise.start, 0.0), least):
-        return None
-    return change_evidence(_DROPPED, rise.start, rise.end, series.steps)
+    rise = growth(series, DROPPED_GROWTH, DROPPED_SHARE * (run.facts.batch_size or 1 / DROPPED_SHARE))
+    return rise and change_evidence(_DROPPED, rise.start, rise.end, series.steps)
 
 
 @Rule(

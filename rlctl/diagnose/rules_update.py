@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
+from rlctl.diagnose.facts import DECIMALS, is_rounded
 from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped, Sure
-from rlctl.diagnose.inferred import DECIMALS, is_rounded
-from rlctl.diagnose.reward_range import BEST, SCORE, WORST, has_gained, has_learned, reward_span
 from rlctl.diagnose.rule import Detection, Rule, crossings, of_crossing, worst_of
-from rlctl.diagnose.signals import Crossing, crossing, evidence_over, spikes, together
+from rlctl.diagnose.signals import Crossing, crossing, evidence_over, is_frequent, spikes, together
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
@@ -35,10 +34,7 @@ _REACH = fix.by_hand(
 )
 #: A share of groups or tokens that counts as all of them.
 ALL_OF_THEM = 0.99
-REF_KL = tuple(
-    Levels(key, (("warning", 0.5), ("critical", 2.0))) for key in (_KL_LOSS, "actor/reward_kl_penalty")
-)
-REF_KL_OK = REF_KL[0].tiers[0][1]
+REF_KL_OK = th.REF_KL[0].tiers[0][1]
 EXPLAINED = Levels("critic/vf_explained_var", (("warning", 0.1),), is_floor=True)
 #: First steps, which the rule ignores because the critic has not learned yet.
 CRITIC_STEPS = 40
@@ -130,7 +126,7 @@ def no_gradient(run: RunLog) -> Detection | None:
     series = run.table.series(_NORM)
     is_zero = series.values == 0.0
     share = float(is_zero.mean())
-    if share < (th.ZERO_SHARE if len(series) >= th.MIN_STEPS else 1.0):
+    if not is_frequent(is_zero):
         return None
     steps = series.steps[is_zero]
     evidence = [evidence_over(steps, _NORM, f"0 on {count_of_steps(len(steps))}")]
@@ -186,7 +182,7 @@ def _groups_differ(run: RunLog, equal: float | None, steps: NDArray[np.int64]) -
 
 
 @Rule(
-    "zero-advantages", source=th.LOGIC, needs=_ADVANTAGE_ENDS, uses=(SCORE, BEST, WORST),
+    "zero-advantages", source=th.LOGIC, needs=_ADVANTAGE_ENDS, uses=th.REWARDS,
     signal="largest and smallest advantage both exactly 0, unless every response has the best reward",
     thresholds=f"— / — / ≥ {th.ZERO_SHARE * 100:g} % of the steps, or all of fewer than {th.MIN_STEPS}",
     cause="every group has equal rewards, groups have one response, or rewards do not reach the advantages",
@@ -200,11 +196,11 @@ def zero_advantages(run: RunLog) -> Detection | None:
     """Advantages are not all zero."""
     steps, (most, least) = run.table.aligned(*_ADVANTAGE_ENDS)
     is_zero = (most == 0.0) & (least == 0.0)
-    if not len(steps) or is_zero.mean() < (th.ZERO_SHARE if len(steps) >= th.MIN_STEPS else 1.0):
+    if not is_frequent(is_zero):
         return None
     during = steps[is_zero]
-    score, best, worst = (_typical(run, key, during) for key in (SCORE, BEST, WORST))
-    span = reward_span(run.table)
+    score, best, worst = (_typical(run, key, during) for key in th.REWARDS)
+    span = run.reward_span
     top = span[1] if span else best
     if score is not None and score == top and top > 0.0:  # every response as good as the best of the run
         return None
@@ -237,8 +233,8 @@ def _stronger_penalty(run: RunLog, found: Crossing) -> Fix:
 
 
 @Rule(
-    "reference-drift", thresholds=REF_KL[0], source=th.FIELD, one_of=tuple(levels.key for levels in REF_KL),
-    uses=(_KL_COEF,),
+    "reference-drift", thresholds=th.REF_KL[0], source=th.FIELD,
+    one_of=tuple(levels.key for levels in th.REF_KL), uses=(_KL_COEF,),
     signal="KL to the reference, where it is penalized",
     cause="the penalty is too weak, or another term of the loss moves the policy",
     sure=("medium", "how far a policy may move depends on the task and on the KL's estimator"),
@@ -248,7 +244,7 @@ def _stronger_penalty(run: RunLog, found: Crossing) -> Fix:
 )  # fmt: skip
 def reference_drift(run: RunLog) -> Detection | None:
     """The policy stays near its reference."""
-    found = crossings(run, REF_KL)
+    found = crossings(run, th.REF_KL)
     if not found:
         return None
     worst = worst_of(found)
@@ -269,7 +265,7 @@ def _better_critic(run: RunLog) -> Iterator[Fix]:
 
 @Rule(
     "critic", thresholds="while the reward rises / < 0.1 / —", source=th.FIELD, fixes=_better_critic,
-    needs=(EXPLAINED.key,), uses=(SCORE, BEST, WORST),
+    needs=(EXPLAINED.key,), uses=th.REWARDS,
     signal=f"`critic/vf_explained_var` after {CRITIC_STEPS} steps, to the end, unless learned³",
     cause="the critic learns too slowly, or from too few updates, to help the policy",
     sure=("high", f"the first {CRITIC_STEPS} steps are excluded"),
@@ -280,10 +276,10 @@ def critic(run: RunLog) -> Detection | None:
     series = run.table.series(EXPLAINED.key)
     later = Series(series.steps[CRITIC_STEPS:], series.values[CRITIC_STEPS:])
     crossed = crossing(later, EXPLAINED)
-    if crossed is None or not crossed.lasts or has_learned(run.table):
+    if crossed is None or not crossed.lasts or run.has_learned:
         return None
     found = of_crossing(crossed, "the critic explains only {worst:.2g} of the returns' variance {where}")
-    if not has_gained(run.table):
+    if not run.has_gained:
         return found
     return replace(found, severity="info", sure=("low", "the policy learns nevertheless"))
 
@@ -320,7 +316,7 @@ def healthy_loss(run: RunLog) -> Detection | Skipped | None:
 
 @Rule(
     "gibberish", thresholds="— / — / together", source=th.FIELD, needs=tuple(move.key for move in GIBBERISH),
-    uses=(SCORE, BEST, WORST), min_steps=th.MOVE_STEPS,
+    uses=th.REWARDS, min_steps=th.MOVE_STEPS,
     signal="entropy × 1.5, length × 1.3, gradient norm × 2, and the reward does not rise",
     cause="the policy drifts into meaningless text, often because of a gap between the engines",
     sure=("high", "three independently computed figures agree, and the reward does not rise"),
@@ -328,7 +324,7 @@ def healthy_loss(run: RunLog) -> Detection | Skipped | None:
 def gibberish(run: RunLog) -> Detection | None:
     """Entropy, length and gradients do not rise together."""
     seen = together(run.table, GIBBERISH)
-    if seen is None or has_gained(run.table):
+    if seen is None or run.has_gained:
         return None
     first, last = seen[0].first_step or 0, seen[0].last_step
     what = f"entropy, length and gradient norm rise together in steps {first}–{last}"

@@ -16,12 +16,11 @@ from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
 _CORR = "rollout_corr/"
-_SATURATED, _LENGTH, _NORM = f"{_CORR}saturated_sequences", "response_length/mean", th.GRAD_NORM.key
+_SATURATED, _NORM = f"{_CORR}saturated_sequences", th.GRAD_NORM.key
 _RAW_MEAN = f"{_CORR}rollout_is_raw_mean"
 RAW_MEAN_HIGH = Levels(_RAW_MEAN, (("info", 1.2), ("critical", 2.0)))
 RAW_MEAN_LOW = Levels(_RAW_MEAN, (("info", 0.8), ("critical", 0.5)), is_floor=True)
 MEAN_LOW = Levels(f"{_CORR}rollout_is_mean", (("warning", 0.5), ("critical", 0.01)), is_floor=True)
-ESS = Levels(f"{_CORR}rollout_is_eff_sample_size", (("info", 0.5), ("critical", 0.3)), is_floor=True)
 WEIGHT_STD = Levels(f"{_CORR}rollout_is_std", (("warning", 1.0),))
 CHI2_TOKEN = Levels(f"{_CORR}chi2_token", (("warning", 1.0),))
 #: Level of the weights → the metric with χ² at this level.
@@ -68,7 +67,7 @@ def weight_mean(run: RunLog) -> Detection | None:
 
 @Rule(
     "effective-samples", source=th.GUIDE, sure=("high", "the figure is the definition"),
-    one_of=(ESS.key, WEIGHT_STD.key), uses=(th.MASKED.key,), not_applicable=_no_weights,
+    one_of=(th.ESS.key, WEIGHT_STD.key), uses=(th.MASKED.key,), not_applicable=_no_weights,
     signal="effective sample size among the samples that are not rejected; standard deviation",
     thresholds="< 0.5 / < 0.5 with a deviation > 1, or that alone where nothing else is logged / < 0.3",
     cause="the policies are far apart: a few samples have most of the weight",
@@ -80,8 +79,8 @@ def effective_samples(run: RunLog) -> Detection | None:
     A rejected sample has weight zero and lowers the effective sample size. The rule `rejected` reports that,
     so this rule divides by the surviving share (verl computes the figure before rejection).
     """
-    series = run.table.series(ESS.key) if run.facts.dialect == "verl" else among_survivors(run, ESS.key)
-    crossed = crossing(series, ESS)
+    series = run.table.series(th.ESS.key) if run.facts.dialect == "verl" else among_survivors(run, th.ESS.key)
+    crossed = crossing(series, th.ESS)
     spread = crossing(run.table.series(WEIGHT_STD.key), WEIGHT_STD)
     long_count_more: Sure = ("medium", "the figure counts long responses more than once")
     sure = long_count_more if run.facts.ess_length_weighted else None
@@ -98,7 +97,7 @@ def effective_samples(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "hidden-tail", thresholds=th.RAW_ESS, source=th.OWN, needs=(ESS.key,),
+    "hidden-tail", thresholds=th.RAW_ESS, source=th.OWN, needs=(th.ESS.key,),
     one_of=(th.RAW_ESS.key, *CHI2.values()), not_applicable=_no_weights,
     signal="raw effective sample size, or 1 / (1 + χ²) at their level, while the applied ESS is normal",
     cause="bounded weights have a small spread; the policies themselves are far apart",
@@ -114,11 +113,11 @@ def hidden_tail(run: RunLog) -> Detection | Skipped | None:
         return Skipped("not logged for this level of weights", (th.RAW_ESS.key, *CHI2.values()))
     key, series = found
     raw = crossing(series, replace(th.RAW_ESS, key=key))
-    applied = crossing(run.table.series(ESS.key), ESS)
+    applied = crossing(run.table.series(th.ESS.key), th.ESS)
     if raw is None or (applied is not None and applied.severity == "critical"):
         return None
-    ess = run.table.series(ESS.key).values
-    seen = Evidence(ESS.key, f"{np.median(ess):.3g} (median of all steps)", raw.first_step, raw.last_step)
+    ess = run.table.series(th.ESS.key).values
+    seen = Evidence(th.ESS.key, f"{np.median(ess):.3g} (median of all steps)", raw.first_step, raw.last_step)
     one = of_crossing(raw, "the bound hides a heavy tail: raw effective sample size {worst:.3g} {where}")
     if key == th.RAW_ESS.key:
         return replace(one, evidence=(raw.evidence, seen))
@@ -158,7 +157,7 @@ def chi2(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "long-products", source=th.OWN, one_of=(_SATURATED, RATIO_HIGH.key, th.K3.key), uses=(_LENGTH,),
+    "long-products", source=th.OWN, one_of=(_SATURATED, RATIO_HIGH.key, th.K3.key), uses=(th.LENGTH,),
     facts=("rollout_is",),
     signal="sequence weights: share over the bound (over 100 tokens), share at the clamp, tokens × k3",
     thresholds=f"— / > 10 %, > {SATURATED_SHARE:.0%}, > {CLAMP:g} / —".replace("1%", "1 %"),
@@ -174,7 +173,7 @@ def chi2(run: RunLog) -> Detection | None:
 )  # fmt: skip
 def long_products(run: RunLog) -> Detection | None:
     """Sequence weights have not outgrown their bound."""
-    lengths = run.table.series(_LENGTH).values
+    lengths = run.table.series(th.LENGTH).values
     if len(lengths) and np.median(lengths) > th.LONG_RESPONSE:
         what = "{worst:.1%} of the weights are over the bound {where}"
         if found := detect_crossing(run, RATIO_HIGH, what):
@@ -188,7 +187,7 @@ def long_products(run: RunLog) -> Detection | None:
         if found := detect_crossing(run, levels, what, share):
             return found
     # Tokens × k3 estimates |Σ log ρ| of a typical response, for logs that do not count clamped sequences.
-    steps, (length, k3) = run.table.aligned(_LENGTH, th.K3.key)
+    steps, (length, k3) = run.table.aligned(th.LENGTH, th.K3.key)
     what = "the log-ratios of a typical response sum to {worst:.3g}, beyond the clamp {where}"
     return detect_crossing(run, Levels(th.K3.key, (("warning", CLAMP),)), what, Series(steps, length * k3))
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from rlctl.diagnose.finding import SEVERITIES
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.rules import examine, metrics_read
+from rlctl.diagnose.rule import examine, metrics_read
 from rlctl.spec.load import RUN_SPEC_FILE, dump_spec, load_spec
 from rlctl.track.jsonl import METRICS_FILE
 

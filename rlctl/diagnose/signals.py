@@ -180,6 +180,12 @@ def trend(series: Series) -> Trend | None:
     return Trend(float(intercept), float(intercept + slope * (count - 1)))
 
 
+def growth(series: Series, factor: float, least: float = 0.0) -> Trend | None:
+    """A trend that rises to `factor` times its start, and to at least `least`."""
+    found = trend(series)
+    return found if found and found.rises and found.end >= max(factor * found.start, least) else None
+
+
 def moved(series: Series, move: Move) -> tuple[Start, NDArray[np.bool_], NDArray[np.float64]] | None:
     """The start; (M,) bool, whether the median around a value is so far from the start; (M,) these medians.
 
@@ -247,6 +253,11 @@ def spikes(series: Series) -> Spikes:
     limit = before[places - width] + th.SPIKE_SIGMAS * np.concatenate([np.empty(0), *sigma])
     found = places[values[places] > limit]
     return Spikes(series.steps[found], values[found], before[found - width])
+
+
+def is_frequent(flags: NDArray[np.bool_]) -> bool:
+    """Whether something exact holds on so many of the steps that rules report it."""
+    return len(flags) > 0 and bool(flags.mean() >= (th.ZERO_SHARE if len(flags) >= th.MIN_STEPS else 1.0))
 
 
 def longest_true(flags: NDArray[np.bool_]) -> tuple[int, int]:

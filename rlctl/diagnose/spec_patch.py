@@ -11,7 +11,7 @@ import yaml
 
 from rlctl.diagnose.diagnosis_report import run_name, settings, visible
 from rlctl.diagnose.finding import Finding, Fix
-from rlctl.diagnose.rules import Diagnosis
+from rlctl.diagnose.rule import Diagnosis
 from rlctl.diagnose.table import RunLog
 from rlctl.errors import SpecError, UsageError
 from rlctl.spec.keys import flat, nested

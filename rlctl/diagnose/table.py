@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from rlctl.diagnose import thresholds as th
 from rlctl.metric_names import key_pattern
 
 if TYPE_CHECKING:
@@ -113,35 +114,6 @@ class Facts:
     dialect: Literal["rlctl", "verl"] | None = None  # the naming that `rollout_rs` and its bounds follow
 
 
-def facts_of(spec: RunSpec) -> Facts:
-    """Returns the facts that a spec of rlctl states."""
-    from rlctl.spec.resolve import correction_rules
-
-    correction = spec.algorithm.rollout_correction
-    in_verls_terms = correction.dialect == "verl"
-    in_loss = spec.actor.kl_loss_coef if spec.actor.use_kl_loss else 0.0
-    in_reward = spec.algorithm.kl_ctrl.kl_coef if spec.algorithm.use_kl_in_reward else 0.0
-    return Facts(
-        bypass_mode=correction.bypass_mode,
-        updates_per_batch=spec.data.train_batch_size // spec.ppo_mini_batch_size * spec.actor.ppo_epochs,
-        ppo_epochs=spec.actor.ppo_epochs,
-        rollout_is="auto" if correction.auto else correction.rollout_is or "off",
-        rollout_is_threshold=None if correction.auto else correction_rules(correction).weight.upper,
-        rollout_rs=correction.rollout_rs or "off",
-        batch_size=spec.data.train_batch_size * spec.rollout.n,
-        group_size=spec.rollout.n,
-        has_critic=spec.trains_critic,
-        max_response_length=spec.data.max_response_length,
-        kl_coef=max(in_loss, in_reward),
-        dtype=spec.engine.dtype,
-        lr=spec.actor.lr,
-        ess_after_truncation=True,
-        ess_length_weighted=in_verls_terms and correction.rollout_is in {"sequence", "geometric"},
-        weights_are="applied",
-        dialect=correction.dialect,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class LoggedException:
     """The exception that a log ends with: no row follows it."""
@@ -182,3 +154,44 @@ class RunLog:
         if len(staleness) and staleness.max() > 0.0:
             return False
         return self.facts.bypass_mode is False or self.facts.updates_per_batch == 1
+
+    @property
+    def reward_span(self) -> tuple[float, float] | None:
+        """The worst and the best single reward of the run; None where they are not logged, or equal."""
+        best, worst = (self.table.series(key).values for key in (th.BEST, th.WORST))
+        if len(best) == 0 or len(worst) == 0 or best.max() <= worst.min():
+            return None
+        return float(worst.min()), float(best.max())
+
+    def reward_position(self, score: float | None) -> float | None:
+        """Position of a mean reward between the worst (0) and the best (1) single one; None where unknown."""
+        span = self.reward_span
+        return None if score is None or span is None else (score - span[0]) / (span[1] - span[0])
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether the newest mean rewards are near the best single reward."""
+        score = self.table.series(th.SCORE).values
+        position = self.reward_position(float(np.median(score[-th.WINDOW :])) if len(score) else None)
+        return position is not None and position >= th.LEARNED
+
+    @property
+    def has_gained(self) -> bool:
+        """Whether the mean reward rose over the run by at least `FLAT_REWARD` of its range."""
+        score = self.table.series(th.SCORE).values
+        if len(score) < 2 * th.MIN_STEPS:
+            return False
+        before, after = map(self.reward_position, ends(score, min(th.WINDOW, len(score) // 2)))
+        return before is not None and after is not None and after - before >= th.FLAT_REWARD
+
+    @property
+    def validation(self) -> Series:
+        """The mean over data sources of the validation score, at the steps where all were validated."""
+        steps, columns = self.table.aligned(*self.table.matching(th.VALIDATION))
+        return Series(steps, np.mean(columns, axis=0))
+
+
+def ends(values: NDArray[np.float64], width: int = 0) -> tuple[float, float]:
+    """Medians of the first and of the last `width` values; by default of a tenth, at least a window."""
+    width = width or max(th.WINDOW, len(values) // 10)
+    return float(np.median(values[:width])), float(np.median(values[-width:]))

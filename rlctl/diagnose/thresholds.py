@@ -79,7 +79,7 @@ SPIKE_SIGMAS, SPIKE_MEDIANS = 8.0, 3.0
 #: Maximum and minimum number of preceding steps that a spike is compared with.
 SPIKE_HISTORY, SPIKE_MIN_HISTORY = 51, 21
 
-# --- levels that several rules, or guardrails, share ----------------------------------------------
+# --- metrics and levels that several rules, or guardrails, share -----------------------------------
 _CORR = "rollout_corr/"
 #: Levels of the gap between the policies. `PROBS_GAP` and the warning of `K3` apply only where nothing but
 #: the implementations can cause the gap.
@@ -94,8 +94,19 @@ FIRST_LOG_PROB_GAP = 0.03
 #: Metrics of the same gap, the most specific first.
 GAPS = (K3.key, LOG_PROB_GAP.key, PROBS_GAP.key)
 RAW_ESS = Levels(f"{_CORR}rollout_is_raw_eff_sample_size", (("warning", 0.3),), is_floor=True)
+ESS = Levels(f"{_CORR}rollout_is_eff_sample_size", (("info", 0.5), ("critical", 0.3)), is_floor=True)
 MASKED = Levels(f"{_CORR}rollout_rs_masked_fraction", (("info", 0.3), ("critical", 0.5)))
 GRAD_NORM = Levels("actor/grad_norm", (("warning", 10.0),), relative=True)
+REF_KL = tuple(
+    Levels(key, (("warning", 0.5), ("critical", 2.0))) for key in ("actor/kl_loss", "actor/reward_kl_penalty")
+)
+ENTROPY = Levels("actor/entropy", (("warning", 0.01),), is_floor=True)
+TRUNCATED = Levels("response_length/clip_ratio", (("info", 0.05), ("warning", 0.1), ("critical", 0.3)))
+#: Mean, best and worst single reward of a batch; validation scores, one per data source; mean length.
+SCORE, BEST, WORST = REWARDS = ("critic/score/mean", "critic/score/max", "critic/score/min")
+VALIDATION, LENGTH = "val/<data_source>/reward_mean", "response_length/mean"
+#: Mean reward, as a share of its range, from which the data counts as learned, and as mostly right.
+LEARNED, MOSTLY_RIGHT = 0.9, 0.5
 ZERO_SPREAD = Levels("reward/zero_spread_groups", (("warning", 0.5), ("critical", 0.75)))
 #: Standard deviation of the rewards within a group; at 0 the group gives no learning signal.
 GROUP_STD = "reward/group_std"

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.rules import examine, metrics_read
+from rlctl.diagnose.rule import examine, metrics_read
 from rlctl.errors import UsageError
 from rlctl.markdown import block, plain, table
 from rlctl.report.run_sections import validation_rows

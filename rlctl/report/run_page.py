@@ -8,7 +8,7 @@ from typing import Any
 
 from rlctl.diagnose.diagnosis_page import TEMPLATE, page_values
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.rules import examine, metrics_read
+from rlctl.diagnose.rule import examine, metrics_read
 from rlctl.errors import UsageError, visible
 from rlctl.html_page import render
 from rlctl.metric_names import ELSEWHERE, METRICS

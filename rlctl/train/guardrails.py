@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rlctl.diagnose.facts import facts_of
 from rlctl.diagnose.forecast import forecasts
 from rlctl.diagnose.readers.framework_names import MetricFilter
-from rlctl.diagnose.rules import examine, metrics_read
-from rlctl.diagnose.table import RunLog, Table, facts_of
+from rlctl.diagnose.rule import examine, metrics_read
+from rlctl.diagnose.table import RunLog, Table
 from rlctl.diagnose.thresholds import RAW_ESS, WINDOW
 from rlctl.train.guardrail_decisions import (
     BatchDecision,

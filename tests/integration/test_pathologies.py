@@ -5,7 +5,7 @@ import pytest
 from benchmarks.pathologies import FORMATS, in_formats
 from benchmarks.planted import DECOUPLED, never_synced
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.rules import examine, metrics_read
+from rlctl.diagnose.rule import examine, metrics_read
 from tests.runs import start_train
 
 pytestmark = pytest.mark.usefixtures("embedded")

@@ -20,8 +20,7 @@ import numpy as np
 
 from rlctl.diagnose.finding import SEVERITIES, Finding, Severity
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.rule import Rule
-from rlctl.diagnose.rules import Diagnosis, all_rules, examine, metrics_read
+from rlctl.diagnose.rule import Diagnosis, Rule, all_rules, examine, metrics_read
 from rlctl.diagnose.table import RunLog, Table
 from rlctl.spec.load import load_spec
 from tests.simulated_logs.faults import FAULTS, STEPS, Fault

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from rlctl.diagnose.facts import facts_of
 from rlctl.diagnose.readers import binary_formats as binary
 from rlctl.diagnose.readers import text_formats as text
 from rlctl.diagnose.readers.collect import Collected, Collector, LogReading, is_step_or_time
@@ -22,7 +23,7 @@ from rlctl.diagnose.readers.framework_names import (
     knows,
 )
 from rlctl.diagnose.readers.source import LogSource, Watch, opened
-from rlctl.diagnose.table import STDIN, RunLog, facts_of
+from rlctl.diagnose.table import STDIN, RunLog
 from rlctl.errors import UsageError
 from rlctl.spec.load import RUN_SPEC_FILE, spec_or_note
 from rlctl.track.jsonl import DISCARDED_FILE, METRICS_FILE

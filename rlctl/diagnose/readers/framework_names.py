@@ -3,7 +3,7 @@
 Each `frameworks/*.toml` describes one framework: the names that only it uses (`marks`), its names and
 patterns for canonical metrics with their definitions there, facts that are true of all its runs (`facts`) or
 follow from a name (`implied_facts`), and configuration keys that state others (`config`, see
-`configuration.py`).
+`rlctl.diagnose.facts`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlctl.diagnose.facts import configured_facts, setting_keys
 from rlctl.diagnose.readers.collect import Collected, LogReading
-from rlctl.diagnose.readers.configuration import configured_facts, setting_keys
 from rlctl.diagnose.table import Facts, Framework, MetricOrigin, Table
 from rlctl.metric_names import describe, key_pattern
 

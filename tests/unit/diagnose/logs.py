@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rlctl.diagnose.table import RunLog, Table, facts_of
+from rlctl.diagnose.facts import facts_of
+from rlctl.diagnose.table import RunLog, Table
 from rlctl.spec.load import RUN_SPEC_FILE, dump_spec, load_spec
 from tests.simulated_logs.simulate import CORR, healthy_rows
 

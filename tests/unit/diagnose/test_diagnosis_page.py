@@ -15,7 +15,7 @@ from rlctl.diagnose import diagnosis_page
 from rlctl.diagnose.compare import compare
 from rlctl.diagnose.diagnosis_page import diagnosis_page as page_text
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.rules import examine, metrics_read
+from rlctl.diagnose.rule import examine, metrics_read
 from rlctl.diagnose.table import Table
 from tests.unit.diagnose.logs import CORR, healthy_rows, write_run
 

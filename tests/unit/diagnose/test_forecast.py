@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from rlctl.diagnose.diagnosis_report import as_markdown, diagnosis_document
 from rlctl.diagnose.forecast import MIN_VALUES, SLOPE_WANDER, Forecast, Level, forecast, forecasts, levels_of
-from rlctl.diagnose.rules import examine, metrics_read
-from rlctl.diagnose.rules_weights import ESS
+from rlctl.diagnose.rule import examine, metrics_read
 from rlctl.diagnose.table import Facts, RunLog, Series, Table
-from rlctl.diagnose.thresholds import K3, KL, RAW_ESS
+from rlctl.diagnose.thresholds import ESS, K3, KL, RAW_ESS
 
 RISING, FALLING = Level("rising", 1.0), Level("falling", 0.1, is_floor=True)
 SHARE = Level("share", 0.3, is_floor=True, bounds=(0.0, 1.0))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rlctl.diagnose.readers.collect import Collector
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.rules import examine, metrics_read
+from rlctl.diagnose.rule import examine, metrics_read
 from rlctl.errors import UsageError
 from tests.unit.diagnose.logs import healthy_rows, write_run
 

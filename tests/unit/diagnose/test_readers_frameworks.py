@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from mkdocs_hooks import with_tables
+from rlctl.diagnose.facts import configured_facts
 from rlctl.diagnose.readers.collect import Collector, LogReading
-from rlctl.diagnose.readers.configuration import configured_facts
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.readers.framework_names import FRAMEWORKS, MetricFilter, canonical_table
-from rlctl.diagnose.rules import examine
+from rlctl.diagnose.rule import examine
 from rlctl.diagnose.table import Facts
 from rlctl.metric_names import ELSEWHERE, METRICS, describe
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.rules import examine, metrics_read
+from rlctl.diagnose.rule import examine, metrics_read
 from rlctl.metric_names import ELSEWHERE, METRICS
 
 LOGS = Path(os.environ.get("RLCTL_REAL_LOGS", Path(__file__).parents[3] / ".." / "shared" / "data" / "logs"))

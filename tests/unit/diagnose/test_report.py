@@ -14,7 +14,7 @@ from rlctl.diagnose.diagnosis_page import thinned
 from rlctl.diagnose.diagnosis_report import as_markdown, diagnosis_document, visible
 from rlctl.diagnose.finding import Evidence, Finding, Fix, Skipped
 from rlctl.diagnose.output_text import print_diagnosis, sparkline
-from rlctl.diagnose.rules import Diagnosis, examine
+from rlctl.diagnose.rule import Diagnosis, examine
 from rlctl.diagnose.table import Facts, MetricOrigin, RunLog, Series, Table
 from tests.unit.diagnose.logs import healthy_rows, run_log
 

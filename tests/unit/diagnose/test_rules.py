@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from mkdocs_hooks import with_tables
-from rlctl.diagnose.rule import Detection, Rule
-from rlctl.diagnose.rules import all_rules, examine, metrics_read
+from rlctl.diagnose.rule import Detection, Rule, all_rules, examine, metrics_read
 from rlctl.diagnose.table import Facts
 from rlctl.errors import UsageError
 from rlctl.metric_names import describe

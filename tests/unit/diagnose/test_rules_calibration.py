@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from rlctl.diagnose.rules import examine
+from rlctl.diagnose.rule import examine
 from rlctl.diagnose.table import Facts, RunLog, Table
 from tests.unit.diagnose.logs import CORR, healthy_rows, run_log
 from tests.unit.diagnose.test_rules import (

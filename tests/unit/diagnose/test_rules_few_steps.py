@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlctl.diagnose.rules import examine
+from rlctl.diagnose.rule import examine
 from rlctl.diagnose.table import Facts, LoggedException
 from tests.unit.diagnose.logs import healthy_rows, run_log
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlctl.diagnose.compare import compare, comparison_document, metric_change, sentences
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.rules import examine, metrics_read
+from rlctl.diagnose.rule import examine, metrics_read
 from rlctl.diagnose.table import Table
 from tests.unit.diagnose.logs import CORR, healthy_rows, run_log, write_run
 

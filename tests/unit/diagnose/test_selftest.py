@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from rlctl.cli.app import run as rlctl
-from rlctl.diagnose import rules_reward, rules_weights, selftest
+from rlctl.diagnose import rules_weights, selftest, thresholds
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.rules import all_rules, metrics_read
-from rlctl.diagnose.rules_reward import TRUNCATED
+from rlctl.diagnose.rule import all_rules, metrics_read
 from rlctl.diagnose.rules_weights import CHI2_TOKEN
 from rlctl.diagnose.selftest import DATA
-from rlctl.diagnose.thresholds import Levels
+from rlctl.diagnose.thresholds import TRUNCATED, Levels
 from tests.simulated_logs import export, matrix
 from tests.simulated_logs.faults import FAULTS
 from tests.simulated_logs.healthy import KINDS
@@ -53,7 +52,7 @@ def test_every_rule_finds_its_faults_and_healthy_runs_are_quiet():
 
 def test_a_rule_that_goes_blind_is_seen(monkeypatch):
     small(monkeypatch, "truncated", "chi2")
-    monkeypatch.setattr(rules_reward, "TRUNCATED", Levels(TRUNCATED.key, (("warning", 0.4),)))
+    monkeypatch.setattr(thresholds, "TRUNCATED", Levels(TRUNCATED.key, (("warning", 0.4),)))
     failures = matrix.run(2, lambda *counts: None).failures
     assert {(trial.rule, trial.kind) for trial in failures} == {
         ("truncated", "mild"),
@@ -64,7 +63,7 @@ def test_a_rule_that_goes_blind_is_seen(monkeypatch):
 
 def test_a_rule_that_cries_wolf_is_seen(monkeypatch):
     small(monkeypatch, kinds=("long reasoning",))
-    monkeypatch.setattr(rules_reward, "TRUNCATED", Levels(TRUNCATED.key, (("warning", 1e-3),)))
+    monkeypatch.setattr(thresholds, "TRUNCATED", Levels(TRUNCATED.key, (("warning", 1e-3),)))
     found = matrix.run(1, lambda *counts: None)
     assert [trial.form for trial in found.failures] == ["rlctl", "verl", "trl"]
     assert "[truncated]" in found.failures[0].problem
@@ -118,7 +117,7 @@ def test_the_command_passes_on_all_of_them(capsys):
 
 def test_the_command_names_a_missed_fault_and_a_false_alarm(shipped, monkeypatch, capsys):
     shipped("truncated", "chi2", "long reasoning")
-    monkeypatch.setattr(rules_reward, "TRUNCATED", Levels(TRUNCATED.key, (("warning", 0.4),)))
+    monkeypatch.setattr(thresholds, "TRUNCATED", Levels(TRUNCATED.key, (("warning", 0.4),)))
     monkeypatch.setattr(rules_weights, "CHI2_TOKEN", Levels(CHI2_TOKEN.key, (("warning", 1e-9),)))
     assert rlctl(["diagnose", "--selftest"]) == 1
     shown = " ".join(capsys.readouterr().out.split())

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from rlctl.diagnose.finding import Evidence, Finding, Fix
-from rlctl.diagnose.rules import Diagnosis
+from rlctl.diagnose.rule import Diagnosis
 from rlctl.diagnose.spec_patch import as_yaml, propose_patch, write_patch
 from rlctl.diagnose.table import RunLog, Table
 from rlctl.errors import UsageError

@@ -14,7 +14,8 @@ import rlctl
 from rlctl.algos.auto_correction import CANDIDATES, AutoChoice, CandidateMoments, averaged, choose
 from rlctl.algos.gradient_error import gradient_error
 from rlctl.diagnose import fixes
-from rlctl.diagnose.table import RunLog, Table, facts_of
+from rlctl.diagnose.facts import facts_of
+from rlctl.diagnose.table import RunLog, Table
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import SpecError, UsageError
 from rlctl.metric_names import METRICS

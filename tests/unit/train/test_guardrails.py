@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rlctl.algos.correction import correct
 from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
-from rlctl.diagnose.rules import all_rules
+from rlctl.diagnose.rule import all_rules
 from rlctl.diagnose.rules_reward import ZERO_REWARD_STEPS
 from rlctl.diagnose.thresholds import WINDOW
 from rlctl.metric_names import describe

@@ -1,4 +1,4 @@
-"""Facts of a run from the configuration in its log.
+"""Facts of a run: from its spec, from the configuration in its log, or inferred from its figures.
 
 A framework's file lists under `config` how its configuration states a fact:
 
@@ -7,18 +7,66 @@ A framework's file lists under `config` how its configuration states a fact:
 - `{ responses, per_update, epochs }`: the sizes from which the number of updates per batch follows;
 - a list of alternatives, of which the first that is present is used.
 
-The functions here derive the remaining facts.
+The functions here derive the remaining facts. Inferred facts are marked as inferred.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from rlctl.diagnose.table import Facts
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.diagnose import thresholds as th
+from rlctl.diagnose.table import Facts, RunLog, Table
+
+if TYPE_CHECKING:
+    from rlctl.spec.run_spec import RunSpec
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+
+#: Relative deviation up to which loss / KL counts as constant.
+SAME_RATIO = 0.05
+#: Maximum number of decimals in a rounded log (verl's older console has 3), and number of newest values per
+#: metric that are checked.
+DECIMALS, _LAST = 4, 100
+#: Minimum number and minimum share of rows with exactly the largest length, for it to be the limit.
+AT_LIMIT_ROWS, AT_LIMIT_SHARE = 3, 0.05
+#: Minimum length of a limit, in tokens; the second applies where all rows have the same length, because short
+#: answers may all have one length without a limit.
+SHORTEST_LIMIT, LONG_ANSWER = 16.0, th.LONG_RESPONSE
+
+
+def facts_of(spec: RunSpec) -> Facts:
+    """Returns the facts that a spec of rlctl states."""
+    from rlctl.spec.resolve import correction_rules
+
+    correction = spec.algorithm.rollout_correction
+    in_verls_terms = correction.dialect == "verl"
+    in_loss = spec.actor.kl_loss_coef if spec.actor.use_kl_loss else 0.0
+    in_reward = spec.algorithm.kl_ctrl.kl_coef if spec.algorithm.use_kl_in_reward else 0.0
+    return Facts(
+        bypass_mode=correction.bypass_mode,
+        updates_per_batch=spec.data.train_batch_size // spec.ppo_mini_batch_size * spec.actor.ppo_epochs,
+        ppo_epochs=spec.actor.ppo_epochs,
+        rollout_is="auto" if correction.auto else correction.rollout_is or "off",
+        rollout_is_threshold=None if correction.auto else correction_rules(correction).weight.upper,
+        rollout_rs=correction.rollout_rs or "off",
+        batch_size=spec.data.train_batch_size * spec.rollout.n,
+        group_size=spec.rollout.n,
+        has_critic=spec.trains_critic,
+        max_response_length=spec.data.max_response_length,
+        kl_coef=max(in_loss, in_reward),
+        dtype=spec.engine.dtype,
+        lr=spec.actor.lr,
+        ess_after_truncation=True,
+        ess_length_weighted=in_verls_terms and correction.rollout_is in {"sequence", "geometric"},
+        weights_are="applied",
+        dialect=correction.dialect,
+    )
 
 
 class Config:
@@ -141,7 +189,6 @@ def _rlctl(content: Mapping[str, Any]) -> Facts:
     """Facts from the resolved spec, in the form that is sent to trackers."""
     from pydantic import ValidationError
 
-    from rlctl.diagnose.table import facts_of
     from rlctl.spec.run_spec import RunSpec
 
     sections = {key: value for key, value in content.items() if key in RunSpec.model_fields}
@@ -199,3 +246,51 @@ _DERIVED: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "slime": _slime,
     "nemo-rl": _nemo_rl,
 }
+
+
+def with_inferred(run: RunLog) -> RunLog:
+    """Returns the run with facts inferred from its figures, where they were unknown."""
+    found = {"kl_coef": _kl_coefficient(run.table), "max_response_length": _length_limit(run.table)}
+    how = {"kl_coef": "inferred: loss / KL is constant", "max_response_length": "inferred: lengths end there"}
+    new = {fact: v for fact, v in found.items() if v is not None and getattr(run.facts, fact) is None}
+    origins = {**run.fact_origins, **{fact: how[fact] for fact in new}}
+    return replace(run, facts=replace(run.facts, **new), fact_origins=origins)  # type: ignore[arg-type]
+
+
+def is_rounded(table: Table) -> bool:
+    """Whether the whole log is printed with few decimals: a 0 may then be a small number."""
+    values = np.concatenate([np.empty(0), *(table.series(key).values[-_LAST:] for key in table.columns)])
+    scaled = np.unique(values[values % 1.0 != 0.0]) * 10**DECIMALS
+    return len(scaled) >= th.MIN_STEPS and bool((np.abs(scaled - np.round(scaled)) < 1e-6).all())
+
+
+def _kl_coefficient(table: Table) -> float | None:
+    """Loss / KL if it is constant: on-policy, the rest of a loss with group-centred advantages is zero."""
+    _, (loss, kl) = table.aligned("actor/pg_loss", "actor/kl_loss")
+    large = (kl > 0.0) & (kl >= np.median(kl)) if len(kl) else np.empty(0, dtype=bool)
+    if large.sum() < th.MIN_STEPS:
+        return None
+    ratio = loss[large] / kl[large]
+    middle = float(np.median(ratio))
+    if middle <= 0.0 or float(np.median(np.abs(ratio - middle))) > SAME_RATIO * middle:
+        return None
+    return float(f"{middle:.2g}")
+
+
+def _length_limit(table: Table) -> int | None:
+    """The length limit, if many rows have exactly the same largest length."""
+    mean, longest = (table.series(f"response_length/{which}").values for which in ("mean", "max"))
+    _, (means, maxima) = table.aligned("response_length/mean", "response_length/max")
+    if (all_at_once := means[(means == maxima) & (means > LONG_ANSWER)]).size:
+        return int(all_at_once.max())  # all responses of a row are as long as its longest
+    for values in (longest, mean):
+        if len(values) and _ends_sharply(values):
+            return int(values.max())
+    return None
+
+
+def _ends_sharply(values: NDArray[np.float64]) -> bool:
+    top = float(values.max())
+    count = int((values == top).sum())
+    is_long = top >= (LONG_ANSWER if count == len(values) else SHORTEST_LIMIT)
+    return top.is_integer() and is_long and count >= max(AT_LIMIT_ROWS, AT_LIMIT_SHARE * len(values))

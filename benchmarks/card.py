@@ -53,7 +53,7 @@ def write_model(size: str, where: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from rlctl.spec.embedded import RECIPE
+    from rlctl.spec.model import RECIPE
     from rlctl.tiny.model import build_tokenizer
 
     layers, hidden, inner, heads, kv_heads, vocabulary, tied = SHAPES[size]

@@ -99,8 +99,7 @@ def measure(precision: str, max_lora_rank: int, syncs: int) -> dict[str, Any]:
     from rlctl.rollout.protocol import Sampling
     from rlctl.rollout.vllm import TrainedVLLMRollout
     from rlctl.rollout.weights import ExpectedWeights
-    from rlctl.spec.embedded import RECIPE
-    from rlctl.spec.model import ALL_LINEAR
+    from rlctl.spec.model import ALL_LINEAR, RECIPE
     from rlctl.tiny.model import build_tokenizer
 
     ranks, dtype = join_ranks(), {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]

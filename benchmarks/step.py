@@ -370,7 +370,7 @@ def larger_model(where: Path) -> list[str]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from rlctl.spec.embedded import RECIPE
+    from rlctl.spec.model import RECIPE
     from rlctl.tiny.embedded import ensure_embedded
     from rlctl.tiny.model import build_tokenizer
 

@@ -57,7 +57,7 @@ def vllm_samples() -> str:
     """Starts vLLM, syncs weights as in training, samples a few tokens and stops vLLM."""
     from rlctl.rollout.vllm import TrainedVLLMRollout
     from rlctl.rollout.weights import ExpectedWeights, PlainWeights
-    from rlctl.spec.embedded import RECIPE
+    from rlctl.spec.model import RECIPE
     from rlctl.tiny.model import save_model
 
     model, tokenizer = _tiny()
@@ -142,7 +142,7 @@ def _tiny() -> tuple[Any, Any]:
     """A random model with the shape of the embedded model, and its tokenizer."""
     import torch
 
-    from rlctl.spec.embedded import RECIPE
+    from rlctl.spec.model import RECIPE
     from rlctl.tiny.model import build_model, build_tokenizer
 
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ from rlctl.evaluate.page.tables import TableRow, drawn, render_page, stderr_text
 from rlctl.evaluate.request import checked_ks
 from rlctl.evaluate.samples import EvalSample
 from rlctl.evaluate.scores import OVERALL, Question, questions_of
-from rlctl.spec.reward import RewardSpec
+from rlctl.spec.rollout import RewardSpec
 
 DIFFERENCE_HEADINGS = ("A", "stderr", "B", "stderr", "B − A", "stderr", "95 % interval", "p")
 #: Difference of shares for which the number of questions needed is reported.

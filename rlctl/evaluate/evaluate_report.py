@@ -19,7 +19,7 @@ from rlctl.evaluate.lm_eval_files import write_lm_eval
 from rlctl.evaluate.page.write import PAGE_FILE, write_page
 from rlctl.evaluate.samples import SAMPLES_FILE, EvalSample, read_samples, write_samples
 from rlctl.evaluate.scores import Score
-from rlctl.spec.reward import RewardSpec
+from rlctl.spec.rollout import RewardSpec
 from rlctl.track.run_dir import version_of
 
 RESULTS_FILE = "results.json"

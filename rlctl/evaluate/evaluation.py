@@ -24,7 +24,7 @@ from rlctl.evaluate.samples import EvalSample, Pair, Response, SampledModel, as_
 from rlctl.evaluate.scores import RIGHT, summarise
 from rlctl.evaluate.store import ResponseStore, prompt_hash
 from rlctl.files import cache_root
-from rlctl.spec.reward import RewardSpec
+from rlctl.spec.rollout import RewardSpec
 
 #: Called with the phase (`sampling`, `grading`), the number of responses done, and their total.
 Progress = Callable[[str, int, int], None]

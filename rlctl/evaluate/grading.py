@@ -13,7 +13,7 @@ import torch
 from rlctl.batch import Rollouts, torch_device
 from rlctl.evaluate.samples import EvalSample
 from rlctl.reward.build import MAX_ERRORS_KEPT, Reward, build_reward
-from rlctl.spec.reward import RewardSpec
+from rlctl.spec.rollout import RewardSpec
 
 #: Samples graded between two progress reports.
 _AT_ONCE = 256

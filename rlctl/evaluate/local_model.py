@@ -24,8 +24,7 @@ from rlctl.rollout.engines import engine_outside_training, spec_outside_training
 from rlctl.rollout.hf import DTYPES
 from rlctl.rollout.protocol import step_seed
 from rlctl.spec.machine import native_dtype
-from rlctl.spec.run_spec import RunSpec
-from rlctl.spec.trainer import EngineSpec
+from rlctl.spec.run_spec import EngineSpec, RunSpec
 from rlctl.user_code import version_of
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from rlctl.model_files import config_directory
 from rlctl.rollout.engines import chosen_engine
 from rlctl.rollout.protocol import Sampling
 from rlctl.spec.load import RUN_SPEC_FILE, recorded_spec
-from rlctl.spec.reward import OverlongSpec, RewardSpec
-from rlctl.spec.rollout import DataSpec
+from rlctl.spec.rollout import DataSpec, OverlongSpec, RewardSpec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
 

@@ -12,7 +12,7 @@ from rlctl.errors import RunFailure
 from rlctl.metric_names import OVERLONG
 from rlctl.reward.protocol import Failure, FailureKind, RewardResult, Sample, Scorer
 from rlctl.reward.sources import scorer_of
-from rlctl.spec.reward import OverlongSpec, RewardSpec
+from rlctl.spec.rollout import OverlongSpec, RewardSpec
 
 if TYPE_CHECKING:
     from rlctl.batch import Rollouts

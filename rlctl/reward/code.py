@@ -31,7 +31,7 @@ from rlctl.reward.sandbox.run_program import (
 )
 
 if TYPE_CHECKING:
-    from rlctl.spec.reward import RewardSpec
+    from rlctl.spec.rollout import RewardSpec
 
 _BLOCK = re.compile(
     r"^[ \t]*```[ \t]*(?:python|py)[0-9]*[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE

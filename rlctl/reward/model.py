@@ -12,7 +12,7 @@ from rlctl.registry import GRADERS
 from rlctl.reward.protocol import Failure, Grade, Sample, Scorer
 
 if TYPE_CHECKING:
-    from rlctl.spec.reward import RewardModelSpec, RewardSpec
+    from rlctl.spec.rollout import RewardModelSpec, RewardSpec
 
 _FIX = (
     "name a sequence classifier with one output; reward.model.trust_remote_code=true if it ships its own code"

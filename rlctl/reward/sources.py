@@ -15,7 +15,7 @@ from rlctl.reward.protocol import Failure, Grade, GradeAndAnswer, Sample, Scorer
 if TYPE_CHECKING:
     import torch
 
-    from rlctl.spec.reward import RewardSpec
+    from rlctl.spec.rollout import RewardSpec
 
 Graded = TypeVar("Graded")
 _BOUNDED = r"(?:^|[/_.\- ])(?:{})(?:$|[/_.\- ])"

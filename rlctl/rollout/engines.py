@@ -87,7 +87,7 @@ def build_rollout(context: EngineContext) -> RolloutEngine:
         EnvironmentFailure, UsageError: the engine is not available here, or does not support the model.
         RunFailure: the factory does not return a rollout engine.
     """
-    from rlctl.spec.parts import params_of
+    from rlctl.spec.base import params_of
 
     part = ROLLOUT_ENGINES.part(context.spec.rollout.name)
     params = params_of(part, context.spec.rollout.engine_params)
@@ -137,7 +137,7 @@ def spec_outside_training(
     Raises:
         UsageError: the engine runs only in servers, or does not support the parameters.
     """
-    from rlctl.spec.parts import param_problems
+    from rlctl.spec.base import param_problems
 
     rollout = spec.rollout if name == absolute_name(spec.rollout.name) else RolloutSpec()
     settings = {"name": name, "mode": "colocated", "dtype": dtype, "max_num_seqs": max_num_seqs}

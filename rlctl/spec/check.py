@@ -11,6 +11,7 @@ from rlctl.errors import Problem
 from rlctl.metric_names import OVERLONG
 from rlctl.registry import GRADERS
 from rlctl.spec import check_algorithm, check_rollout  # register their checks  # noqa: F401
+from rlctl.spec.base import param_problems
 from rlctl.spec.check_base import (
     BATCH_KEYS,
     CHECKS,
@@ -22,9 +23,7 @@ from rlctl.spec.check_base import (
     reads,
     warning,
 )
-from rlctl.spec.embedded import PROMPT_LENGTH, RESPONSE_LENGTH
-from rlctl.spec.model import ALL_LINEAR
-from rlctl.spec.parts import param_problems
+from rlctl.spec.model import ALL_LINEAR, PROMPT_LENGTH, RESPONSE_LENGTH
 from rlctl.spec.run_spec import RunSpec
 from rlctl.user_code import is_file_function
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from rlctl.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, Part
 from rlctl.spec.algorithm import CORRECTION
+from rlctl.spec.base import param_problems
 from rlctl.spec.check_base import (
     BATCH_KEYS,
     ESTIMATOR,
@@ -20,7 +21,6 @@ from rlctl.spec.check_base import (
 )
 from rlctl.spec.keys import value_of
 from rlctl.spec.model import EMBEDDED
-from rlctl.spec.parts import param_problems
 from rlctl.spec.resolve import (
     IS_THRESHOLD_KEY,
     RS_KEY,

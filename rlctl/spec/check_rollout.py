@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlctl.registry import ROLLOUT_ENGINES
+from rlctl.spec.base import param_problems
 from rlctl.spec.check_base import LEAVE_OUT, Problems, error, reads, warning
 from rlctl.spec.keys import closest, flat
 from rlctl.spec.machine import gpus, gpus_are_hidden
-from rlctl.spec.parts import param_problems
 from rlctl.spec.passthrough import DEEPSPEED_NAMES, DEEPSPEED_OWNERS, VLLM_OWNERS, vllm_name
 from rlctl.spec.rollout import VLLM_LORA_RANKS, ServerSpec
 from rlctl.spec.run_spec import RunSpec

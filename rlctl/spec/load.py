@@ -19,6 +19,7 @@ import yaml
 from pydantic import ValidationError
 
 from rlctl.errors import Problem, SpecError, UsageError, in_words
+from rlctl.spec.base import PARTS_UNCHECKED
 from rlctl.spec.check import check_spec
 from rlctl.spec.keys import (
     accepts,
@@ -36,7 +37,6 @@ from rlctl.spec.keys import (
 )
 from rlctl.spec.machine import native_dtype
 from rlctl.spec.model import EMBEDDED
-from rlctl.spec.parts import PARTS_UNCHECKED
 from rlctl.spec.presets import DESCRIPTION, all_presets
 from rlctl.spec.run_spec import RunSpec
 from rlctl.spec.yaml_source import Leaf, SpecSource, parse_scalar, read_value, read_yaml_file

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.spec.embedded import RECIPE, VOCABULARY
-from rlctl.spec.model import EMBEDDED, ModelSpec
+from rlctl.spec.model import EMBEDDED, RECIPE, VOCABULARY, ModelSpec
 from rlctl.spec.run_spec import RunSpec
 
 _SIZE_IN_NAME = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BbMm])(?![A-Za-z0-9])")

@@ -24,8 +24,8 @@ from rlctl.algos.rules import (
 from rlctl.errors import Problem, SpecError, UsageError
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.algorithm import CORRECTION, RolloutCorrectionSpec
+from rlctl.spec.base import param_problems, params_of
 from rlctl.spec.keys import closest
-from rlctl.spec.parts import param_problems, params_of
 from rlctl.spec.run_spec import RunSpec
 from rlctl.user_code import is_file_function, split_names
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.files import cache_root, cached_directory
-from rlctl.spec.embedded import RECIPE, EmbeddedRecipe
+from rlctl.spec.model import RECIPE, EmbeddedRecipe
 from rlctl.tiny.task import split, write_parquet
 
 #: Called with the completed fraction in [0, 1] and a status line.

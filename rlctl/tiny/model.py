@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rlctl.spec.embedded import EOS, PAD, UNK, VOCABULARY, EmbeddedRecipe
+from rlctl.spec.model import EOS, PAD, UNK, VOCABULARY, EmbeddedRecipe
 
 #: Renders only the message contents.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

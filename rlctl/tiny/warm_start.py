@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlctl.errors import RunFailure
-from rlctl.spec.embedded import EOS, RESPONSE_LENGTH, VOCABULARY, EmbeddedRecipe
+from rlctl.spec.model import EOS, RESPONSE_LENGTH, VOCABULARY, EmbeddedRecipe
 from rlctl.tiny.task import Problem
 
 #: Problems that the accuracy is measured on, for a standard error of about 0.01.

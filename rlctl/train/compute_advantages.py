@@ -13,7 +13,7 @@ from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
 from rlctl.registry import ADVANTAGE_ESTIMATORS
 from rlctl.spec.algorithm import AlgorithmSpec
-from rlctl.spec.parts import params_of
+from rlctl.spec.base import params_of
 
 #: Optional field of a batch → its name in messages.
 _SOMETIMES = {

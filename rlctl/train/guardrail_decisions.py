@@ -21,7 +21,7 @@ from rlctl.diagnose.thresholds import KL, RAW_ESS, WINDOW
 if TYPE_CHECKING:
     from rlctl.diagnose.finding import Finding
     from rlctl.diagnose.forecast import Forecast
-    from rlctl.spec.trainer import GuardrailsSpec
+    from rlctl.spec.run_spec import GuardrailsSpec
 
 #: |KL| in nats per token, and raw effective sample size, at which diagnosis reports its highest severity.
 DRIFT_LIMIT = KL.tiers[-1][1]

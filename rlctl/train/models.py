@@ -27,7 +27,7 @@ from rlctl.rollout.assemble import end_ids, unknown_end
 from rlctl.rollout.engine_lock import EngineLock, LockedRollout
 from rlctl.rollout.engines import EngineContext, build_rollout
 from rlctl.rollout.hf import DTYPES, into_precision
-from rlctl.spec.actor import ActorSpec, CriticSpec
+from rlctl.spec.algorithm import ActorSpec, CriticSpec
 from rlctl.spec.run_spec import RunSpec
 
 

@@ -13,8 +13,7 @@ from rlctl.errors import Problem, SpecError, UsageError
 from rlctl.files import sha256_of
 from rlctl.spec.keys import flat
 from rlctl.spec.rollout import ServerSpec
-from rlctl.spec.run_spec import RunSpec
-from rlctl.spec.trainer import GuardrailsSpec
+from rlctl.spec.run_spec import GuardrailsSpec, RunSpec
 from rlctl.user_code import files_of
 
 #: Keys that change memory use, logging, validation or saving, not what is computed. Guardrails: a user who

@@ -25,7 +25,7 @@ from rlctl.engine.protocol import TrainEngine
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
 from rlctl.registry import KL_ESTIMATORS, POLICY_LOSSES
-from rlctl.spec.trainer import GuardrailsSpec
+from rlctl.spec.run_spec import GuardrailsSpec
 from rlctl.train.gradient_sketches import GradientSketches
 from rlctl.train.guardrail_decisions import UpdateDecision, decide_update
 from rlctl.train.objective import LossSums, actor_loss, nonfinite_rows

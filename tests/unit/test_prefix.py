@@ -18,7 +18,7 @@ from rlctl.engine.log_probs import PolicyModule
 from rlctl.prefix import can_share_prefix, shared_prefix
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Sampling
-from rlctl.spec.embedded import RECIPE
+from rlctl.spec.model import RECIPE
 from rlctl.tiny.model import build_model, build_tokenizer
 
 VOCABULARY = 23

@@ -10,7 +10,7 @@ from rlctl.evaluate.compare import compare
 from rlctl.evaluate.evaluate_report import Evaluation, write_evaluation
 from rlctl.evaluate.intervals import paired, questions_needed
 from rlctl.evaluate.scores import summarise
-from rlctl.spec.reward import RewardSpec
+from rlctl.spec.rollout import RewardSpec
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from rlctl.evaluate.evaluate_report import Evaluation, write_evaluation
 from rlctl.evaluate.scores import summarise
-from rlctl.spec.reward import RewardSpec
+from rlctl.spec.rollout import RewardSpec
 
 ABOUT = {
     "model": {"path": "org/model", "run_dir": None, "step": None, "sha256": "s", "template_sha256": "t"},

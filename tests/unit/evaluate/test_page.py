@@ -14,7 +14,7 @@ from rlctl.evaluate.evaluate_report import Evaluation, results_document, write_e
 from rlctl.evaluate.page.write import chosen, write_page
 from rlctl.evaluate.samples import EvalSample
 from rlctl.evaluate.scores import summarise
-from rlctl.spec.reward import RewardSpec
+from rlctl.spec.rollout import RewardSpec
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 

@@ -9,7 +9,7 @@ import pytest
 
 from rlctl.evaluate.evaluate_report import Evaluation, write_evaluation
 from rlctl.evaluate.scores import summarise
-from rlctl.spec.reward import RewardSpec
+from rlctl.spec.rollout import RewardSpec
 from tests.unit.evaluate.runs import make_run
 
 PROGRAM = """

@@ -11,7 +11,7 @@ from rlctl.evaluate.evaluation import changes, evaluate, regrade
 from rlctl.evaluate.request import EvaluateRequest
 from rlctl.evaluate.samples import read_samples
 from rlctl.evaluate.scores import summarise
-from rlctl.spec.reward import RewardSpec
+from rlctl.spec.rollout import RewardSpec
 
 
 def quiet(doing, done, total):

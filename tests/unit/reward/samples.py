@@ -6,7 +6,7 @@ import torch
 
 from rlctl.reward.build import build_reward
 from rlctl.reward.protocol import Sample
-from rlctl.spec.reward import RewardSpec
+from rlctl.spec.rollout import RewardSpec
 
 
 def rollouts(*samples, lengths=None, extra_infos=()):

@@ -9,7 +9,7 @@ import torch
 from rlctl.errors import RunFailure
 from rlctl.reward.build import overlong_penalty, refuse_errors
 from rlctl.reward.pool import GradingPool
-from rlctl.spec.reward import OverlongSpec
+from rlctl.spec.rollout import OverlongSpec
 from tests.unit.reward.samples import built, pairs, rollouts
 
 

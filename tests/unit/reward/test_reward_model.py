@@ -15,7 +15,7 @@ from transformers import (
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.reward.model import ModelScorer
 from rlctl.reward.protocol import Failure, Sample
-from rlctl.spec.reward import RewardModelSpec, RewardSpec
+from rlctl.spec.rollout import RewardModelSpec, RewardSpec
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant", *"abcdefgh"]
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} </s> {% endfor %}"

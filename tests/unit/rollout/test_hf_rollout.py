@@ -15,7 +15,7 @@ from rlctl.errors import RunFailure, UsageError
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import RolloutEngine, Sampling
 from rlctl.rollout.weights import PlainWeights
-from rlctl.spec.embedded import RECIPE
+from rlctl.spec.model import RECIPE
 from rlctl.tiny.model import build_model, build_tokenizer
 
 TOKENIZER = build_tokenizer(RECIPE)

@@ -1,4 +1,4 @@
-from rlctl.spec.embedded import PROMPT_LENGTH, RESPONSE_LENGTH
+from rlctl.spec.model import PROMPT_LENGTH, RESPONSE_LENGTH
 from rlctl.tiny.task import problem, split
 
 

@@ -9,7 +9,7 @@ import torch
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.ranks import Ranks
 from rlctl.spec.load import load_spec
-from rlctl.spec.trainer import GuardrailsSpec
+from rlctl.spec.run_spec import GuardrailsSpec
 from rlctl.train.guardrails import Guardrails
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.update import update

@@ -20,7 +20,7 @@ from rlctl.diagnose.thresholds import WINDOW
 from rlctl.metric_names import describe
 from rlctl.spec.load import load_spec
 from rlctl.spec.resolve import correction_rules
-from rlctl.spec.trainer import GuardrailsSpec
+from rlctl.spec.run_spec import GuardrailsSpec
 from rlctl.train import guardrails as module
 from rlctl.train.guardrail_decisions import (
     DRIFT_LIMIT,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlctl.errors import RunFailure
-from rlctl.spec.trainer import GuardrailsSpec
+from rlctl.spec.run_spec import GuardrailsSpec
 from rlctl.train.update import update
 from tests.models import naive_log_probs, replaced, tiny_model
 from tests.reference.correction import reference

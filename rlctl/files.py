@@ -1,7 +1,8 @@
-"""Atomic replacement of files, so that readers never see partial content, and cache directories."""
+"""Atomic replacement of files, so that readers never see partial content; cache directories; patterns."""
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -94,6 +95,12 @@ def cache_failure(what: str, place: Path, error: OSError) -> EnvironmentFailure:
         where=str(place),
         fix="free some space there, or set RLCTL_CACHE to a writable directory",
     )
+
+
+def matches(name: str) -> list[Path]:
+    """Files or directories for `name`: the path itself if it exists, else all matches of the pattern."""
+    path = Path(name).expanduser()
+    return [path] if path.exists() else sorted(map(Path, glob.glob(str(path))))  # noqa: PTH207 - any depth
 
 
 def sha256_of(path: Path) -> str:

@@ -136,7 +136,7 @@ def print_json(document: object) -> None:
 
 def complete_preset(incomplete: str) -> list[tuple[str, str]]:
     """Shell completion: presets whose names begin with the text, with their descriptions."""
-    from rlctl.spec.presets import all_presets
+    from rlctl.spec.sources import all_presets
 
     found = all_presets().values()
     return [(each.name, each.description) for each in found if each.name.startswith(incomplete)]

@@ -46,8 +46,7 @@ def _of_spec(name: str) -> list[dict[str, Any]]:
     from rlctl.cli.dry_run import show
     from rlctl.cli.schema import key_rows
     from rlctl.spec.keys import known_leaves
-    from rlctl.spec.presets import all_presets
-    from rlctl.spec.yaml_source import read_yaml_file
+    from rlctl.spec.sources import all_presets, read_yaml_file
 
     leaves = known_leaves()
     if name in leaves:

@@ -45,7 +45,7 @@ def init(
     from rlctl.spec.machine import GIB, gpu_memory
     from rlctl.spec.machine import gpus as cards
     from rlctl.spec.model import EMBEDDED
-    from rlctl.spec.presets import all_presets
+    from rlctl.spec.sources import all_presets
 
     check_new(out, force=force)
     memory = [(gpu_memory(card) or 80 * GIB) / GIB for card in cards()]

@@ -11,7 +11,7 @@ from rlctl.cli.command import AsJson, complete_preset, print_json
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from rlctl.spec.presets import Preset
+    from rlctl.spec.sources import Preset
 
 app = typer.Typer(help="The shipped presets: list, read, compare and copy them.", no_args_is_help=True)
 
@@ -37,7 +37,7 @@ def list_presets(
     Presets can be combined: -p llama3-8b -p 8gpu -p rloo-seq-is
     """
     from rlctl.cli.output import plain_table, unwrapped
-    from rlctl.spec.presets import all_presets
+    from rlctl.spec.sources import all_presets
 
     if as_json:
         found = [
@@ -132,7 +132,7 @@ def _preset(name: str) -> Preset:
         UsageError: there is none.
     """
     from rlctl.spec.keys import closest
-    from rlctl.spec.presets import all_presets
+    from rlctl.spec.sources import all_presets
 
     preset = all_presets().get(name)
     if preset is None:

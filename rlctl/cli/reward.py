@@ -98,7 +98,7 @@ def _spec(what: str) -> RunSpec:
     """
     from rlctl.registry import GRADERS
     from rlctl.spec.load import RUN_SPEC_FILE, load_spec
-    from rlctl.spec.presets import all_presets
+    from rlctl.spec.sources import all_presets
 
     if what == "model":
         fix = "write a spec with reward.name: model and reward.model.path"

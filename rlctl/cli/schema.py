@@ -37,8 +37,8 @@ def schema(
       rlctl schema --section actor --markdown
     """
     from rlctl.spec.keys import known_sections, section_class
-    from rlctl.spec.presets import DESCRIPTION
     from rlctl.spec.run_spec import RunSpec
+    from rlctl.spec.sources import DESCRIPTION
 
     model = section_class(section) if section else RunSpec
     if model is None:

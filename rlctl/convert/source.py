@@ -16,7 +16,7 @@ from rlctl.convert.expression import value_of
 from rlctl.convert.shell import Arg, commands, is_unresolved
 from rlctl.convert.table import KeyTable, names, table
 from rlctl.errors import UsageError
-from rlctl.spec.yaml_source import parse_scalar
+from rlctl.spec.sources import parse_scalar
 
 _MAX_BYTES = 1 << 20
 _OVERRIDE = re.compile(r"([+~]{0,2})([A-Za-z_][\w@./-]*)=(.*)", re.DOTALL)

@@ -14,6 +14,7 @@ from rlctl.data.records import RowError, extra_of, json_able, kind_of, parse_ans
 from rlctl.data.schema import Row
 from rlctl.data.sources import check_splits
 from rlctl.errors import UsageError, first_line
+from rlctl.files import matches
 
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 REQUIRED = ("data_source", "prompt", "reward_model")
@@ -44,8 +45,6 @@ def check_files(files: Sequence[str]) -> None:
 
 
 def _parquet_files(files: Sequence[str]) -> Iterator[Path]:
-    from rlctl.spec.paths import matches  # slow to import, and preparing data does not need it
-
     for name in files:
         found = matches(name)
         if not found:

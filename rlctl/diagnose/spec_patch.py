@@ -17,7 +17,7 @@ from rlctl.errors import SpecError, UsageError
 from rlctl.spec.keys import flat, nested
 from rlctl.spec.load import dump_spec, dump_value, load_spec
 from rlctl.spec.run_spec import RunSpec
-from rlctl.spec.yaml_source import read_value
+from rlctl.spec.sources import read_value
 
 
 class Applied(NamedTuple):

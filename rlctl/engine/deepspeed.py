@@ -34,7 +34,6 @@ from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.engine.values import ValueModule
 from rlctl.errors import RunFailure, UsageError, in_words
 from rlctl.spec.memory import REDUCE_BUCKET
-from rlctl.spec.passthrough import merged
 
 _STATE = "engine"
 #: Attribute of DeepSpeed's stage-1 optimizer in bf16: float32 sums of the micro-batches' gradients.
@@ -505,6 +504,16 @@ def _config(settings: Settings) -> dict[str, Any]:
         "steps_per_print": None,
     }
     return merged(own, settings.get("more_config", {}))
+
+
+def merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `base` updated with `more`; nested mappings are merged recursively."""
+    result = dict(base)
+    for key, value in more.items():
+        below = result.get(key)
+        both = isinstance(below, Mapping) and isinstance(value, Mapping)
+        result[key] = merged(below, value) if both else value  # type: ignore[arg-type]
+    return result
 
 
 def _import_deepspeed() -> Any:

@@ -14,9 +14,8 @@ from rlctl.data.recipes import Recipe, read_rows
 from rlctl.data.schema import Row
 from rlctl.data.sources import HUB, Source, check_splits, find_sources, read_records
 from rlctl.errors import UsageError
-from rlctl.files import sha256_of
+from rlctl.files import matches, sha256_of
 from rlctl.spec.keys import closest
-from rlctl.spec.paths import matches
 
 _PROBLEMS_SHOWN = 5
 

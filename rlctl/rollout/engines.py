@@ -13,7 +13,7 @@ import contextlib
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -416,7 +416,6 @@ def replica_settings(spec: RunSpec) -> ReplicaSettings:
     from rlctl.rollout.replicas import ReplicaSettings
     from rlctl.rollout.vllm import VLLM_DTYPES
     from rlctl.rollout.weight_broadcast import transfer_backend
-    from rlctl.spec.passthrough import as_arguments
 
     rollout, trainers = spec.rollout, spec.trainer.n_gpus_per_node
     on_gpus = torch.cuda.is_available()
@@ -445,6 +444,19 @@ def replica_settings(spec: RunSpec) -> ReplicaSettings:
         max_restarts=rollout.server.max_restarts,
         more_arguments=tuple(as_arguments(_engine_kwargs(spec))),
     )
+
+
+def as_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Converts vLLM options to arguments of `vllm serve`: `--name value`, `--flag` and `--no-flag`."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+            arguments += [f"--{flag}", text]
+    return arguments
 
 
 def sampling_of(spec: RunSpec) -> Sampling:

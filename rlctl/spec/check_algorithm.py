@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rlctl.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, Part
 from rlctl.spec.algorithm import CORRECTION
 from rlctl.spec.base import param_problems
-from rlctl.spec.check_base import (
+from rlctl.spec.check import (
     BATCH_KEYS,
     ESTIMATOR,
     LEAVE_OUT,

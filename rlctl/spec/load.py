@@ -19,6 +19,7 @@ import yaml
 from pydantic import ValidationError
 
 from rlctl.errors import Problem, SpecError, UsageError, in_words
+from rlctl.spec import check_algorithm, check_rollout  # register their checks  # noqa: F401
 from rlctl.spec.base import PARTS_UNCHECKED
 from rlctl.spec.check import check_spec
 from rlctl.spec.keys import (
@@ -37,9 +38,16 @@ from rlctl.spec.keys import (
 )
 from rlctl.spec.machine import native_dtype
 from rlctl.spec.model import EMBEDDED
-from rlctl.spec.presets import DESCRIPTION, all_presets
 from rlctl.spec.run_spec import RunSpec
-from rlctl.spec.yaml_source import Leaf, SpecSource, parse_scalar, read_value, read_yaml_file
+from rlctl.spec.sources import (
+    DESCRIPTION,
+    Leaf,
+    SpecSource,
+    all_presets,
+    parse_scalar,
+    read_value,
+    read_yaml_file,
+)
 
 Layer = Literal["default", "hardware", "embedded", "preset", "file", "command line", "values"]
 
@@ -383,10 +391,10 @@ def _located(problem: Problem, origins: dict[str, Origin]) -> Problem:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes YAML that `yaml_source` reads back: text that looks like a number or null is quoted."""
+    """Writes YAML that `sources` reads back: text that looks like a number or null is quoted."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """Returns True, so that repeated lists are written in full: `yaml_source` refuses aliases."""
+        """Returns True, so that repeated lists are written in full: `sources` refuses aliases."""
         return True
 
 

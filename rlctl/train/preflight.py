@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlctl.errors import Problem, UsageError
+from rlctl.files import matches
 from rlctl.model_files import check_directory
 from rlctl.spec.model_size import checkpoint_bytes
-from rlctl.spec.paths import matches
 from rlctl.spec.run_spec import RunSpec
 from rlctl.user_code import files_of
 

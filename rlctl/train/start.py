@@ -8,17 +8,18 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from rlctl import leftovers
 from rlctl.engine.launch import run_ranks, under_torchrun
 from rlctl.errors import UsageError
+from rlctl.files import matches
 from rlctl.named_models import model_directory
 from rlctl.spec.base import seconds
 from rlctl.spec.load import RUN_SPEC_FILE, dump_spec
-from rlctl.spec.paths import with_absolute_paths
+from rlctl.spec.model import EMBEDDED, NAMED_MODELS
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
 from rlctl.track.console import Startup
@@ -27,6 +28,7 @@ from rlctl.track.run_dir import claim_default_path, open_run_dir
 from rlctl.train.resume import refuse_unsafe
 from rlctl.train.stop import catching_signals, end_process
 from rlctl.train.watchdog import Watchdog
+from rlctl.user_code import is_file_function, split_names
 
 if TYPE_CHECKING:
     from rlctl.engine.ranks import Ranks
@@ -192,6 +194,45 @@ def _path_of(spec: RunSpec) -> Path:
             fix="set trainer.run_dir=…, the same on every rank",
         )
     return claim_default_path(spec.trainer.project_name, spec.trainer.experiment_name)
+
+
+def with_absolute_paths(spec: RunSpec) -> RunSpec:
+    """`spec` with every local path absolute, so that the run can be resumed from any directory.
+
+    Paths that exist are local; everything else (a hub id, a missing path) stays unchanged.
+    """
+    content = spec.model_dump()
+    for section, key in (("model", "path"), ("critic", "path"), ("ref", "path")):
+        content[section][key] = _absolute(content[section][key])
+    for key in ("train_files", "val_files"):
+        content["data"][key] = [_absolute(path) for path in content["data"][key]]
+    content["reward"]["model"]["path"] = _absolute(content["reward"]["model"]["path"])
+    return RunSpec.model_validate(_with_absolute_functions(content))
+
+
+def _with_absolute_functions(value: Any) -> Any:
+    """A copy of the tree in which the file of every `path/to/file.py:function` is absolute, also in lists."""
+    if isinstance(value, dict):
+        return {key: _with_absolute_functions(below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_absolute_functions(item) for item in value]
+    if isinstance(value, str) and ".py:" in value:
+        names = split_names(value)
+        absolute = [_absolute_function(name) for name in names]
+        return value if absolute == names else ",".join(absolute)
+    return value
+
+
+def _absolute_function(name: str) -> str:
+    file, _, function = name.rpartition(":")
+    return f"{_absolute(file)}:{function}" if is_file_function(name) else name
+
+
+def _absolute(path: str | None) -> str | None:
+    """Makes an existing path absolute; returns everything else unchanged."""
+    if path is None or path == EMBEDDED or path in NAMED_MODELS or not matches(path):
+        return path
+    return str(Path(path).expanduser().resolve())
 
 
 def _check_ranks(spec: RunSpec) -> None:

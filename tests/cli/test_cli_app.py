@@ -17,7 +17,7 @@ import torch
 import rlctl
 from rlctl.cli import app as app_module
 from rlctl.cli.app import run
-from rlctl.spec.presets import all_presets
+from rlctl.spec.sources import all_presets
 
 ROOT = Path(rlctl.__file__).parent.parent
 RC = "algorithm.rollout_correction."

@@ -16,11 +16,11 @@ from rlctl.cli import init as init_module
 from rlctl.cli import schema as schema_module
 from rlctl.cli.app import app, run
 from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from rlctl.spec import yaml_source
+from rlctl.spec import sources
 from rlctl.spec.keys import known_leaves
 from rlctl.spec.load import load_spec
 from rlctl.spec.machine import GIB, gpu_memory
-from rlctl.spec.presets import all_presets
+from rlctl.spec.sources import all_presets
 
 Capture = pytest.CaptureFixture[str]
 
@@ -102,9 +102,9 @@ def test_explain_knows_every_key_and_what_presets_set(
 ) -> None:
     """Schema and presets are read once, not once per key."""
     rows, paths = list(schema_module.key_rows()), [preset.path for preset in all_presets().values()]
-    presets = {path: yaml_source.read_yaml_file(path, known_leaves()) for path in paths}
+    presets = {path: sources.read_yaml_file(path, known_leaves()) for path in paths}
     monkeypatch.setattr(schema_module, "key_rows", lambda: rows)
-    monkeypatch.setattr(yaml_source, "read_yaml_file", lambda path, _: presets[path])
+    monkeypatch.setattr(sources, "read_yaml_file", lambda path, _: presets[path])
     for key in known_leaves():
         assert run(["explain", key, "--json"]) == 0
         [entry] = json.loads(capsys.readouterr().out)

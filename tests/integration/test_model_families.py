@@ -24,8 +24,7 @@ from transformers import (
 from rlctl.prefix import body_of
 from rlctl.spec.model import ModelSpec
 from rlctl.spec.model_size import PUBLISHED, model_size
-from rlctl.spec.presets import all_presets
-from rlctl.spec.yaml_source import read_yaml_file
+from rlctl.spec.sources import all_presets, read_yaml_file
 from rlctl.tiny.task import problem, write_parquet
 from tests import runs
 from tests.models import config_of

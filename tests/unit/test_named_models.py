@@ -12,8 +12,8 @@ from rlctl import named_models
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.named_models import model_directory, wheel_variable
 from rlctl.spec.model import NAMED_MODELS
-from rlctl.spec.paths import with_absolute_paths
 from rlctl.spec.run_spec import RunSpec
+from rlctl.train.start import with_absolute_paths
 
 NAME = "smollm2-135m"
 

@@ -32,9 +32,9 @@ from rlctl.registry import (
 )
 from rlctl.spec.explain import bands
 from rlctl.spec.load import LoadedSpec, dump_spec, load_spec
-from rlctl.spec.paths import with_absolute_paths
 from rlctl.spec.resolve import correction_rules
 from rlctl.spec.run_spec import RunSpec
+from rlctl.train.start import with_absolute_paths
 from rlctl.user_code import files_of, load_function
 from tests.packages import install_package
 

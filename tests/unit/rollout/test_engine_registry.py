@@ -15,7 +15,7 @@ from rlctl.rollout.engines import EngineCapabilities, EngineContext, build_rollo
 from rlctl.rollout.protocol import Sampling
 from rlctl.rollout.weights import PlainWeights
 from rlctl.spec.load import load_spec
-from rlctl.spec.paths import with_absolute_paths
+from rlctl.train.start import with_absolute_paths
 from tests.models import naive_log_probs
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, random_model
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from rlctl.engine.deepspeed import merged
 from rlctl.errors import SpecError
+from rlctl.rollout.engines import as_arguments
+from rlctl.spec.check_rollout import DEEPSPEED_OWNERS, VLLM_OWNERS
 from rlctl.spec.load import dump_spec, load_spec
-from rlctl.spec.passthrough import DEEPSPEED_OWNERS, VLLM_OWNERS, as_arguments, merged
 
 VLLM = "rollout.name=vllm"
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from rlctl.errors import SpecError
 from rlctl.spec.keys import advice_for, known_leaves
 from rlctl.spec.load import dump_spec, load_spec
-from rlctl.spec.presets import all_presets, presets_dir
 from rlctl.spec.run_spec import RunSpec
-from rlctl.spec.yaml_source import read_yaml
+from rlctl.spec.sources import all_presets, presets_dir, read_yaml
 
 
 def write(path: Path, text: str) -> Path:

@@ -11,9 +11,8 @@ from rlctl.spec.load import load_spec
 from rlctl.spec.memory import memory_parts, memory_total
 from rlctl.spec.model import EMBEDDED
 from rlctl.spec.model_size import PUBLISHED, model_size
-from rlctl.spec.presets import DESCRIPTION, all_presets
 from rlctl.spec.run_spec import RunSpec
-from rlctl.spec.yaml_source import read_yaml_file
+from rlctl.spec.sources import DESCRIPTION, all_presets, read_yaml_file
 
 PROMPTS = ["data.train_files=prompts.parquet"]
 #: Memory of a card in bytes, as it is sold.

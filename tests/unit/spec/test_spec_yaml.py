@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlctl.spec.yaml_source import MAX_BYTES, parse_scalar, read_value, read_yaml
+from rlctl.spec.sources import MAX_BYTES, parse_scalar, read_value, read_yaml
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.learning import seeds_of
 from rlctl.algos.correction import correct
 from rlctl.spec.algorithm import RolloutCorrectionSpec
+from rlctl.what_if.dumps import Step
 from rlctl.what_if.replay import replay
 from rlctl.what_if.settings import Setting, grid
-from rlctl.what_if.step import Step
 from tests.reference.enumerable import GROUP, Truth, World
 
 #: Without normalisation, so that the plain error also has an exact value. Rules that depend on the sign of

@@ -158,8 +158,7 @@ def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
     from rich.text import Text
 
     from rlctl.diagnose.diagnosis_report import visible
-    from rlctl.what_if.page import page
-    from rlctl.what_if.what_if_report import print_tradeoff
+    from rlctl.what_if.what_if_report import page, print_tradeoff
     from rlctl.what_if.what_if_run import what_if
 
     found = []

@@ -14,7 +14,7 @@ from rlctl.html_page import render
 from rlctl.metric_names import ELSEWHERE, METRICS
 from rlctl.report.run_sections import SHADES, sample_note, sample_steps, spec_rows, validation_rows
 from rlctl.track.open_run import open_run, read_state
-from rlctl.what_if import page as what_if_page
+from rlctl.what_if import what_if_report
 from rlctl.what_if.what_if_run import what_if
 
 _HERE = Path(__file__).parent
@@ -38,7 +38,7 @@ def run_page(runs: Sequence[Path], *, with_what_if: bool = True) -> str:
             replays.append((visible(str(path)), what_if(path)))
         except UsageError:  # the run saved no responses
             continue
-    values["style"] += what_if_page.section_style() + (_HERE / "run_page.css").read_text(encoding="utf-8")
+    values["style"] += what_if_report.section_style() + (_HERE / "run_page.css").read_text(encoding="utf-8")
     details: list[dict[str, Any]] = []
     for record in records:
         state = read_state(record.path)
@@ -59,9 +59,9 @@ def run_page(runs: Sequence[Path], *, with_what_if: bool = True) -> str:
         )
     return render(
         _HERE / "run_page.html.j2",
-        folders=[TEMPLATE.parent, what_if_page.FOLDER],
+        folders=[TEMPLATE.parent, what_if_report.FOLDER],
         details=details,
         shades=SHADES,
         **values,
-        **what_if_page.section_values(replays),
+        **what_if_report.section_values(replays),
     )

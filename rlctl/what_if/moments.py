@@ -12,12 +12,15 @@ intervals.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from rlctl.what_if.dumps import Step
 
 Floats = NDArray[np.float64]
 
@@ -26,6 +29,10 @@ BLOCKS = 32
 CLASSES = 32
 #: Upper bound of the token ratios that weight the centring, so that no single token dominates the mean.
 _CENTRING_CAP = 10.0
+#: Padded tokens per chunk. Bounds the memory used in addition to the rows of one step.
+CHUNK_TOKENS = 1 << 18
+#: Groups per chunk. Each group temporarily has a dense surrogate gradient.
+CHUNK_GROUPS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,45 @@ class Chunk:
     advantages: Tensor  # (B,) float64
     groups: Tensor  # (B,) int64, number of the group within this chunk
     blocks: Tensor  # (B,) int64, the group's block
+
+
+def whole_groups(step: Step) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Yields (rows, group number of each row) per chunk; the rows of a group are adjacent, never split."""
+    _, numbers = np.unique(step.group_ids, return_inverse=True)
+    order = np.argsort(numbers, kind="stable")
+    ends = np.flatnonzero(np.diff(numbers[order])) + 1
+    rows, count = order[:0], 0
+    for group in np.split(order, ends):
+        ahead = np.concatenate([rows, group])
+        is_full = count == CHUNK_GROUPS or step.lengths[ahead].max() * len(ahead) > CHUNK_TOKENS
+        if count and is_full:
+            yield rows, numbers[rows]
+            ahead, count = group, 0
+        rows, count = ahead, count + 1
+    yield rows, numbers[rows]
+
+
+def pad(step: Step, rows: NDArray[np.int64], groups: NDArray[np.int64], blocks: NDArray[np.int64]) -> Chunk:
+    """Pads the rows of a step with advantages to (B, T) tensors; padding is zero."""
+    assert step.advantages is not None
+    starts = np.cumsum(step.lengths) - step.lengths
+    lengths = step.lengths[rows]
+    places = np.arange(max(lengths.max(), 1))
+    inside = places < lengths[:, None]
+    index = np.where(inside, starts[rows][:, None] + places, 0)
+
+    def take(flat: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(np.where(inside, flat[index], flat.dtype.type(0)))
+
+    return Chunk(
+        log_probs=take(step.log_probs),
+        rollout_log_probs=take(step.rollout_log_probs),
+        mask=torch.from_numpy(inside) if step.mask is None else take(step.mask),
+        token_ids=take(step.token_ids),
+        advantages=torch.from_numpy(step.advantages[rows]),
+        groups=torch.from_numpy(groups),
+        blocks=torch.from_numpy(blocks),
+    )
 
 
 class StepMoments:

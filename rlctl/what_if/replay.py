@@ -1,4 +1,4 @@
-"""Evaluates a grid of settings in one pass over dumped rollouts."""
+"""Evaluates a grid of settings in one pass over dumped rollouts, and recommends one of them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ from dataclasses import replace
 
 import numpy as np
 
+from rlctl.algos.metric_sums import ratio
 from rlctl.algos.rules import CorrectionRules, WeightRule
+from rlctl.algos.statistics import correction_metrics
 from rlctl.errors import UsageError
-from rlctl.what_if.chunks import advantages_of, pooled
-from rlctl.what_if.setting_sums import SettingSums
+from rlctl.what_if.dumps import Step
+from rlctl.what_if.moments import Floats
+from rlctl.what_if.proxies import Proxies, draws, interval, proxies
+from rlctl.what_if.setting_sums import SettingSums, advantages_of, pooled
 from rlctl.what_if.settings import Setting
-from rlctl.what_if.step import Step
-from rlctl.what_if.summary import summarized
-from rlctl.what_if.tradeoff import Tradeoff
+from rlctl.what_if.tradeoff import IntervalEstimate, Recommendation, SettingOutcome, Tradeoff
 
 _NO_WEIGHT = CorrectionRules(WeightRule(None))
+#: A setting replaces the run's own only if it is better in at least this share of resamples, and by at least
+#: this share of the run's own error: the difference must be both certain and relevant.
+DECISIVE, MATERIAL = 0.95, 0.05
+#: With fewer groups, intervals are rough.
+FEW_GROUPS = 32
 
 
 def replay(
@@ -46,21 +53,130 @@ def replay(
     for setting in settings:
         named.setdefault(setting.rules, []).append(setting)
     rules = [*named, *({_NO_WEIGHT} - named.keys())]
-    sums = SettingSums(rules)
+    sums, all_notes, num_steps = SettingSums(rules), list[str](), 0
 
     def with_advantages() -> Iterator[Step]:
+        nonlocal num_steps
         for step in steps:
-            found = advantages_of(step, estimator, sums.notes)
+            found = advantages_of(step, estimator, all_notes)
             if mean_per_sequence:
                 found = found / np.maximum(step.lengths, 1)
-            sums.num_steps += 1
+            num_steps += 1
             yield replace(step, advantages=found)
 
     for batch in pooled(with_advantages(), groups_per_batch or 1):
         sums.add(batch)
-    num_groups, num_sequences, _ = sums.moments.counts.sum(1)
+    num_groups, num_sequences, num_tokens = (int(total) for total in sums.moments.counts.sum(1))
     if not num_sequences:
         raise UsageError("the dump contains no response with finite log-probs of both policies")
-    groups = groups_per_batch or float(num_groups / sums.num_steps)
-    names = [named.get(rule, []) for rule in rules]
-    return summarized(sums, names, rules.index(_NO_WEIGHT), groups)
+    batch_groups = groups_per_batch or num_groups / num_steps
+    drawn = draws(int((sums.moments.counts[0] > 0).sum()))
+    found = proxies(sums.moments, drawn, rules.index(_NO_WEIGHT), batch_groups)
+    notes = list(dict.fromkeys(all_notes))
+    if found is None:
+        why = "no advantage differs from zero" if num_groups > 1 else "there is only one prompt group"
+        notes.append(f"{why}: errors cannot be estimated, nothing is recommended")
+    elif num_groups < FEW_GROUPS:
+        notes.append(f"only {num_groups} prompt groups: intervals are rough (32 and more are better)")
+    outcomes = _folded(
+        {place: _outcome(sums, own, place, found, drawn) for place, own in enumerate(named.values())}
+    )
+    order = sorted(outcomes, key=lambda p: float(found.error[0, p]) if found else 0.0)
+    plainest = min(outcomes, key=lambda p: float(found.plain_error[0, p])) if found else None
+    return Tradeoff(
+        outcomes=tuple(outcomes[place] for place in order),
+        recommended=_recommend(outcomes, found) if found else None,
+        plainest=None if plainest is None else outcomes[plainest].setting.name,
+        num_steps=num_steps,
+        num_groups=num_groups,
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+        groups_per_batch=batch_groups,
+        trust=found.trust if found else 0.0,
+        notes=tuple(notes),
+    )
+
+
+def _folded(outcomes: dict[int, SettingOutcome]) -> dict[int, SettingOutcome]:
+    """Merges settings with identical results on these responses into the first, with the names of all."""
+    firsts: dict[tuple[str, ...], int] = {}
+    found: dict[int, SettingOutcome] = {}
+    for place, outcome in outcomes.items():
+        first = firsts.setdefault(outcome.figures(), place)
+        if first == place:
+            found[place] = outcome
+        else:
+            names = (*found[first].same_as, outcome.setting.name, *outcome.same_as)
+            found[first] = replace(found[first], same_as=names)
+    return found
+
+
+def _outcome(
+    replayed: SettingSums, named: list[Setting], place: int, found: Proxies | None, drawn: Floats
+) -> SettingOutcome:
+    rule, sums, kish = replayed.rules[place], replayed.corrections[place], replayed.kish[place]
+    metrics, used = correction_metrics(sums, rule), replayed.moments.counts[0] > 0
+    units = sums.finite_tokens if rule.weight.by_token else sums.finite_sequences
+    beyond = 0.0
+    if sums.weights is not None:
+        below = 0.0 if rule.weight.bound == "truncate" else sums.weights.below
+        beyond = sums.weights.above + below
+    prefix = "rollout_corr/"
+    of_errors = (found.error, found.bias, found.variance) if found else (None, None, None)
+    error, bias, variance = (None if values is None else _estimate(values[:, place]) for values in of_errors)
+    return SettingOutcome(
+        setting=named[0],
+        same_as=tuple(setting.name for setting in named[1:]),
+        raw_ess=_ess(kish[0][:, used], drawn),
+        applied_ess=_ess(kish[1][:, used], drawn),
+        kept_tokens=1.0 - metrics[f"{prefix}rollout_rs_masked_fraction"],
+        kept_sequences=1.0 - metrics[f"{prefix}rollout_rs_seq_masked_fraction"],
+        max_weight=metrics.get(f"{prefix}rollout_is_max", 1.0) if sums.kept_tokens else 0.0,
+        at_bound=ratio(beyond, units),
+        saturated=ratio(metrics[f"{prefix}saturated_sequences"], sums.finite_sequences),
+        error=error,
+        bias=bias,
+        variance=variance,
+        plain_error=float(found.plain_error[0, place]) if found else None,
+    )
+
+
+def _ess(kish: Floats, drawn: Floats) -> IntervalEstimate:
+    """Kish's effective sample size divided by n, from (3, K) sums, with its interval over blocks."""
+    sums = drawn @ kish.T
+    count, first, second = sums.T
+    scale = count * second
+    ess = np.divide(first**2, scale, out=np.zeros_like(first), where=scale > 0)
+    return _estimate(np.minimum(ess, 1.0))
+
+
+def _estimate(values: Floats) -> IntervalEstimate:
+    """Converts (R,) values, first of the sample, then of its resamples, to an estimate with an interval."""
+    low, high = interval(values)
+    return IntervalEstimate(float(values[0]), float(low), float(high))
+
+
+def _recommend(outcomes: dict[int, SettingOutcome], found: Proxies) -> Recommendation:
+    """Recommends the setting whose error interval has the smallest upper end, or the run's own setting.
+
+    The run's own setting is kept unless the other one is better by `DECISIVE` and `MATERIAL`.
+    """
+    high = interval(found.error)[1]
+    best = min(outcomes, key=lambda place: float(high[place]))
+    chosen = outcomes[best].setting
+    name = chosen.name
+    upper = f"the sampling interval of {name}'s gradient error has the smallest upper end, {high[best]:.3f}"
+    own = next((p for p, o in outcomes.items() if o.setting.family == "run"), None)
+    if own is None:
+        return Recommendation(name, chosen.overrides, upper, None)
+    if own == best:
+        return Recommendation(name, (), f"{upper}: keep the run's setting", False)
+    better = float((found.error[1:, best] < found.error[1:, own]).mean())
+    saved = 1.0 - float(found.error[0, best] / found.error[0, own])
+    against = (
+        f"{upper}; it saves {saved:.0%} of the run's own error and is better in {better:.0%} of resamples"
+    )
+    if better < DECISIVE or saved < MATERIAL:
+        why = f"{against}: too small a gain; keep the run's setting"
+        return Recommendation(outcomes[own].setting.name, (), why, False)
+    return Recommendation(name, chosen.overrides, against, True)

@@ -2,23 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from rlctl.algos import advantages as outcome_advantages
 from rlctl.algos.correction import correct, masked_log_ratio, normalization_factor
 from rlctl.algos.correction_records import CorrectionSums
 from rlctl.algos.row_blocks import Extras, clamped_exp, evaluated
 from rlctl.algos.rules import CorrectionRules, WeightRule
 from rlctl.algos.statistics import normalized
 from rlctl.registry import CORRECTION_WEIGHTS
-from rlctl.what_if.chunks import pad, whole_groups
-from rlctl.what_if.moments import BLOCKS, Chunk, Floats, ScoreMoments, StepMoments, Tokens
-from rlctl.what_if.step import Step
+from rlctl.what_if.dumps import Step
+from rlctl.what_if.moments import BLOCKS, Chunk, Floats, ScoreMoments, StepMoments, Tokens, pad, whole_groups
 
+#: Maximum number of tokens of pooled steps.
+POOL_TOKENS = 1 << 22
 _EXACT = CorrectionRules(WeightRule("sequence", "truncate", upper=1e9))
+
+
+def pooled(steps: Iterable[Step], groups: int) -> Iterator[Step]:
+    """Merges consecutive steps until they contain `groups` prompt groups or `POOL_TOKENS` tokens."""
+    held: list[Step] = []
+    for step in steps:
+        if not len(step.token_ids):
+            continue
+        held.append(step)
+        count = sum(len(np.unique(one.group_ids)) for one in held)
+        if count >= groups or sum(len(one.token_ids) for one in held) >= POOL_TOKENS:
+            yield _merged(held)
+            held = []
+    if held:
+        yield _merged(held)
+
+
+def _merged(steps: list[Step]) -> Step:
+    """Merges steps into one; groups of different steps get different ids."""
+    if len(steps) == 1:
+        return steps[0]
+    ids, start = [], 0
+    for step in steps:
+        _, numbers = np.unique(step.group_ids, return_inverse=True)
+        ids.append(numbers + start)
+        start += int(numbers.max()) + 1
+    masks = [np.ones(len(one.token_ids), np.bool_) if one.mask is None else one.mask for one in steps]
+    names = ("rewards", "lengths", "token_ids", "rollout_log_probs", "log_probs", "advantages")
+    joined = {name: np.concatenate([getattr(one, name) for one in steps]) for name in names}
+    return Step(steps[0].number, np.concatenate(ids), mask=np.concatenate(masks), **joined)
+
+
+def advantages_of(step: Step, estimator: str, notes: list[str]) -> NDArray[np.float64]:
+    """(B,) one advantage per response: from the dump, otherwise computed from the rewards.
+
+    Uses the run's estimator if it is `rloo`, `grpo`, `dr_grpo` or `opo`, otherwise `rloo`. With one response
+    per prompt, uses `rloo` over the whole step. Adds a note to `notes` if the estimator is replaced.
+    """
+    if step.advantages is not None:
+        return np.nan_to_num(step.advantages)
+    scores, groups = torch.tensor(step.rewards), torch.tensor(step.group_ids)
+    valid = scores.isfinite()
+    scores = scores.nan_to_num(0.0)
+    if len(np.unique(step.group_ids)) == len(step.group_ids):
+        notes.append("one response per prompt: advantages are rewards minus the step's mean")
+        groups, estimator = torch.zeros_like(groups), "rloo"
+    elif estimator not in ("rloo", "grpo", "dr_grpo", "opo"):
+        notes.append(f"advantages of {estimator} are not in the dump: those of rloo are used")
+    if estimator in ("grpo", "dr_grpo"):
+        advantages = outcome_advantages.grpo(scores, groups, valid, divide_by_std=estimator == "grpo")
+    elif estimator == "opo":
+        lengths = torch.tensor(step.lengths)
+        advantages = outcome_advantages.weighted_baseline(scores, lengths, groups, valid)
+    else:
+        advantages = outcome_advantages.rloo(scores, groups, valid)
+    return np.asarray(advantages.double())
 
 
 class SettingSums:
@@ -30,8 +90,6 @@ class SettingSums:
         #: (R, 2, 3, K): raw and applied weights; n, Σw, Σw² over tokens or sequences, depending on the rule.
         self.kish = np.zeros((len(rules), 2, 3, BLOCKS))
         self.corrections: list[CorrectionSums[float]] = []
-        self.num_steps = 0
-        self.notes: list[str] = []
 
     def add(self, batch: Step) -> None:
         """Adds rows with advantages as one mini-batch."""

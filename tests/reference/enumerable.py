@@ -13,7 +13,7 @@ import torch
 from rlctl.algos.correction import correct
 from rlctl.algos.rules import CorrectionRules
 from rlctl.bench import worlds
-from rlctl.what_if.step import Step
+from rlctl.what_if.dumps import Step
 
 GROUP = 8
 

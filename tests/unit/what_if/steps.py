@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlctl.track.rollouts import SCHEMA
-from rlctl.what_if.step import Step
+from rlctl.what_if.dumps import Step
 from rlctl.what_if.tradeoff import SettingOutcome, Tradeoff
 
 

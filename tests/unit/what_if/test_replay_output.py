@@ -18,13 +18,12 @@ from rlctl.cli.diagnose import replay as command
 from rlctl.errors import UsageError
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.load import dump_spec, load_spec
-from rlctl.what_if import draw
+from rlctl.what_if.dumps import Step
 from rlctl.what_if.replay import replay
 from rlctl.what_if.setting_sums import SettingSums
 from rlctl.what_if.settings import Setting, frameworks, grid
-from rlctl.what_if.step import Step
 from rlctl.what_if.tradeoff import Recommendation, Tradeoff
-from rlctl.what_if.what_if_report import name_of
+from rlctl.what_if.what_if_report import name_of, svg
 from rlctl.what_if.what_if_run import what_if
 from tests.reference import advantages as slow
 from tests.unit.what_if.steps import make_step, outcome_of, write_part
@@ -229,7 +228,7 @@ def test_the_picture_holds_every_setting_and_no_markup_of_others(found: Tradeoff
         outcomes=(hostile, *found.outcomes[1:]),
         recommended=Recommendation(name, (), "", None),
     )
-    text = draw.svg(changed)
+    text = svg(changed)
     root = ET.fromstring(text)
     titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == 1 + len(found.outcomes)
@@ -250,7 +249,7 @@ def test_the_frontier_is_not_beaten(found: Tradeoff) -> None:
 
 def test_names_and_reports_need_no_torch() -> None:
     code = (
-        "import sys, rlctl.what_if.page, rlctl.what_if.what_if_run, rlctl.cli.diagnose;"
+        "import sys, rlctl.what_if.what_if_report, rlctl.what_if.what_if_run, rlctl.cli.diagnose;"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,12 +12,12 @@ import pytest
 
 from rlctl.errors import UsageError
 from rlctl.spec.algorithm import RolloutCorrectionSpec
-from rlctl.what_if import chunks
+from rlctl.what_if import moments
+from rlctl.what_if.dumps import Step
 from rlctl.what_if.moments import BLOCKS, CLASSES
 from rlctl.what_if.replay import replay
-from rlctl.what_if.setting_sums import SettingSums
+from rlctl.what_if.setting_sums import SettingSums, advantages_of
 from rlctl.what_if.settings import Setting, grid
-from rlctl.what_if.step import Step
 from tests.reference import advantages as slow
 from tests.unit.what_if.steps import make_step, outcome_of
 
@@ -113,7 +113,7 @@ def test_surrogate_gradients_against_a_loop() -> None:
         setting("token", rollout_is="token", rollout_is_bound="truncate", rollout_is_batch_normalize=False),
     ]
     sums = SettingSums([one.rules for one in settings])
-    sums.add(replace(step, advantages=chunks.advantages_of(step, "rloo", [])))
+    sums.add(replace(step, advantages=advantages_of(step, "rloo", [])))
     gradient, exact, noise = sums.moments.centred()
     assert BLOCKS > 12  # every group has a block of its own, in the order of group ids
     for found, weigh in ((gradient[0], "none"), (gradient[1], "token"), (exact, "exact")):
@@ -144,7 +144,7 @@ def assert_same(one: dict, other: dict) -> None:
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [make_step(seed) for seed in range(2)]
     whole = figures(steps)
-    monkeypatch.setattr(chunks, "CHUNK_TOKENS", 40)
+    monkeypatch.setattr(moments, "CHUNK_TOKENS", 40)
     assert_same(whole, figures(steps))
 
 
@@ -175,7 +175,7 @@ def test_bad_numbers_cost_their_own_sequence_only() -> None:
     keep[5] = False
     tokens = np.ones(len(broken), bool)
     tokens[place] = False
-    given = chunks.advantages_of(step, "rloo", [])
+    given = advantages_of(step, "rloo", [])
     without = Step(
         step.number,
         step.group_ids[keep],

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from rlctl.spec.algorithm import RolloutCorrectionSpec
-from rlctl.what_if.page import page as page_text
 from rlctl.what_if.replay import replay
 from rlctl.what_if.settings import grid
 from rlctl.what_if.tradeoff import Tradeoff
+from rlctl.what_if.what_if_report import page as page_text
 from tests.unit.what_if.steps import make_step
 
 EVIL = "</title></svg><script>document.title=1</script><img src='https://evil.test/x' onerror=alert()>{{7*7}}"

@@ -220,8 +220,13 @@ def _read_nemo(files: Sequence[Path]) -> Iterator[Step]:
                 except (ValueError, KeyError, TypeError, IndexError) as error:
                     what = f"is no NeMo-RL training row with both policies' log-probs: {error!r}"
                     raise UsageError(what, where=f"{file}:{number}") from error
+        try:
+            step = _ragged(_step_number(file), rows)
+        except ValueError as error:
+            what = f"is no NeMo-RL training dump: {error}"
+            raise UsageError(what, where=str(file)) from error
         if rows:
-            yield _ragged(_step_number(file), rows)
+            yield step
 
 
 def _nemo_row(row: dict[str, Any]) -> _DumpedRow:

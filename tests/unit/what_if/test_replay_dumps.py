@@ -176,6 +176,12 @@ def test_broken_files_are_said_with_their_place(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no NeMo-RL training row") as caught:
         list(find_dump(lines).steps)
     assert caught.value.where == f"{lines}:2"
+    short = nemo_row([1], [2, 3], 1.0)
+    short["prev_logprobs"] = [[0.0, -0.1]]
+    lines.write_text(json.dumps(short) + "\n")
+    with pytest.raises(UsageError, match="row 0: token arrays of lengths") as caught:
+        list(find_dump(lines).steps)
+    assert caught.value.where == str(lines)
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from rlctl.data.prompts import prompt_batch
 from rlctl.engine.model import load_policy
-from rlctl.mismatch.gap import measure
-from rlctl.mismatch.prompts import question_rows, token_ids
-from rlctl.mismatch.score import EngineSample, VariantScorer
-from rlctl.mismatch.scoring_variant import OWN, SamplingSettings, ScoringVariant
+from rlctl.mismatch.score import EngineSample, VariantScorer, measure
+from rlctl.mismatch.variants import OWN, SamplingSettings, ScoringVariant, question_rows, token_ids
 from rlctl.named_models import model_directory
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import ResponseSampler, Sampling

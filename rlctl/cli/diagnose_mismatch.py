@@ -57,8 +57,7 @@ def mismatch(
     rlctl diagnose mismatch --model runs/rlctl/rloo-seq-is-20260101-120000 --temperature 0.7
     """
     from rlctl.cli.output import write_report
-    from rlctl.mismatch.mismatch_report import as_document, print_report
-    from rlctl.mismatch.mismatch_run import MismatchRequest, run_preflight
+    from rlctl.mismatch.mismatch_run import MismatchRequest, as_document, print_report, run_preflight
 
     report = run_preflight(
         MismatchRequest(

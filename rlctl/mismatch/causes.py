@@ -6,10 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rlctl.mismatch.examine import Examination
-from rlctl.mismatch.gap import Gap
-from rlctl.mismatch.prompts import ENGINE, NO_GENERATION_PROMPT, NO_TEMPLATE, first_difference
-from rlctl.mismatch.scoring_variant import OWN, POSITION_MISTAKES, Cut, Factor, SamplingSettings
+from rlctl.mismatch.score import Gap
 from rlctl.mismatch.search import ARITHMETIC, Taken
+from rlctl.mismatch.variants import (
+    ENGINE,
+    NO_GENERATION_PROMPT,
+    NO_TEMPLATE,
+    OWN,
+    POSITION_MISTAKES,
+    Cut,
+    Factor,
+    SamplingSettings,
+    first_difference,
+)
 
 _FINER = ("engine.dtype=fp32 rollout.dtype=fp32", "algorithm.rollout_correction.rollout_is=token")
 _ROUNDING_FIX = "compute in a finer precision on both sides, or correct for the gap"

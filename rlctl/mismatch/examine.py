@@ -14,12 +14,10 @@ from typing import Any, cast
 
 from rlctl.data.prompts import pad_id_of, prompt_batch
 from rlctl.data.schema import Row
-from rlctl.mismatch.gap import AGREE, Gap
-from rlctl.mismatch.prompts import renderings, token_ids
-from rlctl.mismatch.score import EngineSample, VariantScorer, Weights, all_and_head, moved
-from rlctl.mismatch.scoring_variant import OWN, Cut, SamplingSettings, ScoringVariant
+from rlctl.mismatch.score import EngineSample, Gap, VariantScorer, Weights, all_and_head, moved
 from rlctl.mismatch.search import Explanation, Search
 from rlctl.mismatch.settings_fit import Drawn, fit_drawn
+from rlctl.mismatch.variants import AGREE, OWN, Cut, SamplingSettings, ScoringVariant, renderings, token_ids
 from rlctl.rollout.protocol import ResponseSampler, RolloutEngine, Sampling, step_seed
 from rlctl.rollout.weights import PlainWeights
 

@@ -1,23 +1,25 @@
-"""Scores the engine's tokens with the trainer's model under a `ScoringVariant`."""
+"""Scores the engine's tokens with the trainer's model under a `ScoringVariant`, and measures the gap."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from rlctl.algos.correction import correct
+from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, WeightRule
+from rlctl.algos.statistics import correction_metrics
 from rlctl.batch import ModelInputs
 from rlctl.data.prompts import left_padded
 from rlctl.engine.inputs import arguments_of, body_inputs, used_columns
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.errors import RunFailure, first_line
-from rlctl.mismatch.gap import Gap, measure
-from rlctl.mismatch.scoring_variant import OWN, Cut, SamplingSettings, ScoringVariant
 from rlctl.mismatch.settings_fit import RankedLogits, fit_reported
+from rlctl.mismatch.variants import AGREE, OWN, Cut, SamplingSettings, ScoringVariant, TokenIds
 from rlctl.prefix import body_of, shared_prefix
 from rlctl.rollout.hf import into_precision
 from rlctl.spec.memory import MAX_LOGITS
@@ -30,6 +32,8 @@ DTYPES = ("bf16", "bf16 weights", "int8", "fp32")
 _FITTED_TOKENS = 512
 #: Size of the change of each parameter in the sync check, as a fraction of its root mean square.
 _MOVED_BY = 0.05
+_TOKENS, _SEQUENCES = (CorrectionRules(WeightRule(level)) for level in ("token", "sequence"))
+_ESS = "rollout_corr/rollout_is_raw_eff_sample_size"
 
 
 def all_and_head(name: str, state: Callable[[], dict[str, Tensor]]) -> dict[str, Weights]:
@@ -63,11 +67,55 @@ def moved(model: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
+class Gap:
+    """Statistics of r = log π_trainer − log π_engine, in nats, over response tokens."""
+
+    #: mean, abs_mean, std, abs_max: of r
+    mean: float
+    abs_mean: float
+    std: float
+    abs_max: float
+    k3: float  # mean of ρ − 1 − log ρ, an estimate of KL(engine ‖ trainer)
+    ess_token: float  # effective sample size of ρ_t over tokens, as a fraction
+    ess_sequence: float  # the same of Π ρ_t over sequences
+    num_tokens: int  # tokens compared
+    num_nonfinite: int  # sequences excluded because of a NaN or infinite log-prob
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the log-probs agree, so that there is nothing to explain."""
+        return self.abs_mean <= AGREE
+
+
+def measure(trainer: Tensor, engine: Tensor, mask: Tensor) -> Gap:
+    """The gap between two (B, T) float32 log-probs of the same tokens, where `mask` (B, T) bool is True."""
+    correction = correct(trainer, engine, mask, _TOKENS)
+    by_token = correction_metrics(correction.sums.to_host(), _TOKENS)
+    by_sequence = correction_metrics(correct(trainer, engine, mask, _SEQUENCES).sums.to_host(), _SEQUENCES)
+    counted = mask & ~correction.nonfinite[:, None]
+    log_ratio = (trainer - engine)[counted].double()
+    if not len(log_ratio):
+        log_ratio = torch.zeros(1, dtype=torch.float64)
+    return Gap(
+        mean=float(log_ratio.mean()),
+        # Clamped like every log-ratio, so that one token of probability 0 does not dominate the mean.
+        abs_mean=float(log_ratio.abs().clamp(max=LOG_RATIO_CLAMP).mean()),
+        std=float(log_ratio.std(unbiased=False)),
+        abs_max=float(log_ratio.abs().max()),
+        k3=by_token["rollout_corr/k3_kl"],
+        ess_token=by_token[_ESS],
+        ess_sequence=by_sequence[_ESS],
+        num_tokens=int(counted.sum()),
+        num_nonfinite=int(correction.nonfinite.sum()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSample:
     """The engine's responses and the log-probs it reports."""
 
     n: int  # responses per prompt, adjacent
-    prompts: Sequence[Sequence[int]]  # (B) token ids that the engine reports
+    prompts: TokenIds  # (B) token ids that the engine reports
     responses: Tensor  # (B, T) int64
     mask: Tensor  # (B, T) bool, tokens that the engine sampled
     reported: Tensor  # (B, T) float32, the engine's log-probs
@@ -89,7 +137,7 @@ class VariantScorer:
 
     model: Any  # the trainer's; never changed
     sample: EngineSample  # on the model's device
-    prompts: Mapping[str, Sequence[Sequence[int]]]  # renderings by name, each (B) token ids
+    prompts: Mapping[str, TokenIds]  # renderings by name, each (B) token ids
     weights: Mapping[str, Weights]  # other weights by name
     pad_id: int
 
@@ -223,7 +271,7 @@ def _is_plain(variant: ScoringVariant) -> bool:
 
 
 def lay_out(
-    prompts: Sequence[Sequence[int]],
+    prompts: TokenIds,
     responses: Tensor,
     attended: Tensor,
     scored: Tensor,

@@ -16,9 +16,8 @@ from typing import get_args
 import torch
 
 from rlctl.errors import RunFailure
-from rlctl.mismatch.gap import AGREE, Gap
-from rlctl.mismatch.score import DTYPES, VariantScorer
-from rlctl.mismatch.scoring_variant import OWN, POSITION_MISTAKES, Factor, SamplingSettings, ScoringVariant
+from rlctl.mismatch.score import DTYPES, Gap, VariantScorer
+from rlctl.mismatch.variants import AGREE, OWN, POSITION_MISTAKES, Factor, SamplingSettings, ScoringVariant
 
 FACTORS: tuple[Factor, ...] = get_args(Factor)
 _ROUNDING: tuple[Factor, ...] = ("steps", "attention", "rows")

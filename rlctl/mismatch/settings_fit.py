@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlctl.mismatch.gap import AGREE
-from rlctl.mismatch.scoring_variant import Cut, SamplingSettings
+from rlctl.mismatch.variants import AGREE, Cut, SamplingSettings
 
 _TOP_P = [round(0.5 + 0.01 * i, 2) for i in range(50)] + [0.995, 0.999]
 _TOP_K = [1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128, 200, 256, 512, 1000]

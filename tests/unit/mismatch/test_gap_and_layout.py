@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlctl.mismatch.gap import measure
-from rlctl.mismatch.score import EngineSample, lay_out
+from rlctl.mismatch.score import EngineSample, lay_out, measure
 
 
 def test_statistics_are_what_they_are_called() -> None:

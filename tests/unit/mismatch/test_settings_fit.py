@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from rlctl.mismatch.scoring_variant import Cut, SamplingSettings
 from rlctl.mismatch.settings_fit import RankedLogits, fit_drawn, fit_reported
+from rlctl.mismatch.variants import Cut, SamplingSettings
 
 WARPERS = {"top_p": TopPLogitsWarper, "top_k": lambda k: TopKLogitsWarper(int(k)), "min_p": MinPLogitsWarper}
 SETTINGS = [

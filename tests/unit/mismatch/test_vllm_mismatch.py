@@ -18,8 +18,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 def ask(model: str, data: str, answers: str) -> int:
     """One preflight in each precision; what was reported, as JSON."""
-    from rlctl.mismatch.mismatch_report import as_document
-    from rlctl.mismatch.mismatch_run import MismatchRequest, run_preflight
+    from rlctl.mismatch.mismatch_run import MismatchRequest, as_document, run_preflight
 
     request = MismatchRequest(model, engine="vllm", data_files=[data], temperature=0.7, top_p=0.8)
     found = {

@@ -42,8 +42,7 @@ def corrections(
       rlctl bench corrections --out bench --only --rule "rollout_is=my.py:tempered rollout_is_threshold=5"
     """
     from rlctl.bench import corrections as bench
-    from rlctl.bench.bench_picture import picture
-    from rlctl.bench.bench_report import markdown
+    from rlctl.bench.bench_report import markdown, picture
 
     chosen = bench.rules(small=small)
     if only:

@@ -12,8 +12,7 @@ import torch
 
 from rlctl.algos.correction import correct
 from rlctl.bench import corrections as bench
-from rlctl.bench.bench_picture import picture
-from rlctl.bench.bench_report import SHOWN, decision_table, error_of, markdown, worlds_to_separate
+from rlctl.bench.bench_report import SHOWN, decision_table, error_of, markdown, picture, worlds_to_separate
 from rlctl.bench.exact import BenchRule, ess_against_length
 from rlctl.bench.learned import LearnedWorld, length_shares
 from rlctl.cli.app import run

@@ -11,7 +11,7 @@ methods that use the formula of `algos/gradient_error.py` with moments averaged 
 - `auto bound and rate` also multiplies the rate by the estimated squared cosine between the rule's expected
   gradient and the true gradient;
 - `auto bound and staleness` also waits one step for fresh responses if that squared cosine is below ½;
-- `rollout_correction.auto`, as built: all three, from the batches before (`algos/auto_correction.py`). Here
+- `rollout_correction.auto`, as built: all three, from the batches before (`algos/gradient_error.py`). Here
   fresh responses cost a step without an update; in training they cost the sampling only.
 
 Score: mean exact expected reward over the steps, including steps that waited. Two seeds select each method's
@@ -37,10 +37,10 @@ from scipy.special import log_softmax
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.runs import interval
-from rlctl.algos.auto_correction import CANDIDATES, AutoChoice, CandidateMoments, averaged, choose
+from rlctl.algos.gradient_error import CANDIDATES, AutoChoice, CandidateMoments, averaged, choose
 from rlctl.bench.exact import BenchRule
 from rlctl.bench.learned import LearnedWorld, SampledGroups
-from rlctl.train.auto_weight import TOO_OLD
+from rlctl.train.gradient_error import TOO_OLD
 from rlctl.what_if.settings import NO_UPPER
 
 HORIZON, NEEDED, N, GROUPS = 32, (4, 8), 8, 32

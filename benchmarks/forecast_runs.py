@@ -187,7 +187,7 @@ def _train(one: Planned, where: Path) -> None:
     from rlctl.errors import RlctlError
     from rlctl.spec.load import RUN_SPEC_FILE, dump_spec, load_spec
     from rlctl.tiny.embedded import ensure_embedded
-    from rlctl.train import loop
+    from rlctl.train import saving
     from rlctl.train.start import run_rank
 
     torch.set_num_threads(1)
@@ -199,7 +199,7 @@ def _train(one: Planned, where: Path) -> None:
     if one.grader:
         (where / "grader.py").write_text(one.grader)
         overrides.append(f"reward.name={where / 'grader.py'}:score")
-    loop.save_checkpoint = lambda run, step: None
+    saving.save_checkpoint = lambda run, step, best=None: None
     if one.patch:
         PATCHES[one.patch[0]](one.patch[1])
     text = dump_spec(load_spec(["grpo-uncorrected"], [], overrides).spec)

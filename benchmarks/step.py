@@ -98,8 +98,7 @@ def run_rlctl(
     from rlctl.track.console import Startup
     from rlctl.train.loop import train
     from rlctl.train.setup import build
-    from rlctl.train.stop import catching_signals
-    from rlctl.train.watchdog import Watchdog
+    from rlctl.train.stop import Watchdog, catching_signals
 
     total = [f"trainer.total_training_steps={steps + warm_up}", "trainer.logger=[]"]
     spec = load_spec([preset], [], [*overrides, *total]).spec

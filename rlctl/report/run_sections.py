@@ -12,7 +12,7 @@ from rlctl.errors import RlctlError, UsageError, visible
 from rlctl.spec.load import load_spec
 from rlctl.tiny.task import DATA_SOURCE, WRITTEN
 from rlctl.track.open_run import RunRecord, log_ratios, read_state
-from rlctl.train.resume import changes
+from rlctl.train.preflight import changes
 
 #: Maximum steps on a page, responses per step, and tokens per response.
 STEPS, PER_STEP, TOKENS = 10, 4, 400

@@ -22,10 +22,9 @@ from rlctl.errors import RunFailure
 from rlctl.reward.protocol import FailureKind, RewardResult
 from rlctl.rollout.engines import sampling_of
 from rlctl.rollout.protocol import step_seed
-from rlctl.train.prompt_draws import PromptDraws
 from rlctl.train.run import refuse_ungraded
-from rlctl.train.sample_prompts import rank_positions
-from rlctl.train.timing import StepTimer
+from rlctl.train.step_metrics import StepTimer
+from rlctl.train.stream import PromptDraws, rank_positions
 
 if TYPE_CHECKING:
     from rlctl.train.run import Run

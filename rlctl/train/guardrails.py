@@ -1,40 +1,39 @@
-"""Guardrails after every batch: the rules of `rlctl diagnose`, applied to the run so far.
+"""Guardrails: checks of every update, and after every batch the rules of `rlctl diagnose` on the run so far.
 
-They observe the log, decide (`rlctl.train.guardrail_decisions`), and act: warn, tighten the correction's
-bounds while the raw effective sample size stays low, end a run that has collapsed. All decisions depend only
-on logged metrics, so a resumed run reads its log and decides as the uninterrupted run would. The main rank
-decides for all ranks. Single updates are checked in `rlctl.train.update`.
+`decide_update` and `decide_batch` are pure functions. `rlctl.train.update` carries out the decisions on
+single updates; `Guardrails` warns, tightens the correction's bounds while the raw effective sample size
+stays low, and ends a run that has collapsed. All decisions depend only on logged metrics, so a resumed run
+reads its log and decides as the uninterrupted run would. The main rank decides for all ranks.
+
+An update that is scaled or withheld also halves the learning rate of the following updates, because the next
+batch would otherwise start with a step of the same size. `WINDOW` updates without an alarm undo one halving.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rlctl.algos.correction_records import CorrectionSums
+from rlctl.algos.rules import CorrectionRules
+from rlctl.algos.statistics import correction_metrics
 from rlctl.diagnose.facts import facts_of
 from rlctl.diagnose.forecast import forecasts
 from rlctl.diagnose.readers.framework_names import MetricFilter
 from rlctl.diagnose.rule import examine, metrics_read
 from rlctl.diagnose.table import RunLog, Table
-from rlctl.diagnose.thresholds import RAW_ESS, WINDOW
-from rlctl.train.guardrail_decisions import (
-    BatchDecision,
-    BatchObservation,
-    UpdateDecision,
-    decide_batch,
-    ess_floor,
-    tightens,
-)
-from rlctl.train.notices import Notices
+from rlctl.diagnose.thresholds import KL, RAW_ESS, WINDOW
+from rlctl.train.step_metrics import Notices
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from rlctl.diagnose.finding import Finding
     from rlctl.diagnose.forecast import Forecast
+    from rlctl.spec.run_spec import GuardrailsSpec
     from rlctl.train.run import Run
     from rlctl.train.settings import UpdateSettings
 
@@ -42,11 +41,199 @@ if TYPE_CHECKING:
 #: because examining a longer run takes longer.
 EVERY, EVERY_SHARE = 5, 1 / 500
 
+#: |KL| in nats per token, and raw effective sample size, at which diagnosis reports its highest severity.
+DRIFT_LIMIT = KL.tiers[-1][1]
+ESS_FLOOR = RAW_ESS.tiers[-1][1]
+#: Past alarms never scale the learning rate below this, so that a mismatch with another cause does not
+#: halt training.
+LEAST_SCALE = 1 / 16
+#: Rules whose critical findings mean, while they persist, that the run no longer learns.
+FATAL = frozenset({"zero-reward", "gibberish"})
+
+_ACTIONS = {
+    "scale_lr": "scaled its learning rate by ESS / floor, and halved the rate after it",
+    "skip_step": "withheld the update, and halved the learning rate after it",
+    "tighten": "halved the bounds in log ρ until it recovers",
+    "checkpoint_and_stop": "saved and stopped",
+}
+_SLOWED = "halved the learning rate, again at every examination with a forecast"
+
 INTERVENTIONS, ALARMS = "guardrails/interventions", "guardrails/alarms"
 SKIPPED, LR_SCALE = "guardrails/skipped", "guardrails/lr_scale"
 UPDATES, TIGHTENED = "guardrails/updates", "guardrails/tightened"
 FORECAST_SCALE = "guardrails/forecast_scale"
 _NOT_FINITE_OR_EMPTY = "rollout_corr/skipped_updates"
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateDecision:
+    """Decision on one update, from its mini-batch before the optimizer step.
+
+    Attributes:
+        ess: raw effective sample size, in [0, 1].
+        drift: |KL| between trained and sampling policy, nats per token. In decoupled mode π_old counts as the
+            trained policy: the change from π_old to π_θ is intended, and PPO's clip bounds it.
+        is_low: `ess` is below its floor.
+        has_drifted: `drift` is above its limit.
+        lr_scale: learning-rate factor of this update.
+        skip: withhold the update (no optimizer step).
+        next_scale: learning-rate factor with which the next update starts.
+    """
+
+    ess: float = 1.0
+    drift: float = 0.0
+    is_low: bool = False
+    has_drifted: bool = False
+    lr_scale: float = 1.0
+    skip: bool = False
+    next_scale: float = 1.0
+
+    @property
+    def changes_update(self) -> bool:
+        """Whether the guardrails scale or withhold the update."""
+        return self.skip or self.lr_scale < 1.0
+
+
+def decide_update(
+    correction: CorrectionSums[float], rules: CorrectionRules, scale: float, spec: GuardrailsSpec
+) -> UpdateDecision | None:
+    """Decides whether one update is scaled or withheld; None if its mini-batch has no finite token.
+
+    Args:
+        correction: sums of the whole mini-batch over all ranks, so that every rank decides the same.
+        rules: the rules that produced the sums.
+        scale: `next_scale` of the previous update; 1 at the start.
+        spec: the guardrails' settings.
+    """
+    if not correction.finite_tokens:
+        return None
+    measured = correction_metrics(correction, rules)
+    ess, drift = measured[RAW_ESS.key], abs(measured[KL.key])
+    floor = ess_floor(spec)
+    is_low, has_drifted = ess < floor, drift > DRIFT_LIMIT
+    if spec.mode != "act":
+        return UpdateDecision(ess, drift, is_low, has_drifted, next_scale=scale)
+    actions = {spec.on_low_ess} if is_low else set()
+    actions |= {spec.on_drift} if has_drifted else set()
+    if actions - {"warn"}:
+        next_scale = max(scale / 2.0, LEAST_SCALE)
+    else:
+        next_scale = min(scale * 2.0 ** (1.0 / WINDOW), 1.0)
+    lr_scale = scale * (ess / floor if "scale_lr" in actions else 1.0)
+    return UpdateDecision(ess, drift, is_low, has_drifted, lr_scale, "skip_step" in actions, next_scale)
+
+
+def ess_floor(spec: GuardrailsSpec) -> float:
+    """Raw effective sample size below which an update is far off-policy."""
+    return ESS_FLOOR if spec.ess_floor is None else spec.ess_floor
+
+
+@dataclass(frozen=True, slots=True)
+class BatchObservation:
+    """State of the run after one batch.
+
+    Attributes:
+        step: the batch's number.
+        updates: the decisions on its updates.
+        tail_is_heavy: the median raw effective sample size of `WINDOW` batches is below the floor.
+        is_idle: no update was applied in `WINDOW` batches, although each batch planned updates.
+        findings: of the diagnosis rules, worst first, without severity `info`; empty between examinations.
+        ahead: critical levels that are forecast before the end of the run; None between examinations.
+        forecast_scale: the value from the last decision.
+    """
+
+    step: int
+    updates: tuple[UpdateDecision, ...] = ()
+    tail_is_heavy: bool = False
+    is_idle: bool = False
+    findings: tuple[Finding, ...] = ()
+    ahead: tuple[Forecast, ...] | None = None
+    forecast_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDecision:
+    """Decision after one batch.
+
+    Attributes:
+        tighten: train the next batch with tightened bounds.
+        stop_reason: why the run ends now; "" if it continues.
+        forecast_scale: 1, or less while a critical level is forecast; with `on_forecast: scale_lr` the upper
+            limit of the learning-rate factor.
+        notices: (kind, text) to show; each kind is shown once per run.
+    """
+
+    tighten: bool = False
+    stop_reason: str = ""
+    forecast_scale: float = 1.0
+    notices: tuple[tuple[str, str], ...] = ()
+
+
+def decide_batch(observed: BatchObservation, spec: GuardrailsSpec, *, can_tighten: bool) -> BatchDecision:
+    """Decides how the run continues after one batch.
+
+    A forecast scale is halved by an examination that forecasts a critical level, else doubled.
+
+    Args:
+        observed: the state of the run.
+        spec: the guardrails' settings.
+        can_tighten: whether the correction has bounds that can be tightened.
+    """
+    reason = f"no update was made in {WINDOW} batches" if observed.is_idle else ""
+    for finding in observed.findings:
+        reason = finding.what if _is_fatal(finding, observed.step) else reason
+    notices = tuple(_notices(observed, spec, reason, can_tighten=can_tighten))
+    if spec.mode != "act":
+        return BatchDecision(notices=notices)
+    stop_reason = reason if spec.on_collapse == "checkpoint_and_stop" else ""
+    if spec.on_forecast == "checkpoint_and_stop" and observed.ahead:
+        stop_reason = stop_reason or str(observed.ahead[0])
+    scale = 1.0 if spec.on_forecast == "warn" else observed.forecast_scale
+    if observed.ahead is not None and spec.on_forecast != "warn":
+        scale = min(max(scale * (0.5 if observed.ahead else 2.0), LEAST_SCALE), 1.0)
+    tighten = observed.tail_is_heavy and spec.on_heavy_tail == "tighten"
+    tighten = tighten or (scale < 1.0 and spec.on_forecast == "tighten")
+    return BatchDecision(tighten and can_tighten, stop_reason, scale, notices)
+
+
+def _is_fatal(finding: Finding, step: int) -> bool:
+    """Whether the finding means that the run no longer learns, and still holds at this step."""
+    lasts = any(evidence.last_step == step for evidence in finding.evidence)
+    return lasts and finding.rule in FATAL and finding.severity == "critical"
+
+
+def _notices(
+    observed: BatchObservation, spec: GuardrailsSpec, reason: str, *, can_tighten: bool
+) -> Iterator[tuple[str, str]]:
+    def notice(kind: str, what: str, action: str, does: str = "") -> tuple[str, str]:
+        """A notice: the observation, and the action that is taken or that mode=act would take."""
+        done = ""
+        if action != "warn":
+            does = does or _ACTIONS[action]
+            done = f": {does}" if spec.mode == "act" else f" (mode=act would have {does})"
+        return kind, f"step {observed.step}: {what}{done}"
+
+    floor = ess_floor(spec)
+    if low := [update.ess for update in observed.updates if update.is_low]:
+        what = f"raw effective sample size {min(low):.2g} of an update, under {floor:g}"
+        yield notice("low ESS", what, spec.on_low_ess)
+    if far := [update.drift for update in observed.updates if update.has_drifted]:
+        what = (
+            f"{max(far):.2g} nats per token between the trained and the sampling policy, over {DRIFT_LIMIT:g}"
+        )
+        yield notice("drift", what, spec.on_drift)
+    if observed.tail_is_heavy:
+        what = f"median raw effective sample size of {WINDOW} batches under {floor:g}"
+        yield notice("tail", what, spec.on_heavy_tail if can_tighten else "warn")
+    for one in observed.ahead or ():
+        does = _SLOWED if spec.on_forecast == "scale_lr" else ""
+        yield notice(f"forecast {one.level.key}", str(one), spec.on_forecast, does)
+    for finding in observed.findings:
+        if not _is_fatal(finding, observed.step):
+            tried = f"; try {finding.fixes[0]}" if finding.fixes else ""
+            yield f"{finding.rule} {finding.severity}", f"{finding.what} [{finding.rule}]{tried}"
+    if reason:
+        yield notice("collapse", reason, spec.on_collapse)
 
 
 class Guardrails:
@@ -69,24 +256,24 @@ class Guardrails:
         self._loose, self._tight = settings, settings.tightened()
         self._can_tighten = self._tight != settings
         self._notices = Notices(run.tracker.note, "guardrails")
-        self._log = _Log()
-        for metrics in run.history:
-            if metrics["step"] > 0:
-                self._log.add(int(metrics["step"]), metrics)
-        self._forecast_scale = self._carried(FORECAST_SCALE)
-        tight = tightens(
-            self.spec,
-            tail_is_heavy=self._tail_is_heavy(),
-            is_forecast=self._forecast_scale < 1.0,
-            can_tighten=self._can_tighten,
+        self._wanted = MetricFilter(metrics_read())
+        before = self._logged()
+        self._forecast_scale = self._carried(before, FORECAST_SCALE)
+        observed = BatchObservation(
+            len(before), tail_is_heavy=self._tail_is_heavy(before), forecast_scale=self._forecast_scale
         )
         ranks = run.ranks
-        self.is_tight = ranks.max(float(ranks.is_main and tight)) > 0.0
-        self.lr_scale = ranks.max(self._carried(LR_SCALE) if ranks.is_main else 0.0)
+        tight = ranks.is_main and decide_batch(observed, self.spec, can_tighten=self._can_tighten).tighten
+        self.is_tight = ranks.max(float(tight)) > 0.0
+        self.lr_scale = ranks.max(self._carried(before, LR_SCALE) if ranks.is_main else 0.0)
 
-    def _carried(self, key: str) -> float:
+    def _logged(self) -> list[Mapping[str, float]]:
+        """The metrics of all steps so far; those of a validation before the first step are no step."""
+        return [metrics for metrics in self._run.history if metrics["step"] > 0]
+
+    def _carried(self, logged: Sequence[Mapping[str, float]], key: str) -> float:
         """The factor that the last batch logged; 1 if there is none, or if the mode is not `act`."""
-        last = self._log.last(key)[-1:]
+        last = _last(logged, key)[-1:]
         return float(last[0]) if self.spec.mode == "act" and np.isfinite(last).any() else 1.0
 
     @property
@@ -126,15 +313,15 @@ class Guardrails:
             LR_SCALE: lr_scale,
             FORECAST_SCALE: self._forecast_scale,
         }
-        self._log.add(step, {**metrics, **own})
         decision = BatchDecision()
         if self._run.ranks.is_main:
-            findings, ahead = self._examined(step)
+            logged = [*self._logged(), {**metrics, **own, "step": float(step)}]
+            findings, ahead = self._examined(step, logged)
             observed = BatchObservation(
                 step,
                 tuple(decisions),
-                self._tail_is_heavy(),
-                self._is_idle(),
+                self._tail_is_heavy(logged),
+                _is_idle(logged),
                 findings,
                 ahead,
                 self._forecast_scale,
@@ -158,22 +345,19 @@ class Guardrails:
         limit = decision.forecast_scale if self.spec.on_forecast == "scale_lr" else 1.0
         self.lr_scale = min(lr_scale, ranks.max(limit if ranks.is_main else 0.0))
 
-    def _tail_is_heavy(self) -> bool:
-        recent = self._log.last(RAW_ESS.key)
+    def _tail_is_heavy(self, logged: Sequence[Mapping[str, float]]) -> bool:
+        recent = _last(logged, RAW_ESS.key)
         return len(recent) == WINDOW and float(np.median(recent)) < ess_floor(self.spec)
 
-    def _is_idle(self) -> bool:
-        planned, skipped = self._log.last(UPDATES), self._log.last(SKIPPED)
-        made = planned - skipped - self._log.last(_NOT_FINITE_OR_EMPTY)
-        return len(planned) == WINDOW and bool(((planned > 0) & (made <= 0)).all())
-
-    def _examined(self, step: int) -> tuple[tuple[Finding, ...], tuple[Forecast, ...] | None]:
+    def _examined(
+        self, step: int, logged: Sequence[Mapping[str, float]]
+    ) -> tuple[tuple[Finding, ...], tuple[Forecast, ...] | None]:
         """Every few batches: findings of all rules, worst first, and forecasts before the end of the run."""
-        if step % max(EVERY, int(step * EVERY_SHARE)) or len(self._log) < WINDOW:
+        if step % max(EVERY, int(step * EVERY_SHARE)) or len(logged) < WINDOW:
             return (), None
         spec = self._run.spec
         try:
-            run = RunLog(self._run.run_dir, self._log.table(), spec, facts=facts_of(spec))
+            run = RunLog(self._run.run_dir, _table(logged, self._wanted), spec, facts=facts_of(spec))
             found, ahead = examine(run).findings, forecasts(run)
         except Exception as error:  # a fault in a rule must not end a healthy run
             self._notices.once("fault", f"a diagnosis rule failed, no rule was evaluated: {error!r}")
@@ -184,45 +368,26 @@ class Guardrails:
         )
 
 
-class _Log:
-    """The log of the run so far: the metrics that the diagnosis rules and the guardrails read."""
+def _is_idle(logged: Sequence[Mapping[str, float]]) -> bool:
+    planned, skipped = _last(logged, UPDATES), _last(logged, SKIPPED)
+    made = planned - skipped - _last(logged, _NOT_FINITE_OR_EMPTY)
+    return len(planned) == WINDOW and bool(((planned > 0) & (made <= 0)).all())
 
-    def __init__(self) -> None:
-        own = {RAW_ESS.key, UPDATES, SKIPPED, LR_SCALE, FORECAST_SCALE, _NOT_FINITE_OR_EMPTY}
-        self._wanted = MetricFilter(metrics_read() | own)
-        self._steps = array("q")
-        self._columns: dict[str, array[float]] = {}
-        self._nonfinite: dict[str, list[int]] = {}
-        self._names: set[str] = set()
 
-    def __len__(self) -> int:
-        return len(self._steps)
+def _last(logged: Sequence[Mapping[str, float]], key: str) -> NDArray[np.float64]:
+    """The last `WINDOW` values, or all if there are fewer; NaN where none or no finite one was logged."""
+    values = np.array([metrics.get(key, np.nan) for metrics in logged[-WINDOW:]])
+    return np.where(np.isfinite(values), values, np.nan)
 
-    def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends one step; a value that is missing or not finite is stored as NaN."""
-        new = metrics.keys() - self._names
-        self._names |= new
-        for key in new:
-            if key in self._wanted:
-                self._columns[key] = array("d", [np.nan]) * len(self._steps)
-        self._steps.append(step)
-        for key, column in self._columns.items():
-            value = metrics.get(key, np.nan)
-            column.append(value if np.isfinite(value) else np.nan)
-            if key in metrics and not np.isfinite(value):
-                self._nonfinite.setdefault(key, []).append(step)
 
-    def last(self, key: str) -> NDArray[np.float64]:
-        """The last `WINDOW` values of the metric, or all if there are fewer; NaN where it was not logged."""
-        column = self._columns.get(key)
-        if column is None:
-            return np.full(min(len(self), WINDOW), np.nan)
-        return np.array(column[-WINDOW:])
-
-    def table(self) -> Table:
-        """Returns a copy, because an `array` whose buffer numpy uses cannot grow."""
-        return Table(
-            np.array(self._steps, dtype=np.int64),
-            {key: np.array(column) for key, column in self._columns.items()},
-            {key: np.array(steps) for key, steps in self._nonfinite.items()},
-        )
+def _table(logged: Sequence[Mapping[str, float]], wanted: MetricFilter) -> Table:
+    """The wanted metrics as the rules read them."""
+    steps = np.array([metrics["step"] for metrics in logged], dtype=np.int64)
+    columns, nonfinite = {}, {}
+    for key in filter(wanted.__contains__, set().union(*logged)):
+        values = np.array([metrics.get(key, np.nan) for metrics in logged])
+        is_finite = np.isfinite(values)
+        columns[key] = np.where(is_finite, values, np.nan)
+        if bad := [index for index in np.flatnonzero(~is_finite) if key in logged[index]]:
+            nonfinite[key] = steps[bad]
+    return Table(steps, columns, nonfinite)

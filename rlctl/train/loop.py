@@ -14,34 +14,34 @@ sampled ahead, the draws of dynamic sampling, and the log, which guardrails and 
 from __future__ import annotations
 
 import resource
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from rlctl.train.auto_weight import AutoCorrection
-from rlctl.train.batch_metrics import batch_metrics, batch_sums
-from rlctl.train.filter_groups import filtered_batch
+from rlctl.train.gradient_error import AutoCorrection
 from rlctl.train.guardrails import Guardrails
-from rlctl.train.kl_reward import with_kl_in_reward
-from rlctl.train.notices import Notices, step_warnings
 from rlctl.train.run import Run, refuse_ungraded
-from rlctl.train.sample_prompts import greedy_baseline
+from rlctl.train.sample_and_grade import sample_and_grade
 from rlctl.train.saving import Saver
-from rlctl.train.schedule import actor_schedule, critic_schedule, is_due, planned_updates
-from rlctl.train.score_batch import score_batch, with_advantages
-from rlctl.train.settings import CriticSettings, UpdateSettings
-from rlctl.train.shared_rows import shared_rewards, shared_rollouts
+from rlctl.train.score_batch import score_batch, with_advantages, with_kl_in_reward
+from rlctl.train.settings import (
+    CriticSettings,
+    UpdateSettings,
+    actor_schedule,
+    critic_schedule,
+    is_due,
+    planned_updates,
+)
+from rlctl.train.step_metrics import Notices, StepTimer, batch_metrics, batch_sums, step_warnings
 from rlctl.train.sync import sync_weights
-from rlctl.train.timing import StepTimer
 from rlctl.train.update import update
 from rlctl.train.update_critic import update_critic
 from rlctl.train.validate import validate
 
 if TYPE_CHECKING:
-    from rlctl.batch import Rollouts, ScoredBatch, TrainBatch
+    from rlctl.batch import ScoredBatch, TrainBatch
     from rlctl.engine.ranks import Ranks
-    from rlctl.reward.protocol import RewardResult
+    from rlctl.train.sample_and_grade import GradedRollouts
     from rlctl.train.update import Updated
 
 
@@ -60,7 +60,7 @@ def train(run: Run) -> None:
         timer = StepTimer(ranks.device, phases)
         hold = step <= spec.trainer.critic_warmup
         with timer("step"):
-            graded = shared(run, sample_and_grade(run, step, timer))
+            graded = sample_and_grade(run, step, timer)
             metrics = dict(graded.sampling_cost)
             scored = score_batch(run, graded.rollouts, graded.rewards, graded.baseline, timer)
             if algorithm.use_kl_in_reward:
@@ -116,44 +116,6 @@ def train(run: Run) -> None:
                 saver.save(step)
         if stopping:
             break
-
-
-@dataclass(frozen=True, slots=True)
-class GradedRollouts:
-    """Responses of one step and their grades.
-
-    Attributes:
-        baseline: for ReMax, for every response the grade of the greedy response to its prompt; else None.
-        sampling_cost: `filter_groups/*` metrics; empty without dynamic sampling.
-    """
-
-    rollouts: Rollouts
-    rewards: RewardResult
-    baseline: RewardResult | None
-    sampling_cost: dict[str, float]
-
-
-def sample_and_grade(run: Run, step: int, timer: StepTimer) -> GradedRollouts:
-    """This rank's responses and their grades."""
-    if run.draws is not None:
-        rollouts, rewards, cost = filtered_batch(run, step, run.draws, timer)
-        return GradedRollouts(rollouts, rewards, greedy_baseline(run, step, rollouts, timer), cost)
-    with timer("gen"):
-        rollouts = run.stream.take(step)
-    baseline = greedy_baseline(run, step, rollouts, timer)
-    with timer("reward"):
-        return GradedRollouts(rollouts, run.reward.score(rollouts), baseline, {})
-
-
-def shared(run: Run, own: GradedRollouts) -> GradedRollouts:
-    """Gathers the rows of all ranks of a sequence-parallel group, which have the same rows from here on."""
-    sequence, minis = run.sequence, run.spec.data.train_batch_size // run.spec.ppo_mini_batch_size
-    return GradedRollouts(
-        shared_rollouts(sequence, own.rollouts, minis),
-        shared_rewards(sequence, own.rewards, minis),
-        own.baseline and shared_rewards(sequence, own.baseline, minis),
-        own.sampling_cost,
-    )
 
 
 def describe_batch(

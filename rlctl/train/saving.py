@@ -1,10 +1,15 @@
-"""Checkpoints of a run: when they are due, and what they contain. Only complete ones are published."""
+"""Checkpoints of a run: when they are due, what they contain, and how a run continues from one.
+
+Only complete ones are published.
+"""
 
 from __future__ import annotations
 
 import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlctl.engine.checkpoint import (
@@ -15,18 +20,24 @@ from rlctl.engine.checkpoint import (
     begin,
     bytes_of_newest,
     hash_share,
+    known_intact,
+    latest,
     partial_path,
     point_to,
     publish,
     writing,
 )
-from rlctl.errors import RunFailure
+from rlctl.errors import RunFailure, UsageError
 from rlctl.spec.base import seconds
 from rlctl.spec.model_size import checkpoint_bytes
-from rlctl.train.schedule import is_due, is_sync_due
-from rlctl.train.summary import best_validation, validation_score
+from rlctl.train.run import best_validation, validation_score
+from rlctl.train.settings import is_due, is_sync_due
+from rlctl.train.stream import PromptDraws, RolloutStream
 
 if TYPE_CHECKING:
+    from rlctl.engine.ranks import Ranks
+    from rlctl.spec.run_spec import RunSpec
+    from rlctl.train.models import Models
     from rlctl.train.run import Run
 
 
@@ -148,3 +159,51 @@ def _require_space(run: Run, step: int) -> None:
             fix="free space or set trainer.max_ckpt_to_keep lower, then continue with --resume; earlier "
             "checkpoints are intact",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """State from which a resumed run continues, and notes for the user."""
+
+    step: int
+    policy_version: int
+    kl_coef: float | None
+    notes: list[str]
+    draws: PromptDraws | None
+
+
+def restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path, ranks: Ranks) -> Restored:
+    """Loads the newest intact checkpoint into the engines and the rollout stream.
+
+    Raises:
+        UsageError: there is none, or it is partitioned for another number of ranks.
+    """
+    notes: list[str] = []
+    root, found = run_dir / CHECKPOINTS, None
+    if ranks.is_main:  # one rank verifies checkpoints and sets damaged ones aside
+        found, notes = latest(root)
+    step = int(ranks.max(-1.0 if found is None else found.state.step))
+    if step < 0:
+        raise UsageError(
+            "there is no complete checkpoint to resume from",
+            where=str(root),
+            fix="start a new run in another directory",
+        )
+    checkpoint = found or known_intact(root, step)
+    state, actor = checkpoint.state, models.actor
+    ahead = max(spec.rollout.staleness, spec.rollout.max_staleness)
+    is_cut_up = max(state.zero_stage, actor.zero_stage) > 0 or ahead > 0
+    if state.world_size != ranks.world_size and is_cut_up:
+        raise UsageError(
+            f"the checkpoint is partitioned for {state.world_size} ranks, this run has {ranks.world_size}",
+            where=str(checkpoint.path),
+            fix=f"resume with trainer.n_gpus_per_node={state.world_size}",
+        )
+    actor.load(checkpoint.engine_dir)
+    if models.critic:
+        models.critic.load(checkpoint.critic_dir)
+    models.rollout.sync_weights(actor, policy_version=state.policy_version)
+    stream.resume(state.step, checkpoint.waiting_dir, ranks.rank, ranks.device)
+    notes.append(f"resuming after step {state.step}")
+    draws = PromptDraws.load(checkpoint.draws_file) if spec.algorithm.filter_groups.enable else None
+    return Restored(state.step, state.policy_version, state.kl_coef, notes, draws)

@@ -1,27 +1,41 @@
-"""Turns rollouts into a training batch: scores, outputs of all models, advantages."""
+"""Turns rollouts into a training batch: scores, outputs of all models, KL penalty, advantages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from rlctl.algos.estimators import AdvantageInputs, Estimate, spread
+from rlctl.algos.kl import KLController, kl_estimate
+from rlctl.algos.metric_sums import Moments, moments_of
 from rlctl.algos.row_blocks import clamped_exp
-from rlctl.algos.token_advantages import score_norms
+from rlctl.algos.token_advantages import score_norms, whiten
 from rlctl.batch import Rollouts, ScoredBatch, TrainBatch
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
+from rlctl.registry import ADVANTAGE_ESTIMATORS
 from rlctl.reward.protocol import RewardResult
 from rlctl.spec.algorithm import AlgorithmSpec
-from rlctl.train.compute_advantages import estimate
+from rlctl.spec.base import params_of
 from rlctl.train.micro_batches import in_batch_order, micro_batches
-from rlctl.train.timing import StepTimer
+from rlctl.train.step_metrics import StepTimer
 
 if TYPE_CHECKING:
     from rlctl.batch import ModelInputs, Rows
     from rlctl.train.run import Run
+
+#: Optional field of a batch → its name in messages.
+_SOMETIMES = {
+    "values": "the critic's values",
+    "baseline_scores": "the greedy responses' scores",
+    "score_norms": "the norms of the policy's score function",
+    "sequence_weights": "the sequence weights",
+}
 
 
 def score_batch(
@@ -116,6 +130,44 @@ def _at_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
     return torch.where(response_mask & (from_here == 1), scores[:, None], 0.0)
 
 
+def kl_controller(algorithm: AlgorithmSpec) -> KLController:
+    """The controller of the KL coefficient at the start of a run."""
+    control = algorithm.kl_ctrl
+    target = control.target_kl if control.type == "adaptive" else None
+    return KLController(control.kl_coef, target, control.horizon)
+
+
+@torch.no_grad()
+def with_kl_in_reward(
+    scored: ScoredBatch, algorithm: AlgorithmSpec, controller: KLController, ranks: Ranks
+) -> tuple[ScoredBatch, KLController, dict[str, float]]:
+    """Subtracts β · KL(π_old, π_ref) from the reward of every token.
+
+    Source: Ouyang et al. 2022, "InstructGPT", eq. 2. A token with a non-finite log-prob under π_old gets no
+    penalty: its sequence is rejected later, and the baseline of its group stays finite.
+
+    Returns:
+        The batch with the new rewards, the controller for the next batch, `actor/reward_kl_*` metrics.
+
+    Raises:
+        RunFailure: the batch has no reference log-probs.
+    """
+    if scored.ref_log_probs is None:
+        raise RunFailure("the KL penalty needs reference log-probs, and the batch has none")
+    kl = kl_estimate(algorithm.kl_penalty, scored.old_log_probs, scored.ref_log_probs)
+    kl = torch.where(scored.valid_mask & kl.isfinite(), kl, 0.0)
+    lengths = scored.valid_mask.sum(-1)
+    mean_kl = moments_of(kl.double().sum(-1) / lengths.clamp(min=1), lengths > 0)
+    moments: Moments[float] = ranks.to_host(mean_kl)
+    metrics = {
+        "actor/reward_kl_penalty": moments.mean,
+        "actor/reward_kl_penalty_coeff": controller.kl_coef,
+    }
+    rewards = scored.token_level_rewards - controller.kl_coef * kl
+    updated = controller.updated(moments.mean, int(moments.count))
+    return replace(scored, token_level_rewards=rewards), updated, metrics
+
+
 def with_advantages(
     scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks, policy_version: int = 0
 ) -> TrainBatch:
@@ -146,3 +198,48 @@ def with_advantages(
         most_likely=rollouts.most_likely,
         group_ids=rollouts.group_ids,
     )
+
+
+def estimate(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> Estimate:
+    """Advantages by `algorithm.adv_estimator`; samples whose grader failed get 0.
+
+    Raises:
+        RunFailure: the batch lacks a field that the estimator needs, or the estimator returns a wrong
+            shape, or NaN or infinite advantages (on all ranks).
+    """
+    part = ADVANTAGE_ESTIMATORS.part(algorithm.adv_estimator)
+    missing = [
+        words for name, words in _SOMETIMES.items() if name in part.needs and getattr(scored, name) is None
+    ]
+    if missing:
+        raise RunFailure(f"the advantage estimator needs {missing[0]}, and the batch has none")
+    mask = scored.rollouts.response_mask
+    found = part.function(
+        AdvantageInputs(
+            token_level_rewards=scored.token_level_rewards,
+            response_mask=mask,
+            group_ids=scored.rollouts.group_ids,
+            valid=scored.score_valid,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            divide_by_std=algorithm.norm_adv_by_std_in_grpo,
+            whiten=partial(whiten, to_host=ranks.to_host),
+            total=ranks.sum,
+            values=scored.values,
+            baseline_scores=scored.baseline_scores,
+            score_norms=scored.score_norms,
+            sequence_weights=scored.sequence_weights,
+            params=params_of(part, algorithm.adv_params),
+        )
+    )
+    result = found if isinstance(found, Estimate) else Estimate(found)
+    advantages = result.advantages
+    ADVANTAGE_ESTIMATORS.check_returned(part.name, advantages, tuple(mask.shape[:1]), tuple(mask.shape))
+    if advantages.ndim == 1:
+        advantages = spread(advantages, mask)
+    advantages = torch.where(scored.valid_mask, advantages.float(), 0.0)
+    num_bad = int(ranks.sum([float((~advantages.isfinite()).any(1).sum())])[0])
+    if num_bad:
+        what = f"advantage estimator {part.name} gives NaN or infinite advantages to {num_bad} responses"
+        raise RunFailure(what, fix="for example, do not divide by a deviation of 0")
+    return Estimate(advantages, result.returns)

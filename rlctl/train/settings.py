@@ -1,13 +1,20 @@
-"""Settings of the actor's and the critic's updates, resolved from the spec."""
+"""Settings of the actor's and the critic's updates, their learning rates, and what is due after a step.
+
+All follow from the spec and the number of the step or update, without state to save.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
 
 from rlctl.algos.aggregate import AggMode
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.registry import POLICY_LOSSES
+from rlctl.spec.algorithm import ActorSpec, CriticSpec
 from rlctl.spec.resolve import correction_rules, loss_rule
 from rlctl.spec.run_spec import RunSpec
 
@@ -21,8 +28,8 @@ class UpdateSettings:
         micro_rows: sequences per forward pass on this rank.
         micro_tokens: tokens per forward pass, see `micro_batches`; None: `micro_rows` applies.
         lr_ess_scaling: multiply the learning rate by √ESS of the raw weights.
-        auto_lr_scale: factor of the learning rate, see `rlctl.train.auto_weight`.
-        measure_grad_error: estimate the error of the gradient, see `rlctl.train.gradient_sketches`.
+        auto_lr_scale: factor of the learning rate, see `rlctl.train.gradient_error`.
+        measure_grad_error: estimate the error of the gradient, see `rlctl.train.gradient_error`.
         auto: estimate it for the weights that `rollout_correction.auto` chooses from, too.
         centers_scores: subtract the expected score under the sampler, see `rlctl.algos.score_centering`.
         kl_loss_type: KL estimator of the KL loss; None: no KL in the loss.
@@ -163,3 +170,60 @@ def tighter_criterion(rule: RejectRule) -> RejectRule:
         upper = rule.upper if math.isinf(highest) else math.sqrt(highest) - 1 - math.log(highest) / 2
         lower = rule.lower
     return replace(rule, lower=lower, upper=upper)
+
+
+# --- learning rates, and what is due ----------------------------------------------------------------
+
+
+def planned_updates(spec: RunSpec, step: int) -> int:
+    """Planned optimizer updates of the policy before a step, withheld ones included."""
+    return max(step - 1 - spec.trainer.critic_warmup, 0) * spec.updates_per_batch
+
+
+def actor_schedule(spec: RunSpec, total_steps: int) -> Callable[[int], float]:
+    """Learning rate of the policy by number of the planned update (none while a critic warms up)."""
+    return _schedule(spec, spec.actor, planned_updates(spec, total_steps + 1))
+
+
+def critic_schedule(spec: RunSpec, total_steps: int) -> Callable[[int], float]:
+    """Learning rate of the critic by number of its update, with the actor's type of schedule."""
+    return _schedule(spec, spec.critic, total_steps * spec.critic_updates_per_batch)
+
+
+def _schedule(spec: RunSpec, of: ActorSpec | CriticSpec, total_updates: int) -> Callable[[int], float]:
+    kind = spec.actor.lr_scheduler_type
+    return partial(lr_at, total_updates=total_updates, peak=of.lr, warmup=of.lr_warmup_steps, kind=kind)
+
+
+def lr_at(
+    update: int,
+    total_updates: int,
+    *,
+    peak: float,
+    warmup: int,
+    kind: Literal["constant", "linear", "cosine"],
+) -> float:
+    """Learning rate of optimizer update number `update` (from 0).
+
+    Linear warm-up over the first `warmup` updates, reaching `peak` on the last of them; then constant,
+    or decay to 0 at `total_updates`.
+    """
+    if update < warmup:
+        return peak * (update + 1) / warmup
+    if kind == "constant":
+        return peak
+    progress = min((update - warmup) / max(total_updates - warmup, 1), 1.0)
+    if kind == "linear":
+        return peak * (1.0 - progress)
+    return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def is_sync_due(spec: RunSpec, step: int) -> bool:
+    """Whether the rollout engine gets new weights after `step`."""
+    # Also with every save, because a resumed run samples with the saved weights.
+    return is_due(step, spec.rollout.sync_every) or is_due(step, spec.trainer.save_freq)
+
+
+def is_due(step: int, frequency: int) -> bool:
+    """Whether `step` is a multiple of `frequency`; never for 0 or -1."""
+    return frequency > 0 and step % frequency == 0

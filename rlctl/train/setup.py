@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,8 @@ import torch
 
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.read import load_rows
-from rlctl.engine.checkpoint import CHECKPOINTS, known_intact, latest
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
-from rlctl.files import write_text
 from rlctl.named_models import model_directory
 from rlctl.reward.build import build_reward
 from rlctl.spec.run_spec import RunSpec
@@ -27,24 +24,14 @@ from rlctl.track.rollouts import RolloutWriter
 from rlctl.track.run_dir import note_in_environment
 from rlctl.track.sink import SinkInputs
 from rlctl.track.tracker import Tracker, build_tracker
-from rlctl.train.kl_reward import kl_controller
 from rlctl.train.models import Models, build_models
-from rlctl.train.prompt_draws import PromptDraws
-from rlctl.train.resume import (
-    DATA_FILE,
-    changed_code,
-    code_fingerprints,
-    data_fingerprint,
-    known_data,
-    refuse_changed_data,
-)
-from rlctl.train.run import Run
-from rlctl.train.sample_prompts import sample_batch
-from rlctl.train.stop import StopRequest
-from rlctl.train.stream import RolloutStream
-from rlctl.train.summary import past_metrics
+from rlctl.train.preflight import check_data
+from rlctl.train.run import Run, past_metrics
+from rlctl.train.saving import Restored, restore
+from rlctl.train.score_batch import kl_controller
+from rlctl.train.stop import StopRequest, Watchdog
+from rlctl.train.stream import PromptDraws, RolloutStream, sample_batch
 from rlctl.train.sync import confirm_sync
-from rlctl.train.watchdog import Watchdog
 
 
 def build(
@@ -72,11 +59,11 @@ def build(
     train_prompts = _prompts(train_files, tokenizer, spec)
     val_prompts = _prompts(val_files, tokenizer, spec) if val_files else None
     prompts = {"data.train_files": train_prompts, "data.val_files": val_prompts}
-    code_notes = _check_data(spec, prompts, run_dir, ranks, resume=resume)
+    code_notes = check_data(spec, prompts, run_dir, ranks, resume=resume)
     total_steps = _total_steps(spec, train_prompts)
     stream = _stream(spec, ranks, train_prompts, models, total_steps, stack)
     if resume:
-        restored = _restore(spec, models, stream, run_dir, ranks)
+        restored = restore(spec, models, stream, run_dir, ranks)
     else:
         draws = PromptDraws() if spec.algorithm.filter_groups.enable else None
         restored = Restored(0, 0, None, [], draws)
@@ -184,25 +171,6 @@ def _prompts(files: list[str], tokenizer: Any, spec: RunSpec) -> PromptDataset:
     )
 
 
-def _check_data(
-    spec: RunSpec, prompts: dict[str, PromptDataset | None], run_dir: Path, ranks: Ranks, *, resume: bool
-) -> list[str]:
-    """Stores the fingerprints of rows and users' files; a resumed run first compares them with stored ones.
-
-    Returns warnings about changed files.
-
-    Raises:
-        UsageError: a resumed run has other rows.
-    """
-    rows = {key: data_fingerprint(each.rows) for key, each in prompts.items() if each}
-    code, before = code_fingerprints(spec), known_data(run_dir) if resume else {}
-    refuse_changed_data(before, rows, run_dir)
-    ranks.barrier()  # every rank has read the old file
-    if ranks.is_main:
-        write_text(run_dir / DATA_FILE, json.dumps(before | rows | code, indent=2) + "\n")
-    return changed_code(before, code)
-
-
 def _dropped(prompts: PromptDataset, spec: RunSpec) -> list[str]:
     if not prompts.num_dropped:
         return []
@@ -222,50 +190,6 @@ def _total_steps(spec: RunSpec, prompts: PromptDataset) -> int:
             fix=f"use less than {total}",
         )
     return total
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """State from which a resumed run continues, and notes for the user."""
-
-    step: int
-    policy_version: int
-    kl_coef: float | None
-    notes: list[str]
-    draws: PromptDraws | None
-
-
-def _restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path, ranks: Ranks) -> Restored:
-    """Loads the newest intact checkpoint into the engines and the rollout stream."""
-    notes: list[str] = []
-    root, found = run_dir / CHECKPOINTS, None
-    if ranks.is_main:  # one rank verifies checkpoints and sets damaged ones aside
-        found, notes = latest(root)
-    step = int(ranks.max(-1.0 if found is None else found.state.step))
-    if step < 0:
-        raise UsageError(
-            "there is no complete checkpoint to resume from",
-            where=str(root),
-            fix="start a new run in another directory",
-        )
-    checkpoint = found or known_intact(root, step)
-    state, actor = checkpoint.state, models.actor
-    ahead = max(spec.rollout.staleness, spec.rollout.max_staleness)
-    is_cut_up = max(state.zero_stage, actor.zero_stage) > 0 or ahead > 0
-    if state.world_size != ranks.world_size and is_cut_up:
-        raise UsageError(
-            f"the checkpoint is partitioned for {state.world_size} ranks, this run has {ranks.world_size}",
-            where=str(checkpoint.path),
-            fix=f"resume with trainer.n_gpus_per_node={state.world_size}",
-        )
-    actor.load(checkpoint.engine_dir)
-    if models.critic:
-        models.critic.load(checkpoint.critic_dir)
-    models.rollout.sync_weights(actor, policy_version=state.policy_version)
-    stream.resume(state.step, checkpoint.waiting_dir, ranks.rank, ranks.device)
-    notes.append(f"resuming after step {state.step}")
-    draws = PromptDraws.load(checkpoint.draws_file) if spec.algorithm.filter_groups.enable else None
-    return Restored(state.step, state.policy_version, state.kl_coef, notes, draws)
 
 
 def _tracker(

@@ -25,9 +25,8 @@ from rlctl.tiny.embedded import ensure_embedded
 from rlctl.track.console import Startup
 from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import claim_default_path, open_run_dir
-from rlctl.train.resume import refuse_unsafe
-from rlctl.train.stop import catching_signals, end_process
-from rlctl.train.watchdog import Watchdog
+from rlctl.train.preflight import refuse_unsafe
+from rlctl.train.stop import Watchdog, catching_signals, end_process
 from rlctl.user_code import is_file_function, split_names
 
 if TYPE_CHECKING:
@@ -148,8 +147,8 @@ def run_rank(
         startup.phase("importing torch, transformers and DeepSpeed")
         from rlctl.engine.ranks import clear_single_rank_env, join_ranks, leave_ranks, missing_ranks
         from rlctl.train.loop import train
+        from rlctl.train.run import write_summary
         from rlctl.train.setup import build
-        from rlctl.train.summary import write_summary
 
         try:
             if spec.world_size == 1 and stop.signal_number:

@@ -1,20 +1,52 @@
-"""Stops a run on a signal: the first finishes the step and saves, the second ends the process at once."""
+"""Ends a run on a signal, or if its ranks hang.
+
+The first signal finishes the step and saves, the second ends the process at once.
+
+Hanging ranks: reports which rank is waited for, writes all thread stacks, then ends the run.
+
+A thread of each rank monitors its main thread (and the thread that samples ahead): while their Python stacks
+change or phases begin, the rank makes progress. Each rank writes its idle time to a file in the run
+directory, which the other ranks read. The run ends only if every rank was idle for the whole timeout.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import json
 import os
+import platform
+import shutil
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import FrameType
+from typing import Self
+
+from rlctl import leftovers
+from rlctl.engine.launch import end_rank
+from rlctl.errors import RlctlError, RunFailure
+from rlctl.files import write_text
+from rlctl.processes import progress
+from rlctl.track.console import PHASES
 
 #: Seconds. A signal this soon after the first is a duplicate: a terminal and Slurm signal every process,
 #: and the launcher also forwards the signal to its ranks.
 _DUPLICATE_S = 1.0
 _STOPPING = b"\nstopping after this step is saved; press Ctrl-C again to exit now\n"
+#: Subdirectory of the run directory for heartbeats; exists while several ranks run.
+_BEATS = ".ranks"
+#: Fractions of the timeout after which the user is warned, and after which stacks are written.
+_WARN, _WRITE_STACKS = 1 / 20, 1 / 4
+_INTERVAL_S = 2.0
+#: Seconds between two records of the shared memory in use, see `rlctl.leftovers`.
+_NOTE_S = 10.0
+#: Seconds without a change of its file after which a rank counts as not running.
+_SILENT_S = 10.0
 
 
 @dataclass
@@ -38,7 +70,7 @@ def end_process(signal_number: int) -> None:
     os._exit(128 + signal_number)
 
 
-@contextmanager
+@contextlib.contextmanager
 def catching_signals(on_second: Callable[[int], None] = end_process) -> Iterator[StopRequest]:
     """Context in which SIGINT and SIGTERM set a `StopRequest`; the second signal calls `on_second`.
 
@@ -55,7 +87,7 @@ def catching_signals(on_second: Callable[[int], None] = end_process) -> Iterator
             request.signal_number, first_signal_at = number, time.monotonic()
             if os.environ.get("RANK", "0") == "0" and not request.is_shown:  # one rank prints
                 # A handler must not use buffered output. stderr may be closed, with its ssh session.
-                with suppress(OSError):
+                with contextlib.suppress(OSError):
                     os.write(2, _STOPPING)
         elif time.monotonic() - first_signal_at > _DUPLICATE_S:
             on_second(number)
@@ -68,3 +100,222 @@ def catching_signals(on_second: Callable[[int], None] = end_process) -> Iterator
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Heartbeat of a rank.
+
+    Attributes:
+        number: increases with every heartbeat.
+        phases: phases begun so far; all ranks begin the same ones, so the others wait for the lowest number.
+        place: the current phase, in words.
+        idle_s: seconds since the rank last made progress.
+    """
+
+    number: int
+    phases: int
+    place: str
+    idle_s: float
+    host: str
+    pid: int
+
+
+@dataclass(slots=True)
+class _Peer:
+    """State of another rank; `seen`: when its heartbeat last changed, on the monotonic clock."""
+
+    seen: float
+    beat: Beat | None = None
+    leftover: Beat | None = None  # first beat read, maybe of an earlier process: only a change counts
+
+
+class Watchdog:
+    """Monitors this rank: a context manager, and a tracker sink that receives steps and phases.
+
+    Args:
+        rank, world_size: index of this rank, number of ranks.
+        run_dir: where ranks exchange heartbeats.
+        timeout_s: seconds without progress on any rank after which the run is ended.
+        end: ends this process with the error.
+    """
+
+    name = "watchdog"
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        run_dir: Path,
+        timeout_s: float,
+        end: Callable[[RlctlError], None] = end_rank,
+    ) -> None:
+        self._rank, self._run_dir, self._timeout, self._end = rank, run_dir, timeout_s, end
+        self._interval = min(_INTERVAL_S, timeout_s / 60)
+        self._place, self._step, self._phases, self._number = "starting", 0, 0, 0
+        self._moved = self._started = time.monotonic()
+        self._signature: object = None
+        self._peers = {other: _Peer(self._started) for other in range(world_size) if other != rank}
+        self._warned = self._dumped = False
+        self.show: Callable[[str], None] = _print
+        self._notes: Path | None = None
+        self._held, self._note_at = contextlib.ExitStack(), self._started
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def begin_phase(self, phase: str) -> None:
+        """Records that a phase begins: free text, or a name of `timing_s/*`."""
+        self._phases += 1
+        self._place = f"step {self._step + 1}, {PHASES[phase]}" if phase in PHASES else phase
+        self._moved = time.monotonic()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records a completed step."""
+        del metrics
+        self._step = step
+
+    def close(self, status: str) -> None:
+        """Does nothing: the tracker closes before the engines; monitoring lasts until the context ends."""
+
+    def __enter__(self) -> Self:
+        with contextlib.suppress(OSError):  # without it, leftovers are not recorded
+            self._notes, handle = leftovers.own_directory("rank")
+            self._held.callback(shutil.rmtree, self._notes, ignore_errors=True)
+            self._held.callback(os.close, handle)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._held.close()
+        with contextlib.suppress(OSError):
+            self._beat_file(self._rank).unlink(missing_ok=True)
+            self._beat_file(self._rank).parent.rmdir()  # succeeds on the last rank
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._is_over.wait(self._interval):
+            now = time.monotonic()
+            if (stopped := now - last - 2 * self._interval) > 0:
+                # this thread did not run either, so the whole process was suspended
+                self._moved = min(now, self._moved + stopped)
+            if self._notes and now >= self._note_at:
+                self._note_at = now + _NOTE_S
+                leftovers.note_segments(self._notes)
+            if (signature := _stacks()) != self._signature:
+                self._signature, self._moved = signature, now
+            idle = now - self._moved
+            if self._peers:
+                self._write_beat(idle)
+                self._read_peers(now)
+            self._react(self._idle_of_all(now, idle), now)
+            last = time.monotonic()
+
+    def _react(self, idle: float, now: float) -> None:
+        """Warns, writes stacks or ends the run; `idle`: seconds since any rank made progress."""
+        if idle < self._timeout * _WARN:
+            self._warned = self._dumped = False
+            return
+        words = f"{self._place}: no progress for {idle:.0f} s{self._awaited(now)}"
+        if not self._warned:
+            self._warned = True
+            if self._prints(now):
+                self.show(f"warning: {words}")
+        if not self._dumped and idle >= self._timeout * _WRITE_STACKS:
+            self._dumped = True
+            self._write_stacks()
+        if idle >= self._timeout:
+            self._end(
+                RunFailure(
+                    words,
+                    where=str(self._stacks_file),
+                    fix="see the stacks of all threads in that file; continue with --resume RUN_DIR; if a "
+                    "step takes that long, set trainer.hang_timeout higher",
+                )
+            )
+            self._is_over.set()
+
+    def _idle_of_all(self, now: float, idle: float) -> float:
+        others = (
+            min(now - peer.seen + (peer.beat.idle_s if peer.beat else 0.0), now - self._started)
+            for peer in self._peers.values()
+        )
+        return min([idle, *others])
+
+    def _awaited(self, now: float) -> str:
+        """Names the ranks that the others wait for, if they can be determined."""
+        silent = {rank: peer for rank, peer in self._peers.items() if self._is_silent(peer, now)}
+        if silent:
+            names = ", ".join(_name(rank, peer.beat) for rank, peer in silent.items())
+            since = max(now - peer.seen for peer in silent.values())
+            what = "is stopped or cannot be reached"
+            if missing := [peer for peer in silent.values() if not peer.beat]:
+                what = "is stopped or never joined" if any(p.leftover for p in missing) else "never joined"
+            return f"; waiting for {names}, no heartbeat for {since:.0f} s: it {what}"
+        beats = {rank: peer.beat for rank, peer in self._peers.items() if peer.beat}
+        last = min((beat.phases for beat in beats.values()), default=self._phases)
+        behind = {rank: beat for rank, beat in beats.items() if beat.phases == last < self._phases}
+        if behind:
+            return "; waiting for " + ", ".join(f"{_name(r, b)}, at {b.place}" for r, b in behind.items())
+        return ""
+
+    def _is_silent(self, peer: _Peer, now: float) -> bool:
+        return now - peer.seen > max(_SILENT_S, 5 * self._interval)
+
+    def _prints(self, now: float) -> bool:
+        """Whether this rank prints: the lowest running rank prints for all."""
+        return all(rank > self._rank or self._is_silent(peer, now) for rank, peer in self._peers.items())
+
+    def _write_beat(self, idle: float) -> None:
+        self._number += 1
+        beat = Beat(self._number, self._phases, self._place, idle, platform.node(), os.getpid())
+        file = self._beat_file(self._rank)
+        with contextlib.suppress(OSError):  # a full disk is reported elsewhere
+            if self._run_dir.is_dir():
+                file.parent.mkdir(exist_ok=True)
+                write_text(file, json.dumps(asdict(beat)))
+
+    def _read_peers(self, now: float) -> None:
+        for rank, peer in self._peers.items():
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                beat = Beat(**json.loads(self._beat_file(rank).read_text()))
+                peer.leftover = peer.leftover or beat
+                if beat not in {peer.beat, peer.leftover}:
+                    peer.beat, peer.seen = beat, now
+
+    def _beat_file(self, rank: int) -> Path:
+        return self._run_dir / _BEATS / f"{rank:05d}.json"
+
+    @property
+    def _stacks_file(self) -> Path:
+        return self._run_dir / f"stacks-rank{self._rank}.txt"
+
+    def _write_stacks(self) -> None:
+        with contextlib.suppress(OSError), self._stacks_file.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {self._place}\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+
+
+def _stacks() -> object:
+    """Stack positions of the main and the sampling threads, and the count of `processes.progress`."""
+    frames = sys._current_frames()
+    signature = [(progress(), 0)]
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.name.startswith("rollouts"):
+            continue
+        frame = frames.get(thread.ident or 0)
+        while frame:
+            signature.append((id(frame.f_code), frame.f_lasti))
+            frame = frame.f_back
+    return signature
+
+
+def _name(rank: int, beat: Beat | None) -> str:
+    return f"rank {rank}" + (f" (pid {beat.pid} on {beat.host})" if beat else "")
+
+
+def _print(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

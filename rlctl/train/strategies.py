@@ -3,21 +3,19 @@
 The strategy depends on the policy that the correction compares with the rollout policy, and on the statistics
 of the whole mini-batch that the loss needs:
 
-- `FixedCorrection`: π_old (decoupled mode). The correction is computed before the first step and is the same
-  in every epoch.
-- `OnePass`: π_θ (bypass mode), one micro-batch. Its only forward pass gives the correction, then the loss.
-- `ScaledPasses`: π_θ, if the mean weight and the number of kept tokens or sequences only scale the loss. Each
-  micro-batch is processed separately, and the gradient is scaled before the step.
-- `TwoPasses`: π_θ, if they do more than scale the loss. All micro-batches first go through a pass without
-  gradient. A loss that reads the whole mini-batch uses `TwoPasses` or `OnePass` in decoupled mode as well.
-- `PerMicroBatch`: π_θ, if the loss needs only counts that are known beforehand. Each micro-batch is processed
-  separately.
+- `KnownCorrection`: the correction of the whole mini-batch is known before the passes with gradient. With
+  π_old (decoupled mode) it is computed before the first step and is the same in every epoch. With π_θ (bypass
+  mode), the only forward pass of one micro-batch gives the correction, then the loss; several micro-batches
+  first go through a pass without gradient. A loss that reads the whole mini-batch uses these passes in
+  decoupled mode as well.
+- `PerMicroBatch`: π_θ and several micro-batches, each processed separately, if the loss needs only counts
+  that are known beforehand, or if the mean weight and the number of kept tokens or sequences only scale the
+  loss. Then the gradient is scaled before the step.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -40,8 +38,8 @@ if TYPE_CHECKING:
     from rlctl.batch import Rows
 
 
-#: Log-probs (B, T) of a mini-batch under π_θ → its correction.
-CorrectionOf = Callable[[Tensor], Correction]
+#: Rows of a micro-batch, the micro-batch, and the policy's output.
+MicroOutput = tuple["Rows", TrainBatch, PolicyOutput]
 
 
 def correct_part(part: TrainBatch, log_probs: Tensor, settings: UpdateSettings) -> Correction:
@@ -91,8 +89,8 @@ class MiniBatch:
             micro.inputs, entropy_grad=settings.entropy_coeff > 0, sketch=settings.measure_grad_error
         )
 
-    def outputs(self) -> Iterator[tuple[Rows, TrainBatch, PolicyOutput]]:
-        """Yields the rows of each micro-batch, the micro-batch, and its output, with gradient if needed."""
+    def outputs(self) -> Iterator[MicroOutput]:
+        """Yields the output of each micro-batch, with gradient if needed."""
         for place, (rows, micro) in enumerate(self.micros()):
             with torch.set_grad_enabled(place >= self.num_forward_only):
                 output = self.policy(micro)
@@ -124,33 +122,25 @@ class Pass:
     correction: Correction
 
 
-class Strategy(ABC):
-    """How and when the correction of a mini-batch is computed.
+class KnownCorrection:
+    """The correction of the whole mini-batch is known before the passes with gradient.
+
+    Args:
+        loss: the loss with the statistics that it reads.
+        outputs: of all micro-batches, if they are known; None: computed by `passes`.
 
     Attributes:
         normalizers: denominators and weight factor of the whole mini-batch.
     """
 
-    normalizers: BatchNormalizers
-
-    @abstractmethod
-    def passes(self) -> Iterator[Pass]:
-        """Yields one forward pass per micro-batch, computed lazily, with gradient if needed."""
-
-    @abstractmethod
-    def sums(self) -> CorrectionSums[float]:
-        """The correction's sums over all ranks; called after all passes."""
-
-    def scale(self, sums: CorrectionSums[float]) -> float:
-        """Factor to apply to the accumulated loss and its gradient; called after all passes."""
-        return 1.0
-
-
-class FixedCorrection(Strategy):
-    """The correction of the whole mini-batch is known before the passes with gradient."""
-
-    def __init__(self, mini: MiniBatch, correction: Correction, loss: LossRule) -> None:
-        self._mini, self._correction = mini, correction
+    def __init__(
+        self,
+        mini: MiniBatch,
+        correction: Correction,
+        loss: LossRule,
+        outputs: list[MicroOutput] | None = None,
+    ) -> None:
+        self._mini, self._correction, self._outputs = mini, correction, outputs
         settings = mini.settings
         sums: CorrectionSums[float] = mini.ranks.to_host(correction.sums)
         self._sums = sums
@@ -160,48 +150,29 @@ class FixedCorrection(Strategy):
         self.normalizers = BatchNormalizers(Denominators(*counts), factor, loss)
 
     def passes(self) -> Iterator[Pass]:
-        """See `Strategy.passes`."""
+        """Yields one forward pass per micro-batch, computed lazily, with gradient if needed."""
         whole = self._correction
-        for rows, micro, output in self._outputs():
+        for rows, micro, output in self._outputs or self._mini.outputs():
             weights = None if whole.weights is None else whole.weights[rows]
             part = replace(
                 whole, weights=weights, keep_mask=whole.keep_mask[rows], nonfinite=whole.nonfinite[rows]
             )
             yield Pass(rows, micro, output, part)
 
-    def _outputs(self) -> Iterator[tuple[Rows, TrainBatch, PolicyOutput]]:
-        return self._mini.outputs()
-
     def sums(self) -> CorrectionSums[float]:
-        """See `Strategy.sums`."""
+        """The correction's sums over all ranks; called after all passes."""
         return self._sums
 
-
-class OnePass(FixedCorrection):
-    """The single forward pass of the only micro-batch gives the correction, then the loss."""
-
-    def __init__(self, mini: MiniBatch, correction_of: CorrectionOf) -> None:
-        [self._only] = mini.outputs()
-        log_probs = mini.log_probs([self._only[-1]])
-        correction = correction_of(log_probs)
-        super().__init__(mini, correction, mini.loss_rule(log_probs, correction))
-
-    def _outputs(self) -> Iterator[tuple[Rows, TrainBatch, PolicyOutput]]:
-        return iter([self._only])
+    def scale(self, sums: CorrectionSums[float]) -> float:
+        """Factor to apply to the accumulated loss and its gradient; called after all passes."""
+        return 1.0
 
 
-class TwoPasses(FixedCorrection):
-    """A first pass without gradient over all micro-batches gives the correction."""
+class PerMicroBatch:
+    """Each micro-batch is corrected from its own forward pass; methods as in `KnownCorrection`.
 
-    def __init__(self, mini: MiniBatch, correction_of: CorrectionOf) -> None:
-        with torch.no_grad():
-            log_probs = mini.log_probs([mini.policy(micro) for _, micro in mini.micros()])
-        correction = correction_of(log_probs)
-        super().__init__(mini, correction, mini.loss_rule(log_probs, correction))
-
-
-class PerMicroBatch(Strategy):
-    """Each micro-batch is corrected from its own forward pass."""
+    Afterwards, statistics of the whole mini-batch scale the gradient.
+    """
 
     def __init__(self, mini: MiniBatch) -> None:
         self._mini = mini
@@ -211,23 +182,19 @@ class PerMicroBatch(Strategy):
         self.normalizers = BatchNormalizers(Denominators(*counts), factor=1.0, loss=mini.settings.loss)
 
     def passes(self) -> Iterator[Pass]:
-        """See `Strategy.passes`."""
+        """Yields one forward pass per micro-batch."""
         for rows, micro, output in self._mini.outputs():
             correction = correct_part(micro, output.log_probs.detach(), self._mini.settings)
             self._parts.append(correction.sums)
             yield Pass(rows, micro, output, correction)
 
     def sums(self) -> CorrectionSums[float]:
-        """See `Strategy.sums`."""
+        """The correction's sums over all ranks."""
         sums: CorrectionSums[float] = self._mini.ranks.to_host(CorrectionSums.merged(self._parts))
         return sums
 
-
-class ScaledPasses(PerMicroBatch):
-    """As `PerMicroBatch`; afterwards, statistics of the whole mini-batch scale the gradient."""
-
     def scale(self, sums: CorrectionSums[float]) -> float:
-        """See `Strategy.scale`."""
+        """1 if the loss needs only the counts that were known."""
         rules, before = self._mini.settings.rules, self.normalizers.denominators
         factor = normalization_factor(sums, rules) if self._mini.settings.weights_are_applied else 1.0
         if rules.loss_denominator == "before_rejection":
@@ -237,6 +204,9 @@ class ScaledPasses(PerMicroBatch):
         return before.num_sequences / max(sums.kept_sequences, 1.0) / factor
 
 
+Strategy = KnownCorrection | PerMicroBatch
+
+
 def strategy_of(mini: MiniBatch, fixed: Correction | None) -> Strategy:
     """The cheapest strategy that provides what the loss needs; the same on every rank.
 
@@ -244,16 +214,18 @@ def strategy_of(mini: MiniBatch, fixed: Correction | None) -> Strategy:
         mini: the mini-batch.
         fixed: its correction with π_old in decoupled mode; None in bypass mode.
     """
-    if fixed is not None and not mini.settings.loss.reads_batch:
-        return FixedCorrection(mini, fixed, mini.settings.loss)
-
-    def correction_of(log_probs: Tensor) -> Correction:
-        return fixed or correct_part(mini.batch, log_probs, mini.settings)
-
+    settings = mini.settings
+    if fixed is not None and not settings.loss.reads_batch:
+        return KnownCorrection(mini, fixed, settings.loss)
     if len(mini.row_groups) == 1:
-        return OnePass(mini, correction_of)
-    if not mini.settings.needs_batch_statistics:
-        return PerMicroBatch(mini)
-    if mini.actor.scales_gradients and mini.settings.scales_with_statistics:
-        return ScaledPasses(mini)
-    return TwoPasses(mini, correction_of)
+        outputs = list(mini.outputs())
+        log_probs = mini.log_probs([output for *_, output in outputs])
+    else:
+        scales = mini.actor.scales_gradients and settings.scales_with_statistics
+        if scales or not settings.needs_batch_statistics:
+            return PerMicroBatch(mini)
+        outputs = None
+        with torch.no_grad():
+            log_probs = mini.log_probs([mini.policy(micro) for _, micro in mini.micros()])
+    correction = fixed or correct_part(mini.batch, log_probs, settings)
+    return KnownCorrection(mini, correction, mini.loss_rule(log_probs, correction), outputs)

@@ -1,20 +1,69 @@
-"""A queue of rollouts in training order, sampled ahead in the same thread or concurrently."""
+"""Prompts and responses of each step: batches sampled ahead, and the draws of dynamic sampling.
+
+Batches are sampled ahead in the same thread or concurrently. A checkpoint contains those that wait, and the
+draws.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import takewhile
 from pathlib import Path
 
 import torch
 
-from rlctl.batch import Rollouts, TokenLists
+from rlctl.algos.advantages import spread_probability
+from rlctl.batch import Prompts, Rollouts, TokenLists
+from rlctl.data.prompts import PromptDataset
+from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
+from rlctl.rollout.engines import sampling_of
+from rlctl.rollout.protocol import RolloutEngine, step_seed
+from rlctl.spec.run_spec import RunSpec
 
 _STATE = "rollouts_rank_{rank:05d}.pt"
+
+
+def sample_batch(
+    spec: RunSpec, ranks: Ranks, prompts: PromptDataset, rollout: RolloutEngine, step: int
+) -> Rollouts:
+    """Samples this rank's responses of one step, `rollout.n` per prompt."""
+    return rollout.generate(
+        step_prompts(spec, ranks, prompts, step),
+        sampling_of(spec),
+        n=spec.rollout.n,
+        step_seed=step_seed(spec.trainer.seed, step),
+        num_groups_total=spec.data.train_batch_size,
+    )
+
+
+def step_prompts(spec: RunSpec, ranks: Ranks, prompts: PromptDataset, step: int) -> Prompts:
+    """This rank's prompts of one step; `group_ids` are their indices in the whole batch."""
+    batch_size = spec.data.train_batch_size
+    indices = prompts.batch_indices(step - 1, batch_size, seed=spec.trainer.seed, shuffle=spec.data.shuffle)
+    mine = rank_positions(batch_size, spec.ppo_mini_batch_size, rank=ranks.rank, world_size=ranks.world_size)
+    return prompts.prompts([indices[place] for place in mine], mine)
+
+
+def rank_positions(
+    train_batch_size: int, ppo_mini_batch_size: int, *, rank: int, world_size: int
+) -> list[int]:
+    """Indices in the whole batch of this rank's prompts, in its order.
+
+    Every mini-batch is divided evenly among the ranks, so that mini-batch k contains the same
+    prompts for any number of ranks.
+    """
+    share = ppo_mini_batch_size // world_size
+    return [
+        start + rank * share + i
+        for start in range(0, train_batch_size, ppo_mini_batch_size)
+        for i in range(share)
+    ]
 
 
 class RolloutStream:
@@ -122,3 +171,51 @@ def _done(rollouts: Rollouts) -> Future[Rollouts]:
     future: Future[Rollouts] = Future()
     future.set_result(rollouts)
     return future
+
+
+@dataclass
+class PromptDraws:
+    """Position in the prompts, and their measured scores; the same on every rank.
+
+    Attributes:
+        position: prompts drawn so far, over all epochs, skipped ones included.
+        low, high: smallest and largest mean score of a group so far.
+        measured: row → mean score of its last group, and number of graded responses in it.
+    """
+
+    position: int = 0
+    low: float = math.inf
+    high: float = -math.inf
+    measured: dict[int, tuple[float, int]] = field(default_factory=dict)
+
+    def note(self, row: int, mean: float, count: int) -> None:
+        """Records the mean score of a prompt's group."""
+        self.low, self.high = min(self.low, mean), max(self.high, mean)
+        self.measured[row] = (mean, count)
+
+    def chance(self, row: int, n: int, floor: float) -> float:
+        """Probability of drawing a prompt at its turn: that its group has spread, at least `floor`."""
+        if row not in self.measured or self.high <= self.low:
+            return 1.0
+        mean, count = self.measured[row]
+        rate = ((mean - self.low) / (self.high - self.low) * count + 1.0) / (count + 2.0)
+        return max(floor, spread_probability(rate, n))
+
+    def save(self, path: Path) -> None:
+        """Writes the state as JSON."""
+        path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> PromptDraws:
+        """Reads a file that `save` wrote.
+
+        Raises:
+            RunFailure: the file cannot be read.
+        """
+        try:
+            given = json.loads(path.read_text(encoding="utf-8"))
+            measured = {int(row): (float(mean), int(n)) for row, (mean, n) in given.pop("measured").items()}
+            return cls(**given, measured=measured)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            what = f"the state of dynamic sampling cannot be read: {error}"
+            raise RunFailure(what, where=str(path)) from error

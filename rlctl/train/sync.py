@@ -9,9 +9,9 @@ import torch
 from rlctl.errors import RunFailure
 from rlctl.rollout.completions import MERGE_LORA
 from rlctl.rollout.protocol import Sampling, step_seed
-from rlctl.train.schedule import is_sync_due
-from rlctl.train.shared_rows import shared_rollouts
-from rlctl.train.timing import StepTimer
+from rlctl.train.sample_and_grade import shared_rollouts
+from rlctl.train.settings import is_sync_due
+from rlctl.train.step_metrics import StepTimer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,11 +35,6 @@ def sync_weights(run: Run, step: int, timer: StepTimer) -> dict[str, float]:
     with timer("sync_weights"):
         run.rollout.sync_weights(run.actor, policy_version=run.policy_version)
         return confirm_sync(run, step)
-
-
-def release_engine(run: Run, step: int) -> None:
-    """Releases the memory of an engine in this process until the next sync; call it after all sampling."""
-    run.rollout.release(weights_follow=is_sync_due(run.spec, step))
 
 
 def confirm_sync(run: Run, step: int) -> dict[str, float]:

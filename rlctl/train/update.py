@@ -15,9 +15,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from rlctl.algos.auto_correction import CANDIDATES
 from rlctl.algos.correction import normalization_factor
 from rlctl.algos.correction_records import CorrectionSums
+from rlctl.algos.gradient_error import CANDIDATES
 from rlctl.algos.metric_sums import ratio
 from rlctl.algos.statistics import correction_metrics, normalized, parts_with_nan
 from rlctl.batch import TrainBatch
@@ -26,8 +26,8 @@ from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
 from rlctl.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.run_spec import GuardrailsSpec
-from rlctl.train.gradient_sketches import GradientSketches
-from rlctl.train.guardrail_decisions import UpdateDecision, decide_update
+from rlctl.train.gradient_error import GradientSketches
+from rlctl.train.guardrails import UpdateDecision, decide_update
 from rlctl.train.objective import LossSums, actor_loss, nonfinite_rows
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.strategies import MiniBatch, Pass, Strategy, correct_part, strategy_of

@@ -19,8 +19,8 @@ from rlctl.batch import Rollouts, TokenLists
 from rlctl.engine.ranks import Ranks
 from rlctl.spec.load import load_spec
 from rlctl.train.filter_groups import draw_next_prompts
-from rlctl.train.prompt_draws import PromptDraws
 from rlctl.train.score_batch import with_advantages
+from rlctl.train.stream import PromptDraws
 from tests.unit.train.scored import rollouts_of, scored_batch
 
 ONE_RANK = Ranks(0, 1, torch.device("cpu"))

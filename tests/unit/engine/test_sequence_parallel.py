@@ -12,7 +12,7 @@ from rlctl.batch import Rollouts
 from rlctl.errors import SpecError
 from rlctl.reward.protocol import RewardResult
 from rlctl.spec.load import load_spec
-from rlctl.train.shared_rows import shared_rewards, shared_rollouts
+from rlctl.train.sample_and_grade import shared_rewards, shared_rollouts
 from tests.processes import on_ranks, on_ranks_each
 from tests.unit.engine.sequence_jobs import refusals, trained
 

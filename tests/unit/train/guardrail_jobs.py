@@ -97,6 +97,7 @@ def deciding(ranks: Ranks, rows: list[dict[str, float]], history: list[dict[str,
     decided = [(guardrails.is_tight, guardrails.lr_scale)]
     for row in rows:
         metrics = row if ranks.is_main else {"rollout_corr/rollout_is_raw_eff_sample_size": 1.0}
-        guardrails.observe(int(row["step"]), metrics, num_planned=0, decisions=(), lr_scale=1.0)
+        own = guardrails.observe(int(row["step"]), metrics, num_planned=0, decisions=(), lr_scale=1.0)
+        run.history.append({"step": row["step"], **metrics, **own})
         decided.append((guardrails.is_tight, run.stopped_because))
     return decided

@@ -11,8 +11,14 @@ import pytest
 import torch
 
 import rlctl
-from rlctl.algos.auto_correction import CANDIDATES, AutoChoice, CandidateMoments, averaged, choose
-from rlctl.algos.gradient_error import gradient_error
+from rlctl.algos.gradient_error import (
+    CANDIDATES,
+    AutoChoice,
+    CandidateMoments,
+    averaged,
+    choose,
+    gradient_error,
+)
 from rlctl.diagnose import fixes
 from rlctl.diagnose.facts import facts_of
 from rlctl.diagnose.table import RunLog, Table
@@ -21,8 +27,7 @@ from rlctl.errors import SpecError, UsageError
 from rlctl.metric_names import METRICS
 from rlctl.spec.load import load_spec
 from rlctl.train import update as module
-from rlctl.train.auto_weight import AutoCorrection
-from rlctl.train.gradient_sketches import GradientSketches, logged_moments, moment_metrics
+from rlctl.train.gradient_error import AutoCorrection, GradientSketches, logged_moments, moment_metrics
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.stream import RolloutStream
 from tests.models import tiny_model

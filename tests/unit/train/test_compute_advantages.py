@@ -14,8 +14,7 @@ from rlctl.batch import ScoredBatch
 from rlctl.errors import RunFailure
 from rlctl.registry import ADVANTAGE_ESTIMATORS as ESTIMATORS
 from rlctl.spec.algorithm import AlgorithmSpec
-from rlctl.train.compute_advantages import estimate
-from rlctl.train.score_batch import with_advantages
+from rlctl.train.score_batch import estimate, with_advantages
 from tests.processes import on_ranks
 from tests.reference import advantages as slow
 from tests.unit.train.scored import (

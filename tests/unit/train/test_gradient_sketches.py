@@ -10,7 +10,7 @@ import torch
 from rlctl.engine.log_probs import policy_output
 from rlctl.engine.sketch import SKETCH_SIZE, OuterSketch
 from rlctl.train import update as module
-from rlctl.train.gradient_sketches import GradientSketches
+from rlctl.train.gradient_error import GradientSketches
 from tests.models import tiny_model
 from tests.unit.train.updates import PlainEngine, alone, batch_of, settings_of
 

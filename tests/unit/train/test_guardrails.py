@@ -22,7 +22,7 @@ from rlctl.spec.load import load_spec
 from rlctl.spec.resolve import correction_rules
 from rlctl.spec.run_spec import GuardrailsSpec
 from rlctl.train import guardrails as module
-from rlctl.train.guardrail_decisions import (
+from rlctl.train.guardrails import (
     DRIFT_LIMIT,
     ESS_FLOOR,
     FATAL,
@@ -33,7 +33,7 @@ from rlctl.train.guardrail_decisions import (
     decide_batch,
     decide_update,
 )
-from rlctl.train.resume import refuse_unsafe
+from rlctl.train.preflight import refuse_unsafe
 from rlctl.train.settings import UpdateSettings, tighter_criterion, tighter_weight
 from tests.processes import on_ranks
 from tests.unit.diagnose.logs import healthy_rows
@@ -220,11 +220,13 @@ def rows_with(count: int, seed: int = 0, **columns):
 
 
 def observed(guardrails, row, decisions):
-    """The guardrails' metrics of a step that made these decisions."""
+    """The guardrails' metrics of a step that made these decisions, which is logged as in training."""
     scale = decisions[-1].next_scale if decisions else guardrails.lr_scale
-    return guardrails.observe(
+    own = guardrails.observe(
         row["step"], row, num_planned=len(decisions), decisions=decisions, lr_scale=scale
     )
+    guardrails._run.history.append({**row, **own})
+    return own
 
 
 def followed(rows, *overrides, decisions=(WELL_DECIDED, WELL_DECIDED), history=()):

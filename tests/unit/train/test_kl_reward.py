@@ -12,7 +12,7 @@ import torch
 from rlctl.batch import ScoredBatch
 from rlctl.errors import RunFailure
 from rlctl.spec.algorithm import AlgorithmSpec
-from rlctl.train.kl_reward import kl_controller, with_kl_in_reward
+from rlctl.train.score_batch import kl_controller, with_kl_in_reward
 from tests.reference import kl as slow
 from tests.unit.train.scored import INVALID, LENGTHS, ROWS, scored_batch
 from tests.unit.train.updates import alone

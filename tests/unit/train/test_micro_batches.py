@@ -16,7 +16,7 @@ from rlctl.reward.protocol import RewardResult
 from rlctl.spec.load import load_spec
 from rlctl.train.micro_batches import in_batch_order, micro_batches
 from rlctl.train.score_batch import score_batch
-from rlctl.train.timing import StepTimer
+from rlctl.train.step_metrics import StepTimer
 from tests.models import tiny_batch, tiny_model
 from tests.unit.train.scored import rollouts_of
 from tests.unit.train.updates import alone

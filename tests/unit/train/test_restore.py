@@ -12,7 +12,7 @@ from rlctl.engine.checkpoint import CHECKPOINTS, TrainerState, begin, publish
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
 from rlctl.spec.load import load_spec
-from rlctl.train.setup import _restore
+from rlctl.train.saving import restore as restore_run
 from rlctl.train.stream import RolloutStream
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -35,7 +35,7 @@ def restore(root: Path, *, saved_stage: int, stage: int, staleness: int = 0):
     models = SimpleNamespace(actor=Actor(zero_stage=stage), rollout=rollout, critic=None)
     stream = RolloutStream(None, ahead=staleness, last_step=9)
     spec = load_spec([], [], [f"rollout.staleness={staleness}"]).spec
-    return _restore(spec, models, stream, root, ALONE)
+    return restore_run(spec, models, stream, root, ALONE)
 
 
 @pytest.mark.parametrize(("saved_stage", "stage"), [(1, 1), (1, 0), (0, 1), (3, 3)])

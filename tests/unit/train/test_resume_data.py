@@ -9,7 +9,7 @@ import pytest
 
 from rlctl.data.schema import Message, Row
 from rlctl.errors import UsageError
-from rlctl.train.resume import data_fingerprint, refuse_changed_data
+from rlctl.train.preflight import data_fingerprint, refuse_changed_data
 
 ROWS = [Row("s", (Message("user", f"{i}"),), str(i), extra={"a": i}) for i in range(3)]
 TRAIN = "data.train_files"

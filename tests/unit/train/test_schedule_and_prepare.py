@@ -8,10 +8,10 @@ import pytest
 from rlctl.errors import SpecError
 from rlctl.spec.load import load_spec
 from rlctl.spec.run_spec import RunSpec
-from rlctl.train.resume import changes, refuse_unsafe
-from rlctl.train.sample_prompts import rank_positions
-from rlctl.train.schedule import actor_schedule, critic_schedule, lr_at
+from rlctl.train.preflight import changes, refuse_unsafe
+from rlctl.train.settings import actor_schedule, critic_schedule, lr_at
 from rlctl.train.stop import StopRequest
+from rlctl.train.stream import rank_positions
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])

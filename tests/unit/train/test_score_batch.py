@@ -15,10 +15,9 @@ from rlctl.errors import RunFailure
 from rlctl.reward.protocol import RewardResult
 from rlctl.spec.load import load_spec
 from rlctl.spec.run_spec import RunSpec
-from rlctl.train.batch_metrics import batch_metrics, batch_sums
-from rlctl.train.sample_prompts import greedy_baseline
+from rlctl.train.sample_and_grade import greedy_baseline
 from rlctl.train.score_batch import score_batch, with_advantages
-from rlctl.train.timing import StepTimer
+from rlctl.train.step_metrics import StepTimer, batch_metrics, batch_sums
 from tests.unit.train.scored import GROUPS, HORIZON, ROWS, rollouts_of
 from tests.unit.train.updates import alone
 

@@ -13,15 +13,15 @@ import pytest
 
 from rlctl.errors import RlctlError
 from rlctl.processes import note_progress
-from rlctl.train import watchdog
-from rlctl.train.watchdog import Watchdog
+from rlctl.train import stop
+from rlctl.train.stop import Watchdog
 
 
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The main thread does not progress, independent of the test."""
-    monkeypatch.setattr(watchdog, "_stacks", lambda: "the same")
-    monkeypatch.setattr(watchdog, "_SILENT_S", 0.2)
+    monkeypatch.setattr(stop, "_stacks", lambda: "the same")
+    monkeypatch.setattr(stop, "_SILENT_S", 0.2)
     return iter([None])
 
 
@@ -122,7 +122,7 @@ def test_time_in_which_the_whole_process_was_stopped_is_not_idle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: None
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now, strftime=time.strftime))
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now, strftime=time.strftime))
     dog, ended, _ = watch(0, 1, tmp_path, timeout=60.0)  # looks once a second
     waits = iter([*[1.0] * 2, 5000.0, *[1.0] * 70])  # SIGSTOP or a suspended machine
 

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.diagnose.readers.source import Watch
-from rlctl.diagnose.readers.values import LARGEST_STEP, LARGEST_VALUE, as_number, is_number, whole
 from rlctl.diagnose.table import Framework, LoggedException
 
 #: Names of the step; the first one that a row has is used.
@@ -27,9 +26,14 @@ STEP_KEYS = (
     *("current_steps", "global_step/max_steps", "training_step"),
 )
 MAIN, EVAL = "main", "eval"
+#: Larger numbers are not steps.
+_LARGEST_STEP = 1 << 62
+#: Larger numbers count as overflow: this is far beyond single precision, and its square is still finite.
+_LARGEST_VALUE = 1e100
 
 _OWN_CLOCKS = frozenset({"train/step", "rollout/step"})
 _IS_EVAL = re.compile(r"eval|val[-_/]|validation|test[-_/]")
+_GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _IS_META = re.compile(r"(?:train(?:ing)?/)?(?:epoch|time|timestamp|total_flos|global_step|num_tokens)|_\w+")
 
 
@@ -107,17 +111,17 @@ class Collector:
                 self._nested.add(keys)
                 return self.add(row)
             layout = layout or self._layout(row)
-        step = None if layout is None else whole(row[layout.step_key])
+        step = None if layout is None else _whole(row[layout.step_key])
         if layout is None or step is None:
             return False
         place = self._add_steps(layout.clock, layout.number, [step])
         for name, column in layout.columns:
             value = row[name]
             number = value if type(value) is float else as_number(value)
-            if abs(number) <= LARGEST_VALUE:
+            if abs(number) <= _LARGEST_VALUE:
                 column.rows.append(place)
                 column.values.append(number)
-            elif self.null_is_nan if value is None else is_number(value):
+            elif self.null_is_nan if value is None else _is_number(value):
                 column.bad.append(place)
         return True
 
@@ -151,7 +155,7 @@ class Collector:
         places = np.arange(first, first + len(steps))
         for name, (values, was_logged) in columns.items():
             column = rows.columns.setdefault(name, _Column())
-            is_finite = np.abs(values) <= LARGEST_VALUE
+            is_finite = np.abs(values) <= _LARGEST_VALUE
             column.rows.extend(places[is_finite].tolist())
             column.values.extend(values[is_finite].tolist())
             column.bad.extend(places[was_logged & ~is_finite].tolist())
@@ -212,10 +216,46 @@ class Collector:
             return
         main, evals = self._clocks[MAIN], self._clocks[EVAL]
         steps = np.array(main.steps)
-        lowest_later = np.append(np.minimum.accumulate(steps[::-1])[::-1], LARGEST_STEP)
+        lowest_later = np.append(np.minimum.accumulate(steps[::-1])[::-1], _LARGEST_STEP)
         next_main = np.searchsorted(np.array(main.order), np.array(evals.order))
         # Evaluations that are only logged late are kept: no later main row has a lower step.
         kept[EVAL] = np.array(evals.steps) <= lowest_later[next_main]
+
+
+def as_number(value: object) -> float:
+    """The value of a number, or of its text (`0.5`, `1,234`, `NaN`, `-Infinity`); NaN for anything else."""
+    if isinstance(value, str | int | float):
+        try:
+            return float(value)
+        except OverflowError:
+            return float("inf") if value > 0 else float("-inf")  # type: ignore[operator]
+        except ValueError:
+            if isinstance(value, str) and _GROUPED.fullmatch(value.strip()):
+                return float(value.replace(",", ""))
+            return float("nan")
+    return float("nan")
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value is a number that cannot be stored as finite: NaN, infinite, or too large.
+
+    A text counts only if it is NaN or infinite.
+    """
+    if isinstance(value, str):
+        return value.strip().lower().lstrip("+-") in {"nan", "inf", "infinity"}
+    return isinstance(value, int | float)
+
+
+def _whole(value: object) -> int | None:
+    """A step: a whole number of any type, or a text such as `5/547`; None for anything else."""
+    if type(value) is not int:
+        if isinstance(value, str) and "/" in value:
+            value = value.partition("/")[0]
+        number = as_number(value) if not isinstance(value, bool) else float("nan")
+        if not number.is_integer():
+            return None
+        value = int(number)
+    return value if -_LARGEST_STEP < value < _LARGEST_STEP else None
 
 
 def is_step_or_time(name: str) -> bool:
@@ -271,7 +311,7 @@ def _last_pass(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
         return np.empty(0, dtype=bool)
     starts = np.flatnonzero(np.append(True, steps[1:] != steps[:-1]))
     runs = steps[starts]
-    lowest_later = np.append(np.minimum.accumulate(runs[::-1])[::-1][1:], LARGEST_STEP)
+    lowest_later = np.append(np.minimum.accumulate(runs[::-1])[::-1][1:], _LARGEST_STEP)
     return np.repeat(runs < lowest_later, np.diff(np.append(starts, len(steps))))
 
 

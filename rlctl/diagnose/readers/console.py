@@ -12,11 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlctl.diagnose.readers.collect import LogReading
-from rlctl.diagnose.readers.last_exception import LastException
-from rlctl.diagnose.readers.printed_blocks import BARS, BULLETS, Braces, Listing, PrintedTable
-from rlctl.diagnose.readers.printed_config import keep_settings
-from rlctl.diagnose.readers.printed_rows import PrintedRows, Row
-from rlctl.diagnose.readers.values import NUMBER, pairs, printed_number
+from rlctl.diagnose.readers.printed_blocks import (
+    BARS,
+    BULLETS,
+    NUMBER,
+    Braces,
+    Listing,
+    PrintedTable,
+    pairs,
+    printed_number,
+)
+from rlctl.diagnose.readers.printed_content import LastException, PrintedRows, Row, keep_settings
 from rlctl.diagnose.table import Framework
 
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")

@@ -1,4 +1,4 @@
-"""Rows printed over several lines: dictionaries, tables, and lists of `name: value`."""
+"""Printed numbers, and rows printed over several lines: dictionaries, tables, and lists of `name: value`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,46 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from rlctl.diagnose.readers.collect import STEP_KEYS
-from rlctl.diagnose.readers.printed_rows import Row
-from rlctl.diagnose.readers.values import pairs, printed_number
+from rlctl.diagnose.readers.printed_content import Row
+
+#: Regular expression of a number as text.
+NUMBER = (
+    r"[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?)\b"
+)
+#: A number as Python prints it: bare, quoted, or inside `np.float64(…)` and `tensor(…, device=…)`.
+_VALUE = (
+    rf"(?:(?:\w{{1,20}}\.){{0,3}}\w{{1,20}}\(|['\"])?"
+    rf"(?P<number>{NUMBER}|True|False)(?=['\"),\s}}\]%]|$)"
+)
+_WHOLE_VALUE = re.compile(_VALUE + r"(?P<percent>%?)", re.IGNORECASE)
+_PAIR = re.compile(rf"['\"](?P<name>[^'\"{{}}]{{1,200}})['\"]:\s*{_VALUE}(?!%)", re.IGNORECASE)
+#: A step with the total number of steps, as text: `'step': '5/547'`.
+_OF_ALL = re.compile(r"['\"](?P<name>\w*step[\w/]*)['\"]:\s*['\"](?P<number>\d+)/\d+['\"]")
+
+
+def printed_number(text: str) -> float | None:
+    """The number that a program printed, a percentage as a share; None for any other text."""
+    try:
+        return float(text)  # the usual case, and many times faster than a regular expression
+    except ValueError:
+        match = _WHOLE_VALUE.match(text)
+        return None if match is None else _plain(match["number"]) * (0.01 if match["percent"] else 1)
+
+
+def pairs(text: str) -> dict[str, float | None]:
+    """The numbers of a printed dictionary by name."""
+    found: dict[str, float | None] = {pair["name"]: _plain(pair["number"]) for pair in _PAIR.finditer(text)}
+    if "step" in text:
+        found |= {pair["name"]: float(pair["number"]) for pair in _OF_ALL.finditer(text)}
+    return found
+
+
+def _plain(number: str) -> float:
+    known = {"true": 1.0, "false": 0.0}.get(number.lower())
+    return float(number.replace(",", "")) if known is None else known
+
+
+# --- dictionaries of several lines -------------------------------------------------------------------
 
 _OPENING = re.compile(r"\s*(?:\{\s*['\"][^'\"]+['\"]\s*:|\{\s*$)")
 _CONTINUES = re.compile(r"[\s'\"}]|[\w/.()-]+['\"]: |[\d.e+-]+['\"]?[,}]")

@@ -10,7 +10,6 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,27 +21,32 @@ _CHUNK_BYTES = 1 << 16
 Watch = Callable[[int, int], None]
 
 
-@dataclass(frozen=True, slots=True)
 class LogSource:
     """One file to read."""
 
-    path: Path  # the path that the user gave
-    file: Path  # the file to read: the same, or a copy on disk
-    is_gzip: bool  # whether the file is compressed
-    head: bytes  # the first bytes, decompressed
-    notes: list[str]  # damage that was tolerated when decompressing; filled while reading
-    watch: Watch | None = None  # called while the file is read
+    def __init__(self, path: Path, file: Path, watch: Watch | None) -> None:
+        self.path = path  # the path that the user gave
+        self.notes: list[str] = []  # damage that was tolerated when decompressing; filled while reading
+        self._file = file  # the same path, or a copy on disk
+        self._watch: Watch | None = None
+        with file.open("rb") as stream:
+            self.is_gzip = stream.read(len(_GZIP)) == _GZIP
+        with self.open() as stream:
+            self.head = stream.read(_CHUNK_BYTES)  # the first bytes, decompressed
+        self._watch = watch  # called while the file is read, with its position
 
     def open(self) -> IO[bytes]:
         """The decompressed bytes from the start."""
         self.notes.clear()
-        return _open(self.file, self.is_gzip, self.notes, self.watch)
+        watch = self._watch
+        raw = io.BufferedReader(_Watched(self._file, watch), _CHUNK_BYTES) if watch else self._file.open("rb")
+        return io.BufferedReader(_TolerantGzip(raw, self.notes), _CHUNK_BYTES) if self.is_gzip else raw
 
     @contextmanager
     def on_disk(self) -> Iterator[Path]:
         """Path of a file with the decompressed bytes, for libraries that seek."""
         if not self.is_gzip:
-            yield self.file
+            yield self._file
             return
         with self.open() as stream, _copied(stream) as copy:
             yield copy
@@ -56,10 +60,10 @@ def opened(path: Path, watch: Watch | None = None) -> Iterator[LogSource]:
         OSError: the path cannot be read.
     """
     if path.is_file() and path != STDIN:
-        yield _source(path, path, watch)
+        yield LogSource(path, path, watch)
         return
     with nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb") as pipe, _copied(pipe) as copy:
-        yield _source(path, copy, watch)
+        yield LogSource(path, copy, watch)
 
 
 @contextmanager
@@ -69,18 +73,6 @@ def _copied(stream: IO[bytes]) -> Iterator[Path]:
         shutil.copyfileobj(stream, copy)
         copy.flush()
         yield Path(copy.name)
-
-
-def _source(path: Path, file: Path, watch: Watch | None) -> LogSource:
-    with file.open("rb") as stream:
-        is_gzip = stream.read(len(_GZIP)) == _GZIP
-    with _open(file, is_gzip, []) as stream:
-        return LogSource(path, file, is_gzip, stream.read(_CHUNK_BYTES), [], watch)
-
-
-def _open(file: Path, is_gzip: bool, notes: list[str], watch: Watch | None = None) -> IO[bytes]:
-    raw: IO[bytes] = io.BufferedReader(_Watched(file, watch), _CHUNK_BYTES) if watch else file.open("rb")
-    return io.BufferedReader(_TolerantGzip(raw, notes), _CHUNK_BYTES) if is_gzip else raw
 
 
 class _Watched(io.FileIO):

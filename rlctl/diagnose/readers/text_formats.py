@@ -13,10 +13,9 @@ from typing import IO, Any
 import numpy as np
 from pydantic_core import from_json
 
-from rlctl.diagnose.readers.collect import STEP_KEYS, LogReading
+from rlctl.diagnose.readers.collect import STEP_KEYS, LogReading, as_number
 from rlctl.diagnose.readers.console import Console
 from rlctl.diagnose.readers.printed_blocks import column_name
-from rlctl.diagnose.readers.values import as_number
 
 _LONGEST_LINE = 1 << 26
 _VERL_KEYS = {"step", "data"}

@@ -1,4 +1,4 @@
-"""`rlctl diagnose`: reports faults in a run's log, with causes and fixes."""
+"""`rlctl diagnose`: reports faults in a run's log, tests its rules; `diagnose compare`: compares two runs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from rlctl.diagnose.rule import Diagnosis
+    from rlctl.diagnose.selftest import SelftestResult
     from rlctl.diagnose.table import RunLog
 
 DiagnosisFormat = Literal["text", "json", "markdown", "html"]
@@ -26,7 +28,7 @@ class DiagnoseCommand(CommandWithSubcommands):
     """`diagnose PATH…`, with the subcommands `diagnose compare A B` and `diagnose mismatch`."""
 
     subcommands: ClassVar = {
-        "compare": "rlctl.cli.diagnose_compare:compare",
+        "compare": "rlctl.cli.diagnose:compare",
         "mismatch": "rlctl.cli.diagnose_mismatch:mismatch",
     }
 
@@ -103,9 +105,7 @@ def diagnose(
     if selftest:
         why = "applies to a run; --selftest uses simulated logs"
         refuse_options(context, ("paths", "what_if", "rules", "fix", "fail_on"), why)
-        from rlctl.cli.diagnose_selftest import selftest as test_rules
-
-        test_rules(output_format, out)
+        report_selftest(output_format, out)
         return
     if not paths:
         raise UsageError("no log is given", where="rlctl diagnose", fix="name a run directory, or a log")
@@ -223,3 +223,92 @@ def _write_fix(diagnosis: Diagnosis, path: Path) -> None:
     if patch.applied:
         write_patch(path, patch)
     print_patch(Console(stderr=True, highlight=False), patch, path if patch.applied else None)
+
+
+def report_selftest(output_format: str, out: Path | None) -> None:
+    """Run the self-test and write one line per rule and per kind of healthy run, as text or JSON.
+
+    Raises:
+        UsageError: another format, or `out` cannot be written.
+        typer.Exit: with 1 if a rule misses its fault or a healthy run gets a warning.
+    """
+    from rich.progress import MofNCompleteColumn, TimeElapsedColumn
+
+    from rlctl.cli.output import check_out, counting, write_report
+    from rlctl.diagnose.selftest import run_selftest, selftest_document, selftest_summary
+
+    if output_format not in {"text", "json"}:
+        raise UsageError("--selftest writes text or json", where=f"--format {output_format}")
+    check_out((), out, is_page=False)
+    with counting("logs", MofNCompleteColumn(), TimeElapsedColumn()) as count:
+        results = run_selftest(count)
+
+    def text(console: Console) -> None:
+        console.print(_table(results))
+        console.print(f"\n{selftest_summary(results)}")
+        for one in results:
+            if not one.passed:
+                name = f"{one.rule or 'healthy run'}, {one.kind}, {one.framework}"
+                console.print(f"{name}: expected {one.expected}, found {one.found}", markup=False)
+
+    write_report(output_format, out, text, partial(selftest_document, results))
+    if not all(one.passed for one in results):
+        raise typer.Exit(1)
+
+
+def _table(results: list[SelftestResult]) -> Table:
+    """Passed and total number of logs, per rule (or kind of healthy run) and framework."""
+    from rlctl.cli.output import plain_table
+    from rlctl.diagnose.selftest import FRAMEWORKS
+
+    table = plain_table(("rule, or kind of healthy run", *FRAMEWORKS), right=FRAMEWORKS)
+    table.columns[0].no_wrap = True
+    for name in dict.fromkeys(one.rule or one.kind for one in results):
+        cells = []
+        for framework in FRAMEWORKS:
+            here = [one for one in results if (one.rule or one.kind) == name and one.framework == framework]
+            passed, unable = sum(one.passed for one in here), {one.expected for one in here} == {"skipped"}
+            text = "" if not here else "n/a" if unable else f"{passed}/{len(here)}"
+            cells.append(text if passed == len(here) else f"[bold red]{passed}/{len(here)}[/]")
+        table.add_row(name, *cells)
+    return table
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run directory or log, of any framework.")],
+    b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another.")],
+    output_format: Annotated[
+        Literal["text", "json", "html"],
+        typer.Option("--format", help="Text, JSON, or a page with the plots of both runs."),
+    ] = "text",
+    out: Out = None,
+) -> None:
+    """Report what differs between two runs' specs and metrics, and since which step.
+
+    Metrics are compared step by step. A metric differs if its medians over
+    windows of several steps are further apart than the noise of both runs, for
+    more than one window.
+
+      rlctl diagnose compare runs/rlctl/good runs/rlctl/bad
+
+      rlctl diagnose compare good.log bad.log --format html --out compared.html
+    """
+    from rlctl.cli.output import check_out, write_report
+
+    check_out([a, b], out, is_page=output_format == "html")
+    from rlctl.diagnose.compare import compare as run_comparison
+    from rlctl.diagnose.compare import comparison_document
+    from rlctl.diagnose.diagnosis_page import diagnosis_page
+    from rlctl.diagnose.output_text import print_comparison
+    from rlctl.diagnose.rule import examine, metrics_read
+    from rlctl.metric_names import ELSEWHERE, METRICS
+
+    runs = read_runs([a, b], frozenset({*METRICS, *ELSEWHERE, *metrics_read()}))
+    found = run_comparison(*map(examine, runs))
+    write_report(
+        output_format,
+        out,
+        partial(print_comparison, found=found),
+        partial(comparison_document, found),
+        html=partial(diagnosis_page, [found.a, found.b], found),
+    )

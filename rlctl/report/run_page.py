@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlctl.diagnose.diagnosis_page import TEMPLATE, page_values
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rule import examine, metrics_read
-from rlctl.errors import UsageError, visible
+from rlctl.errors import RlctlError, UsageError, visible
 from rlctl.html_page import render
 from rlctl.metric_names import ELSEWHERE, METRICS
-from rlctl.report.run_sections import SHADES, sample_note, sample_steps, spec_rows, validation_rows
-from rlctl.track.open_run import open_run, read_state
+from rlctl.spec.load import load_spec
+from rlctl.tiny.task import DATA_SOURCE, WRITTEN
+from rlctl.track.open_run import RunRecord, log_ratios, open_run, read_state
+from rlctl.train.preflight import changes
 from rlctl.what_if import what_if_report
 from rlctl.what_if.what_if_run import what_if
 
 _HERE = Path(__file__).parent
+#: Maximum steps on a page, responses per step, and tokens per response.
+STEPS, PER_STEP, TOKENS = 10, 4, 400
+#: Thresholds of |log ρ| in nats for the shading levels of a token.
+SHADES = (0.02, 0.1, 0.5, 2.0)
 
 
 def run_page(runs: Sequence[Path], *, with_what_if: bool = True) -> str:
@@ -65,3 +73,135 @@ def run_page(runs: Sequence[Path], *, with_what_if: bool = True) -> str:
         **values,
         **what_if_report.section_values(replays),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token of a response."""
+
+    text: str  # text that the token adds to the response
+    #: style classes: `p1` to `p4` if the training policy gives it a higher probability than the rollout
+    #: policy, `n1` to `n4` if lower, and `out` if the token was rejected
+    shade: str
+    about: str  # its log ρ, rollout log-prob and weight
+
+
+def spec_rows(record: RunRecord) -> tuple[str, list[tuple[str, str, str]]]:
+    """The base of the comparison (presets or defaults), and (key, base value, own value) per difference."""
+    spec = record.spec
+    state = read_state(record.path)
+    presets = [name for name in state.preset.split("+") if name]
+    try:
+        before = load_spec(presets, [], [f"model.path={spec.model.path}"]).spec
+        than = " + ".join(presets) or "the defaults"
+    except RlctlError:  # preset files were removed, or are incomplete without the overrides of the run
+        before, than = load_spec(overrides=["model.path=embedded"]).spec, "the defaults"
+    rows = [
+        (key, visible(_value(old)), visible(_value(new)))
+        for key, (old, new) in changes(before, spec).items()
+        if key != "trainer.run_dir"
+    ]
+    return than, rows
+
+
+def validation_rows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Validation metric, and its first, best and last value with their steps."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith("val/") and math.isfinite(float(value)):
+                found.setdefault(key.removeprefix("val/"), []).append((int(row["step"]), float(value)))
+    table = []
+    for key, values in found.items():
+        has_best = key.endswith("/reward_mean") or "@" in key
+        best = max(values, key=lambda pair: pair[1]) if has_best else None
+        cells = [values[0], best, values[-1]]
+        table.append((key, [f"{one[1]:.4g} (step {one[0]})" if one else "" for one in cells]))
+    return table
+
+
+def sample_steps(record: RunRecord) -> list[dict[str, Any]]:
+    """Evenly spaced steps of the run with some responses each, token by token; empty if none were saved."""
+    try:
+        kept = record.rollout_steps()
+    except UsageError:
+        return []
+    places = {round(i * (len(kept) - 1) / max(STEPS - 1, 1)) for i in range(STEPS)} if kept else set()
+    decode = _decoder(record)
+    steps = []
+    for place in sorted(places):
+        rows = record.rollouts(kept[place]).slice(0, PER_STEP).to_pylist()
+        steps.append({"step": kept[place], "samples": [_sample(row, decode) for row in rows]})
+    return steps
+
+
+def sample_note(steps: Sequence[Mapping[str, Any]]) -> str:
+    """Note on how to read the responses of `sample_steps`; "" if none is needed."""
+    sources = {sample["source"] for step in steps for sample in step["samples"]}
+    return WRITTEN if DATA_SOURCE in sources else ""
+
+
+def _sample(row: Mapping[str, Any], decode: Callable[[Sequence[int]], str] | None) -> dict[str, Any]:
+    ratios = log_ratios(row)
+    ids = row["response_ids"][:TOKENS]
+    tokens, left = [Token(visible(row["response"]), "", "")], 0
+    if decode:
+        columns = ratios, row["rollout_log_probs"], row["rollout_is_weights"], row["keep_mask"]
+        tokens = [
+            Token(visible(text), _shade(ratio, kept=kept), _about(ratio, log_prob, weight, kept=kept))
+            for text, ratio, log_prob, weight, kept in zip(pieces(ids, decode), *columns, strict=False)
+        ]
+        left = max(0, len(ratios) - len(ids))
+    return {
+        "source": visible(row["data_source"]),
+        "prompt": visible(row["prompt"]),
+        "truth": visible(row["ground_truth"]),
+        "reward": "ungraded" if row["reward"] is None else f"{row['reward']:g}",
+        "log_ratio": f"{math.fsum(ratios):+z.4f}",
+        "num_tokens": len(ratios),
+        "truncated": row["truncated"],
+        "tokens": tokens,
+        "left": left,
+    }
+
+
+def _shade(ratio: float, *, kept: bool) -> str:
+    level = sum(abs(ratio) >= bound for bound in SHADES) if math.isfinite(ratio) else len(SHADES)
+    shade = f"{'p' if ratio > 0 else 'n'}{level}" if level else ""
+    return shade if kept else f"{shade} out".strip()
+
+
+def _about(ratio: float, log_prob: float, weight: float, *, kept: bool) -> str:
+    rejected = "" if kept else ", rejected"
+    return f"log ρ {ratio:+z.4f}, rollout log-prob {log_prob:.3f}, weight {weight:.3f}{rejected}"
+
+
+def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
+    """Text that each token adds. A token that ends within a character adds ""; the next one adds it all."""
+    texts, start, shown = [], 0, ""
+    for place in range(len(ids)):
+        text = decode(ids[start : place + 1])
+        if text.endswith("\ufffd"):
+            texts.append("")
+            continue
+        texts.append(text[len(shown) :])
+        shown = text
+        if place - start >= 16:  # keep the last token as context: decoding may depend on the previous token
+            start, shown = place, decode(ids[place : place + 1])
+    return texts
+
+
+def _decoder(record: RunRecord) -> Callable[[Sequence[int]], str] | None:
+    """Decoder of the tokenizer of a checkpoint or the model directory; None without a `tokenizer.json`."""
+    from tokenizers import Tokenizer
+
+    folders = [path / "model" for path in reversed(record.checkpoints)] or [Path(record.spec.model.path)]
+    file = next(filter(Path.is_file, (folder / "tokenizer.json" for folder in folders)), None)
+    if file is None:
+        return None
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _value(value: Any) -> str:
+    return "null" if value is None else str(value)

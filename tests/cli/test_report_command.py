@@ -13,7 +13,7 @@ import yaml
 from rlctl.cli.app import run
 from rlctl.engine.checkpoint import TrainerState, begin, publish
 from rlctl.report.model_card import model_card
-from rlctl.report.run_sections import pieces
+from rlctl.report.run_page import pieces
 from rlctl.spec.load import dump_spec, load_spec
 from rlctl.track.rollouts import SCHEMA
 

@@ -253,8 +253,7 @@ def _print(out: Path, evaluation: Evaluation) -> None:
 
     from rlctl.cli.output import print_wide_table
     from rlctl.evaluate.evaluate_report import RESULTS_FILE, results_document
-    from rlctl.evaluate.page.tables import SCORE_HEADINGS, score_notes, score_rows
-    from rlctl.evaluate.page.write import PAGE_FILE
+    from rlctl.evaluate.page import PAGE_FILE, SCORE_HEADINGS, score_notes, score_rows
     from rlctl.evaluate.samples import SAMPLES_FILE
 
     console = Console(highlight=False)

@@ -13,7 +13,7 @@ from typing import Any
 from rlctl.errors import UsageError
 from rlctl.evaluate.evaluate_report import read_evaluation
 from rlctl.evaluate.intervals import Difference, estimate, paired, questions_needed
-from rlctl.evaluate.page.tables import TableRow, drawn, render_page, stderr_text
+from rlctl.evaluate.page import TableRow, drawn, render_page, stderr_text
 from rlctl.evaluate.request import checked_ks
 from rlctl.evaluate.samples import EvalSample
 from rlctl.evaluate.scores import OVERALL, Question, questions_of

@@ -16,7 +16,7 @@ from rlctl.errors import UsageError
 from rlctl.evaluate.intervals import LEVEL
 from rlctl.evaluate.lm_eval_files import DIRECTORY as LM_EVAL_DIRECTORY
 from rlctl.evaluate.lm_eval_files import write_lm_eval
-from rlctl.evaluate.page.write import PAGE_FILE, write_page
+from rlctl.evaluate.page import PAGE_FILE, write_page
 from rlctl.evaluate.samples import SAMPLES_FILE, EvalSample, read_samples, write_samples
 from rlctl.evaluate.scores import Score
 from rlctl.spec.rollout import RewardSpec

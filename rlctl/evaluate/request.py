@@ -133,14 +133,10 @@ def find_target(model_or_run: str, data_files: list[str]) -> Target:
         return _run_target(path, data_files)
     if data_files:
         return Target(str(path) if path.exists() else model_or_run, data_files)
-    what = (
-        "is not a run directory" if path.exists() else "does not exist here; a model of the hub needs --data"
-    )
-    raise UsageError(
-        f"`{model_or_run}` {what}",
-        where="MODEL_OR_RUN",
-        fix=f"name a directory with a {RUN_SPEC_FILE}, such as runs/rlctl/run-…; for a model add --data FILE",
-    )
+    is_there = path.exists()
+    what = "is not a run directory" if is_there else "does not exist here; a model of the hub needs --data"
+    fix = f"name a directory with a {RUN_SPEC_FILE}, such as runs/rlctl/run-…; for a model add --data FILE"
+    raise UsageError(f"`{model_or_run}` {what}", where="MODEL_OR_RUN", fix=fix)
 
 
 def _run_target(run_dir: Path, data_files: list[str]) -> Target:
@@ -156,9 +152,8 @@ def _run_target(run_dir: Path, data_files: list[str]) -> Target:
     if not data_files and spec.is_embedded:
         data_files = [str(ensure_embedded(spec.trainer.seed).val_file)]
     if not data_files:
-        raise UsageError(
-            "the run has no validation files (data.val_files)", where=str(run_dir), fix="add --data FILE"
-        )
+        what = "the run has no validation files (data.val_files)"
+        raise UsageError(what, where=str(run_dir), fix="add --data FILE")
     return Target(
         str(checkpoint.model_dir),
         data_files,
@@ -280,15 +275,10 @@ def check_url(url: str | None) -> str:
 
 
 def _check_sampling(request: EvaluateRequest) -> None:
-    for name in ("temperature", "top_p"):
-        if not isinstance(getattr(request, name), int | float):
-            what = f"{getattr(request, name)!r} is not a number"
-            raise UsageError(what, where=f"--{name.replace('_', '-')}")
     for name in ("n", "batch_size", "concurrency", "max_response_length", "limit"):
         value = getattr(request, name)
-        if value is not None and (not isinstance(value, int) or value < 1):
-            option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{value!r} is not a positive integer", where=option)
+        if value is not None and value < 1:
+            raise UsageError(f"{value} is not a positive integer", where=f"--{name.replace('_', '-')}")
     if request.temperature != 0.0 and not MIN_TEMPERATURE <= request.temperature < math.inf:
         what = f"sampling is not possible at a temperature of {request.temperature:g}"
         raise UsageError(what, where="--temperature", fix="for the most likely tokens: --temperature 0 --n 1")

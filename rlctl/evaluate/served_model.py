@@ -15,6 +15,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -165,11 +166,8 @@ class ServedModel(SampledModel):
                 elif answer.status_code == 400 and _CONTEXT_EXCEEDED.search(answer.text):
                     return None
                 else:
-                    what, fix = (
-                        f"the server refuses the request: {_said(answer)}",
-                        _FIXES.get(answer.status_code),
-                    )
-                    raise RunFailure(what, where=where, fix=fix)
+                    what = f"the server refuses the request: {_said(answer)}"
+                    raise RunFailure(what, where=where, fix=_FIXES.get(answer.status_code))
             if attempt < TRIES - 1:
                 await asyncio.sleep(pause)
         raise RunFailure(
@@ -180,29 +178,27 @@ class ServedModel(SampledModel):
 
     def _find_model(self, name: str | None) -> Mapping[str, Any]:
         """Model entry of the server's `/models` list; only the name if the server lists no models."""
+        listing = f"{self._url}/models"
         try:
             with httpx.Client(**self._options()) as client:
-                answer = client.get(f"{self._url}/models")
+                answer = client.get(listing)
         except (httpx.TransportError, httpx.DecodingError) as error:
             what, fix = f"the server does not answer: {_words(error)}", "start it, or correct --base-url"
             raise EnvironmentFailure(what, where=self._url, fix=fix) from error
         if answer.status_code in {401, 403}:
             what = f"the server requires a key: {_said(answer)}"
             raise EnvironmentFailure(what, where=self._url, fix=_KEY_FIX)
-        listing = f"{self._url}/models"
         if answer.status_code >= 500:
             fix = "see its log, or wait until it has loaded the model"
             raise EnvironmentFailure(f"the server fails: {_said(answer)}", where=listing, fix=fix)
-        try:
-            cards = [card for card in answer.json()["data"] if isinstance(card["id"], str)]
-        except (ValueError, KeyError, TypeError):
-            cards = []
-        found = next((card for card in cards if card["id"] == name), None)
+        cards: dict[str, Mapping[str, Any]] = {}
+        with suppress(ValueError, KeyError, TypeError):
+            cards = {card["id"]: card for card in answer.json()["data"] if isinstance(card["id"], str)}
         if name is None and len(cards) == 1:
-            found = cards[0]
-        if found is not None or (name is not None and not cards):
-            return found or {"id": name}
-        names = ", ".join(card["id"] for card in cards)
+            [name] = cards
+        if name is not None and (name in cards or not cards):
+            return cards.get(name, {"id": name})
+        names = ", ".join(cards)
         if name is not None:
             raise UsageError(f"the server has no model `{name}`", where=self._url, fix=f"it serves {names}")
         name_one = "name one: rlctl evaluate MODEL --engine openai …"

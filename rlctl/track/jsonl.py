@@ -90,7 +90,10 @@ def truncate_after(path: Path, step: int) -> list[int]:
         kept = [line for line, n in zip(lines, steps, strict=True) if n is not None and n <= step]
         if len(kept) < len(lines):
             discarded = [line for line, n in zip(lines, steps, strict=True) if n is None or n > step]
-            _append(path.with_name(DISCARDED_FILE), discarded)
+            with path.with_name(DISCARDED_FILE).open("ab") as file:
+                file.writelines(line.removesuffix(b"\n") + b"\n" for line in discarded)
+                file.flush()
+                os.fsync(file.fileno())
             with replacing(path) as temporary:
                 temporary.write_bytes(b"".join(kept))
     except OSError as error:
@@ -107,13 +110,6 @@ def _step_of(line: bytes) -> int | None:
     except (ValueError, KeyError, TypeError):
         return None
     return step if isinstance(step, int) else None
-
-
-def _append(path: Path, lines: list[bytes]) -> None:
-    with path.open("ab") as file:
-        file.write(b"".join(line if line.endswith(b"\n") else line + b"\n" for line in lines))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _failure(path: Path, error: OSError) -> RunFailure:

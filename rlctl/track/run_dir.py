@@ -65,7 +65,7 @@ _SECRET_VALUE = re.compile(
 # W&B's classic keys have the format of a git commit: 40 hexadecimal digits. Values of commit keys are kept.
 _HEX40 = re.compile(r"(?<![0-9a-fA-F/@])[0-9a-f]{40}(?![0-9a-fA-F])")
 _COMMIT_KEY = re.compile(r"(revision|commit|sha|hash)$", re.IGNORECASE)
-_ASSIGNMENT = re.compile(r"^(\s*-{0,2}\s*[\w.-]+\s*[:=]\s*)(.*)$")
+_ASSIGNMENT = re.compile(r"(\s*-{0,2}\s*([\w.-]+)\s*[:=]\s*)(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ def redact(text: str, key: str = "") -> str:
 
 def redact_lines(text: str) -> str:
     """Redacts YAML or similar text line by line, each line with its key."""
-    return "".join(_redact_assignment(line) for line in text.splitlines(keepends=True))
+    return re.sub(r"[^\r\n]+", lambda line: _redact_assignment(line[0]), text)
 
 
 def redact_command(argv: Sequence[str]) -> list[str]:
@@ -279,9 +279,5 @@ def redact_tree(value: Any, key: str = "") -> Any:
 
 
 def _redact_assignment(text: str) -> str:
-    line = text.rstrip("\r\n")
-    ending = text[len(line) :]
-    if match := _ASSIGNMENT.match(line):
-        key = match[1].strip().rstrip(":=").strip().lstrip("-").strip()
-        return match[1] + redact(match[2], key) + ending
-    return redact(line) + ending
+    match = _ASSIGNMENT.fullmatch(text)
+    return match[1] + redact(match[3], match[2]) if match else redact(text)

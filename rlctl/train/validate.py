@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rlctl.evaluate.evaluate_report import Evaluation, write_evaluation
-from rlctl.evaluate.grading import grade
+from rlctl.evaluate.evaluation import grade
 from rlctl.evaluate.local_model import sample_responses, template_hash
 from rlctl.evaluate.request import checked_ks, chosen_reward
 from rlctl.evaluate.samples import Pair, Response, as_samples

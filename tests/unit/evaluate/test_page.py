@@ -11,7 +11,7 @@ import pytest
 
 from rlctl.evaluate.compare import compare, comparison_page
 from rlctl.evaluate.evaluate_report import Evaluation, results_document, write_evaluation
-from rlctl.evaluate.page.write import chosen, write_page
+from rlctl.evaluate.page import chosen, write_page
 from rlctl.evaluate.samples import EvalSample
 from rlctl.evaluate.scores import summarise
 from rlctl.spec.rollout import RewardSpec

@@ -11,7 +11,7 @@ TORCH_CPU := torch==2.13.0+cpu
 # Every process that a test starts would compile rlctl again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train train-llm test test-fast test-llm test-lowest check docs setup setup-dev verl conformance contracts system bench mutants chaos gpu clean
+.PHONY: help train train-llm test test-fast test-llm test-lowest check types lint imports site docs setup setup-dev verl conformance contracts system bench mutants chaos gpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -49,10 +49,19 @@ test-lowest:  ## The fast tests on the lowest versions of all dependencies (in .
 	  tests/unit/track tests/unit/train
 
 check: setup-dev  ## Format, lint, types, import directions and the documentation site only
+	@$(MAKE) --no-print-directory --output-sync=target -j3 types lint imports site
+
+types:
+	$(BIN)/mypy
+
+lint:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+
+imports:
 	PYTHONPATH=. $(BIN)/lint-imports
+
+site:
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 docs: setup-dev  ## Show the documentation site at http://127.0.0.1:8000

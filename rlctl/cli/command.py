@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 import textwrap
@@ -59,18 +58,17 @@ class CommandWithSubcommands(Command):
     """A command with arguments that runs a subcommand if the first argument is the name of one.
 
     Attributes:
-        subcommands: name → `module:function`, so that only the subcommand in use is imported. A path with
-            such a name must be written as `./NAME`.
+        subcommands: name → function. A path with such a name must be written as `./NAME`.
     """
 
-    subcommands: ClassVar[dict[str, str]]
+    subcommands: ClassVar[dict[str, Callable[..., None]]]
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """The context of the command, or of the subcommand if the first argument is its name."""
         if not args or args[0] not in self.subcommands:
             return super().make_context(info_name, args, parent, **extra)
         app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings=HELP_NAMES)
-        app.command(name=args[0], cls=Command)(_imported(self.subcommands[args[0]]))
+        app.command(name=args[0], cls=Command)(self.subcommands[args[0]])
         command = typer.main.get_command(app)
         return command.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
 
@@ -78,17 +76,11 @@ class CommandWithSubcommands(Command):
         """Formats the help, then lists the subcommands."""
         super().format_help(ctx, formatter)
         typer.echo(" Commands below this one, each with --help:")
-        for name, target in self.subcommands.items():
-            first_line = (_imported(target).__doc__ or "").strip().splitlines()[0]
+        for name, function in self.subcommands.items():
+            first_line = (function.__doc__ or "").strip().splitlines()[0]
             head = f"   {ctx.command_path} {name:<10} "
             width = shutil.get_terminal_size().columns
             typer.echo(textwrap.fill(head + first_line, width, subsequent_indent=" " * len(head)))
-
-
-def _imported(target: str) -> Callable[..., None]:
-    module, _, name = target.partition(":")
-    function: Callable[..., None] = getattr(importlib.import_module(module), name)
-    return function
 
 
 def _laid_out(text: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import typer
 
 from rlctl.cli.command import CommandWithSubcommands, Out, refuse_options
+from rlctl.cli.diagnose_mismatch import mismatch
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,15 +23,6 @@ if TYPE_CHECKING:
     from rlctl.diagnose.table import RunLog
 
 DiagnosisFormat = Literal["text", "json", "markdown", "html"]
-
-
-class DiagnoseCommand(CommandWithSubcommands):
-    """`diagnose PATH…`, with the subcommands `diagnose compare A B` and `diagnose mismatch`."""
-
-    subcommands: ClassVar = {
-        "compare": "rlctl.cli.diagnose:compare",
-        "mismatch": "rlctl.cli.diagnose_mismatch:mismatch",
-    }
 
 
 def diagnose(
@@ -312,3 +304,9 @@ def compare(
         partial(comparison_document, found),
         html=partial(diagnosis_page, [found.a, found.b], found),
     )
+
+
+class DiagnoseCommand(CommandWithSubcommands):
+    """`diagnose PATH…`, with the subcommands `diagnose compare A B` and `diagnose mismatch`."""
+
+    subcommands: ClassVar = {"compare": compare, "mismatch": mismatch}

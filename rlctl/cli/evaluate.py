@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 from rlctl.cli.command import AsJson, CommandWithSubcommands, refuse_options
-from rlctl.cli.evaluate_compare import numbers
+from rlctl.cli.evaluate_compare import compare, list_benchmarks, numbers
 from rlctl.cli.prepare_data import DataSource
 from rlctl.data.recipe_names import RecipeChoice
 from rlctl.errors import UsageError
@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 class EvaluateCommand(CommandWithSubcommands):
     """`evaluate MODEL …`, and the subcommands `evaluate compare A B` and `evaluate list`."""
 
-    subcommands: ClassVar = {
-        "compare": "rlctl.cli.evaluate_compare:compare",
-        "list": "rlctl.cli.evaluate_compare:list_benchmarks",
-    }
+    subcommands: ClassVar = {"compare": compare, "list": list_benchmarks}
 
 
 #: Options that apply only to sampling; `--regrade` refuses them.
@@ -203,14 +200,13 @@ def evaluate(
         refuse_options(context, ("batch_size",), "is for models on this machine", "leave it out")
     else:
         refuse_options(context, ("concurrency", "timeout"), "is for a server", "add --engine openai")
+    from rlctl.data.recipes import Recipe
     from rlctl.evaluate.evaluation import evaluate as run_evaluation
-    from rlctl.evaluate.questions import Columns
 
-    layout = None if recipe == "auto" else recipe
     request = EvaluateRequest(
         model_or_run=model_or_run,
         data=list(data or []),
-        columns=Columns(layout, prompt_key, answer_key, data_source, instruction),
+        columns=Recipe(recipe, prompt_key, answer_key, data_source, instruction=instruction),
         benchmarks_dir=benchmarks_dir,
         n=n,
         ks=ks,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,13 @@ class _Side:
         limit = RewardSpec.model_validate(about["reward"]).max_error_fraction
         return cls(about, _by_identity(samples), limit)
 
+    def ungraded(self, keys: Iterable[_Identity]) -> str:
+        """`5 of 90` if more responses to these questions than allowed have no grade; else empty."""
+        questions = [self.questions[key] for key in keys]
+        total = sum(len(question.samples) for question in questions)
+        missing = total - sum(len(question.graded) for question in questions)
+        return f"{missing:,} of {total:,}" if missing > self.limit * total else ""
+
     def of(self, source: str) -> _Side:
         """The same evaluation restricted to one data source."""
         chosen = {key: value for key, value in self.questions.items() if value.data_source == source}
@@ -128,12 +135,6 @@ def _by_identity(samples: Sequence[EvalSample]) -> dict[_Identity, Question]:
     return found
 
 
-def _num_ungraded(questions: Sequence[Question]) -> tuple[int, int]:
-    """Number of responses without a grade, and of all responses."""
-    total = sum(len(question.samples) for question in questions)
-    return total - sum(len(question.graded) for question in questions), total
-
-
 def _comparison(source: str, a: _Side, b: _Side, ks: Sequence[int], n: int) -> Comparison:
     shared = [key for key in a.questions if key in b.questions]
     values = [(a.questions[key].figures(ks, n), b.questions[key].figures(ks, n)) for key in shared]
@@ -141,10 +142,8 @@ def _comparison(source: str, a: _Side, b: _Side, ks: Sequence[int], n: int) -> C
         figure for name in (values[0][0] if values else ()) if (figure := _figure(name, values)) is not None
     ]
     conclusion = _conclusion(figures[0]) if figures and figures[0].name == "avg" else "nothing to compare"
-    for side in (a, b):
-        ungraded, total = _num_ungraded([side.questions[key] for key in shared])
-        if ungraded > side.limit * total:
-            conclusion = "no conclusion: too many responses could not be graded"
+    if a.ungraded(shared) or b.ungraded(shared):
+        conclusion = "no conclusion: too many responses could not be graded"
     left_out = (len(a.questions) - len(shared), len(b.questions) - len(shared))
     return Comparison(source, len(shared), *left_out, figures, conclusion)
 
@@ -198,11 +197,10 @@ def _warnings(a: _Side, b: _Side) -> Iterator[str]:
     if of_a["reward"] != of_b["reward"]:
         yield "graded differently: use `--regrade` with one --reward for both"
     for name, side in (("A", a), ("B", b)):
-        ungraded, total = _num_ungraded(list(side.questions.values()))
-        if ungraded > side.limit * total:
+        if ungraded := side.ungraded(side.questions):
             excluded = "they are excluded, and the scores may be unreliable"
             yield (
-                f"{ungraded:,} of {total:,} responses of {name} could not be graded, more than "
+                f"{ungraded} responses of {name} could not be graded, more than "
                 f"reward.max_error_fraction ({side.limit:g}): {excluded}"
             )
 

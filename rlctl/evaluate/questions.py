@@ -9,7 +9,6 @@ from typing import Any
 
 from rlctl.data.benchmarks import BENCHMARKS, Benchmark, find_benchmark
 from rlctl.data.read import load_rows
-from rlctl.data.recipe_names import RecipeName
 from rlctl.data.recipes import Recipe, read_rows
 from rlctl.data.schema import Row
 from rlctl.data.sources import HUB, Source, check_splits, find_sources, read_records
@@ -18,6 +17,7 @@ from rlctl.files import matches, sha256_of
 from rlctl.spec.keys import closest
 
 _PROBLEMS_SHOWN = 5
+AUTO = Recipe()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +31,8 @@ class Questions:
     notes: list[str] = field(default_factory=list)  # messages for the user
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """How to read files that do not have verl's layout; None: determined from the first row."""
-
-    recipe: RecipeName | None = None  # the column layout
-    #: prompt_key, answer_key, data_source, instruction: as in `Recipe`
-    prompt_key: str | None = None
-    answer_key: str | None = None
-    data_source: str | None = None
-    instruction: str | None = None
-
-
 def load_questions(
-    names: Sequence[str], columns: Columns | None = None, *, benchmarks_dir: Path | None = None
+    names: Sequence[str], columns: Recipe = AUTO, *, benchmarks_dir: Path | None = None
 ) -> Questions:
     """Loads the questions of benchmarks and files.
 
@@ -60,19 +48,16 @@ def load_questions(
         EnvironmentFailure: a benchmark is not in the directory, and the hub cannot be reached; the fix names
             the file to download and where to put it.
     """
-    columns = columns or Columns()
     found = Questions([], [])
     for name in names:
         if name in BENCHMARKS:
             _add_benchmark(found, BENCHMARKS[name], benchmarks_dir)
-        elif columns == Columns() and _is_prepared(name):
+        elif columns == AUTO and _is_prepared(name):
             found.rows.extend(load_rows([name]))
             found.files.append(name)
         else:
             for source in find_sources([name] if name.startswith(HUB) else list(map(str, matches(name)))):
-                keys = (columns.prompt_key, columns.answer_key, columns.data_source)
-                recipe = Recipe(columns.recipe or "auto", *keys, instruction=columns.instruction)
-                found.rows.extend(_rows(source, recipe.resolve([source])))
+                found.rows.extend(_rows(source, columns.resolve([source])))
                 found.files.append(str(source.path))
     return found
 

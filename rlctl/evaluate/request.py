@@ -10,10 +10,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from rlctl.data.recipes import Recipe
 from rlctl.data.write import check_vacant
 from rlctl.engine.checkpoint import CHECKPOINTS, model_checksums, newest_intact
 from rlctl.errors import UsageError
-from rlctl.evaluate.questions import Columns, Questions, load_questions
+from rlctl.evaluate.questions import AUTO, Questions, load_questions
 from rlctl.model_files import config_directory
 from rlctl.rollout.engines import chosen_engine
 from rlctl.rollout.protocol import Sampling
@@ -40,7 +41,7 @@ class EvaluateRequest:
     model_or_run: str | None
     #: benchmarks by name, and files; empty: the validation files of the run
     data: list[str] = field(default_factory=list)
-    columns: Columns = field(default_factory=Columns)  # for files not in verl's row schema
+    columns: Recipe = AUTO  # for files not in verl's row schema
     #: directory of benchmark files; None: `$RLCTL_BENCHMARKS`, else the hub
     benchmarks_dir: Path | None = None
     n: int = 8  # responses per question

@@ -9,8 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlctl.data.benchmarks import BENCHMARKS, find_benchmark
+from rlctl.data.recipes import Recipe
 from rlctl.errors import EnvironmentFailure, UsageError
-from rlctl.evaluate.questions import Columns, load_questions
+from rlctl.evaluate.questions import load_questions
 from rlctl.registry import GRADERS
 from rlctl.reward.sources import grader_for
 from rlctl.tiny.task import write_parquet
@@ -187,7 +188,7 @@ def test_json_lines_and_csv_are_read_by_the_recipes_of_prepare_data(tmp_path):
 def test_columns_may_be_named(tmp_path):
     table = tmp_path / "sums.csv"
     table.write_text("q,a\n1+1?,2\n")
-    columns = Columns(prompt_key="q", answer_key="a", data_source="my/math", instruction="Be brief.")
+    columns = Recipe(prompt_key="q", answer_key="a", data_source="my/math", instruction="Be brief.")
     [row] = load_questions([str(table)], columns).rows
     assert (row.prompt[0].content, row.ground_truth, row.data_source) == ("1+1?\nBe brief.", "2", "my/math")
 

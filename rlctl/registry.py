@@ -493,8 +493,7 @@ ROLLOUT_ENGINES = Registry(
 GRADERS = Registry(
     "grader",
     key="reward.name",
-    module="rlctl.reward.graders rlctl.reward.code rlctl.reward.maths rlctl.reward.model"
-    " rlctl.reward.sources",
+    module="rlctl.reward.graders rlctl.reward.code rlctl.reward.maths rlctl.reward.model rlctl.reward.build",
 )
 TRACKERS = Registry(
     "tracker",

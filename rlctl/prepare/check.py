@@ -41,8 +41,8 @@ from rlctl.prepare.lengths import Histogram, PromptLengths, template_findings
 from rlctl.prepare.request import Progress
 from rlctl.prepare.row_checks import STYLES, answer_doubts, text_doubts
 from rlctl.prepare.words import mixed
-from rlctl.reward.round_trip import check_ground_truths
-from rlctl.reward.sources import knows_source
+from rlctl.reward.build import knows_source
+from rlctl.reward.trial import check_ground_truths
 
 #: Limits per file on the different problems and styles shown, and on the data sources without a grader.
 REASONS_SHOWN, SOURCES_SHOWN = 10, 20

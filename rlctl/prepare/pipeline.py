@@ -39,7 +39,7 @@ from rlctl.prepare.output import write_split
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
 from rlctl.prepare.staging import Staging
 from rlctl.prepare.transform import BadRow, Transformed, TransformPlan, transform
-from rlctl.reward.sources import knows_source
+from rlctl.reward.build import knows_source
 from rlctl.track.run_dir import version_of
 
 QUARANTINE = "quarantine.jsonl"
@@ -255,7 +255,7 @@ def _grader_failures(block: Block, done: Transformed, found: RowFindings) -> dic
     Only rows of data sources with a registered grader are bad. Other sources are checked with the mathematics
     grader, which may not be the one used in training; their failures are added to `found` instead.
     """
-    from rlctl.reward.round_trip import check_ground_truths
+    from rlctl.reward.trial import check_ground_truths
 
     reasons = check_ground_truths(done.truths)
     wrong: dict[int, tuple[int, str]] = {}  # number → place, reason

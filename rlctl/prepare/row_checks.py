@@ -8,7 +8,7 @@ from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 
 from rlctl.data.schema import Row
-from rlctl.reward.sources import grader_for, knows_source
+from rlctl.reward.build import grader_for, knows_source
 
 #: Kind of a finding about rows, and a detail about this row.
 Doubt = tuple[str, str]

@@ -1,23 +1,116 @@
-"""Builds the reward of a spec, and combines the scores of its terms."""
+"""Builds the reward of a spec, and combines the scores of its terms.
+
+Each term has one grader; the term `auto` selects the grader of each row by the name of its data source. This
+module imports neither torch nor Pydantic, because it registers a grader.
+"""
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections import Counter
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-import torch
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
 
 from rlctl.errors import RunFailure
+from rlctl.lazy import torch
 from rlctl.metric_names import OVERLONG
-from rlctl.reward.protocol import Failure, FailureKind, RewardResult, Sample, Scorer
-from rlctl.reward.sources import scorer_of
-from rlctl.spec.rollout import OverlongSpec, RewardSpec
+from rlctl.registry import GRADERS
+from rlctl.reward.pool import GradingPool, is_ours, is_scorer
+from rlctl.reward.protocol import Failure, FailureKind, Grade, GradeAndAnswer, RewardResult, Sample, Scorer
 
 if TYPE_CHECKING:
     from rlctl.batch import Rollouts
+    from rlctl.spec.rollout import OverlongSpec, RewardSpec
 
 MAX_ERRORS_KEPT = 5
+
+
+@lru_cache(maxsize=1024)
+def _registered(data_source: str) -> str | None:
+    for part in GRADERS.parts():
+        bounded = rf"(?:^|[/_.\- ])(?:{part.data_sources})(?:$|[/_.\- ])"
+        if part.data_sources and re.search(bounded, data_source, re.IGNORECASE):
+            return part.name
+    return None
+
+
+def grader_for(data_source: str) -> str:
+    """The grader that `auto` selects for rows of this source; `maths` for unknown sources."""
+    return _registered(data_source) or "maths"
+
+
+def knows_source(data_source: str) -> bool:
+    """Whether a grader is known for this source; other sources are graded as mathematics."""
+    return _registered(data_source) is not None
+
+
+def _scorer_of(name: str, params: dict[str, Any], spec: RewardSpec, device: torch.device) -> Scorer:
+    if is_scorer(name):
+        scorer: Scorer = GRADERS[name](spec, device)
+        return scorer
+    if is_ours(name) and GRADERS.part(name).in_process:
+        return LocalScorer(name)
+    pool = GradingPool(name, params)
+    if not is_ours(name):
+        pool.check()
+    return pool
+
+
+class LocalScorer(Scorer):
+    """Calls a grader in this process."""
+
+    reads_answers = True
+
+    def __init__(self, name: str) -> None:
+        part = GRADERS.part(name)
+        self._function, self._answer_of = part.function, part.answer_of
+
+    def grade_and_read(self, samples: Sequence[Sample], *, read_answers: bool = True) -> list[GradeAndAnswer]:
+        """Returns grades and answers."""
+        read = (self._answer_of if read_answers else None) or (lambda _: None)
+        return [(self._grade(sample), read(sample.response)) for sample in samples]
+
+    def _grade(self, sample: Sample) -> Grade:
+        try:
+            return float(self._function(sample.response, sample.ground_truth))
+        except Exception:
+            return Failure(traceback.format_exc())
+
+
+@GRADERS.register(
+    "auto",
+    label="by each row's source",
+    formula="the score of the grader of the row's `data_source`; `maths` for sources without a grader",
+)
+class SourceScorer(Scorer):
+    """Grades each row with the grader of its data source; a grader is started when first needed."""
+
+    reads_answers = True
+
+    def __init__(self, spec: RewardSpec, device: torch.device) -> None:
+        self._start = partial(_scorer_of, params={}, spec=spec, device=device)
+        self._scorers: dict[str, Scorer] = {}
+
+    def grade_and_read(self, samples: Sequence[Sample], *, read_answers: bool = True) -> list[GradeAndAnswer]:
+        """Returns grades and answers, in the order of the samples."""
+        places: dict[str, list[int]] = {}
+        for place, sample in enumerate(samples):
+            places.setdefault(grader_for(sample.data_source), []).append(place)
+        graded: dict[int, GradeAndAnswer] = {}
+        for grader, rows in places.items():
+            if grader not in self._scorers:
+                self._scorers[grader] = self._start(grader)
+            some = [samples[row] for row in rows]
+            found = self._scorers[grader].grade_and_read(some, read_answers=read_answers)
+            graded |= zip(rows, found, strict=True)
+        return [graded[place] for place in range(len(samples))]
+
+    def close(self) -> None:
+        """Ends the grading processes."""
+        for scorer in self._scorers.values():
+            scorer.close()
 
 
 def build_reward(spec: RewardSpec, *, max_response_length: int, device: torch.device) -> Reward:
@@ -35,7 +128,7 @@ def build_terms(spec: RewardSpec, device: torch.device) -> dict[str, tuple[float
     terms: dict[str, tuple[float, Scorer]] = {}
     try:
         for term in spec.all_terms:
-            terms[term.label] = (term.weight, scorer_of(term.name, term.params, spec, device))
+            terms[term.label] = (term.weight, _scorer_of(term.name, term.params, spec, device))
     except BaseException:
         for _, scorer in terms.values():
             scorer.close()
@@ -98,11 +191,11 @@ class Reward:
         ended: dict[int, FailureKind] = {}  # row → kind of a failure that the response caused
         answers: list[str | None] = []
         for label, (weight, scorer) in self._terms.items():
-            if read_answers and not answers and scorer.reads_answers:
-                read = scorer.grade_and_read(samples)
-                grades, answers = [grade for grade, _ in read], [answer for _, answer in read]
-            else:
-                grades = scorer.grade(samples)
+            reads = read_answers and not answers and scorer.reads_answers
+            graded = scorer.grade_and_read(samples, read_answers=reads)
+            grades = [grade for grade, _ in graded]
+            if reads:
+                answers = [answer for _, answer in graded]
             is_skipped = [isinstance(grade, Failure) and grade.kind == "inapplicable" for grade in grades]
             skipped = torch.tensor(is_skipped, dtype=torch.bool)
             scored = [grade.score if isinstance(grade, Failure) else grade for grade in grades]

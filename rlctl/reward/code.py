@@ -17,9 +17,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rlctl.registry import GRADERS
-from rlctl.reward.known_responses import KnownResponses
 from rlctl.reward.pool import share_of_cores
-from rlctl.reward.protocol import Failure, Grade, Sample, Scorer
+from rlctl.reward.protocol import Failure, Grade, KnownResponses, Sample, Scorer
 from rlctl.reward.sandbox.jail import encode, same
 from rlctl.reward.sandbox.run_program import (
     MAX_OUTPUT_BYTES,

@@ -2,7 +2,7 @@
 
 A grader is a function (response, ground_truth) → score, or a `Scorer` class with the constructor arguments
 (section `reward`, device). It is registered where it is defined; the others are in `maths.py`, `code.py`,
-`model.py` and `sources.py`, and `rlctl.registry.GRADERS` lists these modules.
+`model.py` and `build.py`, and `rlctl.registry.GRADERS` lists these modules.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from functools import lru_cache
 
 from rlctl.registry import GRADERS
 from rlctl.reward.answer import Place, own_part, places
-from rlctl.reward.known_responses import KnownResponses
 from rlctl.reward.numbers import plain
+from rlctl.reward.protocol import KnownResponses
 
 
 @GRADERS.register(

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from rlctl.lazy import LazyModule
 from rlctl.registry import GRADERS
 from rlctl.reward.answer import MATHS, MAX_WORDS, Place, places
-from rlctl.reward.known_responses import same_and_changed
 from rlctl.reward.numbers import Number, legible, measure, number_in, plain, units_of
+from rlctl.reward.protocol import same_and_changed
 
 if TYPE_CHECKING:
     from rlctl.reward import expressions

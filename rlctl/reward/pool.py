@@ -20,7 +20,7 @@ from typing import Any
 import rlctl
 from rlctl.errors import UsageError
 from rlctl.registry import GRADERS, is_builtin
-from rlctl.reward.protocol import Failure, Grade, GradeAndAnswer, Sample, Scorer
+from rlctl.reward.protocol import Failure, GradeAndAnswer, Sample, Scorer
 from rlctl.user_code import is_file_function
 
 DEADLINE_S = 5.0
@@ -96,21 +96,9 @@ class GradingPool(Scorer):
         """
         self._workers[0].start()
 
-    def grade(self, samples: Sequence[Sample]) -> list[Grade]:
-        """Returns one grade per sample, in order."""
-        return [grade for grade, _ in self._map(samples, read_answers=False)]
-
-    def grade_and_read(self, samples: Sequence[Sample]) -> list[GradeAndAnswer]:
-        """Returns grades and answers (None: no answer, or the grader cannot extract answers)."""
-        return self._map(samples, read_answers=self.reads_answers)
-
-    def close(self) -> None:
-        """Ends the child processes and all processes that they started; a later call starts new ones."""
-        with ThreadPoolExecutor(len(self._workers)) as threads:
-            list(threads.map(_GradingProcess.close, self._workers))
-
-    def _map(self, samples: Sequence[Sample], *, read_answers: bool) -> list[GradeAndAnswer]:
-        graded = self._grade(samples, read_answers)
+    def grade_and_read(self, samples: Sequence[Sample], *, read_answers: bool = True) -> list[GradeAndAnswer]:
+        """Returns grades and answers, in order (None: no answer, or the grader cannot extract answers)."""
+        graded = self._grade(samples, read_answers and self.reads_answers)
         if not self._is_ours:
             # Nothing is cached, because a server that the function uses may become available later.
             self._wrong_scores.clear()
@@ -123,6 +111,11 @@ class GradingPool(Scorer):
         for place, failure in caused.items():
             graded[place] = replace(failure, score=self._wrong_scores[_key(samples[place])]), None
         return graded
+
+    def close(self) -> None:
+        """Ends the child processes and all processes that they started; a later call starts new ones."""
+        with ThreadPoolExecutor(len(self._workers)) as threads:
+            list(threads.map(_GradingProcess.close, self._workers))
 
     def _grade(self, samples: Sequence[Sample], read_answers: bool) -> list[GradeAndAnswer]:
         """Distributes the calls over all workers, which run in parallel.

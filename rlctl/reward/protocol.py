@@ -5,6 +5,7 @@ Imports no torch at run time, because grading processes import this module.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,7 +58,7 @@ GradeAndAnswer = tuple[Grade, str | None]
 
 
 class Scorer:
-    """One term of a reward."""
+    """One term of a reward. A subclass defines `grade`, or `grade_and_read` if it can extract answers."""
 
     @property
     def reads_answers(self) -> bool:
@@ -66,14 +67,32 @@ class Scorer:
 
     def grade(self, samples: Sequence[Sample]) -> list[Grade]:
         """Returns a finite score or a `Failure` for each sample, in order."""
-        raise NotImplementedError
+        return [grade for grade, _ in self.grade_and_read(samples, read_answers=False)]
 
-    def grade_and_read(self, samples: Sequence[Sample]) -> list[GradeAndAnswer]:
+    def grade_and_read(self, samples: Sequence[Sample], *, read_answers: bool = True) -> list[GradeAndAnswer]:
         """Returns grades and answers: text that is equal for equal answers; None without an answer."""
         return [(grade, None) for grade in self.grade(samples)]
 
     def close(self) -> None:
         """Ends the processes and threads that it started. A later call starts them again."""
+
+
+#: A response that must score 1 and one that must score 0; either is None if the ground truth gives none.
+KnownResponses = tuple[str | None, str | None]
+#: A number that is not a subscript; any number.
+_NUMBERS = (re.compile(r"(?<![_\d])(?<!_\{)\d+"), re.compile(r"\d+"))
+
+
+def same_and_changed(response: str) -> KnownResponses:
+    """The response, and the response with its first number increased by one; None if it has no number.
+
+    A subscript is changed only if there is no other number.
+    """
+    number = next(filter(None, (pattern.search(response) for pattern in _NUMBERS)), None)
+    if number is None:
+        return response, None
+    other = str(int(number[0]) + 1).zfill(len(number[0]))
+    return response, response[: number.start()] + other + response[number.end() :]
 
 
 @dataclass(frozen=True, slots=True)

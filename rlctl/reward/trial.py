@@ -1,18 +1,25 @@
-"""Tests a reward on responses with known scores, one call at a time, before training with it."""
+"""Tests graders on responses with known scores, before training with them.
+
+`check_ground_truths` finds ground truths that cannot be graded; `try_reward` tests and times a whole reward.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
 
-from rlctl.reward.known_responses import known_responses
-from rlctl.reward.protocol import Failure, Sample, Scorer
-from rlctl.reward.sources import grader_for
+from rlctl.registry import GRADERS
+from rlctl.reward.build import grader_for
+from rlctl.reward.pool import GradingPool
+from rlctl.reward.protocol import Failure, Grade, KnownResponses, Sample, Scorer, same_and_changed
+from rlctl.user_code import is_file_function
 
 Kind = Literal["ground truth", "number changed", "empty answer", "stored response"]
 
@@ -22,6 +29,84 @@ MAX_SHOWN = 20
 END_CHARS = 160
 #: Tolerance of comparisons, because stored rewards are float32.
 TOLERANCE = 1e-5
+#: Maximum number of ground truths with a cached result.
+MAX_KNOWN = 100_000
+#: Maximum characters of a response in a reason.
+MAX_CHARS = 60
+#: Grader and ground truth → its problem, "" if there is none.
+_known: dict[tuple[str, str], str] = {}
+
+
+def known_responses(grader: str, ground_truth: str) -> KnownResponses | None:
+    """The responses of the grader's own function, or `same_and_changed(ground_truth)` if it has none.
+
+    A function of a user's file has none.
+
+    None: scores of this grader are not comparable with 0 and 1, not even that of an empty response.
+
+    Raises:
+        ValueError: the grader cannot read the ground truth.
+    """
+    if is_file_function(grader):  # only its child processes import it
+        return same_and_changed(ground_truth)
+    derive = GRADERS.part(grader).known_responses or same_and_changed
+    return derive(ground_truth)
+
+
+def check_ground_truths(pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Returns the problem of each ground truth with the grader of its source; "" if there is none.
+
+    Three responses are graded: the two of `known_responses` (1 and 0 expected), and an empty one (0). The
+    grader runs in child processes with a deadline. The processes and the results are kept for later calls in
+    this process. A ground truth without known responses, such as tests for programs, is only parsed.
+
+    `pairs` are (data source, ground truth), in any order; duplicates are allowed.
+    """
+    asked = [(grader_for(source), truth) for source, truth in pairs]
+    if len(_known) > MAX_KNOWN:
+        _known.clear()
+    fresh: dict[str, list[str]] = {}
+    for grader, truth in dict.fromkeys(asked):
+        if (grader, truth) not in _known:
+            fresh.setdefault(grader, []).append(truth)
+    for grader, truths in fresh.items():
+        _known.update({(grader, truth): problem for truth, problem in _problems(grader, truths).items()})
+    return [_known[key] for key in asked]
+
+
+def _problems(grader: str, truths: Sequence[str]) -> dict[str, str]:
+    problems = dict.fromkeys(truths, "")
+    asked: list[tuple[Sample, float]] = []
+    for truth in truths:
+        try:
+            known = known_responses(grader, truth)
+        except ValueError as error:
+            problems[truth] = str(error)
+            continue
+        if known and known != (None, None):
+            expected = zip((*known, ""), (1.0, 0.0, 0.0), strict=True)
+            asked += [(Sample(text, truth), score) for text, score in expected if text is not None]
+    grades = _pool(grader, os.getpid()).grade([sample for sample, _ in asked]) if asked else []
+    for (sample, score), grade in zip(asked, grades, strict=True):
+        problems[sample.ground_truth] = problems[sample.ground_truth] or _problem(sample, score, grade)
+    return problems
+
+
+@cache
+def _pool(grader: str, pid: int) -> GradingPool:
+    """A pool per process: after a fork the pipes to the children belong to the parent."""
+    return GradingPool(grader)
+
+
+def _problem(sample: Sample, expected: float, grade: Grade) -> str:
+    if isinstance(grade, Failure):
+        if grade.score is None:
+            return grade.text.strip().splitlines()[-1]
+        grade = grade.score
+    if grade == expected:
+        return ""
+    response = repr(sample.response[:MAX_CHARS]) if sample.response else "an empty response"
+    return f"the grader gives {response} {grade:g}, not {expected:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +115,7 @@ class Case:
 
     kind: Kind  # where the response comes from
     #: the response and the information available to its grader. For `ground truth` and `number changed` the
-    #: response is derived from the ground truth for each grader: see `rlctl.reward.known_responses`
+    #: response is derived from the ground truth for each grader: see `known_responses`
     sample: Sample
     expected: float | None  # its score; None: any number
     where: str  # the row, for messages

@@ -442,7 +442,7 @@ def test_an_installed_package_adds_a_part(tmp_path: Path) -> None:
         assert POLICY_LOSSES.part("theirs").label == "Theirs"
         load_spec([], [], ["{RC}rollout_rs=gap", "{RC}rollout_rs_threshold=0.5"])
         assert POLICY_LOSSES.part("theirs").needs == {{"old_log_probs"}}
-        from rlctl.reward.sources import grader_for
+        from rlctl.reward.build import grader_for
         assert (grader_for("hub/their_7"), grader_for("hub/gsm8k")) == ("same", "maths")
         try:
             POLICY_LOSSES.part("broken")

@@ -126,7 +126,6 @@ def _confine(job: dict[str, Any]) -> Any:
     # Imported from this directory, not as a package: `-I` keeps the directory off the path.
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
     import confine  # type: ignore[import-not-found]
-    import seccomp  # type: ignore[import-not-found]
 
     if job["role"] in {"program", "tests"}:
         import peer  # type: ignore[import-not-found]
@@ -136,7 +135,7 @@ def _confine(job: dict[str, Any]) -> Any:
     del sys.path[0]
     confine.die_with_parent()
     has_landlock = confine.landlock_version() > 0
-    program = seccomp.filter_program(deny_file_changes=not has_landlock)
+    program = confine.filter_program(deny_file_changes=not has_landlock)
     confine.drop_privileges(platform.machine())
     if has_landlock:
         confine.confine_files(os.getcwd())  # noqa: PTH109

@@ -1,7 +1,6 @@
 """Runs an untrusted program in a confined process and returns the outcome. Linux only.
 
-`confine.py` and `seccomp.py` define what the process may do; `docs/how-to/rewards.md` lists what they do not
-prevent.
+`confine.py` defines what the process may do; `docs/how-to/rewards.md` lists what it does not prevent.
 """
 
 from __future__ import annotations

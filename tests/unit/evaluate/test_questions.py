@@ -13,7 +13,7 @@ from rlctl.data.recipes import Recipe
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.evaluate.questions import load_questions
 from rlctl.registry import GRADERS
-from rlctl.reward.sources import grader_for
+from rlctl.reward.build import grader_for
 from rlctl.tiny.task import write_parquet
 
 #: One row of each benchmark in the data set's own columns, the ground truth, and a response that is right.

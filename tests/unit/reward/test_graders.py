@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from rlctl.registry import GRADERS
 from rlctl.reward import maths
+from rlctl.reward.build import grader_for, knows_source
 from rlctl.reward.graders import chosen_option, countdown, exact, multiple_choice
-from rlctl.reward.sources import grader_for, knows_source
 
 LABELLED = Path(__file__).with_name("labelled.jsonl")
 AGREEMENT = 0.99

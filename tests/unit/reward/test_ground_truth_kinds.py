@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rlctl.reward import maths
-from rlctl.reward.known_responses import known_responses
+from rlctl.reward.trial import known_responses
 
 pytestmark = pytest.mark.slow
 PROPERTY = settings(max_examples=8, deadline=None)

@@ -6,7 +6,7 @@ import sys
 
 def test_graders_need_neither_torch_nor_pydantic_and_import_sympy_late():
     code = (
-        "import sys, rlctl.reward.worker, rlctl.reward.function, rlctl.reward.pool\n"
+        "import sys, rlctl.reward.worker, rlctl.reward.pool\n"
         "from rlctl.registry import GRADERS\n"
         "GRADERS.part('maths')\n"
         "print(*sys.modules)"

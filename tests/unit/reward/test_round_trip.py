@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlctl.reward import maths, round_trip
-from rlctl.reward.known_responses import known_responses
-from rlctl.reward.round_trip import check_ground_truths
+from rlctl.reward import maths, trial
+from rlctl.reward.trial import check_ground_truths, known_responses
 from tests.packages import install_package
 
 GOOD = [
@@ -112,7 +111,7 @@ import json, sys
 from rlctl.cli.app import run
 from rlctl.data.schema import Message, Row
 from rlctl.data.write import write_rows
-from rlctl.reward.round_trip import check_ground_truths
+from rlctl.reward.trial import check_ground_truths
 
 if __name__ == "__main__":
     pairs = json.loads(sys.argv[1])
@@ -167,8 +166,8 @@ def test_a_grader_that_credits_another_number_is_found(monkeypatch):
     """As if the grader took the last number of everything: each pair is named with what it was given."""
     pairs = [("lighteval/MATH", "[3,4]"), ("lighteval/MATH", "x=4"), ("lighteval/MATH", "(4,x)")]
     pool = SimpleNamespace(grade=lambda samples: [float("4" in sample.response) for sample in samples])
-    monkeypatch.setattr(round_trip, "_pool", lambda grader, pid: pool)
-    monkeypatch.setattr(round_trip, "_known", {})
+    monkeypatch.setattr(trial, "_pool", lambda grader, pid: pool)
+    monkeypatch.setattr(trial, "_known", {})
     reasons = check_ground_truths(pairs)
     assert reasons[0] == "the grader gives '\\\\boxed{[4,4]}' 1, not 0"
     assert reasons[1] == ""

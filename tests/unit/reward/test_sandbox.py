@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.reward.sandbox import confine, seccomp
+from rlctl.reward.sandbox import confine
 from rlctl.reward.sandbox.run_program import Limits, run_program
 
 LIMITS = Limits(timeout_s=60.0, memory_mb=256)
@@ -190,8 +190,8 @@ def test_without_landlock_no_file_is_changed(tmp_path):
     code = f"""
 import sys, os
 sys.path.insert(0, {str(Path(confine.__file__).parent)!r})
-import confine, seccomp, platform
-program = seccomp.filter_program(deny_file_changes=True)
+import confine, platform
+program = confine.filter_program(deny_file_changes=True)
 confine.drop_privileges(platform.machine())
 confine.filter_system_calls(program)
 refused = 0
@@ -225,10 +225,10 @@ def test_the_filter_says_what_its_rules_say(machine, deny_file_changes):
     """Every rule, run through a slow interpreter of the filter's instructions, on both machines."""
     program = list(
         struct.iter_unpack(
-            "=HBBI", seccomp.filter_program(deny_file_changes=deny_file_changes, machine=machine)
+            "=HBBI", confine.filter_program(deny_file_changes=deny_file_changes, machine=machine)
         )
     )
-    place, arch = seccomp.MACHINES[machine]
+    place, arch = confine.MACHINES[machine]
     allowed, denied = 0x7FFF0000, 0x00050000
 
     def decision(number, arguments=(0,) * 6, arch=arch):
@@ -248,7 +248,7 @@ def test_the_filter_says_what_its_rules_say(machine, deny_file_changes):
                 at += then if true else otherwise
             at += 1
 
-    rules = seccomp.ALWAYS | (seccomp.FILE_CHANGES if deny_file_changes else {})
+    rules = confine.ALWAYS | (confine.FILE_CHANGES if deny_file_changes else {})
     numbers = {rule.numbers[place]: rule for rule in rules.values()}
     for number in range(500):
         rule = numbers.get(number)
@@ -268,4 +268,4 @@ def test_the_filter_says_what_its_rules_say(machine, deny_file_changes):
 
 def test_a_machine_without_a_filter_is_refused():
     with pytest.raises(OSError, match="no system call filter for riscv64"):
-        seccomp.filter_program(deny_file_changes=False, machine="riscv64")
+        confine.filter_program(deny_file_changes=False, machine="riscv64")

@@ -18,12 +18,14 @@ OPENRLHF_IS = "--algo.advantage.is_correction_"
 #: rlctl's key → the same setting in each of `_FRAMEWORKS`; empty where there is none. The keys of rollout
 #: correction are the same in verl. LLaMA-Factory and ms-swift use TRL's keys, ms-swift as options.
 _FRAMEWORKS = ("verl", "trl", "openrlhf", "slime", "nemo-rl")
-_KEYS: dict[str, tuple[str, str, str, str, str]] = {
+KEYS: dict[str, tuple[str, str, str, str, str]] = {
     "actor.lr": (
         f"{_ACTOR}optim.lr", "learning_rate", "--actor.adam.lr", "--lr", "policy.optimizer.kwargs.lr"
     ),
     "actor.ppo_epochs": (f"{_ACTOR}ppo_epochs", "num_iterations", "--train.max_epochs", "", ""),
-    "actor.grad_clip": (f"{_ACTOR}grad_clip", "max_grad_norm", "", "--clip-grad", "policy.max_grad_norm"),
+    "actor.grad_clip": (
+        f"{_ACTOR}optim.clip_grad", "max_grad_norm", "", "--clip-grad", "policy.max_grad_norm"
+    ),
     "actor.clip_ratio_high": (
         f"{_ACTOR}clip_ratio_high", "epsilon_high", "", "--eps-clip-high", "loss_fn.ratio_clip_max"
     ),
@@ -64,7 +66,7 @@ def _keys_elsewhere(key: str) -> dict[str, str]:
     """Framework → its key of the same setting."""
     if key.startswith(RC):
         return {"verl": key}
-    keys = zip(_FRAMEWORKS, _KEYS.get(key, ()), strict=False)
+    keys = zip(_FRAMEWORKS, KEYS.get(key, ()), strict=False)
     return {framework: other for framework, other in keys if other}
 
 

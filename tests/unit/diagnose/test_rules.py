@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from mkdocs_hooks import with_tables
+from rlctl.convert.table import table
+from rlctl.diagnose.fixes import KEYS, change
 from rlctl.diagnose.rule import Detection, Rule, all_rules, examine, metrics_read
 from rlctl.diagnose.table import Facts
 from rlctl.errors import UsageError
@@ -324,6 +326,15 @@ def test_rule_finds_what_it_is_for(rule, severity, spoil, overrides):
 def test_every_rule_is_tried():
     assert set(TRIGGERS) | {"exception"} == {rule.name for rule in all_rules()}
     assert all(describe(key) or "<" in key for key in metrics_read())
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_fix_names_the_keys_that_other_frameworks_read(key):
+    for framework, setting in change(f"{key}=1").others.items():
+        if framework != "ms-swift":  # TRL's keys
+            rule = table(framework).rule(setting.removeprefix("--").replace("=", " ").partition(" ")[0])
+            assert rule is not None
+            assert (rule.unsupported, rule.to or key) == ("", key)
 
 
 def test_the_page_of_rules_lists_every_rule():

@@ -35,6 +35,11 @@ class Fix:
     why: str = ""  # one clause; may be empty where `spec` is not
     others: Mapping[str, str] = field(default_factory=dict)  # framework → the same change in its own keys
 
+    @property
+    def settings(self) -> dict[str, str]:
+        """Dotted key → value as text."""
+        return {key: value for key, _, value in (setting.partition("=") for setting in self.spec)}
+
     def __str__(self) -> str:
         return " ".join(self.spec) or self.why
 

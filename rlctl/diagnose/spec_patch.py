@@ -47,7 +47,7 @@ class SpecPatch:
     @property
     def changes(self) -> Mapping[str, str]:
         """Dotted key → value as text."""
-        return {key: value for each in self.applied for key, value in _settings(each.fix).items()}
+        return {key: value for each in self.applied for key, value in each.fix.settings.items()}
 
 
 def propose_patch(diagnosis: Diagnosis) -> SpecPatch:
@@ -80,13 +80,13 @@ def _best(
     if not with_settings:
         by_hand = "; ".join(fix.why for fix in finding.fixes)
         return f"no config key fixes this; what to do: {by_hand}" if by_hand else "no fix is known"
-    taken = {key: (value, each.finding.rule) for each in chosen for key, value in _settings(each.fix).items()}
+    taken = {key: (value, each.finding.rule) for each in chosen for key, value in each.fix.settings.items()}
     own = flat(base.model_dump(mode="json")) if base else {}
     before = [f"{key}={dump_value(value)}" for key, value in own.items()]
     before += [setting for each in chosen for setting in each.fix.spec]
     whys: list[str] = []
     for fix in with_settings:
-        pairs = _settings(fix)
+        pairs = fix.settings
         conflicts = [key for key, value in pairs.items() if key in taken and taken[key][0] != value]
         if conflicts:
             key, (other, rule) = conflicts[0], taken[conflicts[0]]
@@ -103,11 +103,6 @@ def _best(
             return f"already set for {', '.join(rules)}" if rules else "the spec has this value already"
         return Applied(finding, fix), changed
     return "; ".join(whys)
-
-
-def _settings(fix: Fix) -> dict[str, str]:
-    """Dotted key → value as text."""
-    return {key: value for key, _, value in (setting.partition("=") for setting in fix.spec)}
 
 
 def check_free(path: Path) -> None:
@@ -169,7 +164,7 @@ def _comments(found: SpecPatch) -> dict[str, list[str]]:
     before = flat(found.run.spec.model_dump(mode="json")) if found.run.spec else {}
     comments: dict[str, list[str]] = {}
     for each in found.applied:
-        for place, key in enumerate(_settings(each.fix)):
+        for place, key in enumerate(each.fix.settings):
             was = f" (was {dump_value(before[key])})" if key in before else ""
             lines = comments.setdefault(key, [])
             lines.append(f"{each.finding.rule}: {each.finding.what}{was}")

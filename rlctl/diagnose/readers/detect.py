@@ -39,6 +39,7 @@ _PASTED = (
 )
 _NAMES_SHOWN = 8
 _FIRST_ROWS = 50
+#: Names of times, speeds and memory, which are not metrics.
 _USAGE = re.compile(
     r"time|timing|speed|throughput|per_(?:sec|gpu)|memory|mfu|seqlen|percentage|epoch|episode", re.I
 )
@@ -93,7 +94,11 @@ def read_run(path: Path, wanted: Collection[str], watch: Watch | None = None) ->
     if spec is not None and framework.uses_rlctl_names:
         framework = RLCTL
     known = facts_of(spec) if spec else None
-    unread = tuple(sorted(name for name in collected.names if _is_unread(name, framework)))
+    unread = tuple(
+        name
+        for name in sorted(collected.names)
+        if not (framework.translate(name) or is_step_or_time(name) or _USAGE.search(name))
+    )
     if candidate.shown == STDIN and unread:
         notes.append(f"unknown metric names: {_some(unread)}")
     table, origins, facts, fact_origins = canonical_table(collected, framework, metrics, reading, known)
@@ -109,11 +114,6 @@ def read_run(path: Path, wanted: Collection[str], watch: Watch | None = None) ->
         exception=reading.exception,
         unread=unread,
     )
-
-
-def _is_unread(name: str, framework: FrameworkNames) -> bool:
-    """Whether a name is neither a known metric nor a step, time, speed or memory."""
-    return not (framework.translate(name) or is_step_or_time(name) or _USAGE.search(name))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ from rlctl.algos.rules import WeightRule
 from rlctl.algos.score_centering import expected_score
 from rlctl.batch import ModelInputs, Prompts
 from rlctl.engine.log_probs import PolicyModule, policy_output
-from rlctl.named_models import model_directory
+from rlctl.model_files import model_directory
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Sampling
 

@@ -34,7 +34,7 @@ from rlctl.data.prompts import prompt_batch
 from rlctl.engine.model import load_policy
 from rlctl.mismatch.score import EngineSample, VariantScorer, measure
 from rlctl.mismatch.variants import OWN, SamplingSettings, ScoringVariant, question_rows, token_ids
-from rlctl.named_models import model_directory
+from rlctl.model_files import model_directory
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import ResponseSampler, Sampling
 from rlctl.rollout.vllm import VLLMRollout

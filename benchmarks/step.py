@@ -237,7 +237,7 @@ def describe_job(where: Path, is_llm: bool, *, is_learning: bool = False, seed: 
     """Writes the inputs of both sides to a JSON file; returns its path."""
     import pyarrow.parquet as pq
 
-    from rlctl.named_models import model_directory
+    from rlctl.model_files import model_directory
     from rlctl.spec.load import load_spec
     from rlctl.tiny.embedded import ensure_embedded
 

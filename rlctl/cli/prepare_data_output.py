@@ -17,7 +17,7 @@ from rich.text import Text
 
 from rlctl.cli.output import progress_bar
 from rlctl.errors import visible
-from rlctl.markdown import plain, table
+from rlctl.markup import plain, table
 from rlctl.prepare.findings import DataFinding, lines, rows
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
 

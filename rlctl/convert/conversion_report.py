@@ -10,7 +10,7 @@ from typing import Any
 from rlctl.convert.export import Export
 from rlctl.convert.table import word
 from rlctl.convert.translate import STATUSES, Conversion, KeyOutcome, Translation
-from rlctl.markdown import block, code, plain, prose, table
+from rlctl.markup import block, code, plain, prose, table
 
 
 def spec_yaml(result: Translation, name: str) -> str:

@@ -31,7 +31,7 @@ from rlctl.data.records import (
 from rlctl.data.schema import GSM8K_SOURCE, Message, Row
 from rlctl.data.sources import Source, read_records
 from rlctl.errors import UsageError
-from rlctl.latex import group_end
+from rlctl.markup import group_end
 
 GSM8K_INSTRUCTION = 'Think step by step, and put the final number on a last line after "####".'
 BOX_INSTRUCTION = r"Think step by step, and put the final answer in \boxed{}."

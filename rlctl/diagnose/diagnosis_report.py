@@ -18,7 +18,7 @@ from rlctl.diagnose.forecast import forecasts
 from rlctl.diagnose.rule import Diagnosis
 from rlctl.diagnose.signals import steps_text
 from rlctl.diagnose.table import STDIN, RunLog
-from rlctl.markdown import code, plain, table
+from rlctl.markup import code, plain, table
 from rlctl.spec.load import RUN_SPEC_FILE
 
 #: Timestamp of rlctl's rows, to the minute; searched in the first row and in the last `_TAIL_BYTES` bytes.

@@ -26,7 +26,7 @@ from rlctl.mismatch.examine import Sides, examine
 from rlctl.mismatch.score import Gap, Weights, all_and_head
 from rlctl.mismatch.search import Tried
 from rlctl.mismatch.variants import question_rows, token_ids
-from rlctl.named_models import model_directory
+from rlctl.model_files import model_directory
 from rlctl.rollout.engines import chosen_engine, engine_outside_training, spec_outside_training
 from rlctl.rollout.hf import DTYPES
 from rlctl.rollout.protocol import ResponseSampler, Sampling

@@ -11,7 +11,7 @@ import yaml
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rule import examine, metrics_read
 from rlctl.errors import UsageError
-from rlctl.markdown import block, plain, table
+from rlctl.markup import block, plain, table
 from rlctl.report.run_page import validation_rows
 from rlctl.spec.load import RUN_SPEC_FILE
 from rlctl.spec.rollout import DataSpec

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rlctl.latex import group_end
+from rlctl.markup import group_end
 from rlctl.reward.numbers import legible, plain
 
 #: Maximum characters read from one place, because patterns backtrack on long texts.

@@ -20,7 +20,7 @@ EMBEDDED = "embedded"
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """Sources of a model that has a short name; see `rlctl.named_models`.
+    """Sources of a model that has a short name; see `rlctl.model_files`.
 
     Attributes:
         hub_id, hub_revision: of the model on the Hugging Face hub.

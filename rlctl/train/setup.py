@@ -15,7 +15,7 @@ from rlctl.data.prompts import PromptDataset
 from rlctl.data.read import load_rows
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
-from rlctl.named_models import model_directory
+from rlctl.model_files import model_directory
 from rlctl.reward.build import build_reward
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded

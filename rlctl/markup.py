@@ -1,4 +1,4 @@
-"""Markdown output with untrusted text, which never becomes markup."""
+"""Markdown output with untrusted text, which never becomes markup; groups in LaTeX text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from rlctl.errors import visible
 
 #: Characters that can begin markup, including HTML.
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>#+!|~&$@])")
+#: Braces, and escaped characters, which delimit nothing: `\{` opens no group.
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def plain(text: str) -> str:
@@ -45,3 +47,13 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequ
 
 def _longest_fence(text: str) -> int:
     return max(map(len, re.findall("`+", text)), default=0)
+
+
+def group_end(text: str, start: int, limit: int | None = None) -> int | None:
+    """Index of the brace that closes a group with its content at `start`; None: none before `limit`."""
+    depth = 1
+    for brace in _BRACES.finditer(text, start, len(text) if limit is None else limit):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return brace.start()
+    return None

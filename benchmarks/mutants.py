@@ -65,18 +65,22 @@ ESTIMATORS = ["tests/unit/train/test_score_batch.py", "tests/unit/train/test_com
 #: Module → its tests, most effective first. Other tests may kill more mutants: the score is a lower bound.
 MODULES = {
     "rlctl.algos.advantages": [f"{ALGOS}/test_advantages.py", VERL, *ESTIMATORS],
-    "rlctl.algos.aggregate": [f"{ALGOS}/test_losses.py", "tests/properties/test_correction_exactness.py"],
     "rlctl.algos.correction": CORRECTION,
     "rlctl.algos.statistics": CORRECTION,
     "rlctl.algos.verl_metrics": CORRECTION,
     "rlctl.algos.row_blocks": CORRECTION,
     "rlctl.algos.estimators": [*ESTIMATORS, "tests/unit/test_registry.py"],
     "rlctl.algos.kl": [f"{ALGOS}/test_kl.py", "tests/unit/train/test_kl_reward.py"],
-    "rlctl.algos.losses": [f"{ALGOS}/test_losses.py", VERL],
+    "rlctl.algos.losses": [
+        f"{ALGOS}/test_losses.py",
+        VERL,
+        f"{ALGOS}/test_value_loss.py",
+        "tests/properties/test_correction_exactness.py",
+        "tests/unit/train/test_update_critic.py",
+    ],
     "rlctl.algos.rules": ["tests/unit/spec/test_spec_resolve.py", *CORRECTION[:2], f"{ALGOS}/test_losses.py"],
     "rlctl.algos.metric_sums": [f"{ALGOS}/test_metric_sums.py", *CORRECTION],
     "rlctl.algos.token_advantages": [f"{ALGOS}/test_token_advantages.py", VERL, *ESTIMATORS],
-    "rlctl.algos.value_loss": [f"{ALGOS}/test_value_loss.py", "tests/unit/train/test_update_critic.py"],
     "rlctl.train.score_batch": [
         "tests/unit/train/test_score_batch.py",
         "tests/unit/train/test_micro_batches.py",

@@ -75,8 +75,8 @@ class Part:
     #: for a weight or criterion, typical thresholds as written in a spec; `--what-if` and the tests of every
     #: part use them
     thresholds: tuple[str, ...] = ()
-    #: for a loss that needs statistics of the whole mini-batch, a function (`rlctl.algos.losses.WholeBatch`,
-    #: `LossRule`) → value of `LossRule.of_batch` for the loss
+    #: for a loss that needs statistics of the whole mini-batch, a function
+    #: (`rlctl.algos.batch_losses.WholeBatch`, `LossRule`) → value of `LossRule.of_batch` for the loss
     of_batch: Callable[..., Any] | None = None
     #: its expected on-policy gradient is that of the expected reward; for a correction weight, the off-policy
     #: gradient without a bound (tested by enumeration)

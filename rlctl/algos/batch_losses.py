@@ -7,12 +7,14 @@ forward pass, in decoupled mode too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from rlctl.algos.kl import k3
-from rlctl.algos.losses import CLIP_OPTIONS, RATIO, LossInputs, TokenLoss, WholeBatch, clipped_surrogate
+from rlctl.algos.losses import CLIP_OPTIONS, RATIO, LossInputs, TokenLoss, clipped_surrogate
 from rlctl.algos.more_losses import LossParams
 from rlctl.algos.rules import LossRule
 from rlctl.lazy import torch
@@ -20,6 +22,38 @@ from rlctl.registry import POLICY_LOSSES
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WholeBatch(LossInputs):
+    """Inputs of an `of_batch` function: this rank's rows as constants, and collectives over all ranks.
+
+    Attributes:
+        total: numbers of this rank → their sums over all ranks.
+        all_gather: (N,) values of this rank → those of all ranks, in any order.
+    """
+
+    total: Callable[[list[float]], list[float]]
+    all_gather: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        total: Callable[[list[float]], list[float]] = list,
+        all_gather: Callable[[Tensor], Tensor] = lambda values: values,
+    ) -> WholeBatch:
+        """Detaches the tensors and sets them to 0.0 outside the mask; the defaults are for a single rank."""
+        new, old, given = (torch.where(mask, x.detach(), 0.0) for x in (log_probs, old_log_probs, advantages))
+        return cls(new, old, given, mask, total, all_gather)
+
+    def with_statistics(self, rule: LossRule) -> LossRule:
+        """The rule with `of_batch` set to the statistics that its loss needs of this mini-batch."""
+        find = POLICY_LOSSES.part(rule.name).of_batch
+        return rule if find is None else replace(rule, of_batch=find(self, rule))
 
 
 def _effective_sample_size(batch: WholeBatch, rule: LossRule) -> float:

@@ -1,16 +1,15 @@
-"""Policy losses: per-token values (B, T), to be aggregated by `rlctl.algos.aggregate`.
+"""Losses of policy and critic: per-token values (B, T), and their aggregation to one number.
 
-Every loss is `loss(rule, inputs) -> TokenLoss`, registered by its name (`rlctl.registry`). A loss that uses
-the ratio r = π_θ/π_old declares `needs={"old_log_probs"}`. `policy_loss` calls the loss, multiplies its
+Every policy loss is `loss(rule, inputs) -> TokenLoss`, registered by its name (`rlctl.registry`). A loss that
+uses the ratio r = π_θ/π_old declares `needs={"old_log_probs"}`. `policy_loss` calls the loss, multiplies its
 values by the importance weights w, which are constants, and sets values outside the mask to 0.0. sg(·) is the
 stop-gradient operator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule
 from rlctl.errors import RunFailure
@@ -106,38 +105,6 @@ def _check_returned(loss: object, log_probs: Tensor, name: str) -> None:
                 what, fix = f"policy loss {name} returned {field} as {mask.dtype}", "return bool, or None"
                 raise RunFailure(what, where=POLICY_LOSSES.key, fix=fix)
     POLICY_LOSSES.check_gradient(name, loss.values, log_probs, "inputs.log_probs")
-
-
-@dataclass(frozen=True, slots=True)
-class WholeBatch(LossInputs):
-    """Inputs of an `of_batch` function: this rank's rows as constants, and collectives over all ranks.
-
-    Attributes:
-        total: numbers of this rank → their sums over all ranks.
-        all_gather: (N,) values of this rank → those of all ranks, in any order.
-    """
-
-    total: Callable[[list[float]], list[float]]
-    all_gather: Callable[[Tensor], Tensor]
-
-    @classmethod
-    def of(
-        cls,
-        log_probs: Tensor,
-        old_log_probs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        total: Callable[[list[float]], list[float]] = list,
-        all_gather: Callable[[Tensor], Tensor] = lambda values: values,
-    ) -> WholeBatch:
-        """Detaches the tensors and sets them to 0.0 outside the mask; the defaults are for a single rank."""
-        new, old, given = (torch.where(mask, x.detach(), 0.0) for x in (log_probs, old_log_probs, advantages))
-        return cls(new, old, given, mask, total, all_gather)
-
-    def with_statistics(self, rule: LossRule) -> LossRule:
-        """The rule with `of_batch` set to the statistics that its loss needs of this mini-batch."""
-        find = POLICY_LOSSES.part(rule.name).of_batch
-        return rule if find is None else replace(rule, of_batch=find(self, rule))
 
 
 @POLICY_LOSSES.register(
@@ -309,3 +276,74 @@ def _binary_divergence(rule: LossRule, log_probs: Tensor, old_log_probs: Tensor)
     return (
         old * (old_log_probs - log_probs) + old_rest * (old_rest.clamp(min=tiny) / rest.clamp(min=tiny)).log()
     )
+
+
+# --- the critic --------------------------------------------------------------------------------------
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float
+) -> TokenLoss:
+    """Squared error with PPO's value clip: ½ · max((v − R)², (clip(v, v_old ± clip) − R)²).
+
+    A value that has moved by more than `clip` towards its return gets no further gradient. The paper does
+    not contain this clip; OpenAI's PPO code (`baselines/ppo2`, Schulman et al. 2017) does.
+
+    Args:
+        values: (B, T) the critic's predictions, with gradient.
+        old_values: (B, T) its predictions before the first update on this batch; constants.
+        returns: (B, T) target values; constants.
+        mask: (B, T) bool; the loss is 0.0 where it is False, even if other inputs are NaN there.
+        clip: `critic.cliprange_value`, in units of reward.
+    """
+    new, old, target = (torch.where(mask, x, 0.0) for x in (values, old_values.detach(), returns.detach()))
+    unclipped = (new - target).square()
+    bounded = (new.clamp(old - clip, old + clip) - target).square()
+    return TokenLoss(0.5 * torch.maximum(unclipped, bounded), clipped=bounded > unclipped)
+
+
+# --- aggregation -------------------------------------------------------------------------------------
+
+AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """Counts over a whole mini-batch: all of its micro-batches, on all ranks.
+
+    Attributes:
+        num_tokens: response tokens in the denominator.
+        num_sequences: responses with at least one such token.
+    """
+
+    num_tokens: float
+    num_sequences: float
+
+
+def aggregate(
+    values: Tensor, denominator_mask: Tensor, denominators: Denominators, mode: AggMode, *, horizon: int
+) -> Tensor:
+    """This part's share of the mini-batch loss, a () tensor.
+
+    The mean of micro-batch means is not the mean: tokens of short micro-batches would weigh more. Every mode
+    is therefore a sum over tokens of loss × coefficient. The coefficients use counts over the whole
+    mini-batch on all ranks, so the parts' sums add up to the same number for any division of the mini-batch.
+
+    Args:
+        values: (B, T) per-token losses, 0.0 outside the loss mask.
+        denominator_mask: (B, T) bool, the tokens that the denominators count.
+        denominators: counts of the whole mini-batch.
+        mode: `token-mean` Σ/tokens (DAPO); `seq-mean-token-sum` Σ/sequences; `seq-mean-token-mean`
+            mean over sequences of each sequence's mean (GRPO); `seq-mean-token-sum-norm`
+            Σ/(sequences · horizon) (Dr. GRPO).
+        horizon: the constant length of `seq-mean-token-sum-norm`, `data.max_response_length`.
+    """
+    if mode == "token-mean":
+        return values.sum() / max(denominators.num_tokens, 1.0)
+    num_sequences = max(denominators.num_sequences, 1.0)
+    if mode == "seq-mean-token-sum":
+        return values.sum() / num_sequences
+    if mode == "seq-mean-token-mean":
+        lengths = denominator_mask.sum(-1).clamp(min=1)
+        return (values.sum(-1) / lengths).sum() / num_sequences
+    return values.sum() / (num_sequences * horizon)

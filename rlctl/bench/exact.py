@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlctl.algos.batch_losses import WholeBatch
 from rlctl.algos.correction import (
     applied_weights,
     check_criterion,
@@ -24,7 +25,7 @@ from rlctl.algos.correction import (
     rejection_mask,
 )
 from rlctl.algos.correction_records import LogRatio
-from rlctl.algos.losses import WholeBatch, policy_loss
+from rlctl.algos.losses import policy_loss
 from rlctl.algos.row_blocks import Extras
 from rlctl.algos.rules import CorrectionRules, LossRule
 from rlctl.algos.score_centering import score_factors

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.special import log_softmax
 
-from rlctl.algos.losses import WholeBatch
+from rlctl.algos.batch_losses import WholeBatch
 from rlctl.bench.exact import (
     POPULATION,
     BenchRule,

@@ -8,10 +8,9 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from rlctl.algos.aggregate import Denominators, aggregate
 from rlctl.algos.correction_records import Correction
 from rlctl.algos.kl import kl_loss
-from rlctl.algos.losses import policy_loss
+from rlctl.algos.losses import Denominators, aggregate, policy_loss
 from rlctl.algos.metric_sums import Additive, V
 from rlctl.algos.rules import LossRule
 from rlctl.algos.score_centering import expected_score

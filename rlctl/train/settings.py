@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from rlctl.algos.aggregate import AggMode
+from rlctl.algos.losses import AggMode
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.registry import POLICY_LOSSES
 from rlctl.spec.algorithm import ActorSpec, CriticSpec

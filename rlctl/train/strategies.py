@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlctl.algos.aggregate import Denominators
+from rlctl.algos.batch_losses import WholeBatch
 from rlctl.algos.correction import correct, normalization_factor
 from rlctl.algos.correction_records import Correction, CorrectionSums
-from rlctl.algos.losses import WholeBatch
+from rlctl.algos.losses import Denominators
 from rlctl.algos.rules import LossRule
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import PolicyOutput, TrainEngine

@@ -12,10 +12,9 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from rlctl.algos.aggregate import Denominators, aggregate
+from rlctl.algos.losses import Denominators, aggregate, value_loss
 from rlctl.algos.metric_sums import Additive, V, ratio
 from rlctl.algos.token_advantages import explained_variance
-from rlctl.algos.value_loss import value_loss
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import CriticEngine, StepResult
 from rlctl.engine.ranks import Ranks

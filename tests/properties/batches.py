@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from rlctl.algos.batch_losses import WholeBatch
 from rlctl.algos.correction import correct, normalization_factor
 from rlctl.algos.correction_records import Correction, CorrectionSums
-from rlctl.algos.losses import WholeBatch
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.algos.statistics import correction_metrics, normalized
 from rlctl.registry import POLICY_LOSSES

@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from rlctl.algos.aggregate import Denominators, aggregate
 from rlctl.algos.correction import correct
-from rlctl.algos.losses import policy_loss
+from rlctl.algos.losses import Denominators, aggregate, policy_loss
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.registry import POLICY_LOSSES
 from tests.properties.batches import Batch, factor_and_metrics, loss_rule, make_batch, weight_rules

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.algos.aggregate import Denominators, aggregate
 from rlctl.algos.correction import correct
-from rlctl.algos.losses import policy_loss
+from rlctl.algos.losses import Denominators, aggregate, policy_loss
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 
 VOCABULARY, HORIZON, END = 3, 3, 0

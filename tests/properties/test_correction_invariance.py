@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.algos.aggregate import Denominators, aggregate
 from rlctl.algos.correction import normalization_factor
-from rlctl.algos.losses import policy_loss
+from rlctl.algos.losses import Denominators, aggregate, policy_loss
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.algos.statistics import correction_metrics, normalized
 from tests.properties.batches import (

@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.algos.aggregate import Denominators, aggregate
 from rlctl.algos.correction import correct
-from rlctl.algos.losses import policy_loss
+from rlctl.algos.losses import Denominators, aggregate, policy_loss
 from rlctl.algos.rules import LossRule
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.advantages import grpo, remax, rloo, weighted_baseline
-from rlctl.algos.aggregate import Denominators, aggregate
-from rlctl.algos.batch_losses import ClipCovParams
+from rlctl.algos.batch_losses import ClipCovParams, WholeBatch
 from rlctl.algos.estimators import AdvantageInputs
 from rlctl.algos.kl import KLController, kl_estimate
-from rlctl.algos.losses import WholeBatch, policy_loss
+from rlctl.algos.losses import Denominators, aggregate, policy_loss, value_loss
 from rlctl.algos.rules import LossRule
 from rlctl.algos.token_advantages import (
     gae,
@@ -27,7 +26,6 @@ from rlctl.algos.token_advantages import (
     score_norms,
     whiten,
 )
-from rlctl.algos.value_loss import value_loss
 from rlctl.registry import ADVANTAGE_ESTIMATORS
 from tests.properties.batches import loss_rule, make_batch
 from tests.reference import verl_helper

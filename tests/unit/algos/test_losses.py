@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.algos.aggregate import Denominators, aggregate
-from rlctl.algos.losses import TokenLoss, policy_loss
+from rlctl.algos.losses import Denominators, TokenLoss, aggregate, policy_loss
 from rlctl.algos.rules import LossRule
 from rlctl.registry import POLICY_LOSSES
 from tests.properties.batches import Batch, make_batch

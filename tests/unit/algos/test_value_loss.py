@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.algos.value_loss import value_loss
+from rlctl.algos.losses import value_loss
 from tests.properties.batches import make_batch
 from tests.reference import losses as reference
 

@@ -53,9 +53,8 @@ class DrawnPrompt:
 class _Group:
     """Summary of a group, shared by all ranks after a round."""
 
-    place: int
+    prompt: DrawnPrompt
     has_spread: bool
-    row: int
     mean: float
     graded: int
     tokens: int
@@ -84,19 +83,19 @@ def filtered_batch(
                 fix="use data of another difficulty, set max_num_gen_batches, or lower data.train_batch_size",
             )
         rounds.sample(timer)
-    for group in sorted(rounds.groups, key=lambda group: group.place):
+    for group in sorted(rounds.groups, key=lambda group: group.prompt.place):
         if group.graded:
-            draws.note(group.row, group.mean, group.graded)
-    # `groups` lists the ranks' shares of each round in rank order, which is the order of drawing.
-    order = [group.place for group in rounds.groups if group.has_spread]
-    used = (order + [group.place for group in rounds.groups if not group.has_spread])[: rounds.wanted]
-    chances = rounds.chances if options.curriculum else None
-    rollouts, rewards = _shared_out(run, rounds.own, sorted(used), chances)
+            draws.note(group.prompt.row, group.mean, group.graded)
+    # `groups` lists the ranks' shares of each round in rank order, which is the order of drawing; the sort is
+    # stable.
+    used = sorted(rounds.groups, key=lambda group: not group.has_spread)[: rounds.wanted]
+    prompts = sorted((group.prompt for group in used), key=lambda prompt: prompt.place)
+    rollouts, rewards = _shared_out(run, rounds.own, prompts)
     rewards = replace(
         rewards, errors=rounds.errors, timeouts=rounds.timeouts, errors_by_term=rounds.errors_by_term
     )
     drawn = draws.position - start
-    return rollouts, rewards, _metrics(rounds.groups, set(used), rounds.count, run.spec.rollout.n, drawn)
+    return rollouts, rewards, _metrics(rounds.groups, used, rounds.count, run.spec.rollout.n, drawn)
 
 
 class _Rounds:
@@ -106,7 +105,6 @@ class _Rounds:
         count: number of rounds so far.
         groups: of all ranks.
         own: place → responses and grades of a group that this rank sampled.
-        chances: place → probability with which the prompt was drawn.
         errors, timeouts, errors_by_term: of this rank's responses, as in `RewardResult`.
     """
 
@@ -116,7 +114,6 @@ class _Rounds:
         self.count, self._ungraded = 0, 0.0
         self.groups: list[_Group] = []
         self.own: dict[int, tuple[Rollouts, RewardResult]] = {}
-        self.chances: dict[int, float] = {}
         self.errors: list[str] = []
         self.timeouts: Counter[FailureKind] = Counter()
         self.errors_by_term: Counter[str] = Counter()
@@ -138,7 +135,6 @@ class _Rounds:
         share = max(found / first, _SMALLEST_SHARE) if first else 1.0
         count = min(math.ceil(self.num_missing / share), self.wanted)
         drawn = draw_next_prompts(run, self._draws, count, first=first)
-        self.chances |= {prompt.place: prompt.chance for prompt in drawn}
         mine = drawn[ranks.rank * count // ranks.world_size : (ranks.rank + 1) * count // ranks.world_size]
         with timer("gen"):  # in a small round some ranks have no prompts
             rollouts = self._generate(mine, first, count) if mine else None
@@ -148,7 +144,13 @@ class _Rounds:
             with timer("reward"):
                 graded = run.reward.score(rollouts)
             num_ungraded = float((~graded.valid & ~rollouts.aborted.cpu()).sum())
-            self._keep(mine, rollouts, graded)
+            n = run.spec.rollout.n
+            for index, prompt in enumerate(mine):
+                rows = slice(index * n, (index + 1) * n)
+                self.own[prompt.place] = rollouts.pick(rows), graded.pick(rows)
+            self.errors += graded.errors
+            self.timeouts.update(graded.timeouts)
+            self.errors_by_term.update(graded.errors_by_term)
         self._ungraded += ranks.sum([num_ungraded])[0]
         self.groups += ranks.exchange([_group(prompt, *self.own[prompt.place]) for prompt in mine])
         self.count += 1
@@ -165,22 +167,13 @@ class _Rounds:
             prompts, sampling_of(spec), n=spec.rollout.n, step_seed=seed, num_groups_total=count
         )
 
-    def _keep(self, mine: list[DrawnPrompt], rollouts: Rollouts, graded: RewardResult) -> None:
-        n = self._run.spec.rollout.n
-        for index, prompt in enumerate(mine):
-            rows = slice(index * n, (index + 1) * n)
-            self.own[prompt.place] = rollouts.pick(rows), graded.pick(rows)
-        self.errors += graded.errors
-        self.timeouts.update(graded.timeouts)
-        self.errors_by_term.update(graded.errors_by_term)
-
 
 def _group(drawn: DrawnPrompt, rollouts: Rollouts, graded: RewardResult) -> _Group:
     scores, valid = graded.scores, graded.valid & ~rollouts.aborted.cpu()
     differs = bool(has_spread(scores, torch.zeros(len(scores), dtype=torch.int64), valid).any())
     mean = float(scores[valid].mean()) if valid.any() else 0.0
     tokens = int(rollouts.response_mask.sum())
-    return _Group(drawn.place, differs, drawn.row, mean, int(valid.sum()), tokens)
+    return _Group(drawn, differs, mean, int(valid.sum()), tokens)
 
 
 def draw_next_prompts(run: Run, draws: PromptDraws, count: int, first: int) -> list[DrawnPrompt]:
@@ -203,10 +196,7 @@ def draw_next_prompts(run: Run, draws: PromptDraws, count: int, first: int) -> l
 
 
 def _shared_out(
-    run: Run,
-    own: Mapping[int, tuple[Rollouts, RewardResult]],
-    used: list[int],
-    chances: Mapping[int, float] | None,
+    run: Run, own: Mapping[int, tuple[Rollouts, RewardResult]], used: list[DrawnPrompt]
 ) -> tuple[Rollouts, RewardResult]:
     """The groups that this rank trains on; groups sampled on other ranks are transferred."""
     spec, ranks = run.spec, run.ranks
@@ -217,29 +207,27 @@ def _shared_out(
         for place in rank_positions(*sizes, rank=rank, world_size=ranks.world_size)
     }
     leaving = {
-        place: (own[group][0].to("cpu"), own[group][1])
-        for place, group in enumerate(used)
-        if takes[place] != ranks.rank and group in own
+        place: (own[prompt.place][0].to("cpu"), own[prompt.place][1])
+        for place, prompt in enumerate(used)
+        if takes[place] != ranks.rank and prompt.place in own
     }
     arrived = dict(ranks.exchange(list(leaving.items())))
     parts, grades = [], []
     for place in rank_positions(*sizes, rank=ranks.rank, world_size=ranks.world_size):
-        part, graded = own[used[place]] if used[place] in own else arrived[place]
+        prompt = used[place]
+        part, graded = own[prompt.place] if prompt.place in own else arrived[place]
         weight = None
-        if chances is not None:
-            weight = torch.full((len(part.group_ids),), 1.0 / chances[used[place]], device=ranks.device)
+        if spec.algorithm.filter_groups.curriculum:
+            weight = torch.full((len(part.group_ids),), 1.0 / prompt.chance, device=ranks.device)
         ids = torch.full_like(part.group_ids, place)
         parts.append(replace(part.to(ranks.device), group_ids=ids.to(ranks.device), prompt_weights=weight))
         grades.append(graded)
     return Rollouts.joined(parts), RewardResult.joined(grades)
 
 
-def _metrics(groups: list[_Group], used: set[int], rounds: int, n: int, drawn: int) -> dict[str, float]:
-    equal = [group for group in groups if not group.has_spread]
-    generated_tokens, used_tokens = (
-        float(sum(group.tokens for group in some))
-        for some in (groups, [group for group in groups if group.place in used])
-    )
+def _metrics(groups: list[_Group], used: list[_Group], rounds: int, n: int, drawn: int) -> dict[str, float]:
+    generated_tokens, used_tokens = (float(sum(group.tokens for group in some)) for some in (groups, used))
+    without, used_without = (sum(not group.has_spread for group in some) for some in (groups, used))
     graded = sum(group.graded for group in groups)
     return {
         "filter_groups/rounds": float(rounds),
@@ -248,9 +236,9 @@ def _metrics(groups: list[_Group], used: set[int], rounds: int, n: int, drawn: i
         "filter_groups/tokens_generated": generated_tokens,
         "filter_groups/tokens_used": used_tokens,
         "filter_groups/generated_per_used": generated_tokens / max(used_tokens, 1.0),
-        "filter_groups/zero_spread_fraction": len(equal) / len(groups),
-        "filter_groups/zero_spread_used": float(sum(group.place in used for group in equal)),
-        "filter_groups/unused_groups": float(sum(g.has_spread and g.place not in used for g in groups)),
+        "filter_groups/zero_spread_fraction": without / len(groups),
+        "filter_groups/zero_spread_used": float(used_without),
+        "filter_groups/unused_groups": float(len(groups) - without - (len(used) - used_without)),
         "filter_groups/prompts_skipped": float(drawn - len(groups)),
-        "filter_groups/score_mean": sum(g.mean * g.graded for g in groups) / max(graded, 1),
+        "filter_groups/score_mean": sum(group.mean * group.graded for group in groups) / max(graded, 1),
     }

@@ -96,7 +96,19 @@ def build_models(
         del model
         model, _ = load(partition=partition)
     sequence, data_ranks = share_rows(ranks, spec.engine.sequence_parallel)
-    load_other = partial(_load_other, spec, model_path, tokenizer)
+
+    def load_other(
+        path: str | None, key: str, partition: PartitionedLoading | None, of: CriticSpec | None = None
+    ) -> Any:
+        """Loads another model from `path`; None: from the policy's path."""
+        revision = spec.model.revision if path in {None, spec.model.path} else None
+        where = path or model_path
+        other = load_other_model(
+            where, tokenizer, key=key, revision=revision, partition=partition, **_loading(spec, of)
+        )
+        _check_context(other, spec)
+        return other
+
     ref: ReferencePolicy | None = None
     # With LoRA, the base model without adapters is the initial policy: no second copy is needed.
     if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
@@ -104,7 +116,7 @@ def build_models(
             load_other(
                 spec.ref.path,
                 "ref.path",
-                partition=PartitionedLoading(frozen_settings(dtype)) if is_cut_up else None,
+                PartitionedLoading(frozen_settings(dtype)) if is_cut_up else None,
             ),
             ranks,
             zero_stage=spec.engine.zero_stage,
@@ -116,7 +128,7 @@ def build_models(
     if spec.trains_critic:
         critics = _training(spec, spec.critic)
         own = PartitionedLoading(critics) if is_cut_up else None
-        critic_model = load_other(spec.critic.path, "critic.path", of=spec.critic, partition=own)
+        critic_model = load_other(spec.critic.path, "critic.path", own, of=spec.critic)
         critic = DeepSpeedCritic(critic_model, ranks, **critics)
     if spec.model.lora_rank:
         add_lora(
@@ -183,25 +195,6 @@ def _loading(spec: RunSpec, of: ActorSpec | CriticSpec | None) -> dict[str, Any]
         "dtype": "auto" if as_stored else DTYPES[spec.engine.dtype],
         "use_liger": spec.model.use_liger,
     }
-
-
-def _load_other(
-    spec: RunSpec,
-    model_path: str,
-    tokenizer: Any,
-    path: str | None,
-    key: str,
-    *,
-    partition: PartitionedLoading | None,
-    of: CriticSpec | None = None,
-) -> Any:
-    """Loads another model from `path`; None: from the policy's path."""
-    revision = spec.model.revision if path in {None, spec.model.path} else None
-    model = load_other_model(
-        path or model_path, tokenizer, key=key, revision=revision, partition=partition, **_loading(spec, of)
-    )
-    _check_context(model, spec)
-    return model
 
 
 def _check_context(model: Any, spec: RunSpec) -> None:

@@ -101,6 +101,7 @@ def write_summary(run: Run) -> None:
     trained = [metrics for metrics in run.history if metrics["step"] > 0]
     validated = [metrics for metrics in run.history if any(key.startswith("val/") for key in metrics)]
     step = int(trained[-1]["step"]) if trained else run.start_step
+    best, here = best_validation(run.history), f"{CHECKPOINTS}/step_{step:06d}"
     summary: dict[str, Any] = {
         "step": step,
         "total_steps": run.total_steps,
@@ -112,9 +113,9 @@ def write_summary(run: Run) -> None:
         "last": _mean(trained[-_WINDOW:]),
         "validation_first": _validation(validated[0]) if validated else {},
         "validation_last": _validation(validated[-1]) if validated else {},
-        "best": _best(run),
-        "checkpoint": f"{CHECKPOINTS}/step_{step:06d}",
-        "model": f"{CHECKPOINTS}/step_{step:06d}/model",
+        "best": best and _saved_best(run.run_dir, *best),
+        "checkpoint": here,
+        "model": f"{here}/model",
         "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     write_text(run.run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
@@ -139,14 +140,10 @@ def past_metrics(run_dir: Path) -> list[dict[str, float]]:
     return [{key: float(value) for key, value in row.items() if key != "timestamp"} for row in rows]
 
 
-def _best(run: Run) -> dict[str, Any] | None:
+def _saved_best(run_dir: Path, step: int, score: float) -> dict[str, Any]:
     """The best validation, and its checkpoint if it was saved."""
-    best = best_validation(run.history)
-    if best is None:
-        return None
-    place = f"{CHECKPOINTS}/step_{best[0]:06d}"
-    saved = (run.run_dir / place).is_dir()
-    return {"step": best[0], "reward_mean": best[1], "checkpoint": place if saved else None}
+    place = f"{CHECKPOINTS}/step_{step:06d}"
+    return {"step": step, "reward_mean": score, "checkpoint": place if (run_dir / place).is_dir() else None}
 
 
 def _mean(steps: list[dict[str, float]]) -> dict[str, float]:

@@ -85,13 +85,11 @@ def build(
     tracker = stack.enter_context(_tracker(spec, run_dir, ranks, stop, watchdog, total_steps, restored.step))
     if writer:
         stack.callback(writer.flush)
-    for note in [
-        *restored.notes,
-        *code_notes,
-        *_dropped(train_prompts, spec),
-        *models.notes,
-        *models.rollout.notes,
-    ]:
+    notes = [*restored.notes, *code_notes]
+    if count := train_prompts.num_dropped:
+        limit = f"data.max_prompt_length = {spec.data.max_prompt_length}"
+        notes.append(f"{count} training prompts have more than {limit} tokens and are excluded")
+    for note in [*notes, *models.notes, *models.rollout.notes]:
         tracker.note(note)
     run = Run(
         spec=spec,
@@ -169,15 +167,6 @@ def _prompts(files: list[str], tokenizer: Any, spec: RunSpec) -> PromptDataset:
         filter_overlong=spec.data.filter_overlong_prompts,
         chat_template_kwargs=spec.data.chat_template_kwargs,
     )
-
-
-def _dropped(prompts: PromptDataset, spec: RunSpec) -> list[str]:
-    if not prompts.num_dropped:
-        return []
-    return [
-        f"{prompts.num_dropped} training prompts have more than data.max_prompt_length = "
-        f"{spec.data.max_prompt_length} tokens and are excluded"
-    ]
 
 
 def _total_steps(spec: RunSpec, prompts: PromptDataset) -> int:

@@ -281,15 +281,13 @@ def _difference(
 ) -> tuple[Difference | None, str | None]:
     shared = [seed for seed in other if all(side[seed].state in _DONE for side in (first, other))]
     if len(shared) == 1:
-        a, b = (_last_evaluation(side[shared[0]].path) for side in (first, other))
+        a, b = (
+            max((side[shared[0]].path / EVALUATIONS).glob("step_*"), default=None) for side in (first, other)
+        )
         if a and b:
             return compare(a, b).comparisons[-1].figures[0].difference, "question"
     pairs = [(result(first[seed]), result(other[seed])) for seed in shared]
     return paired([b - a for a, b in pairs if a is not None and b is not None]), "seed"
-
-
-def _last_evaluation(run_dir: Path) -> Path | None:
-    return max((run_dir / EVALUATIONS).glob("step_*"), default=None)
 
 
 def _start(directory: Path, sweep: Sweep, run: SweepRun) -> subprocess.Popen[bytes]:

@@ -66,7 +66,15 @@ def confirm_sync(run: Run, step: int) -> dict[str, float]:
     with torch.no_grad():
         gap = _gap(ranks, rollouts, run.actor.policy(rollouts.inputs).log_probs)
     if run.base and run.spec.syncs_adapter:
-        _check_adapter(gap, _gap(ranks, rollouts, run.base.log_probs(rollouts.inputs)), step)
+        # An adapter that the engine ignores shows long before the gap to the policy is large.
+        base_gap = _gap(ranks, rollouts, run.base.log_probs(rollouts.inputs))
+        if gap > SMALLEST_GAP and gap > 2 * base_gap:
+            raise RunFailure(
+                f"the rollout engine samples without the adapter: its log-probs are {gap:.3g} nats per token "
+                f"away from the policy's and {base_gap:.3g} from the base model's",
+                where=f"rollout.name, step {step}",
+                fix=MERGE_LORA,
+            )
     if not gap <= LARGEST_GAP:  # NaN too
         raise RunFailure(
             f"after a weight sync the rollout engine's log-probs are {gap:.3g} nats per token away from the "
@@ -83,18 +91,3 @@ def _gap(ranks: Ranks, rollouts: Rollouts, log_probs: Tensor) -> float:
     gaps = (log_probs - rollouts.rollout_log_probs)[mask].abs()
     total, count = ranks.sum([gaps.sum().item(), float(mask.sum())])
     return total / count
-
-
-def _check_adapter(gap: float, base_gap: float, step: int) -> None:
-    """Detects an adapter that the engine ignores, long before the gap to the policy is large.
-
-    Raises:
-        RunFailure: the gap to the policy is more than twice the gap to the base model.
-    """
-    if gap > SMALLEST_GAP and gap > 2 * base_gap:
-        raise RunFailure(
-            f"the rollout engine samples without the adapter: its log-probs are {gap:.3g} nats per token "
-            f"away from the policy's and {base_gap:.3g} from the base model's",
-            where=f"rollout.name, step {step}",
-            fix=MERGE_LORA,
-        )

@@ -153,7 +153,6 @@ def _step(
     losses: LossSums[float] = mini.ranks.to_host(LossSums.merged(parts)).scaled(scale)
     dumped.divide(factor / normalizers.factor, settings)
     _refuse_nonfinite(sums, losses, settings)
-    _refuse_nan(sums, losses, settings)
     is_possible = sums.kept_tokens > 0 and math.isfinite(losses.loss)
     decision = None
     if is_possible and not hold and guard.mode != "off":
@@ -177,6 +176,7 @@ def _step(
 
 
 def _refuse_nonfinite(sums: CorrectionSums[float], losses: LossSums[float], settings: UpdateSettings) -> None:
+    """Refuses too many sequences that are not finite, and parts that return NaN for the other sequences."""
     total = sums.sequences
     bad = total - sums.finite_sequences + losses.nonfinite
     if bad > settings.max_nonfinite_fraction * total:
@@ -185,10 +185,6 @@ def _refuse_nonfinite(sums: CorrectionSums[float], losses: LossSums[float], sett
             where="algorithm.rollout_correction.max_nonfinite_fraction",
             fix="lower actor.lr, use engine.dtype=fp32, or resume from an earlier checkpoint",
         )
-
-
-def _refuse_nan(sums: CorrectionSums[float], losses: LossSums[float], settings: UpdateSettings) -> None:
-    """Refuses parts that return NaN for finite rows; the sums exclude the other rows."""
     found = parts_with_nan(sums, settings.rules)
     if math.isnan(losses.loss) and not losses.nonfinite:
         for registry, name in ((POLICY_LOSSES, settings.loss.name), (KL_ESTIMATORS, settings.kl_loss_type)):

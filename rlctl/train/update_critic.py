@@ -78,36 +78,28 @@ def _backward(
     mini: TrainBatch, critic: CriticEngine, ranks: Ranks, settings: CriticSettings
 ) -> CriticSums[float]:
     """Accumulates the gradient of one mini-batch; returns its sums over all ranks."""
-    mask = mini.valid_mask
-    counts = ranks.sum([float(mask.sum()), float(mask.any(-1).sum())])
+    counts = ranks.sum([float(mini.valid_mask.sum()), float(mini.valid_mask.any(-1).sum())])
+    denominators = Denominators(*counts)
     parts = micro_batches(mini.inputs, settings.micro_rows, settings.micro_tokens, ranks)
     sums: list[CriticSums[Tensor]] = []
     for index, rows in enumerate(parts):
         micro = mini.pick(rows)
-        old_values, returns = _targets(micro)
+        mask, (old_values, returns) = micro.valid_mask, _targets(micro)
         values = critic.values(micro.inputs)
-        losses = value_loss(values, old_values, returns, micro.valid_mask, clip=settings.cliprange_value)
-        loss = aggregate(
-            losses.values,
-            micro.valid_mask,
-            Denominators(*counts),
-            settings.agg_mode,
-            horizon=settings.horizon,
-        )
+        per_token = value_loss(values, old_values, returns, mask, clip=settings.cliprange_value)
+        loss = aggregate(per_token.values, mask, denominators, settings.agg_mode, horizon=settings.horizon)
         critic.backward(loss, last=index == len(parts) - 1)
-        sums.append(_sums(micro, values, loss, losses.clipped))
+        clipped = torch.zeros_like(mask) if per_token.clipped is None else per_token.clipped
+        sums.append(
+            CriticSums(
+                vf_loss=loss.detach().double(),
+                tokens=mask.sum().double(),
+                values=torch.where(mask, values.detach(), 0.0).sum().double(),
+                clipped=clipped.sum().double(),
+            )
+        )
     merged: CriticSums[float] = ranks.to_host(CriticSums.merged(sums))
     return merged
-
-
-@torch.no_grad()
-def _sums(micro: TrainBatch, values: Tensor, loss: Tensor, clipped: Tensor | None) -> CriticSums[Tensor]:
-    return CriticSums(
-        vf_loss=loss.detach().double(),
-        tokens=micro.valid_mask.sum().double(),
-        values=torch.where(micro.valid_mask, values, 0.0).sum().double(),
-        clipped=(torch.zeros_like(loss) if clipped is None else clipped.sum()).double(),
-    )
 
 
 def _targets(batch: TrainBatch) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ def validate(run: Run, step: int) -> dict[str, float]:
     if questions is None:
         return {}
     started = time.monotonic()
-    grades = grade(run.reward, _sampled(run, questions), _unseen)
+    grades = grade(run.reward, _sampled(run, questions), lambda done, total: None)
     n = run.spec.rollout.val_kwargs.n
     [num_failed] = run.ranks.sum([float(sum(sample.reward is None for sample in grades.samples))])
     refuse_ungraded(run, num_failed, len(questions) * n, grades.errors)
@@ -119,7 +119,3 @@ def _about(run: Run, step: int, num_overlong: int) -> dict[str, Any]:
             "dtype": spec.rollout.dtype or spec.engine.dtype,
         },
     }
-
-
-def _unseen(done: int, total: int) -> None:
-    """Ignores progress: training has its own progress bar."""

@@ -11,7 +11,7 @@ import time
 import pytest
 from rich.console import Console
 
-from rlctl.track.console import ConsoleSink, clock, condensed, plain_line, sparkline
+from rlctl.track.console import ConsoleSink, Startup, clock, condensed, plain_line, sparkline
 
 METRICS = {
     "critic/score/mean": 0.41,
@@ -221,3 +221,18 @@ def test_a_run_watched_from_elsewhere_has_its_own_times() -> None:
     panel = io.StringIO()
     Console(file=panel, width=80).print(sink._render())
     assert "elapsed 1:01:40" in panel.getvalue()
+
+
+def test_start_up_phases_are_lines_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    with Startup(is_shown=True) as startup:
+        startup.phase("importing")
+        startup.phase("loading")
+        startup.stop()
+    assert capsys.readouterr().err == "importing\nloading\n"
+
+
+def test_other_ranks_start_silently(capsys: pytest.CaptureFixture[str]) -> None:
+    with Startup(is_shown=False) as startup:
+        startup.phase("importing")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")

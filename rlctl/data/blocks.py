@@ -12,11 +12,8 @@ from typing import Any, NamedTuple
 import orjson
 import pyarrow as pa
 
-from rlctl.data.text_files import BOM
+from rlctl.data.text_files import BOM, MAX_LINE_BYTES
 from rlctl.errors import UsageError
-
-#: A longer line becomes an invalid row and is not read into memory.
-MAX_LINE_BYTES = 64 << 20
 
 
 class FileRange(NamedTuple):

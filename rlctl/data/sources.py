@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlctl.data.blocks import (
-    MAX_LINE_BYTES,
     ArrowRows,
     Block,
     Content,
@@ -27,8 +26,14 @@ from rlctl.data.blocks import (
     records_of,
     to_stream,
 )
-from rlctl.data.json_array import document_rows
-from rlctl.data.text_files import CODECS, csv_delimiter, is_json_lines, open_text
+from rlctl.data.text_files import (
+    CODECS,
+    MAX_LINE_BYTES,
+    csv_delimiter,
+    document_rows,
+    is_json_lines,
+    open_text,
+)
 from rlctl.errors import EnvironmentFailure, UsageError, first_line
 
 HUB = "hf:"

@@ -121,7 +121,7 @@ def test_one_object_is_one_row(tmp_path, row, indent):
 
 
 def test_a_wrapper_of_any_size_is_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlctl.data.json_array.READ_BYTES", 50)
+    monkeypatch.setattr("rlctl.data.text_files.READ_BYTES", 50)
     many = [{"question": f"{i}?", "answer": str(i)} for i in range(300)]
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"version": 2, "data": many, "license": "MIT"}, indent=1))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.data import json_array, sources
+from rlctl.data import sources, text_files
 from rlctl.data.blocks import records_of
 from rlctl.data.sources import Source, find_sources, read_blocks, read_records
 from rlctl.errors import EnvironmentFailure, UsageError
@@ -222,9 +222,9 @@ def test_an_array_is_read_piece_by_piece_like_in_one(rows, read_bytes, ascii_onl
     text = json.dumps(rows, ensure_ascii=ascii_only, indent=indent).encode("utf-8", "replace")
     expected = json.loads(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_array, "READ_BYTES", read_bytes)
+        patch.setattr(text_files, "READ_BYTES", read_bytes)
         file = io.BufferedReader(io.BytesIO(text))
-        pieces = list(json_array.document_rows("a.json", file, max_rows=3))
+        pieces = list(text_files.document_rows("a.json", file, max_rows=3))
     assert [element for piece in pieces for element in piece] == expected
     assert all(len(piece) <= 3 for piece in pieces)
 
@@ -241,7 +241,7 @@ def test_an_array_is_read_piece_by_piece_like_in_one(rows, read_bytes, ascii_onl
     ],
 )
 def test_a_broken_array_names_the_line(tmp_path, monkeypatch, text, where):
-    monkeypatch.setattr(json_array, "READ_BYTES", 3)
+    monkeypatch.setattr(text_files, "READ_BYTES", 3)
     path = tmp_path / "a.json"
     path.write_text(text)
     with pytest.raises(UsageError, match="invalid JSON") as caught:

@@ -22,7 +22,7 @@ from benchmarks.off_policy import METHODS, final_reward
 from benchmarks.off_policy_report import differences, interval, mean, pair_table
 from benchmarks.runs import Job, Outcome, run_all
 from examples import sums
-from rlctl.data.write import write_rows
+from rlctl.data.schema import write_rows
 from rlctl.spec.machine import native_dtype
 
 CONDITIONS: dict[str, tuple[str, ...]] = {

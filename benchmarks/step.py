@@ -244,7 +244,7 @@ def describe_job(where: Path, is_llm: bool, *, is_learning: bool = False, seed: 
     overrides: list[str] = []
     if is_llm:
         from examples import sums
-        from rlctl.data.write import write_rows
+        from rlctl.data.schema import write_rows
 
         write_rows(where / "train.parquet", "train", sums.rows(sums.split()[0]))
         preset, overrides = "smollm2-135m-sums", [f"data.train_files={where / 'train.parquet'}"]

@@ -11,8 +11,7 @@ import hashlib
 import sys
 from pathlib import Path
 
-from rlctl.data.schema import Message, Row
-from rlctl.data.write import write_rows
+from rlctl.data.schema import Message, Row, write_rows
 
 HIGHEST = 20
 #: Held-out pairs among the 100 unordered pairs.

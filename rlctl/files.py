@@ -1,4 +1,4 @@
-"""Atomic replacement of files, so that readers never see partial content; cache directories; patterns."""
+"""Files and directories that appear complete or not at all; cache directories; patterns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
-from rlctl.errors import EnvironmentFailure, RunFailure
+from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 
 _MANIFEST = "manifest.json"
 #: Files of a cache entry above this size in bytes are verified only by their size when the entry is used.
@@ -151,3 +151,67 @@ def write_text(path: Path, text: str) -> None:
     """Replace the file at `path` atomically by `text` (UTF-8)."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def staged_directory(out: Path) -> Iterator[Path]:
+    """Yields a directory next to `out` that is renamed to `out` if the block succeeds, and removed if not.
+
+    An existing `out` is replaced; the caller must check whether it may be.
+
+    Raises:
+        UsageError: a parent of `out` is a file, or another process created `out`.
+        EnvironmentFailure: the disk is full, or the location is not writable.
+    """
+    out = out.resolve()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        stage, old = (out.parent / f".{out.name}.{kind}-{os.getpid()}" for kind in ("partial", "old"))
+        stage.mkdir()
+        try:
+            yield stage
+            for file in [*stage.iterdir(), stage]:
+                sync(file)
+            if out.exists():
+                out.rename(old)
+            stage.rename(out)
+            sync(out.parent)
+            shutil.rmtree(old, ignore_errors=True)
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        what = "a parent of the output is a file, or another process created the output meanwhile"
+        raise UsageError(what, where=str(out), fix="choose another --out") from error
+    except OSError as error:
+        raise EnvironmentFailure(
+            f"the output cannot be written: {error.strerror or error}",
+            where=str(out),
+            fix="free disk space or choose another --out",
+        ) from error
+
+
+def clear_leftovers(out: Path) -> None:
+    """Removes leftovers of killed processes; restores `out` if a process was killed while replacing it."""
+    import psutil
+
+    out = out.resolve()
+    for kind in ("old", "partial"):
+        for left in out.parent.glob(f".{glob.escape(out.name)}.{kind}-*"):
+            pid = left.name.rpartition("-")[2]
+            if pid.isdecimal() and int(pid) != os.getpid() and psutil.pid_exists(int(pid)):
+                continue
+            if kind == "old" and not out.exists():
+                left.rename(out)
+            else:
+                shutil.rmtree(left)
+
+
+def check_vacant(out: Path) -> None:
+    """Refuses to write to a location that is not empty.
+
+    Raises:
+        UsageError: `out` is a file, or a directory that is not empty.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        what = "the directory is not empty" if out.is_dir() else "the output is a file, not a directory"
+        raise UsageError(what, where=str(out), fix="choose another --out")

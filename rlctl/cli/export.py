@@ -47,8 +47,7 @@ def export(
 
       rlctl export runs/rlctl/rloo-seq-is-20260101-120000 --out my-model --push-to-hub me/my-model
     """
-    from rlctl.data.write import check_vacant, clear_leftovers, staged_directory
-    from rlctl.files import apply_umask
+    from rlctl.files import apply_umask, check_vacant, clear_leftovers, staged_directory
 
     check_vacant(out)
     checkpoint = _checkpoint(run, step)

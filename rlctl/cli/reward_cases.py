@@ -8,8 +8,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlctl.data.prompts import messages_of
 from rlctl.data.read import load_rows, open_parquet, rows_of
-from rlctl.data.render import messages_of
 from rlctl.errors import UsageError
 from rlctl.reward.protocol import Sample
 from rlctl.reward.trial import Case, Kind

@@ -1,4 +1,4 @@
-"""Rows in verl's layout (`data_source`, `prompt`, `ability`, `reward_model`, `extra_info`) and Arrow batches.
+"""Rows in verl's layout (`data_source`, `prompt`, `ability`, `reward_model`, `extra_info`), files of them.
 
 Batches are built column by column, without a dictionary per row and without type inference.
 """
@@ -9,15 +9,25 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 GSM8K_SOURCE = "openai/gsm8k"
 #: Fields of `extra_info` with a separate Arrow column; the others are stored as JSON text in `OTHER`.
 EXTRA_COLUMNS = ("split", "index", "question", "answer")
 OTHER = "other"
+ROW_GROUP_ROWS = 16384
+ROW_GROUP_BYTES = 32 << 20
+#: Columns with repeated values. For the other columns, which are long texts, dictionaries and statistics
+#: would take half of the writing time and save nothing.
+_REPETITIVE = [
+    *("data_source", "datasource", "ability", "style", "prompt.list.element.role", "input.list.element.role"),
+    *("reward_model.style", "extra_info.split", "extra_info.index"),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +147,59 @@ def integers(values: Any, kind: Any) -> Any:
 
 def _struct(columns: Sequence[Any], kind: Any) -> Any:
     return pa.StructArray.from_arrays(columns, fields=list(kind))
+
+
+class BatchWriter:
+    """Writes one Parquet file, a row group at a time; creates no file without rows."""
+
+    def __init__(self, path: Path, schema: Any) -> None:
+        self._path = path
+        self._schema = schema
+        self._writer: Any = None
+        self._pending: list[Any] = []
+        self._pending_rows = 0
+        self._pending_bytes = 0
+
+    def add(self, batch: Any) -> None:
+        """Appends an Arrow record batch with columns that can be cast to the file's; splits large batches.
+
+        Fields of a struct that the file's schema lacks are dropped.
+        """
+        if batch.nbytes > ROW_GROUP_BYTES and batch.num_rows > 1:
+            half = batch.num_rows // 2
+            self.add(batch.slice(0, half))
+            self.add(batch.slice(half))
+            return
+        try:
+            self._pending.append(batch.cast(self._schema))
+        except pa.ArrowInvalid:  # the slice's text starts beyond 2 GiB of its batch; a copy starts at 0
+            everything = integers(np.arange(batch.num_rows), pa.int64())
+            self._pending.append(batch.take(everything).cast(self._schema))
+        self._pending_rows += batch.num_rows
+        self._pending_bytes += batch.nbytes
+        if self._pending_rows >= ROW_GROUP_ROWS or self._pending_bytes >= ROW_GROUP_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._writer is None:
+            options = {"use_dictionary": _REPETITIVE, "write_statistics": _REPETITIVE}
+            self._writer = pq.ParquetWriter(self._path, self._schema, compression="zstd", **options)
+        table = pa.Table.from_batches(self._pending, schema=self._schema)
+        self._writer.write_table(table, row_group_size=max(1, table.num_rows))
+        self._pending, self._pending_rows, self._pending_bytes = [], 0, 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None and self._pending_rows:
+            self._flush()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def write_rows(path: Path, split: str, rows: Sequence[Row]) -> None:
+    """Writes rows of one split as a Parquet file in the row schema; creates no file without rows."""
+    with BatchWriter(path, arrow_schema(with_other=any(row.other for row in rows))) as batches:
+        for start in range(0, len(rows), ROW_GROUP_ROWS):
+            batches.add(batch_of(rows[start : start + ROW_GROUP_ROWS], split))

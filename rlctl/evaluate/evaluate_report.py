@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rlctl.data.write import check_vacant, clear_leftovers, staged_directory
 from rlctl.errors import UsageError
 from rlctl.evaluate.intervals import LEVEL
 from rlctl.evaluate.lm_eval_files import DIRECTORY as LM_EVAL_DIRECTORY
@@ -19,6 +18,7 @@ from rlctl.evaluate.lm_eval_files import write_lm_eval
 from rlctl.evaluate.page import PAGE_FILE, write_page
 from rlctl.evaluate.samples import SAMPLES_FILE, EvalSample, read_samples, write_samples
 from rlctl.evaluate.scores import Score
+from rlctl.files import check_vacant, clear_leftovers, staged_directory
 from rlctl.spec.rollout import RewardSpec
 from rlctl.track.run_dir import version_of
 

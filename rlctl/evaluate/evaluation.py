@@ -19,14 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlctl.data.write import check_vacant
 from rlctl.errors import UsageError
 from rlctl.evaluate.evaluate_report import Evaluation, default_out, read_evaluation, write_evaluation
 from rlctl.evaluate.request import SERVER, EvaluateRequest, check_request, checked_ks, chosen_reward
 from rlctl.evaluate.samples import EvalSample, Pair, Response, SampledModel, as_samples
 from rlctl.evaluate.scores import RIGHT, summarise
 from rlctl.evaluate.store import ResponseStore, prompt_hash
-from rlctl.files import cache_root
+from rlctl.files import cache_root, check_vacant
 from rlctl.spec.rollout import RewardSpec
 
 if TYPE_CHECKING:

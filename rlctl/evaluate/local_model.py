@@ -12,8 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.data.prompts import PromptDataset
-from rlctl.data.render import template_sha256
+from rlctl.data.prompts import PromptDataset, template_sha256
 from rlctl.engine.model import load_policy, load_reader
 from rlctl.evaluate.request import Plan, lengths
 from rlctl.evaluate.samples import Pair, Response, SampledModel

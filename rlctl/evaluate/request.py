@@ -11,10 +11,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from rlctl.data.recipes import Recipe
-from rlctl.data.write import check_vacant
 from rlctl.engine.checkpoint import CHECKPOINTS, model_checksums, newest_intact
 from rlctl.errors import UsageError
 from rlctl.evaluate.questions import AUTO, Questions, load_questions
+from rlctl.files import check_vacant
 from rlctl.model_files import config_directory
 from rlctl.rollout.engines import chosen_engine
 from rlctl.rollout.protocol import Sampling

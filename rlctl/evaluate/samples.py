@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlctl.data.render import messages_of
+from rlctl.data.prompts import messages_of
 from rlctl.data.schema import Row
 from rlctl.errors import UsageError, first_line
 from rlctl.rollout.protocol import Sampling

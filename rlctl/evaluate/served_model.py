@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from rlctl.data.render import messages_of
+from rlctl.data.prompts import messages_of
 from rlctl.data.schema import Row
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.evaluate.request import KEY_VARIABLE, SERVER, EvaluateRequest, Target, check_url, lengths

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rlctl.data.render import Renderer
+from rlctl.data.prompts import Renderer
 from rlctl.data.schema import Message, Row
 
 #: Mean |log-ratio| up to which two float32 computations of one distribution agree.

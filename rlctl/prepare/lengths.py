@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from rlctl.data.render import Renderer, template_sha256
+from rlctl.data.prompts import Renderer, template_sha256
 from rlctl.data.schema import Message, Row
 from rlctl.errors import RlctlError, UsageError
 from rlctl.prepare.findings import DataFinding

@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rlctl.data.schema import arrow_schema, integers, placed
-from rlctl.data.write import BatchWriter
+from rlctl.data.schema import BatchWriter, arrow_schema, integers, placed
 from rlctl.prepare.engines import run
 from rlctl.prepare.request import OutputFormat, PrepareRequest, Progress
 from rlctl.prepare.staging import StagedBlock, Staging

@@ -26,9 +26,8 @@ from rlctl.data.blocks import Block, records_of
 from rlctl.data.recipes import Recipe
 from rlctl.data.records import RowError, check_text
 from rlctl.data.sources import Source, find_sources, read_blocks
-from rlctl.data.write import clear_leftovers, staged_directory
 from rlctl.errors import UsageError
-from rlctl.files import sha256_of
+from rlctl.files import clear_leftovers, sha256_of, staged_directory
 from rlctl.prepare.decide import decide, limit_for_fraction
 from rlctl.prepare.engines import run
 from rlctl.prepare.findings import DataFinding, RowFindings, row_finding, worst_first

@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from rlctl.data.schema import Message, Row
-from rlctl.data.write import write_rows
+from rlctl.data.schema import Message, Row, write_rows
 
 DATA_SOURCE = "embedded/addition"
 #: Note shown with responses of the task.

@@ -7,8 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlctl.cli.app import run
-from rlctl.data.schema import Message, Row
-from rlctl.data.write import write_rows
+from rlctl.data.schema import Message, Row, write_rows
 
 MINE = """
 def equal(response, ground_truth, extra_info):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import sums
-from rlctl.data.write import write_rows
+from rlctl.data.schema import write_rows
 from rlctl.errors import EnvironmentFailure
 from rlctl.model_files import model_directory
 from tests import runs

@@ -4,8 +4,7 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 
-from rlctl.data.schema import Message, Row
-from rlctl.data.write import write_rows
+from rlctl.data.schema import Message, Row, write_rows
 from rlctl.errors import UsageError
 from rlctl.evaluate import request as request_module
 from rlctl.evaluate.evaluation import evaluate

@@ -31,7 +31,7 @@ def ask(model: str, data: str, answers: str) -> int:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    from rlctl.data.write import write_rows
+    from rlctl.data.schema import write_rows
 
     directory = tmp_path_factory.mktemp("vllm-mismatch")
     MODEL.save_pretrained(directory / "model")

@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlctl.data.read import load_rows
-from rlctl.data.schema import Message, Row, arrow_schema, batch_of
-from rlctl.data.write import BatchWriter
+from rlctl.data.schema import BatchWriter, Message, Row, arrow_schema, batch_of
 from rlctl.prepare import output
 from rlctl.prepare.pipeline import prepare
 from rlctl.prepare.request import PrepareRequest
@@ -108,7 +107,7 @@ def test_fields_without_a_column_are_kept_where_a_row_has_some(ours):
 
 
 def test_large_blocks_are_written_in_pieces_that_32_bit_offsets_reach(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlctl.data.write.ROW_GROUP_BYTES", 2000)
+    monkeypatch.setattr("rlctl.data.schema.ROW_GROUP_BYTES", 2000)
     monkeypatch.setattr(output, "SHARD_BYTES", 8000)
     source = write_jsonl(tmp_path / "in.jsonl", gsm8k_rows(copies=20))
     request = PrepareRequest(

@@ -110,7 +110,7 @@ SCRIPT = """
 import json, sys
 from rlctl.cli.app import run
 from rlctl.data.schema import Message, Row
-from rlctl.data.write import write_rows
+from rlctl.data.schema import write_rows
 from rlctl.reward.trial import check_ground_truths
 
 if __name__ == "__main__":

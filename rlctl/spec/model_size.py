@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def model_size(spec: ModelSpec) -> ModelSize:
         counted = sum(map(math.prod, shapes.values()))
         return ModelSize("safetensors headers", counted, size.shape, read)
     if published := PUBLISHED.get(spec.path):
-        return ModelSize("as published; the model itself is not on this machine", *published)
+        return published
     match = _SIZE_IN_NAME.search(spec.path)
     if match:
         scale = 1e9 if match[2] in "Bb" else 1e6
@@ -271,50 +272,40 @@ _EMBEDDED_SHAPE = Shape(
     head_dim=RECIPE.hidden_size // RECIPE.num_heads,
     vocab=len(VOCABULARY),
 )
-_SMOLLM2_135M = 134_515_008, Shape(30, 576, 1536, heads=9, kv_heads=3, head_dim=64, vocab=49_152)
-_QWEN2_7B = 7_615_616_512, Shape(28, 3584, 18_944, heads=28, kv_heads=4, head_dim=128, vocab=152_064)
-_LLAMA3_8B = 8_030_261_248, Shape(32, 4096, 14_336, heads=32, kv_heads=8, head_dim=128, vocab=128_256)
-_MISTRAL_7B = 7_248_023_552, Shape(32, 4096, 14_336, heads=32, kv_heads=8, head_dim=128, vocab=32_768)
-_GEMMA_7B = 8_537_680_896, Shape(28, 3072, 24_576, heads=16, kv_heads=16, head_dim=256, vocab=256_000)
-_DEEPSEEK_7B = 6_910_365_696, Shape(30, 4096, 11_008, heads=32, kv_heads=32, head_dim=128, vocab=102_400)
-_R1_QWEN_1B = 1_777_088_000, Shape(28, 1536, 8960, heads=12, kv_heads=2, head_dim=128, vocab=151_936)
-_LLAMA32_1B = 1_235_814_400, Shape(16, 2048, 8192, heads=32, kv_heads=8, head_dim=64, vocab=128_256)
-_LLAMA32_3B = 3_212_749_824, Shape(28, 3072, 8192, heads=24, kv_heads=8, head_dim=128, vocab=128_256)
-_GEMMA3_1B = 999_885_952, Shape(26, 1152, 6912, heads=4, kv_heads=1, head_dim=256, vocab=262_144, window=512)
-_GEMMA3_4B = (
-    4_300_079_472,
-    Shape(34, 2560, 10_240, heads=8, kv_heads=4, head_dim=256, vocab=262_208, window=1024),
-    3_880_263_168,  # without the vision tower
-)
-_SMOLLM2_2B = 1_711_376_384, Shape(24, 2048, 8192, heads=32, kv_heads=32, head_dim=64, vocab=49_152)
-_SMOLLM3_3B = 3_075_098_624, Shape(36, 2048, 11_008, heads=16, kv_heads=4, head_dim=128, vocab=128_256)
+#: The models that presets name. Columns: number of parameters; of `Shape`: layers, hidden, inner, heads,
+#: kv_heads, head_dim, vocab; where needed norms_heads, window and `num_read_by_text`; names.
+_PUBLISHED = """
+ 134515008 30  576  1536  9  3  64  49152  smollm2-135m HuggingFaceTB/SmolLM2-135M-Instruct
+ 596049920 28 1024  3072 16  8 128 151936 1  Qwen/Qwen3-0.6B Qwen/Qwen3-0.6B-Base
+1720574976 28 2048  6144 16  8 128 151936 1  Qwen/Qwen3-1.7B Qwen/Qwen3-1.7B-Base
+4022468096 36 2560  9728 32  8 128 151936 1  Qwen/Qwen3-4B Qwen/Qwen3-4B-Base
+8190735360 36 4096 12288 32  8 128 151936 1  Qwen/Qwen3-8B Qwen/Qwen3-8B-Base
+1235814400 16 2048  8192 32  8  64 128256  meta-llama/Llama-3.2-1B meta-llama/Llama-3.2-1B-Instruct
+3212749824 28 3072  8192 24  8 128 128256  meta-llama/Llama-3.2-3B meta-llama/Llama-3.2-3B-Instruct
+ 999885952 26 1152  6912  4  1 256 262144 0 512  google/gemma-3-1b-pt google/gemma-3-1b-it
+4300079472 34 2560 10240  8  4 256 262208 0 1024 3880263168  google/gemma-3-4b-pt google/gemma-3-4b-it
+1711376384 24 2048  8192 32 32  64  49152  HuggingFaceTB/SmolLM2-1.7B HuggingFaceTB/SmolLM2-1.7B-Instruct
+3075098624 36 2048 11008 16  4 128 128256  HuggingFaceTB/SmolLM3-3B-Base HuggingFaceTB/SmolLM3-3B
+1777088000 28 1536  8960 12  2 128 151936  deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B
+7615616512 28 3584 18944 28  4 128 152064  deepseek-ai/DeepSeek-R1-Distill-Qwen-7B
+7615616512 28 3584 18944 28  4 128 152064  Qwen/Qwen2.5-7B Qwen/Qwen2.5-7B-Instruct
+7615616512 28 3584 18944 28  4 128 152064  Qwen/Qwen2-7B Qwen/Qwen2-7B-Instruct
+8030261248 32 4096 14336 32  8 128 128256  meta-llama/Meta-Llama-3-8B meta-llama/Meta-Llama-3-8B-Instruct
+7248023552 32 4096 14336 32  8 128  32768  mistralai/Mistral-7B-v0.3 mistralai/Mistral-7B-Instruct-v0.3
+8537680896 28 3072 24576 16 16 256 256000  google/gemma-7b google/gemma-7b-it
+6910365696 30 4096 11008 32 32 128 102400  deepseek-ai/deepseek-llm-7b-base deepseek-ai/deepseek-llm-7b-chat
+"""
 
 
-def _qwen3(parameters: int, layers: int, hidden: int, inner: int, heads: int) -> tuple[int, Shape]:
-    shape = Shape(layers, hidden, inner, heads, kv_heads=8, head_dim=128, vocab=151_936, norms_heads=True)
-    return parameters, shape
+def _read_published() -> Iterator[tuple[str, ModelSize]]:
+    source = "as published; the model itself is not on this machine"
+    for words in map(str.split, _PUBLISHED.strip().splitlines()):
+        num_parameters, *numbers = [int(word) for word in words if word.isdigit()]
+        norms_heads, window, read_by_text = [*numbers[7:], 0, 0, 0][:3]
+        shape = Shape(*numbers[:7], norms_heads=bool(norms_heads), window=window or None)
+        size = ModelSize(source, num_parameters, shape, read_by_text or None)
+        yield from ((word, size) for word in words if not word.isdigit())
 
 
-#: Hub id or short name of the models that presets name → number of parameters, dimensions, and, if lower, the
-#: number of parameters that text inputs use.
-PUBLISHED: dict[str, tuple[int, Shape] | tuple[int, Shape, int]] = {
-    **dict.fromkeys(("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"), _SMOLLM2_135M),
-    **dict.fromkeys(("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B-Base"), _qwen3(596_049_920, 28, 1024, 3072, 16)),
-    **dict.fromkeys(("Qwen/Qwen3-1.7B", "Qwen/Qwen3-1.7B-Base"), _qwen3(1_720_574_976, 28, 2048, 6144, 16)),
-    **dict.fromkeys(("Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Base"), _qwen3(4_022_468_096, 36, 2560, 9728, 32)),
-    **dict.fromkeys(("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base"), _qwen3(8_190_735_360, 36, 4096, 12_288, 32)),
-    **dict.fromkeys(("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct"), _LLAMA32_1B),
-    **dict.fromkeys(("meta-llama/Llama-3.2-3B", "meta-llama/Llama-3.2-3B-Instruct"), _LLAMA32_3B),
-    **dict.fromkeys(("google/gemma-3-1b-pt", "google/gemma-3-1b-it"), _GEMMA3_1B),
-    **dict.fromkeys(("google/gemma-3-4b-pt", "google/gemma-3-4b-it"), _GEMMA3_4B),
-    **dict.fromkeys(("HuggingFaceTB/SmolLM2-1.7B", "HuggingFaceTB/SmolLM2-1.7B-Instruct"), _SMOLLM2_2B),
-    **dict.fromkeys(("HuggingFaceTB/SmolLM3-3B-Base", "HuggingFaceTB/SmolLM3-3B"), _SMOLLM3_3B),
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": _R1_QWEN_1B,
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": _QWEN2_7B,
-    **dict.fromkeys(("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B-Instruct"), _QWEN2_7B),
-    **dict.fromkeys(("Qwen/Qwen2-7B", "Qwen/Qwen2-7B-Instruct"), _QWEN2_7B),
-    **dict.fromkeys(("meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B-Instruct"), _LLAMA3_8B),
-    **dict.fromkeys(("mistralai/Mistral-7B-v0.3", "mistralai/Mistral-7B-Instruct-v0.3"), _MISTRAL_7B),
-    **dict.fromkeys(("google/gemma-7b", "google/gemma-7b-it"), _GEMMA_7B),
-    **dict.fromkeys(("deepseek-ai/deepseek-llm-7b-base", "deepseek-ai/deepseek-llm-7b-chat"), _DEEPSEEK_7B),
-}
+#: Hub id or short name → size.
+PUBLISHED = dict(_read_published())

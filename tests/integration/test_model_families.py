@@ -174,22 +174,22 @@ def test_a_published_size_is_that_of_the_architecture(family: str, monkeypatch, 
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     path = read_yaml_file(all_presets()[family].path, ("model.path",)).leaves["model.path"].value
     size = model_size(ModelSpec(path=str(path)))
-    num_parameters, shape, *of_text = PUBLISHED[str(path)]
-    assert (size.num_parameters, size.shape) == (num_parameters, shape)
+    published = PUBLISHED[str(path)]
+    assert size == published
     config_class, options = FAMILIES[family]
     tied = options.get("tie_word_embeddings", False)
     if config_class is Gemma3Config:
-        text = config_of("gemma3_text", shape, tie_word_embeddings=tied)
+        text = config_of("gemma3_text", published.shape, tie_word_embeddings=tied)
         config = Gemma3Config(text_config=text, vision_config=GEMMA3_VISION)
     else:
-        config = config_of(config_class.model_type, shape, tie_word_embeddings=tied)
+        config = config_of(config_class.model_type, published.shape, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
-    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
-    if of_text:
-        assert [sum(parameter.numel() for parameter in body_of(model).parameters())] == of_text
-        assert size.num_trainable == of_text[0]
+    assert sum(parameter.numel() for parameter in model.parameters()) == published.num_parameters
+    if of_text := published.num_read_by_text:
+        assert sum(parameter.numel() for parameter in body_of(model).parameters()) == of_text
+        assert size.num_trainable == of_text
 
 
 def test_the_size_of_a_local_model_with_images_says_what_text_reaches(tmp_path: Path) -> None:
@@ -204,10 +204,10 @@ def test_the_size_of_a_local_model_with_images_says_what_text_reaches(tmp_path: 
     config = {"model_type": "gemma3", "text_config": text, "vision_config": GEMMA3_VISION}
     (tmp_path / "config.json").write_text(json.dumps(config))
     size = model_size(ModelSpec(path=str(tmp_path)))
-    num_parameters, shape, of_text = PUBLISHED["google/gemma-3-4b-it"]
-    assert size.shape == shape
-    assert size.num_parameters == pytest.approx(num_parameters, rel=0.01)
-    assert size.num_trainable == pytest.approx(of_text, rel=0.01)
+    published = PUBLISHED["google/gemma-3-4b-it"]
+    assert size.shape == published.shape
+    assert size.num_parameters == pytest.approx(published.num_parameters, rel=0.01)
+    assert size.num_trainable == pytest.approx(published.num_trainable, rel=0.01)
     model = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path / "tiny", Gemma3Config, **GEMMA3))
     size = model_size(ModelSpec(path=str(tmp_path / "tiny")))
     assert size.num_parameters == sum(parameter.numel() for parameter in model.parameters())

@@ -30,7 +30,7 @@ AGAIN, EAGER = "model.enable_gradient_checkpointing=true", "model.attn_implement
 
 def shape_like(family: str, layers: int = 3) -> Shape:
     """The published one, every width a thirty-second."""
-    big = PUBLISHED[FAMILIES[family]][1]
+    big = PUBLISHED[FAMILIES[family]].shape
     heads, kv_heads = big.heads // 4, big.kv_heads // 4
     return Shape(layers, big.hidden // 32, big.inner // 32, heads, kv_heads, big.head_dim // 8, vocab=256)
 

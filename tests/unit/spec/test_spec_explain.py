@@ -132,7 +132,7 @@ def test_memory_of_activations_by_hand():
         "actor.ppo_max_token_len_per_gpu=1000",
     ]
     overrides += ["engine.dtype=bf16", "data.max_prompt_length=200", "data.max_response_length=800"]
-    size = ModelSize("as published", *PUBLISHED["meta-llama/Meta-Llama-3-8B"])
+    size = PUBLISHED["meta-llama/Meta-Llama-3-8B"]
 
     def parts(*more):
         return {part.name: part for part in memory_parts(spec_of(*overrides, *more), size)}

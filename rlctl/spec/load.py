@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -40,39 +40,15 @@ from rlctl.spec.machine import native_dtype
 from rlctl.spec.model import EMBEDDED
 from rlctl.spec.run_spec import RunSpec
 from rlctl.spec.sources import (
+    COMMAND_LINE,
     DESCRIPTION,
     Leaf,
-    SpecSource,
+    Origin,
     all_presets,
     parse_scalar,
     read_value,
     read_yaml_file,
 )
-
-Layer = Literal["default", "hardware", "embedded", "preset", "file", "command line", "values"]
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The source of a value.
-
-    Attributes:
-        layer: the layer that set it.
-        name: preset name, file path, or the reason for a default that depends on the hardware.
-        line: 1-based line in that file.
-    """
-
-    layer: Layer
-    name: str | None = None
-    line: int | None = None
-
-    def __str__(self) -> str:
-        """As the dry run prints it, e.g. `preset rloo-seq-is:7`."""
-        if self.layer == "embedded":
-            return "embedded model"
-        place = f"{self.name}:{self.line}" if self.line else (self.name or "")
-        return {"preset": f"preset {place}", "file": place, "hardware": place}.get(self.layer, self.layer)
-
 
 DEFAULT = Origin("default")
 #: Layers that apply without a choice of the user.
@@ -115,12 +91,6 @@ class LoadedSpec:
     warnings: list[Problem]
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    leaf: Leaf
-    origin: Origin
-
-
 def load_spec(
     presets: Iterable[str] = (),
     files: Iterable[Path] = (),
@@ -140,38 +110,35 @@ def load_spec(
         SpecError: with every problem found.
     """
     problems: list[Problem] = []
-    entries: dict[str, _Entry] = {}
-    given = Origin("values" if isinstance(overrides, Mapping) else "command line")
+    leaves: dict[str, Leaf] = {}
+    given = Origin("values") if isinstance(overrides, Mapping) else COMMAND_LINE
     for preset in presets:
-        entries |= _read_preset(preset, given, problems)
+        leaves |= _read_preset(preset, given, problems)
     for file in files:
-        entries |= _read_file(file, Origin("file", str(file)), problems)
+        leaves |= _read_file(file, Origin("file", str(file)), problems)
     if isinstance(overrides, Mapping):
         whole = known_leaves().keys() - open_leaves()
         values: dict[str, Any] = {}
         for name, value in overrides.items():
-            leaves = flat({name: value}, keeps_empty=True, whole=whole)
-            twice = sorted(leaves.keys() & values.keys())
+            found = flat({name: value}, keeps_empty=True, whole=whole)
+            twice = sorted(found.keys() & values.keys())
             problems += [
                 Problem("error", key, "given twice", "keep one of the values", "values") for key in twice
             ]
-            values |= leaves
-        entries |= {key: _Entry(_leaf_of_value(value), given) for key, value in values.items()}
+            values |= found
+        leaves |= {key: _leaf_of_value(value, given) for key, value in values.items()}
     else:
-        entries |= _read_overrides(overrides, given, problems)
-    model = entries.get("model.path")
-    if model is None or model.leaf.value == EMBEDDED:
+        leaves |= _read_overrides(overrides, given, problems)
+    model = leaves.get("model.path")
+    if model is None or model.value == EMBEDDED:
         path = all_presets()[EMBEDDED].path
-        entries = _read_file(path, Origin("embedded", EMBEDDED), problems) | entries
-    if _DTYPE not in entries:
+        leaves = _read_file(path, Origin("embedded", EMBEDDED), problems) | leaves
+    if _DTYPE not in leaves:
         dtype, why = native_dtype()
-        entries[_DTYPE] = _Entry(Leaf(dtype, None, None), Origin("hardware", why))
-    known = {key: entry for key, entry in entries.items() if leaf_of(key)}
-    problems += _unknown_keys(entries)
-    spec, invalid = _validate(known)
-    problems += invalid
+        leaves[_DTYPE] = Leaf(dtype, None, Origin("hardware", why))
+    spec, invalid = _validated(leaves, problems)
     origins = dict.fromkeys(known_leaves(), DEFAULT) | {
-        leaf: entry.origin for key, entry in entries.items() if (leaf := leaf_of(key))
+        known: leaf.origin for key, leaf in leaves.items() if (known := leaf_of(key))
     }
 
     def is_meant(warning: Problem, keys: tuple[str, ...]) -> bool:
@@ -181,9 +148,8 @@ def load_spec(
         return is_shipped and origins.get(warning.key, DEFAULT).layer in {"preset", "embedded"}
 
     # Contradictions with an invalid value are not reported.
-    skip = left_open.union(problem.key for problem in invalid)
-    found = check_spec(spec, skip=skip, is_meant=is_meant)
-    problems += [_located(problem, origins) for problem in found]
+    contradictions = check_spec(spec, skip=left_open | invalid, is_meant=is_meant)
+    problems += [_located(problem, origins) for problem in contradictions]
     if any(problem.severity == "error" for problem in problems):
         raise SpecError(problems)
     return LoadedSpec(spec, origins, problems)
@@ -196,10 +162,8 @@ def recorded_spec(file: Path) -> RunSpec:
         SpecError: the file is not a spec.
     """
     problems: list[Problem] = []
-    entries = _read_file(file, Origin("file", str(file)), problems)
-    known = {key: entry for key, entry in entries.items() if leaf_of(key)}
-    spec, invalid = _validate(known, context=PARTS_UNCHECKED)
-    problems += [*_unknown_keys(entries), *invalid]
+    leaves = _read_file(file, Origin("file", str(file)), problems)
+    spec, _ = _validated(leaves, problems, PARTS_UNCHECKED)
     if problems:
         raise SpecError(problems)
     return spec
@@ -226,8 +190,8 @@ def dump_value(value: Any) -> str:
     return str(text).removesuffix("\n").removesuffix("\n...")
 
 
-def _read_preset(preset: str, given: Origin, problems: list[Problem]) -> dict[str, _Entry]:
-    """Entries of a preset whose name or path is `given` on the command line or by a program."""
+def _read_preset(preset: str, given: Origin, problems: list[Problem]) -> dict[str, Leaf]:
+    """Leaves of a preset whose name or path is `given` on the command line or by a program."""
     known = all_presets()
     if preset in known:
         return _read_file(known[preset].path, Origin("preset", preset), problems)
@@ -242,29 +206,23 @@ def _read_preset(preset: str, given: Origin, problems: list[Problem]) -> dict[st
     return {}
 
 
-def _read_file(path: Path, origin: Origin, problems: list[Problem]) -> dict[str, _Entry]:
-    """Entries of one YAML file, each with its line number."""
-    source: SpecSource = read_yaml_file(path, known_leaves().keys() - open_leaves())
-    for fault in source.faults:
-        where = str(replace(origin, line=fault.line))
-        problems.append(Problem("error", "", fault.what, fault.fix, where))
-    return {
-        key: _Entry(leaf, replace(origin, line=leaf.line))
-        for key, leaf in source.leaves.items()
-        if key != DESCRIPTION
-    }
+def _read_file(path: Path, origin: Origin, problems: list[Problem]) -> dict[str, Leaf]:
+    """Leaves of one YAML file, each with its line number."""
+    source = read_yaml_file(path, known_leaves().keys() - open_leaves(), origin)
+    problems += source.problems
+    return {key: leaf for key, leaf in source.leaves.items() if key != DESCRIPTION}
 
 
-def _leaf_of_value(value: object) -> Leaf:
+def _leaf_of_value(value: object, origin: Origin) -> Leaf:
     """A leaf for a value from a program: paths become text, NumPy's numbers and arrays plain values."""
     plain = os.fspath(value) if isinstance(value, os.PathLike) else value
     plain = plain.tolist() if hasattr(plain, "tolist") else plain
-    return Leaf(plain, str(plain), None)
+    return Leaf(plain, str(plain), origin)
 
 
-def _read_overrides(overrides: Iterable[str], origin: Origin, problems: list[Problem]) -> dict[str, _Entry]:
-    """Entries of `key=value` arguments; of several for the same key, the last one wins."""
-    entries: dict[str, _Entry] = {}
+def _read_overrides(overrides: Iterable[str], origin: Origin, problems: list[Problem]) -> dict[str, Leaf]:
+    """Leaves of `key=value` arguments; of several for the same key, the last one wins."""
+    leaves: dict[str, Leaf] = {}
     for argument in overrides:
         key, equals, text = argument.partition("=")
         key = key.strip()
@@ -273,11 +231,11 @@ def _read_overrides(overrides: Iterable[str], origin: Origin, problems: list[Pro
                 raise ValueError(f"`{argument}` is not of the form key=value")
             if key[0] in "+~":
                 raise ValueError(f"`{argument}`: `{key.rstrip(key.lstrip('+~'))}` is Hydra's")
-            entries[key] = _Entry(read_value(text), origin)
+            leaves[key] = read_value(text, origin)
         except ValueError as error:
             what = str(error) if argument in str(error) else f"`{argument}`: {error}"
             problems.append(Problem("error", "", what, _override_fix(argument), str(origin)))
-    return entries
+    return leaves
 
 
 def _override_fix(argument: str) -> str | None:
@@ -294,33 +252,28 @@ def _override_fix(argument: str) -> str | None:
     return f"for example {key}=…" if key and "=" not in argument else None
 
 
-def _unknown_keys(entries: dict[str, _Entry]) -> list[Problem]:
-    """A problem for each key that is not a value of a RunSpec."""
-    problems = []
-    for key, entry in entries.items():
+def _validated(
+    leaves: dict[str, Leaf], problems: list[Problem], context: dict[str, str] | None = None
+) -> tuple[RunSpec, frozenset[str]]:
+    """The spec of the leaves with defaults for invalid values, and the keys of these; adds to `problems`."""
+    good: dict[str, Leaf] = {}
+    for key, leaf in leaves.items():
         if leaf_of(key):
-            continue
-        where = str(entry.origin)
-        if key not in known_sections():
-            problems.append(Problem("error", key, "unknown key", advice_for(key), where))
-        elif entry.leaf.value is not None:  # null: all keys below `actor:` are commented out
-            fix = f"set the keys below it, {key}.…"
-            problems.append(Problem("error", key, "is a section, not a value", fix, where))
-    return problems
-
-
-def _validate(
-    entries: dict[str, _Entry], *, context: dict[str, str] | None = None
-) -> tuple[RunSpec, list[Problem]]:
-    """Validates the entries; returns the spec, with defaults for invalid values, and the problems."""
-    flags = [key for key, entry in entries.items() if isinstance(entry.leaf.value, bool)]
-    misplaced = [key for key in flags if not accepts(key, bool)]  # pydantic would read true as 1
-    problems = [_problem(key, entries[key], "must not be true or false") for key in misplaced]
-    good = {key: entry for key, entry in entries.items() if key not in misplaced}
+            good[key] = leaf
+        elif key not in known_sections():
+            problems.append(_problem(key, leaf, "unknown key", advice_for(key)))
+        elif leaf.value is not None:  # null: all keys below `actor:` are commented out
+            problems.append(
+                _problem(key, leaf, "is a section, not a value", f"set the keys below it, {key}.…")
+            )
+    known = frozenset(good)
+    for key in [key for key, leaf in good.items() if isinstance(leaf.value, bool) and not accepts(key, bool)]:
+        problems.append(_problem(key, good.pop(key), "must not be true or false"))  # pydantic reads true as 1
     while True:
         try:
-            values = {key: _value(key, entry.leaf) for key, entry in good.items()}
-            return RunSpec.model_validate(nested(values), context=context), problems
+            values = {key: _value(key, leaf) for key, leaf in good.items()}
+            spec = RunSpec.model_validate(nested(values), context=context)
+            return spec, known - good.keys()
         except ValidationError as error:
             bad: dict[str, dict[str, Any]] = {}  # key → item of a list, or "" → the first of its errors
             for details in error.errors():
@@ -329,15 +282,15 @@ def _validate(
             if not bad.keys() & good.keys():  # a broken default is a bug
                 raise
             for key in sorted(bad, key=list(known_leaves()).index):
-                entry = good.pop(key)
-                problems += [_invalid(key, entry, details) for details in bad[key].values()]
+                leaf = good.pop(key)
+                problems += [_invalid(key, leaf, details) for details in bad[key].values()]
 
 
-def _invalid(key: str, entry: _Entry, details: Any) -> Problem:
+def _invalid(key: str, leaf: Leaf, details: Any) -> Problem:
     """Converts an error of Pydantic to a problem."""
     what = in_words(details)
     within = _within(key, details["loc"])
-    got = details["input"] if within else entry.leaf.value
+    got = details["input"] if within else leaf.value
     fix = None
     if details["type"] == "string_pattern_mismatch":
         what = (
@@ -348,12 +301,12 @@ def _invalid(key: str, entry: _Entry, details: Any) -> Problem:
         near = closest(str(got), options, cutoff=0.5)
         fix = f"did you mean `{near}`?" if near else None
     elif details["type"] == "part_error":
-        return _problem(key, entry, what, details["ctx"]["fix"] or None)
+        return _problem(key, leaf, what, details["ctx"]["fix"] or None)
     elif details["type"] == "extra_forbidden":  # within one item of a list
         what, fix = "unknown key", advice_among(str(details["loc"][-1]), fields_of_items(key))
     shown = "null" if got is None else repr(got)
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
-    return _problem(key, entry, f"{within}{what}, got {shown}", fix)
+    return _problem(key, leaf, f"{within}{what}, got {shown}", fix)
 
 
 def _within(key: str, location: tuple[int | str, ...]) -> str:
@@ -364,8 +317,8 @@ def _within(key: str, location: tuple[int | str, ...]) -> str:
     return ", ".join([f"item {below[0] + 1}", *map(str, below[1:])]) + ": "
 
 
-def _problem(key: str, entry: _Entry, what: str, fix: str | None = None) -> Problem:
-    return Problem("error", key, what, fix, str(entry.origin))
+def _problem(key: str, leaf: Leaf, what: str, fix: str | None = None) -> Problem:
+    return Problem("error", key, what, fix, str(leaf.origin))
 
 
 def _key_of(location: tuple[int | str, ...]) -> str:

@@ -1,23 +1,23 @@
-"""Reader of YAML files and `key=value` arguments: leaves with their line numbers.
+"""Sources of a spec: YAML files and `key=value` arguments, read into leaves; the shipped presets.
 
-This module reads the nodes that PyYAML composes, because plain values have no line numbers. It accepts a
-strict subset of YAML: one UTF-8 document with mappings, lists and scalars of YAML 1.2. Duplicate keys, tabs,
-anchors and tags are refused; `yes` and `1_2` are text.
+YAML is read from the nodes that PyYAML composes, because plain values have no line numbers. The reader
+accepts a strict subset of YAML: one UTF-8 document with mappings, lists and scalars of YAML 1.2. Duplicate
+keys, tabs, anchors and tags are refused; `yes` and `1_2` are text.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import yaml
 
 import rlctl
-from rlctl.errors import EnvironmentFailure
+from rlctl.errors import EnvironmentFailure, Problem
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
@@ -29,6 +29,34 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
+Layer = Literal["default", "hardware", "embedded", "preset", "file", "command line", "values"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The source of a value.
+
+    Attributes:
+        layer: the layer that set it.
+        name: preset name, file path, or the reason for a default that depends on the hardware.
+        line: 1-based line in that file.
+    """
+
+    layer: Layer
+    name: str | None = None
+    line: int | None = None
+
+    def __str__(self) -> str:
+        """As the dry run prints it, e.g. `preset rloo-seq-is:7`."""
+        if self.layer == "embedded":
+            return "embedded model"
+        place = f"{self.name}:{self.line}" if self.line else (self.name or "")
+        return {"preset": f"preset {place}", "file": place, "hardware": place}.get(self.layer, self.layer)
+
+
+COMMAND_LINE = Origin("command line")
+
+
 @dataclass(frozen=True, slots=True)
 class Leaf:
     """One value as written in its source.
@@ -36,29 +64,30 @@ class Leaf:
     Attributes:
         value: bool, int, float, str, None, or a list or mapping of these.
         text: source text of a plain scalar, so that `2.10` keeps its digits in a text field; else None.
-        line: 1-based line in its file; None if it is from no file.
+        origin: its source.
     """
 
     value: Any
     text: str | None
-    line: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """An error in a file or argument, with a fix if one is known."""
-
-    line: int | None
-    what: str
-    fix: str | None = None
+    origin: Origin
 
 
 @dataclass(frozen=True, slots=True)
 class SpecSource:
-    """Dotted key → leaf, and all errors."""
+    """The values of one source by their dotted keys, and all errors."""
 
+    origin: Origin
     leaves: dict[str, Leaf] = field(default_factory=dict)
-    faults: list[Fault] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def at(self, line: int | None) -> Origin:
+        """The origin of a line."""
+        return replace(self.origin, line=line)
+
+    def refuse(self, line: int | None, what: str, fix: str | None = None) -> SpecSource:
+        """Adds an error."""
+        self.problems.append(Problem("error", "", what, fix, str(self.at(line))))
+        return self
 
 
 #: Longer integers are read as text: no key needs them, and Python does not convert more than 4,300 digits.
@@ -80,40 +109,36 @@ def parse_scalar(text: str) -> bool | int | float | str | None:
     return text
 
 
-def read_yaml_file(path: Path, known: Container[str]) -> SpecSource:
+def read_yaml_file(path: Path, known: Container[str], origin: Origin | None = None) -> SpecSource:
     """Read a spec file; a key in `known` is a leaf even if its value is a mapping.
 
-    A file that cannot be opened is returned as a fault, so that it is reported together with all others.
+    A file that cannot be opened is returned as a problem, so that it is reported together with all others.
     """
+    source = SpecSource(origin or Origin("file", str(path)))
     try:
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
     except OSError as error:
-        return SpecSource(faults=[Fault(None, f"cannot be read: {error.strerror}")])
-    return read_yaml(raw, known)
+        return source.refuse(None, f"cannot be read: {error.strerror}")
+    return read_yaml(raw, known, source)
 
 
-def read_yaml(raw: bytes, known: Container[str]) -> SpecSource:
-    """Read the bytes of one YAML document into leaves."""
-    fault = _fault_of_bytes(raw)
-    if fault is not None:
-        return SpecSource(faults=[fault])
+def read_yaml(raw: bytes, known: Container[str], source: SpecSource) -> SpecSource:
+    """Read the bytes of one YAML document into the leaves of `source`, which is returned."""
+    if fault := _fault_of_bytes(raw):
+        return source.refuse(*fault)
     try:
         root = yaml.compose(raw.decode(), Loader=_StrictLoader)
     except yaml.YAMLError as error:
-        return SpecSource(faults=[_fault_of_yaml(error, raw)])
-    if root is None:
-        return SpecSource()
-    if not isinstance(root, yaml.MappingNode):
-        return SpecSource(
-            faults=[Fault(_line(root), "the file must hold `key: value` pairs at its top level")]
-        )
-    source = SpecSource()
-    _flatten(root, "", known, source, {})
+        return source.refuse(*_fault_of_yaml(error, raw))
+    if isinstance(root, yaml.MappingNode):
+        _flatten(root, "", known, source, {})
+    elif root is not None:
+        source.refuse(_line(root), "the file must hold `key: value` pairs at its top level")
     return source
 
 
-def read_value(text: str) -> Leaf:
+def read_value(text: str, origin: Origin = COMMAND_LINE) -> Leaf:
     """Read the right-hand side of `key=value`; `[a, b]` and quotes as in YAML.
 
     Raises:
@@ -121,14 +146,14 @@ def read_value(text: str) -> Leaf:
     """
     text = text.strip()
     if not text.startswith(("[", "{", '"', "'")):
-        return Leaf(parse_scalar(text), text, None)
+        return Leaf(parse_scalar(text), text, origin)
     try:
         node = yaml.compose(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
-        raise ValueError(_fault_of_yaml(error, text.encode()).what) from error
+        raise ValueError(_fault_of_yaml(error, text.encode())[1]) from error
     if node is None or isinstance(node, yaml.MappingNode):
         raise ValueError("a value is a scalar or a list; give mappings key by key, a.b=value")
-    return Leaf(_plain(node), None, None)
+    return Leaf(_plain(node), None, origin)
 
 
 class _StrictLoader(yaml.BaseLoader):
@@ -161,19 +186,18 @@ def _flatten(
     for key_node, value_node in mapping.value:
         line = _line(key_node)
         if not isinstance(key_node, yaml.ScalarNode):
-            source.faults.append(Fault(line, "a key must be plain text"))
+            source.refuse(line, "a key must be plain text")
             continue
         key = f"{prefix}{key_node.value}"
         if key in lines:
-            fault = Fault(line, f"`{key}` is given twice (first on line {lines[key]})", "keep one of them")
-            source.faults.append(fault)
+            source.refuse(line, f"`{key}` is given twice (first on line {lines[key]})", "keep one of them")
             continue
         lines[key] = line
         if isinstance(value_node, yaml.MappingNode) and key not in known:
             _flatten(value_node, f"{key}.", known, source, lines)
         else:
             text = value_node.value if _is_plain(value_node) else None
-            source.leaves[key] = Leaf(_plain(value_node), text, line)
+            source.leaves[key] = Leaf(_plain(value_node), text, source.at(line))
 
 
 def _plain(node: yaml.Node) -> Any:
@@ -194,31 +218,29 @@ def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
 
 
-def _fault_of_bytes(raw: bytes) -> Fault | None:
-    """An error that is found without parsing; None: there is none."""
+def _fault_of_bytes(raw: bytes) -> tuple[int | None, str, str] | None:
+    """Line, error and fix, for an error that is found without parsing."""
     if len(raw) > MAX_BYTES:
-        return Fault(None, f"larger than {MAX_BYTES >> 20} MiB", "is this the right file?")
+        return None, f"larger than {MAX_BYTES >> 20} MiB", "is this the right file?"
     if raw.startswith(b"\xef\xbb\xbf"):
-        return Fault(1, "starts with a byte-order mark", "save it as UTF-8 without BOM")
+        return 1, "starts with a byte-order mark", "save it as UTF-8 without BOM"
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
-        return Fault(raw[: error.start].count(b"\n") + 1, "is not UTF-8 text", "save it as UTF-8")
+        return raw[: error.start].count(b"\n") + 1, "is not UTF-8 text", "save it as UTF-8"
     for number, line in enumerate(text.split("\n"), start=1):
         if "\t" in line[: len(line) - len(line.lstrip())]:
-            return Fault(number, "a tab in the indentation", "indent with spaces")
+            return number, "a tab in the indentation", "indent with spaces"
     return None
 
 
-def _fault_of_yaml(error: yaml.YAMLError, raw: bytes) -> Fault:
-    """Converts an error of PyYAML to a fault with its line."""
+def _fault_of_yaml(error: yaml.YAMLError, raw: bytes) -> tuple[int | None, str]:
+    """Line and text of an error of PyYAML."""
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark or error.context_mark
-        parts = [part for part in (error.context, error.problem) if part]
-        return Fault(mark.line + 1 if mark else None, ": ".join(parts))
-    position = getattr(error, "position", 0)
-    line = raw.decode()[:position].count("\n") + 1
-    return Fault(line, f"not readable as YAML: {getattr(error, 'reason', error)}")
+        return mark.line + 1 if mark else None, ": ".join(filter(None, (error.context, error.problem)))
+    line = raw.decode()[: getattr(error, "position", 0)].count("\n") + 1
+    return line, f"not readable as YAML: {getattr(error, 'reason', error)}"
 
 
 #: Top-level key of a preset that `rlctl presets list` shows; not part of the RunSpec.

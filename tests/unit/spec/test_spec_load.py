@@ -12,7 +12,7 @@ from rlctl.errors import SpecError
 from rlctl.spec.keys import advice_for, known_leaves
 from rlctl.spec.load import dump_spec, load_spec
 from rlctl.spec.run_spec import RunSpec
-from rlctl.spec.sources import all_presets, presets_dir, read_yaml
+from rlctl.spec.sources import Origin, SpecSource, all_presets, presets_dir, read_yaml
 
 
 def write(path: Path, text: str) -> Path:
@@ -278,8 +278,8 @@ def test_any_text_and_number_reads_back_equal(path, files, lr):
             "actor": base.actor.model_copy(update={"lr": lr}),
         }
     )
-    source = read_yaml(dump_spec(spec).encode(), known_leaves())
-    assert not source.faults
+    source = read_yaml(dump_spec(spec).encode(), known_leaves(), SpecSource(Origin("file")))
+    assert not source.problems
     assert source.leaves["model.path"].value == path
     assert source.leaves["data.train_files"].value == files
     assert source.leaves["actor.lr"].value == lr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlctl.spec.sources import MAX_BYTES, parse_scalar, read_value, read_yaml
+from rlctl.spec.sources import MAX_BYTES, Origin, SpecSource, parse_scalar, read_value, read_yaml
 
 
 @pytest.mark.parametrize(
@@ -42,14 +42,18 @@ def test_scalars(text, value):
     assert type(parsed) is type(value)
 
 
+def read(raw: bytes) -> SpecSource:
+    return read_yaml(raw, (), SpecSource(Origin("file", "spec.yaml")))
+
+
 def test_leaves_carry_their_lines_and_text():
-    source = read_yaml(b"# c\nactor:\n  lr: 2.10\n\n  betas: [0.9, 0.99]\ntrainer.seed: 3\nname: '5'\n", ())
-    assert not source.faults
-    assert source.leaves["actor.lr"].line == 3
+    source = read(b"# c\nactor:\n  lr: 2.10\n\n  betas: [0.9, 0.99]\ntrainer.seed: 3\nname: '5'\n")
+    assert not source.problems
+    assert source.leaves["actor.lr"].origin.line == 3
     assert source.leaves["actor.lr"].text == "2.10"
     assert source.leaves["actor.betas"].value == [0.9, 0.99]
-    assert source.leaves["actor.betas"].line == 5
-    assert source.leaves["trainer.seed"].line == 6
+    assert source.leaves["actor.betas"].origin.line == 5
+    assert source.leaves["trainer.seed"].origin.line == 6
     assert source.leaves["name"].value == "5"
 
 
@@ -82,19 +86,19 @@ ALIAS_BOMB = b"a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
     ],
 )
 def test_faults_are_refused_with_their_line(raw, line, words):
-    [fault] = read_yaml(raw, ()).faults
-    assert words in fault.what
-    assert fault.line == line
+    [problem] = read(raw).problems
+    assert words in problem.what
+    assert problem.where == (f"spec.yaml:{line}" if line else "spec.yaml")
 
 
 def test_every_duplicate_is_reported():
-    faults = read_yaml(b"a: 1\na: 2\nb: 1\nb: 2\n", ()).faults
-    assert [fault.line for fault in faults] == [2, 4]
+    problems = read(b"a: 1\na: 2\nb: 1\nb: 2\n").problems
+    assert [problem.where for problem in problems] == ["spec.yaml:2", "spec.yaml:4"]
 
 
 def test_empty_documents_are_empty_specs():
     for raw in (b"", b"# nothing\n", b"---\n"):
-        assert read_yaml(raw, ()).leaves == {}
+        assert read(raw).leaves == {}
 
 
 def test_values_of_arguments():

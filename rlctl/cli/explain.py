@@ -87,16 +87,15 @@ def _of_metric(name: str) -> list[dict[str, Any]]:
     return [entry]
 
 
-def _nearest(name: str) -> str:
+def _nearest(name: str) -> str | None:
     """Suggestion for an unknown name."""
     from rlctl.metric_names import METRICS
-    from rlctl.spec.keys import advice_for, closest, known_sections
+    from rlctl.spec.keys import advice_for, closest, did_you_mean, known_sections
 
     if "/" in name:
-        near = closest(name, METRICS)
-        return f"did you mean `{near}`?" if near else "docs/reference/metrics.md lists all metrics"
-    if near := closest(name, known_sections(), cutoff=0.8):
-        return f"did you mean `{near}`?"
+        return did_you_mean(name, METRICS, "docs/reference/metrics.md lists all metrics")
+    if of_sections := did_you_mean(name, known_sections(), cutoff=0.8):
+        return of_sections
     by_end = {metric.rpartition("/")[2]: metric for metric in METRICS}
     end = closest(name, by_end)
     of_metrics = f"did you mean `{by_end[end]}`?" if end else "`rlctl schema --markdown` lists every key"

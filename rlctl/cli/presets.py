@@ -131,12 +131,11 @@ def _preset(name: str) -> Preset:
     Raises:
         UsageError: there is none.
     """
-    from rlctl.spec.keys import closest
+    from rlctl.spec.keys import did_you_mean
     from rlctl.spec.sources import all_presets
 
     preset = all_presets().get(name)
     if preset is None:
-        near = closest(name, all_presets(), cutoff=0.4)
-        fix = f"did you mean `{near}`?" if near else "see `rlctl presets list`"
+        fix = did_you_mean(name, all_presets(), "see `rlctl presets list`", cutoff=0.4)
         raise UsageError(f"no such preset: {name}", fix=fix)
     return preset

@@ -36,11 +36,11 @@ def schema(
 
       rlctl schema --section actor --markdown
     """
-    from rlctl.spec.keys import known_sections, section_class
+    from rlctl.spec.keys import known_sections
     from rlctl.spec.run_spec import RunSpec
     from rlctl.spec.sources import DESCRIPTION
 
-    model = section_class(section) if section else RunSpec
+    model = known_sections().get(section) if section else RunSpec
     if model is None:
         fix = f"one of {', '.join(sorted(known_sections()))}"
         raise UsageError(f"no such section: {section}", where="--section", fix=fix)

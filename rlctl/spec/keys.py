@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import cache, reduce
 from typing import Any, get_args, get_origin
 
@@ -58,14 +58,13 @@ _SUPERFLUOUS = {"actor_rollout_ref", "optim"}
 @cache
 def known_leaves() -> dict[str, FieldInfo]:
     """Dotted key → field, for every value a spec can set, in the order of the sections."""
-    return _leaves_of(RunSpec, "")
+    return {key: info for key, info in _fields_of(RunSpec) if not _section_of(info.annotation)}
 
 
 @cache
-def known_sections() -> frozenset[str]:
-    """Dotted names of all sections, nested ones included."""
-    parts = [key.split(".")[:-1] for key in known_leaves()]
-    return frozenset(".".join(part[:depth]) for part in parts for depth in range(1, len(part) + 1))
+def known_sections() -> dict[str, type[Section]]:
+    """Dotted name → class of all sections, nested ones included."""
+    return {key: section for key, info in _fields_of(RunSpec) if (section := _section_of(info.annotation))}
 
 
 @cache
@@ -79,18 +78,6 @@ def leaf_of(key: str) -> str | None:
     if key in known_leaves():
         return key
     return next((leaf for leaf in open_leaves() if key.startswith(f"{leaf}.")), None)
-
-
-def section_class(name: str) -> type[Section] | None:
-    """The Pydantic class of a section by its dotted name, e.g. `algorithm.rollout_correction`."""
-    section: type[Section] = RunSpec
-    for part in name.split("."):
-        field = section.model_fields.get(part)
-        annotation = field.annotation if field else None
-        if not (isinstance(annotation, type) and issubclass(annotation, Section)):
-            return None
-        section = annotation
-    return section
 
 
 def value_of(spec: RunSpec, key: str) -> Any:
@@ -147,18 +134,12 @@ def advice_for(key: str) -> str | None:
     return f"the keys of `{section}` are {', '.join(below)}"
 
 
-def advice_among(word: str, names: Iterable[str]) -> str:
-    """Suggestion for `word`, where only `names` are allowed."""
-    near = closest(word, names)
-    return f"did you mean `{near}`?" if near else f"write one of {', '.join(names)}"
-
-
 def fields_of_items(key: str) -> list[str]:
     """Field names of the items of the list at `key`; empty if the items are plain values."""
 
     def items(annotation: Any) -> list[str]:
-        if isinstance(annotation, type) and issubclass(annotation, Section):
-            return list(annotation.model_fields)
+        if section := _section_of(annotation):
+            return list(section.model_fields)
         return [name for part in get_args(annotation) for name in items(part)]
 
     return items(known_leaves()[key].annotation)
@@ -168,6 +149,14 @@ def closest(word: str, options: Iterable[str], *, cutoff: float = 0.6) -> str | 
     """The option most similar to `word`; None if none reaches the similarity `cutoff`, from 0 to 1."""
     matches = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
     return matches[0] if matches else None
+
+
+def did_you_mean(
+    word: str, options: Iterable[str], otherwise: str | None = None, *, cutoff: float = 0.6
+) -> str | None:
+    """Suggestion of the option most similar to `word`; `otherwise` if none reaches the `cutoff`."""
+    near = closest(word, options, cutoff=cutoff)
+    return f"did you mean `{near}`?" if near else otherwise
 
 
 def nearest_key(key: str) -> str | None:
@@ -195,12 +184,14 @@ def _mentions(annotation: Any, kind: type) -> bool:
     return annotation is kind or any(_mentions(part, kind) for part in get_args(annotation))
 
 
-def _leaves_of(section: type[Section], prefix: str) -> dict[str, FieldInfo]:
-    leaves: dict[str, FieldInfo] = {}
+def _fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yields the dotted key and the field of every value and section below `section`."""
     for name, info in section.model_fields.items():
-        annotation: Any = info.annotation
-        if isinstance(annotation, type) and issubclass(annotation, Section):
-            leaves |= _leaves_of(annotation, f"{prefix}{name}.")
-        else:
-            leaves[f"{prefix}{name}"] = info
-    return leaves
+        yield f"{prefix}{name}", info
+        if nested_section := _section_of(info.annotation):
+            yield from _fields_of(nested_section, f"{prefix}{name}.")
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    """The class of a section; None: the annotation of a value."""
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None

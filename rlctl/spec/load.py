@@ -24,9 +24,8 @@ from rlctl.spec.base import PARTS_UNCHECKED
 from rlctl.spec.check import check_spec
 from rlctl.spec.keys import (
     accepts,
-    advice_among,
     advice_for,
-    closest,
+    did_you_mean,
     fields_of_items,
     flat,
     known_leaves,
@@ -198,8 +197,7 @@ def _read_preset(preset: str, given: Origin, problems: list[Problem]) -> dict[st
     path = Path(preset)
     if path.is_file():
         return _read_file(path, Origin("preset", preset), problems)
-    near = closest(preset, known, cutoff=0.4)
-    fix = f"did you mean `{near}`?" if near else "see `rlctl presets list`"
+    fix = did_you_mean(preset, known, "see `rlctl presets list`", cutoff=0.4)
     looks_like_path = path.suffix in {".yaml", ".yml"} or len(path.parts) > 1
     what = f"no such {'file' if looks_like_path else 'preset'}: `{preset}`"
     problems.append(Problem("error", "", what, fix, str(given)))
@@ -298,12 +296,12 @@ def _invalid(key: str, leaf: Leaf, details: Any) -> Problem:
         )
     elif details["type"] == "literal_error":
         options = str(details["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
-        near = closest(str(got), options, cutoff=0.5)
-        fix = f"did you mean `{near}`?" if near else None
+        fix = did_you_mean(str(got), options, cutoff=0.5)
     elif details["type"] == "part_error":
         return _problem(key, leaf, what, details["ctx"]["fix"] or None)
     elif details["type"] == "extra_forbidden":  # within one item of a list
-        what, fix = "unknown key", advice_among(str(details["loc"][-1]), fields_of_items(key))
+        what, names = "unknown key", fields_of_items(key)
+        fix = did_you_mean(str(details["loc"][-1]), names, f"write one of {', '.join(names)}")
     shown = "null" if got is None else repr(got)
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
     return _problem(key, leaf, f"{within}{what}, got {shown}", fix)

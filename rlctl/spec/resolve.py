@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 from rlctl.algos.rules import (
     BASIC_STATISTICS,
@@ -25,7 +25,7 @@ from rlctl.errors import Problem, SpecError, UsageError
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.algorithm import CORRECTION, RolloutCorrectionSpec
 from rlctl.spec.base import param_problems, params_of
-from rlctl.spec.keys import closest
+from rlctl.spec.keys import did_you_mean
 from rlctl.spec.run_spec import RunSpec
 from rlctl.user_code import is_file_function, split_names
 
@@ -236,7 +236,8 @@ def _criterion(
     if found:
         return None
     reduction: Reduction = "none" if part.unit == "token" else "given"
-    return _Criterion(part.name, reduction, _largest_or_both, part.unit, params=params_of(part, given))
+    form = _form(part.name, reduction, part.unit, params=params_of(part, given))
+    return _Criterion(form, _largest_or_both)
 
 
 def registered_criteria() -> list[str]:
@@ -255,12 +256,13 @@ def _reject_rule(name: str, threshold: str, criterion: _Criterion, faults: list[
     The latter is detected only for statistics that bound ρ.
     """
     try:
-        rule = criterion.rule(name, parse_threshold(threshold))
+        lower, upper = criterion.bounds(parse_threshold(threshold))
     except _ThresholdError as error:
         faults.append(f"{name}: {error}")
         return None
-    lower, upper = rule.band()
-    if lower <= 1.0 <= upper:
+    rule = replace(criterion.form, name=_metric_name(name), lower=lower, upper=upper)
+    lowest, highest = rule.band()
+    if lowest <= 1.0 <= highest:
         return rule
     faults.append(f"{name}: {threshold} leaves out ρ = 1, so it would reject even on-policy data")
     return None
@@ -269,9 +271,7 @@ def _reject_rule(name: str, threshold: str, criterion: _Criterion, faults: list[
 def _unknown_criterion(name: str, dialect: str) -> Problem:
     other = "rlctl" if dialect == "verl" else "verl"
     known = [*_CRITERIA[dialect], *registered_criteria()]
-    near = closest(name, known)
-    names = f"one of {', '.join(known)}, or path/to/file.py:function"
-    fix = f"did you mean `{near}`?" if near else names
+    fix = did_you_mean(name, known, f"one of {', '.join(known)}, or path/to/file.py:function")
     if name in _CRITERIA[other]:
         fix = f"set dialect: {other}, where it exists"
     return Problem("error", RS_KEY, f"`{name}` is no criterion of dialect {dialect}", fix)
@@ -300,34 +300,20 @@ def _split(text: str | None) -> list[str]:
     return split_names(text) if text else []
 
 
-@dataclass(frozen=True, slots=True)
-class _Criterion:
-    """A rejection criterion: its statistic, and the bounds that a threshold sets on it."""
+class _Criterion(NamedTuple):
+    """A rejection criterion: a rule without name and bounds, and the bounds that a threshold sets."""
 
-    statistic: str
-    reduction: Reduction
+    form: RejectRule
     bounds: Callable[[Numbers], Bounds]
-    scope: Scope = "sequence"
-    negative_advantage_only: bool = False
-    params: Any = None
 
     def example(self, name: str) -> str:
         """A threshold that is valid for this criterion."""
-        tried = (*REJECTION_CRITERIA.part(self.statistic).thresholds, "0.1", "2.5")
+        tried = (*REJECTION_CRITERIA.part(self.form.statistic).thresholds, "0.1", "2.5")
         return next(text for text in tried if _reject_rule(name, text, self, []))
 
-    def rule(self, name: str, numbers: Numbers) -> RejectRule:
-        lower, upper = self.bounds(numbers)
-        return RejectRule(
-            _metric_name(name),
-            self.statistic,
-            self.reduction,
-            lower,
-            upper,
-            self.scope,
-            negative_advantage_only=self.negative_advantage_only,
-            params=self.params,
-        )
+
+def _form(statistic: str, reduction: Reduction, scope: Scope = "sequence", **others: Any) -> RejectRule:
+    return RejectRule("", statistic, reduction, None, None, scope, **others)
 
 
 def _metric_name(criterion: str) -> str:
@@ -356,13 +342,11 @@ def _logs(numbers: Numbers) -> Bounds:
 
 
 _OF_BOTH = {
-    "token_veto": _Criterion("ratio", "none", _one_bound("smallest", "ρ")),
+    "token_veto": _Criterion(_form("ratio", "none"), _one_bound("smallest", "ρ")),
     # DeepSeek-V3.2's mask: mean k1 = mean log π_rollout/π_train > δ, and a negative advantage.
     "off_policy": _Criterion(
-        "k1",
-        "mean",
+        _form("k1", "mean", negative_advantage_only=True),
         _one_bound("largest", "mean of log π_rollout − log π_train"),
-        negative_advantage_only=True,
     ),
 }
 _SHAPES: dict[str, tuple[Reduction, Scope]] = {
@@ -380,14 +364,14 @@ _STATISTICS: dict[str, Callable[[Numbers], Bounds]] = {
 #: rejects whole sequences. verl 0.9 has `<shape>_<statistic>`.
 _CRITERIA: dict[str, dict[str, _Criterion]] = {
     "rlctl": {
-        "token_k1": _Criterion("ratio", "none", _largest_or_both),
-        "seq_max_k2": _Criterion("ratio", "max", _one_bound("largest", "ρ")),
-        "sequence": _Criterion("ratio", "sum", _largest_or_both),
-        "geometric": _Criterion("ratio", "mean", _largest_or_both),
+        "token_k1": _Criterion(_form("ratio", "none"), _largest_or_both),
+        "seq_max_k2": _Criterion(_form("ratio", "max"), _one_bound("largest", "ρ")),
+        "sequence": _Criterion(_form("ratio", "sum"), _largest_or_both),
+        "geometric": _Criterion(_form("ratio", "mean"), _largest_or_both),
         **_OF_BOTH,
     },
     "verl": {
-        f"{shape}_{statistic}": _Criterion(statistic, reduction, bounds, scope)
+        f"{shape}_{statistic}": _Criterion(_form(statistic, reduction, scope), bounds)
         for shape, (reduction, scope) in _SHAPES.items()
         for statistic, bounds in _STATISTICS.items()
         if (shape, statistic) != ("seq_max", "k1")

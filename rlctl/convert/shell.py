@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from fnmatch import translate
 from pathlib import Path
 
-from rlctl.convert.expression import evaluate
 from rlctl.convert.shell_syntax import Compound, Parser, ShellCommand, ShellNode, ShellWord, end_of
+from rlctl.convert.table import evaluate
 
 _MAX_BYTES = 1 << 20
 _MAX_COMMANDS, _MAX_DEPTH = 5_000, 50

@@ -12,9 +12,8 @@ from typing import Any
 
 import yaml
 
-from rlctl.convert.expression import value_of
 from rlctl.convert.shell import Arg, commands, is_unresolved
-from rlctl.convert.table import KeyTable, names, table
+from rlctl.convert.table import KeyTable, names, table, value_of
 from rlctl.errors import UsageError
 from rlctl.spec.sources import parse_scalar
 

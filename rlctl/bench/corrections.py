@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rlctl.bench.exact import BenchRule, BenchWorld, EnumeratedWorld
+from rlctl.bench.exact import BenchRule, EnumeratedWorld
 from rlctl.bench.learned import LearnedWorld
 from rlctl.bench.worlds import VOCABULARY
 from rlctl.files import sha256_of
@@ -61,13 +61,13 @@ class BenchPlace:
         kind = "learned" if self.is_learned else f"sharpness {self.sharpness:g}"
         return f"{self.mismatch} {self.size:g}, {self.horizon} tokens, {kind}, n {self.n}"
 
-    def world(self, seed: int) -> BenchWorld:
+    def world(self, seed: int) -> EnumeratedWorld | LearnedWorld:
         """Returns the policies and rewards of this place."""
         return _world(self, seed)
 
 
 @lru_cache(maxsize=2)
-def _world(place: BenchPlace, seed: int) -> BenchWorld:
+def _world(place: BenchPlace, seed: int) -> EnumeratedWorld | LearnedWorld:
     if place.is_learned:
         return LearnedWorld(seed, place.mismatch, place.size, place.horizon)
     for number in range(seed, seed + 100_000, 1000):  # the first world in which every prompt has both rewards

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.stats import binom
 from torch import Tensor
 
 from rlctl.algos.batch_losses import WholeBatch
@@ -94,30 +95,17 @@ class BenchRule:
         return LossRule(part.name, params=params)
 
 
-class BenchWorld(Protocol):
-    """A pair of policies and rewards with a known true gradient."""
-
-    @property
-    def ess(self) -> float:
-        """Exact relative effective sample size of sequence weights: mean over prompts of 1 / E_μ[(π/μ)²]."""
-        ...
-
-    def moments(self, rule: BenchRule, n: int) -> GradientMoments:
-        """Moments of a rule's gradient on a group of n ≥ 2 responses."""
-        ...
-
-
 class EnumeratedWorld(World):
-    """A `BenchWorld` that enumerates every response, so its moments are exact."""
+    """Policies and rewards whose every response is enumerated, so that moments are exact."""
 
     @cached_property
     def ess(self) -> float:
-        """See `BenchWorld`."""
+        """Exact relative effective sample size of sequence weights: mean over prompts of 1 / E_μ[(π/μ)²]."""
         share = self.rollout / self.rollout.sum(1, keepdims=True)
         return float(np.mean(1.0 / (share * (self.train / self.rollout) ** 2).sum(1)))
 
     def moments(self, rule: BenchRule, n: int) -> GradientMoments:
-        """See `BenchWorld`."""
+        """Moments of a rule's gradient on a group of n ≥ 2 responses."""
         loss = self._loss(rule, n)
         means, squares, truths = [], [], []
         for prompt in range(self.num_prompts):
@@ -131,7 +119,7 @@ class EnumeratedWorld(World):
                 per_k -= np.einsum("ykt,ytp->kyp", centering, self._expected_scores(rule, prompt))
             wins = self.rewards[prompt] > 0
             sums = [np.einsum("y,kyp->kp", share * which, per_k) for which in (~wins, wins)]  # per reward
-            others, rest = _binomial(n - 1, success), _binomial(n - 2, success)
+            others, rest = (binom.pmf(np.arange(m + 1), m, success) for m in (n - 1, n - 2))
             means.append(others @ (sums[0] + sums[1]))
             own = np.einsum("k,y,kyp,kyp->", others, share, per_k, per_k)
             pairs = sum(
@@ -243,14 +231,6 @@ def listed_factors(rule: BenchRule, train: Floats, rollout: Floats) -> Floats:
 def _by_response(values: Floats, n: int) -> Floats:
     """(Y, n, T) from the rows of `EnumeratedWorld._every`."""
     return values.reshape(-1, n, values.shape[-1])
-
-
-def _binomial(n: int, p: float) -> Floats:
-    """(n + 1,) binomial probabilities of 0 … n."""
-    from scipy.stats import binom
-
-    found: Floats = binom.pmf(np.arange(n + 1), n, p)
-    return found
 
 
 def ess_against_length(sigma: float, lengths: list[int]) -> dict[int, tuple[float, float]]:

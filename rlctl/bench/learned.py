@@ -46,7 +46,7 @@ class SampledGroups:
 
 
 class LearnedWorld:
-    """A `BenchWorld` with a trained policy and a different sampling policy.
+    """A trained policy and a different sampling policy, with `ess` and `moments` as in `EnumeratedWorld`.
 
     Args:
         seed: seed of all random numbers.
@@ -198,7 +198,7 @@ class LearnedWorld:
         return sums.reshape(groups, size)
 
     def moments(self, rule: BenchRule, n: int) -> GradientMoments:
-        """See `BenchWorld`; |m|² is corrected for the bias that noise adds to a squared mean."""
+        """See `EnumeratedWorld`; |m|² is corrected for the bias that noise adds to a squared mean."""
         if n not in self._drawn:
             self._drawn[n] = self.sample(n, GROUP_TOKENS // self.horizon)
         gradients = self.group_gradients(rule, self._drawn[n], n)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from markupsafe import Markup, escape
 from rich.console import Console
@@ -19,32 +19,22 @@ from rlctl.what_if.tradeoff import SettingOutcome, Tradeoff
 FOLDER = Path(__file__).parent
 #: Rows of the terminal table, in addition to the run's own setting.
 _SHOWN = 12
-
-
-class Column(NamedTuple):
-    """A table column: its name, in at most two lines, and its meaning."""
-
-    name: str
-    meaning: str
-
-
-COLUMNS = (
-    Column(
-        "error",
-        "mean squared error of the gradient at its best scale; 0 is the target gradient, 1 a useless one",
+#: Name of a table column, in at most two lines → its meaning.
+COLUMNS = {
+    "error": (
+        "mean squared error of the gradient at its best scale; 0 is the target gradient, 1 a useless one"
     ),
-    Column(
-        "sampling\ninterval",
-        "contains the error of 90 % of resamples; it excludes the error of the estimate's own model",
+    "sampling\ninterval": (
+        "contains the error of 90 % of resamples; it excludes the error of the estimate's own model"
     ),
-    Column("bias²", "squared tangent of the angle between the expected and the target gradient"),
-    Column("vari-\nance", "noise of a mini-batch's gradient over its useful signal, squared"),
-    Column("ESS\nraw", "effective sample size over number, before bound and rejection"),
-    Column("ESS\nused", "effective sample size over number, of the weights that reach the loss"),
-    Column("kept", "tokens that are not rejected"),
-    Column("max\nw", "largest weight that reaches the loss"),
-    Column("at\nbound", "weights the bound changes"),
-)
+    "bias²": "squared tangent of the angle between the expected and the target gradient",
+    "vari-\nance": "noise of a mini-batch's gradient over its useful signal, squared",
+    "ESS\nraw": "effective sample size over number, before bound and rejection",
+    "ESS\nused": "effective sample size over number, of the weights that reach the loss",
+    "kept": "tokens that are not rejected",
+    "max\nw": "largest weight that reaches the loss",
+    "at\nbound": "weights the bound changes",
+}
 
 
 def cells(outcome: SettingOutcome) -> tuple[str, ...]:
@@ -102,8 +92,8 @@ def print_tradeoff(console: Console, title: str, tradeoff: Tradeoff) -> None:
     console.print(head)
     table = Table(box=None, pad_edge=False, header_style="dim", collapse_padding=True)
     table.add_column("setting", overflow="fold", ratio=1, min_width=20)
-    for column in COLUMNS:
-        table.add_column(column.name, justify="right", no_wrap=True)
+    for name in COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
     for place, outcome in enumerate(tradeoff.outcomes):
         best, own = is_recommended(tradeoff, outcome), outcome.setting.family == "run"
         if place < _SHOWN or own:

@@ -187,6 +187,13 @@ def test_tokens_are_recognised_anywhere(secret: str) -> None:
     assert secret not in str(redact_tree({"a": [secret, {"b": secret}]}))
 
 
+def test_a_secret_of_several_lines_in_a_command_is_masked_to_its_end() -> None:
+    assert redact_command(["--private-key=first\nsecond", "x.token=first\n"]) == [
+        "--private-key=***",
+        "x.token=***",
+    ]
+
+
 def test_what_is_no_secret_stays() -> None:
     command = [
         *("rlctl", "train", "--preset", "rloo-seq-is", "rollout_rs=token_k1", "loss_agg_mode=token-mean"),

@@ -301,8 +301,7 @@ def show(
       rlctl prepare-data show train.parquet --model MODEL --row 42 -n 1 --ids
     """
     from rlctl.cli.prepare_data_output import print_rows, rows_document
-    from rlctl.prepare.lengths import PromptLengths
-    from rlctl.prepare.show import measure, show_rows
+    from rlctl.prepare.lengths import PromptLengths, measure, show_rows
 
     if ids and model is None:
         raise UsageError("token ids need a tokenizer", where="--ids", fix="name a model with --model")

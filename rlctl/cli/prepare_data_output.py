@@ -23,8 +23,7 @@ from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
 
 if TYPE_CHECKING:
     from rlctl.prepare.check import CheckReport, FileReport
-    from rlctl.prepare.lengths import Histogram
-    from rlctl.prepare.show import RenderedRow
+    from rlctl.prepare.lengths import Histogram, RenderedRow
 
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 _BINS, _BAR = 12, 40

@@ -28,19 +28,20 @@ from rlctl.data.sources import Source, find_sources, read_blocks
 from rlctl.prepare.duplicates import normalise, repeated, text_key
 from rlctl.prepare.findings import (
     EXAMPLES_SHOWN,
+    STYLES,
     DataFinding,
     RowFindings,
     Severity,
     agree,
+    answer_doubts,
     row_finding,
     rows,
+    text_doubts,
     worst_first,
 )
-from rlctl.prepare.leakage import KINDS, Reference, leakage_comparison, questions_of
-from rlctl.prepare.lengths import Histogram, PromptLengths, template_findings
+from rlctl.prepare.leakage import KINDS, Reference, leakage_comparison, mixed, questions_of
+from rlctl.prepare.lengths import Histogram, PromptLengths, characters, template_findings
 from rlctl.prepare.request import Progress
-from rlctl.prepare.row_checks import STYLES, answer_doubts, text_doubts
-from rlctl.prepare.words import mixed
 from rlctl.reward.build import knows_source
 from rlctl.reward.trial import check_ground_truths
 
@@ -301,11 +302,6 @@ class _FileCheck:
                 self._found.add("overlong", record.where, f"{length:,} {unit}", limit=probes.limit, unit=unit)
             if context is not None and length >= context:
                 self._found.add("beyond-context", record.where, f"{length:,} tokens", context=context)
-
-
-def characters(block: Sequence[Row]) -> list[int]:
-    """Total number of characters in the messages of each row."""
-    return [sum(len(message.content) for message in row.prompt) for row in block]
 
 
 def _shared_questions(checks: Sequence[_FileCheck]) -> list[DataFinding]:

@@ -1,4 +1,4 @@
-"""Decides which rows to keep or drop, and the split, from the keys of all rows."""
+"""Decides which rows to keep or drop, and the split, from the keys and questions of all rows."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlctl.data.benchmarks import find_named
 from rlctl.errors import UsageError
 from rlctl.prepare.duplicates import nearly_repeated, repeated
-from rlctl.prepare.findings import DataFinding, row_finding, share
+from rlctl.prepare.engines import run
+from rlctl.prepare.findings import DataFinding, agree, lines, row_finding, rows, share
+from rlctl.prepare.leakage import KINDS, Found, Reference, leakage_comparison, questions_of, scan
+from rlctl.prepare.lengths import PromptLengths, template_findings
 from rlctl.prepare.request import PrepareRequest, Progress
-from rlctl.prepare.staging import Staging
-from rlctl.prepare.transform import BAND_KEYS, SIGNATURE
+from rlctl.prepare.transform import BAND_KEYS, SIGNATURE, Staging
 
 #: Share of rows that may repeat earlier ones before `--duplicates check` refuses the input.
 MAX_DUPLICATES = 0.05
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
 HISTOGRAM_BINS = 20
+TEST = "the test split"
+#: Up to this many rows are compared with held-out questions in this process.
+LOCAL_ROWS = 20_000
 
 
 class RowStatus(IntEnum):
@@ -48,34 +54,37 @@ class Decision:
         """(rows,) rows not dropped or quarantined so far."""
         return np.asarray(self.status == RowStatus.KEPT)
 
-    def counts(self, num_records: int, num_bad: int) -> dict[str, int]:
-        """Number of rows per status. `num_bad` of the `num_records` input rows were never staged."""
+    def counts(self, num_records: int) -> dict[str, int]:
+        """Number of rows per status; input rows that were not staged are bad."""
         of = np.bincount(self.status, minlength=len(RowStatus))
         num_test = int((self.is_kept & self.is_test).sum())
         counts = {
+            "input": num_records,
             "train": int(of[RowStatus.KEPT]) - num_test,
             "test": num_test,
-            "quarantined": num_bad + int(of[RowStatus.QUARANTINED]),
+            "quarantined": num_records - len(self.status) + int(of[RowStatus.QUARANTINED]),
         }
-        counts |= {status.name.lower(): int(of[status]) for status in RowStatus if status > 1}
-        if sum(counts.values()) != num_records:
-            raise AssertionError(f"{num_records} rows were read, but {counts} are accounted for")
-        return {"input": num_records, **counts}
+        return counts | {status.name.lower(): int(of[status]) for status in RowStatus if status > 1}
 
 
 def decide(
-    request: PrepareRequest, staging: Staging, bad_places: Sequence[int], progress: Progress
+    request: PrepareRequest,
+    lengths: PromptLengths | None,
+    staging: Staging,
+    bad_places: Sequence[int],
+    progress: Progress,
 ) -> Decision:
-    """Decides on lengths, duplicates and the split. Leakage is checked later because it depends on the split.
+    """Decides on lengths, duplicates, the split, and rows that occur in held-out data.
 
-    Rows at `bad_places` were found to be bad after they were staged.
+    Rows at `bad_places` were found to be bad after they were staged. `lengths` measured the prompts.
 
     Raises:
-        UsageError: too many duplicates.
+        UsageError: too many duplicates, a file of `against` cannot be read, or rows leak and
+            `request.leakage` is `refuse`.
     """
     decision = Decision(np.zeros(staging.num_rows, np.uint8), np.zeros(staging.num_rows, np.bool_))
     decision.status[list(bad_places)] = RowStatus.QUARANTINED
-    if request.model is not None:
+    if lengths is not None:
         _lengths(request, staging, decision)
     progress.phase("duplicates", 0)
     _duplicates(request, staging, decision)
@@ -90,6 +99,14 @@ def decide(
         last = min(request.val_size, len(hashes)) - 1
         limit = int(np.partition(hashes, last)[last]) + 1 if last >= 0 else 0
     decision.is_test = keys < np.uint64(limit) if limit < 1 << 64 else np.ones(len(keys), np.bool_)
+    if lengths is not None:
+        decision.findings += template_findings(lengths.renderer)
+        if context := lengths.context:
+            beyond = np.flatnonzero(decision.is_kept & (staging.key("tokens") >= context))
+            places = staging.places(beyond)
+            decision.findings += row_finding("beyond-context", len(beyond), places, context=context)
+    if request.leakage != "off":
+        _leaks(request, staging, decision, progress)
     return decision
 
 
@@ -101,9 +118,9 @@ def _lengths(request: PrepareRequest, staging: Staging, decision: Decision) -> N
     if request.overlong == "drop":
         decision.status[over] = RowStatus.OVERLONG_DROPPED
         kind = "overlong-changed"
-    for name, rows, done in ((kind, over, "dropped"), ("overlong-changed", cut, "cut")):
-        examples = staging.places(rows)
-        decision.findings += row_finding(name, len(rows), examples, limit=limit, unit="tokens", done=done)
+    for name, of, done in ((kind, over, "dropped"), ("overlong-changed", cut, "cut")):
+        examples = staging.places(of)
+        decision.findings += row_finding(name, len(of), examples, limit=limit, unit="tokens", done=done)
     kept = tokens[decision.is_kept]
     lengths: dict[str, Any] = {"overlong": len(over), "cut": len(cut)}
     if len(kept):
@@ -175,3 +192,60 @@ def limit_for_fraction(fraction: float) -> int:
         what = f"{fraction:g} is not a fraction of the rows"
         raise UsageError(what, where="--val-fraction", fix="use at least 0 and less than 1")
     return int(fraction * (1 << 64))
+
+
+def _leaks(request: PrepareRequest, staging: Staging, decision: Decision, progress: Progress) -> None:
+    """Compares training rows with the test split and `request.against`; reports, drops or refuses matches.
+
+    Test rows are also compared with `request.against`, but matches are only reported because test rows are
+    not used for training.
+    """
+    splits = {"train": decision.is_kept & ~decision.is_test, "test": decision.is_kept & decision.is_test}
+    is_compared = decision.is_kept if request.against else splits["train"]
+    progress.phase("leakage", int(is_compared.sum()))
+    benchmarks = [(file.name, questions_of(file)) for file in find_named(request.against)]
+    reference = Reference.build([(TEST, staging.questions(splits["test"])), *benchmarks])
+    reference.save(staging.file("reference"))
+    tasks = ((block, is_compared[block.rows]) for block in staging.blocks if is_compared[block.rows].any())
+    workers = request.num_workers if request.workers or is_compared.sum() > LOCAL_ROWS else 1
+    found = dict[str, Found](train={}, test={})
+    for (block, wanted), matches in run("local", scan, reference, tasks, workers):
+        for (file, kind), places in matches.items():
+            rows_found = block.first_row + np.array(places)
+            for split, is_in in splits.items():
+                if (split, file) != ("test", TEST):
+                    rows_in = rows_found[is_in[rows_found]].tolist()
+                    found[split].setdefault((file, kind), []).extend(rows_in)
+        progress.advance(int(wanted.sum()))
+    leaked = np.unique(np.array([row for rows_in in found["train"].values() for row in rows_in], np.int64))
+    by_file: dict[str, dict[str, int]] = {}
+    for (file, kind), rows_in in sorted(found["train"].items()):
+        if rows_in:
+            by_file.setdefault(file, {})[kind] = len(rows_in)
+    decision.report["leakage"] = {"rows": len(leaked), "by_file": by_file}
+    decision.report["leakage_checks"] = [
+        leakage_comparison(
+            split, file, int(is_in.sum()), {kind: len(found[split].get((file, kind), ())) for kind in KINDS}
+        )
+        for split, is_in in splits.items()
+        for file in reference.names
+        if is_in.any() and (split, file) != ("test", TEST)
+    ]
+    decision.findings += _leak_findings(staging, found["test"], "test-leak")
+    reported = _leak_findings(staging, found["train"], "leak")
+    if len(leaked) and request.leakage == "refuse":
+        what = f"{rows(len(leaked))} of the training data {agree(len(leaked), 'occur')} in held-out data:"
+        shown = "".join(f"\n  {line}" for line in lines(reported))
+        raise UsageError(f"{what}{shown}", fix="pass --leakage drop to leave them out")
+    if request.leakage == "drop":
+        decision.status[leaked] = RowStatus.LEAKED_DROPPED
+    else:
+        decision.findings += reported
+
+
+def _leak_findings(staging: Staging, found: Found, code: str) -> list[DataFinding]:
+    result = []
+    for (file, kind), places in sorted(found.items(), key=lambda item: KINDS.index(item[0][1])):
+        examples = staging.places(sorted(places))
+        result += row_finding(f"{code}-{kind}", len(places), examples, file=file)
+    return result

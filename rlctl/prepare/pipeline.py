@@ -15,11 +15,9 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
-
-import numpy as np
+from typing import Any
 
 from rlctl.data.benchmarks import find_named
 from rlctl.data.blocks import Block, records_of
@@ -31,13 +29,10 @@ from rlctl.files import clear_leftovers, sha256_of, staged_directory
 from rlctl.prepare.decide import decide, limit_for_fraction
 from rlctl.prepare.engines import run
 from rlctl.prepare.findings import DataFinding, RowFindings, row_finding, worst_first
-from rlctl.prepare.leakage import find_leaks
-from rlctl.prepare.lengths import PromptLengths, template_findings
-from rlctl.prepare.manifest import Manifest, check_replaceable, describe_inputs, read_manifest
-from rlctl.prepare.output import write_split
+from rlctl.prepare.lengths import PromptLengths
+from rlctl.prepare.output import Manifest, check_replaceable, describe_inputs, read_manifest, write_split
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
-from rlctl.prepare.staging import Staging
-from rlctl.prepare.transform import BadRow, Transformed, TransformPlan, transform
+from rlctl.prepare.transform import BadRow, Staging, Transformed, TransformPlan, transform
 from rlctl.reward.build import knows_source
 from rlctl.track.run_dir import version_of
 
@@ -87,27 +82,18 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
     check_replaceable(request.out)
     with staged_directory(request.out) as stage:
         with Staging(stage, plan.keys) as staging:
-            intake = _take_in(request, plan, sources, staging, stage, progress)
-            decision = decide(request, staging, intake.bad_places, progress)
-            decision.findings += intake.findings
-            if plan.lengths is not None:
-                decision.findings += template_findings(plan.lengths.renderer)
-                if context := plan.lengths.context:
-                    beyond = np.flatnonzero(decision.is_kept & (staging.key("tokens") >= context))
-                    places = staging.places(beyond)
-                    decision.findings += row_finding("beyond-context", len(beyond), places, context=context)
-            if request.leakage != "off":
-                find_leaks(request, staging, decision, progress)
-            counts = decision.counts(staging.num_records, intake.num_bad)
+            bad_places, found = _take_in(request, plan, sources, staging, stage, progress)
+            decision = decide(request, plan.lengths, staging, bad_places, progress)
+            counts = decision.counts(staging.num_records)
             _check_split(counts)
             sides = {"train": ~decision.is_test, "test": decision.is_test}
             shards = {
                 split: write_split(request, split, staging, decision.is_kept & is_in, stage, progress)
                 for split, is_in in sides.items()
             }
-        found = [finding.to_json() for finding in worst_first(decision.findings)]
+        reported = [finding.to_json() for finding in worst_first([*decision.findings, *found])]
         outputs = {file.name: sha256_of(file) for file in sorted(stage.iterdir())}
-        manifest = Manifest(made_from, counts, decision.report | {"findings": found}, shards, outputs)
+        manifest = Manifest(made_from, counts, decision.report | {"findings": reported}, shards, outputs)
         manifest.write(stage)
     return PrepareSummary(recipe.name, counts, manifest.report, shards, unchanged=False)
 
@@ -162,40 +148,6 @@ def _check_split(counts: dict[str, int]) -> None:
     raise UsageError(what, fix="drop less, or add data")
 
 
-@dataclass(frozen=True, slots=True)
-class _Intake:
-    """Result of the first pass."""
-
-    num_bad: int  # bad rows that were not staged
-    bad_places: list[int]  # indices of staged rows that are bad
-    #: data sources without a grader, their ground truths that cannot be graded, and doubtful answers
-    findings: list[DataFinding]
-
-
-class _BadRows:
-    """Counts unusable rows, keeps the first few, and writes all to `quarantine` if given."""
-
-    def __init__(self, quarantine: IO[str] | None) -> None:
-        self._quarantine = quarantine
-        self.count = 0
-        self._first: list[str] = []
-
-    def add(self, path: Path, row: BadRow) -> None:
-        """Adds one row."""
-        self.count += 1
-        if len(self._first) < PROBLEMS_SHOWN:
-            self._first.append(f"{path}:{row.number}: {row.reason}")
-        if self._quarantine is not None:
-            entry = {"file": str(path), "row": row.number, "reason": row.reason, "raw": row.raw}
-            self._quarantine.write(json.dumps(entry) + "\n")
-
-    def error(self, num_rows: int, fix: str) -> UsageError:
-        """One error for all bad rows, with the first few as examples."""
-        more = [f"and {self.count - len(self._first)} more"] if self.count > len(self._first) else []
-        lines = "".join(f"\n  {line}" for line in [*self._first, *more])
-        return UsageError(f"{self.count} of {num_rows} rows cannot be used:{lines}", fix=fix)
-
-
 def _take_in(
     request: PrepareRequest,
     plan: TransformPlan,
@@ -203,24 +155,32 @@ def _take_in(
     staging: Staging,
     stage: Path,
     progress: Progress,
-) -> _Intake:
-    """First pass: transforms and stages all rows; counts bad rows and reports or quarantines them."""
+) -> tuple[list[int], list[DataFinding]]:
+    """First pass: transforms and stages all rows; refuses bad rows, or writes them to the quarantine.
+
+    Returns the indices of staged rows that are bad, and findings about data sources without a grader, their
+    ground truths that cannot be graded, and doubtful answers.
+    """
     num_bytes = sum(source.path.stat().st_size for source in sources)
     workers = request.num_workers if request.workers or num_bytes > SMALL_BYTES else 1
     found = RowFindings()
     by_file: Counter[Path] = Counter()
     by_source: Counter[str] = Counter()
     bad_places: list[int] = []
+    first_bad: list[str] = []
     progress.phase("reading", num_bytes)
     sets_aside = request.bad_rows == "quarantine"
     with (stage / QUARANTINE).open("w", encoding="utf-8") if sets_aside else nullcontext() as quarantine:
-        bad = _BadRows(quarantine)
         blocks = (block for source in sources for block in read_blocks(source))
         for block, done in run(request.engine, transform, plan, blocks, workers):
             failed = _grader_failures(block, done, found) if request.check_graders else {}
             bad_places += [staging.num_rows + place for place in failed]
             for row in sorted([*done.bad, *failed.values()], key=lambda row: row.number):
-                bad.add(block.path, row)
+                if len(first_bad) < PROBLEMS_SHOWN:
+                    first_bad.append(f"{block.path}:{row.number}: {row.reason}")
+                if quarantine is not None:
+                    entry = {"file": str(block.path), "row": row.number, "reason": row.reason, "raw": row.raw}
+                    quarantine.write(json.dumps(entry) + "\n")
             staging.add(block, done)
             for number, doubts in done.doubts:
                 for kind, detail in doubts:
@@ -231,21 +191,24 @@ def _take_in(
     staging.finish()
     if empty := next((source.path for source in sources if not by_file[source.path]), None):
         raise UsageError("the file is empty: it has no rows", where=str(empty))
-    if bad.count == staging.num_records:
+    num_bad = staging.num_records - staging.num_rows + len(bad_places)
+    if num_bad == staging.num_records:
         recipe = plan.recipe
         keys = f"prompts were searched in {recipe.prompt_key!r}, answers in {recipe.answer_key!r}"
         fix = f"{keys} (recipe {recipe.name}): pass --prompt-key, --answer-key or --recipe"
-        raise bad.error(staging.num_records, fix)
-    if bad.count and not sets_aside:
+    else:
         fix = f"correct them, or pass --bad-rows quarantine to set them aside in {QUARANTINE}"
-        raise bad.error(staging.num_records, fix)
+    if num_bad == staging.num_records or (num_bad and not sets_aside):
+        more = [f"and {num_bad - len(first_bad)} more"] if num_bad > len(first_bad) else []
+        shown = "".join(f"\n  {line}" for line in [*first_bad, *more])
+        raise UsageError(f"{num_bad} of {staging.num_records} rows cannot be used:{shown}", fix=fix)
     unknown = [
         finding
         for name, count in sorted(by_source.items())
         if not knows_source(name)
         for finding in row_finding("no-grader", count, source=name)
     ]
-    return _Intake(bad.count - len(bad_places), bad_places, [*found.findings(), *unknown])
+    return bad_places, [*found.findings(), *unknown]
 
 
 def _grader_failures(block: Block, done: Transformed, found: RowFindings) -> dict[int, BadRow]:

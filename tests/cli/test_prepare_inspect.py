@@ -116,8 +116,7 @@ def test_show_renders_what_the_model_reads(good, model, capsys):
     assert "How much is 4 plus" not in printed
     assert "ground truth  4" in printed
     assert "prompt lengths in tokens" in printed
-    from rlctl.prepare.lengths import PromptLengths
-    from rlctl.prepare.show import show_rows
+    from rlctl.prepare.lengths import PromptLengths, show_rows
 
     lengths = PromptLengths(model)
     [shown] = show_rows(good, lengths, first=3, count=1)

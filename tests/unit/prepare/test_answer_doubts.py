@@ -8,9 +8,9 @@ from rlctl.data.read import load_rows
 from rlctl.data.recipes import Recipe
 from rlctl.data.schema import Message, Row
 from rlctl.prepare.check import CheckRequest, check
+from rlctl.prepare.findings import contradiction, specifies_answer_form
 from rlctl.prepare.pipeline import prepare
 from rlctl.prepare.request import PrepareRequest
-from rlctl.prepare.row_checks import contradiction, specifies_answer_form
 from tests.unit.prepare.helpers import write_jsonl
 
 

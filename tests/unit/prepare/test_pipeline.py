@@ -309,7 +309,7 @@ def run_in_child(source, out, before=""):
 def test_killed_midway_leaves_no_half_output(tmp_path, source, moment):
     out = tmp_path / "out"
     stop = {
-        "writing": "rlctl.prepare.staging.Staging.add",  # nothing but a partial directory
+        "writing": "rlctl.prepare.transform.Staging.add",  # nothing but a partial directory
         "replacing": "pathlib.Path.rename",  # complete, but not yet in its place
     }[moment]
     owner, name = stop.rsplit(".", 1)

@@ -1,8 +1,8 @@
 """Writes the kept rows to Parquet shards with the columns of a framework, and the manifest.
 
 Each shard is one task. verl's `RLHFDataset` reads the columns unchanged. TRL's GRPO trainer reads `prompt`,
-and passes all other columns to the reward functions by name; its `accuracy_reward` reads `solution`. OpenRLHF's
-`PromptDataset` reads the columns given by its input key (`input`) and label key, and `datasource`.
+and passes all other columns to the reward functions by name; its `accuracy_reward` reads `solution`.
+OpenRLHF's `PromptDataset` reads the columns given by its input key (`input`) and label key, and `datasource`.
 
 The manifest has the inputs, settings and contents of the directory, to reproduce or reuse it.
 """

@@ -25,12 +25,11 @@ from rlctl.cli.convert import export_config, import_config
 from rlctl.cli.diagnose import DiagnoseCommand, diagnose
 from rlctl.cli.doctor import doctor
 from rlctl.cli.evaluate import EvaluateCommand, evaluate
-from rlctl.cli.explain import explain
 from rlctl.cli.export import export
 from rlctl.cli.init import init
 from rlctl.cli.report import report
 from rlctl.cli.runs import runs, samples, watch
-from rlctl.cli.schema import schema
+from rlctl.cli.schema import explain, schema
 from rlctl.cli.sweep import sweep
 from rlctl.cli.train import train
 from rlctl.errors import RlctlError, RunFailure, memory_failure, visible

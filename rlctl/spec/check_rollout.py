@@ -99,8 +99,7 @@ DEEPSPEED_NAMES = (
     *("zero_optimization", "activation_checkpointing", "communication_data_type", "comms_logger", "aio"),
     *("wall_clock_breakdown", "memory_breakdown", "steps_per_print", "prescale_gradients", "dump_state"),
     *("gradient_predivide_factor", "gradient_allreduce_op", "flops_profiler", "tensorboard", "csv_monitor"),
-    *("gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu", "optimizer", "scheduler"),
-    *("gradient_accumulation_steps", "checkpoint", "timers", "compile", "disable_allgather", "wandb"),
+    *("checkpoint", "timers", "compile", "disable_allgather", "wandb"),
 )
 
 #: Short names of `vllm serve` → names of `LLM`.

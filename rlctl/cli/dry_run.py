@@ -17,7 +17,7 @@ from rlctl.spec.explain import BatchArithmetic, bands, notes
 from rlctl.spec.keys import known_leaves, value_of
 from rlctl.spec.load import LoadedSpec
 from rlctl.spec.machine import machine_of
-from rlctl.spec.memory import memory_total
+from rlctl.spec.memory import MemoryPart, memory_total
 from rlctl.spec.model_size import model_size
 from rlctl.spec.placement import Placement
 from rlctl.spec.run_spec import RunSpec
@@ -135,7 +135,7 @@ def _print_indented(text: Text, indent: int, console: Console, head: Text | None
 
 
 def _print_amount(name: str, amount: str, words: str, console: Console, style: str = "") -> None:
-    head = Text(f"{name:<31}{amount:>12}   ", style)
+    head = Text(f"{name:<31}{amount:>12}{'   ' if words else ''}", style)
     _print_indented(Text(words, "dim"), 2, console, head=head)
 
 
@@ -245,28 +245,28 @@ def _print_memory(placement: Placement, console: Console) -> None:
     size = placement.size
     parameters = "unknown" if size.num_parameters is None else f"{size.num_parameters:,}"
     console.print(Text(f"  parameters: {parameters} ({size.source})"))
-    parts = placement.gpu_parts
-    for part in parts:
-        phase = f" [{', '.join(part.phases)}]" if part.phases else ""
-        _print_amount(part.name, show_bytes(part.num_bytes), f"{part.formula}{phase}", console)
-    known = [part for part in parts if part.num_bytes is not None]
-    more_than = "" if len(known) == len(parts) else "over "
-    total = more_than + show_bytes(memory_total(known)) if known else "unknown"
     words = "parts in memory in every phase, and the largest phase [in brackets]"
-    _print_amount("peak", total, words, console, "bold")
+    _print_parts_of_memory(placement.gpu_parts, words, console)
 
 
 def _print_host(placement: Placement, console: Console) -> None:
     """Prints the host memory estimate, part by part."""
     machine = placement.machine
     _print_title(f"Host memory per node ({machine.name}: {show_bytes(machine.host_bytes)})", console)
-    for part in placement.host_parts:
+    _print_parts_of_memory(placement.host_parts, "", console)
+
+
+def _print_parts_of_memory(parts: list[MemoryPart], of_peak: str, console: Console) -> None:
+    """Prints the parts and their peak, which `of_peak` explains."""
+    for part in parts:
         marks = [*part.phases, "pinned" if part.is_pinned else "", "/dev/shm" if part.is_shared else ""]
         shown = ", ".join(filter(None, marks))
         words = f"{part.formula}{f' [{shown}]' if shown else ''}"
         _print_amount(part.name, show_bytes(part.num_bytes), words, console)
-    peak = Text(f"{'peak':<31}{show_bytes(memory_total(placement.host_parts)):>12}", "bold")
-    _print_indented(peak, 2, console)
+    known = [part for part in parts if part.num_bytes is not None]
+    more_than = "" if len(known) == len(parts) else "over "
+    total = more_than + show_bytes(memory_total(known)) if known else "unknown"
+    _print_amount("peak", total, of_peak, console, "bold")
 
 
 def _print_stages(placement: Placement, console: Console) -> None:

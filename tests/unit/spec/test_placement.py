@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from importlib import import_module
@@ -250,6 +251,12 @@ def test_an_unknown_size_is_no_error() -> None:
     placement = Placement(spec, ModelSize("unknown"), MACHINES["8xh100"])
     assert placement.seconds() == {}
     assert errors(placement) == {}
+
+
+def test_a_peak_with_an_unknown_part_is_a_lower_bound(capsys: Any) -> None:
+    run(["train", "data.train_files=x", "model.path=a/b", "--dry-run", "--machine", "8xh100"])
+    of_host = capsys.readouterr().out.partition("Host memory per node")[2]
+    assert re.search(r"peak +over 4\.0 GiB\n", of_host)
 
 
 def test_the_dry_run_plans_for_a_machine(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,10 +68,7 @@ def fitting_batch(spec: RunSpec) -> tuple[int, int]:
 
 
 def check_spec(
-    spec: RunSpec,
-    *,
-    skip: frozenset[str] = frozenset(),
-    is_meant: Callable[[Problem, tuple[str, ...]], bool] = lambda warning, keys: False,
+    spec: RunSpec, skip: frozenset[str], is_meant: Callable[[Problem, tuple[str, ...]], bool]
 ) -> list[Problem]:
     """Returns the errors and warnings of all checks.
 

@@ -147,7 +147,7 @@ def load_spec(
         return is_shipped and origins.get(warning.key, DEFAULT).layer in {"preset", "embedded"}
 
     # Contradictions with an invalid value are not reported.
-    contradictions = check_spec(spec, skip=left_open | invalid, is_meant=is_meant)
+    contradictions = check_spec(spec, left_open | invalid, is_meant)
     problems += [_located(problem, origins) for problem in contradictions]
     if any(problem.severity == "error" for problem in problems):
         raise SpecError(problems)

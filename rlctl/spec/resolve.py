@@ -128,16 +128,14 @@ def _weight_rule(spec: RolloutCorrectionSpec, problems: list[Problem]) -> Weight
     `rlctl` clips on both sides; `verl` truncates for one number and masks outside an interval.
     """
     is_verl = spec.dialect == "verl"
-    params = None
-    if spec.rollout_is is not None:
-        key = f"{CORRECTION}rollout_is_params"
-        found = param_problems(CORRECTION_WEIGHTS, spec.rollout_is, key, spec.rollout_is_params)
-        problems += found
-        if not found:
-            params = params_of(CORRECTION_WEIGHTS.part(spec.rollout_is), spec.rollout_is_params)
-    for param in () if spec.rollout_is else spec.rollout_is_params:
+    params, key = None, f"{CORRECTION}rollout_is_params"
+    if spec.rollout_is is None:
         what, fix = "rollout_is is null, so no weight has this parameter", "leave it out"
-        problems.append(Problem("error", f"{CORRECTION}rollout_is_params.{param}", what, fix))
+        problems += [Problem("error", f"{key}.{param}", what, fix) for param in spec.rollout_is_params]
+    elif found := param_problems(CORRECTION_WEIGHTS, spec.rollout_is, key, spec.rollout_is_params):
+        problems += found
+    else:
+        params = params_of(CORRECTION_WEIGHTS.part(spec.rollout_is), spec.rollout_is_params)
     try:
         numbers = parse_threshold(spec.rollout_is_threshold)
         default: Bound = "clip" if not is_verl else "truncate" if len(numbers) == 1 else "mask"
@@ -175,7 +173,8 @@ def _weight_interval(numbers: Numbers, bound: Bound) -> tuple[float, float]:
 
 def _reject_rules(spec: RolloutCorrectionSpec, problems: list[Problem]) -> tuple[RejectRule, ...]:
     """One rule per comma-separated name, each with its own threshold."""
-    names, thresholds = _split(spec.rollout_rs), _split(spec.rollout_rs_threshold)
+    names = split_names(spec.rollout_rs) if spec.rollout_rs else []
+    thresholds = split_names(spec.rollout_rs_threshold) if spec.rollout_rs_threshold else []
     if spec.dialect == "verl" and len(thresholds) == 1:
         thresholds = thresholds * len(names)  # verl shares one threshold among all criteria
     rules: dict[str, RejectRule] = {}
@@ -293,11 +292,6 @@ def parse_threshold(text: str) -> Numbers:
     if len(numbers) == 2 and numbers[0] > numbers[1]:
         raise _ThresholdError(f"`{text}`: the lower bound comes first, write {parts[1]}_{parts[0]}")
     return numbers
-
-
-def _split(text: str | None) -> list[str]:
-    """Comma-separated words without surrounding spaces."""
-    return split_names(text) if text else []
 
 
 class _Criterion(NamedTuple):

@@ -15,6 +15,11 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 #: Environment variable with a parent's process id, for child processes that call `end_with_parent`.
 PARENT = "RLCTL_PARENT"
+#: Environment variables of a rank, besides those that begin with TORCHELASTIC_.
+_OF_RANKS = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
 _LOWEST_PORT = 10_000
 _PORTS_TRIED = 100
 _progress = [0]
@@ -67,6 +72,15 @@ def _first_outgoing_port() -> int:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:
         return 32_768
+
+
+def environment_without_ranks() -> dict[str, str]:
+    """The environment for a child that is no rank: with the variables of a rank it would wait for others."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OF_RANKS and not name.startswith("TORCHELASTIC_")
+    }
 
 
 def end_with_parent(number: signal.Signals, parent: int) -> None:

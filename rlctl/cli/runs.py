@@ -176,7 +176,7 @@ def _print_samples(rows: list[dict[str, Any]], step: int) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from rlctl.tiny.task import DATA_SOURCE, WRITTEN
+    from rlctl.tiny.embedded import DATA_SOURCE, WRITTEN
 
     console = Console(highlight=False)
     console.soft_wrap = not console.is_terminal

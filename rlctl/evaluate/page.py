@@ -12,7 +12,7 @@ from typing import Any
 from rlctl.evaluate.samples import EvalSample, by_question
 from rlctl.evaluate.scores import RIGHT
 from rlctl.html_page import render
-from rlctl.tiny.task import DATA_SOURCE, WRITTEN
+from rlctl.tiny.embedded import DATA_SOURCE, WRITTEN
 
 PAGE_FILE = "samples.html"
 #: Maximum bytes of text on the page, so that browsers can open it.

@@ -15,7 +15,7 @@ from rlctl.errors import RlctlError, UsageError, visible
 from rlctl.html_page import render
 from rlctl.metric_names import ELSEWHERE, METRICS
 from rlctl.spec.load import load_spec
-from rlctl.tiny.task import DATA_SOURCE, WRITTEN
+from rlctl.tiny.embedded import DATA_SOURCE, WRITTEN
 from rlctl.track.open_run import RunRecord, log_ratios, open_run, read_state
 from rlctl.train.preflight import changes
 from rlctl.what_if import what_if_report

@@ -25,7 +25,7 @@ from rlctl.prefix import body_of
 from rlctl.spec.model import ModelSpec
 from rlctl.spec.model_size import PUBLISHED, model_size
 from rlctl.spec.sources import all_presets, read_yaml_file
-from rlctl.tiny.task import problem, write_parquet
+from rlctl.tiny.embedded import problem, write_parquet
 from tests import runs
 from tests.models import config_of
 from tests.own_model import save_tiny

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlctl.doctor.attempt import attempt
+from rlctl.doctor.examine import attempt
 
 LIMIT_S = 60.0
 

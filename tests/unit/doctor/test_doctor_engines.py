@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlctl.doctor.attempt import _call
 from rlctl.doctor.engines import torch_computes
+from rlctl.doctor.examine import _call
 from rlctl.errors import EnvironmentFailure
 from tests.processes import Job
 

@@ -10,7 +10,7 @@ from rlctl.evaluate import request as request_module
 from rlctl.evaluate.evaluation import evaluate
 from rlctl.evaluate.request import EvaluateRequest
 from rlctl.evaluate.scores import pass_at_k
-from rlctl.tiny.task import DATA_SOURCE, write_parquet
+from rlctl.tiny.embedded import DATA_SOURCE, write_parquet
 from tests.unit.evaluate.runs import QUICK, make_run
 
 

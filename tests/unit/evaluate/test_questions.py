@@ -14,7 +14,7 @@ from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.evaluate.questions import load_questions
 from rlctl.registry import GRADERS
 from rlctl.reward.build import grader_for
-from rlctl.tiny.task import write_parquet
+from rlctl.tiny.embedded import write_parquet
 
 #: One row of each benchmark in the data set's own columns, the ground truth, and a response that is right.
 ROWS = {

@@ -13,7 +13,7 @@ from rlctl.evaluate.evaluation import evaluate
 from rlctl.evaluate.local_model import files_hash
 from rlctl.evaluate.request import EvaluateRequest
 from rlctl.evaluate.store import RESPONSES_FILE, ResponseStore
-from rlctl.tiny.task import write_parquet
+from rlctl.tiny.embedded import write_parquet
 from tests.processes import Job
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from rlctl.errors import UsageError
 from rlctl.evaluate.samples import read_samples, write_samples
-from rlctl.tiny.task import write_parquet
+from rlctl.tiny.embedded import write_parquet
 
 
 def test_what_is_written_is_read(tmp_path, make_samples):

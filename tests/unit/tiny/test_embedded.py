@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlctl.data.schema import arrow_schema
 from rlctl.errors import EnvironmentFailure, RunFailure
 from rlctl.files import cache_root
-from rlctl.spec.model import RECIPE
-from rlctl.tiny.embedded import EmbeddedTask, ensure_embedded
+from rlctl.spec.model import PROMPT_LENGTH, RECIPE, RESPONSE_LENGTH
+from rlctl.tiny.embedded import EmbeddedTask, ensure_embedded, problem, split
 
 #: The real thing but for the warm start, which stops after one step.
 QUICK = replace(RECIPE, taught_accuracy=0.0, target_accuracy=0.0)
@@ -170,3 +170,27 @@ def test_cache_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp
     assert cache_root() == tmp_path
     monkeypatch.delenv("RLCTL_CACHE")
     assert cache_root().name == "rlctl"
+
+
+def test_problem_is_the_reversed_sum() -> None:
+    assert problem(12, 34) == ("12+34=", "640")
+    assert problem(99, 99) == ("99+99=", "891")
+    assert problem(10, 10) == ("10+10=", "020")
+
+
+def test_split_is_disjoint_complete_and_always_the_same() -> None:
+    train, val = split(512)
+    assert len(val) == 512
+    assert len({prompt for prompt, _ in train + val}) == 90 * 90 == len(train) + len(val)
+    assert split(512) == (train, val)
+    assert split(10)[1] == val[:10]
+    # Pinned: a change of the order changes what everyone's validation figures mean.
+    assert val[:2] == [("71+63=", "431"), ("46+48=", "490")]
+
+
+def test_answers_read_backwards_are_the_sums() -> None:
+    for prompt, answer in split(0)[0]:
+        a, b = prompt.rstrip("=").split("+")
+        assert int(answer[::-1]) == int(a) + int(b)
+        assert len(prompt) == PROMPT_LENGTH
+        assert len(answer) + 1 == RESPONSE_LENGTH

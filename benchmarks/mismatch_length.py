@@ -35,6 +35,7 @@ from rlctl.engine.model import load_policy
 from rlctl.mismatch.score import EngineSample, VariantScorer, measure
 from rlctl.mismatch.variants import OWN, SamplingSettings, ScoringVariant, question_rows, token_ids
 from rlctl.model_files import model_directory
+from rlctl.rollout.completions import vllm_options
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import ResponseSampler, Sampling
 from rlctl.rollout.vllm import VLLMRollout
@@ -66,7 +67,7 @@ def started(running: ExitStack, name: str, dtype: Any, model: Any, tokenizer: An
     if name == "hf":
         return HFRollout(model, tokenizer, model.device, dtype=dtype)
     length = max(map(len, token_ids(question_rows(), tokenizer))) + LENGTHS[-1]
-    engine = VLLMRollout(model_directory(MODEL), tokenizer, dtype=dtype, max_model_len=length)
+    engine = VLLMRollout(model_directory(MODEL), tokenizer, vllm_options(dtype, length))
     running.callback(engine.close)
     return engine
 

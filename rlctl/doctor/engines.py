@@ -55,6 +55,7 @@ def hf_samples() -> str:
 
 def vllm_samples() -> str:
     """Starts vLLM, syncs weights as in training, samples a few tokens and stops vLLM."""
+    from rlctl.rollout.completions import vllm_options
     from rlctl.rollout.vllm import TrainedVLLMRollout
     from rlctl.rollout.weights import ExpectedWeights, PlainWeights
     from rlctl.spec.model import RECIPE
@@ -64,14 +65,9 @@ def vllm_samples() -> str:
     with temporary_directory("doctor") as directory:
         save_model(model, directory)
         tokenizer.save_pretrained(directory)
-        engine = TrainedVLLMRollout(
-            str(directory),
-            tokenizer,
-            ExpectedWeights(model),
-            dtype="bf16",
-            max_model_len=RECIPE.max_position_embeddings,
-            gpu_memory_utilization=_GPU_SHARE,
-        )
+        length = RECIPE.max_position_embeddings
+        options = vllm_options("bf16", length, gpu_memory_utilization=_GPU_SHARE)
+        engine = TrainedVLLMRollout(str(directory), tokenizer, options, ExpectedWeights(model))
         engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=0)
         found = f"{_sampled(engine, tokenizer)}; {engine.description}"
         engine.close()
@@ -111,7 +107,7 @@ def liger_computes() -> str:
     """Compares gradients of Liger's kernels with those of the replaced layers. Skipped if they cannot run."""
 
     from rlctl.batch import torch_device
-    from rlctl.engine.liger import refuse_liger_here, run_liger
+    from rlctl.engine.model import refuse_liger_here, run_liger
 
     try:
         refuse_liger_here()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from rlctl.rollout.protocol import Sampled, Sampling, derived_seed
 
 Int32s = NDArray[np.int32]
 Floats = NDArray[np.float32]
+VLLMDtype = Literal["fp32", "bf16"]
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 #: vLLM's mode for log-probs of the sampling distribution: after temperature, top-k, top-p and min-p.
 LOGPROBS_MODE = "processed_logprobs"
 #: Rounding tolerance: a list of tokens is complete if its probabilities add up to at least 1 minus this.
@@ -168,6 +170,40 @@ class CompletionRollout(ABC):
             lengths.to(device),
             finish_reason.to(device),
         )
+
+
+def vllm_options(
+    dtype: VLLMDtype,
+    max_model_len: int,
+    *,
+    max_num_seqs: int | None = None,
+    gpu_memory_utilization: float = 0.9,
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Options of vLLM's `LLM`, which `vllm serve` takes too.
+
+    Args:
+        dtype: dtype of weights and arithmetic.
+        max_model_len: maximum number of tokens of prompt and response together.
+        max_num_seqs: sequences generated at once, if the cache can hold them; None: vLLM's default.
+        gpu_memory_utilization: fraction of the GPU's memory for weights and cache.
+        trust_remote_code: run Python code shipped with the model.
+    """
+    options: dict[str, Any] = {
+        "dtype": _DTYPES[dtype],
+        "max_model_len": max_model_len,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        # The model's generation config may contain a top_p or a repetition penalty (Qwen's does).
+        "generation_config": "vllm",
+        "logprobs_mode": LOGPROBS_MODE,
+    }
+    if max_num_seqs:
+        options["max_num_seqs"] = max_num_seqs
+    if trust_remote_code:
+        options["trust_remote_code"] = True
+    if not torch.cuda.is_available():
+        options["enforce_eager"] = True
+    return options
 
 
 def listed_tokens(sampling: Sampling) -> int:

@@ -1,17 +1,19 @@
-"""Interfaces between the trainer and rollout engines."""
+"""Interfaces between the trainer and rollout engines. Imports no torch, because the spec loads it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from rlctl.batch import Prompts, Rollouts, TokenLists
+    from rlctl.spec.run_spec import RunSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,20 @@ class Sampling:
     greedy: bool = False
     with_kept: bool = False
     num_most_likely: int = 0
+
+
+def sampling_of(spec: RunSpec) -> Sampling:
+    """Sampling settings of the training responses."""
+    rollout = spec.rollout
+    return Sampling(
+        max_response_length=spec.data.max_response_length,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        with_kept=rollout.exact_sampling,
+        num_most_likely=spec.algorithm.rollout_correction.score_centering or 0,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +146,37 @@ class RolloutEngine(ResponseSampler, Protocol):
     def close(self) -> None:
         """Stops the engine and frees its memory."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineContext:
+    """Inputs from which a rollout engine is built, on one rank.
+
+    Attributes:
+        spec: spec of the run.
+        model_path: directory or hub id of the policy.
+        model: the policy, not yet wrapped by the training engine; an engine that keeps it must copy it. Under
+            ZeRO-3 its weights are partitioned among the ranks (`ds_shape` is the full shape) unless the
+            engine starts with the policy. None: the engine reads the weights of `model_path`, see
+            `EngineCapabilities.reads_model_files`.
+        tokenizer: tokenizer of the policy.
+        device: device of the tensors of `Rollouts`.
+        rank, world_size: rank of this process and number of ranks; rank 0 is the main one.
+        agree: returns on every rank the first text among all ranks' that is not empty (a collective).
+        run_dir: directory of the run; outside training a temporary one.
+        params: `rollout.engine_params`, validated by the engine's parameter class; None: it has none.
+    """
+
+    spec: RunSpec
+    model_path: str
+    model: Any
+    tokenizer: Any
+    device: torch.device
+    rank: int
+    world_size: int
+    agree: Callable[[str], str]
+    run_dir: Path
+    params: Any = None
 
 
 def step_seed(seed: int, step: int, purpose: str = "train") -> int:

@@ -11,20 +11,18 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import httpx
 
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
-from rlctl.rollout.completions import LOGPROBS_MODE, MERGE_LORA
-from rlctl.rollout.local_server import LocalServer, server_port
+from rlctl.rollout.completions import MERGE_LORA
+from rlctl.rollout.server_process import SERVE, LocalServer, RayHost, server_port
 
 MODEL_NAME = "policy"
-#: Arguments of Python that run `vllm serve` with the arguments that follow.
-SERVE = ("-P", "-m", "rlctl.rollout.vllm_serve", "serve")
 _WATCH_S = 0.5
 #: Seconds between two health checks of a server, and timeout of a check.
 _PROBE_S = 5.0
@@ -36,97 +34,28 @@ class ReplicaSettings:
     """Settings with which every replica is started.
 
     Attributes:
-        dtype: vLLM's name of the dtype.
-        max_model_len: maximum number of tokens of prompt and response together.
-        max_num_seqs: sequences generated at once; None: vLLM's default.
-        tensor_parallel_size: GPUs of one replica.
-        gpu_memory_utilization: fraction of the GPUs' memory that a replica uses.
+        options: options of vLLM, see `vllm_options`.
         first_gpu: first GPU of the replicas; lower ones belong to the trainer. None: there are no GPUs.
         host: address of this machine at which every rank reaches the replicas.
-        trust_remote_code: run Python code shipped with the model.
-        max_lora_rank: highest rank of the adapters to apply, one of `VLLM_LORA_RANKS`; 0: no adapters.
-        transfer_backend: backend of the weight broadcast, see `rlctl.rollout.weight_broadcast`; the replica
-            starts with dummy weights. "": weights are read from files.
         start_timeout: seconds within which a replica must respond after its start.
         answer_timeout: seconds after which a replica that does not respond is stopped and restarted.
         max_restarts: limit for all replicas together.
-        more_arguments: additional arguments of `vllm serve`, after all others.
     """
 
-    dtype: str
-    max_model_len: int
-    max_num_seqs: int | None = None
-    tensor_parallel_size: int = 1
-    gpu_memory_utilization: float = 0.9
+    options: Mapping[str, Any]
     first_gpu: int | None = None
     host: str = "127.0.0.1"
-    trust_remote_code: bool = False
-    max_lora_rank: int = 0
-    transfer_backend: str = ""
     start_timeout: float = 600.0
     answer_timeout: float = 120.0
     max_restarts: int = 3
-    more_arguments: tuple[str, ...] = ()
 
     def arguments(self, model: Path | str) -> list[str]:
         """Arguments of `vllm serve`, except host and port."""
-        arguments = [str(model), "--served-model-name", MODEL_NAME, "--dtype", self.dtype]
-        arguments += ["--max-model-len", str(self.max_model_len)]
-        if self.max_num_seqs:
-            arguments += ["--max-num-seqs", str(self.max_num_seqs)]
-        arguments += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
-        arguments += ["--gpu-memory-utilization", str(self.gpu_memory_utilization)]
-        # Ignores the model's own top_p and penalties; reports log-probs of the sampling distribution.
-        arguments += ["--generation-config", "vllm", "--logprobs-mode", LOGPROBS_MODE]
+        arguments = [str(model), "--served-model-name", MODEL_NAME]
         if self.first_gpu is None:
             # The worker runs in the engine's process: a separate one would only delay the start.
-            arguments += ["--enforce-eager", "--distributed-executor-backend", "uni"]
-        if self.max_lora_rank:
-            arguments += ["--enable-lora", "--max-lora-rank", str(self.max_lora_rank)]
-        if self.transfer_backend:
-            transfer = json.dumps({"backend": self.transfer_backend})
-            arguments += ["--load-format", "dummy", "--weight-transfer-config", transfer]
-        if self.transfer_backend == "gloo":
-            arguments += ["--worker-extension-cls", "rlctl.rollout.vllm_gloo.GlooReceiver"]
-        if self.trust_remote_code:
-            arguments.append("--trust-remote-code")
-        return [*arguments, *self.more_arguments]
-
-
-class ServerProcess(Protocol):
-    """A server process on this or another machine."""
-
-    def poll(self) -> int | None:
-        """Exit code; None: running."""
-        ...
-
-    def end(self) -> None:
-        """Ends the process and everything it started."""
-        ...
-
-
-class ServerHost(Protocol):
-    """Another machine, or a part of it, with resources for one server."""
-
-    host: str
-    port: int
-
-    def start(
-        self, arguments: list[str], environment: dict[str, str], model: Path, log: Path
-    ) -> ServerProcess:
-        """Starts Python with these arguments.
-
-        Args:
-            arguments: arguments of Python.
-            environment: variables added to those of the host.
-            model: directory that is one of the arguments; its files are copied to the host unless it contains
-                weights: then the host must be able to read it.
-            log: file for the end of the server's output.
-
-        Raises:
-            OSError: the host is lost.
-        """
-        ...
+            arguments += ["--distributed-executor-backend", "uni"]
+        return [*arguments, *as_arguments(self.options)]
 
 
 @dataclass(slots=True)
@@ -135,7 +64,7 @@ class _Replica:
     host: str
     port: int
     log: Path
-    process: ServerProcess | None = None
+    process: LocalServer | RayHost | None = None
     is_ready: threading.Event = field(default_factory=threading.Event)
     heard: float = 0.0  # monotonic time of the last response, and of the next health check
     ask_at: float = 0.0
@@ -172,7 +101,7 @@ class Replicas:
         settings: ReplicaSettings,
         model: Callable[[], Path],
         log_dir: Path,
-        hosts: Sequence[ServerHost] | None = None,
+        hosts: Sequence[RayHost] | None = None,
     ) -> None:
         self._settings, self._model, self._hosts = settings, model, hosts
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -280,20 +209,21 @@ class Replicas:
         arguments = [*SERVE, *settings.arguments(model), "--host", replica.host, "--port", str(replica.port)]
         # Weight sync is an endpoint of vLLM's development mode: anyone who can reach the port can use it.
         environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        if settings.max_lora_rank:
+        if settings.options.get("enable_lora"):
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if settings.first_gpu is None:
             environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")
             environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if self._hosts:
-            replica.process = self._hosts[replica.index].start(arguments, environment, model, replica.log)
+            replica.process = self._hosts[replica.index]
+            replica.process.start(arguments, environment, model, replica.log)
             return
         if settings.first_gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus(replica.index))
         replica.process = LocalServer(arguments, environment, replica.log)
 
     def _gpus(self, index: int) -> list[str]:
-        size, first = self._settings.tensor_parallel_size, self._settings.first_gpu or 0
+        size, first = self._settings.options.get("tensor_parallel_size", 1), self._settings.first_gpu or 0
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(gpu) for gpu in range(first + (index + 1) * size)]
         return names[first + index * size : first + (index + 1) * size]
@@ -303,3 +233,16 @@ def _answers(url: str) -> bool:
     with contextlib.suppress(httpx.HTTPError):
         return httpx.get(f"{url}/health", timeout=_PROBE_S, trust_env=False).status_code == 200
     return False
+
+
+def as_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Converts vLLM options to arguments of `vllm serve`: `--name value`, `--flag` and `--no-flag`."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+            arguments += [f"--{flag}", text]
+    return arguments

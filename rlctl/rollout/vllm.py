@@ -7,14 +7,13 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, one_line
 from rlctl.rollout.completions import (
-    LOGPROBS_MODE,
     MERGE_LORA,
     Completion,
     CompletionRollout,
@@ -25,15 +24,12 @@ from rlctl.rollout.completions import (
 from rlctl.rollout.process_state import IsolatedState
 from rlctl.rollout.protocol import Policy, Sampling, SavedAdapter
 from rlctl.rollout.tensor_parallel import Asked, TensorParallelGroup
-from rlctl.rollout.versioned_dir import VersionedDir
-from rlctl.rollout.weights import ExpectedWeights
+from rlctl.rollout.weights import ExpectedWeights, VersionedDir
 from rlctl.spec.keys import closest
 
-VLLMDtype = Literal["fp32", "bf16"]
-VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 #: Size of the key-value cache on a CPU in GiB, unless VLLM_CPU_KVCACHE_SPACE is set.
 CPU_CACHE_GIB = "2"
-CPU_WORKER = "rlctl.rollout.vllm_cpu.NamedCPUWorker"
+CPU_WORKER = "rlctl.rollout.vllm_workers.NamedCPUWorker"
 
 
 class VLLMRollout(CompletionRollout):
@@ -43,42 +39,28 @@ class VLLMRollout(CompletionRollout):
         self,
         model_path: str,
         tokenizer: Any,
+        options: Mapping[str, Any],
         *,
-        dtype: VLLMDtype,
-        max_model_len: int,
-        max_num_seqs: int | None = None,
         seed: int = 0,
         revision: str | None = None,
-        trust_remote_code: bool = False,
         reads_weights: bool = True,
-        reads_images: bool = False,
-        max_lora_rank: int = 0,
-        tensor_parallel_size: int = 1,
-        gpu_memory_utilization: float = 0.9,
         sleeps: bool = False,
         device: torch.device | str = "cpu",
-        engine_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """Loads the model into a new engine.
 
         Args:
             model_path: directory or hub id.
             tokenizer: decodes responses.
-            dtype: dtype of weights and arithmetic.
-            max_model_len: maximum number of tokens of prompt and response together.
-            max_num_seqs: sequences generated at once, if the cache can hold them; None: vLLM's default.
+            options: further arguments of vLLM's `LLM`, see `vllm_options`.
             seed: seed of the engine; each response has a separate seed.
             revision: branch, tag or commit of a model on the hub; None: the main one.
-            trust_remote_code: run Python code shipped with the model.
             reads_weights: read weights from `model_path`; otherwise a sync must provide them before sampling.
-            reads_images: the model reads images as well as text; its text config is then a separate one.
-            max_lora_rank: highest rank of the adapters to apply, one of `VLLM_LORA_RANKS`; 0: no adapters.
-            tensor_parallel_size: number of ranks whose GPUs share the model; above 1, all ranks of torch's
-                process group create such an engine, and later sync weights, release and finish together.
-            gpu_memory_utilization: fraction of the GPU's memory for weights and cache.
+                Then `tensor_parallel_size` is the number of ranks whose GPUs share the model: above 1, all
+                ranks of torch's process group create such an engine, and later sync weights, release and
+                finish together.
             sleeps: free the GPU's memory between sampling phases, see `release`.
             device: device of the tensors that `generate` returns.
-            engine_kwargs: additional arguments of vLLM's `LLM`, which override those above.
 
         Raises:
             EnvironmentFailure: vLLM is not installed, or does not start on this machine.
@@ -93,32 +75,23 @@ class VLLMRollout(CompletionRollout):
         except Exception as error:  # the import loads drivers, operators and other packages
             raise vllm_missing(error) from error
         self._sleeps = sleeps and torch.cuda.is_available()
+        num_ranks = 1 if reads_weights else options.get("tensor_parallel_size", 1)
         try:
-            arguments: dict[str, Any] = {
+            arguments = {
                 "model": model_path,
-                "dtype": VLLM_DTYPES[dtype],
-                "max_model_len": max_model_len,
-                **({"max_num_seqs": max_num_seqs} if max_num_seqs else {}),
                 "seed": seed,
                 "revision": revision,
                 "tokenizer_revision": revision,
-                "trust_remote_code": trust_remote_code,
-                # The model's generation config may contain a top_p or a repetition penalty (Qwen's does).
-                "generation_config": "vllm",
-                "logprobs_mode": LOGPROBS_MODE,
-                "enforce_eager": not torch.cuda.is_available(),
-                "gpu_memory_utilization": gpu_memory_utilization,
                 "enable_sleep_mode": self._sleeps,
-                **({"enable_lora": True, "max_lora_rank": max_lora_rank} if max_lora_rank else {}),
-                **({} if reads_weights else _trained(reads_images=reads_images)),
-                **(_shared(tensor_parallel_size) if tensor_parallel_size > 1 else {}),
             }
-            self._group = TensorParallelGroup(tensor_parallel_size) if tensor_parallel_size > 1 else None
+            if not reads_weights:
+                arguments |= _trained(options)
+            self._group = TensorParallelGroup(num_ranks) if num_ranks > 1 else None
             with self._isolated.running():
-                self._llm: Any = LLM(**arguments | dict(engine_kwargs or {}))
+                self._llm: Any = LLM(**arguments | dict(options))
         except Exception as error:
             raise _not_started(model_path, error) from error
-        config = _generation_config(model_path, revision, trust_remote_code)
+        config = _generation_config(model_path, revision, options.get("trust_remote_code", False))
         super().__init__(tokenizer, config, policy_version=0 if reads_weights else None, device=device)
         self._adapter: Any = None  # vLLM's request object of the adapter to sample with
         self._asleep: set[str] = set()
@@ -195,24 +168,23 @@ class TrainedVLLMRollout(VLLMRollout):
 
     Args:
         model_path, tokenizer: as for `VLLMRollout`.
+        options: as for `VLLMRollout`. With `enable_lora`, the engine applies the policy's adapter itself: it
+            receives the frozen base once, and A and B at every sync.
         expected: names and shapes of the policy's weights.
-        max_lora_rank: above 0, the engine applies the policy's adapter itself: it receives the frozen base
-            once, and A and B at every sync.
-        options: further arguments of `VLLMRollout`.
+        more: further arguments of `VLLMRollout`.
     """
 
     def __init__(
         self,
         model_path: str,
         tokenizer: Any,
+        options: Mapping[str, Any],
         expected: ExpectedWeights,
-        *,
-        max_lora_rank: int = 0,
-        **options: Any,
+        **more: Any,
     ) -> None:
         self._expected = expected
-        self._adapters = VersionedDir(None) if max_lora_rank else None
-        super().__init__(model_path, tokenizer, reads_weights=False, max_lora_rank=max_lora_rank, **options)
+        self._adapters = VersionedDir(None) if options.get("enable_lora") else None
+        super().__init__(model_path, tokenizer, options, reads_weights=False, **more)
 
     def close(self) -> None:
         """See `CompletionRollout.close`."""
@@ -272,8 +244,8 @@ class TrainedVLLMRollout(VLLMRollout):
             ) from error
 
 
-def _trained(*, reads_images: bool) -> dict[str, Any]:
-    """vLLM's arguments for an engine that gets its weights from the trainer."""
+def _trained(options: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's arguments for an engine that gets its weights from the trainer, besides `options`."""
     settings: dict[str, Any] = {"load_format": "dummy"}
     if torch.distributed.is_initialized():  # by the trainer: one engine per rank, in its process
         settings["distributed_executor_backend"] = "external_launcher"
@@ -281,17 +253,11 @@ def _trained(*, reads_images: bool) -> dict[str, Any]:
         # On a CPU, vLLM repacks an output head that is tied to the embedding at the start, and keeps those
         # weights through every reload. Two separate tensors of the same values give the same model.
         settings["hf_overrides"] = {"tie_word_embeddings": False}
-        if reads_images:
+        if options.get("language_model_only"):  # the text config is a separate one
             settings["hf_overrides"]["text_config"] = {"tie_word_embeddings": False}
-    if reads_images:  # without the vision tower, whose weights are not synced
-        settings["language_model_only"] = True
+        if options.get("tensor_parallel_size", 1) > 1:
+            settings["worker_cls"] = CPU_WORKER
     return settings
-
-
-def _shared(size: int) -> dict[str, Any]:
-    """vLLM's arguments for an engine with a model spread over the GPUs of several ranks."""
-    settings = {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
-    return settings | ({} if torch.cuda.is_available() else {"worker_cls": CPU_WORKER})
 
 
 def _set_environment() -> None:

@@ -28,10 +28,9 @@ from rlctl.rollout.completions import (
     listed_tokens,
 )
 from rlctl.rollout.protocol import Policy, Sampling, SavedAdapter
-from rlctl.rollout.published_weights import PublishedWeights
 from rlctl.rollout.replicas import MODEL_NAME, Replicas
-from rlctl.rollout.versioned_dir import VersionedDir
 from rlctl.rollout.weight_broadcast import WeightBroadcast
+from rlctl.rollout.weights import PublishedWeights, VersionedDir
 
 #: Maximum number of open requests per rank; each is a prompt with all its responses. The client's work per
 #: request grows with this number.

@@ -1,15 +1,31 @@
-"""Checks that weights sent from the trainer to a rollout engine are complete and have the right shapes."""
+"""Weights for rollout engines: complete and of the right shapes; in files, one directory per version."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import json
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rlctl.errors import RunFailure
+from rlctl import leftovers
+from rlctl.errors import RunFailure, UsageError
+from rlctl.files import apply_umask
+from rlctl.leftovers import SHARED_MEMORY
+
+#: Weights are written in files of about this size, so that at most this much is held in memory twice.
+SHARD_BYTES = 2 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +121,160 @@ class ExpectedWeights:
         wrong += [f"{name} is missing" for name in self._needed if name not in covered]
         if wrong:
             raise RunFailure(f"weight sync to the rollout engine failed: {'; '.join(wrong)}")
+
+
+class VersionedDir:
+    """Writes each version to a directory and keeps the last two.
+
+    A directory appears under its name only when it is complete, so a restarted engine can load the newest one
+    at any time.
+
+    Args:
+        parent: directory to write to; None: shared memory of this machine.
+
+    Raises:
+        UsageError: `parent` cannot be written to.
+    """
+
+    def __init__(self, parent: Path | None) -> None:
+        is_shared = parent is not None
+        parent = parent or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()))
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            leftovers.clear(parent)  # those in shared memory would stay until a reboot
+            self._root, handle = leftovers.own_directory("weights", parent)
+            self._held = contextlib.ExitStack()
+            self._held.callback(os.close, handle)
+            if is_shared:
+                self._root.chmod(0o755)
+        except OSError as error:
+            raise UsageError(
+                f"cannot write weights there: {error.strerror}", where="rollout.server.weights_dir"
+            ) from error
+        self._newest: Path | None = None
+        self._before: Path | None = None
+
+    def publish(self, name: str, fill: Callable[[Path], None]) -> Path:
+        """Writes a version; the last two are kept.
+
+        Args:
+            name: name of its directory; an existing one is replaced.
+            fill: writes the files into the given directory.
+
+        Raises:
+            RunFailure: there is not enough space.
+        """
+        target, part = self._root / name, self._root / "part"
+        shutil.rmtree(part, ignore_errors=True)
+        try:
+            part.mkdir()
+            fill(part)
+            apply_umask(part)  # engines on other nodes may run as another user
+            shutil.rmtree(target, ignore_errors=True)
+            part.rename(target)
+        except (OSError, SafetensorError) as error:  # a full disk can raise either one
+            reason = getattr(error, "strerror", None) or error
+            raise RunFailure(
+                f"weights for the rollout engines cannot be written: {reason}",
+                where=str(self._root),
+                fix="free space there, or set rollout.server.weights_dir",
+            ) from error
+        if self._before and self._before != target:
+            shutil.rmtree(self._before, ignore_errors=True)
+        if self._newest != target:
+            self._before, self._newest = self._newest, target
+        return target
+
+    def latest(self) -> Path:
+        """Directory of the last complete version; there must be one."""
+        assert self._newest is not None
+        return self._newest
+
+    def close(self) -> None:
+        """Removes everything written."""
+        shutil.rmtree(self._root, ignore_errors=True)
+        self._held.close()
+
+
+class PublishedWeights(VersionedDir):
+    """Writes each version of the policy's weights as a model that engines can load.
+
+    Args:
+        model: the policy, which provides the config and the names of the weights.
+        tokenizer: written alongside the weights.
+        parent: directory to write to; None: shared memory of this machine.
+
+    Attributes:
+        expected: names and shapes of the policy's weights.
+
+    Raises:
+        UsageError: `parent` cannot be written to.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, parent: Path | None) -> None:
+        super().__init__(parent)
+        self.expected = ExpectedWeights(model)
+        self._tokenizer = tokenizer
+        self._config = copy.deepcopy(model.config)
+        if not torch.cuda.is_available():  # see rlctl.rollout.vllm on tied heads
+            for part in (self._config, self._config.get_text_config()):
+                part.tie_word_embeddings = False
+
+    def write(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> Path:
+        """Writes a version; the last two are kept.
+
+        Raises:
+            RunFailure: a weight is missing, unknown or of another shape, or there is not enough space.
+        """
+
+        def fill(directory: Path) -> None:
+            self._write_config(directory)
+            self._write_shards(directory, named_tensors)
+
+        return self.publish(f"v{policy_version}", fill)
+
+    def write_config(self) -> Path:
+        """Writes the model without weights, for engines that receive those in another way.
+
+        Raises:
+            RunFailure: there is not enough space.
+        """
+        return self.publish("config", self._write_config)
+
+    def _write_config(self, directory: Path) -> None:
+        self._config.save_pretrained(directory)
+        self._tokenizer.save_pretrained(directory)
+
+    def _write_shards(self, directory: Path, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        shards: list[list[str]] = []
+        shard: dict[str, Tensor] = {}
+        size = 0
+        for names, tensor in self.expected.in_files(named_tensors):
+            for name in names:  # tied weights under each name: safetensors cannot share memory
+                shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+                size += shard[name].nbytes
+            if size >= SHARD_BYTES:
+                _save(shard, directory, shards)
+                shard, size = {}, 0
+        if shard:
+            _save(shard, directory, shards)
+        _name_shards(directory, shards)
+
+
+def _save(shard: dict[str, Tensor], directory: Path, shards: list[list[str]]) -> None:
+    save_file(shard, directory / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+    shards.append(list(shard))
+
+
+def _name_shards(directory: Path, shards: list[list[str]]) -> None:
+    """Renames the files as transformers does: one file, or several and an index."""
+    if len(shards) == 1:
+        (directory / "0.safetensors").rename(directory / "model.safetensors")
+        return
+    where: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (directory / f"{number}.safetensors").rename(directory / file)
+        where |= dict.fromkeys(names, file)
+    index = {"metadata": {}, "weight_map": where}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))

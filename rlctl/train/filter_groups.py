@@ -20,8 +20,7 @@ from rlctl.algos.advantages import has_spread
 from rlctl.batch import Rollouts
 from rlctl.errors import RunFailure
 from rlctl.reward.protocol import FailureKind, RewardResult
-from rlctl.rollout.engines import sampling_of
-from rlctl.rollout.protocol import step_seed
+from rlctl.rollout.protocol import sampling_of, step_seed
 from rlctl.train.run import refuse_ungraded
 from rlctl.train.step_metrics import StepTimer
 from rlctl.train.stream import PromptDraws, rank_positions

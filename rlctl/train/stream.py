@@ -22,8 +22,7 @@ from rlctl.batch import Prompts, Rollouts, TokenLists
 from rlctl.data.prompts import PromptDataset
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
-from rlctl.rollout.engines import sampling_of
-from rlctl.rollout.protocol import RolloutEngine, step_seed
+from rlctl.rollout.protocol import RolloutEngine, sampling_of, step_seed
 from rlctl.spec.run_spec import RunSpec
 
 _STATE = "rollouts_rank_{rank:05d}.pt"

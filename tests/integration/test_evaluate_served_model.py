@@ -8,6 +8,7 @@ import pytest
 from rlctl.evaluate import local_model
 from rlctl.evaluate.evaluation import evaluate
 from rlctl.evaluate.request import EvaluateRequest
+from rlctl.rollout.completions import vllm_options
 from rlctl.rollout.replicas import MODEL_NAME, Replicas, ReplicaSettings
 from tests.unit.evaluate.runs import QUICK, quick_task
 
@@ -29,13 +30,9 @@ def url(task, tmp_path):
     """Of a server of the embedded model whose chat template is the message alone, as without a template."""
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0]['content'] }}")
-    settings = ReplicaSettings(
-        dtype="float32",
-        max_model_len=QUICK.max_position_embeddings,
-        max_num_seqs=8,
-        more_arguments=("--chat-template", str(template)),
-    )
-    servers = Replicas(1, settings, lambda: task.model_dir, tmp_path / "logs")
+    options = vllm_options("fp32", QUICK.max_position_embeddings, max_num_seqs=8)
+    options["chat_template"] = str(template)
+    servers = Replicas(1, ReplicaSettings(options), lambda: task.model_dir, tmp_path / "logs")
     servers.start()
     yield f"{servers.urls[0]}/v1"
     servers.close()

@@ -89,7 +89,7 @@ def servers(job: Job) -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process(job.pid).children(recursive=True)
-        if "rlctl.rollout.vllm_serve" in child.cmdline()
+        if "rlctl.rollout.server_process" in child.cmdline()
     ]
 
 

@@ -10,8 +10,8 @@ from rlctl.data.prompts import PromptDataset
 from rlctl.data.schema import Message, Row
 from rlctl.evaluate.local_model import BLOCK, _batches, sample_responses
 from rlctl.evaluate.samples import as_samples
+from rlctl.rollout.hf import global_uniforms
 from rlctl.rollout.protocol import Sampling
-from rlctl.rollout.sampler import global_uniforms
 from rlctl.tiny.model import build_tokenizer
 from tests.unit.evaluate.runs import QUICK
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlctl.rollout.protocol import Sampling
-from rlctl.rollout.published_weights import PublishedWeights
 from rlctl.rollout.vllm_server import VLLMServerRollout
+from rlctl.rollout.weights import PublishedWeights
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, random_model, take
 
 SAMPLING = Sampling(max_response_length=5)

@@ -11,8 +11,8 @@ import torch
 from rlctl.batch import FINISH_REASONS, TokenLists
 from rlctl.errors import RunFailure
 from rlctl.rollout.assemble import assemble, unknown_end
+from rlctl.rollout.hf import RecordingSampler
 from rlctl.rollout.protocol import Sampled, Sampling
-from rlctl.rollout.sampler import RecordingSampler
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, take
 
 EOS = TOKENIZER.eos_token_id

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from rlctl.rollout import vllm as module
+from rlctl.rollout.completions import vllm_options
 from rlctl.rollout.process_state import IsolatedState, ProcessState
 from tests.unit.rollout.test_hf_rollout import TOKENIZER
+
+OPTIONS = vllm_options("fp32", 32)
 
 
 def spoil(threads: int = 1) -> None:
@@ -99,7 +102,7 @@ def test_a_vllm_engine_keeps_its_state_to_itself(monkeypatch, tmp_path) -> None:
     module._set_environment()
     random_model(1).save_pretrained(tmp_path)
     before = ProcessState.now()
-    engine = module.VLLMRollout(str(tmp_path), TOKENIZER, dtype="fp32", max_model_len=32, revision="a-branch")
+    engine = module.VLLMRollout(str(tmp_path), TOKENIZER, OPTIONS, revision="a-branch")
     assert ProcessState.now() == before
     rollouts = engine.generate(make_prompts(), PLAIN, n=2, step_seed=1, num_groups_total=6)
     assert rollouts.responses.shape == (12, 1)
@@ -144,9 +147,7 @@ def test_a_step_copies_weights_only_where_none_follow(monkeypatch, tmp_path, wei
     monkeypatch.setitem(sys.modules, "vllm", stub)
     model = random_model(1)
     model.save_pretrained(tmp_path)
-    engine = module.TrainedVLLMRollout(
-        str(tmp_path), TOKENIZER, ExpectedWeights(model), dtype="fp32", max_model_len=32
-    )
+    engine = module.TrainedVLLMRollout(str(tmp_path), TOKENIZER, OPTIONS, ExpectedWeights(model))
     assert "max_num_seqs" not in StubLLM.asked  # vLLM's own choice
     engine._sleeps = True  # as on a GPU
 

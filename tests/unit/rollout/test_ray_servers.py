@@ -14,9 +14,9 @@ import pytest
 
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.rollout import replicas
-from rlctl.rollout.engines import _ray_hosts
-from rlctl.rollout.ray_servers import ray_hosts
+from rlctl.rollout.build_vllm import _ray_hosts
 from rlctl.rollout.replicas import Replicas, ReplicaSettings
+from rlctl.rollout.server_process import ray_hosts
 from rlctl.spec.load import load_spec
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
@@ -95,7 +95,7 @@ def test_servers_are_placed_restarted_and_missed(
     model = tmp_path / "config"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    settings = ReplicaSettings(dtype="float32", max_model_len=8, start_timeout=120.0, max_restarts=1)
+    settings = ReplicaSettings({}, start_timeout=120.0, max_restarts=1)
     with ray_hosts(2, gpus=0, trainer_gpus=0, seconds=120.0) as hosts:
         servers = Replicas(2, settings, lambda: model, tmp_path / "logs", hosts)
         servers.start()

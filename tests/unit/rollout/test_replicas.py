@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
-from rlctl.rollout import local_server, replicas
-from rlctl.rollout.engines import replica_settings
+from rlctl.rollout import replicas, server_process
+from rlctl.rollout.build_vllm import replica_settings
 from rlctl.rollout.replicas import Replicas, ReplicaSettings
 from rlctl.spec.load import load_spec
+
+OPTIONS = {"dtype": "float32", "max_model_len": 8}
 
 
 def test_a_machine_that_starts_no_process_ends_the_run_at_once(
@@ -28,7 +30,7 @@ def test_a_machine_that_starts_no_process_ends_the_run_at_once(
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    settings = ReplicaSettings(dtype="float32", max_model_len=8, start_timeout=60.0)
+    settings = ReplicaSettings(OPTIONS, start_timeout=60.0)
     servers = Replicas(1, settings, lambda: tmp_path, tmp_path / "logs")
     begun = time.monotonic()
     with pytest.raises(EnvironmentFailure, match=os.strerror(errno.EAGAIN)):
@@ -39,7 +41,7 @@ def test_a_machine_that_starts_no_process_ends_the_run_at_once(
 
 
 def test_further_arguments_come_last() -> None:
-    settings = ReplicaSettings(dtype="float32", max_model_len=8, more_arguments=("--block-size", "32"))
+    settings = ReplicaSettings({**OPTIONS, "block_size": 32})
     assert settings.arguments("model")[-2:] == ["--block-size", "32"]
 
 
@@ -65,8 +67,8 @@ def test_a_stopped_server_is_ended_and_started_again_as_often_as_allowed(
 
     monkeypatch.setattr(subprocess, "Popen", stub)
     monkeypatch.setattr(replicas, "_PROBE_S", 0.2)
-    monkeypatch.setattr(local_server, "_STOP_S", 0.5)
-    settings = ReplicaSettings(dtype="float32", max_model_len=8, answer_timeout=1.0, max_restarts=1)
+    monkeypatch.setattr(server_process, "_STOP_S", 0.5)
+    settings = ReplicaSettings(OPTIONS, answer_timeout=1.0, max_restarts=1)
     servers = Replicas(1, settings, lambda: tmp_path, tmp_path / "logs")
     servers.start()
     try:
@@ -103,6 +105,6 @@ def test_servers_of_several_nodes_listen_where_the_other_nodes_reach_them(
 
 
 def test_an_address_of_another_machine_is_refused_at_once(tmp_path: Path) -> None:
-    settings = ReplicaSettings(dtype="float32", max_model_len=8, host="192.0.2.1")
+    settings = ReplicaSettings(OPTIONS, host="192.0.2.1")
     with pytest.raises(UsageError, match=r"192\.0\.2\.1.* no address of this machine"):
         Replicas(1, settings, lambda: tmp_path, tmp_path / "logs")

@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
+from rlctl.rollout.hf import draw, global_uniforms
 from rlctl.rollout.protocol import step_seed
-from rlctl.rollout.sampler import draw, global_uniforms
 
 ALMOST_ONE = math.nextafter(1.0, 0.0)
 

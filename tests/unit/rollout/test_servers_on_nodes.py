@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rlctl.errors import EnvironmentFailure, RunFailure
-from rlctl.rollout import engines, replicas, weight_broadcast
+from rlctl.rollout import build_vllm, weight_broadcast
 from rlctl.rollout.engines import EngineContext, build_rollout
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weights import PlainWeights
@@ -58,7 +58,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
         def __init__(
             self, count: int, settings: Any, model: Callable[[], Path], log_dir: Path, hosts: Any
         ) -> None:
-            assert (count, settings.transfer_backend, hosts) == (1, "gloo", None)
+            assert settings.options["weight_transfer_config"] == {"backend": "gloo"}
+            assert (count, hosts) == (1, None)
             self.name, self.model, self.is_started = log_dir.name, model, False
             found.servers[self.name] = self.server = Server()
             Worker(self.server)
@@ -79,8 +80,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(replicas, "Replicas", StubReplicas)
-    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(build_vllm, "Replicas", StubReplicas)
+    monkeypatch.setattr(build_vllm.importlib.util, "find_spec", lambda _: object())
     monkeypatch.setattr(weight_broadcast, "_GLOO_S", 3.0)
     yield found
     for server in found.servers.values():

@@ -9,7 +9,7 @@ import pytest
 from safetensors import SafetensorError
 
 from rlctl.errors import RunFailure
-from rlctl.rollout.versioned_dir import VersionedDir
+from rlctl.rollout.weights import VersionedDir
 
 
 @pytest.mark.parametrize(

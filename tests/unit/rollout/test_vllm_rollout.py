@@ -15,6 +15,7 @@ from transformers import TopPLogitsWarper
 from rlctl.batch import Rollouts
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.rollout.completions import vllm_options
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Sampling
 from rlctl.rollout.vllm import VLLMRollout, _not_started
@@ -29,10 +30,7 @@ def ask(path: str, answers: str) -> int:
     """In the engine's process: sample in several ways; leave what came out."""
     engine = VLLMRollout(
         *(path, TOKENIZER),
-        dtype="fp32",
-        max_model_len=64,
-        max_num_seqs=8,
-        engine_kwargs={"block_size": 32, "max_logprobs": 12},
+        vllm_options("fp32", 64, max_num_seqs=8) | {"block_size": 32, "max_logprobs": 12},
     )
 
     def sample(rows, sampling=NUCLEUS, n=4):
@@ -59,7 +57,7 @@ def ask(path: str, answers: str) -> int:
 
 def refused(path: str, result: str) -> int:
     try:
-        VLLMRollout(path, TOKENIZER, dtype="fp32", max_model_len=64)
+        VLLMRollout(path, TOKENIZER, vllm_options("fp32", 64))
     except UsageError as error:
         with open(result, "w") as file:  # noqa: PTH123
             json.dump([error.what, error.where], file)
@@ -172,7 +170,7 @@ def test_a_model_it_refuses_is_named(tmp_path, forked_vllm):
 def test_without_vllm_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(EnvironmentFailure, match="not installed") as caught:
-        VLLMRollout("anywhere", TOKENIZER, dtype="fp32", max_model_len=64)
+        VLLMRollout("anywhere", TOKENIZER, vllm_options("fp32", 64))
     assert "rlctl[vllm]" in str(caught.value.fix)
 
 

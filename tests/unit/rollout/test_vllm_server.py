@@ -18,13 +18,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
-from rlctl.rollout import published_weights, vllm_server
+from rlctl.rollout import vllm_server, weights
+from rlctl.rollout.build_vllm import reachable, replica_settings
 from rlctl.rollout.engine_lock import EngineLock, LockedRollout
-from rlctl.rollout.engines import replica_settings
-from rlctl.rollout.published_weights import PublishedWeights
-from rlctl.rollout.vllm_reachable import reachable
 from rlctl.rollout.vllm_server import VLLMServerRollout
-from rlctl.rollout.weights import PlainWeights
+from rlctl.rollout.weights import PlainWeights, PublishedWeights
 from rlctl.spec.load import load_spec
 from tests.unit.rollout.stub_server import SAMPLING, Server, engine_on, generate
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
@@ -270,7 +268,7 @@ def test_weights_that_are_incomplete_are_not_served(servers: list[Server], tmp_p
 def test_only_two_versions_are_kept_and_each_is_a_whole_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
 ) -> None:
-    monkeypatch.setattr(published_weights, "SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(weights, "SHARD_BYTES", shard_bytes)
     model = random_model(1)
     versions = PublishedWeights(model, TOKENIZER, tmp_path)
     for version in range(4):
@@ -341,6 +339,6 @@ def test_servers_without_a_gpu_beside_the_trainers_are_refused(monkeypatch: pyte
 def test_servers_of_a_run_take_its_adapters() -> None:
     on_servers = ["rollout.name=vllm", "rollout.mode=server"]
     settings = replica_settings(load_spec([], [], [*on_servers, "model.lora_rank=3"]).spec)
-    assert settings.max_lora_rank == 8
+    assert settings.options["max_lora_rank"] == 8
     assert "--enable-lora" in settings.arguments("model")
     assert "--enable-lora" not in replica_settings(load_spec([], [], on_servers).spec).arguments("model")

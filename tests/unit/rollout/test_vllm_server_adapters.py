@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.rollout import vllm_server
-from rlctl.rollout.versioned_dir import VersionedDir
-from rlctl.rollout.vllm_reachable import reachable
+from rlctl.rollout.build_vllm import reachable
 from rlctl.rollout.vllm_server import VLLMServerRollout
+from rlctl.rollout.weights import VersionedDir
 from tests.unit.rollout.stub_server import Server, engine_on, generate
 
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from rlctl.errors import EnvironmentFailure, RunFailure
 from rlctl.rollout import vllm_server, weight_broadcast
-from rlctl.rollout.engines import _can_broadcast, replica_settings
-from rlctl.rollout.replicas import ReplicaSettings
+from rlctl.rollout.build_vllm import _can_broadcast, replica_settings
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weight_broadcast import WeightBroadcast, join_gloo
 from rlctl.rollout.weights import ExpectedWeights, PlainWeights
@@ -251,8 +250,12 @@ def test_servers_are_started_for_the_transfer(monkeypatch: pytest.MonkeyPatch) -
     ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda is_cuda=is_cuda: is_cuda)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-        assert replica_settings(load_spec([], [], [*given, *more]).spec).transfer_backend == backend, more
-    arguments = ReplicaSettings(dtype="bfloat16", max_model_len=8, transfer_backend="nccl").arguments("m")
+        settings = replica_settings(load_spec([], [], [*given, *more]).spec)
+        transfer = {"backend": backend} if backend else None
+        assert settings.options.get("weight_transfer_config") == transfer, more
+        assert ("worker_extension_cls" in settings.options) == (backend == "gloo"), more
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    arguments = replica_settings(load_spec([], [], given).spec).arguments("m")
     assert json.loads(arguments[arguments.index("--weight-transfer-config") + 1]) == {"backend": "nccl"}
     assert arguments[arguments.index("--load-format") + 1] == "dummy"
     assert "--worker-extension-cls" not in arguments

@@ -9,7 +9,7 @@ import pytest
 
 from rlctl.engine.deepspeed import merged
 from rlctl.errors import SpecError
-from rlctl.rollout.engines import as_arguments
+from rlctl.rollout.replicas import as_arguments
 from rlctl.spec.check_rollout import DEEPSPEED_OWNERS, VLLM_OWNERS
 from rlctl.spec.load import dump_spec, load_spec
 

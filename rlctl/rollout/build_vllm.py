@@ -1,0 +1,294 @@
+"""Builds vLLM engines from the spec of a run: in this process or clients of servers. Imports no vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.prefix import reads_more_than_text
+from rlctl.rollout.completions import LOGPROBS_MODE, MERGE_LORA, listed_tokens, vllm_missing, vllm_options
+from rlctl.rollout.protocol import EngineContext, sampling_of
+from rlctl.rollout.replicas import Replicas, ReplicaSettings
+from rlctl.rollout.server_process import RayHost, ray_hosts
+from rlctl.rollout.vllm import TrainedVLLMRollout, VLLMRollout
+from rlctl.rollout.vllm_server import VLLMServerRollout
+from rlctl.rollout.weight_broadcast import WeightBroadcast, own_address, transfer_backend
+from rlctl.rollout.weights import ExpectedWeights, PublishedWeights, VersionedDir
+from rlctl.spec.rollout import VLLM_LORA_RANKS
+from rlctl.spec.run_spec import RunSpec
+
+ENGINE_LOGS = "engines"
+LOOPBACK = "127.0.0.1"
+_INFO_S = 60.0  # the first response is slow: the server inspects its environment
+_RETRY_S = 1.0
+
+
+def build_vllm(context: EngineContext) -> VLLMRollout | VLLMServerRollout:
+    """The vLLM engine of a run; without a model, one that reads the files of `model_path`.
+
+    Raises:
+        EnvironmentFailure, UsageError: vLLM is not available here, or does not support the model.
+    """
+    spec, rollout = context.spec, context.spec.rollout
+    if context.model is None:
+        num_gpus = rollout.tensor_model_parallel_size
+        shards = {"tensor_parallel_size": num_gpus} if 1 < num_gpus <= torch.cuda.device_count() else {}
+        options = _options(spec) | shards | rollout.engine_kwargs
+        return VLLMRollout(context.model_path, context.tokenizer, options)
+    if spec.syncs_adapter and torch.cuda.is_available() and _dtype(spec) == "fp32":
+        what = "vLLM's kernels for adapters support half precision only"
+        raise UsageError(what, where="rollout.dtype", fix=f"write bf16; or {MERGE_LORA}")
+    if rollout.mode == "server":
+        return _on_servers(context)
+    return TrainedVLLMRollout(
+        context.model_path,
+        context.tokenizer,
+        training_options(spec, reads_images=reads_more_than_text(context.model.config)),
+        ExpectedWeights(context.model),
+        seed=spec.trainer.seed,
+        revision=None if spec.is_embedded else spec.model.revision,
+        sleeps=rollout.free_cache_engine,
+        device=context.device,
+    )
+
+
+def _options(spec: RunSpec, **more: Any) -> dict[str, Any]:
+    return vllm_options(
+        _dtype(spec),
+        spec.data.max_prompt_length + spec.data.max_response_length,
+        max_num_seqs=spec.rollout.max_num_seqs,
+        trust_remote_code=spec.model.trust_remote_code,
+        **more,
+    )
+
+
+def training_options(spec: RunSpec, *, reads_images: bool = False) -> dict[str, Any]:
+    """vLLM's options for an engine or a server of a training run; `rollout.engine_kwargs` come last.
+
+    Args:
+        spec: spec of the run.
+        reads_images: the model reads images as well as text.
+    """
+    rollout = spec.rollout
+    options = _options(spec, gpu_memory_utilization=rollout.gpu_memory_utilization)
+    options["tensor_parallel_size"] = rollout.tensor_model_parallel_size
+    if spec.syncs_adapter:  # vLLM is built for certain ranks: the smallest one ≥ the adapter's
+        options["enable_lora"] = True
+        options["max_lora_rank"] = min(rank for rank in VLLM_LORA_RANKS if rank >= spec.model.lora_rank)
+    if reads_images:  # without the vision tower, whose weights are not synced
+        options["language_model_only"] = True
+    if listed := listed_tokens(sampling_of(spec)):
+        options["max_logprobs"] = listed
+    return options | rollout.engine_kwargs
+
+
+def replica_settings(spec: RunSpec, *, reads_images: bool = False) -> ReplicaSettings:
+    """Settings with which the vLLM servers of this run are started.
+
+    Raises:
+        UsageError: there are not enough GPUs in addition to the trainer's.
+    """
+    rollout, trainers = spec.rollout, spec.trainer.n_gpus_per_node
+    server, on_gpus = rollout.server, torch.cuda.is_available()
+    here = 0 if server.is_placed_by_ray else server.replicas
+    theirs = here * rollout.tensor_model_parallel_size
+    if on_gpus and trainers + theirs > (visible := torch.cuda.device_count()):
+        raise UsageError(
+            f"the trainer needs {trainers} GPUs and the servers {theirs}, but {visible} are visible",
+            where="rollout.server.replicas × rollout.tensor_model_parallel_size",
+            fix="lower one of them or trainer.n_gpus_per_node; or set rollout.mode: colocated",
+        )
+    options = training_options(spec, reads_images=reads_images)
+    if spec.broadcasts_weights(on_gpus=on_gpus):
+        backend = transfer_backend(torch.device("cuda" if on_gpus else "cpu"))
+        options["load_format"] = "dummy"
+        options["weight_transfer_config"] = {"backend": backend}
+        if backend == "gloo":
+            options["worker_extension_cls"] = "rlctl.rollout.vllm_workers.GlooReceiver"
+    return ReplicaSettings(
+        options,
+        first_gpu=trainers if on_gpus else None,
+        host=_address(spec),
+        start_timeout=server.start_timeout,
+        answer_timeout=server.answer_timeout,
+        max_restarts=server.max_restarts,
+    )
+
+
+def _on_servers(context: EngineContext) -> VLLMServerRollout:
+    spec, model, tokenizer = context.spec, context.model, context.tokenizer
+    server = spec.rollout.server
+    broadcasts = spec.broadcasts_weights(on_gpus=context.device.type == "cuda")
+    needs_broadcast = server.weight_transfer == "broadcast"
+    by_ray, is_main = server.is_placed_by_ray, context.rank == 0
+    # The first rank of every node starts servers there, because other nodes cannot read files of this node.
+    on_nodes = spec.trainer.nnodes if broadcasts and not (by_ray or server.urls) else 1
+    node, local_rank = divmod(context.rank, spec.trainer.n_gpus_per_node)
+    published = adapters = replicas = broadcast = None
+    directory = Path(server.weights_dir).expanduser() if server.weights_dir else None
+    held = contextlib.ExitStack()
+    if is_main and server.urls:
+        rank = spec.model.lora_rank * spec.syncs_adapter
+        backends = reachable(server.urls, server.start_timeout, lora_rank=rank)
+        broadcasts = broadcasts and _can_broadcast(server.urls, backends, context.device, needs_broadcast)
+    if local_rank == 0 and node < on_nodes:
+        published = PublishedWeights(model, tokenizer, directory)
+        if not server.urls:
+            hosts = held.enter_context(_ray_hosts(spec, broadcasts)) if by_ray else None
+            if importlib.util.find_spec("vllm") is None and not by_ray:
+                raise vllm_missing(ModuleNotFoundError(name="vllm"))
+            logs = context.run_dir / ENGINE_LOGS / (f"node-{node}" if node else "")
+            settings = replica_settings(spec, reads_images=reads_more_than_text(model.config))
+            replicas = Replicas(server.replicas, settings, published.latest, logs, hosts)
+    if is_main and spec.syncs_adapter:
+        adapters = VersionedDir(directory)
+    urls = [url.rstrip("/") for url in server.urls]
+    for each in range(0 if urls else on_nodes):
+        urls += context.agree(" ".join(replicas.urls) if replicas and each == node else "").split()
+    if is_main and published and broadcasts:
+        broadcast = WeightBroadcast(urls, published.expected, context.device)
+    return VLLMServerRollout(
+        urls,
+        tokenizer,
+        model.generation_config,
+        device=context.device,
+        rank=context.rank,
+        agree=context.agree,
+        published=published,
+        replicas=replicas,
+        start_timeout=server.start_timeout,
+        answer_timeout=server.answer_timeout if server.urls else None,
+        adapters=adapters,
+        takes_adapter=spec.syncs_adapter,
+        broadcast=broadcast,
+        needs_broadcast=needs_broadcast,
+        starts_empty=broadcasts and not server.urls,
+        held=held,
+    )
+
+
+def _ray_hosts(spec: RunSpec, broadcasts: bool) -> contextlib.AbstractContextManager[list[RayHost]]:
+    """Hosts for servers in a Ray cluster.
+
+    Raises:
+        UsageError: the other machines of the cluster could not read new weights.
+    """
+    server, on_gpus = spec.rollout.server, torch.cuda.is_available()
+    if not (broadcasts or server.weights_dir):
+        raise UsageError(
+            "servers on other machines cannot read weights in the shared memory of this machine",
+            where="rollout.server.placement: ray",
+            fix="set rollout.server.weight_transfer: broadcast, or a shared rollout.server.weights_dir",
+        )
+    gpus = spec.rollout.tensor_model_parallel_size if on_gpus else 0
+    of_trainer = spec.trainer.n_gpus_per_node if on_gpus else 0
+    return ray_hosts(server.replicas, gpus, of_trainer, server.start_timeout)
+
+
+def _can_broadcast(urls: list[str], backends: list[str], device: torch.device, is_needed: bool) -> bool:
+    """Whether running servers, with these backends of vLLM's weight transfer, can receive a broadcast.
+
+    Raises:
+        EnvironmentFailure: they cannot, and a broadcast is required.
+    """
+    backend = transfer_backend(device)
+    others = [url for url, found in zip(urls, backends, strict=True) if found != backend]
+    if is_needed and others:
+        options = f"--weight-transfer-config '{json.dumps({'backend': backend})}'"
+        raise EnvironmentFailure(
+            "a vLLM server does not accept weights by broadcast",
+            where=f"rollout.server.urls: {others[0]}",
+            fix=f"start it with {options}; or set rollout.server.weight_transfer: auto",
+        )
+    has_vllm = backend == "gloo" or importlib.util.find_spec("vllm") is not None
+    if is_needed and not has_vllm:
+        raise vllm_missing(ModuleNotFoundError(name="vllm"))
+    return has_vllm and not others
+
+
+def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0) -> list[str]:
+    """Waits until every server responds, and checks that each was started with the options a run needs.
+
+    Args:
+        urls: URLs of the servers.
+        seconds: how long to wait for them.
+        lora_rank: rank of the adapters to apply; 0: none.
+
+    Returns:
+        For each server, the backend of its weight transfer; "": it accepts weights as files only.
+
+    Raises:
+        EnvironmentFailure: a server does not respond in time, or was started with other options.
+    """
+    deadline = time.monotonic() + seconds
+    backends = []
+    for url in (given.rstrip("/") for given in urls):
+        while True:
+            try:
+                if httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success:
+                    backends.append(_check_settings(url, lora_rank))
+                    break
+                words = "it is not healthy"
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                words = str(error) or type(error).__name__
+            if time.monotonic() > deadline:
+                raise EnvironmentFailure(
+                    f"no vLLM server answers: {words}",
+                    where=f"rollout.server.urls: {url}",
+                    fix="start it there, with the options in docs/how-to/rollout-engines.md",
+                )
+            time.sleep(_RETRY_S)
+    return backends
+
+
+def _check_settings(url: str, lora_rank: int) -> str:
+    """Checks a server's options and returns the backend of its weight transfer.
+
+    Log-probs before temperature would look plausible, but weight every sample wrongly.
+    """
+    where = f"rollout.server.urls: {url}"
+    fix = "start it with the options in docs/how-to/rollout-engines.md"
+    answer = httpx.get(f"{url}/server_info?config_format=json", timeout=_INFO_S, trust_env=False)
+    if not answer.is_success:
+        what = "the server does not accept weight updates: vLLM's development mode is off"
+        raise EnvironmentFailure(what, where=where, fix=f"{fix}, VLLM_SERVER_DEV_MODE=1 among them")
+    info = answer.json()
+    mode = info["vllm_config"]["model_config"]["logprobs_mode"]
+    if mode != LOGPROBS_MODE:
+        what = f"the server reports {mode}, which are not log-probs of the distribution it samples from"
+        raise EnvironmentFailure(what, where=where, fix=f"{fix}, --logprobs-mode {LOGPROBS_MODE} among them")
+    if lora_rank and not _takes_adapters(info, lora_rank):
+        options = (
+            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and --max-lora-rank of {lora_rank} or more"
+        )
+        what = f"the server does not accept adapters of rank {lora_rank}"
+        raise EnvironmentFailure(what, where=where, fix=f"start it with {options}; or {MERGE_LORA}")
+    return str((info["vllm_config"].get("weight_transfer_config") or {}).get("backend", ""))
+
+
+def _takes_adapters(info: dict[str, Any], rank: int) -> bool:
+    lora = info["vllm_config"]["lora_config"]  # null without --enable-lora
+    is_open = info["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]
+    return bool(is_open and lora and lora["max_lora_rank"] >= rank)
+
+
+def _address(spec: RunSpec) -> str:
+    """Address at which this node's servers listen: loopback, or one that ranks on other nodes can reach."""
+    main = os.environ.get("MASTER_ADDR", LOOPBACK)
+    if spec.trainer.nnodes == 1:
+        return LOOPBACK
+    is_first = int(os.environ.get("RANK", "0")) < spec.trainer.n_gpus_per_node
+    return main if is_first else own_address([f"http://{main}"])
+
+
+def _dtype(spec: RunSpec) -> Any:
+    return spec.rollout.dtype or spec.engine.dtype

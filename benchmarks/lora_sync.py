@@ -96,6 +96,7 @@ def measure(precision: str, max_lora_rank: int, syncs: int) -> dict[str, Any]:
     from rlctl.engine.deepspeed import DeepSpeedEngine
     from rlctl.engine.lora import BasePolicy, adapter_parameters, add_lora
     from rlctl.engine.ranks import join_ranks, leave_ranks
+    from rlctl.rollout.completions import vllm_options
     from rlctl.rollout.protocol import Sampling
     from rlctl.rollout.vllm import TrainedVLLMRollout
     from rlctl.rollout.weights import ExpectedWeights
@@ -107,13 +108,12 @@ def measure(precision: str, max_lora_rank: int, syncs: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
+        adapters = {"enable_lora": True, "max_lora_rank": max_lora_rank} if max_lora_rank else {}
         rollout = TrainedVLLMRollout(
             directory,
             tokenizer,
+            vllm_options(precision, PROMPT_TOKENS + RESPONSE_TOKENS) | adapters,
             ExpectedWeights(model),
-            dtype=precision,
-            max_model_len=PROMPT_TOKENS + RESPONSE_TOKENS,
-            max_lora_rank=max_lora_rank,
             device=ranks.device,
         )
     add_lora(model, RANK, ALPHA, [ALL_LINEAR])

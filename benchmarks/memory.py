@@ -161,8 +161,7 @@ class Trainer:
     def __init__(self, case: Case, ranks: Any) -> None:
         import torch
 
-        from rlctl.engine.deepspeed import DeepSpeedCritic, DeepSpeedEngine
-        from rlctl.engine.frozen import FrozenPolicy
+        from rlctl.engine.deepspeed import DeepSpeedCritic, DeepSpeedEngine, FrozenPolicy
         from rlctl.engine.lora import add_lora
 
         spec, model = case.spec, build(case)

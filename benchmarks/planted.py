@@ -256,7 +256,7 @@ def hidden_temperature() -> None:
 def _record(change: Callable[[Any, float], Any]) -> None:
     """Records the log-probs of changed logits; sampling is unchanged."""
     from rlctl.rollout import hf
-    from rlctl.rollout.sampler import RecordingSampler
+    from rlctl.rollout.hf import RecordingSampler
 
     class Recording(RecordingSampler):
         temperature = 1.0

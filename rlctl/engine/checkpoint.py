@@ -207,48 +207,36 @@ def publish(
     return Checkpoint(final, state)
 
 
-def latest(root: Path) -> tuple[Checkpoint | None, list[str]]:
+def newest_intact(
+    root: Path, step: int | None = None, *, set_aside: bool = False
+) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint whose files all match their checksums.
-
-    Damaged and incomplete ones are set aside (renamed) and listed in the second result.
-    """
-    notes: list[str] = []
-    for partial in root.glob(f"{_PARTIAL}*"):
-        notes.append(f"set aside {partial.name}: the run ended while it was being written")
-        _set_aside(partial)
-    for _, path in reversed(_published(root)):
-        problem, checkpoint = verify(path)
-        if checkpoint is not None:
-            return checkpoint, _with_replacement(notes, path)
-        notes.append(f"set aside {path.name}: {problem}")
-        _set_aside(path)
-    return None, notes
-
-
-def newest_intact(root: Path, step: int | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """As `latest`, but read-only: nothing is renamed, so the run may still be in progress.
 
     Args:
         root: the directory of checkpoints.
-        step: accept only this step; None: the newest intact one.
+        step: accept only this step; None: any.
+        set_aside: rename damaged and incomplete ones; otherwise nothing is changed, so the run may still be
+            in progress.
 
     Returns:
         The checkpoint or None, and the problems of checkpoints that were passed over.
     """
     notes: list[str] = []
+    for partial in root.glob(f"{_PARTIAL}*") if set_aside else ():
+        notes.append(f"set aside {partial.name}: the run ended while it was being written")
+        _set_aside(partial)
     for number, path in reversed(_published(root)):
-        if step is not None and number != step:
+        if step not in {None, number}:
             continue
         problem, checkpoint = verify(path)
         if checkpoint is not None:
-            return checkpoint, _with_replacement(notes, path)
-        notes.append(f"{path.name} is damaged: {problem}")
+            return checkpoint, [f"{note}; {path.name} is used instead" for note in notes]
+        if set_aside:
+            notes.append(f"set aside {path.name}: {problem}")
+            _set_aside(path)
+        else:
+            notes.append(f"{path.name} is damaged: {problem}")
     return None, notes
-
-
-def _with_replacement(notes: list[str], path: Path) -> list[str]:
-    """Notes on skipped checkpoints, each with the name of the checkpoint that is used instead."""
-    return [f"{note}; {path.name} is used instead" for note in notes]
 
 
 def bytes_of_newest(root: Path) -> int:

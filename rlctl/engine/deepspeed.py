@@ -12,59 +12,43 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal, NotRequired, TypedDict, Unpack, cast
+from typing import IO, Any, Unpack, cast
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
 from rlctl.batch import ModelInputs
-from rlctl.engine.adamw import GuardedAdamW
 from rlctl.engine.checkpoint import HashedFile
+from rlctl.engine.deepspeed_setup import (
+    GuardedAdamW,
+    Settings,
+    deepspeed_config,
+    expert_blocks,
+    frozen_settings,
+    keeping_buffers,
+    module_options,
+    recompute_layers,
+    unrounded_weights,
+    zero_stage_of,
+)
 from rlctl.engine.inputs import arguments_of, used_columns, widened
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
 from rlctl.engine.protocol import PolicyOutput, StepResult
 from rlctl.engine.ranks import Ranks
-from rlctl.engine.recompute import recompute_layers
 from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.engine.values import ValueModule
 from rlctl.errors import RunFailure, UsageError, in_words
-from rlctl.spec.memory import REDUCE_BUCKET
 
 _STATE = "engine"
 #: Attribute of DeepSpeed's stage-1 optimizer in bf16: float32 sums of the micro-batches' gradients.
 _SUMS = "fp32_groups_gradients_flat"
-
-Offload = Literal["none", "optimizer", "all"]
-
-
-class Settings(TypedDict):
-    """Training settings of a module.
-
-    Attributes:
-        zero_stage: 0–3.
-        dtype: dtype of forward and backward pass; optimizer states are float32.
-        weight_decay, betas: of AdamW.
-        grad_clip: maximum global gradient norm; 0: no clipping.
-        gradient_checkpointing: recompute layers in the backward pass instead of storing activations.
-        offload: what is kept in host memory, see `_config`.
-        more_config: merged into DeepSpeed's configuration.
-        sequence: sequence-parallel group; policy only.
-    """
-
-    zero_stage: int
-    dtype: torch.dtype
-    weight_decay: float
-    betas: tuple[float, float]
-    grad_clip: float
-    gradient_checkpointing: NotRequired[bool]
-    offload: NotRequired[Offload]
-    more_config: NotRequired[Mapping[str, Any]]
-    sequence: NotRequired[SequenceParallel | None]
+#: Environment variable with which transformers reads weights in sequence, without prefetching.
+_IN_SEQUENCE = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 class _Engine:
@@ -91,12 +75,12 @@ class _Engine:
         self.ranks = ranks
         dtype, grad_clip = settings["dtype"], settings["grad_clip"]
         self._deepspeed = _import_deepspeed()
-        self.zero_stage = stage = _stage(settings)
+        self.zero_stage = stage = zero_stage_of(settings)
         plain = stage == 0
         if settings.get("gradient_checkpointing"):
             recompute_layers(model)
-        config = _config(settings)
-        unrounded = _unrounded(model, dtype)
+        config = deepspeed_config(settings)
+        unrounded = unrounded_weights(model, dtype)
         with keeping_buffers(model), _quiet():
             module = wrap(model.to(device=ranks.device, dtype=dtype))
             if stage == 3:
@@ -232,7 +216,7 @@ class DeepSpeedEngine(_Engine):
 
     def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
         sequence = settings.get("sequence")
-        wrap = partial(PolicyModule, temperature=temperature, sequence=sequence, **_may_do(settings))
+        wrap = partial(PolicyModule, temperature=temperature, sequence=sequence, **module_options(settings))
         super().__init__(model, wrap, ranks, **settings)
         self._policy: PolicyModule = self._engine.module
 
@@ -282,7 +266,7 @@ class DeepSpeedCritic(_Engine):
     """
 
     def __init__(self, model: Any, ranks: Ranks, **settings: Unpack[Settings]) -> None:
-        super().__init__(model, partial(ValueModule, **_may_do(settings)), ranks, **settings)
+        super().__init__(model, partial(ValueModule, **module_options(settings)), ranks, **settings)
 
     def values(self, inputs: ModelInputs) -> Tensor:
         """See `CriticEngine.values`."""
@@ -291,6 +275,51 @@ class DeepSpeedCritic(_Engine):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter in full, `body.…` and `head.weight` (under ZeRO-3 a collective)."""
         return self._in_full(self._engine.module)
+
+
+class FrozenPolicy:
+    """A `ReferencePolicy` with separate weights: a model that computes log-probs and is never trained.
+
+    Under ZeRO-3 its weights are partitioned among the ranks like the actor's; otherwise every rank holds
+    all of them.
+
+    Args:
+        model: Hugging Face causal language model, modified in place; under ZeRO-3 it may come from
+            `PartitionedLoading`.
+        ranks: the processes of the run.
+        zero_stage: 0–3, as for the actor.
+        dtype: dtype of the forward pass.
+        temperature: sampling temperature, at which log-probs are computed.
+        sequence: this rank's sequence-parallel group; None: each rank processes its own rows.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        ranks: Ranks,
+        *,
+        zero_stage: int,
+        dtype: torch.dtype,
+        temperature: float,
+        sequence: SequenceParallel | None = None,
+    ) -> None:
+        is_whole = zero_stage < 3
+        model.requires_grad_(False).eval()
+        with keeping_buffers(model), _quiet():
+            placed = model.to(device=ranks.device, dtype=dtype)
+            self._policy: Any = PolicyModule(
+                placed, temperature, share_prompts=is_whole, probe=is_whole, sequence=sequence
+            )
+            if not is_whole:
+                _ready_for_stage_3(self._policy, dtype)
+                config = deepspeed_config(frozen_settings(dtype))
+                self._policy, *_ = _import_deepspeed().initialize(model=self._policy, config=config)
+            self._policy.eval()
+
+    @torch.no_grad()
+    def log_probs(self, inputs: ModelInputs) -> Tensor:
+        """See `ReferencePolicy.log_probs`; the caller splits the batch into micro-batches."""
+        return policy_output(self._policy, inputs).log_probs
 
 
 class PartitionedLoading:
@@ -317,7 +346,7 @@ class PartitionedLoading:
         """
         first: Any = nn.Linear(1, 1, bias=False, dtype=self._settings["dtype"])
         with _quiet(), _refusals(self._settings):
-            _import_deepspeed().zero.Init(module=first, config_dict_or_path=_config(self._settings))
+            _import_deepspeed().zero.Init(module=first, config_dict_or_path=deepspeed_config(self._settings))
 
         def partition(parameter: nn.Parameter) -> None:
             """Partitions a parameter: each rank keeps its part of rank 0's values."""
@@ -337,42 +366,19 @@ class PartitionedLoading:
                 partition(parameter)
 
         hook = nn.modules.module.register_module_parameter_registration_hook(registered)
+        before = os.environ.get(_IN_SEQUENCE)
+        os.environ[_IN_SEQUENCE] = "1"
         try:
-            with _environment(HF_DEACTIVATE_ASYNC_LOAD="1"):  # weights in sequence, without prefetching
-                model = read()
+            model = read()
         finally:
             hook.remove()
+            os.environ.pop(_IN_SEQUENCE)
+            if before is not None:
+                os.environ[_IN_SEQUENCE] = before
         for parameter in model.parameters():
             if not hasattr(parameter, "ds_id"):
                 partition(parameter)
         return model
-
-
-def sharded(module: PolicyModule, dtype: torch.dtype) -> Callable[..., Any]:
-    """`module`, which is never trained, with its weights partitioned among the ranks as under ZeRO-3."""
-    with _quiet():
-        deepspeed = _import_deepspeed()
-        _ready_for_stage_3(module, dtype)
-        engine, *_ = deepspeed.initialize(model=module, config=_config(frozen_settings(dtype)))
-    engine.eval()
-    call: Callable[..., Any] = engine
-    return call
-
-
-def _unrounded(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Name → weight as loaded, of the trained parameters that `dtype` rounds; empty in float32."""
-    if dtype == torch.float32:
-        return {}
-    return {
-        name: parameter.detach()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.dtype != dtype and not hasattr(parameter, "ds_id")
-    }
-
-
-def frozen_settings(dtype: torch.dtype) -> Settings:
-    """Settings of a module that is never trained."""
-    return Settings(zero_stage=3, dtype=dtype, weight_decay=0.0, betas=(0.9, 0.999), grad_clip=0.0)
 
 
 def _ready_for_stage_3(module: nn.Module, dtype: torch.dtype) -> None:
@@ -385,42 +391,6 @@ def _ready_for_stage_3(module: nn.Module, dtype: torch.dtype) -> None:
             deepspeed.zero.register_external_parameter(module.head, parameter)
     for block in expert_blocks(module):
         deepspeed.utils.set_z3_leaf_module(block, True)
-
-
-def expert_blocks(module: nn.Module) -> list[nn.Module]:
-    """Modules that run a data-dependent selection from a list of experts.
-
-    Ranks select different experts, but gathering an expert's weights is a collective: all experts of a block
-    must be gathered together. Experts stored in one tensor need no treatment. A list of experts is identified
-    by its length, because the config contains it, whatever the architecture calls the list.
-    """
-    modules: list[Any] = list(module.modules())
-    configs = [part.config.get_text_config() for part in modules if hasattr(part, "config")]
-    counts = {
-        value
-        for config in configs
-        for key, value in config.to_dict().items()
-        if "expert" in key and "per_tok" not in key and isinstance(value, int) and value > 1
-    }
-    found: list[nn.Module] = []
-    for block in modules:
-        for name, child in block.named_children():
-            is_list = isinstance(child, nn.ModuleList | nn.ModuleDict) and len(child) in counts
-            # The list of layers may have the same length; the module that contains it has a config.
-            if is_list and ("expert" in name or not hasattr(block, "config")):
-                found.append(block)
-    return found
-
-
-def _may_do(settings: Settings) -> dict[str, bool]:
-    """Options of a module: whether it may share prompts, and be probed before DeepSpeed wraps it.
-
-    Under ZeRO-3 every call of the body is a collective, so ranks must make the same number of calls, and the
-    body can run only after DeepSpeed has wrapped it. With gradient checkpointing, a recomputed layer would
-    append to the keys and values of the shared prompt a second time.
-    """
-    whole = settings["zero_stage"] < 3
-    return {"share_prompts": whole and not settings.get("gradient_checkpointing"), "probe": whole}
 
 
 @contextlib.contextmanager
@@ -438,82 +408,6 @@ def _refusals(settings: Settings) -> Iterator[None]:
         what = f"DeepSpeed refuses its configuration: {words}"
         fix = "correct or remove these options; deepspeed.ai/docs/config-json lists all"
         raise UsageError(what, where="engine.deepspeed", fix=fix) from error
-
-
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def keeping_buffers(model: Any) -> Iterator[None]:
-    """Restores the values and dtypes of all buffers after the model was cast inside.
-
-    Casting a module also rounds its rotary frequencies to bf16. The model would then differ from the one
-    that a rollout engine loads: a mismatch at every position, growing with the length.
-    """
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    yield
-    for name, buffer in model.named_buffers():
-        buffer.data = buffers[name].to(buffer.device)
-
-
-def _stage(settings: Settings) -> int:
-    """The ZeRO stage that DeepSpeed uses: in bf16 at least 1.
-
-    DeepSpeed's bf16 path without ZeRO drifts from its ZeRO paths. Stage 1 keeps the float32 master weights in
-    the same way and differs from stage 0 only in where they are stored.
-    """
-    return max(settings["zero_stage"], 1) if settings["dtype"] == torch.bfloat16 else settings["zero_stage"]
-
-
-def _config(settings: Settings) -> dict[str, Any]:
-    """DeepSpeed's configuration.
-
-    `offload` moves float32 weights, moments and the step itself to the host ("optimizer", from stage 1 on),
-    and between their uses the parameters too ("all", stage 3).
-    """
-    dtype, offload, stage = settings["dtype"], settings.get("offload", "none"), _stage(settings)
-    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": REDUCE_BUCKET}
-    if offload != "none":
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if offload == "all":
-        zero["offload_param"] = {"device": "cpu"}
-    # Stage 1 reduces the ranks' float32 sums once per step: in float32 too. Stages 2 and 3 reduce the bf16
-    # gradient of every micro-batch before it is added to the float32 sum.
-    reduced = {"communication_data_type": "fp32"} if stage <= 1 else {}
-    own = reduced | {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": settings["grad_clip"] if stage else 0.0,
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        # At stage 1 each gradient is added to the float32 sum and freed as soon as it is computed.
-        "bf16": {"enabled": dtype == torch.bfloat16, "immediate_grad_update": True},
-        # Dtype of the sum over micro-batches: bf16 would lose terms below 1/256 of the sum.
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "steps_per_print": None,
-    }
-    return merged(own, settings.get("more_config", {}))
-
-
-def merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `base` updated with `more`; nested mappings are merged recursively."""
-    result = dict(base)
-    for key, value in more.items():
-        below = result.get(key)
-        both = isinstance(below, Mapping) and isinstance(value, Mapping)
-        result[key] = merged(below, value) if both else value  # type: ignore[arg-type]
-    return result
 
 
 def _import_deepspeed() -> Any:

@@ -1,17 +1,216 @@
-"""Selects what the model body must process: drops padding-only columns, computes shared prompts once."""
+"""Selects what the model's body must process: drops padding-only columns, and packs rows or shares prompts.
+
+Packed rows have no padding, and a prompt that several responses share occurs once:
+
+    rows of a batch (left and right padding)      packed
+    · p p p  a a ·                                p p p a a b c c | q q d d d
+    · p p p  b · ·                                attention: causal, within a response and its own prompt
+    · p p p  c c ·                                position: that of the token in its original row
+    · · q q  d d d
+
+The mask alone determines the past that a token attends to, so the states equal those of the separate rows.
+With a mask, a packed row is at most as long as the longest sequence or `packed_width`, because the mask is
+dense.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from rlctl.batch import ModelInputs
-from rlctl.engine.packing import packed
-from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.errors import RunFailure
-from rlctl.prefix import shared_prefix
+from rlctl.prefix import evaluating, shared_prefix
+from rlctl.spec.memory import packed_width
+
+#: Largest relative difference that the probe accepts: above bfloat16 errors, below those of a wrong mask.
+_TOLERANCE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Inputs of a model's body, and the indices of the states that predict the scored tokens.
+
+    Attributes:
+        inputs: keyword arguments of the body.
+        states_at: (M,) int64, indices into the flattened (rows × width) states; M scored tokens in row order.
+        scored_at: (M,) int64, indices of these tokens among all N scored tokens; None: they are all.
+    """
+
+    inputs: dict[str, Any]
+    states_at: Tensor
+    scored_at: Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Adjacent sequences with one prompt.
+
+    Attributes:
+        row: a row that contains the prompt.
+        prompt: number of prompt tokens.
+        members: (row, number of response tokens read) of each sequence.
+    """
+
+    row: int
+    prompt: int
+    members: list[tuple[int, int]]
+
+    @property
+    def length(self) -> int:
+        return self.prompt + sum(length for _, length in self.members)
+
+
+def packed(body: Any, batch: ModelInputs) -> PackedRows | None:
+    """Packs the sequences of a batch without padding.
+
+    Args:
+        body: a causal language model without its head, for which `can_pack` holds.
+        batch: rows whose attended response tokens come first.
+
+    Returns:
+        The packed rows; None if a row has no prompt, or a layer's window is shorter than a sequence.
+    """
+    input_ids, attention_mask, scored = batch.input_ids, batch.attention_mask, batch.scored
+    device, horizon, config = input_ids.device, scored.shape[1], body.config
+    start = input_ids.shape[1] - horizon
+    # The state before a token predicts it: the last scored token and later tokens are not read.
+    places = torch.arange(horizon, device=device)
+    reads = (scored * places).amax(1)
+    prompts = attention_mask[:, :start].sum(1)
+    differs = (input_ids[1:, :start] != input_ids[:-1, :start]) & attention_mask[1:, :start]
+    is_new = differs.any(1) | (prompts[1:] != prompts[:-1])
+    prompt_list, read_list, new_list = prompts.tolist(), reads.tolist(), [True, *is_new.tolist()]
+    longest = max(map(sum, zip(prompt_list, read_list, strict=True)))
+    if longest > _window(config) or min(prompt_list) == 0:
+        return None
+    is_flash = str(config._attn_implementation).startswith("flash")
+    if is_flash:  # takes no mask: sequences in one row, separated by restarting positions
+        bins = [[_Unit(row, prompt_list[row], [(row, read_list[row])]) for row in range(len(input_ids))]]
+    else:
+        width = max(longest, packed_width(config.hidden_size))
+        bins = _bins(_units(prompt_list, read_list, new_list, width), width)
+    rows, unit_of, member_of = _layout(bins, batch)
+    if not is_flash:
+        mask = _mask(unit_of, member_of)
+        if config._attn_implementation == "eager":  # it adds the mask to the scores
+            dtype = next(body.parameters()).dtype
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+        rows.inputs["attention_mask"] = mask
+    return rows
+
+
+def _units(prompts: list[int], reads: list[int], is_new: list[bool], width: int) -> list[_Unit]:
+    """Groups adjacent rows with equal prompts, up to `width` tokens per group."""
+    units: list[_Unit] = []
+    for row, (prompt, read, new) in enumerate(zip(prompts, reads, is_new, strict=True)):
+        if new or units[-1].length + read > width:
+            units.append(_Unit(row, prompt, []))
+        units[-1].members.append((row, read))
+    return units
+
+
+def _bins(units: list[_Unit], width: int) -> list[list[_Unit]]:
+    """Places each unit, longest first, in the first bin with enough space."""
+    bins: list[list[_Unit]] = []
+    free: list[int] = []
+    for unit in sorted(units, key=lambda unit: -unit.length):
+        for place, left in enumerate(free):
+            if unit.length <= left:
+                bins[place].append(unit)
+                free[place] -= unit.length
+                break
+        else:
+            bins.append([unit])
+            free.append(width - unit.length)
+    return bins
+
+
+def _layout(bins: list[list[_Unit]], batch: ModelInputs) -> tuple[PackedRows, Tensor, Tensor]:
+    """The packed tokens; and (R, W) unit (0: padding) and member (-1: the prompt) of each token."""
+    device, (num_rows, columns) = batch.input_ids.device, batch.input_ids.shape
+    horizon = batch.scored.shape[1]
+    start, width = columns - horizon, max(sum(unit.length for unit in units) for units in bins)
+    source = torch.zeros(len(bins), width, dtype=torch.int64)
+    unit_of = torch.zeros(len(bins), width, dtype=torch.int64)
+    member_of = torch.full((len(bins), width), -1, dtype=torch.int64)
+    # Per row: index of the first response token minus one, and index of the last prompt token.
+    first, last_of_prompt = [0] * num_rows, [0] * num_rows
+    number = 0
+    for place, units in enumerate(bins):
+        end = 0
+        for unit in units:
+            begin, end = end, end + unit.prompt
+            origin = unit.row * columns + start
+            source[place, begin:end] = torch.arange(origin - unit.prompt, origin)
+            number += 1
+            unit_of[place, begin : begin + unit.length] = number
+            for row, read in unit.members:
+                last_of_prompt[row] = place * width + begin + unit.prompt - 1
+                first[row] = place * width + end - 1
+                origin = row * columns + start
+                source[place, end : end + read] = torch.arange(origin, origin + read)
+                member_of[place, end : end + read] = row
+                end += read
+    source = source.to(device)
+    inputs: dict[str, Any] = {
+        "input_ids": batch.input_ids.flatten()[source],
+        "position_ids": batch.position_ids.flatten()[source],
+        "attention_mask": None,
+        "use_cache": False,
+    }
+    # The state before response token t: that of the last prompt token for t = 0, else of token t − 1.
+    steps = torch.arange(horizon)
+    states_at = torch.tensor(first)[:, None] + steps
+    states_at[:, 0] = torch.tensor(last_of_prompt)
+    return PackedRows(inputs, states_at.to(device)[batch.scored]), unit_of.to(device), member_of.to(device)
+
+
+def _mask(unit_of: Tensor, member_of: Tensor) -> Tensor:
+    """(R, 1, W, W) bool: a token attends to the past of its prompt and response, padding to padding."""
+    width = unit_of.shape[1]
+    causal = torch.ones(width, width, dtype=torch.bool, device=unit_of.device).tril()
+    of_prompt = (member_of == -1) & (unit_of > 0)
+    same_member = member_of[:, :, None] == member_of[:, None, :]
+    same_unit = unit_of[:, :, None] == unit_of[:, None, :]
+    return (causal & same_unit & (of_prompt[:, None, :] | same_member))[:, None]
+
+
+def _window(config: Any) -> int:
+    """Shortest attention window of all layers, in tokens."""
+    names = ("sliding_window", "attention_chunk_size")
+    return min(getattr(config, name, None) or 1 << 62 for name in names)
+
+
+@torch.no_grad()
+def can_pack(body: Any) -> bool:
+    """Whether a model without its head gives the same states for packed rows as for separate sequences.
+
+    Recurrent states continue through the whole row, and some attention layers build their own mask. Instead
+    of a list of architectures, this compares both computations on a short probe.
+    """
+    if body is None:  # the model has none
+        return False
+    device = next(body.parameters()).device
+    ids = torch.arange(10, device=device).reshape(2, 5) % body.config.vocab_size
+    ids[1, :2] = ids[0, :2]  # the same prompt
+    whole = torch.ones_like(ids, dtype=torch.bool)
+    positions = torch.arange(5, device=device).expand(2, 5)
+    try:
+        rows = packed(body, ModelInputs(ids, whole, positions, scored=whole[:, 2:]))
+        if rows is None:
+            return True  # the probe is longer than the window: longer rows are not packed either
+        with evaluating(body):
+            found = body(**rows.inputs).last_hidden_state.flatten(0, 1)[rows.states_at].float()
+            plain = body(input_ids=ids, use_cache=False).last_hidden_state[:, 1:-1].flatten(0, 1).float()
+    except (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError, IndexError):
+        return False  # the model does not accept this mask
+    return bool((found - plain).norm() < _TOLERANCE * plain.norm())
 
 
 def used_columns(inputs: ModelInputs) -> ModelInputs:
@@ -60,29 +259,29 @@ def scored_states(
     *,
     packs: bool,
     share_prompts: bool,
-    sequence: SequenceParallel | None = None,
+    split: Callable[[PackedRows], PackedRows] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """States of a body that predict the N scored tokens, in row order.
 
     Args:
         body: the model without its head.
         inputs: any number of rows.
-        packs: process packed rows (`engine/packing.py`); `body` must support this.
+        packs: process packed rows, which `body` must support, see `can_pack`.
         share_prompts: if rows are not packed, compute a prompt that adjacent rows share once.
-        sequence: splits packed rows among ranks; `packs` must be True.
+        split: returns this rank's part of packed rows that several ranks share; `packs` must be True.
 
     Returns:
-        (N, H) states and None; with `sequence`, (M, H) states of this rank's tokens, and (M,) indices of
+        (N, H) states and None; with `split`, (M, H) states of this rank's tokens, and (M,) indices of
         these among the N tokens.
 
     Raises:
         RunFailure: rows that must be split among ranks cannot be packed.
     """
     if packs and (rows := packed(body, inputs)):
-        rows = sequence.own_tokens(rows) if sequence else rows
+        rows = split(rows) if split else rows
         states: Tensor = body(**rows.inputs).last_hidden_state
         return states.flatten(0, 1).index_select(0, rows.states_at), rows.scored_at
-    if sequence:
+    if split:
         what = "a row without a prompt, or longer than the window of a layer, cannot be split among ranks"
         raise RunFailure(what, where="engine.sequence_parallel", fix="set it to 1")
     arguments = body_inputs(body, inputs, share_prompts=share_prompts)

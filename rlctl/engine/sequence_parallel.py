@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from rlctl.engine.packing import PackedRows
+from rlctl.engine.inputs import PackedRows
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rlctl.batch import ModelInputs
-from rlctl.engine.inputs import scored_states
-from rlctl.engine.packing import can_pack
+from rlctl.engine.inputs import can_pack, scored_states
 from rlctl.errors import UsageError
 from rlctl.prefix import body_of, can_share_prefix
 

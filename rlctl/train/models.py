@@ -12,11 +12,10 @@ from typing import Any
 from rlctl.engine.deepspeed import (
     DeepSpeedCritic,
     DeepSpeedEngine,
+    FrozenPolicy,
     PartitionedLoading,
-    Settings,
-    frozen_settings,
 )
-from rlctl.engine.frozen import FrozenPolicy
+from rlctl.engine.deepspeed_setup import Settings, frozen_settings
 from rlctl.engine.lora import BasePolicy, OffloadedBase, add_lora
 from rlctl.engine.model import load_other_model, load_policy
 from rlctl.engine.protocol import ReferencePolicy

@@ -21,7 +21,7 @@ from rlctl.engine.checkpoint import (
     bytes_of_newest,
     hash_share,
     known_intact,
-    latest,
+    newest_intact,
     partial_path,
     point_to,
     publish,
@@ -181,7 +181,7 @@ def restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path,
     notes: list[str] = []
     root, found = run_dir / CHECKPOINTS, None
     if ranks.is_main:  # one rank verifies checkpoints and sets damaged ones aside
-        found, notes = latest(root)
+        found, notes = newest_intact(root, set_aside=True)
     step = int(ranks.max(-1.0 if found is None else found.state.step))
     if step < 0:
         raise UsageError(

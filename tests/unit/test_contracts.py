@@ -144,9 +144,12 @@ def test_vllm_knows_every_argument_option_path_and_variable(end: str) -> None:
     options = keys_given("rlctl/rollout/vllm.py", "__init__") | keys_given(
         "rlctl/rollout/vllm.py", "_trained"
     )
-    options |= keys_given("rlctl/rollout/vllm.py", "_shared")
-    assert {"load_format", "tensor_parallel_size", "worker_cls"} <= options
-    assert options - {"text_config"} <= engine  # that one stands below hf_overrides
+    options |= keys_given("rlctl/rollout/completions.py", "vllm_options")
+    options |= keys_given("rlctl/rollout/build_vllm.py", "training_options")
+    of_servers = keys_given("rlctl/rollout/build_vllm.py", "replica_settings")
+    assert {"load_format", "max_model_len", "tensor_parallel_size", "worker_cls"} <= options
+    assert "weight_transfer_config" in of_servers
+    assert (options | of_servers) - {"text_config"} <= engine  # that one stands below hf_overrides
     sampling = keys_given("rlctl/rollout/completions.py", "_parameters")
     assert "top_p" in sampling
     assert sampling <= set(_fields(given, "SamplingParams"))
@@ -162,7 +165,7 @@ def test_vllm_knows_every_argument_option_path_and_variable(end: str) -> None:
     assert {"/v1/completions", "/health"} <= paths
     assert [path for path in paths if not given.mentions(path, "vllm.entrypoints")] == []
     flags = written(r"--[a-z][a-z-]+")
-    assert "--max-model-len" in flags
+    assert "--served-model-name" in flags
     servers = engine | set(_fields(given, "FrontendArgs"))
     servers |= set(_fields(given, "BaseFrontendArgs")) if given.defines("BaseFrontendArgs") else set()
     positive = {flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags}
@@ -191,7 +194,7 @@ def test_consecutive_ranks_share_an_engine_and_torchs_process_group(end: str) ->
     assert given.mentions("external_launcher", "vllm.v1.executor.abstract")
     worker = ast.unparse(given.find("vllm.v1.worker.cpu_worker.CPUWorker")[1])
     assert "VLLM_DIST_IDENT" in worker
-    assert "split(':')[-1]" in worker  # see `rlctl.rollout.vllm_cpu`
+    assert "split(':')[-1]" in worker  # see `rlctl.rollout.vllm_workers`
 
 
 def _fields(given: Sources, name: str) -> list[str]:
@@ -218,11 +221,12 @@ def _request_keys() -> set[str]:
 @pytest.mark.parametrize("end", ENDS)
 def test_deepspeed_and_transformers_know_every_setting_and_attribute(end: str) -> None:
     given = sources("deepspeed", end)
-    settings = keys_given("rlctl/engine/deepspeed.py", "_config")
+    settings = keys_given("rlctl/engine/deepspeed_setup.py", "deepspeed_config")
     assert {"stage", "grad_accum_dtype"} <= settings
     assert [name for name in settings if not given.mentions(name)] == []
     others = sources("transformers", end)
     asked = asked_by_name("rlctl/engine/deepspeed.py") | asked_by_name("rlctl/engine/model.py")
+    asked |= asked_by_name("rlctl/engine/deepspeed_setup.py")
     asked |= asked_by_name("rlctl/rollout/weights.py")
     assert {"ds_id", "_is_hf_initialized", "fp32_groups_gradients_flat"} <= asked
     asked -= {"config", "processor_files"}  # the second is set where models are loaded

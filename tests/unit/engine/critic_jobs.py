@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from rlctl.engine.deepspeed import DeepSpeedCritic
-from rlctl.engine.frozen import FrozenPolicy
+from rlctl.engine.deepspeed import DeepSpeedCritic, FrozenPolicy
 from rlctl.engine.ranks import Ranks
 from tests.models import replaced, tiny_batch, tiny_model
 from tests.unit.engine.engine_jobs import DTYPES, ROWS, engine, take_step, weights_of

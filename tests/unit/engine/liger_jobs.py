@@ -19,8 +19,8 @@ from triton.runtime import interpreter
 
 from rlctl.doctor.engines import liger_computes
 from rlctl.engine.deepspeed import DeepSpeedEngine
-from rlctl.engine.liger import run_liger
 from rlctl.engine.lora import add_lora
+from rlctl.engine.model import run_liger
 from rlctl.engine.ranks import join_ranks, leave_ranks
 from tests.models import tiny_batch, tiny_model
 

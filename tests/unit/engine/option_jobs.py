@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rlctl.engine.deepspeed import DeepSpeedCritic, DeepSpeedEngine, keeping_buffers
+from rlctl.engine.deepspeed import DeepSpeedCritic, DeepSpeedEngine
+from rlctl.engine.deepspeed_setup import keeping_buffers
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.lora import add_lora
 from rlctl.engine.ranks import Ranks

@@ -12,11 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3
 from rlctl.engine.deepspeed import (
     DeepSpeedCritic,
     DeepSpeedEngine,
+    FrozenPolicy,
     PartitionedLoading,
-    Settings,
-    frozen_settings,
 )
-from rlctl.engine.frozen import FrozenPolicy
+from rlctl.engine.deepspeed_setup import Settings, frozen_settings
 from rlctl.engine.lora import add_lora
 from rlctl.engine.ranks import Ranks
 from tests.collectives import Recorder

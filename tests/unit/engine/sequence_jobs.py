@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlctl.engine.deepspeed import DeepSpeedEngine
-from rlctl.engine.frozen import FrozenPolicy
+from rlctl.engine.deepspeed import DeepSpeedEngine, FrozenPolicy
 from rlctl.engine.lora import add_lora
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import share_rows

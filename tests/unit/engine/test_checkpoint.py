@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.engine import checkpoint
-from rlctl.engine.checkpoint import TrainerState, begin, latest, newest_intact, point_to, publish, verify
+from rlctl.engine.checkpoint import TrainerState, begin, newest_intact, point_to, publish, verify
 from rlctl.errors import RunFailure
 
 
@@ -29,7 +29,7 @@ def names(root: Path) -> list[str]:
 def test_newest_is_found_with_its_state(tmp_path: Path) -> None:
     for step in (9, 10, 200):  # by number, not by name
         write(tmp_path, step)
-    found, notes = latest(tmp_path)
+    found, notes = newest_intact(tmp_path, set_aside=True)
     assert found is not None
     assert found.state == TrainerState(200, 400, 1, 0)
     assert (found.model_dir / "deep/weights").read_bytes() == b"w" * 200
@@ -37,8 +37,8 @@ def test_newest_is_found_with_its_state(tmp_path: Path) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    assert latest(tmp_path / "missing") == (None, [])
-    assert latest(tmp_path) == (None, [])
+    assert newest_intact(tmp_path / "missing", set_aside=True) == (None, [])
+    assert newest_intact(tmp_path, set_aside=True) == (None, [])
 
 
 @pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 3, 4]), (3, [2, 3, 4]), (1, [4])])
@@ -51,7 +51,7 @@ def test_oldest_go(tmp_path: Path, keep: int | None, left: list[int]) -> None:
 def test_steps_beyond_six_digits_stay_in_order(tmp_path: Path) -> None:
     write(tmp_path, 999_999)
     write(tmp_path, 1_000_000)
-    found, _ = latest(tmp_path)
+    found, _ = newest_intact(tmp_path, set_aside=True)
     assert found is not None
     assert found.state.step == 1_000_000
 
@@ -92,20 +92,20 @@ def test_damaged_is_set_aside(tmp_path: Path, damage: str) -> None:
     problem, none = verify(victim)
     assert problem
     assert none is None
-    found, notes = latest(tmp_path)
+    found, notes = newest_intact(tmp_path, set_aside=True)
     assert found is not None
     assert found.state.step == 1
     assert len(notes) == 1
     assert "step_000002" in notes[0]
     assert names(tmp_path) == ["damaged-step_000002", "step_000001"]
-    assert latest(tmp_path) == (found, [])  # said once
+    assert newest_intact(tmp_path, set_aside=True) == (found, [])  # said once
 
 
 def test_half_written_is_set_aside_and_never_found(tmp_path: Path) -> None:
     write(tmp_path, 1)
     partial = begin(tmp_path, 2)
     (partial / "engine/state.pt").write_bytes(b"half")
-    found, notes = latest(tmp_path)
+    found, notes = newest_intact(tmp_path, set_aside=True)
     assert found is not None
     assert found.state.step == 1
     assert "while it was being written" in notes[0]
@@ -115,9 +115,9 @@ def test_written_again_over_what_was_set_aside(tmp_path: Path) -> None:
     for _ in range(2):
         state = write(tmp_path, 1).path / "engine/state.pt"
         state.write_bytes(b"")
-        assert latest(tmp_path)[0] is None
+        assert newest_intact(tmp_path, set_aside=True)[0] is None
     write(tmp_path, 1)
-    assert latest(tmp_path)[0] is not None
+    assert newest_intact(tmp_path, set_aside=True)[0] is not None
 
 
 @pytest.mark.parametrize("at", ["_hash_and_sync", "sync"])
@@ -132,7 +132,7 @@ def test_full_disk_leaves_the_others(tmp_path: Path, at: str, monkeypatch: pytes
         write(tmp_path, 2, keep=1)
     assert "intact" in str(caught.value.fix)
     assert names(tmp_path) == ["step_000001"]
-    assert latest(tmp_path)[0] is not None
+    assert newest_intact(tmp_path, set_aside=True)[0] is not None
 
 
 def test_other_libraries_errors_are_the_same_error(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_the_best_stays_and_links_follow(tmp_path: Path) -> None:
     assert str((tmp_path / "best").readlink()) == "step_000002"  # relative: the run may be moved
     point_to(tmp_path, "best", 3)  # it was never saved
     assert not (tmp_path / "best").is_symlink()
-    found, _ = latest(tmp_path)
+    found, _ = newest_intact(tmp_path, set_aside=True)
     assert found is not None
     assert found.state.step == 4
 
@@ -194,7 +194,7 @@ def test_a_damaged_one_is_named_with_the_one_used_instead(tmp_path: Path) -> Non
         write(tmp_path, step)
     (tmp_path / "step_000003/model/deep/weights").write_bytes(b"other")
     (tmp_path / "step_000002/model/deep/weights").unlink()
-    for found, notes in (newest_intact(tmp_path), latest(tmp_path)):
+    for found, notes in (newest_intact(tmp_path), newest_intact(tmp_path, set_aside=True)):
         assert found is not None
         assert found.state.step == 1
         assert "step_000003" in notes[0]

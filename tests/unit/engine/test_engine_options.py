@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlctl.engine.deepspeed_setup import recompute_layers
 from rlctl.engine.inputs import arguments_of
 from rlctl.engine.log_probs import PolicyModule
-from rlctl.engine.recompute import recompute_layers
 from rlctl.errors import UsageError
 from tests.models import tiny_batch, tiny_model
 from tests.processes import on_ranks

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlctl.engine.adamw import GuardedAdamW, _is_finite
+from rlctl.engine.deepspeed_setup import GuardedAdamW, _is_finite
 
 
 def stepped(clip_norm: float | None = None) -> tuple[torch.nn.Linear, GuardedAdamW]:

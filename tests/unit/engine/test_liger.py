@@ -13,8 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlctl.engine import liger
-from rlctl.engine.model import load_policy
+from rlctl.engine.model import load_policy, run_liger
 from rlctl.errors import EnvironmentFailure, UsageError
 from tests.models import tiny_model
 from tests.processes import ROOT
@@ -64,7 +63,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **functions: object) -> None:
 def test_an_architecture_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
     with pytest.raises(UsageError, match="no kernels for LlamaForCausalLM") as caught:
-        liger.run_liger(tiny_model())
+        run_liger(tiny_model())
     assert caught.value.where == "model.use_liger"
 
 
@@ -73,11 +72,11 @@ def test_an_activation_that_the_kernels_would_replace(monkeypatch: pytest.Monkey
         model.model.layers[0].mlp._get_name = lambda: "LigerSwiGLUMLP"
 
     pretend(monkeypatch, llama=patched)
-    liger.run_liger(tiny_model())
+    run_liger(tiny_model())
     odd = tiny_model()
     odd.config.hidden_act = "relu"
     with pytest.raises(UsageError, match="activation relu, and Liger's kernel computes silu"):
-        liger.run_liger(odd)
+        run_liger(odd)
 
 
 def test_classes_and_the_rotary_embedding_on_a_cpu_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +95,7 @@ def test_classes_and_the_rotary_embedding_on_a_cpu_stay(monkeypatch: pytest.Monk
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     model = tiny_model()
     wanted = model(torch.arange(5)[None]).logits
-    liger.run_liger(model)
+    run_liger(model)
     assert modeling_llama.LlamaRMSNorm is norm
     assert modeling_llama.apply_rotary_pos_emb is not plain
     assert torch.equal(model(torch.arange(5)[None]).logits, wanted)

@@ -14,9 +14,9 @@ from transformers import (
     SmolLM3Config,
 )
 
-from rlctl.engine import packing
+from rlctl.engine import inputs
+from rlctl.engine.inputs import can_pack
 from rlctl.engine.log_probs import PolicyModule
-from rlctl.engine.packing import can_pack
 from rlctl.prefix import body_of
 from tests.unit.test_prefix import HORIZON, PROMPT, SHAPE, VOCABULARY, rows_of, tokens_read
 
@@ -50,7 +50,7 @@ def answers(module: PolicyModule, rows: dict[str, torch.Tensor]):
 def test_log_probs_and_gradients_are_those_of_whole_rows(
     kind: str, attention: str, siblings: tuple[int, ...], width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "packed_width", lambda _hidden: width)
+    monkeypatch.setattr(inputs, "packed_width", lambda _hidden: width)
     module, rows = PolicyModule(a_model(kind, attention), 0.7), rows_of(*siblings)
     assert module.packs
     [read], ours, our_grads = answers(module, rows)
@@ -63,7 +63,7 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(
 
 
 def test_a_prompt_is_read_once_for_all_responses_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "packed_width", lambda _hidden: 1000)
+    monkeypatch.setattr(inputs, "packed_width", lambda _hidden: 1000)
     rows = rows_of(5)
     [read], _, _ = answers(PolicyModule(a_model("llama"), 1.0), rows)
     prompt = int(rows["attention_mask"][0, :PROMPT].sum())
@@ -76,7 +76,7 @@ def test_sequences_in_one_row_without_a_mask(monkeypatch: pytest.MonkeyPatch) ->
     module.packs = module.shares_prompts = False
     _, theirs, _ = answers(module, rows)
     module.packs, config = True, module.model.model.config
-    packed = packing.packed
+    packed = inputs.packed
 
     def as_flash(*columns: torch.Tensor):
         config._attn_implementation_internal = "flash_attention_2"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlctl.engine.deepspeed import expert_blocks
+from rlctl.engine.deepspeed_setup import expert_blocks
 from rlctl.engine.log_probs import PolicyModule
 from tests.models import tiny_model
 from tests.processes import on_ranks, on_ranks_each

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlctl.engine.deepspeed_setup import recompute_layers
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.lora import add_lora
-from rlctl.engine.recompute import recompute_layers
 from rlctl.engine.values import ValueModule
 from rlctl.spec.load import load_spec
 from rlctl.spec.memory import memory_parts, memory_total

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.engine.deepspeed import merged
+from rlctl.engine.deepspeed_setup import merged
 from rlctl.errors import SpecError
 from rlctl.rollout.replicas import as_arguments
 from rlctl.spec.check_rollout import DEEPSPEED_OWNERS, VLLM_OWNERS

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlctl.engine.log_probs import policy_output
-from rlctl.engine.sketch import SKETCH_SIZE, OuterSketch
+from rlctl.engine.log_probs import SKETCH_SIZE, OuterSketch, policy_output
 from rlctl.train import update as module
 from rlctl.train.gradient_error import GradientSketches
 from tests.models import tiny_model

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from rlctl.engine import checkpoint
-from rlctl.engine.checkpoint import CHECKPOINTS, latest
+from rlctl.engine.checkpoint import CHECKPOINTS, newest_intact
 from rlctl.engine.ranks import Ranks
 from rlctl.spec.load import load_spec
 from rlctl.train.saving import save_checkpoint
@@ -54,7 +54,7 @@ def test_no_rank_reads_another_ranks_shard_again(tmp_path: Path) -> None:
     assert not any(name.endswith(".pt") for name in names[0] | names[1]), names
     assert not names[0] & names[1]
     assert min(map(len, names.values())) >= 1
-    found, notes = latest(tmp_path / CHECKPOINTS)
+    found, notes = newest_intact(tmp_path / CHECKPOINTS, set_aside=True)
     assert found is not None
     assert notes == []
     written = {str(path.relative_to(found.path)) for path in found.path.rglob("*") if path.is_file()}

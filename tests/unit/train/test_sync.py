@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlctl.engine.frozen import FrozenPolicy
+from rlctl.engine.deepspeed import FrozenPolicy
 from rlctl.engine.lora import adapter_parameters, add_lora, plain_weights
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure

@@ -35,7 +35,7 @@ from rlctl.engine.deepspeed_setup import (
     unrounded_weights,
     zero_stage_of,
 )
-from rlctl.engine.inputs import arguments_of, used_columns, widened
+from rlctl.engine.inputs import used_columns, widened
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
 from rlctl.engine.protocol import PolicyOutput, StepResult
@@ -220,16 +220,8 @@ class DeepSpeedEngine(_Engine):
         super().__init__(model, wrap, ranks, **settings)
         self._policy: PolicyModule = self._engine.module
 
-    def policy(
-        self,
-        inputs: ModelInputs,
-        *,
-        entropy_grad: bool = False,
-        sum_pi_squared: bool = False,
-        sketch: bool = False,
-    ) -> PolicyOutput:
+    def policy(self, inputs: ModelInputs, **asked: bool) -> PolicyOutput:
         """See `TrainEngine.policy`."""
-        asked = {"entropy_grad": entropy_grad, "sum_pi_squared": sum_pi_squared, "sketch": sketch}
         return policy_output(self._engine, inputs, **asked)
 
     def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -270,7 +262,7 @@ class DeepSpeedCritic(_Engine):
 
     def values(self, inputs: ModelInputs) -> Tensor:
         """See `CriticEngine.values`."""
-        return widened(self._engine(**arguments_of(used_columns(inputs))), inputs)
+        return widened(self._engine(inputs=used_columns(inputs)), inputs)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter in full, `body.…` and `head.weight` (under ZeRO-3 a collective)."""
@@ -307,19 +299,20 @@ class FrozenPolicy:
         model.requires_grad_(False).eval()
         with keeping_buffers(model), _quiet():
             placed = model.to(device=ranks.device, dtype=dtype)
-            self._policy: Any = PolicyModule(
+            policy: Any = PolicyModule(
                 placed, temperature, share_prompts=is_whole, probe=is_whole, sequence=sequence
             )
             if not is_whole:
-                _ready_for_stage_3(self._policy, dtype)
+                _ready_for_stage_3(policy, dtype)
                 config = deepspeed_config(frozen_settings(dtype))
-                self._policy, *_ = _import_deepspeed().initialize(model=self._policy, config=config)
-            self._policy.eval()
+                policy, *_ = _import_deepspeed().initialize(model=policy, config=config)
+        policy.eval()
+        self._frozen = policy
 
     @torch.no_grad()
     def log_probs(self, inputs: ModelInputs) -> Tensor:
         """See `ReferencePolicy.log_probs`; the caller splits the batch into micro-batches."""
-        return policy_output(self._policy, inputs).log_probs
+        return policy_output(self._frozen, inputs).log_probs
 
 
 class PartitionedLoading:

@@ -233,21 +233,6 @@ def used_columns(inputs: ModelInputs) -> ModelInputs:
     )
 
 
-def arguments_of(inputs: ModelInputs) -> dict[str, Tensor]:
-    """The inputs as keyword arguments of a module: engines that wrap modules handle tensors, not records."""
-    return {name: getattr(inputs, name) for name in ("input_ids", "attention_mask", "position_ids", "scored")}
-
-
-def list_arguments(inputs: ModelInputs) -> dict[str, Tensor]:
-    """The token lists of the scored tokens, as keyword arguments of `PolicyModule`."""
-    found = {}
-    if inputs.kept is not None:
-        found["kept_counts"], found["kept_ids"] = inputs.kept.at(inputs.scored)
-    if inputs.most_likely is not None:
-        found["most_likely_ids"], _ = inputs.most_likely.padded(inputs.scored)
-    return found
-
-
 def widened(values: Tensor, inputs: ModelInputs) -> Tensor:
     """Pads (B, t) of the used response columns to (B, T) with 0.0."""
     return functional.pad(values, (0, inputs.scored.shape[1] - values.shape[1]))

@@ -18,15 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlctl.batch import ModelInputs, TokenLists
-from rlctl.engine.inputs import (
-    arguments_of,
-    body_inputs,
-    can_pack,
-    list_arguments,
-    scored_states,
-    used_columns,
-    widened,
-)
+from rlctl.engine.inputs import body_inputs, can_pack, scored_states, used_columns, widened
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.errors import UsageError
@@ -78,14 +70,8 @@ class PolicyModule(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        position_ids: Tensor,
-        scored: Tensor,
+        inputs: ModelInputs,
         *,
-        kept_counts: Tensor | None = None,
-        kept_ids: Tensor | None = None,
-        most_likely_ids: Tensor | None = None,
         entropy_grad: bool = False,
         sum_pi_squared: bool = False,
         sketch: bool = False,
@@ -93,10 +79,8 @@ class PolicyModule(nn.Module):
         """Log-probs and entropy of the responses; on request Σ_v π(v)² and sketches of ∇ log π.
 
         Args:
-            input_ids, attention_mask, position_ids, scored: as in `ModelInputs`.
-            kept_counts, kept_ids: for the N scored tokens in row order, the sets to which their distributions
-                are restricted and renormalised, see `TokenLists.at`; None: the vocabulary.
-            most_likely_ids: (N, M) int64, tokens whose log-probs at these positions are returned too.
+            inputs: any number of rows. Distributions are restricted to their sets in `kept` and renormalised;
+                log-probs of the tokens in `most_likely` are returned too.
             entropy_grad: compute the entropy with gradient.
             sum_pi_squared: also return the collision probability of the next-token distribution.
             sketch: also return a sketch of the gradient of each log-prob with respect to the output head.
@@ -107,13 +91,12 @@ class PolicyModule(nn.Module):
         Returns:
             Two or three (B, T) float32, 0.0 where not scored: log-probs (with gradient), entropy (with
             gradient only with `entropy_grad`) and on request Σ_v π(v)² (without gradient). Then, for the N
-            scored tokens in row order, the (N, M) log-probs of `most_likely_ids` (with gradient) and (N, K)
-            sketches, if requested.
+            scored tokens in row order, the (N, M) log-probs of `most_likely` (with gradient), if there are
+            any, and (N, K) sketches, if requested.
         """
         if not self._is_probed:
             self._probe()
-        inputs = ModelInputs(input_ids, attention_mask, position_ids, scored)
-        body = body_of(self.model)
+        scored, body = inputs.scored, body_of(self.model)
         if self.head.is_split:
             states, own = scored_states(
                 body,
@@ -127,7 +110,12 @@ class PolicyModule(nn.Module):
             states = self.model(**arguments, logits_to_keep=scored.shape[1]).logits[scored]
             own = None
         tokens = inputs.responses[scored]
-        kept = None if kept_counts is None or kept_ids is None else TokenLists(kept_counts[:, None], kept_ids)
+        listed = inputs.most_likely
+        most_likely_ids = None if listed is None else listed.padded(scored)[0]
+        kept = None
+        if inputs.kept is not None:
+            counts, ids = inputs.kept.at(scored)
+            kept = TokenLists(counts[:, None], ids)
         if own is not None:
             tokens, kept = tokens[own], kept and kept[own]
             most_likely_ids = None if most_likely_ids is None else most_likely_ids[own]
@@ -205,8 +193,9 @@ class ChunkedHead(nn.Module):
         Args:
             states: (N, H), or (N, V) logits if not `is_split`.
             tokens: (N,) int64, the tokens chosen.
-            most_likely_ids, kept_counts, kept_ids, entropy_grad, sum_pi_squared, sketch: as in
-                `PolicyModule.forward`.
+            most_likely_ids: (N, M) int64, tokens whose log-probs are computed too.
+            kept_counts, kept_ids: the sets to which the distributions are restricted, see `TokenLists.at`.
+            entropy_grad, sum_pi_squared, sketch: as in `PolicyModule.forward`.
         """
         head = self._find_head().forward if self.is_split else nn.Identity()
 
@@ -261,8 +250,7 @@ def policy_output(
         inputs: any number of rows.
         asked: `entropy_grad`, `sum_pi_squared`, `sketch`, see `PolicyModule.forward`.
     """
-    used = used_columns(inputs)
-    found = list(policy(**arguments_of(used), **list_arguments(used), **asked))
+    found = list(policy(inputs=used_columns(inputs), **asked))
     sketch = found.pop() if asked.get("sketch") else None
     most_likely = None if inputs.most_likely is None else found.pop()
     log_probs, entropy, *more = (widened(values, inputs) for values in found)

@@ -57,13 +57,8 @@ class ValueModule(nn.Module):
         self.body = body
         self.head = ValueHead(model.config.get_text_config().hidden_size, next(body.parameters()).device)
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, scored: Tensor
-    ) -> Tensor:
+    def forward(self, inputs: ModelInputs) -> Tensor:
         """Values of the states before each response token.
-
-        Args:
-            input_ids, attention_mask, position_ids, scored: as in `ModelInputs`.
 
         Returns:
             (B, T) float32 with gradient; index t is the value before token t is sampled, computed from the
@@ -71,8 +66,7 @@ class ValueModule(nn.Module):
         """
         if self.packs is None:
             self.packs = can_pack(self.body)
-        inputs = ModelInputs(input_ids, attention_mask, position_ids, scored)
         states, _ = scored_states(self.body, inputs, packs=self.packs, share_prompts=self.shares_prompts)
         values = self.head(states)
-        empty = torch.zeros(scored.shape, dtype=torch.float32, device=scored.device)
-        return empty.masked_scatter(scored, values)
+        empty = torch.zeros(inputs.scored.shape, dtype=torch.float32, device=values.device)
+        return empty.masked_scatter(inputs.scored, values)

@@ -15,7 +15,7 @@ from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, WeightRule
 from rlctl.algos.statistics import correction_metrics
 from rlctl.batch import ModelInputs
 from rlctl.data.prompts import left_padded
-from rlctl.engine.inputs import arguments_of, body_inputs, used_columns
+from rlctl.engine.inputs import body_inputs, used_columns
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.errors import RunFailure, first_line
 from rlctl.mismatch.settings_fit import RankedLogits, fit_reported
@@ -208,7 +208,7 @@ class VariantScorer:
         """Scores with the code that training uses."""
         inputs = self._inputs(variant, rows)
         policy.head.temperature = variant.sampling.temperature
-        log_probs, _ = policy(**arguments_of(inputs))
+        log_probs, _ = policy(inputs)
         out[rows, : log_probs.shape[1]] = log_probs
 
     def _from_logits(self, policy: PolicyModule, variant: ScoringVariant, rows: slice, out: Tensor) -> None:

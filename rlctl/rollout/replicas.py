@@ -241,7 +241,7 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
     for name, value in options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+            arguments.append(f"--{'' if value else 'no-'}{flag}")
         else:
             text = json.dumps(value) if isinstance(value, dict | list) else str(value)
             arguments += [f"--{flag}", text]

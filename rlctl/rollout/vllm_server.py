@@ -147,37 +147,30 @@ class VLLMServerRollout(CompletionRollout):
         if adapter is None or not self._newest.weights:
             weights = policy.weights(merged=adapter is None)
         if self._starts_empty and not self._newest.tag:
-            self._start_servers()
-        newest, failure = self._newest, None
-        if self._published and self._rank == 0:
+            with self._failing_together():
+                if self._published and self._replicas:  # they receive their weights afterwards
+                    self._published.write_config()
+                    self._replicas.start()
+        newest = self._newest
+        with self._failing_together():
             try:
-                newest = self._publish(self._published, weights, adapter, policy_version)
-            except RlctlError as error:
-                failure = error
-        for _ in weights or ():  # gathering is a collective, also on ranks that discard the weights
-            pass
-        self._raise_everywhere(failure)
+                if self._published and self._rank == 0:
+                    newest = self._publish(self._published, weights, adapter, policy_version)
+            finally:
+                for _ in weights or ():  # gathering is a collective, also on ranks that discard the weights
+                    pass
         self._newest = PublishedPaths(*map(self._agree, (newest.weights, newest.adapter, newest.tag)))
         self._lost.clear()
         self._policy_version = policy_version
 
-    def _start_servers(self) -> None:
-        """Starts this node's servers, which receive their weights afterwards (a collective).
-
-        Raises:
-            RunFailure: on every rank: a server does not start.
-        """
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Raises a failure of any rank on every rank (a collective)."""
         failure = None
-        if self._replicas and self._published:
-            try:
-                self._published.write_config()
-                self._replicas.start()
-            except RlctlError as error:
-                failure = error
-        self._raise_everywhere(failure)
-
-    def _raise_everywhere(self, failure: RlctlError | None) -> None:
-        """Raises the failure of any rank on every rank (a collective)."""
+        try:
+            yield
+        except RlctlError as error:
+            failure = error
         others = self._agree(str(failure or ""))
         if failure:
             raise failure

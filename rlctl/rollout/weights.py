@@ -246,35 +246,18 @@ class PublishedWeights(VersionedDir):
         self._tokenizer.save_pretrained(directory)
 
     def _write_shards(self, directory: Path, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        shards: list[list[str]] = []
+        """Writes the weights, and the index that names the file of each."""
+        files: dict[str, str] = {}
         shard: dict[str, Tensor] = {}
-        size = 0
+        number = size = 0
         for names, tensor in self.expected.in_files(named_tensors):
+            if size >= SHARD_BYTES:
+                save_file(shard, directory / f"model-{number}.safetensors", metadata={"format": "pt"})
+                number, shard, size = number + 1, {}, 0
             for name in names:  # tied weights under each name: safetensors cannot share memory
                 shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+                files[name] = f"model-{number}.safetensors"
                 size += shard[name].nbytes
-            if size >= SHARD_BYTES:
-                _save(shard, directory, shards)
-                shard, size = {}, 0
-        if shard:
-            _save(shard, directory, shards)
-        _name_shards(directory, shards)
-
-
-def _save(shard: dict[str, Tensor], directory: Path, shards: list[list[str]]) -> None:
-    save_file(shard, directory / f"{len(shards)}.safetensors", metadata={"format": "pt"})
-    shards.append(list(shard))
-
-
-def _name_shards(directory: Path, shards: list[list[str]]) -> None:
-    """Renames the files as transformers does: one file, or several and an index."""
-    if len(shards) == 1:
-        (directory / "0.safetensors").rename(directory / "model.safetensors")
-        return
-    where: dict[str, str] = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        (directory / f"{number}.safetensors").rename(directory / file)
-        where |= dict.fromkeys(names, file)
-    index = {"metadata": {}, "weight_map": where}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        save_file(shard, directory / f"model-{number}.safetensors", metadata={"format": "pt"})
+        index = {"metadata": {}, "weight_map": files}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))

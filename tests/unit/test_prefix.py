@@ -14,6 +14,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from rlctl.batch import ModelInputs
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.prefix import can_share_prefix, shared_prefix
 from rlctl.rollout.hf import HFRollout
@@ -71,7 +72,7 @@ def tokens_read(module: PolicyModule, rows: dict[str, torch.Tensor]) -> tuple[li
     counts: list[int] = []
     embedding = module.model.get_input_embeddings()
     hook = embedding.register_forward_hook(lambda _module, inputs, _output: counts.append(inputs[0].numel()))
-    log_probs, _ = module(**rows)
+    log_probs, _ = module(ModelInputs(**rows))
     hook.remove()
     return counts, log_probs
 

@@ -35,15 +35,14 @@ def test_values_and_gradient_by_definition(kind: str, share_prompts: bool) -> No
     module = ValueModule(model, share_prompts=share_prompts)
     assert not any("lm_head" in name for name, _ in module.named_parameters())
     batch, targets = critic_jobs.batch_and_targets(4)
-    columns = (batch.input_ids, batch.attention_mask, batch.position_ids, batch.response_mask)
-    assert not module(*columns).any()  # nothing learnt, nothing claimed
+    assert not module(batch.inputs).any()  # nothing learnt, nothing claimed
 
     torch.nn.init.normal_(module.head.weight)
     expected = naive_values(module.body, module.head.weight, batch)
     expected.mul(targets).sum().backward()
     wanted = {name: p.grad.clone() for name, p in module.named_parameters()}
     module.zero_grad()
-    values = module(*columns)
+    values = module(batch.inputs)
     assert values.dtype == torch.float32
     torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
     values.mul(targets).sum().backward()
@@ -54,7 +53,7 @@ def test_values_and_gradient_by_definition(kind: str, share_prompts: bool) -> No
 def test_a_batch_without_response_tokens_still_backpropagates() -> None:
     module = ValueModule(tiny_model())
     batch = tiny_batch(tiny_model(), 2, lengths=[0, 0])
-    module(batch.input_ids, batch.attention_mask, batch.position_ids, batch.response_mask).sum().backward()
+    module(batch.inputs).sum().backward()
     assert not module.head.weight.grad.any()
 
 

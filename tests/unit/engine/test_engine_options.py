@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from rlctl.engine.deepspeed_setup import recompute_layers
-from rlctl.engine.inputs import arguments_of
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.errors import UsageError
 from tests.models import tiny_batch, tiny_model
@@ -72,7 +71,6 @@ def test_a_critic_learns_the_same(tmp_path: Path) -> None:
 def saved_bytes(module: PolicyModule) -> tuple[int, dict[str, torch.Tensor]]:
     """Tensors other than weights that a forward pass keeps for its backward pass; and the gradient."""
     batch = tiny_batch(tiny_model(), 8)
-    columns = arguments_of(batch.inputs)
     weights = {parameter.data_ptr() for parameter in module.parameters()}
     kept: dict[int, int] = {}
 
@@ -82,7 +80,7 @@ def saved_bytes(module: PolicyModule) -> tuple[int, dict[str, torch.Tensor]]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        log_probs, _ = module(**columns)
+        log_probs, _ = module(batch.inputs)
         num_bytes = sum(kept.values())
         (log_probs * batch.advantages).sum().backward()
     return num_bytes, {name: parameter.grad for name, parameter in module.named_parameters()}

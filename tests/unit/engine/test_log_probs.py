@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlctl.engine.inputs import arguments_of, used_columns
+from rlctl.engine.inputs import used_columns
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.spec import memory
 from tests.models import naive_log_probs, tiny_batch, tiny_model
@@ -21,7 +21,7 @@ def forward(policy: PolicyModule, batch, num_chunks: int = 1, **asked: bool):
     tokens = int(batch.response_mask.sum())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "MAX_LOGITS", max(1, tokens * policy.model.config.vocab_size // num_chunks))
-        return policy(**arguments_of(batch.inputs), **asked)
+        return policy(batch.inputs, **asked)
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
@@ -131,7 +131,7 @@ def test_tokens_that_are_read_and_not_scored() -> None:
     inputs = replace(batch.inputs, scored=batch.response_mask & ~inserted)
     trimmed = used_columns(inputs)
     for read in (inputs, trimmed):
-        log_probs, _ = PolicyModule(model, 1.0)(**arguments_of(read))
+        log_probs, _ = PolicyModule(model, 1.0)(read)
         width = log_probs.shape[1]
         assert not log_probs[inserted[:, :width]].any()
         kept = inputs.scored[:, :width]
@@ -183,7 +183,7 @@ def test_float32_logits_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
             return result
 
     with Watch():
-        log_probs, _ = policy(**arguments_of(batch.inputs))
+        log_probs, _ = policy(batch.inputs)
         log_probs.sum().backward()
     assert seen
     assert max(seen) <= limit + vocabulary

@@ -10,7 +10,6 @@ import torch
 from transformers import Gemma3Config, Mistral3Config, Qwen2_5_VLConfig
 
 from rlctl.batch import Prompts
-from rlctl.engine.inputs import arguments_of
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.lora import adapter_parameters, add_lora
 from rlctl.engine.model import load_policy
@@ -63,7 +62,7 @@ def test_log_probs_are_those_of_the_whole_model_and_reach_every_trained_weight(d
     expected, _ = naive_log_probs(model, batch)
     module = PolicyModule(model, 1.0)
     assert (module.head.is_split, module.packs, module.shares_prompts) == (True, True, True)
-    log_probs, *_ = module(**arguments_of(batch.inputs))
+    log_probs, *_ = module(batch.inputs)
     torch.testing.assert_close(log_probs.double(), expected, rtol=1e-4, atol=1e-5)
     log_probs.sum().backward()
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
@@ -75,7 +74,7 @@ def test_a_critic_holds_the_text_decoder_alone(directory: Path) -> None:
     assert critic.packs
     assert critic.body is body_of(model)
     assert sum(p.numel() for p in critic.body.parameters()) < sum(p.numel() for p in model.parameters())
-    assert critic(**arguments_of(tiny_batch(model, rows=4).inputs)).shape == (4, 6)
+    assert critic(tiny_batch(model, rows=4).inputs).shape == (4, 6)
 
 
 def test_adapters_are_in_the_text_decoder_only(directory: Path) -> None:
@@ -101,5 +100,5 @@ def test_responses_are_sampled_and_scored_alike(directory: Path) -> None:
     words = ("", "")
     prompts = Prompts(ids, mask, torch.tensor([0, 1]), words, words, words)
     found = rollout.generate(prompts, Sampling(max_response_length=5), n=3, step_seed=1, num_groups_total=2)
-    log_probs, *_ = PolicyModule(model, 1.0)(**arguments_of(found.inputs))
+    log_probs, *_ = PolicyModule(model, 1.0)(found.inputs)
     torch.testing.assert_close(log_probs, found.rollout_log_probs, rtol=1e-4, atol=1e-5)

@@ -14,6 +14,7 @@ from transformers import (
     SmolLM3Config,
 )
 
+from rlctl.batch import ModelInputs
 from rlctl.engine import inputs
 from rlctl.engine.inputs import can_pack
 from rlctl.engine.log_probs import PolicyModule
@@ -100,7 +101,7 @@ def test_a_window_shorter_than_a_sequence_is_not_packed() -> None:
     counts, log_probs = tokens_read(module, rows)
     assert counts == [4 * (PROMPT + HORIZON - 1)]
     module.packs = False
-    torch.testing.assert_close(module(**rows)[0], log_probs)
+    torch.testing.assert_close(module(ModelInputs(**rows))[0], log_probs)
 
 
 def test_recurrent_models_read_whole_rows() -> None:
@@ -111,5 +112,5 @@ def test_recurrent_models_read_whole_rows() -> None:
 def test_nothing_scored_gives_zeros() -> None:
     rows = rows_of(2)
     rows["scored"] = torch.zeros_like(rows["scored"])
-    log_probs, _ = PolicyModule(a_model("llama"), 1.0)(**rows)
+    log_probs, _ = PolicyModule(a_model("llama"), 1.0)(ModelInputs(**rows))
     assert not log_probs.any()

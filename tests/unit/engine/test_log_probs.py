@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rlctl.batch import ModelInputs
 from rlctl.engine.inputs import used_columns
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.spec import memory
@@ -115,7 +116,8 @@ def test_padding_on_either_side_changes_nothing() -> None:
     wide = [torch.nn.functional.pad(batch.input_ids, (4, 3), value=7)]  # any token may stand there
     wide += [torch.nn.functional.pad(batch.attention_mask, (4, 3))]
     wide += [torch.nn.functional.pad(batch.position_ids, (4, 3))]
-    more, more_entropy = policy(*wide, torch.nn.functional.pad(batch.response_mask, (0, 3)))
+    scored = torch.nn.functional.pad(batch.response_mask, (0, 3))
+    more, more_entropy = policy(ModelInputs(*wide, scored))
     assert not more[:, -3:].any()
     torch.testing.assert_close(more[:, :-3], log_probs, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(more_entropy[:, :-3], entropy, rtol=1e-5, atol=1e-6)

@@ -10,16 +10,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Generic
 
-import torch
 from torch import Tensor
 
 from rlctl.algos.metric_sums import LARGEST, Additive, Moments, V, ratio
-
-
-def minus_one(value: Tensor, log_value: Tensor) -> Tensor:
-    """Value − 1, exact near 1, as (value + 1) · tanh(log(value) / 2), which is faster than `expm1`."""
-    half = (log_value * 0.5).tanh_()
-    return torch.addcmul(half, half, value)
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,7 @@ class LogRatio:
     @cached_property
     def excess(self) -> Tensor:
         """(B, T): ρ − 1, exact where ρ is near 1; 0.0 outside the mask."""
-        return minus_one(self.ratio, self.token)
+        return self.token.expm1()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ are correct at any magnitude. The tokens of a row are summed in float32, the row
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Protocol
@@ -30,10 +29,9 @@ from rlctl.algos.correction_records import (
     UnitMoments,
     Weights,
     WeightSums,
-    minus_one,
 )
 from rlctl.algos.metric_sums import Moments, ratio
-from rlctl.algos.row_blocks import as_float, count
+from rlctl.algos.row_blocks import all_true, as_float, beyond, count
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, RejectRule, WeightRule
 from rlctl.registry import METRIC_CONVENTIONS
 
@@ -71,7 +69,7 @@ def row_sums(
     keep: Tensor,
     rules: CorrectionRules,
 ) -> RowSums:
-    """Per-row sums from which metrics are computed.
+    """Per-row sums from which metrics are computed. Overwrites the log-probs in `log_ratio`.
 
     `applied` is (B, T): the weights of the loss, before normalisation; None without weights.
     """
@@ -95,7 +93,7 @@ def row_sums(
             for result, rule in zip(criteria, rules.reject, strict=True)
         ),
         kept=count(keep)[:, 0],
-        probabilities=tokens.probability_rows(),
+        probabilities=_probability_rows(log_ratio.train, log_ratio.rollout),
     )
 
 
@@ -110,9 +108,7 @@ class _Tokens:
     def __init__(self, log_ratio: LogRatio) -> None:
         self.log_ratio = log_ratio
         self.response = as_float(log_ratio.mask)
-        # Reused, because the first write to new memory takes longer than the arithmetic.
-        self._buffer = torch.empty_like(log_ratio.token)
-        self.excess, self.excess_squares = self.powers(log_ratio.excess)
+        self.excess, self.excess_squares = _powers(log_ratio.excess)
 
     @cached_property
     def padding(self) -> Tensor:
@@ -124,40 +120,34 @@ class _Tokens:
         """Sums of ρ."""
         return self.positive_sums(self.log_ratio.ratio * self.response, (self.excess, self.excess_squares))
 
-    def powers(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """(B,) Σ x and Σ x² over tokens; exact if every x is 1."""
-        return values.sum(-1), torch.mul(values, values, out=self._buffer).sum(-1)
-
     def positive_sums(self, values: Tensor, offset: tuple[Tensor, Tensor]) -> TokenSums:
         """Sums of values (B, T) ≥ 0, 0.0 on padding; `offset`: Σ (value − 1) and Σ (value − 1)²."""
-        return TokenSums(*self.powers(values), *offset, self._lowest(values), values.amax(-1))
+        return TokenSums(*_powers(values), *offset, (values + self.padding).amin(-1), values.amax(-1))
 
     def sums(self, values: Tensor) -> TokenSums:
         """Sums of values (B, T), 0.0 on padding."""
-        total, squares = (x.double() for x in self.powers(values))
+        total, squares = (x.double() for x in _powers(values))
         n = self.log_ratio.length[:, 0]
-        high = torch.sub(values, self.padding, out=self._buffer).amax(-1)
-        return TokenSums(total, squares, total - n, squares - 2.0 * total + n, self._lowest(values), high)
+        low, high = (values + self.padding).amin(-1), (values - self.padding).amax(-1)
+        return TokenSums(total, squares, total - n, squares - 2.0 * total + n, low, high)
 
-    def count(self, compare: Callable[..., Tensor], values: Tensor, edge: float) -> Tensor:
-        """(B,) float32: number of response tokens whose value (B, T) compares true with the edge."""
-        return compare(values, edge, out=self._buffer).mul_(self.response).sum(-1)
 
-    def probability_rows(self) -> tuple[Tensor, ...]:
-        """(B,) sums in the order of `ProbabilitySums`."""
-        given = self.log_ratio.train, self.log_ratio.rollout
-        train, rollout = (minus_one(torch.exp(x, out=self._buffer), x) for x in given)
-        found = (*self.powers(train), *self.powers(rollout))
-        gap = train.sub_(rollout).abs_()
-        return (*found, *self.powers(gap), gap.amax(-1))
-
-    def _lowest(self, values: Tensor) -> Tensor:
-        return torch.add(values, self.padding, out=self._buffer).amin(-1)
+def _powers(values: Tensor) -> tuple[Tensor, Tensor]:
+    """(B,) Σ x and Σ x² over tokens; exact if every x is 1."""
+    return values.sum(-1), values.square().sum(-1)
 
 
 def _excess(log_weight: Tensor) -> Tensor:
     """w − 1, exact where w is near 1."""
     return log_weight.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).expm1()
+
+
+def _probability_rows(train: Tensor, rollout: Tensor) -> tuple[Tensor, ...]:
+    """Per-row sums in the order of `ProbabilitySums`; overwrites the log-probs (B, T), 0 on padding."""
+    train, rollout = train.expm1_(), rollout.expm1_()
+    found = (*_powers(train), *_powers(rollout))
+    gap = train.sub_(rollout).abs_()
+    return (*found, *_powers(gap), gap.amax(-1))
 
 
 def _weight_rows(
@@ -168,18 +158,19 @@ def _weight_rows(
         return SequenceWeightRows(weights.raw[:, 0], _excess(weights.log)[:, 0], weights.bounded[:, 0])
     raw = tokens.ratio
     if weights.log is not log_ratio.token:
-        raw = tokens.positive_sums(weights.raw * tokens.response, tokens.powers(_excess(weights.log)))
+        raw = tokens.positive_sums(weights.raw * tokens.response, _powers(_excess(weights.log)))
+    above, below = beyond(weights.raw, rule.lower_edge, rule.upper)
     unrejected = applied
     if rule.normalize_over == "all" or rule.metrics is not None:
         unrejected = weights.bounded * tokens.response
     described = applied if rule.metrics is None else unrejected
-    described_sums = tokens.positive_sums(described, tokens.powers(described - tokens.response))
+    described_sums = tokens.positive_sums(described, _powers(described - tokens.response))
     averaged = unrejected if rule.normalize_over == "all" else applied
     return TokenWeightRows(
         raw=raw,
         described=described_sums,
-        above=tokens.count(torch.gt, weights.raw, rule.upper),
-        below=tokens.count(torch.lt, weights.raw, rule.lower_edge),
+        above=count(all_true(above, log_ratio.mask))[:, 0],
+        below=count(all_true(below, log_ratio.mask))[:, 0],
         normalizer=described_sums.total if averaged is described else averaged.sum(-1),
     )
 

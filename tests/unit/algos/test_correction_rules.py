@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from rlctl.algos.correction import correct
-from rlctl.algos.correction_records import minus_one
 from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
 from tests.properties.batches import factor_and_metrics
 
@@ -212,14 +211,3 @@ def test_a_criterion_said_to_be_implied_rejects_nothing_more() -> None:
             missed += 1
     assert found > 400
     assert missed < found / 3
-
-
-def test_minus_one_is_as_exact_as_expm1():
-    small = torch.logspace(-30, 1.3, 2000)
-    logs = torch.cat([-small, torch.zeros(1), small]).clamp(-20.0, 20.0)
-    exact = logs.double().expm1()
-    found = minus_one(logs.exp(), logs)
-    assert ((found.double() - exact).abs() <= 4e-7 * exact.abs()).all()
-    assert found[2000] == 0.0
-    certain = torch.tensor([-100.0, -torch.inf])  # log-probs of tokens that are nearly impossible
-    assert minus_one(certain.exp(), certain).tolist() == [-1.0, -1.0]

@@ -176,10 +176,10 @@ def chosen(samples: Sequence[EvalSample], max_text: int) -> list[EvalSample]:
     places = list(range(len(samples)))
     random.Random(0).shuffle(places)
     places.sort(key=lambda place: _outcome(samples[place]) == "right" and not samples[place].truncated)
-    room, kept = max_text, set()
+    text_left, kept = max_text, set()
     for place in places:
-        room -= _size(samples[place])
-        if room < 0:
+        text_left -= _size(samples[place])
+        if text_left < 0:
             break
         kept.add(place)
     return [sample for place, sample in enumerate(samples) if place in kept]

@@ -1,6 +1,6 @@
 """Compares the cost of rlctl's correction (weights, mask, all metrics of a batch) with verl 0.9's helper.
 
-    python benchmarks/correction.py [--level token] [--json FILE] [--threads 1] [--repeats 15] [--kept-memory]
+    python benchmarks/correction.py [--level token] [--json FILE] [--threads 1] [--repeats 15]
 
 Both sides get the same float32 batch and the same rules (weights truncated at 2 and normalised; token_k1 and
 seq_max_k2 rejection), and both return Python numbers. Time: medians of alternating runs in one process. Extra
@@ -165,11 +165,6 @@ def main() -> None:
     parser.add_argument("--level", choices=["token", "sequence"], default="sequence")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument(
-        "--kept-memory",
-        action="store_true",
-        help="as in a process that has freed a large tensor: glibc then keeps freed memory for later calls",
-    )
     parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -180,8 +175,6 @@ def main() -> None:
         print(extra_memory(run))
         return
 
-    if options.kept_memory:
-        torch.empty(1 << 22)  # 16 MiB: freeing it raises glibc's thresholds
     report = {}
     print(f"{'batch':>13} {'side':>6} {'ms':>9} {'extra MiB':>10} {'host transfers':>15}")
     for size in SIZES:

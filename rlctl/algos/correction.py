@@ -122,10 +122,10 @@ def criterion_values(log_ratio: LogRatio, rule: RejectRule) -> Tensor:
 def check_criterion(log_ratio: LogRatio, rule: RejectRule) -> CriterionResult:
     """Evaluates one criterion: its statistic, bound violations, and the tokens or sequences it rejects."""
     values = criterion_values(log_ratio, rule)
-    units = log_ratio.mask if rule.reduction == "none" else log_ratio.finite
-    above, below = (all_true(units, which) for which in beyond(values, rule.lower, rule.upper))
-    num_above, num_below = count(above), count(below)
-    rejected = above | below if rule.scope == "token" else num_above + num_below > 0
+    units = log_ratio.response if rule.reduction == "none" else as_float(log_ratio.finite)
+    above, below = beyond(values, rule.lower, rule.upper, units)
+    num_above, num_below = above.sum(-1, keepdim=True), below.sum(-1, keepdim=True)
+    rejected = (above + below if rule.scope == "token" else num_above + num_below).bool()
     if rule.negative_advantage_only and log_ratio.advantages is not None:
         rejected = rejected & (log_ratio.advantages.sum(-1, keepdim=True) < 0)
     return CriterionResult(values, num_above, num_below, rejected)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Generic
 
+import torch
 from torch import Tensor
 
 from rlctl.algos.metric_sums import LARGEST, Additive, Moments, V, ratio
@@ -33,6 +34,11 @@ class LogRatio:
     def mean(self) -> Tensor:
         """(B, 1) float64: log of the geometric mean of ρ."""
         return self.sequence / self.length.clamp(min=1)
+
+    @cached_property
+    def response(self) -> Tensor:
+        """(B, T) float32: 1 on response tokens, else 0; multiplying by it is faster than masking."""
+        return self.mask.view(torch.uint8).float()
 
     @cached_property
     def ratio(self) -> Tensor:
@@ -157,7 +163,7 @@ class GapSums(Additive, Generic[V]):
 
 @dataclass(frozen=True, slots=True)
 class ProbabilitySums(Additive, Generic[V]):
-    """Sums over sampled tokens of their probabilities p, stored as p − 1, which is precise near p = 1."""
+    """Sums over sampled tokens of their probabilities p, stored as p − 1, whose sums are precise near p = 1."""
 
     train: V
     train_squares: V

@@ -20,6 +20,8 @@ from torch import Tensor
 V = TypeVar("V", Tensor, float)
 
 
+_VALUES = (Tensor, float, int)
+
 #: Metadata of a field that merges by maximum; all other fields are added.
 LARGEST = {"largest": True}
 
@@ -47,8 +49,8 @@ class Additive:
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
         """Concatenates the rows of all parts, in float64; fields are (B,)."""
-        columns = zip(*([x for x, _ in _leaves(part)] for part in parts), strict=True)
-        joined = iter([torch.cat(column).double() for column in columns])
+        rows = torch.cat([torch.stack([x for x, _ in _leaves(part)]) for part in parts], 1)
+        joined = iter(rows.double().unbind())
         return cast(Self, _rebuilt(parts[0], joined, joined))
 
     def where(self, chosen: Tensor) -> Self:
@@ -86,28 +88,37 @@ def _fields(record: Any) -> list[tuple[str, bool]]:
     return [(part.name, part.metadata.get("largest", False)) for part in fields(record)]
 
 
+def _children(node: Any, is_max: bool) -> list[tuple[Any, bool]]:
+    """What a record, tuple or dict contains, and whether it merges by maximum."""
+    if isinstance(node, Additive):
+        return [(getattr(node, name), largest) for name, largest in _fields(type(node))]  # type: ignore[arg-type]
+    return [(value, is_max) for value in (node.values() if isinstance(node, dict) else node)]
+
+
 def _leaves(node: Any, is_max: bool = False) -> list[tuple[Any, bool]]:
     """Each value of a record, and whether it merges by maximum."""
-    if isinstance(node, Additive):
-        names = _fields(type(node))  # type: ignore[arg-type]
-        parts = [(getattr(node, name), largest) for name, largest in names]
-    elif isinstance(node, tuple | dict):
-        parts = [(value, is_max) for value in (node.values() if isinstance(node, dict) else node)]
-    else:
-        return [] if node is None else [(node, is_max)]
-    return [leaf for value, largest in parts for leaf in _leaves(value, largest)]
+    found: list[tuple[Any, bool]] = []
+    for value, largest in _children(node, is_max):
+        if isinstance(value, _VALUES):
+            found.append((value, largest))
+        elif value is not None:
+            found += _leaves(value, largest)
+    return found
 
 
 def _rebuilt(node: Any, sums: Iterator[Any], maxima: Iterator[Any], is_max: bool = False) -> Any:
     """The same record with other values, in the order of `_leaves`."""
-    if isinstance(node, Additive):
-        names = _fields(type(node))  # type: ignore[arg-type]
-        return type(node)(*[_rebuilt(getattr(node, name), sums, maxima, largest) for name, largest in names])
+    values = [
+        next(maxima if largest else sums)
+        if isinstance(value, _VALUES)
+        else None
+        if value is None
+        else _rebuilt(value, sums, maxima, largest)
+        for value, largest in _children(node, is_max)
+    ]
     if isinstance(node, dict):
-        return {key: _rebuilt(value, sums, maxima, is_max) for key, value in node.items()}
-    if isinstance(node, tuple):
-        return tuple([_rebuilt(value, sums, maxima, is_max) for value in node])
-    return None if node is None else next(maxima if is_max else sums)
+        return dict(zip(node, values, strict=True))
+    return tuple(values) if isinstance(node, tuple) else type(node)(*values)
 
 
 def _merge(a: Any, b: Any) -> Any:

@@ -31,7 +31,7 @@ from rlctl.algos.correction_records import (
     WeightSums,
 )
 from rlctl.algos.metric_sums import Moments, ratio
-from rlctl.algos.row_blocks import all_true, as_float, beyond, count
+from rlctl.algos.row_blocks import beyond, count
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, RejectRule, WeightRule
 from rlctl.registry import METRIC_CONVENTIONS
 
@@ -101,24 +101,24 @@ class _Tokens:
     """Intermediate results that several statistics share.
 
     Attributes:
-        response: (B, T) float32, 1 on response tokens, else 0; multiplying by it is faster than masking.
         excess, excess_squares: (B,) Σ (ρ − 1) and Σ (ρ − 1)².
     """
 
     def __init__(self, log_ratio: LogRatio) -> None:
         self.log_ratio = log_ratio
-        self.response = as_float(log_ratio.mask)
         self.excess, self.excess_squares = _powers(log_ratio.excess)
 
     @cached_property
     def padding(self) -> Tensor:
         """(B, T) float32: 0 on response tokens, else a number larger than any value."""
-        return (1.0 - self.response).mul_(1e38)
+        return (1.0 - self.log_ratio.response).mul_(1e38)
 
     @cached_property
     def ratio(self) -> TokenSums:
         """Sums of ρ."""
-        return self.positive_sums(self.log_ratio.ratio * self.response, (self.excess, self.excess_squares))
+        return self.positive_sums(
+            self.log_ratio.ratio * self.log_ratio.response, (self.excess, self.excess_squares)
+        )
 
     def positive_sums(self, values: Tensor, offset: tuple[Tensor, Tensor]) -> TokenSums:
         """Sums of values (B, T) ≥ 0, 0.0 on padding; `offset`: Σ (value − 1) and Σ (value − 1)²."""
@@ -144,7 +144,7 @@ def _excess(log_weight: Tensor) -> Tensor:
 
 def _probability_rows(train: Tensor, rollout: Tensor) -> tuple[Tensor, ...]:
     """Per-row sums in the order of `ProbabilitySums`; overwrites the log-probs (B, T), 0 on padding."""
-    train, rollout = train.expm1_(), rollout.expm1_()
+    train, rollout = train.exp_().sub_(1.0), rollout.exp_().sub_(1.0)
     found = (*_powers(train), *_powers(rollout))
     gap = train.sub_(rollout).abs_()
     return (*found, *_powers(gap), gap.amax(-1))
@@ -158,19 +158,19 @@ def _weight_rows(
         return SequenceWeightRows(weights.raw[:, 0], _excess(weights.log)[:, 0], weights.bounded[:, 0])
     raw = tokens.ratio
     if weights.log is not log_ratio.token:
-        raw = tokens.positive_sums(weights.raw * tokens.response, _powers(_excess(weights.log)))
-    above, below = beyond(weights.raw, rule.lower_edge, rule.upper)
+        raw = tokens.positive_sums(weights.raw * log_ratio.response, _powers(_excess(weights.log)))
+    above, below = beyond(weights.raw, rule.lower_edge, rule.upper, log_ratio.response)
     unrejected = applied
     if rule.normalize_over == "all" or rule.metrics is not None:
-        unrejected = weights.bounded * tokens.response
+        unrejected = weights.bounded * log_ratio.response
     described = applied if rule.metrics is None else unrejected
-    described_sums = tokens.positive_sums(described, _powers(described - tokens.response))
+    described_sums = tokens.positive_sums(described, _powers(described - log_ratio.response))
     averaged = unrejected if rule.normalize_over == "all" else applied
     return TokenWeightRows(
         raw=raw,
         described=described_sums,
-        above=count(all_true(above, log_ratio.mask))[:, 0],
-        below=count(all_true(below, log_ratio.mask))[:, 0],
+        above=above.sum(-1),
+        below=below.sum(-1),
         normalizer=described_sums.total if averaged is described else averaged.sum(-1),
     )
 
@@ -182,7 +182,7 @@ def _criterion_rows(
     by_token = rule.reduction == "none"
     clamped: tuple[Tensor | None, Tensor | None] = (None, None)
     if convention := _convention(weight):
-        clamped = convention.clamped_rows(result.values, tokens.response, log_ratio.length[:, 0], rule)
+        clamped = convention.clamped_rows(result.values, log_ratio.response, log_ratio.length[:, 0], rule)
     found = None
     if by_token:
         found = tokens.ratio if rule.statistic == "ratio" else tokens.sums(result.values)

@@ -163,7 +163,7 @@ class GapSums(Additive, Generic[V]):
 
 @dataclass(frozen=True, slots=True)
 class ProbabilitySums(Additive, Generic[V]):
-    """Sums over sampled tokens of their probabilities p, stored as p − 1, whose sums are precise near p = 1."""
+    """Sums over sampled tokens of their probabilities p, stored as p − 1 for precision near p = 1."""
 
     train: V
     train_squares: V

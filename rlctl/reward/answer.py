@@ -56,7 +56,10 @@ _CORRECTION = re.compile(
     r"\b(?:wait|actually|correction|mistake|sorry|oops|incorrect|re-?check|let me re)\b", re.IGNORECASE
 )
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+#: A box, also without braces: `\boxed 42`, up to the end of the formula, line or sentence.
+_BOX = re.compile(
+    r"\\(?:boxed|fbox)(?:\s*\{|\s*(?=[-+.]?\d|\\[A-Za-z])(?P<bare>(?:[^$\n\\.]|\.(?=\d)|\\[^)\]])+))"
+)
 _HASH = re.compile(r"####+(?!#)[ \t]*(?:\n\s*)?(?P<line>[^\n]*)")
 #: `#### Step 2` and `#### 2. Add them up` are headings.
 _HEADING = re.compile(r"\s*(?:\d+[.):]\s+\S|\**[A-Za-z]+[a-z ]*\d*\**\s*:?\**\s*$|[A-Za-z]{2,})")
@@ -145,6 +148,9 @@ def _first(pattern: re.Pattern[str], text: str) -> int:
 
 def _boxes(text: str) -> Iterator[tuple[int, str]]:
     for match in _last(_BOX, text):
+        if match["bare"] is not None:
+            yield match.start(), match["bare"].strip()
+            continue
         limit = match.end() + MAX_CHARS
         end = group_end(text, match.end(), limit)
         yield match.start(), text[match.end() : limit if end is None else end].partition("\n\n")[0]

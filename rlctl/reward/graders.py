@@ -49,7 +49,7 @@ _IS = r"[\s*_\"']*+(?:(?i:is|was|would be|should be|must be)\b[\s*_\"']*+[:=]?|[
 #: wrong" may follow the answer), a line that starts with an option, an option in brackets.
 _OPTIONS = (
     re.compile(
-        rf"(?:\\(?:boxed|fbox)\s*\{{|####+|<answer>|\b(?i:(?:answers?|choice|option)\b{_IS}|answers?\b)"
+        rf"(?:\\(?:boxed|fbox)(?:\s*\{{|\s++|(?=\\))|####+|<answer>|\b(?i:(?:answers?|choice|option)\b{_IS}|answers?\b)"
         rf"[\s*_\"']*+(?i:option|choice|letter)?|答案[是为]?[\s:]*+){_LETTER}"
     ),
     re.compile(

@@ -9,9 +9,9 @@ stop-gradient operator.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule
+from rlctl.algos.rules import LOG_RATIO_CLAMP, AggMode, LossRule
 from rlctl.errors import RunFailure
 from rlctl.lazy import torch
 from rlctl.registry import POLICY_LOSSES, ClipBand
@@ -303,8 +303,6 @@ def value_loss(
 
 
 # --- aggregation -------------------------------------------------------------------------------------
-
-AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ LOG_RATIO_CLAMP = 20.0
 Bound = Literal["clip", "truncate", "mask"]
 Reduction = Literal["none", "sum", "mean", "max", "given"]
 Scope = Literal["token", "sequence"]
+#: How token losses become one number; see `rlctl.algos.losses.aggregate`.
+AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 LossDenominator = Literal["before_rejection", "after_rejection"]
 
 #: Statistics whose bounds can be expressed as bounds on ρ.

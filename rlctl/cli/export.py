@@ -95,17 +95,11 @@ def _checkpoint(run: Path, step: int | None) -> Checkpoint:
     Raises:
         UsageError: not a run, or no undamaged checkpoint of that step.
     """
-    from rlctl.engine.checkpoint import CHECKPOINTS, newest_intact
+    from rlctl.engine.checkpoint import checkpoint_of_run
     from rlctl.spec.load import spec_file_of
 
     spec_file_of(run)
-    root = run / CHECKPOINTS
-    checkpoint, notes = newest_intact(root, step)
-    if checkpoint is None:
-        which = "complete checkpoint" if step is None else f"complete checkpoint of step {step}"
-        there = ", ".join(path.name for path in sorted(root.glob("step_*"))) or "none"
-        problem = f" ({notes[0]})" if notes else ""
-        raise UsageError(f"there is no {which}{problem}", where=str(root), fix=f"checkpoints here: {there}")
+    checkpoint, notes = checkpoint_of_run(run, step)
     for note in notes:
         typer.echo(f"warning: {note}", err=True)
     return checkpoint

@@ -24,7 +24,7 @@ KEYS: dict[str, tuple[str, str, str, str, str]] = {
     ),
     "actor.ppo_epochs": (f"{_ACTOR}ppo_epochs", "num_iterations", "--train.max_epochs", "", ""),
     "actor.grad_clip": (
-        f"{_ACTOR}optim.clip_grad", "max_grad_norm", "", "--clip-grad", "policy.max_grad_norm"
+        f"{_ACTOR}optim.clip_grad", "max_grad_norm", "--actor.max_norm", "--clip-grad", "policy.max_grad_norm"
     ),
     "actor.clip_ratio_high": (
         f"{_ACTOR}clip_ratio_high", "epsilon_high", "", "--eps-clip-high", "loss_fn.ratio_clip_max"
@@ -50,7 +50,9 @@ KEYS: dict[str, tuple[str, str, str, str, str]] = {
         "--rollout-max-response-len", "policy.generation.max_new_tokens",
     ),
     "critic.ppo_epochs": ("critic.ppo_epochs", "", "", "", ""),
-    "trainer.critic_warmup": ("trainer.critic_warmup", "", "", "", ""),
+    "trainer.critic_warmup": (
+        "trainer.critic_warmup", "", "--critic.freezing_steps", "--num-critic-only-steps", ""
+    ),
 }  # fmt: skip
 
 

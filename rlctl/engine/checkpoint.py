@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rlctl.errors import RlctlError, RunFailure
+from rlctl.errors import RlctlError, RunFailure, UsageError
 from rlctl.files import apply_umask, sha256_of, sync
 
 #: Subdirectory of a run directory for its checkpoints.
@@ -237,6 +237,27 @@ def newest_intact(
         else:
             notes.append(f"{path.name} is damaged: {problem}")
     return None, notes
+
+
+def checkpoint_of_run(run_dir: Path, step: int | None = None) -> tuple[Checkpoint, list[str]]:
+    """The newest intact checkpoint of a run, or that of `step`, and the problems of others passed over.
+
+    Raises:
+        UsageError: there is none.
+    """
+    root = run_dir / CHECKPOINTS
+    checkpoint, notes = newest_intact(root, step)
+    if checkpoint is not None:
+        return checkpoint, notes
+    there = ", ".join(path.name for path in sorted(root.glob(f"{_PREFIX}*")))
+    wait = "wait for one (see trainer.save_freq), or resume the run until it ends"
+    raise UsageError(
+        "the run has no complete checkpoint"
+        + ("" if step is None else f" of step {step}")
+        + (f" ({notes[0]})" if notes else ""),
+        where=str(root),
+        fix=wait if step is None or not there else f"checkpoints here: {there}",
+    )
 
 
 def bytes_of_newest(root: Path) -> int:

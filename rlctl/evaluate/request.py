@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from rlctl.data.recipes import Recipe
-from rlctl.engine.checkpoint import CHECKPOINTS, model_checksums, newest_intact
+from rlctl.engine.checkpoint import checkpoint_of_run, model_checksums
 from rlctl.errors import UsageError
 from rlctl.evaluate.questions import AUTO, Questions, load_questions
 from rlctl.files import check_vacant
@@ -142,13 +142,7 @@ def find_target(model_or_run: str, data_files: list[str]) -> Target:
 
 def _run_target(run_dir: Path, data_files: list[str]) -> Target:
     spec = recorded_spec(run_dir / RUN_SPEC_FILE)
-    checkpoint, notes = newest_intact(run_dir / CHECKPOINTS)
-    if checkpoint is None:
-        raise UsageError(
-            "the run has no complete checkpoint" + (f" ({notes[0]})" if notes else ""),
-            where=str(run_dir / CHECKPOINTS),
-            fix="wait for one (see trainer.save_freq), or resume the run until it ends",
-        )
+    checkpoint, notes = checkpoint_of_run(run_dir)
     data_files = data_files or spec.data.val_files
     if not data_files and spec.is_embedded:
         data_files = [str(ensure_embedded(spec.trainer.seed).val_file)]

@@ -18,7 +18,7 @@ from rich.text import Text
 from rlctl.batch import torch_device
 from rlctl.data.read import load_rows
 from rlctl.data.schema import Row
-from rlctl.engine.checkpoint import CHECKPOINTS, newest_intact, verify
+from rlctl.engine.checkpoint import CHECKPOINTS, checkpoint_of_run, verify
 from rlctl.engine.model import load_policy
 from rlctl.errors import UsageError
 from rlctl.mismatch.causes import Cause, causes, open_questions, remainder
@@ -201,9 +201,7 @@ def _trainer(request: MismatchRequest) -> _Trainer:
 
 def _of_run(run_dir: Path, data_files: list[str]) -> _Trainer:
     spec = recorded_spec(run_dir / RUN_SPEC_FILE)
-    newest, notes = newest_intact(run_dir / CHECKPOINTS)
-    if newest is None:
-        raise UsageError("the run has no complete checkpoint", where=str(run_dir / CHECKPOINTS))
+    newest, notes = checkpoint_of_run(run_dir)
     embedded = ensure_embedded(spec.trainer.seed) if spec.is_embedded else None
     own = [str(embedded.val_file)] if embedded else spec.data.val_files or spec.data.train_files
     others = sorted((run_dir / CHECKPOINTS).glob("step_*"), reverse=True)

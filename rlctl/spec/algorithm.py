@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from rlctl.algos.rules import AggMode
 from rlctl.registry import ADVANTAGE_ESTIMATORS, CORRECTION_WEIGHTS, KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.base import NullWord, OpenMapping, Registered, Section, aliases
 
@@ -23,7 +24,6 @@ def _number_as_text(value: object) -> object:
 KLNames = aliases({"kl": "k1", "mse": "k2", "low_var_kl": "k3"})
 Threshold = Annotated[str, BeforeValidator(_number_as_text, json_schema_input_type=str | float)]
 
-AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 

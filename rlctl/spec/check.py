@@ -210,8 +210,10 @@ def learning_rate_is_usual(spec: RunSpec) -> Problems:
     *BATCH_KEYS,
     "trainer.total_training_steps",
     "trainer.critic_warmup",
+    "actor.lr",
     "actor.lr_warmup_steps",
     "actor.ppo_epochs",
+    "critic.lr",
     "critic.lr_warmup_steps",
     "critic.ppo_epochs",
     "critic.ppo_mini_batch_size",
@@ -245,7 +247,10 @@ def adapters_have_layers(spec: RunSpec) -> Problems:
         yield warning("model.target_modules", what, fix)
 
 
-@reads("engine.offload_base", "engine.zero_stage", "model.lora_rank", "rollout.name", "rollout.merge_lora")
+@reads(
+    *("engine.offload_base", "engine.zero_stage", "engine.offload", "model.lora_rank"),
+    *("rollout.name", "rollout.mode", "rollout.merge_lora", "rollout.free_cache_engine"),
+)
 def base_can_be_offloaded(spec: RunSpec) -> Problems:
     """`offload_base` needs frozen weights, and a colocated engine that frees its own copy between calls."""
     if not spec.engine.offload_base:
@@ -276,7 +281,10 @@ def offload_has_a_stage(spec: RunSpec) -> Problems:
 _BUDGETS = ("actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu")
 
 
-@reads(*_BUDGETS, "data.max_prompt_length", "data.max_response_length", "engine.sequence_parallel")
+@reads(
+    *(*_BUDGETS, "engine.sequence_parallel", "model.path"),
+    *("data.train_files", "data.max_prompt_length", "data.max_response_length"),
+)
 def budget_holds_a_row(spec: RunSpec) -> Problems:
     """A token budget must be at least the longest prompt plus the longest response."""
     longest = sum(max(limit, needed) for limit, needed in _lengths(spec).values())

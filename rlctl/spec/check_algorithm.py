@@ -33,7 +33,11 @@ from rlctl.spec.run_spec import RunSpec
 _FILTER = "algorithm.filter_groups"
 _BYPASS, _DIALECT = f"{CORRECTION}bypass_mode", f"{CORRECTION}dialect"
 _IS, _IS_BOUND = f"{CORRECTION}rollout_is", f"{CORRECTION}rollout_is_bound"
-_RULES = (_DIALECT, _IS, IS_THRESHOLD_KEY, _IS_BOUND, RS_KEY, RS_THRESHOLD_KEY)
+_RULES = (
+    *(_DIALECT, _IS, IS_THRESHOLD_KEY, _IS_BOUND, f"{CORRECTION}rollout_is_params"),
+    *(RS_KEY, RS_THRESHOLD_KEY, f"{CORRECTION}rollout_rs_params"),
+    *(f"{CORRECTION}rollout_is_batch_normalize", f"{CORRECTION}loss_denominator"),
+)
 _CENTERING = f"{CORRECTION}score_centering"
 _AUTO = f"{CORRECTION}auto"
 _CLIPS = ("actor.clip_ratio_low", "actor.clip_ratio_high")
@@ -107,7 +111,7 @@ def threshold_has_a_criterion(spec: RunSpec) -> Problems:
         yield warning(RS_THRESHOLD_KEY, what, "name a criterion in rollout_rs, or set the threshold to null")
 
 
-@reads(*_RULES)
+@reads(*_RULES, _CENTERING, _AUTO)
 def weight_band_holds_one(spec: RunSpec) -> Problems:
     """On-policy weights are exactly 1; a band that does not contain 1 would change them."""
     correction = spec.algorithm.rollout_correction
@@ -154,7 +158,7 @@ def critic_has_a_use(spec: RunSpec) -> Problems:
         yield error("trainer.critic_warmup", f"{estimator} has no critic to warm up", LEAVE_OUT)
 
 
-@reads(ESTIMATOR, "critic.ppo_mini_batch_size", *BATCH_KEYS)
+@reads(ESTIMATOR, "critic.ppo_mini_batch_size", *BATCH_KEYS, "trainer.n_gpus_per_node", "trainer.nnodes")
 def critic_batch_is_whole(spec: RunSpec) -> Problems:
     """Rows are assigned to ranks by the actor's mini-batches; the critic's must consist of whole ones."""
     mini, (batch, actor) = spec.critic_mini_batch_size, fitting_batch(spec)

@@ -196,6 +196,7 @@ def validation_samples_differ(spec: RunSpec) -> Problems:
     "rollout.server.placement",
     "rollout.merge_lora",
     "rollout.engine_params",
+    "model.lora_rank",
 )
 def engine_supports_it(spec: RunSpec) -> Problems:
     """Some options are supported only by some engines, or only by engines in separate processes."""

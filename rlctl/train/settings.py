@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from rlctl.algos.losses import AggMode
-from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
+from rlctl.algos.rules import AggMode, CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.registry import POLICY_LOSSES
 from rlctl.spec.algorithm import ActorSpec, CriticSpec
 from rlctl.spec.resolve import correction_rules, loss_rule

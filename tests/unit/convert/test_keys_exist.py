@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from rlctl.convert.table import KeyTable, names, placeholders, table, word
+from rlctl.diagnose.fixes import _FRAMEWORKS, KEYS
 from rlctl.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.keys import leaf_of
 from tests.reference.verl_helper import SIDE
@@ -118,3 +119,11 @@ def test_values_that_a_table_writes_exist_here(name: str) -> None:
     for rule in table(name).keys.values():
         if rule.to in parts and rule.values:
             assert set(rule.values.values()) <= set(parts[rule.to])
+
+
+@pytest.mark.parametrize("framework", _FRAMEWORKS)
+def test_the_fixes_of_diagnose_name_the_same_keys(framework: str) -> None:
+    place, rules = _FRAMEWORKS.index(framework), table(framework).keys
+    for key, named in KEYS.items():
+        known = [other for other, rule in rules.items() if rule.to == key and not rule.unsupported]
+        assert not known or named[place].removeprefix("--") in known, (key, known)

@@ -10,8 +10,16 @@ from pathlib import Path
 import pytest
 
 from rlctl.engine import checkpoint
-from rlctl.engine.checkpoint import TrainerState, begin, newest_intact, point_to, publish, verify
-from rlctl.errors import RunFailure
+from rlctl.engine.checkpoint import (
+    TrainerState,
+    begin,
+    checkpoint_of_run,
+    newest_intact,
+    point_to,
+    publish,
+    verify,
+)
+from rlctl.errors import RunFailure, UsageError
 
 
 def write(root: Path, step: int, keep: int | None = None) -> checkpoint.Checkpoint:
@@ -201,3 +209,17 @@ def test_a_damaged_one_is_named_with_the_one_used_instead(tmp_path: Path) -> Non
         assert "checksum" in notes[0]
         assert "model/deep/weights is missing" in notes[1]
         assert all(note.endswith("step_000001 is used instead") for note in notes)
+
+
+def test_a_run_without_checkpoint_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no complete checkpoint") as missing:
+        checkpoint_of_run(tmp_path)
+    assert "resume the run" in str(missing.value.fix)
+    write(tmp_path / "checkpoints", 3)
+    assert checkpoint_of_run(tmp_path)[0].state.step == 3
+    with pytest.raises(UsageError, match="no complete checkpoint of step 4") as other:
+        checkpoint_of_run(tmp_path, 4)
+    assert other.value.fix == "checkpoints here: step_000003"
+    (tmp_path / "checkpoints/step_000003/model/deep/weights").unlink()
+    with pytest.raises(UsageError, match=r"no complete checkpoint \(step_000003 is damaged"):
+        checkpoint_of_run(tmp_path)

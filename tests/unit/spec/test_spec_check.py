@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 
 from rlctl.errors import SpecError
 from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec import check_rollout
+from rlctl.spec.base import Section
 from rlctl.spec.check import CHECKS
 from rlctl.spec.keys import known_leaves
 from rlctl.spec.load import load_spec
+from rlctl.spec.sources import all_presets
 
 RC = "algorithm.rollout_correction."
 #: Those without parameters that must be given.
@@ -365,6 +370,49 @@ def test_checks_name_keys_that_exist():
     for check, keys in CHECKS.items():
         assert set(keys) <= known_leaves().keys(), check.__name__
         assert check.__doc__
+
+
+#: Overrides under which checks read keys that they do not read by default.
+READ_MORE = [
+    [],
+    ["rollout.name=vllm", "rollout.mode=server"],
+    ["rollout.name=vllm", "model.lora_rank=4", "rollout.server.weight_transfer=broadcast"],
+    ["rollout.max_staleness=2"],
+    ["rollout.staleness=1"],
+    ["actor.ppo_max_token_len_per_gpu=1000"],
+    ["engine.zero_stage=3", "engine.offload=all"],
+    ["algorithm.rollout_correction.bypass_mode=true"],
+    ["algorithm.adv_estimator=gae", "critic.enable=true"],
+]
+
+
+def leaves(section: Section, prefix: str = "") -> Iterator[tuple[tuple[int, str], str]]:
+    """(id of the section, field) and key of each setting."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield (id(section), name), prefix + name
+
+
+def test_checks_name_the_keys_that_they_read(monkeypatch):
+    """A check is left out if a key that it reads is invalid; else it would report on the key's default."""
+    read, get = set(), Section.__getattribute__
+    record = lambda self, name: read.add((id(self), name)) or get(self, name)  # noqa: E731
+    for preset in all_presets():
+        for overrides in READ_MORE:
+            with contextlib.suppress(SpecError):
+                spec = load_spec([preset], [], overrides).spec
+                keys_of = dict(leaves(spec))
+                for check, named in CHECKS.items():
+                    read.clear()
+                    with monkeypatch.context() as patched:
+                        patched.setattr(Section, "__getattribute__", record)
+                        list(check(spec))
+                    keys = {keys_of[one] for one in read & keys_of.keys()}
+                    unnamed = {key for key in keys if not key.startswith(tuple(named))}
+                    assert not unnamed, (check.__name__, unnamed)
 
 
 @pytest.mark.parametrize(("hidden", "found"), [(False, {"rollout.name": "warning"}), (True, {})])

@@ -8,6 +8,7 @@ launchers also start forks.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import multiprocessing
@@ -29,9 +30,15 @@ _CLIENT = """#!{python} -ISs
 import json, os, signal, socket, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
+numbers = []
+for number in sorted(map(int, os.listdir("/proc/self/fd"))):
+    try:
+        numbers += [number] * (number < 3 or os.get_inheritable(number))
+    except OSError:  # that of the listing
+        pass
 request = {{"command": {command!r}, "words": sys.argv[1:], "cwd": os.getcwd(), "env": dict(os.environ)}}
-encoded = json.dumps(request).encode()
-socket.send_fds(server, [len(encoded).to_bytes(8)], [0, 1, 2])
+encoded = json.dumps(request | {{"numbers": numbers, "parent": os.getppid()}}).encode()
+socket.send_fds(server, [len(encoded).to_bytes(8)], numbers)
 server.sendall(encoded)
 lines = server.makefile()
 pid = int(lines.readline())
@@ -39,7 +46,8 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sig
     signal.signal(number, lambda number, _: os.kill(pid, number))
 code = int(lines.readline() or 137)
 if code < 0:
-    signal.signal(-code, signal.SIG_DFL)
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 os._exit(code)
 """
@@ -96,7 +104,7 @@ def _serve(directory: str) -> int:
 def _attend(client: socket.socket, directory: str) -> int:
     """Serves one command; kills it if its client ends first, because clients cannot forward SIGKILL."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    length, files, _, _ = socket.recv_fds(client, 8, 3)
+    length, files, _, _ = socket.recv_fds(client, 8, 64)
     request = b""
     while len(request) < int.from_bytes(length):
         request += client.recv(2**20)
@@ -117,9 +125,12 @@ def _attend(client: socket.socket, directory: str) -> int:
 
 def _become(request: dict, files: list[int], directory: str) -> None:
     """Runs `python WORDS` in this process; never returns."""
-    for descriptor, file in enumerate(files):
-        os.dup2(file, descriptor)
+    copies = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in files]  # beyond all that are assigned
+    for file in files:
         os.close(file)
+    for copy, number in zip(copies, request["numbers"], strict=True):
+        os.dup2(copy, number)
+        os.close(copy)
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):  # the kind of file can have changed
         stream = open(descriptor, "w" if descriptor else "r", closefd=False)  # noqa: SIM115
         if descriptor:
@@ -128,11 +139,12 @@ def _become(request: dict, files: list[int], directory: str) -> None:
         setattr(sys, f"__{name}__", stream)
     os.environ.clear()
     os.environ.update(request["env"])
+    os.getppid = lambda: request["parent"]
     os.chdir(request["cwd"])
     sys.executable = f"{directory}/python"
     multiprocessing.set_executable(sys.executable)
     words = [*_COMMANDS[request["command"]], *request["words"]]
-    options = list(itertools.takewhile({"-u", "-P"}.__contains__, words))
+    options = list(itertools.takewhile({"-u", "-P", "-B"}.__contains__, words))
     kind, *words = words[len(options) :]
     sys.path[:] = [entry for entry in sys.path if entry not in {"", str(ROOT)}]
     sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep) if "PYTHONPATH" in os.environ else []

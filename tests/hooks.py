@@ -200,3 +200,33 @@ def forked_ranks_with_vllm() -> None:
     with IsolatedState().running():
         from vllm import LLM  # noqa: F401
     gc.freeze()  # see tests/preload.py
+
+
+def python_is(python: str) -> None:
+    """Processes that this one spawns start by `python`, a command of `tests.forked_python`."""
+    import multiprocessing
+    import sys
+
+    sys.executable = python
+    multiprocessing.set_executable(python)
+
+
+def servers_are_forks(python: str, after: int = 0) -> None:
+    """vLLM servers, except the first `after`, start by `python`, a command of `tests.forked_python`.
+
+    They are forks of a process that has imported vLLM, as are the processes that they spawn.
+    """
+    import subprocess
+    from types import SimpleNamespace
+
+    from rlctl.rollout import server_process
+
+    started = []
+
+    def start(command: list[str], **how: object) -> subprocess.Popen[bytes]:
+        started.append(command)
+        if len(started) > after:
+            command = [python, *command[1:]]
+        return subprocess.Popen(command, **how)  # type: ignore[call-overload]
+
+    server_process.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": start})

@@ -1,6 +1,7 @@
 """Evaluation of a model behind a real vLLM server on the CPU."""
 
 import importlib.util
+import subprocess
 
 import pyarrow.parquet as pq
 import pytest
@@ -8,8 +9,10 @@ import pytest
 from rlctl.evaluate import local_model
 from rlctl.evaluate.evaluation import evaluate
 from rlctl.evaluate.request import EvaluateRequest
+from rlctl.rollout import server_process
 from rlctl.rollout.completions import vllm_options
 from rlctl.rollout.replicas import MODEL_NAME, Replicas, ReplicaSettings
+from tests import hooks
 from tests.unit.evaluate.runs import QUICK, quick_task
 
 pytestmark = [
@@ -26,8 +29,10 @@ def task(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def url(task, tmp_path):
+def url(task, tmp_path, forked_vllm, monkeypatch):
     """Of a server of the embedded model whose chat template is the message alone, as without a template."""
+    monkeypatch.setattr(server_process, "subprocess", subprocess)  # taken back after the test
+    hooks.servers_are_forks(str(forked_vllm / "python"))
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0]['content'] }}")
     options = vllm_options("fp32", QUICK.max_position_embeddings, max_num_seqs=8)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests import hooks, runs
+from tests.forked_python import run_in
 from tests.processes import Job
 
 pytestmark = [
@@ -67,12 +70,12 @@ def train_each(directory: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def in_process(embedded_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def in_process(embedded_cache: Path, forked_vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run directories of `TRAINED`."""
     directory = tmp_path_factory.mktemp("in-process")
-    env = {"RLCTL_CACHE": str(embedded_cache)}
-    job = Job(train_each, str(directory), log=directory / "log", env=env, before=hooks.forked_ranks_with_vllm)
-    assert job.wait(600) == 0, job.output[-4000:]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RLCTL_CACHE", str(embedded_cache))
+        run_in(forked_vllm, train_each, directory, log=directory / "log")
     return directory
 
 
@@ -93,7 +96,7 @@ def servers(job: Job) -> list[psutil.Process]:
     ]
 
 
-def start_on_a_server(tmp_path: Path, *trained: str) -> Job:
+def start_on_a_server(tmp_path: Path, *trained: str, before: Callable[[], None] | None = None) -> Job:
     return runs.start_train(
         tmp_path / "run",
         *VLLM,
@@ -102,6 +105,7 @@ def start_on_a_server(tmp_path: Path, *trained: str) -> Job:
         f"rollout.server.weights_dir={tmp_path / 'weights'}",
         "trainer.total_training_steps=3",
         env=dict(os.environ),
+        before=before,
     )
 
 
@@ -113,17 +117,25 @@ def check_end(tmp_path: Path, job: Job) -> None:
     assert list((tmp_path / "weights").iterdir()) == []
 
 
-def test_a_server_that_is_killed_starts_again_with_the_newest_weights(tmp_path: Path) -> None:
-    job = start_on_a_server(tmp_path, *ALL_WEIGHTS)
+def test_a_server_that_is_killed_starts_again_with_the_newest_weights(
+    tmp_path: Path, forked_vllm: Path
+) -> None:
+    before = partial(hooks.servers_are_forks, str(forked_vllm / "python"), after=1)
+    job = start_on_a_server(tmp_path, *ALL_WEIGHTS, before=before)
     job.wait_for(lambda: len(runs.metrics(tmp_path / "run")) >= 1)
     (server,) = servers(job)
     server.send_signal(signal.SIGKILL)
     check_end(tmp_path, job)
 
 
-def test_a_server_gets_weights_by_broadcast(tmp_path: Path) -> None:
+@pytest.fixture
+def forked(forked_vllm: Path) -> Callable[[], None]:
+    return partial(hooks.servers_are_forks, str(forked_vllm / "python"))
+
+
+def test_a_server_gets_weights_by_broadcast(tmp_path: Path, forked: Callable[[], None]) -> None:
     """vLLM's own endpoints and order of calls, over gloo; no file of weights is written."""
-    job = start_on_a_server(tmp_path, "rollout.server.weight_transfer=broadcast")
+    job = start_on_a_server(tmp_path, "rollout.server.weight_transfer=broadcast", before=forked)
     job.wait_for(lambda: len(runs.metrics(tmp_path / "run")) >= 1)
     assert not list((tmp_path / "weights").rglob("*.safetensors"))
     check_end(tmp_path, job)
@@ -131,5 +143,5 @@ def test_a_server_gets_weights_by_broadcast(tmp_path: Path) -> None:
     assert "1 vLLM servers, weights by broadcast" in environment
 
 
-def test_a_server_applies_the_adapter(tmp_path: Path) -> None:
-    check_end(tmp_path, start_on_a_server(tmp_path, *ADAPTER))
+def test_a_server_applies_the_adapter(tmp_path: Path, forked: Callable[[], None]) -> None:
+    check_end(tmp_path, start_on_a_server(tmp_path, *ADAPTER, before=forked))

@@ -39,7 +39,7 @@ def assert_equals_reference(batch: Batch, rules: CorrectionRules) -> None:
         if name.endswith("_std"):  # a variance is a difference of sums made in float32
             extremes = [abs(expected.metrics.get(name[:-3] + end, 0.0)) for end in ("max", "min")]
             slack = max(slack, 5e-7 * max(extremes) ** 2 / max(value, 1e-3 * max(extremes), 1e-9))
-        assert metrics[name] == pytest.approx(value, rel=1e-5, abs=slack), name
+        assert math.isclose(metrics[name], value, rel_tol=1e-5, abs_tol=slack), (name, metrics[name], value)
 
 
 @pytest.mark.parametrize("weight", weight_rules(), ids=str)

@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests import hooks
 from tests.processes import Job
 
 
@@ -102,8 +104,9 @@ def test_a_rank_that_is_still_starting_when_its_launcher_is_killed_does_not_begi
         (broken, 1, "RunFailure ZeroDivisionError: ours (rank"),
     ],
 )
-def test_ranks(tmp_path: Path, target, code: int, said: str) -> None:
-    job = Job(launched, target, log=tmp_path / "log")
+def test_ranks(tmp_path: Path, forked_commands: Path, target, code: int, said: str) -> None:
+    before = partial(hooks.python_is, str(forked_commands / "python"))
+    job = Job(launched, target, log=tmp_path / "log", before=before)
     assert job.wait() == code, job.output[-4000:]
     assert said in job.output
     assert job.orphans() == []

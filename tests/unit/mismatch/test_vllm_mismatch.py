@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import Job
+from tests.forked_python import run_in
 from tests.unit.mismatch.planted import MODEL, ROWS, TOKENIZER
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -30,16 +30,15 @@ def ask(model: str, data: str, answers: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def answers(forked_vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     from rlctl.data.schema import write_rows
 
     directory = tmp_path_factory.mktemp("vllm-mismatch")
     MODEL.save_pretrained(directory / "model")
     TOKENIZER.save_pretrained(directory / "model")
     write_rows(directory / "rows.parquet", "test", ROWS)
-    paths = [str(directory / name) for name in ("model", "rows.parquet", "answers")]
-    job = Job(ask, *paths, log=directory / "log")
-    assert job.wait(400) == 0, job.output[-3000:]
+    paths = [directory / name for name in ("model", "rows.parquet", "answers")]
+    run_in(forked_vllm, ask, *paths, log=directory / "log")
     loaded: dict[str, Any] = json.loads((directory / "answers").read_text())
     return loaded
 

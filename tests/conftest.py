@@ -59,12 +59,16 @@ FEW_ROWS = 1024
 
 @pytest.fixture(scope="session")
 def whole_embedded_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`RLCTL_CACHE` shared by all workers, with the embedded model of seed 1 and all its data; built once."""
+    """`RLCTL_CACHE` shared by all workers, with the embedded model of seed 1 and all its data; built once.
+
+    The file `built` has the last message of its build.
+    """
     from rlctl.tiny.embedded import ensure_embedded
 
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "rlctl-cache"
-    ensure_embedded(1, shared)
+    shared.mkdir(exist_ok=True)
+    ensure_embedded(1, shared, lambda _, message: (shared / "built").write_text(message))
     return shared
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 V = TypeVar("V", Tensor, float)
 
 
+#: What a record contains besides None and other records.
 _VALUES = (Tensor, float, int)
-
 #: Metadata of a field that merges by maximum; all other fields are added.
 LARGEST = {"largest": True}
 
@@ -108,14 +108,13 @@ def _leaves(node: Any, is_max: bool = False) -> list[tuple[Any, bool]]:
 
 def _rebuilt(node: Any, sums: Iterator[Any], maxima: Iterator[Any], is_max: bool = False) -> Any:
     """The same record with other values, in the order of `_leaves`."""
-    values = [
-        next(maxima if largest else sums)
-        if isinstance(value, _VALUES)
-        else None
-        if value is None
-        else _rebuilt(value, sums, maxima, largest)
-        for value, largest in _children(node, is_max)
-    ]
+
+    def new(value: Any, largest: bool) -> Any:
+        if isinstance(value, _VALUES):
+            return next(maxima if largest else sums)
+        return None if value is None else _rebuilt(value, sums, maxima, largest)
+
+    values = [new(*child) for child in _children(node, is_max)]
     if isinstance(node, dict):
         return dict(zip(node, values, strict=True))
     return tuple(values) if isinstance(node, tuple) else type(node)(*values)

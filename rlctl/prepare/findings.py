@@ -281,11 +281,10 @@ def contradiction(row: Row) -> str:
         )
         if not (calculated.is_finite() and truth.is_finite()):
             return ""
-        exponent = truth.as_tuple().exponent
-    except InvalidOperation:  # one of them is not a number
-        return ""
-    unit = Decimal(1).scaleb(min(0, int(exponent)))
-    if calculated == truth or (calculated % unit and abs(calculated - truth) < unit):
+        unit = Decimal(1).scaleb(min(0, int(truth.as_tuple().exponent)))
+        if calculated == truth or (calculated % unit and abs(calculated - truth) < unit):
+            return ""
+    except InvalidOperation:  # one of them is not a number, or has too many digits to round it
         return ""
     rest = row.answer[found.end() :].partition("####")[0].replace(",", "")
     if any(Decimal(number) == abs(truth) for number in _NUMBER.findall(rest)):

@@ -97,6 +97,8 @@ def test_what_asks_for_a_form(text, expected):
         ("<<3+4=seven>>", "8", False),
         ("<<3+4=7>>", "apple", False),
         ("<<3+4=7>>", "NaN", False),
+        ("<<1/3=0.33>>", "0." + 31 * "3", False),  # too many digits to round to
+        ("<<3+4=7>>", "1e-9999999", False),
     ],
 )
 def test_a_gold_against_the_last_calculation(answer, gold, expected):

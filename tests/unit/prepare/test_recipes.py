@@ -154,6 +154,7 @@ def test_alternatives_and_dots_find_columns():
         ("y", ["x", "y"], "B"),
         ("1", ["x", "y"], "B"),
         ("2", {"text": ["x", "y"], "label": ["1", "2"]}, "B"),
+        (1, {"text": ["x", "y"], "label": [1, 2]}, "A"),
         ("C", {"text": ["x", "y", "z"], "label": ["A", "B", "C"]}, "C"),
         ("D", {"A": "x", "D": "y", "E": None}, "B"),
         ("10", ["9", "10"], "B"),

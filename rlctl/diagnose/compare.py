@@ -131,8 +131,8 @@ def _on_shared_steps(a: Table, b: Table) -> tuple[Table, Table]:
         return a, b
     steps, in_a, in_b = np.intersect1d(a.steps, b.steps, assume_unique=True, return_indices=True)
     return (
-        Table(steps, {key: values[in_a] for key, values in a.columns.items()}),
-        Table(steps, {key: values[in_b] for key, values in b.columns.items()}),
+        Table(steps, {key: values[in_a] for key, values in a.columns.items()}, a.nonfinite),
+        Table(steps, {key: values[in_b] for key, values in b.columns.items()}, b.nonfinite),
     )
 
 
@@ -222,6 +222,8 @@ def _identical_until(a: Table, b: Table, keys: Sequence[str]) -> int | None:
     for key in compared:
         left, right = a.columns[key], b.columns[key]
         differs |= (left != right) & np.isfinite(left) & np.isfinite(right)
+        bad_a, bad_b = (each.nonfinite.get(key, each.steps[:0]) for each in (a, b))
+        differs |= np.isin(a.steps, np.setxor1d(bad_a, bad_b))
     count = int(np.argmax(differs)) if differs.any() else len(differs)
     return int(a.steps[count - 1]) if count else None
 

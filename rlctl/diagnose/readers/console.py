@@ -147,6 +147,10 @@ class Console:
         """Adds a row from a printed dictionary, or from a JSON line without a step."""
         return self._rows.add_dictionary(row, step)
 
+    def pass_row(self) -> None:
+        """Discards the exceptions found so far, because a row follows them."""
+        self._exception.clear()
+
     def read(self, line: bytes, number: int = 0) -> bool:
         """Reads one line; False if it contains no row."""
         self._line = number
@@ -158,7 +162,7 @@ class Console:
         # A progress bar returns to the start of its line without ending it.
         found = [self._part(part) for part in text.split("\r") if part] if text else [self._blank()]
         if any(found):
-            self._exception.clear()
+            self.pass_row()
             return True
         return False
 

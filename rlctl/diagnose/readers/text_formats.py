@@ -39,10 +39,14 @@ def read_lines(stream: IO[bytes], reading: LogReading) -> None:
                 reading.hint, collector.null_is_nan = "verl", True
             if collector.add(row):
                 num_objects += 1
+                if num_others:
+                    console.pass_row()
                 if reading.is_full:
                     break
                 continue
         has_row = console.add(row) if row is not None else console.read(line, number)
+        if has_row:
+            console.pass_row()
         num_others += not has_row and bool(line.strip())
         if has_row and console.is_full:
             break

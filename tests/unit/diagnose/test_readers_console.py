@@ -394,6 +394,9 @@ def test_exceptions_that_training_survived_or_that_are_far_from_the_end(tmp_path
     assert read(tmp_path, f"{error}{row}\n{error}").exception is None  # handled before, so handled again
     assert read(tmp_path, f"{error}{row}\n{TRACEBACK.replace('585', '7')}KeyError: 'x'\n").exception
     assert read(tmp_path, f"{row}\n{error}" + "a rollout\n" * 500).exception is None
+    for json_row in ('{"step": 4, "actor/entropy": 0.5}\n', '{"loss": 0.5, "grad_norm": 0.5}\n'):
+        assert read(tmp_path, f"{json_row}{error}{json_row}").exception is None
+        assert read(tmp_path, f"{error}{json_row}{TRACEBACK.replace('585', '7')}KeyError: 'x'\n").exception
     assert read(tmp_path, f"{row}\nValueError: step 0 - no action in <think>Got it\n").exception is None
     stopped = read(tmp_path, f"{row}\n{TRACEBACK}KeyboardInterrupt\n").exception
     assert (stopped.text, stopped.is_stop) == ("KeyboardInterrupt", True)

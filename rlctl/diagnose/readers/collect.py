@@ -33,7 +33,7 @@ _LARGEST_VALUE = 1e100
 
 _OWN_CLOCKS = frozenset({"train/step", "rollout/step"})
 _IS_EVAL = re.compile(r"eval|val[-_/]|validation|test[-_/]")
-_GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_GROUPED = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?")
 _IS_META = re.compile(r"(?:train(?:ing)?/)?(?:epoch|time|timestamp|total_flos|global_step|num_tokens)|_\w+")
 
 

@@ -165,6 +165,8 @@ def read_csv(stream: IO[bytes], names: list[str], delimiter: str, reading: LogRe
     num_unreadable = 0
     try:
         for cells in rows:
+            if delimiter == ";":  # as spreadsheets write it where the comma is the decimal mark
+                cells[:] = [cell if "." in cell else cell.replace(",", ".") for cell in cells]
             row = {name: cells[place] or None for name, place in columns.items() if place < len(cells)}
             if len(cells) < len(names) or not reading.collector.add(row):
                 num_unreadable += bool(cells)

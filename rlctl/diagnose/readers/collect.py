@@ -275,11 +275,18 @@ def _family(clock: str) -> str:
 
 
 def _updates_per_rollout(clocks: Mapping[str, _Clock]) -> int | None:
-    """Updates per rollout, from the clocks `train/…` and `rollout/…`, which count from 0; else None."""
+    """Updates per rollout, from the clocks `train/…` and `rollout/…`, which count from 0; else None.
+
+    A rollout that no update follows may not be trained on yet, and does not count.
+    """
     last = {"train": -1, "rollout": -1}
-    for name, clock in clocks.items():
-        if (family := _family(name)) in last:
-            last[family] = max(last[family], max(clock.steps, default=-1))
+    held = [(_family(name), clock) for name, clock in clocks.items() if clock.steps]
+    newest = max((clock.order[-1] for family, clock in held if family == "train"), default=-1)
+    for family, clock in held:
+        if family in last:
+            steps = np.array(clock.steps)
+            is_followed = np.array(clock.order) <= newest  # in TensorBoard, clocks are in any order
+            last[family] = max(last[family], int(steps[is_followed if is_followed.any() else ...].max()))
     if min(last.values()) < 0:
         return None
     return max(1, round((last["train"] + 1) / (last["rollout"] + 1)))

@@ -268,6 +268,17 @@ def test_slimes_two_clocks_are_brought_to_rollouts(tmp_path):
     assert run.notes == ("4 updates per rollout: a step is a rollout, its last update is shown",)
 
 
+def test_slimes_newest_rollout_may_not_be_trained_on_yet(tmp_path):
+    lines = []
+    for rollout in range(3):
+        lines.append(f"x.py:135 - rollout {rollout}: {{'rollout/raw_reward': 0.5}}")
+        for step in range(4 * rollout, min(4 * rollout + 4, 8)):
+            lines.append(f"model.py:918 - step {step}: {{'train/pg_loss': 0.1, 'train/step': {step}}}")
+    run = read(tmp_path, "\n".join(lines))
+    assert run.table.steps.tolist() == [0, 1, 2]
+    assert run.facts.updates_per_batch == 4
+
+
 def test_prime_rl_spreads_a_step_over_rows(tmp_path):
     per_step = [
         {"time": 1.5, "optim/lr": 1e-6, "optim/grad_norm": 0.5},

@@ -31,7 +31,7 @@ _LARGEST_STEP = 1 << 62
 #: Larger numbers count as overflow: this is far beyond single precision, and its square is still finite.
 _LARGEST_VALUE = 1e100
 
-_OWN_CLOCKS = frozenset({"train/step", "rollout/step"})
+OWN_CLOCKS = frozenset({"train/step", "rollout/step"})
 _IS_EVAL = re.compile(r"eval|val[-_/]|validation|test[-_/]")
 _GROUPED = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?")
 _IS_META = re.compile(r"(?:train(?:ing)?/)?(?:epoch|time|timestamp|total_flos|global_step|num_tokens)|_\w+")
@@ -113,7 +113,10 @@ class Collector:
             layout = layout or self._layout(row)
         step = None if layout is None else _whole(row[layout.step_key])
         if layout is None or step is None:
-            return False
+            if layout is None or layout.step_key not in OWN_CLOCKS:
+                return False
+            # In a table, the row of one clock has the steps of the others as empty cells.
+            return self.add({key: value for key, value in row.items() if key != layout.step_key})
         place = self._add_steps(layout.clock, layout.number, [step])
         for name, column in layout.columns:
             value = row[name]
@@ -264,7 +267,7 @@ def is_step_or_time(name: str) -> bool:
 
 
 def _clock_of(step_key: str, metrics: Sequence[str]) -> str:
-    if step_key in _OWN_CLOCKS:
+    if step_key in OWN_CLOCKS:
         return step_key
     own = [name for name in metrics if not _IS_META.fullmatch(name)]
     return EVAL if own and all(_IS_EVAL.match(name) for name in own) else MAIN

@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -184,6 +185,13 @@ def test_a_figure_that_counts_long_responses_twice_is_believed_less():
     facts = Facts(rollout_is="sequence", ess_length_weighted=True, dialect="verl")
     [finding] = [one for one in examine(run_log(rows, facts=facts)).findings if one.severity == "critical"]
     assert finding.confidence == "medium"
+
+
+@pytest.mark.parametrize(("gap", "severity"), [(0.06, None), (1.3, "critical"), (None, "critical")])
+def test_weights_near_zero_are_products_where_their_level_is_unknown_and_log_probs_agree(gap, severity):
+    """As TRL's default, the mask of products over a response."""
+    spoil = both(corr(rollout_is_mean=0.05), always(mismatch__log_prob_abs_diff_mean=lambda step: gap))
+    assert found(diagnose(spoil, facts=replace(TRL, rollout_is=None))).get("stale-weights") == severity
 
 
 def test_silence_means_nothing_where_a_framework_never_logs_weights():

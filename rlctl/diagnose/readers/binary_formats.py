@@ -46,15 +46,21 @@ def read_parquet(path: Path, reading: LogReading) -> bool:
     checks = (pa.types.is_floating, pa.types.is_integer, pa.types.is_boolean)
     numeric = [one.name for one in file.schema_arrow if any(check(one.type) for check in checks)]
     wanted = [name for name in numeric if name not in STEP_KEYS and reading.collector.keeps(name)]
+    num_without = 0
     for batch in file.iter_batches(columns=[*clocks, *wanted]):
+        is_without = np.ones(batch.num_rows, dtype=bool)
         for key in clocks:
             steps = batch.column(key).to_numpy(zero_copy_only=False)
             has_step = np.isfinite(steps.astype(np.float64))
+            is_without &= ~has_step
             columns = {name: _logged(batch.column(name), has_step) for name in wanted}
             clock = key if key in OWN_CLOCKS else MAIN
             reading.collector.add_columns(clock, steps[has_step].astype(np.int64), columns)
+        num_without += int(is_without.sum())
         if reading.is_full:
             break
+    if num_without:
+        reading.notes.append(f"{num_without} row(s) without a step skipped")
     return True
 
 

@@ -91,6 +91,13 @@ def test_figures_that_are_not_finite_in_one_run_are_not_identical(tmp_path):
     assert compared(tmp_path, broken, broken[:50]).identical_until == 50
 
 
+def test_too_few_shared_values_are_no_agreement(tmp_path):
+    rows = healthy_rows(40)
+    found = compared(tmp_path, rows, [row | {"actor/entropy": 9.5} for row in rows[:10]])
+    assert next(iter(sentences(found))) == "No metric can be compared: that needs 11 values at shared steps."
+    assert found.same == ()
+
+
 def test_runs_without_a_shared_step_or_spec_are_told_so(tmp_path):
     later = [row | {"step": row["step"] + 1000} for row in healthy_rows(30)]
     found = compared(tmp_path, healthy_rows(30), later, has_spec=False)

@@ -163,7 +163,7 @@ def test_a_kl_that_falls_below_zero_is_as_far_as_one_that_rises() -> None:
 
     [one] = forecasts(run)
     assert one.step == 60
-    assert str(one).startswith("|rollout_corr/kl| rises (0.0617 at step 39) and reaches the level 0.1")
+    assert str(one).startswith("|rollout_corr/kl| rises (about 0.0617 at step 39) and reaches the level 0.1")
 
 
 def test_the_logged_sample_size_counts_where_the_raw_one_is_unknown() -> None:

@@ -194,6 +194,16 @@ def test_weights_near_zero_are_products_where_their_level_is_unknown_and_log_pro
     assert found(diagnose(spoil, facts=replace(TRL, rollout_is=None))).get("stale-weights") == severity
 
 
+def test_weights_that_are_averaged_before_rejection_are_told_as_logged():
+    spoil = corr(rollout_is_mean=0.06, rollout_rs_masked_fraction=0.4)
+    verl = Facts(rollout_is="token", rollout_rs="token_k1", weights_are="applied", dialect="verl")
+    [finding] = [one for one in diagnose(spoil, facts=verl).findings if one.rule == "stale-weights"]
+    assert finding.what.startswith("importance weights are 0.06 on average")
+    spoil = corr(rollout_is_eff_sample_size=0.2, rollout_rs_masked_fraction=0.4)
+    [finding] = [one for one in diagnose(spoil, facts=verl).findings if one.rule == "effective-samples"]
+    assert "rejected" not in finding.evidence[0].figure
+
+
 def test_silence_means_nothing_where_a_framework_never_logs_weights():
     rows = healthy_rows()
     without(f"{CORR}rollout_is_mean", f"{CORR}rollout_is_min", f"{CORR}rollout_is_max")(rows)

@@ -182,6 +182,7 @@ def test_trls_own_logs(name):
         assert values(run, key) == pytest.approx(expected, rel=2e-3)  # printed with four digits
     assert run.table.series("val/eval/reward_mean").steps.tolist() == [6, 12]
     assert "KL" in run.origins["actor/pg_loss"].meaning
+    assert "all rewards" in run.origins["reward/group_std"].meaning
     assert run.facts.bypass_mode is False
     assert run.gap_is_mismatch
     numbered = ("the printed lines have no step: it is taken from the progress bar",)

@@ -68,6 +68,7 @@ class _Layout:
     number: int
     step_key: str
     columns: tuple[tuple[str, _Column], ...]
+    has_nulls: bool  # the first of these rows has nulls, where later ones may have objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +107,8 @@ class Collector:
             row = dict(_flat(row))
             keys = tuple(row)
         layout = self._layouts.get(keys)
-        if layout is None or not layout.columns:
-            if any(isinstance(value, dict) for value in row.values()):
+        if layout is None or layout.has_nulls or not layout.columns:
+            if dict in map(type, row.values()):
                 self._nested.add(keys)
                 return self.add(row)
             layout = layout or self._layout(row)
@@ -207,7 +208,7 @@ class Collector:
         clock = self._clocks.setdefault(_clock_of(step_key, metrics), _Clock())
         names = filter(self.keeps, metrics)
         kept = tuple((name, clock.columns.setdefault(name, _Column())) for name in names)
-        layout = _Layout(clock, self._number_of(frozenset(metrics)), step_key, kept)
+        layout = _Layout(clock, self._number_of(frozenset(metrics)), step_key, kept, None in row.values())
         return self._layouts.setdefault(tuple(row), layout)
 
     def _number_of(self, names: frozenset[str]) -> int:

@@ -257,7 +257,7 @@ class Console:
         if entry := self._listing.take(text):
             has_metric = any(map(self._rows.wants, entry))
             if not has_metric:
-                keep_settings(text, self._reading.stated)
+                self._settings(text)
             return has_metric
         has_ended = self._end_listing()
         if not _FENCE.match(text):
@@ -278,8 +278,13 @@ class Console:
                     self._heading = kind, style, int(match[1])
             if text.rstrip()[-1:] in ":0123456789" and (match := _NEXT_IS_STEP.search(text)):
                 self._next_step = int(match[1])
-        keep_settings(text, self._reading.stated)
+        self._settings(text)
         self._exception.take(text, self._line, self._rows)
+
+    def _settings(self, text: str) -> None:
+        """Reads settings before the first row; later lines of this form may be what the model wrote."""
+        if not self._rows.num_rows:
+            keep_settings(text, self._reading.stated)
 
     def _dictionaries(self, prefix: str, text: str, step: int | None) -> bool | None:
         """Reads the dictionaries of a line, or begins one; True if one is a row, None if there is none."""

@@ -434,6 +434,11 @@ def test_one_setting_a_line(tmp_path, setting):
     assert run.facts.kl_coef == 0.04
 
 
+def test_what_a_model_writes_between_rows_is_no_setting(tmp_path):
+    run = read(tmp_path, f"{trl(0.5, 0.1)}\nWe solve for beta:\nbeta = 3\n{trl(0.6, 0.2)}\n")
+    assert run.facts.kl_coef is None
+
+
 def test_a_printed_configuration_is_no_row(tmp_path):
     config = "{'learning_rate': 1e-06, 'beta': 0.04, 'num_generations': 8, 'loss_type': 'grpo', 'epochs': 3}"
     run = read(tmp_path, f"{config}\n{trl(0.5, 0.1)}\n")

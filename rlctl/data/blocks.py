@@ -136,7 +136,14 @@ def _json_lines(block: Block, lines: bytes) -> Iterator[Record]:
             if line.strip():
                 yield _json_or_why(block.path, number, line)
             continue
-        yield _checked(block.path, number, values, line)
+        yield _checked(block.path, number, json.loads(line) if _may_be_rounded(values) else values, line)
+
+
+def _may_be_rounded(value: Any) -> bool:
+    """Whether a value, or one in an object, may be an integer beyond 64 bits, which orjson makes a float."""
+    if isinstance(value, dict):
+        return any(map(_may_be_rounded, value.values()))
+    return isinstance(value, float) and abs(value) >= 1 << 63
 
 
 def _json_or_why(path: Path, number: int, line: bytes) -> Record:

@@ -124,8 +124,8 @@ def _choices(value: Any) -> tuple[list[str], list[str]]:
 
 
 def _chosen(answer: Any, labels: Sequence[str], texts: Sequence[str]) -> int:
-    """Index of the correct choice, given by its label, its number from 0, or its whole text."""
-    if is_integer(answer):
+    """Index of the correct choice, given by its label, else its number from 0, or its whole text."""
+    if is_integer(answer) and str(answer) not in labels:
         if 0 <= answer < len(texts):
             return answer
         raise RowError(f"the answer is choice {answer}, counted from 0, of {len(texts)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any, TypeGuard
 
 import orjson
@@ -66,7 +67,7 @@ def parse_answer(value: Any, name: str) -> str:
     Raises:
         RowError: the answer is missing, empty, or of another type.
     """
-    if is_integer(value) or (isinstance(value, float) and math.isfinite(value)):
+    if is_integer(value) or isinstance(value, Decimal) or (isinstance(value, float) and math.isfinite(value)):
         value = str(value)
     elif isinstance(value, float):
         value = None

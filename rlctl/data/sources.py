@@ -43,7 +43,7 @@ BLOCK_BYTES = 2 << 20
 HEAD_BYTES = 1000
 #: Splits held out from training, in names of directories and files such as `test-00000-of-00004.parquet`.
 _HELD_OUT = {"test", "val", "valid", "validation", "dev", "eval"}
-_SPLIT = re.compile(rf"(train|{'|'.join(sorted(_HELD_OUT))})(?![a-z])", re.IGNORECASE)
+SPLIT_NAME = re.compile(rf"(train|{'|'.join(sorted(_HELD_OUT))})(?![a-z])", re.IGNORECASE)
 #: Files of `prepare-data` and of `datasets` that contain no rows.
 _NOT_ROWS = {
     *("manifest.json", "quarantine.jsonl", "dataset_dict.json", "dataset_info.json", "state.json"),
@@ -124,7 +124,7 @@ def check_splits(directory: Path, entries: Iterable[Path]) -> None:
     for entry in entries:
         if entry.is_dir() and entry.name != "train" and entry.name not in _HELD_OUT:
             continue
-        if split := _SPLIT.match(entry.name):
+        if split := SPLIT_NAME.match(entry.name):
             is_whole = entry.is_dir() or entry.name.partition(".")[0] == split[1]
             by_split.setdefault(split[1].lower(), entry.name if is_whole else f"{split[1]}*")
     if "train" in by_split and _HELD_OUT & set(by_split):

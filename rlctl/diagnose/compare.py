@@ -92,7 +92,7 @@ class RunComparison:
     identical_until: int | None
     spec: tuple[SpecChange, ...]  # keys with different values
     metrics: tuple[MetricChange, ...]  # metrics that differ, the largest difference first
-    same: tuple[str, ...]  # shared metrics without such a difference
+    same: tuple[str, ...]  # metrics with enough shared values to compare, and no such difference
     #: only_a, only_b: metrics that only one run logged
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
@@ -110,6 +110,7 @@ def compare(a: Diagnosis, b: Diagnosis) -> RunComparison:
     changes = [change for key in shared if (change := metric_change(key, *tables)) is not None]
     changes.sort(key=lambda change: -change.sigmas)
     differing = {change.key for change in changes}
+    compared = [key for key in shared if len(_shared_values(key, *tables)[0]) >= th.WINDOW]
     return RunComparison(
         a=a,
         b=b,
@@ -117,7 +118,7 @@ def compare(a: Diagnosis, b: Diagnosis) -> RunComparison:
         identical_until=_identical_until(*tables, shared),
         spec=tuple(_spec_changes(a.run, b.run)),
         metrics=tuple(changes),
-        same=tuple(key for key in shared if key not in differing),
+        same=tuple(key for key in compared if key not in differing),
         only_a=tuple(sorted(columns_a - columns_b)),
         only_b=tuple(sorted(columns_b - columns_a)),
         findings_a=_only_in(a, b),
@@ -131,8 +132,8 @@ def _on_shared_steps(a: Table, b: Table) -> tuple[Table, Table]:
         return a, b
     steps, in_a, in_b = np.intersect1d(a.steps, b.steps, assume_unique=True, return_indices=True)
     return (
-        Table(steps, {key: values[in_a] for key, values in a.columns.items()}),
-        Table(steps, {key: values[in_b] for key, values in b.columns.items()}),
+        Table(steps, {key: values[in_a] for key, values in a.columns.items()}, a.nonfinite),
+        Table(steps, {key: values[in_b] for key, values in b.columns.items()}, b.nonfinite),
     )
 
 
@@ -222,6 +223,8 @@ def _identical_until(a: Table, b: Table, keys: Sequence[str]) -> int | None:
     for key in compared:
         left, right = a.columns[key], b.columns[key]
         differs |= (left != right) & np.isfinite(left) & np.isfinite(right)
+        bad_a, bad_b = (each.nonfinite.get(key, each.steps[:0]) for each in (a, b))
+        differs |= np.isin(a.steps, np.setxor1d(bad_a, bad_b))
     count = int(np.argmax(differs)) if differs.any() else len(differs)
     return int(a.steps[count - 1]) if count else None
 
@@ -268,7 +271,9 @@ def sentences(found: RunComparison) -> Iterator[str]:
     if until == last:
         return
     lasting = [change for change in found.metrics if change.lasts]
-    if not found.metrics:
+    if not found.metrics and not found.same:
+        yield f"No metric can be compared: that needs {th.WINDOW} values at shared steps."
+    elif not found.metrics:
         yield f"No metric differs by more than the runs' own noise, up to step {last}."
     elif not lasting:
         yield f"No difference lasts until step {last}; some were temporary."

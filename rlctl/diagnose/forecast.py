@@ -68,8 +68,9 @@ class Forecast:
     def __str__(self) -> str:
         """One sentence."""
         way = "falls" if self.level.is_floor else "rises"
+        name = f"|{self.level.key}|" if self.level.is_absolute else self.level.key
         return (
-            f"{self.level.key} {way} ({self.value:.3g} at step {self.last_step:,}) and reaches the "
+            f"{name} {way} (about {self.value:.3g} at step {self.last_step:,}) and reaches the "
             f"level {self.level.value:.3g} at about step {self.step:,} ({COVERAGE * 100:.0f} % interval "
             f"{self.low:,}–{self.high:,}) if the trend since step {self.first_step:,} continues"
         )

@@ -310,17 +310,22 @@ def stale_weights(run: RunLog) -> Detection | None:
     what = "log-probs of the same tokens differ by {worst:.3g} nats on average {where}"
     if found := detect_crossing(run, th.LOG_PROB_GAP, what):
         return found
-    # Not for products over long responses, which are near zero without a fault.
-    lengths = run.table.series(th.LENGTH).values
-    if run.facts.rollout_is == "sequence" and (not len(lengths) or np.median(lengths) > th.LONG_RESPONSE):
+    # Not for products over long responses, which are near zero without a fault. Where the level is unknown,
+    # only products are so small although the log-probs, which are logged too, agree.
+    lengths, level = run.table.series(th.LENGTH).values, run.facts.rollout_is
+    are_products = level == "sequence" or (level is None and len(run.table.series(th.LOG_PROB_GAP.key)) > 0)
+    if are_products and (not len(lengths) or np.median(lengths) > th.LONG_RESPONSE):
         return None
     what = "importance weights are {worst:.2g} on average {where}"
     return detect_crossing(run, MEAN_VANISHED, what, among_survivors(run, MEAN_VANISHED.key))
 
 
 def among_survivors(run: RunLog, key: str) -> Series:
-    """Converts a mean over all samples, with rejected ones as 0, to the mean over survivors, at most 1."""
-    if not len(run.table.series(th.MASKED.key)):
+    """Converts a mean over all samples, with rejected ones as 0, to the mean over survivors, at most 1.
+
+    verl computes these figures before rejection: they are returned as they are.
+    """
+    if run.facts.dialect == "verl" or not len(run.table.series(th.MASKED.key)):
         return run.table.series(key)
     steps, (mean, masked) = run.table.aligned(key, th.MASKED.key)
     return Series(steps, mean / np.maximum(1.0 - masked, mean.clip(min=1e-12)))

@@ -27,7 +27,7 @@ BLIND_GROWTH = 2.0
 
 def _less_rejection(run: RunLog) -> tuple[Fix, ...]:
     """Wider bounds, only the largest ratio, or weights instead; omits what the run has already."""
-    if run.facts.rollout_rs in {None, "off"}:
+    if run.facts.rollout_rs == "off":
         return ()
     largest = "2.5" if run.facts.dialect != "verl" else "0.42"  # ½ ln² 2.5
     written = run.spec.algorithm.rollout_correction.rollout_rs_threshold if run.spec else None

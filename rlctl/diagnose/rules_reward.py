@@ -327,18 +327,15 @@ def _length_penalty(run: RunLog) -> Iterator[Fix]:
     """A length penalty that grows towards the limit (DAPO, section 3.4), unless one is configured."""
     limit, spec = run.facts.max_response_length, run.spec
     if limit and limit >= 8 and (spec is None or spec.reward.overlong.buffer_length <= 0):
-        setting, why = f"reward.overlong.buffer_length={limit // 4}", "a penalty that grows towards the limit"
-        yield fix.change(setting, why=why, trl="mask_truncated_completions=True")
+        setting = f"reward.overlong.buffer_length={limit // 4}"
+        yield fix.change(setting, why="against overlong responses", trl="mask_truncated_completions=True")
 
 
 def _higher_limit(run: RunLog) -> Iterator[Fix]:
     if limit := run.facts.max_response_length:
         yield fix.change(f"data.max_response_length={2 * limit}")
     else:
-        trl, openrlhf = "max_completion_length", "--rollout.max_new_tokens"
-        yield fix.by_hand(
-            "raise the length limit", verl="data.max_response_length", trl=trl, openrlhf=openrlhf
-        )
+        yield fix.larger("data.max_response_length", "raise the length limit")
 
 
 @Rule(

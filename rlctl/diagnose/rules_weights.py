@@ -77,17 +77,19 @@ def effective_samples(run: RunLog) -> Detection | None:
     """Applied weights are spread over the samples.
 
     A rejected sample has weight zero and lowers the effective sample size. The rule `rejected` reports that,
-    so this rule divides by the surviving share (verl computes the figure before rejection).
+    so this rule divides by the surviving share.
     """
-    series = run.table.series(th.ESS.key) if run.facts.dialect == "verl" else among_survivors(run, th.ESS.key)
+    series = among_survivors(run, th.ESS.key)
     crossed = crossing(series, th.ESS)
     spread = crossing(run.table.series(WEIGHT_STD.key), WEIGHT_STD)
     long_count_more: Sure = ("medium", "the figure counts long responses more than once")
     sure = long_count_more if run.facts.ess_length_weighted else None
     if crossed is not None:
         text = "the effective sample size is only {worst:.0%} of the number of samples {where}"
-        survivors = replace(crossed.evidence, figure=f"{crossed.evidence.figure}, without rejected samples")
-        evidence = (survivors, spread.evidence) if spread else (survivors,)
+        seen = crossed.evidence
+        if run.facts.dialect != "verl":
+            seen = replace(seen, figure=f"{seen.figure}, without rejected samples")
+        evidence = (seen, spread.evidence) if spread else (seen,)
         severity = "warning" if crossed.severity == "info" and spread else crossed.severity
         return replace(of_crossing(crossed, text), severity=severity, evidence=evidence, sure=sure)
     if spread is None or len(series):

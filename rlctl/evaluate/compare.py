@@ -12,7 +12,7 @@ from typing import Any
 
 from rlctl.errors import UsageError
 from rlctl.evaluate.evaluate_report import read_evaluation
-from rlctl.evaluate.intervals import Difference, estimate, paired, questions_needed
+from rlctl.evaluate.intervals import ALIKE, Difference, estimate, paired, questions_needed
 from rlctl.evaluate.page import TableRow, drawn, render_page, stderr_text
 from rlctl.evaluate.request import checked_ks
 from rlctl.evaluate.samples import EvalSample
@@ -167,7 +167,7 @@ def _conclusion(figure: Figure) -> str:
     scale, unit, number = (100.0, "points", ".1f") if figure.is_share else (1.0, "of reward", ".3g")
     better, sign = ("B", 1.0) if found.value > 0 else ("A", -1.0)
     if found.low is None or found.high is None:
-        if found.value == 0.0:
+        if abs(found.value) < ALIKE:
             return "no difference on any question"
         return (
             f"{better} is better by {abs(found.value) * scale:.3g} {unit}, by the same amount on each of "

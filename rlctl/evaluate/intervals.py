@@ -16,7 +16,7 @@ LEVEL = 0.95
 #: Statistical power: probability to detect an existing difference.
 POWER = 0.8
 #: Values that differ by less count as equal: in floating point, 0.1 + 0.1 + 0.1 ≠ 3 · 0.1.
-_ALIKE = 1e-9
+ALIKE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def estimate(per_question: Sequence[float], *, is_share: bool = True) -> Interva
 
     quantile = float(t.ppf((1.0 + LEVEL) / 2.0, count - 1))
     deviations = math.fsum((value - mean) ** 2 for value in per_question)
-    is_alike = max(per_question) - min(per_question) < _ALIKE
+    is_alike = max(per_question) - min(per_question) < ALIKE
     variance = 0.0 if is_alike else deviations / (count - 1) / count
     stderr = math.sqrt(variance)
     if is_share and min(per_question) >= 0.0 and max(per_question) <= 1.0:

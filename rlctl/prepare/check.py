@@ -24,7 +24,7 @@ from rlctl.data.read import COLUMNS, REQUIRED
 from rlctl.data.recipes import Recipe, recognise
 from rlctl.data.records import is_integer
 from rlctl.data.schema import Row
-from rlctl.data.sources import Source, find_sources, read_blocks
+from rlctl.data.sources import SPLIT_NAME, Source, find_sources, read_blocks
 from rlctl.prepare.duplicates import normalise, repeated, text_key
 from rlctl.prepare.findings import (
     EXAMPLES_SHOWN,
@@ -203,9 +203,9 @@ class _FileCheck:
             what = f"extra_info.split is not the same in all rows: {counts}"
             fix = "keep each split in a separate file"
             found.append(DataFinding("mixed-splits", "warning", what, len(self._splits), where, fix))
-        named = re.match(r"(train|test|val)", self.path.name)
-        if named and self.split and self.split.lower().startswith("train") != (named[0] == "train"):
-            what = f"the file's name contains {named[0]}, extra_info.split is {self.split}"
+        named = SPLIT_NAME.match(self.path.name)
+        if named and self.split and self.split.lower().startswith("train") != (named[0].lower() == "train"):
+            what = f"the file's name begins with {named[0]}, extra_info.split is {self.split}"
             fix = "rename the file, or correct the split"
             found.append(DataFinding("split-name", "warning", what, 1, where, fix))
         keys = np.array(self._index, np.uint64) + mixed(np.array(self._index_source, np.uint64))

@@ -268,8 +268,8 @@ def _names_form(instruction: str) -> bool:
 def contradiction(row: Row) -> str:
     """Describes how the ground truth contradicts the last annotated calculation; "" if it does not.
 
-    A ground truth also agrees if it is the calculated number rounded to fewer decimals, or if it occurs in
-    the text after the calculation.
+    A ground truth also agrees if it is the calculated number rounded to fewer decimals or in another unit
+    (cents, percent), or if it occurs in the text after the calculation.
     """
     place = row.answer.rfind("<<")
     found = _CALCULATION.match(row.answer, place) if place >= 0 else None
@@ -281,11 +281,11 @@ def contradiction(row: Row) -> str:
         )
         if not (calculated.is_finite() and truth.is_finite()):
             return ""
-        exponent = truth.as_tuple().exponent
-    except InvalidOperation:  # one of them is not a number
-        return ""
-    unit = Decimal(1).scaleb(min(0, int(exponent)))
-    if calculated == truth or (calculated % unit and abs(calculated - truth) < unit):
+        unit = Decimal(1).scaleb(min(0, int(truth.as_tuple().exponent)))
+        is_rounded = calculated % unit and abs(calculated - truth) < unit
+        if is_rounded or truth in {calculated, calculated * 100, calculated / 100}:
+            return ""
+    except InvalidOperation:  # one of them is not a number, or has too many digits to round it
         return ""
     rest = row.answer[found.end() :].partition("####")[0].replace(",", "")
     if any(Decimal(number) == abs(truth) for number in _NUMBER.findall(rest)):

@@ -11,7 +11,7 @@ from typing import IO, Any
 import numpy as np
 from pydantic_core import from_json
 
-from rlctl.diagnose.readers.collect import MAIN, STEP_KEYS, LogReading
+from rlctl.diagnose.readers.collect import MAIN, OWN_CLOCKS, STEP_KEYS, LogReading
 from rlctl.diagnose.readers.console import Console
 
 PARQUET_MARK, WANDB_MARK = b"PAR1", b":W&B"
@@ -36,20 +36,31 @@ def read_parquet(path: Path, reading: LogReading) -> bool:
 
     file = pq.ParquetFile(path)
     names = file.schema_arrow.names
-    step_key = next((key for key in STEP_KEYS if key in names), None)
-    if step_key is None:
+    step_keys = [key for key in STEP_KEYS if key in names]
+    if not step_keys:
         return False
+    # With several clocks, a row has the steps of the others as nulls; rollouts are logged before updates.
+    has_clocks = step_keys[0] in OWN_CLOCKS
+    clocks = [key for key in reversed(step_keys) if key.endswith("/step")] if has_clocks else step_keys[:1]
     reading.collector.names.update(names)
     checks = (pa.types.is_floating, pa.types.is_integer, pa.types.is_boolean)
     numeric = [one.name for one in file.schema_arrow if any(check(one.type) for check in checks)]
     wanted = [name for name in numeric if name not in STEP_KEYS and reading.collector.keeps(name)]
-    for batch in file.iter_batches(columns=[step_key, *wanted]):
-        steps = batch.column(step_key).to_numpy(zero_copy_only=False)
-        has_step = np.isfinite(steps.astype(np.float64))
-        columns = {name: _logged(batch.column(name), has_step) for name in wanted}
-        reading.collector.add_columns(MAIN, steps[has_step].astype(np.int64), columns)
+    num_without = 0
+    for batch in file.iter_batches(columns=[*clocks, *wanted]):
+        is_without = np.ones(batch.num_rows, dtype=bool)
+        for key in clocks:
+            steps = batch.column(key).to_numpy(zero_copy_only=False)
+            has_step = np.isfinite(steps.astype(np.float64))
+            is_without &= ~has_step
+            columns = {name: _logged(batch.column(name), has_step) for name in wanted}
+            clock = key if key in OWN_CLOCKS else MAIN
+            reading.collector.add_columns(clock, steps[has_step].astype(np.int64), columns)
+        num_without += int(is_without.sum())
         if reading.is_full:
             break
+    if num_without:
+        reading.notes.append(f"{num_without} row(s) without a step skipped")
     return True
 
 

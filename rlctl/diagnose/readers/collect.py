@@ -31,9 +31,9 @@ _LARGEST_STEP = 1 << 62
 #: Larger numbers count as overflow: this is far beyond single precision, and its square is still finite.
 _LARGEST_VALUE = 1e100
 
-_OWN_CLOCKS = frozenset({"train/step", "rollout/step"})
+OWN_CLOCKS = frozenset({"train/step", "rollout/step"})
 _IS_EVAL = re.compile(r"eval|val[-_/]|validation|test[-_/]")
-_GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_GROUPED = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?")
 _IS_META = re.compile(r"(?:train(?:ing)?/)?(?:epoch|time|timestamp|total_flos|global_step|num_tokens)|_\w+")
 
 
@@ -68,6 +68,7 @@ class _Layout:
     number: int
     step_key: str
     columns: tuple[tuple[str, _Column], ...]
+    has_nulls: bool  # the first of these rows has nulls, where later ones may have objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +107,17 @@ class Collector:
             row = dict(_flat(row))
             keys = tuple(row)
         layout = self._layouts.get(keys)
-        if layout is None or not layout.columns:
-            if any(isinstance(value, dict) for value in row.values()):
+        if layout is None or layout.has_nulls or not layout.columns:
+            if dict in map(type, row.values()):
                 self._nested.add(keys)
                 return self.add(row)
             layout = layout or self._layout(row)
         step = None if layout is None else _whole(row[layout.step_key])
         if layout is None or step is None:
-            return False
+            if layout is None or layout.step_key not in OWN_CLOCKS:
+                return False
+            # In a table, the row of one clock has the steps of the others as empty cells.
+            return self.add({key: value for key, value in row.items() if key != layout.step_key})
         place = self._add_steps(layout.clock, layout.number, [step])
         for name, column in layout.columns:
             value = row[name]
@@ -204,7 +208,7 @@ class Collector:
         clock = self._clocks.setdefault(_clock_of(step_key, metrics), _Clock())
         names = filter(self.keeps, metrics)
         kept = tuple((name, clock.columns.setdefault(name, _Column())) for name in names)
-        layout = _Layout(clock, self._number_of(frozenset(metrics)), step_key, kept)
+        layout = _Layout(clock, self._number_of(frozenset(metrics)), step_key, kept, None in row.values())
         return self._layouts.setdefault(tuple(row), layout)
 
     def _number_of(self, names: frozenset[str]) -> int:
@@ -264,7 +268,7 @@ def is_step_or_time(name: str) -> bool:
 
 
 def _clock_of(step_key: str, metrics: Sequence[str]) -> str:
-    if step_key in _OWN_CLOCKS:
+    if step_key in OWN_CLOCKS:
         return step_key
     own = [name for name in metrics if not _IS_META.fullmatch(name)]
     return EVAL if own and all(_IS_EVAL.match(name) for name in own) else MAIN
@@ -275,11 +279,18 @@ def _family(clock: str) -> str:
 
 
 def _updates_per_rollout(clocks: Mapping[str, _Clock]) -> int | None:
-    """Updates per rollout, from the clocks `train/…` and `rollout/…`, which count from 0; else None."""
+    """Updates per rollout, from the clocks `train/…` and `rollout/…`, which count from 0; else None.
+
+    A rollout that no update follows may not be trained on yet, and does not count.
+    """
     last = {"train": -1, "rollout": -1}
-    for name, clock in clocks.items():
-        if (family := _family(name)) in last:
-            last[family] = max(last[family], max(clock.steps, default=-1))
+    held = [(_family(name), clock) for name, clock in clocks.items() if clock.steps]
+    newest = max((clock.order[-1] for family, clock in held if family == "train"), default=-1)
+    for family, clock in held:
+        if family in last:
+            steps = np.array(clock.steps)
+            is_followed = np.array(clock.order) <= newest  # in TensorBoard, clocks are in any order
+            last[family] = max(last[family], int(steps[is_followed if is_followed.any() else ...].max()))
     if min(last.values()) < 0:
         return None
     return max(1, round((last["train"] + 1) / (last["rollout"] + 1)))

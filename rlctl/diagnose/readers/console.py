@@ -147,6 +147,10 @@ class Console:
         """Adds a row from a printed dictionary, or from a JSON line without a step."""
         return self._rows.add_dictionary(row, step)
 
+    def pass_row(self) -> None:
+        """Discards the exceptions found so far, because a row follows them."""
+        self._exception.clear()
+
     def read(self, line: bytes, number: int = 0) -> bool:
         """Reads one line; False if it contains no row."""
         self._line = number
@@ -158,7 +162,7 @@ class Console:
         # A progress bar returns to the start of its line without ending it.
         found = [self._part(part) for part in text.split("\r") if part] if text else [self._blank()]
         if any(found):
-            self._exception.clear()
+            self.pass_row()
             return True
         return False
 
@@ -253,7 +257,7 @@ class Console:
         if entry := self._listing.take(text):
             has_metric = any(map(self._rows.wants, entry))
             if not has_metric:
-                keep_settings(text, self._reading.stated)
+                self._settings(text)
             return has_metric
         has_ended = self._end_listing()
         if not _FENCE.match(text):
@@ -274,8 +278,13 @@ class Console:
                     self._heading = kind, style, int(match[1])
             if text.rstrip()[-1:] in ":0123456789" and (match := _NEXT_IS_STEP.search(text)):
                 self._next_step = int(match[1])
-        keep_settings(text, self._reading.stated)
+        self._settings(text)
         self._exception.take(text, self._line, self._rows)
+
+    def _settings(self, text: str) -> None:
+        """Reads settings before the first row; later lines of this form may be what the model wrote."""
+        if not self._rows.num_rows:
+            keep_settings(text, self._reading.stated)
 
     def _dictionaries(self, prefix: str, text: str, step: int | None) -> bool | None:
         """Reads the dictionaries of a line, or begins one; True if one is a row, None if there is none."""

@@ -39,10 +39,14 @@ def read_lines(stream: IO[bytes], reading: LogReading) -> None:
                 reading.hint, collector.null_is_nan = "verl", True
             if collector.add(row):
                 num_objects += 1
+                if num_others:
+                    console.pass_row()
                 if reading.is_full:
                     break
                 continue
         has_row = console.add(row) if row is not None else console.read(line, number)
+        if has_row:
+            console.pass_row()
         num_others += not has_row and bool(line.strip())
         if has_row and console.is_full:
             break
@@ -158,18 +162,20 @@ def read_csv(stream: IO[bytes], names: list[str], delimiter: str, reading: LogRe
     rows = csv.reader((line.replace("\0", "") for line in lines), delimiter=delimiter)
     next(rows, None)
     columns = _columns_of_one_run(names, reading)
-    num_unreadable = 0
+    num_skipped = 0
     try:
         for cells in rows:
+            if delimiter == ";":  # as spreadsheets write it where the comma is the decimal mark
+                cells[:] = [cell if "." in cell else cell.replace(",", ".") for cell in cells]
             row = {name: cells[place] or None for name, place in columns.items() if place < len(cells)}
             if len(cells) < len(names) or not reading.collector.add(row):
-                num_unreadable += bool(cells)
+                num_skipped += bool(cells)
             elif reading.is_full:
                 break
     except csv.Error as error:
         reading.notes.append(f"reading stopped in line {rows.line_num}: {error}")
-    if num_unreadable:
-        reading.notes.append(f"{num_unreadable} unreadable line(s) skipped")
+    if num_skipped:
+        reading.notes.append(f"{num_skipped} row(s) without a step, or cut off, skipped")
 
 
 def _columns_of_one_run(names: list[str], reading: LogReading) -> dict[str, int]:

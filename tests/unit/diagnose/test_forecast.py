@@ -161,7 +161,9 @@ def test_a_reference_that_costs_nothing_may_be_left() -> None:
 def test_a_kl_that_falls_below_zero_is_as_far_as_one_that_rises() -> None:
     run = RunLog(Path("log"), Table(np.arange(40), {KL.key: np.arange(40) / -60 * KL.tiers[-1][1]}))
 
-    assert [one.step for one in forecasts(run)] == [60]
+    [one] = forecasts(run)
+    assert one.step == 60
+    assert str(one).startswith("|rollout_corr/kl| rises (about 0.0617 at step 39) and reaches the level 0.1")
 
 
 def test_the_logged_sample_size_counts_where_the_raw_one_is_unknown() -> None:

@@ -136,6 +136,15 @@ def test_strange_numbers(tmp_path):
     assert run.table.nonfinite["actor/entropy"].tolist() == [2]
 
 
+def test_an_object_where_earlier_rows_have_null_is_read(tmp_path):
+    rows = [
+        {"step": step, "actor/lr": 1.0, "actor": {"entropy": 0.5} if step == 3 else None} for step in range(5)
+    ]
+    run = read(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), (*KEYS, "actor/lr"))
+    assert run.table.series("actor/entropy").steps.tolist() == [3]
+    assert run.table.series("actor/lr").steps.tolist() == [0, 1, 2, 3, 4]
+
+
 def test_rows_of_one_step_are_put_together(tmp_path):
     run = read(tmp_path, line(1, grad_norm=1.0) + line(1, entropy=2.0) + line(2, grad_norm=3.0, entropy=4.0))
     assert run.table.steps.tolist() == [1, 2]

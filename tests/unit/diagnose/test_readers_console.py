@@ -394,6 +394,9 @@ def test_exceptions_that_training_survived_or_that_are_far_from_the_end(tmp_path
     assert read(tmp_path, f"{error}{row}\n{error}").exception is None  # handled before, so handled again
     assert read(tmp_path, f"{error}{row}\n{TRACEBACK.replace('585', '7')}KeyError: 'x'\n").exception
     assert read(tmp_path, f"{row}\n{error}" + "a rollout\n" * 500).exception is None
+    for json_row in ('{"step": 4, "actor/entropy": 0.5}\n', '{"loss": 0.5, "grad_norm": 0.5}\n'):
+        assert read(tmp_path, f"{json_row}{error}{json_row}").exception is None
+        assert read(tmp_path, f"{error}{json_row}{TRACEBACK.replace('585', '7')}KeyError: 'x'\n").exception
     assert read(tmp_path, f"{row}\nValueError: step 0 - no action in <think>Got it\n").exception is None
     stopped = read(tmp_path, f"{row}\n{TRACEBACK}KeyboardInterrupt\n").exception
     assert (stopped.text, stopped.is_stop) == ("KeyboardInterrupt", True)
@@ -429,6 +432,11 @@ def test_settings_in_a_launch_line_and_where_each_fact_comes_from(tmp_path):
 def test_one_setting_a_line(tmp_path, setting):
     run = read(tmp_path, f"training config\n{setting}\nlogging_steps: 1\n{trl(0.5, 0.1)}\n")
     assert run.facts.kl_coef == 0.04
+
+
+def test_what_a_model_writes_between_rows_is_no_setting(tmp_path):
+    run = read(tmp_path, f"{trl(0.5, 0.1)}\nWe solve for beta:\nbeta = 3\n{trl(0.6, 0.2)}\n")
+    assert run.facts.kl_coef is None
 
 
 def test_a_printed_configuration_is_no_row(tmp_path):

@@ -61,6 +61,28 @@ def test_several_runs_in_one_table_give_the_first_and_a_note(tmp_path):
     assert run.notes == ("2 runs in one table: a was read",)
 
 
+@pytest.mark.parametrize("write", [formats.comma_separated, formats.parquet])
+def test_rows_without_a_step_are_skipped_with_a_note(tmp_path, write):
+    rows = [{"step": step, "actor/entropy": 0.5, "actor/lr": 1.0} for step in (1, None, None, 2)]
+    write(rows, tmp_path / "log")
+    run = read_run(tmp_path / "log", NAMES)
+    assert run.table.steps.tolist() == [1, 2]
+    [note] = run.notes
+    assert note.startswith("2 row(s) without a step")
+
+
+def test_decimal_commas_of_a_spreadsheet(tmp_path):
+    path = tmp_path / "export.csv"
+    path.write_text("step;actor/entropy;actor/grad_norm\r\n1;0,125;1,5\r\n2;-0,003;1.250\r\n")
+    table = read_run(path, NAMES).table
+    assert table.series("actor/entropy").values.tolist() == [0.125, -0.003]
+    assert table.series("actor/grad_norm").values.tolist() == [1.5, 1.25]
+    path.write_text("step\tactor/entropy\tactor/grad_norm\n1\t0,125\t1,250\n")
+    table = read_run(path, NAMES).table
+    assert len(table.series("actor/entropy")) == 0
+    assert table.series("actor/grad_norm").values.tolist() == [1250.0]
+
+
 @pytest.mark.parametrize("write", [formats.flat_jsonl, formats.tensorboard, formats.parquet, formats.gzipped])
 def test_standard_input(tmp_path, monkeypatch, write):
     write([{"step": 3, "actor/entropy": 0.5, "actor/lr": 1.0}], tmp_path / "log")

@@ -17,6 +17,7 @@ from rlctl.diagnose.readers.framework_names import FRAMEWORKS, MetricFilter, can
 from rlctl.diagnose.rule import examine
 from rlctl.diagnose.table import Facts
 from rlctl.metric_names import ELSEWHERE, METRICS, describe
+from tests.unit.diagnose import formats
 
 SAMPLES = Path(__file__).parent / "samples"
 EVERYTHING = (*METRICS, *ELSEWHERE)
@@ -181,6 +182,7 @@ def test_trls_own_logs(name):
         assert values(run, key) == pytest.approx(expected, rel=2e-3)  # printed with four digits
     assert run.table.series("val/eval/reward_mean").steps.tolist() == [6, 12]
     assert "KL" in run.origins["actor/pg_loss"].meaning
+    assert "all rewards" in run.origins["reward/group_std"].meaning
     assert run.facts.bypass_mode is False
     assert run.gap_is_mismatch
     numbered = ("the printed lines have no step: it is taken from the progress bar",)
@@ -266,6 +268,35 @@ def test_slimes_two_clocks_are_brought_to_rollouts(tmp_path):
     assert values(run, "val/aime/reward_mean") == [0.25]
     assert run.facts.updates_per_batch == 4
     assert run.notes == ("4 updates per rollout: a step is a rollout, its last update is shown",)
+
+
+@pytest.mark.parametrize("write", [formats.list_of_rows, formats.comma_separated, formats.parquet])
+def test_slimes_clocks_in_one_table(tmp_path, write):
+    """Every row has all columns; those of the other clocks are empty."""
+    logged = [
+        {"rollout/step": 0, "rollout/raw_reward": 0.5},
+        *({"train/step": step, "train/pg_loss": float(step)} for step in (0, 1)),
+        {"eval/step": 0, "eval/aime": 0.25},
+    ]
+    columns = dict.fromkeys(key for row in logged for key in row)
+    write([columns | row for row in logged], tmp_path / "log")
+    run = read_run(tmp_path / "log", EVERYTHING)
+    assert run.table.steps.tolist() == [0]
+    assert values(run, "critic/score/mean") == [0.5]
+    assert values(run, "actor/pg_loss") == [1.0]
+    assert values(run, "val/aime/reward_mean") == [0.25]
+    assert run.facts.updates_per_batch == 2
+
+
+def test_slimes_newest_rollout_may_not_be_trained_on_yet(tmp_path):
+    lines = []
+    for rollout in range(3):
+        lines.append(f"x.py:135 - rollout {rollout}: {{'rollout/raw_reward': 0.5}}")
+        for step in range(4 * rollout, min(4 * rollout + 4, 8)):
+            lines.append(f"model.py:918 - step {step}: {{'train/pg_loss': 0.1, 'train/step': {step}}}")
+    run = read(tmp_path, "\n".join(lines))
+    assert run.table.steps.tolist() == [0, 1, 2]
+    assert run.facts.updates_per_batch == 4
 
 
 def test_prime_rl_spreads_a_step_over_rows(tmp_path):

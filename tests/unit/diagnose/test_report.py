@@ -3,6 +3,7 @@
 import io
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,6 +85,25 @@ def test_a_fix_is_written_in_the_frameworks_own_keys(hostile):
     assert "try         learning_rate=1e-6" in text
     assert "or          actor.grad_clip=1  # in rlctl's keys" in text
     assert "logged" in text
+
+
+@pytest.mark.parametrize(
+    ("framework", "row", "words"),
+    [
+        ("slime", {"response_length/clip_ratio": 0.5}, "--rollout-max-response-len  # raise the length"),
+        ("trl", {"response_length/clip_ratio": 0.5}, "mask_truncated_completions=True  # against overlong"),
+        (
+            "verl",
+            {"rollout_corr/rollout_rs_masked_fraction": 0.6},
+            "algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0  # wider bounds",
+        ),
+    ],
+)
+def test_what_to_change_is_named_where_the_configuration_is_unknown(framework, row, words):
+    columns = {key: np.full(20, value) for key, value in row.items()}
+    facts = Facts(max_response_length=100) if framework == "trl" else Facts()
+    run = RunLog(Path("log"), Table(np.arange(20), columns), framework=framework, facts=facts)
+    assert words in printed(examine(run), width=200)
 
 
 def test_what_a_spec_would_tell_is_asked_for_in_the_frameworks_terms(hostile):

@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -184,6 +185,23 @@ def test_a_figure_that_counts_long_responses_twice_is_believed_less():
     facts = Facts(rollout_is="sequence", ess_length_weighted=True, dialect="verl")
     [finding] = [one for one in examine(run_log(rows, facts=facts)).findings if one.severity == "critical"]
     assert finding.confidence == "medium"
+
+
+@pytest.mark.parametrize(("gap", "severity"), [(0.06, None), (1.3, "critical"), (None, "critical")])
+def test_weights_near_zero_are_products_where_their_level_is_unknown_and_log_probs_agree(gap, severity):
+    """As TRL's default, the mask of products over a response."""
+    spoil = both(corr(rollout_is_mean=0.05), always(mismatch__log_prob_abs_diff_mean=lambda step: gap))
+    assert found(diagnose(spoil, facts=replace(TRL, rollout_is=None))).get("stale-weights") == severity
+
+
+def test_weights_that_are_averaged_before_rejection_are_told_as_logged():
+    spoil = corr(rollout_is_mean=0.06, rollout_rs_masked_fraction=0.4)
+    verl = Facts(rollout_is="token", rollout_rs="token_k1", weights_are="applied", dialect="verl")
+    [finding] = [one for one in diagnose(spoil, facts=verl).findings if one.rule == "stale-weights"]
+    assert finding.what.startswith("importance weights are 0.06 on average")
+    spoil = corr(rollout_is_eff_sample_size=0.2, rollout_rs_masked_fraction=0.4)
+    [finding] = [one for one in diagnose(spoil, facts=verl).findings if one.rule == "effective-samples"]
+    assert "rejected" not in finding.evidence[0].figure
 
 
 def test_silence_means_nothing_where_a_framework_never_logs_weights():

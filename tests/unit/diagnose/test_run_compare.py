@@ -1,5 +1,6 @@
 """Two runs side by side: differences are found with their step, and noise is none."""
 
+import math
 import random
 
 import numpy as np
@@ -79,6 +80,22 @@ def test_same_figures_are_told_to_the_last_digit(tmp_path):
     assert next(iter(sentences(found))) == same.format(40)
     found = compared(tmp_path, rows, rows)
     assert list(sentences(found)) == [same.format(60)]
+
+
+def test_figures_that_are_not_finite_in_one_run_are_not_identical(tmp_path):
+    rows = healthy_rows(60)
+    broken = [row | ({"actor/grad_norm": math.nan} if row["step"] > 40 else {}) for row in rows]
+    found = compared(tmp_path, rows, broken)
+    assert found.identical_until == 40
+    assert any("Only in B: actor/grad_norm is not" in sentence for sentence in sentences(found))
+    assert compared(tmp_path, broken, broken[:50]).identical_until == 50
+
+
+def test_too_few_shared_values_are_no_agreement(tmp_path):
+    rows = healthy_rows(40)
+    found = compared(tmp_path, rows, [row | {"actor/entropy": 9.5} for row in rows[:10]])
+    assert next(iter(sentences(found))) == "No metric can be compared: that needs 11 values at shared steps."
+    assert found.same == ()
 
 
 def test_runs_without_a_shared_step_or_spec_are_told_so(tmp_path):

@@ -132,6 +132,14 @@ def test_equal_differences_have_no_interval(stored, make_samples, value, words):
     assert words in found.conclusion
 
 
+def test_the_same_rewards_in_another_order_are_no_difference(stored, make_samples):
+    """In floating point, 0.1 + 0.2 + 0.3 and 0.3 + 0.2 + 0.1 differ."""
+    a = stored("a", make_samples("s", [[0.1, 0.2, 0.3]] * 9))
+    b = stored("b", make_samples("s", [[0.3, 0.2, 0.1]] * 9))
+    [found] = compare(a, b).comparisons
+    assert found.conclusion == "no difference on any question"
+
+
 def test_what_was_done_differently_is_said(stored, make_samples):
     samples = make_samples("s", [[1.0], [0.0]])
     report = compare(stored("a", samples), stored("b", samples, temperature=0.6, seed=2))

@@ -90,6 +90,8 @@ def test_what_asks_for_a_form(text, expected):
         ("<<10/3=3.333>>", "3.33", False),
         ("<<10/4=2.5>>", "4", True),
         ("<<0-5=-5>>", "5", True),
+        ("<<0.50-.25=0.25>>", "25", False),  # in cents
+        ("<<50-25=25>>", "0.25", False),
         ("<<3+4=7>>7. Twice that is 14.00 in all.\n#### 14", "14", False),
         ("<<3+4=7>>7. Twice that is 14.00 in all.\n#### 15", "15", True),
         ("<<5>>", "6", False),
@@ -97,6 +99,8 @@ def test_what_asks_for_a_form(text, expected):
         ("<<3+4=seven>>", "8", False),
         ("<<3+4=7>>", "apple", False),
         ("<<3+4=7>>", "NaN", False),
+        ("<<1/3=0.33>>", "0." + 31 * "3", False),  # too many digits to round to
+        ("<<3+4=7>>", "1e-9999999", False),
     ],
 )
 def test_a_gold_against_the_last_calculation(answer, gold, expected):

@@ -173,6 +173,7 @@ def test_splits_index_styles_and_characters(tmp_path):
     rows[4]["reward_model"]["ground_truth"] = "8\ufffd"
     path = write(tmp_path / "test-3.parquet", rows)
     found = set(codes(path))
+    assert "split-name" not in codes(write(tmp_path / "tests_of_arithmetic.parquet", rows))
     expected = {
         "mixed-splits",
         "split-name",

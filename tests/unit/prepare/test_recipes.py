@@ -1,6 +1,7 @@
 """Each column layout: recognised, read, and refused with words when it is not what it seems."""
 
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import get_args
 
@@ -154,6 +155,7 @@ def test_alternatives_and_dots_find_columns():
         ("y", ["x", "y"], "B"),
         ("1", ["x", "y"], "B"),
         ("2", {"text": ["x", "y"], "label": ["1", "2"]}, "B"),
+        (1, {"text": ["x", "y"], "label": [1, 2]}, "A"),
         ("C", {"text": ["x", "y", "z"], "label": ["A", "B", "C"]}, "C"),
         ("D", {"A": "x", "D": "y", "E": None}, "B"),
         ("10", ["9", "10"], "B"),
@@ -251,5 +253,6 @@ def test_a_prompt_never_holds_the_reply_to_it(turn):
 def test_numbers_of_any_size_are_read():
     digits = "1" + 400 * "0"
     assert read({"prompt": "q", "answer": int(digits)}, "generic").ground_truth == digits
+    assert read({"prompt": "q", "answer": Decimal("0.50")}, "generic").ground_truth == "0.50"  # of Parquet
     row = read(VERL | {"extra_info": {"index": 1 << 63}})
     assert (row.index, row.extra) == (3, {"original_index": 1 << 63})

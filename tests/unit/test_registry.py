@@ -330,6 +330,18 @@ def test_an_edited_file_is_imported_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert weights(f"{file}:weight") == pytest.approx(math.exp(0.5))
 
 
+def test_an_edit_of_the_same_size_in_the_same_second_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's bytecode files are compared by size and second only."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "mine.py"
+    for value in (1, 2):
+        file.write_text(f"def part():\n    return {value}\n")
+        os.utime(file, (0, 0))
+        assert load_function(f"{file}:part", key="key")() == value
+
+
 def test_a_decorator_that_gives_another_name_counts(tmp_path: Path) -> None:
     """Without `needs`, a ratio loss would be weighted by the correction too."""
     file = tmp_path / "named.py"

@@ -163,11 +163,16 @@ class Registry(Mapping[str, Callable[..., Any]]):
         """
         for path, version in list(Registry._versions.items()):
             if version_of(path) not in {version, None}:  # the parts of a deleted file remain
-                del Registry._versions[path]
-                for registry in Registry._all:
-                    for name in [name for name in registry._parts if name.startswith(f"{path}:")]:
-                        del registry._parts[name]
-                        registry._checked.discard(name)
+                Registry._forget(path)
+
+    @staticmethod
+    def _forget(path: str) -> None:
+        """Forgets the parts of a user's file."""
+        Registry._versions.pop(path, None)
+        for registry in Registry._all:
+            for name in [name for name in registry._parts if name.startswith(f"{path}:")]:
+                del registry._parts[name]
+                registry._checked.discard(name)
 
     def register(
         self,
@@ -381,6 +386,9 @@ class Registry(Mapping[str, Callable[..., Any]]):
             version = version_of(file)
             function = load_function(name, key=self.key)
             Registry._versions[file] = version or ""
+        except UsageError:
+            Registry._forget(file)  # what it registered before the error
+            raise
         finally:
             Registry._prefix = ""
         self._add(name, function, name)

@@ -342,6 +342,22 @@ def test_an_edit_of_the_same_size_in_the_same_second_counts(
         assert load_function(f"{file}:part", key="key")() == value
 
 
+@pytest.mark.parametrize(
+    ("name", "rest"), [("weight", "raise RuntimeError"), ("wieght", "")], ids=["broken", "misspelled"]
+)
+def test_a_file_whose_import_failed_is_imported_again(tmp_path: Path, name: str, rest: str) -> None:
+    """Its parts before the error are registered already."""
+    file, key = tmp_path / "mine.py", f"{RC}rollout_is"
+    file.write_text(EDITED.format(unit="token", value="None") + rest)
+    for _ in range(2):
+        with pytest.raises(SpecError, match=r"importing it failed|no such function"):
+            rlctl.load_spec("rloo-seq-is", {key: f"{file}:{name}"})
+    for unit in ("token", "sequence"):
+        file.write_text(EDITED.format(unit=unit, value="None"))
+        rlctl.load_spec("rloo-seq-is", {key: f"{file}:weight"})
+        assert CORRECTION_WEIGHTS.part(f"{file}:weight").unit == unit
+
+
 def test_a_decorator_that_gives_another_name_counts(tmp_path: Path) -> None:
     """Without `needs`, a ratio loss would be weighted by the correction too."""
     file = tmp_path / "named.py"

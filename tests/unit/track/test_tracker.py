@@ -135,6 +135,22 @@ def test_notes_cannot_steer_the_terminal() -> None:
     assert notes == ["warning: \\x1b[2Jthe grader said\\x07"]
 
 
+class BrokenDisplay(Broken):
+    def begin_phase(self, phase: str) -> None:
+        raise KeyError(phase)
+
+    def note(self, text: str) -> None:
+        raise RuntimeError("no display")
+
+
+def test_a_display_that_fails_does_not_stop_training(tmp_path: Path) -> None:
+    display = BrokenDisplay()
+    with Tracker(JsonlSink(tmp_path / "metrics.jsonl"), [display], show=display.note) as tracker:
+        tracker.begin_phase("gen")
+        tracker.log(1, {"a": 1.0})
+    assert (display.calls, steps(tmp_path)) == (0, [1])
+
+
 def test_a_resume_says_which_steps_its_log_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with build(tmp_path) as tracker:
         for step in range(1, 7):

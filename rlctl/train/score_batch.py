@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -150,15 +151,18 @@ def with_kl_in_reward(
         The batch with the new rewards, the controller for the next batch, `actor/reward_kl_*` metrics.
 
     Raises:
-        RunFailure: the batch has no reference log-probs.
+        RunFailure: the batch has no reference log-probs, or the estimator returns a wrong shape or NaN.
     """
     if scored.ref_log_probs is None:
         raise RunFailure("the KL penalty needs reference log-probs, and the batch has none")
     kl = kl_estimate(algorithm.kl_penalty, scored.old_log_probs, scored.ref_log_probs)
-    kl = torch.where(scored.valid_mask & kl.isfinite(), kl, 0.0)
+    is_finite = (scored.old_log_probs.isfinite() | ~scored.valid_mask).all(-1, keepdim=True)
+    kl = torch.where(scored.valid_mask & (is_finite | kl.isfinite()), kl, 0.0)
     lengths = scored.valid_mask.sum(-1)
     mean_kl = moments_of(kl.double().sum(-1) / lengths.clamp(min=1), lengths > 0)
     moments: Moments[float] = ranks.to_host(mean_kl)
+    if not math.isfinite(moments.mean):
+        raise RunFailure(f"kl estimator {algorithm.kl_penalty} returned NaN or infinity")
     metrics = {
         "actor/reward_kl_penalty": moments.mean,
         "actor/reward_kl_penalty_coeff": controller.kl_coef,

@@ -209,7 +209,7 @@ def estimate(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> Est
 
     Raises:
         RunFailure: the batch lacks a field that the estimator needs, or the estimator returns a wrong
-            shape, or NaN or infinite advantages (on all ranks).
+            shape, no target values for the critic, or NaN or infinite advantages (on all ranks).
     """
     part = ADVANTAGE_ESTIMATORS.part(algorithm.adv_estimator)
     missing = [
@@ -239,6 +239,12 @@ def estimate(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> Est
     result = found if isinstance(found, Estimate) else Estimate(found)
     advantages = result.advantages
     ADVANTAGE_ESTIMATORS.check_returned(part.name, advantages, tuple(mask.shape[:1]), tuple(mask.shape))
+    if result.returns is not None:
+        ADVANTAGE_ESTIMATORS.check_returned(f"{part.name} (returns)", result.returns, tuple(mask.shape))
+    elif "values" in part.needs:
+        what = f"advantage estimator {part.name} returned no target values for the critic"
+        fix = "return Estimate(advantages, returns)"
+        raise RunFailure(what, where=ADVANTAGE_ESTIMATORS.key, fix=fix)
     if advantages.ndim == 1:
         advantages = spread(advantages, mask)
     advantages = torch.where(scored.valid_mask, advantages.float(), 0.0)

@@ -187,7 +187,7 @@ def chosen_reward(own: RewardSpec, name: str | None) -> RewardSpec:
 
     Returns:
         The reward without the overlong penalty, which applies only in training; the path of a function is
-        absolute.
+        absolute. A grader other than `own`'s has no parameters.
 
     Raises:
         UsageError: `name` is neither a grader nor a function, or the file of a function does not exist.
@@ -196,7 +196,8 @@ def chosen_reward(own: RewardSpec, name: str | None) -> RewardSpec:
     if name is not None:
         file, colon, function = name.rpartition(":")
         absolute = f"{Path(file).expanduser().resolve()}:{function}" if colon else name
-        values |= {"name": absolute, "terms": None}
+        params = own.params if absolute == own.name else {}
+        values |= {"name": absolute, "params": params, "terms": None}
     try:
         reward = RewardSpec.model_validate(values)
     except ValidationError as error:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rlctl")
 
-#: Called on rank 0 after each step, with the step and its metrics.
+#: Called on rank 0 with a step and its metrics; step 0 is a validation before the first step.
 Callback = Callable[[int, Mapping[str, float]], None]
 
 
@@ -106,7 +106,8 @@ def train(
     Args:
         spec: the run, from `load_spec`.
         resume: a run directory to continue from its last checkpoint, or its record.
-        callbacks: called on rank 0 after each step; an exception ends the run.
+        callbacks: called on rank 0 after each step; an exception ends the run. With `trainer.test_freq` they
+            are first called with step 0 and the metrics of the validation, `val/*`.
 
     Raises:
         RlctlError: the run cannot start or cannot continue.

@@ -341,6 +341,14 @@ def test_a_tracker_of_the_users_own(tmp_path: Path) -> None:
     assert written[1] == "finished"
 
 
+def test_the_example_leaves_out_a_validation_before_the_first_step(tmp_path: Path) -> None:
+    example = Path(__file__).parents[3] / "examples/custom_tracker.py"
+    with build(tmp_path, f"{example}:Lines") as tracker:
+        tracker.log(0, {"val/x/reward_mean": 0.1})
+        tracker.log(1, {"critic/score/mean": 0.5})
+    assert (tmp_path / "lines.txt").read_text() == "1 0.5\n"
+
+
 def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no tracker `wandbb`"):
         build(tmp_path, "wandbb")

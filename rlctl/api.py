@@ -294,6 +294,8 @@ def grade(
 ) -> list[float | None]:
     """Score responses as training does, in child processes with a deadline.
 
+    A function gets the response and the ground truth; other fields of a row are empty.
+
     Args:
         grader: name of a registered grader, such as `maths`, or `file.py:function`.
         responses: responses of a model.
@@ -331,6 +333,10 @@ def grade(
         raise UsageError(
             f"is a {type(params).__name__}", where="params", fix='give a dict, {"tolerance": 0.1}'
         )
+    try:
+        json.dumps(dict(params or {}))
+    except TypeError as error:
+        raise UsageError(str(error), where="params", fix="give numbers, texts, lists and dicts") from None
     if is_scorer(grader):
         what = "this grader needs settings of a run"
         raise UsageError(what, where=grader, fix="use rlctl.evaluate, or `rlctl reward` with a spec")

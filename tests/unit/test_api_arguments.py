@@ -77,6 +77,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: rlctl.grade("exact", ["1"], ["1"], params=["x"]),
         "params: is a list",
     ),
+    "a parameter of NumPy": (
+        lambda: rlctl.grade("exact", ["1"], ["1"], params={"x": np.float32(1)}),
+        "params: Object of type float32 is not JSON serializable",
+    ),
     "no end": (
         lambda: rlctl.grade("exact", ["1"], ["1"], deadline_s=math.inf),
         "inf is not a number above 0",

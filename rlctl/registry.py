@@ -230,6 +230,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
         if wrong := [text for text in thresholds if not _THRESHOLD.fullmatch(text)]:
             raise ValueError(f'thresholds={wrong}: write positive numbers as in a spec, "2.0" or "0.5_2.0"')
         options = _texts("options", options)
+        if wrong := [key for key in options if "." not in key]:
+            raise ValueError(f'options={wrong}: write keys of the spec, "actor.clip_ratio_low"')
         needs = frozenset([needs] if isinstance(needs, str) else _texts("needs", needs))
         if self.inputs is not None and (unknown := sorted(needs - set(self.inputs.split()))):
             known_inputs = ", ".join(self.inputs.split()) or "nothing"

@@ -509,6 +509,7 @@ def test_installed_packages_are_read_once(tmp_path: Path, monkeypatch: pytest.Mo
         ({"thresholds": [0.5]}, r"thresholds=\[0.5\]: give a list of texts"),
         ({"thresholds": "2.0"}, "thresholds='2.0': give a list of texts"),
         ({"options": "actor.tau_pos"}, "options='actor.tau_pos': give a list of texts"),
+        ({"options": ["tau_pos"]}, r"options=\['tau_pos'\]: write keys of the spec"),
         ({"label": 3}, "label=3: give a text"),
         ({"unbiased": "yes"}, "unbiased='yes': give True or False"),
         ({"clip": "ppo"}, "clip='ppo': give a ClipBand"),

@@ -121,6 +121,19 @@ def test_a_rule_that_returns_text_is_named(tmp_path: Path) -> None:
         rlctl.diagnose(tmp_path / "log.csv", rules=f"{tmp_path}/mine.py:too_low")
 
 
+def test_a_rule_without_the_decorator_may_read_any_metric(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from rlctl.diagnose.rule import Detection\n\n"
+        "def slow(run):\n"
+        "    count = len(run.table.series('perf/time_per_step'))\n"
+        "    return Detection('info', f'{count} slow steps', ())\n"
+    )
+    rows = "".join(f"{i},0.5,60\n" for i in range(1, 30))
+    (tmp_path / "log.csv").write_text("step,actor/entropy,perf/time_per_step\n" + rows)
+    found = rlctl.diagnose(tmp_path / "log.csv", rules=f"{tmp_path}/mine.py:slow").findings
+    assert "29 slow steps" in [finding.what for finding in found]
+
+
 def test_a_copied_spec_is_checked() -> None:
     spec = rlctl.load_spec("rloo-seq-is")
     alone = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"n": 1})})

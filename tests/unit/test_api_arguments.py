@@ -185,7 +185,10 @@ def test_values_keep_their_type_and_may_nest(tmp_path: Path) -> None:
         "rollout.n": np.int64(5),
         "engine.deepspeed": {"wall_clock_breakdown": True},
     }
+    terms = [{"name": "exact", "weight": np.float32(0.5)}, {"name": "maths"}]
+    values |= {"model.path": "org/name", "data.train_files": [tmp_path / "a", "b"], "reward.terms": terms}
     spec = rlctl.load_spec("rloo-seq-is", values)
+    assert (spec.data.train_files, spec.reward.terms[0].weight) == ([str(tmp_path / "a"), "b"], 0.5)
     assert (spec.trainer.experiment_name, spec.trainer.total_training_steps) == ("true", 300)
     assert (spec.trainer.run_dir, spec.engine.deepspeed) == (str(tmp_path), {"wall_clock_breakdown": True})
     assert rlctl.load_spec("rloo-seq-is", {"actor.lr": "1e-6"}).actor.lr == 1e-6

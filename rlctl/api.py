@@ -172,7 +172,7 @@ def _path_of(given: str | Path | RunRecord, name: str) -> Path:
         raise UsageError(
             f"is a {type(given).__name__}", where=name, fix="give a path, or the record of a run"
         )
-    return Path(given)
+    return Path(given).expanduser()
 
 
 #: Options whose name on the command line is not that of the argument.

@@ -121,6 +121,12 @@ def test_a_rule_that_returns_text_is_named(tmp_path: Path) -> None:
         rlctl.diagnose(tmp_path / "log.csv", rules=f"{tmp_path}/mine.py:too_low")
 
 
+def test_a_path_may_begin_with_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "log.csv").write_text("step,actor/entropy\n1,0.5\n")
+    assert rlctl.diagnose("~/log.csv").status == "insufficient data"
+
+
 def test_a_rule_without_the_decorator_may_read_any_metric(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from rlctl.diagnose.rule import Detection\n\n"

@@ -243,6 +243,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
             if not callable(function):
                 raise ValueError(f"{function!r} is not a function")
             known = self._prefix + (name or function.__name__)
+            if not self._prefix and not is_builtin(function):
+                self._load()  # so that a built-in part of this name is known
             earlier = self._parts.get(known)
             if earlier and not self._prefix and _identity(earlier.function) != _identity(function):
                 raise ValueError(f"{self.kind} {known} is registered twice")

@@ -289,6 +289,20 @@ def test_one_name_is_one_part() -> None:
         registry.part("two")
 
 
+def test_the_name_of_a_built_in_part_is_taken_before_it_is_loaded() -> None:
+    code = """
+        from rlctl.registry import ADVANTAGE_ESTIMATORS
+        try:
+            @ADVANTAGE_ESTIMATORS.register()
+            def grpo(inputs): ...
+        except ValueError as error:
+            assert "grpo is registered twice" in str(error), error
+        else:
+            raise AssertionError("the name was accepted")
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
 def test_a_notebook_cell_can_be_run_again() -> None:
     """It defines the function, and registers it, a second time."""
     registry = Registry("toy", key="toy", module="math")

@@ -47,4 +47,4 @@ def tempered(log_ratio: LogRatio, params: Tempered) -> Tensor:
 def worst_tokens(log_ratio: LogRatio, params: None) -> Tensor:
     """(B, 1): one number per response, compared with the threshold; padding is 0 in `token`."""
     gap = log_ratio.token.abs()
-    return gap.topk(min(2, gap.shape[-1])).values.mean(-1, keepdim=True)
+    return gap.topk(min(2, gap.shape[-1])).values.sum(-1, keepdim=True) / 2

@@ -14,8 +14,9 @@ class Lines:
         self.file = (inputs.run_dir / "lines.txt").open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Called after each step."""
-        print(step, metrics["critic/score/mean"], file=self.file, flush=True)
+        """Called after each step, and with step 0 after a validation before the first one."""
+        if "critic/score/mean" in metrics:
+            print(step, metrics["critic/score/mean"], file=self.file, flush=True)
 
     def close(self, status: str) -> None:
         """Called at the end, with `finished`, `failed` or `interrupted`."""

@@ -5,7 +5,7 @@ The Python API. Heavy packages are imported at their first use; `import rlctl` d
     import rlctl
 
     spec = rlctl.load_spec("rloo-seq-is", {"trainer.total_training_steps": 20})
-    run = rlctl.train(spec, callbacks=[lambda step, metrics: print(step, metrics["critic/score/mean"])])
+    run = rlctl.train(spec, callbacks=[lambda step, metrics: print(step, metrics.get("critic/score/mean"))])
     print(rlctl.diagnose(run.path).findings)
 
 Types are in `__init__.pyi`.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rlctl")
 
-#: Called on rank 0 after each step, with the step and its metrics.
+#: Called on rank 0 with a step and its metrics; step 0 is a validation before the first step.
 Callback = Callable[[int, Mapping[str, float]], None]
 
 
@@ -106,7 +106,8 @@ def train(
     Args:
         spec: the run, from `load_spec`.
         resume: a run directory to continue from its last checkpoint, or its record.
-        callbacks: called on rank 0 after each step; an exception ends the run.
+        callbacks: called on rank 0 after each step; an exception ends the run. With `trainer.test_freq` they
+            are first called with step 0 and the metrics of the validation, `val/*`.
 
     Raises:
         RlctlError: the run cannot start or cannot continue.
@@ -171,7 +172,7 @@ def _path_of(given: str | Path | RunRecord, name: str) -> Path:
         raise UsageError(
             f"is a {type(given).__name__}", where=name, fix="give a path, or the record of a run"
         )
-    return Path(given)
+    return Path(given).expanduser()
 
 
 #: Options whose name on the command line is not that of the argument.
@@ -293,6 +294,8 @@ def grade(
 ) -> list[float | None]:
     """Score responses as training does, in child processes with a deadline.
 
+    A function gets the response and the ground truth; other fields of a row are empty.
+
     Args:
         grader: name of a registered grader, such as `maths`, or `file.py:function`.
         responses: responses of a model.
@@ -330,6 +333,10 @@ def grade(
         raise UsageError(
             f"is a {type(params).__name__}", where="params", fix='give a dict, {"tolerance": 0.1}'
         )
+    try:
+        json.dumps(dict(params or {}))
+    except TypeError as error:
+        raise UsageError(str(error), where="params", fix="give numbers, texts, lists and dicts") from None
     if is_scorer(grader):
         what = "this grader needs settings of a run"
         raise UsageError(what, where=grader, fix="use rlctl.evaluate, or `rlctl reward` with a spec")

@@ -163,11 +163,16 @@ class Registry(Mapping[str, Callable[..., Any]]):
         """
         for path, version in list(Registry._versions.items()):
             if version_of(path) not in {version, None}:  # the parts of a deleted file remain
-                del Registry._versions[path]
-                for registry in Registry._all:
-                    for name in [name for name in registry._parts if name.startswith(f"{path}:")]:
-                        del registry._parts[name]
-                        registry._checked.discard(name)
+                Registry._forget(path)
+
+    @staticmethod
+    def _forget(path: str) -> None:
+        """Forgets the parts of a user's file."""
+        Registry._versions.pop(path, None)
+        for registry in Registry._all:
+            for name in [name for name in registry._parts if name.startswith(f"{path}:")]:
+                del registry._parts[name]
+                registry._checked.discard(name)
 
     def register(
         self,
@@ -225,6 +230,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
         if wrong := [text for text in thresholds if not _THRESHOLD.fullmatch(text)]:
             raise ValueError(f'thresholds={wrong}: write positive numbers as in a spec, "2.0" or "0.5_2.0"')
         options = _texts("options", options)
+        if wrong := [key for key in options if "." not in key]:
+            raise ValueError(f'options={wrong}: write keys of the spec, "actor.clip_ratio_low"')
         needs = frozenset([needs] if isinstance(needs, str) else _texts("needs", needs))
         if self.inputs is not None and (unknown := sorted(needs - set(self.inputs.split()))):
             known_inputs = ", ".join(self.inputs.split()) or "nothing"
@@ -236,6 +243,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
             if not callable(function):
                 raise ValueError(f"{function!r} is not a function")
             known = self._prefix + (name or function.__name__)
+            if not self._prefix and not is_builtin(function):
+                self._load()  # so that a built-in part of this name is known
             earlier = self._parts.get(known)
             if earlier and not self._prefix and _identity(earlier.function) != _identity(function):
                 raise ValueError(f"{self.kind} {known} is registered twice")
@@ -381,6 +390,9 @@ class Registry(Mapping[str, Callable[..., Any]]):
             version = version_of(file)
             function = load_function(name, key=self.key)
             Registry._versions[file] = version or ""
+        except UsageError:
+            Registry._forget(file)  # what it registered before the error
+            raise
         finally:
             Registry._prefix = ""
         self._add(name, function, name)

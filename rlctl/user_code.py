@@ -120,7 +120,8 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look a module up by its name
     add_to_import_path(path.parent)
     try:
-        spec.loader.exec_module(module)
+        # Not by the loader: its bytecode can be that of an earlier version, of equal size in the same second.
+        exec(compile(path.read_bytes(), path, "exec"), vars(module))
     except (Exception, SystemExit) as error:
         what = visible(f"importing it failed: {type(error).__name__}: {error}")
         raise UsageError(what, where=_line_of(error, path), fix="correct the file") from error

@@ -78,8 +78,12 @@ def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
     Args:
         kind: an estimator that needs no `rollout_log_probs`.
+
+    Raises:
+        RunFailure: the estimator returns no tensor of that shape.
     """
     found: Tensor = KL_ESTIMATORS[kind](log_probs, ref_log_probs, None)
+    KL_ESTIMATORS.check_returned(kind, found, tuple(log_probs.shape))
     return found
 
 

@@ -76,13 +76,14 @@ def _rule(text: str) -> BenchRule:
 
     from rlctl.bench.exact import BenchRule
     from rlctl.errors import SpecError
+    from rlctl.spec.keys import nested
 
     words = [word.partition("=") for word in shlex.split(text)]
     if not words or not all(separator for _, separator, _ in words):
         fix = "for example --rule 'rollout_is=token rollout_is_threshold=2'"
         raise UsageError(f"`{text}` is not KEY=VALUE", where="--rule", fix=fix)
     try:
-        found = BenchRule.of(**({"rollout_is": None} | {key: value for key, _, value in words}))
+        found = BenchRule.of(**nested({"rollout_is": None} | {key: value for key, _, value in words}))
         _ = found.correction, found.loss
     except ValidationError as error:
         details = error.errors()[0]

@@ -24,6 +24,7 @@ from rlctl.diagnose.signals import Crossing, crossing
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import MIN_STEPS, Levels
 from rlctl.errors import UsageError
+from rlctl.metric_names import ELSEWHERE, METRICS
 from rlctl.registry import DIAGNOSIS_RULES, is_builtin
 from rlctl.user_code import call_problem
 
@@ -193,6 +194,8 @@ def _count(run: RunLog, key: str) -> int | None:
     return max(counts, default=None)
 
 
+#: Every metric that a reader can keep.
+_ANY = (*METRICS, *ELSEWHERE)
 #: Minimum number of checked rules for the status `no warnings`.
 MIN_RULES = 5
 
@@ -200,7 +203,7 @@ MIN_RULES = 5
 def all_rules(names: Iterable[str] = ()) -> tuple[Rule, ...]:
     """The built-in rules, those of installed packages, and the user's (`path/to/file.py:function`).
 
-    A function without the `Rule` decorator becomes a rule with the function's name.
+    A function without the `Rule` decorator becomes a rule with the function's name that may read any metric.
 
     Raises:
         UsageError: a file or function cannot be imported, or two rules have the same name.
@@ -208,7 +211,7 @@ def all_rules(names: Iterable[str] = ()) -> tuple[Rule, ...]:
     found: dict[str, Rule] = {}
     parts = {part.name: part.function for part in DIAGNOSIS_RULES.parts()}
     for name, part in (parts | {name: DIAGNOSIS_RULES[name] for name in names}).items():
-        rule = part if isinstance(part, Rule) else Rule(part.__name__, detect=part)
+        rule = part if isinstance(part, Rule) else Rule(part.__name__, uses=_ANY, detect=part)
         if found.setdefault(rule.name, rule) is not rule:
             raise UsageError(f"there is a rule `{rule.name}` already", where=name, fix="give it another name")
     return tuple(found.values())

@@ -22,6 +22,7 @@ from rlctl.spec.load import RUN_SPEC_FILE, recorded_spec
 from rlctl.spec.rollout import DataSpec, OverlongSpec, RewardSpec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
+from rlctl.track.run_dir import MASK
 
 #: Name of the engine that is a server, not a rollout engine of this process.
 SERVER = "openai"
@@ -187,21 +188,26 @@ def chosen_reward(own: RewardSpec, name: str | None) -> RewardSpec:
 
     Returns:
         The reward without the overlong penalty, which applies only in training; the path of a function is
-        absolute.
+        absolute. A grader other than `own`'s has no parameters.
 
     Raises:
-        UsageError: `name` is neither a grader nor a function, or the file of a function does not exist.
+        UsageError: `name` is neither a grader nor a function, the file of a function does not exist, or a
+            parameter is masked.
     """
     values = own.model_dump() | {"overlong": OverlongSpec()}
     if name is not None:
         file, colon, function = name.rpartition(":")
         absolute = f"{Path(file).expanduser().resolve()}:{function}" if colon else name
-        values |= {"name": absolute, "terms": None}
+        params = own.params if absolute == own.name else {}
+        values |= {"name": absolute, "params": params, "terms": None}
     try:
         reward = RewardSpec.model_validate(values)
     except ValidationError as error:
         reason = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise UsageError(f"no such reward: {name}", where="--reward", fix=reason) from error
+    if repr(MASK) in repr(reward):
+        what = "a parameter of the run's reward is masked in spec.yaml"
+        raise UsageError(what, where="reward", fix="restore it there, or add --reward")
     for term in reward.all_terms:
         file = term.name.rpartition(":")[0]
         if file and not Path(file).expanduser().is_file():

@@ -27,6 +27,7 @@ from rlctl.errors import UsageError, in_words
 from rlctl.registry import GRADERS
 from rlctl.reward.pool import is_ours
 from rlctl.reward.protocol import Sample
+from rlctl.user_code import is_file_function
 
 MEMORY_LIMIT_BYTES = 4 << 30
 #: Maximum characters of an error that are sent: the last ones.
@@ -96,10 +97,6 @@ def _end_children() -> None:
 
 def _serve(grader: str, params: dict[str, Any], requests: int, replies: int) -> None:
     me = os.getpid()
-    # A user's function may import libraries that reserve tens of GiB of address space, so only writable
-    # memory counts for it.
-    limit = resource.RLIMIT_AS if is_ours(grader) else resource.RLIMIT_DATA
-    resource.setrlimit(limit, (MEMORY_LIMIT_BYTES, resource.RLIM_INFINITY))
 
     def reply(number: int, **values: object) -> None:
         if os.getpid() != me:  # a copy of this process that the grader has forked
@@ -110,9 +107,15 @@ def _serve(grader: str, params: dict[str, Any], requests: int, replies: int) -> 
 
     sys.path.append(os.getcwd())  # noqa: PTH109
     try:
+        # A user's function may import libraries that reserve tens of GiB of address space, so only writable
+        # memory counts for it.
+        limit = resource.RLIMIT_AS if is_ours(grader) else resource.RLIMIT_DATA
+        resource.setrlimit(limit, (MEMORY_LIMIT_BYTES, resource.RLIM_INFINITY))
         loaded = load_grader(grader, params)
     except UsageError as error:
-        reply(0, what=error.what, where=error.where, fix=error.fix)
+        is_absent = error.where == GRADERS.key and not is_file_function(grader)  # it is in the pool's process
+        fix = f"other processes grade: name it as path/to/file.py:{grader}" if is_absent else error.fix
+        reply(0, what=error.what, where=error.where, fix=fix)
         return
     if is_ours(grader):  # runs lazy imports now; an error occurs again, and is reported, when grading
         with contextlib.suppress(Exception):

@@ -7,9 +7,14 @@ import threading
 from collections.abc import Iterator
 from typing import Protocol
 
+import torch
+
 from rlctl.batch import Prompts, Rollouts
 from rlctl.errors import RunFailure
 from rlctl.rollout.protocol import Policy, RolloutEngine, Sampling
+
+#: (B, T) field of `Rollouts` → its possible types.
+_DTYPES = {"rollout_log_probs": (torch.float32, torch.float64), "response_mask": (torch.bool,)}
 
 
 class EngineLock:
@@ -90,6 +95,13 @@ class LockedRollout:
         if not isinstance(found, Rollouts):
             what = f"{type(self._engine).__name__}.generate returned {type(found).__name__}"
             raise RunFailure(what, where="rollout.name", fix="return Rollouts; `assemble` makes them")
+        shape = (n * len(prompts.group_ids), found.responses.shape[-1])
+        for name, dtypes in _DTYPES.items():
+            values = getattr(found, name)
+            if tuple(values.shape) != shape or values.dtype not in dtypes:
+                of = f"{type(self._engine).__name__}.generate returned {name}"
+                what = f"{of} of shape {tuple(values.shape)} and type {values.dtype}"
+                raise RunFailure(what, where="rollout.name", fix=f"return {dtypes[0]} of shape {shape}")
         return found
 
     def finish(self) -> None:

@@ -213,9 +213,17 @@ def _read_file(path: Path, origin: Origin, problems: list[Problem]) -> dict[str,
 
 def _leaf_of_value(value: object, origin: Origin) -> Leaf:
     """A leaf for a value from a program: paths become text, NumPy's numbers and arrays plain values."""
-    plain = os.fspath(value) if isinstance(value, os.PathLike) else value
-    plain = plain.tolist() if hasattr(plain, "tolist") else plain
+    plain = _plain(value)
     return Leaf(plain, str(plain), origin)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return plain.tolist() if hasattr(plain, "tolist") else plain
 
 
 def _read_overrides(overrides: Iterable[str], origin: Origin, problems: list[Problem]) -> dict[str, Leaf]:

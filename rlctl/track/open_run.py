@@ -121,7 +121,7 @@ class RunRecord:
             raise UsageError(
                 "the run saved no rollouts",
                 where=str(self.path),
-                fix="train with trainer.rollouts_per_step=-1",
+                fix="wait for a checkpoint, or train with trainer.rollouts_per_step=-1",
             )
         return ds.dataset(files)
 

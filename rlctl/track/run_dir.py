@@ -65,6 +65,8 @@ _SECRET_VALUE = re.compile(
 # W&B's classic keys have the format of a git commit: 40 hexadecimal digits. Values of commit keys are kept.
 _HEX40 = re.compile(r"(?<![0-9a-fA-F/@])[0-9a-f]{40}(?![0-9a-fA-F])")
 _COMMIT_KEY = re.compile(r"(revision|commit|sha|hash)$", re.IGNORECASE)
+#: A value that begins with `MASK`, which YAML reads as an alias.
+_MASKED_VALUE = re.compile(r"^(\s*(?:- )*(?:[\w.-]+: )?)(\*\*\*.*)$", re.MULTILINE)
 _ASSIGNMENT = re.compile(r"(\s*-{0,2}\s*([\w.-]+)\s*[:=]\s*)(.*)", re.DOTALL)
 
 
@@ -77,7 +79,8 @@ class RunDir:
 
     def write_spec(self, text: str) -> None:
         """Writes the resolved spec (YAML) without secrets to `spec.yaml`."""
-        write_text(self.path / SPEC_FILE, redact_lines(text))
+        quoted = _MASKED_VALUE.sub(lambda found: found[1] + json.dumps(found[2]), redact_lines(text))
+        write_text(self.path / SPEC_FILE, quoted)
 
     def write_environment(self, argv: Sequence[str] | None = None) -> None:
         """Writes `environment_record` to `environment.json`.

@@ -78,7 +78,7 @@ class Tracker:
                 self._show(text)
             elif self._record:
                 sys.stderr.write(text + "\n")
-        except (OSError, ValueError) as error:  # the terminal or the reader of the pipe was closed
+        except Exception as error:  # also of a closed terminal or pipe
             _log.debug("note not shown: %s", text, exc_info=error)
 
     @property
@@ -88,9 +88,12 @@ class Tracker:
 
     def begin_phase(self, phase: str) -> None:
         """Shows the current phase of the run, a phase of `timing_s/*`."""
-        for sink in self._extras:
-            if hasattr(sink, "begin_phase"):
-                sink.begin_phase(phase)
+        for sink in tuple(self._extras):
+            try:
+                if hasattr(sink, "begin_phase"):
+                    sink.begin_phase(phase)
+            except Exception as error:
+                self._drop(sink, error)
 
     def close(self, status: Status = "finished") -> None:
         """Closes all sinks; can be called twice. The display is closed first, which restores the terminal."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -150,15 +151,18 @@ def with_kl_in_reward(
         The batch with the new rewards, the controller for the next batch, `actor/reward_kl_*` metrics.
 
     Raises:
-        RunFailure: the batch has no reference log-probs.
+        RunFailure: the batch has no reference log-probs, or the estimator returns a wrong shape or NaN.
     """
     if scored.ref_log_probs is None:
         raise RunFailure("the KL penalty needs reference log-probs, and the batch has none")
     kl = kl_estimate(algorithm.kl_penalty, scored.old_log_probs, scored.ref_log_probs)
-    kl = torch.where(scored.valid_mask & kl.isfinite(), kl, 0.0)
+    is_finite = (scored.old_log_probs.isfinite() | ~scored.valid_mask).all(-1, keepdim=True)
+    kl = torch.where(scored.valid_mask & (is_finite | kl.isfinite()), kl, 0.0)
     lengths = scored.valid_mask.sum(-1)
     mean_kl = moments_of(kl.double().sum(-1) / lengths.clamp(min=1), lengths > 0)
     moments: Moments[float] = ranks.to_host(mean_kl)
+    if not math.isfinite(moments.mean):
+        raise RunFailure(f"kl estimator {algorithm.kl_penalty} returned NaN or infinity")
     metrics = {
         "actor/reward_kl_penalty": moments.mean,
         "actor/reward_kl_penalty_coeff": controller.kl_coef,
@@ -205,7 +209,7 @@ def estimate(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> Est
 
     Raises:
         RunFailure: the batch lacks a field that the estimator needs, or the estimator returns a wrong
-            shape, or NaN or infinite advantages (on all ranks).
+            shape, no target values for the critic, or NaN or infinite advantages (on all ranks).
     """
     part = ADVANTAGE_ESTIMATORS.part(algorithm.adv_estimator)
     missing = [
@@ -235,6 +239,12 @@ def estimate(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> Est
     result = found if isinstance(found, Estimate) else Estimate(found)
     advantages = result.advantages
     ADVANTAGE_ESTIMATORS.check_returned(part.name, advantages, tuple(mask.shape[:1]), tuple(mask.shape))
+    if result.returns is not None:
+        ADVANTAGE_ESTIMATORS.check_returned(f"{part.name} (returns)", result.returns, tuple(mask.shape))
+    elif "values" in part.needs:
+        what = f"advantage estimator {part.name} returned no target values for the critic"
+        fix = "return Estimate(advantages, returns)"
+        raise RunFailure(what, where=ADVANTAGE_ESTIMATORS.key, fix=fix)
     if advantages.ndim == 1:
         advantages = spread(advantages, mask)
     advantages = torch.where(scored.valid_mask, advantages.float(), 0.0)

@@ -90,4 +90,6 @@ def _gap(ranks: Ranks, rollouts: Rollouts, log_probs: Tensor) -> float:
     mask = rollouts.response_mask
     gaps = (log_probs - rollouts.rollout_log_probs)[mask].abs()
     total, count = ranks.sum([gaps.sum().item(), float(mask.sum())])
+    if not count:
+        raise RunFailure("the rollout engine sampled no token after a weight sync", where="rollout.name")
     return total / count

@@ -29,6 +29,8 @@ _KEYS = (
 )
 #: Bounds without effect, because weights are clamped to e^±20.
 NO_UPPER, NO_LOWER = "1e9", "1e-9"
+#: Extra inputs of rules that dumps have.
+_IN_DUMPS = {"advantages"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,8 @@ def _weights(normalize: bool, run: RolloutCorrectionSpec | None) -> list[Setting
         "sequence, no bound": weight_keys("sequence", "truncate", NO_UPPER),
     }
     of_files = _of_files(run.rollout_is if run else None)
-    for part in [*CORRECTION_WEIGHTS.parts(), *map(CORRECTION_WEIGHTS.part, of_files)]:
+    parts = [*CORRECTION_WEIGHTS.parts(), *map(CORRECTION_WEIGHTS.part, of_files)]
+    for part in (part for part in parts if part.needs <= _IN_DUMPS):
         params = {"rollout_is_params": run.rollout_is_params} if run and part.name in of_files else {}
         for bound in ("truncate", "clip", "mask"):
             for value in part.thresholds:
@@ -115,8 +118,7 @@ def _rejections(normalize: bool, run: RolloutCorrectionSpec | None) -> list[Sett
     """Returns every criterion without a weight, and with a truncated weight at token and sequence level."""
     of_files = _of_files(run.rollout_rs if run else None)
     parts = [REJECTION_CRITERIA.part(name) for name in (*registered_criteria(), *of_files)]
-    known = {"advantages"}  # the only extra input of rules that dumps have
-    registered = {part.name: part.thresholds for part in parts if part.needs <= known}
+    registered = {part.name: part.thresholds for part in parts if part.needs <= _IN_DUMPS}
     rules = [
         (dialect, name, threshold)
         for dialect, criteria in (_CRITERIA | {"rlctl": _CRITERIA["rlctl"] | registered}).items()

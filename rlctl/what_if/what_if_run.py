@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlctl.spec.load import spec_or_note
-from rlctl.spec.resolve import loss_rule
+from rlctl.spec.resolve import correction_rules, loss_rule
 from rlctl.spec.run_spec import RunSpec
 from rlctl.track.run_dir import SPEC_FILE
 from rlctl.what_if.dumps import Dump, find_dump
@@ -38,6 +38,7 @@ def what_if(path: Path) -> Tradeoff:
         ),
         f"auto chose a weight for each batch: {omitted}": correction.auto,
         f"score centering needs tokens that are not in the dump: {omitted}": correction.score_centering,
+        f"the ages of responses are not in the dump: {omitted}": "age" in correction_rules(correction).needs,
     }
     notes += [why for why, is_so in why_omitted.items() if is_so]
     if algorithm.use_kl_in_reward:

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+import rlctl
 from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from tests import runs
 from tests.properties import test_parts
@@ -90,6 +92,15 @@ def test_the_correction_passes_the_tests_of_every_one(kind: str, name: str) -> N
     checks.test_order_padding_and_division_change_nothing(kind, name)
     checks.test_a_row_with_bad_numbers_costs_only_itself(kind, name)
     checks.test_where_the_policies_agree_nothing_changes(kind, name)
+
+
+def test_the_criterion_of_one_token_does_not_depend_on_the_padding() -> None:
+    log_probs, mask = torch.full((1, 2), -1.0), torch.tensor([[True, False]])
+    rejection = {"rollout_rs": CRITERION, "rollout_rs_threshold": "0.5"}
+    for width in (1, 2):
+        given = (log_probs[:, :width], log_probs[:, :width] - 0.6, mask[:, :width])
+        found = rlctl.correct(*given, **rejection).metrics
+        assert found["rollout_corr/rollout_rs_worst_tokens_max"] == pytest.approx(0.3)
 
 
 @pytest.mark.usefixtures("embedded")

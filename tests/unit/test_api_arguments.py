@@ -77,6 +77,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: rlctl.grade("exact", ["1"], ["1"], params=["x"]),
         "params: is a list",
     ),
+    "a parameter of NumPy": (
+        lambda: rlctl.grade("exact", ["1"], ["1"], params={"x": np.float32(1)}),
+        "params: Object of type float32 is not JSON serializable",
+    ),
     "no end": (
         lambda: rlctl.grade("exact", ["1"], ["1"], deadline_s=math.inf),
         "inf is not a number above 0",
@@ -115,6 +119,25 @@ def test_a_rule_that_returns_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("step,actor/entropy\n" + "".join(f"{i},0.5\n" for i in range(1, 30)))
     with pytest.raises(UsageError, match="the rule too_low returned str"):
         rlctl.diagnose(tmp_path / "log.csv", rules=f"{tmp_path}/mine.py:too_low")
+
+
+def test_a_path_may_begin_with_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "log.csv").write_text("step,actor/entropy\n1,0.5\n")
+    assert rlctl.diagnose("~/log.csv").status == "insufficient data"
+
+
+def test_a_rule_without_the_decorator_may_read_any_metric(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from rlctl.diagnose.rule import Detection\n\n"
+        "def slow(run):\n"
+        "    count = len(run.table.series('perf/time_per_step'))\n"
+        "    return Detection('info', f'{count} slow steps', ())\n"
+    )
+    rows = "".join(f"{i},0.5,60\n" for i in range(1, 30))
+    (tmp_path / "log.csv").write_text("step,actor/entropy,perf/time_per_step\n" + rows)
+    found = rlctl.diagnose(tmp_path / "log.csv", rules=f"{tmp_path}/mine.py:slow").findings
+    assert "29 slow steps" in [finding.what for finding in found]
 
 
 def test_a_copied_spec_is_checked() -> None:
@@ -168,7 +191,10 @@ def test_values_keep_their_type_and_may_nest(tmp_path: Path) -> None:
         "rollout.n": np.int64(5),
         "engine.deepspeed": {"wall_clock_breakdown": True},
     }
+    terms = [{"name": "exact", "weight": np.float32(0.5)}, {"name": "maths"}]
+    values |= {"model.path": "org/name", "data.train_files": [tmp_path / "a", "b"], "reward.terms": terms}
     spec = rlctl.load_spec("rloo-seq-is", values)
+    assert (spec.data.train_files, spec.reward.terms[0].weight) == ([str(tmp_path / "a"), "b"], 0.5)
     assert (spec.trainer.experiment_name, spec.trainer.total_training_steps) == ("true", 300)
     assert (spec.trainer.run_dir, spec.engine.deepspeed) == (str(tmp_path), {"wall_clock_breakdown": True})
     assert rlctl.load_spec("rloo-seq-is", {"actor.lr": "1e-6"}).actor.lr == 1e-6

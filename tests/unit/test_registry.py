@@ -289,6 +289,20 @@ def test_one_name_is_one_part() -> None:
         registry.part("two")
 
 
+def test_the_name_of_a_built_in_part_is_taken_before_it_is_loaded() -> None:
+    code = """
+        from rlctl.registry import ADVANTAGE_ESTIMATORS
+        try:
+            @ADVANTAGE_ESTIMATORS.register()
+            def grpo(inputs): ...
+        except ValueError as error:
+            assert "grpo is registered twice" in str(error), error
+        else:
+            raise AssertionError("the name was accepted")
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
 def test_a_notebook_cell_can_be_run_again() -> None:
     """It defines the function, and registers it, a second time."""
     registry = Registry("toy", key="toy", module="math")
@@ -328,6 +342,34 @@ def test_an_edited_file_is_imported_again(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "other" / "mine.py").write_text(EDITED.format(unit="token", value="log_ratio.token - 0.1"))
     assert weights("mine.py:weight") == pytest.approx(math.exp(-0.1))
     assert weights(f"{file}:weight") == pytest.approx(math.exp(0.5))
+
+
+def test_an_edit_of_the_same_size_in_the_same_second_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's bytecode files are compared by size and second only."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "mine.py"
+    for value in (1, 2):
+        file.write_text(f"def part():\n    return {value}\n")
+        os.utime(file, (0, 0))
+        assert load_function(f"{file}:part", key="key")() == value
+
+
+@pytest.mark.parametrize(
+    ("name", "rest"), [("weight", "raise RuntimeError"), ("wieght", "")], ids=["broken", "misspelled"]
+)
+def test_a_file_whose_import_failed_is_imported_again(tmp_path: Path, name: str, rest: str) -> None:
+    """Its parts before the error are registered already."""
+    file, key = tmp_path / "mine.py", f"{RC}rollout_is"
+    file.write_text(EDITED.format(unit="token", value="None") + rest)
+    for _ in range(2):
+        with pytest.raises(SpecError, match=r"importing it failed|no such function"):
+            rlctl.load_spec("rloo-seq-is", {key: f"{file}:{name}"})
+    for unit in ("token", "sequence"):
+        file.write_text(EDITED.format(unit=unit, value="None"))
+        rlctl.load_spec("rloo-seq-is", {key: f"{file}:weight"})
+        assert CORRECTION_WEIGHTS.part(f"{file}:weight").unit == unit
 
 
 def test_a_decorator_that_gives_another_name_counts(tmp_path: Path) -> None:
@@ -481,6 +523,7 @@ def test_installed_packages_are_read_once(tmp_path: Path, monkeypatch: pytest.Mo
         ({"thresholds": [0.5]}, r"thresholds=\[0.5\]: give a list of texts"),
         ({"thresholds": "2.0"}, "thresholds='2.0': give a list of texts"),
         ({"options": "actor.tau_pos"}, "options='actor.tau_pos': give a list of texts"),
+        ({"options": ["tau_pos"]}, r"options=\['tau_pos'\]: write keys of the spec"),
         ({"label": 3}, "label=3: give a text"),
         ({"unbiased": "yes"}, "unbiased='yes': give True or False"),
         ({"clip": "ppo"}, "clip='ppo': give a ClipBand"),

@@ -16,6 +16,7 @@ from rlctl.bench.bench_report import SHOWN, decision_table, error_of, markdown, 
 from rlctl.bench.exact import BenchRule, ess_against_length
 from rlctl.bench.learned import LearnedWorld, length_shares
 from rlctl.cli.app import run
+from rlctl.cli.bench import _rule
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 
 #: Of the small part with two worlds of each kind.
@@ -283,6 +284,11 @@ def test_the_command_takes_a_rule_of_ones_own(tmp_path, capsys) -> None:
     mine.write_text("def root(log_ratio, params):\n    return 0.25 * log_ratio.token\n")
     assert run([*arguments, "--rule", rule]) == 0
     assert "4 of them new" in capsys.readouterr().out
+
+
+def test_a_rule_may_have_parameters() -> None:
+    rule = _rule("rollout_is=selective rollout_is_params.bound=0.5")
+    assert rule.correction.weight.params.bound == 0.5
 
 
 def test_measurements_of_another_version_are_repeated(tmp_path, monkeypatch) -> None:

@@ -8,10 +8,11 @@ from rlctl.errors import UsageError
 from rlctl.evaluate import local_model as local_model_module
 from rlctl.evaluate.evaluate_report import Evaluation, write_evaluation
 from rlctl.evaluate.evaluation import changes, evaluate, regrade
-from rlctl.evaluate.request import EvaluateRequest
+from rlctl.evaluate.request import EvaluateRequest, chosen_reward
 from rlctl.evaluate.samples import read_samples
 from rlctl.evaluate.scores import summarise
 from rlctl.spec.rollout import RewardSpec
+from rlctl.track.run_dir import MASK
 
 
 def quiet(doing, done, total):
@@ -67,6 +68,18 @@ def test_its_own_reward_by_default_gives_the_same(evaluated):
     assert read_samples(out / "samples.parquet") == read_samples(directory / "samples.parquet")
     again, _ = regrade(out, quiet)
     assert again != out
+
+
+def test_the_parameters_of_a_grader_are_not_given_to_another(tmp_path):
+    name = f"{tmp_path}/mine.py:scaled"
+    (tmp_path / "mine.py").touch()
+    own = RewardSpec(name=name, params={"scale": 2.0})
+    assert chosen_reward(own, "maths") == RewardSpec(name="maths")
+    assert chosen_reward(own, name) == chosen_reward(own, None) == own
+    masked = RewardSpec(name=name, params={"end_token": MASK})
+    assert chosen_reward(masked, "maths") == RewardSpec(name="maths")
+    with pytest.raises(UsageError, match="a parameter of the run's reward is masked"):
+        chosen_reward(masked, None)
 
 
 def test_a_reward_that_fails_is_counted(evaluated):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.errors import UsageError
+from rlctl.registry import GRADERS
 from rlctl.reward.pool import GradingPool
 from rlctl.reward.protocol import Failure, Sample
 from tests.unit.reward.samples import built, rollouts
@@ -160,6 +161,13 @@ def test_a_file_that_is_missing_or_ends_the_process_is_refused(tmp_path):
     (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
     with pytest.raises(UsageError, match="importing it failed: the grading process ended with code 7"):
         graded(f"{tmp_path}/dies.py:f")
+
+
+def test_a_grader_of_this_process_only_is_refused() -> None:
+    GRADERS.register("of_a_notebook")(lambda response: 1.0)
+    with pytest.raises(UsageError, match=r"no grader `of_a_notebook` \(other processes grade: name it as "):
+        graded("of_a_notebook")
+    del GRADERS._parts["of_a_notebook"]
 
 
 UNRULY = """

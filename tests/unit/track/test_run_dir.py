@@ -137,7 +137,7 @@ def test_what_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         run.write_spec("model:\n  path: embedded\n  hub_token: abc\nalgorithm:\n  rollout_rs: token_k1\n")
         run.write_environment(["rlctl", "train", "--wandb-api-key", "f" * 40, "model.path=m", "x.token=t1"])
     assert (tmp_path / "run" / "spec.yaml").read_text() == (
-        "model:\n  path: embedded\n  hub_token: ***\nalgorithm:\n  rollout_rs: token_k1\n"
+        'model:\n  path: embedded\n  hub_token: "***"\nalgorithm:\n  rollout_rs: token_k1\n'
     )
     text = (tmp_path / "run" / "environment.json").read_text()
     record = json.loads(text)

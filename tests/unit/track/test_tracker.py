@@ -135,6 +135,22 @@ def test_notes_cannot_steer_the_terminal() -> None:
     assert notes == ["warning: \\x1b[2Jthe grader said\\x07"]
 
 
+class BrokenDisplay(Broken):
+    def begin_phase(self, phase: str) -> None:
+        raise KeyError(phase)
+
+    def note(self, text: str) -> None:
+        raise RuntimeError("no display")
+
+
+def test_a_display_that_fails_does_not_stop_training(tmp_path: Path) -> None:
+    display = BrokenDisplay()
+    with Tracker(JsonlSink(tmp_path / "metrics.jsonl"), [display], show=display.note) as tracker:
+        tracker.begin_phase("gen")
+        tracker.log(1, {"a": 1.0})
+    assert (display.calls, steps(tmp_path)) == (0, [1])
+
+
 def test_a_resume_says_which_steps_its_log_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with build(tmp_path) as tracker:
         for step in range(1, 7):
@@ -323,6 +339,14 @@ def test_a_tracker_of_the_users_own(tmp_path: Path) -> None:
     assert written[0].startswith("1 0.5 ")
     assert "0123456789" not in written[0]
     assert written[1] == "finished"
+
+
+def test_the_example_leaves_out_a_validation_before_the_first_step(tmp_path: Path) -> None:
+    example = Path(__file__).parents[3] / "examples/custom_tracker.py"
+    with build(tmp_path, f"{example}:Lines") as tracker:
+        tracker.log(0, {"val/x/reward_mean": 0.1})
+        tracker.log(1, {"critic/score/mean": 0.5})
+    assert (tmp_path / "lines.txt").read_text() == "1 0.5\n"
 
 
 def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:

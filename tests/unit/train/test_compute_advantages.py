@@ -205,3 +205,22 @@ def test_advantages_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(RunFailure, match="NaN or infinite advantages to") as caught:
         estimate(scored_batch(), algorithm, alone())
     assert "divided" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ("inputs.rewards", "returned no target values for the critic"),
+        ("Estimate(inputs.rewards, inputs.rewards)", r"\(returns\) returned a tensor of shape \(12,\)"),
+    ],
+)
+def test_an_estimator_that_reads_values_returns_their_targets(
+    tmp_path: Path, returned: str, words: str
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from rlctl.algos.estimators import Estimate\nfrom rlctl.registry import ADVANTAGE_ESTIMATORS\n\n"
+        f"@ADVANTAGE_ESTIMATORS.register(needs={{'values'}})\ndef part(inputs):\n    return {returned}\n"
+    )
+    with pytest.raises(RunFailure, match=words):
+        estimate(scored_batch(), AlgorithmSpec(adv_estimator=f"{file}:part"), alone())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -89,6 +90,23 @@ def test_a_bad_log_prob_costs_its_own_penalty_only(bad: float) -> None:
     wanted[0, 2] = scored.token_level_rewards[0, 2]
     assert torch.equal(rewards, wanted)
     assert all(map(math.isfinite, [*metrics.values(), controller.kl_coef]))
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ("(log_probs - ref_log_probs).sum(-1, keepdim=True)", r"returned a tensor of shape \(12, 1\)"),
+        ("None", "returned NoneType, not a tensor"),
+        ("log_probs * float('nan')", "returned NaN"),
+    ],
+)
+def test_a_penalty_that_is_none_of_tokens_is_an_error(tmp_path: Path, returned: str, words: str) -> None:
+    (tmp_path / "mine.py").write_text(
+        f"def part(log_probs, ref_log_probs, rollout_log_probs):\n    return {returned}\n"
+    )
+    algorithm = algorithm_of(f"{tmp_path}/mine.py:part")
+    with pytest.raises(RunFailure, match=rf"kl estimator .*mine\.py:part {words}"):
+        with_kl_in_reward(scored_batch(), algorithm, kl_controller(algorithm), alone())
 
 
 def test_no_reference_no_penalty() -> None:

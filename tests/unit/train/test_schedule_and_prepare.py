@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import math
 from itertools import chain, pairwise
+from pathlib import Path
 
 import pytest
 
 from rlctl.errors import SpecError
-from rlctl.spec.load import load_spec
+from rlctl.spec.load import dump_spec, load_spec
 from rlctl.spec.run_spec import RunSpec
-from rlctl.train.preflight import changes, refuse_unsafe
+from rlctl.track.run_dir import open_run_dir
+from rlctl.train.preflight import changes, refuse_masked, refuse_unsafe
 from rlctl.train.settings import actor_schedule, critic_schedule, lr_at
 from rlctl.train.stop import StopRequest
 from rlctl.train.stream import rank_positions
@@ -113,6 +115,21 @@ def test_safe_changes_are_shown() -> None:
         "trainer.total_training_steps: 240 → 999",
     ]
     assert refuse_unsafe(spec(), spec()) == []
+
+
+def test_a_masked_value_must_be_given_again(tmp_path: Path) -> None:
+    """Some parameters have keys or values like those of secrets."""
+    mapping = ("data.chat_template_kwargs.end_token=x", "data.chat_template_kwargs.commit=" + "a1" * 20)
+    given = spec(*mapping, "data.chat_template_kwargs.version=" + "a1" * 20)
+    with open_run_dir(tmp_path, resume=False) as run:
+        run.write_spec(dump_spec(given))
+    recorded = load_spec(files=[tmp_path / "spec.yaml"]).spec
+    with pytest.raises(SpecError) as error:
+        refuse_masked(recorded)
+    keys = [f"data.chat_template_kwargs.{name}" for name in ("end_token", "version")]
+    assert [problem.key for problem in error.value.problems] == keys
+    refuse_masked(given)
+    assert refuse_unsafe(recorded, given) == []
 
 
 def test_a_resumed_run_may_have_its_servers_elsewhere() -> None:

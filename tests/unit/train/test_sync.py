@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from rlctl.batch import Rollouts
 from rlctl.engine.deepspeed import FrozenPolicy
 from rlctl.engine.lora import adapter_parameters, add_lora, plain_weights
 from rlctl.engine.ranks import Ranks
@@ -83,4 +85,29 @@ def test_an_engine_with_other_weights_is_caught(engine: HFRollout) -> None:
     run, _ = run_with(engine, learnt=0.3)
     engine.sync_weights(PlainWeights(random_model(2).named_parameters()), policy_version=1)
     with pytest.raises(RunFailure, match="does not sample with the synced weights"):
+        confirm_sync(run, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda found: {"rollout_log_probs": found.rollout_log_probs.bfloat16()}, "type torch.bfloat16"),
+        (lambda found: {"rollout_log_probs": found.rollout_log_probs[:, :-1]}, r"rollout_log_probs of shape"),
+        (lambda found: {"response_mask": found.response_mask.long()}, "response_mask .* type torch.int64"),
+        (lambda found: {"response_mask": torch.zeros_like(found.response_mask)}, "sampled no token"),
+    ],
+    ids=["half precision", "shorter", "numbers", "empty"],
+)
+def test_what_an_engine_returns_is_checked(
+    engine: HFRollout, monkeypatch: pytest.MonkeyPatch, change: Any, words: str
+) -> None:
+    run, _ = run_with(engine, learnt=0.0)
+    generate = engine.generate
+
+    def changed(*arguments: Any, **options: Any) -> Rollouts:
+        found = generate(*arguments, **options)
+        return replace(found, **change(found))
+
+    monkeypatch.setattr(engine, "generate", changed)
+    with pytest.raises(RunFailure, match=words):
         confirm_sync(run, 1)

@@ -156,6 +156,22 @@ def test_a_centered_run_is_not_taken_for_one_without_correction(tmp_path: Path) 
     assert not any(outcome.setting.name == "this run" for outcome in found.outcomes)
 
 
+def test_a_rule_that_reads_ages_is_omitted(tmp_path: Path) -> None:
+    source = (
+        "from rlctl.registry import CORRECTION_WEIGHTS\n\n"
+        '@CORRECTION_WEIGHTS.register(needs={"age"}, thresholds=["2.0"])\n'
+        "def part(log_ratio, params):\n    return log_ratio.token / (1 + log_ratio.age[:, None])\n"
+    )
+    (tmp_path / "mine.py").write_text(source)
+    weight = f"{OWN}rollout_is={tmp_path}/mine.py:part"
+    for number, rule in enumerate((f"{OWN}rollout_rs=age {OWN}rollout_rs_threshold=1".split(), [weight])):
+        run = tmp_path / str(number)
+        run.mkdir()
+        found = what_if(run_directory(run, *rule, steps=1))
+        assert "the ages of responses are not in the dump: the run's own setting is omitted" in found.notes
+        assert not any(outcome.setting.name == "this run" for outcome in found.outcomes)
+
+
 def test_without_or_with_a_broken_spec(tmp_path: Path) -> None:
     run = run_directory(tmp_path, steps=1)
     (run / "spec.yaml").write_text("actor: {lrr: 1}")

@@ -179,7 +179,7 @@ def param_problems(registry: Registry, name: str, key: str, given: Mapping[str, 
     """Problems of the parameters at `key` for the part `name`; empty if they are valid."""
     part = registry.part(name)
     if part.params is None:
-        what, fix = f"{name} takes no parameters", "leave it out"
+        what, fix = f"{name} takes no parameters", f"leave it out, or set {key} to {{}}"
         return [Problem("error", f"{key}.{param}", what, fix) for param in given]
     known = f"the parameters of {name} are {', '.join(part.params.model_fields)}"
     found: list[tuple[str, str]] = []

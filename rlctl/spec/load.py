@@ -112,9 +112,9 @@ def load_spec(
     leaves: dict[str, Leaf] = {}
     given = Origin("values") if isinstance(overrides, Mapping) else COMMAND_LINE
     for preset in presets:
-        leaves |= _read_preset(preset, given, problems)
+        _put_over(leaves, _read_preset(preset, given, problems))
     for file in files:
-        leaves |= _read_file(file, Origin("file", str(file)), problems)
+        _put_over(leaves, _read_file(file, Origin("file", str(file)), problems))
     if isinstance(overrides, Mapping):
         whole = known_leaves().keys() - open_leaves()
         values: dict[str, Any] = {}
@@ -125,13 +125,14 @@ def load_spec(
                 Problem("error", key, "given twice", "keep one of the values", "values") for key in twice
             ]
             values |= found
-        leaves |= {key: _leaf_of_value(value, given) for key, value in values.items()}
+        _put_over(leaves, {key: _leaf_of_value(value, given) for key, value in values.items()})
     else:
-        leaves |= _read_overrides(overrides, given, problems)
+        _put_over(leaves, _read_overrides(overrides, given, problems))
     model = leaves.get("model.path")
     if model is None or model.value == EMBEDDED:
         path = all_presets()[EMBEDDED].path
-        leaves = _read_file(path, Origin("embedded", EMBEDDED), problems) | leaves
+        given_leaves, leaves = leaves, _read_file(path, Origin("embedded", EMBEDDED), problems)
+        _put_over(leaves, given_leaves)
     if _DTYPE not in leaves:
         dtype, why = native_dtype()
         leaves[_DTYPE] = Leaf(dtype, None, Origin("hardware", why))
@@ -204,6 +205,14 @@ def _read_preset(preset: str, given: Origin, problems: list[Problem]) -> dict[st
     return {}
 
 
+def _put_over(leaves: dict[str, Leaf], stronger: Mapping[str, Leaf]) -> None:
+    """Adds the leaves of a stronger source; `{}` removes all keys below an open mapping."""
+    for emptied in [key for key in open_leaves() & stronger.keys() if stronger[key].value == {}]:
+        for key in [key for key in leaves if key.startswith(f"{emptied}.")]:
+            del leaves[key]
+    leaves |= stronger
+
+
 def _read_file(path: Path, origin: Origin, problems: list[Problem]) -> dict[str, Leaf]:
     """Leaves of one YAML file, each with its line number."""
     source = read_yaml_file(path, known_leaves().keys() - open_leaves(), origin)
@@ -268,7 +277,7 @@ def _validated(
             good[key] = leaf
         elif key not in known_sections():
             problems.append(_problem(key, leaf, "unknown key", advice_for(key)))
-        elif leaf.value is not None:  # null: all keys below `actor:` are commented out
+        elif leaf.value not in (None, {}):  # null: all keys below `actor:` are commented out
             problems.append(
                 _problem(key, leaf, "is a section, not a value", f"set the keys below it, {key}.…")
             )

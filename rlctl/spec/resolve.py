@@ -130,7 +130,8 @@ def _weight_rule(spec: RolloutCorrectionSpec, problems: list[Problem]) -> Weight
     is_verl = spec.dialect == "verl"
     params, key = None, f"{CORRECTION}rollout_is_params"
     if spec.rollout_is is None:
-        what, fix = "rollout_is is null, so no weight has this parameter", "leave it out"
+        what = "rollout_is is null, so no weight has this parameter"
+        fix = f"leave it out, or set {key} to {{}}"
         problems += [Problem("error", f"{key}.{param}", what, fix) for param in spec.rollout_is_params]
     elif found := param_problems(CORRECTION_WEIGHTS, spec.rollout_is, key, spec.rollout_is_params):
         problems += found
@@ -206,8 +207,8 @@ def _reject_rules(spec: RolloutCorrectionSpec, problems: list[Problem]) -> tuple
         what = f"two criteria write metrics under the name {again}"
         problems.append(Problem("error", RS_KEY, what, "rename the function in the file"))
     for param in unread:
-        what, fix = "no criterion of rollout_rs has this parameter", "leave it out"
-        problems.append(Problem("error", f"{CORRECTION}rollout_rs_params.{param}", what, fix))
+        what, key = "no criterion of rollout_rs has this parameter", f"{CORRECTION}rollout_rs_params"
+        problems.append(Problem("error", f"{key}.{param}", what, f"leave it out, or set {key} to {{}}"))
     return tuple(rules.values())
 
 

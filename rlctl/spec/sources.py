@@ -139,10 +139,10 @@ def read_yaml(raw: bytes, known: Container[str], source: SpecSource) -> SpecSour
 
 
 def read_value(text: str, origin: Origin = COMMAND_LINE) -> Leaf:
-    """Read the right-hand side of `key=value`; `[a, b]` and quotes as in YAML.
+    """Read the right-hand side of `key=value`; `[a, b]`, `{}` and quotes as in YAML.
 
     Raises:
-        ValueError: the text is not a single scalar or a list; the message says why.
+        ValueError: the text is not a single scalar, a list or `{}`; the message says why.
     """
     text = text.strip()
     if not text.startswith(("[", "{", '"', "'")):
@@ -151,7 +151,7 @@ def read_value(text: str, origin: Origin = COMMAND_LINE) -> Leaf:
         node = yaml.compose(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
         raise ValueError(_fault_of_yaml(error, text.encode())[1]) from error
-    if node is None or isinstance(node, yaml.MappingNode):
+    if node is None or (isinstance(node, yaml.MappingNode) and node.value):
         raise ValueError("a value is a scalar or a list; give mappings key by key, a.b=value")
     return Leaf(_plain(node), None, origin)
 
@@ -193,7 +193,7 @@ def _flatten(
             source.refuse(line, f"`{key}` is given twice (first on line {lines[key]})", "keep one of them")
             continue
         lines[key] = line
-        if isinstance(value_node, yaml.MappingNode) and key not in known:
+        if isinstance(value_node, yaml.MappingNode) and value_node.value and key not in known:
             _flatten(value_node, f"{key}.", known, source, lines)
         else:
             text = value_node.value if _is_plain(value_node) else None

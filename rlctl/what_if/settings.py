@@ -40,13 +40,15 @@ class Setting:
     name: str  # name in tables; unique in a grid
     family: Family  # framework that the rule comes from; `run`: the setting of the replayed run
     spec: RolloutCorrectionSpec  # the rule as an rlctl spec section
+    cleared: tuple[str, ...] = ()  # keys of parameters that the replayed run has, and this setting has not
 
     @property
     def overrides(self) -> tuple[str, ...]:
         """The setting as `key=value`, for `rlctl train`."""
         values = self.spec.model_dump(mode="json")
         words = {key: json.dumps(v) if v is None or isinstance(v, bool) else v for key, v in values.items()}
-        return tuple(f"{CORRECTION}{key}={words[key]}" for key in _KEYS)
+        settings = [f"{CORRECTION}{key}={words[key]}" for key in _KEYS]
+        return (*settings, *(f"{CORRECTION}{key}={{}}" for key in self.cleared))
 
     @property
     def rules(self) -> CorrectionRules:
@@ -63,8 +65,13 @@ def grid(run: RolloutCorrectionSpec | None = None) -> list[Setting]:
             includes a weight and criteria of the user's files.
     """
     normalize = True if run is None else run.rollout_is_batch_normalize
-    own = [Setting("this run", "run", run)] if run else []
-    return own + _weights(normalize, run) + _rejections(normalize, run) + frameworks()
+    others = _weights(normalize, run) + _rejections(normalize, run) + frameworks()
+    if run is None:
+        return others
+    own = [key for key in ("rollout_is_params", "rollout_rs_params") if getattr(run, key)]
+    cleared = [tuple(key for key in own if not getattr(setting.spec, key)) for setting in others]
+    others = [replace(setting, cleared=keys) for setting, keys in zip(others, cleared, strict=True)]
+    return [Setting("this run", "run", run), *others]
 
 
 def _spec(normalize: bool, **fields: Any) -> RolloutCorrectionSpec:

@@ -283,3 +283,21 @@ def test_any_text_and_number_reads_back_equal(path, files, lr):
     assert source.leaves["model.path"].value == path
     assert source.leaves["data.train_files"].value == files
     assert source.leaves["actor.lr"].value == lr
+
+
+def test_an_empty_mapping_removes_the_keys_of_weaker_sources(tmp_path):
+    weak, strong = tmp_path / "weak.yaml", tmp_path / "strong.yaml"
+    weak.write_text("rollout:\n  name: vllm\n  engine_kwargs: {block_size: 16, swap_space: 2}\n")
+    strong.write_text("rollout:\n  engine_kwargs: {}\nactor: {}\n")
+    key = "rollout.engine_kwargs"
+    assert load_spec([], [weak], [f"{key}.block_size=32"]).spec.rollout.engine_kwargs == {
+        "block_size": 32,
+        "swap_space": 2,
+    }
+    assert load_spec([], [weak], [f"{key}={{}}"]).spec.rollout.engine_kwargs == {}
+    assert load_spec([], [weak], {key: {}}).spec.rollout.engine_kwargs == {}
+    loaded = load_spec([], [weak, strong], [f"{key}.block_size=32"])
+    assert loaded.spec.rollout.engine_kwargs == {"block_size": 32}
+    assert load_spec([], [weak, strong], []).spec.rollout.engine_kwargs == {}
+    with pytest.raises(SpecError, match=r"a\.b=value"):
+        load_spec([], [weak], [f"{key}={{block_size: 4}}"])

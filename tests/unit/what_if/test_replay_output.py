@@ -294,3 +294,13 @@ def test_the_grid_varies_the_thresholds_of_parts_of_the_users_files() -> None:
     assert all(setting.rules for setting in found)
     tempered = [setting for setting in found if setting.spec.rollout_is == weight]
     assert all(setting.spec.rollout_is_params == {"exponent": 0.25} for setting in tempered)
+
+
+def test_settings_of_other_parts_load_over_the_spec_of_a_run_with_parameters(tmp_path: Path) -> None:
+    file = Path(__file__).parents[3] / "examples" / "custom_correction.py"
+    own = [f"{OWN}rollout_is={file}:tempered", f"{OWN}rollout_is_params.exponent=0.25"]
+    spec = load_spec(["rloo-seq-is"], [], own).spec
+    (tmp_path / "spec.yaml").write_text(dump_spec(spec))
+    for setting in grid(spec.algorithm.rollout_correction):
+        loaded = load_spec([], [tmp_path / "spec.yaml"], list(setting.overrides)).spec
+        assert loaded.algorithm.rollout_correction.rollout_is_params == setting.spec.rollout_is_params

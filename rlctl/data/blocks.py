@@ -176,7 +176,7 @@ def _csv_records(block: Block, table: CsvRows) -> Iterator[Record]:
 
 
 def _arrow_records(block: Block, stream: bytes) -> Iterator[Record]:
-    table = pa.ipc.open_stream(stream).read_all()
+    table = _shortest_numbers(pa.ipc.open_stream(stream).read_all())
     holds_bytes = "binary" in str(table.schema.types)
     try:
         rows = table.to_pylist()
@@ -190,6 +190,15 @@ def _arrow_records(block: Block, stream: bytes) -> Iterator[Record]:
             yield Record(block.path, number, None, f"a value cannot be read: {error}")
         else:
             yield Record(block.path, number, _as_text(values) if holds_bytes else values)
+
+
+def _shortest_numbers(table: pa.Table) -> pa.Table:
+    """Converts float32 columns to the float64 numbers with the same digits: 0.1 instead of 0.10000000149."""
+    for place, column in enumerate(table.schema):
+        if pa.types.is_float32(column.type):
+            values = table.column(place).cast(pa.string()).cast(pa.float64())
+            table = table.set_column(place, column.name, values)
+    return table
 
 
 def _as_text(value: Any) -> Any:

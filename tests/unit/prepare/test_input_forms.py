@@ -287,3 +287,9 @@ def test_what_lies_beside_the_rows_is_no_data(tmp_path):
         (tmp_path / name).write_text('{"format": 1}', encoding="utf-8")
     (tmp_path / "train.jsonl").write_text(FORMS["a.jsonl"], encoding="utf-8")
     assert [source.path.name for source in find_sources([str(tmp_path)])] == ["train.jsonl"]
+
+
+def test_float32_columns_keep_their_digits(tmp_path):
+    column = pa.array([0.1, 3.0, None, float("inf")], pa.float32())
+    pq.write_table(pa.table({"answer": column, "other": [1, 2, 3, 4]}), tmp_path / "a.parquet")
+    assert [row["answer"] for row in rows(tmp_path / "a.parquet")] == [0.1, 3.0, None, float("inf")]

@@ -139,7 +139,8 @@ def _become(request: dict, files: list[int], directory: str) -> None:
         setattr(sys, f"__{name}__", stream)
     os.environ.clear()
     os.environ.update(request["env"])
-    os.getppid = lambda: request["parent"]
+    me, actual = os.getpid(), os.getppid
+    os.getppid = lambda: request["parent"] if os.getpid() == me else actual()
     os.chdir(request["cwd"])
     sys.executable = f"{directory}/python"
     multiprocessing.set_executable(sys.executable)

@@ -22,7 +22,7 @@ from rlctl.spec.load import RUN_SPEC_FILE, recorded_spec
 from rlctl.spec.rollout import DataSpec, OverlongSpec, RewardSpec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
-from rlctl.track.run_dir import MASK
+from rlctl.track.run_dir import is_masked
 
 #: Name of the engine that is a server, not a rollout engine of this process.
 SERVER = "openai"
@@ -205,7 +205,7 @@ def chosen_reward(own: RewardSpec, name: str | None) -> RewardSpec:
     except ValidationError as error:
         reason = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise UsageError(f"no such reward: {name}", where="--reward", fix=reason) from error
-    if repr(MASK) in repr(reward):
+    if is_masked(reward):
         what = "a parameter of the run's reward is masked in spec.yaml"
         raise UsageError(what, where="reward", fix="restore it there, or add --reward")
     for term in reward.all_terms:

@@ -256,6 +256,11 @@ def redact(text: str, key: str = "") -> str:
     return text if _COMMIT_KEY.search(key) else _HEX40.sub(MASK, text)
 
 
+def is_masked(value: Any) -> bool:
+    """Whether a value read from a recorded spec is masked, or a list or section that contains one."""
+    return repr(MASK) in repr(value)
+
+
 def redact_lines(text: str) -> str:
     """Redacts YAML or similar text line by line, each line with its key."""
     return re.sub(r"[^\r\n]+", lambda line: _redact_assignment(line[0]), text)

@@ -21,7 +21,7 @@ from rlctl.spec.keys import flat
 from rlctl.spec.model_size import checkpoint_bytes
 from rlctl.spec.rollout import ServerSpec
 from rlctl.spec.run_spec import GuardrailsSpec, RunSpec
-from rlctl.track.run_dir import MASK
+from rlctl.track.run_dir import is_masked
 from rlctl.user_code import files_of
 
 if TYPE_CHECKING:
@@ -182,13 +182,8 @@ def refuse_masked(spec: RunSpec) -> None:
     """
     what, fix = "this value is masked, because its key or form is that of a secret", "give it again"
     values = flat(spec.model_dump(mode="json"))
-    if problems := [Problem("error", key, what, fix) for key, value in values.items() if _is_masked(value)]:
+    if problems := [Problem("error", key, what, fix) for key, value in values.items() if is_masked(value)]:
         raise SpecError(problems)
-
-
-def _is_masked(value: Any) -> bool:
-    """Whether a value is masked, or a list that contains one."""
-    return repr(MASK) in repr(value)
 
 
 def check_data(
@@ -273,7 +268,7 @@ def refuse_unsafe(before: RunSpec, after: RunSpec) -> list[str]:
     Raises:
         SpecError: a change would make the rest of the run a different experiment.
     """
-    found = {key: pair for key, pair in changes(before, after).items() if not _is_masked(pair[0])}
+    found = {key: pair for key, pair in changes(before, after).items() if not is_masked(pair[0])}
     safe = _SAFE | _LENGTH if after.actor.lr_scheduler_type == "constant" else _SAFE
     problems = [
         Problem("error", key, f"was {old!r} and cannot become {new!r} during a run", _fix(key))

@@ -204,7 +204,7 @@ trainer = Watched(
 )
 trainer.use_vllm = True  # what the trainer does with an engine's log-probs; here a function samples
 trainer.vllm_generation, trainer._last_loaded_step = SimpleNamespace(sync_weights=lambda: None), -1
-# Settings with which TRL does not multiply its loss by the weights: it ignores them, or reads them in another way.
+# With these settings TRL does not multiply its loss by the weights.
 for name, value, needed in (
     ("vllm_importance_sampling_correction", False, "vllm_importance_sampling_correction=True"),
     ("loss_type", "vespo", "loss_type"),

@@ -540,7 +540,7 @@ METRIC_CONVENTIONS = Registry(
     "metric convention", key="algorithm.rollout_correction.dialect", module="rlctl.algos.verl_metrics"
 )
 KL_ESTIMATORS = Registry(
-    "kl estimator",
+    "KL estimator",
     key="actor.kl_loss_type",
     module="rlctl.algos.kl",
     takes="log_probs ref_log_probs rollout_log_probs",

@@ -340,7 +340,7 @@ TABLES: dict[str, Callable[[], str]] = {
             ("rlctl.algos.losses", "LossInputs"),
             ("rlctl.algos.estimators", "AdvantageInputs"),
             ("rlctl.algos.correction_records", "LogRatio"),
-            ("rlctl.rollout.protocol", "EngineContext"),
+            *(("rlctl.rollout.protocol", name) for name in ("EngineContext", "Sampling", "Sampled")),
             ("rlctl.spec.rollout", "EngineCapabilities"),
             ("rlctl.track.sink", "SinkInputs"),
         )

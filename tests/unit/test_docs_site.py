@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from mkdocs_hooks import PAGES, ROOT, as_page, with_tables
+from rlctl import registry
 from rlctl.cli.app import app
 
 DOCS = ROOT / "docs"
@@ -100,3 +101,10 @@ def test_the_inputs_of_a_users_part_are_listed_with_shapes_and_defaults() -> Non
         "| `slow_on_gpu` | how much slower than vLLM it is on a GPU; the spec check warns with this text |",
     )
     assert [row for row in expected if f"\n{row}" not in text] == []
+
+
+def test_the_entry_point_groups_of_the_page_are_those_of_the_registries() -> None:
+    text = (DOCS / "how-to" / "extend.md").read_text(encoding="utf-8")
+    named = set(re.findall(r'entry-points\."(rlctl\.\w+)"', text))
+    registries = {one.group for one in vars(registry).values() if isinstance(one, registry.Registry)}
+    assert named == registries - {registry.METRIC_CONVENTIONS.group}

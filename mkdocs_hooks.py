@@ -39,7 +39,7 @@ _LINK = re.compile(r"(?<=\]\()(?:docs/)?([^)#:\s]+)")
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Warns):\n", re.MULTILINE)
 _ATTRIBUTE = re.compile(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 _ENTRY = re.compile(r"^ {4}(\w+): (.*)")
-_EXAMPLES = re.compile(r"(?:^  \S.*\n+)+", re.MULTILINE)
+_EXAMPLES = re.compile(r"(?:^(?:  )?(?:rlctl|kubectl) \S.*\n+)+", re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -94,7 +94,14 @@ def _commands() -> str:
     from rlctl.cli.app import app
 
     command = get_command(app)
-    text = get_docs_for_click(obj=command, ctx=click.Context(command, info_name="rlctl"), name="rlctl")
+    document = partial(get_docs_for_click, ctx=click.Context(command, info_name="rlctl"))
+    text = document(obj=command, name="rlctl")
+    for parent in command.commands.values():
+        names = getattr(parent, "subcommands", ())
+        prefix = f"rlctl {parent.name}"
+        below = [document(obj=parent.subcommand(name), indent=2, call_prefix=prefix) for name in names]
+        own = document(obj=parent, indent=1, call_prefix="rlctl")
+        text = text.replace(own, "".join([own, *below]))
     text = re.sub(r"\[/?bold\]", "`", text.partition("\n")[2])
     return _EXAMPLES.sub(_code_block, text)
 

@@ -33,8 +33,7 @@ class EngineCapabilities:
         takes_engine_kwargs: it reads `rollout.engine_kwargs`.
         frees_memory: with `rollout.free_cache_engine` it releases its GPU memory between calls.
         forms_batches: it accepts any number of prompts at once and forms batches internally.
-        tensor_parallel: one engine's model can be sharded over several GPUs
-            (`rollout.tensor_model_parallel_size`).
+        tensor_parallel: it supports `rollout.tensor_model_parallel_size` above 1.
         slow_on_gpu: how much slower than vLLM it is on a GPU; the spec check warns with this text.
         min_temperature: the lowest temperature at which it samples as requested.
         reports_kept: when it can report the tokens that top_p, top_k and min_p kept (`Sampled.kept`), for

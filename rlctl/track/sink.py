@@ -43,8 +43,7 @@ class SinkInputs:
         run_dir: directory of the run; it exists.
         project, experiment: `trainer.project_name` and `trainer.experiment_name`.
         config: the resolved spec as plain data, without secrets.
-        total_steps: steps of the whole run.
-        start_step: steps already done, 0 for a new run.
+        total_steps, start_step: steps of the whole run; steps already done, 0 for a new run.
         is_stopping: returns whether a stop after the current step was requested.
     """
 

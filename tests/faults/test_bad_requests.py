@@ -45,7 +45,8 @@ def copy(done: Path, tmp_path: Path) -> Path:
 
 def test_second_run_in_a_directory_in_use(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    first = runs.start_train(run, "-p", "rloo-seq-is", "trainer.total_training_steps=100000")
+    long = ("-p", "rloo-seq-is", "trainer.total_training_steps=100000")
+    first = runs.start_train(run, *long, before=hooks.pauses)
     try:
         first.wait_for(lambda: len(runs.metrics(run)) >= 1)
         second = runs.start("train", f"trainer.run_dir={run}", log=tmp_path / "second")

@@ -167,7 +167,7 @@ def test_a_bug_is_two_lines_and_a_file(monkeypatch, capsys):
 
 def test_closed_streams_are_no_bug():
     """A dry run needs none of them; and no file it opens may take their number."""
-    command = f"'{sys.executable}' -m rlctl.cli.app train --dry-run <&- >&- 2>&-"
+    command = f"'{sys.executable}' -m rlctl train --dry-run <&- >&- 2>&-"
     assert subprocess.run(["sh", "-c", command], cwd=ROOT, check=False).returncode == 0
 
 

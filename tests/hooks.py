@@ -214,8 +214,10 @@ def forked_ranks_with_vllm() -> None:
 
     vllm._set_environment()
     with IsolatedState().running():
+        import vllm.v1.worker.cpu_worker
         from vllm import LLM  # noqa: F401
     gc.freeze()  # see tests/preload.py
+    gc.unfreeze = lambda: None  # called when an engine closes
 
 
 def python_is(python: str) -> None:

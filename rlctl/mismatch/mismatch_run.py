@@ -166,6 +166,7 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
             engine=start(running, dtype),
             rows=rows,
             sampling=sampling,
+            exact_sampling=trainer.spec.rollout.exact_sampling,
             engine_tokenizer=engine_tokenizer,
             seed=request.seed,
             weights=trainer.older_weights(),

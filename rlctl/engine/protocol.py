@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlctl.batch import ModelInputs
+    from rlctl.engine.lora import Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,6 @@ class StepResult:
 
     grad_norm: float
     applied: bool
-
-
-class AdapterSnapshot(Protocol):
-    """Copy of the weights of a LoRA adapter."""
-
-    def save(self, directory: Path) -> None:
-        """Writes the adapter in PEFT's format."""
-        ...
 
 
 class Trained(Protocol):
@@ -134,7 +127,7 @@ class TrainEngine(Trained, Protocol):
         """
         ...
 
-    def adapter(self) -> AdapterSnapshot:
+    def adapter(self) -> Adapter:
         """With LoRA: A and B in full, on every rank."""
         ...
 

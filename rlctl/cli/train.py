@@ -261,7 +261,7 @@ def _learned(summary: dict[str, Any]) -> Table:
             if source in before and summary["validation_first"] != summary["validation_last"]
             else ""
         )
-        table.add_row(f"validation, greedy ({source})", shown, f"{value:.3f}")
+        table.add_row(f"validation ({source})", shown, f"{value:.3f}")
     return table
 
 

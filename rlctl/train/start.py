@@ -153,7 +153,7 @@ def run_rank(
 
         try:
             if spec.world_size == 1 and stop.signal_number:
-                return stop.exit_code
+                return 128 + stop.signal_number
             with missing_ranks():
                 if spec.world_size > 1:
                     startup.phase(f"waiting for all {spec.world_size} ranks")
@@ -162,17 +162,15 @@ def run_rank(
                 spec = _with_main_dtype(spec, ranks)
                 with contextlib.ExitStack() as stack:
                     run = build(spec, Path(run_dir), ranks, stop, startup, watchdog, stack, resume=is_resumed)
-                    early = int(ranks.max(float(stop.signal_number or 0)))  # signal during the start
                     run.callbacks.extend(callbacks if ranks.is_main else ())
-                    if not early:
+                    if not ranks.max(float(stop.signal_number or 0)):  # else: a signal during the start
                         train(run)
-                    if ranks.is_main and not early:
-                        write_summary(run)
+                        if ranks.is_main:
+                            write_summary(run)
+                    stopped_by = int(ranks.max(float(stop.signal_number or 0)))  # maybe of another rank
                 leave_ranks()
-            if early:
-                return 128 + early
-            if stop.signal_number:
-                return stop.exit_code
+            if stopped_by:
+                return 128 + stopped_by
             return STOPPED_BY_GUARDRAILS if run.stopped_because else 0
         finally:
             clear_single_rank_env()

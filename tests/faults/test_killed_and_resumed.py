@@ -213,6 +213,14 @@ def test_preempted_on_two_ranks(tmp_path: Path) -> None:
     assert_resumable_where_it_stopped(run)
 
 
+def test_every_rank_reports_a_signal_to_one(tmp_path: Path, embedded: Path) -> None:
+    run = tmp_path / "run"
+    main, other = runs.start_ranks(run, 2, "trainer.total_training_steps=100000", "trainer.save_every=null")
+    main.wait_for(lambda: len(runs.metrics(run)) >= 2)
+    other.signal(signal.SIGTERM)
+    assert [main.wait(), other.wait()] == [143, 143]
+
+
 def test_asked_twice_it_leaves_at_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
     job = runs.start_train(run, *LONG, before=hooks.slow_steps)

@@ -31,10 +31,10 @@ def _wide_plain_terminal(monkeypatch):
 
 @pytest.fixture(scope="session")
 def prompts(tmp_path_factory) -> Path:
-    """A Parquet file with one row that can be trained on."""
+    """A Parquet file with rows that can be trained on."""
     row = {"data_source": "t", "prompt": "1+1=", "reward_model": {"style": "rule", "ground_truth": "2"}}
     path = tmp_path_factory.mktemp("prompts") / "prompts.parquet"
-    pq.write_table(pa.Table.from_pylist([row]), path)
+    pq.write_table(pa.Table.from_pylist([row] * 1024), path)
     return path
 
 
@@ -213,6 +213,21 @@ def test_an_endless_number_is_one_clear_error(tmp_path, capsys):
         assert "trainer.seed: " in err
         assert "integer" in err
         assert len(err) < 1000
+
+
+def test_the_dry_run_counts_the_rows_as_the_run_does(capsys, prompts):
+    """Of a pattern too; a run of less than one batch, which would be refused, is not announced."""
+    rows = pq.read_metadata(prompts).num_rows
+    given = [
+        "train",
+        "--dry-run",
+        "model.path=nobody/nothing",
+        f"data.train_files={prompts.parent}/*.parquet",
+    ]
+    assert run([*given, f"data.train_batch_size={rows}"]) == 0
+    assert f"training rows: {rows:,}\n" in capsys.readouterr().out
+    assert run([*given, f"data.train_batch_size={rows + 1}"]) == 2
+    assert f"a batch takes {rows + 1} prompts, the data has {rows}" in capsys.readouterr().out
 
 
 def test_the_memory_of_an_unknown_model_is_unknown(capsys, prompts):

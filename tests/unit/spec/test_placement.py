@@ -203,6 +203,54 @@ def test_the_step_of_a_7b_on_eight_gpus() -> None:
     )
 
 
+def test_weights_are_gathered_once_per_pass_that_is_made() -> None:
+    """Under ZeRO-3, scoring gathers all weights once per micro-batch and scored model; bypass scores none."""
+    given = ("engine.zero_stage=3", "trainer.n_gpus_per_node=8", "model.enable_gradient_checkpointing=true")
+    given += (
+        "data.max_prompt_length=512",
+        "data.max_response_length=512",
+        "actor.ppo_max_token_len_per_gpu=8192",
+    )
+    tokens = 128 * 8 / 8 * (512 / 2 + 512 * 0.75)  # of a rank, at the mean lengths
+    once = tokens / 8192 * 2 * P
+
+    def moved(*overrides: str) -> dict[str, float]:
+        return {
+            stage.name: stage.moved.get("GPU to GPU", 0.0)
+            for stage in place("8xh100", *given, *overrides).stages()
+        }
+
+    bypass = moved()
+    assert (bypass["score"], bypass["update"]) == (0.0, pytest.approx(4 * once))
+    decoupled = ("algorithm.rollout_correction.bypass_mode=false", "actor.use_kl_loss=true")
+    assert moved(*decoupled)["score"] == pytest.approx(2 * once)
+    assert moved("actor.ppo_epochs=3")["update"] == pytest.approx(3 * bypass["update"])
+    assert moved("algorithm.adv_estimator=optimal_token_baseline")["score"] == pytest.approx(once)
+
+
+def test_gradients_are_summed_over_the_ranks_and_weights_are_collected() -> None:
+    """Gradients per step in float32 (ZeRO 0: to all ranks), or per micro-batch in bf16 (ZeRO 2)."""
+    batch = (
+        "trainer.n_gpus_per_node=8",
+        "data.train_batch_size=64",
+        "rollout.n=8",
+        "data.max_prompt_length=512",
+    )
+    batch += ("data.max_response_length=512", "actor.ppo_max_token_len_per_gpu=4096")
+    micro = 64 * (512 / 2 + 512 * 0.75) / 4096  # responses of a rank, at the mean length
+
+    def moved(*overrides: str) -> float:
+        stages = place("8xh100", *batch, *overrides).stages()
+        return next(stage.moved["GPU to GPU"] for stage in stages if stage.name == "update")
+
+    assert moved("engine.dtype=fp32") == 8 * P
+    assert moved("engine.zero_stage=1") == (4 + 2) * P
+    assert moved("engine.zero_stage=1", "actor.ppo_mini_batch_size=16") == 4 * (4 + 2) * P
+    assert moved("engine.zero_stage=2", "actor.ppo_epochs=2") == 2 * (2 * micro + 2) * P
+    adapted = [(3584, 3584), *2 * [(3584, 512)], (3584, 3584), *2 * [(3584, 18_944)], (18_944, 3584)]
+    assert moved("model.lora_rank=16") == (4 + 2) * 28 * 16 * sum(map(sum, adapted))
+
+
 def test_an_engine_of_ones_own_that_forms_batches_is_not_taken_for_slow(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(

@@ -127,8 +127,9 @@ def _from_shell(
             pending += started(nested[0])
             continue
         for one in chosen:
-            if (start := _launched_at(one, words)) is not None:
-                found.append((one, list(_options(one, words, start, path, notes))))
+            if launched := _launched_at(one, words):
+                start, variant = launched
+                found.append((one, [*variant, *_options(one, words, start, path, notes)]))
     if not found:
         return None
     if len(found) > 1:
@@ -144,13 +145,18 @@ def _words(text: str) -> list[str]:
     return pieces if is_line and "{" not in text[:1] else [text]
 
 
-def _launched_at(one: KeyTable, args: list[Arg]) -> int | None:
-    """Index of the framework's first argument, after its launch command; None if it is not launched."""
+def _launched_at(one: KeyTable, args: list[Arg]) -> tuple[int, list[ForeignSetting]] | None:
+    """Index of the framework's first argument, after its launch command, and the class that this names.
+
+    None if it is not launched.
+    """
     line = ""
     for number, arg in enumerate(args):
         line = f"{line} {arg.text}"
-        if any(re.search(pattern, line) for pattern in one.commands):
-            return number + 1
+        for found in filter(None, (re.search(pattern, line) for pattern in one.commands)):
+            named = found.groupdict().get("variant")
+            classes = [name for name, variant in one.variants.items() if variant.command == named]
+            return number + 1, [ForeignSetting("_class", name, f"line {arg.line}") for name in classes]
     return None
 
 

@@ -252,6 +252,110 @@ def test_trl_rloo_subtracts_its_default_kl_from_the_reward(tmp_path: Path) -> No
     )
 
 
+def test_a_class_of_trl_has_its_own_defaults(tmp_path: Path) -> None:
+    """RLOOConfig samples 2 responses per prompt and penalises KL; a command names the class too."""
+    shared = "--model_name_or_path m --per_device_train_batch_size 8 --gradient_accumulation_steps 2"
+    python = "RLOOConfig(per_device_train_batch_size=8, gradient_accumulation_steps=2)"
+    files = {"a.sh": f"trl rloo {shared}", "b.sh": f"python rloo.py {shared}", "c.py": python}
+    for name, text in files.items():
+        expect(
+            imported(text, name, tmp_path),
+            {
+                "algorithm.adv_estimator": "rloo",
+                "rollout.n": 2,
+                "data.train_batch_size": 8,
+                "algorithm.use_kl_in_reward": True,
+                "algorithm.kl_ctrl.kl_coef": 0.05,
+                "trainer.total_epochs": 3,
+            },
+        )
+    ppo = "PPOConfig(cliprange=0.1, per_device_train_batch_size=8, num_mini_batches=4, total_episodes=800)"
+    expect(
+        imported(ppo, "d.py", tmp_path),
+        {
+            "algorithm.adv_estimator": "gae",
+            "algorithm.lam": 0.95,
+            "rollout.n": 1,
+            "rollout.temperature": 0.7,
+            "data.max_response_length": 53,
+            "data.train_batch_size": 8,
+            "actor.ppo_mini_batch_size": 2,
+            "actor.ppo_epochs": 4,
+            "actor.clip_ratio_low": 0.1,
+            "actor.clip_ratio_high": 0.1,
+            "trainer.total_training_steps": 100,
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("launcher", "processes", "nodes"),
+    [
+        ("accelerate launch --num_processes 16 --num_machines 2", 8, 2),
+        ("torchrun --nproc_per_node 8 --nnodes 2", 8, 2),
+        ("torchrun --nproc-per-node=4", 4, 1),
+        ("python", 1, 1),
+    ],
+)
+def test_trl_counts_responses_over_all_processes(
+    launcher: str, processes: int, nodes: int, tmp_path: Path
+) -> None:
+    script = f"{launcher} grpo.py --per_device_train_batch_size 16 --generation_batch_size 512 --max_steps 64"
+    batches = 64 * 16 * processes * nodes // 512
+    expect(
+        imported(f"{script} --save_steps 64 --eval_strategy steps --eval_steps 0.5", "run.sh", tmp_path),
+        {
+            "trainer.n_gpus_per_node": processes if processes > 1 else "absent",
+            "trainer.nnodes": nodes if nodes > 1 else "absent",
+            "data.train_batch_size": 64,
+            "actor.ppo_mini_batch_size": 2 * processes * nodes,
+            "trainer.total_training_steps": batches,
+            "trainer.save_freq": batches,
+            "trainer.test_freq": batches // 2,
+        },
+    )
+
+
+def with_more(options: str) -> str:
+    """The script of verl with more options."""
+    return VERL.replace(" $@", f" {options}")
+
+
+def missing(result: Translation) -> set[str]:
+    return {one.key for one in result.problems if "no counterpart" in one.what}
+
+
+def test_a_step_that_ends_within_a_group_has_no_counterpart(tmp_path: Path) -> None:
+    given = "GRPOConfig(per_device_train_batch_size=12, steps_per_generation=2)"
+    result = imported(given, "a.py", tmp_path)
+    assert result.spec["data.train_batch_size"] == 3
+    assert missing(result) == {"actor.ppo_mini_batch_size"}
+    assert missing(imported("GRPOConfig(save_strategy='epoch')", "b.py", tmp_path)) == {"trainer.save_freq"}
+
+
+def test_a_warm_up_as_a_fraction_needs_the_number_of_steps(tmp_path: Path) -> None:
+    for given in ("warmup_ratio=0.1", "warmup_steps=0.1"):
+        assert missing(imported(f"GRPOConfig({given})", "a.py", tmp_path)) == {"actor.lr_warmup_steps"}
+        known = imported(f"GRPOConfig({given}, max_steps=55)", "b.py", tmp_path)
+        assert (missing(known), known.spec["actor.lr_warmup_steps"]) == (set(), 6)
+    ratio = with_more("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1")
+    result = imported(ratio, "run.sh", tmp_path)
+    assert missing(result) == {"actor.lr_warmup_steps"}
+    assert row(result, "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio").status == "not supported"
+    assert row(result, "data.train_batch_size").status == "same"  # read by the formula, not at fault
+
+
+def test_verls_warm_up_counts_batches(tmp_path: Path) -> None:
+    """Its schedule advances after the last update of a batch; here a batch has 4 mini-batches, twice."""
+    actor, critic = "actor_rollout_ref.actor", "critic"
+    more = f"{actor}.optim.lr_warmup_steps=10 {actor}.ppo_epochs=2 trainer.total_training_steps=50"
+    result = imported(with_more(more), "run.sh", tmp_path)
+    expect(result, {"actor.lr_warmup_steps": 10 * 4 * 2})
+    more += f" {critic}.optim.lr_warmup_steps_ratio=0.1 {critic}.ppo_epochs=3 algorithm.adv_estimator=gae"
+    result = imported(with_more(more), "run.sh", tmp_path)
+    expect(result, {"critic.lr_warmup_steps": 5 * 4 * 3})
+
+
 def test_trl_command_line_and_yaml(tmp_path: Path) -> None:
     (tmp_path / "grpo.yaml").write_text("num_generations: 4\nlearning_rate: 1e-6\nuse_vllm: true\n")
     script = (

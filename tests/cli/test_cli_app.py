@@ -17,6 +17,7 @@ import torch
 import rlctl
 from rlctl.cli import app as app_module
 from rlctl.cli.app import run
+from rlctl.spec.load import dump_spec, load_spec
 from rlctl.spec.sources import all_presets
 
 ROOT = Path(rlctl.__file__).parent.parent
@@ -145,11 +146,25 @@ def test_wrong_usage_exits_2_without_traceback(arguments, capsys):
     assert "Traceback" not in err
 
 
-def test_resume_refuses_presets(tmp_path, capsys):
-    (tmp_path / "spec.yaml").write_text("trainer:\n  seed: 3\n")
-    assert run(["train", "--resume", str(tmp_path), "-p", "rloo-seq-is"]) == 2
-    assert run(["train", "--resume", str(tmp_path), "--dry-run"]) == 0
-    assert f"{tmp_path / 'spec.yaml'}:2" in capsys.readouterr().out
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    """A directory with the spec of a run."""
+    spec = load_spec(overrides=["trainer.seed=3"]).spec
+    (tmp_path / "spec.yaml").write_text(dump_spec(spec), encoding="utf-8")
+    return tmp_path
+
+
+def test_resume_refuses_presets(run_dir, capsys):
+    assert run(["train", "--resume", str(run_dir), "-p", "rloo-seq-is"]) == 2
+    assert run(["train", "--resume", str(run_dir), "--dry-run"]) == 0
+    assert f"{run_dir / 'spec.yaml'}:2" in capsys.readouterr().out
+
+
+def test_a_dry_run_refuses_what_a_resumed_run_cannot_change(run_dir, capsys):
+    given = ["train", "--resume", str(run_dir), "--dry-run"]
+    assert run([*given, "trainer.save_freq=7"]) == 0
+    assert run([*given, "actor.lr=1e-3"]) == 2
+    assert "actor.lr: was" in capsys.readouterr().err
 
 
 def test_a_bug_is_two_lines_and_a_file(monkeypatch, capsys):

@@ -333,6 +333,35 @@ def test_a_step_that_ends_within_a_group_has_no_counterpart(tmp_path: Path) -> N
     assert missing(imported("GRPOConfig(save_strategy='epoch')", "b.py", tmp_path)) == {"trainer.save_freq"}
 
 
+@pytest.mark.parametrize(
+    ("text", "name", "key"),
+    [
+        (
+            "python3 -m openrlhf.cli.train_ppo_ray --train.batch_size 60 --rollout.n_samples_per_prompt 8",
+            "run.sh",
+            "actor.ppo_mini_batch_size",
+        ),
+        (
+            "python3 train.py --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 4",
+            "run.sh",
+            "actor.ppo_mini_batch_size",
+        ),
+        (
+            NEMO.replace("train_global_batch_size: 64", "train_global_batch_size: 60"),
+            "a.yaml",
+            "actor.ppo_mini_batch_size",
+        ),
+        ("[orchestrator]\nbatch_size = 60\ngroup_size = 8\n", "a.toml", "data.train_batch_size"),
+    ],
+)
+def test_responses_that_are_no_whole_groups_are_not_rounded(
+    text: str, name: str, key: str, tmp_path: Path
+) -> None:
+    result = imported(text, name, tmp_path)
+    assert key in missing(result)
+    assert key not in result.spec
+
+
 def test_a_warm_up_as_a_fraction_needs_the_number_of_steps(tmp_path: Path) -> None:
     for given in ("warmup_ratio=0.1", "warmup_steps=0.1"):
         assert missing(imported(f"GRPOConfig({given})", "a.py", tmp_path)) == {"actor.lr_warmup_steps"}

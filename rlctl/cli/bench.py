@@ -78,7 +78,10 @@ def _rule(text: str) -> BenchRule:
     from rlctl.errors import SpecError
     from rlctl.spec.keys import nested
 
-    words = [word.partition("=") for word in shlex.split(text)]
+    try:
+        words = [word.partition("=") for word in shlex.split(text)]
+    except ValueError:  # a quotation that does not end
+        words = []
     if not words or not all(separator for _, separator, _ in words):
         fix = "for example --rule 'rollout_is=token rollout_is_threshold=2'"
         raise UsageError(f"`{text}` is not KEY=VALUE", where="--rule", fix=fix)

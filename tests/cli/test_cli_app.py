@@ -196,6 +196,24 @@ def test_a_full_disk_is_no_bug(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bench", "corrections", "--small", "--out"], "File exists"),
+        (["sweep", "trainer.seed=1..2", "--dir"], "File exists"),
+        (["bench", "corrections", "--out", "x", "--rule", 'rollout_is="token', "--seeds"], "not KEY=VALUE"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_no_bug(arguments, said, tmp_path, capsys):
+    file = tmp_path / "3"
+    file.touch()
+    last = "3" if arguments[-1] == "--seeds" else str(file)
+    assert run([*arguments, last]) in (2, 4)
+    err = capsys.readouterr().err
+    assert said in err
+    assert "bug" not in err
+
+
+@pytest.mark.parametrize(
     ("error", "where"),
     [
         (MemoryError(), "host"),

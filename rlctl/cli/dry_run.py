@@ -272,7 +272,7 @@ def _print_parts_of_memory(parts: list[MemoryPart], of_peak: str, console: Conso
 def _print_stages(placement: Placement, console: Console) -> None:
     """Prints peak memory, transfers and seconds per step of each stage of the run."""
     machine = placement.machine
-    of = f"{machine.nodes} × {machine.gpus} × {machine.gpu}"
+    of = f"{placement.spec.trainer.nnodes} × {machine.gpus} × {machine.gpu}"
     _print_title(f"Stages on {machine.name} ({of}); seconds of a step within a factor of two", console)
     console.print(
         Text(f"  {'stage':<11}{'GPU':>11}{'host':>12}{'pinned':>12}{'/dev/shm':>12}{'seconds':>10}  moved")

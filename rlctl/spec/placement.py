@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rlctl.errors import Problem
-from rlctl.spec.machine import GIB, Machine
+from rlctl.spec.machine import GIB, MACHINES, Machine
 from rlctl.spec.memory import MemoryPart, Phase, adapter_parameters, memory_parts, memory_total
 from rlctl.spec.model_size import ModelSize, Shape
 from rlctl.spec.run_spec import RunSpec
@@ -398,6 +398,9 @@ class Placement:
         """A problem per resource of which the machine has too little; a warning if the run may still work."""
         spec, machine = self.spec, self.machine
         where = machine.name
+        if spec.trainer.nnodes > machine.nodes and machine.name in MACHINES:
+            what = f"the run takes {spec.trainer.nnodes} nodes, {where} has {machine.nodes}"
+            yield Problem("error", "trainer.nnodes", what, f"use {machine.nodes}")
         if machine.gpus:
             servers = spec.rollout.server
             own = spec.has_rollout_servers and not (servers.urls or servers.is_placed_by_ray)

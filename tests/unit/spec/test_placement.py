@@ -103,6 +103,7 @@ def test_a_small_dev_shm_is_refused_before_the_start() -> None:
             "does not hold",
         ),
         ("1xh100", ["trainer.n_gpus_per_node=8"], "trainer.n_gpus_per_node", "8 GPUs"),
+        ("8xh100", ["trainer.nnodes=2", "trainer.n_gpus_per_node=8"], "trainer.nnodes", "2 nodes"),
     ],
 )
 def test_what_cannot_fit_is_refused_with_the_figures(

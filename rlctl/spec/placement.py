@@ -8,7 +8,7 @@ enough to distinguish a slow run from a broken one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rlctl.errors import Problem
@@ -428,13 +428,22 @@ class Placement:
                     f"up to {_gib(peak)} are needed at once, a GPU of {where} has {_gib(machine.gpu_bytes)}"
                 )
                 yield Problem("error", "actor.ppo_max_token_len_per_gpu", what, fix)
-        host, shared = memory_total(self.host_parts), self.shared_peak()
-        if machine.gpus and host > machine.host_bytes:
-            largest = sorted(self.host_parts, key=lambda part: -(part.num_bytes or 0.0))[:3]
+        parts, shared = self.host_parts, self.shared_peak()
+        key, fix = "engine.offload", "use more nodes or ranks, or offload less"
+        if not machine.gpus:  # the ranks are in host memory
+            key, fix = "model.path", "use a smaller model, lora_rank, shorter responses, or a GPU"
+            parts = [
+                *parts,
+                *(replace(part, num_bytes=self.ranks * (part.num_bytes or 0.0)) for part in self.gpu_parts),
+            ]
+        host = memory_total(parts)
+        if host > machine.host_bytes:
+            largest = sorted(parts, key=lambda part: -(part.num_bytes or 0.0))[:3]
             listed = ", ".join(f"{part.name} {_gib(part.num_bytes or 0.0)}" for part in largest)
             has = _gib(machine.host_bytes)
             what = f"a node's host memory must hold {_gib(host)} ({listed}), {where} has {has}"
-            yield Problem("error", "engine.offload", what, "use more nodes or ranks, or offload less")
+            # On a CPU, shorter responses may fit, and the dry run may be for another machine.
+            yield Problem("error" if machine.gpus else "warning", key, what, fix)
         if shared > machine.shm_bytes:
             what = f"/dev/shm must hold {_gib(shared)}, {where} has {_gib(machine.shm_bytes)}"
             holds_weights = self.writes_weights and spec.rollout.server.weights_dir is None

@@ -69,6 +69,17 @@ def test_a_sleeping_engine_keeps_its_weights_only_where_no_full_sync_follows() -
         assert 8 * 2 * P < copy < 8 * 4 * P
 
 
+def test_the_memory_of_cpu_ranks_is_that_of_the_host() -> None:
+    cores = replace(MACHINES["1xh100"], gpus=0, host_bytes=24 * GIB)
+    [problem] = place(cores).problems()
+    assert (problem.severity, problem.key) == ("warning", "model.path")
+    assert "a node's host memory must hold" in problem.what
+    assert not [*place(replace(cores, host_bytes=1000 * GIB)).problems()]
+    two = ("trainer.n_gpus_per_node=2", "model.path=smollm2-135m", "engine.dtype=fp32")
+    needed = 2 * 134_515_008 * 16  # weights, gradients and moments of two ranks
+    assert [*place(replace(cores, host_bytes=needed), *two).problems()]
+
+
 def test_a_small_dev_shm_is_refused_before_the_start() -> None:
     docker = replace(MACHINES["8xh100"], shm_bytes=64 * 2**20)
     server = ("rollout.name=vllm", "rollout.mode=server", "rollout.server.replicas=4")

@@ -169,10 +169,14 @@ def table(name: str) -> KeyTable:
         raise UsageError(f"no framework `{name}`", fix=f"one of {', '.join(names())}")
     content = tomllib.loads(path.read_text(encoding="utf-8"))
     keys = {key: {"to": rule} if isinstance(rule, str) else rule for key, rule in content["keys"].items()}
+    reasons = content.get("unsupported", {}).items()  # why → a key, or a list of keys
+    unsupported = {
+        key: why for why, those in reasons for key in ([those] if isinstance(those, str) else those)
+    }
     for term, expression in content.pop("terms", {}).items():
         for target, formula in content["formulas"].items():
             content["formulas"][target] = formula.replace(f"<{term}>", f"({expression})")
-    return KeyTable.model_validate(content | {"name": name, "keys": keys})
+    return KeyTable.model_validate(content | {"name": name, "keys": keys, "unsupported": unsupported})
 
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {

@@ -58,6 +58,9 @@ _DTYPE = "engine.dtype"
 #: Maximum number of characters of an invalid value that a message shows.
 _SHOWN = 200
 
+#: Keys that model presets leave to the user.
+LEFT_TO_THE_USER = frozenset({"data.train_files"})
+
 #: File of the resolved spec in a run directory; its content is that of `dump_spec`.
 RUN_SPEC_FILE = "spec.yaml"
 

@@ -201,8 +201,8 @@ def _read_preset(preset: str, given: Origin, problems: list[Problem]) -> dict[st
     path = Path(preset)
     if path.is_file():
         return _read_file(path, Origin("preset", preset), problems)
-    fix = did_you_mean(preset, known, "see `rlctl presets list`", cutoff=0.4)
     looks_like_path = path.suffix in {".yaml", ".yml"} or len(path.parts) > 1
+    fix = None if looks_like_path else did_you_mean(preset, known, "see `rlctl presets list`", cutoff=0.4)
     what = f"no such {'file' if looks_like_path else 'preset'}: `{preset}`"
     problems.append(Problem("error", "", what, fix, str(given)))
     return {}

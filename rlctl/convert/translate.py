@@ -70,14 +70,14 @@ def translate(source: ForeignConfig) -> Translation:
     computed = {target: _computed(formula, values) for target, formula in table.formulas.items()}
     for key, value in table.constants.items():
         result.spec[key], result.origins[key] = value, f"always so in {table.title}"
-    for setting in source.settings.values():
-        computed_from_it = {
-            target: computed[target]
-            for target in table.read_by.get(setting.key, [])
-            if computed[target] is not _MISSING
-            or setting.key in _faulty(table.formulas[target], values, defaults, given)
-        }
-        _add_row(result, setting, values, computed_from_it)
+    faults = {
+        target: _faulty(table.formulas[target], values, defaults, given)
+        for target, value in computed.items()
+        if value is _MISSING
+    }
+    for key, setting in source.settings.items():
+        targets = [one for one in table.read_by.get(key, []) if key in faults.get(one, (key,))]
+        _add_row(result, setting, values, {target: computed[target] for target in targets})
     _add_defaults(result, given, defaults, computed)
     result.spec = {key: result.spec[key] for key in known_leaves() if key in result.spec} | result.spec
     result.problems += _problems(result)

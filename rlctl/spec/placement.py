@@ -280,16 +280,13 @@ class Placement:
     def _responses(self) -> float:
         return self.spec.data.train_batch_size * self.spec.rollout.n / self.spec.world_size
 
-    def _tokens_per_pass(self) -> float:
-        actor, data = self.spec.actor, self.spec.data
-        length = data.max_prompt_length + data.max_response_length
-        each = actor.ppo_micro_batch_size_per_gpu * length / self.spec.engine.sequence_parallel
-        return actor.ppo_max_token_len_per_gpu or each
-
     @property
     def _micro_batches(self) -> float:
         """Forward passes of one model over the batch, per rank."""
-        return max(1.0, self.tokens() / max(self._tokens_per_pass(), 1))
+        actor, data = self.spec.actor, self.spec.data
+        length = data.max_prompt_length + data.max_response_length
+        each = actor.ppo_micro_batch_size_per_gpu * length / self.spec.engine.sequence_parallel
+        return max(1.0, self.tokens() / max(actor.ppo_max_token_len_per_gpu or each, 1))
 
     @property
     def _scoring_passes(self) -> int:

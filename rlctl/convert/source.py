@@ -71,7 +71,7 @@ def read(
     if kind == "shell":
         found = _from_shell(path, text, chosen, environment, arguments, notes)
     elif kind == "python":
-        found = _from_python(path, text, chosen)
+        found = _from_python(path, text, chosen, notes)
     elif kind in {"yaml", "toml"}:
         found = _from_mapping(path, chosen, notes)
     else:
@@ -315,7 +315,7 @@ def _toml_line(text: str, key: str, where: str) -> str:
     return f"{where}1"
 
 
-def _from_python(path: Path, text: str, chosen: list[KeyTable]) -> _Found | None:
+def _from_python(path: Path, text: str, chosen: list[KeyTable], notes: list[str]) -> _Found | None:
     """Reads the keyword arguments of configuration classes and later assignments to their attributes.
 
     Raises:
@@ -337,7 +337,9 @@ def _from_python(path: Path, text: str, chosen: list[KeyTable]) -> _Found | None
                 configs[node.targets[0].id] = _called(node.value)
     each = [(one, list(_python_settings(one, tree, constants, configs))) for one in chosen]
     best = max(each, key=lambda item: len(item[1]))
-    return best if best[1] else None
+    unread = [setting for setting in best[1] if setting.key.endswith("**")]
+    notes += [f"{setting.where}: **{setting.value} is not read" for setting in unread]
+    return (best[0], [setting for setting in best[1] if setting not in unread]) if best[1] else None
 
 
 def _python_settings(
@@ -349,9 +351,13 @@ def _python_settings(
                 prefix = one.classes[name]
                 yield ForeignSetting(f"{prefix}_class", name, f"line {node.lineno}")
                 for given in node.keywords:
-                    if given.arg is not None:
-                        value = _python_value(given.value, constants)
-                        yield ForeignSetting(f"{prefix}{given.arg}", value, f"line {given.value.lineno}")
+                    value, where = _python_value(given.value, constants), f"line {given.value.lineno}"
+                    several = (
+                        value if given.arg is None and isinstance(value, dict) else {given.arg or "**": value}
+                    )
+                    yield from (
+                        ForeignSetting(f"{prefix}{key}", each, where) for key, each in several.items()
+                    )
             case ast.Assign(targets=[ast.Attribute(value=ast.Name(id=variable), attr=name), *_]):
                 if (kind := configs.get(variable, "")) in one.classes:
                     value = _python_value(node.value, constants)

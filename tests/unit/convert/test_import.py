@@ -325,6 +325,13 @@ def missing(result: Translation) -> set[str]:
     return {one.key for one in result.problems if "no counterpart" in one.what}
 
 
+def test_arguments_in_a_dict_are_read_or_named(tmp_path: Path) -> None:
+    text = "common = {'learning_rate': 3e-6, 'beta': 0.1}\nGRPOConfig(seed=7, **common)\nGRPOTrainer(**f())\n"
+    result = imported(text, "a.py", tmp_path)
+    expect(result, {"actor.lr": 3e-6, "actor.kl_loss_coef": 0.1, "trainer.seed": 7})
+    assert "line 3: **f() is not read" in result.notes
+
+
 def test_a_step_that_ends_within_a_group_has_no_counterpart(tmp_path: Path) -> None:
     given = "GRPOConfig(per_device_train_batch_size=12, steps_per_generation=2)"
     result = imported(given, "a.py", tmp_path)

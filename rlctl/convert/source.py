@@ -328,13 +328,16 @@ def _from_python(path: Path, text: str, chosen: list[KeyTable], notes: list[str]
         raise UsageError("not valid Python", where=f"{path}:{line}") from error
     constants: dict[str, Any] = {}
     configs: dict[str, str] = {}  # variable → class of its value
+    assigned: dict[str, dict[str, ast.expr]] = {}  # variable → its values in the file, by their text
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            value = _python_value(node.value, constants)
-            if value is not None and not isinstance(value, Unresolved):
-                constants.setdefault(node.targets[0].id, value)
-            if isinstance(node.value, ast.Call):
-                configs[node.targets[0].id] = _called(node.value)
+            assigned.setdefault(node.targets[0].id, {})[ast.unparse(node.value)] = node.value
+    for name, values in assigned.items():
+        for node in values.values():
+            configs |= {name: _called(node)} if isinstance(node, ast.Call) else {}
+            value = _python_value(node, constants)
+            if len(values) == 1 and value is not None and not isinstance(value, Unresolved):
+                constants[name] = value  # of several values, the run of the program determines one
     each = [(one, list(_python_settings(one, tree, constants, configs))) for one in chosen]
     best = max(each, key=lambda item: len(item[1]))
     unread = [setting for setting in best[1] if setting.key.endswith("**")]

@@ -332,6 +332,15 @@ def test_arguments_in_a_dict_are_read_or_named(tmp_path: Path) -> None:
     assert "line 3: **f() is not read" in result.notes
 
 
+def test_a_variable_with_several_values_is_not_determined(tmp_path: Path) -> None:
+    """Which of them is in force depends on the run of the program."""
+    text = "lr = 1e-6\nseed = 7\nif big:\n    lr = 3e-6\ndecay = lr * 10\n"
+    text += "GRPOConfig(learning_rate=lr, seed=seed, weight_decay=decay)\n"
+    result = imported(text, "a.py", tmp_path)
+    expect(result, {"actor.lr": "absent", "actor.weight_decay": "absent", "trainer.seed": 7})
+    assert "actor.lr" in {problem.key for problem in result.problems if "depends on lr" in problem.what}
+
+
 def test_a_step_that_ends_within_a_group_has_no_counterpart(tmp_path: Path) -> None:
     given = "GRPOConfig(per_device_train_batch_size=12, steps_per_generation=2)"
     result = imported(given, "a.py", tmp_path)

@@ -348,19 +348,17 @@ def _from_python(path: Path, text: str, chosen: list[KeyTable], notes: list[str]
 def _python_settings(
     one: KeyTable, tree: ast.Module, constants: Mapping[str, Any], configs: Mapping[str, str]
 ) -> Iterator[ForeignSetting]:
-    for node in ast.walk(tree):
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Call | ast.Assign))
+    for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
         match node:
             case ast.Call() if (name := _called(node)) in one.classes:
                 prefix = one.classes[name]
                 yield ForeignSetting(f"{prefix}_class", name, f"line {node.lineno}")
                 for given in node.keywords:
                     value, where = _python_value(given.value, constants), f"line {given.value.lineno}"
-                    several = (
-                        value if given.arg is None and isinstance(value, dict) else {given.arg or "**": value}
-                    )
-                    yield from (
-                        ForeignSetting(f"{prefix}{key}", each, where) for key, each in several.items()
-                    )
+                    is_dict = given.arg is None and isinstance(value, dict)
+                    for key, each in (value if is_dict else {given.arg or "**": value}).items():
+                        yield ForeignSetting(f"{prefix}{key}", each, where)
             case ast.Assign(targets=[ast.Attribute(value=ast.Name(id=variable), attr=name), *_]):
                 if (kind := configs.get(variable, "")) in one.classes:
                     value = _python_value(node.value, constants)

@@ -332,6 +332,11 @@ def test_arguments_in_a_dict_are_read_or_named(tmp_path: Path) -> None:
     assert "line 3: **f() is not read" in result.notes
 
 
+def test_an_attribute_that_is_set_later_replaces_the_argument(tmp_path: Path) -> None:
+    text = "args = GRPOConfig(\n    learning_rate=1e-6,\n    seed=3,\n)\nargs.learning_rate = 2e-6\n"
+    expect(imported(text, "a.py", tmp_path), {"actor.lr": 2e-6, "trainer.seed": 3})
+
+
 def test_a_variable_with_several_values_is_not_determined(tmp_path: Path) -> None:
     """Which of them is in force depends on the run of the program."""
     text = "lr = 1e-6\nseed = 7\nif big:\n    lr = 3e-6\ndecay = lr * 10\n"

@@ -135,8 +135,8 @@ def _add_row(
     note = ""
     status: Status = "same"
     if rule.unsupported:
-        is_neutral = any(word(setting.value) == word(neutral) for neutral in rule.neutral)
-        status, note = ("same", "off here too") if is_neutral else ("not supported", rule.unsupported)
+        off = _is_neutral(rule, setting.value)
+        status, note = ("same", "off here too") if off else ("not supported", rule.unsupported)
     elif _MISSING in became.values():
         difference = rule.difference(setting.value)
         status, note = "not supported", f"no counterpart of {word(setting.value)}"
@@ -166,6 +166,10 @@ def _add_row(
     result.rows.append(KeyOutcome(key, setting.value, status, became, note, setting.where))
 
 
+def _is_neutral(rule: KeyRule, value: Any) -> bool:
+    return any(word(value) == word(neutral) for neutral in rule.neutral)
+
+
 def _mapped(rule: KeyRule, value: Any) -> Any:
     if rule.values is None or isinstance(value, Unresolved):
         return value
@@ -178,12 +182,15 @@ def _mapped(rule: KeyRule, value: Any) -> Any:
 def _add_defaults(
     result: Translation, given: dict[str, Any], defaults: dict[str, Any], computed: dict[str, Any]
 ) -> None:
-    """Adds the framework's defaults that differ from rlctl's."""
+    """Adds the framework's defaults that differ from rlctl's, or that have no equivalent."""
     spec = RunSpec()
     ours = {key: value_of(spec, key) for key in known_leaves()}
     for key, rule in result.table.keys.items():
         default = defaults.get(key)
         if key in given or (default is None and not rule.to):
+            continue
+        if rule.unsupported and not _is_neutral(rule, default):
+            result.implied.append(KeyOutcome(key, default, "not supported", {}, rule.unsupported, ""))
             continue
         found = {rule.to: _mapped(rule, default)} if rule.to and default is not None else {}
         found |= {target: computed[target] for target in result.table.read_by.get(key, [])}

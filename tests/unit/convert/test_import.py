@@ -442,6 +442,19 @@ def test_openrlhf_script(tmp_path: Path) -> None:
     assert any("MORE_ARGS" in note for note in result.notes)
 
 
+def test_a_default_without_an_equivalent_is_listed(tmp_path: Path) -> None:
+    """OpenRLHF warms the learning rate up over 3 % of the steps unless the script says otherwise."""
+
+    def implied(text: str) -> set[str]:
+        return {
+            row.key for row in imported(text, "run.sh", tmp_path).implied if row.status == "not supported"
+        }
+
+    command = "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m"
+    assert "actor.lr_warmup_ratio" in implied(command)
+    assert "actor.lr_warmup_ratio" not in implied(f"{command} --actor.lr_warmup_ratio 0")
+
+
 def test_slime_script(tmp_path: Path) -> None:
     result = imported(SLIME, "run.sh", tmp_path)
     expect(

@@ -236,6 +236,28 @@ def write_model(directory, *, with_weights: bool):
         save_file({"a": np.zeros((3, 4)), "b": np.zeros(5)}, directory / "model.safetensors")
 
 
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [
+        (
+            {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000,
+             "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8},
+            46.7,  # Mixtral-8x7B
+        ),
+        (
+            {"num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151936,
+             "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+             "moe_intermediate_size": 768},
+            30.5,  # Qwen3-30B-A3B
+        ),
+    ],
+)  # fmt: skip
+def test_the_experts_of_a_configuration_are_counted(config, billions, tmp_path):
+    """A directory of the hub's cache may hold the configuration alone."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert model_size(ModelSpec(path=str(tmp_path))).num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
 def test_model_size_from_a_directory(tmp_path):
     write_model(tmp_path / "m", with_weights=True)
     size = model_size(ModelSpec(path=str(tmp_path / "m")))

@@ -56,7 +56,7 @@ GONE_S = 60.0
 def start(*words: str, log: Path) -> subprocess.Popen[bytes]:
     with log.open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "rlctl.cli.app", "train", *words],
+            [sys.executable, "-m", "rlctl", "train", *words],
             stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 

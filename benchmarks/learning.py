@@ -21,7 +21,7 @@ from typing import Any
 
 GOAL = 0.85
 WINDOW = 5  # steps averaged
-COMMAND = [sys.executable, "-c", "from rlctl.cli.app import main; main()", "train", "--preset", "rloo-seq-is"]
+COMMAND = [sys.executable, "-m", "rlctl", "train", "--preset", "rloo-seq-is"]
 REWARD = "critic/score/mean"
 RAW_ESS = "rollout_corr/rollout_is_raw_eff_sample_size"
 COLUMNS = {

@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def _ours(log: Log) -> Answer:
-    command = [sys.executable, "-c", "from rlctl.cli.app import main; main()"]
+    command = [sys.executable, "-m", "rlctl"]
     answer, seconds = _run([*command, "diagnose", str(log.path), "--format", "json"])
     findings = json.loads(answer)["runs"][0]["findings"]
     return Answer(frozenset(one["rule"] for one in findings if one["severity"] != "info"), seconds)

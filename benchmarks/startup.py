@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = Path(sys.executable).parent / "rlctl"
-RLCTL = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-c", "from rlctl.cli.app import main; main()"]
+RLCTL = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-m", "rlctl"]
 COMMANDS = {
     "python -c pass": [sys.executable, "-c", "pass"],
     "import typer": [sys.executable, "-c", "import typer"],

@@ -54,7 +54,7 @@ os._exit(code)
 #: Command → Python arguments before its own arguments.
 _COMMANDS = {
     "python": (),
-    "rlctl": ("-m", "rlctl.cli.app"),
+    "rlctl": ("-m", "rlctl"),
     "torchrun": ("-m", "torch.distributed.run"),
     "deepspeed": ("-m", "deepspeed.launcher.runner"),
 }
@@ -156,7 +156,8 @@ def _become(request: dict, files: list[int], directory: str) -> None:
         elif kind == "-m":
             sys.path[:0] = [] if "-P" in options else [str(Path.cwd())]
             sys.argv = words
-            sys.modules.pop(words[0], None)
+            if not hasattr(sys.modules.get(words[0]), "__path__"):  # runpy warns about imported modules
+                sys.modules.pop(words[0], None)
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, str(Path(kind).parent))

@@ -157,6 +157,22 @@ def far_rollouts() -> None:
     HFRollout.generate = generate
 
 
+def pauses() -> None:
+    """Ranks are forks, and pause 0.3 s before each generation: a run that a test stops needs few steps."""
+    import time
+
+    from rlctl.rollout.hf import HFRollout
+
+    forked_ranks()
+    original = HFRollout.generate
+
+    def generate(self, *args, **kwargs):
+        time.sleep(0.3)
+        return original(self, *args, **kwargs)
+
+    HFRollout.generate = generate
+
+
 def clock_jumps(*jumps: float) -> None:
     """The wall clock has an offset, in seconds, that changes after every step."""
     import datetime
@@ -198,8 +214,10 @@ def forked_ranks_with_vllm() -> None:
 
     vllm._set_environment()
     with IsolatedState().running():
+        import vllm.v1.worker.cpu_worker
         from vllm import LLM  # noqa: F401
     gc.freeze()  # see tests/preload.py
+    gc.unfreeze = lambda: None  # called when an engine closes
 
 
 def python_is(python: str) -> None:

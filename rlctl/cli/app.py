@@ -36,8 +36,11 @@ from rlctl.errors import RlctlError, RunFailure, memory_failure, visible
 from rlctl.registry import PartWarning
 from rlctl.user_code import line_in_user_code
 
-#: Error numbers of a full or read-only disk, which are neither usage errors nor bugs.
-_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+#: Error numbers of a disk that is full, or of a place that cannot be written, which are no bugs.
+_DISK_ERRORS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
+}
 
 app = typer.Typer(
     name="rlctl",
@@ -172,7 +175,3 @@ def _report_bug(error: Exception) -> None:
         return
     typer.echo(visible(f"error: {type(error).__name__}: {error}"), err=True)
     typer.echo(f"  This is a bug in rlctl. The traceback is in {Path(file.name)}", err=True)
-
-
-if __name__ == "__main__":  # `torchrun … -m rlctl.cli.app train …`
-    main()

@@ -70,28 +70,21 @@ def _rule(text: str) -> BenchRule:
     """Converts `KEY=VALUE …` to a rule.
 
     Raises:
-        UsageError: not of this form, an unknown key or an invalid value.
+        UsageError: not of this form.
+        SpecError: an unknown key or an invalid value.
     """
-    from pydantic import ValidationError
-
     from rlctl.bench.exact import BenchRule
-    from rlctl.errors import SpecError
-    from rlctl.spec.keys import nested
+    from rlctl.spec.algorithm import CORRECTION
+    from rlctl.spec.load import load_spec
 
-    words = [word.partition("=") for word in shlex.split(text)]
-    if not words or not all(separator for _, separator, _ in words):
+    try:
+        words = shlex.split(text)
+    except ValueError:  # a quotation that does not end
+        words = []
+    if not words or not all("=" in word for word in words):
         fix = "for example --rule 'rollout_is=token rollout_is_threshold=2'"
         raise UsageError(f"`{text}` is not KEY=VALUE", where="--rule", fix=fix)
-    try:
-        found = BenchRule.of(**nested({"rollout_is": None} | {key: value for key, _, value in words}))
-        _ = found.correction, found.loss
-    except ValidationError as error:
-        details = error.errors()[0]
-        where = "--rule " + ".".join(map(str, details["loc"]))
-        raise UsageError(
-            str(details["msg"]), where=where, fix="see `rlctl explain rollout_correction`"
-        ) from None
-    except SpecError as error:
-        first = error.problems[0]
-        raise UsageError(first.what, where=f"--rule {first.key}", fix=first.fix) from None
-    return found
+    given = ["rollout_is=null", "rollout_is_batch_normalize=false", *words]
+    whole_batch = "actor.ppo_mini_batch_size=null"  # a bench has one update per batch
+    spec = load_spec(overrides=[whole_batch, *(CORRECTION + word for word in given)]).spec
+    return BenchRule(spec.algorithm.rollout_correction)

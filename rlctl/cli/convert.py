@@ -88,12 +88,9 @@ def export_config(
     """
     from rlctl.convert.export import as_text, export
     from rlctl.convert.table import table
-    from rlctl.spec.load import load_spec
+    from rlctl.spec.load import LEFT_TO_THE_USER, load_spec
 
-    is_file = Path(spec).is_file() or spec.endswith((".yaml", ".yml"))
-    presets, files = ([], [Path(spec)]) if is_file else ([spec], [])
-    loaded = load_spec(presets, files, left_open=frozenset({"data.train_files"}))
-    result = export(loaded.spec, table(to))
+    result = export(load_spec([spec], left_open=LEFT_TO_THE_USER).spec, table(to))
     _write(result, as_text(result), output, format_)
 
 

@@ -22,7 +22,7 @@ def mismatch(
     ] = None,
     engine_dtype: Annotated[
         Literal["fp32", "bf16", "int8"] | None,
-        typer.Option(help="The engine's precision.", show_default="the trainer's"),
+        typer.Option(help="The engine's precision.", show_default="the run's, or the trainer's"),
     ] = None,
     engine_model: Annotated[
         str | None,

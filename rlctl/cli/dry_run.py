@@ -21,7 +21,7 @@ from rlctl.spec.memory import MemoryPart, memory_total
 from rlctl.spec.model_size import model_size
 from rlctl.spec.placement import Placement
 from rlctl.spec.run_spec import RunSpec
-from rlctl.train.preflight import check_disk, check_functions, check_inputs
+from rlctl.train.preflight import check_disk, check_functions, check_inputs, count_rows
 from rlctl.user_code import is_file_function
 
 
@@ -182,7 +182,7 @@ def _print_reward(spec: RunSpec, console: Console) -> None:
 def _print_batch(spec: RunSpec, console: Console) -> None:
     """Prints the batch arithmetic from prompts to optimizer steps, one line per division."""
     _print_title("Batch", console)
-    batch = BatchArithmetic(spec)
+    batch = BatchArithmetic(spec, count_rows(spec.data.train_files))
     ranks = _count(batch.ranks, "rank")
     if batch.ranks_per_row > 1:
         ranks += f" in groups of {batch.ranks_per_row}, which run each row together"
@@ -271,7 +271,7 @@ def _print_parts_of_memory(parts: list[MemoryPart], of_peak: str, console: Conso
 def _print_stages(placement: Placement, console: Console) -> None:
     """Prints peak memory, transfers and seconds per step of each stage of the run."""
     machine = placement.machine
-    of = f"{machine.nodes} × {machine.gpus} × {machine.gpu}"
+    of = f"{placement.spec.trainer.nnodes} × {machine.gpus} × {machine.gpu}"
     _print_title(f"Stages on {machine.name} ({of}); seconds of a step within a factor of two", console)
     console.print(
         Text(f"  {'stage':<11}{'GPU':>11}{'host':>12}{'pinned':>12}{'/dev/shm':>12}{'seconds':>10}  moved")

@@ -6,7 +6,7 @@ import sys
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 #: (minimum GPU memory in GiB, preset for one such GPU), in descending order.
 _ONE_GPU = ((130, "1xh200"), (75, "1gpu-80gb"), (44, "1gpu-lora"), (0, "1gpu-24gb"))
 _WIDTH = 100
+
+Answer = TypeVar("Answer", str, int)
 
 
 def init(
@@ -52,7 +54,7 @@ def init(
     model = model or _ask("Model (directory, hub id, or embedded)", EMBEDDED)
     if model != EMBEDDED:
         data = data or _ask("Training data (Parquet of `rlctl prepare-data parquet`)", "data/train.parquet")
-        gpus = int(_ask("GPUs on this machine", str(len(memory)))) if gpus is None else gpus
+        gpus = _ask("GPUs on this machine", len(memory)) if gpus is None else gpus
     algorithms = [each.name for each in all_presets().values() if each.kind == "algorithms"]
     preset = preset or _ask(f"Algorithm ({', '.join(algorithms)})", "rloo-seq-is")
     presets, values = [preset], [f"model.path={model}"]
@@ -65,9 +67,12 @@ def init(
     typer.echo(f"{out} written. Check it: rlctl train {out} --dry-run")
 
 
-def _ask(question: str, default: str) -> str:
-    """The user's answer; the default if standard input is no terminal."""
-    return str(typer.prompt(question, default=default)) if sys.stdin and sys.stdin.isatty() else default
+def _ask(question: str, default: Answer) -> Answer:
+    """The user's answer, of the type of the default, which applies if standard input is no terminal."""
+    if not (sys.stdin and sys.stdin.isatty()):
+        return default
+    answer: Answer = typer.prompt(question, default=default)
+    return answer
 
 
 def _hardware(gpus: int, gib: float) -> str:

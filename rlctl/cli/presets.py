@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="The shipped presets: list, read, compare and copy them.", no_args_is_help=True)
 
-#: Keys that model presets leave to the user.
-_LEFT_TO_THE_USER = frozenset({"data.train_files"})
-
 Name = Annotated[
     str,
     typer.Argument(metavar="NAME", help="A preset, for example rloo-seq-is.", autocompletion=complete_preset),
@@ -83,9 +80,9 @@ def diff(
     from rlctl.cli.dry_run import show as show_value
     from rlctl.cli.output import plain_table, unwrapped
     from rlctl.spec.keys import known_leaves, value_of
-    from rlctl.spec.load import load_spec
+    from rlctl.spec.load import LEFT_TO_THE_USER, load_spec
 
-    specs = [load_spec([name], left_open=_LEFT_TO_THE_USER).spec for name in (first, second)]
+    specs = [load_spec([name], left_open=LEFT_TO_THE_USER).spec for name in (first, second)]
     values = {key: [value_of(spec, key) for spec in specs] for key in known_leaves()}
     differing = {
         key: [show_value(value) for value in pair] for key, pair in values.items() if pair[0] != pair[1]

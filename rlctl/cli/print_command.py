@@ -15,7 +15,7 @@ import typer
 from rlctl.errors import UsageError
 from rlctl.spec.run_spec import RunSpec
 
-_MODULE = "rlctl.cli.app"
+_MODULE = "rlctl"
 _PORT = "${MASTER_PORT:-29500}"
 _ADDRESS = f'--master-addr "${{MASTER_ADDR:?the address of node 0}}" --master-port "{_PORT}"'
 

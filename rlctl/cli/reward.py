@@ -97,7 +97,7 @@ def _spec(what: str) -> RunSpec:
         UsageError: `what` is none of these, or the spec has problems.
     """
     from rlctl.registry import GRADERS
-    from rlctl.spec.load import RUN_SPEC_FILE, load_spec
+    from rlctl.spec.load import LEFT_TO_THE_USER, RUN_SPEC_FILE, load_spec
     from rlctl.spec.sources import all_presets
 
     if what == "model":
@@ -108,10 +108,8 @@ def _spec(what: str) -> RunSpec:
     path = Path(what)
     if path.is_dir() and (path / RUN_SPEC_FILE).is_file():
         path = path / RUN_SPEC_FILE
-    if path.is_file():
-        return load_spec(files=[path]).spec
-    if what in all_presets():
-        return load_spec(presets=[what]).spec
+    if path.is_file() or what in all_presets():
+        return load_spec([str(path)], left_open=LEFT_TO_THE_USER).spec
     fix = f"name a YAML file, a run directory, a preset, file.py:function, or {', '.join(GRADERS)}"
     raise UsageError("neither a spec nor a grader", where=what, fix=fix)
 

@@ -76,7 +76,7 @@ def watch(
     record, log = open_run(run_dir), run_dir / METRICS_FILE
     state = read_state(run_dir)
     began = _seconds_since(state.started)
-    sink = ConsoleSink(str(run_dir), state.total_steps or 0, plain=plain, began_ago=began)
+    sink = ConsoleSink(str(run_dir), state.total_steps, plain=plain, began_ago=began)
     num_rows = num_bytes = 0
     try:
         while True:

@@ -110,8 +110,12 @@ def train(
     if resume is not None:
         files.insert(0, _spec_of_run(resume, preset))
     loaded = load_spec(list(preset or []), files, values)
-    if resume is not None and not (spec or given):
-        loaded.warnings.clear()  # shown when the run started
+    if resume is not None:
+        from rlctl.train.start import changes_of
+
+        changes_of(resume, loaded.spec)
+        if not (spec or given):
+            loaded.warnings.clear()  # shown when the run started
     if dry_run:
         from rlctl.cli.dry_run import print_dry_run
 

@@ -24,8 +24,8 @@ _RULE_LEAVES = {
     "rules.reject_lower": [f"{_LEVEL}rs_threshold"],
     "rules.reject_upper": [f"{_LEVEL}rs_threshold"],
 }
-#: Keys of the launch command; they are written in the first lines of the text.
-_LAUNCH = {"_class", "num_processes"}
+#: Options of TRL's launcher, which are written in the first line of the text.
+_LAUNCHER = ("num_processes", "num_machines")
 
 
 @dataclass(slots=True)
@@ -41,6 +41,7 @@ def export(spec: RunSpec, table: KeyTable) -> Export:
     ours, defaults = _values(spec), _values(RunSpec())
     values = ours | _rules(spec)
     written: dict[str, Any] = {}
+    lacks: tuple[str, ...] = ()
     read_by: dict[str, list[str]] = {}
     direct: set[str] = set()
     for key, rule in table.keys.items():
@@ -55,13 +56,21 @@ def export(spec: RunSpec, table: KeyTable) -> Export:
             written[key] = compute(formula, values) if formula else _inverse(rule, values.get(rule.to))
         except ValueError:
             written[key] = _MISSING
+        if key == "_class" and written[key] in table.variants:
+            lacks = tuple(table.variants[written[key]].lacks)
+        elif lacks and key.startswith(lacks):
+            if _is_default(written[key], rule.default):
+                del written[key]
+                continue
+            written[key] = _MISSING
         for source in placeholders(formula) if formula else [rule.to]:
             for leaf in _RULE_LEAVES.get(source, [source]):
                 read_by.setdefault(leaf, []).append(key)
+    theirs = table.defaults(written.get("_class"))
     settings = {
         key: value
         for key, value in written.items()
-        if value is not _MISSING and not _is_default(value, table.keys[key].default)
+        if value is not _MISSING and not _is_default(value, theirs.get(key))
     }
     result = Export(table, [], settings)
     for leaf in known_leaves():
@@ -69,7 +78,7 @@ def export(spec: RunSpec, table: KeyTable) -> Export:
         is_changed = word(ours[leaf]) != word(defaults[leaf])
         is_lost = any(one is _MISSING for one in became.values())
         if is_changed or is_lost or any(key in settings for key in became):
-            result.rows.append(_outcome(table, leaf, ours[leaf], became))
+            result.rows.append(_outcome(table, theirs, leaf, ours[leaf], became))
     return result
 
 
@@ -111,7 +120,9 @@ def _is_default(value: Any, default: Any) -> bool:
     return float(value) == float(default) if same_number else word(value) == word(default)
 
 
-def _outcome(table: KeyTable, leaf: str, value: Any, became: dict[str, Any]) -> KeyOutcome:
+def _outcome(
+    table: KeyTable, defaults: dict[str, Any], leaf: str, value: Any, became: dict[str, Any]
+) -> KeyOutcome:
     if not became:
         why = table.export_unsupported.get(leaf, f"{table.title} has no such key")
         return KeyOutcome(leaf, value, "not supported", {}, why, "")
@@ -122,7 +133,7 @@ def _outcome(table: KeyTable, leaf: str, value: Any, became: dict[str, Any]) -> 
         return KeyOutcome(leaf, value, "not supported", kept, note, "")
     notes = [table.keys[key].difference(one) for key, one in became.items()]
     for key, one in became.items():
-        default = table.keys[key].default
+        default = defaults.get(key)
         if one is None and default not in (None, "null"):
             notes.append(f"null here; if not set, {key} defaults to {word(default)}")
     note = "; ".join(dict.fromkeys(note for note in notes if note))
@@ -131,13 +142,13 @@ def _outcome(table: KeyTable, leaf: str, value: Any, became: dict[str, Any]) -> 
 
 def as_text(result: Export) -> str:
     """Formats an export for the framework: a launch script for verl and OpenRLHF, YAML for TRL."""
-    settings = {key: value for key, value in result.settings.items() if key not in _LAUNCH}
+    settings = {key: value for key, value in result.settings.items() if key not in ("_class", *_LAUNCHER)}
     left_out = (row for row in result.rows if row.status == "not supported")
     lost = [f"# Not carried over: {row.key}: {row.note}" for row in left_out]
     if result.table.name == "trl":
         kind = {"RLOOConfig": "rloo"}.get(str(result.settings.get("_class")), "grpo")
-        count = result.settings.get("num_processes", 1)
-        head = f"# accelerate launch --num_processes {count} -m trl.scripts.{kind} --config THIS_FILE"
+        options = [f"--{key} {result.settings[key]}" for key in _LAUNCHER if key in result.settings]
+        head = " ".join(["# accelerate launch", *options, f"-m trl.scripts.{kind} --config THIS_FILE"])
         pairs = [f"{key}: {json.dumps(value)}" for key, value in settings.items()]
         return "\n".join([head, *lost, *pairs]) + "\n"
     if result.table.style == "flags":

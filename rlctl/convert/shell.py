@@ -262,7 +262,7 @@ class _Shell:
         return _trimmed(value, rest, self._text)
 
     def _output(self, raw: str) -> str:
-        """Value of `$(dirname …)`, `$(basename …)`, `$(echo …)` and the script's directory; else `raw`."""
+        """Value of `dirname …`, `basename …`, `echo …`, `pwd`, and the script's directory; else `raw`."""
         inner = (raw[2:-1] if raw.startswith("$(") else raw[1:-1]).strip()
         if "pwd" in inner and ("BASH_SOURCE" in inner or "$0" in inner):
             start = self.path.parent
@@ -274,6 +274,8 @@ class _Shell:
             if len(args) == 2 and args[0] in {"dirname", "basename"}:
                 found = Path(args[1])
                 return str(found.parent) if args[0] == "dirname" else found.name
+            if args == ["pwd"]:
+                return str(self.variables["PWD"])
             if args and args[0] == "echo":
                 return " ".join(args[1:])
         return raw

@@ -71,7 +71,7 @@ def read(
     if kind == "shell":
         found = _from_shell(path, text, chosen, environment, arguments, notes)
     elif kind == "python":
-        found = _from_python(path, text, chosen)
+        found = _from_python(path, text, chosen, notes)
     elif kind in {"yaml", "toml"}:
         found = _from_mapping(path, chosen, notes)
     else:
@@ -127,8 +127,9 @@ def _from_shell(
             pending += started(nested[0])
             continue
         for one in chosen:
-            if (start := _launched_at(one, words)) is not None:
-                found.append((one, list(_options(one, words, start, path, notes))))
+            if launched := _launched_at(one, words):
+                start, variant = launched
+                found.append((one, [*variant, *_options(one, words, start, path, notes)]))
     if not found:
         return None
     if len(found) > 1:
@@ -144,13 +145,18 @@ def _words(text: str) -> list[str]:
     return pieces if is_line and "{" not in text[:1] else [text]
 
 
-def _launched_at(one: KeyTable, args: list[Arg]) -> int | None:
-    """Index of the framework's first argument, after its launch command; None if it is not launched."""
+def _launched_at(one: KeyTable, args: list[Arg]) -> tuple[int, list[ForeignSetting]] | None:
+    """Index of the framework's first argument, after its launch command, and the class that this names.
+
+    None if it is not launched.
+    """
     line = ""
     for number, arg in enumerate(args):
         line = f"{line} {arg.text}"
-        if any(re.search(pattern, line) for pattern in one.commands):
-            return number + 1
+        for found in filter(None, (re.search(pattern, line) for pattern in one.commands)):
+            named = found.groupdict().get("variant")
+            classes = [name for name, variant in one.variants.items() if variant.command == named]
+            return number + 1, [ForeignSetting("_class", name, f"line {arg.line}") for name in classes]
     return None
 
 
@@ -309,7 +315,7 @@ def _toml_line(text: str, key: str, where: str) -> str:
     return f"{where}1"
 
 
-def _from_python(path: Path, text: str, chosen: list[KeyTable]) -> _Found | None:
+def _from_python(path: Path, text: str, chosen: list[KeyTable], notes: list[str]) -> _Found | None:
     """Reads the keyword arguments of configuration classes and later assignments to their attributes.
 
     Raises:
@@ -322,30 +328,37 @@ def _from_python(path: Path, text: str, chosen: list[KeyTable]) -> _Found | None
         raise UsageError("not valid Python", where=f"{path}:{line}") from error
     constants: dict[str, Any] = {}
     configs: dict[str, str] = {}  # variable → class of its value
+    assigned: dict[str, dict[str, ast.expr]] = {}  # variable → its values in the file, by their text
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            value = _python_value(node.value, constants)
-            if value is not None and not isinstance(value, Unresolved):
-                constants.setdefault(node.targets[0].id, value)
-            if isinstance(node.value, ast.Call):
-                configs[node.targets[0].id] = _called(node.value)
+            assigned.setdefault(node.targets[0].id, {})[ast.unparse(node.value)] = node.value
+    for name, values in assigned.items():
+        for node in values.values():
+            configs |= {name: _called(node)} if isinstance(node, ast.Call) else {}
+            value = _python_value(node, constants)
+            if len(values) == 1 and value is not None and not isinstance(value, Unresolved):
+                constants[name] = value  # of several values, the run of the program determines one
     each = [(one, list(_python_settings(one, tree, constants, configs))) for one in chosen]
     best = max(each, key=lambda item: len(item[1]))
-    return best if best[1] else None
+    unread = [setting for setting in best[1] if setting.key.endswith("**")]
+    notes += [f"{setting.where}: **{setting.value} is not read" for setting in unread]
+    return (best[0], [setting for setting in best[1] if setting not in unread]) if best[1] else None
 
 
 def _python_settings(
     one: KeyTable, tree: ast.Module, constants: Mapping[str, Any], configs: Mapping[str, str]
 ) -> Iterator[ForeignSetting]:
-    for node in ast.walk(tree):
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Call | ast.Assign))
+    for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
         match node:
             case ast.Call() if (name := _called(node)) in one.classes:
                 prefix = one.classes[name]
                 yield ForeignSetting(f"{prefix}_class", name, f"line {node.lineno}")
                 for given in node.keywords:
-                    if given.arg is not None:
-                        value = _python_value(given.value, constants)
-                        yield ForeignSetting(f"{prefix}{given.arg}", value, f"line {given.value.lineno}")
+                    value, where = _python_value(given.value, constants), f"line {given.value.lineno}"
+                    is_dict = given.arg is None and isinstance(value, dict)
+                    for key, each in (value if is_dict else {given.arg or "**": value}).items():
+                        yield ForeignSetting(f"{prefix}{key}", each, where)
             case ast.Assign(targets=[ast.Attribute(value=ast.Name(id=variable), attr=name), *_]):
                 if (kind := configs.get(variable, "")) in one.classes:
                     value = _python_value(node.value, constants)

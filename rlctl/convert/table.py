@@ -50,6 +50,16 @@ class KeyRule(BaseModel):
         return self.differs.get(word(value), self.differs.get("*", ""))
 
 
+class Variant(BaseModel):
+    """A class of the framework whose keys differ from those of its main class."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    command: str  # what a launch command names it, see `KeyTable.commands`
+    defaults: dict[str, Any] = {}  # key → default, where it differs
+    lacks: list[str] = []  # prefixes of keys that it does not have
+
+
 class KeyTable(BaseModel):
     """Table of one framework."""
 
@@ -58,8 +68,9 @@ class KeyTable(BaseModel):
     name: str  # name on the command line
     title: str  # name and version of the framework that the keys belong to
     style: Style  # syntax of its options in a command: `a.b=c` or `--a.b c`
-    commands: list[str]  # regular expressions of the launch command
+    commands: list[str]  # regular expressions of the launch command; the group `variant` names the class
     launcher: list[str] = []  # options of the preceding launcher that are read, for example `num_processes`
+    variants: dict[str, Variant] = {}  # `_class` → its differences
     classes: dict[str, str] = {}  # Python classes that take its keys as arguments → prefix of these keys
     marks: list[str]  # key prefixes that identify the framework
     aliases: dict[str, str] = {}  # other spelling of a key → the key
@@ -71,6 +82,11 @@ class KeyTable(BaseModel):
     export: dict[str, str] = {}
     export_unsupported: dict[str, str] = {}  # spec key → why no key of the framework corresponds
     note: str = ""  # note added to every import
+
+    def defaults(self, variant: object) -> dict[str, Any]:
+        """The default of every key that has one, in this class."""
+        found = {key: rule.default for key, rule in self.keys.items() if rule.default is not None}
+        return found | (self.variants[str(variant)].defaults if str(variant) in self.variants else {})
 
     def canonical(self, key: str) -> str:
         """The table's spelling of a key: resolves aliases and exchanged dashes and underscores."""
@@ -108,8 +124,8 @@ def word(value: Any) -> str:
 
 
 def placeholders(formula: str) -> list[str]:
-    """The keys that a formula reads."""
-    return _PLACEHOLDER.findall(formula)
+    """The keys that a formula reads, each once."""
+    return list(dict.fromkeys(_PLACEHOLDER.findall(formula)))
 
 
 class Open:
@@ -131,7 +147,7 @@ def compute(formula: str, values: dict[str, Any]) -> Any:
     Raises:
         ValueError: the formula cannot be computed from these values.
     """
-    keys = list(dict.fromkeys(placeholders(formula)))
+    keys = placeholders(formula)
     names = {f"_{number}": values.get(key) for number, key in enumerate(keys)}
     return evaluate(_PLACEHOLDER.sub(lambda found: f"_{keys.index(found[1])}", formula), names)
 
@@ -153,7 +169,14 @@ def table(name: str) -> KeyTable:
         raise UsageError(f"no framework `{name}`", fix=f"one of {', '.join(names())}")
     content = tomllib.loads(path.read_text(encoding="utf-8"))
     keys = {key: {"to": rule} if isinstance(rule, str) else rule for key, rule in content["keys"].items()}
-    return KeyTable.model_validate(content | {"name": name, "keys": keys})
+    reasons = content.get("unsupported", {}).items()  # why → a key, or a list of keys
+    unsupported = {
+        key: why for why, those in reasons for key in ([those] if isinstance(those, str) else those)
+    }
+    for term, expression in content.pop("terms", {}).items():
+        for target, formula in content["formulas"].items():
+            content["formulas"][target] = formula.replace(f"<{term}>", f"({expression})")
+    return KeyTable.model_validate(content | {"name": name, "keys": keys, "unsupported": unsupported})
 
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {

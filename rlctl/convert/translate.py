@@ -65,13 +65,20 @@ def translate(source: ForeignConfig) -> Translation:
     table = source.table
     result = Translation(table, [], {}, {}, notes=source.notes + ([table.note] if table.note else []))
     given = {key: setting.value for key, setting in source.settings.items()}
-    values = {key: rule.default for key, rule in table.keys.items() if rule.default is not None} | given
+    defaults = table.defaults(given.get("_class"))
+    values = defaults | given
     computed = {target: _computed(formula, values) for target, formula in table.formulas.items()}
     for key, value in table.constants.items():
         result.spec[key], result.origins[key] = value, f"always so in {table.title}"
-    for setting in source.settings.values():
-        _add_row(result, setting, values, computed)
-    _add_defaults(result, given, values, computed)
+    faults = {
+        target: _faulty(table.formulas[target], values, defaults, given)
+        for target, value in computed.items()
+        if value is _MISSING
+    }
+    for key, setting in source.settings.items():
+        targets = [one for one in table.read_by.get(key, []) if key in faults.get(one, (key,))]
+        _add_row(result, setting, values, {target: computed[target] for target in targets})
+    _add_defaults(result, given, defaults, computed)
     result.spec = {key: result.spec[key] for key in known_leaves() if key in result.spec} | result.spec
     result.problems += _problems(result)
     return result
@@ -84,8 +91,8 @@ _MISSING, _LEFT_OUT = object(), object()
 def _computed(formula: str, values: dict[str, Any]) -> Any:
     """Value of a formula; `Unresolved` if it depends on a key that the file does not determine.
 
-    `_LEFT_OUT` if the formula needs a key without a value or returns `leave out`, `_MISSING` if it cannot be
-    computed.
+    `_LEFT_OUT` if the formula returns `leave out`, `_MISSING` if it cannot be computed, for example because
+    it needs a key without a value.
     """
     used = {key: values.get(key) for key in placeholders(formula)}
     unresolved = [value for value in used.values() if isinstance(value, Unresolved)]
@@ -93,16 +100,26 @@ def _computed(formula: str, values: dict[str, Any]) -> Any:
     try:
         value = compute(formula, known)
     except ValueError:
-        return unresolved[0] if unresolved else _LEFT_OUT if None in used.values() else _MISSING
+        return unresolved[0] if unresolved else _MISSING
     for part in value if isinstance(value, list) else [value]:
         if isinstance(part, Open):
             return Unresolved(part.text)
     return _LEFT_OUT if isinstance(value, str) and value == "leave out" else value
 
 
+def _faulty(
+    formula: str, values: dict[str, Any], defaults: dict[str, Any], given: dict[str, Any]
+) -> list[str]:
+    """Keys of the file because of which a formula cannot be computed: all that it reads, if no single one."""
+    keys = [key for key in placeholders(formula) if key in given]
+    single = [key for key in keys if _computed(formula, values | {key: defaults.get(key)}) is not _MISSING]
+    return single or keys
+
+
 def _add_row(
     result: Translation, setting: ForeignSetting, values: dict[str, Any], computed: dict[str, Any]
 ) -> None:
+    """Adds the row of a key; `computed`: spec keys that formulas compute from it."""
     table, key = result.table, setting.key
     rule = table.rule(key)
     # Under an unsupported prefix, only a name that differs in about one letter counts as a misspelling.
@@ -111,20 +128,23 @@ def _add_row(
         note = f"did you mean {nearest}?" if nearest else ""
         result.rows.append(KeyOutcome(key, setting.value, "unknown", {}, note, setting.where))
         return
-    became = {target: computed[target] for target in table.read_by.get(key, [])}
+    became = dict(computed)
     if rule.to:
         became[rule.to] = _mapped(rule, values[key])
     became = {target: value for target, value in became.items() if value is not _LEFT_OUT}
     note = ""
     status: Status = "same"
     if rule.unsupported:
-        is_neutral = any(word(setting.value) == word(neutral) for neutral in rule.neutral)
-        status, note = ("same", "off here too") if is_neutral else ("not supported", rule.unsupported)
+        off = _is_neutral(rule, setting.value)
+        status, note = ("same", "off here too") if off else ("not supported", rule.unsupported)
     elif _MISSING in became.values():
+        difference = rule.difference(setting.value)
         status, note = "not supported", f"no counterpart of {word(setting.value)}"
+        note += f": {difference}" if difference else ""
     elif difference := rule.difference(setting.value):
         status, note = "different", difference
     open_values = {target: value for target, value in became.items() if isinstance(value, Unresolved)}
+    lost = [] if rule.unsupported else [target for target, value in became.items() if value is _MISSING]
     became = {
         target: value
         for target, value in became.items()
@@ -136,16 +156,18 @@ def _add_row(
             what = f"{key} depends on {value}, which the file does not determine ({setting.where})"
             fix = "set its variables with --set NAME=VALUE, or write the key into the spec"
             result.problems.append(Problem("error", target, what, fix))
-    if status == "not supported" and not rule.unsupported:
+    for target in lost:
         what = f"{key} = {word(setting.value)} has no counterpart; rlctl's default would be used"
-        for target in (rule.to, *table.read_by.get(key, [])):
-            if target and target not in became:
-                result.problems.append(Problem("error", target, what, "write the key into the spec"))
+        result.problems.append(Problem("error", target, what, "write the key into the spec"))
     if open_values:
         note = f"not determined by the file{': ' if note else ''}{note}"
     for target, value in became.items():
         result.spec[target], result.origins[target] = value, f"{key}, {setting.where}"
     result.rows.append(KeyOutcome(key, setting.value, status, became, note, setting.where))
+
+
+def _is_neutral(rule: KeyRule, value: Any) -> bool:
+    return any(word(value) == word(neutral) for neutral in rule.neutral)
 
 
 def _mapped(rule: KeyRule, value: Any) -> Any:
@@ -158,15 +180,19 @@ def _mapped(rule: KeyRule, value: Any) -> Any:
 
 
 def _add_defaults(
-    result: Translation, given: dict[str, Any], values: dict[str, Any], computed: dict[str, Any]
+    result: Translation, given: dict[str, Any], defaults: dict[str, Any], computed: dict[str, Any]
 ) -> None:
-    """Adds the framework's defaults that differ from rlctl's."""
-    defaults = RunSpec()
-    ours = {key: value_of(defaults, key) for key in known_leaves()}
+    """Adds the framework's defaults that differ from rlctl's, or that have no equivalent."""
+    spec = RunSpec()
+    ours = {key: value_of(spec, key) for key in known_leaves()}
     for key, rule in result.table.keys.items():
-        if key in given or (rule.default is None and not rule.to):
+        default = defaults.get(key)
+        if key in given or (default is None and not rule.to):
             continue
-        found = {rule.to: _mapped(rule, rule.default)} if rule.to and rule.default is not None else {}
+        if rule.unsupported and not _is_neutral(rule, default):
+            result.implied.append(KeyOutcome(key, default, "not supported", {}, rule.unsupported, ""))
+            continue
+        found = {rule.to: _mapped(rule, default)} if rule.to and default is not None else {}
         found |= {target: computed[target] for target in result.table.read_by.get(key, [])}
         became = {
             target: value
@@ -179,9 +205,9 @@ def _add_defaults(
             continue
         result.spec |= became
         result.origins |= dict.fromkeys(became, f"default of {key}")
-        difference = rule.difference(rule.default)
+        difference = rule.difference(default)
         status: Status = "different" if difference else "same"
-        result.implied.append(KeyOutcome(key, rule.default, status, became, difference, ""))
+        result.implied.append(KeyOutcome(key, default, status, became, difference, ""))
 
 
 def _is_equal(value: Any, ours: Any) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.batch import Prompts
+from rlctl.data.read import full_batches
 from rlctl.data.schema import Row
 from rlctl.errors import UsageError
 from rlctl.lazy import torch
@@ -217,14 +218,8 @@ class PromptDataset:
         Raises:
             UsageError: the data set is smaller than one batch.
         """
-        if len(self) < batch_size:
-            raise UsageError(
-                f"a batch takes {batch_size} prompts, the data has {len(self)}"
-                + (f" ({self.num_dropped} more were too long)" if self.num_dropped else ""),
-                where="data.train_batch_size",
-                fix=f"lower data.train_batch_size to {len(self)} or less, or add data",
-            )
-        return len(self) // batch_size
+        more = f" ({self.num_dropped} more were too long)" if self.num_dropped else ""
+        return full_batches(len(self), batch_size, more)
 
     def batch_indices(self, step: int, batch_size: int, *, seed: int, shuffle: bool) -> list[int]:
         """Indices of the prompts of step `step` (from 0, over all epochs); resuming needs no saved state.

@@ -34,14 +34,34 @@ def load_rows(files: Sequence[str]) -> list[Row]:
     return [row for path in _parquet_files(files) for row in _read_file(path)]
 
 
-def check_files(files: Sequence[str]) -> None:
+def check_files(files: Sequence[str]) -> int:
     """Checks the footers of Parquet files: they exist, and have rows and the required columns.
+
+    Returns the number of rows.
 
     Raises:
         UsageError: as `load_rows`, except for errors in the rows.
     """
+    count = 0
     for path in _parquet_files(files):
-        _opened(path).close()
+        with _opened(path) as file:
+            count += file.metadata.num_rows
+    return count
+
+
+def full_batches(num_rows: int, batch_size: int, more: str = "") -> int:
+    """Number of full batches in so many rows; `more` describes rows that are not counted.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if num_rows < batch_size:
+        raise UsageError(
+            f"a batch takes {batch_size} prompts, the data has {num_rows}{more}",
+            where="data.train_batch_size",
+            fix=f"lower data.train_batch_size to {num_rows} or less, or add data",
+        )
+    return num_rows // batch_size
 
 
 def _parquet_files(files: Sequence[str]) -> Iterator[Path]:

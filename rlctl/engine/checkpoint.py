@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rlctl.errors import RlctlError, RunFailure, UsageError
+from rlctl.errors import RlctlError, RunFailure, UsageError, first_line
 from rlctl.files import apply_umask, sha256_of, sync
 
 #: Subdirectory of a run directory for its checkpoints.
@@ -120,7 +120,7 @@ def writing(root: Path, step: int) -> Iterator[None]:
         raise
     except Exception as error:
         shutil.rmtree(partial_path(root, step), ignore_errors=True)
-        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise RunFailure(
             f"the checkpoint of step {step} could not be written: {reason}",
             where=str(root),

@@ -12,7 +12,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Unpack, cast
@@ -196,7 +196,7 @@ class _Engine:
             with self._gathered(weight.parts):
                 yield weight.name, weight.value()
 
-    def _gathered(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+    def _gathered(self, parameters: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
         """Context in which `parameters` are available in full (under ZeRO-3 a collective)."""
         if self.zero_stage < 3:
             return contextlib.nullcontext()
@@ -240,8 +240,15 @@ class DeepSpeedEngine(_Engine):
         # Gathering is a collective: all ranks iterate, although only rank 0 keeps the weights.
         full = {name: tensor.cpu() for name, tensor in self.weights() if self.ranks.is_main}
         if self.ranks.is_main:
-            self._policy.model.save_pretrained(directory, state_dict=full)
-            for name, content in getattr(self._policy.model, "processor_files", {}).items():
+            model = self._policy.model
+            # transformers loads generation configs that it refuses to save, such as a temperature without
+            # `do_sample`.
+            generation = model.generation_config
+            model.generation_config = type(generation)()
+            model.save_pretrained(directory, state_dict=full)
+            model.generation_config = generation
+            generation.to_json_file(directory / "generation_config.json")
+            for name, content in getattr(model, "processor_files", {}).items():
                 (directory / name).write_bytes(content)
 
 

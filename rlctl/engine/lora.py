@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rlctl.errors import UsageError
+from rlctl.errors import UsageError, one_line
 from rlctl.spec.model import ALL_LINEAR
 
 if TYPE_CHECKING:
@@ -40,12 +40,22 @@ def add_lora(model: Any, rank: int, alpha: float, target_modules: list[str]) -> 
         target_modules: last components of layer names, such as `q_proj`, or `all-linear`.
 
     Raises:
-        UsageError: a name matches no linear layer.
+        UsageError: a name matches no linear layer, or one that PEFT refuses or takes for an expert.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=_targets(model, target_modules))
-    inject_adapter_in_model(config, model, _ADAPTER)
+    try:
+        inject_adapter_in_model(config, model, _ADAPTER)
+    except ValueError as error:  # such as layers whose weight a kernel reads without the adapter
+        what, fix = f"PEFT refuses the adapter: {one_line(error)}", "name other layers"
+        raise UsageError(what, where="model.target_modules", fix=fix) from error
+    if config.target_parameters:
+        # transformers 5 stores the experts of some models in one tensor. PEFT takes layers whose names
+        # experts had before, such as gate_proj, for experts and adapts those.
+        others = sorted({name.rpartition(".")[2] for name in config.target_modules})
+        what = f"PEFT adapts the experts of {type(model).__name__}, not all of the requested layers"
+        raise UsageError(what, where="model.target_modules", fix=f"choose from {', '.join(others)}")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
 
@@ -56,7 +66,8 @@ def _targets(model: Any, wanted: list[str]) -> list[str]:
     linear = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and module.weight.requires_grad
+        # Not of a subclass, such as a router: its result is not W·x.
+        if type(module) is nn.Linear and module is not head and module.weight.requires_grad
     ]
     known = {name.rpartition(".")[2] for name in linear}
     if not linear:
@@ -80,13 +91,13 @@ class PlainWeight:
 
     Attributes:
         name: name in the model before `add_lora`.
-        parts: the parameters that `value` reads, which must be available in full (under ZeRO-3 gathered): W,
+        parts: the tensors that `value` reads, which must be available in full (under ZeRO-3 gathered): W,
             and A and B if it has an adapter.
         scale: α/r.
     """
 
     name: str
-    parts: list[nn.Parameter]
+    parts: list[Tensor]
     scale: float = 1.0
 
     @torch.no_grad()
@@ -100,7 +111,7 @@ class PlainWeight:
 
 
 def plain_weights(model: nn.Module, *, merged: bool = True) -> Iterator[PlainWeight]:
-    """Every parameter that `model` had before `add_lora`, in its order.
+    """Every parameter that `model` had before `add_lora`, in its order, and every buffer in its files.
 
     Args:
         model: with or without adapters.
@@ -115,6 +126,9 @@ def plain_weights(model: nn.Module, *, merged: bool = True) -> Iterator[PlainWei
             yield PlainWeight(f"{owner}.weight", [parameter, *adapter], layer.scaling[_ADAPTER])
         elif ".lora_" not in name:
             yield PlainWeight(name.replace(".base_layer.", "."), [parameter])
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, nn.Parameter):  # such as the bias with which DeepSeek-V3 selects experts
+            yield PlainWeight(name, [tensor])
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

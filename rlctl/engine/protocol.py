@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlctl.batch import ModelInputs
+    from rlctl.engine.lora import Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +51,6 @@ class StepResult:
     applied: bool
 
 
-class AdapterSnapshot(Protocol):
-    """Copy of the weights of a LoRA adapter."""
-
-    def save(self, directory: Path) -> None:
-        """Writes the adapter in PEFT's format."""
-
-
 class Trained(Protocol):
     """Common interface of actor and critic: backward, step, save.
 
@@ -79,7 +73,7 @@ class Trained(Protocol):
         """Applies (or, with `skip`, discards) the accumulated gradient, multiplied by `grad_scale`."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter in full, by the model's own name, on every rank."""
+        """Every parameter and every buffer that is saved, in full, by the model's own name, on every rank."""
 
     def save(self, directory: Path) -> dict[str, str]:
         """Writes everything that `load` needs; called on all ranks.
@@ -126,7 +120,7 @@ class TrainEngine(Trained, Protocol):
         `merged`; otherwise they are the frozen weights.
         """
 
-    def adapter(self) -> AdapterSnapshot:
+    def adapter(self) -> Adapter:
         """With LoRA: A and B in full, on every rank."""
 
     def export(self, directory: Path) -> None:

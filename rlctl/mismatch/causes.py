@@ -150,12 +150,13 @@ def _sampling(found: Examination, taken: Taken) -> Iterator[Cause]:
         yield replace(_mode(reported, asked), before=before, after=after)
         return
     unsure = "" if found.drawn is not None and found.drawn.not_asked else " (or only reports so)"
-    middle = gap(taken.before.changed("sampling", SamplingSettings(reported.temperature)))
+    trained = taken.before.sampling.cut
+    middle = gap(taken.before.changed("sampling", SamplingSettings(reported.temperature, trained)))
     value = f"{reported.temperature:.3g}"
     if reported.temperature != asked.temperature:
         what = f"the engine samples at temperature {value}{unsure}, {asked.temperature:.3g} was requested"
         yield Cause("temperature", what, _EXPLICIT, (f"rollout.temperature={value}",), before, middle)
-    if reported.cut.kind == "none":
+    if reported.cut == trained:
         return
     what, fix = f"the engine samples with {reported.cut}{unsure}, {asked.cut} was requested", _EXPLICIT
     if reported.cut.is_like(asked.cut):

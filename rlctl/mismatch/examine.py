@@ -39,6 +39,7 @@ class Sides:
     rows: Sequence[Row]  # prompts
     sampling: Sampling  # requested of the engine; the trainer applies the temperature
     engine_tokenizer: Any = None  # the engine's, if it has a separate one
+    exact_sampling: bool = False  # the trainer scores the truncated distribution, as requested
     n: int = 4  # responses per prompt
     seed: int = 1  # of sampling
     weights: Mapping[str, Weights] = field(default_factory=dict)  # that the engine may have, by name
@@ -57,6 +58,11 @@ class Sides:
         elif sampling.min_p > 0.0:
             cut = Cut("min_p", sampling.min_p)
         return SamplingSettings(sampling.temperature, cut)
+
+    @property
+    def scored(self) -> SamplingSettings:
+        """The distribution that the trainer scores."""
+        return self.asked if self.exact_sampling else SamplingSettings(self.asked.temperature)
 
     @property
     def takes_weights(self) -> bool:
@@ -113,7 +119,7 @@ def examine(sides: Sides) -> Examination:
     """
     trial = _Sampler(sides)
     scorer = trial.sampled(sides.engine, sides.model)
-    explanation = Search(scorer, sides.asked).explain()
+    explanation = Search(scorer, sides.asked, sides.scored).explain()
     start = scorer.gap(explanation.start)
 
     synced: Experiment | None = None
@@ -122,7 +128,7 @@ def examine(sides: Sides) -> Examination:
     if not is_explained and sides.takes_weights:
         trial.hand_over(sides.model)
         after = trial.sampled(sides.engine, sides.model)
-        again = Search(after, sides.asked).explain()
+        again = Search(after, sides.asked, sides.scored).explain()
         synced = Experiment(before, after.gap(again.variant))
         if synced.closes:
             scorer, explanation = after, again
@@ -203,4 +209,4 @@ class _Sampler:
         """Syncs the model's weights to the engine."""
         self._version += 1
         engine = cast(RolloutEngine, self.sides.engine)
-        engine.sync_weights(PlainWeights(model.named_parameters()), self._version)
+        engine.sync_weights(PlainWeights(model.state_dict().items()), self._version)

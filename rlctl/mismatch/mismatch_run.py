@@ -51,7 +51,7 @@ class MismatchRequest:
     engine: str | None = None  # the engine that samples, as `rollout.name`; None: that of the run, else `hf`
     #: directory or hub id of the model and tokenizer the engine loads; None: the trainer's
     engine_model: str | None = None
-    engine_dtype: Dtype | None = None  # its precision; None: the trainer's
+    engine_dtype: Dtype | None = None  # its precision; None: that of the run's engine, else the trainer's
     #: Parquet files of prompts; empty: those of the run, or built-in questions
     data_files: list[str] = field(default_factory=list)
     #: temperature, top_p: requested of the engine; None: the run's, or 1
@@ -134,7 +134,9 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
     model, tokenizer = trainer.load()
     sampling = _sampling(request, trainer.spec)
     rows = _rows(trainer, model, tokenizer, sampling.max_response_length)
-    dtype = request.engine_dtype or trainer.dtype
+    rollout = trainer.spec.rollout
+    runs_dtype = rollout.dtype if request.engine in {None, rollout.name} else None
+    dtype = request.engine_dtype or runs_dtype or trainer.dtype
     engine_model, engine_tokenizer = model, None
     if request.engine_model:
         engine_model, engine_tokenizer = trainer.load(request.engine_model)
@@ -166,6 +168,7 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
             engine=start(running, dtype),
             rows=rows,
             sampling=sampling,
+            exact_sampling=rollout.exact_sampling,
             engine_tokenizer=engine_tokenizer,
             seed=request.seed,
             weights=trainer.older_weights(),

@@ -14,6 +14,7 @@ from rlctl.diagnose.rule import examine, metrics_read
 from rlctl.errors import RlctlError, UsageError, visible
 from rlctl.html_page import render
 from rlctl.metric_names import ELSEWHERE, METRICS
+from rlctl.spec.keys import known_leaves
 from rlctl.spec.load import load_spec
 from rlctl.tiny.embedded import DATA_SOURCE, WRITTEN
 from rlctl.track.open_run import RunRecord, log_ratios, open_run, read_state
@@ -91,11 +92,15 @@ def spec_rows(record: RunRecord) -> tuple[str, list[tuple[str, str, str]]]:
     spec = record.spec
     state = read_state(record.path)
     presets = [name for name in state.preset.split("+") if name]
+    open_keys, given = (
+        frozenset(known_leaves()),
+        {"model.path": spec.model.path},
+    )  # no check: presets are parts
     try:
-        before = load_spec(presets, [], [f"model.path={spec.model.path}"]).spec
+        before = load_spec(presets, overrides=given, left_open=open_keys).spec
         than = " + ".join(presets) or "the defaults"
-    except RlctlError:  # preset files were removed, or are incomplete without the overrides of the run
-        before, than = load_spec(overrides=["model.path=embedded"]).spec, "the defaults"
+    except RlctlError:  # preset files were removed
+        before, than = load_spec(overrides=given, left_open=open_keys).spec, "the defaults"
     rows = [
         (key, visible(_value(old)), visible(_value(new)))
         for key, (old, new) in changes(before, spec).items()

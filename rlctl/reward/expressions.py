@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import lru_cache
 from typing import Any
 
 import latex2sympy2_extended
@@ -76,6 +77,7 @@ def read(latex: str) -> Any | None:
     return expression
 
 
+@lru_cache(maxsize=4096)  # parsing takes most of the time, and the responses to a prompt are often alike
 def _parsed(text: str) -> Any | None:
     try:
         expression = latex2sympy2_extended.latex2sympy(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError, first_line
@@ -55,6 +56,8 @@ class ModelScorer(Scorer):
                 where=f"reward.model.device={spec.device}",
                 fix="name a device of this machine with enough free memory",
             ) from error
+        padding = self._model.config.get_text_config().pad_token_id
+        self._has_padding = padding is not None and padding >= 0
         self._batch_size = spec.batch_size
         self._max_length = spec.max_length
 
@@ -75,20 +78,31 @@ class ModelScorer(Scorer):
         readable = sorted(ids, key=lambda place: len(ids[place]))  # similar lengths need less padding
         for start in range(0, len(readable), self._batch_size):
             rows = readable[start : start + self._batch_size]
-            batch = self._tokenizer.pad(
-                {"input_ids": [ids[row] for row in rows]}, padding_side="right", return_tensors="pt"
-            ).to(self._device)
-            for row, score in zip(rows, self._scores(batch), strict=True):
+            for row, score in zip(rows, self._scores([ids[row] for row in rows]), strict=True):
                 is_finite = math.isfinite(score)
                 grades[row] = score if is_finite else Failure(f"the reward model's score is {score}")
         return grades
 
-    def _scores(self, batch: Any) -> list[float]:
+    def _scores(self, ids: list[list[int]]) -> list[float]:
+        """One logit per row of token ids, each that of the row alone.
+
+        Decoders score the last token that is not the padding of the model's configuration, or without one
+        the last token: then padding is a token with which no row ends.
+        """
+        configs = (self._model.config.get_text_config(), self._model.config)  # models read either
+        padding = configs[0].pad_token_id
+        if not self._has_padding:
+            padding = next(token for token in count() if all(row[-1] != token for row in ids))
+            for config in configs:
+                config.pad_token_id = padding
+        length = max(map(len, ids))
+        padded = torch.tensor([row + [padding] * (length - len(row)) for row in ids], device=self._device)
+        mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in ids], device=self._device)
         try:
             with torch.no_grad():
-                logits = self._model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+                logits = self._model(padded, attention_mask=mask).logits
         except torch.OutOfMemoryError as error:
-            rows, length = batch["input_ids"].shape
+            rows, length = padded.shape
             raise RunFailure(
                 f"the reward model ran out of memory on {self._device} with {rows} × {length} tokens",
                 where="reward.model",
@@ -133,11 +147,4 @@ def _load(spec: RewardModelSpec) -> tuple[Any, Any]:
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise UsageError(f"its weights lack {missing}: its scores would be random", where=where, fix=_FIX)
-    # Classifiers use the last token of a sequence that is not padding.
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token_id is None:
-        raise UsageError("its tokenizer has neither a padding nor an end-of-sequence token", where=where)
-    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    model.config.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule, RejectRule, WeightRule
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA, ClipBand
@@ -46,13 +45,12 @@ class Band:
 class BatchArithmetic:
     """Numbers of samples, mini-batches, micro-batches and optimizer steps of a spec, per batch if not noted.
 
-    `num_rows` is None if the training files cannot be read here (rows are counted at the start of the run);
-    `num_batches`, for the whole run, is None if it depends on them. With a token budget
-    (`micro_batch_tokens`), the number of micro-batches depends on the lengths of the responses, and
-    `micro_batches_per_rank` is None.
+    `num_rows` is the number of training rows; None: not known before the run. `num_batches`, for the whole
+    run, is None if it depends on them. With a token budget (`micro_batch_tokens`), the number of
+    micro-batches depends on the lengths of the responses, and `micro_batches_per_rank` is None.
     """
 
-    def __init__(self, spec: RunSpec) -> None:
+    def __init__(self, spec: RunSpec, num_rows: int | None = None) -> None:
         mini = spec.ppo_mini_batch_size
         self.prompts, self.responses_per_prompt = spec.data.train_batch_size, spec.rollout.n
         self.samples = self.prompts * self.responses_per_prompt
@@ -65,16 +63,16 @@ class BatchArithmetic:
         count = None if self.micro_batch_tokens else -(-self.samples_per_rank // self.micro_batch_size)
         self.micro_batches_per_rank = count
         self.epochs = spec.actor.ppo_epochs
-        self.steps_per_batch = spec.updates_per_batch
-        self.num_rows = count_rows(spec.data.train_files)
+        self.steps_per_batch, self.warmup = spec.updates_per_batch, spec.trainer.critic_warmup
+        self.num_rows = num_rows
         self.num_batches = spec.trainer.total_training_steps
         if self.num_batches is None and self.num_rows is not None:
             self.num_batches = self.num_rows // self.prompts * spec.trainer.total_epochs
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps in the whole run."""
-        return None if self.num_batches is None else self.num_batches * self.steps_per_batch
+        """Optimizer steps of the policy in the whole run."""
+        return None if self.num_batches is None else (self.num_batches - self.warmup) * self.steps_per_batch
 
 
 def bands(spec: RunSpec) -> list[Band]:
@@ -148,23 +146,6 @@ def _implied(rules: tuple[RejectRule, ...], horizon: int) -> list[str]:
                 )
                 break
     return lines
-
-
-def count_rows(files: list[str]) -> int | None:
-    """Number of rows of local Parquet files, read from their footers; None if a file cannot be read here."""
-    paths: list[Path] = []
-    for name in files:
-        path = Path(name).expanduser()
-        paths += sorted(path.glob("*.parquet")) if path.is_dir() else [path]
-    if not paths or not all(path.is_file() for path in paths):
-        return None
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        return sum(int(pq.read_metadata(path).num_rows) for path in paths)
-    except (OSError, pa.ArrowException):
-        return None  # the data reader reports broken files
 
 
 def _weight_band(rule: WeightRule, *, is_measured_only: bool) -> Band:

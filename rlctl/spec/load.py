@@ -58,6 +58,9 @@ _DTYPE = "engine.dtype"
 #: Maximum number of characters of an invalid value that a message shows.
 _SHOWN = 200
 
+#: Keys that model presets leave to the user.
+LEFT_TO_THE_USER = frozenset({"data.train_files"})
+
 #: File of the resolved spec in a run directory; its content is that of `dump_spec`.
 RUN_SPEC_FILE = "spec.yaml"
 
@@ -198,8 +201,8 @@ def _read_preset(preset: str, given: Origin, problems: list[Problem]) -> dict[st
     path = Path(preset)
     if path.is_file():
         return _read_file(path, Origin("preset", preset), problems)
-    fix = did_you_mean(preset, known, "see `rlctl presets list`", cutoff=0.4)
     looks_like_path = path.suffix in {".yaml", ".yml"} or len(path.parts) > 1
+    fix = None if looks_like_path else did_you_mean(preset, known, "see `rlctl presets list`", cutoff=0.4)
     what = f"no such {'file' if looks_like_path else 'preset'}: `{preset}`"
     problems.append(Problem("error", "", what, fix, str(given)))
     return {}

@@ -339,7 +339,7 @@ class _Estimate:
 
     def _cache(self) -> MemoryPart:
         """Key-value cache of all sequences that are sampled at once."""
-        spec, shape = self.spec, self.policy.shape
+        spec, shape, width = self.spec, self.policy.shape, self.spec.rollout_width
         if shape is None:
             return _unknown("key-value cache", ("generation",))
         share = -(-spec.data.train_batch_size * spec.rollout.n // spec.world_size)
@@ -347,19 +347,19 @@ class _Estimate:
         shared = spec.rollout.tensor_model_parallel_size
         # Key-value heads are sharded over an engine's GPUs, and replicated if there are fewer than GPUs.
         keys = max(shape.keys // shared, shape.head_dim)
-        one = 2 * shape.layers * keys * self.length * self.width
+        one = 2 * shape.layers * keys * self.length * width
         words = f"2 × layers × kv heads × head size × {self.length} tokens"
         words += f" ÷ {shape.keys // keys} GPUs of an engine" if keys < shape.keys else ""
         if spec.rollout_engine.forms_batches:  # its share of the GPU sets the size of the cache
             utilization, weights = spec.rollout.gpu_memory_utilization, self._sampling_copy().num_bytes
             if self.gpu_bytes is None or weights is None:
-                words += f" × {self.width} bytes: one sequence; vLLM has {utilization:.0%} of the GPU in all"
+                words += f" × {width} bytes: one sequence; vLLM has {utilization:.0%} of the GPU in all"
                 return MemoryPart("key-value cache", one, words, ("generation",))
             left = max(0.0, utilization * self.gpu_bytes - weights)
             fits = f"{left / one:.0f} sequences of {self.length} tokens"
             words = f"{utilization:.0%} of the GPU less the weights: {fits}"
             return MemoryPart("key-value cache", left, words, ("generation",))
-        words += f" × {at_once} sequences × {self.width} bytes"
+        words += f" × {at_once} sequences × {width} bytes"
         return MemoryPart("key-value cache", one * at_once, words, ("generation",))
 
     def _policy_pass(self) -> list[MemoryPart]:

@@ -20,6 +20,8 @@ from rlctl.spec.run_spec import RunSpec
 
 _SIZE_IN_NAME = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BbMm])(?![A-Za-z0-9])")
 _MAX_HEADER = 100 << 20
+#: Names of the number of experts in configurations.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 #: Bytes per trained parameter with AdamW: two moments and the parameter, in float32.
 _TRAINED = 12
 
@@ -221,6 +223,10 @@ def _from_config(whole: dict[str, Any]) -> ModelSize:
     tied = whole.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     embeddings = vocab * hidden * (1 if tied else 2)
     layer = sum(inputs * outputs for inputs, outputs in shape.matrices().values())
+    experts = next(filter(None, (_count(config, name) for name in _EXPERTS)), 0)
+    if experts:  # in every layer, in place of its feed-forward layer
+        inner = _count(config, "moe_intermediate_size") or shape.inner
+        layer += 3 * hidden * (experts * inner - shape.inner)
     read = embeddings + layers * layer
     others = [part for name, part in whole.items() if name != "text_config" and name.endswith("_config")]
     towers = sum(_tower(part) for part in others if isinstance(part, dict)) if reads_more else 0

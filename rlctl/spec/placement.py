@@ -8,11 +8,11 @@ enough to distinguish a slow run from a broken one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rlctl.errors import Problem
-from rlctl.spec.machine import GIB, Machine
+from rlctl.spec.machine import GIB, MACHINES, Machine
 from rlctl.spec.memory import MemoryPart, Phase, adapter_parameters, memory_parts, memory_total
 from rlctl.spec.model_size import ModelSize, Shape
 from rlctl.spec.run_spec import RunSpec
@@ -205,11 +205,8 @@ class Placement:
 
     def stages(self) -> list[Stage]:
         """Load, engine, partition, generate, score, update, step and sync, in this order."""
-        spec, whole, is_sharded = self.spec, self.whole, self.stage == 3
-        micro = self.tokens() / max(self._tokens_per_pass(), 1)
-        gathers = (3 + spec.model.enable_gradient_checkpointing) * whole * micro if is_sharded else 0.0
+        spec, whole = self.spec, self.whole
         crossing = "network" if spec.trainer.nnodes > 1 else "GPU to GPU"
-        sums = 2 * whole if spec.world_size > 1 else 0.0
         copy = self.sampling if self.keeps_copy else 0.0
         base = whole if spec.engine.offload_base else 0.0
         shard = whole / spec.world_size
@@ -227,20 +224,30 @@ class Placement:
             stage("engine", self.gpu_peak("generation") if not base else self.sampling, _LOADING, {}),
             stage(
                 "partition",
-                self.gpu_peak() + self._largest_weights if is_sharded else max(whole, self.gpu_peak()),
+                self.gpu_peak() + self._largest_weights if self.stage == 3 else max(whole, self.gpu_peak()),
                 _LOADING,
                 {"host to GPU": whole},
             ),
             stage("generate", self.gpu_peak("generation"), "", {"host to GPU": copy}),
-            stage("score", self.gpu_peak("head"), _TRAINING, {"host to GPU": base, crossing: gathers / 4}),
-            stage("update", self.gpu_peak("head", "layers", "critic"), _TRAINING, {crossing: gathers + sums}),
+            stage(
+                "score",
+                self.gpu_peak("head"),
+                _TRAINING,
+                {"host to GPU": base, crossing: self._scoring_passes * self._gathered},
+            ),
+            stage(
+                "update",
+                self.gpu_peak("head", "layers", "critic"),
+                _TRAINING,
+                {crossing: self._update_passes * self._gathered + self._reduced},
+            ),
             stage("step", self.gpu_peak("step", "critic's step"), _TRAINING, {"host to GPU": offload}),
             stage(
                 "sync",
                 self.gpu_peak("generation"),
                 _SAVING,
                 {
-                    crossing: whole if is_sharded else 0.0,
+                    crossing: whole if self._gathered else 0.0,
                     "host to GPU": copy,
                     "broadcast to servers": whole if self.broadcasts_weights else 0.0,
                     "files": whole if self.writes_weights else 0.0,
@@ -273,11 +280,51 @@ class Placement:
     def _responses(self) -> float:
         return self.spec.data.train_batch_size * self.spec.rollout.n / self.spec.world_size
 
-    def _tokens_per_pass(self) -> float:
+    @property
+    def _micro_batches(self) -> float:
+        """Forward passes of one model over the batch, per rank."""
         actor, data = self.spec.actor, self.spec.data
         length = data.max_prompt_length + data.max_response_length
         each = actor.ppo_micro_batch_size_per_gpu * length / self.spec.engine.sequence_parallel
-        return actor.ppo_max_token_len_per_gpu or each
+        return max(1.0, self.tokens() / max(actor.ppo_max_token_len_per_gpu or each, 1))
+
+    @property
+    def _scoring_passes(self) -> int:
+        """Models that score the batch before the updates."""
+        algorithm = self.spec.algorithm
+        measured = map(algorithm.estimator_needs, ("score_norms", "sequence_weights"))
+        scores_policy = not algorithm.rollout_correction.bypass_mode or any(measured)
+        return scores_policy + self.spec.needs_reference + self.spec.trains_critic
+
+    @property
+    def _update_passes(self) -> int:
+        """Forward passes over the batch that cost as much as all updates; a backward pass costs two."""
+        each = 3 + self.spec.model.enable_gradient_checkpointing
+        return self.spec.actor.ppo_epochs * each * (1 + self.spec.trains_critic)
+
+    @property
+    def _gathered(self) -> float:
+        """Bytes of weights that a rank receives in one forward pass over the batch, under ZeRO-3."""
+        return self._micro_batches * self.whole if self.stage == 3 and self.spec.world_size > 1 else 0.0
+
+    @property
+    def _reduced(self) -> float:
+        """Bytes that a rank exchanges below ZeRO-3 to sum gradients and to collect the updated weights.
+
+        Stages 0 and 1 sum in float32 at every optimizer step, stage 2 in the engine's dtype after every
+        backward pass. Stage 0 sums all gradients on all ranks, which moves them twice.
+        """
+        spec, steps = self.spec, self.spec.updates_per_batch
+        if spec.world_size == 1 or self.stage == 3:
+            return 0.0
+        trained = self._trained * (1 + spec.trains_critic)
+        sums = (8 * steps, 4 * steps, self.width * self._micro_batches * spec.actor.ppo_epochs)[self.stage]
+        return trained * (sums + (self.width * steps if self.stage else 0.0))
+
+    @property
+    def _trained(self) -> int:
+        """Number of parameters of the policy that are trained."""
+        return adapter_parameters(self.spec, self.size) or self.size.num_trainable or 0
 
     def seconds(self) -> dict[str, float]:
         """Phase → seconds per step; empty if the model's dimensions are unknown."""
@@ -289,21 +336,14 @@ class Placement:
         read = self.size.num_trainable or parameters
         forward = self._forward_flops(shape, read) / speed
         link = machine.network if spec.trainer.nnodes > 1 else machine.link
-        is_gathered = self.stage == 3 and spec.world_size > 1
-        passes = max(1.0, self.tokens() / max(self._tokens_per_pass(), 1))
-        traffic = passes * whole / link if is_gathered else 0.0
-        correction = spec.algorithm.rollout_correction
-        scored = (not correction.bypass_mode) + spec.needs_reference + spec.trains_critic
-        backward = 3 + spec.model.enable_gradient_checkpointing
-        trained = adapter_parameters(spec, self.size) or read
-        epochs = spec.actor.ppo_epochs
-        shard = trained / spec.world_size
+        once = max(forward, self._gathered / link)
+        shard = self._trained / spec.world_size
         per_step = 40 * shard / machine.gpu_bandwidth
         if spec.engine.offload != "none" and machine.gpus:
             per_step = 28 * shard * self.ranks / machine.host_bandwidth + 6 * shard / machine.bus
-        sync = 2 * sampling / machine.gpu_bandwidth + (whole / link if is_gathered else 0.0)
+        sync = 2 * sampling / machine.gpu_bandwidth + (whole / link if self._gathered else 0.0)
         if spec.syncs_adapter:
-            sync = trained * self.width / machine.gpu_bandwidth
+            sync = self._trained * self.width / machine.gpu_bandwidth
         elif self.broadcasts_weights:
             sync += whole / machine.link
         elif self.writes_weights:
@@ -312,8 +352,8 @@ class Placement:
             sync += 2 * sampling / machine.bus
         found = {
             "generate": self._generation(shape, parameters),
-            "score": scored * max(forward, traffic),
-            "update": epochs * max(backward * forward, backward * traffic) * (1 + spec.trains_critic),
+            "score": self._scoring_passes * once,
+            "update": self._update_passes * once + self._reduced / link,
             "step": spec.updates_per_batch * per_step * (1 + spec.trains_critic),
             "sync": sync,
         }
@@ -355,6 +395,9 @@ class Placement:
         """A problem per resource of which the machine has too little; a warning if the run may still work."""
         spec, machine = self.spec, self.machine
         where = machine.name
+        if spec.trainer.nnodes > machine.nodes and machine.name in MACHINES:
+            what = f"the run takes {spec.trainer.nnodes} nodes, {where} has {machine.nodes}"
+            yield Problem("error", "trainer.nnodes", what, f"use {machine.nodes}")
         if machine.gpus:
             servers = spec.rollout.server
             own = spec.has_rollout_servers and not (servers.urls or servers.is_placed_by_ray)
@@ -382,13 +425,22 @@ class Placement:
                     f"up to {_gib(peak)} are needed at once, a GPU of {where} has {_gib(machine.gpu_bytes)}"
                 )
                 yield Problem("error", "actor.ppo_max_token_len_per_gpu", what, fix)
-        host, shared = memory_total(self.host_parts), self.shared_peak()
-        if machine.gpus and host > machine.host_bytes:
-            largest = sorted(self.host_parts, key=lambda part: -(part.num_bytes or 0.0))[:3]
+        parts, shared = self.host_parts, self.shared_peak()
+        key, fix = "engine.offload", "use more nodes or ranks, or offload less"
+        if not machine.gpus:  # the ranks are in host memory
+            key, fix = "model.path", "use a smaller model, lora_rank, shorter responses, or a GPU"
+            parts = [
+                *parts,
+                *(replace(part, num_bytes=self.ranks * (part.num_bytes or 0.0)) for part in self.gpu_parts),
+            ]
+        host = memory_total(parts)
+        if host > machine.host_bytes:
+            largest = sorted(parts, key=lambda part: -(part.num_bytes or 0.0))[:3]
             listed = ", ".join(f"{part.name} {_gib(part.num_bytes or 0.0)}" for part in largest)
             has = _gib(machine.host_bytes)
             what = f"a node's host memory must hold {_gib(host)} ({listed}), {where} has {has}"
-            yield Problem("error", "engine.offload", what, "use more nodes or ranks, or offload less")
+            # On a CPU, shorter responses may fit, and the dry run may be for another machine.
+            yield Problem("error" if machine.gpus else "warning", key, what, fix)
         if shared > machine.shm_bytes:
             what = f"/dev/shm must hold {_gib(shared)}, {where} has {_gib(machine.shm_bytes)}"
             holds_weights = self.writes_weights and spec.rollout.server.weights_dir is None

@@ -159,7 +159,8 @@ class RolloutSpec(Section):
     free_cache_engine: bool = True
     """Whether a colocated vLLM engine on GPUs frees its memory during training."""
     sync_every: int = Field(default=1, ge=1)
-    """Batches between weight syncs; above 1, some responses are sampled with older weights."""
+    """Batches between weight syncs (a validation also syncs); above 1, some responses are sampled with older
+    weights."""
     merge_lora: bool = False
     """With `vllm` and LoRA: sync all weights with the adapter merged, instead of only the adapter."""
     server: ServerSpec = ServerSpec()

@@ -91,7 +91,7 @@ class ConsoleSink:
     def __init__(
         self,
         title: str,
-        total_steps: int,
+        total_steps: int | None,
         start_step: int = 0,
         stream: TextIO | None = None,
         is_stopping: Callable[[], bool] = lambda: False,
@@ -102,7 +102,7 @@ class ConsoleSink:
         self._title = title
         self._is_stopping = is_stopping
         self._phase = ""
-        self._total = total_steps
+        self._total = total_steps or math.inf  # not known
         self._clock = time.monotonic
         self._start = self._clock() - began_ago
         self._stream = stream or sys.stdout
@@ -178,9 +178,9 @@ class ConsoleSink:
         self._stream.flush()
 
     def _seconds_left(self, now: float) -> float | None:
-        """Remaining seconds at the pace of the last steps; None before the first step."""
+        """Remaining seconds at the pace of the last steps; None before the first step or without an end."""
         times = self._state.times
-        if len(times) < 2:
+        if len(times) < 2 or self._total == math.inf:
             return None
         pace = (times[-1] - times[0]) / (len(times) - 1)
         left = (self._total - self._state.step) * pace
@@ -196,7 +196,7 @@ class ConsoleSink:
         finished = state.step >= self._total
         remaining = "" if finished else f" · left {clock(left) if left is not None else '-:--'}"
         head.add_row(
-            Text(f"step {state.step}/{self._total}", style="bold"),
+            Text(f"step {_of(state.step, self._total)}", style="bold"),
             ProgressBar(total=max(self._total, 1), completed=state.step),
             Text(f"elapsed {clock(now - self._start)}{remaining}"),
         )
@@ -272,12 +272,16 @@ def _colour(value: float | None, levels: tuple[float, float]) -> str:
     return "red" if sign * value < sign * bad else "yellow" if sign * value < sign * doubtful else "green"
 
 
-def plain_line(step: int, total: int, metrics: Mapping[str, float], seconds_left: float | None) -> str:
+def _of(step: int, total: float) -> str:
+    return f"{step}/{total if total < math.inf else '?'}"
+
+
+def plain_line(step: int, total: float, metrics: Mapping[str, float], seconds_left: float | None) -> str:
     """For example `step 12/240 reward 0.41 ess 0.93 masked 0.00 kl 0.0012 tok/s 15,300 left 0:31`.
 
     Metrics that were not logged are omitted.
     """
-    parts = [f"step {step}/{total}"]
+    parts = [f"step {_of(step, total)}"]
     for name, key, form in (
         ("reward", REWARD, ".2f"),
         ("ess", ESS, ".2f"),

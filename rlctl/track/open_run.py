@@ -221,7 +221,10 @@ def read_state(run_dir: Path) -> RunState:
     else:
         state = "interrupted" if summary["interrupted"] else "finished"
     trainer, model = spec.get("trainer") or {}, spec.get("model") or {}
-    total = summary.get("total_steps") or trainer.get("total_training_steps")
+    # The environment is of the last start; the summary may be of an earlier one with another number.
+    total = (
+        environment.get("total_steps") or summary.get("total_steps") or trainer.get("total_training_steps")
+    )
     reward = last.get(_REWARD)
     return RunState(
         path=run_dir,

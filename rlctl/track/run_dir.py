@@ -183,7 +183,7 @@ def environment_record(argv: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def note_in_environment(run_dir: Path, **found: str) -> None:
+def note_in_environment(run_dir: Path, **found: Any) -> None:
     """Adds fields to `environment.json` that are known only after the start of the run."""
     path = run_dir / ENVIRONMENT_FILE
     write_text(path, json.dumps(read_mapping(path) | found, indent=2) + "\n")

@@ -177,7 +177,7 @@ class AutoCorrection:
 
     def _is_too_old(self, step: int) -> bool:
         """Whether waiting responses are too old, newer weights can sample, and the last discard is past."""
-        has_new_weights = is_sync_due(self._run.spec, step)
+        has_new_weights = is_sync_due(self._run, step)
         return (
             has_new_weights and self.choice.lr_scale < TOO_OLD and step - self._last_discard > self._ahead > 0
         )

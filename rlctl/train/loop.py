@@ -29,7 +29,7 @@ from rlctl.train.settings import (
     UpdateSettings,
     actor_schedule,
     critic_schedule,
-    is_due,
+    is_validation_due,
     planned_updates,
 )
 from rlctl.train.step_metrics import Notices, StepTimer, batch_metrics, batch_sums, step_warnings
@@ -94,7 +94,7 @@ def train(run: Run) -> None:
         metrics |= {"training/global_step": float(step), "training/epoch": epoch_of(run, step)}
         for kind, text in step_warnings(metrics, outcome.dumped.nonfinite, graded.rewards.timeouts):
             warnings.doubling(kind, f"step {step}: {text}")
-        if is_due(step, spec.trainer.test_freq) or (spec.trainer.test_freq > 0 and step == run.total_steps):
+        if is_validation_due(run, step):
             with timer("testing"):
                 metrics |= validate(run, step)
         metrics |= performance(metrics, timer, run.ranks) | saving.metrics()

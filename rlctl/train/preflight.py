@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -84,6 +84,7 @@ def check_inputs(spec: RunSpec) -> list[Problem]:
     checks += [(key, partial(_check_model, path)) for key, path in others.items() if path]
     for key, files in (("train_files", spec.data.train_files), ("val_files", spec.data.val_files)):
         checks += [(f"data.{key}", partial(_check_data, file)) for file in files]
+    checks.append(("data.train_batch_size", partial(_check_batch, spec)))
     of_rewards = "reward.terms" if spec.reward.terms else "reward.name"
     missing = [
         Problem("error", of_rewards, f"no such file: {file}", "create it, or correct the path")
@@ -117,7 +118,7 @@ def _problem_of(key: str, check: Callable[[], None]) -> list[Problem]:
     try:
         check()
     except UsageError as error:
-        return [Problem("error", key, error.what, error.fix, error.where)]
+        return [Problem("error", key, error.what, error.fix, error.where if error.where != key else None)]
     return []
 
 
@@ -126,6 +127,25 @@ def _check_data(file: str) -> None:
     from rlctl.data.read import check_files
 
     check_files([file])
+
+
+def count_rows(files: Sequence[str]) -> int | None:
+    """Number of training rows; None if there are no files, or if one cannot be read."""
+    if not files:
+        return None
+    from rlctl.data.read import check_files
+
+    try:
+        return check_files(files)
+    except UsageError:  # a problem of `check_inputs`
+        return None
+
+
+def _check_batch(spec: RunSpec) -> None:
+    if num_rows := count_rows(spec.data.train_files):
+        from rlctl.data.read import full_batches
+
+        full_batches(num_rows, spec.data.train_batch_size)
 
 
 def _check_model(path: str, *, needs_tokenizer: bool = False) -> None:

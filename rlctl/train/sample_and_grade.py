@@ -66,7 +66,7 @@ def greedy_baseline(run: Run, step: int, rollouts: Rollouts, timer: StepTimer) -
     before the weight sync, so the engine releases its memory in either case.
     """
     spec = run.spec
-    weights_follow = is_sync_due(spec, step)
+    weights_follow = is_sync_due(run, step)
     if not spec.algorithm.estimator_needs("baseline_scores"):
         run.rollout.release(weights_follow=weights_follow)
         return None

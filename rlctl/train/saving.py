@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 class Saver:
     """Decides after each step whether to save it; every rank creates one and calls `after`.
 
-    A step is saved every `trainer.save_freq` steps, when `trainer.save_every` has elapsed, and when its
-    validation is the best so far. The last two cases wait for a step after which the rollout engine has the
+    A step is saved every `trainer.save_freq` steps, when its validation is the best so far, and when
+    `trainer.save_every` has elapsed. The last case waits for a step after which the rollout engine has the
     current weights, as in a resumed run: with `rollout.sync_every` above 1, this is not every step.
 
     Args:
@@ -69,9 +69,8 @@ class Saver:
         waited = self._every is not None and time.monotonic() - self._saved_at >= self._every
         mine = [run.stop.signal_number is not None, run.ranks.is_main and waited, improves]
         stop, late, better = (value > 0 for value in run.ranks.sum([float(value) for value in mine]))
-        is_synced = is_sync_due(run.spec, step)
         stop = stop or bool(run.stopped_because)
-        saves = is_due(step, trainer.save_freq) or (is_synced and (late or better))
+        saves = is_due(step, trainer.save_freq) or better or (late and is_sync_due(run, step))
         return stop, saves or stop or step == run.total_steps
 
     def save(self, step: int) -> None:

@@ -9,13 +9,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rlctl.algos.rules import AggMode, CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.registry import POLICY_LOSSES
 from rlctl.spec.algorithm import ActorSpec, CriticSpec
 from rlctl.spec.resolve import correction_rules, loss_rule
 from rlctl.spec.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    from rlctl.train.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +220,20 @@ def lr_at(
     return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def is_sync_due(spec: RunSpec, step: int) -> bool:
-    """Whether the rollout engine gets new weights after `step`."""
-    # Also with every save, because a resumed run samples with the saved weights.
-    return is_due(step, spec.rollout.sync_every) or is_due(step, spec.trainer.save_freq)
+def is_validation_due(run: Run, step: int) -> bool:
+    """Whether the policy is validated after `step`: at the end too."""
+    frequency = run.spec.trainer.test_freq
+    return is_due(step, frequency) or (frequency > 0 and step == run.total_steps)
+
+
+def is_sync_due(run: Run, step: int) -> bool:
+    """Whether the rollout engine gets new weights after `step`.
+
+    Also with every save, because a resumed run samples with the saved weights, and before every validation,
+    which must measure the policy of this step.
+    """
+    every = run.spec.rollout.sync_every, run.spec.trainer.save_freq
+    return any(is_due(step, frequency) for frequency in every) or is_validation_due(run, step)
 
 
 def is_due(step: int, frequency: int) -> bool:

@@ -70,7 +70,7 @@ def build(
         if not spec.rollout_engine.starts_with_policy:
             models.rollout.sync_weights(models.actor, policy_version=0)
     if ranks.is_main:
-        note_in_environment(run_dir, rollout_engine=models.rollout.description)
+        note_in_environment(run_dir, rollout_engine=models.rollout.description, total_steps=total_steps)
 
     writer = None
     if ranks.is_main and (per_step := spec.trainer.rollouts_per_step):

@@ -18,7 +18,7 @@ from rlctl.errors import UsageError
 from rlctl.files import matches
 from rlctl.model_files import model_directory
 from rlctl.spec.base import seconds
-from rlctl.spec.load import RUN_SPEC_FILE, dump_spec
+from rlctl.spec.load import RUN_SPEC_FILE, dump_spec, recorded_spec
 from rlctl.spec.model import EMBEDDED, NAMED_MODELS
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
@@ -85,8 +85,7 @@ def start_run(
         return run_dir, run_rank(*target_args)
     with open_run_dir(run_dir, resume=resume is not None) as opened:
         if resume:
-            before = RunSpec.model_validate(yaml.safe_load((run_dir / RUN_SPEC_FILE).read_text()))
-            for line in refuse_unsafe(before, spec):
+            for line in changes_of(run_dir, spec):
                 announce.note(f"changed: {line}")
         opened.write_spec(dump_spec(spec))
         opened.write_environment()
@@ -101,6 +100,15 @@ def start_run(
             if isinstance(error, Exception) and not is_removed:
                 opened.write_failure(error)
             raise
+
+
+def changes_of(run_dir: Path, spec: RunSpec) -> list[str]:
+    """Values of a run that `spec` changes when it resumes, as lines to show.
+
+    Raises:
+        SpecError: a change would make the rest of the run a different experiment.
+    """
+    return refuse_unsafe(recorded_spec(run_dir / RUN_SPEC_FILE), with_absolute_paths(spec))
 
 
 def _run(
@@ -153,7 +161,7 @@ def run_rank(
 
         try:
             if spec.world_size == 1 and stop.signal_number:
-                return stop.exit_code
+                return 128 + stop.signal_number
             with missing_ranks():
                 if spec.world_size > 1:
                     startup.phase(f"waiting for all {spec.world_size} ranks")
@@ -162,17 +170,15 @@ def run_rank(
                 spec = _with_main_dtype(spec, ranks)
                 with contextlib.ExitStack() as stack:
                     run = build(spec, Path(run_dir), ranks, stop, startup, watchdog, stack, resume=is_resumed)
-                    early = int(ranks.max(float(stop.signal_number or 0)))  # signal during the start
                     run.callbacks.extend(callbacks if ranks.is_main else ())
-                    if not early:
+                    if not ranks.max(float(stop.signal_number or 0)):  # else: a signal during the start
                         train(run)
-                    if ranks.is_main and not early:
-                        write_summary(run)
+                        if ranks.is_main:
+                            write_summary(run)
+                    stopped_by = int(ranks.max(float(stop.signal_number or 0)))  # maybe of another rank
                 leave_ranks()
-            if early:
-                return 128 + early
-            if stop.signal_number:
-                return stop.exit_code
+            if stopped_by:
+                return 128 + stopped_by
             return STOPPED_BY_GUARDRAILS if run.stopped_because else 0
         finally:
             clear_single_rank_env()

@@ -21,7 +21,7 @@ from rlctl.algos.advantages import spread_probability
 from rlctl.batch import Prompts, Rollouts, TokenLists
 from rlctl.data.prompts import PromptDataset
 from rlctl.engine.ranks import Ranks
-from rlctl.errors import RunFailure
+from rlctl.errors import RunFailure, first_line
 from rlctl.rollout.protocol import RolloutEngine, sampling_of, step_seed
 from rlctl.spec.run_spec import RunSpec
 
@@ -157,10 +157,8 @@ class RolloutStream:
             waiting = deque(_done(Rollouts(**tensors)) for tensors in state["waiting"])
             self._next_step, self._waiting = state["next_step"], waiting
         except Exception as error:  # damaged files raise various errors in torch and pickle
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            raise RunFailure(
-                f"the batches waiting to be trained on cannot be read: {reason}", where=str(path)
-            ) from error
+            what = f"the batches waiting to be trained on cannot be read: {first_line(error)}"
+            raise RunFailure(what, where=str(path)) from error
 
     def _start(self, step: int) -> Future[Rollouts]:
         return self._executor.submit(self._sample, step) if self._executor else _done(self._sample(step))

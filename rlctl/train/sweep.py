@@ -33,7 +33,7 @@ from rlctl.track.open_run import RunState, read_state
 from rlctl.train.validate import EVALUATIONS
 
 SWEEP_FILE = "sweep.json"
-TRAIN = (sys.executable, "-P", "-m", "rlctl.cli.app", "train")
+TRAIN = (sys.executable, "-P", "-m", "rlctl", "train")
 #: The axis whose values are repetitions of one setting.
 SEED = "trainer.seed"
 #: Directory prefix for a run that died before its first checkpoint; the run is started again.
@@ -258,7 +258,7 @@ def slurm_script(directory: Path, sweep: Sweep, *, jobs: int, options: Sequence[
         "--signal=B:USR1@120",  # 120 s before the time limit; scancel and preemption send TERM
         *options,
     ]
-    command = f"{shlex.quote(sys.executable)} -m rlctl.cli.app sweep --dir {shlex.quote(str(place))}"
+    command = f"{shlex.quote(sys.executable)} -m rlctl sweep --dir {shlex.quote(str(place))}"
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {head}" for head in heads),

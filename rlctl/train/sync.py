@@ -30,7 +30,7 @@ SMALLEST_GAP = 1e-3
 
 def sync_weights(run: Run, step: int, timer: StepTimer) -> dict[str, float]:
     """Sends the policy's weights to the rollout engine if due; returns the metrics of `confirm_sync`."""
-    if not is_sync_due(run.spec, step):
+    if not is_sync_due(run, step):
         return {}
     with timer("sync_weights"):
         run.rollout.sync_weights(run.actor, policy_version=run.policy_version)

@@ -18,6 +18,7 @@ import rlctl
 from rlctl.cli import app as app_module
 from rlctl.cli.app import run
 from rlctl.cli.train import _print_summary
+from rlctl.spec.load import dump_spec, load_spec
 from rlctl.spec.sources import all_presets
 
 ROOT = Path(rlctl.__file__).parent.parent
@@ -32,10 +33,10 @@ def _wide_plain_terminal(monkeypatch):
 
 @pytest.fixture(scope="session")
 def prompts(tmp_path_factory) -> Path:
-    """A Parquet file with one row that can be trained on."""
+    """A Parquet file with rows that can be trained on."""
     row = {"data_source": "t", "prompt": "1+1=", "reward_model": {"style": "rule", "ground_truth": "2"}}
     path = tmp_path_factory.mktemp("prompts") / "prompts.parquet"
-    pq.write_table(pa.Table.from_pylist([row]), path)
+    pq.write_table(pa.Table.from_pylist([row] * 1024), path)
     return path
 
 
@@ -146,11 +147,25 @@ def test_wrong_usage_exits_2_without_traceback(arguments, capsys):
     assert "Traceback" not in err
 
 
-def test_resume_refuses_presets(tmp_path, capsys):
-    (tmp_path / "spec.yaml").write_text("trainer:\n  seed: 3\n")
-    assert run(["train", "--resume", str(tmp_path), "-p", "rloo-seq-is"]) == 2
-    assert run(["train", "--resume", str(tmp_path), "--dry-run"]) == 0
-    assert f"{tmp_path / 'spec.yaml'}:2" in capsys.readouterr().out
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    """A directory with the spec of a run."""
+    spec = load_spec(overrides=["trainer.seed=3"]).spec
+    (tmp_path / "spec.yaml").write_text(dump_spec(spec), encoding="utf-8")
+    return tmp_path
+
+
+def test_resume_refuses_presets(run_dir, capsys):
+    assert run(["train", "--resume", str(run_dir), "-p", "rloo-seq-is"]) == 2
+    assert run(["train", "--resume", str(run_dir), "--dry-run"]) == 0
+    assert f"{run_dir / 'spec.yaml'}:2" in capsys.readouterr().out
+
+
+def test_a_dry_run_refuses_what_a_resumed_run_cannot_change(run_dir, capsys):
+    given = ["train", "--resume", str(run_dir), "--dry-run"]
+    assert run([*given, "trainer.save_freq=7"]) == 0
+    assert run([*given, "actor.lr=1e-3"]) == 2
+    assert "actor.lr: was" in capsys.readouterr().err
 
 
 def test_a_bug_is_two_lines_and_a_file(monkeypatch, capsys):
@@ -168,7 +183,7 @@ def test_a_bug_is_two_lines_and_a_file(monkeypatch, capsys):
 
 def test_closed_streams_are_no_bug():
     """A dry run needs none of them; and no file it opens may take their number."""
-    command = f"'{sys.executable}' -m rlctl.cli.app train --dry-run <&- >&- 2>&-"
+    command = f"'{sys.executable}' -m rlctl train --dry-run <&- >&- 2>&-"
     assert subprocess.run(["sh", "-c", command], cwd=ROOT, check=False).returncode == 0
 
 
@@ -179,6 +194,24 @@ def test_a_full_disk_is_no_bug(monkeypatch, capsys):
     monkeypatch.setattr(app_module, "app", write)
     assert run(["schema"]) == 4
     assert capsys.readouterr().err == "error: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bench", "corrections", "--small", "--out"], "File exists"),
+        (["sweep", "trainer.seed=1..2", "--dir"], "File exists"),
+        (["bench", "corrections", "--out", "x", "--rule", 'rollout_is="token', "--seeds"], "not KEY=VALUE"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_no_bug(arguments, said, tmp_path, capsys):
+    file = tmp_path / "3"
+    file.touch()
+    last = "3" if arguments[-1] == "--seeds" else str(file)
+    assert run([*arguments, last]) in (2, 4)
+    err = capsys.readouterr().err
+    assert said in err
+    assert "bug" not in err
 
 
 @pytest.mark.parametrize(
@@ -214,6 +247,21 @@ def test_an_endless_number_is_one_clear_error(tmp_path, capsys):
         assert "trainer.seed: " in err
         assert "integer" in err
         assert len(err) < 1000
+
+
+def test_the_dry_run_counts_the_rows_as_the_run_does(capsys, prompts):
+    """Of a pattern too; a run of less than one batch, which would be refused, is not announced."""
+    rows = pq.read_metadata(prompts).num_rows
+    given = [
+        "train",
+        "--dry-run",
+        "model.path=nobody/nothing",
+        f"data.train_files={prompts.parent}/*.parquet",
+    ]
+    assert run([*given, f"data.train_batch_size={rows}"]) == 0
+    assert f"training rows: {rows:,}\n" in capsys.readouterr().out
+    assert run([*given, f"data.train_batch_size={rows + 1}"]) == 2
+    assert f"a batch takes {rows + 1} prompts, the data has {rows}" in capsys.readouterr().out
 
 
 def test_the_memory_of_an_unknown_model_is_unknown(capsys, prompts):

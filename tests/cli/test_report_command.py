@@ -13,8 +13,9 @@ import yaml
 from rlctl.cli.app import run
 from rlctl.engine.checkpoint import TrainerState, begin, publish
 from rlctl.report.model_card import model_card
-from rlctl.report.run_page import pieces
+from rlctl.report.run_page import pieces, spec_rows
 from rlctl.spec.load import dump_spec, load_spec
+from rlctl.track.open_run import open_run
 from rlctl.track.rollouts import SCHEMA
 
 HOSTILE = "</script><script>alert(1)</script>\x1b[2J"
@@ -55,6 +56,16 @@ def test_one_page_with_everything(tmp_path: Path, capsys: pytest.CaptureFixture[
     both = tmp_path / "both.html"
     assert run(["report", str(first), str(second), "--no-what-if", "--out", str(both)]) == 0
     assert both.read_text().count("run-details") >= 2
+
+
+def test_the_spec_is_compared_with_its_preset_for_the_same_model(tmp_path: Path) -> None:
+    """A preset alone is no complete spec; the defaults are those of the run's model."""
+    path = a_run(tmp_path / "a", "model.path=org/m", "data.train_files=x.parquet", "actor.lr=2e-6")
+    changed = [("data.train_files", "[]", "['x.parquet']"), ("actor.lr", "1e-06", "2e-06")]
+    assert spec_rows(open_run(path)) == ("rloo-seq-is", changed)
+    (path / "environment.json").write_text(json.dumps({"command": ["rlctl", "train", "-p", "gone.yaml"]}))
+    than, rows = spec_rows(open_run(path))
+    assert (than, rows[1]) == ("the defaults", changed[1])
 
 
 def test_responses_of_the_built_in_task_are_explained_without_a_validation_too(tmp_path: Path) -> None:

@@ -182,3 +182,9 @@ def test_mistakes_are_named_without_a_traceback(data, tmp_path, capsys, argument
     shown = capsys.readouterr().err
     assert what in shown
     assert "Traceback" not in shown
+
+
+def test_a_preset_of_a_model_names_no_training_data(data, capsys):
+    rows = data(Row("own", (Message("user", "1+1="),), "2"))
+    assert run(["reward", "test", "qwen3-0.6b", "--data", rows, "--fail-on", "disagreement"]) == 0
+    assert "a batch of" in capsys.readouterr().out

@@ -58,6 +58,16 @@ def test_init_writes_the_spec_of_its_answers(
     assert run(["init", str(tmp_path / "gone" / "x.yaml")]) == 2
 
 
+def test_init_asks_again_for_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = tmp_path / "answers"
+    answers.write_text("org/model\ntrain.parquet\nmany\n2\nrloo-seq-is\n")
+    with answers.open() as terminal:
+        monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+        monkeypatch.setattr("sys.stdin", terminal)
+        assert run(["init", str(tmp_path / "my.yaml")]) == 0
+    assert load_spec([], [tmp_path / "my.yaml"], []).spec.trainer.n_gpus_per_node == 2
+
+
 @pytest.mark.parametrize(
     ("gpus", "gib", "preset"),
     [

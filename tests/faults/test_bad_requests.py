@@ -45,7 +45,8 @@ def copy(done: Path, tmp_path: Path) -> Path:
 
 def test_second_run_in_a_directory_in_use(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    first = runs.start_train(run, "-p", "rloo-seq-is", "trainer.total_training_steps=100000")
+    long = ("-p", "rloo-seq-is", "trainer.total_training_steps=100000")
+    first = runs.start_train(run, *long, before=hooks.pauses)
     try:
         first.wait_for(lambda: len(runs.metrics(run)) >= 1)
         second = runs.start("train", f"trainer.run_dir={run}", log=tmp_path / "second")
@@ -140,17 +141,16 @@ def test_a_resume_with_other_rows(copy: Path) -> None:
 
 @pytest.fixture
 def few(embedded: Path, tmp_path: Path) -> Path:
-    """Six rows of the embedded task."""
+    """Eight rows of the embedded task."""
     path = tmp_path / "few.parquet"
-    pq.write_table(pq.read_table(next(embedded.glob("embedded/*/train.parquet"))).slice(0, 6), path)
+    pq.write_table(pq.read_table(next(embedded.glob("embedded/*/train.parquet"))).slice(0, 8), path)
     return path
 
 
 def test_data_smaller_than_a_batch(few: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    refused(
-        runs.start_train(run, *RUN, f"data.train_files={few}"), 2, "a batch takes 8 prompts, the data has 6"
-    )
+    job = runs.start_train(run, *RUN, f"data.train_files={few}", "data.train_batch_size=16")
+    refused(job, 2, "a batch takes 16 prompts, the data has 8")
     assert not run.exists()
 
 
@@ -216,9 +216,9 @@ def test_prompt_longer_than_allowed(few: Path, tmp_path: Path) -> None:
 def test_error_on_a_rank_is_the_launchers(tmp_path: Path, few: Path) -> None:
     """torch's long output would hide the second rank's error; rlctl reports this error with its exit code."""
     run = tmp_path / "run"
-    two = ("trainer.n_gpus_per_node=2", f"data.train_files={few}")
+    two = ("trainer.n_gpus_per_node=2", f"data.train_files={few}", "data.max_prompt_length=1")
     job = runs.start_train(run, *RUN, *two, before=hooks.forked_ranks)
-    refused(job, 2, "a batch takes 8 prompts", "(rank ")
+    refused(job, 2, "no prompt remains", "(rank ")
     assert job.orphans() == []
     assert not run.exists()
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -36,8 +37,8 @@ def assert_same_run(run: Path, whole: Path) -> None:
     assert (run / weights).read_bytes() == (whole / weights).read_bytes()
 
 
-def finish(run: Path) -> str:
-    job = runs.resume(run)
+def finish(run: Path, before: Callable[[], None] | None = None) -> str:
+    job = runs.resume(run, before=before)
     assert job.wait() == 0, job.output[-4000:]
     return job.output
 
@@ -160,7 +161,7 @@ LONG = ("-p", "rloo-seq-is", "trainer.total_training_steps=100000", "trainer.log
 
 def running(run: Path, *arguments: str) -> Job:
     """A long run that has made a few steps."""
-    job = runs.start_train(run, *LONG, *arguments, before=hooks.forked_ranks)
+    job = runs.start_train(run, *LONG, *arguments, before=hooks.pauses)
     job.wait_for(lambda: len(runs.metrics(run)) >= 3)
     return job
 
@@ -210,6 +211,14 @@ def test_preempted_on_two_ranks(tmp_path: Path) -> None:
     assert job.wait() == 143
     assert job.orphans() == []
     assert_resumable_where_it_stopped(run)
+
+
+def test_every_rank_reports_a_signal_to_one(tmp_path: Path, embedded: Path) -> None:
+    run = tmp_path / "run"
+    main, other = runs.start_ranks(run, 2, "trainer.total_training_steps=100000", "trainer.save_every=null")
+    main.wait_for(lambda: len(runs.metrics(run)) >= 2)
+    other.signal(signal.SIGTERM)
+    assert [main.wait(), other.wait()] == [143, 143]
 
 
 def test_asked_twice_it_leaves_at_once(tmp_path: Path) -> None:
@@ -282,7 +291,7 @@ def test_a_run_whose_launcher_was_killed_can_be_resumed_at_once(tmp_path: Path, 
     job = runs.start_train(run, *RUN, "trainer.n_gpus_per_node=2", before=hooks.forked_ranks)
     job.wait_for((run / "checkpoints/step_000002").is_dir)
     job.signal(signal.SIGKILL)
-    finish(run)  # its ranks may still be at work
+    finish(run, before=hooks.forked_ranks)  # its ranks may still be at work
     assert [row["step"] for row in runs.metrics(run)] == [1, 2, 3, 4, 5, 6]
     assert runs.checkpoints(run)[-1] == "step_000006"
     assert job.orphans() == []

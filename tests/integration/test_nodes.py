@@ -98,14 +98,8 @@ def test_deepspeed_over_ssh(
     runs.assert_close(where, one_node)
 
 
-def test_slurm(
-    tmp_path: Path,
-    one_node: Path,
-    embedded: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # torchrun's
+@pytest.mark.usefixtures("tools")
+def test_slurm(tmp_path: Path, one_node: Path, embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = tmp_path / "it's two nodes"
     commands = printed(capsys, *runs.SMALL, *STEPS, *TWO_NODES, f"trainer.run_dir={where}")[3:]
     job = shlex.join(["salloc", "--nodes", "2", "--gpus-per-node", "1", "bash", "-ec", "\n".join(commands)])
@@ -124,9 +118,14 @@ def saved_lines(log: Path) -> list[str]:
 
 @pytest.mark.timeout(1200)  # four starts of a run, two at a time
 def test_a_sweep_as_a_slurm_array_cancelled_and_submitted_again(
-    tmp_path: Path, embedded: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    embedded: Path,
+    forked_commands: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     where, num_steps = tmp_path / "a 100% 'sweep'", 6
+    monkeypatch.setattr(sys, "executable", str(forked_commands / "python"))  # that of the script
     axes = ["rollout.n=2,4", f"trainer.total_training_steps={num_steps}", "trainer.save_freq=1"]
     assert run(["sweep", *runs.SMALL, *axes, "--dir", str(where), "--slurm", "--jobs", "2"]) == 0
     submit = capsys.readouterr().out.replace("sbatch ", "sbatch --parsable ").strip()

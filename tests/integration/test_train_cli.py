@@ -218,7 +218,7 @@ def test_torchrun_starts_it(run_dir: Path, tmp_path: Path, forked_commands: Path
 def _torchrun(run_dir: str) -> int:
     from torch.distributed.run import main
 
-    command = ["-m", "rlctl.cli.app", "train", *SEQ, STEPS, *runs.SMALL]
+    command = ["-m", "rlctl", "train", *SEQ, STEPS, *runs.SMALL]
     where = (f"trainer.run_dir={run_dir}", "trainer.n_gpus_per_node=2")
     main(["--standalone", "--nproc-per-node=2", *command, *where])
     return 0

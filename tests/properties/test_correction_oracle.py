@@ -61,9 +61,11 @@ def test_every_rejection_rule_with_some_weights(rule) -> None:
 
 @pytest.mark.slow
 def test_every_combination() -> None:
+    """Every weight rule with every rejection rule, three at a time, of different statistics."""
+    third = math.ceil(len(RULES) / 3)
     for seed, weight in enumerate(weight_rules()):
-        for rule in RULES:
-            assert_equals_reference(make_batch(seed), CorrectionRules(weight, (rule,)))
+        for first in range(third):
+            assert_equals_reference(make_batch(seed), CorrectionRules(weight, tuple(RULES[first::third])))
 
 
 @pytest.mark.parametrize("level", [None, "token", "sequence", "geometric"])

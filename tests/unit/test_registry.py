@@ -427,7 +427,7 @@ def test_a_diagnosis_goes_on_without_a_package_that_cannot_be_imported(tmp_path:
     install_package(tmp_path, "good-rules", rule, "[rlctl.diagnosis_rules]\nshort = good_rules:short\n")
     log = tmp_path / "log.csv"
     log.write_text("step,actor/entropy\n" + "".join(f"{step},0.5\n" for step in range(1, 30)))
-    command = [sys.executable, "-m", "rlctl.cli.app", "diagnose", str(log)]
+    command = [sys.executable, "-m", "rlctl", "diagnose", str(log)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr

@@ -56,6 +56,7 @@ CASES = {
         f"{_C}rollout_is_bound=mask",
         f"{_C}rollout_is_threshold=0.5_5.0",
         "actor.ppo_max_token_len_per_gpu=9000",
+        "actor.lr_warmup_steps=6",
         "algorithm.use_kl_in_reward=true",
     ],
     "verl gspo": [
@@ -80,6 +81,15 @@ CASES = {
         "actor.ppo_micro_batch_size_per_gpu=4",
         "trainer.total_training_steps=50",
         "algorithm.adv_estimator=dr_grpo",
+    ],
+    "trl rloo": [
+        f"{_C}bypass_mode=false",
+        f"{_C}loss_type=ppo_clip",
+        f"{_C}rollout_is=null",
+        "actor.loss_agg_mode=seq-mean-token-sum",
+        "actor.ppo_micro_batch_size_per_gpu=4",
+        "algorithm.adv_estimator=rloo",
+        "rollout.n=8",  # the default of GRPOConfig, not of RLOOConfig
     ],
     "openrlhf icepop": [
         f"{_C}bypass_mode=false",
@@ -117,7 +127,8 @@ def test_round_trip(case: str, tmp_path: Path) -> None:
     file.write_text(as_text(result), encoding="utf-8")
     if name == "trl":  # the launcher's settings are not in the file
         file = tmp_path / "run.sh"
-        file.write_text("accelerate launch --num_processes 2 trl grpo --config run.yaml\n")
+        kind = "rloo" if case == "trl rloo" else "grpo"
+        file.write_text(f"accelerate launch --num_processes 2 trl {kind} --config run.yaml\n")
     back = translate(read(file, framework=name, environment={}, arguments=[]))
     assert not [row for row in back.rows if row.status == "unknown"]
     again = load_spec([], [], overrides(back.spec), left_open=frozenset({"data.train_files"})).spec
@@ -143,6 +154,23 @@ def test_what_is_not_carried_over_is_said() -> None:
     assert {f"{_C}rollout_rs", f"{_C}rollout_is"} <= lost
     assert "algorithm.rollout_correction.rollout_rs=" not in as_text(result).replace("# Not", "")
     assert f"# Not carried over: {_C}rollout_rs" in as_text(result)
+
+
+def test_a_class_of_trl_gets_its_own_keys_and_defaults() -> None:
+    """RLOOConfig has no importance sampling, and other defaults than GRPOConfig."""
+    settings = export(spec_of("trl rloo"), table("trl")).settings
+    assert (settings["num_generations"], settings["beta"]) == (8, 0.0)
+    corrected = export(load_spec(["rloo-seq-is"], [], BASE[:2]).spec, table("trl"))
+    assert not [key for key in corrected.settings if key.startswith(("vllm_importance", "use_bias"))]
+    assert f"# Not carried over: {_C}rollout_is:" in as_text(corrected)
+
+
+def test_a_warm_up_in_part_of_a_batch_is_not_carried_over() -> None:
+    """verl's schedule advances once per batch, here of two optimizer steps."""
+    for steps, carried in ((6, 3), (5, None)):
+        spec = load_spec([], [], [*BASE, f"actor.lr_warmup_steps={steps}"]).spec
+        settings = export(spec, table("verl")).settings
+        assert settings.get("actor_rollout_ref.actor.optim.lr_warmup_steps") == carried
 
 
 def test_every_changed_key_has_a_row() -> None:

@@ -252,6 +252,160 @@ def test_trl_rloo_subtracts_its_default_kl_from_the_reward(tmp_path: Path) -> No
     )
 
 
+def test_a_class_of_trl_has_its_own_defaults(tmp_path: Path) -> None:
+    """RLOOConfig samples 2 responses per prompt and penalises KL; a command names the class too."""
+    shared = "--model_name_or_path m --per_device_train_batch_size 8 --gradient_accumulation_steps 2"
+    python = "RLOOConfig(per_device_train_batch_size=8, gradient_accumulation_steps=2)"
+    files = {"a.sh": f"trl rloo {shared}", "b.sh": f"python rloo.py {shared}", "c.py": python}
+    for name, text in files.items():
+        expect(
+            imported(text, name, tmp_path),
+            {
+                "algorithm.adv_estimator": "rloo",
+                "rollout.n": 2,
+                "data.train_batch_size": 8,
+                "algorithm.use_kl_in_reward": True,
+                "algorithm.kl_ctrl.kl_coef": 0.05,
+                "trainer.total_epochs": 3,
+            },
+        )
+    ppo = "PPOConfig(cliprange=0.1, per_device_train_batch_size=8, num_mini_batches=4, total_episodes=800)"
+    expect(
+        imported(ppo, "d.py", tmp_path),
+        {
+            "algorithm.adv_estimator": "gae",
+            "algorithm.lam": 0.95,
+            "rollout.n": 1,
+            "rollout.temperature": 0.7,
+            "data.max_response_length": 53,
+            "data.train_batch_size": 8,
+            "actor.ppo_mini_batch_size": 2,
+            "actor.ppo_epochs": 4,
+            "actor.clip_ratio_low": 0.1,
+            "actor.clip_ratio_high": 0.1,
+            "trainer.total_training_steps": 100,
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("launcher", "processes", "nodes"),
+    [
+        ("accelerate launch --num_processes 16 --num_machines 2", 8, 2),
+        ("torchrun --nproc_per_node 8 --nnodes 2", 8, 2),
+        ("torchrun --nproc-per-node=4", 4, 1),
+        ("python", 1, 1),
+    ],
+)
+def test_trl_counts_responses_over_all_processes(
+    launcher: str, processes: int, nodes: int, tmp_path: Path
+) -> None:
+    script = f"{launcher} grpo.py --per_device_train_batch_size 16 --generation_batch_size 512 --max_steps 64"
+    batches = 64 * 16 * processes * nodes // 512
+    expect(
+        imported(f"{script} --save_steps 64 --eval_strategy steps --eval_steps 0.5", "run.sh", tmp_path),
+        {
+            "trainer.n_gpus_per_node": processes if processes > 1 else "absent",
+            "trainer.nnodes": nodes if nodes > 1 else "absent",
+            "data.train_batch_size": 64,
+            "actor.ppo_mini_batch_size": 2 * processes * nodes,
+            "trainer.total_training_steps": batches,
+            "trainer.save_freq": batches,
+            "trainer.test_freq": batches // 2,
+        },
+    )
+
+
+def with_more(options: str) -> str:
+    """The script of verl with more options."""
+    return VERL.replace(" $@", f" {options}")
+
+
+def missing(result: Translation) -> set[str]:
+    return {one.key for one in result.problems if "no counterpart" in one.what}
+
+
+def test_arguments_in_a_dict_are_read_or_named(tmp_path: Path) -> None:
+    text = "common = {'learning_rate': 3e-6, 'beta': 0.1}\nGRPOConfig(seed=7, **common)\nGRPOTrainer(**f())\n"
+    result = imported(text, "a.py", tmp_path)
+    expect(result, {"actor.lr": 3e-6, "actor.kl_loss_coef": 0.1, "trainer.seed": 7})
+    assert "line 3: **f() is not read" in result.notes
+
+
+def test_an_attribute_that_is_set_later_replaces_the_argument(tmp_path: Path) -> None:
+    text = "args = GRPOConfig(\n    learning_rate=1e-6,\n    seed=3,\n)\nargs.learning_rate = 2e-6\n"
+    expect(imported(text, "a.py", tmp_path), {"actor.lr": 2e-6, "trainer.seed": 3})
+
+
+def test_a_variable_with_several_values_is_not_determined(tmp_path: Path) -> None:
+    """Which of them is in force depends on the run of the program."""
+    text = "lr = 1e-6\nseed = 7\nif big:\n    lr = 3e-6\ndecay = lr * 10\n"
+    text += "GRPOConfig(learning_rate=lr, seed=seed, weight_decay=decay)\n"
+    result = imported(text, "a.py", tmp_path)
+    expect(result, {"actor.lr": "absent", "actor.weight_decay": "absent", "trainer.seed": 7})
+    assert "actor.lr" in {problem.key for problem in result.problems if "depends on lr" in problem.what}
+
+
+def test_a_step_that_ends_within_a_group_has_no_counterpart(tmp_path: Path) -> None:
+    given = "GRPOConfig(per_device_train_batch_size=12, steps_per_generation=2)"
+    result = imported(given, "a.py", tmp_path)
+    assert result.spec["data.train_batch_size"] == 3
+    assert missing(result) == {"actor.ppo_mini_batch_size"}
+    assert missing(imported("GRPOConfig(save_strategy='epoch')", "b.py", tmp_path)) == {"trainer.save_freq"}
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "key"),
+    [
+        (
+            "python3 -m openrlhf.cli.train_ppo_ray --train.batch_size 60 --rollout.n_samples_per_prompt 8",
+            "run.sh",
+            "actor.ppo_mini_batch_size",
+        ),
+        (
+            "python3 train.py --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 4",
+            "run.sh",
+            "actor.ppo_mini_batch_size",
+        ),
+        (
+            NEMO.replace("train_global_batch_size: 64", "train_global_batch_size: 60"),
+            "a.yaml",
+            "actor.ppo_mini_batch_size",
+        ),
+        ("[orchestrator]\nbatch_size = 60\ngroup_size = 8\n", "a.toml", "data.train_batch_size"),
+    ],
+)
+def test_responses_that_are_no_whole_groups_are_not_rounded(
+    text: str, name: str, key: str, tmp_path: Path
+) -> None:
+    result = imported(text, name, tmp_path)
+    assert key in missing(result)
+    assert key not in result.spec
+
+
+def test_a_warm_up_as_a_fraction_needs_the_number_of_steps(tmp_path: Path) -> None:
+    for given in ("warmup_ratio=0.1", "warmup_steps=0.1"):
+        assert missing(imported(f"GRPOConfig({given})", "a.py", tmp_path)) == {"actor.lr_warmup_steps"}
+        known = imported(f"GRPOConfig({given}, max_steps=55)", "b.py", tmp_path)
+        assert (missing(known), known.spec["actor.lr_warmup_steps"]) == (set(), 6)
+    ratio = with_more("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1")
+    result = imported(ratio, "run.sh", tmp_path)
+    assert missing(result) == {"actor.lr_warmup_steps"}
+    assert row(result, "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio").status == "not supported"
+    assert row(result, "data.train_batch_size").status == "same"  # read by the formula, not at fault
+
+
+def test_verls_warm_up_counts_batches(tmp_path: Path) -> None:
+    """Its schedule advances after the last update of a batch; here a batch has 4 mini-batches, twice."""
+    actor, critic = "actor_rollout_ref.actor", "critic"
+    more = f"{actor}.optim.lr_warmup_steps=10 {actor}.ppo_epochs=2 trainer.total_training_steps=50"
+    result = imported(with_more(more), "run.sh", tmp_path)
+    expect(result, {"actor.lr_warmup_steps": 10 * 4 * 2})
+    more += f" {critic}.optim.lr_warmup_steps_ratio=0.1 {critic}.ppo_epochs=3 algorithm.adv_estimator=gae"
+    result = imported(with_more(more), "run.sh", tmp_path)
+    expect(result, {"critic.lr_warmup_steps": 5 * 4 * 3})
+
+
 def test_trl_command_line_and_yaml(tmp_path: Path) -> None:
     (tmp_path / "grpo.yaml").write_text("num_generations: 4\nlearning_rate: 1e-6\nuse_vllm: true\n")
     script = (
@@ -286,6 +440,19 @@ def test_openrlhf_script(tmp_path: Path) -> None:
     )
     assert row(result, "no.such_flag").status == "unknown"
     assert any("MORE_ARGS" in note for note in result.notes)
+
+
+def test_a_default_without_an_equivalent_is_listed(tmp_path: Path) -> None:
+    """OpenRLHF warms the learning rate up over 3 % of the steps unless the script says otherwise."""
+
+    def implied(text: str) -> set[str]:
+        return {
+            row.key for row in imported(text, "run.sh", tmp_path).implied if row.status == "not supported"
+        }
+
+    command = "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m"
+    assert "actor.lr_warmup_ratio" in implied(command)
+    assert "actor.lr_warmup_ratio" not in implied(f"{command} --actor.lr_warmup_ratio 0")
 
 
 def test_slime_script(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ DEFAULTS = {"verl": verl_defaults, "trl": trl_defaults}
 def test_every_key_is_the_frameworks_own(name: str) -> None:
     known = DEFAULTS[name]()
     ours = {key for key, rule in table(name).keys.items() if not rule.outside and not key.startswith("_")}
-    written = set(table(name).export) - {"_class", "num_processes"}
+    written = set(table(name).export) - {"_class", "num_processes", "num_machines"}
     assert not (ours | written) - set(known)
 
 
@@ -86,6 +86,32 @@ def test_every_default_is_the_frameworks_own(name: str) -> None:
     }
     # TRL's own defaults that its classes compute or that ModelConfig sets.
     assert wrong.keys() <= (TRL_COMPUTED if name == "trl" else set()), wrong
+
+
+@needs_side
+@pytest.mark.verl
+def test_a_variant_differs_from_the_main_class_as_stated() -> None:
+    """Of RLOOConfig; PPOConfig is no class of this version."""
+
+    def own(kind: str) -> dict[str, Any]:
+        tree = ast.parse((SIDE / f"trl/trainer/{kind}_config.py").read_text(encoding="utf-8"))
+        calls = {
+            node.target.id: node.value.keywords
+            for node in ast.walk(tree)
+            if isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and isinstance(node.value, ast.Call)
+        }
+        return {
+            key: next((ast.literal_eval(one.value) for one in keywords if one.arg == "default"), None)
+            for key, keywords in calls.items()
+        }
+
+    grpo, rloo = own("grpo"), own("rloo")
+    variant, keys = table("trl").variants["RLOOConfig"], table("trl").keys
+    assert variant.defaults == {key: rloo[key] for key in grpo if key in rloo and grpo[key] != rloo[key]}
+    missing = {key for key in grpo if key in keys and key not in rloo}
+    assert missing == {key for key in grpo if key in keys and key.startswith(tuple(variant.lacks))}
 
 
 #: `field(default=None)` that `__post_init__` fills in, and defaults that are not constants.

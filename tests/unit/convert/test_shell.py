@@ -43,6 +43,7 @@ def started(
         ("run 'actor=${model.path}'", ["actor=${model.path}"]),
         ("export N=3 M=4\nX=1 run $N$M", ["34"]),
         ("run $HOME/data $(basename /a/b.txt)", ["~/data", "b.txt"]),
+        ("run $PWD/a $(pwd)/b `pwd`/c", ["./a", "./b", "./c"]),
     ],
 )
 def test_words_are_those_of_bash(script: str, expected: list[str] | None, tmp_path: Path) -> None:

@@ -109,6 +109,8 @@ def save_and_load(ranks: Ranks, stage: int, dtype: str, directory: str):
 def export(ranks: Ranks, stage: int, directory: str):
     actor = engine(ranks, stage)
     take_step(actor, 1, 4)
+    # Loaded with a warning, as many models on the hub have it; transformers refuses to save it.
+    actor._policy.model.generation_config.temperature = 0.6
     actor.export(Path(directory))
     ranks.barrier()
     return weights_of(actor)

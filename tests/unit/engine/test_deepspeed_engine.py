@@ -96,6 +96,7 @@ def test_export_is_a_plain_model(tmp_path: Path, stage: int, world_size: int) ->
     assert ours.keys() == weights.keys()
     for name, tensor in weights.items():
         assert torch.equal(ours[name], tensor), name
+    assert model.generation_config.temperature == 0.6
 
 
 @pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (3, 1), (3, 2)])

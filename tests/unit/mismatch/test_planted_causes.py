@@ -87,6 +87,17 @@ def test_truncation_as_asked_is_named_too() -> None:
     assert cause.spec == ("rollout.top_p=1",)
 
 
+def test_a_trainer_with_exact_sampling_scores_the_truncated_distribution() -> None:
+    assert found(plain(), sampling=NUCLEUS, exact_sampling=True, **MANY) == []
+    ignores = Engine(plain(), sampling=lambda s: replace(s, top_p=1.0))
+    (cause,) = found(ignores, sampling=NUCLEUS, exact_sampling=True, **MANY)
+    assert cause.name == "truncation"
+    assert "samples with no truncation, top_p 0.8 was requested" in cause.what
+    assert cause.before is not None
+    assert cause.after is not None
+    assert cause.before.abs_mean > 0.01 > cause.after.abs_mean
+
+
 def test_raw_log_probs() -> None:
     (cause,) = found(Engine(plain(), answer=reporting(raw)), sampling=NUCLEUS, **MANY)
     assert cause.name == "log-prob mode"

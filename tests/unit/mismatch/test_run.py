@@ -50,13 +50,27 @@ def test_the_embedded_model_agrees_with_itself(embedded: Path) -> None:
     assert "raw or processed" in said.stdout
 
 
-def test_weights_of_an_older_checkpoint_are_named(tmp_path: Path, embedded: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    spec = ["model.path=embedded", "engine.dtype=fp32", "trainer.seed=1"]
+def run_of(run: Path, *overrides: str) -> Path:
     from rlctl.spec.load import dump_spec, load_spec
 
+    run.mkdir()
+    spec = ["model.path=embedded", "engine.dtype=fp32", "trainer.seed=1", *overrides]
     (run / "spec.yaml").write_text(dump_spec(load_spec([], [], spec).spec))
+    return run
+
+
+def test_the_engine_of_a_run_has_the_runs_precision(tmp_path: Path, embedded: Path) -> None:
+    run = run_of(tmp_path / "run", "rollout.dtype=int8")
+    partial = begin(run / CHECKPOINTS, 1)
+    save(partial / "model", 1)
+    publish(run / CHECKPOINTS, partial, TrainerState(1, 1, 1, 0), keep=None)
+    (cause,) = run_preflight(MismatchRequest(str(run))).causes
+    assert cause.what == "the engine computes in int8, the trainer in fp32"
+    assert run_preflight(MismatchRequest(str(run), engine_dtype="fp32")).gap.agrees
+
+
+def test_weights_of_an_older_checkpoint_are_named(tmp_path: Path, embedded: Path) -> None:
+    run = run_of(tmp_path / "run")
     for step, seed in ((20, 2), (40, 3), (60, 4)):
         partial = begin(run / CHECKPOINTS, step)
         save(partial / "model", seed)

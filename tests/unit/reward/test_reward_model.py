@@ -1,5 +1,6 @@
 """Reward models: the logit of each text alone, whatever it is batched with."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -32,12 +33,12 @@ def shape(**more):
     return LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, initializer_range=0.5, **sizes, **more)
 
 
-def tokenizer(chat_template=None):
+def tokenizer(chat_template=None, pad_token="<pad>"):
     base = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     base.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     base.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=base, pad_token="<pad>", eos_token="</s>", chat_template=chat_template
+        tokenizer_object=base, pad_token=pad_token, eos_token="</s>", chat_template=chat_template
     )
 
 
@@ -77,6 +78,20 @@ def test_a_chat_template_makes_turns_of_prompt_and_response(saved):
     model, folders = saved
     wanted = [logits(model, f"user {s.prompt} </s> assistant {s.response} </s>") for s in SAMPLES]
     assert scorer(folders["chat"], batch_size=2).grade(SAMPLES) == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("pad_of_model", [None, 0, 2])
+@pytest.mark.parametrize("pad_of_tokenizer", [None, "<pad>", "</s>"])
+def test_the_scored_token_is_the_models_own_choice(saved, tmp_path, pad_of_model, pad_of_tokenizer):
+    """Turns end with </s>: the last token without a padding token, and padding itself if </s> is that."""
+    model, _ = saved
+    own = LlamaForSequenceClassification(copy.deepcopy(model.config)).eval()
+    own.load_state_dict(model.state_dict())
+    own.config.pad_token_id = pad_of_model
+    own.save_pretrained(tmp_path)
+    tokenizer(TEMPLATE, pad_of_tokenizer).save_pretrained(tmp_path)
+    wanted = [logits(own, f"user {s.prompt} </s> assistant {s.response} </s>") for s in SAMPLES]
+    assert scorer(tmp_path, batch_size=4).grade(SAMPLES) == pytest.approx(wanted, abs=1e-5)
 
 
 def test_messages_go_through_the_reward_models_own_template(saved):

@@ -69,6 +69,17 @@ def test_a_sleeping_engine_keeps_its_weights_only_where_no_full_sync_follows() -
         assert 8 * 2 * P < copy < 8 * 4 * P
 
 
+def test_the_memory_of_cpu_ranks_is_that_of_the_host() -> None:
+    cores = replace(MACHINES["1xh100"], gpus=0, host_bytes=24 * GIB)
+    [problem] = place(cores).problems()
+    assert (problem.severity, problem.key) == ("warning", "model.path")
+    assert "a node's host memory must hold" in problem.what
+    assert not [*place(replace(cores, host_bytes=1000 * GIB)).problems()]
+    two = ("trainer.n_gpus_per_node=2", "model.path=smollm2-135m", "engine.dtype=fp32")
+    needed = 2 * 134_515_008 * 16  # weights, gradients and moments of two ranks
+    assert [*place(replace(cores, host_bytes=needed), *two).problems()]
+
+
 def test_a_small_dev_shm_is_refused_before_the_start() -> None:
     docker = replace(MACHINES["8xh100"], shm_bytes=64 * 2**20)
     server = ("rollout.name=vllm", "rollout.mode=server", "rollout.server.replicas=4")
@@ -103,6 +114,7 @@ def test_a_small_dev_shm_is_refused_before_the_start() -> None:
             "does not hold",
         ),
         ("1xh100", ["trainer.n_gpus_per_node=8"], "trainer.n_gpus_per_node", "8 GPUs"),
+        ("8xh100", ["trainer.nnodes=2", "trainer.n_gpus_per_node=8"], "trainer.nnodes", "2 nodes"),
     ],
 )
 def test_what_cannot_fit_is_refused_with_the_figures(
@@ -201,6 +213,54 @@ def test_the_step_of_a_7b_on_eight_gpus() -> None:
         place("8xh100", *given, "rollout.name=hf", presets=("8gpu", "grpo-rs-only")).seconds()["generate"]
         > 60
     )
+
+
+def test_weights_are_gathered_once_per_pass_that_is_made() -> None:
+    """Under ZeRO-3, scoring gathers all weights once per micro-batch and scored model; bypass scores none."""
+    given = ("engine.zero_stage=3", "trainer.n_gpus_per_node=8", "model.enable_gradient_checkpointing=true")
+    given += (
+        "data.max_prompt_length=512",
+        "data.max_response_length=512",
+        "actor.ppo_max_token_len_per_gpu=8192",
+    )
+    tokens = 128 * 8 / 8 * (512 / 2 + 512 * 0.75)  # of a rank, at the mean lengths
+    once = tokens / 8192 * 2 * P
+
+    def moved(*overrides: str) -> dict[str, float]:
+        return {
+            stage.name: stage.moved.get("GPU to GPU", 0.0)
+            for stage in place("8xh100", *given, *overrides).stages()
+        }
+
+    bypass = moved()
+    assert (bypass["score"], bypass["update"]) == (0.0, pytest.approx(4 * once))
+    decoupled = ("algorithm.rollout_correction.bypass_mode=false", "actor.use_kl_loss=true")
+    assert moved(*decoupled)["score"] == pytest.approx(2 * once)
+    assert moved("actor.ppo_epochs=3")["update"] == pytest.approx(3 * bypass["update"])
+    assert moved("algorithm.adv_estimator=optimal_token_baseline")["score"] == pytest.approx(once)
+
+
+def test_gradients_are_summed_over_the_ranks_and_weights_are_collected() -> None:
+    """Gradients per step in float32 (ZeRO 0: to all ranks), or per micro-batch in bf16 (ZeRO 2)."""
+    batch = (
+        "trainer.n_gpus_per_node=8",
+        "data.train_batch_size=64",
+        "rollout.n=8",
+        "data.max_prompt_length=512",
+    )
+    batch += ("data.max_response_length=512", "actor.ppo_max_token_len_per_gpu=4096")
+    micro = 64 * (512 / 2 + 512 * 0.75) / 4096  # responses of a rank, at the mean length
+
+    def moved(*overrides: str) -> float:
+        stages = place("8xh100", *batch, *overrides).stages()
+        return next(stage.moved["GPU to GPU"] for stage in stages if stage.name == "update")
+
+    assert moved("engine.dtype=fp32") == 8 * P
+    assert moved("engine.zero_stage=1") == (4 + 2) * P
+    assert moved("engine.zero_stage=1", "actor.ppo_mini_batch_size=16") == 4 * (4 + 2) * P
+    assert moved("engine.zero_stage=2", "actor.ppo_epochs=2") == 2 * (2 * micro + 2) * P
+    adapted = [(3584, 3584), *2 * [(3584, 512)], (3584, 3584), *2 * [(3584, 18_944)], (18_944, 3584)]
+    assert moved("model.lora_rank=16") == (4 + 2) * 28 * 16 * sum(map(sum, adapted))
 
 
 def test_an_engine_of_ones_own_that_forms_batches_is_not_taken_for_slow(tmp_path: Path) -> None:

@@ -422,3 +422,9 @@ def test_slow_generation_on_a_gpu_is_said(monkeypatch, hidden, found):
     assert problems_of(*REAL) == found
     assert problems_of(*REAL, "rollout.name=vllm") == {}
     assert problems_of() == {}  # the built-in model is too small for it to matter
+
+
+def test_a_seed_fits_into_the_integers_of_torch():
+    load_spec(overrides=[f"trainer.seed={2**63 - 1}"])
+    with pytest.raises(SpecError, match=r"trainer\.seed"):
+        load_spec(overrides=[f"trainer.seed={2**63}"])

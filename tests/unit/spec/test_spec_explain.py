@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import save_file
 
@@ -94,13 +92,17 @@ def test_batch_arithmetic():
     assert (budget.micro_batches_per_rank, budget.micro_batch_tokens) == (None, 200)
 
 
-def test_total_steps_from_parquet_rows(tmp_path):
-    pq.write_table(pa.table({"a": list(range(300))}), tmp_path / "train.parquet")
-    overrides = ["model.path=a/b", f"data.train_files={tmp_path}", "trainer.total_epochs=2"]
-    batch = BatchArithmetic(spec_of(*overrides, "actor.ppo_mini_batch_size=64"))
+def test_total_steps_from_the_number_of_rows():
+    overrides = ["model.path=a/b", "data.train_files=x", "trainer.total_epochs=2"]
+    batch = BatchArithmetic(spec_of(*overrides, "actor.ppo_mini_batch_size=64"), 300)
     assert (batch.num_rows, batch.num_batches, batch.total_steps) == (300, 4, 8)
-    (tmp_path / "train.parquet").write_bytes(b"garbage")
-    assert BatchArithmetic(spec_of(*overrides)).num_rows is None
+    assert BatchArithmetic(spec_of(*overrides)).num_batches is None
+
+
+def test_batches_that_train_the_critic_alone_have_no_step_of_the_policy():
+    gae = ["algorithm.adv_estimator=gae", "trainer.total_training_steps=10", "trainer.critic_warmup=4"]
+    batch = BatchArithmetic(spec_of(*gae, "actor.ppo_mini_batch_size=null", "actor.ppo_epochs=3"))
+    assert (batch.num_batches, batch.total_steps) == (10, 18)
 
 
 def test_memory_by_hand():
@@ -211,6 +213,9 @@ def test_memory_of_the_embedded_model_is_complete():
         sizes["last norm and states"] + sizes["logits and their gradient"] + sizes["output head's gradient"],
     )
     assert memory_total(parts) == held + max(sizes["key-value cache"], update)
+    half = memory_parts(spec_of("rollout.dtype=bf16"), model_size(spec.model))  # keys in the engine's type
+    cache = {part.name: part.num_bytes for part in half}["key-value cache"]
+    assert cache == sizes["key-value cache"] / 2
 
 
 def write_model(directory, *, with_weights: bool):
@@ -229,6 +234,28 @@ def write_model(directory, *, with_weights: bool):
         import numpy as np
 
         save_file({"a": np.zeros((3, 4)), "b": np.zeros(5)}, directory / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [
+        (
+            {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000,
+             "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8},
+            46.7,  # Mixtral-8x7B
+        ),
+        (
+            {"num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151936,
+             "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+             "moe_intermediate_size": 768},
+            30.5,  # Qwen3-30B-A3B
+        ),
+    ],
+)  # fmt: skip
+def test_the_experts_of_a_configuration_are_counted(config, billions, tmp_path):
+    """A directory of the hub's cache may hold the configuration alone."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert model_size(ModelSpec(path=str(tmp_path))).num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_model_size_from_a_directory(tmp_path):

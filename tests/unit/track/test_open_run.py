@@ -20,7 +20,7 @@ from rlctl.cli.app import run
 from rlctl.errors import UsageError
 from rlctl.track.open_run import find_runs, open_run, read_state
 from rlctl.track.rollouts import SCHEMA
-from rlctl.track.run_dir import open_run_dir
+from rlctl.track.run_dir import note_in_environment, open_run_dir
 
 Row = dict[str, Any]
 
@@ -77,6 +77,13 @@ def test_states(tmp_path: Path) -> None:
     assert states["died"].total_steps == 9
 
 
+def test_the_total_is_that_of_the_last_start(tmp_path: Path) -> None:
+    """A run by epochs knows its number of steps before its end; a resumed run may have another one."""
+    path = write_run(tmp_path / "a", ROWS, summary=DONE)
+    note_in_environment(path, total_steps=12)
+    assert read_state(path).total_steps == 12
+
+
 def test_a_cut_last_line_and_damaged_files_hide_no_run(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a", ROWS)
     with (path / "metrics.jsonl").open("a") as file:
@@ -97,7 +104,7 @@ def test_a_run_below_a_run_is_not_searched_for(tmp_path: Path) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from rlctl.track.run_dir import open_run_dir
+from rlctl.track.run_dir import note_in_environment, open_run_dir
 with open_run_dir(Path(sys.argv[1]), resume=True):
     print("held", flush=True)
     time.sleep(600)
@@ -180,6 +187,11 @@ def test_watch_shows_what_is_logged_until_the_run_ends(
     assert "step 3/3 reward 0.50" in out
     assert out.endswith("finished after step 3\n")
     assert run(["watch", str(tmp_path)]) == 2
+    spec = (path / "spec.yaml").read_text()
+    (path / "spec.yaml").write_text(spec.replace("total_training_steps: 9", "total_training_steps: null"))
+    (path / "summary.json").unlink()
+    assert run(["watch", str(path), "--plain"]) == 0
+    assert "step 3/? reward 0.50\n" in capsys.readouterr().out
 
 
 def test_samples_show_the_gap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

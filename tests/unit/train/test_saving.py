@@ -78,6 +78,8 @@ def test_validation_better_than_all_before_is_saved_also_after_a_resume(clock: l
     resumed = Saver(run)  # type: ignore[arg-type]
     assert not run.saved(resumed, 4, a=0.1, b=0.5)
     assert best_validation(run.history) == (3, 0.35)
+    rarely = Run("trainer.test_freq=3", "rollout.sync_every=4")
+    assert rarely.saved(Saver(rarely), 3, a=0.2)  # type: ignore[arg-type]
     never = Run("trainer.test_freq=1", "trainer.keep_best=false")
     assert not never.saved(Saver(never), 1, a=0.2)  # type: ignore[arg-type]
 

@@ -72,17 +72,14 @@ class Part:
     params: type[BaseModel] | None = None
     capabilities: Any = None  # for a rollout engine, its `EngineCapabilities`
     unit: Unit = "token"  # for a correction weight or rejection criterion: what has one value
-    #: for a weight or criterion, typical thresholds as written in a spec; `--what-if` and the tests of every
-    #: part use them
+    #: for a weight or criterion: typical thresholds as written in a spec, for `--what-if` and the tests
     thresholds: tuple[str, ...] = ()
-    #: for a loss that needs statistics of the whole mini-batch, a function
-    #: (`rlctl.algos.batch_losses.WholeBatch`, `LossRule`) → value of `LossRule.of_batch` for the loss
+    #: for a loss of the whole mini-batch: (`batch_losses.WholeBatch`, `LossRule`) → `LossRule.of_batch`
     of_batch: Callable[..., Any] | None = None
     #: its expected on-policy gradient is that of the expected reward; for a correction weight, the off-policy
     #: gradient without a bound (tested by enumeration)
     unbiased: bool = False
-    #: for a loss, tokens with advantage 0 have no gradient (tested), so rows with only such tokens need no
-    #: backward pass
+    #: for a loss: tokens with advantage 0 have no gradient (tested): their rows skip the backward pass
     needs_advantage: bool = False
     clip: ClipBand | None = None  # for a loss that clips its ratio
     experimental: bool = False  # not yet validated on real runs

@@ -189,7 +189,7 @@ def _attributes(module: str, name: str) -> str:
         default = defaults.get(names, MISSING)
         if isinstance(default, frozenset):
             default = ", ".join(sorted(default)) or "none"
-        shown = f"; default: `{default}`" if isinstance(default, str | bool | float) and default != "" else ""
+        shown = f"; default: `{default}`" if isinstance(default, str | int | float) and default != "" else ""
         lines.append(_row((f"`{names}`", text.rstrip(".") + shown)))
     return "\n".join(lines)
 

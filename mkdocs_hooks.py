@@ -38,6 +38,7 @@ _MARKER = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()(?:docs/)?([^)#:\s]+)")
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Warns):\n", re.MULTILINE)
 _ATTRIBUTE = re.compile(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", re.MULTILINE)
+_COMMENTED = re.compile(r"^((?: {4}#: .*\n)*) {4}(\w+): [^#\n]*(?:# (.*))?$", re.MULTILINE)
 _ENTRY = re.compile(r"^ {4}(\w+): (.*)")
 _EXAMPLES = re.compile(r"(?:^(?:  )?(?:rlctl|kubectl) \S.*\n+)+", re.MULTILINE)
 
@@ -175,11 +176,14 @@ def _documented(name: str, thing: Any) -> str:
 
 
 def _attributes(module: str, name: str) -> str:
-    """Attributes and properties of a class, as its docstrings describe them, with defaults."""
+    """Attributes and properties of a class, as its docstrings or comments describe them, with defaults."""
     kind = getattr(import_module(module), name)
-    _, *sections = _SECTION.split(inspect.cleandoc(kind.__doc__))
-    described = dict(zip(sections[::2], sections[1::2], strict=True))["Attributes"]
-    content = {names: " ".join(text.split()) for names, text in _ATTRIBUTE.findall(described)}
+    if attributes := inspect.cleandoc(kind.__doc__).partition("\nAttributes:\n")[2]:
+        found = _ATTRIBUTE.findall(attributes)
+    else:  # comments before the fields, or in their lines
+        commented = _COMMENTED.findall(inspect.getsource(kind))
+        found = [(name, before.replace("#:", "") + after) for before, name, after in commented]
+    content = {names: " ".join(text.split()) for names, text in found if text}
     for member, value in vars(kind).items():
         if isinstance(value, property | cached_property) and not member.startswith("_"):
             content[member] = " ".join(value.__doc__.split())
@@ -350,6 +354,8 @@ TABLES: dict[str, Callable[[], str]] = {
             *(("rlctl.rollout.protocol", name) for name in ("EngineContext", "Sampling", "Sampled")),
             ("rlctl.spec.rollout", "EngineCapabilities"),
             ("rlctl.track.sink", "SinkInputs"),
+            ("rlctl.diagnose.rule", "Rule"),
+            ("rlctl.diagnose.table", "RunLog"),
         )
     },
     **{

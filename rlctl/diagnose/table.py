@@ -130,7 +130,7 @@ class RunLog:
     """The log of one run, as the rules read it."""
 
     path: Path  # the log file
-    table: Table  # its content, under canonical names
+    table: Table  # its content: `table.series("actor/lr")` has `steps` and `values`
     spec: RunSpec | None = None  # spec of the run, if its `spec.yaml` is next to the log
     notes: tuple[str, ...] = ()  # problems of the log that were tolerated when reading
     framework: Framework = "rlctl"  # the framework that wrote the log

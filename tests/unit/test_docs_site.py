@@ -92,12 +92,17 @@ def test_the_python_api_is_listed_with_arguments_and_errors() -> None:
 
 
 def test_the_inputs_of_a_users_part_are_listed_with_shapes_and_defaults() -> None:
-    text = with_tables((DOCS / "how-to" / "extend.md").read_text(encoding="utf-8"))
+    pages = [(DOCS / "how-to" / page).read_text(encoding="utf-8") for page in ("extend.md", "diagnose.md")]
+    text = with_tables("\n".join(pages))
     expected = (
         "| `advantages` | (B, T), constants |",
         "| `ratio` | (B, T): r = π_θ/π_old; 1.0 outside the mask |",
         "| `rewards` | (B,) reward of each response |",
-        "| `train, rollout` | (B, T) log π_train and log π_rollout, 0.0 outside the mask |",
+        "| `train` | (B, T) log π_train, 0.0 outside the mask |",
+        "| `needs` | metrics without which the rule is skipped |",
+        "| `not_applicable` | returns why the rule does not apply to a run; an empty text where it applies |",
+        "| `gap_is_mismatch` | Whether only the two ",
+        "| `rank, world_size` | rank of this process",
         "| `run_dir` | directory of the run; it exists |",
         "| `dtypes` | supported values of `rollout.dtype` besides null; default: `bf16, fp32` |",
         "| `samples_while_training` | values of `rollout.mode` in which it supports `rollout.max_staleness`; "
@@ -105,6 +110,7 @@ def test_the_inputs_of_a_users_part_are_listed_with_shapes_and_defaults() -> Non
         "| `slow_on_gpu` | how much slower than vLLM it is on a GPU; the spec check warns with this text |",
     )
     assert [row for row in expected if f"\n{row}" not in text] == []
+    assert "but not conclude that nothing is wrong; default: `1` |" in text  # a comment of two lines
 
 
 def test_the_entry_point_groups_of_the_page_are_those_of_the_registries() -> None:

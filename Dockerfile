@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# rlctl for CPUs and for CUDA cards:
+# rlctl for CPUs and for CUDA GPUs:
 #
 #   docker build --target cpu  -t rlctl:cpu  .
 #   docker build --target cuda -t rlctl:cuda .

@@ -151,12 +151,12 @@ mutants: setup-dev verl  ## Mutation tests of the mathematics (see docs/explanat
 chaos: setup  ## Kill runs at KILLS random moments (50), resume them, compare bit for bit (see docs/explanation/benchmarks.md)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 nice $(BIN)/python -m benchmarks.chaos --kills $(or $(KILLS),50)
 
-gpu: setup-dev  ## On a machine with a CUDA card: its tests, and where the time of a step goes
+gpu: setup-dev  ## On a machine with a CUDA GPU: its tests, and the time of each phase of a step
 	@if nvidia-smi -L >/dev/null 2>&1; then \
-	  $(PIP) install -q -e ".[vllm]" || echo "vLLM cannot be had: what needs it is left out"; \
+	  $(PIP) install -q -e ".[vllm]" || echo "vLLM could not be installed: its tests will be skipped"; \
 	  $(BIN)/python -m pytest -q -m gpu -rs && $(BIN)/python benchmarks/card.py; \
 	else \
-	  echo "no CUDA card on this machine: nothing to run"; \
+	  echo "no CUDA GPU on this machine: nothing to run"; \
 	fi
 
 clean:  ## Remove the environment and caches, never runs

@@ -14,7 +14,8 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import MISSING, fields
-from functools import partial
+from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +37,9 @@ PAGES = {
 _MARKER = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()(?:docs/)?([^)#:\s]+)")
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Warns):\n", re.MULTILINE)
+_ATTRIBUTE = re.compile(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 _ENTRY = re.compile(r"^ {4}(\w+): (.*)")
-_EXAMPLES = re.compile(r"(?:^  \S.*\n+)+", re.MULTILINE)
+_EXAMPLES = re.compile(r"(?:^(?:  )?(?:rlctl|kubectl) \S.*\n+)+", re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -92,7 +94,14 @@ def _commands() -> str:
     from rlctl.cli.app import app
 
     command = get_command(app)
-    text = get_docs_for_click(obj=command, ctx=click.Context(command, info_name="rlctl"), name="rlctl")
+    document = partial(get_docs_for_click, ctx=click.Context(command, info_name="rlctl"))
+    text = document(obj=command, name="rlctl")
+    for parent in command.commands.values():
+        names = getattr(parent, "subcommands", ())
+        prefix = f"rlctl {parent.name}"
+        below = [document(obj=parent.subcommand(name), indent=2, call_prefix=prefix) for name in names]
+        own = document(obj=parent, indent=1, call_prefix="rlctl")
+        text = text.replace(own, "".join([own, *below]))
     text = re.sub(r"\[/?bold\]", "`", text.partition("\n")[2])
     return _EXAMPLES.sub(_code_block, text)
 
@@ -163,6 +172,26 @@ def _documented(name: str, thing: Any) -> str:
         lines += [_ENTRY.sub(r"- `\1`: \2", line).strip() for line in content.strip("\n").splitlines()]
         lines.append("")
     return "\n".join(lines) + "\n"
+
+
+def _attributes(module: str, name: str) -> str:
+    """Attributes and properties of a class, as its docstrings describe them, with defaults."""
+    kind = getattr(import_module(module), name)
+    _, *sections = _SECTION.split(inspect.cleandoc(kind.__doc__))
+    described = dict(zip(sections[::2], sections[1::2], strict=True))["Attributes"]
+    content = {names: " ".join(text.split()) for names, text in _ATTRIBUTE.findall(described)}
+    for member, value in vars(kind).items():
+        if isinstance(value, property | cached_property) and not member.startswith("_"):
+            content[member] = " ".join(value.__doc__.split())
+    defaults = {field.name: field.default for field in fields(kind)}
+    lines = ["| attribute | content |", "|---|---|"]
+    for names, text in content.items():
+        default = defaults.get(names, MISSING)
+        if isinstance(default, frozenset):
+            default = ", ".join(sorted(default)) or "none"
+        shown = f"; default: `{default}`" if isinstance(default, str | bool | float) and default != "" else ""
+        lines.append(_row((f"`{names}`", text.rstrip(".") + shown)))
+    return "\n".join(lines)
 
 
 def _diagnosis_rules() -> str:
@@ -312,6 +341,17 @@ TABLES: dict[str, Callable[[], str]] = {
     "experimental losses": _experimental_losses,
     "correction weights": partial(_parts, "CORRECTION_WEIGHTS"),
     "rejection criteria": partial(_parts, "REJECTION_CRITERIA"),
+    **{
+        f"attributes of {name}": partial(_attributes, module, name)
+        for module, name in (
+            ("rlctl.algos.losses", "LossInputs"),
+            ("rlctl.algos.estimators", "AdvantageInputs"),
+            ("rlctl.algos.correction_records", "LogRatio"),
+            *(("rlctl.rollout.protocol", name) for name in ("EngineContext", "Sampling", "Sampled")),
+            ("rlctl.spec.rollout", "EngineCapabilities"),
+            ("rlctl.track.sink", "SinkInputs"),
+        )
+    },
     **{
         f"import keys of {framework}": partial(_import_keys, framework)
         for framework in ("verl", "trl", "openrlhf", "slime", "prime-rl", "nemo-rl")

@@ -7,7 +7,7 @@ the responses (`rollout.staleness`), the precision of the sampling copy (`rollou
 Each method uses the best learning rate of `RATES` on `TUNING_SEEDS`; only runs with other seeds are reported.
 The result of a run is the validation reward of its final policy, because the training reward at staleness k
 is that of the policy k batches before. Writes `off_policy.md` and `off_policy.png`
-(`pip install rlctl[bench]`).
+(`pip install -e ".[bench]"`).
 """
 
 from __future__ import annotations

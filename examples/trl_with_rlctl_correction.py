@@ -23,10 +23,11 @@ class CorrectedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     rollout_correction: dict[str, Any] = {"rollout_is": "sequence", "rollout_is_threshold": "2.0"}  # noqa: RUF012
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        if not (self.use_vllm and self.vllm_importance_sampling_correction):
+        read = self.use_vllm and self.vllm_importance_sampling_correction
+        if not read or self.loss_type == "vespo":  # VESPO adds up log w, also of padding, where w is 0 here
             raise ValueError(
-                "TRL multiplies its loss by the weights only with use_vllm=True and "
-                "vllm_importance_sampling_correction=True in GRPOConfig"
+                "TRL multiplies its loss by the weights only with use_vllm=True, "
+                "vllm_importance_sampling_correction=True and another loss_type than vespo in GRPOConfig"
             )
         batch = super()._generate_and_score_completions(inputs)
         mask = batch["completion_mask"].bool()

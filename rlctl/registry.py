@@ -149,7 +149,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
         self.takes_params = takes_params
         self._a_kind = f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
         plural = plural or kind + ("es" if kind.endswith("s") else "s")
-        self.group = "rlctl." + plural.replace(" ", "_")
+        self.group = "rlctl." + plural.lower().replace(" ", "_")
         self._parts: dict[str, Part] = {}
         self._checked: set[str] = set()  # names of parts whose function takes the right arguments
         self._is_loaded = False
@@ -540,7 +540,7 @@ METRIC_CONVENTIONS = Registry(
     "metric convention", key="algorithm.rollout_correction.dialect", module="rlctl.algos.verl_metrics"
 )
 KL_ESTIMATORS = Registry(
-    "kl estimator",
+    "KL estimator",
     key="actor.kl_loss_type",
     module="rlctl.algos.kl",
     takes="log_probs ref_log_probs rollout_log_probs",

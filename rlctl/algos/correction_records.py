@@ -18,17 +18,28 @@ from rlctl.algos.metric_sums import LARGEST, Additive, Moments, V, ratio
 
 @dataclass(frozen=True)
 class LogRatio:
-    """log ρ of a batch, the input of weights and criteria. Rows that are not `finite` are meaningless."""
+    """log ρ of a batch, the input of weights and criteria. Rows that are not `finite` are meaningless.
 
-    token: Tensor  # (B, T) float32, clamped to ±20; 0.0 outside the mask
-    sequence: Tensor  # (B, 1) float64, Σ_t log ρ_t, not clamped
-    length: Tensor  # (B, 1) float64, response tokens
-    finite: Tensor  # (B, 1) bool: has response tokens, and none with a NaN or infinite log-prob
-    mask: Tensor  # (B, T) bool
-    train: Tensor  # (B, T) log π_train, 0.0 outside the mask
-    rollout: Tensor  # (B, T) log π_rollout, 0.0 outside the mask
-    advantages: Tensor | None  # (B, T), 0.0 outside the mask
-    age: Tensor | None  # (B,) optimizer updates since the weights that sampled the response
+    Attributes:
+        token: (B, T) float32, log ρ_t, clamped to ±20; 0.0 outside the mask.
+        sequence: (B, 1) float64, Σ_t log ρ_t, not clamped.
+        length: (B, 1) float64, number of response tokens.
+        finite: (B, 1) bool, whether the row has response tokens, and none with a NaN or infinite log-prob.
+        mask: (B, T) bool, the response tokens.
+        train, rollout: (B, T) log π_train and log π_rollout, 0.0 outside the mask.
+        advantages: (B, T), 0.0 outside the mask; set if `advantages` is needed.
+        age: (B,) optimizer updates since the weights that sampled the response; set if `age` is needed.
+    """
+
+    token: Tensor
+    sequence: Tensor
+    length: Tensor
+    finite: Tensor
+    mask: Tensor
+    train: Tensor
+    rollout: Tensor
+    advantages: Tensor | None
+    age: Tensor | None
 
     @property
     def mean(self) -> Tensor:

@@ -115,10 +115,9 @@ def _check_returned(loss: object, log_probs: Tensor, name: str) -> None:
     needs_advantage=True,
 )
 def reinforce(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """REINFORCE with importance weights: −w · A · log π_θ. Uses neither rule nor π_old.
+    """REINFORCE with importance weights. Uses neither rule nor π_old. Source: Williams 1992.
 
-    Source: Williams 1992; with w = π_θ/π_rollout the gradient is that of the expected reward under
-    π_θ (the reference guide's bypass mode).
+    With sequence weights w = π_θ/π_rollout the gradient is that of the expected reward under π_θ.
     """
     return TokenLoss(-inputs.advantages * inputs.log_probs)
 

@@ -67,10 +67,13 @@ class CommandWithSubcommands(Command):
         """The context of the command, or of the subcommand if the first argument is its name."""
         if not args or args[0] not in self.subcommands:
             return super().make_context(info_name, args, parent, **extra)
+        return self.subcommand(args[0]).make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+
+    def subcommand(self, name: str) -> Any:
+        """The Click command of a subcommand."""
         app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings=HELP_NAMES)
-        app.command(name=args[0], cls=Command)(self.subcommands[args[0]])
-        command = typer.main.get_command(app)
-        return command.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+        app.command(name=name, cls=Command)(self.subcommands[name])
+        return typer.main.get_command(app)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Formats the help, then lists the subcommands."""

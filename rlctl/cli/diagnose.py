@@ -92,7 +92,7 @@ def diagnose(
 
     kubectl logs trainer | rlctl diagnose - --fail-on critical
 
-    rlctl diagnose -   (paste a step, a table or a part of a log, then Ctrl-D)
+    rlctl diagnose -   # paste a step, a table or a part of a log, then Ctrl-D
     """
     if selftest:
         why = "applies to a run; --selftest uses simulated logs"

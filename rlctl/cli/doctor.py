@@ -44,11 +44,12 @@ def doctor(
 
 def _print(checks: list[Check], num_broken: int, *, quick: bool) -> None:
     """A table per group, and the number of broken checks."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    from rlctl.cli.output import unwrapped
+
+    console = unwrapped()
     width = max(len(check.name) for check in checks)
     for group in dict.fromkeys(check.group for check in checks):
         console.print(Text(group, style="bold cyan"))

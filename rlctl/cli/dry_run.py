@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlctl.cli.output import print_problems
+from rlctl.cli.output import print_problems, unwrapped
 from rlctl.errors import Problem
 from rlctl.registry import ADVANTAGE_ESTIMATORS, GRADERS, KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.check_rollout import slow_on_a_gpu
@@ -38,8 +38,7 @@ def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = N
         UsageError: no machine of this name is known.
     """
     placement = Placement(loaded.spec, model_size(loaded.spec.model), machine_of(machine))
-    console = Console(highlight=False)
-    console.soft_wrap = not console.is_terminal  # piped lines are never wrapped
+    console = unwrapped()
     _print_parts(loaded.spec, console)
     _print_correction(loaded.spec, console)
     _print_reward(loaded.spec, console)

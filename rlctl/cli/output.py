@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import typer
 from rich.console import Console
@@ -51,9 +52,9 @@ def _print_details(console: Console, where: str | None, fix: str | None, indent:
         console.print(Text(f"{indent}fix  {visible(fix)}", style="cyan"), soft_wrap=True)
 
 
-def unwrapped() -> Console:
-    """The console for tables on stdout: as wide as the terminal; piped output is not wrapped."""
-    console = Console(highlight=False)
+def unwrapped(file: IO[str] | None = None) -> Console:
+    """The console for reports on stdout or in `file`; only lines on a terminal are wrapped."""
+    console = Console(highlight=False, file=file)
     if not console.is_terminal:
         console.width = 10_000
     return console
@@ -117,10 +118,10 @@ def write_report(
     elif output_format != "text":
         write_out(others[output_format](), out)
     elif out is None:
-        text(Console(highlight=False))
+        text(unwrapped())
     else:
         file = io.StringIO()
-        text(Console(highlight=False, file=file, width=120))
+        text(unwrapped(file))
         write_out(file.getvalue(), out)
 
 

@@ -173,13 +173,12 @@ def _sample(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print_samples(rows: list[dict[str, Any]], step: int) -> None:
-    from rich.console import Console
     from rich.text import Text
 
+    from rlctl.cli.output import unwrapped
     from rlctl.tiny.embedded import DATA_SOURCE, WRITTEN
 
-    console = Console(highlight=False)
-    console.soft_wrap = not console.is_terminal
+    console = unwrapped()
     for row in rows:
         reward = "ungraded" if row["reward"] is None else f"{row['reward']:g}"
         cut = ", cut off at the limit" if row["truncated"] else ""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlctl.cli.command import complete_override, complete_preset, complete_run
-from rlctl.errors import EnvironmentFailure, SpecError, UsageError
+from rlctl.errors import EnvironmentFailure, SpecError, UsageError, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -242,6 +242,8 @@ def _guarded(summary: dict[str, Any]) -> str:
 
 
 def _learned(summary: dict[str, Any]) -> Table:
+    from rich.text import Text
+
     from rlctl.cli.output import plain_table
     from rlctl.metric_names import validation_rewards
 
@@ -259,13 +261,10 @@ def _learned(summary: dict[str, Any]) -> Table:
         if key in first:
             table.add_row(name, f"{first[key]:.3f}", f"{last[key]:.3f}")
     before, after = (validation_rewards(summary[f"validation_{when}"]) for when in ("first", "last"))
+    once = summary["validation_first"] == summary["validation_last"]
     for source, value in after.items():
-        shown = (
-            f"{before[source]:.3f}"
-            if source in before and summary["validation_first"] != summary["validation_last"]
-            else ""
-        )
-        table.add_row(f"validation ({source})", shown, f"{value:.3f}")
+        shown = "" if once or source not in before else f"{before[source]:.3f}"
+        table.add_row(Text(f"validation ({visible(source)})"), shown, f"{value:.3f}")
     return table
 
 

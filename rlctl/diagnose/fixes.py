@@ -98,6 +98,7 @@ def larger(key: str, why: str) -> Fix:
 
 def gentler(run: RunLog) -> Iterator[Fix]:
     """Fixes that reduce how far the policy moves between sampling and the last update on a batch."""
+    yield from fresher(run, fully=False)
     epochs = run.facts.ppo_epochs or 1
     if epochs > 1:
         yield change("actor.ppo_epochs=1", why="sample more often")

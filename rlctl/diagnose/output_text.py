@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console, JustifyMethod
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -150,9 +150,8 @@ def _print_table(
     """Prints a table without borders; the columns in `figures` are right-aligned."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in headings:
-        is_figure = heading in headings[figures]
-        side: JustifyMethod = "right" if is_figure else "left"
-        table.add_column(heading, justify=side, overflow="fold", no_wrap=is_figure)
+        right = heading in headings[figures]
+        table.add_column(heading, justify="right" if right else "left", overflow="fold", no_wrap=right)
     for row in rows:
         table.add_row(*(Text(visible(cell)) for cell in row))
     console.print(table)

@@ -79,7 +79,7 @@ def probability_gap(run: RunLog) -> Detection | Skipped | None:
     signal="`rollout_corr/kl`; where the gap is pure mismatch¹ `rollout_corr/k3_kl`, or without it "
     "`mismatch/log_prob_abs_diff_mean`, both relative",
     thresholds="— / k3 > 0.001, difference > 0.03 / \\|kl\\|, or k3⁴, > 0.1, difference > 0.15",
-    cause="rollout engine and trainer differ, or the policy moves far while it trains on one batch",
+    cause="rollout engine and trainer differ, samples are stale, or the policy moves far on one batch",
     fixes=(fix.gentler, fix.correct_tokens),
     sure=("medium", "the logged gap includes the policy's own progress, or this is unknown"),
     one_of=(th.KL.key, th.K3.key, th.LOG_PROB_GAP.key),

@@ -154,7 +154,7 @@ def raw_ess(run: RunLog) -> tuple[str, Series] | None:
     sure=("high", "χ² is measured before anything is bounded"),
 )  # fmt: skip
 def chi2(run: RunLog) -> Detection | None:
-    """Χ² between the policies is small."""
+    """The χ² between the policies is small."""
     return detect_crossing(run, CHI2_TOKEN, "χ² between the policies is {worst:.3g} per token {where}")
 
 

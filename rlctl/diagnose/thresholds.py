@@ -20,7 +20,7 @@ WINDOW = 11
 #: Minimum number of values for levels below critical, and for concluding that nothing is wrong.
 MIN_STEPS = 5
 
-GUIDE = "the reference guide's healthy ranges"
+GUIDE = "healthy ranges of a guide to verl's rollout correction"
 VERL = "verl's documentation of rollout correction"
 NEMO = "NeMo-RL's documentation of log-prob errors"
 TRL = "TRL's documentation of the sampling metrics"

@@ -68,15 +68,12 @@ class Trained(Protocol):
         `loss` is this rank's and this micro-batch's **share** of the mini-batch loss: the shares of
         all micro-batches on all ranks sum to the loss, and their gradients to its gradient.
         """
-        ...
 
     def step(self, *, lr: float, skip: bool = False, grad_scale: float = 1.0) -> StepResult:
         """Applies (or, with `skip`, discards) the accumulated gradient, multiplied by `grad_scale`."""
-        ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and every buffer that is saved, in full, by the model's own name, on every rank."""
-        ...
 
     def save(self, directory: Path) -> dict[str, str]:
         """Writes everything that `load` needs; called on all ranks.
@@ -84,7 +81,6 @@ class Trained(Protocol):
         Returns:
             File below `directory` → its SHA-256, for files that this rank hashed while writing.
         """
-        ...
 
     def load(self, directory: Path) -> None:
         """Restores what `save` wrote; called on all ranks.
@@ -92,7 +88,6 @@ class Trained(Protocol):
         Raises:
             RunFailure: the engine's state cannot be read.
         """
-        ...
 
 
 class TrainEngine(Trained, Protocol):
@@ -117,7 +112,6 @@ class TrainEngine(Trained, Protocol):
         Raises:
             UsageError: a sketch is requested for a model without a separate output head.
         """
-        ...
 
     def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Every parameter in full, by the model's own name, on every rank.
@@ -125,15 +119,12 @@ class TrainEngine(Trained, Protocol):
         With LoRA, names are those of the model without adapters. Values include the adapters if
         `merged`; otherwise they are the frozen weights.
         """
-        ...
 
     def adapter(self) -> Adapter:
         """With LoRA: A and B in full, on every rank."""
-        ...
 
     def export(self, directory: Path) -> None:
         """Writes config and weights as a plain Hugging Face directory; called on all ranks."""
-        ...
 
 
 class CriticEngine(Trained, Protocol):
@@ -141,7 +132,6 @@ class CriticEngine(Trained, Protocol):
 
     def values(self, inputs: ModelInputs) -> Tensor:
         """(B, T) float32 with gradient: value of the state before token t is sampled, 0.0 on padding."""
-        ...
 
 
 class ReferencePolicy(Protocol):
@@ -149,4 +139,3 @@ class ReferencePolicy(Protocol):
 
     def log_probs(self, inputs: ModelInputs) -> Tensor:
         """(B, T) float32 of the scored tokens at the sampling temperature, 0.0 elsewhere."""
-        ...

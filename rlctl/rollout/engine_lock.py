@@ -46,11 +46,9 @@ class Offloadable(Protocol):
 
     def offload(self) -> None:
         """Moves the state off the device."""
-        ...
 
     def onload(self) -> None:
         """Moves the state back to the device."""
-        ...
 
 
 class LockedRollout:

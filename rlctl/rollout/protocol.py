@@ -99,7 +99,6 @@ class ResponseSampler(Protocol):
         Raises:
             RunFailure: the last weight sync did not finish, so old and new weights are mixed.
         """
-        ...
 
 
 class SavedAdapter(Protocol):
@@ -107,7 +106,6 @@ class SavedAdapter(Protocol):
 
     def save(self, directory: Path) -> None:
         """Writes it in PEFT's format."""
-        ...
 
 
 class Policy(Protocol):
@@ -123,11 +121,9 @@ class Policy(Protocol):
         Args:
             merged: with the adapters merged in; otherwise the frozen base weights.
         """
-        ...
 
     def adapter(self) -> SavedAdapter:
         """The adapter's weights, separate from the base."""
-        ...
 
 
 class RolloutEngine(ResponseSampler, Protocol):
@@ -141,11 +137,9 @@ class RolloutEngine(ResponseSampler, Protocol):
                 engine did not accept them.
             UsageError: the engine cannot run this adapter.
         """
-        ...
 
     def close(self) -> None:
         """Stops the engine and frees its memory."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,11 +45,9 @@ class _Group(Protocol):
 
     def broadcast(self, data: Tensor) -> None:
         """Sends (N,) uint8 to every worker; returns when it is sent."""
-        ...
 
     def abort(self) -> None:
         """Leaves the group without waiting for the other ranks."""
-        ...
 
 
 class WeightBroadcast:

@@ -26,19 +26,19 @@ class EngineCapabilities:
         dtypes: supported values of `rollout.dtype` besides null.
         starts_with_policy: it starts with the policy's weights; otherwise it gets them in the first sync.
         reads_model_files: outside training (`rlctl evaluate`, `rlctl diagnose mismatch`) it reads the weights
-            of `EngineContext.model_path` itself, and `model` is None; otherwise it gets the policy there too.
-        checks_syncs: each sync is checked: the trainer scores a few tokens that the engine samples.
-        samples_while_training: values of `rollout.mode` in which it can sample while the trainer trains.
+            of `context.model_path` itself, and `context.model` is None; otherwise it gets the policy, too.
+        checks_syncs: after each sync it samples tokens and the trainer scores them (`rollout/sync_gap`).
+        samples_while_training: values of `rollout.mode` in which it supports `rollout.max_staleness`.
         applies_adapters: it receives only the LoRA adapter and applies it; otherwise it gets merged weights.
         takes_engine_kwargs: it reads `rollout.engine_kwargs`.
         frees_memory: with `rollout.free_cache_engine` it releases its GPU memory between calls.
         forms_batches: it accepts any number of prompts at once and forms batches internally.
-        tensor_parallel: one engine's model can be sharded over several GPUs.
-        slow_on_gpu: how much slower than vLLM it is on a GPU, for a warning; "": it is not.
-        min_temperature: the lowest temperature that it does not raise.
-        reports_kept: when it can report the tokens that top_p, top_k and min_p kept: `never`, `top_k` (if
-            rollout.top_k bounds their number) or `always`. Unless `never`, it also reports the most likely
-            tokens and their log-probs.
+        tensor_parallel: it supports `rollout.tensor_model_parallel_size` above 1.
+        slow_on_gpu: how much slower than vLLM it is on a GPU; the spec check warns with this text.
+        min_temperature: the lowest temperature at which it samples as requested.
+        reports_kept: when it can report the tokens that top_p, top_k and min_p kept (`Sampled.kept`), for
+            `rollout.exact_sampling`: `never`, `top_k` (if `rollout.top_k` bounds their number) or `always`.
+            Unless `never`, it also reports `Sampled.most_likely`, for `score_centering`.
     """
 
     modes: frozenset[str] = frozenset({"colocated"})

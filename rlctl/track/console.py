@@ -19,6 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rlctl.errors import visible
 from rlctl.metric_names import validation_rewards
 
 #: Redraws of the panel per second, in a separate thread; logging a step only passes its values.
@@ -130,8 +131,10 @@ class ConsoleSink:
             metrics={**old.metrics, **metrics},
             times=(*old.times, now)[-WINDOW:] if trained else (now,),
         )
-        if self._live is None and (self._clock() - self._last_plain >= PLAIN_INTERVAL or step >= self._total):
-            self._print_plain()
+        validated = validation_rewards(metrics)
+        waited = self._clock() - self._last_plain >= PLAIN_INTERVAL
+        if self._live is None and (waited or validated or step >= self._total):
+            self._print_plain(validated)
 
     @property
     def is_live(self) -> bool:
@@ -160,12 +163,15 @@ class ConsoleSink:
             # Later notes are plain lines below the panel.
             self._printed_step = self._state.step
         elif self._printed_step != self._state.step and self._state.metrics:
-            self._print_plain()
+            self._print_plain({})
 
-    def _print_plain(self) -> None:
+    def _print_plain(self, validated: Mapping[str, float]) -> None:
         self._last_plain = now = self._clock()
         self._printed_step = self._state.step
-        self._write(plain_line(self._state.step, self._total, self._state.metrics, self._seconds_left(now)))
+        line = plain_line(self._state.step, self._total, self._state.metrics, self._seconds_left(now))
+        for source, value in validated.items():
+            line += f" validation {visible(source)} {_show(value, '.3f')}"
+        self._write(line)
 
     def _write(self, text: str) -> None:
         self._stream.write(text + "\n")
@@ -218,7 +224,7 @@ class ConsoleSink:
         if shares:
             line.append("  time ", "dim").append(", ".join(shares))
         for source, value in validation_rewards(metrics).items():
-            line.append(f"\nvalidation {source} ", "dim").append(f"{value:.3f}", "bold")
+            line.append(f"\nvalidation {visible(source)} ", "dim").append(f"{value:.3f}", "bold")
         return line if line.plain else None
 
     def _reward_line(self, state: _State) -> Text:

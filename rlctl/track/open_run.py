@@ -153,13 +153,11 @@ def open_run(path: str | Path) -> RunRecord:
     Raises:
         UsageError: the path is not a run directory.
     """
+    from rlctl.spec.load import spec_file_of
+
     if not isinstance(path, str | Path):
         raise UsageError(f"is a {type(path).__name__}", where="path", fix="give the path of a run directory")
-    directory = Path(path).expanduser()
-    if not (directory / SPEC_FILE).is_file():
-        what = f"not a run directory: it holds no {SPEC_FILE}"
-        raise UsageError(what, where=str(path), fix="name a directory such as runs/rlctl/run-…")
-    return RunRecord(directory)
+    return RunRecord(spec_file_of(Path(path).expanduser()).parent)
 
 
 def log_ratios(row: Mapping[str, Any]) -> list[float]:

@@ -37,15 +37,23 @@ def name_of(sink: Sink) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SinkInputs:
-    """Inputs from which a tracker registered in `rlctl.registry.TRACKERS` is constructed."""
+    """Inputs from which a tracker registered in `rlctl.registry.TRACKERS` is constructed.
 
-    run_dir: Path  # exists
-    project: str  # `trainer.project_name`
-    experiment: str  # `trainer.experiment_name`
-    config: dict[str, Any]  # the resolved spec as plain data; trackers get it without secrets
-    total_steps: int  # of the whole run
-    start_step: int  # steps already done, 0 for a new run
-    is_stopping: Callable[[], bool] = lambda: False  # whether a stop after the current step was requested
+    Attributes:
+        run_dir: directory of the run; it exists.
+        project, experiment: `trainer.project_name` and `trainer.experiment_name`.
+        config: the resolved spec as plain data, without secrets.
+        total_steps, start_step: steps of the whole run; steps already done, 0 for a new run.
+        is_stopping: returns whether a stop after the current step was requested.
+    """
+
+    run_dir: Path
+    project: str
+    experiment: str
+    config: dict[str, Any]
+    total_steps: int
+    start_step: int
+    is_stopping: Callable[[], bool] = lambda: False
 
 
 class BackgroundSink:

@@ -162,7 +162,7 @@ def with_kl_in_reward(
     mean_kl = moments_of(kl.double().sum(-1) / lengths.clamp(min=1), lengths > 0)
     moments: Moments[float] = ranks.to_host(mean_kl)
     if not math.isfinite(moments.mean):
-        raise RunFailure(f"kl estimator {algorithm.kl_penalty} returned NaN or infinity")
+        raise RunFailure(f"KL estimator {algorithm.kl_penalty} returned NaN or infinity")
     metrics = {
         "actor/reward_kl_penalty": moments.mean,
         "actor/reward_kl_penalty_coeff": controller.kl_coef,

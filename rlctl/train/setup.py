@@ -88,7 +88,7 @@ def build(
     notes = [*restored.notes, *code_notes]
     if count := train_prompts.num_dropped:
         limit = f"data.max_prompt_length = {spec.data.max_prompt_length}"
-        notes.append(f"{count} training prompts have more than {limit} tokens and are excluded")
+        notes.append(f"training prompts of more than {limit} tokens are excluded: {count:,}")
     for note in [*notes, *models.notes, *models.rollout.notes]:
         tracker.note(note)
     run = Run(

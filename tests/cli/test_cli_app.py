@@ -17,6 +17,7 @@ import torch
 import rlctl
 from rlctl.cli import app as app_module
 from rlctl.cli.app import run
+from rlctl.cli.train import _print_summary
 from rlctl.spec.load import dump_spec, load_spec
 from rlctl.spec.sources import all_presets
 
@@ -400,3 +401,16 @@ def test_light_commands_import_nothing_heavy(arguments, forbidden):
 def test_the_table_of_keys_has_one_section_on_request(capsys):
     assert run(["schema", "--section", "actor", "--markdown"]) == 0
     assert "| `actor.lr` | number ≥ 0 | `1e-06` |" in capsys.readouterr().out
+
+
+def test_the_summary_of_a_run_names_its_validation_as_data_do(tmp_path, capsys) -> None:
+    """Validation may be sampled at any temperature, and a data source may have any name."""
+    rewards = ({"val/my[bold]\x1b/reward_mean": reward} for reward in (0.25, 0.5))
+    summary = {"step": 2, "total_steps": 2, "num_updates": 2, "seconds": 3.0, "interrupted": False}
+    summary |= {"first": {"critic/score/mean": 0.1}, "last": {"critic/score/mean": 0.2}, "model": "none"}
+    summary |= dict(zip(("validation_first", "validation_last"), rewards, strict=True))
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    _print_summary(tmp_path)
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["mean", "reward", "0.100", "0.200"] in shown
+    assert ["validation", "(my[bold]\\x1b)", "0.250", "0.500"] in shown

@@ -159,6 +159,17 @@ def test_standard_input_is_read(sick, monkeypatch, capsys):
     assert "standard input: steps 1–60" in capsys.readouterr().out
 
 
+def test_piped_tables_keep_each_row_on_one_line(healthy, sick, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    command = ["diagnose", "compare", str(healthy), str(sick)]
+    assert run(command) == 0
+    piped = capsys.readouterr().out
+    assert re.search(r"\nresponse_length/clip_ratio +\S+ +\S+ +\S+ +since 1\b", piped)
+    assert max(map(len, piped.splitlines())) < 400
+    assert run([*command, "--out", str(tmp_path / "compared.txt")]) == 0
+    assert (tmp_path / "compared.txt").read_text() == piped
+
+
 def test_two_runs_are_compared(healthy, sick, capsys):
     assert run(["diagnose", "compare", str(healthy), str(sick)]) == 0
     out = capsys.readouterr().out

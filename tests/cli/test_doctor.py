@@ -13,8 +13,8 @@ from rlctl.doctor.examine import EngineTrial
 
 
 @pytest.fixture(autouse=True)
-def _wide_plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def _narrow_plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("NO_COLOR", "1")
 
 

@@ -35,7 +35,7 @@ FAULTY = {
     "a KL estimate without gradient": (
         "def part(log_probs, ref_log_probs, rollout_log_probs): return log_probs.detach() - ref_log_probs",
         ["actor.use_kl_loss=true", "actor.kl_loss_type=FILE:part"],
-        ["kl estimator", "FILE:part has no gradient", "without detach()"],
+        ["KL estimator", "FILE:part has no gradient", "without detach()"],
     ),
     "an engine that samples one response": (
         "class part:\n    def __init__(self, context): pass\n    def close(self): pass\n"
@@ -57,7 +57,7 @@ FAULTY = {
     "a KL estimate that is NaN": (
         "def part(log_probs, ref_log_probs, rollout_log_probs): return log_probs * float('nan')",
         ["actor.use_kl_loss=true", "actor.kl_loss_type=FILE:part"],
-        ["kl estimator", "FILE:part returned NaN"],
+        ["KL estimator", "FILE:part returned NaN"],
     ),
     "a weight that is NaN": (
         "def part(log_ratio, params): return log_ratio.token * float('nan')",
@@ -72,7 +72,7 @@ FAULTY = {
     "a KL estimate of one number per response": (
         "def part(log_probs, ref_log_probs, rollout_log_probs): return (log_probs - ref_log_probs).sum(-1)",
         ["actor.use_kl_loss=true", "actor.kl_loss_type=FILE:part"],
-        ["kl estimator", "FILE:part returned a tensor of shape ("],
+        ["KL estimator", "FILE:part returned a tensor of shape ("],
     ),
     "advantages that are None": (
         "def part(inputs): return None",

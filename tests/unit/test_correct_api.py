@@ -204,14 +204,20 @@ trainer = Watched(
 )
 trainer.use_vllm = True  # what the trainer does with an engine's log-probs; here a function samples
 trainer.vllm_generation, trainer._last_loaded_step = SimpleNamespace(sync_weights=lambda: None), -1
-trainer.vllm_importance_sampling_correction = False  # TRL would not multiply by the weights
-try:
-    trainer.train()
-except ValueError as error:
-    assert "vllm_importance_sampling_correction=True" in str(error)
-else:
-    raise AssertionError("weights that TRL does not read were accepted")
-trainer.vllm_importance_sampling_correction = True
+# With these settings TRL does not multiply its loss by the weights.
+for name, value, needed in (
+    ("vllm_importance_sampling_correction", False, "vllm_importance_sampling_correction=True"),
+    ("loss_type", "vespo", "loss_type"),
+):
+    usual = getattr(trainer, name)
+    setattr(trainer, name, value)
+    try:
+        trainer.train()
+    except ValueError as error:
+        assert needed in str(error)
+    else:
+        raise AssertionError(f"{name}={value} was accepted")
+    setattr(trainer, name, usual)
 trainer.train()
 print("RESULT" + json.dumps({"used": used, "logs": trainer.state.log_history}))
 """

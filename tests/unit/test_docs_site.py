@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from mkdocs_hooks import PAGES, ROOT, as_page, with_tables
+from rlctl import registry
 from rlctl.cli.app import app
 
 DOCS = ROOT / "docs"
@@ -46,6 +47,10 @@ def test_every_command_is_listed_without_terminal_markup() -> None:
     assert [name for name in names if f"\n## `rlctl {name}`\n" not in text] == []
     assert "[bold]" not in text
     assert "```bash\nrlctl evaluate runs/" in text
+    assert "\n### `rlctl diagnose compare`\n" in text
+    assert "\n### `rlctl evaluate list`\n" in text
+    outside = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    assert re.findall(r"^\s*rlctl .*", outside, re.MULTILINE) == []  # examples are code
 
 
 @pytest.mark.parametrize(
@@ -84,3 +89,26 @@ def test_the_python_api_is_listed_with_arguments_and_errors() -> None:
     assert "rlctl.grade(grader: str, responses: Iterable[str]," in grade
     assert "\n**Args**\n\n- `grader`: " in grade
     assert "\n**Raises**\n\n- `UsageError`: " in grade
+
+
+def test_the_inputs_of_a_users_part_are_listed_with_shapes_and_defaults() -> None:
+    text = with_tables((DOCS / "how-to" / "extend.md").read_text(encoding="utf-8"))
+    expected = (
+        "| `advantages` | (B, T), constants |",
+        "| `ratio` | (B, T): r = π_θ/π_old; 1.0 outside the mask |",
+        "| `rewards` | (B,) reward of each response |",
+        "| `train, rollout` | (B, T) log π_train and log π_rollout, 0.0 outside the mask |",
+        "| `run_dir` | directory of the run; it exists |",
+        "| `dtypes` | supported values of `rollout.dtype` besides null; default: `bf16, fp32` |",
+        "| `samples_while_training` | values of `rollout.mode` in which it supports `rollout.max_staleness`; "
+        "default: `none` |",
+        "| `slow_on_gpu` | how much slower than vLLM it is on a GPU; the spec check warns with this text |",
+    )
+    assert [row for row in expected if f"\n{row}" not in text] == []
+
+
+def test_the_entry_point_groups_of_the_page_are_those_of_the_registries() -> None:
+    text = (DOCS / "how-to" / "extend.md").read_text(encoding="utf-8")
+    named = set(re.findall(r'entry-points\."(rlctl\.\w+)"', text))
+    registries = {one.group for one in vars(registry).values() if isinstance(one, registry.Registry)}
+    assert named == registries - {registry.METRIC_CONVENTIONS.group}

@@ -545,7 +545,7 @@ def test_a_failed_import_of_the_parts_is_reported_again() -> None:
 
 
 def test_parameters_that_no_spec_can_set_are_refused() -> None:
-    with pytest.raises(ValueError, match="a kl estimator has no parameters in a spec"):
+    with pytest.raises(ValueError, match="a KL estimator has no parameters in a spec"):
         KL_ESTIMATORS.register("unused", params=BaseModel)
     assert "unused" not in list(KL_ESTIMATORS)
 

@@ -544,6 +544,20 @@ def test_dead_groups_under_a_rising_reward_are_solved_ones_where_the_range_is_un
     assert (finding.severity, finding.confidence) == ("info", "low")
 
 
+@pytest.mark.parametrize(
+    ("override", "proposed"),
+    [
+        ("rollout.staleness=8", "rollout.staleness=4"),
+        ("rollout.max_staleness=1", "rollout.max_staleness=0"),
+        ("rollout.sync_every=4", "rollout.sync_every=2"),
+    ],
+)
+def test_where_the_spec_makes_samples_stale_fresher_ones_close_the_gap_first(override, proposed):
+    [finding] = [one for one in diagnose(corr(kl=0.2), override).findings if one.rule == "policy-gap"]
+    assert finding.fixes[0].spec == (proposed,)
+    assert "stale" in finding.cause
+
+
 def test_worst_findings_come_first():
     spoil = both(always(response_length__clip_ratio=0.07, reward__zero_spread_groups=0.6), corr(kl=0.2))
     severities = [finding.severity for finding in diagnose(spoil).findings]

@@ -29,8 +29,8 @@ METRICS = {
     "timing_s/reward": 0.5,
     "timing_s/update_critic": 1.0,
     "timing_s/update_actor": 2.0,
-    "val/gsm8k/reward_mean": 0.75,
 }
+VALIDATED = {"val/gsm8k/reward_mean": 0.75}
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 PROGRAM = f"""
@@ -39,11 +39,12 @@ TERM = os.environ.get("TERM")
 from rlctl.track.tracker import Tracker
 from rlctl.track.console import ConsoleSink
 METRICS = {METRICS!r}
+VALIDATED = {VALIDATED!r}
 asked = []
 sink = ConsoleSink("p/e", 240, is_stopping=lambda: bool(asked))
 with Tracker(None, [sink], show=sink.note) as tracker:
     for step in range(1, 13):
-        tracker.log(step, METRICS | {{"critic/score/mean": step / 20}})
+        tracker.log(step, METRICS | {{"critic/score/mean": step / 20}} | (VALIDATED if step == 6 else {{}}))
         time.sleep(0.05)
         if step == 6:
             tracker.note("something to say")
@@ -136,11 +137,14 @@ def test_a_pipe_gets_plain_lines() -> None:
         check=True,
     )
     assert "\x1b" not in done.stdout
-    first, note, last = done.stdout.splitlines()
+    first, validated, note, last = done.stdout.splitlines()
     start = "step 1/240 reward 0.05 ess 0.93 masked 0.02 kl 0.0012 tok/s 15,300 left "
     assert re.fullmatch(re.escape(start) + r"\d:\d\d", first)  # on a busy machine the first step is slow
+    assert validated.startswith("step 6/240 reward 0.30")
+    assert validated.endswith(" validation gsm8k 0.750")
     assert note == "something to say"
     assert last.startswith("step 12/240 reward 0.60")
+    assert "validation" not in last
 
 
 def test_a_plain_line_every_two_seconds_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +160,22 @@ def test_a_plain_line_every_two_seconds_and_at_the_end(monkeypatch: pytest.Monke
     assert [line.split()[1] for line in lines] == ["1/10", "4/10", "7/10", "10/10"]
     assert lines[1] == "step 4/10 reward 0.50 left 0:04"
     assert "left" not in lines[-1]
+
+
+def test_a_plain_line_shows_the_validation_of_its_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    stream = io.StringIO()
+    sink = ConsoleSink("t", 3, stream=stream)
+    sink.log(0, {"val/a/reward_mean": 0.25, "val/b\x1b/reward_mean": float("nan")})
+    sink.log(1, {"critic/score/mean": 0.5})  # too soon after the line before
+    sink.log(2, {"critic/score/mean": 0.5} | VALIDATED)
+    sink.log(3, {"critic/score/mean": 0.5})
+    sink.close("finished")
+    assert stream.getvalue().splitlines() == [
+        "step 0/3 validation a 0.250 validation b\\x1b nan",
+        "step 2/3 reward 0.50 left 0:00 validation gsm8k 0.750",
+        "step 3/3 reward 0.50",
+    ]
 
 
 def test_time_left_follows_the_recent_pace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def test_a_penalty_that_is_none_of_tokens_is_an_error(tmp_path: Path, returned: 
         f"def part(log_probs, ref_log_probs, rollout_log_probs):\n    return {returned}\n"
     )
     algorithm = algorithm_of(f"{tmp_path}/mine.py:part")
-    with pytest.raises(RunFailure, match=rf"kl estimator .*mine\.py:part {words}"):
+    with pytest.raises(RunFailure, match=rf"KL estimator .*mine\.py:part {words}"):
         with_kl_in_reward(scored_batch(), algorithm, kl_controller(algorithm), alone())
 
 

@@ -175,3 +175,7 @@ def _report_bug(error: Exception) -> None:
         return
     typer.echo(visible(f"error: {type(error).__name__}: {error}"), err=True)
     typer.echo(f"  This is a bug in rlctl. The traceback is in {Path(file.name)}", err=True)
+
+
+if __name__ == "__main__":  # job scripts of earlier versions
+    main()

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlctl.batch import ModelInputs
-    from rlctl.engine.lora import Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,13 @@ class StepResult:
 
     grad_norm: float
     applied: bool
+
+
+class AdapterSnapshot(Protocol):
+    """Copy of the weights of a LoRA adapter."""
+
+    def save(self, directory: Path) -> None:
+        """Writes the adapter in PEFT's format."""
 
 
 class Trained(Protocol):
@@ -120,7 +126,7 @@ class TrainEngine(Trained, Protocol):
         `merged`; otherwise they are the frozen weights.
         """
 
-    def adapter(self) -> Adapter:
+    def adapter(self) -> AdapterSnapshot:
         """With LoRA: A and B in full, on every rank."""
 
     def export(self, directory: Path) -> None:

@@ -63,8 +63,12 @@ def fitting_batch(spec: RunSpec) -> tuple[int, int]:
     whole = -(-batch // world) * world
     if not spec.actor.ppo_mini_batch_size:
         return whole, whole
-    fits = [size for size in range(world, batch + 1, world) if batch % size == 0]
-    return (batch, min(fits, key=lambda size: abs(size - mini))) if fits else (whole, world)
+    if batch % world:
+        return whole, world
+    start = max(min(mini, batch) // world, 1) * world
+    below = next(size for size in range(start, 0, -world) if batch % size == 0)
+    above = (size for size in range(start + world, 2 * mini - below, world) if batch % size == 0)
+    return batch, next(above, below)
 
 
 def check_spec(

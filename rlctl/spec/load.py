@@ -287,6 +287,10 @@ def _validated(
     known = frozenset(good)
     for key in [key for key, leaf in good.items() if isinstance(leaf.value, bool) and not accepts(key, bool)]:
         problems.append(_problem(key, good.pop(key), "must not be true or false"))  # pydantic reads true as 1
+    for key in [
+        key for key, leaf in good.items() if isinstance(leaf.value, int) and abs(leaf.value) >= 2**63
+    ]:
+        problems.append(_problem(key, good.pop(key), "must be an integer of 64 bits"))
     while True:
         try:
             values = {key: _value(key, leaf) for key, leaf in good.items()}

@@ -117,7 +117,7 @@ class TrainerSpec(Section):
     rollouts_per_step: int = Field(default=32, ge=-1)
     """Responses per step that are written to `rollouts/` with their log-probs, from the main rank's share of
     the batch; 0: none, -1: the whole share."""
-    seed: int = Field(default=1, ge=0, lt=2**63)
+    seed: int = Field(default=1, ge=0)
     """Seed of data order, sampling and initialisation."""
     run_dir: Annotated[str | None, NullWord] = None
     """Run directory; null: `runs/<project_name>/<experiment_name>-<time>`."""

@@ -424,7 +424,13 @@ def test_slow_generation_on_a_gpu_is_said(monkeypatch, hidden, found):
     assert problems_of() == {}  # the built-in model is too small for it to matter
 
 
-def test_a_seed_fits_into_the_integers_of_torch():
-    load_spec(overrides=[f"trainer.seed={2**63 - 1}"])
-    with pytest.raises(SpecError, match=r"trainer\.seed"):
-        load_spec(overrides=[f"trainer.seed={2**63}"])
+@pytest.mark.parametrize("key", ["trainer.seed", "data.train_batch_size", "data.max_response_length"])
+def test_integers_have_64_bits(key):
+    """Torch takes no larger seed, and the estimates of the dry run compute with floats."""
+    with pytest.raises(SpecError) as caught:
+        load_spec(overrides=[f"{key}={10**400}"])
+    assert [(one.key, one.what) for one in caught.value.problems if one.severity == "error"] == [
+        (key, "must be an integer of 64 bits")
+    ]
+    with contextlib.suppress(SpecError):  # another check may refuse it
+        load_spec(overrides=[f"{key}={2**63 - 1}"])

@@ -22,6 +22,8 @@ _SIZE_IN_NAME = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BbMm])(?![A-Za-z0
 _MAX_HEADER = 100 << 20
 #: Names of the number of experts in configurations.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+#: Names of the number of experts that compute one token.
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts")
 #: Bytes per trained parameter with AdamW: two moments and the parameter, in float32.
 _TRAINED = 12
 
@@ -85,12 +87,14 @@ class ModelSize:
         shape: the transformer's dimensions.
         num_read_by_text: for a model that also reads images, the number of parameters that text inputs use;
             the others are loaded but not trained. None: all parameters.
+        num_idle: of a mixture of experts, number of the parameters that compute nothing for a token.
     """
 
     source: str
     num_parameters: int | None = None
     shape: Shape | None = None
     num_read_by_text: int | None = None
+    num_idle: int = 0
 
     @property
     def num_trainable(self) -> int | None:
@@ -114,7 +118,7 @@ def model_size(spec: ModelSpec) -> ModelSize:
             return size
         read = None if size.num_read_by_text is None else _read_by_text(shapes, size.shape)
         counted = sum(map(math.prod, shapes.values()))
-        return ModelSize("safetensors headers", counted, size.shape, read)
+        return ModelSize("safetensors headers", counted, size.shape, read, size.num_idle)
     if published := PUBLISHED.get(spec.path):
         return published
     match = _SIZE_IN_NAME.search(spec.path)
@@ -223,14 +227,19 @@ def _from_config(whole: dict[str, Any]) -> ModelSize:
     tied = whole.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     embeddings = vocab * hidden * (1 if tied else 2)
     layer = sum(inputs * outputs for inputs, outputs in shape.matrices().values())
-    experts = next(filter(None, (_count(config, name) for name in _EXPERTS)), 0)
+    experts, used = (
+        next(filter(None, (_count(config, name) for name in names)), 0)
+        for names in (_EXPERTS, _EXPERTS_PER_TOKEN)
+    )
+    idle = 0
     if experts:  # in every layer, in place of its feed-forward layer
-        inner = _count(config, "moe_intermediate_size") or shape.inner
-        layer += 3 * hidden * (experts * inner - shape.inner)
+        expert = 3 * hidden * (_count(config, "moe_intermediate_size") or shape.inner)
+        layer += experts * expert - 3 * hidden * shape.inner
+        idle = layers * max(0, experts - (used or experts)) * expert
     read = embeddings + layers * layer
     others = [part for name, part in whole.items() if name != "text_config" and name.endswith("_config")]
     towers = sum(_tower(part) for part in others if isinstance(part, dict)) if reads_more else 0
-    return ModelSize("config.json", read + towers, shape, read if reads_more else None)
+    return ModelSize("config.json", read + towers, shape, read if reads_more else None, idle)
 
 
 def _window(config: dict[str, Any]) -> int | None:

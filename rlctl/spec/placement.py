@@ -264,9 +264,9 @@ class Placement:
     def _forward_flops(self, shape: Shape, parameters: int) -> float:
         """FLOPs of a forward pass over the rows of one step on one rank.
 
-        Two per weight and token; for attention, two per element of a query, position and layer. Without a
-        token budget, a micro-batch computes a prompt once for all of its responses there. The output head is
-        computed for response tokens only.
+        Two per token and weight that it uses; for attention, two per element of a query, position and layer.
+        Without a token budget, a micro-batch computes a prompt once for all of its responses there. The
+        output head is computed for response tokens only.
         """
         actor, data, responses = self.spec.actor, self.spec.data, self._responses()
         rows = actor.ppo_micro_batch_size_per_gpu
@@ -334,7 +334,7 @@ class Placement:
         machine, whole, sampling = self.machine, self.whole, self.sampling
         speed = machine.flops * _EFFICIENCY / max(1, self.ranks // (machine.gpus or 1))
         read = self.size.num_trainable or parameters
-        forward = self._forward_flops(shape, read) / speed
+        forward = self._forward_flops(shape, read - self.size.num_idle) / speed
         link = machine.network if spec.trainer.nnodes > 1 else machine.link
         once = max(forward, self._gathered / link)
         shard = self._trained / spec.world_size
@@ -377,12 +377,13 @@ class Placement:
         fits = max(1.0, cache_bytes / (cached * mean)) if machine.gpus else responses
         at_once = min(responses, fits, spec.rollout.max_num_seqs or responses)
         read = weights + at_once * cached * mean
-        computed = 2 * parameters * at_once / (machine.flops * gpus)
+        active = parameters - self.size.num_idle
+        computed = 2 * active * at_once / (machine.flops * gpus)
         slower = 1.0 if spec.rollout_engine.forms_batches or not machine.gpus else 5.0
         each = max(read / (machine.gpu_bandwidth * gpus * _DECODING), computed) + _STEP_S
         if gpus > 1:
             each += 2 * shape.layers * 2 * at_once * shape.hidden * self.sampling_width / machine.link
-        prompts = responses / spec.rollout.n * data.max_prompt_length * 2 * parameters
+        prompts = responses / spec.rollout.n * data.max_prompt_length * 2 * active
         # The longest response of the first wave reaches the limit; further waves take the mean length.
         waves = 1 + max(0.0, responses / at_once - 1) * _MEAN_RESPONSE
         return slower * (

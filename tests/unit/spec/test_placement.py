@@ -306,6 +306,17 @@ def test_prompts_count_once_for_the_responses_that_share_a_pass() -> None:
     assert update("actor.ppo_max_token_len_per_gpu=40000") == pytest.approx(apart)
 
 
+def test_a_token_is_computed_by_its_own_experts() -> None:
+    """The others are read, moved and stored, and compute nothing."""
+    dense = place("8xh100", "rollout.name=vllm", presets=("8gpu", "grpo-rs-only"))
+    size = replace(dense.size, num_idle=dense.size.num_parameters * 3 // 4)
+    sparse = Placement(dense.spec, size, dense.machine)
+    times, less = dense.seconds(), sparse.seconds()
+    assert 0.2 * times["update"] < less["update"] < 0.4 * times["update"]
+    assert 0.25 * times["generate"] < less["generate"] < times["generate"]
+    assert less["sync"] == times["sync"]
+
+
 def test_an_unknown_size_is_no_error() -> None:
     spec = load_spec([], [], ["data.train_files=x", "model.path=a/b"]).spec
     placement = Placement(spec, ModelSize("unknown"), MACHINES["8xh100"])

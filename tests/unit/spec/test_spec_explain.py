@@ -237,25 +237,28 @@ def write_model(directory, *, with_weights: bool):
 
 
 @pytest.mark.parametrize(
-    ("config", "billions"),
+    ("config", "billions", "billions_per_token"),
     [
         (
             {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000,
-             "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8},
-            46.7,  # Mixtral-8x7B
+             "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+             "num_experts_per_tok": 2},
+            46.7, 12.9,  # Mixtral-8x7B
         ),
         (
             {"num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151936,
              "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
-             "moe_intermediate_size": 768},
-            30.5,  # Qwen3-30B-A3B
+             "moe_intermediate_size": 768, "num_experts_per_tok": 8},
+            30.5, 3.3,  # Qwen3-30B-A3B
         ),
     ],
 )  # fmt: skip
-def test_the_experts_of_a_configuration_are_counted(config, billions, tmp_path):
+def test_the_experts_of_a_configuration_are_counted(config, billions, billions_per_token, tmp_path):
     """A directory of the hub's cache may hold the configuration alone."""
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert model_size(ModelSpec(path=str(tmp_path))).num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    size = model_size(ModelSpec(path=str(tmp_path)))
+    assert size.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert (size.num_parameters - size.num_idle) / 1e9 == pytest.approx(billions_per_token, rel=0.02)
 
 
 def test_model_size_from_a_directory(tmp_path):

@@ -153,7 +153,7 @@ def run_rank(
 
         try:
             if spec.world_size == 1 and stop.signal_number:
-                return stop.exit_code
+                return 128 + stop.signal_number
             with missing_ranks():
                 if spec.world_size > 1:
                     startup.phase(f"waiting for all {spec.world_size} ranks")

@@ -59,11 +59,6 @@ class StopRequest:
     is_shown: bool = False
     """Whether a live display shows that the run is stopping: an additional printed line would corrupt it."""
 
-    @property
-    def exit_code(self) -> int:
-        """128 + signal, as shells report it: 130 for SIGINT (Ctrl-C), 143 for SIGTERM (preemption)."""
-        return 128 + (self.signal_number or 0)
-
 
 def end_process(signal_number: int) -> None:
     """Ends the process at once, with the exit code that a shell reports for the signal."""

@@ -12,7 +12,6 @@ from rlctl.spec.run_spec import RunSpec
 from rlctl.track.run_dir import open_run_dir
 from rlctl.train.preflight import changes, refuse_masked, refuse_unsafe
 from rlctl.train.settings import actor_schedule, critic_schedule, lr_at
-from rlctl.train.stop import StopRequest
 from rlctl.train.stream import rank_positions
 
 
@@ -172,8 +171,3 @@ def test_total_steps_are_not_safe_where_the_learning_rate_depends_on_them() -> N
     after = spec("actor.lr_scheduler_type=linear", "trainer.total_training_steps=999")
     with pytest.raises(SpecError, match="total_training_steps"):
         refuse_unsafe(before, after)
-
-
-def test_exit_codes_are_the_shells() -> None:
-    assert StopRequest(2).exit_code == 130
-    assert StopRequest(15).exit_code == 143

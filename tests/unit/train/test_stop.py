@@ -21,7 +21,7 @@ def asked(*numbers_and_pauses: float) -> int:
                 time.sleep(-item)
             else:
                 os.kill(os.getpid(), int(item))
-        return stop.exit_code if stop.signal_number else 0
+        return 128 + stop.signal_number if stop.signal_number else 0
 
 
 def asked_with_nobody_reading() -> int:

@@ -49,7 +49,7 @@ def shared_prefix(body: Any, input_ids: Tensor, attention_mask: Tensor, position
         attention_mask: (B, K) bool.
 
     Returns:
-        A cache of B rows that `body` can continue, or None if nothing is shared.
+        A cache of B rows that `body` can continue, or None if nothing is shared or `has_keys_only` is false.
     """
     step = _equal_neighbours(input_ids, attention_mask)
     if step == 1 or input_ids.shape[1] == 0:
@@ -60,10 +60,17 @@ def shared_prefix(body: Any, input_ids: Tensor, attention_mask: Tensor, position
         position_ids=position_ids[::step],
         use_cache=True,
     )
-    cache = getattr(output, "past_key_values", None)  # recurrent models use another name
-    if isinstance(cache, DynamicCache):
-        cache.batch_repeat_interleave(step)
+    cache: Any = getattr(output, "past_key_values", None)
+    if not has_keys_only(cache):
+        return None
+    cache.batch_repeat_interleave(step)
     return cache
+
+
+def has_keys_only(cache: Any) -> bool:
+    """Whether a model's cache contains keys and values only: no recurrent state, and no cache of its own."""
+    plain = (DynamicLayer, DynamicSlidingWindowLayer)
+    return isinstance(cache, DynamicCache) and all(type(layer) in plain for layer in cache.layers)
 
 
 def _equal_neighbours(input_ids: Tensor, attention_mask: Tensor) -> int:
@@ -106,9 +113,7 @@ def _continues(body: Any, vocabulary: int) -> bool:
     probe, mask = positions % vocabulary, torch.ones_like(positions)
     whole = body(input_ids=probe, attention_mask=mask, position_ids=positions).last_hidden_state[:, 2:]
     cache = shared_prefix(body, probe[:, :2], mask[:, :2].bool(), positions[:, :2])
-    if not isinstance(cache, DynamicCache):
-        return False
-    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
+    if cache is None:
         return False
     parts = body(
         input_ids=probe[:, 2:],

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from rlctl.batch import ModelInputs
 from rlctl.errors import RunFailure
-from rlctl.prefix import evaluating, shared_prefix
+from rlctl.prefix import evaluating, has_keys_only, shared_prefix
 from rlctl.spec.memory import packed_width
 
 #: Largest relative difference that the probe accepts: above bfloat16 errors, below those of a wrong mask.
@@ -192,7 +192,8 @@ def can_pack(body: Any) -> bool:
     """Whether a model without its head gives the same states for packed rows as for separate sequences.
 
     Recurrent states continue through the whole row, and some attention layers build their own mask. Instead
-    of a list of architectures, this compares both computations on a short probe.
+    of a list of architectures, this compares both computations on a short probe. A recurrent state may change
+    too little there: then its cache tells.
     """
     if body is None:  # the model has none
         return False
@@ -207,10 +208,12 @@ def can_pack(body: Any) -> bool:
             return True  # the probe is longer than the window: longer rows are not packed either
         with evaluating(body):
             found = body(**rows.inputs).last_hidden_state.flatten(0, 1)[rows.states_at].float()
-            plain = body(input_ids=ids, use_cache=False).last_hidden_state[:, 1:-1].flatten(0, 1).float()
+            separate = body(input_ids=ids, use_cache=True)
     except (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError, IndexError):
         return False  # the model does not accept this mask
-    return bool((found - plain).norm() < _TOLERANCE * plain.norm())
+    plain = separate.last_hidden_state[:, 1:-1].flatten(0, 1).float()
+    is_close = (found - plain).norm() < _TOLERANCE * plain.norm()
+    return bool(is_close) and has_keys_only(getattr(separate, "past_key_values", None))
 
 
 def used_columns(inputs: ModelInputs) -> ModelInputs:

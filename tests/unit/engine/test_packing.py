@@ -6,7 +6,9 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    FalconH1Config,
     Gemma3TextConfig,
+    Lfm2Config,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
@@ -18,7 +20,7 @@ from rlctl.batch import ModelInputs
 from rlctl.engine import inputs
 from rlctl.engine.inputs import can_pack
 from rlctl.engine.log_probs import PolicyModule
-from rlctl.prefix import body_of
+from rlctl.prefix import body_of, can_share_prefix
 from tests.unit.test_prefix import HORIZON, PROMPT, SHAPE, VOCABULARY, rows_of, tokens_read
 
 ARCHITECTURES = {
@@ -104,9 +106,39 @@ def test_a_window_shorter_than_a_sequence_is_not_packed() -> None:
     torch.testing.assert_close(module(ModelInputs(**rows))[0], log_probs)
 
 
-def test_recurrent_models_read_whole_rows() -> None:
-    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, state_size=4)
-    assert not can_pack(body_of(AutoModelForCausalLM.from_config(config)))
+#: Some layers, or a part of each, carry a state from token to token besides keys and values.
+RECURRENT = {
+    "mamba": MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, state_size=4),
+    "lfm2": Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
+    # With the usual initial weights, the state changes the attention layers' result by less than a percent.
+    "falcon_h1": FalconH1Config(
+        **SHAPE | {"initializer_range": 0.02},
+        **{"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_models_read_whole_rows(kind: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(RECURRENT[kind]).eval()
+    assert not can_pack(body_of(model))
+    assert not can_share_prefix(model)
+    module, rows = PolicyModule(model, 0.7), rows_of(2)
+    log_probs, _ = module(ModelInputs(**rows))
+    torch.testing.assert_close(log_probs, whole_rows(model, rows, 0.7), rtol=1e-4, atol=1e-4)
+
+
+def whole_rows(model, rows: dict[str, torch.Tensor], temperature: float) -> torch.Tensor:
+    """Log-probs (B, T) from one pass per row, without padding."""
+    found = torch.zeros(rows["scored"].shape)
+    for row, (ids, mask, scored) in enumerate(
+        zip(rows["input_ids"], rows["attention_mask"], rows["scored"], strict=True)
+    ):
+        tokens, count = ids[mask][None], int(scored.sum())
+        logits = model(input_ids=tokens).logits[0, -count - 1 : -1] / temperature
+        found[row, :count] = logits.log_softmax(-1).gather(-1, tokens[0, -count:, None]).squeeze(-1)
+    return found.detach()
 
 
 def test_nothing_scored_gives_zeros() -> None:

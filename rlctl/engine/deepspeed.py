@@ -12,7 +12,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Unpack, cast
@@ -196,7 +196,7 @@ class _Engine:
             with self._gathered(weight.parts):
                 yield weight.name, weight.value()
 
-    def _gathered(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+    def _gathered(self, parameters: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
         """Context in which `parameters` are available in full (under ZeRO-3 a collective)."""
         if self.zero_stage < 3:
             return contextlib.nullcontext()

@@ -80,13 +80,13 @@ class PlainWeight:
 
     Attributes:
         name: name in the model before `add_lora`.
-        parts: the parameters that `value` reads, which must be available in full (under ZeRO-3 gathered): W,
+        parts: the tensors that `value` reads, which must be available in full (under ZeRO-3 gathered): W,
             and A and B if it has an adapter.
         scale: α/r.
     """
 
     name: str
-    parts: list[nn.Parameter]
+    parts: list[Tensor]
     scale: float = 1.0
 
     @torch.no_grad()
@@ -100,7 +100,7 @@ class PlainWeight:
 
 
 def plain_weights(model: nn.Module, *, merged: bool = True) -> Iterator[PlainWeight]:
-    """Every parameter that `model` had before `add_lora`, in its order.
+    """Every parameter that `model` had before `add_lora`, in its order, and every buffer in its files.
 
     Args:
         model: with or without adapters.
@@ -115,6 +115,9 @@ def plain_weights(model: nn.Module, *, merged: bool = True) -> Iterator[PlainWei
             yield PlainWeight(f"{owner}.weight", [parameter, *adapter], layer.scaling[_ADAPTER])
         elif ".lora_" not in name:
             yield PlainWeight(name.replace(".base_layer.", "."), [parameter])
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, nn.Parameter):  # such as the bias with which DeepSeek-V3 selects experts
+            yield PlainWeight(name, [tensor])
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

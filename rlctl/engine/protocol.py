@@ -82,7 +82,7 @@ class Trained(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter in full, by the model's own name, on every rank."""
+        """Every parameter and every buffer that is saved, in full, by the model's own name, on every rank."""
         ...
 
     def save(self, directory: Path) -> dict[str, str]:

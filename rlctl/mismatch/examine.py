@@ -209,4 +209,4 @@ class _Sampler:
         """Syncs the model's weights to the engine."""
         self._version += 1
         engine = cast(RolloutEngine, self.sides.engine)
-        engine.sync_weights(PlainWeights(model.named_parameters()), self._version)
+        engine.sync_weights(PlainWeights(model.state_dict().items()), self._version)

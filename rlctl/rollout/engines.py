@@ -156,7 +156,7 @@ def engine_outside_training(
         )
         try:
             if model is not None and not spec.rollout_engine.starts_with_policy:
-                engine.sync_weights(PlainWeights(model.named_parameters()), 0)
+                engine.sync_weights(PlainWeights(model.state_dict().items()), 0)
             del model
             yield engine
         finally:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlctl import leftovers
 from rlctl.errors import RunFailure, UsageError
@@ -83,7 +83,6 @@ class ExpectedWeights:
         # `ds_shape`: DeepSpeed's full shape of a weight that is partitioned among the ranks.
         self._shapes = {name: tuple(getattr(part, "ds_shape", part.shape)) for name, part in state.items()}
         self._names = {name: tuple(names[id(tensor)]) for name, tensor in state.items()}
-        self._needed = [name for name, tensor in state.items() if isinstance(tensor, nn.Parameter)]
         self._as_saved = _as_saved(model)
 
     def in_files(
@@ -118,7 +117,7 @@ class ExpectedWeights:
             else:
                 covered.update(self._names[name])
                 yield self._names[name], tensor
-        wrong += [f"{name} is missing" for name in self._needed if name not in covered]
+        wrong += [f"{name} is missing" for name in self._shapes if name not in covered]
         if wrong:
             raise RunFailure(f"weight sync to the rollout engine failed: {'; '.join(wrong)}")
 

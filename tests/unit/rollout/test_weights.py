@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlctl.engine.lora import plain_weights
 from rlctl.errors import RunFailure
 from rlctl.rollout.weights import ExpectedWeights
 from tests.models import tiny_model
@@ -25,7 +26,18 @@ SHAPE = {
 MIXTURES = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 8},
+    # The bias of its router is a buffer, which its files contain.
+    "glm4_moe": {"n_routed_experts": 4, "moe_intermediate_size": 8, "head_dim": 8}
+    | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
 }
+
+
+def mixture(family: str):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE, **MIXTURES[family]))
+    for _, buffer in model.named_buffers():
+        buffer.normal_()
+    return model
 
 
 def saved(model, where: Path) -> dict[str, torch.Tensor]:
@@ -34,10 +46,10 @@ def saved(model, where: Path) -> dict[str, torch.Tensor]:
 
 
 def in_files(model) -> dict[str, torch.Tensor]:
-    expected = ExpectedWeights(model)
+    weights = ((weight.name, weight.value()) for weight in plain_weights(model))
     return {
         name: part.detach().clone()
-        for names, part in expected.in_files(model.named_parameters())
+        for names, part in ExpectedWeights(model).in_files(weights)
         for name in names
     }
 
@@ -45,8 +57,7 @@ def in_files(model) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("is_read", [True, False], ids=["read from files", "made from a config"])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_a_mixture_of_experts(family: str, is_read: bool, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE, **MIXTURES[family]))
+    model = mixture(family)
     files = saved(model, tmp_path)
     assert any(".experts.3." in name for name in files)
     if is_read:
@@ -70,3 +81,6 @@ def test_what_is_missing_has_the_models_own_name() -> None:
     some = [(name, weight) for name, weight in model.named_parameters() if "norm" not in name]
     with pytest.raises(RunFailure, match=r"model\.norm\.weight is missing"):
         list(ExpectedWeights(model).in_files(some))
+    model = mixture("glm4_moe")
+    with pytest.raises(RunFailure, match=r"e_score_correction_bias is missing"):
+        list(ExpectedWeights(model).in_files(model.named_parameters()))

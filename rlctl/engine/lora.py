@@ -40,12 +40,18 @@ def add_lora(model: Any, rank: int, alpha: float, target_modules: list[str]) -> 
         target_modules: last components of layer names, such as `q_proj`, or `all-linear`.
 
     Raises:
-        UsageError: a name matches no linear layer.
+        UsageError: a name matches no linear layer, or one that PEFT takes for an expert.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=_targets(model, target_modules))
     inject_adapter_in_model(config, model, _ADAPTER)
+    if config.target_parameters:
+        # transformers 5 stores the experts of some models in one tensor. PEFT takes layers whose names
+        # experts had before, such as gate_proj, for experts and adapts those.
+        others = sorted({name.rpartition(".")[2] for name in config.target_modules})
+        what = f"PEFT adapts the experts of {type(model).__name__}, not all of the requested layers"
+        raise UsageError(what, where="model.target_modules", fix=f"choose from {', '.join(others)}")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
 

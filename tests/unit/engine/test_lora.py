@@ -15,6 +15,7 @@ from tests.models import naive_log_probs, tiny_batch, tiny_model
 from tests.processes import on_ranks
 from tests.unit.engine import lora_jobs
 from tests.unit.engine.engine_jobs import ROWS
+from tests.unit.rollout.test_weights import mixture
 
 CASES = {
     1: [(0, "fp32"), (2, "bf16"), (3, "fp32")],
@@ -57,6 +58,16 @@ def test_unknown_layers_are_refused(name: str) -> None:
     assert caught.value.where == "model.target_modules"
     assert "down_proj" in str(caught.value.fix)
     assert ALL_LINEAR in str(caught.value.fix)
+
+
+def test_layers_that_peft_would_exchange_for_experts_are_refused() -> None:
+    model = mixture("glm4_moe")
+    with pytest.raises(UsageError, match="adapts the experts") as caught:
+        add_lora(model, 2, 4.0, [ALL_LINEAR])
+    assert caught.value.fix == "choose from k_proj, o_proj, q_proj, v_proj"
+    model = mixture("glm4_moe")
+    add_lora(model, 2, 4.0, ["q_proj", "o_proj"])
+    assert {weight.name for weight in plain_weights(model)} == set(mixture("glm4_moe").state_dict())
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rlctl.errors import UsageError
+from rlctl.errors import UsageError, one_line
 from rlctl.spec.model import ALL_LINEAR
 
 if TYPE_CHECKING:
@@ -40,12 +40,16 @@ def add_lora(model: Any, rank: int, alpha: float, target_modules: list[str]) -> 
         target_modules: last components of layer names, such as `q_proj`, or `all-linear`.
 
     Raises:
-        UsageError: a name matches no linear layer, or one that PEFT takes for an expert.
+        UsageError: a name matches no linear layer, or one that PEFT refuses or takes for an expert.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=_targets(model, target_modules))
-    inject_adapter_in_model(config, model, _ADAPTER)
+    try:
+        inject_adapter_in_model(config, model, _ADAPTER)
+    except ValueError as error:  # such as layers whose weight a kernel reads without the adapter
+        what, fix = f"PEFT refuses the adapter: {one_line(error)}", "name other layers"
+        raise UsageError(what, where="model.target_modules", fix=fix) from error
     if config.target_parameters:
         # transformers 5 stores the experts of some models in one tensor. PEFT takes layers whose names
         # experts had before, such as gate_proj, for experts and adapts those.
@@ -62,7 +66,8 @@ def _targets(model: Any, wanted: list[str]) -> list[str]:
     linear = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and module.weight.requires_grad
+        # Not of a subclass, such as a router: its result is not W·x.
+        if type(module) is nn.Linear and module is not head and module.weight.requires_grad
     ]
     known = {name.rpartition(".")[2] for name in linear}
     if not linear:

@@ -71,6 +71,24 @@ def test_layers_that_peft_would_exchange_for_experts_are_refused() -> None:
     assert {weight.name for weight in plain_weights(model)} == set(mixture("glm4_moe").state_dict())
 
 
+def test_layers_whose_weight_is_read_without_the_adapter_are_refused() -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    model = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, state_size=2))
+    with pytest.raises(UsageError, match=r"PEFT refuses the adapter: .*out_proj.* incompatible"):
+        add_lora(model, 2, 4.0, [ALL_LINEAR])
+
+
+def test_a_router_that_is_a_kind_of_linear_layer_gets_no_adapter() -> None:
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    shape = {"hidden_size": 8, "intermediate_size": 8, "intermediate_size_mlp": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
+    model = Llama4ForCausalLM(Llama4TextConfig(vocab_size=9, num_local_experts=2, **shape, **heads))
+    add_lora(model, 2, 4.0, [ALL_LINEAR])
+    assert model(input_ids=torch.arange(4)[None]).logits.isfinite().all()
+
+
 def test_a_model_without_linear_layers_is_refused() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -105,8 +105,12 @@ def explained(
             "author",
         ) from error
     except (ValueError, KeyError, ImportError) as error:
+        words = first_line(error)
+        if "attention implementation" in words or "FlashAttention" in words:
+            other = "write another: sdpa, eager or flash_attention_2"
+            raise UsageError(words, where="model.attn_implementation", fix=other) from error
         fix = fix or "name a causal language model; model.trust_remote_code=true if it ships its own code"
-        raise UsageError(f"not {kind}: {first_line(error)}", where=where, fix=fix) from error
+        raise UsageError(f"not {kind}: {words}", where=where, fix=fix) from error
 
 
 def check_directory(path: str, where: str, fix: str | None = None) -> None:

@@ -86,6 +86,18 @@ def test_unknown_architecture(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_an_attention_kernel_that_the_architecture_lacks(tmp_path: Path) -> None:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    save_tiny_qwen2(tmp_path)  # its tokenizer
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = GptOssConfig(vocab_size=257, num_local_experts=2, num_key_value_heads=1, head_dim=8, **shape)
+    GptOssForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="scaled_dot_product_attention") as caught:
+        load(tmp_path)
+    assert caught.value.where == "model.attn_implementation"
+
+
 def beside(path: Path | str, tokenizer):
     return load_other_model(
         str(path),

@@ -192,8 +192,7 @@ def can_pack(body: Any) -> bool:
     """Whether a model without its head gives the same states for packed rows as for separate sequences.
 
     Recurrent states continue through the whole row, and some attention layers build their own mask. Instead
-    of a list of architectures, this compares both computations on a short probe. A recurrent state may change
-    too little there: then its cache tells.
+    of a list of architectures, this compares both computations on a short probe, and looks into the cache.
     """
     if body is None:  # the model has none
         return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from rlctl.lazy import torch
 
@@ -20,14 +20,23 @@ if TYPE_CHECKING:
     Rows = slice | Tensor
 
 
-Record = TypeVar("Record", "TokenLists", "ModelInputs", "Rollouts", "TrainBatch")
+class Rowwise:
+    """Base of records whose fields have one entry per row: tensors, tuples, or None."""
 
+    __slots__ = ()
 
-def _each(record: Record, change: Callable[[Any], Any]) -> Record:
-    """The record with every field changed that is not None."""
-    given = ((f.name, getattr(record, f.name)) for f in fields(record))
-    values: dict[str, Any] = {name: None if x is None else change(x) for name, x in given}
-    return type(record)(**values)
+    def pick(self, rows: Rows) -> Self:
+        """Returns the given rows, in that order; a slice returns views."""
+        return self._each(lambda value: value[rows])
+
+    def to(self, device: Any) -> Self:
+        """Returns the same data on `device`."""
+        return self._each(lambda value: value if isinstance(value, tuple) else value.to(device))
+
+    def _each(self, change: Callable[[Any], Any]) -> Self:
+        """The record with every field changed that is not None."""
+        given = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
+        return type(self)(**{name: None if x is None else change(x) for name, x in given})
 
 
 #: Why a sampler ends a response: an end-of-sequence token, the length limit, or a fault of the engine.
@@ -129,11 +138,12 @@ class TokenLists:
 
     def to(self, device: Any) -> TokenLists:
         """Returns the same data on `device`."""
-        return _each(self, lambda value: value.to(device))
+        log_probs = None if self.log_probs is None else self.log_probs.to(device)
+        return TokenLists(self.counts.to(device), self.ids.to(device), log_probs)
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInputs:
+class ModelInputs(Rowwise):
     """Input of a forward pass of any model: B rows that end with T response columns."""
 
     input_ids: Tensor  # (B, L) int64
@@ -148,16 +158,12 @@ class ModelInputs:
         """(B, T) int64: the last T columns of `input_ids`."""
         return self.input_ids[:, self.input_ids.shape[1] - self.scored.shape[1] :]
 
-    def pick(self, rows: Rows) -> ModelInputs:
-        """Returns the given rows, in that order; a slice returns views."""
-        return _each(self, lambda value: value[rows])
-
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])
 
 
 @dataclass(frozen=True, slots=True)
-class Rollouts:
+class Rollouts(Rowwise):
     """n sampled responses per prompt.
 
     Responses of one prompt are adjacent, but only `group_ids` define which rows belong together.
@@ -181,14 +187,6 @@ class Rollouts:
     kept: TokenLists | None = None  # with exact sampling: the set that each token was sampled from
     most_likely: TokenLists | None = None  # with score centering: the sampler's most likely tokens
     prompt_weights: Tensor | None = None  # (B,) float32 factor of the advantages: 1 / P(prompt drawn)
-
-    def pick(self, rows: slice) -> Rollouts:
-        """Returns the given rows."""
-        return _each(self, lambda value: value[rows])
-
-    def to(self, device: Any) -> Rollouts:
-        """Returns the same data on `device`."""
-        return _each(self, lambda value: value if isinstance(value, tuple) else value.to(device))
 
     @classmethod
     def joined(cls, parts: Sequence[Rollouts]) -> Rollouts:
@@ -260,7 +258,7 @@ class ScoredBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainBatch:
+class TrainBatch(Rowwise):
     """The tensors that the update reads, each with B rows."""
 
     input_ids: Tensor  # (B, L) int64
@@ -290,10 +288,6 @@ class TrainBatch:
         """Input of a forward pass over these rows."""
         columns = (self.input_ids, self.attention_mask, self.position_ids, self.response_mask)
         return ModelInputs(*columns, self.kept, self.most_likely)
-
-    def pick(self, rows: Rows) -> TrainBatch:
-        """Returns the given rows, in that order; a slice returns views."""
-        return _each(self, lambda value: value[rows])
 
     def split(self, size: int) -> list[TrainBatch]:
         """Splits into consecutive parts of `size` rows (the last may be smaller)."""

@@ -240,10 +240,8 @@ class DeepSpeedEngine(_Engine):
         # Gathering is a collective: all ranks iterate, although only rank 0 keeps the weights.
         full = {name: tensor.cpu() for name, tensor in self.weights() if self.ranks.is_main}
         if self.ranks.is_main:
-            model = self._policy.model
-            # transformers loads generation configs that it refuses to save, such as a temperature without
-            # `do_sample`.
-            generation = model.generation_config
+            model, generation = self._policy.model, self._policy.model.generation_config
+            # transformers refuses to save some that it loads, such as a temperature without `do_sample`.
             model.generation_config = type(generation)()
             model.save_pretrained(directory, state_dict=full)
             model.generation_config = generation

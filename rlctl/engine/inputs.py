@@ -28,8 +28,9 @@ from rlctl.errors import RunFailure
 from rlctl.prefix import evaluating, has_keys_only, shared_prefix
 from rlctl.spec.memory import packed_width
 
-#: Largest relative difference that the probe accepts: above bfloat16 errors, below those of a wrong mask.
-_TOLERANCE = 0.05
+#: Largest relative difference that the probe accepts, in half precision and in float32: above rounding, below
+#: a wrong mask or position.
+_TOLERANCE, _TOLERANCE_FP32 = 0.04, 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,28 +193,44 @@ def can_pack(body: Any) -> bool:
     """Whether a model without its head gives the same states for packed rows as for separate sequences.
 
     Recurrent states continue through the whole row, and some attention layers build their own mask. Instead
-    of a list of architectures, this compares both computations on a short probe. A recurrent state may change
-    too little there: then its cache tells.
+    of a list of architectures, this compares both computations on a short probe, and looks into the cache.
     """
     if body is None:  # the model has none
         return False
     device = next(body.parameters()).device
-    ids = torch.arange(10, device=device).reshape(2, 5) % body.config.vocab_size
+    # Long enough for a bias by place instead of position to show; 11 divides no block of a sparse attention.
+    ids = torch.arange(26, device=device).reshape(2, 13) % body.config.vocab_size
     ids[1, :2] = ids[0, :2]  # the same prompt
     whole = torch.ones_like(ids, dtype=torch.bool)
-    positions = torch.arange(5, device=device).expand(2, 5)
+    positions = torch.arange(13, device=device).expand(2, 13)
     try:
         rows = packed(body, ModelInputs(ids, whole, positions, scored=whole[:, 2:]))
-        if rows is None:
-            return True  # the probe is longer than the window: longer rows are not packed either
         with evaluating(body):
-            found = body(**rows.inputs).last_hidden_state.flatten(0, 1)[rows.states_at].float()
             separate = body(input_ids=ids, use_cache=True)
+            if rows is None or not has_keys_only(getattr(separate, "past_key_values", None)):
+                return False  # None: the probe is longer than the window
+            found = body(**rows.inputs).last_hidden_state.flatten(0, 1)[rows.states_at]
     except (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError, IndexError):
         return False  # the model does not accept this mask
-    plain = separate.last_hidden_state[:, 1:-1].flatten(0, 1).float()
-    is_close = (found - plain).norm() < _TOLERANCE * plain.norm()
-    return bool(is_close) and has_keys_only(getattr(separate, "past_key_values", None))
+    return _is_close(found, separate.last_hidden_state[:, 1:-1].flatten(0, 1))
+
+
+@torch.no_grad()
+def ignores_padding(model: Any) -> bool:
+    """Whether a causal language model gives the same logits for a row with padding to its left."""
+    device = next(model.parameters()).device
+    ids = torch.arange(13, device=device)[None] % model.config.get_text_config().vocab_size
+    mask = torch.arange(13, device=device)[None] > 2
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with evaluating(model):
+        whole = model(input_ids=ids[:, 3:], use_cache=False).logits
+        padded = model(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False)
+    return _is_close(padded.logits[:, 3:], whole)
+
+
+def _is_close(found: Tensor, plain: Tensor) -> bool:
+    tolerance = _TOLERANCE_FP32 if plain.dtype == torch.float32 else _TOLERANCE
+    return bool((found.float() - plain.float()).norm() < tolerance * plain.float().norm())
 
 
 def used_columns(inputs: ModelInputs) -> ModelInputs:

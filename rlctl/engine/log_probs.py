@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlctl.batch import ModelInputs, TokenLists
-from rlctl.engine.inputs import body_inputs, can_pack, scored_states, used_columns, widened
+from rlctl.engine.inputs import (
+    body_inputs,
+    can_pack,
+    ignores_padding,
+    scored_states,
+    used_columns,
+    widened,
+)
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.errors import UsageError
@@ -147,6 +154,9 @@ class PolicyModule(nn.Module):
                 "the whole model, which needs more memory",
                 type(self.model).__name__,
             )
+        if not self.packs and not ignores_padding(self.model):
+            what = f"{type(self.model).__name__} computes other log-probs for rows with padding"
+            raise UsageError(what, where="model.path", fix="name a model of another architecture")
         if self.sequence:
             if not self.packs:
                 what = f"{type(self.model).__name__} does not support packed rows, so ranks cannot share them"

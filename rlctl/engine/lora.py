@@ -50,9 +50,7 @@ def add_lora(model: Any, rank: int, alpha: float, target_modules: list[str]) -> 
     except ValueError as error:  # such as layers whose weight a kernel reads without the adapter
         what, fix = f"PEFT refuses the adapter: {one_line(error)}", "name other layers"
         raise UsageError(what, where="model.target_modules", fix=fix) from error
-    if config.target_parameters:
-        # transformers 5 stores the experts of some models in one tensor. PEFT takes layers whose names
-        # experts had before, such as gate_proj, for experts and adapts those.
+    if config.target_parameters:  # layers with a name that experts had before transformers 5, as gate_proj
         others = sorted({name.rpartition(".")[2] for name in config.target_modules})
         what = f"PEFT adapts the experts of {type(model).__name__}, not all of the requested layers"
         raise UsageError(what, where="model.target_modules", fix=f"choose from {', '.join(others)}")
@@ -61,12 +59,11 @@ def add_lora(model: Any, rank: int, alpha: float, target_modules: list[str]) -> 
 
 
 def _targets(model: Any, wanted: list[str]) -> list[str]:
-    """Full names of the requested layers; layers that are already frozen get no adapter."""
+    """Full names of the requested layers: no frozen ones, and no subclasses, such as routers."""
     head = model.get_output_embeddings()
     linear = [
         name
         for name, module in model.named_modules()
-        # Not of a subclass, such as a router: its result is not W·x.
         if type(module) is nn.Linear and module is not head and module.weight.requires_grad
     ]
     known = {name.rpartition(".")[2] for name in linear}

@@ -78,9 +78,6 @@ class Trained(Protocol):
     def step(self, *, lr: float, skip: bool = False, grad_scale: float = 1.0) -> StepResult:
         """Applies (or, with `skip`, discards) the accumulated gradient, multiplied by `grad_scale`."""
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and every buffer that is saved, in full, by the model's own name, on every rank."""
-
     def save(self, directory: Path) -> dict[str, str]:
         """Writes everything that `load` needs; called on all ranks.
 
@@ -120,7 +117,7 @@ class TrainEngine(Trained, Protocol):
         """
 
     def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter in full, by the model's own name, on every rank.
+        """Every parameter and every buffer that is saved, in full, by the model's own name, on every rank.
 
         With LoRA, names are those of the model without adapters. Values include the adapters if
         `merged`; otherwise they are the frozen weights.

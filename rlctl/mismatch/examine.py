@@ -60,11 +60,6 @@ class Sides:
         return SamplingSettings(sampling.temperature, cut)
 
     @property
-    def scored(self) -> SamplingSettings:
-        """The distribution that the trainer scores."""
-        return self.asked if self.exact_sampling else SamplingSettings(self.asked.temperature)
-
-    @property
     def takes_weights(self) -> bool:
         """Whether the engine supports weight sync."""
         return hasattr(self.engine, "sync_weights")
@@ -119,7 +114,7 @@ def examine(sides: Sides) -> Examination:
     """
     trial = _Sampler(sides)
     scorer = trial.sampled(sides.engine, sides.model)
-    explanation = Search(scorer, sides.asked, sides.scored).explain()
+    explanation = Search(scorer, sides.asked, sides.exact_sampling).explain()
     start = scorer.gap(explanation.start)
 
     synced: Experiment | None = None
@@ -128,7 +123,7 @@ def examine(sides: Sides) -> Examination:
     if not is_explained and sides.takes_weights:
         trial.hand_over(sides.model)
         after = trial.sampled(sides.engine, sides.model)
-        again = Search(after, sides.asked, sides.scored).explain()
+        again = Search(after, sides.asked, sides.exact_sampling).explain()
         synced = Experiment(before, after.gap(again.variant))
         if synced.closes:
             scorer, explanation = after, again

@@ -135,8 +135,8 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
     sampling = _sampling(request, trainer.spec)
     rows = _rows(trainer, model, tokenizer, sampling.max_response_length)
     rollout = trainer.spec.rollout
-    runs_dtype = rollout.dtype if request.engine in {None, rollout.name} else None
-    dtype = request.engine_dtype or runs_dtype or trainer.dtype
+    is_runs = request.engine in {None, rollout.name}
+    dtype = request.engine_dtype or (rollout.dtype if is_runs else None) or trainer.dtype
     engine_model, engine_tokenizer = model, None
     if request.engine_model:
         engine_model, engine_tokenizer = trainer.load(request.engine_model)

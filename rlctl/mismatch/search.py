@@ -64,13 +64,14 @@ class Explanation:
 class Search:
     """Finds the changes that close the gap between the engine and the trainer.
 
-    `asked` are the requested sampling settings, `scored` those of the distribution that the trainer scores.
+    `asked` are the requested sampling settings; the trainer applies their temperature, and if `is_exact`
+    their truncation.
     """
 
-    def __init__(self, scorer: VariantScorer, asked: SamplingSettings, scored: SamplingSettings) -> None:
+    def __init__(self, scorer: VariantScorer, asked: SamplingSettings, is_exact: bool) -> None:
         self._scorer = scorer
         self._asked = asked
-        self._start = ScoringVariant(scored)
+        self._start = ScoringVariant(asked if is_exact else SamplingSettings(asked.temperature))
         # Where both agree, nothing needs to be compared.
         factors = () if scorer.gap(self._start).agrees else FACTORS
         changes = [(factor, other) for factor in factors for other in self._changes(self._start, factor)]

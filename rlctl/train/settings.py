@@ -227,11 +227,8 @@ def is_validation_due(run: Run, step: int) -> bool:
 
 
 def is_sync_due(run: Run, step: int) -> bool:
-    """Whether the rollout engine gets new weights after `step`.
-
-    Also with every save, because a resumed run samples with the saved weights, and before every validation,
-    which must measure the policy of this step.
-    """
+    """Whether the rollout engine gets new weights after `step`: also before a validation of this policy."""
+    # Also with every save, because a resumed run samples with the saved weights.
     every = run.spec.rollout.sync_every, run.spec.trainer.save_freq
     return any(is_due(step, frequency) for frequency in every) or is_validation_due(run, step)
 

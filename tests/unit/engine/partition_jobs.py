@@ -214,12 +214,16 @@ QWEN3_MOE = Qwen3MoeConfig(
 
 
 def mixed(ranks: Ranks, kind: str, stage: int):
-    """Weights after two steps; the experts that this rank ran."""
+    """Weights after two steps; the experts that this rank ran in the second, after all probes."""
     model = mixture(kind)
     given = settings("fp32", more_config=LARGE if stage == 3 else {})
     given["zero_stage"] = stage
     actor = DeepSpeedEngine(model, ranks, temperature=1.0, **given)
     start = weights_of(actor)
-    norms = [take_step(actor, seed, 2).grad_norm for seed in (1, 2)]
-    hit = [sorted(part.hit) for part in model.modules() if isinstance(part, ListOfExperts)]
-    return start, norms, weights_of(actor), hit
+    lists = [part for part in model.modules() if isinstance(part, ListOfExperts)]
+    norms = []
+    for seed in (1, 2):
+        for part in lists:
+            part.hit.clear()
+        norms.append(take_step(actor, seed, 2).grad_norm)
+    return start, norms, weights_of(actor), [sorted(part.hit) for part in lists]

@@ -12,7 +12,9 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    MptConfig,
     Qwen3Config,
+    RecurrentGemmaConfig,
     SmolLM3Config,
 )
 
@@ -20,6 +22,7 @@ from rlctl.batch import ModelInputs
 from rlctl.engine import inputs
 from rlctl.engine.inputs import can_pack
 from rlctl.engine.log_probs import PolicyModule
+from rlctl.errors import UsageError
 from rlctl.prefix import body_of, can_share_prefix
 from tests.unit.test_prefix import HORIZON, PROMPT, SHAPE, VOCABULARY, rows_of, tokens_read
 
@@ -127,6 +130,26 @@ def test_recurrent_models_read_whole_rows(kind: str) -> None:
     module, rows = PolicyModule(model, 0.7), rows_of(2)
     log_probs, _ = module(ModelInputs(**rows))
     torch.testing.assert_close(log_probs, whole_rows(model, rows, 0.7), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_bias_that_counts_places_instead_of_positions_is_not_packed(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    config = MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=VOCABULARY, max_seq_len=64)
+    assert not can_pack(body_of(AutoModelForCausalLM.from_config(config).to(dtype).eval()))
+
+
+def test_a_model_that_reads_padding_is_refused() -> None:
+    torch.manual_seed(0)
+    config = RecurrentGemmaConfig(
+        **SHAPE, head_dim=8, lru_width=16, attention_window_size=16, block_types=["recurrent", "attention"]
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    with pytest.raises(UsageError, match="other log-probs for rows with padding"):
+        PolicyModule(model, 1.0)
 
 
 def whole_rows(model, rows: dict[str, torch.Tensor], temperature: float) -> torch.Tensor:

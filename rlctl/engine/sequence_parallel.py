@@ -60,7 +60,7 @@ class SequenceParallel:
             )
             raise UsageError(what, where=_KEY, fix="use a number that divides both")
         kernel = str(config._attn_implementation)
-        if kernel != "sdpa" and not kernel.startswith("flash"):
+        if kernel != "sdpa" and "flash" not in kernel:
             what = f"attention {kernel} does not work on parts of a sequence"
             raise UsageError(
                 what, where=_KEY, fix="set model.attn_implementation to sdpa or flash_attention_2"
@@ -75,7 +75,9 @@ class SequenceParallel:
             if positions is not None:
                 options["position_ids"] = positions
             of_heads = (self._all_to_all(states) for states in (query, key, value))
+            module.config._attn_implementation = kernel  # the name by which flash attention is loaded
             attended, _ = attend(module, *of_heads, mask, **options)
+            module.config._attn_implementation = name
             return self._all_to_all(attended), None
 
         AttentionInterface.register(name, exchange_and_attend)

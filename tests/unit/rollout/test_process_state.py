@@ -67,6 +67,37 @@ def test_it_is_restored_after_a_fault() -> None:
     assert ProcessState.now() == before
 
 
+class Stream:
+    """A CUDA stream that records which streams it has waited for, and they in turn."""
+
+    current: Stream
+
+    def __init__(self) -> None:
+        self.queued, self.sees = set[str](), set[str]()
+
+    def wait_stream(self, other: Stream) -> None:
+        self.sees |= other.queued | other.sees
+
+
+def test_what_one_stream_has_queued_precedes_what_the_other_one_queues(monkeypatch) -> None:
+    """vLLM's stream does not wait for the trainer's by itself, nor the trainer's for vLLM's."""
+    own, theirs = Stream(), Stream()
+    Stream.current = own
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream.current)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(Stream, "current", stream))
+    isolated = IsolatedState()
+    with isolated.running():
+        Stream.current = theirs
+    own.queued.add("an optimizer step")
+    with isolated.running():
+        assert Stream.current is theirs
+        assert "an optimizer step" in theirs.sees
+        theirs.queued.add("a copy of the weights")
+    assert Stream.current is own
+    assert "a copy of the weights" in own.sees
+
+
 class StubLLM:
     """Changes everything at its start and at every call."""
 

@@ -301,6 +301,8 @@ def _not_started(model_path: str, error: Exception) -> RlctlError:
         return UsageError("vLLM has no such option", where=f"rollout.engine_kwargs.{unknown[1]}", fix=fix)
     if "does not support LoRA" in str(error):
         return UsageError(f"vLLM refuses the adapter: {one_line(error)}", where=model_path, fix=MERGE_LORA)
+    if re.search(r"(?i)gpu.memory.utilization", str(error)):
+        return UsageError(f"vLLM does not start: {one_line(error)}", where="rollout.gpu_memory_utilization")
     if isinstance(error, ValueError):  # includes pydantic's errors, about the model or the options
         return UsageError(f"vLLM refuses the model: {one_line(error)}", where=model_path)
     return EnvironmentFailure(

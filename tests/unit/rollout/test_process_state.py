@@ -152,11 +152,15 @@ class Sleeper(StubLLM):
         self.copies: list[str] = []
         self.level = 0
 
+    free = 1000  # bytes on the GPU
+
     def sleep(self, level: int) -> None:
         self.copies += ["to the host"] * (level == 1)
         self.level = level
+        Sleeper.free += 300
 
     def wake_up(self, tags: list[str]) -> None:
+        Sleeper.free -= {"weights": 100, "kv_cache": 200}[tags[0]] if len(tags) == 1 else 300
         self.copies += ["back"] * (self.level == 1 and "weights" in tags)
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
@@ -176,6 +180,7 @@ def test_a_step_copies_weights_only_where_none_follow(monkeypatch, tmp_path, wei
     stub = ModuleType("vllm")
     stub.LLM, stub.SamplingParams = Sleeper, SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", stub)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (Sleeper.free, 2000))
     model = random_model(1)
     model.save_pretrained(tmp_path)
     engine = module.TrainedVLLMRollout(str(tmp_path), TOKENIZER, OPTIONS, ExpectedWeights(model))
@@ -192,6 +197,7 @@ def test_a_step_copies_weights_only_where_none_follow(monkeypatch, tmp_path, wei
         sample()
         engine.release(weights_follow=weights_follow)
         engine.release(weights_follow=weights_follow)  # asleep already
+        assert engine.sleeping_bytes == 300
         if weights_follow:
             with pytest.raises(RunFailure, match="sync"):
                 sample()

@@ -160,10 +160,8 @@ def epoch_of(run: Run, step: int) -> float:
 def performance(
     metrics: dict[str, float], timer: StepTimer, ranks: Ranks, sleeping_bytes: int
 ) -> dict[str, float]:
-    """Seconds of one step, tokens per second and rank, and peak memory of the run so far (GiB).
-
-    A rollout engine that sleeps between samplings is not counted: it frees its `sleeping_bytes` then.
-    """
+    """Seconds of one step, tokens per second and rank, and peak memory of the run so far, without
+    `sleeping_bytes` (GiB)."""
     seconds = timer.seconds["step"]
     if ranks.device.type == "cuda":
         gib = (torch.cuda.max_memory_allocated() - sleeping_bytes) / 2**30

@@ -131,11 +131,13 @@ def compared(phases: dict[str, float], estimated: dict[str, float]) -> list[Row]
 
 def estimate(spec: Any, machine: Any) -> tuple[dict[str, float], float, float]:
     """Estimated seconds per phase, tokens per step, and peak memory of a GPU in GiB."""
+    from rlctl.spec.memory import Phase
     from rlctl.spec.model_size import model_size
     from rlctl.spec.placement import Placement
 
     plan = Placement(spec, model_size(spec.model), machine)
-    peak = plan.gpu_peak("generation", "head", "layers", "step") if machine.gpus else 0.0
+    sampling: list[Phase] = [] if spec.engine_sleeps else ["generation"]  # it is not in the measured peak
+    peak = plan.gpu_peak(*sampling, "head", "layers", "step") if machine.gpus else 0.0
     return plan.seconds(), plan.tokens(), peak / 2**30
 
 
@@ -170,7 +172,7 @@ def measure(size: str, engine: str, steps: int) -> list[Row]:
     rows = compared(phases, seconds)
     rows.append(("tokens per second", tokens / phases["step"], planned_tokens / whole if whole else None))
     if torch.cuda.is_available():
-        rows.append(("peak memory, GiB", torch.cuda.max_memory_allocated() / 2**30, planned_peak))
+        rows.append(("peak memory, GiB", found["peak_gib"], planned_peak))
     rows.append(("correction, share of the step", found["correction"] / phases["step"], None))
     return rows
 

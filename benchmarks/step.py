@@ -120,6 +120,7 @@ def run_rlctl(
         "phases": {key.removeprefix("timing_s/"): [row[key] for row in timed] for key in phases},
         "peak_mib": memory("VmHWM"),
         "rise_mib": memory("VmHWM") - before,
+        "peak_gib": clock[-1]["perf/max_memory_allocated_gb"],
         "mean_length": statistics.fmean(row["response_length/mean"] for row in timed),
         "rewards": [row["critic/score/mean"] for row in clock],
         "correction": sum(spent) / (steps + warm_up),

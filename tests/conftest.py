@@ -17,8 +17,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 # With two cores and many small tensors, threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# vLLM compiles a function that counts ranks, and fills its cache: seconds per process.
-os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+if not shutil.which("nvidia-smi"):
+    # vLLM compiles a function that counts ranks, and fills its cache: seconds per process. On a GPU it also
+    # compiles the model, as in users' runs.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 # Typer rebuilds the whole command tree for every call, which takes longer than most commands.
 typer.main.get_command = cache(typer.main.get_command)

@@ -1,4 +1,4 @@
-"""`rlctl train --print-command`: shell commands that start the ranks of a spec, for three launchers.
+"""`rlctl train --print-command`: shell commands that start the ranks of a spec, for up to three launchers.
 
 Every process that a launcher starts is `rlctl train` with the same arguments; it reads its rank from the
 environment.
@@ -51,7 +51,7 @@ def launches(spec: RunSpec, arguments: list[str]) -> list[Launch]:
         f"srun --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {taken} --kill-on-bad-exit torchrun "
         f'{shape} --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$HEAD:{_PORT}" -m {train}'
     )
-    return [
+    found = [
         Launch(
             "torchrun",
             "run it on every node, MASTER_ADDR set to node 0; training starts when all nodes have joined",
@@ -68,6 +68,8 @@ def launches(spec: RunSpec, arguments: list[str]) -> list[Launch]:
             ('HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)', slurm),
         ),
     ]
+    # DeepSpeed's launcher hides all GPUs except one per rank, so servers on the same nodes would have none.
+    return [each for each in found if not (is_beside and each.launcher == "deepspeed")]
 
 
 def _deepspeed(nodes: int, gpus: int, arguments: list[str]) -> str:

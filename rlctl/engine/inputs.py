@@ -90,7 +90,7 @@ def packed(body: Any, batch: ModelInputs) -> PackedRows | None:
     longest = max(map(sum, zip(prompt_list, read_list, strict=True)))
     if longest > _window(config) or min(prompt_list) == 0:
         return None
-    is_flash = str(config._attn_implementation).startswith("flash")
+    is_flash = "flash" in config._attn_implementation  # also in names of kernels from the hub
     if is_flash:  # takes no mask: sequences in one row, separated by restarting positions
         bins = [[_Unit(row, prompt_list[row], [(row, read_list[row])]) for row in range(len(input_ids))]]
     else:

@@ -237,7 +237,9 @@ class ChunkedHead(nn.Module):
                 sketches = outer(of_token, states).T
             return torch.cat([found, sketches])
 
-        num_chunks = max(1, -(-len(states) * self._vocabulary // logits_at_once(_memory(states.device))))
+        gpu = torch.cuda.get_device_properties(states.device) if states.is_cuda else None
+        most = logits_at_once(gpu.total_memory if gpu else None)
+        num_chunks = max(1, -(-len(states) * self._vocabulary // most))
         if num_chunks == 1:
             return token_outputs(states, tokens, most_likely_ids, kept_counts, kept_ids)
         lists = [None] * num_chunks if most_likely_ids is None else most_likely_ids.tensor_split(num_chunks)
@@ -265,11 +267,6 @@ def policy_output(
     most_likely = None if inputs.most_likely is None else found.pop()
     log_probs, entropy, *more = (widened(values, inputs) for values in found)
     return PolicyOutput(log_probs, entropy, more[0] if more else None, sketch, most_likely)
-
-
-def _memory(device: torch.device) -> int | None:
-    """Total memory of a GPU in bytes; None for a CPU."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def _dropped(counts: Tensor, ids: Tensor, logits: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -143,7 +143,10 @@ def join_ranks(timeout_s: float = 1500.0) -> Ranks:
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s) + _GRACE)
+        timeout, module = timedelta(seconds=timeout_s) + _GRACE, cast(Any, dist.distributed_c10d)
+        # Groups that DeepSpeed and vLLM form would have 10 minutes with NCCL.
+        module.default_pg_timeout = module.default_pg_nccl_timeout = timeout
+        dist.init_process_group(backend, timeout=timeout)
     return current_ranks(device)
 
 

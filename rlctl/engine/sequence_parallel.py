@@ -13,6 +13,7 @@ rank computes the loss of all rows, but only the gradient through its own tokens
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -60,11 +61,13 @@ class SequenceParallel:
             )
             raise UsageError(what, where=_KEY, fix="use a number that divides both")
         kernel = str(config._attn_implementation)
-        if kernel != "sdpa" and not kernel.startswith("flash"):
+        if kernel != "sdpa" and "flash" not in kernel:
             what = f"attention {kernel} does not work on parts of a sequence"
             raise UsageError(
                 what, where=_KEY, fix="set model.attn_implementation to sdpa or flash_attention_2"
             )
+        # Scatters along dimension 1 and gathers along dimension 2.
+        to_heads: Callable[[Tensor, Any], Tensor] = _AllToAll.apply
         attend, name = ALL_ATTENTION_FUNCTIONS[kernel], f"{kernel}_sequence_parallel"
 
         def exchange_and_attend(
@@ -74,9 +77,11 @@ class SequenceParallel:
             positions = options.pop("all_position_ids", None)
             if positions is not None:
                 options["position_ids"] = positions
-            of_heads = (self._all_to_all(states) for states in (query, key, value))
+            of_heads = (to_heads(states, self._group) for states in (query, key, value))
+            module.config._attn_implementation = kernel  # the name by which flash attention is loaded
             attended, _ = attend(module, *of_heads, mask, **options)
-            return self._all_to_all(attended), None
+            module.config._attn_implementation = name
+            return to_heads(attended, self._group), None
 
         AttentionInterface.register(name, exchange_and_attend)
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[kernel])
@@ -116,11 +121,6 @@ class SequenceParallel:
         placed = values.new_zeros(len(values), count).index_copy(1, scored_at, values)
         together: Tensor = _Sum.apply(placed, self._group)  # type: ignore[no-untyped-call]
         return together
-
-    def _all_to_all(self, states: Tensor) -> Tensor:
-        """Scatters the states along dimension 1 and gathers them along dimension 2."""
-        found: Tensor = _AllToAll.apply(states, self._group)  # type: ignore[no-untyped-call]
-        return found
 
 
 def share_rows(ranks: Ranks, size: int) -> tuple[SequenceParallel | None, Ranks]:

@@ -37,6 +37,8 @@ from rlctl.tiny.embedded import ensure_embedded
 
 NUM_PROMPTS = 16
 MAX_RESPONSE_LENGTH = 32
+#: Fraction of the GPU's memory for the engine; the trainer's model is on the same GPU.
+_ENGINE_SHARE = 0.5
 #: Number of a run's older checkpoints that are tried as the engine's weights.
 OLDER_CHECKPOINTS = 3
 
@@ -145,7 +147,7 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
     def start(running: ExitStack, dtype: Dtype) -> ResponseSampler:
         """Stops the running engine and starts one in this precision."""
         running.close()
-        spec = spec_outside_training(trainer.spec, name, dtype=dtype)
+        spec = spec_outside_training(trainer.spec, name, dtype=dtype, gpu_share=_ENGINE_SHARE)
         if dtype not in spec.rollout_engine.dtypes:
             supported = " or ".join(sorted(spec.rollout_engine.dtypes))
             fix = f"write {supported}, or choose another engine: --engine hf"

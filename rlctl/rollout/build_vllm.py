@@ -61,13 +61,13 @@ def build_vllm(context: EngineContext) -> VLLMRollout | VLLMServerRollout:
     )
 
 
-def _options(spec: RunSpec, **more: Any) -> dict[str, Any]:
+def _options(spec: RunSpec) -> dict[str, Any]:
     return vllm_options(
         _dtype(spec),
         spec.data.max_prompt_length + spec.data.max_response_length,
         max_num_seqs=spec.rollout.max_num_seqs,
+        gpu_memory_utilization=spec.rollout.gpu_memory_utilization,
         trust_remote_code=spec.model.trust_remote_code,
-        **more,
     )
 
 
@@ -79,7 +79,7 @@ def training_options(spec: RunSpec, *, reads_images: bool = False) -> dict[str, 
         reads_images: the model reads images as well as text.
     """
     rollout = spec.rollout
-    options = _options(spec, gpu_memory_utilization=rollout.gpu_memory_utilization)
+    options = _options(spec)
     options["tensor_parallel_size"] = rollout.tensor_model_parallel_size
     if spec.syncs_adapter:  # vLLM is built for certain ranks: the smallest one ≥ the adapter's
         options["enable_lora"] = True

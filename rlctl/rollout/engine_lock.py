@@ -73,6 +73,11 @@ class LockedRollout:
         return self._offloadable is not None
 
     @property
+    def sleeping_bytes(self) -> int:
+        """GPU memory that the engine frees while it sleeps, and that torch counts as allocated."""
+        return int(getattr(self._engine, "sleeping_bytes", 0))
+
+    @property
     def description(self) -> str:
         """The engine's description for the record of a run; its class name if it has none."""
         return str(getattr(self._engine, "description", type(self._engine).__name__))

@@ -81,6 +81,7 @@ def spec_outside_training(
     *,
     dtype: Literal["fp32", "bf16", "int8"] | None = None,
     max_num_seqs: int | None = None,
+    gpu_share: float = 0.9,
 ) -> RunSpec:
     """The spec of one engine in this process, for `engine_outside_training`.
 
@@ -89,6 +90,7 @@ def spec_outside_training(
         name: a registered engine, or `path/to/file.py:function` with an absolute path.
         dtype: precision of the engine; None: that of `engine.dtype`.
         max_num_seqs: sequences generated at once; None: no limit.
+        gpu_share: fraction of the GPU's memory for an engine that sizes its cache by it.
 
     Raises:
         UsageError: the engine runs only in servers, or does not support the parameters.
@@ -96,7 +98,8 @@ def spec_outside_training(
     from rlctl.spec.base import param_problems
 
     rollout = spec.rollout if name == absolute_name(spec.rollout.name) else RolloutSpec()
-    settings = {"name": name, "mode": "colocated", "dtype": dtype, "max_num_seqs": max_num_seqs}
+    settings = {"name": name, "mode": "colocated", "dtype": dtype, "gpu_memory_utilization": gpu_share}
+    settings["max_num_seqs"] = max_num_seqs
     spec = spec.model_copy(
         update={
             "rollout": rollout.model_copy(update=settings),

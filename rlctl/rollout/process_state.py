@@ -60,7 +60,8 @@ class ProcessState:
             torch.set_default_dtype(self.dtype)
         if torch.get_default_device() != self.device:  # setting the CPU would slow every torch call
             torch.set_default_device(None if self.device.type == "cpu" else self.device)
-        if self.stream is not None and torch.cuda.current_stream() != self.stream:
+        if self.stream is not None and (current := torch.cuda.current_stream()) != self.stream:
+            self.stream.wait_stream(current)  # for the weights that are copied between the two
             torch.cuda.set_stream(self.stream)
         for name in os.environ.keys() - self.environment.keys():
             del os.environ[name]

@@ -95,6 +95,7 @@ class VLLMRollout(CompletionRollout):
         super().__init__(tokenizer, config, policy_version=0 if reads_weights else None, device=device)
         self._adapter: Any = None  # vLLM's request object of the adapter to sample with
         self._asleep: set[str] = set()
+        self.sleeping_bytes = 0  # GPU memory that it frees while it sleeps
         self.release(weights_follow=not reads_weights)
 
     @property
@@ -152,7 +153,10 @@ class VLLMRollout(CompletionRollout):
         if weights_follow:
             self._policy_version = None  # sampling is an error until they are synced
         with self._isolated.running():
+            torch.cuda.empty_cache()  # the trainer's memory is not counted
+            free, _ = torch.cuda.mem_get_info()
             self._llm.sleep(level=2 if weights_follow else 1)
+            self.sleeping_bytes = torch.cuda.mem_get_info()[0] - free
         self._asleep = {"weights", "kv_cache"}
 
     def _wake(self, *parts: str) -> None:
@@ -301,6 +305,8 @@ def _not_started(model_path: str, error: Exception) -> RlctlError:
         return UsageError("vLLM has no such option", where=f"rollout.engine_kwargs.{unknown[1]}", fix=fix)
     if "does not support LoRA" in str(error):
         return UsageError(f"vLLM refuses the adapter: {one_line(error)}", where=model_path, fix=MERGE_LORA)
+    if re.search(r"(?i)gpu.memory.utilization", str(error)):
+        return UsageError(f"vLLM does not start: {one_line(error)}", where="rollout.gpu_memory_utilization")
     if isinstance(error, ValueError):  # includes pydantic's errors, about the model or the options
         return UsageError(f"vLLM refuses the model: {one_line(error)}", where=model_path)
     return EnvironmentFailure(

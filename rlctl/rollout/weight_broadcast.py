@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -40,16 +40,6 @@ def transfer_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-class _Group(Protocol):
-    """The group as used by the main rank, which is its rank 0."""
-
-    def broadcast(self, data: Tensor) -> None:
-        """Sends (N,) uint8 to every worker; returns when it is sent."""
-
-    def abort(self) -> None:
-        """Leaves the group without waiting for the other ranks."""
-
-
 class WeightBroadcast:
     """Sends weights to all servers, from the main rank.
 
@@ -61,7 +51,7 @@ class WeightBroadcast:
 
     def __init__(self, urls: list[str], expected: ExpectedWeights, device: torch.device) -> None:
         self._urls, self._expected, self._device = urls, expected, device
-        self._group: _Group | None = None
+        self._group: _NcclGroup | _GlooGroup | None = None
 
     @property
     def is_connected(self) -> bool:
@@ -78,7 +68,9 @@ class WeightBroadcast:
         sizes = [int(_ask(url, "/get_world_size")["world_size"]) for url in self._urls]
         host = own_address(self._urls)
         port, world_size = free_port(host), 1 + sum(sizes)
-        kind: Callable[..., _Group] = _NcclGroup if self._device.type == "cuda" else _GlooGroup
+        kind: Callable[..., _NcclGroup | _GlooGroup] = (
+            _NcclGroup if self._device.type == "cuda" else _GlooGroup
+        )
         opened = _in_background(kind, host, port, world_size, self._device)
         offsets = accumulate([1, *sizes[:-1]])  # group rank of each server's first worker; rank 0 is this one
         # Each update request is one packed broadcast of any size.
@@ -148,6 +140,8 @@ def _chunks(
 
 
 class _NcclGroup:
+    """The main rank of a group that sends (N,) uint8 to every worker, and leaves without waiting for them."""
+
     def __init__(self, host: str, port: int, world_size: int, device: torch.device) -> None:
         self._device = device
         with IsolatedState().running(), torch.cuda.device(device):
@@ -175,6 +169,8 @@ _LEFT: list[Any] = []
 
 
 class _GlooGroup:
+    """The same over gloo."""
+
     def __init__(self, host: str, port: int, world_size: int, device: torch.device) -> None:
         del device
         self._group = join_gloo(host, port, 0, world_size)

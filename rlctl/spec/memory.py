@@ -228,6 +228,10 @@ class _Estimate:
         if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
             reference = size_at(spec.model, spec.ref.path) if spec.ref.path else policy
             parts.append(self._part("reference's weights", reference.num_parameters, self.width, 3))
+        reward, terms = spec.reward.model, spec.reward.all_terms
+        if reward.path and reward.device is None and any(term.name == "model" for term in terms):
+            size, width = size_at(spec.model, reward.path), {"fp32": 4, "bf16": 2}[reward.dtype]
+            parts.append(self._part("reward model's weights", size.num_parameters, width, 4))  # not sharded
         if not spec.has_rollout_servers:
             parts.append(self._cache())
         if spec.algorithm.rollout_correction.score_centering:

@@ -97,7 +97,7 @@ def train(run: Run) -> None:
         if is_validation_due(run, step):
             with timer("testing"):
                 metrics |= validate(run, step)
-        metrics |= performance(metrics, timer, run.ranks) | saving.metrics()
+        metrics |= performance(metrics, timer, run.ranks, run.rollout.sleeping_bytes) | saving.metrics()
         metrics |= auto.observe(step, metrics)
         metrics |= guardrails.observe(
             step,
@@ -157,11 +157,14 @@ def epoch_of(run: Run, step: int) -> float:
     return float((step - 1) // run.train_prompts.steps_per_epoch(run.spec.data.train_batch_size))
 
 
-def performance(metrics: dict[str, float], timer: StepTimer, ranks: Ranks) -> dict[str, float]:
-    """Seconds of one step, tokens per second and rank, and peak memory of the run so far (GiB)."""
+def performance(
+    metrics: dict[str, float], timer: StepTimer, ranks: Ranks, sleeping_bytes: int
+) -> dict[str, float]:
+    """Seconds of one step, tokens per second and rank, and peak memory of the run so far, without
+    `sleeping_bytes` (GiB)."""
     seconds = timer.seconds["step"]
     if ranks.device.type == "cuda":
-        gib = torch.cuda.max_memory_allocated() / 2**30
+        gib = (torch.cuda.max_memory_allocated() - sleeping_bytes) / 2**30
     else:
         gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return timer.metrics() | {

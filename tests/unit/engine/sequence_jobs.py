@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlctl.engine.deepspeed import DeepSpeedEngine, FrozenPolicy
+from rlctl.engine.deepspeed_setup import recompute_layers
+from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.lora import add_lora
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import share_rows
 from rlctl.errors import UsageError
 from rlctl.train.update import update
+from tests.flash_attention import use_flash
 from tests.models import tiny_model
 from tests.unit.train.updates import CASES, ROWS, batch_of, select, settings_of
 
@@ -74,4 +79,23 @@ def refusals(ranks: Ranks):
             sequence.install(model)
         except UsageError as error:
             found.append(error.what)
+    return found
+
+
+def flash(ranks: Ranks):
+    """Log-probs and gradients with flash attention over both ranks, and with sdpa on each."""
+    found = []
+    for attention, sequence in (("sdpa", None), ("flash", share_rows(ranks, 2)[0])):
+        model = a_model()
+        with pytest.MonkeyPatch.context() as patched:
+            if attention == "flash":
+                use_flash(model, patched)
+            module = PolicyModule(model, 1.0, share_prompts=False, sequence=sequence)
+            recompute_layers(model)
+            log_probs, _ = module(batch_of(a_model()).inputs)
+            log_probs.square().sum().backward()
+        gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        if sequence:
+            dist.all_reduce(gradients)
+        found.append((log_probs.detach(), gradients))
     return found

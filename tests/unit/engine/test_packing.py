@@ -24,6 +24,7 @@ from rlctl.engine.inputs import can_pack
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.errors import UsageError
 from rlctl.prefix import body_of, can_share_prefix
+from tests.flash_attention import use_flash
 from tests.unit.test_prefix import HORIZON, PROMPT, SHAPE, VOCABULARY, rows_of, tokens_read
 
 ARCHITECTURES = {
@@ -76,26 +77,22 @@ def test_a_prompt_is_read_once_for_all_responses_that_fit(monkeypatch: pytest.Mo
     assert read == prompt + int((rows["scored"].sum(1) - 1).sum())
 
 
-def test_sequences_in_one_row_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layout of kernels that take no mask: transformers separates sequences by their position ids."""
-    module, rows = PolicyModule(a_model("llama"), 0.7), rows_of(3, 1)
-    module.packs = module.shares_prompts = False
-    _, theirs, _ = answers(module, rows)
-    module.packs, config = True, module.model.model.config
-    packed = inputs.packed
-
-    def as_flash(*columns: torch.Tensor):
-        config._attn_implementation_internal = "flash_attention_2"
-        found = packed(*columns)
-        config._attn_implementation_internal = "sdpa"
-        assert found is not None
-        assert found.inputs["attention_mask"] is None
-        assert len(found.inputs["input_ids"]) == 1
-        return found
-
-    monkeypatch.setattr("rlctl.engine.inputs.packed", as_flash)
-    _, ours, _ = answers(module, rows)
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "kernels-community/flash-attn2"])
+def test_flash_attention_reads_all_sequences_in_one_row(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers takes the second kernel from the hub if the package of the first one is missing."""
+    rows = rows_of(3, 1)
+    plain = PolicyModule(a_model("llama"), 0.7)
+    plain.packs = plain.shares_prompts = False
+    _, theirs, their_grads = answers(plain, rows)
+    model = a_model("llama")
+    use_flash(model, monkeypatch, kernel)
+    module = PolicyModule(model, 0.7)
+    assert module.packs
+    [read], ours, our_grads = answers(module, rows)
+    assert read == int((rows["attention_mask"][:, :PROMPT].sum(1) + rows["scored"].sum(1) - 1).sum())
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+    for name, gradient in their_grads.items():
+        torch.testing.assert_close(our_grads[name], gradient, rtol=1e-4, atol=2e-6)
 
 
 def test_a_window_shorter_than_a_sequence_is_not_packed() -> None:

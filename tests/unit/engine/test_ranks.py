@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from rlctl.engine import ranks
 from rlctl.engine.launch import LostRank
 from rlctl.engine.ranks import join_ranks, missing_ranks
 from rlctl.errors import EnvironmentFailure, UsageError
+from tests.processes import Job
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,3 +67,21 @@ def test_what_another_ranks_end_does_here(error: RuntimeError, reason: str) -> N
 def test_an_error_of_this_ranks_own_stays_as_it_is() -> None:
     with pytest.raises(RuntimeError, match="shapes do not fit"), missing_ranks():
         raise RuntimeError("shapes do not fit")
+
+
+def timeouts(result: str) -> int:
+    """Seconds: of the run's group, of one that another library forms, and of one over NCCL."""
+    join_ranks(7000.0)
+    cpu = torch.device("cpu")
+    groups = [dist.group.WORLD, dist.new_group([0])]
+    found = [group._get_backend(cpu).options._timeout for group in groups]
+    found.append(dist.distributed_c10d._get_default_timeout(dist.Backend(dist.Backend.NCCL)))
+    Path(result).write_text(" ".join(str(timeout.total_seconds()) for timeout in found))
+    return 0
+
+
+def test_every_group_waits_as_long_as_the_run(tmp_path: Path) -> None:
+    """DeepSpeed's and vLLM's groups too: torch's default for NCCL is shorter than `trainer.hang_timeout`."""
+    job = Job(timeouts, str(tmp_path / "result"), log=tmp_path / "log")
+    assert job.wait() == 0, job.output
+    assert (tmp_path / "result").read_text().split() == ["7300.0"] * 3

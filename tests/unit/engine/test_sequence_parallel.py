@@ -14,7 +14,7 @@ from rlctl.reward.protocol import RewardResult
 from rlctl.spec.load import load_spec
 from rlctl.train.sample_and_grade import shared_rewards, shared_rollouts
 from tests.processes import on_ranks, on_ranks_each
-from tests.unit.engine.sequence_jobs import refusals, trained
+from tests.unit.engine.sequence_jobs import flash, refusals, trained
 
 #: Update, ZeRO stage, layers run again in the backward pass, rows per pass.
 CASES = [
@@ -53,6 +53,11 @@ def test_models_that_cannot_be_cut_up_are_refused(tmp_path: Path) -> None:
     for heads, kernel in on_ranks(2, refusals, where=tmp_path):
         assert heads == "2 attention heads and 1 of keys cannot be divided among 2 ranks"
         assert kernel == "attention eager does not work on parts of a sequence"
+
+
+def test_flash_attention_over_two_ranks(tmp_path: Path) -> None:
+    for plain, shared in on_ranks(2, flash, where=tmp_path):
+        torch.testing.assert_close(shared, plain, rtol=1e-4, atol=5e-5)
 
 
 class Group:

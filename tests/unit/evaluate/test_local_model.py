@@ -156,6 +156,7 @@ def test_vllm_gets_the_model_and_is_closed(task, tmp_path, monkeypatch, fails):
     dtype = {"fp32": "float32", "bf16": "bfloat16"}[native_dtype()[0]]  # as a run of it would have
     assert (told["dtype"], told["max_num_seqs"]) == (dtype, 8)
     assert told["max_model_len"] == 6 + 6  # "12+34=" and the response
+    assert told["gpu_memory_utilization"] == 0.9  # nothing else is on the GPU
 
 
 def test_a_run_on_vllm_is_evaluated_with_its_engine_kwargs(task, tmp_path, told):

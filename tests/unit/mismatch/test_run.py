@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -13,6 +14,7 @@ from rlctl.cli.diagnose_mismatch import mismatch
 from rlctl.engine.checkpoint import CHECKPOINTS, TrainerState, begin, publish
 from rlctl.errors import UsageError
 from rlctl.mismatch.mismatch_run import MismatchRequest, run_preflight
+from rlctl.rollout import build_vllm
 from tests.unit.mismatch.planted import TOKENIZER
 from tests.unit.rollout.test_hf_rollout import random_model
 
@@ -94,6 +96,23 @@ def test_weights_of_an_older_checkpoint_are_named(tmp_path: Path, embedded: Path
 def test_mistakes_are_the_users(request_: MismatchRequest, says: str, embedded: Path) -> None:
     with pytest.raises(UsageError, match=says):
         run_preflight(request_)
+
+
+def test_vllm_leaves_half_of_the_gpu_to_the_trainers_model(
+    monkeypatch: pytest.MonkeyPatch, embedded: Path
+) -> None:
+    """That model is on the GPU when vLLM starts, and vLLM refuses to start with less than its share free."""
+
+    class Started(Exception):
+        pass
+
+    def start(path: str, tokenizer: Any, options: dict[str, Any]) -> None:
+        raise Started(options["gpu_memory_utilization"])
+
+    monkeypatch.setattr(build_vllm, "VLLMRollout", start)
+    with pytest.raises(Started) as caught:
+        run_preflight(MismatchRequest(engine="vllm"))
+    assert caught.value.args == (0.5,)
 
 
 def test_a_users_engine_agrees_with_the_trainer(embedded: Path) -> None:

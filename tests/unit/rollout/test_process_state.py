@@ -67,6 +67,37 @@ def test_it_is_restored_after_a_fault() -> None:
     assert ProcessState.now() == before
 
 
+class Stream:
+    """A CUDA stream that records which streams it has waited for, and they in turn."""
+
+    current: Stream
+
+    def __init__(self) -> None:
+        self.queued, self.sees = set[str](), set[str]()
+
+    def wait_stream(self, other: Stream) -> None:
+        self.sees |= other.queued | other.sees
+
+
+def test_what_one_stream_has_queued_precedes_what_the_other_one_queues(monkeypatch) -> None:
+    """vLLM's stream does not wait for the trainer's by itself, nor the trainer's for vLLM's."""
+    own, theirs = Stream(), Stream()
+    Stream.current = own
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream.current)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(Stream, "current", stream))
+    isolated = IsolatedState()
+    with isolated.running():
+        Stream.current = theirs
+    own.queued.add("an optimizer step")
+    with isolated.running():
+        assert Stream.current is theirs
+        assert "an optimizer step" in theirs.sees
+        theirs.queued.add("a copy of the weights")
+    assert Stream.current is own
+    assert "a copy of the weights" in own.sees
+
+
 class StubLLM:
     """Changes everything at its start and at every call."""
 
@@ -121,11 +152,15 @@ class Sleeper(StubLLM):
         self.copies: list[str] = []
         self.level = 0
 
+    free = 1000  # bytes on the GPU
+
     def sleep(self, level: int) -> None:
         self.copies += ["to the host"] * (level == 1)
         self.level = level
+        Sleeper.free += 300
 
     def wake_up(self, tags: list[str]) -> None:
+        Sleeper.free -= {"weights": 100, "kv_cache": 200}[tags[0]] if len(tags) == 1 else 300
         self.copies += ["back"] * (self.level == 1 and "weights" in tags)
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
@@ -145,6 +180,7 @@ def test_a_step_copies_weights_only_where_none_follow(monkeypatch, tmp_path, wei
     stub = ModuleType("vllm")
     stub.LLM, stub.SamplingParams = Sleeper, SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", stub)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (Sleeper.free, 2000))
     model = random_model(1)
     model.save_pretrained(tmp_path)
     engine = module.TrainedVLLMRollout(str(tmp_path), TOKENIZER, OPTIONS, ExpectedWeights(model))
@@ -161,6 +197,7 @@ def test_a_step_copies_weights_only_where_none_follow(monkeypatch, tmp_path, wei
         sample()
         engine.release(weights_follow=weights_follow)
         engine.release(weights_follow=weights_follow)  # asleep already
+        assert engine.sleeping_bytes == 300
         if weights_follow:
             with pytest.raises(RunFailure, match="sync"):
                 sample()

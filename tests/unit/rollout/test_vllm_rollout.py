@@ -180,3 +180,19 @@ def test_an_option_that_vllm_does_not_have_is_named() -> None:
     assert error.exit_code == 2
     assert error.where == "rollout.engine_kwargs.max_num_batched_token"
     assert error.fix == "write max_num_batched_tokens"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Free memory on device cuda:0 (30.1/79.1 GiB) on startup is less than desired GPU memory utilization "
+        "(0.5, 39.55 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes.",
+        "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing "
+        "the engine by adjusting the value.",
+    ],
+)
+def test_too_little_memory_is_no_fault_of_the_model(words: str) -> None:
+    error = _not_started("a/model", ValueError(words))
+    assert error.where == "rollout.gpu_memory_utilization"
+    assert words in error.what
+    assert "model" not in error.what.replace(words, "")

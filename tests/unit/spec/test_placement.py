@@ -52,6 +52,24 @@ def test_offloading_is_twenty_bytes_a_parameter_on_the_host() -> None:
     assert dense["gradients"] == 4 * P
 
 
+@pytest.mark.parametrize(
+    ("given", "num_bytes"),
+    [
+        ([], 2 * P),
+        (["engine.zero_stage=3", "trainer.n_gpus_per_node=8"], 2 * P),  # every rank has all of it
+        (["reward.model.dtype=fp32"], 4 * P),
+        (["reward.model.device=cuda:7"], None),
+        (["reward.name=maths"], None),
+        (["reward.terms=[{name: model}, {name: exact}]", "reward.name=auto"], 2 * P),
+    ],
+)
+def test_a_reward_model_on_the_rank_s_gpu_takes_its_memory(given: list[str], num_bytes: float | None) -> None:
+    reward = ("reward.name=model", "reward.model.path=Qwen/Qwen2.5-7B")
+    placement = place("8xh100", *reward, *given)
+    found = {part.name: part.num_bytes for part in placement.gpu_parts}
+    assert found.get("reward model's weights") == num_bytes
+
+
 def test_pinned_buffers_are_powers_of_two() -> None:
     found = host(place("1xh100", "engine.zero_stage=2", "engine.offload=optimizer"))
     assert found["fp32 weights"] == found["gradients of the step"] == pytest.approx(32 * GIB)  # 28.4 GiB

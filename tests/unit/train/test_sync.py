@@ -19,6 +19,8 @@ from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.weights import PlainWeights
 from rlctl.spec.load import load_spec
 from rlctl.spec.model import ALL_LINEAR
+from rlctl.train.loop import performance
+from rlctl.train.step_metrics import StepTimer
 from rlctl.train.sync import confirm_sync
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, random_model, take
 
@@ -39,6 +41,18 @@ def frozen(model: Any) -> FrozenPolicy:
 @pytest.fixture
 def engine() -> HFRollout:
     return HFRollout(random_model(1), TOKENIZER, "cpu")
+
+
+def test_memory_of_a_sleeping_engine_is_not_counted_as_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch counts what vLLM's allocator has given back to the driver as allocated."""
+    engine, timer = SimpleNamespace(sleeping_bytes=30 * 2**30), StepTimer(torch.device("cpu"))
+    timer.seconds["step"] = 1.0
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 95 * 2**30)
+    for rollout, gib in ((engine, 65.0), (SimpleNamespace(), 95.0)):
+        own = LockedRollout(rollout, EngineLock(), first=True).sleeping_bytes
+        ranks = Ranks(0, 1, torch.device("cuda"))
+        found = performance({"perf/total_num_tokens": 1.0}, timer, ranks, own)
+        assert found["perf/max_memory_allocated_gb"] == gib
 
 
 def run_with(engine: HFRollout, *overrides: str, learnt: float) -> tuple[Any, PlainWeights]:

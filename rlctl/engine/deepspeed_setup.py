@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.errors import UsageError
-from rlctl.spec.keys import flat, nested
 from rlctl.spec.memory import REDUCE_BUCKET
 
 _NO_CLIPPING = 1 << 62
@@ -88,7 +87,17 @@ def deepspeed_config(settings: Settings) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
     }
-    return nested(flat(own) | flat(settings.get("more_config", {})))
+    return merged(own, settings.get("more_config", {}))
+
+
+def merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `base` updated with `more`; nested mappings are merged recursively."""
+    result = dict(base)
+    for key, value in more.items():
+        below = result.get(key)
+        both = isinstance(below, Mapping) and isinstance(value, Mapping)
+        result[key] = merged(below, value) if both else value  # type: ignore[arg-type]
+    return result
 
 
 class GuardedAdamW(torch.optim.AdamW):

@@ -186,9 +186,10 @@ def test_without_or_with_a_broken_spec(tmp_path: Path) -> None:
 def printed(
     found: Tradeoff, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """What the command prints of that replay."""
+    """What the command prints of that replay on a terminal of 80 columns."""
     monkeypatch.setattr("rlctl.what_if.what_if_run.what_if", lambda path: found)
-    monkeypatch.setenv("COLUMNS", "80")
+    for name, value in {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
 
     def run(output_format: DiagnosisFormat) -> str:
         command([Path("some/run")], output_format, None)

@@ -96,6 +96,7 @@ def test_merging_goes_mapping_by_mapping() -> None:
     base = {"a": {"b": 1, "c": 2}, "d": 3}
     assert merged(base, {"a": {"c": 4}, "e": 5}) == {"a": {"b": 1, "c": 4}, "d": 3, "e": 5}
     assert merged(base, {"a": 1}) == {"a": 1, "d": 3}
+    assert merged(base, {"e": {}}) == {**base, "e": {}}
     assert base == {"a": {"b": 1, "c": 2}, "d": 3}
 
 

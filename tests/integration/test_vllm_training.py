@@ -118,9 +118,8 @@ def check_end(tmp_path: Path, job: Job) -> None:
 
 
 def test_a_server_that_is_killed_starts_again_with_the_newest_weights(
-    tmp_path: Path, forked_vllm: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, forked_vllm: Path
 ) -> None:
-    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
     before = partial(hooks.servers_are_forks, str(forked_vllm / "python"), after=1)
     job = start_on_a_server(tmp_path, *ALL_WEIGHTS, before=before)
     job.wait_for(lambda: len(runs.metrics(tmp_path / "run")) >= 1)

@@ -104,6 +104,7 @@ def test_while_another_rank_works_nobody_is_ended(tmp_path: Path, idle: None) ->
         assert ended == []
 
 
+@pytest.mark.slow
 def test_a_main_thread_that_computes_is_not_idle(tmp_path: Path) -> None:
     dog, ended, _ = watch(0, 1, tmp_path, timeout=6.0)  # a busy machine may not run a thread for seconds
     with dog:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +93,13 @@ def spec_rows(record: RunRecord) -> tuple[str, list[tuple[str, str, str]]]:
     spec = record.spec
     state = read_state(record.path)
     presets = [name for name in state.preset.split("+") if name]
-    open_keys, given = (
-        frozenset(known_leaves()),
-        {"model.path": spec.model.path},
-    )  # no check: presets are parts
+    unchecked = partial(  # because a preset alone is no complete spec
+        load_spec, overrides={"model.path": spec.model.path}, left_open=frozenset(known_leaves())
+    )
     try:
-        before = load_spec(presets, overrides=given, left_open=open_keys).spec
-        than = " + ".join(presets) or "the defaults"
+        before, than = unchecked(presets).spec, " + ".join(presets) or "the defaults"
     except RlctlError:  # preset files were removed
-        before, than = load_spec(overrides=given, left_open=open_keys).spec, "the defaults"
+        before, than = unchecked().spec, "the defaults"
     rows = [
         (key, visible(_value(old)), visible(_value(new)))
         for key, (old, new) in changes(before, spec).items()

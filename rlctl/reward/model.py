@@ -56,8 +56,7 @@ class ModelScorer(Scorer):
                 where=f"reward.model.device={spec.device}",
                 fix="name a device of this machine with enough free memory",
             ) from error
-        padding = self._model.config.get_text_config().pad_token_id
-        self._has_padding = padding is not None and padding >= 0
+        self._padding: int | None = self._model.config.get_text_config().pad_token_id
         self._batch_size = spec.batch_size
         self._max_length = spec.max_length
 
@@ -89,15 +88,18 @@ class ModelScorer(Scorer):
         Decoders score the last token that is not the padding of the model's configuration, or without one
         the last token: then padding is a token with which no row ends.
         """
-        configs = (self._model.config.get_text_config(), self._model.config)  # models read either
-        padding = configs[0].pad_token_id
-        if not self._has_padding:
+        padding = self._padding
+        if padding is None or padding < 0:
             padding = next(token for token in count() if all(row[-1] != token for row in ids))
-            for config in configs:
+            for config in (self._model.config.get_text_config(), self._model.config):  # models read either
                 config.pad_token_id = padding
-        length = max(map(len, ids))
-        padded = torch.tensor([row + [padding] * (length - len(row)) for row in ids], device=self._device)
-        mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in ids], device=self._device)
+        pad = torch.nn.utils.rnn.pad_sequence
+        padded = pad([torch.tensor(row) for row in ids], batch_first=True, padding_value=padding).to(
+            self._device
+        )
+        mask = pad([torch.ones(len(row), dtype=torch.int64) for row in ids], batch_first=True).to(
+            self._device
+        )
         try:
             with torch.no_grad():
                 logits = self._model(padded, attention_mask=mask).logits

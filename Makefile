@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # The newest torch this release is tested with; its CPU build needs no CUDA packages (several GB).
-TORCH := torch>=2.8,<2.14
+TORCH := torch>=2.8,<2.15
 TORCH_CPU := torch==2.13.0+cpu
 
 # Every process that a test starts would compile rlctl again.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def test_run_directory_is_complete(run_dir: Path) -> None:
     assert spec.trainer.total_training_steps == 4
     assert spec.trainer.run_dir == str(run_dir)
     environment = json.loads((run_dir / "environment.json").read_text())
-    assert environment["packages"]["torch"] == torch.__version__
+    assert environment["packages"]["torch"] == version("torch")
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["step"], summary["interrupted"], summary["num_updates"]) == (4, False, 8)
     assert (run_dir / summary["model"] / "config.json").is_file()

@@ -274,6 +274,27 @@ for fd in range(3, 4096):  # the worker may have many files open: the reply is t
     try: os.write(fd, struct.pack('=I', len(data)) + data)
     except OSError: pass
 """,
+    "built-in functions in the first message": """
+import sys
+class Line(sys.modules["peer"].Peer):
+    def send(self, message):
+        if isinstance(message[0], dict):
+            message[1]["__builtins__"] = {"all": f, "range": range}
+        super().send(message)
+sys.modules["peer"].Peer = Line
+def f(*_): return True
+""",
+    "functions of the process of the tests": r"""
+import gc
+code = '''import os
+for fd in range(3, 4096):
+    try: os.write(fd, b'{"passed": true}\\n')
+    except OSError: pass
+os._exit(0)'''
+def f(*_):
+    line = next(one for one in gc.get_objects() if type(one).__name__ == "Peer")
+    line.ask("getattribute", "__builtins__")["exec"](code)
+""",
     "names of the tests": """
 import builtins
 builtins.AssertionError = Exception

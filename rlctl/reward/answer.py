@@ -123,10 +123,8 @@ def own_part(response: str, evidence: re.Pattern[str] = _DIGIT) -> str:
 
     A further exercise is removed only if a match of `evidence` precedes it.
     """
-    text = legible(response[-MAX_RESPONSE_CHARS:].replace("\r\n", "\n"))
-    if text.lstrip().startswith("<think>") and "</think>" not in text:
-        return ""  # cut off inside its thoughts
-    text = re.sub(r"<<[^<>\n]*>>", "", text.rpartition("</think>")[2]).strip()
+    text = legible(without_thoughts(response[-MAX_RESPONSE_CHARS:].replace("\r\n", "\n")))
+    text = re.sub(r"<<[^<>\n]*>>", "", text).strip()
     end = next((m.start() for m in _TURN_END.finditer(text) if m.start() > 0), len(text))
     text = text[:end]
     starts = list(_NEXT_QUESTION.finditer(text))
@@ -134,6 +132,12 @@ def own_part(response: str, evidence: re.Pattern[str] = _DIGIT) -> str:
         starts = [] if starts[0]["number"] else starts[1:]
     first = _first(evidence, text)
     return text[: next((m.start() for m in starts if m.start() > first), len(text))]
+
+
+def without_thoughts(response: str) -> str:
+    """The text after the last `</think>`; nothing if the response is cut off inside its thoughts."""
+    is_cut_off = response.lstrip().startswith("<think>") and "</think>" not in response
+    return "" if is_cut_off else response.rpartition("</think>")[2]
 
 
 def _last(mark: re.Pattern[str], text: str) -> list[re.Match[str]]:

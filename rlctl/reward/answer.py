@@ -84,7 +84,8 @@ _LABEL = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _SENTENCE_END = re.compile(
-    r"(?<!\bapprox)(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bvs)(?<!\be\.g)(?<!\bi\.e)[.!?][\"')*\]$]*\s+(?=\S)|\n+"
+    r"(?<!\bapprox)(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bvs)(?<!\be\.g)(?<!\bi\.e)"
+    r"(?:[.?]|!(?!\s*(?:\$|\\[)\]])))[\"')*\]$]*\s+(?=\S)|\n+"  # not the factorial in $5!$
 )
 #: A sentence that is cut off before its number: "20 cups in the final meal, the total number of cups".
 _BROKEN_OFF = re.compile(r",\s+[A-Za-z']+\s+[A-Za-z']+\s+[^\d,.!?]*[A-Za-z]\s*$")

@@ -54,8 +54,8 @@ class EvaluateRequest:
     max_response_length: int | None = None
     limit: int | None = None  # use only the first `limit` questions; None: all
     seed: int = 1  # sampling seed
-    #: name of a grader, `file.py:function`, or YAML file of a spec; None: the reward of the run, or a grader by data source if
-    #: there is no run or the data includes a benchmark
+    #: name of a grader, `file.py:function`, or YAML file of a spec; None: the reward of the run, or a grader
+    #: by data source if there is no run or the data includes a benchmark
     reward: str | None = None
     #: rollout engine, as `rollout.name` of a spec, or `openai`: a server; None: that of the run, else `hf`
     engine: str | None = None

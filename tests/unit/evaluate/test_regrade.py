@@ -95,7 +95,7 @@ def test_a_spec_gives_the_parameters_and_terms_of_a_reward(tmp_path, monkeypatch
         (f"{tmp_path}/mine.py:scaled", 0.5, {"scale": 2.0}),
     ]
     assert reward.overlong.buffer_length == 0
-    with pytest.raises(UsageError, match="absent.yaml"):
+    with pytest.raises(UsageError, match=r"absent\.yaml"):
         chosen_reward(RewardSpec(), "absent.yaml")
 
 

@@ -21,11 +21,8 @@ class Number:
     @property
     def is_decimal(self) -> bool:
         """Whether it is a decimal fraction such as 0.25, not an integer."""
-        rest = self.value.denominator
-        for prime in (2, 5):
-            while rest % prime == 0:
-                rest //= prime
-        return rest == 1 < self.value.denominator
+        below = self.value.denominator
+        return below > 1 and pow(10, below.bit_length(), below) == 0
 
     def equals(self, other: Number) -> bool:
         """Whether the values are equal; "50%" equals "50" and "0.5", but "0.5%" is not "0.5".

@@ -289,17 +289,18 @@ def grade(
     responses: Iterable[str],
     ground_truths: Iterable[str],
     *,
+    rows: Iterable[Mapping[str, Any]] | None = None,
     params: Mapping[str, Any] | None = None,
     deadline_s: float | None = None,
 ) -> list[float | None]:
     """Score responses as training does, in child processes with a deadline.
 
-    A function gets the response and the ground truth; other fields of a row are empty.
-
     Args:
         grader: name of a registered grader, such as `maths`, or `file.py:function`.
         responses: responses of a model.
         ground_truths: one per response.
+        rows: other fields that the grader reads, one mapping per response: `prompt`, `messages`,
+            `data_source`, `extra_info`, `response_ids`.
         params: parameters that the grader declares.
         deadline_s: seconds that grading one response may take; None: as in training, 5 for a built-in grader,
             30 for another one.
@@ -340,13 +341,19 @@ def grade(
     if is_scorer(grader):
         what = "this grader needs settings of a run"
         raise UsageError(what, where=grader, fix="use rlctl.evaluate, or `rlctl reward` with a spec")
-    if len(responses) != len(ground_truths):
-        what = f"{len(responses)} responses and {len(ground_truths)} ground truths"
-        raise UsageError(what, fix="give one ground truth for each response")
+    rows = [{}] * len(responses) if rows is None else list(rows)
+    if not len(responses) == len(ground_truths) == len(rows):
+        what = f"{len(responses)} responses, {len(ground_truths)} ground truths and {len(rows)} rows"
+        raise UsageError(what, fix="give one ground truth and one row for each response")
+    try:
+        samples = [Sample(*pair, **row) for *pair, row in zip(responses, ground_truths, rows, strict=True)]
+    except TypeError as error:
+        fix = "give mappings of prompt, messages, data_source, extra_info or response_ids"
+        raise UsageError(str(error).removeprefix("Sample.__init__() "), where="rows", fix=fix) from None
     pool = GradingPool(grader, dict(params or {}), deadline_s=deadline_s)
     try:
         pool.check()
-        graded = pool.grade([Sample(*pair) for pair in zip(responses, ground_truths, strict=True)])
+        graded = pool.grade(samples)
     finally:
         pool.close()
     failures = [one for one in graded if isinstance(one, Failure) and one.score is None]

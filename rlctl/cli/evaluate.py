@@ -108,7 +108,7 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="Grader: its name, or FILE.py:FUNCTION.",
+            help="Grader: its name, FILE.py:FUNCTION, or the YAML file of a spec.",
             show_default="the run's, or by data source",
         ),
     ] = None,

@@ -84,7 +84,8 @@ _LABEL = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _SENTENCE_END = re.compile(
-    r"(?<!\bapprox)(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bvs)(?<!\be\.g)(?<!\bi\.e)[.!?][\"')*\]$]*\s+(?=\S)|\n+"
+    r"(?<!\bapprox)(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bvs)(?<!\be\.g)(?<!\bi\.e)"
+    r"(?:[.?]|!(?!\s*(?:\$|\\[)\]])))[\"')*\]$]*\s+(?=\S)|\n+"  # not the factorial in $5!$
 )
 #: A sentence that is cut off before its number: "20 cups in the final meal, the total number of cups".
 _BROKEN_OFF = re.compile(r",\s+[A-Za-z']+\s+[A-Za-z']+\s+[^\d,.!?]*[A-Za-z]\s*$")
@@ -123,10 +124,8 @@ def own_part(response: str, evidence: re.Pattern[str] = _DIGIT) -> str:
 
     A further exercise is removed only if a match of `evidence` precedes it.
     """
-    text = legible(response[-MAX_RESPONSE_CHARS:].replace("\r\n", "\n"))
-    if text.lstrip().startswith("<think>") and "</think>" not in text:
-        return ""  # cut off inside its thoughts
-    text = re.sub(r"<<[^<>\n]*>>", "", text.rpartition("</think>")[2]).strip()
+    text = legible(without_thoughts(response[-MAX_RESPONSE_CHARS:].replace("\r\n", "\n")))
+    text = re.sub(r"<<[^<>\n]*>>", "", text).strip()
     end = next((m.start() for m in _TURN_END.finditer(text) if m.start() > 0), len(text))
     text = text[:end]
     starts = list(_NEXT_QUESTION.finditer(text))
@@ -134,6 +133,12 @@ def own_part(response: str, evidence: re.Pattern[str] = _DIGIT) -> str:
         starts = [] if starts[0]["number"] else starts[1:]
     first = _first(evidence, text)
     return text[: next((m.start() for m in starts if m.start() > first), len(text))]
+
+
+def without_thoughts(response: str) -> str:
+    """The text after the last `</think>`; nothing if the response is cut off inside its thoughts."""
+    is_cut_off = response.lstrip().startswith("<think>") and "</think>" not in response
+    return "" if is_cut_off else response.rpartition("</think>")[2]
 
 
 def _last(mark: re.Pattern[str], text: str) -> list[re.Match[str]]:

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rlctl.registry import GRADERS
+from rlctl.reward.answer import without_thoughts
 from rlctl.reward.pool import share_of_cores
 from rlctl.reward.protocol import Failure, Grade, KnownResponses, Sample, Scorer
 from rlctl.reward.sandbox.jail import encode, same
@@ -53,8 +54,8 @@ def _known_responses(ground_truth: str) -> KnownResponses:
 class CodeScorer(Scorer):
     """1.0 when the response's program passes every test of its ground truth, else 0.0.
 
-    A program that crashes or reaches its time or memory limit scores 0.0. A ground truth without tests is a
-    `Failure`, and so is a sandbox that cannot be set up.
+    A program that crashes or reaches its time or memory limit scores 0.0. A ground truth without tests, or
+    with tests that pass without a program, is a `Failure`, and so is a sandbox that cannot be set up.
 
     Raises:
         EnvironmentFailure: this machine cannot confine programs.
@@ -74,14 +75,23 @@ class CodeScorer(Scorer):
             tests = parse_tests(sample.ground_truth)
         except ValueError as error:
             return Failure(f"the ground truth contains no tests: {error}")
-        program = program_of(sample.response)
-        return tests.run(program, self._limits)
+        grade = tests.run(program_of(sample.response), self._limits)
+        if grade == 1.0 and _pass_without_a_program(sample.ground_truth, self._limits):
+            return Failure("the tests of the ground truth pass without a program")
+        return grade
 
 
 def program_of(response: str) -> str:
-    """The last fenced Python block, or the whole response when there is none."""
-    blocks = _BLOCK.findall(response)
-    return blocks[-1] if blocks else response
+    """The last fenced Python block after the thoughts, or the whole text after them when there is none."""
+    text = without_thoughts(response)
+    blocks = _BLOCK.findall(text)
+    return blocks[-1] if blocks else text
+
+
+@lru_cache(maxsize=1024)
+def _pass_without_a_program(ground_truth: str, limits: Limits) -> bool:
+    """Whether an empty program passes, for example because no code calls the function with the asserts."""
+    return parse_tests(ground_truth).run("", limits) == 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +134,12 @@ class CallTests:
             return _broken(outcome)
         if outcome.timed_out or len(outcome.values) != len(self.values):
             return 0.0
+        wanted = [self.values]
+        if self.as_json and all(isinstance(v, list) and v[0] == "list" and len(v) == 2 for v in self.values):
+            wanted.append(tuple(value for _, value in self.values))  # APPS puts every value in a list
         try:
             found = [_as_json(value) for value in outcome.values] if self.as_json else outcome.values
-            return float(all(map(same, found, self.values)))
+            return float(any(all(map(same, found, values)) for values in wanted))
         except (RecursionError, TypeError, ValueError):  # nested too deep, or not written by `encode`
             return 0.0
 
@@ -169,19 +182,27 @@ def _json_tests(values: dict[str, Any]) -> Tests:
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"there are {len(inputs)} inputs and {len(outputs)} outputs")
     if name is None:
-        if not all(isinstance(text, str) for text in [*inputs, *outputs]):
-            raise ValueError(
-                "without `fn_name` every input and output is the text of standard input and output"
-            )
-        return ScriptTests(tuple(inputs), tuple(outputs))
+        return ScriptTests(tuple(map(_text, inputs)), tuple(map(_text, outputs)))
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"`fn_name` is {name!r}")
+    if all(isinstance(text, str) for text in [*inputs, *outputs]):  # JSON, one line per argument
+        inputs = [[json.loads(line) for line in text.split("\n")] for text in inputs]
+        outputs = [json.loads(text) for text in outputs]
     if not all(isinstance(arguments, list) for arguments in inputs):
         raise ValueError("with `fn_name` every input is the list of arguments of one call")
     # In many data sets the function is a method of `class Solution`.
     found = f"{name} if '{name}' in globals() else Solution().{name}"
     calls: list[Step] = [("eval", f"({found})(*{arguments!r})") for arguments in inputs]
     return CallTests(tuple(calls), tuple(_as_json(encode(value)) for value in outputs), as_json=True)
+
+
+def _text(lines: Any) -> str:
+    """Text of standard input or output, which some data sets give as a list of lines."""
+    if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
+        return "\n".join(lines)
+    if not isinstance(lines, str):
+        raise ValueError("without `fn_name` every input and output is the text of standard input and output")
+    return lines
 
 
 def _assert_tests(text: str) -> CallTests | CodeTests:

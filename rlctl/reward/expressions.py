@@ -21,13 +21,14 @@ from math_verify import grader
 from rlctl.reward.limits import is_too_large
 from rlctl.reward.numbers import Number, in_digits
 
-#: Texts that the parser misreads: times of day (6:30 as 1/5), ranges (3-5 as -2), feet and arc minutes
-#: (5'6'' as 56), sums with dots (it drops the dots).
+#: Texts that the parser misreads: times of day (6:30 as 1/5), ratios (1:2:3 as 1/6), ranges (3-5 as -2),
+#: feet and arc minutes (5'6'' as 56), sums with dots (it drops the dots).
 _NO_EXPRESSION = re.compile(
-    r"\d{1,2}:\d\d(?!\d)|\s*\d+\s*-\s*\d+\s*$|.*\d\s*'|.*\\[lcd]?dots|.*\.\.\.[,+]", re.DOTALL
+    r"\d{1,2}:\d\d(?!\d)|\s*\d+\s*-\s*\d+\s*$|.*\d\s*'|.*:.*:|.*\\[lcd]?dots|.*\.\.\.[,+]", re.DOTALL
 )
 _AND = re.compile(r",?(?:\s+and\s+|\s*\\(?:text\w*|mbox|hbox|mathrm)\s*\{\s*(?:and|,)\s*\}\s*)")
 _OR = re.compile(r"\s*(?:\bor\b|\\(?:text\w*|mbox|hbox|mathrm)\s*\{\s*or\s*\})\s*")
+_LG = re.compile(r"\\lg(?![a-z])")
 _PRIMES = re.compile(r"([A-Za-z])\s*('+)")
 #: A numerator that the parser needs in braces: \frac\pi6.
 _BARE_NUMERATOR = re.compile(r"(\\[dtc]?frac)\s*(\\(?!sqrt|frac|text|math)[a-z]+)")
@@ -39,6 +40,15 @@ _UNITS = re.compile(
     r"(?:\\[ ,;:!]|[\s~])*(?:\\(?:text\w*|mbox|hbox|mathrm)\s*\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?"
     r"|\^\s*\{?\s*\\circ\s*\}?|\\degree|°)[\s.]*$"
 )
+#: Degrees, after a number or letter or after any other term.
+_DEGREE = (
+    r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-z])|°"
+    r"|(?:\\(?:text|mathrm|mbox)\s*\{\s*)?\bdegrees?\b\s*\}?)"
+)
+_OF_NUMBER = re.compile(r"(\d+(?:\.\d+)?|(?<![A-Za-z\\])[A-Za-z])" + _DEGREE)
+_OF_TERM = re.compile(_DEGREE)
+#: A logarithm without a base.
+_LOG = re.compile(r"\\log(?![a-z]|\s*_)")
 #: Text that cannot precede a unit.
 _OPEN = re.compile(r"(?:[-+*/=<>^_(,;:|&]|\\(?!pi|infty|circ|degree)[A-Za-z]+)\s*$")
 # `units=False`, because math-verify's list of units includes single letters: it would turn 3t into 3.
@@ -68,7 +78,7 @@ def read(latex: str) -> Any | None:
         sets = [_solutions(_parsed(part)) for part in parts]
         if all(isinstance(one, sympy.Set) for one in sets):
             return sympy.Union(*sets)
-    text = _AND.sub(", ", text)
+    text = _LG.sub(r"\\log_{10}", _AND.sub(", ", text))
     text = _CONSTANT.sub("C", _BARE_NUMERATOR.sub(r"\1{\2}", text))
     expression = _parsed(text)
     if expression is None and text.count("\\pm") == 1:  # the parser does not support it inside a fraction
@@ -101,6 +111,12 @@ def _solutions(inequality: Any) -> Any:
         ):
             return inequality
     return inequality.as_set() if len(inequality.free_symbols) == 1 else inequality
+
+
+def in_other_notation(latex: str) -> str:
+    r"""Writes degrees as radians, and a logarithm without a base, which may be natural, as `\ln`."""
+    latex = _OF_NUMBER.sub(r"{\\frac{\1\\pi}{180}}", _LOG.sub(r"\\ln", latex))
+    return _OF_TERM.sub(r"\\cdot\\frac{\\pi}{180}", latex)
 
 
 def without_units(latex: str) -> str:

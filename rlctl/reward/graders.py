@@ -36,17 +36,17 @@ def exact(response: str, ground_truth: str) -> float:
 
 #: An option at the start of a ground truth: `B`, `(B)`, `B. 26`, `b) 26`.
 _OPTION = re.compile(r"[\s*_({\[]*(?:([A-J])|([a-j])(?=[).]))(?:[\s)\]}.:*_,]+|$)")
-#: Text after a letter that is not one of two: "A or B".
-_ONE = r"(?!\)?\s*+(?:or|and|[,/&])\s*+\(?[A-J]\)?[\s.;}]*+(?:\n|$))"
+#: Text after a letter that is not one of several: "A or B", "A, B, and C".
+_ONE = r"(?!(?:\)?\s*+(?:,?\s*+(?:or|and)\b|[,/&])\s*+\(?[A-J]\b\)?){1,9}+[ \t.;}*_$]*+(?:\n|$))"
 #: All quantifiers are possessive: after "answer" and a thousand blanks, backtracking would not finish.
 _LETTER = (
-    r"[\s*_\"'({\[$]*+(?:\\(?:text\w*|math\w+)\s*\{)?[\s*_(]*+"
-    r"(?:(?!I\s+[a-z])([A-J])(?![\w'])|([a-j])\))" + _ONE  # "the answer I choose" names no option
+    r"(?:[\s*_\"'({\[$]|\\[(\[])*+(?:\\(?:text\w*|math\w+)\s*\{)?[\s*_(]*+"
+    r"(?:(?!I\s+[a-z])([A-J])(?!'?\w)|([a-j])\))" + _ONE  # "the answer I choose" names no option
 )
 _IS = r"[\s*_\"']*+(?:(?i:is|was|would be|should be|must be)\b[\s*_\"']*+[:=]?|[:=])"
 #: Patterns of an option, the most reliable first; the last match of a pattern is used. In order: an option
 #: named as the answer, an option that is chosen or called correct, an option that is mentioned ("option A is
-#: wrong" may follow the answer), a line that starts with an option, an option in brackets.
+#: wrong" may follow the answer), a line that starts with an option, an option in brackets, only a letter.
 _OPTIONS = (
     re.compile(
         rf"(?:\\(?:boxed|fbox)(?:\s*\{{|\s++|(?=\\))|####+|<answer>|\b(?i:(?:answers?|choice|option)\b{_IS}|answers?\b)"
@@ -59,6 +59,7 @@ _OPTIONS = (
     re.compile(rf"\b(?i:choice|option)\b{_LETTER}"),
     re.compile(r"^[ \t*_(\[]*(?:([A-J])[ \t*_]*(?:[).:\]]|$)|([a-j])\))", re.MULTILINE),
     re.compile(rf"(?<!or )(?<!and )\(([A-J])\){_ONE}"),
+    re.compile(r"^\W*([a-j])\W*$"),
 )
 _CAPITAL = re.compile(r"\b[A-J]\b")
 

@@ -141,7 +141,7 @@ class Size:
         """Size of the power, for an exponent of either sign."""
         power, larger = exponent.value, max(self.digits, self.below)
         digits = larger * power if larger else 0.0
-        degree = self.degree * (1.0 if exponent.symbols else power)
+        degree = self.degree * (1.0 if exponent.symbols or not self.degree else power)
         symbols, terms = self.symbols | exponent.symbols, self.terms
         if terms > 1.0 and power > 1.0:
             if degree > MAX_DEGREE:

@@ -40,7 +40,7 @@ _WRAPPER = re.compile(
 )
 _FRACTION = re.compile(r"\\[dtc]?frac(?![A-Za-z])")
 _COMMAND = re.compile(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?")
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}|(?<!\S)(?i:is|it|so|in|of|to|we|he|if|my)(?=\s)")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}|(?<!\S)(?i:is|it|so|in|of|to|we|he|if|my)(?=[\s,])")
 _TIME = re.compile(r"\d:\d\d")
 #: Words of three or more letters that are mathematical notation.
 _NAMES = re.compile(
@@ -74,6 +74,7 @@ _BASE = re.compile(r"[0-9A-Z]+_\{?(\w+)\}?")
 class _Gold:
     """A parsed ground truth: a plain number, else an expression, else (with neither) a text."""
 
+    text: str
     spelling: str  # see `_spelling`
     number: Number | None
     expression: Any | None
@@ -130,7 +131,9 @@ def grade(response: str, ground_truth: str) -> float:
     gold = _gold(ground_truth)
     for place in places(response):
         option = _OPTION.match(place.text) if place.is_whole else None
-        text = _OPTION.sub("", place.text) if place.is_whole else _formula(place.text) or place.text
+        text = (
+            _unwrapped(_OPTION.sub("", place.text)) if place.is_whole else _formula(place.text) or place.text
+        )
         if gold.spelling in (_spelling(place.text), _spelling(text), option and option[1]):
             return 1.0
         answer = None if gold.is_text else _reading(place, is_number=gold.is_number)
@@ -160,7 +163,7 @@ def _gold(ground_truth: str) -> _Gold:
     expression = None
     if number is None and not _is_words(text):
         expression = _expression(text)
-    return _Gold(_spelling(text), number, expression)
+    return _Gold(text, _spelling(text), number, expression)
 
 
 def _is_words(text: str) -> bool:
@@ -182,7 +185,11 @@ def _equal(gold: _Gold, answer: Number | Any, text: str) -> bool:
     if expressions.equal(expected, answer):
         return True
     with_units = expressions.read(text)  # the ground truth may have its unit in letters: 5m and 5\text{ m}
-    return with_units is not None and with_units != answer and expressions.equal(expected, with_units)
+    if with_units is not None and with_units != answer and expressions.equal(expected, with_units):
+        return True
+    others = [expressions.in_other_notation(one) for one in (gold.text, text)]
+    parsed = [expressions.read(expressions.without_units(one)) for one in others]
+    return others != [gold.text, text] and None not in parsed and expressions.equal(*parsed)
 
 
 def _reading(place: Place, *, is_number: bool) -> Number | Any | None:
@@ -194,7 +201,7 @@ def _reading(place: Place, *, is_number: bool) -> Number | Any | None:
 
 def _whole(text: str, *, is_number: bool) -> Number | Any | None:
     """Parses a text that is only the answer."""
-    text = _OPTION.sub("", text)
+    text = _unwrapped(_OPTION.sub("", text))
     if is_number and (number := _amount(text)):
         return number
     shown = plain(text)
@@ -286,11 +293,15 @@ def _bare_formula(sentence: str) -> str | None:
     return None
 
 
+def _unwrapped(text: str) -> str:
+    """A formula without `$` or brackets around it; any other text unchanged."""
+    formula = MATHS.fullmatch(text.strip().rstrip("."))
+    return next(filter(None, formula.groups())) if formula else text
+
+
 def _spelling(text: str) -> str:
     """Normalises a text's formatting; equal spellings are equal answers of any kind."""
-    text = legible(text).strip()
-    formula = MATHS.fullmatch(text.rstrip("."))
-    text = (next(filter(None, formula.groups())) if formula else text).rstrip("$. \n").lstrip("$ \n")
+    text = _unwrapped(legible(text).strip()).rstrip("$. \n").lstrip("$ \n")
     while (shown := _WRAPPER.sub(r" \1 ", text)) != text:
         text = shown
     text = re.sub(r"\\(?:left|right|displaystyle)(?![a-z])|\\[,;:! ]|~|(?<!\w)\*\*|\*\*(?!\w)", " ", text)
@@ -298,7 +309,7 @@ def _spelling(text: str) -> str:
     text = re.sub(r"\\(?:cdot|times)(?![a-z])", "*", text)
     text = re.sub(r"\\[lcd]?dots|\.\.\.(?=[,+])", r"\\dots", text).replace("\\varnothing", "\\emptyset")
     if _is_words(text) or _TIME.search(text):
-        text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|[\"()]", "", text.casefold())
+        text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|(?<=[a-z]{3})s\b|[\"()]", "", text.casefold())
     text = re.sub(r"(?<=[A-Za-z])\.|(?<=\d)\s+(?=[A-Za-z])", "", text)
     text = re.sub(r"\s+(?![A-Za-z0-9])|(?<![A-Za-z0-9])\s+", "", re.sub(r"\s+", " ", text))
     return re.sub(r"^\(([A-Za-z])\)$|\{(\w)\}", r"\1\2", text)

@@ -21,11 +21,8 @@ class Number:
     @property
     def is_decimal(self) -> bool:
         """Whether it is a decimal fraction such as 0.25, not an integer."""
-        rest = self.value.denominator
-        for prime in (2, 5):
-            while rest % prime == 0:
-                rest //= prime
-        return rest == 1 < self.value.denominator
+        below = self.value.denominator
+        return below > 1 and pow(10, below.bit_length(), below) == 0
 
     def equals(self, other: Number) -> bool:
         """Whether the values are equal; "50%" equals "50" and "0.5", but "0.5%" is not "0.5".
@@ -59,7 +56,24 @@ _CHARACTERS = _FULL_WIDTH | _INVISIBLE | _SPACES | _SIGNS | _VULGAR | _SYMBOLS
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n")
 _EXPONENT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+")
 _COLOR = re.compile(r"\\(?:text)?color\s*\{\w+\}")
-_ROOT = re.compile(r"√\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})")
+#: Arithmetic in words, next to digits, and its symbols.
+_IN_WORDS = [
+    (re.compile(pattern, re.IGNORECASE), symbol)
+    for pattern, symbol in (
+        (r"\b(?:minus|negative)\s+(?=[$\d.])", "-"),
+        (r"(?<=\d)\s+plus\s+(?=[$\d.])", " + "),
+        (r"(?<=\d)\s+times\s+(?=[$\d.])", " * "),
+        (r"(?<=\d)\s+(?:divided by|over)\s+(?=\d)", "/"),
+        (r"(?<=\d)\s+squared\b(?!\s+[a-z])", "^2"),
+        (r"(?<=\d)\s+cubed\b", "^3"),
+        (r"(?<=\d)\s+factorial\b", "!"),
+        (r"(?<=\d)\s+and (?:a|one) half\b", " 1/2"),
+        (r"(?<![\\a-z])pi(?![a-z])", r"\\pi "),
+    )
+]
+_ROOT = re.compile(
+    r"(?:√|(?<![\\a-z])sqrt(?=\s*[\d({]))\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})"
+)
 
 #: Replacements of LaTeX and Markdown by plain text, applied in this order.
 _PLAIN = [
@@ -104,7 +118,7 @@ _NUMBER = re.compile(
     r"(?<![\w.])(?P<minus>(?:(?<![\w)])-(?=[$€£¥₹\d.]))?)(?:US)?[$€£¥₹]*\s?(?P<inner>-?)"
     rf"(?P<digits>{_DIGITS})(?:(?P<mixed>\s+\d+)?\s?/\s?(?P<under>\d+)(?!\d|\.\d))?"
     rf"(?:\s?(?P<scale>{'|'.join(_SCALES)})s?\b)?(?P<percent>\s?(?:%|per ?cent\b))?"
-    r"(?P<stuck>(?:st|nd|rd|th)\b|:\d|\s?\\(?:pi|sqrt|infty)(?![a-z]))?",
+    r"(?P<stuck>(?:st|nd|rd|th|k)\b|:\d|\s?\\(?:pi|sqrt|infty)(?![a-z]))?",
     re.IGNORECASE,
 )
 _UNITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"]
@@ -113,7 +127,7 @@ _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ni
 _WORDS = dict(zip([*_UNITS, *_TEENS, *_TENS], [*range(20), *range(20, 100, 10)], strict=True))
 _WORD = re.compile(rf"\b({'|'.join(_WORDS)})(?:[- ]({'|'.join(_UNITS[1:10])}))?\b", re.IGNORECASE)
 
-_SHORT_UNIT = r"(?:[cdkm]m|ft|in|mi|yd|k?g|mg|lbs?|oz|m[lL]|[lL]|hr?s?|mins?|s|[ap]m|[AP]M|mph|kph|k)\b"
+_SHORT_UNIT = r"(?:[cdkm]m|ft|in|mi|yd|k?g|mg|lbs?|oz|m[lL]|[lL]|hr?s?|mins?|s|[ap]m|[AP]M|mph|kph)\b"
 #: Text after a number that is only its unit. Two letters that are not a unit are a product: 5 xy.
 _POWER = r"(?:\s*\^\s*\{?\d\}?)?"
 _UNIT = re.compile(
@@ -141,12 +155,15 @@ _OPERAND_OF = re.compile(
 #: Text before such a number.
 _OPERATOR = re.compile(
     r"(?:[\d)%]\s*(?:[A-Za-z]+\s+)?(?:[-+*/×÷·^(]|(?<=[\d\s])x)\s*[($€£-]*"
-    r"|(?:\^|\\sqrt)\s*(?:\[\d+\]\s*)?\{?)\s*$"
+    r"|(?:\^|\\sqrt)\s*(?:\[\d+\]\s*)?\{?"
+    r"|\b(?i:times|plus|half(?: of)?|twice|double|triple|(?:root|square|cube|factorial) of|log|ln|sqrt)\b"
+    r"\s*[($€£]*)\s*$"
 )
 #: Text before a number that is a bound or is denied.
 _DENIED = re.compile(
     r"(?:[<>≤≥≠]|\\(?:[lg]eq?|[lg]t|neq?)(?:slant)?\s|\b(?:not|never|(?:is|was|are|were|can|could|would|does|did)n['’]?t"
-    r"|cannot)\b(?:\s+(?:be|equal|equal to|exactly|simply|just|actually))*)\s*[($€£-]*\s*$",
+    r"|cannot|(?<!no )(?<!not )(?:less|more|fewer|greater|smaller|larger|higher|lower) than)\b"
+    r"(?:\s+(?:be|equal|equal to|exactly|simply|just|actually))*)\s*[($€£-]*\s*$",
     re.IGNORECASE,
 )
 #: Text before a number: an equation that is not solved for its letter, such as 2x + 3 = 7. In 5 m = 500 cm
@@ -202,11 +219,17 @@ _RESULT_OF, _BEST, _FAIR, _LESS, _FRONTED, _NEVER = range(6)
 
 
 def legible(text: str) -> str:
-    """Replaces unusual characters (full width, typographic minus, ½, π, √, ²), removes colours and invisible
-    characters."""
+    """Replaces unusual characters (full width, typographic minus, ½, π, √, ²) and words ("72 squared", "pi"),
+    removes colours and invisible characters."""
     text = _COLOR.sub("", text)
     text = _EXPONENT.sub(_power, _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", text))
-    return text.translate(_CHARACTERS)
+    return _in_symbols(text.translate(_CHARACTERS))
+
+
+def _in_symbols(text: str) -> str:
+    for pattern, symbol in _IN_WORDS:
+        text = pattern.sub(symbol, text)
+    return text
 
 
 def _power(raised: re.Match[str]) -> str:
@@ -245,8 +268,10 @@ def number_in(sentence: str, *, words: bool = False) -> Number | None:
     `sentence` is the output of `plain`. `words` also parses "twenty-six", if there are no digits.
     """
     if words and not re.search(r"\d", sentence):
-        sentence = _WORD.sub(
-            lambda word: str(_WORDS[word[1].lower()] + _WORDS.get((word[2] or "").lower(), 0)), sentence
+        sentence = _in_symbols(
+            _WORD.sub(
+                lambda word: str(_WORDS[word[1].lower()] + _WORDS.get((word[2] or "").lower(), 0)), sentence
+            )
         )
     best: tuple[int, int, re.Match[str]] | None = None
     previous = _NEVER

@@ -23,7 +23,7 @@ from numbers import Real
 from types import CodeType
 from typing import Any
 
-from rlctl.errors import UsageError, in_words
+from rlctl.errors import UsageError
 from rlctl.registry import GRADERS
 from rlctl.reward.pool import is_ours
 from rlctl.reward.protocol import Sample
@@ -68,18 +68,11 @@ def _wait(child: int, requests: int) -> int | None:
     """Waits for the child's exit code, negative for a signal; returns None if the pool has ended."""
     poll = select.poll()
     poll.register(requests, 0)  # reports only that no process can write to it any more
-    wait_ms = 1000
-    try:
-        poll.register(os.pidfd_open(child), select.POLLIN)
-    except OSError:  # a kernel before 5.3, or a container that refuses it
-        wait_ms = 50
-    while True:
-        events = poll.poll(wait_ms)
+    while not poll.poll(50):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:  # also orphans of the grader
             if found[0] == child:
                 return os.waitstatus_to_exitcode(found[1])
-        if any(fd == requests for fd, _ in events):
-            return None
+    return None
 
 
 def _end_children() -> None:
@@ -188,27 +181,21 @@ def load_grader(name: str, params: dict[str, Any]) -> LoadedGrader:
             valid for it, or rlctl has no value for a parameter without default.
     """
     part = GRADERS.part(name)
-    function, values = part.function, None
-    if params and part.params is None:
-        raise UsageError(f"{name} takes no parameters", where="reward.params", fix="leave them out")
-    if part.params is not None:
-        from pydantic import ValidationError
+    function, fixed = part.function, {}
+    if params or part.params:
+        from rlctl.spec.base import param_problems, params_of  # imports Pydantic
 
-        try:
-            values = part.params.model_validate(params or {})
-        except ValidationError as error:
-            known = f"the parameters of {name} are {', '.join(part.params.model_fields)}"
-            [first, *_] = error.errors()
-            where = ".".join(["reward.params", *map(str, first["loc"])])
-            raise UsageError(in_words(first), where=where, fix=known) from error
+        for problem in param_problems(GRADERS, name, "reward.params", params):
+            raise UsageError(problem.what, where=problem.key, fix=problem.fix)
+        fixed = {"params": params_of(part, params)}
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         fix = "wrap it in a function of yours"
         raise UsageError("its parameters cannot be read", where=name, fix=fix) from None
     if "completions" in parameters:
-        return LoadedGrader(_of_lists(function, list(parameters.values())), True, part.answer_of)
-    call = _bound(function, list(parameters.values()), name, {"params": values} if part.params else {})
+        return LoadedGrader(_of_lists(function, list(parameters.values()), fixed), True, part.answer_of)
+    call = _bound(function, list(parameters.values()), name, fixed)
     return LoadedGrader(lambda samples: [call(sample) for sample in samples], False, part.answer_of)
 
 
@@ -240,7 +227,9 @@ def _bound(
     return call
 
 
-def _of_lists(function: Callable[..., Any], parameters: list[inspect.Parameter]) -> Call:
+def _of_lists(
+    function: Callable[..., Any], parameters: list[inspect.Parameter], fixed: dict[str, object]
+) -> Call:
     """Wraps `function` to be called as in TRL: lists of prompts, completions and columns, by keyword."""
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
     names = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
@@ -260,7 +249,7 @@ def _of_lists(function: Callable[..., Any], parameters: list[inspect.Parameter])
         columns = dict.fromkeys(name for sample in samples for name in sample.extra_info)
         given |= {name: [sample.extra_info.get(name) for sample in samples] for name in columns}
         given |= {"data_source": [sample.data_source for sample in samples], "ground_truth": truths}
-        given |= {"prompts": prompts, "completions": completions, **_OF_TRAINER}
+        given |= {"prompts": prompts, "completions": completions, **_OF_TRAINER, **fixed}
         if all(sample.response_ids for sample in samples):
             given["completion_ids"] = [list(sample.response_ids) for sample in samples]
         if missing := sorted(needed - given.keys()):

@@ -34,6 +34,12 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "one response as text": (lambda: rlctl.grade("exact", "12", "12"), "responses is not a list of texts"),
     "no response": (lambda: rlctl.grade("exact", [None], ["1"]), "responses is not a list of texts"),
     "a grader of runs": (lambda: rlctl.grade("code", ["a"], ["b"]), "this grader needs settings of a run"),
+    "too few rows": (lambda: rlctl.grade("exact", ["a"], ["b"], rows=[{}, {}]), "2 rows"),
+    "an unknown field": (
+        lambda: rlctl.grade("exact", ["a"], ["b"], rows=[{"prmpt": "a"}]),
+        "unexpected keyword argument 'prmpt'",
+    ),
+    "rows as texts": (lambda: rlctl.grade("exact", ["a"], ["b"], rows=["a"]), "rows: "),
     "log-probs of numpy": (lambda: rlctl.correct(A.numpy(), A, MASK), "log_probs: is a ndarray"),
     "an unknown option": (lambda: rlctl.evaluate("m", foo=1), "evaluate has no option foo"),
     "no name": (lambda: rlctl.load_spec(3), "3 is no name"),
@@ -156,6 +162,25 @@ def test_columns_of_a_table_can_be_graded() -> None:
     """As `open_run(…).rollouts()` gives them."""
     texts = np.array(["1", "2"], dtype=object)
     assert rlctl.grade("exact", texts, iter(["1", "3"])) == [1.0, 0.0]
+
+
+def test_a_grader_gets_the_other_fields_of_a_row(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def f(response, prompt, data_source, extra_info, messages):\n"
+        "    return len(prompt + data_source) + extra_info['n'] + len(messages)\n"
+        "def trl(completions, n, completion_ids):\n"
+        "    return [a + len(b) for a, b in zip(n, completion_ids)]\n"
+    )
+    row = {
+        "prompt": "ab",
+        "data_source": "c",
+        "extra_info": {"n": 10},
+        "messages": [{"role": "user", "content": "a"}],
+        "response_ids": [1, 2, 3],
+    }
+    rows = [row, row | {"extra_info": {"n": 20}}]
+    assert rlctl.grade(f"{tmp_path}/mine.py:f", ["x", "y"], ["", ""], rows=iter(rows)) == [14.0, 24.0]
+    assert rlctl.grade(f"{tmp_path}/mine.py:trl", ["x", "y"], ["", ""], rows=rows) == [13.0, 23.0]
 
 
 def test_a_grader_gets_its_parameters(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ or `refused` with the reason; then, by the job's role,
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib
 import json
 import math
@@ -67,17 +68,16 @@ def main(job_fd: int, reply_fd: int, line_fd: int = -1) -> None:
 
 
 def _tests_pass(source: str, peer: Any) -> bool:
-    """Runs test code with the program's names in scope, except names of built-ins.
+    """Runs test code with the program's names in scope, except built-in names and such as `__builtins__`.
 
     Exceptions of the test code propagate. Returns False if the program's process has ended.
     """
     modules, names = peer.receive()
-    known = {name: value for name, value in names.items() if not hasattr(builtins, name)}
-    for name, module in modules.items():
-        try:
-            known[name] = importlib.import_module(module)
-        except ImportError:
-            continue
+    known = {}
+    for name, value in {**modules, **names}.items():
+        if not name.startswith("__") and not hasattr(builtins, name):
+            with contextlib.suppress(ImportError):
+                known[name] = importlib.import_module(value) if name in modules else value
     known |= {"__name__": "tests", "_rlctl_same": lambda found, wanted: same(encode(found), encode(wanted))}
     exec(compile(source, "tests.py", "exec", dont_inherit=True), known)
     return not peer.is_lost

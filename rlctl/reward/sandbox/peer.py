@@ -31,14 +31,18 @@ _PLAIN = {
     "fractions": "Fraction",
 }
 _BASES = (str, bytes, bool, int, float, complex, tuple, list, dict, set, frozenset)
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda function, *args, **more: function(*args, **more),
-    **{one.__name__: one for one in (getattr, setattr, isinstance, len, iter, next, bool, str, repr)},
-}
-#: Pickle opcodes that set attributes of objects or instantiate classes.
-_FORBIDDEN = {"BUILD", "INST", "OBJ"}
+#: Methods of `Remote`; those of `_TWO_SIDED` do not combine a `Remote` with a value.
 _ONE_SIDED = "call getitem setitem delitem contains neg pos abs len iter next bool str repr"
 _TWO_SIDED = "add sub mul truediv floordiv mod pow matmul and or xor eq ne lt le gt ge"
+#: All that the other side can ask for.
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    one.__name__: one for one in (getattr, setattr, isinstance, len, iter, next, bool, str, repr)
+}
+for _name in f"{_ONE_SIDED} {_TWO_SIDED}".split():
+    if _name not in _FUNCTIONS:
+        _FUNCTIONS[_name] = getattr(operator, f"__{_name}__")
+#: Pickle opcodes that set attributes of objects or instantiate classes.
+_FORBIDDEN = {"BUILD", "INST", "OBJ"}
 
 
 class PeerGone(BaseException):
@@ -53,7 +57,7 @@ class Peer:
     """
 
     def __init__(self, fd: int, *, guards_names: bool) -> None:
-        """`fd` is a socket. With `guards_names` the other side cannot use attributes that start with `_`."""
+        """`fd` is a socket. With `guards_names` the other side cannot use attributes of Python's own."""
         self._fd = fd
         self._guards_names = guards_names
         self._shared: list[Any] = []  # objects for which the other side has a `Remote`
@@ -89,10 +93,12 @@ class Peer:
 
     def _answer(self, function: str, args: tuple[Any, ...], more: dict[str, Any]) -> None:
         try:
-            if self._guards_names and function in {"getattr", "setattr"} and args[1].startswith("_"):
-                raise AttributeError(args[1])
-            known = _FUNCTIONS.get(function) or getattr(operator, f"__{function}__")
-            self.send(("done", known(*args, **more), args))
+            if self._guards_names and function in {"getattr", "setattr"}:
+                # `str.format`, an attribute of a copy, and frames of generators give access to all objects.
+                owner, name = args[:2]
+                if _is_plain(owner) or _is_plain(type(owner)) or name.startswith(("_", "gi_", "cr_", "ag_")):
+                    raise AttributeError(name)
+            self.send(("done", _FUNCTIONS[function](*args, **more), args))
         except PeerGone:
             raise
         except BaseException as error:

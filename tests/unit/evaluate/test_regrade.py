@@ -82,6 +82,23 @@ def test_the_parameters_of_a_grader_are_not_given_to_another(tmp_path):
         chosen_reward(masked, None)
 
 
+def test_a_spec_gives_the_parameters_and_terms_of_a_reward(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").touch()
+    (tmp_path / "reward.yaml").write_text(
+        "reward:\n  overlong: {buffer_length: 4}\n  terms:\n"
+        "    - {name: maths}\n    - {name: mine.py:scaled, weight: 0.5, params: {scale: 2.0}}\n"
+    )
+    reward = chosen_reward(RewardSpec(name="exact"), "reward.yaml")
+    assert [(t.name, t.weight, t.params) for t in reward.all_terms] == [
+        ("maths", 1.0, {}),
+        (f"{tmp_path}/mine.py:scaled", 0.5, {"scale": 2.0}),
+    ]
+    assert reward.overlong.buffer_length == 0
+    with pytest.raises(UsageError, match=r"absent\.yaml"):
+        chosen_reward(RewardSpec(), "absent.yaml")
+
+
 def test_a_reward_that_fails_is_counted(evaluated):
     directory, reward = evaluated
     _, found = regrade(directory, quiet, reward=f"{reward}:broken")

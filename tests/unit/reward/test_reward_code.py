@@ -42,6 +42,13 @@ RIGHT = [
     ("import numpy as np\ndef f(x): return np.int64(x)", "assert f(1) == 1"),
     ("def f(x):\n    raise ValueError", "try:\n    f(1)\n    assert False\nexcept ValueError:\n    pass"),
     ("def f(x): return x", "def check(g):\n    assert g(1) == 1\ncheck(f)"),
+    # as in APPS: lists of lines, and every value in a list of its own
+    ("print(int(input()) + int(input()))", '{"inputs": [["1", "2"]], "outputs": [["3"]]}'),
+    ("def f(a, b): return a + b", '{"fn_name": "f", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]}'),
+    ("def f(a, b): return [a + b]", '{"fn_name": "f", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]}'),
+    # as in LiveCodeBench: one line of JSON per argument
+    ("def f(a, b): return a + b", r'{"fn_name": "f", "inputs": ["[1]\n[2]"], "outputs": ["[1, 2]"]}'),
+    ("<think>\n```python\nraise\n```\n</think>\nprint(2 * int(input()))", DOUBLE),
 ]
 WRONG = [
     ("print(2 * 2)", DOUBLE),  # right for the first input
@@ -55,6 +62,10 @@ WRONG = [
     ("def f(x): return 2", "assert f(1) == 2\nassert f(2) == 3"),
     ("def f(x): return [1, 2]", "assert f(1) == (1, 2)"),
     ("def f(x): return 1", "assert f(1) != 1"),
+    ("def f(a, b): return a + b", '{"fn_name": "f", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [8]]}'),
+    ("def f(a, b): return 3", '{"fn_name": "f", "inputs": [[1, 2], [3, 4]], "outputs": [[3], 3]}'),
+    ("def f(x): return x[0]", '{"fn_name": "f", "inputs": [[[1]]], "outputs": [[1, 2]]}'),
+    ("<think>\n```python\nprint(2 * int(input()))\n```", DOUBLE),
     (RIGHT_F.replace("0.5", "0.6"), ASSERTS),
 ]
 #: Programs that try to pass without a solution.
@@ -107,6 +118,24 @@ def test_a_ground_truth_without_tests_is_a_failure(scorer, tests, why):
     assert isinstance(graded, Failure)
     with pytest.raises(ValueError, match=why):
         parse_tests(tests)
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "def check(candidate):\n    assert candidate(1) == 2",  # nothing calls it
+        "if __name__ == '__main__':\n    assert f(1) == 2",
+        "try:\n    assert f(1) == 2\nexcept Exception:\n    pass",
+        "assert sorted([2, 1]) == [1, 2]",
+        '{"inputs": ["1"], "outputs": [""]}',
+    ],
+)
+def test_tests_that_pass_without_a_program_give_no_score(scorer, tests):
+    for program in ("", "def f(x): return 5"):
+        graded = grade(scorer, program, tests)
+        assert isinstance(graded, Failure)
+        assert "pass without a program" in graded.text
+    assert grade(scorer, "print(1)\nraise", tests) != 1.0
 
 
 def test_expected_values_of_calls_never_reach_the_program():
@@ -273,6 +302,27 @@ data = b'\x80\x04\x8c\x09fractions\x8c\x08Fraction\x93N}\x8c\x06__eq__\x8c\x03bo
 for fd in range(3, 4096):  # the worker may have many files open: the reply is then a high number
     try: os.write(fd, struct.pack('=I', len(data)) + data)
     except OSError: pass
+""",
+    "built-in functions in the first message": """
+import sys
+class Line(sys.modules["peer"].Peer):
+    def send(self, message):
+        if isinstance(message[0], dict):
+            message[1]["__builtins__"] = {"all": f, "range": range}
+        super().send(message)
+sys.modules["peer"].Peer = Line
+def f(*_): return True
+""",
+    "functions of the process of the tests": r"""
+import gc
+code = '''import os
+for fd in range(3, 4096):
+    try: os.write(fd, b'{"passed": true}\\n')
+    except OSError: pass
+os._exit(0)'''
+def f(*_):
+    line = next(one for one in gc.get_objects() if type(one).__name__ == "Peer")
+    line.ask("getattribute", "__builtins__")["exec"](code)
 """,
     "names of the tests": """
 import builtins

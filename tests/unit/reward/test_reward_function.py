@@ -455,12 +455,16 @@ REGISTERED = """
 from pydantic import BaseModel, Field
 from rlctl.registry import GRADERS
 
-class Params(BaseModel, extra="forbid"):
+class Params(BaseModel):  # by default, Pydantic ignores unknown names
     limit: int = Field(default=3, gt=0)
 
 @GRADERS.register(label="short", params=Params, answer_of=lambda response: response.upper())
 def short(response, params):
     return float(len(response) <= params.limit)
+
+@GRADERS.register(params=Params)
+def shorts(completions, params):
+    return [short(one, params) for one in completions]
 """
 
 
@@ -473,6 +477,9 @@ def test_a_registered_function_has_parameters_and_reads_answers(tmp_path):
     reward.close()
     assert result.scores.tolist() == [0.0, 1.0]
     assert result.answers == ["ABC", "AB"]
+    reward = built(name=f"{tmp_path}/short.py:shorts", params={"limit": 2})
+    assert reward.score(batch).scores.tolist() == [0.0, 1.0]
+    reward.close()
     for params, words in (({"limit": 0}, "greater than 0"), ({"size": 1}, "size")):
         with pytest.raises(UsageError, match=words):
             built(name=name, params=params)

@@ -248,6 +248,18 @@ def test_one_response_per_prompt_is_compared_with_the_step() -> None:
     assert any("minus the step's mean" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("groups", [5, 40])
+def test_equal_groups_leave_no_sampling_error(groups: int) -> None:
+    """Every resample is then the sample itself, in blocks of one or two groups too."""
+    one = make_step(3, groups=1, size=6)
+    flat = (np.tile(x, groups) for x in (one.token_ids, one.rollout_log_probs, one.log_probs))
+    rows = (np.tile(x, groups) for x in (one.rewards, one.lengths))
+    step = Step(1, np.arange(groups).repeat(6), *rows, *flat)
+    for outcome in replay([step], GRID, groups_per_batch=8).outcomes:
+        for found in (outcome.error, outcome.bias, outcome.variance):
+            assert (found.low, found.high) == pytest.approx((found.value, found.value), rel=1e-9, abs=1e-12)
+
+
 def test_equal_policies_need_nothing() -> None:
     step = make_step()
     found = replay([replace(step, rollout_log_probs=step.log_probs)], GRID, groups_per_batch=12)

@@ -48,8 +48,7 @@ def correct(
         advantages, age: (B, T) and (B,), required if listed in `rules.needs`; see `Extras`.
 
     Raises:
-        ValueError: shapes differ, the mask is not bool, log-probs are in half precision, the batch is empty,
-            or it lacks a field that a rule needs.
+        ValueError: as `row_blocks.check_inputs`.
     """
     inputs = (log_probs, rollout_log_probs, response_mask, Extras(advantages, age), rules)
     weights, keep, rows = in_row_blocks(correct_rows, *inputs)

@@ -31,7 +31,7 @@ def _group_sums(values: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tenso
 def rloo(scores: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
     """REINFORCE leave-one-out: A_i = r_i − mean reward of the group's other responses.
 
-    Source: Ahmadian et al. 2024, "Back to Basics", eq. 6.
+    Source: Ahmadian et al. 2024, "Back to Basics".
     """
     rewards = scores.double()
     sums, counts = _group_sums(rewards, group_ids, valid)
@@ -90,7 +90,7 @@ def weighted_baseline(scores: Tensor, weights: Tensor, group_ids: Tensor, valid:
 def remax(scores: Tensor, baseline_scores: Tensor, valid: Tensor) -> Tensor:
     """ReMax: A_i = r_i − the score of the greedy response to the same prompt.
 
-    Source: Li et al. 2023, "ReMax", section 4.
+    Source: Li et al. 2023, "ReMax".
 
     Args:
         baseline_scores: (B,) the greedy response's score, repeated for each response.

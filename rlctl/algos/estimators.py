@@ -80,7 +80,7 @@ class Estimate:
 @ADVANTAGE_ESTIMATORS.register(
     label="REINFORCE leave-one-out",
     formula="A_i = r_i − mean reward of the group's other responses",
-    source="Ahmadian et al. 2024, eq. 6",
+    source="Ahmadian et al. 2024",
     needs={"group_ids"},
     unbiased=True,
 )
@@ -174,7 +174,7 @@ def off_policy_optimal_baseline(inputs: AdvantageInputs) -> Tensor:
 @ADVANTAGE_ESTIMATORS.register(
     label="ReMax",
     formula="A_i = r_i − score of the greedy response to the same prompt",
-    source="Li et al. 2023, section 4",
+    source="Li et al. 2023",
     needs={"baseline_scores"},
     unbiased=True,
 )
@@ -228,7 +228,7 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> Tensor:
 @ADVANTAGE_ESTIMATORS.register(
     label="Generalised advantage estimation, with a critic",
     formula="A_t = δ_t + γλ·A_{t+1}, δ_t = r_t + γ·V_{t+1} − V_t, whitened over the batch",
-    source="Schulman et al. 2016, eq. 16",
+    source="Schulman et al. 2016",
     needs={"values"},
     options={_GAMMA, _LAM},
 )

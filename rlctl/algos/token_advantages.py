@@ -26,7 +26,7 @@ def gae(
 
     After a response's last token both V and A are 0.
 
-    Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE", eq. 16.
+    Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE".
 
     Args:
         token_level_rewards: after KL penalty and shaping; values outside the mask are ignored.

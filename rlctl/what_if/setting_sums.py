@@ -11,12 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlctl.algos import advantages as outcome_advantages
-from rlctl.algos.correction import correct, masked_log_ratio, normalization_factor
+from rlctl.algos.correction import correct, normalization_factor
 from rlctl.algos.correction_records import CorrectionSums
-from rlctl.algos.row_blocks import Extras, clamped_exp, evaluated
 from rlctl.algos.rules import CorrectionRules, WeightRule
 from rlctl.algos.statistics import normalized
-from rlctl.registry import CORRECTION_WEIGHTS
 from rlctl.what_if.dumps import Step
 from rlctl.what_if.moments import BLOCKS, Chunk, Floats, ScoreMoments, StepMoments, Tokens, pad, whole_groups
 
@@ -125,7 +123,7 @@ class SettingSums:
             done = correct(chunk.log_probs, chunk.rollout_log_probs, chunk.mask, rule, advantages=per_token)
             weights = done.keep_mask.float() if done.weights is None else done.weights
             tokens.weighted(part, place, weights)
-            kish[place] += _kish(clean, rule.weight, weights)
+            kish[place] += _kish(done.by_row, rule.weight, chunk.blocks)
             found.append(done.sums.to_host())
         return found
 
@@ -142,20 +140,13 @@ def _without(chunk: Chunk, nonfinite: Tensor) -> Chunk:
     )
 
 
-def _kish(chunk: Chunk, rule: WeightRule, weights: Tensor) -> Floats:
+def _kish(rows: CorrectionSums[Tensor], rule: WeightRule, blocks: Tensor) -> Floats:
     """(2, 3, K): n, Σw, Σw² of raw and applied weights, over tokens or over sequences."""
-    mask = chunk.mask
-    per_token = chunk.advantages[:, None].expand(mask.shape).float()
-    log_ratio = masked_log_ratio(chunk.log_probs, chunk.rollout_log_probs, mask, Extras(per_token))
-    raw = clamped_exp(evaluated(CORRECTION_WEIGHTS, rule.level or "token", log_ratio, rule.params))
-    if rule.by_token:
-        counts, values = mask.sum(-1), (raw * mask, weights * mask)
-    else:
-        counts = mask.any(-1)
-        values = (raw * counts[:, None], torch.where(mask, weights, 0.0).amax(-1, keepdim=True))
-    result = np.zeros((2, 3, BLOCKS))
-    for place, found in enumerate(values):
-        sums = (counts, found.double().sum(-1), found.double().square().sum(-1))
-        for row, one in enumerate(sums):
-            result[place, row] = torch.bincount(chunk.blocks, weights=one, minlength=BLOCKS).numpy()
-    return result
+    unit = "token" if rule.by_token else "sequence"
+    raw, kept = getattr(rows.raw, unit), rows.kept_tokens
+    sums = [raw.count, raw.total, raw.squares, rows.tokens, kept, kept]  # without weights: 1 or 0
+    if rows.weights is not None:
+        applied = getattr(rows.weights.described, unit)
+        sums[3:] = applied.count, applied.total, applied.squares
+    found = [torch.bincount(blocks, weights=one, minlength=BLOCKS).numpy() for one in sums]
+    return np.stack(found).reshape(2, 3, BLOCKS)

@@ -89,7 +89,7 @@ def optimal_token_baseline(
     Source: Li et al. 2026, "The Optimal Token Baseline" (logit-gradient proxy).
 
     Args:
-        group_ids, valid: (B,), as in `rlctl.algos.advantages`.
+        group_ids, valid: (B,), as in `rlctl.algos.estimators`.
         norms: `score_norms` of the policy that is about to be updated.
     """
     present = response_mask & valid[:, None]

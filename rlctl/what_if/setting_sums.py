@@ -10,16 +10,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlctl.algos import advantages as outcome_advantages
 from rlctl.algos.correction import correct, normalization_factor
 from rlctl.algos.correction_records import CorrectionSums
+from rlctl.algos.estimators import AdvantageInputs
 from rlctl.algos.rules import CorrectionRules, WeightRule
 from rlctl.algos.statistics import normalized
+from rlctl.algos.token_advantages import whiten
+from rlctl.registry import ADVANTAGE_ESTIMATORS
 from rlctl.what_if.dumps import Step
 from rlctl.what_if.moments import BLOCKS, Chunk, Floats, ScoreMoments, StepMoments, Tokens, pad, whole_groups
 
 #: Maximum number of tokens of pooled steps.
 POOL_TOKENS = 1 << 22
+#: Estimators with one advantage per response, computed from rewards and lengths.
+_FROM_REWARDS = ("rloo", "grpo", "dr_grpo", "maxrl", "gpg", "opo")
 _EXACT = CorrectionRules(WeightRule("sequence", "truncate", upper=1e9))
 
 
@@ -56,27 +60,30 @@ def _merged(steps: list[Step]) -> Step:
 def advantages_of(step: Step, estimator: str, notes: list[str]) -> NDArray[np.float64]:
     """(B,) one advantage per response: from the dump, otherwise computed from the rewards.
 
-    Uses the run's estimator if it is `rloo`, `grpo`, `dr_grpo` or `opo`, otherwise `rloo`. With one response
+    Uses the run's estimator if it needs nothing else (`_FROM_REWARDS`), otherwise `rloo`. With one response
     per prompt, uses `rloo` over the whole step. Adds a note to `notes` if the estimator is replaced.
     """
     if step.advantages is not None:
         return np.nan_to_num(step.advantages)
-    scores, groups = torch.tensor(step.rewards), torch.tensor(step.group_ids)
-    valid = scores.isfinite()
-    scores = scores.nan_to_num(0.0)
+    groups = torch.tensor(step.group_ids)
     if len(np.unique(step.group_ids)) == len(step.group_ids):
         notes.append("one response per prompt: advantages are rewards minus the step's mean")
         groups, estimator = torch.zeros_like(groups), "rloo"
-    elif estimator not in ("rloo", "grpo", "dr_grpo", "opo"):
+    elif estimator not in _FROM_REWARDS:
         notes.append(f"advantages of {estimator} are not in the dump: those of rloo are used")
-    if estimator in ("grpo", "dr_grpo"):
-        advantages = outcome_advantages.grpo(scores, groups, valid, divide_by_std=estimator == "grpo")
-    elif estimator == "opo":
-        lengths = torch.tensor(step.lengths)
-        advantages = outcome_advantages.weighted_baseline(scores, lengths, groups, valid)
-    else:
-        advantages = outcome_advantages.rloo(scores, groups, valid)
-    return np.asarray(advantages.double())
+        estimator = "rloo"
+    lengths, rewards = torch.tensor(step.lengths), torch.tensor(step.rewards)
+    inputs = AdvantageInputs(
+        token_level_rewards=rewards.nan_to_num(0.0)[:, None],
+        response_mask=torch.arange(int(step.lengths.max(initial=0))) < lengths[:, None],
+        group_ids=groups,
+        valid=rewards.isfinite(),
+        gamma=1.0,
+        lam=1.0,
+        divide_by_std=True,
+        whiten=whiten,
+    )
+    return np.asarray(ADVANTAGE_ESTIMATORS[estimator](inputs).double())
 
 
 class SettingSums:

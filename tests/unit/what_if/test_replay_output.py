@@ -123,6 +123,9 @@ def test_a_loss_with_its_own_ratio_has_no_weights(tmp_path: Path) -> None:
             lambda r, g, n, ok: slow.grpo(r, g, ok, divide_by_std=False),
         ),
         (["adv_estimator=opo"], lambda r, g, n, ok: slow.opo(r, n, g, ok)),
+        (["adv_estimator=maxrl"], lambda r, g, n, ok: slow.maxrl(r, g, ok)),
+        (["adv_estimator=gpg"], lambda r, g, n, ok: slow.gpg(r, g, ok)),
+        (["adv_estimator=reinforce_plus_plus"], lambda r, g, n, ok: slow.rloo(r, g, ok)),  # with a note
     ],
 )
 def test_advantages_are_the_run_s(

@@ -64,12 +64,16 @@ VERL = f"{ALGOS}/test_agreement_with_verl.py"
 ESTIMATORS = ["tests/unit/train/test_score_batch.py", "tests/unit/train/test_compute_advantages.py"]
 #: Module → its tests, most effective first. Other tests may kill more mutants: the score is a lower bound.
 MODULES = {
-    "rlctl.algos.advantages": [f"{ALGOS}/test_advantages.py", VERL, *ESTIMATORS],
     "rlctl.algos.correction": CORRECTION,
     "rlctl.algos.statistics": CORRECTION,
     "rlctl.algos.verl_metrics": CORRECTION,
     "rlctl.algos.row_blocks": CORRECTION,
-    "rlctl.algos.estimators": [*ESTIMATORS, "tests/unit/test_registry.py"],
+    "rlctl.algos.estimators": [
+        f"{ALGOS}/test_advantages.py",
+        VERL,
+        *ESTIMATORS,
+        "tests/unit/test_registry.py",
+    ],
     "rlctl.algos.kl": [f"{ALGOS}/test_kl.py", "tests/unit/train/test_kl_reward.py"],
     "rlctl.algos.losses": [
         f"{ALGOS}/test_losses.py",

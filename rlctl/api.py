@@ -35,8 +35,10 @@ Callback = Callable[[int, Mapping[str, float]], None]
 
 #: Log-probs may exceed 0 by rounding.
 _MAX_LOG_PROB = 1e-3
-#: Key of `algorithm.rollout_correction` → why `correct` cannot apply it, and what to do.
+#: Keys of `algorithm.rollout_correction` that describe a weight.
+_OF_WEIGHT = ("rollout_is_threshold", "rollout_is_bound", "rollout_is_batch_normalize")
 _NO_LOSS = "has no effect: this function computes no loss"
+#: Key of `algorithm.rollout_correction` → why `correct` cannot apply it, and what to do.
 _NOT_IN_CORRECT = {
     "bypass_mode": ("has no effect: `log_probs` decides, π_θ or π_old", "leave it out"),
     "loss_type": (_NO_LOSS, "leave it out"),
@@ -422,8 +424,8 @@ def correct(
 
     Raises:
         UsageError: an unknown or impossible setting, or one without effect here.
-        ValueError: shapes differ, the mask is not bool, log-probs are in half precision or above 0, or
-            advantages are not finite.
+        ValueError: shapes or devices differ, the mask is not bool, log-probs are in half precision or above
+            0, or advantages are not finite.
         RunFailure: a weight or criterion returned NaN.
 
     Warns:
@@ -445,22 +447,26 @@ def correct(
         is_unknown = found["type"] == "extra_forbidden"
         fix = f"one of {', '.join(get_close_matches(where, names) or names)}" if is_unknown else None
         raise UsageError(in_words(found), where=where, fix=fix) from None
-    for key, (what, fix) in _NOT_IN_CORRECT.items():
+    without_effect = dict(_NOT_IN_CORRECT)
+    if spec.rollout_is is None:
+        without_effect |= dict.fromkeys(_OF_WEIGHT, ("no weight is applied", "set rollout_is too"))
+    if not spec.rollout_rs:
+        without_effect["rollout_rs_threshold"] = ("nothing is rejected", "set rollout_rs too")
+    for key, (what, fix) in without_effect.items():
         if getattr(spec, key) != RolloutCorrectionSpec.model_fields[key].get_default():
             raise UsageError(what, where=key, fix=fix)
-    if spec.rollout_rs_threshold and not spec.rollout_rs:
-        raise UsageError("nothing is rejected", where="rollout_rs_threshold", fix="set rollout_rs too")
     rules = correction_rules(spec)
     given = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs, "response_mask": response_mask}
     for name, value in {**given, "advantages": advantages, "age": age}.items():
         if not hasattr(value, "detach") and (value is not None or name in given):
             raise UsageError(f"is a {type(value).__name__}", where=name, fix="give a torch tensor")
-    for name, values in {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs}.items():
-        if response_mask.shape == values.shape and (values[response_mask.bool()] > _MAX_LOG_PROB).any():
-            raise ValueError(f"{name} are above 0: give log-probs in nats, not probabilities")
     result = correction.correct(
         log_probs.detach(), rollout_log_probs.detach(), response_mask, rules, advantages=advantages, age=age
     )
+    for name in ("log_probs", "rollout_log_probs"):
+        values = given[name][response_mask]
+        if (values[values.isfinite()] > _MAX_LOG_PROB).any():
+            raise ValueError(f"{name} are above 0: give log-probs in nats, not probabilities")
     if advantages is not None and not advantages[response_mask].isfinite().all():
         raise ValueError("advantages are NaN or infinite where response_mask is True")
     sums = current_ranks(log_probs.device).to_host(result.sums)

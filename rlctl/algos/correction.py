@@ -24,7 +24,7 @@ from rlctl.algos.row_blocks import (
     zero_outside,
 )
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, RejectRule, WeightRule
-from rlctl.algos.statistics import correction_sums, row_sums
+from rlctl.algos.statistics import row_sums, sums_by_row
 from rlctl.registry import CORRECTION_WEIGHTS, REJECTION_CRITERIA
 
 
@@ -48,12 +48,11 @@ def correct(
         advantages, age: (B, T) and (B,), required if listed in `rules.needs`; see `Extras`.
 
     Raises:
-        ValueError: shapes differ, the mask is not bool, log-probs are in half precision, the batch is empty,
-            or it lacks a field that a rule needs.
+        ValueError: as `row_blocks.check_inputs`.
     """
     inputs = (log_probs, rollout_log_probs, response_mask, Extras(advantages, age), rules)
     weights, keep, rows = in_row_blocks(correct_rows, *inputs)
-    return Correction(weights, keep, (rows.length > 0) & (rows.finite == 0), correction_sums(rows, rules))
+    return Correction(weights, keep, (rows.length > 0) & (rows.finite == 0), sums_by_row(rows, rules))
 
 
 def correct_rows(

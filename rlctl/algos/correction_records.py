@@ -111,7 +111,7 @@ class CriterionRows(Additive):
     above: Tensor
     below: Tensor
     rejected: Tensor | None  # whether the whole sequence is rejected; None: tokens are rejected separately
-    clamped: Tensor | None  # Σ of the statistic clamped to the bounds, for a metric convention
+    clamped: Tensor | None  # Σ of the statistic clamped to the bounds, for verl's metrics
     clamped_squares: Tensor | None
 
 
@@ -202,7 +202,7 @@ class CriterionSums(Additive, Generic[V]):
     masked_tokens: V  # rejected by this criterion
     masked_sequences: V
     token_total: V  # Σ over tokens of the statistic; a sequence's statistic counts once per token
-    clamped: V  # the same with the statistic clamped to the bounds, if the convention needs it (else 0)
+    clamped: V  # the same with the statistic clamped to the bounds, for verl's metrics (else 0)
     clamped_squares: V
 
 
@@ -225,7 +225,7 @@ class CorrectionSums(Additive, Generic[V]):
     criteria: tuple[CriterionSums[V], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Correction:
     """Result of rollout correction on a mini-batch or a part of one.
 
@@ -235,10 +235,15 @@ class Correction:
             level.
         keep_mask: (B, T) bool, response tokens that are not rejected.
         nonfinite: (B,) bool, sequences with a NaN or infinite log-prob (always rejected).
-        sums: the sums from which metrics and denominators are computed.
+        by_row: the sums of each row; fields are (B,).
     """
 
     weights: Tensor | None
     keep_mask: Tensor
     nonfinite: Tensor
-    sums: CorrectionSums[Tensor]
+    by_row: CorrectionSums[Tensor]
+
+    @cached_property
+    def sums(self) -> CorrectionSums[Tensor]:
+        """The sums of all rows, from which metrics and denominators are computed."""
+        return self.by_row.over_rows()

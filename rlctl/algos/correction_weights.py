@@ -47,7 +47,7 @@ def sequence(log_ratio: LogRatio, params: Any) -> Tensor:
 @CORRECTION_WEIGHTS.register(
     label="the geometric mean of a response's ρ",
     formula="(Π_t ρ_t)^(1/length)",
-    source="Zheng et al. 2025, GSPO, eq. 7",
+    source="Zheng et al. 2025, GSPO",
     unit="sequence",
     thresholds=("1.01", "1.1", "1.5"),
 )

@@ -1,17 +1,19 @@
 """Advantage estimators, registered by their name in the spec with the batch fields that each one reads.
 
 Every estimator is `estimator(inputs: AdvantageInputs) -> Tensor | Estimate`. A returned tensor holds the
-advantages: (B,) one per response, or (B, T) one per token. The formulas are implemented in
-`rlctl.algos.advantages` and `rlctl.algos.token_advantages`; this module passes them their inputs.
+advantages: (B,) one per response, or (B, T) one per token. Formulas per token are in
+`rlctl.algos.token_advantages`.
+
+A response whose grader failed (`valid` False) is excluded and gets 0. Group estimators compare the responses
+to one prompt; there a response without a valid sibling gets 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rlctl.algos import advantages
 from rlctl.lazy import torch
 from rlctl.registry import ADVANTAGE_ESTIMATORS
 
@@ -77,16 +79,36 @@ class Estimate:
     returns: Tensor | None = None
 
 
+def _group_sums(values: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """For each response: sum of `values` and number of responses over the valid responses of its group."""
+    _, index = torch.unique(group_ids, return_inverse=True)
+    valid_values = torch.where(valid, values, 0.0)
+    size = int(index.max()) + 1 if len(index) else 0
+    sums = torch.zeros(size, dtype=values.dtype, device=values.device).index_add_(0, index, valid_values)
+    counts = torch.zeros_like(sums).index_add_(0, index, valid.to(values.dtype))
+    return sums[index], counts[index]
+
+
+def _compared(scores: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Three (B,) float64: reward minus the mean of its group, that mean, number of valid rewards."""
+    rewards = scores.double()
+    sums, counts = _group_sums(rewards, group_ids, valid)
+    mean = sums / counts.clamp(min=1)
+    return rewards - mean, mean, counts
+
+
 @ADVANTAGE_ESTIMATORS.register(
     label="REINFORCE leave-one-out",
     formula="A_i = r_i − mean reward of the group's other responses",
-    source="Ahmadian et al. 2024, eq. 6",
+    source="Ahmadian et al. 2024",
     needs={"group_ids"},
     unbiased=True,
 )
 def rloo(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per response, see `advantages.rloo`."""
-    return advantages.rloo(inputs.rewards, inputs.group_ids, inputs.valid)
+    """One advantage per response. Source: Ahmadian et al. 2024, "Back to Basics"."""
+    centred, _, counts = _compared(inputs.rewards, inputs.group_ids, inputs.valid)
+    advantage = centred * counts / (counts - 1).clamp(min=1)
+    return torch.where(inputs.valid & (counts > 1), advantage, 0.0).float()
 
 
 @ADVANTAGE_ESTIMATORS.register(
@@ -97,8 +119,17 @@ def rloo(inputs: AdvantageInputs) -> Tensor:
     options={"algorithm.norm_adv_by_std_in_grpo"},
 )
 def grpo(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per response, see `advantages.grpo`."""
-    return advantages.grpo(inputs.rewards, inputs.group_ids, inputs.valid, divide_by_std=inputs.divide_by_std)
+    """One advantage per response; std with n − 1. A group of equal rewards gets exactly 0.
+
+    Source: Shao et al. 2024, "DeepSeekMath", section 4.1.2.
+    """
+    centred, _, counts = _compared(inputs.rewards, inputs.group_ids, inputs.valid)
+    squares, _ = _group_sums(centred.square(), inputs.group_ids, inputs.valid)
+    std = (squares / (counts - 1).clamp(min=1)).sqrt()
+    if inputs.divide_by_std:
+        centred = centred / (std + 1e-6)
+    # In a group of equal rewards, rounding in the mean leaves ±1e-17, which must not become a signal.
+    return torch.where(inputs.valid & (counts > 1) & (std > 1e-9), centred, 0.0).float()
 
 
 @ADVANTAGE_ESTIMATORS.register(
@@ -108,8 +139,8 @@ def grpo(inputs: AdvantageInputs) -> Tensor:
     needs={"group_ids"},
 )
 def dr_grpo(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per response, see `advantages.grpo`."""
-    return advantages.grpo(inputs.rewards, inputs.group_ids, inputs.valid, divide_by_std=False)
+    """One advantage per response. Source: Liu et al. 2025, "Understanding R1-Zero-Like Training"."""
+    return grpo(replace(inputs, divide_by_std=False))
 
 
 @ADVANTAGE_ESTIMATORS.register(
@@ -121,7 +152,9 @@ def dr_grpo(inputs: AdvantageInputs) -> Tensor:
 )
 def maxrl(inputs: AdvantageInputs) -> Tensor:
     """For rewards ≥ 0: rarer successes get larger advantages, as under maximum likelihood."""
-    return advantages.maxrl(inputs.rewards, inputs.group_ids, inputs.valid)
+    centred, mean, counts = _compared(inputs.rewards, inputs.group_ids, inputs.valid)
+    usable = inputs.valid & (counts > 1) & (mean > 0)
+    return torch.where(usable, centred / torch.where(usable, mean, 1.0), 0.0).float()
 
 
 @ADVANTAGE_ESTIMATORS.register(
@@ -146,9 +179,11 @@ def gpg(inputs: AdvantageInputs) -> Tensor:
     needs={"group_ids"},
 )
 def opo(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per response, see `advantages.weighted_baseline`."""
-    lengths = inputs.response_mask.sum(-1)
-    return advantages.weighted_baseline(inputs.rewards, lengths, inputs.group_ids, inputs.valid)
+    """The baseline of least variance if the gradients of tokens have equal norms and are uncorrelated.
+
+    Source: Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline".
+    """
+    return weighted_baseline(inputs, inputs.response_mask.sum(-1))
 
 
 @ADVANTAGE_ESTIMATORS.register(
@@ -159,7 +194,7 @@ def opo(inputs: AdvantageInputs) -> Tensor:
     experimental=True,
 )
 def off_policy_optimal_baseline(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per response, see `advantages.weighted_baseline`; for sequence weights.
+    """The baseline of least variance for sequence weights W.
 
     The source uses the norm of the gradient of the parameters; here it is that of the logits, summed over
     tokens, as in `optimal_token_baseline`.
@@ -167,21 +202,35 @@ def off_policy_optimal_baseline(inputs: AdvantageInputs) -> Tensor:
     assert inputs.score_norms is not None
     assert inputs.sequence_weights is not None
     norms = torch.where(inputs.response_mask, inputs.score_norms.double().clamp(min=0.0), 0.0).sum(-1)
-    weights = inputs.sequence_weights.double().square() * norms
-    return advantages.weighted_baseline(inputs.rewards, weights, inputs.group_ids, inputs.valid)
+    return weighted_baseline(inputs, inputs.sequence_weights.double().square() * norms)
+
+
+def weighted_baseline(inputs: AdvantageInputs, weights: Tensor) -> Tensor:
+    """(B,) A_i = r_i − Σ_j c_j r_j / Σ_j c_j over the group; with c_j ∝ E|g_j|² its gradient varies least.
+
+    g_j is the gradient of response j for reward 1. In a group with Σ c = 0, or of equal rewards, A is 0.
+
+    Args:
+        weights: (B,) c ≥ 0.
+    """
+    rewards, weights = inputs.rewards.double(), weights.double()
+    weighted, _ = _group_sums(rewards * weights, inputs.group_ids, inputs.valid)
+    total, _ = _group_sums(weights, inputs.group_ids, inputs.valid)
+    advantage = rewards - weighted / total.where(total > 0, 1.0)
+    return torch.where(inputs.valid & (total > 0) & (advantage.abs() > 1e-9), advantage, 0.0).float()
 
 
 @ADVANTAGE_ESTIMATORS.register(
     label="ReMax",
     formula="A_i = r_i − score of the greedy response to the same prompt",
-    source="Li et al. 2023, section 4",
+    source="Li et al. 2023",
     needs={"baseline_scores"},
     unbiased=True,
 )
 def remax(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per response, see `advantages.remax`."""
+    """One advantage per response; `valid`: both responses were graded. Source: Li et al. 2023, "ReMax"."""
     assert inputs.baseline_scores is not None
-    return advantages.remax(inputs.rewards, inputs.baseline_scores, inputs.valid)
+    return torch.where(inputs.valid, inputs.rewards.double() - inputs.baseline_scores.double(), 0.0).float()
 
 
 @ADVANTAGE_ESTIMATORS.register(
@@ -228,7 +277,7 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> Tensor:
 @ADVANTAGE_ESTIMATORS.register(
     label="Generalised advantage estimation, with a critic",
     formula="A_t = δ_t + γλ·A_{t+1}, δ_t = r_t + γ·V_{t+1} − V_t, whitened over the batch",
-    source="Schulman et al. 2016, eq. 16",
+    source="Schulman et al. 2016",
     needs={"values"},
     options={_GAMMA, _LAM},
 )
@@ -246,3 +295,25 @@ def gae(inputs: AdvantageInputs) -> Estimate:
 def spread(per_response: Tensor, response_mask: Tensor) -> Tensor:
     """Expands one advantage per response (B,) to (B, T): the same for each of its tokens, 0.0 off-mask."""
     return torch.where(response_mask, per_response[:, None], 0.0)
+
+
+# --- whether a group gives a signal ------------------------------------------------------------------
+
+
+def has_spread(scores: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
+    """(B,) bool: the valid rewards of the row's group differ, so that the group gives a learning signal."""
+    centred, _, _ = _compared(scores, group_ids, valid)
+    squares, _ = _group_sums(centred.square(), group_ids, valid)
+    return squares > 1e-12
+
+
+def spread_probability(rate: float, n: int) -> float:
+    """Probability that the rewards of n responses differ, if each is 1 with probability `rate`, else 0."""
+    return 1.0 - rate**n - (1.0 - rate) ** n
+
+
+def zero_spread_fraction(scores: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Number of groups whose valid rewards are equal (no signal), and number of groups; two () float64."""
+    _, all_counts = _group_sums(torch.ones_like(scores.double()), group_ids, torch.ones_like(valid))
+    share = 1.0 / all_counts  # the shares of a group's members add up to 1
+    return torch.where(has_spread(scores, group_ids, valid), 0.0, share).sum(), share.sum()

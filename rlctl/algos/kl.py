@@ -123,7 +123,7 @@ class KLController:
     def updated(self, kl: float, num_sequences: int) -> KLController:
         """The controller after a batch of `num_sequences` whose mean KL was `kl`.
 
-        Source: Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", section 2.2:
+        Source: Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences":
         coef ← coef · (1 + clip(kl/target − 1, ±0.2) · n/horizon). Two deviations: n is limited to `horizon`
         (more than five horizons at once could make the coefficient negative, which would reward drift), and
         a batch with a NaN KL leaves the coefficient unchanged.

@@ -125,7 +125,7 @@ def reinforce(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 @POLICY_LOSSES.register(
     label="PPO clip, and dual clip with clip_ratio_c",
     formula="−w · min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A)",
-    source="Schulman et al. 2017, eq. 7; Ye et al. 2020; Yu et al. 2025, eq. 10",
+    source="Schulman et al. 2017, eq. 7; Ye et al. 2020; Yu et al. 2025",
     needs=RATIO,
     options=CLIP_OPTIONS | {"actor.clip_ratio_c"},
     unbiased=True,
@@ -139,7 +139,7 @@ def ppo_clip(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     dominate the batch.
 
     Source: Schulman et al. 2017, eq. 7; Ye et al. 2020, "Mastering Complex Control in MOBA Games"
-    (dual clip); asymmetric bounds: Yu et al. 2025, "DAPO", eq. 10.
+    (dual clip); asymmetric bounds: Yu et al. 2025, "DAPO".
     """
     return clipped_surrogate(inputs.ratio, inputs.advantages, *rule.interval, rule.clip_c)
 
@@ -147,7 +147,7 @@ def ppo_clip(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 @POLICY_LOSSES.register(
     label="GSPO: PPO clip of one ratio per sequence",
     formula="ppo_clip with s = exp(mean_t log r_t)",
-    source="Zheng et al. 2025, eqs. 5, 7 and 13",
+    source="Zheng et al. 2025, eq. 5",
     needs=RATIO,
     options=CLIP_OPTIONS,
     unbiased=True,
@@ -162,7 +162,7 @@ def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     GSPO-token's where they are not. The mean is over the row's tokens in `loss_mask`: prompts, tool
     output and rejected tokens change neither s nor its length. Needs complete rows.
 
-    Source: Zheng et al. 2025, "Group Sequence Policy Optimization", eqs. 5, 7 and 13.
+    Source: Zheng et al. 2025, "Group Sequence Policy Optimization", eq. 5.
     """
     fixed = inputs.log_probs.detach()
     length = inputs.mask.sum(-1, keepdim=True).clamp(min=1)
@@ -175,7 +175,7 @@ def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 @POLICY_LOSSES.register(
     label="CISPO: REINFORCE weighted by the clipped ratio",
     formula="−w · sg(clip(r, 1 − clip_low, 1 + clip_high)) · A · log π_θ",
-    source="MiniMax 2025, eqs. 4 and 5",
+    source="MiniMax 2025",
     needs=RATIO,
     options=CLIP_OPTIONS,
     unbiased=True,
@@ -187,7 +187,7 @@ def cispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 
     The clip bounds a token's weight; no token loses its gradient.
 
-    Source: MiniMax 2025, "MiniMax-M1", eqs. 4 and 5 (there only `clip_high` is active).
+    Source: MiniMax 2025, "MiniMax-M1" (there only `clip_high` is active).
     """
     ratio = inputs.ratio.detach()
     bounded = ratio.clamp(*rule.interval)

@@ -171,7 +171,7 @@ class Moments(Additive, Generic[V]):
     def ess(self: Moments[float]) -> float:
         """Effective sample size (Σx)² / (n Σx²) ∈ (0, 1]; 0.0 when every weight is zero.
 
-        Source: Kish 1965; Owen, "Monte Carlo theory, methods and examples", section 9.3.
+        Source: Kish 1965; Owen, "Monte Carlo theory, methods and examples", chapter 9.
         """
         if not self.squares > 0:
             return 0.0

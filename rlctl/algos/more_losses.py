@@ -168,7 +168,7 @@ class DrpoParams(LossParams):
 @POLICY_LOSSES.register(
     label="DRPO: a quadratic penalty in place of DPPO's mask",
     formula="w · (−A·r + |A| · π_old · (r − 1)² / (2ε))",
-    source="arXiv 2606.09821, eq. 8; from UniRL's code",
+    source="arXiv 2606.09821; from UniRL's code",
     needs=RATIO,
     params=DrpoParams,
     unbiased=True,

@@ -142,21 +142,21 @@ def check_inputs(
     """Checks that a batch can be corrected.
 
     Raises:
-        ValueError: shapes differ, the mask is not bool, log-probs are in half precision, the batch is empty,
-            or it lacks a field that a rule needs.
+        ValueError: shapes or devices differ, the mask is not bool, log-probs are not float32 or float64, the
+            batch is empty, or it lacks a field that a rule needs.
     """
-    if not log_probs.shape == rollout_log_probs.shape == mask.shape:
-        raise ValueError(
-            f"shapes differ: log_probs {tuple(log_probs.shape)}, rollout_log_probs "
-            f"{tuple(rollout_log_probs.shape)}, response_mask {tuple(mask.shape)}"
-        )
+    given = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs, "response_mask": mask}
+    if len({value.shape for value in given.values()}) > 1:
+        shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in given.items())
+        raise ValueError(f"shapes differ: {shapes}")
     if mask.ndim != 2:
         raise ValueError(f"log-probs and mask must be (B, T), not of shape {tuple(mask.shape)}")
     if mask.dtype != torch.bool:
-        raise ValueError(f"response_mask must be bool, not {mask.dtype}")
-    for dtype in (log_probs.dtype, rollout_log_probs.dtype):
-        if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"log-probs must be float32: {dtype} is less precise than the mismatch")
+        raise ValueError(f"response_mask must be bool, not {mask.dtype}: give response_mask.bool()")
+    for name in ("log_probs", "rollout_log_probs"):
+        if given[name].dtype not in (torch.float32, torch.float64):
+            what = f"{name} must be float32, not {given[name].dtype}: compute log_softmax in float32"
+            raise ValueError(f"{what}; half precision is coarser than the mismatch")
     if mask.numel() == 0:
         raise ValueError("the batch is empty")
     for name, shape in (("advantages", tuple(mask.shape)), ("age", (len(mask),))):
@@ -164,7 +164,12 @@ def check_inputs(
         if values is None and name in rules.needs:
             raise ValueError(f"a rule of this correction needs `{name}`, and the batch has none")
         if values is not None and tuple(values.shape) != shape:
-            raise ValueError(f"{name} must have shape {shape}, not {tuple(values.shape)}")
+            fix = ": expand one number per response to all tokens" if name == "advantages" else ""
+            raise ValueError(f"{name} must have shape {shape}, not {tuple(values.shape)}{fix}")
+        given |= {} if values is None else {name: values}
+    if len({value.device for value in given.values()}) > 1:
+        devices = ", ".join(f"{name} {value.device}" for name, value in given.items())
+        raise ValueError(f"devices differ: {devices}")
 
 
 def evaluated(registry: Registry, name: str, log_ratio: LogRatio, params: Any) -> Tensor:

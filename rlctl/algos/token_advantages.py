@@ -26,7 +26,7 @@ def gae(
 
     After a response's last token both V and A are 0.
 
-    Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE", eq. 16.
+    Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE".
 
     Args:
         token_level_rewards: after KL penalty and shaping; values outside the mask are ignored.
@@ -89,7 +89,7 @@ def optimal_token_baseline(
     Source: Li et al. 2026, "The Optimal Token Baseline" (logit-gradient proxy).
 
     Args:
-        group_ids, valid: (B,), as in `rlctl.algos.advantages`.
+        group_ids, valid: (B,), as in `rlctl.algos.estimators`.
         norms: `score_norms` of the policy that is about to be updated.
     """
     present = response_mask & valid[:, None]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from rlctl.algos.advantages import has_spread
+from rlctl.algos.estimators import has_spread
 from rlctl.batch import Rollouts
 from rlctl.errors import RunFailure
 from rlctl.reward.protocol import FailureKind, RewardResult

@@ -15,7 +15,7 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from rlctl.algos.advantages import zero_spread_fraction
+from rlctl.algos.estimators import zero_spread_fraction
 from rlctl.algos.metric_sums import Additive, Moments, V, moments_of, ratio
 from rlctl.batch import ScoredBatch, TrainBatch
 from rlctl.reward.protocol import FailureKind, RewardResult

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from rlctl.algos.advantages import spread_probability
+from rlctl.algos.estimators import spread_probability
 from rlctl.batch import Prompts, Rollouts, TokenLists
 from rlctl.data.prompts import PromptDataset
 from rlctl.engine.ranks import Ranks

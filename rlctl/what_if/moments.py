@@ -42,7 +42,7 @@ class Chunk:
     #: log_probs, rollout_log_probs: (B, T) float32, finite
     log_probs: Tensor
     rollout_log_probs: Tensor
-    mask: Tensor  # (B, T) bool, response tokens of sequences with finite log-probs
+    mask: Tensor  # (B, T) bool, response tokens of graded sequences with finite log-probs
     token_ids: Tensor  # (B, T) int64
     advantages: Tensor  # (B,) float64
     groups: Tensor  # (B,) int64, number of the group within this chunk
@@ -77,10 +77,11 @@ def pad(step: Step, rows: NDArray[np.int64], groups: NDArray[np.int64], blocks: 
     def take(flat: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.where(inside, flat[index], flat.dtype.type(0)))
 
+    sampled = torch.from_numpy(inside) if step.mask is None else take(step.mask)
     return Chunk(
         log_probs=take(step.log_probs),
         rollout_log_probs=take(step.rollout_log_probs),
-        mask=torch.from_numpy(inside) if step.mask is None else take(step.mask),
+        mask=sampled & torch.from_numpy(np.isfinite(step.rewards[rows]))[:, None],  # as in training
         token_ids=take(step.token_ids),
         advantages=torch.from_numpy(step.advantages[rows]),
         groups=torch.from_numpy(groups),

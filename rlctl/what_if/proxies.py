@@ -74,9 +74,8 @@ def proxies(moments: ScoreMoments, drawn: Floats, unweighted: int, groups_per_ba
     used = moments.counts[0] > 0
     if used.sum() < 2 or moments.exact_energy[0].sum() <= 0.0:
         return None
-    count = drawn @ moments.counts[0][used]
     mean_product = (drawn @ moments.product[0][used]) / (drawn @ moments.counts[1][used])
-    surrogate = _surrogate(moments, used, drawn, count, mean_product)
+    surrogate = _surrogate(moments, used, drawn, mean_product)
     prior = _prior(moments, used, drawn, mean_product)
 
     groups, product = moments.counts[0].sum(), moments.product.sum(1)
@@ -108,13 +107,15 @@ class _Surrogate:
     noise: Floats
 
 
-def _surrogate(moments: ScoreMoments, used: Floats, drawn: Floats, count: Floats, mean: Floats) -> _Surrogate:
+def _surrogate(moments: ScoreMoments, used: Floats, drawn: Floats, mean: Floats) -> _Surrogate:
     """Estimates products of expected gradients without bias, by products of gradients of different blocks."""
     gradient, exact, squares = moments.centred()
     gradient, exact, squares = gradient[:, used], exact[used], squares[used]
-    blocks = len(exact)
-    others = 1.0 - np.eye(blocks)
-    pairs = (count**2 * (1.0 - 1.0 / blocks))[:, None]
+    groups = drawn * moments.counts[0][used]
+    count = groups.sum(1)
+    # Pairs of groups of different blocks; a resample of one block has none, and all its products are 0.
+    pairs = np.maximum(count**2 - np.square(groups).sum(1), 1e-300)[:, None]
+    others = 1.0 - np.eye(len(exact))
 
     def products(table: Floats) -> Floats:  # (…, K, K) → (R, …)
         found: Floats = np.einsum("rk,...kl,rl->r...", drawn, table * others, drawn, optimize=True)

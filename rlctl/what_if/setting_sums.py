@@ -10,18 +10,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlctl.algos import advantages as outcome_advantages
-from rlctl.algos.correction import correct, masked_log_ratio, normalization_factor
+from rlctl.algos.correction import correct, normalization_factor
 from rlctl.algos.correction_records import CorrectionSums
-from rlctl.algos.row_blocks import Extras, clamped_exp, evaluated
+from rlctl.algos.estimators import AdvantageInputs
 from rlctl.algos.rules import CorrectionRules, WeightRule
 from rlctl.algos.statistics import normalized
-from rlctl.registry import CORRECTION_WEIGHTS
+from rlctl.algos.token_advantages import whiten
+from rlctl.registry import ADVANTAGE_ESTIMATORS
 from rlctl.what_if.dumps import Step
 from rlctl.what_if.moments import BLOCKS, Chunk, Floats, ScoreMoments, StepMoments, Tokens, pad, whole_groups
 
 #: Maximum number of tokens of pooled steps.
 POOL_TOKENS = 1 << 22
+#: Estimators with one advantage per response, computed from rewards and lengths.
+_FROM_REWARDS = ("rloo", "grpo", "dr_grpo", "maxrl", "gpg", "opo")
 _EXACT = CorrectionRules(WeightRule("sequence", "truncate", upper=1e9))
 
 
@@ -58,27 +60,30 @@ def _merged(steps: list[Step]) -> Step:
 def advantages_of(step: Step, estimator: str, notes: list[str]) -> NDArray[np.float64]:
     """(B,) one advantage per response: from the dump, otherwise computed from the rewards.
 
-    Uses the run's estimator if it is `rloo`, `grpo`, `dr_grpo` or `opo`, otherwise `rloo`. With one response
+    Uses the run's estimator if it needs nothing else (`_FROM_REWARDS`), otherwise `rloo`. With one response
     per prompt, uses `rloo` over the whole step. Adds a note to `notes` if the estimator is replaced.
     """
     if step.advantages is not None:
         return np.nan_to_num(step.advantages)
-    scores, groups = torch.tensor(step.rewards), torch.tensor(step.group_ids)
-    valid = scores.isfinite()
-    scores = scores.nan_to_num(0.0)
+    groups = torch.tensor(step.group_ids)
     if len(np.unique(step.group_ids)) == len(step.group_ids):
         notes.append("one response per prompt: advantages are rewards minus the step's mean")
         groups, estimator = torch.zeros_like(groups), "rloo"
-    elif estimator not in ("rloo", "grpo", "dr_grpo", "opo"):
+    elif estimator not in _FROM_REWARDS:
         notes.append(f"advantages of {estimator} are not in the dump: those of rloo are used")
-    if estimator in ("grpo", "dr_grpo"):
-        advantages = outcome_advantages.grpo(scores, groups, valid, divide_by_std=estimator == "grpo")
-    elif estimator == "opo":
-        lengths = torch.tensor(step.lengths)
-        advantages = outcome_advantages.weighted_baseline(scores, lengths, groups, valid)
-    else:
-        advantages = outcome_advantages.rloo(scores, groups, valid)
-    return np.asarray(advantages.double())
+        estimator = "rloo"
+    lengths, rewards = torch.tensor(step.lengths), torch.tensor(step.rewards)
+    inputs = AdvantageInputs(
+        token_level_rewards=rewards.nan_to_num(0.0)[:, None],
+        response_mask=torch.arange(int(step.lengths.max(initial=0))) < lengths[:, None],
+        group_ids=groups,
+        valid=rewards.isfinite(),
+        gamma=1.0,
+        lam=1.0,
+        divide_by_std=True,
+        whiten=whiten,
+    )
+    return np.asarray(ADVANTAGE_ESTIMATORS[estimator](inputs).double())
 
 
 class SettingSums:
@@ -125,7 +130,7 @@ class SettingSums:
             done = correct(chunk.log_probs, chunk.rollout_log_probs, chunk.mask, rule, advantages=per_token)
             weights = done.keep_mask.float() if done.weights is None else done.weights
             tokens.weighted(part, place, weights)
-            kish[place] += _kish(clean, rule.weight, weights)
+            kish[place] += _kish(done.by_row, rule.weight, chunk.blocks)
             found.append(done.sums.to_host())
         return found
 
@@ -142,20 +147,13 @@ def _without(chunk: Chunk, nonfinite: Tensor) -> Chunk:
     )
 
 
-def _kish(chunk: Chunk, rule: WeightRule, weights: Tensor) -> Floats:
+def _kish(rows: CorrectionSums[Tensor], rule: WeightRule, blocks: Tensor) -> Floats:
     """(2, 3, K): n, Σw, Σw² of raw and applied weights, over tokens or over sequences."""
-    mask = chunk.mask
-    per_token = chunk.advantages[:, None].expand(mask.shape).float()
-    log_ratio = masked_log_ratio(chunk.log_probs, chunk.rollout_log_probs, mask, Extras(per_token))
-    raw = clamped_exp(evaluated(CORRECTION_WEIGHTS, rule.level or "token", log_ratio, rule.params))
-    if rule.by_token:
-        counts, values = mask.sum(-1), (raw * mask, weights * mask)
-    else:
-        counts = mask.any(-1)
-        values = (raw * counts[:, None], torch.where(mask, weights, 0.0).amax(-1, keepdim=True))
-    result = np.zeros((2, 3, BLOCKS))
-    for place, found in enumerate(values):
-        sums = (counts, found.double().sum(-1), found.double().square().sum(-1))
-        for row, one in enumerate(sums):
-            result[place, row] = torch.bincount(chunk.blocks, weights=one, minlength=BLOCKS).numpy()
-    return result
+    unit = "token" if rule.by_token else "sequence"
+    raw, kept = getattr(rows.raw, unit), rows.kept_tokens
+    sums = [raw.count, raw.total, raw.squares, rows.tokens, kept, kept]  # without weights: 1 or 0
+    if rows.weights is not None:
+        applied = getattr(rows.weights.described, unit)
+        sums[3:] = applied.count, applied.total, applied.squares
+    found = [torch.bincount(blocks, weights=one, minlength=BLOCKS).numpy() for one in sums]
+    return np.stack(found).reshape(2, 3, BLOCKS)

@@ -43,6 +43,8 @@ def what_if(path: Path) -> Tradeoff:
     notes += [why for why, is_so in why_omitted.items() if is_so]
     if algorithm.use_kl_in_reward:
         notes.append("advantages are without the penalty of use_kl_in_reward, which is not in the dump")
+    if algorithm.filter_groups.curriculum:
+        notes.append("advantages are without the curriculum's probabilities, which are not in the dump")
     is_dr_grpo = algorithm.adv_estimator == "grpo" and not algorithm.norm_adv_by_std_in_grpo
     found = replay(
         dump.steps,

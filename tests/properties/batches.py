@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +13,11 @@ from torch import Tensor
 from rlctl.algos.batch_losses import WholeBatch
 from rlctl.algos.correction import correct, normalization_factor
 from rlctl.algos.correction_records import Correction, CorrectionSums
+from rlctl.algos.estimators import AdvantageInputs
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.algos.statistics import correction_metrics, normalized
-from rlctl.registry import POLICY_LOSSES
+from rlctl.algos.token_advantages import whiten
+from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,16 @@ def loss_rule(name: str, *rest: Tensor, **numbers: object) -> LossRule:
     """A loss with the examples of its parameters; `rest` as `WholeBatch.of`: what it reads of the batch."""
     rule = LossRule(name, params=POLICY_LOSSES.part(name).example_params(), **numbers)
     return WholeBatch.of(*rest).with_statistics(rule) if rest else rule
+
+
+def estimate(
+    name: str, scores: Tensor, group_ids: Tensor, valid: Tensor, lengths: Tensor | None = None, **more: Any
+) -> Tensor:
+    """(B,) advantages of a registered estimator with one per response; `more` as in `AdvantageInputs`."""
+    lengths = torch.ones_like(group_ids) if lengths is None else lengths
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    given = {"gamma": 1.0, "lam": 1.0, "divide_by_std": True, "whiten": whiten} | more
+    return ADVANTAGE_ESTIMATORS[name](AdvantageInputs(scores[:, None], mask, group_ids, valid, **given))
 
 
 def weight_rules() -> list[WeightRule]:

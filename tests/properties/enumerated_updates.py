@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlctl.algos.advantages import rloo
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.batch import TokenLists, TrainBatch
 from rlctl.engine.deepspeed import DeepSpeedEngine
@@ -25,6 +24,7 @@ from rlctl.engine.ranks import Ranks
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.update import update
 from tests.models import naive_log_probs, tiny_model
+from tests.properties.batches import estimate
 
 PROMPT, END, HORIZON = 1, 0, 2
 #: Response → sixteenths of π_rollout's probability.
@@ -148,7 +148,7 @@ def groups_of(pairs: list[tuple[int, int]], old: str) -> TrainBatch:
     rows = [row for pair in pairs for row in pair]
     batch = batch_of(rows)
     group_ids = torch.arange(len(pairs)).repeat_interleave(2)
-    advantages = rloo(REWARDS[rows], group_ids, torch.ones(len(rows), dtype=torch.bool))
+    advantages = estimate("rloo", REWARDS[rows], group_ids, torch.ones(len(rows), dtype=torch.bool))
     sampled = rollout_log_probs(rows)
     if old == "rollout":
         old_log_probs = sampled
@@ -195,7 +195,7 @@ def truncated_batch(old: str, *, exact: bool) -> TrainBatch:
             ids += KEPT[before[t]]
     kept = TokenLists(counts.int(), torch.tensor(ids, dtype=torch.int32)) if exact else None
     group_ids = torch.arange(len(draws)).repeat_interleave(2)
-    advantages = rloo(REWARDS[rows], group_ids, torch.ones(len(rows), dtype=torch.bool))
+    advantages = estimate("rloo", REWARDS[rows], group_ids, torch.ones(len(rows), dtype=torch.bool))
     spread = torch.where(batch.response_mask, advantages[:, None], 0.0)
     batch = replace(batch, rollout_log_probs=sampled, advantages=spread, kept=kept)
     own = sampled if old == "rollout" else restricted_log_probs(model(), batch, exact=exact).detach().float()

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from rlctl.algos.advantages import grpo, has_spread, rloo, spread_probability
+from rlctl.algos.estimators import has_spread, spread_probability
 from rlctl.batch import Rollouts, TokenLists
 from rlctl.engine.ranks import Ranks
 from rlctl.spec.load import load_spec
 from rlctl.train.filter_groups import draw_next_prompts
 from rlctl.train.score_batch import with_advantages
 from rlctl.train.stream import PromptDraws
+from tests.properties.batches import estimate
 from tests.unit.train.scored import rollouts_of, scored_batch
 
 ONE_RANK = Ranks(0, 1, torch.device("cpu"))
@@ -28,10 +29,7 @@ ONE_RANK = Ranks(0, 1, torch.device("cpu"))
 #: Probabilities of three responses per prompt, of which the first is right: easy, medium, hard.
 POLICIES = np.array([[0.95, 0.03, 0.02], [0.5, 0.3, 0.2], [0.04, 0.5, 0.46]])
 REWARDS = torch.tensor([1.0, 0.0, 0.0])
-ESTIMATORS = {
-    "rloo": rloo,
-    "grpo": grpo,
-}
+ESTIMATORS = ["rloo", "grpo"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def enumerated(prompt: int, n: int, estimator: str) -> Enumerated:
         chance = float(np.prod(policy[list(group)]))
         scores, ids = REWARDS[list(group)], torch.zeros(n, dtype=torch.int64)
         valid = torch.ones(n, dtype=torch.bool)
-        advantages = ESTIMATORS[estimator](scores, ids, valid).numpy()
+        advantages = estimate(estimator, scores, ids, valid).numpy()
         gradient = np.zeros(9)
         for response, advantage in zip(group, advantages, strict=True):
             score = (np.arange(3) == response) - policy  # ∇ log softmax

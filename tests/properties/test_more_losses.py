@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.algos.advantages import maxrl
 from rlctl.algos.correction import correct
 from rlctl.algos.correction_weights import SelectiveParams
 from rlctl.algos.losses import policy_loss
@@ -26,7 +25,7 @@ from rlctl.spec.resolve import correction_rules
 from rlctl.train.update import update
 from tests.models import replaced, tiny_model
 from tests.processes import on_ranks
-from tests.properties.batches import loss_rule, make_batch
+from tests.properties.batches import estimate, loss_rule, make_batch
 from tests.unit.train.updates import BYPASS, DECOUPLED, PlainEngine, alone, batch_of, settings_of
 
 Token = tuple[float, float, float]  # log π_θ, log π_old, A
@@ -309,10 +308,10 @@ def test_maxrl_divides_by_the_mean() -> None:
     """Figures of prime-rl's own tests."""
     groups = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
-    found = maxrl(rewards, groups, torch.ones(8, dtype=torch.bool))
+    found = estimate("maxrl", rewards, groups, torch.ones(8, dtype=torch.bool))
     assert found.tolist() == [3.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
     graded = torch.tensor([True, True, False, True, True, True, True, True])
-    assert maxrl(rewards, groups, graded)[:4].tolist() == [2.0, -1.0, 0.0, -1.0]
+    assert estimate("maxrl", rewards, groups, graded)[:4].tolist() == [2.0, -1.0, 0.0, -1.0]
 
 
 def token_weights(level: str, log_ratio: Tensor, upper: float | None, params: object = None) -> Tensor:

@@ -73,10 +73,19 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(rlctl.RlctlError, match="rollout_iss") as unknown:
         rlctl.correct(*given, rollout_iss="token")
     assert unknown.value.fix.startswith("one of rollout_is, ")
-    with pytest.raises(ValueError, match="must be bool"):
+    with pytest.raises(ValueError, match=r"must be bool, not torch.int64: give response_mask.bool\(\)"):
         rlctl.correct(batch.log_probs, batch.rollout_log_probs, batch.mask.long())
+    with pytest.raises(ValueError, match=r"rollout_log_probs must be float32, not torch.bfloat16: compute"):
+        rlctl.correct(batch.log_probs, batch.rollout_log_probs.bfloat16(), batch.mask)
+    for place, name in enumerate(("log_probs", "rollout_log_probs", "response_mask")):
+        elsewhere = [x.to("meta") if i == place else x for i, x in enumerate(given)]
+        with pytest.raises(ValueError, match=f"devices differ: .*{name} meta"):
+            rlctl.correct(*elsewhere)
     with pytest.raises(rlctl.RlctlError, match=r"rollout_rs_threshold: nothing is rejected"):
         rlctl.correct(*given, rollout_rs_threshold="2")
+    for key, value in {"threshold": 3, "bound": "mask", "batch_normalize": False}.items():
+        with pytest.raises(rlctl.RlctlError, match=f"rollout_is_{key}: no weight is applied"):
+            rlctl.correct(*given, rollout_is=None, **{f"rollout_is_{key}": value})
     for key, value in {"loss_type": "ppo_clip", "max_nonfinite_fraction": 0.0, "auto": True}.items():
         with pytest.raises(rlctl.RlctlError, match=key):
             rlctl.correct(*given, **{key: value})
@@ -86,12 +95,13 @@ def test_impossible_log_probs_are_named() -> None:
     batch = example()
     with pytest.raises(ValueError, match="rollout_log_probs are above 0"):
         rlctl.correct(batch.log_probs, batch.rollout_log_probs.exp(), batch.mask)
-    broken = batch.rollout_log_probs.clone()
-    broken[0, 0] = math.nan
-    broken[~batch.mask] = 5.0  # never read
-    with pytest.warns(UserWarning, match="1 of 12 sequences have NaN or infinite log-probs"):
-        found = rlctl.correct(batch.log_probs, broken, batch.mask)
-    assert not found.keep_mask[0].any()
+    for bad in (math.nan, math.inf, -math.inf):
+        broken = batch.rollout_log_probs.clone()
+        broken[0, 0] = bad
+        broken[~batch.mask] = 5.0  # never read
+        with pytest.warns(UserWarning, match="1 of 12 sequences have NaN or infinite log-probs"):
+            found = rlctl.correct(batch.log_probs, broken, batch.mask)
+        assert not found.keep_mask[0].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])

@@ -8,15 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.algos.advantages import grpo, remax, rloo, weighted_baseline, zero_spread_fraction
+from rlctl.algos.estimators import zero_spread_fraction
+from tests.properties.batches import estimate
 from tests.reference import advantages as reference
 
-
-def dr_grpo(scores: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
-    return grpo(scores, groups, valid, divide_by_std=False)
-
-
-ESTIMATORS = [grpo, dr_grpo, rloo]
+ESTIMATORS = ["grpo", "dr_grpo", "rloo"]
 
 
 def make_scores(seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,10 +39,10 @@ def test_estimators_equal_the_reference(seed: int) -> None:
     lengths = torch.randint(0, 9, scores.shape, generator=torch.Generator().manual_seed(seed))
     by_length = reference.opo(plain[0], lengths.tolist(), *plain[1:])
     pairs = [
-        (weighted_baseline(scores, lengths, groups, valid), by_length),
-        (rloo(scores, groups, valid), reference.rloo(*plain)),
-        (grpo(scores, groups, valid), reference.grpo(*plain)),
-        (dr_grpo(scores, groups, valid), reference.grpo(*plain, divide_by_std=False)),
+        (estimate("opo", scores, groups, valid, lengths), by_length),
+        (estimate("rloo", scores, groups, valid), reference.rloo(*plain)),
+        (estimate("grpo", scores, groups, valid), reference.grpo(*plain)),
+        (estimate("dr_grpo", scores, groups, valid), reference.grpo(*plain, divide_by_std=False)),
     ]
     for found, expected in pairs:
         assert found.dtype == torch.float32
@@ -57,19 +53,19 @@ def test_estimators_equal_the_reference(seed: int) -> None:
 
 def test_by_hand() -> None:
     scores, groups, valid = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 0, 0]), torch.ones(4) > 0
-    assert rloo(scores, groups, valid).tolist() == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
+    assert estimate("rloo", scores, groups, valid).tolist() == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
     std = (1 / 3) ** 0.5
-    assert grpo(scores, groups, valid).tolist() == pytest.approx(
+    assert estimate("grpo", scores, groups, valid).tolist() == pytest.approx(
         [0.5 / std, -0.5 / std, -0.5 / std, 0.5 / std], rel=1e-5
     )
 
 
-@pytest.mark.parametrize("estimate", ESTIMATORS)
-def test_no_signal_where_nothing_can_be_compared(estimate) -> None:
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_no_signal_where_nothing_can_be_compared(name: str) -> None:
     valid = torch.tensor([True, True, True, True, False, True])
     scores = torch.tensor([0.1, 0.1, 0.1, 5.0, 9.0, 3.0])
     groups = torch.tensor([0, 0, 0, 1, 2, 2])  # no spread; alone; the sibling's grader failed
-    assert estimate(scores, groups, valid).tolist() == [0.0] * 6
+    assert estimate(name, scores, groups, valid).tolist() == [0.0] * 6
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
@@ -81,22 +77,24 @@ def test_the_smallest_spread_that_scores_can_have_is_a_signal(size: float) -> No
     spread = scores.double().std().item()
     expected = (scores.double() - scores.double().mean()) / (spread + 1e-6)
     if spread > 1e-9:
-        torch.testing.assert_close(grpo(scores, groups, valid).double(), expected, rtol=1e-4, atol=0.0)
-    for estimate in ESTIMATORS:
-        assert estimate(scores[:1].expand(3), groups, valid).tolist() == [0.0, 0.0, 0.0]
-        assert spread < 1e-9 or (estimate(scores, groups, valid) != 0.0).all()
+        torch.testing.assert_close(
+            estimate("grpo", scores, groups, valid).double(), expected, rtol=1e-4, atol=0.0
+        )
+    for name in ESTIMATORS:
+        assert estimate(name, scores[:1].expand(3), groups, valid).tolist() == [0.0, 0.0, 0.0]
+        assert spread < 1e-9 or (estimate(name, scores, groups, valid) != 0.0).all()
 
 
-@pytest.mark.parametrize("estimate", ESTIMATORS)
+@pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("seed", range(5))
-def test_groups_are_ids_not_places_and_advantages_sum_to_zero(estimate, seed: int) -> None:
+def test_groups_are_ids_not_places_and_advantages_sum_to_zero(name: str, seed: int) -> None:
     scores, groups, valid = make_scores(seed)
     order = torch.randperm(len(scores), generator=torch.Generator().manual_seed(seed))
-    found = estimate(scores, groups, valid)
-    torch.testing.assert_close(estimate(scores[order], groups[order], valid[order]), found[order])
+    found = estimate(name, scores, groups, valid)
+    torch.testing.assert_close(estimate(name, scores[order], groups[order], valid[order]), found[order])
     for group in groups.unique():
         assert found[groups == group].sum().item() == pytest.approx(0.0, abs=1e-4)
-    torch.testing.assert_close(estimate(scores + 3.0, groups, valid), found, rtol=1e-3, atol=2e-3)
+    torch.testing.assert_close(estimate(name, scores + 3.0, groups, valid), found, rtol=1e-3, atol=2e-3)
 
 
 def test_opo_weighs_by_length() -> None:
@@ -106,14 +104,16 @@ def test_opo_weighs_by_length() -> None:
         torch.ones(5) > 0,
     )
     valid[2] = False
-    found = weighted_baseline(scores, torch.tensor([3, 1, 50, 7, 2]), groups, valid)
+    found = estimate("opo", scores, groups, valid, torch.tensor([3, 1, 50, 7, 2]))
     assert found.tolist() == [0.25, -0.75, 0.0, 0.0, 0.0]
-    nothing = weighted_baseline(scores[:2], torch.tensor([0, 0]), groups[:2], valid[:2])
+    nothing = estimate("opo", scores[:2], groups[:2], valid[:2], torch.tensor([0, 0]))
     assert nothing.tolist() == [0.0, 0.0]
-    alone = weighted_baseline(scores[1:3], torch.tensor([4, 4]), groups[1:3], valid[1:3])
+    alone = estimate("opo", scores[1:3], groups[1:3], valid[1:3], torch.tensor([4, 4]))
     assert alone.tolist() == [0.0, 0.0]
 
 
 def test_remax_compares_with_the_greedy_response() -> None:
     scores, greedy = torch.tensor([1.0, 0.0, float("nan")]), torch.tensor([1.0, 0.5, 0.0])
-    assert remax(scores, greedy, torch.tensor([True, True, False])).tolist() == [0.0, -0.5, 0.0]
+    graded, groups = torch.tensor([True, True, False]), torch.zeros(3, dtype=torch.int64)
+    found = estimate("remax", scores, groups, graded, baseline_scores=greedy)
+    assert found.tolist() == [0.0, -0.5, 0.0]

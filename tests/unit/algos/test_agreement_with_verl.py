@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.algos.advantages import grpo, remax, rloo, weighted_baseline
 from rlctl.algos.batch_losses import ClipCovParams, WholeBatch
 from rlctl.algos.estimators import AdvantageInputs
 from rlctl.algos.kl import KLController, kl_estimate
@@ -27,7 +26,7 @@ from rlctl.algos.token_advantages import (
     whiten,
 )
 from rlctl.registry import ADVANTAGE_ESTIMATORS
-from tests.properties.batches import loss_rule, make_batch
+from tests.properties.batches import estimate, loss_rule, make_batch
 from tests.reference import verl_helper
 
 verl = verl_helper.Lazy("verl.trainer.ppo.core_algos")
@@ -181,17 +180,20 @@ def test_estimators_per_response(seed: int) -> None:
     greedy = torch.rand(ROWS, generator=torch.Generator().manual_seed(seed + 100))
     group = (scores, GROUPS, EVERYONE)
     pairs = [
-        (rloo(*group), verl.compute_rloo_outcome_advantage(rewards, weights, index)),
-        (grpo(*group), verl.compute_grpo_outcome_advantage(rewards, weights, index)),
+        (estimate("rloo", *group), verl.compute_rloo_outcome_advantage(rewards, weights, index)),
+        (estimate("grpo", *group), verl.compute_grpo_outcome_advantage(rewards, weights, index)),
         (
-            grpo(*group, divide_by_std=False),
+            estimate("dr_grpo", *group),
             verl.compute_grpo_outcome_advantage(rewards, weights, index, norm_adv_by_std_in_grpo=False),
         ),
         (
-            weighted_baseline(scores, mask.sum(-1), GROUPS, EVERYONE),
+            estimate("opo", *group, lengths=mask.sum(-1)),
             verl.compute_opo_outcome_advantage(rewards, weights, index),
         ),
-        (remax(scores, greedy, EVERYONE), verl.compute_remax_outcome_advantage(rewards, greedy, weights)),
+        (
+            estimate("remax", *group, baseline_scores=greedy),
+            verl.compute_remax_outcome_advantage(rewards, greedy, weights),
+        ),
     ]
     for ours, (theirs, _) in pairs:
         torch.testing.assert_close(ours[:, None] * mask, theirs * mask, rtol=1e-4, atol=1e-5)
@@ -214,7 +216,7 @@ def test_estimators_per_token(seed: int) -> None:
     torch.testing.assert_close(whiten(returns, mask), theirs, rtol=1e-4, atol=1e-5)
 
     theirs, _ = verl.compute_reinforce_plus_plus_baseline_outcome_advantage(rewards, weights, GROUPS.numpy())
-    centred = grpo(scores, GROUPS, EVERYONE, divide_by_std=False)[:, None].expand_as(rewards)
+    centred = estimate("dr_grpo", scores, GROUPS, EVERYONE)[:, None].expand_as(rewards)
     torch.testing.assert_close(whiten(centred, mask), theirs, rtol=1e-4, atol=1e-5)
 
 

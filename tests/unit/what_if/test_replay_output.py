@@ -123,6 +123,9 @@ def test_a_loss_with_its_own_ratio_has_no_weights(tmp_path: Path) -> None:
             lambda r, g, n, ok: slow.grpo(r, g, ok, divide_by_std=False),
         ),
         (["adv_estimator=opo"], lambda r, g, n, ok: slow.opo(r, n, g, ok)),
+        (["adv_estimator=maxrl"], lambda r, g, n, ok: slow.maxrl(r, g, ok)),
+        (["adv_estimator=gpg"], lambda r, g, n, ok: slow.gpg(r, g, ok)),
+        (["adv_estimator=reinforce_plus_plus"], lambda r, g, n, ok: slow.rloo(r, g, ok)),  # with a note
     ],
 )
 def test_advantages_are_the_run_s(
@@ -144,9 +147,11 @@ def test_advantages_are_the_run_s(
         assert pooled.advantages[rows].tolist() == pytest.approx(expected(*values), abs=1e-5)
 
 
-def test_a_penalty_that_is_not_in_the_dump_is_said(tmp_path: Path) -> None:
-    run = run_directory(tmp_path, "algorithm.use_kl_in_reward=true", steps=1)
-    assert any("use_kl_in_reward" in note for note in what_if(run).notes)
+def test_parts_of_the_advantages_that_are_not_in_the_dump_are_said(tmp_path: Path) -> None:
+    keys = ("use_kl_in_reward", "filter_groups.enable", "filter_groups.curriculum")
+    notes = what_if(run_directory(tmp_path, *(f"algorithm.{key}=true" for key in keys), steps=1)).notes
+    assert any("penalty of use_kl_in_reward" in note for note in notes)
+    assert any("curriculum's probabilities" in note for note in notes)
 
 
 def test_a_centered_run_is_not_taken_for_one_without_correction(tmp_path: Path) -> None:

@@ -166,31 +166,38 @@ def test_steps_of_few_rows_are_pooled_into_a_mini_batch() -> None:
     assert_same(figures([step]), figures(pieces))
 
 
+def without_row(step: Step, row: int) -> Step:
+    """The step without one response; `advantages` must be set."""
+    rows = np.arange(len(step.lengths)) != row
+    tokens = np.repeat(rows, step.lengths)
+    by_row = {name: getattr(step, name)[rows] for name in ("group_ids", "rewards", "lengths", "advantages")}
+    flat = {name: getattr(step, name)[tokens] for name in ("token_ids", "rollout_log_probs", "log_probs")}
+    return Step(step.number, **by_row, **flat)
+
+
 def test_bad_numbers_cost_their_own_sequence_only() -> None:
     step = make_step()
-    place = rows_of(step)[5]
+    step = replace(step, advantages=advantages_of(step, "rloo", []))
     broken = step.log_probs.copy()
-    broken[place.start] = np.nan
-    keep = np.ones(len(step.lengths), bool)
-    keep[5] = False
-    tokens = np.ones(len(broken), bool)
-    tokens[place] = False
-    given = advantages_of(step, "rloo", [])
-    without = Step(
-        step.number,
-        step.group_ids[keep],
-        step.rewards[keep],
-        step.lengths[keep],
-        step.token_ids[tokens],
-        step.rollout_log_probs[tokens],
-        step.log_probs[tokens],
-        advantages=given[keep],
-    )
-    found = figures([replace(step, log_probs=broken, advantages=given)])
-    for name, outcome in figures([without]).items():
+    broken[rows_of(step)[5].start] = np.nan
+    found = figures([replace(step, log_probs=broken)])
+    for name, outcome in figures([without_row(step, 5)]).items():
         assert found[name].raw_ess.value == pytest.approx(outcome.raw_ess.value, rel=1e-5)
         assert found[name].error.value == pytest.approx(outcome.error.value, rel=1e-4, abs=1e-6)
         assert math.isfinite(found[name].error.high)
+
+
+def test_responses_that_were_not_graded_count_nowhere() -> None:
+    """As in training, whatever their log-probs and advantages are."""
+    step = make_step()
+    rewards = step.rewards.copy()
+    rewards[5] = np.nan
+    step = replace(step, rewards=rewards)
+    step = replace(step, advantages=advantages_of(step, "rloo", []))
+    expected = figures([without_row(step, 5)])
+    step.log_probs[rows_of(step)[5]] -= np.float32(3.0)
+    step.advantages[5] = 2.0
+    assert_same(expected, figures([step]))
 
 
 def test_nothing_finite_is_said() -> None:
@@ -239,6 +246,18 @@ def test_one_response_per_prompt_is_compared_with_the_step() -> None:
     found = replay([step], GRID, groups_per_batch=12)
     assert found.recommended is not None
     assert any("minus the step's mean" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("groups", [5, 40])
+def test_equal_groups_leave_no_sampling_error(groups: int) -> None:
+    """Every resample is then the sample itself, in blocks of one or two groups too."""
+    one = make_step(3, groups=1, size=6)
+    flat = (np.tile(x, groups) for x in (one.token_ids, one.rollout_log_probs, one.log_probs))
+    rows = (np.tile(x, groups) for x in (one.rewards, one.lengths))
+    step = Step(1, np.arange(groups).repeat(6), *rows, *flat)
+    for outcome in replay([step], GRID, groups_per_batch=8).outcomes:
+        for found in (outcome.error, outcome.bias, outcome.variance):
+            assert (found.low, found.high) == pytest.approx((found.value, found.value), rel=1e-9, abs=1e-12)
 
 
 def test_equal_policies_need_nothing() -> None:

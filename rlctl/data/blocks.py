@@ -140,9 +140,9 @@ def _json_lines(block: Block, lines: bytes) -> Iterator[Record]:
 
 
 def _may_be_rounded(value: Any) -> bool:
-    """Whether a value, or one in an object, may be an integer beyond 64 bits, which orjson makes a float."""
-    if isinstance(value, dict):
-        return any(map(_may_be_rounded, value.values()))
+    """Whether a value, or one inside it, may be an integer beyond 64 bits, which orjson makes a float."""
+    if isinstance(value, dict | list):
+        return any(map(_may_be_rounded, value.values() if isinstance(value, dict) else value))
     return isinstance(value, float) and abs(value) >= 1 << 63
 
 
@@ -178,18 +178,23 @@ def _csv_records(block: Block, table: CsvRows) -> Iterator[Record]:
 def _arrow_records(block: Block, stream: bytes) -> Iterator[Record]:
     table = _shortest_numbers(pa.ipc.open_stream(stream).read_all())
     holds_bytes = "binary" in str(table.schema.types)
-    try:
-        rows = table.to_pylist()
-    except (UnicodeDecodeError, ValueError):  # text or a date that Python cannot represent: row by row
-        rows = None
-    for place in range(table.num_rows):
-        number = block.first_number + place
-        try:
-            values = rows[place] if rows is not None else table.slice(place, 1).to_pylist()[0]
-        except (UnicodeDecodeError, ValueError) as error:
-            yield Record(block.path, number, None, f"a value cannot be read: {error}")
+    for number, values in enumerate(python_rows(table), block.first_number):
+        if isinstance(values, Exception):
+            yield Record(block.path, number, None, f"a value cannot be read: {values}")
         else:
             yield Record(block.path, number, _as_text(values) if holds_bytes else values)
+
+
+def python_rows(table: Any) -> Iterator[dict[str, Any] | Exception]:
+    """Each row of an Arrow table or batch; the error for one with text or a date that Python cannot hold."""
+    try:
+        yield from table.to_pylist()
+    except (ValueError, OverflowError) as error:
+        if table.num_rows == 1:
+            yield error
+        else:
+            for place in range(table.num_rows):
+                yield from python_rows(table.slice(place, 1))
 
 
 def _shortest_numbers(table: pa.Table) -> pa.Table:

@@ -26,6 +26,7 @@ from rlctl.data.blocks import (
     records_of,
     to_stream,
 )
+from rlctl.data.records import check_columns
 from rlctl.data.text_files import (
     CODECS,
     MAX_LINE_BYTES,
@@ -290,9 +291,7 @@ def _read_csv(path: Path) -> Iterator[Piece]:
         where = f"{path}:{line}"
         if problem:
             raise UsageError(f"the header cannot be read: {problem}", where=where)
-        if repeated := next((name for name in header if name and header.count(name) > 1), None):
-            what = f"the header names the column {repeated!r} twice"
-            raise UsageError(what, where=where, fix="rename one of them")
+        check_columns(header, where)
         while piece := list(_portion(rows, header)):
             yield piece[-1][0], CsvRows(header, delimiter, piece), opened.position()
 
@@ -330,6 +329,7 @@ def _csv_rows(text: Iterable[str], delimiter: str) -> Iterator[CsvRow]:
 def _read_parquet(path: Path) -> Iterator[Piece]:
     # Without these two settings a row group of any size is read at once.
     with pq.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK_BYTES) as file:
+        check_columns(file.schema_arrow.names, str(path))
         groups = [file.metadata.row_group(place) for place in range(file.metadata.num_row_groups)]
         num_rows = max(1, file.metadata.num_rows)
         row_bytes = sum(group.total_byte_size for group in groups) / num_rows
@@ -343,10 +343,12 @@ def _read_arrow(path: Path) -> Iterator[Piece]:
     """Reads a file of a Hugging Face dataset (an Arrow stream), or any other Arrow file."""
     with pa.memory_map(str(path)) as file:
         try:
-            reader: Any = pa.ipc.open_stream(file)
+            opened: Any = pa.ipc.open_stream(file)
+            reader = iter(opened)
         except pa.ArrowInvalid:
             opened = pa.ipc.open_file(file)
             reader = (opened.get_batch(place) for place in range(opened.num_record_batches))
+        check_columns(opened.schema.names, str(path))
         for number, rows in _arrow_rows(piece for batch in reader for piece in _slices(batch)):
             yield number, rows, file.tell()
 

@@ -270,7 +270,7 @@ class _FileCheck:
             if is_integer(row.extra.get("index")):
                 self._index.append(row.index)
                 self._index_source.append(crc32(row.data_source.encode()))
-        ruled = [(record, row) for record, row in zip(records, block, strict=True) if row.style == "rule"]
+        ruled = [(record, row) for record, row in zip(records, block, strict=True) if row.is_ruled]
         complaints = check_ground_truths([(row.data_source, row.ground_truth) for _, row in ruled])
         for (record, row), why in zip(ruled, complaints, strict=True):
             if why:

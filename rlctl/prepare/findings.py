@@ -243,7 +243,7 @@ def text_doubts(row: Row) -> Iterator[Doubt]:
 def answer_doubts(row: Row) -> list[Doubt]:
     """Doubts about a prompt without an answer format and a ground truth that contradicts its solution."""
     doubts: list[Doubt] = []
-    if row.style == "rule" and grader_for(row.data_source) == "maths" and not specifies_answer_form(row):
+    if row.is_ruled and grader_for(row.data_source) == "maths" and not specifies_answer_form(row):
         known = knows_source(row.data_source)
         doubts.append(("no-answer-form" if known else "no-answer-form-unknown", ""))
     if detail := contradiction(row):

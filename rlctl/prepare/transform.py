@@ -76,8 +76,8 @@ class Transformed:
     rows: bytes
     keys: dict[str, Any]  # an array for each of `TransformPlan.keys`
     bad: list[BadRow]  # unusable rows
-    truths: list[tuple[str, str]]  # distinct (data source, ground truth) of the rows graded by rule
-    truth_of: Any  # (rows,) index into `truths`; −1 for rows not graded by rule
+    truths: list[tuple[str, str]]  # distinct (data source, ground truth) of the rows with `is_ruled`
+    truth_of: Any  # (rows,) index into `truths`; −1 for other rows
     sources: Counter[str]  # rows per data source
     doubts: list[tuple[int, list[Doubt]]]  # row number and doubts, of rows with a doubtful answer
     num_bytes: int  # size of the usable rows in memory
@@ -143,7 +143,7 @@ def _transform(plan: TransformPlan, block: Block) -> Transformed:
         keys |= {name: bands[:, band] for band, name in enumerate(BAND_KEYS)} | {SIGNATURE: signature}
     truths: dict[tuple[str, str], int] = {}
     truth_of = [
-        truths.setdefault((row.data_source, row.ground_truth), len(truths)) if row.style == "rule" else -1
+        truths.setdefault((row.data_source, row.ground_truth), len(truths)) if row.is_ruled else -1
         for row in rows
     ]
     batch = batch_of(rows)

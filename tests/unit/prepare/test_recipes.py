@@ -253,6 +253,9 @@ def test_a_prompt_never_holds_the_reply_to_it(turn):
 def test_numbers_of_any_size_are_read():
     digits = "1" + 400 * "0"
     assert read({"prompt": "q", "answer": int(digits)}, "generic").ground_truth == digits
-    assert read({"prompt": "q", "answer": Decimal("0.50")}, "generic").ground_truth == "0.50"  # of Parquet
+    answers = {7.0: "7", -0.0: "0", 1e22: "1" + 22 * "0", 0.1: "0.1", Decimal("0.50"): "0.50"}
+    for answer, truth in (answers | {Decimal("1E+2"): "100"}).items():
+        assert read({"prompt": "q", "answer": answer}, "generic").ground_truth == truth
+    assert read({"question": "Q?", "options": ["x", "y"], "answer": 1.0}).ground_truth == "B"
     row = read(VERL | {"extra_info": {"index": 1 << 63}})
     assert (row.index, row.extra) == (3, {"original_index": 1 << 63})

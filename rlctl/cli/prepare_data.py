@@ -10,7 +10,7 @@ import typer
 
 from rlctl.cli.command import AsJson, print_json
 from rlctl.data.recipe_names import RecipeChoice, RecipeName
-from rlctl.errors import UsageError
+from rlctl.errors import UsageError, visible
 from rlctl.prepare.request import (
     BadRows,
     Duplicates,
@@ -216,7 +216,7 @@ def parquet(
     if as_json:
         print_json(asdict(summary) | {"out": str(out)})
     else:
-        typer.echo("\n".join(summary_lines(request, summary)))
+        typer.echo("\n".join(visible(line, keep="") for line in summary_lines(request, summary)))
 
 
 @app.command()

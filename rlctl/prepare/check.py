@@ -142,7 +142,7 @@ class _FileCheck:
     """Runs all checks of one file, block by block."""
 
     def __init__(self, source: Source, probes: _Probes, progress: Progress) -> None:
-        self.path, self._probes = source.path, probes
+        self.path, self._name, self._probes = source.path, source.name, probes
         self._schema = _read_schema(source.path)
         self._columns = {field.name: str(field.type) for field in self._schema or ()}
         self._recipe: Recipe | None = None
@@ -238,7 +238,7 @@ class _FileCheck:
             self._columns = self._columns or {
                 str(name): type(value).__name__ for name, value in record.values.items()
             }
-        row, problem = self._recipe.read(record, self.path, record.number - 1)
+        row, problem = self._recipe.read(record, self._name, record.number - 1)
         if row is None:
             self._note_bad(record.where, problem)
             return None

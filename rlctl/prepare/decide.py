@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.data.benchmarks import find_named
+from rlctl.data.benchmarks import NamedFile
 from rlctl.errors import UsageError
 from rlctl.prepare.duplicates import nearly_repeated, repeated
 from rlctl.prepare.engines import run
@@ -70,13 +70,15 @@ class Decision:
 def decide(
     request: PrepareRequest,
     lengths: PromptLengths | None,
+    against: Sequence[NamedFile],
     staging: Staging,
     bad_places: Sequence[int],
     progress: Progress,
 ) -> Decision:
     """Decides on lengths, duplicates, the split, and rows that occur in held-out data.
 
-    Rows at `bad_places` were found to be bad after they were staged. `lengths` measured the prompts.
+    Rows at `bad_places` were found to be bad after they were staged. `lengths` measured the prompts; the
+    files of `against` contain held-out questions.
 
     Raises:
         UsageError: too many duplicates, a file of `against` cannot be read, or rows leak and
@@ -106,7 +108,7 @@ def decide(
             places = staging.places(beyond)
             decision.findings += row_finding("beyond-context", len(beyond), places, context=context)
     if request.leakage != "off":
-        _leaks(request, staging, decision, progress)
+        _leaks(request, against, staging, decision, progress)
     return decision
 
 
@@ -194,16 +196,22 @@ def limit_for_fraction(fraction: float) -> int:
     return int(fraction * (1 << 64))
 
 
-def _leaks(request: PrepareRequest, staging: Staging, decision: Decision, progress: Progress) -> None:
-    """Compares training rows with the test split and `request.against`; reports, drops or refuses matches.
+def _leaks(
+    request: PrepareRequest,
+    against: Sequence[NamedFile],
+    staging: Staging,
+    decision: Decision,
+    progress: Progress,
+) -> None:
+    """Compares training rows with the test split and `against`; reports, drops or refuses matches.
 
-    Test rows are also compared with `request.against`, but matches are only reported because test rows are
+    Test rows are also compared with `against`, but matches are only reported because test rows are
     not used for training.
     """
     splits = {"train": decision.is_kept & ~decision.is_test, "test": decision.is_kept & decision.is_test}
-    is_compared = decision.is_kept if request.against else splits["train"]
+    is_compared = decision.is_kept if against else splits["train"]
     progress.phase("leakage", int(is_compared.sum()))
-    benchmarks = [(file.name, questions_of(file)) for file in find_named(request.against)]
+    benchmarks = [(file.name, questions_of(file)) for file in against]
     reference = Reference.build([(TEST, staging.questions(splits["test"])), *benchmarks])
     reference.save(staging.file("reference"))
     tasks = ((block, is_compared[block.rows]) for block in staging.blocks if is_compared[block.rows].any())

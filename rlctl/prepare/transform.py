@@ -109,10 +109,10 @@ def _transform(plan: TransformPlan, block: Block) -> Transformed:
     bad: list[BadRow] = []
     rows: list[Row] = []
     records: list[Record] = []
-    num_records, name = 0, Path(block.source)
+    num_records = 0
     for record in records_of(block):
         num_records += 1
-        row, problem = plan.recipe.read(record, name, -num_records)
+        row, problem = plan.recipe.read(record, block.source, -num_records)
         if row is None:
             bad.append(BadRow(record.number, problem, record.raw))
         else:

@@ -119,6 +119,24 @@ def test_an_output_that_is_something_else_exits_2(source, tmp_path, capsys):
     assert source.exists()
 
 
+def test_an_output_never_replaces_its_own_input(source, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert prepare(source, "--out", out) == 0
+    before = {file: file.read_bytes() for file in out.iterdir()}
+    for inputs in ([out / "train.parquet"], [source, "--against", out / "test.parquet"]):
+        assert prepare(*inputs, "--out", out, "--overwrite", "--seed", "2") == 2
+        assert "contains this input" in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in out.iterdir()} == before
+
+
+def test_names_cannot_control_the_terminal(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "a\x1b[31m\nb.jsonl", [{"prompt": "q", "answer": "1"}])
+    assert prepare(source, "--out", tmp_path / "o\x1b[31m", "--val-size", "0") == 0
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert r"a\x1b[31m\nb.jsonl:1" in printed
+
+
 def test_names_with_spaces_and_dots_work(tmp_path):
     (tmp_path / "sub dir").mkdir()
     source = write_jsonl(tmp_path / "my data.v2.jsonl", gsm8k_rows())

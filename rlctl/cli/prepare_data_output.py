@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -105,7 +106,9 @@ def _next(request: PrepareRequest, summary: PrepareSummary) -> list[str]:
         for split, key in keys.items()
         if summary.outputs[split]
     ]
-    arguments = " ".join(map(shlex.quote, [*files, f"model.path={request.model or 'MODEL'}"]))
+    given = request.chat_template_kwargs.items()
+    kwargs = [f"data.chat_template_kwargs.{name}={json.dumps(value)}" for name, value in given]
+    arguments = " ".join(map(shlex.quote, [*files, f"model.path={request.model or 'MODEL'}", *kwargs]))
     return ["next:", f"  rlctl train {arguments}"]
 
 

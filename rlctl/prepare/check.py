@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -63,6 +63,8 @@ class CheckRequest:
     against: tuple[str, ...] = ()  # benchmarks by name, and files, whose questions must not occur in `files`
     max_prompt_length: int | None = None  # in tokens; in characters without a model
     trust_remote_code: bool = False  # allow custom code of the model's tokenizer
+    #: arguments of the model's chat template, as `data.chat_template_kwargs` in training
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,10 @@ def check(request: CheckRequest, progress: Progress | None = None) -> CheckRepor
     sources = find_sources(request.files)
     lengths = None
     if request.model is not None:
-        lengths = PromptLengths(request.model, trust_remote_code=request.trust_remote_code)
+        kwargs = request.chat_template_kwargs
+        lengths = PromptLengths(
+            request.model, trust_remote_code=request.trust_remote_code, chat_template_kwargs=kwargs
+        )
     reference = Reference.build((file.name, questions_of(file)) for file in find_named(request.against))
     histogram = Histogram("tokens" if lengths else "characters")
     probes = _Probes(lengths, reference, request.max_prompt_length, histogram)

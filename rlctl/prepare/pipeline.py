@@ -105,6 +105,7 @@ def _lengths(request: PrepareRequest) -> PromptLengths | None:
             trust_remote_code=request.trust_remote_code,
             max_prompt_length=request.max_prompt_length,
             overlong=request.overlong,
+            chat_template_kwargs=request.chat_template_kwargs,
         )
     if request.max_prompt_length is not None or request.overlong != "keep":
         raise UsageError(

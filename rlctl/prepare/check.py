@@ -33,7 +33,7 @@ from rlctl.prepare.findings import (
     RowFindings,
     Severity,
     agree,
-    answer_doubts,
+    row_doubts,
     row_finding,
     rows,
     text_doubts,
@@ -265,7 +265,7 @@ class _FileCheck:
         probes = self._probes
         for record, row in zip(records, block, strict=True):
             self._sources[row.data_source] += 1
-            for kind, detail in (*text_doubts(row), *answer_doubts(row)):
+            for kind, detail in (*text_doubts(row), *row_doubts(row, record.values or {})):
                 self._found.add(kind, record.where, detail)
             if row.style not in STYLES and (row.style in self._styles or len(self._styles) < REASONS_SHOWN):
                 self._styles.add(row.style)

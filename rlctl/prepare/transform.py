@@ -25,7 +25,7 @@ from rlctl.data.blocks import Block, Record, records_of, to_stream
 from rlctl.data.recipes import Recipe
 from rlctl.data.schema import EXTRA_COLUMNS, Row, batch_of, integers, large_schema
 from rlctl.prepare.duplicates import BANDS, NUM_VALUES, normalise, signatures, text_key
-from rlctl.prepare.findings import EXAMPLES_SHOWN, Doubt, answer_doubts
+from rlctl.prepare.findings import EXAMPLES_SHOWN, Doubt, row_doubts
 from rlctl.prepare.lengths import PromptLengths
 
 #: Keys of each row: name → type. Each key has a separate file, so that only one at a time is in memory.
@@ -79,7 +79,7 @@ class Transformed:
     truths: list[tuple[str, str]]  # distinct (data source, ground truth) of the rows with `is_ruled`
     truth_of: Any  # (rows,) index into `truths`; −1 for other rows
     sources: Counter[str]  # rows per data source
-    doubts: list[tuple[int, list[Doubt]]]  # row number and doubts, of rows with a doubtful answer
+    doubts: list[tuple[int, list[Doubt]]]  # row number and doubts, of doubtful rows
     num_bytes: int  # size of the usable rows in memory
     has_other: bool  # some rows have fields of `extra_info` without a separate column
 
@@ -158,7 +158,7 @@ def _transform(plan: TransformPlan, block: Block) -> Transformed:
         doubts=[
             (record.number, doubts)
             for record, row in zip(records, rows, strict=True)
-            if (doubts := answer_doubts(row))
+            if (doubts := row_doubts(row, record.values or {}))
         ],
         num_bytes=batch.nbytes,
         has_other=any(row.extra.keys() - EXTRA_COLUMNS for row in rows),

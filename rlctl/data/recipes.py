@@ -264,6 +264,13 @@ LAYOUTS: dict[RecipeChoice, Layout] = {
         "multiple_choice",
         LETTER_INSTRUCTION,
     ),
+    "aime": Layout(
+        "problem",
+        "answer",
+        lambda values: "problem" in values and isinstance(values.get("answer"), str | int | float),
+        _answered("math", columns=("level", "type", "subject", "year")),
+        instruction=BOX_INSTRUCTION,
+    ),
     "math": Layout(
         "problem",
         "solution",
@@ -271,13 +278,6 @@ LAYOUTS: dict[RecipeChoice, Layout] = {
         _answered("math", last_boxed, ("level", "type", "subject")),
         "DigitalLearningGmbH/MATH-lighteval",
         BOX_INSTRUCTION,
-    ),
-    "aime": Layout(
-        "problem",
-        "answer",
-        lambda values: "problem" in values and isinstance(values.get("answer"), str | int | float),
-        _answered("math", columns=("level", "type", "subject", "year")),
-        instruction=BOX_INSTRUCTION,
     ),
     "openrlhf": Layout(
         "input|context_messages|prompt",

@@ -120,6 +120,15 @@ def test_extra_info_is_kept_whole():
     assert dict(read(RECORDS["math"][0]).extra) == {"level": "Level 1", "type": "Algebra"}
 
 
+def test_an_answer_in_a_column_of_its_own_comes_before_the_solution():
+    solved = {"problem": "q", "solution": r"So $\boxed{033}$.", "answer": "33"}  # as in AIME and MATH-500
+    assert (recognise(solved), read(solved).ground_truth) == ("aime", "33")
+    assert (recognise(solved | {"answer": None}), recognise(solved | {"solution": "none"})) == (
+        "math",
+        "aime",
+    )
+
+
 def test_structured_ground_truths_become_json():
     truth = {"numbers": [1, 2], "target": 3}
     for given, expected in [

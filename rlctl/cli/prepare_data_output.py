@@ -72,9 +72,9 @@ def summary_lines(request: PrepareRequest, summary: PrepareSummary) -> list[str]
             where = f"  {out / 'quarantine.jsonl'}" if name == "quarantined" else where
             result.append(f"  {name.replace('_', ' '):<23} {count:>12,}{where}")
     lengths = summary.report.get("lengths")
-    if lengths and lengths.get("quantiles"):
-        median, high = lengths["quantiles"]["0.5"], lengths["quantiles"]["0.99"]
-        result.append(f"  prompt tokens: median {median:,}, 99 % up to {high:,}, longest {lengths['max']:,}")
+    if lengths:
+        median, high, longest = (f"{lengths[name]:,}" for name in ("p50", "p99", "max"))
+        result.append(f"  prompt tokens: median {median}, 99 % up to {high}, longest {longest}")
     result += [f"  {line}" for line in comparison_lines(summary.report.get("leakage_checks", []))]
     found = [
         DataFinding(**entry | {"examples": tuple(entry["examples"])}) for entry in summary.report["findings"]

@@ -16,14 +16,12 @@ from rlctl.prepare.duplicates import nearly_repeated, repeated
 from rlctl.prepare.engines import run
 from rlctl.prepare.findings import DataFinding, agree, lines, row_finding, rows, share
 from rlctl.prepare.leakage import KINDS, Found, Reference, leakage_comparison, questions_of, scan
-from rlctl.prepare.lengths import PromptLengths, template_findings
+from rlctl.prepare.lengths import Histogram, PromptLengths, template_findings
 from rlctl.prepare.request import PrepareRequest, Progress
 from rlctl.prepare.transform import BAND_KEYS, SIGNATURE, Staging
 
 #: Share of rows that may repeat earlier ones before `--duplicates check` refuses the input.
 MAX_DUPLICATES = 0.05
-QUANTILES = (0.5, 0.9, 0.95, 0.99)
-HISTOGRAM_BINS = 20
 TEST = "the test split"
 #: Up to this many rows are compared with held-out questions in this process.
 LOCAL_ROWS = 20_000
@@ -101,14 +99,17 @@ def decide(
         last = min(request.val_size, len(hashes)) - 1
         limit = int(np.partition(hashes, last)[last]) + 1 if last >= 0 else 0
     decision.is_test = keys < np.uint64(limit) if limit < 1 << 64 else np.ones(len(keys), np.bool_)
-    if lengths is not None:
-        decision.findings += template_findings(lengths.renderer)
-        if context := lengths.context:
-            beyond = np.flatnonzero(decision.is_kept & (staging.key("tokens") >= context))
-            places = staging.places(beyond)
-            decision.findings += row_finding("beyond-context", len(beyond), places, context=context)
     if request.leakage != "off":
         _leaks(request, against, staging, decision, progress)
+    if lengths is not None:
+        histogram, tokens = Histogram("tokens"), staging.key("tokens")
+        histogram.add(tokens[decision.is_kept].tolist())
+        decision.report["lengths"] |= histogram.to_json()
+        decision.findings += template_findings(lengths.renderer)
+        if context := lengths.context:
+            beyond = np.flatnonzero(decision.is_kept & (tokens >= context))
+            places = staging.places(beyond)
+            decision.findings += row_finding("beyond-context", len(beyond), places, context=context)
     return decision
 
 
@@ -123,17 +124,7 @@ def _lengths(request: PrepareRequest, staging: Staging, decision: Decision) -> N
     for name, of, done in ((kind, over, "dropped"), ("overlong-changed", cut, "cut")):
         examples = staging.places(of)
         decision.findings += row_finding(name, len(of), examples, limit=limit, unit="tokens", done=done)
-    kept = tokens[decision.is_kept]
-    lengths: dict[str, Any] = {"overlong": len(over), "cut": len(cut)}
-    if len(kept):
-        numbers, edges = np.histogram(kept, bins=HISTOGRAM_BINS)
-        lengths |= {
-            "mean": round(float(kept.mean()), 2),
-            "max": int(kept.max()),
-            "quantiles": {f"{q:g}": int(np.quantile(kept, q, method="inverted_cdf")) for q in QUANTILES},
-            "histogram": {"edges": [round(float(edge), 2) for edge in edges], "rows": numbers.tolist()},
-        }
-    decision.report["lengths"] = lengths
+    decision.report["lengths"] = {"overlong": len(over), "cut": len(cut)}
 
 
 def _duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -> None:

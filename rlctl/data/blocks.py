@@ -13,14 +13,6 @@ import orjson
 import pyarrow as pa
 
 from rlctl.data.text_files import BOM, MAX_LINE_BYTES
-from rlctl.errors import UsageError
-
-
-class FileRange(NamedTuple):
-    """Byte range of whole JSON lines in an uncompressed file; `records_of` reads them."""
-
-    offset: int
-    length: int
 
 
 class OversizedLine(NamedTuple):
@@ -45,7 +37,7 @@ class ArrowRows(NamedTuple):
 
 
 #: `bytes`: lines of JSON; a list: elements of a JSON array.
-Content = FileRange | bytes | list[Any] | CsvRows | ArrowRows | OversizedLine
+Content = bytes | list[Any] | CsvRows | ArrowRows | OversizedLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +47,7 @@ class Block:
     path: Path
     source: str  # data source of rows without a `data_source`
     first_number: int  # number of the first line (text files) or row (other files), from 1
-    content: Content  # the rows, or their location
+    content: Content  # the rows
     num_bytes: int  # bytes of the file read for it, to report progress
 
 
@@ -91,14 +83,8 @@ def to_stream(batch: Any, compression: str | None = None) -> bytes:
 
 
 def records_of(block: Block) -> Iterator[Record]:
-    """Returns every row of a block, including unreadable ones; blank lines are skipped.
-
-    Raises:
-        UsageError: the block's file has become shorter or unreadable since the block was created.
-    """
+    """Returns every row of a block, including unreadable ones; blank lines are skipped."""
     match block.content:
-        case FileRange() as where:
-            return _json_lines(block, _read(block.path, where))
         case bytes() as lines:
             return _json_lines(block, lines)
         case CsvRows() as table:
@@ -111,19 +97,6 @@ def records_of(block: Block) -> Iterator[Record]:
         case rows:
             numbered = enumerate(rows, block.first_number)
             return (_checked(block.path, number, values) for number, values in numbered)
-
-
-def _read(path: Path, where: FileRange) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(where.offset)
-            lines = file.read(where.length)
-    except OSError as error:
-        what = f"the file can no longer be read: {error.strerror or error}"
-        raise UsageError(what, where=str(path), fix="start again") from error
-    if len(lines) < where.length:
-        raise UsageError("the file became shorter while it was read", where=str(path), fix="start again")
-    return lines
 
 
 def _json_lines(block: Block, lines: bytes) -> Iterator[Record]:

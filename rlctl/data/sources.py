@@ -20,7 +20,6 @@ from rlctl.data.blocks import (
     Block,
     Content,
     CsvRows,
-    FileRange,
     OversizedLine,
     Record,
     records_of,
@@ -232,19 +231,6 @@ CsvRow = tuple[int, list[str], str]
 Reader = Callable[[Path], Iterator[Piece]]
 
 
-def _line_pieces(file: BufferedReader, position: Callable[[], int], *, in_place: bool) -> Iterator[Piece]:
-    number = offset = 0
-    for lines in _whole_lines(file):
-        if isinstance(lines, OversizedLine):
-            num_lines, length = 1, lines.length
-        else:
-            num_lines, length = lines.count(b"\n") + (not lines.endswith(b"\n")), len(lines)
-        number += num_lines
-        content = FileRange(offset, length) if in_place and isinstance(lines, bytes) else lines
-        yield number, content, position()
-        offset += length
-
-
 def _whole_lines(file: BufferedReader) -> Iterator[bytes | OversizedLine]:
     """Yields a few whole lines at a time; the last newline may be missing."""
     parts: list[bytes] = []  # start of an incomplete line
@@ -268,10 +254,13 @@ def _whole_lines(file: BufferedReader) -> Iterator[bytes | OversizedLine]:
 def _read_json(path: Path) -> Iterator[Piece]:
     """Reads JSON Lines, an array of objects, or an object; the suffix does not determine which."""
     with open_text(path) as text:
-        if is_json_lines(text):
-            yield from _line_pieces(text.file, text.position, in_place=text.in_place)
-            return
         number = 0
+        if is_json_lines(text):
+            for lines in _whole_lines(text.file):
+                is_one = isinstance(lines, OversizedLine)
+                number += 1 if is_one else lines.count(b"\n") + (not lines.endswith(b"\n"))
+                yield number, lines, text.position()
+            return
         for rows in document_rows(path, text.file, max_rows=BLOCK_ROWS):
             number += len(rows)
             yield number, rows, text.position()

@@ -6,7 +6,6 @@ files are in the directory that becomes the output.
 
 from __future__ import annotations
 
-import gc
 import shutil
 from bisect import bisect_right
 from collections import Counter
@@ -90,22 +89,7 @@ class Transformed:
 
 
 def transform(plan: TransformPlan, block: Block) -> Transformed:
-    """Converts the rows of a block with the recipe, checks and measures them, and computes their keys.
-
-    Raises:
-        UsageError: the block's file has changed since the block was created.
-    """
-    # Thousands of objects are created and none is garbage: collection would take a fifth of the time.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return _transform(plan, block)
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _transform(plan: TransformPlan, block: Block) -> Transformed:
+    """Converts the rows of a block with the recipe, checks and measures them, and computes their keys."""
     bad: list[BadRow] = []
     rows: list[Row] = []
     records: list[Record] = []

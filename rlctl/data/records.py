@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any, TypeGuard
 
-import orjson
-
 from rlctl.data.schema import OTHER, Message
 from rlctl.errors import UsageError
 
@@ -174,10 +172,7 @@ def extra_info(values: Values) -> dict[str, Any]:
     index = extra.get("index")
     if index is not None and not (is_integer(index) and abs(index) < 1 << 63):
         extra["original_index"] = extra.pop("index")
-    try:
-        orjson.dumps(extra)
-    except TypeError:  # orjson refuses more than invalid text: the slower check decides
-        check_text(json.dumps(extra, ensure_ascii=False))
+    check_text(json.dumps(extra, ensure_ascii=False))
     return extra
 
 

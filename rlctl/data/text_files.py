@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pyarrow as pa
 
 from rlctl.errors import UsageError
@@ -163,8 +162,8 @@ def is_json_lines(text: TextFile) -> bool:
 
 def _is_json(line: bytes) -> bool:
     try:
-        orjson.loads(line)
-    except orjson.JSONDecodeError:
+        json.loads(line)
+    except (ValueError, RecursionError):
         return False
     return True
 

@@ -31,11 +31,12 @@ _PROBE = Row("probe", (Message("user", "How much is 2 + 2?"),), "4")
 class MeasuredRow(NamedTuple):
     """A row with the length of its prompt."""
 
-    row: Row  # a new object if it was truncated, else the one given
+    row: Row  # as given, or truncated
     num_tokens: int = 0  # of the rendered prompt, after truncation; 0 if it cannot be rendered
     #: why the row cannot be used, or "": the template rejects it, it starts with two start tokens, or
     #: truncating its question cannot make it short enough
     problem: str = ""
+    is_cut: bool = False  # the row was truncated
 
 
 class PromptLengths:
@@ -165,7 +166,7 @@ class PromptLengths:
             shorter = replace(row, prompt=(*row.prompt[:place], message, *row.prompt[place + 1 :]))
             length = len(self.renderer.encode([self.renderer.text(shorter)])[0])
             if length <= limit:
-                return MeasuredRow(shorter, length)
+                return MeasuredRow(shorter, length, is_cut=True)
             excess += length - limit
         return None
 
@@ -261,9 +262,9 @@ class Histogram:
         return {"unit": self.unit, **self.summary(), "histogram": bins}
 
 
-def characters(block: Sequence[Row]) -> list[int]:
-    """Total number of characters in the messages of each row."""
-    return [sum(len(message.content) for message in row.prompt) for row in block]
+def characters(row: Row) -> int:
+    """Number of characters in the messages of a row."""
+    return sum(len(message.content) for message in row.prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,8 +300,10 @@ def measure(file: str, lengths: PromptLengths | None) -> Histogram:
     histogram = Histogram("tokens" if lengths else "characters")
     rows = (row for _, row, _ in islice(_rows(file), MEASURED_ROWS) if row is not None)
     while chunk := list(islice(rows, MEASURED_AT_ONCE)):
-        found = characters(chunk) if lengths is None else [one.num_tokens for one in lengths.measure(chunk)]
-        histogram.add(length for length in found if length or lengths is None)
+        if lengths is None:
+            histogram.add(map(characters, chunk))
+        else:
+            histogram.add(one.num_tokens for one in lengths.measure(chunk) if one.num_tokens)
     return histogram
 
 

@@ -81,7 +81,8 @@ def test_cutting_takes_from_the_question_only(model, policy, kept):
     measured = lengths.measure([long, row("a")])
     cut = measured[0].row
     assert [message.content for message in cut.prompt] == ["Be brief.", f"{kept}\nSay it."]
-    assert measured == lengths.measure([one.row for one in measured])
+    assert [one.is_cut for one in measured] == [True, False]
+    assert [one._replace(is_cut=False) for one in measured] == lengths.measure([one.row for one in measured])
     assert 22 <= measured[0].num_tokens <= 24
     assert cut.question == WORDS, "the split must not depend on the limit"
     assert measured[1].row.question == "a"

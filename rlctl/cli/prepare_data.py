@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
 from rlctl.cli.command import AsJson, print_json
 from rlctl.data.recipe_names import RecipeChoice, RecipeName
-from rlctl.errors import UsageError
+from rlctl.errors import UsageError, visible
 from rlctl.prepare.request import (
     BadRows,
     Duplicates,
@@ -52,6 +52,28 @@ Against = Annotated[
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Let the model's tokenizer run its own code.")
 ]
+TemplateKwargs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--chat-template-kwargs",
+        metavar="NAME=VALUE",
+        help="Argument of the chat template, as in data.chat_template_kwargs. May be repeated.",
+        show_default=False,
+    ),
+]
+
+
+def _template_kwargs(model: str | None, texts: list[str] | None) -> dict[str, Any]:
+    """Parses arguments of the chat template as `rlctl train` parses `data.chat_template_kwargs`."""
+    if not texts:
+        return {}
+    from rlctl.spec.load import load_spec
+
+    if model is None:
+        where, fix = "--chat-template-kwargs", "name the model with --model"
+        raise UsageError("arguments of a chat template need a model", where=where, fix=fix)
+    spec = load_spec(overrides=[f"data.chat_template_kwargs.{text}" for text in texts]).spec
+    return dict(spec.data.chat_template_kwargs)
 
 
 @app.command()
@@ -142,6 +164,7 @@ def parquet(
         ),
     ] = "keep",
     trust_remote_code: TrustRemoteCode = False,
+    chat_template_kwargs: TemplateKwargs = None,
     check_graders: Annotated[
         bool,
         typer.Option(
@@ -205,6 +228,7 @@ def parquet(
         max_prompt_length=max_prompt_length,
         overlong=overlong,
         trust_remote_code=trust_remote_code,
+        chat_template_kwargs=_template_kwargs(model, chat_template_kwargs),
         check_graders=check_graders,
         rows_per_shard=rows_per_shard,
         to=to,
@@ -216,7 +240,7 @@ def parquet(
     if as_json:
         print_json(asdict(summary) | {"out": str(out)})
     else:
-        typer.echo("\n".join(summary_lines(request, summary)))
+        typer.echo("\n".join(visible(line, keep="") for line in summary_lines(request, summary)))
 
 
 @app.command()
@@ -247,6 +271,7 @@ def check(
     ] = "text",
     as_json: AsJson = False,
     trust_remote_code: TrustRemoteCode = False,
+    chat_template_kwargs: TemplateKwargs = None,
 ) -> None:
     """Report everything that is wrong with data files, worst first, with places and fixes.
 
@@ -272,6 +297,7 @@ def check(
         against=tuple(against or ()),
         max_prompt_length=max_prompt_length,
         trust_remote_code=trust_remote_code,
+        chat_template_kwargs=_template_kwargs(model, chat_template_kwargs),
     )
     with show_progress() as progress:
         report = run(request, progress)
@@ -290,6 +316,7 @@ def show(
     ids: Annotated[bool, typer.Option("--ids", help="Also the token ids; needs --model.")] = False,
     as_json: AsJson = False,
     trust_remote_code: TrustRemoteCode = False,
+    chat_template_kwargs: TemplateKwargs = None,
 ) -> None:
     """Show prompts exactly as the model reads them, their answers, and how long prompts are.
 
@@ -305,7 +332,10 @@ def show(
 
     if ids and model is None:
         raise UsageError("token ids need a tokenizer", where="--ids", fix="name a model with --model")
-    lengths = PromptLengths(model, trust_remote_code=trust_remote_code) if model is not None else None
+    kwargs = _template_kwargs(model, chat_template_kwargs)
+    lengths = None
+    if model is not None:
+        lengths = PromptLengths(model, trust_remote_code=trust_remote_code, chat_template_kwargs=kwargs)
     shown, measured = show_rows(file, lengths, first=row, count=number), measure(file, lengths)
     if as_json:
         print_json(rows_document(shown, measured, ids=ids))

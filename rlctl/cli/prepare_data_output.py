@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,9 +72,9 @@ def summary_lines(request: PrepareRequest, summary: PrepareSummary) -> list[str]
             where = f"  {out / 'quarantine.jsonl'}" if name == "quarantined" else where
             result.append(f"  {name.replace('_', ' '):<23} {count:>12,}{where}")
     lengths = summary.report.get("lengths")
-    if lengths and lengths.get("quantiles"):
-        median, high = lengths["quantiles"]["0.5"], lengths["quantiles"]["0.99"]
-        result.append(f"  prompt tokens: median {median:,}, 99 % up to {high:,}, longest {lengths['max']:,}")
+    if lengths:
+        median, high, longest = (f"{lengths[name]:,}" for name in ("p50", "p99", "max"))
+        result.append(f"  prompt tokens: median {median}, 99 % up to {high}, longest {longest}")
     result += [f"  {line}" for line in comparison_lines(summary.report.get("leakage_checks", []))]
     found = [
         DataFinding(**entry | {"examples": tuple(entry["examples"])}) for entry in summary.report["findings"]
@@ -105,7 +106,9 @@ def _next(request: PrepareRequest, summary: PrepareSummary) -> list[str]:
         for split, key in keys.items()
         if summary.outputs[split]
     ]
-    arguments = " ".join(map(shlex.quote, [*files, f"model.path={request.model or 'MODEL'}"]))
+    given = request.chat_template_kwargs.items()
+    kwargs = [f"data.chat_template_kwargs.{name}={json.dumps(value)}" for name, value in given]
+    arguments = " ".join(map(shlex.quote, [*files, f"model.path={request.model or 'MODEL'}", *kwargs]))
     return ["next:", f"  rlctl train {arguments}"]
 
 

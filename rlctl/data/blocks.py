@@ -9,18 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
 import pyarrow as pa
 
 from rlctl.data.text_files import BOM, MAX_LINE_BYTES
-from rlctl.errors import UsageError
-
-
-class FileRange(NamedTuple):
-    """Byte range of whole JSON lines in an uncompressed file; `records_of` reads them."""
-
-    offset: int
-    length: int
 
 
 class OversizedLine(NamedTuple):
@@ -45,7 +36,7 @@ class ArrowRows(NamedTuple):
 
 
 #: `bytes`: lines of JSON; a list: elements of a JSON array.
-Content = FileRange | bytes | list[Any] | CsvRows | ArrowRows | OversizedLine
+Content = bytes | list[Any] | CsvRows | ArrowRows | OversizedLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +46,7 @@ class Block:
     path: Path
     source: str  # data source of rows without a `data_source`
     first_number: int  # number of the first line (text files) or row (other files), from 1
-    content: Content  # the rows, or their location
+    content: Content  # the rows
     num_bytes: int  # bytes of the file read for it, to report progress
 
 
@@ -91,14 +82,8 @@ def to_stream(batch: Any, compression: str | None = None) -> bytes:
 
 
 def records_of(block: Block) -> Iterator[Record]:
-    """Returns every row of a block, including unreadable ones; blank lines are skipped.
-
-    Raises:
-        UsageError: the block's file has become shorter or unreadable since the block was created.
-    """
+    """Returns every row of a block, including unreadable ones; blank lines are skipped."""
     match block.content:
-        case FileRange() as where:
-            return _json_lines(block, _read(block.path, where))
         case bytes() as lines:
             return _json_lines(block, lines)
         case CsvRows() as table:
@@ -113,53 +98,25 @@ def records_of(block: Block) -> Iterator[Record]:
             return (_checked(block.path, number, values) for number, values in numbered)
 
 
-def _read(path: Path, where: FileRange) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(where.offset)
-            lines = file.read(where.length)
-    except OSError as error:
-        what = f"the file can no longer be read: {error.strerror or error}"
-        raise UsageError(what, where=str(path), fix="start again") from error
-    if len(lines) < where.length:
-        raise UsageError("the file became shorter while it was read", where=str(path), fix="start again")
-    return lines
-
-
 def _json_lines(block: Block, lines: bytes) -> Iterator[Record]:
     if block.first_number == 1:
         lines = lines.removeprefix(BOM)
     for number, line in enumerate(lines.split(b"\n"), start=block.first_number):
-        try:
-            values = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            if line.strip():
-                yield _json_or_why(block.path, number, line)
-            continue
-        yield _checked(block.path, number, json.loads(line) if _may_be_rounded(values) else values, line)
+        if line.strip():
+            yield _json_line(block.path, number, line)
 
 
-def _may_be_rounded(value: Any) -> bool:
-    """Whether a value, or one in an object, may be an integer beyond 64 bits, which orjson makes a float."""
-    if isinstance(value, dict):
-        return any(map(_may_be_rounded, value.values()))
-    return isinstance(value, float) and abs(value) >= 1 << 63
-
-
-def _json_or_why(path: Path, number: int, line: bytes) -> Record:
-    """Parses what orjson refuses: `json` accepts NaN and huge numbers, and has better error messages."""
+def _json_line(path: Path, number: int, line: bytes) -> Record:
     bad = partial(Record, path, number, None, source=line)
-    whole = line
-    line = line.rstrip().removesuffix(b",")  # an array without its brackets
     try:
-        values = json.loads(line.decode())
+        values = json.loads(line.rstrip().removesuffix(b",").decode())  # perhaps an array without brackets
     except UnicodeDecodeError as error:
         return bad(f"not valid UTF-8 at byte {error.start + 1}")
     except RecursionError:
         return bad("invalid JSON: nested too deeply")
     except ValueError as error:
         return bad(f"invalid JSON: {error}")
-    return _checked(path, number, values, whole)
+    return _checked(path, number, values, line)
 
 
 def _checked(path: Path, number: int, values: object, source: bytes | None = None) -> Record:
@@ -178,18 +135,23 @@ def _csv_records(block: Block, table: CsvRows) -> Iterator[Record]:
 def _arrow_records(block: Block, stream: bytes) -> Iterator[Record]:
     table = _shortest_numbers(pa.ipc.open_stream(stream).read_all())
     holds_bytes = "binary" in str(table.schema.types)
-    try:
-        rows = table.to_pylist()
-    except (UnicodeDecodeError, ValueError):  # text or a date that Python cannot represent: row by row
-        rows = None
-    for place in range(table.num_rows):
-        number = block.first_number + place
-        try:
-            values = rows[place] if rows is not None else table.slice(place, 1).to_pylist()[0]
-        except (UnicodeDecodeError, ValueError) as error:
-            yield Record(block.path, number, None, f"a value cannot be read: {error}")
+    for number, values in enumerate(python_rows(table), block.first_number):
+        if isinstance(values, Exception):
+            yield Record(block.path, number, None, f"a value cannot be read: {values}")
         else:
             yield Record(block.path, number, _as_text(values) if holds_bytes else values)
+
+
+def python_rows(table: Any) -> Iterator[dict[str, Any] | Exception]:
+    """Each row of an Arrow table or batch; the error for one with text or a date that Python cannot hold."""
+    try:
+        yield from table.to_pylist()
+    except (ValueError, OverflowError) as error:
+        if table.num_rows == 1:
+            yield error
+        else:
+            for place in range(table.num_rows):
+                yield from python_rows(table.slice(place, 1))
 
 
 def _shortest_numbers(table: pa.Table) -> pa.Table:

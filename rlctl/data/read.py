@@ -10,7 +10,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlctl.data.records import RowError, extra_of, json_able, kind_of, parse_answer, parse_messages
+from rlctl.data.blocks import python_rows
+from rlctl.data.records import (
+    RowError,
+    check_columns,
+    extra_of,
+    json_able,
+    kind_of,
+    parse_answer,
+    parse_messages,
+    text_of,
+)
 from rlctl.data.schema import Row
 from rlctl.data.sources import check_splits
 from rlctl.errors import UsageError, first_line
@@ -105,6 +115,7 @@ def open_parquet(path: Path, required: Sequence[str], *, fix: str) -> Any:
         names = file.schema_arrow.names
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, 1, error) from error
+    check_columns(names, str(path))
     if missing := [name for name in required if name not in names]:
         what = f"column{'s' if len(missing) > 1 else ''} {', '.join(missing)} missing"
         raise UsageError(f"{what} (it has {', '.join(names)})", where=str(path), fix=fix)
@@ -121,10 +132,12 @@ def rows_of(file: Any, path: Path, columns: Sequence[str]) -> Iterator[tuple[int
     wanted = [name for name in columns if name in file.schema_arrow.names]
     try:
         for batch in file.iter_batches(batch_size=4096, columns=wanted):
-            for values in batch.to_pylist():
+            for values in python_rows(batch):
                 number += 1
+                if isinstance(values, Exception):
+                    raise _unreadable(path, number, values)
                 yield number, values
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, number + 1, error) from error
 
 
@@ -151,9 +164,9 @@ def _row(path: Path, number: int, values: Mapping[str, Any]) -> Row:
             data_source=source,
             prompt=parse_messages(values["prompt"]),
             ground_truth=parse_answer(truth, "reward_model.ground_truth"),
-            ability=values.get("ability") or "",
-            style=reward_model.get("style") or "rule",
-            split=extra.get("split") or "",
+            ability=text_of(values.get("ability")),
+            style=text_of(reward_model.get("style")) or "rule",
+            split=text_of(extra.get("split")),
             index=index if isinstance(index, int) else number - 1,
             extra=extra,
             where=where,

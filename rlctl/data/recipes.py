@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
-from pathlib import Path
 from typing import Any
 
 from rlctl.data.blocks import Record
@@ -265,6 +264,13 @@ LAYOUTS: dict[RecipeChoice, Layout] = {
         "multiple_choice",
         LETTER_INSTRUCTION,
     ),
+    "aime": Layout(
+        "problem",
+        "answer",
+        lambda values: "problem" in values and isinstance(values.get("answer"), str | int | float),
+        _answered("math", columns=("level", "type", "subject", "year")),
+        instruction=BOX_INSTRUCTION,
+    ),
     "math": Layout(
         "problem",
         "solution",
@@ -272,13 +278,6 @@ LAYOUTS: dict[RecipeChoice, Layout] = {
         _answered("math", last_boxed, ("level", "type", "subject")),
         "DigitalLearningGmbH/MATH-lighteval",
         BOX_INSTRUCTION,
-    ),
-    "aime": Layout(
-        "problem",
-        "answer",
-        lambda values: "problem" in values and isinstance(values.get("answer"), str | int | float),
-        _answered("math", columns=("level", "type", "subject", "year")),
-        instruction=BOX_INSTRUCTION,
     ),
     "openrlhf": Layout(
         "input|context_messages|prompt",
@@ -334,8 +333,8 @@ class Recipe:
             instruction=layout.instruction if self.instruction is None else self.instruction,
         )
 
-    def to_row(self, values: Mapping[str, Any], path: Path, index: int) -> Row:
-        """Converts a record to a row; `self` must be resolved.
+    def to_row(self, values: Mapping[str, Any], source: str, index: int) -> Row:
+        """Converts a record of a file, for `source` see `Source.name`, to a row; `self` must be resolved.
 
         Raises:
             RowError: the record lacks a column, or a column has an invalid value.
@@ -357,18 +356,18 @@ class Recipe:
         stored = parsed.extra.get("index")
         return replace(
             parsed,
-            data_source=own or parsed.data_source or layout.data_source or path.name.split(".")[0] or "data",
+            data_source=own or parsed.data_source or layout.data_source or source,
             prompt=messages,
             index=stored if is_integer(stored) and stored >= 0 else index,
             question=parsed.question or parsed.prompt_text,
         )
 
-    def read(self, record: Record, path: Path, index: int) -> tuple[Row | None, str]:
+    def read(self, record: Record, source: str, index: int) -> tuple[Row | None, str]:
         """Returns the record's row and "", or None and why it cannot be used; arguments as in `to_row`."""
         if record.values is None:
             return None, record.problem
         try:
-            return self.to_row(record.values, path, index), ""
+            return self.to_row(record.values, source, index), ""
         except RowError as error:
             return None, str(error)
 
@@ -386,5 +385,5 @@ def read_rows(source: Source, recipe: Recipe | None = None) -> Iterator[tuple[Re
     for index, record in enumerate(read_records(source)):
         if recipe is None and record.values:
             recipe = Recipe(recognise(record.values)).resolve()
-        row, problem = (recipe or Recipe("generic").resolve()).read(record, Path(source.name), index)
+        row, problem = (recipe or Recipe("generic").resolve()).read(record, source.name, index)
         yield record, row and replace(row, where=record.where), problem

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any, TypeGuard
 
-import orjson
-
 from rlctl.data.schema import OTHER, Message
+from rlctl.errors import UsageError
 
 Values = Mapping[str, Any]
 
@@ -62,15 +61,17 @@ def _message(role: Any, content: Any) -> Message:
 
 
 def parse_answer(value: Any, name: str) -> str:
-    """Parses an answer: text or a number.
+    """Parses an answer: text or a number; 7.0 becomes 7, because integers with nulls are often stored so.
 
     Raises:
         RowError: the answer is missing, empty, or of another type.
     """
-    if is_integer(value) or isinstance(value, Decimal) or (isinstance(value, float) and math.isfinite(value)):
+    if isinstance(value, float):
+        value = None if not math.isfinite(value) else int(value) if value.is_integer() else value
+    if is_integer(value) or isinstance(value, float):
         value = str(value)
-    elif isinstance(value, float):
-        value = None
+    elif isinstance(value, Decimal):
+        value = f"{value:f}"
     if value is None:
         raise RowError(f"{name} is null")
     if not isinstance(value, str):
@@ -135,6 +136,17 @@ def lookup(values: Values, key: str) -> Any:
     raise RowError(f"no column {key!r} (it has {', '.join(map(str, values)) or 'none'})")
 
 
+def check_columns(names: Sequence[str], where: str) -> None:
+    """Refuses two columns of one name; several without a name are allowed.
+
+    Raises:
+        UsageError: a name occurs twice.
+    """
+    if repeated := next((name for name in names if name and names.count(name) > 1), None):
+        what = f"the header names the column {repeated!r} twice"
+        raise UsageError(what, where=where, fix="rename one of them")
+
+
 def source_named(values: Values, column: str) -> str:
     """Returns the data source in a column.
 
@@ -160,10 +172,7 @@ def extra_info(values: Values) -> dict[str, Any]:
     index = extra.get("index")
     if index is not None and not (is_integer(index) and abs(index) < 1 << 63):
         extra["original_index"] = extra.pop("index")
-    try:
-        orjson.dumps(extra)
-    except TypeError:  # orjson refuses more than invalid text: the slower check decides
-        check_text(json.dumps(extra, ensure_ascii=False))
+    check_text(json.dumps(extra, ensure_ascii=False))
     return extra
 
 

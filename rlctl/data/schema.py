@@ -61,6 +61,11 @@ class Row:
         return "\n\n".join(message.content for message in self.prompt)
 
     @property
+    def is_ruled(self) -> bool:
+        """Whether a grader compares responses with the ground truth; true for unknown styles (DAPO-Math)."""
+        return self.style not in {"model", "code"}
+
+    @property
     def other(self) -> str:
         """The fields of `extra` without a separate column, as JSON text; "" if there are none."""
         other = {name: value for name, value in self.extra.items() if name not in EXTRA_COLUMNS}

@@ -20,12 +20,12 @@ from rlctl.data.blocks import (
     Block,
     Content,
     CsvRows,
-    FileRange,
     OversizedLine,
     Record,
     records_of,
     to_stream,
 )
+from rlctl.data.records import check_columns
 from rlctl.data.text_files import (
     CODECS,
     MAX_LINE_BYTES,
@@ -231,19 +231,6 @@ CsvRow = tuple[int, list[str], str]
 Reader = Callable[[Path], Iterator[Piece]]
 
 
-def _line_pieces(file: BufferedReader, position: Callable[[], int], *, in_place: bool) -> Iterator[Piece]:
-    number = offset = 0
-    for lines in _whole_lines(file):
-        if isinstance(lines, OversizedLine):
-            num_lines, length = 1, lines.length
-        else:
-            num_lines, length = lines.count(b"\n") + (not lines.endswith(b"\n")), len(lines)
-        number += num_lines
-        content = FileRange(offset, length) if in_place and isinstance(lines, bytes) else lines
-        yield number, content, position()
-        offset += length
-
-
 def _whole_lines(file: BufferedReader) -> Iterator[bytes | OversizedLine]:
     """Yields a few whole lines at a time; the last newline may be missing."""
     parts: list[bytes] = []  # start of an incomplete line
@@ -267,10 +254,13 @@ def _whole_lines(file: BufferedReader) -> Iterator[bytes | OversizedLine]:
 def _read_json(path: Path) -> Iterator[Piece]:
     """Reads JSON Lines, an array of objects, or an object; the suffix does not determine which."""
     with open_text(path) as text:
-        if is_json_lines(text):
-            yield from _line_pieces(text.file, text.position, in_place=text.in_place)
-            return
         number = 0
+        if is_json_lines(text):
+            for lines in _whole_lines(text.file):
+                is_one = isinstance(lines, OversizedLine)
+                number += 1 if is_one else lines.count(b"\n") + (not lines.endswith(b"\n"))
+                yield number, lines, text.position()
+            return
         for rows in document_rows(path, text.file, max_rows=BLOCK_ROWS):
             number += len(rows)
             yield number, rows, text.position()
@@ -290,9 +280,7 @@ def _read_csv(path: Path) -> Iterator[Piece]:
         where = f"{path}:{line}"
         if problem:
             raise UsageError(f"the header cannot be read: {problem}", where=where)
-        if repeated := next((name for name in header if name and header.count(name) > 1), None):
-            what = f"the header names the column {repeated!r} twice"
-            raise UsageError(what, where=where, fix="rename one of them")
+        check_columns(header, where)
         while piece := list(_portion(rows, header)):
             yield piece[-1][0], CsvRows(header, delimiter, piece), opened.position()
 
@@ -330,6 +318,7 @@ def _csv_rows(text: Iterable[str], delimiter: str) -> Iterator[CsvRow]:
 def _read_parquet(path: Path) -> Iterator[Piece]:
     # Without these two settings a row group of any size is read at once.
     with pq.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK_BYTES) as file:
+        check_columns(file.schema_arrow.names, str(path))
         groups = [file.metadata.row_group(place) for place in range(file.metadata.num_row_groups)]
         num_rows = max(1, file.metadata.num_rows)
         row_bytes = sum(group.total_byte_size for group in groups) / num_rows
@@ -343,10 +332,12 @@ def _read_arrow(path: Path) -> Iterator[Piece]:
     """Reads a file of a Hugging Face dataset (an Arrow stream), or any other Arrow file."""
     with pa.memory_map(str(path)) as file:
         try:
-            reader: Any = pa.ipc.open_stream(file)
+            opened: Any = pa.ipc.open_stream(file)
+            reader = iter(opened)
         except pa.ArrowInvalid:
             opened = pa.ipc.open_file(file)
             reader = (opened.get_batch(place) for place in range(opened.num_record_batches))
+        check_columns(opened.schema.names, str(path))
         for number, rows in _arrow_rows(piece for batch in reader for piece in _slices(batch)):
             yield number, rows, file.tell()
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pyarrow as pa
 
 from rlctl.errors import UsageError
@@ -58,7 +57,6 @@ class TextFile:
     head: bytes  # the first bytes of `file`, at most about `HEAD_BYTES`
     is_whole: bool  # the head is the whole file
     position: Callable[[], int]  # number of bytes of the file on disk read so far
-    in_place: bool  # `file` has the same bytes as the file on disk
 
 
 @contextmanager
@@ -86,12 +84,12 @@ def open_text(path: Path) -> Iterator[TextFile]:
     with _decompressed(path) as (file, raw):
         is_recoded = bool(encoding or ends_in_returns)
         text = io.BufferedReader(_Recoded(file, encoding, ends_in_returns)) if is_recoded else file
-        yield TextFile(text, head, is_whole, raw.tell, in_place=text is raw)
+        yield TextFile(text, head, is_whole, raw.tell)
 
 
 @contextmanager
 def _decompressed(path: Path) -> Iterator[tuple[io.BufferedReader, io.BufferedReader]]:
-    """The file, decompressed and as it is on disk: the same object if it is not compressed."""
+    """The file, decompressed, and as it is on disk."""
     with path.open("rb") as raw:
         codec = CODECS.get(path.suffix.lower()) or _starts(raw.peek(8), _COMPRESSED)
         if codec is None:
@@ -164,8 +162,8 @@ def is_json_lines(text: TextFile) -> bool:
 
 def _is_json(line: bytes) -> bool:
     try:
-        orjson.loads(line)
-    except orjson.JSONDecodeError:
+        json.loads(line)
+    except (ValueError, RecursionError):
         return False
     return True
 

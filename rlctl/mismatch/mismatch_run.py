@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlctl.batch import torch_device
+from rlctl.data.prompts import Renderer
 from rlctl.data.read import load_rows
 from rlctl.data.schema import Row
 from rlctl.engine.checkpoint import CHECKPOINTS, checkpoint_of_run, verify
@@ -142,7 +143,8 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
     engine_model, engine_tokenizer = model, None
     if request.engine_model:
         engine_model, engine_tokenizer = trainer.load(request.engine_model)
-    longest = max(map(len, token_ids(rows, engine_tokenizer or tokenizer)))
+    kwargs = trainer.spec.data.chat_template_kwargs
+    longest = max(map(len, token_ids(rows, Renderer(engine_tokenizer or tokenizer, kwargs))))
 
     def start(running: ExitStack, dtype: Dtype) -> ResponseSampler:
         """Stops the running engine and starts one in this precision."""
@@ -170,6 +172,7 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
             engine=start(running, dtype),
             rows=rows,
             sampling=sampling,
+            chat_template_kwargs=kwargs,
             exact_sampling=rollout.exact_sampling,
             engine_tokenizer=engine_tokenizer,
             seed=request.seed,
@@ -238,7 +241,8 @@ def _rows(trainer: _Trainer, model: Any, tokenizer: Any, response_length: int) -
     rows = load_rows(trainer.data_files)[: 4 * NUM_PROMPTS] if trainer.data_files else question_rows()
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
     room = context - response_length - 1  # one more start token must fit too
-    lengths = map(len, token_ids(rows, tokenizer))
+    renderer = Renderer(tokenizer, trainer.spec.data.chat_template_kwargs)
+    lengths = map(len, token_ids(rows, renderer))
     kept = [row for row, length in zip(rows, lengths, strict=True) if 0 < length <= room][:NUM_PROMPTS]
     if not kept:
         raise UsageError(f"no prompt has at most {room} tokens", where="--data", fix="name shorter prompts")

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -19,12 +19,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlctl.data.benchmarks import find_named
-from rlctl.data.blocks import Record, records_of
+from rlctl.data.blocks import Record
 from rlctl.data.read import COLUMNS, REQUIRED
 from rlctl.data.recipes import Recipe, recognise
 from rlctl.data.records import is_integer
-from rlctl.data.schema import Row
-from rlctl.data.sources import SPLIT_NAME, Source, find_sources, read_blocks
+from rlctl.data.sources import SPLIT_NAME, Source, find_sources, read_blocks, read_records
 from rlctl.prepare.duplicates import normalise, repeated, text_key
 from rlctl.prepare.findings import (
     EXAMPLES_SHOWN,
@@ -33,15 +32,16 @@ from rlctl.prepare.findings import (
     RowFindings,
     Severity,
     agree,
-    answer_doubts,
+    row_doubts,
     row_finding,
     rows,
     text_doubts,
     worst_first,
 )
 from rlctl.prepare.leakage import KINDS, Reference, leakage_comparison, mixed, questions_of
-from rlctl.prepare.lengths import Histogram, PromptLengths, characters, template_findings
+from rlctl.prepare.lengths import Histogram, MeasuredRow, PromptLengths, characters, template_findings
 from rlctl.prepare.request import Progress
+from rlctl.prepare.transform import usable_rows
 from rlctl.reward.build import knows_source
 from rlctl.reward.trial import check_ground_truths
 
@@ -63,6 +63,8 @@ class CheckRequest:
     against: tuple[str, ...] = ()  # benchmarks by name, and files, whose questions must not occur in `files`
     max_prompt_length: int | None = None  # in tokens; in characters without a model
     trust_remote_code: bool = False  # allow custom code of the model's tokenizer
+    #: arguments of the model's chat template, as `data.chat_template_kwargs` in training
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,10 @@ def check(request: CheckRequest, progress: Progress | None = None) -> CheckRepor
     sources = find_sources(request.files)
     lengths = None
     if request.model is not None:
-        lengths = PromptLengths(request.model, trust_remote_code=request.trust_remote_code)
+        kwargs = request.chat_template_kwargs
+        lengths = PromptLengths(
+            request.model, trust_remote_code=request.trust_remote_code, chat_template_kwargs=kwargs
+        )
     reference = Reference.build((file.name, questions_of(file)) for file in find_named(request.against))
     histogram = Histogram("tokens" if lengths else "characters")
     probes = _Probes(lengths, reference, request.max_prompt_length, histogram)
@@ -145,7 +150,7 @@ class _FileCheck:
         self.path, self._probes = source.path, probes
         self._schema = _read_schema(source.path)
         self._columns = {field.name: str(field.type) for field in self._schema or ()}
-        self._recipe: Recipe | None = None
+        self._recipe = self._recognised(source)
         self._num_rows = 0
         self._sources: Counter[str] = Counter()
         self._splits: Counter[str] = Counter()
@@ -153,12 +158,14 @@ class _FileCheck:
         self._reasons: dict[str, str] = {}  # problem without names and numbers → its first message
         self._bad, self._found = RowFindings(), RowFindings()
         self._index, self._index_source = array("q"), array("Q")
-        parts = [(np.zeros(0, np.uint64), np.zeros(0, np.uint32), np.zeros(0, np.int64))]
+        parts = []
         for block in read_blocks(source):
-            before = self._num_rows
-            if pairs := [(record, row) for record in records_of(block) if (row := self._row(record))]:
-                parts.append(self._check_rows(*map(list, zip(*pairs, strict=True))))
-            progress.advance(block.num_bytes, self._num_rows - before)
+            usable, bad = usable_rows(self._recipe or Recipe("generic").resolve(), probes.lengths, block)
+            for row in bad:
+                self._note_bad(f"{self.path}:{row.number}", row.reason)
+            parts.append(self._check_rows(usable))
+            self._num_rows += len(usable) + len(bad)
+            progress.advance(block.num_bytes, len(usable) + len(bad))
         #: over the usable rows: hash of the question, hash of the ground truth, row number
         self.hashes = tuple(np.concatenate(part) for part in zip(*parts, strict=True))
 
@@ -225,28 +232,15 @@ class _FileCheck:
         disputed = found("conflicting-answers", truths[later] != truths[first])
         return found("duplicates", everything, total=len(keys)) + disputed
 
-    def _row(self, record: Record) -> Row | None:
-        """Converts the record to a row; records the problem and returns None if it is unusable."""
-        self._num_rows += 1
-        if record.values is None:
-            self._note_bad(record.where, record.problem)
+    def _recognised(self, source: Source) -> Recipe | None:
+        """The recipe of the first row with columns; None if there is none."""
+        first = next((record.values for record in read_records(source) if record.values is not None), None)
+        if first is None:
             return None
-        if self._recipe is None:
-            verl = self._schema is not None and _is_verl(self._schema.names)
-            name = recognise(record.values)
-            self._recipe = Recipe("verl" if verl and name != "dapo-math" else name).resolve()
-            self._columns = self._columns or {
-                str(name): type(value).__name__ for name, value in record.values.items()
-            }
-        row, problem = self._recipe.read(record, self.path, record.number - 1)
-        if row is None:
-            self._note_bad(record.where, problem)
-            return None
-        reward_model = record.values.get("reward_model")
-        truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-        if self._schema is not None and isinstance(truth, list | dict):
-            self._found.add("structured-truth", record.where)
-        return row
+        self._columns = self._columns or {str(name): type(value).__name__ for name, value in first.items()}
+        verl = self._schema is not None and _is_verl(self._schema.names)
+        name = recognise(first)
+        return Recipe("verl" if verl and name != "dapo-math" else name).resolve()
 
     def _note_bad(self, where: str, reason: str) -> None:
         """Records an unusable row. Problems that differ only in names and numbers count as one."""
@@ -255,12 +249,13 @@ class _FileCheck:
             kind = reason = "other complaints"
         self._bad.add("bad-rows", where, reason, reason=self._reasons.setdefault(kind, reason))
 
-    def _check_rows(self, records: list[Record], block: list[Row]) -> tuple[Any, Any, Any]:
+    def _check_rows(self, usable: Sequence[tuple[Record, MeasuredRow]]) -> tuple[Any, Any, Any]:
         """Checks the usable rows of a block and returns their part of `hashes`."""
-        probes = self._probes
-        for record, row in zip(records, block, strict=True):
+        block = [one.row for _, one in usable]
+        for record, one in usable:
+            row = one.row
             self._sources[row.data_source] += 1
-            for kind, detail in (*text_doubts(row), *answer_doubts(row)):
+            for kind, detail in (*text_doubts(row), *row_doubts(row, record.values or {})):
                 self._found.add(kind, record.where, detail)
             if row.style not in STYLES and (row.style in self._styles or len(self._styles) < REASONS_SHOWN):
                 self._styles.add(row.style)
@@ -268,36 +263,35 @@ class _FileCheck:
             if isinstance(split := row.extra.get("split"), str) and split:
                 self._splits[split] += 1
             if is_integer(row.extra.get("index")):
-                self._index.append(row.index)
+                self._index.append(row.extra["index"])
                 self._index_source.append(crc32(row.data_source.encode()))
-        ruled = [(record, row) for record, row in zip(records, block, strict=True) if row.style == "rule"]
+            if self._schema is not None:
+                reward_model = (record.values or {}).get("reward_model")
+                truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+                if isinstance(truth, list | dict):
+                    self._found.add("structured-truth", record.where)
+        ruled = [(record, one.row) for record, one in usable if one.row.is_ruled]
         complaints = check_ground_truths([(row.data_source, row.ground_truth) for _, row in ruled])
         for (record, row), why in zip(ruled, complaints, strict=True):
             if why:
                 self._found.add("ground-truth", record.where, f"{row.ground_truth[:60]!r}: {why}")
-        self._measure(records, block)
-        matches = probes.reference.matches([row.question for row in block])
-        for record, ways in zip(records, matches, strict=True):
+        self._check_lengths(usable)
+        matches = self._probes.reference.matches([row.question for row in block])
+        for (record, _), ways in zip(usable, matches, strict=True):
             for way, file in ways:
                 self._found.add(f"leak-{way}", record.where, file=file)
         return (
             np.array([text_key(text) for text in normalise([row.question for row in block])], np.uint64),
             np.array([crc32(row.ground_truth.encode()) for row in block], np.uint32),
-            np.array([record.number for record in records], np.int64),
+            np.array([record.number for record, _ in usable], np.int64),
         )
 
-    def _measure(self, records: list[Record], block: list[Row]) -> None:
-        probes, context, unit = self._probes, None, self._probes.histogram.unit
-        if probes.lengths is None:
-            lengths = characters(block)
-        else:
-            measured = probes.lengths.measure(block)
-            context, lengths = probes.lengths.context, [one.num_tokens for one in measured]
-            for record, one in zip(records, measured, strict=True):
-                if one.problem:
-                    self._note_bad(record.where, one.problem)
-        probes.histogram.add(length for length in lengths if length)
-        for record, length in zip(records, lengths, strict=True):
+    def _check_lengths(self, usable: Sequence[tuple[Record, MeasuredRow]]) -> None:
+        probes, unit = self._probes, self._probes.histogram.unit
+        context = probes.lengths.context if probes.lengths else None
+        for record, one in usable:
+            length = one.num_tokens if probes.lengths else characters(one.row)
+            probes.histogram.add([length])
             if probes.limit is not None and length > probes.limit:
                 self._found.add("overlong", record.where, f"{length:,} {unit}", limit=probes.limit, unit=unit)
             if context is not None and length >= context:

@@ -10,20 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.data.benchmarks import find_named
+from rlctl.data.benchmarks import NamedFile
 from rlctl.errors import UsageError
 from rlctl.prepare.duplicates import nearly_repeated, repeated
 from rlctl.prepare.engines import run
 from rlctl.prepare.findings import DataFinding, agree, lines, row_finding, rows, share
 from rlctl.prepare.leakage import KINDS, Found, Reference, leakage_comparison, questions_of, scan
-from rlctl.prepare.lengths import PromptLengths, template_findings
+from rlctl.prepare.lengths import Histogram, PromptLengths, template_findings
 from rlctl.prepare.request import PrepareRequest, Progress
 from rlctl.prepare.transform import BAND_KEYS, SIGNATURE, Staging
 
 #: Share of rows that may repeat earlier ones before `--duplicates check` refuses the input.
 MAX_DUPLICATES = 0.05
-QUANTILES = (0.5, 0.9, 0.95, 0.99)
-HISTOGRAM_BINS = 20
 TEST = "the test split"
 #: Up to this many rows are compared with held-out questions in this process.
 LOCAL_ROWS = 20_000
@@ -70,13 +68,15 @@ class Decision:
 def decide(
     request: PrepareRequest,
     lengths: PromptLengths | None,
+    against: Sequence[NamedFile],
     staging: Staging,
     bad_places: Sequence[int],
     progress: Progress,
 ) -> Decision:
     """Decides on lengths, duplicates, the split, and rows that occur in held-out data.
 
-    Rows at `bad_places` were found to be bad after they were staged. `lengths` measured the prompts.
+    Rows at `bad_places` were found to be bad after they were staged. `lengths` measured the prompts; the
+    files of `against` contain held-out questions.
 
     Raises:
         UsageError: too many duplicates, a file of `against` cannot be read, or rows leak and
@@ -99,14 +99,17 @@ def decide(
         last = min(request.val_size, len(hashes)) - 1
         limit = int(np.partition(hashes, last)[last]) + 1 if last >= 0 else 0
     decision.is_test = keys < np.uint64(limit) if limit < 1 << 64 else np.ones(len(keys), np.bool_)
+    if request.leakage != "off":
+        _leaks(request, against, staging, decision, progress)
     if lengths is not None:
+        histogram, tokens = Histogram("tokens"), staging.key("tokens")
+        histogram.add(tokens[decision.is_kept].tolist())
+        decision.report["lengths"] |= histogram.to_json()
         decision.findings += template_findings(lengths.renderer)
         if context := lengths.context:
-            beyond = np.flatnonzero(decision.is_kept & (staging.key("tokens") >= context))
+            beyond = np.flatnonzero(decision.is_kept & (tokens >= context))
             places = staging.places(beyond)
             decision.findings += row_finding("beyond-context", len(beyond), places, context=context)
-    if request.leakage != "off":
-        _leaks(request, staging, decision, progress)
     return decision
 
 
@@ -121,17 +124,7 @@ def _lengths(request: PrepareRequest, staging: Staging, decision: Decision) -> N
     for name, of, done in ((kind, over, "dropped"), ("overlong-changed", cut, "cut")):
         examples = staging.places(of)
         decision.findings += row_finding(name, len(of), examples, limit=limit, unit="tokens", done=done)
-    kept = tokens[decision.is_kept]
-    lengths: dict[str, Any] = {"overlong": len(over), "cut": len(cut)}
-    if len(kept):
-        numbers, edges = np.histogram(kept, bins=HISTOGRAM_BINS)
-        lengths |= {
-            "mean": round(float(kept.mean()), 2),
-            "max": int(kept.max()),
-            "quantiles": {f"{q:g}": int(np.quantile(kept, q, method="inverted_cdf")) for q in QUANTILES},
-            "histogram": {"edges": [round(float(edge), 2) for edge in edges], "rows": numbers.tolist()},
-        }
-    decision.report["lengths"] = lengths
+    decision.report["lengths"] = {"overlong": len(over), "cut": len(cut)}
 
 
 def _duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
@@ -194,16 +187,22 @@ def limit_for_fraction(fraction: float) -> int:
     return int(fraction * (1 << 64))
 
 
-def _leaks(request: PrepareRequest, staging: Staging, decision: Decision, progress: Progress) -> None:
-    """Compares training rows with the test split and `request.against`; reports, drops or refuses matches.
+def _leaks(
+    request: PrepareRequest,
+    against: Sequence[NamedFile],
+    staging: Staging,
+    decision: Decision,
+    progress: Progress,
+) -> None:
+    """Compares training rows with the test split and `against`; reports, drops or refuses matches.
 
-    Test rows are also compared with `request.against`, but matches are only reported because test rows are
+    Test rows are also compared with `against`, but matches are only reported because test rows are
     not used for training.
     """
     splits = {"train": decision.is_kept & ~decision.is_test, "test": decision.is_kept & decision.is_test}
-    is_compared = decision.is_kept if request.against else splits["train"]
+    is_compared = decision.is_kept if against else splits["train"]
     progress.phase("leakage", int(is_compared.sum()))
-    benchmarks = [(file.name, questions_of(file)) for file in find_named(request.against)]
+    benchmarks = [(file.name, questions_of(file)) for file in against]
     reference = Reference.build([(TEST, staging.questions(splits["test"])), *benchmarks])
     reference.save(staging.file("reference"))
     tasks = ((block, is_compared[block.rows]) for block in staging.blocks if is_compared[block.rows].any())

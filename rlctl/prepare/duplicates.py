@@ -1,7 +1,7 @@
 """Finds exact and near duplicates of earlier questions.
 
-Exact: equal after NFKC and case folding, ignoring white space and the punctuation that ends sentences. Other
-punctuation is kept because it is significant in mathematics.
+Exact: equal after `compatible` and case folding, ignoring white space and the punctuation that ends
+sentences. Other punctuation is kept because it is significant in mathematics.
 
 Near: Jaccard similarity of at least `SIMILARITY` between the sets of 8-byte shingles of the normalised
 texts, estimated by MinHash (Broder 1997) with banding (Leskovec et al., Mining of Massive Datasets, 3.4): two
@@ -12,6 +12,7 @@ texts of similarity s agree in at least one of b bands of r values with probabil
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
@@ -37,12 +38,24 @@ SENTENCE_MARKS = ".,;:?"
 Pairs = tuple["NDArray[np.uint32]", "NDArray[np.uint32]"]
 
 
+_SIGNS = str.maketrans("×÷−⁄", "*/-/")
+_MIXED_NUMBER = re.compile(r"(?<=\d)(?=[¼-¾⅐-⅞])")
+_POWER = re.compile("[⁺⁻]?[⁰¹²³⁴-⁹]+")
+
+
+def compatible(text: str) -> str:
+    """The text after NFKC, with arithmetic as in ASCII: 2³ × 1½ is 2^3 * 1 1/2; NFKC alone: 23 × 11⁄2."""
+    if text.isascii():
+        return text
+    text = _POWER.sub(r"^\g<0>", _MIXED_NUMBER.sub(" ", text))
+    return unicodedata.normalize("NFKC", text).translate(_SIGNS)
+
+
 def normalise(texts: Sequence[str]) -> list[str]:
     """Normalises questions for comparison, all in one string, which is faster."""
     if not texts:
         return []
-    plain = [text if text.isascii() else unicodedata.normalize("NFKC", text) for text in texts]
-    joined = " \0 ".join([text.replace("\0", " ") for text in plain]).casefold()
+    joined = " \0 ".join([compatible(text).replace("\0", " ") for text in texts]).casefold()
     joined = f" {' '.join(joined.split())} "
     for mark in SENTENCE_MARKS:
         joined = joined.replace(f"{mark} ", " ")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
@@ -76,6 +76,11 @@ _ROW_FINDINGS: dict[str, tuple[Severity, str, str]] = {
         "have a ground truth that contradicts the last calculation <<…=n>> of the worked solution",
         "find out which is right, and correct or remove the row",
     ),
+    "media": (
+        "error",
+        "have pictures, videos or sound, of which training reads nothing: their prompts are only the text",
+        "remove these rows, or what the questions can do without",
+    ),
     "no-grader": (
         "warning",
         "have data_source {source!r}, for which no grader is registered",
@@ -114,6 +119,7 @@ _CODES = {"overlong-changed": "overlong", "no-answer-form-unknown": "no-answer-f
 #: Kind of a finding about rows, and a detail about this row.
 Doubt = tuple[str, str]
 
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 STYLES = {"rule", "model", "code"}
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 #: Matches instructions that specify the place or the format of the answer.
@@ -240,10 +246,10 @@ def text_doubts(row: Row) -> Iterator[Doubt]:
         yield "lost-characters", ""
 
 
-def answer_doubts(row: Row) -> list[Doubt]:
-    """Doubts about a prompt without an answer format and a ground truth that contradicts its solution."""
-    doubts: list[Doubt] = []
-    if row.style == "rule" and grader_for(row.data_source) == "maths" and not specifies_answer_form(row):
+def row_doubts(row: Row, values: Mapping[str, Any]) -> list[Doubt]:
+    """Doubts about pictures and sound in the record's `values`, the answer's format, and a contradiction."""
+    doubts: list[Doubt] = [("media", name) for name in _MEDIA if values.get(name)]
+    if row.is_ruled and grader_for(row.data_source) == "maths" and not specifies_answer_form(row):
         known = knows_source(row.data_source)
         doubts.append(("no-answer-form" if known else "no-answer-form-unknown", ""))
     if detail := contradiction(row):

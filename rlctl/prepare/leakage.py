@@ -2,9 +2,9 @@
 
 Three kinds of match, from certain to suspected: `exact` (the same words), `masked` (the same words except for
 numbers), `ngram` (13 consecutive words in common, the length of Brown et al. 2020, appendix C). Words are
-compared after NFKC and case folding. A word is a run of letters and digits, or one arithmetic operator: 2 + 3
-differs from 2 * 3. Other punctuation only separates words. Words and n-grams are 64-bit hashes, computed for
-many questions at a time in NumPy.
+compared after `compatible` and case folding. A word is a run of letters and digits, or one mathematical sign:
+2 + 3 differs from 2 * 3. Other punctuation only separates words. Words and n-grams are 64-bit hashes,
+computed for many questions at a time in NumPy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from rlctl.data.benchmarks import NamedFile
 from rlctl.data.recipes import read_rows
 from rlctl.errors import UsageError
-from rlctl.prepare.duplicates import text_key
+from rlctl.prepare.duplicates import compatible, text_key
 from rlctl.prepare.transform import StagedBlock
 
 Kind = Literal["exact", "masked", "ngram"]
@@ -47,9 +47,8 @@ NGRAM = 13
 #: Arithmetic operators; a minus counts only before a number or bracket, otherwise it is a hyphen.
 _MINUS = re.compile(rb"-(?=[ \t\r\n]*[\d(])")
 _SIGNS = b"+*/^=<>\x01"
-_NOT_ASCII_WORD = re.compile(r"[^\W_]+|[+*/^=<>×÷−√≤≥≠]|-(?=\s*[\d(])")
 #: Scripts without spaces: each character is a word.
-_UNSPACED = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff])")
+_UNSPACED = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 
 _SPACE, _LETTER, _DIGIT, _SIGN = range(4)
 
@@ -281,12 +280,35 @@ def _powers(count: int) -> tuple[Hashes, Hashes]:
     return both[0], both[1]
 
 
+class _Plain(dict[int, str]):
+    """Code point → a part of a word, a word of its own, or what separates words; ASCII stays as it is."""
+
+    def __missing__(self, code: int) -> str:
+        character = chr(code)
+        kind = unicodedata.category(character)
+        if code < 128:
+            plain = character
+        elif kind == "Sm" or _UNSPACED.match(character):
+            plain = f" {character} "
+        elif kind == "Nd":
+            plain = str(unicodedata.decimal(character))
+        elif kind[0] in "LMN":  # marks too: they are the vowels of Hindi and Thai
+            plain = character
+        elif kind == "Cf":  # invisible, also inside words
+            plain = ""
+        else:
+            plain = " " if kind == "Zs" else ","
+        return self.setdefault(code, plain)
+
+
+_PLAIN = _Plain()
+
+
 def _plain(text: str) -> bytes:
-    """The text in lower case as bytes; non-ASCII text is also NFKC-normalised and split into words."""
+    """The text in lower case as bytes, in which only ASCII characters and spaces separate words."""
     if text.isascii():
         return text.lower().encode()
-    text = _UNSPACED.sub(r" \1 ", unicodedata.normalize("NFKC", text)).casefold()
-    return " ".join(_NOT_ASCII_WORD.findall(text)).encode()
+    return compatible(text).casefold().translate(_PLAIN).encode()
 
 
 def _word_hashes(texts: Sequence[bytes]) -> tuple[Hashes, NDArray[np.bool_], Places]:

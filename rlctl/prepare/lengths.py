@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
@@ -31,11 +31,12 @@ _PROBE = Row("probe", (Message("user", "How much is 2 + 2?"),), "4")
 class MeasuredRow(NamedTuple):
     """A row with the length of its prompt."""
 
-    row: Row  # a new object if it was truncated, else the one given
+    row: Row  # as given, or truncated
     num_tokens: int = 0  # of the rendered prompt, after truncation; 0 if it cannot be rendered
     #: why the row cannot be used, or "": the template rejects it, it starts with two start tokens, or
     #: truncating its question cannot make it short enough
     problem: str = ""
+    is_cut: bool = False  # the row was truncated
 
 
 class PromptLengths:
@@ -46,9 +47,11 @@ class PromptLengths:
     `model` is a directory or hub id; its tokenizer and chat template are used. `overlong`: `keep` and `drop`
     do not change rows (the caller drops them); `cut-left` and `cut-right` remove tokens at the start or end
     of the question in the last user message, never from an instruction or system prompt.
+    `chat_template_kwargs` are those of `Renderer`.
 
     Raises:
-        UsageError: the model does not exist, its tokenizer cannot be read, or prompts should be truncated and
+        UsageError: the model does not exist, its tokenizer cannot be read, its template does not use one of
+            the arguments, or prompts should be truncated and
             the tokenizer gives no character offsets of tokens.
         EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
     """
@@ -60,10 +63,17 @@ class PromptLengths:
         trust_remote_code: bool = False,
         max_prompt_length: int | None = None,
         overlong: Overlong = "keep",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self._limit, self._overlong = max_prompt_length, overlong
-        options: dict[str, Any] = {"max_prompt_length": max_prompt_length, "overlong": overlong}
-        self._rebuild = partial(PromptLengths, model, trust_remote_code=trust_remote_code, **options)
+        self._limit, self._overlong, self._kwargs = max_prompt_length, overlong, chat_template_kwargs or {}
+        self._rebuild = partial(
+            PromptLengths,
+            model,
+            trust_remote_code=trust_remote_code,
+            max_prompt_length=max_prompt_length,
+            overlong=overlong,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         # The worker processes already run in parallel.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from rlctl.engine.model import load_reader
@@ -81,7 +91,7 @@ class PromptLengths:
         else:
             content = json.dumps([tokenizer.get_vocab(), type(tokenizer).__name__], sort_keys=True)
         self._tokenizer_sha256 = hashlib.sha256(content.encode()).hexdigest()
-        self.renderer = Renderer(tokenizer)
+        self.renderer = Renderer(tokenizer, chat_template_kwargs)
         if overlong.startswith("cut") and not tokenizer.is_fast:
             raise UsageError(
                 "this tokenizer does not report which characters a token covers, so prompts cannot be cut",
@@ -121,7 +131,8 @@ class PromptLengths:
         `template_sha256` is computed as in `results.json` of an evaluation.
         """
         tokenizer = self.renderer.tokenizer
-        return {
+        given = {"chat_template_kwargs": dict(self._kwargs)} if self._kwargs else {}
+        return given | {
             "tokenizer": type(tokenizer).__name__,
             "tokenizer_sha256": self._tokenizer_sha256,
             "vocabulary": len(tokenizer),
@@ -155,7 +166,7 @@ class PromptLengths:
             shorter = replace(row, prompt=(*row.prompt[:place], message, *row.prompt[place + 1 :]))
             length = len(self.renderer.encode([self.renderer.text(shorter)])[0])
             if length <= limit:
-                return MeasuredRow(shorter, length)
+                return MeasuredRow(shorter, length, is_cut=True)
             excess += length - limit
         return None
 
@@ -251,9 +262,9 @@ class Histogram:
         return {"unit": self.unit, **self.summary(), "histogram": bins}
 
 
-def characters(block: Sequence[Row]) -> list[int]:
-    """Total number of characters in the messages of each row."""
-    return [sum(len(message.content) for message in row.prompt) for row in block]
+def characters(row: Row) -> int:
+    """Number of characters in the messages of a row."""
+    return sum(len(message.content) for message in row.prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,8 +300,10 @@ def measure(file: str, lengths: PromptLengths | None) -> Histogram:
     histogram = Histogram("tokens" if lengths else "characters")
     rows = (row for _, row, _ in islice(_rows(file), MEASURED_ROWS) if row is not None)
     while chunk := list(islice(rows, MEASURED_AT_ONCE)):
-        found = characters(chunk) if lengths is None else [one.num_tokens for one in lengths.measure(chunk)]
-        histogram.add(length for length in found if length or lengths is None)
+        if lengths is None:
+            histogram.add(map(characters, chunk))
+        else:
+            histogram.add(one.num_tokens for one in lengths.measure(chunk) if one.num_tokens)
     return histogram
 
 

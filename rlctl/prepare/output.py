@@ -20,6 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rlctl.data.schema import BatchWriter, arrow_schema, integers, placed
+from rlctl.data.sources import Source
 from rlctl.errors import UsageError
 from rlctl.files import sha256_of
 from rlctl.prepare.engines import run
@@ -164,11 +165,11 @@ def read_manifest(directory: Path) -> Manifest | None:
         return None
 
 
-def check_replaceable(out: Path) -> None:
-    """Checks that replacing `out` would delete nothing but the output of an earlier run.
+def check_replaceable(out: Path, inputs: Sequence[Source]) -> None:
+    """Checks that replacing `out` would delete nothing but the output of an earlier run, and no input.
 
     Raises:
-        UsageError: `out` is a file, or contains other files.
+        UsageError: `out` is a file, or contains other files or an input.
     """
     if out.exists() and not out.is_dir():
         raise UsageError("the output is a file, not a directory", where=str(out), fix="choose another --out")
@@ -181,8 +182,19 @@ def check_replaceable(out: Path) -> None:
             where=str(out),
             fix="choose another --out",
         )
+    if inside := next((one.path for one in inputs if one.path.resolve().parent == out.resolve()), None):
+        what = "the output directory contains this input, and would replace it"
+        raise UsageError(what, where=str(inside), fix="choose another --out")
 
 
-def describe_inputs(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Name, size and hash of each input; names have no directory, so that data may be moved."""
-    return [{"name": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths]
+def describe_inputs(sources: Sequence[Source]) -> list[dict[str, Any]]:
+    """Names, size and hash of each input; names have no directory, so that data may be moved."""
+    return [
+        {
+            "name": source.path.name,
+            "data_source": source.name,
+            "bytes": source.path.stat().st_size,
+            "sha256": sha256_of(source.path),
+        }
+        for source in sources
+    ]

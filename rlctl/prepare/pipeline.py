@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlctl.data.benchmarks import find_named
+from rlctl.data.benchmarks import NamedFile, find_named
 from rlctl.data.blocks import Block, records_of
 from rlctl.data.recipes import Recipe
 from rlctl.data.records import RowError, check_text
@@ -58,7 +58,7 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
     """
     progress = progress or Progress()
     limit_for_fraction(request.val_fraction)
-    sources = find_sources(request.sources)
+    sources, against = find_sources(request.sources), find_named(request.against)
     recipe = request.recipe or Recipe()
     options = (recipe.data_source, recipe.system_prompt, recipe.instruction)
     for text in [str(request.out), *(str(source.path) for source in sources), *filter(None, options)]:
@@ -68,7 +68,7 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
             raise UsageError(str(error), where=ascii(text), fix="rename it") from None
     recipe = recipe.resolve(sources)
     plan = TransformPlan(recipe, request.seed, request.near_duplicates != "off", _lengths(request))
-    made_from = _made_from(request, plan, sources)
+    made_from = _made_from(request, plan, sources, against)
     clear_leftovers(request.out)
     existing = read_manifest(request.out)
     if existing and existing.made_from == made_from and existing.matches(request.out):
@@ -79,11 +79,11 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
             where=str(request.out),
             fix="pass --overwrite to replace it, or choose another --out",
         )
-    check_replaceable(request.out)
+    check_replaceable(request.out, [*sources, *(file.source for file in against)])
     with staged_directory(request.out) as stage:
         with Staging(stage, plan.keys) as staging:
             bad_places, found = _take_in(request, plan, sources, staging, stage, progress)
-            decision = decide(request, plan.lengths, staging, bad_places, progress)
+            decision = decide(request, plan.lengths, against, staging, bad_places, progress)
             counts = decision.counts(staging.num_records)
             _check_split(counts)
             sides = {"train": ~decision.is_test, "test": decision.is_test}
@@ -105,6 +105,7 @@ def _lengths(request: PrepareRequest) -> PromptLengths | None:
             trust_remote_code=request.trust_remote_code,
             max_prompt_length=request.max_prompt_length,
             overlong=request.overlong,
+            chat_template_kwargs=request.chat_template_kwargs,
         )
     if request.max_prompt_length is not None or request.overlong != "keep":
         raise UsageError(
@@ -115,15 +116,18 @@ def _lengths(request: PrepareRequest) -> PromptLengths | None:
     return None
 
 
-def _made_from(request: PrepareRequest, plan: TransformPlan, sources: Sequence[Source]) -> dict[str, Any]:
+def _made_from(
+    request: PrepareRequest, plan: TransformPlan, sources: Sequence[Source], against: Sequence[NamedFile]
+) -> dict[str, Any]:
     by_size = request.val_size is not None
     size = {"val_size": request.val_size} if by_size else {"val_fraction": request.val_fraction}
     policies = ("bad_rows", "duplicates", "near_duplicates", "leakage", "check_graders")
-    packages = ("rlctl", "pyarrow", "math-verify")  # that the output bytes depend on
+    packages = ["rlctl", "pyarrow", "math-verify", "rensa"]  # that the output depends on
+    packages += ["transformers"] if plan.lengths else []
     limits = {"max_prompt_length": request.max_prompt_length, "overlong": request.overlong}
     return {
-        "inputs": describe_inputs([source.path for source in sources]),
-        "against": describe_inputs([file.source.path for file in find_named(request.against)]),
+        "inputs": describe_inputs(sources),
+        "against": describe_inputs([file.source for file in against]),
         "recipe": asdict(plan.recipe),
         "split": {"seed": request.seed, **size},
         "policies": {name: getattr(request, name) for name in policies},

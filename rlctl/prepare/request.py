@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -63,6 +63,8 @@ class PrepareRequest:
     #: longer prompts: `keep`, `drop`, or cut tokens from the left or right of the question
     overlong: Overlong = "keep"
     trust_remote_code: bool = False  # allow custom code of the model's tokenizer
+    #: arguments of the model's chat template, as `data.chat_template_kwargs` in training
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     #: check each ground truth with the grader of its data source; rows that fail are bad
     check_graders: bool = True
     rows_per_shard: int = 1_000_000  # maximum rows of one output file

@@ -6,7 +6,6 @@ files are in the directory that becomes the output.
 
 from __future__ import annotations
 
-import gc
 import shutil
 from bisect import bisect_right
 from collections import Counter
@@ -25,8 +24,8 @@ from rlctl.data.blocks import Block, Record, records_of, to_stream
 from rlctl.data.recipes import Recipe
 from rlctl.data.schema import EXTRA_COLUMNS, Row, batch_of, integers, large_schema
 from rlctl.prepare.duplicates import BANDS, NUM_VALUES, normalise, signatures, text_key
-from rlctl.prepare.findings import EXAMPLES_SHOWN, Doubt, answer_doubts
-from rlctl.prepare.lengths import PromptLengths
+from rlctl.prepare.findings import EXAMPLES_SHOWN, Doubt, row_doubts
+from rlctl.prepare.lengths import MeasuredRow, PromptLengths
 
 #: Keys of each row: name → type. Each key has a separate file, so that only one at a time is in memory.
 KEYS: dict[str, Any] = {
@@ -76,10 +75,10 @@ class Transformed:
     rows: bytes
     keys: dict[str, Any]  # an array for each of `TransformPlan.keys`
     bad: list[BadRow]  # unusable rows
-    truths: list[tuple[str, str]]  # distinct (data source, ground truth) of the rows graded by rule
-    truth_of: Any  # (rows,) index into `truths`; −1 for rows not graded by rule
+    truths: list[tuple[str, str]]  # distinct (data source, ground truth) of the rows with `is_ruled`
+    truth_of: Any  # (rows,) index into `truths`; −1 for other rows
     sources: Counter[str]  # rows per data source
-    doubts: list[tuple[int, list[Doubt]]]  # row number and doubts, of rows with a doubtful answer
+    doubts: list[tuple[int, list[Doubt]]]  # row number and doubts, of doubtful rows
     num_bytes: int  # size of the usable rows in memory
     has_other: bool  # some rows have fields of `extra_info` without a separate column
 
@@ -89,53 +88,42 @@ class Transformed:
         return len(self.keys["number"])
 
 
-def transform(plan: TransformPlan, block: Block) -> Transformed:
-    """Converts the rows of a block with the recipe, checks and measures them, and computes their keys.
+def usable_rows(
+    recipe: Recipe, lengths: PromptLengths | None, block: Block
+) -> tuple[list[tuple[Record, MeasuredRow]], list[BadRow]]:
+    """Reads the rows of a block with a resolved recipe and measures them; returns also the unusable ones.
 
-    Raises:
-        UsageError: the block's file has changed since the block was created.
+    Without `lengths`, rows have −1 tokens. A row without an index of its own has −1 − its place in the block.
     """
-    # Thousands of objects are created and none is garbage: collection would take a fifth of the time.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return _transform(plan, block)
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _transform(plan: TransformPlan, block: Block) -> Transformed:
     bad: list[BadRow] = []
-    rows: list[Row] = []
     records: list[Record] = []
-    num_records, name = 0, Path(block.source)
-    for record in records_of(block):
-        num_records += 1
-        row, problem = plan.recipe.read(record, name, -num_records)
+    rows: list[Row] = []
+    for place, record in enumerate(records_of(block)):
+        row, problem = recipe.read(record, block.source, -1 - place)
         if row is None:
             bad.append(BadRow(record.number, problem, record.raw))
         else:
-            rows.append(row)
             records.append(record)
-    tokens, is_cut = [-1] * len(rows), [False] * len(rows)
-    if plan.lengths is not None:
-        measured = list(zip(records, rows, plan.lengths.measure(rows), strict=True))
-        bad += [BadRow(record.number, one.problem, record.raw) for record, _, one in measured if one.problem]
-        bad.sort(key=lambda row: row.number)
-        fine = [each for each in measured if not each[2].problem]
-        is_cut = [one.row is not row for _, row, one in fine]
-        tokens = [one.num_tokens for _, _, one in fine]
-        records, rows = [record for record, _, _ in fine], [one.row for _, _, one in fine]
+            rows.append(row)
+    measured = lengths.measure(rows) if lengths is not None else [MeasuredRow(row, -1) for row in rows]
+    pairs = list(zip(records, measured, strict=True))
+    bad += [BadRow(record.number, one.problem, record.raw) for record, one in pairs if one.problem]
+    return [pair for pair in pairs if not pair[1].problem], sorted(bad, key=lambda row: row.number)
+
+
+def transform(plan: TransformPlan, block: Block) -> Transformed:
+    """Converts the rows of a block with the recipe, checks and measures them, and computes their keys."""
+    usable, bad = usable_rows(plan.recipe, plan.lengths, block)
+    rows = [one.row for _, one in usable]
     texts = normalise([row.question for row in rows])
     split = (blake2b(f"{plan.seed}\n{row.question}".encode(), digest_size=8).digest() for row in rows)
     found = {
-        "number": [record.number for record in records],
+        "number": [record.number for record, _ in usable],
         "split": [int.from_bytes(digest, "big") for digest in split],
         "exact": [text_key(text) for text in texts],
         "answer": [crc32(row.ground_truth.encode()) for row in rows],
-        "tokens": tokens,
-        "is_cut": is_cut,
+        "tokens": [one.num_tokens for _, one in usable],
+        "is_cut": [one.is_cut for _, one in usable],
     }
     keys = {name: np.array(values, dtype=KEYS[name]) for name, values in found.items()}
     if plan.find_near:
@@ -143,12 +131,12 @@ def _transform(plan: TransformPlan, block: Block) -> Transformed:
         keys |= {name: bands[:, band] for band, name in enumerate(BAND_KEYS)} | {SIGNATURE: signature}
     truths: dict[tuple[str, str], int] = {}
     truth_of = [
-        truths.setdefault((row.data_source, row.ground_truth), len(truths)) if row.style == "rule" else -1
+        truths.setdefault((row.data_source, row.ground_truth), len(truths)) if row.is_ruled else -1
         for row in rows
     ]
     batch = batch_of(rows)
     return Transformed(
-        num_records=num_records,
+        num_records=len(usable) + len(bad),
         rows=to_stream(batch, compression="lz4"),
         keys=keys,
         bad=bad,
@@ -157,8 +145,8 @@ def _transform(plan: TransformPlan, block: Block) -> Transformed:
         sources=Counter(row.data_source for row in rows),
         doubts=[
             (record.number, doubts)
-            for record, row in zip(records, rows, strict=True)
-            if (doubts := answer_doubts(row))
+            for record, one in usable
+            if (doubts := row_doubts(one.row, record.values or {}))
         ],
         num_bytes=batch.nbytes,
         has_other=any(row.extra.keys() - EXTRA_COLUMNS for row in rows),

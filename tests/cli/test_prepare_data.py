@@ -1,5 +1,6 @@
 """`rlctl prepare-data parquet`: exit codes, messages and the summary."""
 
+import json
 import os
 import pty
 import re
@@ -10,6 +11,7 @@ import pytest
 
 from rlctl.cli.app import run
 from rlctl.data.read import load_rows
+from tests.unit.prepare import small_models
 from tests.unit.prepare.helpers import gsm8k_rows, write_jsonl
 
 
@@ -119,6 +121,24 @@ def test_an_output_that_is_something_else_exits_2(source, tmp_path, capsys):
     assert source.exists()
 
 
+def test_an_output_never_replaces_its_own_input(source, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert prepare(source, "--out", out) == 0
+    before = {file: file.read_bytes() for file in out.iterdir()}
+    for inputs in ([out / "train.parquet"], [source, "--against", out / "test.parquet"]):
+        assert prepare(*inputs, "--out", out, "--overwrite", "--seed", "2") == 2
+        assert "contains this input" in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in out.iterdir()} == before
+
+
+def test_names_cannot_control_the_terminal(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "a\x1b[31m\nb.jsonl", [{"prompt": "q", "answer": "1"}])
+    assert prepare(source, "--out", tmp_path / "o\x1b[31m", "--val-size", "0") == 0
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert r"a\x1b[31m\nb.jsonl:1" in printed
+
+
 def test_names_with_spaces_and_dots_work(tmp_path):
     (tmp_path / "sub dir").mkdir()
     source = write_jsonl(tmp_path / "my data.v2.jsonl", gsm8k_rows())
@@ -197,3 +217,42 @@ def test_lengths_need_a_model(tmp_path, capsys):
     options = ["--out", tmp_path / "out", "--no-check-graders"]
     assert prepare(source, *options, "--overlong", "drop") == 2
     assert "--model" in capsys.readouterr().err
+
+
+def test_arguments_of_the_chat_template_arrive_in_all_three_commands(tmp_path, capsys):
+    template = small_models.GOOD + "{% if enable_thinking is false %}[ no thinking ]{% endif %}"
+    model = small_models.save_model(tmp_path / "model", template)
+    source = write_jsonl(tmp_path / "in.jsonl", gsm8k_rows(copies=5))
+    more = ["--chat-template-kwargs", "enable_thinking=false"]
+    ways = {
+        "parquet": ["--out", tmp_path / "out", "--no-check-graders", "--val-size", 0],
+        "check": [],
+        "show": ["-n", 1],
+    }
+    longest = {}
+    for command, arguments in ways.items():
+        line = ["prepare-data", command, str(source), *map(str, arguments)]
+        assert run([*line, *more]) == 2
+        assert "--model" in capsys.readouterr().err
+        for options in (more, []):
+            replaced = ["--overwrite"] if command == "parquet" else []
+            assert run([*line, *replaced, "--model", model, *options, "--json"]) == 0
+            found = json.loads(capsys.readouterr().out)
+            lengths = found["report"]["lengths"] if command == "parquet" else found["lengths"]
+            longest.setdefault(command, []).append(lengths["max"])
+    assert all(with_it == without + 7 for with_it, without in longest.values())
+    assert longest["parquet"] == longest["check"] == longest["show"]
+    assert run(["prepare-data", "show", str(source), "--model", model, *more]) == 0
+    assert "[assistant][ no thinking ]" in capsys.readouterr().out
+    command = [
+        "prepare-data",
+        "parquet",
+        str(source),
+        "--model",
+        model,
+        *more,
+        "--out",
+        str(tmp_path / "new"),
+    ]
+    assert run([*command, "--no-check-graders"]) == 0
+    assert "data.chat_template_kwargs.enable_thinking=false" in capsys.readouterr().out

@@ -164,6 +164,23 @@ def test_broken_empty_and_missing_files(tmp_path):
         assert name in caught.value.where
 
 
+def test_a_row_that_python_cannot_hold_is_named(tmp_path):
+    table = pa.Table.from_pylist([ROW] * 5)
+    days = pa.array([1, 2, 3, 10**8, 4], pa.int32()).cast(pa.date32())
+    extra = pa.StructArray.from_arrays([days], ["day"])
+    pq.write_table(table.set_column(4, "extra_info", extra), tmp_path / "a.parquet")
+    with pytest.raises(UsageError, match="date value") as caught:
+        load_rows([str(tmp_path / "a.parquet")])
+    assert caught.value.where == f"{tmp_path / 'a.parquet'}:4"
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    table = pa.Table.from_pylist([ROW])
+    pq.write_table(table.append_column("data_source", pa.array(["other"])), tmp_path / "a.parquet")
+    with pytest.raises(UsageError, match="'data_source' twice"):
+        load_rows([str(tmp_path / "a.parquet")])
+
+
 def test_directories(tmp_path):
     with pytest.raises(UsageError, match=r"no \.parquet file"):
         load_rows([str(tmp_path)])

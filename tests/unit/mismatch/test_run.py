@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import typer
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from rlctl.cli.diagnose_mismatch import mismatch
@@ -69,6 +70,18 @@ def test_the_engine_of_a_run_has_the_runs_precision(tmp_path: Path, embedded: Pa
     (cause,) = run_preflight(MismatchRequest(str(run))).causes
     assert cause.what == "the engine computes in int8, the trainer in fp32"
     assert run_preflight(MismatchRequest(str(run), engine_dtype="fp32")).gap.agrees
+
+
+def test_prompts_are_rendered_with_the_arguments_of_the_run(tmp_path: Path, embedded: Path) -> None:
+    run = run_of(tmp_path / "run", "data.chat_template_kwargs.mode=short")
+    partial = begin(run / CHECKPOINTS, 1)
+    saved = AutoTokenizer.from_pretrained(save(partial / "model", 1))
+    saved.chat_template = (
+        "{% if mode != 'short' %}{{ raise_exception('no mode') }}{% endif %}{{ messages[0].content }}"
+    )
+    saved.save_pretrained(partial / "model")
+    publish(run / CHECKPOINTS, partial, TrainerState(1, 1, 1, 0), keep=None)
+    assert run_preflight(MismatchRequest(str(run))).gap.agrees
 
 
 def test_weights_of_an_older_checkpoint_are_named(tmp_path: Path, embedded: Path) -> None:

@@ -46,6 +46,14 @@ def test_prompts_without_a_form_are_a_finding(tmp_path, keys, name, severity):
     assert "no-answer-form" not in found_by_both(tmp_path, rows, name, **options)[1]
 
 
+@pytest.mark.parametrize("name", ["image", "images", "video", "videos", "audio", "audios"])
+def test_pictures_and_sound_that_nobody_reads_are_a_finding(tmp_path, name):
+    rows = [{"prompt": f"<image>What is angle {i}?", "answer": str(i), name: []} for i in range(10)]
+    rows[3][name] = [{"bytes": "iVBORw0KGgo=", "path": None}]
+    source, written, seen = found_by_both(tmp_path, rows)
+    assert written["media"] == seen["media"] == ("error", 1, (f"{source}:4: {name}",))
+
+
 def test_an_instruction_turned_off_is_a_finding(tmp_path):
     rows = [{"problem": f"Find {i}.", "answer": i} for i in range(10)]
     assert found_by_both(tmp_path, rows, recipe=Recipe(instruction=""))[1]["no-answer-form"][:2] == (

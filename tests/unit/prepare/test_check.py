@@ -13,6 +13,8 @@ from rlctl.prepare import findings
 from rlctl.prepare.check import CheckRequest, check
 from rlctl.prepare.findings import reaches
 from rlctl.prepare.lengths import Histogram
+from rlctl.prepare.pipeline import prepare
+from rlctl.prepare.request import PrepareRequest
 from tests.unit.prepare import small_models
 from tests.unit.prepare.helpers import gsm8k_rows, write_jsonl
 
@@ -162,6 +164,20 @@ def test_sources_without_a_grader_and_truths_no_grader_reads(tmp_path):
     finding = the("ground-truth", path)
     assert finding.count == 1
     assert finding.examples[0].startswith(f"{path}:2: 'no number")
+
+
+@pytest.mark.parametrize(
+    ("style", "is_graded"), [("rule", True), ("rule-lighteval/MATH_v2", True), ("model", False)]
+)
+def test_ground_truths_of_every_style_that_a_rule_grades_are_checked(tmp_path, style, is_graded):
+    rows = verl_rows(30, source="math_dapo")  # with a style as in DAPO-Math-17k
+    for row in rows:
+        row["reward_model"]["style"] = style
+    rows[1]["reward_model"]["ground_truth"] = "???"
+    path = write(tmp_path / "train.parquet", rows)
+    assert ("ground-truth" in codes(path)) == is_graded
+    request = PrepareRequest((path,), tmp_path / "out", bad_rows="quarantine", near_duplicates="off")
+    assert prepare(request).counts["quarantined"] == is_graded
 
 
 def test_splits_index_styles_and_characters(tmp_path):

@@ -23,6 +23,7 @@ from tests.unit.prepare.helpers import gsm8k_rows, write_jsonl
         ("So, Ann has 3 pens. How many?", "so Ann has 3 pens how many"),
         ("ﬁve ½ Ｘ", "five 1⁄2 x"),
         ("Straße", "STRASSE"),
+        ("2³ × 1½ − 3", "2^3 * 1 1/2 - 3"),
     ],
 )
 def test_what_does_not_count(one, other):
@@ -38,6 +39,8 @@ def test_what_does_not_count(one, other):
         ("3.5 litres", "35 litres"),
         ("at 6:30", "at 630"),
         ("f'(x)", "f(x)"),
+        ("What is 2³?", "What is 23?"),
+        ("2½ cups", "21/2 cups"),
     ],
 )
 def test_what_makes_another_question(one, other):

@@ -10,13 +10,10 @@ from pathlib import Path
 import pytest
 
 from rlctl.data import sources
-from rlctl.data.blocks import Block, FileRange
-from rlctl.data.recipes import Recipe
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.prepare import engines
 from rlctl.prepare.pipeline import prepare
 from rlctl.prepare.request import PrepareRequest
-from rlctl.prepare.transform import TransformPlan, transform
 from tests.unit.prepare.helpers import gsm8k_rows, write_jsonl
 
 
@@ -124,10 +121,8 @@ def test_ray_reads_relative_paths_wherever_it_was_started(tmp_path, local_ray, m
 
 @pytest.mark.slow
 def test_a_mistake_found_on_ray_is_told_as_such(local_ray):
-    gone = Block(Path("/no/such.jsonl"), "x", 1, FileRange(0, 5), 5)
-    plan = TransformPlan(Recipe("gsm8k").resolve(), 1, False, None)
-    with pytest.raises(UsageError, match="can no longer be read") as caught:
-        list(engines.run("ray", transform, plan, [gone], 1))
+    with pytest.raises(UsageError, match="no such file") as caught:
+        list(engines.run("ray", operator.call, sources.find_sources, [["/no/such.jsonl"]], 1))
     assert caught.value.where == "/no/such.jsonl"
 
 

@@ -10,14 +10,30 @@ from hypothesis import strategies as st
 
 from rlctl.prepare.leakage import COMMON_QUESTIONS, Reference
 
-WORD = re.compile(r"[^\W_]+|[+*/^=<>×÷−√≤≥≠]|-(?=\s*[\d(])")
+SIGNS = {"×": "*", "÷": "/", "−": "-", "⁄": "/", "²": "^2"}
 TWENTY = (
     "a farmer keeps hens and sells the eggs at the market each day how much does she earn with them today"
 )
 
 
 def slow_words(text):
-    return WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+    """Reads character by character."""
+    text = "".join(SIGNS.get(char, char) for char in text)
+    text = "".join(SIGNS.get(char, char) for char in unicodedata.normalize("NFKC", text).casefold())
+    words, is_open = [], False
+    for place, char in enumerate(text):
+        rest = text[place + 1 :].lstrip()[:1]
+        is_minus = char == "-" and (rest == "(" or rest.isdecimal())
+        if char in "+*/^=<>" or is_minus or (not char.isascii() and unicodedata.category(char) == "Sm"):
+            words.append(char)
+            is_open = False
+        elif char.isalnum() or unicodedata.category(char).startswith("M"):
+            digit = str(unicodedata.decimal(char, char))
+            words = [*words[:-1], words[-1] + digit] if is_open else [*words, digit]
+            is_open = True
+        elif unicodedata.category(char) != "Cf":
+            is_open = False
+    return words
 
 
 def slow_mask(words):
@@ -67,6 +83,15 @@ def some_texts(count, seed):
         "- 4",
         "x-ray",
         "é",
+        "’",
+        "- (",
+        "− 4",
+        "× 7",
+        "∪",
+        "x₁",
+        "४२",
+        "की कि",
+        "co\u00adop",
         "ＡＢ",
         "\n",
         "the",
@@ -121,6 +146,22 @@ def test_arithmetic_counts():
     assert kinds("What is 5-3?", "What is 5 - 3?") == "exact"
     assert kinds("x = 1", "x < 1") is None
     assert kinds("2 × 3", "2 ÷ 3") is None
+    assert kinds("A ∪ B", "A ∩ B") is None
+    assert kinds("What is 2³?", "What is 23?") is None
+    assert kinds("2½ cups", "21/2 cups") is None
+
+
+def test_typography_of_arithmetic_does_not_count():
+    assert kinds("Ann’s 5 - (x + 1)", "Ann's 5 - (x + 1)") == "exact"
+    assert kinds("2³ × 1½ − 3", "2^3 * 1 1/2 - 3") == "exact"
+
+
+def test_vowels_that_are_marks_belong_to_their_words():
+    assert kinds("पानी पी", "पानी पि") is None
+    assert kinds("คำ", "คา") is None
+    seven = "किताब में कितने पन्ने हैं मित्र बताओ"  # 7 words, and more fragments between the vowels
+    assert kinds(f"{seven} एक", f"{seven} दो") is None
+    assert kinds(f"{seven} {seven} १२", f"{seven} {seven} ३४") == "masked"
 
 
 def test_other_numbers_are_masked_in_long_questions_only():

@@ -52,6 +52,20 @@ def test_lengths_are_those_training_sees(model):
     assert [one.problem for one in measured] == [""] * 3
 
 
+def test_arguments_of_the_template_count_as_in_training(tmp_path):
+    thinking = templates.GOOD + "{% if enable_thinking is false %}[ no thinking ]{% endif %}"
+    model, rows = save_model(tmp_path, thinking), [row(WORDS)]
+    kwargs = {"enable_thinking": False}
+    lengths = pickle.loads(pickle.dumps(PromptLengths(model, chat_template_kwargs=kwargs)))
+    options = {"max_prompt_length": 999, "filter_overlong": False, "chat_template_kwargs": kwargs}
+    dataset = PromptDataset(rows, lengths.renderer.tokenizer, **options)
+    assert lengths.measure(rows)[0].num_tokens == dataset.prompts([0], [0]).prompt_ids.shape[1]
+    assert lengths.measure(rows)[0].num_tokens > PromptLengths(model).measure(rows)[0].num_tokens
+    assert lengths.describe() != PromptLengths(model).describe()
+    with pytest.raises(UsageError, match="reads no `effort`"):
+        PromptLengths(model, chat_template_kwargs={"effort": 1})
+
+
 def test_it_travels_by_its_arguments(model):
     lengths = PromptLengths(model, max_prompt_length=12, overlong="cut-left")
     again = pickle.loads(pickle.dumps(lengths))
@@ -67,7 +81,8 @@ def test_cutting_takes_from_the_question_only(model, policy, kept):
     measured = lengths.measure([long, row("a")])
     cut = measured[0].row
     assert [message.content for message in cut.prompt] == ["Be brief.", f"{kept}\nSay it."]
-    assert measured == lengths.measure([one.row for one in measured])
+    assert [one.is_cut for one in measured] == [True, False]
+    assert [one._replace(is_cut=False) for one in measured] == lengths.measure([one.row for one in measured])
     assert 22 <= measured[0].num_tokens <= 24
     assert cut.question == WORDS, "the split must not depend on the limit"
     assert measured[1].row.question == "a"

@@ -17,6 +17,7 @@ from rlctl.data.read import load_rows
 from rlctl.data.recipes import Recipe
 from rlctl.data.schema import arrow_schema
 from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.prepare.check import CheckRequest, check
 from rlctl.prepare.pipeline import prepare
 from rlctl.prepare.request import PrepareRequest, Progress
 from rlctl.reward import maths
@@ -163,6 +164,22 @@ def test_again_is_byte_identical_and_leaves_alone(request_, tmp_path):
     assert (request_.out / "train.parquet").stat().st_mtime_ns == stamp
     prepare(replace(request_, out=tmp_path / "elsewhere"))
     assert contents(tmp_path / "elsewhere") == before
+
+
+@pytest.mark.parametrize("name", ["sums", "sums-v1.5"])
+def test_a_datasets_rows_have_its_name(tmp_path, name):
+    table = pa.table({"prompt": [f"{i} + 1?" for i in range(9)], "answer": list(range(1, 10))})
+    sources = []
+    for each in (name, f"{name}-moved"):
+        (tmp_path / each).mkdir()
+        with pa.ipc.new_stream(tmp_path / each / "data-0.arrow", table.schema) as writer:
+            writer.write_table(table)
+        (tmp_path / each / "state.json").write_text('{"_data_files": [{"filename": "data-0.arrow"}]}')
+        assert set(check(CheckRequest((str(tmp_path / each),))).files[0].sources) == {each}
+        request = PrepareRequest((str(tmp_path / each),), tmp_path / "out", near_duplicates="off")
+        prepare(replace(request, overwrite=True))
+        sources.append({row.data_source for row in all_rows(tmp_path / "out")})
+    assert sources == [{name}, {f"{name}-moved"}]
 
 
 def test_other_work_needs_overwrite(request_):

@@ -1,6 +1,7 @@
 """Prompts measured with a model's tokenizer on their way through the pipeline."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from rlctl.data import sources
 from rlctl.data.read import load_rows
 from rlctl.data.recipes import Recipe
 from rlctl.errors import UsageError
+from rlctl.prepare.lengths import PromptLengths
 from rlctl.prepare.pipeline import prepare
 from rlctl.prepare.request import PrepareRequest
 from tests.unit.prepare.helpers import write_jsonl
@@ -46,8 +48,9 @@ def test_kept_but_counted(request_):
     assert summary.counts["train"] == 40
     assert lengths["overlong"] > 20
     assert lengths["max"] > LIMIT
-    assert all(type(tokens) is int for tokens in lengths["quantiles"].values())
-    assert sum(lengths["histogram"]["rows"]) == 40
+    every = [11 + 2 * i for i in range(40)]  # i + 1 words, i spaces, 10 tokens of template and instruction
+    assert [lengths[name] for name in ("min", "p50", "p99", "max")] == [11, every[19], every[39], every[39]]
+    assert sum(part["rows"] for part in lengths["histogram"]) == 40
     assert "overlong" in [finding["code"] for finding in summary.report["findings"]]
 
 
@@ -58,6 +61,17 @@ def test_dropped(request_):
     assert dropped.counts["train"] == 40 - overlong
     assert dropped.report["lengths"]["max"] <= LIMIT
     assert list(prompts(request_)) == list(range(40 - overlong))
+
+
+def test_lengths_are_those_of_the_rows_that_are_written(request_, model):
+    source = Path(request_.sources[0])
+    longest = {"prompt": source.read_text().splitlines()[-1].split('"')[3].replace(" ", "  "), "answer": "1"}
+    write_jsonl(source.with_name("more.jsonl"), [longest])
+    request = replace(request_, sources=(str(source), str(source.with_name("more.jsonl"))))
+    report = prepare(replace(request, duplicates="drop")).report
+    written = load_rows([str(request.out / "train.parquet")])
+    measured = [one.num_tokens for one in PromptLengths(model).measure(written)]
+    assert (len(measured), max(measured)) == (40, report["lengths"]["max"])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -2,7 +2,6 @@
 
 import json
 from decimal import Decimal
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -87,7 +86,7 @@ RECORDS = {
 
 def read(record, recipe="auto", **options):
     name = recognise(record) if recipe == "auto" else recipe
-    return Recipe(name, **options).resolve().to_row(record, Path("some/file.v2.jsonl"), 3)
+    return Recipe(name, **options).resolve().to_row(record, "file", 3)
 
 
 def test_every_recipe_has_a_layout():
@@ -119,6 +118,15 @@ def test_extra_info_is_kept_whole():
     assert dict(read(RECORDS["dapo-math"][0]).extra) == {"original_index": "9a9b6eb4-a1cb"}
     assert read(RECORDS["dapo-math"][0]).style == "rule-lighteval/MATH_v2"
     assert dict(read(RECORDS["math"][0]).extra) == {"level": "Level 1", "type": "Algebra"}
+
+
+def test_an_answer_in_a_column_of_its_own_comes_before_the_solution():
+    solved = {"problem": "q", "solution": r"So $\boxed{033}$.", "answer": "33"}  # as in AIME and MATH-500
+    assert (recognise(solved), read(solved).ground_truth) == ("aime", "33")
+    assert (recognise(solved | {"answer": None}), recognise(solved | {"solution": "none"})) == (
+        "math",
+        "aime",
+    )
 
 
 def test_structured_ground_truths_become_json():
@@ -227,7 +235,7 @@ def test_the_last_box(solution, answer):
 def test_messages_with_the_names_of_sharegpt():
     turns = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "1+1?"}]
     recipe = Recipe("generic", prompt_key="conversations").resolve()
-    row = recipe.to_row({"conversations": turns, "answer": "2"}, Path("a.jsonl"), 0)
+    row = recipe.to_row({"conversations": turns, "answer": "2"}, "a", 0)
     assert [(message.role, message.content) for message in row.prompt] == [
         ("system", "Be brief."),
         ("user", "1+1?"),
@@ -247,12 +255,15 @@ def test_a_prompt_never_holds_the_reply_to_it(turn):
     recipe = Recipe("generic", prompt_key="messages").resolve()
     record = {"messages": [{"role": "user", "content": "1+1?"}, turn], "answer": "2"}
     with pytest.raises(RowError, match="ends with a reply of the assistant"):
-        recipe.to_row(record, Path("a.jsonl"), 0)
+        recipe.to_row(record, "a", 0)
 
 
 def test_numbers_of_any_size_are_read():
     digits = "1" + 400 * "0"
     assert read({"prompt": "q", "answer": int(digits)}, "generic").ground_truth == digits
-    assert read({"prompt": "q", "answer": Decimal("0.50")}, "generic").ground_truth == "0.50"  # of Parquet
+    answers = {7.0: "7", -0.0: "0", 1e22: "1" + 22 * "0", 0.1: "0.1", Decimal("0.50"): "0.50"}
+    for answer, truth in (answers | {Decimal("1E+2"): "100"}).items():
+        assert read({"prompt": "q", "answer": answer}, "generic").ground_truth == truth
+    assert read({"question": "Q?", "options": ["x", "y"], "answer": 1.0}).ground_truth == "B"
     row = read(VERL | {"extra_info": {"index": 1 << 63}})
     assert (row.index, row.extra) == (3, {"original_index": 1 << 63})

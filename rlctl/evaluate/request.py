@@ -18,11 +18,12 @@ from rlctl.files import check_vacant
 from rlctl.model_files import config_directory
 from rlctl.rollout.engines import chosen_engine
 from rlctl.rollout.protocol import Sampling
-from rlctl.spec.load import RUN_SPEC_FILE, recorded_spec
+from rlctl.spec.load import LEFT_TO_THE_USER, RUN_SPEC_FILE, load_spec, recorded_spec
 from rlctl.spec.rollout import DataSpec, OverlongSpec, RewardSpec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
 from rlctl.track.run_dir import is_masked
+from rlctl.user_code import absolute_name
 
 #: Name of the engine that is a server, not a rollout engine of this process.
 SERVER = "openai"
@@ -53,8 +54,8 @@ class EvaluateRequest:
     max_response_length: int | None = None
     limit: int | None = None  # use only the first `limit` questions; None: all
     seed: int = 1  # sampling seed
-    #: name of a grader or `file.py:function`; None: the reward of the run, or a grader by data source if
-    #: there is no run or the data includes a benchmark
+    #: name of a grader, `file.py:function`, or a YAML file with the section `reward`; None: the reward of the
+    #: run, or a grader by data source if there is no run or the data includes a benchmark
     reward: str | None = None
     #: rollout engine, as `rollout.name` of a spec, or `openai`: a server; None: that of the run, else `hf`
     engine: str | None = None
@@ -184,22 +185,25 @@ def chosen_reward(own: RewardSpec, name: str | None) -> RewardSpec:
 
     Args:
         own: reward of the run or of the earlier evaluation.
-        name: a grader or `file.py:function` to use instead.
+        name: a grader, `file.py:function`, or a YAML file with the section `reward`, to use instead.
 
     Returns:
-        The reward without the overlong penalty, which applies only in training; the path of a function is
+        The reward without the overlong penalty, which applies only in training; paths of functions are
         absolute. A grader other than `own`'s has no parameters.
 
     Raises:
         UsageError: `name` is neither a grader nor a function, the file of a function does not exist, or a
             parameter is masked.
+        SpecError: the YAML file is not a valid spec.
     """
+    if name is not None and name.endswith((".yaml", ".yml")):
+        own, name = load_spec(files=[Path(name)], left_open=LEFT_TO_THE_USER).spec.reward, None
     values = own.model_dump() | {"overlong": OverlongSpec()}
     if name is not None:
-        file, colon, function = name.rpartition(":")
-        absolute = f"{Path(file).expanduser().resolve()}:{function}" if colon else name
-        params = own.params if absolute == own.name else {}
-        values |= {"name": absolute, "params": params, "terms": None}
+        is_own = absolute_name(name) == absolute_name(own.name)
+        values |= {"name": name, "params": own.params if is_own else {}, "terms": None}
+    for term in (values, *(values["terms"] or ())):
+        term["name"] = absolute_name(term["name"])
     try:
         reward = RewardSpec.model_validate(values)
     except ValidationError as error:

@@ -32,7 +32,7 @@ from rlctl.cli.runs import runs, samples, watch
 from rlctl.cli.schema import explain, schema
 from rlctl.cli.sweep import sweep
 from rlctl.cli.train import train
-from rlctl.errors import RlctlError, RunFailure, memory_failure, visible
+from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, memory_failure, visible
 from rlctl.registry import PartWarning
 from rlctl.user_code import line_in_user_code
 
@@ -127,6 +127,11 @@ def run(arguments: list[str]) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = partial(_show_warning, warnings.showwarning)
+            try:
+                Path.cwd()
+            except FileNotFoundError:
+                what, fix = "the working directory no longer exists", "cd into another directory"
+                raise EnvironmentFailure(what, fix=fix) from None
             app(args=arguments, prog_name="rlctl")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

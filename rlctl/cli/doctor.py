@@ -65,7 +65,8 @@ def _print(checks: list[Check], num_broken: int, *, quick: bool) -> None:
         console.print(table)
     conclusion = ("Everything that training needs works", "bold green")
     if num_broken:
-        conclusion = (f"{num_broken} of these checks failed: training does not work", "bold red")
+        text = f"{num_broken} of these checks failed: training, or the failed part of it, does not work"
+        conclusion = (text, "bold red")
     elif quick:
         conclusion = ("No problem found; no engine was tried", "bold green")
     console.print(Text.assemble("\n", conclusion))

@@ -108,7 +108,7 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="Grader: its name, FILE.py:FUNCTION, or the YAML file of a spec.",
+            help="Grader: its name, FILE.py:FUNCTION, or a YAML file with the section `reward`.",
             show_default="the run's, or by data source",
         ),
     ] = None,

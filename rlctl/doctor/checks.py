@@ -28,7 +28,7 @@ from packaging.version import InvalidVersion, Version
 from rlctl.files import cache_root
 from rlctl.leftovers import SHARED_MEMORY
 from rlctl.processes import command_output
-from rlctl.spec.machine import GIB, gpus
+from rlctl.spec.machine import GIB, gpus, this_machine
 from rlctl.spec.model_size import hub_cache
 
 #: Packages that training requires; reported with their versions.
@@ -169,9 +169,11 @@ def machine_checks() -> list[Check]:
     """Checks of hardware, disks, shared memory, compiler, network and W&B login."""
     has_affinity = hasattr(os, "sched_getaffinity")  # not on every system
     usable = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    memory = psutil.virtual_memory()
-    free = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB free"
-    processors = _check("CPU", "ok", f"{usable} cores, {free}")
+    memory, limit = psutil.virtual_memory(), this_machine().host_bytes
+    amount = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB free"
+    if limit < memory.total:
+        amount = f"{limit / GIB:.0f} GiB, the limit of this container"
+    processors = _check("CPU", "ok", f"{usable} cores, {amount}")
     graphics = _check("GPU", "note", "none found by nvidia-smi: everything runs on the CPU")
     if cards := gpus():  # GPUs of the driver, whether or not torch can use them
         graphics = _check("GPU", "ok", "; ".join(cards))
@@ -193,7 +195,7 @@ def machine_checks() -> list[Check]:
 def _disk(name: str, path: Path, fix: str) -> Check:
     where = f"disk for {name}"
     path = path.expanduser().absolute()
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    there = next(parent for parent in (path, *path.parents) if os.path.exists(parent))  # noqa: PTH110 - never raises
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return _check(where, "broken", f"{there} is not writable", fix)
     free = shutil.disk_usage(there).free

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlctl.errors import UsageError
 from rlctl.evaluate.evaluate_report import read_evaluation
-from rlctl.evaluate.intervals import ALIKE, Difference, estimate, paired, questions_needed
+from rlctl.evaluate.intervals import ALIKE, LEVEL, Difference, estimate, paired, questions_needed
 from rlctl.evaluate.page import TableRow, drawn, render_page, stderr_text
 from rlctl.evaluate.request import checked_ks
 from rlctl.evaluate.samples import EvalSample
@@ -118,9 +118,14 @@ def compare(a: Path, b: Path, ks: Sequence[int] | None = None) -> CompareReport:
         )
     sources = sorted({question.data_source for side in sides for question in side.questions.values()})
     comparisons = [_comparison(source, sides[0].of(source), sides[1].of(source), ks, n) for source in sources]
+    warnings = list(_warnings(*sides))
     if len(sources) > 1:
         comparisons.append(_comparison(OVERALL, *sides, ks, n))
-    return CompareReport(str(a), str(b), comparisons, list(_warnings(*sides)))
+        warnings.append(
+            f"{len(sources)} data sources are compared at the {LEVEL:.0%} level each: equal models show a "
+            f"difference on at least one of them in about {1.0 - LEVEL ** len(sources):.0%} of cases"
+        )
+    return CompareReport(str(a), str(b), comparisons, warnings)
 
 
 def _by_identity(samples: Sequence[EvalSample]) -> dict[_Identity, Question]:

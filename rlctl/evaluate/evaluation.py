@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlctl.errors import UsageError
+from rlctl.errors import RunFailure, UsageError
 from rlctl.evaluate.evaluate_report import Evaluation, default_out, read_evaluation, write_evaluation
 from rlctl.evaluate.request import SERVER, EvaluateRequest, check_request, checked_ks, chosen_reward
 from rlctl.evaluate.samples import EvalSample, Pair, Response, SampledModel, as_samples
@@ -63,11 +63,11 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
         grades = grade(
             reward(), as_samples(model.rows, model.prompts, responses), partial(progress, "grading")
         )
-    asked = {question for question, _ in responses}
     data = {
         "files": plan.questions.files,
         "benchmarks": plan.questions.benchmarks,
-        "num_overlong_prompts": model.num_overlong + len(model.rows) - len(asked),
+        "num_overlong_prompts": model.num_overlong + len(model.overlong),
+        "num_aborted_responses": (len(model.rows) - len(model.overlong)) * request.n - len(responses),
     }
     settings = {"n": request.n, "seed": request.seed} | model.about_sampling
     evaluation = Evaluation(
@@ -88,7 +88,7 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
 def _responses(
     request: EvaluateRequest, model: SampledModel, progress: Callable[[int, int], None]
 ) -> tuple[dict[Pair, Response], int]:
-    """Returns the responses in order, and how many were stored; drops questions with missing responses."""
+    """Returns the responses in order, without those to overlong questions, and how many were stored."""
     keys = {
         (prompt_hash(identity), question, sample, request.seed): (question, sample)
         for question, identity in enumerate(model.identities)
@@ -106,16 +106,18 @@ def _responses(
                 store.add({missing[pair]: response for pair, response in batch.items()})
                 found |= batch
                 progress(len(found), len(keys))
-    overlong = {
-        question for question, _ in keys.values() if any((question, i) not in found for i in range(request.n))
-    }
-    if len(overlong) == len(model.rows):
+    if len(model.overlong) == len(model.rows):
         raise UsageError(
-            f"no question remains: all {len(overlong)} and their responses exceed the model's context",
+            f"no question remains: all {len(model.rows)} and their responses exceed the model's context",
             where="--max-response-length",
             fix="make it smaller, or serve the model with a longer context",
         )
-    return {pair: found[pair] for pair in keys.values() if pair[0] not in overlong}, num_stored
+    wanted = [pair for pair in keys.values() if pair[0] not in model.overlong]
+    responses = {pair: found[pair] for pair in wanted if pair in found}
+    if not responses:
+        what = f"the engine ended all {len(wanted)} responses before the policy or the length limit did"
+        raise RunFailure(what, where=model.about_sampling["engine"], fix="see its log, or use --engine hf")
+    return responses, num_stored
 
 
 def regrade(

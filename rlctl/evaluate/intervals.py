@@ -31,13 +31,18 @@ class IntervalFigure:
     stderr: float | None = None  # standard error of the mean; 0 for equal values, None for one question
 
 
-def estimate(per_question: Sequence[float], *, is_share: bool = True) -> IntervalFigure | None:
+def estimate(
+    per_question: Sequence[float], *, is_share: bool = True, draws: float = math.inf
+) -> IntervalFigure | None:
     """Mean and interval of one value per question; None without values.
 
     Shares in [0, 1] get Wilson's interval with the effective sample size of the clustered mean,
     p (1 − p) / variance, and Student's quantile (Dean and Pagano 2015). Its coverage is close to the level
     even with ten questions and near 0 and 1, unlike that of mean ± t·error (simulated in
     tests/unit/evaluate). Other values get mean ± t·error.
+
+    `draws` limits the effective sample size per question. Without a limit, questions that nearly all have the
+    same value give a variance that does not include the rare other ones.
     """
     count = len(per_question)
     if count == 0:
@@ -53,7 +58,7 @@ def estimate(per_question: Sequence[float], *, is_share: bool = True) -> Interva
     variance = 0.0 if is_alike else deviations / (count - 1) / count
     stderr = math.sqrt(variance)
     if is_share and min(per_question) >= 0.0 and max(per_question) <= 1.0:
-        return IntervalFigure(mean, *_wilson(mean, variance, count, quantile), count, stderr)
+        return IntervalFigure(mean, *_wilson(mean, variance, count, quantile, draws), count, stderr)
     if variance == 0.0:
         return IntervalFigure(mean, None, None, count, stderr)
     reach = quantile * stderr
@@ -94,11 +99,11 @@ def questions_needed(deviation: float, difference: float) -> int:
     return math.ceil((quantiles * deviation / difference) ** 2)
 
 
-def _wilson(mean: float, variance: float, count: int, quantile: float) -> tuple[float, float]:
+def _wilson(mean: float, variance: float, count: int, quantile: float, draws: float) -> tuple[float, float]:
     """Wilson's interval for a share estimated with this variance of the mean from `count` questions."""
     spread = max(0.0, mean * (1.0 - mean))
     # Without variance between questions: N − 1, the effective size for independent binary values.
-    size = spread / variance if variance > 0.0 else count - 1
+    size = min(spread / variance, count * draws) if variance > 0.0 else count - 1
     square = quantile**2 / size
     centre = (mean + square / 2.0) / (1.0 + square)
     reach = math.sqrt(square * (spread + square / 4.0)) / (1.0 + square)

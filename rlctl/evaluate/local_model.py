@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import groupby
+from itertools import compress, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,6 +165,7 @@ def sample_responses(
     any n, number of questions, batch size, number of ranks and set of stored responses.
 
     `pairs` are ascending. `batch_size` is in sequences; responses to one question stay in one batch.
+    Responses that the engine aborted are omitted: they are not what the policy would say.
     """
     for batch in _batches(pairs, batch_size, block=len(questions) if sampling.greedy else BLOCK):
         if sampling.greedy:  # no random numbers
@@ -180,8 +181,9 @@ def sample_responses(
             num_groups_total=max(places) + 1,
         )
         sizes = rollouts.response_mask.sum(-1).tolist()
+        is_whole = (~rollouts.aborted).tolist()
         sampled = zip(batch, rollouts.response_texts, rollouts.truncated.tolist(), sizes, strict=True)
-        yield {pair: Response(*values) for pair, *values in sampled}
+        yield {pair: Response(*values) for pair, *values in compress(sampled, is_whole)}
 
 
 def _batches(pairs: Sequence[Pair], size: int, block: int) -> Iterator[list[Pair]]:

@@ -74,6 +74,12 @@ def score_notes(document: Mapping[str, Any]) -> Iterator[str]:
         yield WRITTEN
     if num_overlong := document["data"]["num_overlong_prompts"]:
         yield f"{num_overlong} questions were excluded: their prompts are too long"
+    if num_aborted := document["data"].get("num_aborted_responses"):
+        were = "response was" if num_aborted == 1 else "responses were"
+        yield (
+            f"{num_aborted:,} {were} ended by the engine before the policy or the length limit, and "
+            "excluded; the same command samples them again"
+        )
     open_ones = [score for score in scores if score["worst_case"] is not None]
     for score in open_ones:
         yield (

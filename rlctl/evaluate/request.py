@@ -54,8 +54,8 @@ class EvaluateRequest:
     max_response_length: int | None = None
     limit: int | None = None  # use only the first `limit` questions; None: all
     seed: int = 1  # sampling seed
-    #: name of a grader, `file.py:function`, or YAML file of a spec; None: the reward of the run, or a grader
-    #: by data source if there is no run or the data includes a benchmark
+    #: name of a grader, `file.py:function`, or a YAML file with the section `reward`; None: the reward of the
+    #: run, or a grader by data source if there is no run or the data includes a benchmark
     reward: str | None = None
     #: rollout engine, as `rollout.name` of a spec, or `openai`: a server; None: that of the run, else `hf`
     engine: str | None = None
@@ -185,21 +185,23 @@ def chosen_reward(own: RewardSpec, name: str | None) -> RewardSpec:
 
     Args:
         own: reward of the run or of the earlier evaluation.
-        name: a grader, `file.py:function`, or the YAML file of a spec with a reward, to use instead.
+        name: a grader, `file.py:function`, or a YAML file with the section `reward`, to use instead.
 
     Returns:
-        The reward without the overlong penalty, which applies only in training; the path of a function is
+        The reward without the overlong penalty, which applies only in training; paths of functions are
         absolute. A grader other than `own`'s has no parameters.
 
     Raises:
-        UsageError: `name` is none of these, the file of a function does not exist, or a parameter is masked.
+        UsageError: `name` is neither a grader nor a function, the file of a function does not exist, or a
+            parameter is masked.
+        SpecError: the YAML file is not a valid spec.
     """
     if name is not None and name.endswith((".yaml", ".yml")):
-        own, name = load_spec([name], left_open=LEFT_TO_THE_USER).spec.reward, None
+        own, name = load_spec(files=[Path(name)], left_open=LEFT_TO_THE_USER).spec.reward, None
     values = own.model_dump() | {"overlong": OverlongSpec()}
     if name is not None:
-        params = own.params if absolute_name(name) == own.name else {}
-        values |= {"name": name, "params": params, "terms": None}
+        is_own = absolute_name(name) == absolute_name(own.name)
+        values |= {"name": name, "params": own.params if is_own else {}, "terms": None}
     for term in (values, *(values["terms"] or ())):
         term["name"] = absolute_name(term["name"])
     try:

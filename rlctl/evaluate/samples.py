@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ class SampledModel:
     prompts: list[str]  # rendered prompts; for a server, without the chat template
     identities: list[str]  # per question, the text that identifies its stored responses
     num_overlong: int = 0  # questions excluded for their length before sampling
+    overlong: Set[int] = frozenset()  # questions of `rows` that turned out to be too long during sampling
     settings: dict[str, Any]  # everything else that responses depend on, except the seed; JSON-serializable
     model: dict[str, Any]  # as in `results.json`
     sampling: Sampling  # sampling distribution
@@ -72,7 +73,7 @@ class SampledModel:
         return []
 
     def sample(self, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Response]]:
-        """Yields responses as they arrive. A question that is too long may get none.
+        """Yields responses as they arrive; none for `overlong` questions, and none that the engine aborted.
 
         `pairs` are ascending.
 

@@ -39,7 +39,7 @@ KL = "rollout_corr/kl"
 ENTROPY = "actor/entropy"
 GRAD_NORM = "actor/grad_norm"
 LR = "actor/lr"
-TOKENS = "perf/throughput"
+TOKENS, SECONDS = "perf/total_num_tokens", "perf/time_per_step"
 LENGTH = "response_length/mean"
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -248,7 +248,7 @@ def _numbers(metrics: Mapping[str, float]) -> Table:
         ("ESS", Text.assemble(coloured(ESS, ".3f", _LOW_ESS), ", raw ", coloured(RAW_ESS, ".3f", _LOW_ESS))),
         ("masked", coloured(MASKED, ".1%", _HIGH_MASKED)),
         ("KL", show(KL, ".2e")),
-        ("tokens/s", show(TOKENS, ",.0f")),
+        ("tokens/s", _show(tokens_per_second(metrics), ",.0f")),
         ("grad norm", show(GRAD_NORM, ".3g")),
         ("lr", show(LR, ".2e")),
         ("length", f"{show(LENGTH, ',.1f')} tokens"),
@@ -282,18 +282,24 @@ def plain_line(step: int, total: float, metrics: Mapping[str, float], seconds_le
     Metrics that were not logged are omitted.
     """
     parts = [f"step {_of(step, total)}"]
-    for name, key, form in (
-        ("reward", REWARD, ".2f"),
-        ("ess", ESS, ".2f"),
-        ("masked", MASKED, ".2f"),
-        ("kl", KL, ".4f"),
-        ("tok/s", TOKENS, ",.0f"),
+    for name, value, form in (
+        ("reward", metrics.get(REWARD), ".2f"),
+        ("ess", metrics.get(ESS), ".2f"),
+        ("masked", metrics.get(MASKED), ".2f"),
+        ("kl", metrics.get(KL), "z.4f"),
+        ("tok/s", tokens_per_second(metrics), ",.0f"),
     ):
-        if key in metrics:
-            parts.append(f"{name} {_show(metrics[key], form)}")
+        if value is not None:
+            parts.append(f"{name} {_show(value, form)}")
     if seconds_left is not None and step < total:
         parts.append(f"left {clock(seconds_left)}")
     return " ".join(parts)
+
+
+def tokens_per_second(metrics: Mapping[str, float]) -> float | None:
+    """Prompt and response tokens of all ranks per second of the step (`perf/throughput` is per rank)."""
+    tokens, seconds = metrics.get(TOKENS), metrics.get(SECONDS)
+    return tokens / seconds if tokens is not None and seconds else None
 
 
 def clock(seconds: float) -> str:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from rlctl.errors import RunFailure
 from rlctl.files import replacing
@@ -101,15 +102,20 @@ def truncate_after(path: Path, step: int) -> list[int]:
     return [n for n in steps if n is not None and n <= step]
 
 
+def decode_line(line: bytes) -> dict[str, Any]:
+    """A row of `metrics.jsonl`; raises a ValueError if the line is not an object with an integer `step`."""
+    row = json.loads(line)
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise ValueError("no integer `step`")
+    return row
+
+
 def _step_of(line: bytes) -> int | None:
     """Step of a complete line; None for an incomplete or invalid line."""
-    if not line.endswith(b"\n"):
-        return None
     try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
+        return int(decode_line(line)["step"]) if line.endswith(b"\n") else None
+    except ValueError:
         return None
-    return step if isinstance(step, int) else None
 
 
 def _failure(path: Path, error: OSError) -> RunFailure:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import psutil
 
 from rlctl.errors import SpecError, UsageError
 from rlctl.metric_names import validation_rewards
-from rlctl.track.jsonl import METRICS_FILE
+from rlctl.track.jsonl import METRICS_FILE, decode_line
 from rlctl.track.run_dir import (
     ENVIRONMENT_FILE,
     FAILURE_FILE,
@@ -140,10 +139,10 @@ class RunRecord:
         rows = []
         for number, line in enumerate(lines, start=1):
             try:
-                rows.append(json.loads(line))
+                rows.append(decode_line(line))
             except ValueError:
                 if number < len(lines):
-                    raise UsageError("not a line of JSON", where=f"{file}:{number}") from None
+                    raise UsageError("not a step's metrics in JSON", where=f"{file}:{number}") from None
         return rows
 
 
@@ -204,7 +203,7 @@ def read_state(run_dir: Path) -> RunState:
     summary, failure = read_mapping(run_dir / SUMMARY_FILE), read_mapping(run_dir / FAILURE_FILE)
     environment = read_mapping(run_dir / ENVIRONMENT_FILE)
     last, validation = _last_rows(run_dir / METRICS_FILE)
-    step = int(last.get("step", 0))
+    step = last.get("step", 0)
     stopped = summary.get("guardrails", {}).get("stopped_because")
     state: State
     reason = None
@@ -264,7 +263,7 @@ def _last_rows(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
         if last and b'"val/' not in line:
             continue
         try:
-            row = json.loads(line)
+            row = decode_line(line)
         except ValueError:
             continue
         last = last or row

@@ -28,8 +28,8 @@ def validate(run: Run, step: int) -> dict[str, float]:
     """Validates the policy; returns `val/<data_source>/…` over all ranks, on the main rank only.
 
     Samples and results are written to the run directory. Each rank samples responses to its share of the
-    prompts; the responses do not depend on the number of ranks. Rewards exclude the overlong penalty, and
-    ungraded responses are excluded.
+    prompts; the responses do not depend on the number of ranks. Rewards exclude the overlong penalty.
+    Ungraded responses and those that the engine aborted are excluded.
 
     Raises:
         RunFailure: too large a fraction could not be graded.
@@ -48,7 +48,7 @@ def validate(run: Run, step: int) -> dict[str, float]:
         return {}
     samples.sort(key=lambda sample: (sample.question_index, sample.sample_index))
     evaluation = Evaluation(
-        about=_about(run, step, questions.num_dropped),
+        about=_about(run, step, questions.num_dropped, len(questions) * n - len(samples)),
         reward=chosen_reward(run.spec.reward, None),
         scores=summarise(samples, checked_ks(None, n), n, run.spec.reward.max_error_fraction),
         grader_errors=grades.errors,
@@ -100,7 +100,7 @@ def _metrics(score: Score, n: int) -> dict[str, float]:
     return {name: estimate.value for name, estimate in figures.items() if estimate is not None}
 
 
-def _about(run: Run, step: int, num_overlong: int) -> dict[str, Any]:
+def _about(run: Run, step: int, num_overlong: int, num_aborted: int) -> dict[str, Any]:
     spec = run.spec
     return {
         "model": {
@@ -110,7 +110,11 @@ def _about(run: Run, step: int, num_overlong: int) -> dict[str, Any]:
             "sha256": None,  # these weights are not on disk
             "template_sha256": template_hash(run.tokenizer),
         },
-        "data": {"files": spec.data.val_files, "num_overlong_prompts": num_overlong},
+        "data": {
+            "files": spec.data.val_files,
+            "num_overlong_prompts": num_overlong,
+            "num_aborted_responses": num_aborted,
+        },
         "sampling": asdict(_sampling(run))
         | {
             "n": spec.rollout.val_kwargs.n,

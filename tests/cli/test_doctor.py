@@ -63,6 +63,15 @@ def test_quick_tries_nothing(capsys, monkeypatch, tmp_path: Path) -> None:
     assert "RLCTL_CACHE" in capsys.readouterr().out
 
 
+def test_a_working_directory_that_was_deleted(capsys, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert run(["doctor", "--quick"]) == 4
+    assert "error: the working directory no longer exists" in capsys.readouterr().err
+
+
 def test_a_trial_names_functions_that_exist() -> None:
     import importlib
 

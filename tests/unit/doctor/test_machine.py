@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from rlctl.doctor import checks
 from rlctl.doctor.checks import machine_checks
+from rlctl.spec import machine
 
 
 def check(name: str):
@@ -36,6 +38,30 @@ def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     assert "RLCTL_CACHE" in str(found.fix)
     monkeypatch.setenv("RLCTL_CACHE", str(tmp_path / "not" / "yet"))
     assert check("disk for rlctl's cache").status == "ok"
+
+
+def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    limit.write_text("2147483648\n")
+    monkeypatch.setattr(machine, "_CGROUP_LIMITS", (limit,))
+    machine.this_machine.cache_clear()
+    found = check("CPU").found
+    machine.this_machine.cache_clear()
+    assert found.endswith("cores, 2 GiB, the limit of this container")
+
+
+def test_a_place_below_a_closed_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Path.exists` raises there."""
+    stat = os.stat
+
+    def refuse(path: object, **options: object) -> os.stat_result:
+        if str(path).startswith("/closed/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setenv("RLCTL_CACHE", "/closed/cache")
+    monkeypatch.setattr(os, "stat", refuse)
+    assert check("disk for rlctl's cache").status in {"ok", "note", "broken"}
 
 
 def test_little_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

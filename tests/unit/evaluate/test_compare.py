@@ -91,7 +91,10 @@ def test_repeats_of_a_question_are_paired_one_by_one(stored, make_samples):
 def test_only_what_both_have_counts_and_each_source_for_itself(stored, make_samples):
     a = make_samples("x", [[1.0]] * 5) + make_samples("y", [[0.0]] * 5, first=5)
     b = make_samples("x", [[1.0]] * 3) + make_samples("y", [[0.0]] * 4 + [[None]], first=5)
-    x, y, overall = compare(stored("a", a), stored("b", b)).comparisons
+    report = compare(stored("a", a), stored("b", b))
+    x, y, overall = report.comparisons
+    assert report.warnings[-1].startswith("2 data sources are compared at the 95% level each")
+    assert "in about 10% of cases" in report.warnings[-1]  # 1 − 0.95²
     assert (x.num_shared, x.num_only_a) == (3, 2)
     assert (y.num_shared, y.figures[0].difference.num_questions) == (5, 4)
     assert (overall.num_shared, overall.figures[0].difference.num_questions) == (8, 7)

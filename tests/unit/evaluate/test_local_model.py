@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
-from rlctl.errors import EnvironmentFailure, RlctlError, UsageError
+from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError
 from rlctl.evaluate import local_model as local_model_module
 from rlctl.evaluate.evaluation import evaluate
 from rlctl.evaluate.local_model import LocalModel, files_hash
@@ -270,3 +270,58 @@ def test_an_engine_that_is_none(task, tmp_path, own_engine, engine, says):
     data = {"data": [str(task.val_file)], "n": 1, "limit": 1, "out": tmp_path / "out"}
     with pytest.raises(RlctlError, match=says):
         evaluate(EvaluateRequest(str(task.model_dir), **data, engine=name), quiet)
+
+
+#: An engine that aborts the first response of the calls in ABORTS, numbered from 1.
+ABORTING = """
+from dataclasses import replace
+from rlctl.batch import FINISH_REASONS
+from rlctl.registry import ROLLOUT_ENGINES
+from rlctl.rollout.hf import HFRollout
+
+CALLS = []
+
+class Aborting(HFRollout):
+    def generate(self, *arguments, **options):
+        found = super().generate(*arguments, **options)
+        CALLS.append(len(found.responses))
+        reasons = found.finish_reason.clone()
+        reasons[: 1 if len(CALLS) in ABORTS else 0] = FINISH_REASONS.index("abort")
+        return replace(found, finish_reason=reasons)
+
+@ROLLOUT_ENGINES.register()
+def engine(context):
+    return Aborting(context.model, context.tokenizer, context.device)
+"""
+
+
+def test_a_response_that_the_engine_aborted_is_neither_graded_nor_stored(task, tmp_path):
+    file = tmp_path / "aborting.py"
+    file.write_text(f"ABORTS = {{1, 2}}\n{ABORTING}")
+    request = EvaluateRequest(
+        str(task.model_dir), data=[str(task.val_file)], n=2, limit=3, engine=f"{file}:engine"
+    )
+    found = []
+    for name in "abc":
+        directory, evaluation = evaluate(replace(request, out=tmp_path / name), quiet)
+        samples = pq.read_table(directory / "samples.parquet").to_pylist()
+        found.append([(each["question_index"], each["sample_index"]) for each in samples])
+        assert evaluation.scores[0].num_samples == len(samples)
+        data = json.loads((directory / "results.json").read_text())["data"]
+        assert (data["num_aborted_responses"], data["num_overlong_prompts"]) == (6 - len(samples), 0)
+        shown = " ".join([*evaluation.notes, (directory / "samples.html").read_text()])
+        assert ("1 response was ended by the engine" in shown) == (len(samples) < 6)
+    everything = [(question, sample) for question in range(3) for sample in range(2)]
+    assert found == [everything[1:], everything[1:], everything]
+    assert calls_of(request.engine) == [6, 1, 1]
+
+
+def test_an_engine_that_aborts_everything(task, tmp_path):
+    file = tmp_path / "aborting.py"
+    file.write_text(f"ABORTS = {{1}}\n{ABORTING}")
+    request = EvaluateRequest(
+        str(task.model_dir), data=[str(task.val_file)], n=1, limit=1, engine=f"{file}:engine"
+    )
+    with pytest.raises(RunFailure, match="the engine ended all 1 responses"):
+        evaluate(replace(request, out=tmp_path / "out"), quiet)
+    assert not (tmp_path / "out").exists()

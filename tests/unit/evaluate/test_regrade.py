@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlctl.errors import UsageError
+from rlctl.errors import SpecError, UsageError
 from rlctl.evaluate import local_model as local_model_module
 from rlctl.evaluate.evaluate_report import Evaluation, write_evaluation
 from rlctl.evaluate.evaluation import changes, evaluate, regrade
@@ -82,21 +82,35 @@ def test_the_parameters_of_a_grader_are_not_given_to_another(tmp_path):
         chosen_reward(masked, None)
 
 
-def test_a_spec_gives_the_parameters_and_terms_of_a_reward(tmp_path, monkeypatch):
+def test_a_yaml_file_gives_a_reward_of_several_terms_and_parameters(evaluated, tmp_path, monkeypatch):
+    directory, _ = evaluated
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").touch()
-    (tmp_path / "reward.yaml").write_text(
-        "reward:\n  overlong: {buffer_length: 4}\n  terms:\n"
-        "    - {name: maths}\n    - {name: mine.py:scaled, weight: 0.5, params: {scale: 2.0}}\n"
+    (tmp_path / "scaled.py").write_text(
+        "from pydantic import BaseModel\n"
+        "from rlctl.registry import GRADERS\n"
+        "class Params(BaseModel):\n    scale: float\n"
+        "@GRADERS.register(params=Params)\n"
+        "def length(response, params):\n    return params.scale * len(response)\n"
     )
-    reward = chosen_reward(RewardSpec(name="exact"), "reward.yaml")
-    assert [(t.name, t.weight, t.params) for t in reward.all_terms] == [
-        ("maths", 1.0, {}),
-        (f"{tmp_path}/mine.py:scaled", 0.5, {"scale": 2.0}),
-    ]
-    assert reward.overlong.buffer_length == 0
-    with pytest.raises(UsageError, match=r"absent\.yaml"):
-        chosen_reward(RewardSpec(), "absent.yaml")
+    spec = tmp_path / "reward.yaml"
+    spec.write_text(
+        "reward:\n"
+        "  overlong: {buffer_length: 2}\n"
+        "  terms:\n"
+        "  - {name: 'reward.py:even', weight: 2.0}\n"
+        "  - {name: 'scaled.py:length', params: {scale: 0.25}}\n"
+    )
+    _, found = regrade(directory, quiet, reward=str(spec), out=tmp_path / "again")
+    for sample in read_samples(tmp_path / "again" / "samples.parquet"):
+        length = len(sample.response)
+        assert sample.reward == 2.0 * (length % 2 == 0) + 0.25 * length
+    assert found.reward.overlong.buffer_length == 0
+    monkeypatch.chdir("/")
+    again, _ = regrade(tmp_path / "again", quiet)
+    assert read_samples(again / "samples.parquet") == read_samples(tmp_path / "again" / "samples.parquet")
+    spec.write_text("reward: {nam: maths}\n")
+    with pytest.raises(SpecError, match="name"):
+        regrade(directory, quiet, reward=str(spec), out=tmp_path / "wrong")
 
 
 def test_a_reward_that_fails_is_counted(evaluated):

@@ -32,7 +32,7 @@ class Recorder:
 
         class Said:
             response_texts = tuple(str(row.tolist()) for row in numbers)
-            truncated = torch.zeros(count, dtype=torch.bool)
+            truncated = aborted = torch.zeros(count, dtype=torch.bool)
             response_mask = torch.ones(count, sampling.max_response_length)
 
         return Said

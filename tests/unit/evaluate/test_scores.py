@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from rlctl.evaluate.scores import summarise
@@ -81,3 +82,16 @@ def test_the_cases_reach_as_far_as_the_rewards_seen(make_samples):
     [score] = summarise(make_samples("a", [[-1.0, 3.0, None]]), [], 3, 0.1)
     assert score.worst_case["avg"] == pytest.approx(1 / 3)
     assert score.best_case["avg"] == pytest.approx(5 / 3)
+
+
+def test_intervals_of_easy_questions_cover_pass_at_k(make_samples):
+    """Nearly every question has pass@8 = 1: the spread of the others must not count as the whole variance."""
+    rng = np.random.default_rng(0)
+    truth = 1.0 - np.prod([(1.0 + i) / (5.0 + i) for i in range(8)])  # 1 − E[(1 − p)⁸], p ~ Beta(4, 1)
+    hits, repeats = 0, 150
+    for _ in range(repeats):
+        rewards = rng.random((20, 16)) < rng.beta(4.0, 1.0, (20, 1))
+        [score] = summarise(make_samples("a", rewards.astype(float).tolist()), [8], 16)
+        found = score.figures["pass@8"]
+        hits += found.low <= truth <= found.high
+    assert hits / repeats >= 0.9

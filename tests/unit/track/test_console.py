@@ -22,7 +22,9 @@ METRICS = {
     "actor/entropy": 1.234,
     "actor/grad_norm": 0.567,
     "actor/lr": 3e-4,
-    "perf/throughput": 15300.4,
+    "perf/total_num_tokens": 30_600.8,  # of four ranks
+    "perf/time_per_step": 2.0,
+    "perf/throughput": 3825.1,
     "response_length/mean": 12.5,
     "timing_s/step": 5.0,
     "timing_s/gen": 1.5,

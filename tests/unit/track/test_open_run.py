@@ -94,6 +94,19 @@ def test_a_cut_last_line_and_damaged_files_hide_no_run(tmp_path: Path) -> None:
     assert (found.step, found.state, found.preset, found.started) == (3, "died", "mine", None)
 
 
+@pytest.mark.parametrize("line", ["[1]", "5", '{"a": 1.0}', '{"step": "x"}', '{"step": 1.5}', "\0\0"])
+def test_a_line_that_is_no_step_is_passed_over_or_named(tmp_path: Path, line: str) -> None:
+    path = write_run(tmp_path / "a", ROWS)
+    metrics = path / "metrics.jsonl"
+    text = metrics.read_text()
+    metrics.write_text(f"{text}{line}\n")
+    assert [each.step for each in find_runs(tmp_path)] == [3]
+    assert open_run(path).metrics()["step"].to_pylist() == [0, 1, 2, 3]
+    metrics.write_text(f"{line}\n{text}")
+    with pytest.raises(UsageError, match=r"metrics\.jsonl:1"):
+        open_run(path).metrics()
+
+
 def test_a_run_below_a_run_is_not_searched_for(tmp_path: Path) -> None:
     write_run(tmp_path / "p" / "a", ROWS, summary=DONE)
     write_run(tmp_path / "p" / "a" / "checkpoints" / "x", ROWS)

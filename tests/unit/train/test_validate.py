@@ -1,11 +1,13 @@
 """Validation: the same figures on any number of ranks, and an evaluation to read and to compare."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rlctl.batch import FINISH_REASONS
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.schema import Message, Row
 from rlctl.engine.model import load_policy
@@ -91,7 +93,7 @@ def test_two_ranks_find_what_one_does(tmp_path, task, reward, overrides):
         }
     report = compare(one, two)
     assert report.comparisons[0].conclusion == "no difference on any question"
-    assert report.warnings == []
+    assert [warning.partition(" are compared")[0] for warning in report.warnings] == ["2 data sources"]
 
 
 def test_too_many_failures_stop_the_run(tmp_path, task):
@@ -103,6 +105,30 @@ def test_too_many_failures_stop_the_run(tmp_path, task):
     with pytest.raises(RunFailure, match="failed on 21 of 21 responses"):
         figures_of(alone, tmp_path, task.model_dir, f"{broken}:broken")
     assert not (tmp_path / "run1").exists()
+
+
+def test_aborted_responses_are_left_out(tmp_path, task, reward, monkeypatch):
+    generate = HFRollout.generate
+
+    def aborting(self, *arguments, **options):
+        found = generate(self, *arguments, **options)
+        reasons = found.finish_reason.clone()
+        reasons[::2] = FINISH_REASONS.index("abort")
+        return replace(found, finish_reason=reasons)
+
+    alone = SimpleNamespace(
+        rank=0, world_size=1, is_main=True, sum=list, gather=list, first=lambda text: text
+    )
+    whole = figures_of(alone, tmp_path / "whole", task.model_dir, reward)
+    monkeypatch.setattr(HFRollout, "generate", aborting)
+    figures = figures_of(alone, tmp_path / "aborted", task.model_dir, reward)
+    one, two = (tmp_path / name / "run1" / "evaluations" / "step_000008" for name in ("whole", "aborted"))
+    kept = read_samples(two / "samples.parquet")
+    assert kept == read_samples(one / "samples.parquet")[1::2]
+    rewards = [sample.reward for sample in kept if sample.data_source == "even"]
+    assert figures["val/even/reward_mean"] == sum(rewards) / len(rewards)
+    assert whole.keys() == figures.keys()
+    assert json.loads((two / "results.json").read_text())["data"]["num_aborted_responses"] == 11
 
 
 def test_several_greedy_responses_are_refused():

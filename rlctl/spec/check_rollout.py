@@ -11,10 +11,10 @@ from typing import Any
 
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.spec.base import param_problems
-from rlctl.spec.check import LEAVE_OUT, Problems, error, reads, warning
-from rlctl.spec.keys import closest, flat
+from rlctl.spec.check import LEAVE_OUT, Problems, error, is_changed, spec_check, warning
+from rlctl.spec.keys import closest, flat, known_leaves
 from rlctl.spec.machine import gpus, gpus_are_hidden
-from rlctl.spec.rollout import VLLM_LORA_RANKS, ServerSpec
+from rlctl.spec.rollout import VLLM_LORA_RANKS
 from rlctl.spec.run_spec import RunSpec
 
 _LENGTH = "data.max_prompt_length + data.max_response_length"
@@ -110,7 +110,7 @@ _VLLM_ALIASES = {
 }
 
 
-@reads("rollout.top_p", "rollout.top_k", "rollout.min_p", "rollout.exact_sampling", "rollout.name")
+@spec_check
 def distribution_is_complete(spec: RunSpec) -> Problems:
     """Truncated sampling biases ρ, because the trainer's log-probs are over the full vocabulary.
 
@@ -144,7 +144,7 @@ def distribution_is_complete(spec: RunSpec) -> Problems:
         yield error(key, what, "set rollout.top_k, for example to 50; or rollout.name: hf")
 
 
-@reads("rollout.temperature")
+@spec_check
 def temperature_explores(spec: RunSpec) -> Problems:
     """Near-greedy responses to one prompt are almost the same: advantages and gradients are close to zero."""
     if spec.rollout.temperature < 0.1:
@@ -152,7 +152,7 @@ def temperature_explores(spec: RunSpec) -> Problems:
         yield warning("rollout.temperature", what, "1.0 is usual for training")
 
 
-@reads("rollout.name", "model.path")
+@spec_check
 def gpu_samples_fast(spec: RunSpec) -> Problems:
     """Hugging Face generation leaves a GPU idle most of the time."""
     if not gpus_are_hidden() and gpus():
@@ -167,14 +167,14 @@ def slow_on_a_gpu(spec: RunSpec) -> Problems:
         )
 
 
-@reads("rollout.top_k")
+@spec_check
 def top_k_is_possible(spec: RunSpec) -> Problems:
     """`top_k: 0` means "all" in some engines and "none" in others."""
     if spec.rollout.top_k == 0:
         yield error("rollout.top_k", "there are 0 tokens to sample from", "write -1 for all tokens")
 
 
-@reads("rollout.val_kwargs.n", "rollout.val_kwargs.temperature")
+@spec_check
 def validation_samples_differ(spec: RunSpec) -> Problems:
     """Greedy responses to one prompt are all the same."""
     validation = spec.rollout.val_kwargs
@@ -184,20 +184,7 @@ def validation_samples_differ(spec: RunSpec) -> Problems:
         yield error("rollout.val_kwargs.temperature", what, fix)
 
 
-@reads(
-    "rollout.name",
-    "rollout.mode",
-    "rollout.dtype",
-    "rollout.tensor_model_parallel_size",
-    "trainer.n_gpus_per_node",
-    "rollout.temperature",
-    "rollout.server.urls",
-    "rollout.server.weight_transfer",
-    "rollout.server.placement",
-    "rollout.merge_lora",
-    "rollout.engine_params",
-    "model.lora_rank",
-)
+@spec_check
 def engine_supports_it(spec: RunSpec) -> Problems:
     """Some options are supported only by some engines, or only by engines in separate processes."""
     rollout, urls, engine = spec.rollout, spec.rollout.server.urls, spec.rollout_engine
@@ -218,7 +205,8 @@ def engine_supports_it(spec: RunSpec) -> Problems:
         what = f"{ranks} ranks of a node cannot form groups of {shared}, which run one engine each"
         fix = "use a divisor of trainer.n_gpus_per_node, or set rollout.mode: server"
         yield error("rollout.tensor_model_parallel_size", what, fix)
-    if rollout.server != ServerSpec() and not has_servers:
+    of_servers = [key for key in known_leaves() if key.startswith("rollout.server.")]
+    if not has_servers and any(is_changed(spec, key) for key in of_servers):
         what = "has no effect: no engine runs in a separate process"
         yield warning("rollout.server", what, f"{LEAVE_OUT}, or {use_servers}")
     if unclear := [url for url in urls if not url.startswith(("http://", "https://"))]:
@@ -245,7 +233,7 @@ def engine_supports_it(spec: RunSpec) -> Problems:
     yield from param_problems(ROLLOUT_ENGINES, rollout.name, "rollout.engine_params", rollout.engine_params)
 
 
-@reads("rollout.max_staleness", "rollout.staleness", "rollout.name", "rollout.mode")
+@spec_check
 def sampling_ahead_is_possible(spec: RunSpec) -> Problems:
     """Sampling ahead needs an engine that can sample while the trainer trains."""
     rollout, engine = spec.rollout, spec.rollout_engine
@@ -261,7 +249,7 @@ def sampling_ahead_is_possible(spec: RunSpec) -> Problems:
         yield error("rollout.max_staleness", what, f"set it to 0, or {servers}")
 
 
-@reads("rollout.engine_kwargs", "engine.deepspeed", "rollout.name", "rollout.mode", "rollout.server.urls")
+@spec_check
 def passthrough_is_free(spec: RunSpec) -> Problems:
     """Options passed to an engine must not contradict what the spec sets."""
     given, key = spec.rollout.engine_kwargs, "rollout.engine_kwargs"
@@ -313,7 +301,7 @@ def _owned(
                 break
 
 
-@reads("model.lora_rank", "rollout.name", "rollout.merge_lora")
+@spec_check
 def adapter_can_be_sampled_with(spec: RunSpec) -> Problems:
     """vLLM applies adapters up to a maximum rank; `merge_lora` has no effect where it would apply none."""
     largest = VLLM_LORA_RANKS[-1]

@@ -144,7 +144,7 @@ def load_spec(
         known: leaf.origin for key, leaf in leaves.items() if (known := leaf_of(key))
     }
 
-    def is_meant(warning: Problem, keys: tuple[str, ...]) -> bool:
+    def is_meant(warning: Problem, keys: set[str]) -> bool:
         """Whether one shipped preset sets all values that lead to the warning; its comments explain them."""
         deciding = {str(origins[key].name) for key in keys if origins[key].layer not in _NEUTRAL}
         is_shipped = len(deciding) == 1 and deciding <= all_presets().keys()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule, RejectRule, WeightRule
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA, ClipBand
-from rlctl.spec.resolve import correction_rules, loss_rule
+from rlctl.spec.resolve import correction_rules, examples, loss_rule
 from rlctl.spec.run_spec import RunSpec
 
 
@@ -163,6 +163,15 @@ def _weight_band(rule: WeightRule, *, is_measured_only: bool) -> Band:
     is_basic = part.name in ("token", "sequence", "geometric")
     bounds = part.label if is_basic or not part.formula else f"w = {part.formula}: {part.label}"
     return Band("IS weight", lower, upper, bounds, outside, "ρ" if is_basic else "w")
+
+
+def criterion_bands(name: str) -> dict[str, str]:
+    """Dialect → what the criterion does there with a threshold, as an example; empty if there is none."""
+    found = {}
+    for dialect, threshold, rule in examples(name):
+        band = _reject_band(rule)
+        found[dialect] = f"{threshold}: {band.interval}, {band.bounds}; outside: {band.outside}"
+    return found
 
 
 def _clip_band(clip: ClipBand, loss: LossRule, *, bypass: bool) -> Band:

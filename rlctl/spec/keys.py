@@ -121,6 +121,8 @@ def accepts(key: str, kind: type) -> bool:
 
 def advice_for(key: str) -> str | None:
     """Suggestion for an unknown `key`: its translation, the nearest key, or the keys of its section."""
+    if not key:
+        return None
     for name, advice in _ELSEWHERE.items():
         is_below = name.endswith(".") and key.startswith(name)
         if is_below or f".{name}".endswith(f".{key}") or f".{key}".endswith(f".{name}"):
@@ -146,9 +148,10 @@ def fields_of_items(key: str) -> list[str]:
 
 
 def closest(word: str, options: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The option most similar to `word`; None if none reaches the similarity `cutoff`, from 0 to 1."""
-    matches = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
-    return matches[0] if matches else None
+    """The option most similar to `word` in any case; None if none reaches the similarity `cutoff`, 0 to 1."""
+    by_lower = {option.lower(): option for option in options}
+    matches = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[matches[0]] if matches else None
 
 
 def did_you_mean(

@@ -10,6 +10,7 @@ unreadable sources and unknown keys, then types and ranges, then contradictions 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,7 +153,7 @@ def load_spec(
 
     # Contradictions with an invalid value are not reported.
     contradictions = check_spec(spec, left_open | invalid, is_meant)
-    problems += [_located(problem, origins) for problem in contradictions]
+    problems += [_located(problem, leaves, origins) for problem in contradictions]
     if any(problem.severity == "error" for problem in problems):
         raise SpecError(problems)
     return LoadedSpec(spec, origins, problems)
@@ -281,9 +282,10 @@ def _validated(
         elif key not in known_sections():
             problems.append(_problem(key, leaf, "unknown key", advice_for(key)))
         elif leaf.value not in (None, {}):  # null: all keys below `actor:` are commented out
-            problems.append(
-                _problem(key, leaf, "is a section, not a value", f"set the keys below it, {key}.…")
-            )
+            fix = f"set the keys below it, {key}.…"
+            if isinstance(leaf.value, str) and (pair := re.match(r"(\w+):(?=\S)", leaf.value)):
+                fix = f"write a space after the colon: `{pair[0]} {leaf.value[pair.end() :]}`"
+            problems.append(_problem(key, leaf, "is a section, not a value", fix))
     known = frozenset(good)
     for key in [key for key, leaf in good.items() if isinstance(leaf.value, bool) and not accepts(key, bool)]:
         problems.append(_problem(key, good.pop(key), "must not be true or false"))  # pydantic reads true as 1
@@ -358,9 +360,10 @@ def _value(key: str, leaf: Leaf) -> Any:
     return leaf.text if as_text else leaf.value
 
 
-def _located(problem: Problem, origins: dict[str, Origin]) -> Problem:
+def _located(problem: Problem, leaves: Mapping[str, Leaf], origins: dict[str, Origin]) -> Problem:
     """Adds the origin of the value to the problem, unless the value is a default."""
-    origin = origins.get(problem.key, DEFAULT)
+    leaf = leaves.get(problem.key)
+    origin = leaf.origin if leaf else origins.get(leaf_of(problem.key) or "", DEFAULT)
     is_default = origin.layer in {"default", "hardware"}
     return problem if is_default or problem.where else replace(problem, where=str(origin))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from rlctl.data.prompts import pad_id_of, prompt_batch
+from rlctl.data.prompts import Renderer, pad_id_of, prompt_batch
 from rlctl.data.schema import Row
 from rlctl.mismatch.score import EngineSample, Gap, VariantScorer, Weights, all_and_head, moved
 from rlctl.mismatch.search import Explanation, Search
@@ -39,6 +39,7 @@ class Sides:
     rows: Sequence[Row]  # prompts
     sampling: Sampling  # requested of the engine; the trainer applies the temperature
     engine_tokenizer: Any = None  # the engine's, if it has a separate one
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of both chat templates
     exact_sampling: bool = False  # the trainer scores the truncated distribution, as requested
     n: int = 4  # responses per prompt
     seed: int = 1  # of sampling
@@ -165,8 +166,10 @@ class _Sampler:
 
     def __init__(self, sides: Sides) -> None:
         self.sides, rows = sides, sides.rows
-        self._own = token_ids(rows, sides.tokenizer)
-        theirs = token_ids(rows, sides.engine_tokenizer) if sides.engine_tokenizer else self._own
+        self._renderer = Renderer(sides.tokenizer, sides.template_kwargs)
+        self._own = theirs = token_ids(rows, self._renderer)
+        if sides.engine_tokenizer:
+            theirs = token_ids(rows, Renderer(sides.engine_tokenizer, sides.template_kwargs))
         self._pad_id = pad_id_of(sides.tokenizer)
         texts = [row.prompt[-1].content for row in rows]
         self._prompts = prompt_batch(rows, theirs, texts, range(len(rows)), self._pad_id)
@@ -195,7 +198,7 @@ class _Sampler:
             reported=rollouts.rollout_log_probs.to(device),
             attended=rollouts.attention_mask[:, width:].to(device),
         )
-        found = renderings(sides.rows, self._own, sample.prompts[:: sides.n], sides.tokenizer)
+        found = renderings(sides.rows, self._own, sample.prompts[:: sides.n], self._renderer)
         prompts = {name: [row for row in ids for _ in range(sides.n)] for name, ids in found.items()}
         known = sides.weights if weights is None else weights
         return VariantScorer(model, sample, prompts, known, self._pad_id)

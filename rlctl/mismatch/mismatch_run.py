@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlctl.batch import torch_device
+from rlctl.data.prompts import Renderer
 from rlctl.data.read import load_rows
 from rlctl.data.schema import Row
 from rlctl.engine.checkpoint import CHECKPOINTS, checkpoint_of_run, verify
@@ -135,14 +136,17 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
     name = chosen_engine(trainer.spec, request.engine, "--engine")
     model, tokenizer = trainer.load()
     sampling = _sampling(request, trainer.spec)
-    rows = _rows(trainer, model, tokenizer, sampling.max_response_length)
+    template_kwargs = trainer.spec.data.chat_template_kwargs
+    renderer = Renderer(tokenizer, template_kwargs)
+    rows = _rows(trainer, model, renderer, sampling.max_response_length)
     rollout = trainer.spec.rollout
     is_runs = request.engine in {None, rollout.name}
     dtype = request.engine_dtype or (rollout.dtype if is_runs else None) or trainer.dtype
     engine_model, engine_tokenizer = model, None
     if request.engine_model:
         engine_model, engine_tokenizer = trainer.load(request.engine_model)
-    longest = max(map(len, token_ids(rows, engine_tokenizer or tokenizer)))
+        renderer = Renderer(engine_tokenizer, template_kwargs)
+    longest = max(map(len, token_ids(rows, renderer)))
 
     def start(running: ExitStack, dtype: Dtype) -> ResponseSampler:
         """Stops the running engine and starts one in this precision."""
@@ -172,6 +176,7 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
             sampling=sampling,
             exact_sampling=rollout.exact_sampling,
             engine_tokenizer=engine_tokenizer,
+            template_kwargs=template_kwargs,
             seed=request.seed,
             weights=trainer.older_weights(),
             same_precision=None if dtype == trainer.dtype else partial(start, running, trainer.dtype),
@@ -229,7 +234,7 @@ def _sampling(request: MismatchRequest, spec: RunSpec) -> Sampling:
     )
 
 
-def _rows(trainer: _Trainer, model: Any, tokenizer: Any, response_length: int) -> list[Row]:
+def _rows(trainer: _Trainer, model: Any, renderer: Renderer, response_length: int) -> list[Row]:
     """The first prompts that leave room for a response.
 
     Raises:
@@ -238,7 +243,7 @@ def _rows(trainer: _Trainer, model: Any, tokenizer: Any, response_length: int) -
     rows = load_rows(trainer.data_files)[: 4 * NUM_PROMPTS] if trainer.data_files else question_rows()
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
     room = context - response_length - 1  # one more start token must fit too
-    lengths = map(len, token_ids(rows, tokenizer))
+    lengths = map(len, token_ids(rows, renderer))
     kept = [row for row, length in zip(rows, lengths, strict=True) if 0 < length <= room][:NUM_PROMPTS]
     if not kept:
         raise UsageError(f"no prompt has at most {room} tokens", where="--data", fix="name shorter prompts")

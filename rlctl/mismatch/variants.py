@@ -123,29 +123,29 @@ def question_rows() -> list[Row]:
     return [Row("questions", (Message("user", text),), "", index=i) for i, text in enumerate(QUESTIONS)]
 
 
-def token_ids(rows: Sequence[Row], tokenizer: Any) -> list[list[int]]:
-    """Token ids of each row's prompt, as in training.
+def token_ids(rows: Sequence[Row], renderer: Renderer) -> list[list[int]]:
+    """Token ids of each row's prompt.
 
     Raises:
         UsageError: the chat template rejects a row.
     """
-    renderer = Renderer(tokenizer)
     return renderer.encode([renderer.text(row) for row in rows])
 
 
-def renderings(rows: Sequence[Row], own: TokenIds, reported: TokenIds, tokenizer: Any) -> dict[str, TokenIds]:
+def renderings(
+    rows: Sequence[Row], own: TokenIds, reported: TokenIds, renderer: Renderer
+) -> dict[str, TokenIds]:
     """Name of a rendering → token ids of all prompts; equal renderings occur once.
 
     `own` are the trainer's token ids of the rows, `reported` those that the engine reports.
     """
     found: dict[str, TokenIds] = {OWN: own}
-    start = tokenizer.bos_token_id
+    start = renderer.tokenizer.bos_token_id
     if start is not None:
         found[ONE_MORE_START] = [[start, *ids] for ids in own]
         if all(len(ids) > 1 and ids[0] == start for ids in own):
             found[NO_START] = [list(ids[1:]) for ids in own]
-    if tokenizer.chat_template:
-        renderer = Renderer(tokenizer)
+    if renderer.tokenizer.chat_template:
         found[NO_GENERATION_PROMPT] = renderer.encode(
             [renderer.text(row, generation_prompt=False) for row in rows]
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from rlctl.batch import Prompts
 from rlctl.cli.diagnose_mismatch import mismatch
 from rlctl.engine.checkpoint import CHECKPOINTS, TrainerState, begin, publish
 from rlctl.errors import UsageError
 from rlctl.mismatch.mismatch_run import MismatchRequest, run_preflight
 from rlctl.rollout import build_vllm
+from rlctl.rollout.hf import HFRollout
 from tests.unit.mismatch.planted import TOKENIZER
 from tests.unit.rollout.test_hf_rollout import random_model
 
@@ -82,6 +85,29 @@ def test_weights_of_an_older_checkpoint_are_named(tmp_path: Path, embedded: Path
     (cause,) = report.causes
     assert cause.what == "the engine's weights are those of step 40"
     assert "step_000060" in report.trainer
+
+
+def test_prompts_are_rendered_with_the_arguments_of_the_runs_template(
+    tmp_path: Path, embedded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path / "run", "data.chat_template_kwargs.ends=true")
+    partial = begin(run / CHECKPOINTS, 1)
+    save(partial / "model", 1)
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = "{{ messages[-1].content }}{% if ends %}0={% endif %}"
+    tokenizer.save_pretrained(partial / "model")
+    publish(run / CHECKPOINTS, partial, TrainerState(1, 1, 1, 0), keep=None)
+    texts: list[str] = []
+    generate = HFRollout.generate
+
+    def recording(self: HFRollout, prompts: Prompts, *given: Any, **others: Any) -> Any:
+        texts.extend(TOKENIZER.batch_decode(prompts.prompt_ids, skip_special_tokens=True))
+        return generate(self, prompts, *given, **others)
+
+    monkeypatch.setattr(HFRollout, "generate", recording)
+    assert run_preflight(MismatchRequest(str(run))).gap.agrees
+    assert texts
+    assert all(text.endswith("0=") for text in texts)
 
 
 @pytest.mark.parametrize(

@@ -17,77 +17,63 @@ from rlctl.spec.machine import gpus, gpus_are_hidden
 from rlctl.spec.rollout import VLLM_LORA_RANKS
 from rlctl.spec.run_spec import RunSpec
 
-_LENGTH = "data.max_prompt_length + data.max_response_length"
-_LORA = "model.lora_rank and rollout.merge_lora"
-_DISTRIBUTION = "the sampling distribution is that of rollout.temperature, top_p, top_k, min_p"
 _WEIGHTS = "the weights are those of the trained policy"
-_OWN_BATCHES = "rlctl forms mini-batches and micro-batches itself"
-_OWN_OPTIMIZER = "rlctl brings its own AdamW: actor.lr, actor.betas, actor.weight_decay"
+_DISTRIBUTION = "the sampling distribution is that of rollout.temperature, top_p, top_k, min_p"
+_ADDRESS = "rlctl chooses the address of its servers"
+_BATCHES = "rlctl forms mini-batches and micro-batches itself"
+_OPTIMIZER = "rlctl brings its own AdamW: actor.lr, actor.betas, actor.weight_decay"
+
+
+def _by_option(table: Mapping[str, str]) -> dict[str, str]:
+    """Option → its owner, from a table with the options of each owner, separated by spaces."""
+    return {option: owner for owner, options in table.items() for option in options.split()}
+
 
 #: Argument of vLLM's `LLM` → the spec key that sets it, or the reason why rlctl sets it.
-VLLM_OWNERS = {
-    "model": "model.path",
-    "tokenizer": "model.path",
-    "revision": "model.revision",
-    "trust_remote_code": "model.trust_remote_code",
-    "dtype": "rollout.dtype",
-    "max_model_len": _LENGTH,
-    "max_num_seqs": "rollout.max_num_seqs",
-    "seed": "trainer.seed",
-    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
-    "tensor_parallel_size": "rollout.tensor_model_parallel_size",
-    "distributed_executor_backend": "rollout.mode",
-    "enable_sleep_mode": "rollout.free_cache_engine",
-    "enable_lora": _LORA,
-    "max_lora_rank": _LORA,
-    "generation_config": _DISTRIBUTION,
-    "logprobs_mode": "rollout_log_probs must be those of the distribution sampled from",
-    "max_logprobs": "rollout.top_k, rollout.exact_sampling and score_centering",
-    "weight_transfer_config": "rollout.server.weight_transfer",
-    "tokenizer_revision": "model.revision",
-    "code_revision": "model.revision",
-    "hf_overrides": "model.path",
-    "load_format": _WEIGHTS,
-    "skip_tokenizer_init": "rlctl samples from token ids and returns texts",
-    "runner": "rlctl generates",
-    "worker_cls": _WEIGHTS,
-    "worker_extension_cls": _WEIGHTS,
-    "override_generation_config": _DISTRIBUTION,
-    "logits_processors": _DISTRIBUTION,
-    "pipeline_parallel_size": "rollout.server.replicas and rollout.tensor_model_parallel_size",
-    "data_parallel_size": "rollout.server.replicas",
-    "served_model_name": "rlctl names the model of its servers",
-    "host": "rlctl chooses the address of its servers",
-    "port": "rlctl chooses the address of its servers",
-    "uds": "rlctl chooses the address of its servers",
-    "root_path": "rlctl chooses the address of its servers",
-    "api_key": "only this run knows the address of its servers",
-}
+VLLM_OWNERS = _by_option(
+    {
+        "model.path": "model tokenizer hf_overrides",
+        "model.revision": "revision tokenizer_revision code_revision",
+        "model.trust_remote_code": "trust_remote_code",
+        "rollout.dtype": "dtype",
+        "data.max_prompt_length + data.max_response_length": "max_model_len",
+        "rollout.max_num_seqs": "max_num_seqs",
+        "trainer.seed": "seed",
+        "rollout.gpu_memory_utilization": "gpu_memory_utilization",
+        "rollout.tensor_model_parallel_size": "tensor_parallel_size",
+        "rollout.mode": "distributed_executor_backend",
+        "rollout.free_cache_engine": "enable_sleep_mode",
+        "model.lora_rank and rollout.merge_lora": "enable_lora max_lora_rank",
+        _DISTRIBUTION: "generation_config override_generation_config logits_processors",
+        "rollout_log_probs must be those of the distribution sampled from": "logprobs_mode",
+        "rollout.top_k, rollout.exact_sampling and score_centering": "max_logprobs",
+        "rollout.server.weight_transfer": "weight_transfer_config",
+        _WEIGHTS: "load_format worker_cls worker_extension_cls",
+        "rlctl samples from token ids and returns texts": "skip_tokenizer_init",
+        "rlctl generates": "runner",
+        "rollout.server.replicas and rollout.tensor_model_parallel_size": "pipeline_parallel_size",
+        "rollout.server.replicas": "data_parallel_size",
+        "rlctl names the model of its servers": "served_model_name",
+        _ADDRESS: "host port uds root_path",
+        "only this run knows the address of its servers": "api_key",
+    }
+)
 #: The same for DeepSpeed's configuration; a name stands for all options below it too.
-DEEPSPEED_OWNERS = {
-    "train_batch_size": _OWN_BATCHES,
-    "train_micro_batch_size_per_gpu": _OWN_BATCHES,
-    "gradient_accumulation_steps": _OWN_BATCHES,
-    "optimizer": _OWN_OPTIMIZER,
-    "scheduler": "actor.lr_scheduler_type",
-    "gradient_clipping": "actor.grad_clip",
-    "zero_optimization.stage": "engine.zero_stage",
-    "zero_optimization.offload_optimizer.device": "engine.offload",
-    "zero_optimization.offload_param.device": "engine.offload",
-    "zero_optimization.cpu_offload": "engine.offload",
-    "zero_optimization.cpu_offload_param": "engine.offload",
-    "bf16.enabled": "engine.dtype",
-    "bfloat16": "engine.dtype",
-    "torch_autocast": "engine.dtype",
-    "data_types": "engine.dtype",
-    "fp16": "engine.dtype (fp32 or bf16)",
-    "amp": "engine.dtype (fp32 or bf16)",
-    "zero_allow_untested_optimizer": _OWN_OPTIMIZER,
-    "zero_force_ds_cpu_optimizer": _OWN_OPTIMIZER,
-    "sequence_parallel_size": "engine.sequence_parallel",
-    "tensor_parallel": "rlctl trains whole layers",
-    "elasticity": _OWN_BATCHES,
-}
+DEEPSPEED_OWNERS = _by_option(
+    {
+        _BATCHES: "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps elasticity",
+        _OPTIMIZER: "optimizer zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
+        "actor.lr_scheduler_type": "scheduler",
+        "actor.grad_clip": "gradient_clipping",
+        "engine.zero_stage": "zero_optimization.stage",
+        "engine.offload": "zero_optimization.offload_optimizer.device zero_optimization.offload_param.device"
+        " zero_optimization.cpu_offload zero_optimization.cpu_offload_param",
+        "engine.dtype": "bf16.enabled bfloat16 torch_autocast data_types",
+        "engine.dtype (fp32 or bf16)": "fp16 amp",
+        "engine.sequence_parallel": "sequence_parallel_size",
+        "rlctl trains whole layers": "tensor_parallel",
+    }
+)
 #: Names at the top of DeepSpeed's configuration, which ignores all others.
 DEEPSPEED_NAMES = (
     *DEEPSPEED_OWNERS,
@@ -101,13 +87,8 @@ DEEPSPEED_NAMES = (
     *("gradient_predivide_factor", "gradient_allreduce_op", "flops_profiler", "tensorboard", "csv_monitor"),
     *("checkpoint", "timers", "compile", "disable_allgather", "wandb"),
 )
-
 #: Short names of `vllm serve` → names of `LLM`.
-_VLLM_ALIASES = {
-    "tp": "tensor_parallel_size",
-    "pp": "pipeline_parallel_size",
-    "dp": "data_parallel_size",
-}
+_VLLM_ALIASES = {f"{name[0]}p": f"{name}_parallel_size" for name in ("tensor", "pipeline", "data")}
 
 
 @spec_check
@@ -275,7 +256,7 @@ def passthrough_is_free(spec: RunSpec) -> Problems:
 
 
 def _vllm_name(option: str) -> str:
-    """The name that vLLM's `LLM` gives an option, which `vllm serve` also takes with dashes, or shortened."""
+    """The name in vLLM's `LLM` of an option, which `vllm serve` also takes with dashes, or shortened."""
     name = option.replace("-", "_")
     return _VLLM_ALIASES.get(name, name)
 

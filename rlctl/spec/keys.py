@@ -12,22 +12,16 @@ from pydantic.fields import FieldInfo
 from rlctl.spec.base import Section
 from rlctl.spec.run_spec import RunSpec
 
-_ONE_MICRO_BATCH = "`actor.ppo_micro_batch_size_per_gpu` applies to every forward pass; leave it out"
-_ONE_BUDGET = "`actor.ppo_max_token_len_per_gpu` applies to every forward pass; leave it out"
 _DYNAMIC = "`actor.ppo_max_token_len_per_gpu` turns it on; leave it out"
 
-#: Keys of verl and TRL with a different name in rlctl: dotted key → what to write.
+#: Keys of verl and TRL with a different name in rlctl, or the ends of such keys → what to write.
 #: A name that ends in a dot matches all keys below it.
 _ELSEWHERE = {
-    "actor_rollout_ref.rollout.calculate_log_probs": "always on here, leave it out",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": _ONE_MICRO_BATCH,
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": _ONE_MICRO_BATCH,
-    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": _ONE_BUDGET,
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": _ONE_BUDGET,
-    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": _DYNAMIC,
-    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": _DYNAMIC,
-    "actor_rollout_ref.actor.use_dynamic_bsz": _DYNAMIC,
-    "critic.use_dynamic_bsz": _DYNAMIC,
+    "calculate_log_probs": "always on here, leave it out",
+    "log_prob_micro_batch_size_per_gpu": "`actor.ppo_micro_batch_size_per_gpu` holds here; leave it out",
+    "log_prob_max_token_len_per_gpu": "`actor.ppo_max_token_len_per_gpu` holds here; leave it out",
+    "log_prob_use_dynamic_bsz": _DYNAMIC,
+    "use_dynamic_bsz": _DYNAMIC,
     "actor_rollout_ref.actor.fsdp_config.": "the engine is DeepSpeed: use `engine.zero_stage`",
     "actor_rollout_ref.actor.policy_loss.loss_mode": "use `algorithm.rollout_correction.loss_type`",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": "use `rollout.val_kwargs.temperature`; 0 is greedy",

@@ -195,7 +195,6 @@ def dump_value(value: Any) -> str:
 
 
 def _read_preset(preset: str, given: Origin, problems: list[Problem]) -> dict[str, Leaf]:
-    """Leaves of a preset whose name or path is `given` on the command line or by a program."""
     known = all_presets()
     if preset in known:
         return _read_file(known[preset].path, Origin("preset", preset), problems)
@@ -275,24 +274,16 @@ def _validated(
     leaves: dict[str, Leaf], problems: list[Problem], context: dict[str, str] | None = None
 ) -> tuple[RunSpec, frozenset[str]]:
     """The spec of the leaves with defaults for invalid values, and the keys of these; adds to `problems`."""
-    good: dict[str, Leaf] = {}
-    for key, leaf in leaves.items():
-        if leaf_of(key):
-            good[key] = leaf
-        elif key not in known_sections():
-            problems.append(_problem(key, leaf, "unknown key", advice_for(key)))
-        elif leaf.value not in (None, {}):  # null: all keys below `actor:` are commented out
-            fix = f"set the keys below it, {key}.…"
-            if isinstance(leaf.value, str) and (pair := re.match(r"(\w+):(?=\S)", leaf.value)):
-                fix = f"write a space after the colon: `{pair[0]} {leaf.value[pair.end() :]}`"
-            problems.append(_problem(key, leaf, "is a section, not a value", fix))
+    good = {key: leaf for key, leaf in leaves.items() if leaf_of(key)}
+    unknown = {key: leaf for key, leaf in leaves.items() if key not in good and not _is_empty(key, leaf)}
+    problems += [_unknown(key, leaf) for key, leaf in unknown.items()]
     known = frozenset(good)
-    for key in [key for key, leaf in good.items() if isinstance(leaf.value, bool) and not accepts(key, bool)]:
-        problems.append(_problem(key, good.pop(key), "must not be true or false"))  # pydantic reads true as 1
-    for key in [
-        key for key, leaf in good.items() if isinstance(leaf.value, int) and abs(leaf.value) >= 2**63
-    ]:
-        problems.append(_problem(key, good.pop(key), "must be an integer of 64 bits"))
+    for key, leaf in list(good.items()):
+        is_bool = isinstance(leaf.value, bool)
+        if is_bool and not accepts(key, bool):  # Pydantic reads true as 1
+            problems.append(_problem(key, good.pop(key), "must not be true or false"))
+        elif isinstance(leaf.value, int) and abs(leaf.value) >= 2**63:
+            problems.append(_problem(key, good.pop(key), "must be an integer of 64 bits"))
     while True:
         try:
             values = {key: _value(key, leaf) for key, leaf in good.items()}
@@ -308,6 +299,21 @@ def _validated(
             for key in sorted(bad, key=list(known_leaves()).index):
                 leaf = good.pop(key)
                 problems += [_invalid(key, leaf, details) for details in bad[key].values()]
+
+
+def _is_empty(key: str, leaf: Leaf) -> bool:
+    """Whether it is a section without keys; null: all keys below `actor:` are commented out."""
+    return key in known_sections() and leaf.value in (None, {})
+
+
+def _unknown(key: str, leaf: Leaf) -> Problem:
+    """The problem of a key that is none, or of a section with a value."""
+    if key not in known_sections():
+        return _problem(key, leaf, "unknown key", advice_for(key))
+    fix = f"set the keys below it, {key}.…"
+    if isinstance(leaf.value, str) and (pair := re.match(r"(\w+):(?=\S)", leaf.value)):
+        fix = f"write a space after the colon: `{pair[0]} {leaf.value[pair.end() :]}`"
+    return _problem(key, leaf, "is a section, not a value", fix)
 
 
 def _invalid(key: str, leaf: Leaf, details: Any) -> Problem:

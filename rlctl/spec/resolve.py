@@ -50,15 +50,25 @@ def correction_rules(spec: RolloutCorrectionSpec) -> CorrectionRules:
         SpecError: with every unknown criterion, every invalid threshold or parameter, and what does not fit
             score centering or `auto`.
     """
+    rules, problems = _resolved(spec)
+    if problems:
+        raise SpecError(problems)
+    return rules
+
+
+def correction_problems(spec: RolloutCorrectionSpec) -> list[Problem]:
+    """The problems that `correction_rules` would raise; empty if it would succeed."""
+    return _resolved(spec)[1]
+
+
+def _resolved(spec: RolloutCorrectionSpec) -> tuple[CorrectionRules, list[Problem]]:
     problems: list[Problem] = []
     weight, reject = _weight_rule(spec, problems), _reject_rules(spec, problems)
     if spec.score_centering is not None:
         problems += _centering_problems(spec, weight, reject)
     if spec.auto:
         problems += _auto_problems(spec)
-    if problems:
-        raise SpecError(problems)
-    return CorrectionRules(weight, reject, spec.loss_denominator)
+    return CorrectionRules(weight, reject, spec.loss_denominator), problems
 
 
 def loss_rule(spec: RunSpec) -> LossRule:
@@ -74,15 +84,6 @@ def loss_rule(spec: RunSpec) -> LossRule:
         divergence=actor.dppo_divergence,
         params=params_of(POLICY_LOSSES.part(correction.loss_type), correction.loss_params),
     )
-
-
-def correction_problems(spec: RolloutCorrectionSpec) -> list[Problem]:
-    """The problems that `correction_rules` would raise; empty if it would succeed."""
-    try:
-        correction_rules(spec)
-    except SpecError as error:
-        return error.problems
-    return []
 
 
 def _centering_problems(

@@ -6,6 +6,7 @@ Library code raises errors; only `rlctl.cli.app` prints them and exits.
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -13,6 +14,14 @@ from unicodedata import category
 
 #: Substrings of torch's errors about exhausted host memory.
 _NO_HOST_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "out of memory")
+
+#: Types of Pydantic's errors whose messages use Python's words.
+_KINDS = {
+    **dict.fromkeys(("dict_type", "model_type"), "must be a mapping, `name: value`"),
+    **dict.fromkeys(("list_type", "tuple_type"), "must be a list, `[a, b]`"),
+    "extra_forbidden": "unknown parameter",
+    "missing": "is missing",
+}
 
 
 class RlctlError(Exception):
@@ -82,9 +91,8 @@ def visible(text: str, keep: str = "\n\t") -> str:
 
 def in_words(details: Mapping[str, Any]) -> str:
     """What one entry of `pydantic.ValidationError.errors()` says, after the name of the value."""
-    if details["type"] == "extra_forbidden":
-        return "unknown parameter"
-    return str(details["msg"]).removeprefix("Value error, ").replace("Input should", "must")
+    said = str(details["msg"]).removeprefix("Value error, ")
+    return _KINDS.get(details["type"]) or re.sub("(Input|Tuple|List) should", "must", said)
 
 
 def memory_failure(error: BaseException) -> RunFailure | None:

@@ -121,7 +121,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
     """
 
     #: every registry: a user's file may define parts of several
-    _all: ClassVar[list[Registry]] = []
+    all: ClassVar[list[Registry]] = []
     #: absolute path of each imported user's file → its version, as `version_of`
     _versions: ClassVar[dict[str, str]] = {}
     #: `path/to/file.py:` while that user's file is imported
@@ -150,7 +150,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
         self._parts: dict[str, Part] = {}
         self._checked: set[str] = set()  # names of parts whose function takes the right arguments
         self._is_loaded = False
-        Registry._all.append(self)
+        Registry.all.append(self)
 
     @staticmethod
     def forget_changed_files() -> None:
@@ -166,7 +166,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
     def _forget(path: str) -> None:
         """Forgets the parts of a user's file."""
         Registry._versions.pop(path, None)
-        for registry in Registry._all:
+        for registry in Registry.all:
             for name in [name for name in registry._parts if name.startswith(f"{path}:")]:
                 del registry._parts[name]
                 registry._checked.discard(name)
@@ -412,7 +412,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
 
     def _decorated(self, function: Callable[..., Any]) -> tuple[Registry | None, Part | None]:
         """The registry and the part of a function that has a decorator; this registry comes first."""
-        for registry in (self, *Registry._all):
+        for registry in (self, *Registry.all):
             for part in registry._parts.values():
                 if part.function is function and part.is_decorated:
                     return registry, part

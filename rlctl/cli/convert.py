@@ -12,7 +12,7 @@ from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
     from rlctl.convert.export import Export
-    from rlctl.convert.translate import KeyOutcome, Translation
+    from rlctl.convert.translate import Translation
 
 
 Format = Annotated[
@@ -122,37 +122,9 @@ def _write(
     elif format_ == "markdown":
         typer.echo(conversion_report.as_markdown(result, text))
     else:
-        _print(result)
+        typer.echo(f"{result.table.title}, {conversion_report.summary(result)}")
+        for heading, below in conversion_report.sections(result):
+            typer.echo(f"\n{heading}")
+            for row in below:
+                typer.echo(f"  {row}" if isinstance(row, str) else conversion_report.as_text(row))
         typer.echo(f"\n{text.rstrip()}" if output is None else f"{output} written{check}")
-
-
-def _print(result: Translation | Export) -> None:
-    from rlctl.convert.conversion_report import by_status, summary
-    from rlctl.convert.translate import Translation
-
-    typer.echo(f"{result.table.title}, {summary(result)}")
-    for title, rows in by_status(result):
-        _print_rows(title, rows)
-    if not isinstance(result, Translation):
-        return
-    if result.implied:
-        _print_rows("framework defaults that differ from rlctl's", result.implied)
-    if result.notes:
-        typer.echo("\nnot followed in the file" if len(result.notes) > 1 else "\nnote")
-        for note in result.notes:
-            typer.echo(f"  {note}")
-    if result.problems:
-        typer.echo("\nbefore it runs")
-        for one in result.problems:
-            typer.echo(f"  {one.severity}: {one.key}: {one.what}" + (f" ({one.fix})" if one.fix else ""))
-
-
-def _print_rows(title: str, rows: list[KeyOutcome]) -> None:
-    from rlctl.convert.conversion_report import became, shown
-
-    typer.echo(f"\n{title} ({len(rows)})")
-    for row in rows:
-        place = f"{row.where}: " if row.where else ""
-        typer.echo(f"  {place}{row.key} = {shown(row.value)}" + (f" → {became(row)}" if row.became else ""))
-        if row.note:
-            typer.echo(f"      {row.note}")

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rlctl.mismatch.mismatch_run import MismatchReport
+    from rlctl.mismatch.score import Gap
 
 
 def mismatch(
@@ -57,7 +63,7 @@ def mismatch(
     rlctl diagnose mismatch --model runs/rlctl/rloo-seq-is-20260101-120000 --temperature 0.7
     """
     from rlctl.cli.output import write_report
-    from rlctl.mismatch.mismatch_run import MismatchRequest, as_document, print_report, run_preflight
+    from rlctl.mismatch.mismatch_run import MismatchRequest, as_document, run_preflight
 
     report = run_preflight(
         MismatchRequest(
@@ -71,4 +77,53 @@ def mismatch(
             seed=seed,
         )
     )
-    write_report(output_format, None, partial(print_report, report=report), partial(as_document, report))
+    write_report(output_format, None, partial(_print, report=report), partial(as_document, report))
+
+
+def _print(console: Console, report: MismatchReport) -> None:
+    from rich.text import Text
+
+    from rlctl.cli.output import print_wide_table
+
+    def line(*parts: str | tuple[str, str]) -> None:
+        console.print(Text.assemble(*parts), soft_wrap=True)
+
+    gap = report.gap
+    line((report.conclusion, "bold"))
+    counts = f"{report.num_sequences} responses, {gap.num_tokens} tokens"
+    sizes = f"mean |r| {gap.abs_mean:.2g}, mean {gap.mean:.2g}, std {gap.std:.2g}, max |r| {gap.abs_max:.2g}"
+    ess = f"ESS {gap.ess_token:.3f} per token, {gap.ess_sequence:.3f} per sequence"
+    for name, text in {
+        "trainer": report.trainer,
+        "engine": report.engine,
+        "request": f"{report.settings}; {counts}",
+        "gap": f"log-ratio r: {sizes}; k3 {gap.k3:.2g}; {ess}",
+    }.items():
+        line((f"  {name:<8}", "dim"), text)
+    for number, cause in enumerate(report.causes, start=1):
+        share = f"{cause.share:.0%} of the gap" if cause.before else "does not show in the gap"
+        line((f"\n{number}. {cause.name}", "bold yellow"), (f"  {share}", "dim"))
+        line(f"  {cause.what}")
+        if cause.before and cause.after:
+            line((f"  mean |log-ratio| {cause.before.abs_mean:.2g} → {cause.after.abs_mean:.2g}", "dim"))
+        line(("  fix   ", "dim"), cause.fix)
+        for place, change in enumerate(cause.spec):
+            line(("  or    " if place else "  try   ", "dim"), (change, "cyan"))
+    console.print()
+    if report.remainder:
+        line((f"left: {report.remainder}", "yellow"))
+    if not gap.agrees:  # the gap for every change of the scoring, each applied alone
+        tried = [(f"{one.factor}: {one.value}", one.after) for one in report.tried if one.after]
+        rows = [(name, *_cells(after)) for name, after in [("nothing changed", gap), *tried]]
+        headings = ("the trainer variant", "mean |r|", "mean r", "std", "max |r|", "k3", "ESS tok", "ESS seq")
+        print_wide_table(console, headings, rows)
+        console.print()
+    for note in report.open_questions:
+        line(("unknown   ", "dim"), note)
+    for note in report.notes:
+        line(("note  ", "dim"), note)
+
+
+def _cells(gap: Gap) -> list[str]:
+    sizes = (gap.abs_mean, gap.mean, gap.std, gap.abs_max, gap.k3)
+    return [f"{size:.2g}" for size in sizes] + [f"{gap.ess_token:.3f}", f"{gap.ess_sequence:.3f}"]

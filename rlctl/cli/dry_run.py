@@ -16,7 +16,7 @@ from rlctl.spec.check_rollout import slow_on_a_gpu
 from rlctl.spec.explain import BatchArithmetic, bands, notes
 from rlctl.spec.keys import known_leaves, value_of
 from rlctl.spec.load import LoadedSpec
-from rlctl.spec.machine import machine_of
+from rlctl.spec.machine import gib, machine_of
 from rlctl.spec.memory import MemoryPart, memory_total
 from rlctl.spec.model_size import model_size
 from rlctl.spec.placement import Placement
@@ -37,26 +37,23 @@ def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = N
     Raises:
         UsageError: no machine of this name is known.
     """
-    placement = Placement(loaded.spec, model_size(loaded.spec.model), machine_of(machine))
-    console = unwrapped()
-    _print_parts(loaded.spec, console)
-    _print_correction(loaded.spec, console)
-    _print_reward(loaded.spec, console)
-    _print_batch(loaded.spec, console)
+    spec, console = loaded.spec, unwrapped()
+    placement = Placement(spec, model_size(spec.model), machine_of(machine))
+    for print_about in (_print_parts, _print_correction, _print_reward, _print_batch):
+        print_about(spec, console)
     _print_servers(placement, console)
     _print_memory(placement, console)
     if machine or placement.machine.gpus:
         _print_host(placement, console)
         _print_stages(placement, console)
     _print_values(loaded, console, show_all=show_all)
-    unusable = [_as_example(problem, loaded) for problem in check_inputs(loaded.spec)]
-    unusable += check_functions(loaded.spec)
-    unusable += placement.problems()
+    unusable = [_as_example(problem, loaded) for problem in check_inputs(spec)]
+    unusable += [*check_functions(spec), *placement.problems()]
     if machine is None:  # free disk space may change, so it becomes an error only at the start of the run
-        unusable += [replace(problem, severity="warning") for problem in check_disk(loaded.spec)]
-    if machine and placement.machine.gpus:  # the warnings of the spec are about this machine
+        unusable += [replace(problem, severity="warning") for problem in check_disk(spec)]
+    elif placement.machine.gpus:  # the warnings of the spec are about this machine
         known = {problem.what for problem in loaded.warnings}
-        unusable += [problem for problem in slow_on_a_gpu(loaded.spec) if problem.what not in known]
+        unusable += [problem for problem in slow_on_a_gpu(spec) if problem.what not in known]
     if problems := [*loaded.warnings, *unusable]:
         _print_title("Before you start", console)
         print_problems(problems, console)
@@ -69,9 +66,7 @@ def _as_example(problem: Problem, loaded: LoadedSpec) -> Problem:
     origin = loaded.origins.get(problem.key)
     if not origin or origin.layer != "preset":
         return problem
-    fix = (
-        f"an example's path: `rlctl presets show {origin.name}` shows how to write it; or {problem.key}=FILE"
-    )
+    fix = f"an example's path; see `rlctl presets show {origin.name}`, or write {problem.key}=FILE"
     return replace(problem, severity="warning", fix=fix)
 
 
@@ -89,14 +84,6 @@ def show(value: object) -> str:
     return str(value)
 
 
-def show_bytes(num_bytes: float | None) -> str:
-    """Formats bytes, e.g. `1.5 GiB` or `20.0 MiB`; `unknown` for None."""
-    if num_bytes is None:
-        return "unknown"
-    gib = num_bytes / 2**30
-    return f"{gib:,.1f} GiB" if gib >= 0.1 else f"{num_bytes / 2**20:,.1f} MiB"
-
-
 def _print_values(loaded: LoadedSpec, console: Console, *, show_all: bool) -> None:
     """Prints values and their origins by section; defaults only with `show_all`, dimmed."""
     defaults = [key for key in known_leaves() if loaded.origins[key].layer == "default"]
@@ -110,10 +97,10 @@ def _print_values(loaded: LoadedSpec, console: Console, *, show_all: bool) -> No
         if parent != section:
             section = parent
             console.print(Text(f"  {section}", "bold"))
-        style = "dim" if key in defaults else ""
-        text = f"{show(value_of(loaded.spec, key)):<22} {loaded.origins[key]}"
+        style, value = "dim" if key in defaults else "", show(value_of(loaded.spec, key))
+        text = f"{value:<22} {loaded.origins[key]}"
         if console.is_terminal and 4 + 30 + len(text) > console.width:  # print the origin below its value
-            text = f"{show(value_of(loaded.spec, key))}\n{loaded.origins[key]}"
+            text = f"{value}\n{loaded.origins[key]}"
         _print_indented(Text(text, style), 4, console, head=Text(f"{name:<30}", style))
     if not show_all:
         _print_indented(
@@ -139,7 +126,6 @@ def _print_amount(name: str, amount: str, words: str, console: Console, style: s
 
 
 def _print_parts(spec: RunSpec, console: Console) -> None:
-    """Prints label, formula and source of the estimator, the loss and the KL estimators in use."""
     _print_title("Algorithm", console)
     algorithm, actor = spec.algorithm, spec.actor
     used = [
@@ -156,7 +142,6 @@ def _print_parts(spec: RunSpec, console: Console) -> None:
 
 
 def _print_correction(spec: RunSpec, console: Console) -> None:
-    """Prints thresholds as intervals of ρ."""
     _print_title("Rollout correction: what each threshold means for ρ = π_train / π_rollout", console)
     for band in bands(spec):
         _print_indented(Text.assemble((band.name, "bold"), f": {band.interval}"), 2, console)
@@ -167,7 +152,6 @@ def _print_correction(spec: RunSpec, console: Console) -> None:
 
 
 def _print_reward(spec: RunSpec, console: Console) -> None:
-    """Prints what each reward term grades and what it needs."""
     _print_title("Reward", console)
     for term in spec.reward.all_terms:
         shown = "your function"
@@ -180,12 +164,11 @@ def _print_reward(spec: RunSpec, console: Console) -> None:
 
 
 def _print_batch(spec: RunSpec, console: Console) -> None:
-    """Prints the batch arithmetic from prompts to optimizer steps, one line per division."""
     _print_title("Batch", console)
     batch = BatchArithmetic(spec, count_rows(spec.data.train_files))
-    ranks = _count(batch.ranks, "rank")
-    if batch.ranks_per_row > 1:
-        ranks += f" in groups of {batch.ranks_per_row}, which run each row together"
+    ranks, shared = _count(spec.world_size, "rank"), spec.engine.sequence_parallel
+    if shared > 1:
+        ranks += f" in groups of {shared}, which run each row together"
     if batch.micro_batches_per_rank is None:
         micro = f"micro-batches of at most {batch.micro_batch_tokens:,} tokens"
     else:
@@ -193,10 +176,10 @@ def _print_batch(spec: RunSpec, console: Console) -> None:
         micro += f" of at most {batch.micro_batch_size}"
     steps = _count(batch.steps_per_batch, "optimizer step")
     lines = [
-        f"{batch.prompts} prompts × {batch.responses_per_prompt} responses = {batch.samples} samples",
+        f"{spec.data.train_batch_size} prompts × {spec.rollout.n} responses = {batch.samples} samples",
         f"{_count(batch.mini_batches, 'mini-batch', 'es')} of {batch.samples_per_mini_batch} samples",
         f"each over {ranks}: {batch.samples_per_rank} samples in {micro}",
-        f"{batch.mini_batches} × {_count(batch.epochs, 'epoch')} over the batch = {steps}",
+        f"{batch.mini_batches} × {_count(spec.actor.ppo_epochs, 'epoch')} over the batch = {steps}",
     ]
     if batch.num_rows is not None:
         lines.append(f"training rows: {batch.num_rows:,}")
@@ -211,7 +194,6 @@ def _print_batch(spec: RunSpec, console: Console) -> None:
 
 
 def _print_servers(placement: Placement, console: Console) -> None:
-    """Prints where rollout servers run and how they receive new weights."""
     spec = placement.spec
     if not spec.has_rollout_servers:
         return
@@ -239,7 +221,6 @@ def _print_servers(placement: Placement, console: Console) -> None:
 
 
 def _print_memory(placement: Placement, console: Console) -> None:
-    """Prints the memory estimate per GPU, part by part."""
     _print_title("Memory per GPU (an estimate: no fragmentation, no framework overhead)", console)
     size = placement.size
     parameters = "unknown" if size.num_parameters is None else f"{size.num_parameters:,}"
@@ -249,27 +230,25 @@ def _print_memory(placement: Placement, console: Console) -> None:
 
 
 def _print_host(placement: Placement, console: Console) -> None:
-    """Prints the host memory estimate, part by part."""
     machine = placement.machine
-    _print_title(f"Host memory per node ({machine.name}: {show_bytes(machine.host_bytes)})", console)
+    _print_title(f"Host memory per node ({machine.name}: {gib(machine.host_bytes)})", console)
     _print_parts_of_memory(placement.host_parts, "", console)
 
 
 def _print_parts_of_memory(parts: list[MemoryPart], of_peak: str, console: Console) -> None:
-    """Prints the parts and their peak, which `of_peak` explains."""
     for part in parts:
         marks = [*part.phases, "pinned" if part.is_pinned else "", "/dev/shm" if part.is_shared else ""]
         shown = ", ".join(filter(None, marks))
         words = f"{part.formula}{f' [{shown}]' if shown else ''}"
-        _print_amount(part.name, show_bytes(part.num_bytes), words, console)
+        amount = "unknown" if part.num_bytes is None else gib(part.num_bytes)
+        _print_amount(part.name, amount, words, console)
     known = [part for part in parts if part.num_bytes is not None]
     more_than = "" if len(known) == len(parts) else "over "
-    total = more_than + show_bytes(memory_total(known)) if known else "unknown"
+    total = more_than + gib(memory_total(known)) if known else "unknown"
     _print_amount("peak", total, of_peak, console, "bold")
 
 
 def _print_stages(placement: Placement, console: Console) -> None:
-    """Prints peak memory, transfers and seconds per step of each stage of the run."""
     machine = placement.machine
     of = f"{placement.spec.trainer.nnodes} × {machine.gpus} × {machine.gpu}"
     _print_title(f"Stages on {machine.name} ({of}); seconds of a step within a factor of two", console)
@@ -277,10 +256,10 @@ def _print_stages(placement: Placement, console: Console) -> None:
         Text(f"  {'stage':<11}{'GPU':>11}{'host':>12}{'pinned':>12}{'/dev/shm':>12}{'seconds':>10}  moved")
     )
     for stage in placement.stages():
-        amounts = [show_bytes(num_bytes) for num_bytes in (stage.host, stage.pinned, stage.shared)]
+        amounts = [gib(num_bytes) for num_bytes in (stage.host, stage.pinned, stage.shared)]
         seconds = "" if stage.seconds is None else f"{stage.seconds:,.1f}"
-        moved = ", ".join(f"{show_bytes(num_bytes)} {link}" for link, num_bytes in stage.moved.items())
-        columns = f"{stage.name:<11}{show_bytes(stage.gpu):>11}" + "".join(f"{a:>12}" for a in amounts)
+        moved = ", ".join(f"{gib(num_bytes)} {link}" for link, num_bytes in stage.moved.items())
+        columns = f"{stage.name:<11}{gib(stage.gpu):>11}" + "".join(f"{a:>12}" for a in amounts)
         _print_indented(Text(moved, "dim"), 2, console, head=Text(f"{columns}{seconds:>10}  "))
     if total := placement.seconds().get("whole step"):
         tokens = placement.tokens() * placement.spec.world_size

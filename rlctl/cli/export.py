@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from rlctl.errors import EnvironmentFailure, UsageError, first_line
-
-if TYPE_CHECKING:
-    from rlctl.engine.checkpoint import Checkpoint
 
 
 def export(
@@ -47,13 +44,25 @@ def export(
 
       rlctl export runs/rlctl/rloo-seq-is-20260101-120000 --out my-model --push-to-hub me/my-model
     """
+    from rlctl.engine.checkpoint import checkpoint_of_run
     from rlctl.files import apply_umask, check_vacant, clear_leftovers, staged_directory
+    from rlctl.spec.load import spec_file_of
 
     check_vacant(out)
-    checkpoint = _checkpoint(run, step)
+    spec_file_of(run)  # it is a run
+    checkpoint, notes = checkpoint_of_run(run, step)
+    for note in notes:
+        typer.echo(f"warning: {note}", err=True)
+    if adapter and not (checkpoint.adapter_dir / "adapter_config.json").is_file():
+        raise UsageError(
+            "there is no adapter in this checkpoint: the run trained all weights, or an older rlctl saved it",
+            where=str(checkpoint.path),
+            fix="leave out --adapter to export the whole model",
+        )
     clear_leftovers(out)
     with staged_directory(out) as stage:
-        shutil.copytree(_adapter(checkpoint) if adapter else checkpoint.model_dir, stage, dirs_exist_ok=True)
+        source = checkpoint.adapter_dir if adapter else checkpoint.model_dir
+        shutil.copytree(source, stage, dirs_exist_ok=True)
         if dtype is not None:
             _convert(stage, dtype)
         if push_to_hub:
@@ -87,37 +96,6 @@ def _push(folder: Path, name: str, *, is_public: bool) -> str:
             fix=f"log in with `hf auth login`; the export is complete in {folder}",
         ) from error
     return str(found)
-
-
-def _checkpoint(run: Path, step: int | None) -> Checkpoint:
-    """The checkpoint of `step` (None: the newest), with verified checksums.
-
-    Raises:
-        UsageError: not a run, or no undamaged checkpoint of that step.
-    """
-    from rlctl.engine.checkpoint import checkpoint_of_run
-    from rlctl.spec.load import spec_file_of
-
-    spec_file_of(run)
-    checkpoint, notes = checkpoint_of_run(run, step)
-    for note in notes:
-        typer.echo(f"warning: {note}", err=True)
-    return checkpoint
-
-
-def _adapter(checkpoint: Checkpoint) -> Path:
-    """The directory of a LoRA run's adapter.
-
-    Raises:
-        UsageError: the checkpoint has no adapter.
-    """
-    if not (checkpoint.adapter_dir / "adapter_config.json").is_file():
-        raise UsageError(
-            "there is no adapter in this checkpoint: the run trained all weights, or an older rlctl saved it",
-            where=str(checkpoint.path),
-            fix="leave out --adapter to export the whole model",
-        )
-    return checkpoint.adapter_dir
 
 
 def _convert(model_dir: Path, dtype: Literal["fp32", "bf16"]) -> None:

@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -115,10 +115,8 @@ def samples(
     ] = None,
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="Responses to show.")] = 5,
     order: Annotated[
-        str,
-        typer.Option(
-            "--sort", metavar="ORDER", help="first, reward, worst (reward, rising), gap (largest |log ρ|)."
-        ),
+        Literal["first", "reward", "worst", "gap"],
+        typer.Option("--sort", help="worst: by reward, rising; gap: largest |log ρ| first."),
     ] = "first",
     as_json: AsJson = False,
 ) -> None:
@@ -132,8 +130,6 @@ def samples(
     """
     from rlctl.track.open_run import open_run, steps_in_words
 
-    if order not in _ORDERS:
-        raise UsageError(f"no such order: {order}", where="--sort", fix=f"one of {', '.join(_ORDERS)}")
     record = open_run(run_dir)
     steps = record.rollout_steps()
     chosen = steps[-1] if step is None else step

@@ -126,21 +126,25 @@ def explain(
         str,
         typer.Argument(
             metavar="KEY",
-            help="A spec key (actor.lr, or lr), a section (rollout), or a metric (rollout_corr/kl).",
+            help="A spec key (actor.lr, or lr), a section (rollout), a metric (rollout_corr/kl), or the "
+            "name of a loss, estimator, weight, criterion, grader, engine, tracker or rule (grpo).",
             autocompletion=complete_key,
         ),
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Explain a spec key (meaning, type, default, what the presets set), a section, or a metric.
+    """Explain a spec key (meaning, type, default, what the presets set), a section, a metric, or a part.
 
     rlctl explain algorithm.rollout_correction.rollout_is
 
     rlctl explain rollout_corr/rollout_is_eff_sample_size
+
+    rlctl explain seq_max_k2
     """
-    found = _of_spec(name) or _of_metric(name)
+    found = [*_of_spec(name), *_of_metric(name), *_of_parts(name)]
     if not found:
-        raise UsageError(f"neither a key of the spec nor a metric: {name}", fix=_nearest(name))
+        what = f"neither a key of the spec, nor a metric, nor the name of a part: {name}"
+        raise UsageError(what, fix=_nearest(name))
     if as_json:
         print_json(found)
         return
@@ -197,16 +201,36 @@ def _of_metric(name: str) -> list[dict[str, Any]]:
     return [entry]
 
 
+def _of_parts(name: str) -> Iterator[dict[str, Any]]:
+    """Entries of the losses, estimators and other parts of this name, and of the rejection criterion."""
+    from rlctl.registry import REJECTION_CRITERIA, Registry
+    from rlctl.spec.explain import criterion_bands
+    from rlctl.spec.resolve import criteria_names
+
+    for registry in Registry.all:
+        if name in set(registry) and registry is not REJECTION_CRITERIA:
+            part = registry.part(name)
+            about = {"meaning": f"{registry.kind}: {part.label}", "key": registry.key}
+            about |= {"formula": part.formula, "source": part.source, "needs": ", ".join(sorted(part.needs))}
+            about["params"] = ", ".join(part.params.model_fields) if part.params else ""
+            yield {"name": name, **{heading: text for heading, text in about.items() if text}}
+    if name in criteria_names():
+        meaning = f"{REJECTION_CRITERIA.kind}; with a threshold as an example, per dialect"
+        yield {"name": name, "meaning": meaning, "key": REJECTION_CRITERIA.key, **criterion_bands(name)}
+
+
 def _nearest(name: str) -> str | None:
     """Suggestion for an unknown name."""
     from rlctl.metric_names import METRICS
+    from rlctl.registry import Registry
     from rlctl.spec.keys import advice_for, closest, did_you_mean, known_sections
+    from rlctl.spec.resolve import criteria_names
 
     if "/" in name:
         return did_you_mean(name, METRICS, "docs/reference/metrics.md lists all metrics")
-    if of_sections := did_you_mean(name, known_sections(), cutoff=0.8):
-        return of_sections
+    parts = [*criteria_names(), *(part for registry in Registry.all for part in registry)]
+    if near := did_you_mean(name, [*known_sections(), *parts], cutoff=0.8) or advice_for(name):
+        return near
     by_end = {metric.rpartition("/")[2]: metric for metric in METRICS}
     end = closest(name, by_end)
-    of_metrics = f"did you mean `{by_end[end]}`?" if end else "`rlctl schema --markdown` lists every key"
-    return advice_for(name) or of_metrics
+    return f"did you mean `{by_end[end]}`?" if end else "`rlctl schema --markdown` lists every key"

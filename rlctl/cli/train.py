@@ -102,13 +102,16 @@ def train(
 
     Every key: `rlctl schema`. Presets: `rlctl presets list`.
     """
-    from rlctl.spec.load import load_spec
+    from rlctl.spec.load import load_spec, spec_file_of
 
     given = list(overrides or [])
     values = [item for item in given if "=" in item or not item.endswith((".yaml", ".yml"))]
     files = [*(spec or []), *(Path(item) for item in given if item not in values)]
     if resume is not None:
-        files.insert(0, _spec_of_run(resume, preset))
+        files.insert(0, spec_file_of(resume))
+        if preset:
+            what, fix = "a resumed run continues with its own spec", "change single values with key=value"
+            raise UsageError(what, where=str(files[0]), fix=f"leave --preset out; {fix}")
     loaded = load_spec(list(preset or []), files, values)
     if resume is not None:
         from rlctl.train.start import changes_of
@@ -162,21 +165,6 @@ def _start(loaded: LoadedSpec, resume: Path | None) -> int:
     return exit_code
 
 
-def _spec_of_run(run_dir: Path, presets: list[str] | None) -> Path:
-    """Path of the resolved spec of a run to resume.
-
-    Raises:
-        UsageError: no such run, or presets are given, which the run's spec would override silently.
-    """
-    from rlctl.spec.load import spec_file_of
-
-    path = spec_file_of(run_dir)
-    if presets:
-        fix = "leave --preset out; change single values with key=value"
-        raise UsageError("a resumed run continues with its own spec", where=str(path), fix=fix)
-    return path
-
-
 @contextmanager
 def _announcing() -> Iterator[Announce]:
     """Yields callbacks that print notes and show a progress bar while the embedded model is built (once)."""
@@ -226,19 +214,12 @@ def _print_summary(run_dir: Path) -> None:
         console.print(_learned(summary))
     else:
         console.print("The run was already complete; for more steps: trainer.total_training_steps=N")
-    if guarded := _guarded(summary):
-        console.print(guarded, markup=False)
+    guardrails = summary.get("guardrails", {})
+    if reason := guardrails.get("stopped_because"):
+        console.print(f"\nGuardrails stopped the run: {reason}", markup=False)
+    elif guardrails.get("alarms"):
+        console.print("\nGuardrails: {alarms} alarms, {interventions} interventions".format(**guardrails))
     _print_places(console, run_dir, summary)
-
-
-def _guarded(summary: dict[str, Any]) -> str:
-    """Line about alarms and actions of the guardrails; empty if there were none."""
-    counts = summary.get("guardrails", {})
-    if reason := counts.get("stopped_because"):
-        return f"\nGuardrails stopped the run: {reason}"
-    if not counts.get("alarms"):
-        return ""
-    return f"\nGuardrails: {counts['alarms']} alarms, {counts['interventions']} interventions"
 
 
 def _learned(summary: dict[str, Any]) -> Table:

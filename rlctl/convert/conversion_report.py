@@ -53,29 +53,30 @@ def as_markdown(result: Translation | Export, text: str) -> str:
     """Formats a translation or an export as Markdown tables, followed by `text`, the resulting file."""
     title, is_export = result.table.title, isinstance(result, Export)
     lines = [f"# rlctl → {title}" if is_export else f"# {title} → rlctl", "", summary(result), ""]
-    for heading, rows in by_status(result):
-        lines += [f"## {heading[0].upper()}{heading[1:]} ({len(rows)})", "", *_markdown_table(rows), ""]
-    if isinstance(result, Export):
-        return "\n".join([*lines, block(text)])
-    if result.implied:
-        lines += ["## Defaults that differ from rlctl's", "", *_markdown_table(result.implied), ""]
-    if result.problems:
-        lines += ["## Before it runs", ""]
-        for one in result.problems:
-            lines.append(f"- {code(one.key)}: {prose(one.what + (f' ({one.fix})' if one.fix else ''))}")
-        lines.append("")
-    lines += [f"- {prose(note)}" for note in result.notes]
-    return "\n".join([*lines, "", block(text, "yaml")])
+    for heading, below in sections(result):
+        rows = [row for row in below if isinstance(row, KeyOutcome)]
+        listed = [f"- {prose(line)}" for line in below if isinstance(line, str)]
+        lines += [f"## {heading[0].upper()}{heading[1:]}", "", *(_table(rows) if rows else listed), ""]
+    return "\n".join([*lines, block(text, "" if is_export else "yaml")])
 
 
-def by_status(result: Conversion) -> Iterator[tuple[str, list[KeyOutcome]]]:
-    """Yields the title and the rows of each status that has rows."""
+def sections(result: Translation | Export) -> Iterator[tuple[str, list[KeyOutcome] | list[str]]]:
+    """Yields the headings of a report, and the rows or lines below each."""
     for status, title in STATUSES.items():
         if rows := [row for row in result.rows if row.status == status]:
-            yield title, rows
+            yield f"{title} ({len(rows)})", rows
+    if isinstance(result, Export):
+        return
+    if result.implied:
+        yield f"framework defaults that differ from rlctl's ({len(result.implied)})", result.implied
+    if result.notes:
+        yield "not followed in the file" if len(result.notes) > 1 else "note", result.notes
+    problems = [(one, f" ({one.fix})" if one.fix else "") for one in result.problems]
+    if problems:
+        yield "before it runs", [f"{one.severity}: `{one.key}`: {one.what}{fix}" for one, fix in problems]
 
 
-def _markdown_table(rows: list[KeyOutcome]) -> list[str]:
+def _table(rows: list[KeyOutcome]) -> list[str]:
     cells = [
         (
             plain(row.where.removeprefix("line ")),
@@ -89,9 +90,15 @@ def _markdown_table(rows: list[KeyOutcome]) -> list[str]:
     return table(("line", "key", "value", "becomes", "note"), cells)
 
 
+def as_text(row: KeyOutcome) -> str:
+    """Formats the outcome for one key as one or two lines."""
+    place, arrow = f"{row.where}: " if row.where else "", f" → {became(row)}" if row.became else ""
+    return f"  {place}{row.key} = {shown(row.value)}{arrow}" + (f"\n      {row.note}" if row.note else "")
+
+
 def became(row: KeyOutcome) -> str:
-    """Formats the resulting keys, for example `actor.lr = 1e-06`, or a dash."""
-    return ", ".join(f"{key} = {shown(value)}" for key, value in row.became.items()) or "–"
+    """Formats the resulting keys, for example `actor.lr = 1e-06`."""
+    return ", ".join(f"{key} = {shown(value)}" for key, value in row.became.items())
 
 
 def shown(value: Any) -> str:

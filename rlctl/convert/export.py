@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +26,8 @@ _RULE_LEAVES = {
     "rules.reject_lower": [f"{_LEVEL}rs_threshold"],
     "rules.reject_upper": [f"{_LEVEL}rs_threshold"],
 }
+#: Text that Hydra reads as this text: of no other type, and without characters of its syntax.
+_PLAIN_WORD = re.compile(r"(?!(?i:null|true|false|nan|inf)$)(?:[A-Za-z/]|\.{1,2}/)[A-Za-z0-9_./:+%*@?|-]*")
 #: Options of TRL's launcher, which are written in the first line of the text.
 _LAUNCHER = ("num_processes", "num_machines")
 
@@ -112,7 +116,7 @@ def _inverse(rule: KeyRule, value: Any) -> Any:
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    if value is None or value == []:
+    if value in (None, [], {}):
         return True  # omitted: the framework's default applies; `_outcome` adds a note if that is not null
     if default == "null":
         return False
@@ -156,7 +160,7 @@ def as_text(result: Export) -> str:
         options = [_flag(key, value) for key, value in settings.items() if value is not False]
     else:
         command = "python3 -m verl.trainer.main_ppo"
-        options = [shlex.quote(f"{key}={_hydra(value)}") for key, value in settings.items()]
+        options = [shlex.quote(f"{key}={_hydra(value)}") for key, value in _hydra_keys(settings)]
     return "\n".join(["#!/usr/bin/env bash", *lost, " \\\n    ".join([command, *options])]) + "\n"
 
 
@@ -167,7 +171,19 @@ def _flag(key: str, value: Any) -> str:
     return " ".join([f"--{key}", *(shlex.quote(str(part)) for part in parts)])
 
 
+def _hydra_keys(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The settings as Hydra's overrides: a `+` adds a key to a mapping."""
+    for key, value in settings.items():
+        is_mapping = isinstance(value, dict)
+        yield from ((f"+{key}.{name}", one) for name, one in value.items()) if is_mapping else ((key, value),)
+
+
 def _hydra(value: Any) -> str:
+    """A value in Hydra's syntax: a text that is not a plain word is quoted."""
     if isinstance(value, list):
         return f"[{','.join(_hydra(item) for item in value)}]"
-    return word(value)
+    if not isinstance(value, str) or _PLAIN_WORD.fullmatch(value):
+        return word(value)
+    # Before a quote and at the end, a backslash must be doubled; before `${` it prevents an interpolation.
+    escaped = re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + found[2].replace('"', r"\""), value)
+    return '"' + escaped.replace("${", r"\${") + '"'

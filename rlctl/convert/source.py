@@ -15,12 +15,17 @@ import yaml
 from rlctl.convert.shell import Arg, commands, is_unresolved
 from rlctl.convert.table import KeyTable, names, table, value_of
 from rlctl.errors import UsageError
+from rlctl.spec.keys import leaf_of
 from rlctl.spec.sources import parse_scalar
 
 _MAX_BYTES = 1 << 20
 _OVERRIDE = re.compile(r"([+~]{0,2})([A-Za-z_][\w@./-]*)=(.*)", re.DOTALL)
+#: One item of a flat list, quoted or not, up to the next comma.
+_HYDRA_ITEM = re.compile(r"""\s*("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[^,\[\]{}"']+)\s*(?:,|$)""")
 _INTERPOLATION = re.compile(r"\$\{(\.?[A-Za-z_][\w.]*)\}")
 _PRODUCT = re.compile(r"\$\{mul:\s*(\d+)\s*,\s*(\d+)\s*\}")
+#: Options with the file of accelerate's configuration, of `accelerate launch` and of `trl`.
+_LAUNCHER_FILES = ("config_file", "accelerate_config")
 _PROGRAMS = {"python", "python3", "accelerate", "torchrun", "trl", "uv"}
 _KINDS = {".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell", ".py": "python"}
 _KINDS |= {".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
@@ -129,7 +134,9 @@ def _from_shell(
         for one in chosen:
             if launched := _launched_at(one, words):
                 start, variant = launched
-                found.append((one, [*variant, *_options(one, words, start, path, notes)]))
+                options = _options(one, words, start, path, notes)
+                # Options override the files that the command names, wherever it names them.
+                found.append((one, [*variant, *sorted(options, key=lambda one: one.where[:5] == "line ")]))
     if not found:
         return None
     if len(found) > 1:
@@ -173,7 +180,7 @@ def _options(
             if note not in notes:
                 notes.append(note)
             continue
-        if is_launcher and text[2:].partition("=")[0] not in one.launcher:
+        if is_launcher and text[2:].partition("=")[0] not in (*one.launcher, *_LAUNCHER_FILES):
             continue
         if text == "@" and at < len(args):
             yield from _other_file(path, args[at].text, notes)
@@ -186,7 +193,10 @@ def _options(
             ):
                 values.append(args[at].text)
                 at += 1
-            if name in {"config", "config-name", "config-path", "config-file"} and values:
+            if name in _LAUNCHER_FILES and one.launcher and values:
+                of_file = _other_file(path, values[0], notes)
+                yield from (setting for setting in of_file if setting.key in one.launcher)
+            elif name in {"config", "config-name", "config-path", "config-file"} and values:
                 yield from _other_file(path, values[0], notes)
             elif name and one.style == "flags":
                 yield ForeignSetting(name, _value(values) if values else True, line)
@@ -202,24 +212,35 @@ def _is_option(text: str) -> bool:
 
 
 def _value(values: list[str]) -> Any:
-    parsed = [Unresolved(value) if is_unresolved(value) else parse_scalar(value) for value in values]
+    """The value of an option with these words: a scalar, a list, or a mapping in JSON."""
+    parsed = [_collection(value) if value.startswith("{") else _scalar(value) for value in values]
     return parsed[0] if len(parsed) == 1 else parsed
+
+
+def _scalar(text: str) -> Any:
+    return Unresolved(text) if is_unresolved(text) else parse_scalar(text)
+
+
+def _collection(text: str) -> Any:
+    """The list or mapping that the text is in YAML, of which JSON and most of Hydra's syntax is a part."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return Unresolved(text)
 
 
 def _hydra_value(text: str) -> Any:
     """Parses the value of `key=value`: list, quoted text or scalar. Interpolations are resolved later."""
     text = text.strip()
     if text[:1] in {"[", "{"}:
-        inner = text.removeprefix("[").removesuffix("]") if text.startswith("[") else ""
-        if inner and not re.search(r"[\[\]{}]", inner):
-            return [_hydra_value(part) for part in inner.split(",") if part.strip()]
-        try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError:
-            return Unresolved(text)
+        inner = text[1:-1] if text[0] == "[" and text[-1] == "]" else ""
+        if inner and not _HYDRA_ITEM.sub("", inner).strip():
+            return [_hydra_value(item[1]) for item in _HYDRA_ITEM.finditer(inner)]
+        return _collection(text)
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        return text[1:-1]
-    return Unresolved(text) if is_unresolved(text) else parse_scalar(text)
+        inner = re.sub(rf"(\\+)(?={text[0]}|$)", lambda found: found[1][: len(found[1]) // 2], text[1:-1])
+        return inner.replace("\\${", "${")
+    return _scalar(text)
 
 
 def _other_file(path: Path, name: str, notes: list[str]) -> list[ForeignSetting]:
@@ -234,6 +255,10 @@ def _other_file(path: Path, name: str, notes: list[str]) -> list[ForeignSetting]
 
 def _from_mapping(path: Path, chosen: list[KeyTable], notes: list[str]) -> _Found | None:
     settings = _settings_of(path, "line ", notes)
+    keys = [setting.key for setting in settings]
+    if all(map(leaf_of, keys)) and not any(set(keys) <= one.keys.keys() for one in chosen):
+        what, fix = "every key is one of rlctl's: this is a spec", f"rlctl train --spec {path} --dry-run"
+        raise UsageError(what, where=str(path), fix=fix)
     scores = [sum(setting.key.startswith(tuple(one.marks)) for setting in settings) for one in chosen]
     if not max(scores) and len(chosen) > 1:
         return None

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from rlctl.errors import UsageError
+from rlctl.spec.keys import open_leaves
 
 _DIRECTORY = Path(__file__).parent / "frameworks"
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][\w.\[\]-]*)\}")
@@ -96,9 +97,15 @@ class KeyTable(BaseModel):
         )
 
     def rule(self, key: str) -> KeyRule | None:
-        """The rule of a key, or of its longest prefix in `unsupported`; None: unknown."""
+        """The rule of a key, of the mapping that contains it, or of its longest prefix in `unsupported`.
+
+        None: unknown.
+        """
         if key in self.keys:
             return self.keys[key]
+        for start, rule in self.keys.items():
+            if rule.to in open_leaves() and key.startswith(f"{start}."):
+                return rule.model_copy(update={"to": rule.to + key.removeprefix(start)})
         open_ended = (start for start in self.unsupported if start.endswith((".", "-", "_")))
         starts = [start for start in open_ended if key.startswith(start)]
         starts += [key] if key in self.unsupported else []

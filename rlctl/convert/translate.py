@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -217,12 +216,6 @@ def _is_equal(value: Any, ours: Any) -> bool:
     return bool(value == ours) or word(value) == word(ours)
 
 
-def overrides(spec: dict[str, Any]) -> list[str]:
-    """Converts a spec to `key=value` arguments."""
-    plain = {key for key, value in spec.items() if isinstance(value, str) and value == value.strip() != ""}
-    return [f"{key}={value if key in plain else json.dumps(value)}" for key, value in spec.items()]
-
-
 def _problems(result: Translation) -> list[Problem]:
     """Problems found by the spec check, and a missing model, because rlctl's default would be used."""
     found: list[Problem] = []
@@ -230,7 +223,7 @@ def _problems(result: Translation) -> list[Problem]:
         what = "the file does not contain it: the built-in tiny model would be trained"
         found.append(Problem("error", "model.path", what, "write it into the spec"))
     try:
-        loaded = load_spec(overrides=overrides(result.spec))
+        loaded = load_spec(overrides=result.spec)
     except SpecError as error:
         return found + error.problems
     return found + loaded.warnings

@@ -39,8 +39,7 @@ class Sides:
     rows: Sequence[Row]  # prompts
     sampling: Sampling  # requested of the engine; the trainer applies the temperature
     engine_tokenizer: Any = None  # the engine's, if it has a separate one
-    #: `data.chat_template_kwargs`, for both templates
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of both chat templates
     exact_sampling: bool = False  # the trainer scores the truncated distribution, as requested
     n: int = 4  # responses per prompt
     seed: int = 1  # of sampling
@@ -167,11 +166,10 @@ class _Sampler:
 
     def __init__(self, sides: Sides) -> None:
         self.sides, rows = sides, sides.rows
-        self._renderer = Renderer(sides.tokenizer, sides.chat_template_kwargs)
-        self._own = token_ids(rows, self._renderer)
-        theirs = self._own
+        self._renderer = Renderer(sides.tokenizer, sides.template_kwargs)
+        self._own = theirs = token_ids(rows, self._renderer)
         if sides.engine_tokenizer:
-            theirs = token_ids(rows, Renderer(sides.engine_tokenizer, sides.chat_template_kwargs))
+            theirs = token_ids(rows, Renderer(sides.engine_tokenizer, sides.template_kwargs))
         self._pad_id = pad_id_of(sides.tokenizer)
         texts = [row.prompt[-1].content for row in rows]
         self._prompts = prompt_batch(rows, theirs, texts, range(len(rows)), self._pad_id)

@@ -1,4 +1,4 @@
-"""`rlctl diagnose mismatch`: loads the trainer and the engine of a request, builds and prints the report."""
+"""`rlctl diagnose mismatch`: loads the trainer and the engine of a request, and builds the report."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from rlctl.batch import torch_device
 from rlctl.data.prompts import Renderer
@@ -136,15 +133,17 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
     name = chosen_engine(trainer.spec, request.engine, "--engine")
     model, tokenizer = trainer.load()
     sampling = _sampling(request, trainer.spec)
-    rows = _rows(trainer, model, tokenizer, sampling.max_response_length)
+    template_kwargs = trainer.spec.data.chat_template_kwargs
+    renderer = Renderer(tokenizer, template_kwargs)
+    rows = _rows(trainer, model, renderer, sampling.max_response_length)
     rollout = trainer.spec.rollout
     is_runs = request.engine in {None, rollout.name}
     dtype = request.engine_dtype or (rollout.dtype if is_runs else None) or trainer.dtype
     engine_model, engine_tokenizer = model, None
     if request.engine_model:
         engine_model, engine_tokenizer = trainer.load(request.engine_model)
-    kwargs = trainer.spec.data.chat_template_kwargs
-    longest = max(map(len, token_ids(rows, Renderer(engine_tokenizer or tokenizer, kwargs))))
+        renderer = Renderer(engine_tokenizer, template_kwargs)
+    longest = max(map(len, token_ids(rows, renderer)))
 
     def start(running: ExitStack, dtype: Dtype) -> ResponseSampler:
         """Stops the running engine and starts one in this precision."""
@@ -172,9 +171,9 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
             engine=start(running, dtype),
             rows=rows,
             sampling=sampling,
-            chat_template_kwargs=kwargs,
             exact_sampling=rollout.exact_sampling,
             engine_tokenizer=engine_tokenizer,
+            template_kwargs=template_kwargs,
             seed=request.seed,
             weights=trainer.older_weights(),
             same_precision=None if dtype == trainer.dtype else partial(start, running, trainer.dtype),
@@ -232,7 +231,7 @@ def _sampling(request: MismatchRequest, spec: RunSpec) -> Sampling:
     )
 
 
-def _rows(trainer: _Trainer, model: Any, tokenizer: Any, response_length: int) -> list[Row]:
+def _rows(trainer: _Trainer, model: Any, renderer: Renderer, response_length: int) -> list[Row]:
     """The first prompts that leave room for a response.
 
     Raises:
@@ -241,7 +240,6 @@ def _rows(trainer: _Trainer, model: Any, tokenizer: Any, response_length: int) -
     rows = load_rows(trainer.data_files)[: 4 * NUM_PROMPTS] if trainer.data_files else question_rows()
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
     room = context - response_length - 1  # one more start token must fit too
-    renderer = Renderer(tokenizer, trainer.spec.data.chat_template_kwargs)
     lengths = map(len, token_ids(rows, renderer))
     kept = [row for row, length in zip(rows, lengths, strict=True) if 0 < length <= room][:NUM_PROMPTS]
     if not kept:
@@ -249,70 +247,9 @@ def _rows(trainer: _Trainer, model: Any, tokenizer: Any, response_length: int) -
     return kept
 
 
-# --- output ---------------------------------------------------------------------------------------
-
-
 def as_document(report: MismatchReport) -> dict[str, Any]:
     """The report as values that can be written as JSON."""
     return {"conclusion": report.conclusion, **asdict(report)}
-
-
-def print_report(console: Console, report: MismatchReport) -> None:
-    """Prints the report on a terminal."""
-
-    def line(*parts: str | tuple[str, str]) -> None:
-        console.print(Text.assemble(*parts), soft_wrap=True)
-
-    gap = report.gap
-    line((report.conclusion, "bold"))
-    line(("  trainer ", "dim"), report.trainer)
-    line(("  engine  ", "dim"), report.engine)
-    counts = f"{report.num_sequences} responses, {gap.num_tokens} tokens"
-    line(("  request ", "dim"), f"{report.settings}; {counts}")
-    line(
-        ("  gap     ", "dim"),
-        f"log-ratio r: mean |r| {gap.abs_mean:.2g}, mean {gap.mean:.2g}, std {gap.std:.2g}, max |r| "
-        f"{gap.abs_max:.2g}; k3 {gap.k3:.2g}; ESS {gap.ess_token:.3f} per token, {gap.ess_sequence:.3f} "
-        "per sequence",
-    )
-    for number, cause in enumerate(report.causes, start=1):
-        share = f"{cause.share:.0%} of the gap" if cause.before else "does not show in the gap"
-        line((f"\n{number}. {cause.name}", "bold yellow"), (f"  {share}", "dim"))
-        line(f"  {cause.what}")
-        if cause.before and cause.after:
-            sizes = f"{cause.before.abs_mean:.2g} → {cause.after.abs_mean:.2g}"
-            line((f"  mean |log-ratio| {sizes}", "dim"))
-        line(("  fix   ", "dim"), cause.fix)
-        for place, change in enumerate(cause.spec):
-            line(("  or    " if place else "  try   ", "dim"), (change, "cyan"))
-    console.print()
-    if report.remainder:
-        line((f"left: {report.remainder}", "yellow"))
-    if not gap.agrees:
-        _print_tried(console, report)
-    for note in report.open_questions:
-        line(("unknown   ", "dim"), note)
-    for note in report.notes:
-        line(("note  ", "dim"), note)
-
-
-def _print_tried(console: Console, report: MismatchReport) -> None:
-    """Prints the gap for every change of the scoring, each applied alone."""
-    table = Table(box=None, header_style="dim", pad_edge=False, title_justify="left")
-    table.add_column("the trainer variant")
-    for column in ("mean |r|", "mean r", "std", "max |r|", "k3", "ESS tok", "ESS seq"):
-        table.add_column(column, justify="right", no_wrap=True, min_width=7)
-    table.add_row("nothing changed", *_cells(report.gap))
-    for change in report.tried:
-        if change.after is not None:
-            table.add_row(f"{change.factor}: {change.value}", *_cells(change.after))
-    console.print(table)
-    console.print()
-
-
-def _cells(gap: Gap) -> list[str]:
-    sizes = (gap.abs_mean, gap.mean, gap.std, gap.abs_max, gap.k3)
-    return [f"{size:.2g}" for size in sizes] + [f"{gap.ess_token:.3f}", f"{gap.ess_sequence:.3f}"]
 
 
 def _rounded_up(value: float) -> str:

@@ -124,7 +124,7 @@ def question_rows() -> list[Row]:
 
 
 def token_ids(rows: Sequence[Row], renderer: Renderer) -> list[list[int]]:
-    """Token ids of each row's prompt, as in training.
+    """Token ids of each row's prompt.
 
     Raises:
         UsageError: the chat template rejects a row.
@@ -137,17 +137,15 @@ def renderings(
 ) -> dict[str, TokenIds]:
     """Name of a rendering → token ids of all prompts; equal renderings occur once.
 
-    `own` are the token ids of the rows from the trainer's `renderer`, `reported` those that the engine
-    reports.
+    `own` are the trainer's token ids of the rows, `reported` those that the engine reports.
     """
     found: dict[str, TokenIds] = {OWN: own}
-    tokenizer = renderer.tokenizer
-    start = tokenizer.bos_token_id
+    start = renderer.tokenizer.bos_token_id
     if start is not None:
         found[ONE_MORE_START] = [[start, *ids] for ids in own]
         if all(len(ids) > 1 and ids[0] == start for ids in own):
             found[NO_START] = [list(ids[1:]) for ids in own]
-    if tokenizer.chat_template:
+    if renderer.tokenizer.chat_template:
         found[NO_GENERATION_PROMPT] = renderer.encode(
             [renderer.text(row, generation_prompt=False) for row in rows]
         )

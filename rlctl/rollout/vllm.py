@@ -10,9 +10,10 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
-from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, one_line
+from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, in_words, one_line
 from rlctl.rollout.completions import (
     MERGE_LORA,
     Completion,
@@ -295,7 +296,7 @@ def _generation_config(model_path: str, revision: str | None, trust_remote_code:
         return GenerationConfig.from_model_config(config)
 
 
-def _not_started(model_path: str, error: Exception) -> RlctlError:
+def _not_started(model_path: str, error: Exception) -> RlctlError:  # noqa: PLR0911
     if unknown := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
         from vllm import EngineArgs
 
@@ -303,6 +304,13 @@ def _not_started(model_path: str, error: Exception) -> RlctlError:
         near = closest(unknown[1], names)
         fix = f"write {near}" if near else "leave it out"
         return UsageError("vLLM has no such option", where=f"rollout.engine_kwargs.{unknown[1]}", fix=fix)
+    if isinstance(error, ValidationError) and (location := error.errors()[0]["loc"]):
+        where = ".".join(["rollout.engine_kwargs", *map(str, location)])
+        found = error.errors()[0]
+        return UsageError(f"vLLM's option {in_words(found)}, got {found['input']!r}", where=where)
+    if isinstance(error, TypeError) and "'str'" in str(error):  # it computes with the option
+        what = f"vLLM needs a number for one of these options: {one_line(error)}"
+        return UsageError(what, where="rollout.engine_kwargs", fix="correct the option that is a text")
     if "does not support LoRA" in str(error):
         return UsageError(f"vLLM refuses the adapter: {one_line(error)}", where=model_path, fix=MERGE_LORA)
     if re.search(r"(?i)gpu.memory.utilization", str(error)):

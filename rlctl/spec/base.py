@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -94,15 +94,14 @@ def json_file(value: Any) -> Any:
     """
     if not isinstance(value, str):
         return value
-    path = Path(value).expanduser()
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(Path(value).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"this JSON file cannot be read: {error.strerror}") from None
+        raise ValueError(f"must be a mapping, or a JSON file: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"this file is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: must hold a JSON object")
+        raise ValueError("this file must hold a JSON object")
     return content
 
 
@@ -175,12 +174,17 @@ def params_of(part: Part, given: Mapping[str, Any]) -> BaseModel | None:
     return None if part.params is None else part.params.model_validate(dict(given))
 
 
+def unread_params(key: str, names: Iterable[str], what: str) -> list[Problem]:
+    """Problems of parameters at `key` that nothing reads."""
+    fix = f"leave it out, or set {key} to {{}}"
+    return [Problem("error", f"{key}.{name}", what, fix) for name in names]
+
+
 def param_problems(registry: Registry, name: str, key: str, given: Mapping[str, Any]) -> list[Problem]:
     """Problems of the parameters at `key` for the part `name`; empty if they are valid."""
     part = registry.part(name)
     if part.params is None:
-        what, fix = f"{name} takes no parameters", f"leave it out, or set {key} to {{}}"
-        return [Problem("error", f"{key}.{param}", what, fix) for param in given]
+        return unread_params(key, given, f"{name} takes no parameters")
     known = f"the parameters of {name} are {', '.join(part.params.model_fields)}"
     found: list[tuple[str, str]] = []
     if part.params.model_config.get("extra", "ignore") == "ignore":

@@ -6,12 +6,13 @@ Pydantic validates the type and range of each field. The checks here mostly comp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
 
 from rlctl.errors import Problem
 from rlctl.metric_names import OVERLONG
 from rlctl.registry import GRADERS
-from rlctl.spec.algorithm import CORRECTION
-from rlctl.spec.base import param_problems
+from rlctl.spec.base import Section, param_problems
 from rlctl.spec.keys import value_of
 from rlctl.spec.model import ALL_LINEAR, PROMPT_LENGTH, RESPONSE_LENGTH
 from rlctl.spec.run_spec import RunSpec
@@ -20,26 +21,35 @@ from rlctl.user_code import is_file_function
 Problems = Iterator[Problem]
 Check = Callable[[RunSpec], Problems]
 
-#: Every check and the keys that it reads. A check is skipped if one of its keys has no valid value.
-CHECKS: dict[Check, tuple[str, ...]] = {}
-
-ESTIMATOR = "algorithm.adv_estimator"
-LOSS = f"{CORRECTION}loss_type"
-BATCH_KEYS = ("data.train_batch_size", "actor.ppo_mini_batch_size")
+CHECKS: list[Check] = []
 LEAVE_OUT = "leave it out"
 
 #: Learning rates above this are unusual for a pretrained language model.
 UNUSUAL_LR = 1e-4
 
 
-def reads(*keys: str) -> Callable[[Check], Check]:
-    """Register a check with the keys that it reads."""
+def spec_check(check: Check) -> Check:
+    """Registers a check."""
+    CHECKS.append(check)
+    return check
 
-    def register(check: Check) -> Check:
-        CHECKS[check] = keys
-        return check
 
-    return register
+class Recorded:
+    """A section with the same attributes, which adds the dotted key of every value that is read to `read`."""
+
+    def __init__(self, section: Section, read: set[str], prefix: str = "") -> None:
+        self._section, self._read, self._prefix = section, read, prefix
+
+    def __getattr__(self, name: str) -> Any:
+        kind, key = type(self._section), f"{self._prefix}{name}"
+        if name not in kind.model_fields:  # a property or method, which reads values itself
+            found = getattr(kind, name)
+            return found.fget(self) if isinstance(found, property) else partial(found, self)
+        value = getattr(self._section, name)
+        if isinstance(value, Section):
+            return Recorded(value, self._read, f"{key}.")
+        self._read.add(key)
+        return value
 
 
 def error(key: str, what: str, fix: str) -> Problem:
@@ -72,25 +82,27 @@ def fitting_batch(spec: RunSpec) -> tuple[int, int]:
 
 
 def check_spec(
-    spec: RunSpec, skip: frozenset[str], is_meant: Callable[[Problem, tuple[str, ...]], bool]
+    spec: RunSpec, unset: frozenset[str], is_meant: Callable[[Problem, set[str]], bool]
 ) -> list[Problem]:
     """Returns the errors and warnings of all checks.
 
     Args:
         spec: a validated spec.
-        skip: keys that are invalid or not set yet (`spec` has defaults). Checks that read one are skipped.
-        is_meant: returns whether to omit a warning as intended, given the keys that its check reads.
+        unset: keys that are invalid or not set yet (`spec` has defaults). A check ends where it reads one.
+        is_meant: returns whether to omit a warning as intended, given the keys that its check has read.
     """
-    return [
-        problem
-        for check, keys in CHECKS.items()
-        if not skip.intersection(keys)
-        for problem in check(spec)
-        if problem.severity == "error" or not is_meant(problem, keys)
-    ]
+    found = []
+    for check in CHECKS:
+        read: set[str] = set()
+        for problem in check(cast(RunSpec, Recorded(spec, read))):
+            if read & unset:
+                break
+            if problem.severity == "error" or not is_meant(problem, read):
+                found.append(problem)
+    return found
 
 
-@reads("model.path", "data.train_files")
+@spec_check
 def prompts_are_given(spec: RunSpec) -> Problems:
     """Only the embedded model has a built-in task."""
     given = bool(spec.data.train_files)
@@ -103,7 +115,7 @@ def prompts_are_given(spec: RunSpec) -> Problems:
         yield error("data.train_files", f"no training prompts for {spec.model.path}", fix)
 
 
-@reads("model.path", "data.train_files", "data.max_prompt_length", "data.max_response_length")
+@spec_check
 def embedded_task_fits(spec: RunSpec) -> Problems:
     """The built-in task has fixed lengths: with a shorter limit there is nothing to train on."""
     for name, (limit, tokens) in _lengths(spec).items():
@@ -120,7 +132,7 @@ def _lengths(spec: RunSpec) -> dict[str, tuple[int, int]]:
     return {key: (getattr(spec.data, key), tokens) for key, tokens in zip(keys, needed, strict=True)}
 
 
-@reads("model.path", "data.val_files", "trainer.test_freq")
+@spec_check
 def validation_is_possible(spec: RunSpec) -> Problems:
     """Validation needs prompts and a frequency."""
     wanted, given = spec.trainer.test_freq > 0, bool(spec.data.val_files)
@@ -132,7 +144,7 @@ def validation_is_possible(spec: RunSpec) -> Problems:
         yield warning("data.val_files", what, f"set trainer.test_freq: 10, or {LEAVE_OUT}")
 
 
-@reads("trainer.save_freq", "trainer.test_freq")
+@spec_check
 def frequencies_are_possible(spec: RunSpec) -> Problems:
     """A frequency of 0 steps has no meaning."""
     for name in ("save_freq", "test_freq"):
@@ -140,12 +152,7 @@ def frequencies_are_possible(spec: RunSpec) -> Problems:
             yield error(f"trainer.{name}", "0 is neither -1 (never) nor a number of steps", "-1, or 1 and up")
 
 
-@reads(
-    "engine.sequence_parallel",
-    "trainer.n_gpus_per_node",
-    "algorithm.adv_estimator",
-    "model.attn_implementation",
-)
+@spec_check
 def rows_can_be_shared(spec: RunSpec) -> Problems:
     """A sequence-parallel group lies within one node; only policy and reference support it, not a critic."""
     size, key = spec.engine.sequence_parallel, "engine.sequence_parallel"
@@ -163,7 +170,7 @@ def rows_can_be_shared(spec: RunSpec) -> Problems:
         yield error("model.attn_implementation", what, f"write sdpa or flash_attention_2, or set {key}: 1")
 
 
-@reads(*BATCH_KEYS, "trainer.n_gpus_per_node", "trainer.nnodes")
+@spec_check
 def batch_divides(spec: RunSpec) -> Problems:
     """A batch must divide into equal mini-batches, and each mini-batch equally over all ranks."""
     batch, mini, world = spec.data.train_batch_size, spec.ppo_mini_batch_size, spec.world_size
@@ -191,7 +198,7 @@ def batch_divides(spec: RunSpec) -> Problems:
         yield error(key, what, fix)
 
 
-@reads("model.attn_implementation", "engine.dtype")
+@spec_check
 def attention_kernel_fits(spec: RunSpec) -> Problems:
     """FlashAttention has kernels for half precision only."""
     if spec.model.attn_implementation == "flash_attention_2" and spec.engine.dtype != "bf16":
@@ -199,7 +206,7 @@ def attention_kernel_fits(spec: RunSpec) -> Problems:
         yield error("model.attn_implementation", what, "use sdpa, or engine.dtype: bf16")
 
 
-@reads("actor.lr", "model.path")
+@spec_check
 def learning_rate_is_usual(spec: RunSpec) -> Problems:
     """Policy-gradient training of a pretrained model needs lower learning rates than supervised training."""
     lr = spec.actor.lr
@@ -210,19 +217,7 @@ def learning_rate_is_usual(spec: RunSpec) -> Problems:
         yield warning("actor.lr", what, "5e-7 to 3e-6 is usual")
 
 
-@reads(
-    *BATCH_KEYS,
-    "trainer.total_training_steps",
-    "trainer.critic_warmup",
-    "actor.lr",
-    "actor.lr_warmup_steps",
-    "actor.ppo_epochs",
-    "critic.lr",
-    "critic.lr_warmup_steps",
-    "critic.ppo_epochs",
-    "critic.ppo_mini_batch_size",
-    ESTIMATOR,
-)
+@spec_check
 def warmup_ends(spec: RunSpec) -> Problems:
     """A warm-up that is as long as the run never reaches the configured learning rate."""
     batches, actor, critic = spec.trainer.total_training_steps, spec.actor, spec.critic
@@ -238,7 +233,7 @@ def warmup_ends(spec: RunSpec) -> Problems:
             yield warning(f"{name}.lr_warmup_steps", what, "5 to 10 % of the steps is usual")
 
 
-@reads("model.lora_rank", "model.target_modules")
+@spec_check
 def adapters_have_layers(spec: RunSpec) -> Problems:
     """LoRA needs a rank and target modules."""
     model = spec.model
@@ -251,10 +246,7 @@ def adapters_have_layers(spec: RunSpec) -> Problems:
         yield warning("model.target_modules", what, fix)
 
 
-@reads(
-    *("engine.offload_base", "engine.zero_stage", "engine.offload", "model.lora_rank"),
-    *("rollout.name", "rollout.mode", "rollout.merge_lora", "rollout.free_cache_engine"),
-)
+@spec_check
 def base_can_be_offloaded(spec: RunSpec) -> Problems:
     """`offload_base` needs frozen weights, and a colocated engine that frees its own copy between calls."""
     if not spec.engine.offload_base:
@@ -269,7 +261,7 @@ def base_can_be_offloaded(spec: RunSpec) -> Problems:
         yield error("engine.offload_base", what, f"{LEAVE_OUT}{', or set zero_stage: 2' * can_be_lower}")
 
 
-@reads("engine.offload", "engine.zero_stage", "engine.offload_base")
+@spec_check
 def offload_has_a_stage(spec: RunSpec) -> Problems:
     """DeepSpeed can offload only what a ZeRO stage shards."""
     needs = {"none": 0, "optimizer": 1, "all": 3}[spec.engine.offload]
@@ -285,10 +277,7 @@ def offload_has_a_stage(spec: RunSpec) -> Problems:
 _BUDGETS = ("actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu")
 
 
-@reads(
-    *(*_BUDGETS, "engine.sequence_parallel", "model.path"),
-    *("data.train_files", "data.max_prompt_length", "data.max_response_length"),
-)
+@spec_check
 def budget_holds_a_row(spec: RunSpec) -> Problems:
     """A token budget must be at least the longest prompt plus the longest response."""
     longest = sum(max(limit, needed) for limit, needed in _lengths(spec).values())
@@ -300,7 +289,7 @@ def budget_holds_a_row(spec: RunSpec) -> Problems:
             yield error(key, what, f"use {-(-longest // ranks)} or more, or lower {limits}")
 
 
-@reads("reward.name", "reward.terms", "reward.params", "reward.model.path")
+@spec_check
 def rewards_are_complete(spec: RunSpec) -> Problems:
     """Every reward needs a unique name, a non-zero weight and, if it is a reward model, a path."""
     reward = spec.reward
@@ -333,7 +322,7 @@ def rewards_are_complete(spec: RunSpec) -> Problems:
         yield warning("reward.model.path", what, "set reward.name: model, or add a term")
 
 
-@reads("reward.overlong.buffer_length", "data.max_response_length")
+@spec_check
 def overlong_fits(spec: RunSpec) -> Problems:
     """The length penalty must begin within the response."""
     buffer, longest = spec.reward.overlong.buffer_length, spec.data.max_response_length

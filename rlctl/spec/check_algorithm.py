@@ -7,39 +7,15 @@ from collections.abc import Iterable
 from rlctl.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, Part
 from rlctl.spec.algorithm import CORRECTION
 from rlctl.spec.base import param_problems
-from rlctl.spec.check import (
-    BATCH_KEYS,
-    ESTIMATOR,
-    LEAVE_OUT,
-    LOSS,
-    Problems,
-    error,
-    fitting_batch,
-    is_changed,
-    reads,
-    warning,
-)
+from rlctl.spec.check import LEAVE_OUT, Problems, error, fitting_batch, is_changed, spec_check, warning
 from rlctl.spec.keys import value_of
 from rlctl.spec.model import EMBEDDED
-from rlctl.spec.resolve import (
-    IS_THRESHOLD_KEY,
-    RS_KEY,
-    RS_THRESHOLD_KEY,
-    correction_problems,
-    correction_rules,
-)
+from rlctl.spec.resolve import IS_THRESHOLD_KEY, RS_THRESHOLD_KEY, correction_problems, correction_rules
 from rlctl.spec.run_spec import RunSpec
 
 _FILTER = "algorithm.filter_groups"
-_BYPASS, _DIALECT = f"{CORRECTION}bypass_mode", f"{CORRECTION}dialect"
-_IS, _IS_BOUND = f"{CORRECTION}rollout_is", f"{CORRECTION}rollout_is_bound"
-_RULES = (
-    *(_DIALECT, _IS, IS_THRESHOLD_KEY, _IS_BOUND, f"{CORRECTION}rollout_is_params"),
-    *(RS_KEY, RS_THRESHOLD_KEY, f"{CORRECTION}rollout_rs_params"),
-    *(f"{CORRECTION}rollout_is_batch_normalize", f"{CORRECTION}loss_denominator"),
-)
+_IS, _AUTO = f"{CORRECTION}rollout_is", f"{CORRECTION}auto"
 _CENTERING = f"{CORRECTION}score_centering"
-_AUTO = f"{CORRECTION}auto"
 _CLIPS = ("actor.clip_ratio_low", "actor.clip_ratio_high")
 _LOSS_OPTIONS = (*_CLIPS, "actor.clip_ratio_c", "actor.tau_pos", "actor.tau_neg", "actor.dppo_divergence")
 
@@ -61,22 +37,13 @@ def _is_corrected(spec: RunSpec) -> bool:
     return any(parts)
 
 
-@reads(*_RULES, _CENTERING, _BYPASS, LOSS, _AUTO, f"{CORRECTION}measure_grad_error")
+@spec_check
 def rules_are_clear(spec: RunSpec) -> Problems:
     """Criteria must exist in the dialect; thresholds must fit the criteria and accept on-policy data."""
     yield from correction_problems(spec.algorithm.rollout_correction)
 
 
-@reads(
-    f"{_FILTER}.enable",
-    f"{_FILTER}.curriculum",
-    ESTIMATOR,
-    "rollout.n",
-    "rollout.staleness",
-    "rollout.max_staleness",
-    "actor.use_kl_loss",
-    "actor.entropy_coeff",
-)
+@spec_check
 def groups_can_be_filtered(spec: RunSpec) -> Problems:
     """Dynamic sampling cannot sample in advance, because rewards decide what to sample; it needs n > 1."""
     options, rollout, estimator = spec.algorithm.filter_groups, spec.rollout, spec.algorithm.adv_estimator
@@ -102,7 +69,7 @@ def groups_can_be_filtered(spec: RunSpec) -> Problems:
         yield warning(key, what, "set actor.use_kl_loss: false and actor.entropy_coeff: 0, as DAPO does")
 
 
-@reads(_DIALECT, RS_KEY, RS_THRESHOLD_KEY)
+@spec_check
 def threshold_has_a_criterion(spec: RunSpec) -> Problems:
     """A threshold without a criterion rejects nothing."""
     correction = spec.algorithm.rollout_correction
@@ -111,7 +78,7 @@ def threshold_has_a_criterion(spec: RunSpec) -> Problems:
         yield warning(RS_THRESHOLD_KEY, what, "name a criterion in rollout_rs, or set the threshold to null")
 
 
-@reads(*_RULES, _CENTERING, _AUTO)
+@spec_check
 def weight_band_holds_one(spec: RunSpec) -> Problems:
     """On-policy weights are exactly 1; a band that does not contain 1 would change them."""
     correction = spec.algorithm.rollout_correction
@@ -123,7 +90,7 @@ def weight_band_holds_one(spec: RunSpec) -> Problems:
         yield warning(IS_THRESHOLD_KEY, what, "choose bounds with 1 between them, for example 0.5_2.0")
 
 
-@reads(ESTIMATOR, "rollout.n")
+@spec_check
 def groups_have_siblings(spec: RunSpec) -> Problems:
     """Group estimators compare the responses of one prompt; they need two or more."""
     if spec.algorithm.estimator_needs("group_ids") and spec.rollout.n == 1:
@@ -133,14 +100,14 @@ def groups_have_siblings(spec: RunSpec) -> Problems:
         yield error("rollout.n", what, fix)
 
 
-@reads(ESTIMATOR, "algorithm.gamma", "algorithm.lam")
+@spec_check
 def discount_is_used(spec: RunSpec) -> Problems:
     """`gamma` and `lam` affect only estimators that discount over tokens."""
     part = ADVANTAGE_ESTIMATORS.part(spec.algorithm.adv_estimator)
     yield from _unread(spec, part, ("algorithm.gamma", "algorithm.lam"))
 
 
-@reads(ESTIMATOR, "critic.enable", "critic.path", "trainer.critic_warmup")
+@spec_check
 def critic_has_a_use(spec: RunSpec) -> Problems:
     """An estimator that reads values (`gae`) needs a critic; with other estimators a critic has no use."""
     critic, estimator = spec.critic, spec.algorithm.adv_estimator
@@ -158,7 +125,7 @@ def critic_has_a_use(spec: RunSpec) -> Problems:
         yield error("trainer.critic_warmup", f"{estimator} has no critic to warm up", LEAVE_OUT)
 
 
-@reads(ESTIMATOR, "critic.ppo_mini_batch_size", *BATCH_KEYS, "trainer.n_gpus_per_node", "trainer.nnodes")
+@spec_check
 def critic_batch_is_whole(spec: RunSpec) -> Problems:
     """Rows are assigned to ranks by the actor's mini-batches; the critic's must consist of whole ones."""
     mini, (batch, actor) = spec.critic_mini_batch_size, fitting_batch(spec)
@@ -171,7 +138,7 @@ def critic_batch_is_whole(spec: RunSpec) -> Problems:
         yield error("critic.ppo_mini_batch_size", what, fix)
 
 
-@reads(ESTIMATOR, "trainer.critic_warmup", "trainer.total_training_steps")
+@spec_check
 def warmup_leaves_training(spec: RunSpec) -> Problems:
     """The policy must be trained after the critic's warm-up."""
     total = spec.trainer.total_training_steps
@@ -180,16 +147,7 @@ def warmup_leaves_training(spec: RunSpec) -> Problems:
         yield error("trainer.critic_warmup", what, f"use less than {total}")
 
 
-@reads(
-    "algorithm.use_kl_in_reward",
-    "algorithm.kl_ctrl.kl_coef",
-    "algorithm.kl_ctrl.type",
-    "actor.use_kl_loss",
-    "actor.kl_loss_coef",
-    "actor.kl_loss_type",
-    "algorithm.kl_penalty",
-    "ref.path",
-)
+@spec_check
 def kl_is_consistent(spec: RunSpec) -> Problems:
     """At most one KL penalty, with a non-zero coefficient; a reference policy only with a penalty."""
     in_loss, in_reward = spec.actor.use_kl_loss, spec.algorithm.use_kl_in_reward
@@ -232,7 +190,7 @@ def kl_is_consistent(spec: RunSpec) -> Problems:
         yield warning("actor.kl_loss_type", what, "use k2, k3, unbiased or sequence")
 
 
-@reads("critic.path", "ref.path")
+@spec_check
 def embedded_is_the_policys(spec: RunSpec) -> Problems:
     """Critic and reference select the built-in model by null, not by its name."""
     for key, path in {"critic.path": spec.critic.path, "ref.path": spec.ref.path}.items():
@@ -241,14 +199,14 @@ def embedded_is_the_policys(spec: RunSpec) -> Problems:
             yield error(key, "the built-in model has no directory to name", fix)
 
 
-@reads(LOSS, *_LOSS_OPTIONS)
+@spec_check
 def clips_are_used(spec: RunSpec) -> Problems:
     """Options of a loss that is not chosen have no effect."""
     loss = POLICY_LOSSES.part(spec.algorithm.rollout_correction.loss_type)
     yield from _unread(spec, loss, _LOSS_OPTIONS)
 
 
-@reads(ESTIMATOR, LOSS, "algorithm.adv_params", f"{CORRECTION}loss_params")
+@spec_check
 def params_fit(spec: RunSpec) -> Problems:
     """A registered loss or estimator takes only the parameters that it declares."""
     algorithm, correction = spec.algorithm, spec.algorithm.rollout_correction
@@ -258,7 +216,7 @@ def params_fit(spec: RunSpec) -> Problems:
     yield from param_problems(ADVANTAGE_ESTIMATORS, algorithm.adv_estimator, key, algorithm.adv_params)
 
 
-@reads(LOSS, "actor.clip_ratio", *_CLIPS)
+@spec_check
 def gspo_clip_is_narrow(spec: RunSpec) -> Problems:
     """GSPO's ratio is a geometric mean over the response: a clip meant for token ratios never binds."""
     actor = spec.actor
@@ -274,7 +232,7 @@ def gspo_clip_is_narrow(spec: RunSpec) -> Problems:
             )
 
 
-@reads(_AUTO, "actor.loss_agg_mode", "actor.lr_ess_scaling", "trainer.guardrails.mode", "model.lora_rank")
+@spec_check
 def auto_can_compare_and_act(spec: RunSpec) -> Problems:
     """`auto` compares sums over tokens by sketches of the output head, and changes rate and weight itself."""
     if not spec.algorithm.rollout_correction.auto:
@@ -291,7 +249,7 @@ def auto_can_compare_and_act(spec: RunSpec) -> Problems:
         yield error(_AUTO, what, "set actor.loss_agg_mode: token-mean or seq-mean-token-sum")
 
 
-@reads(_CENTERING, "rollout.name")
+@spec_check
 def most_likely_tokens_are_listed(spec: RunSpec) -> Problems:
     """Score centering needs the most likely tokens of the rollout engine."""
     if spec.algorithm.rollout_correction.score_centering and spec.rollout_engine.reports_kept == "never":
@@ -299,7 +257,7 @@ def most_likely_tokens_are_listed(spec: RunSpec) -> Problems:
         yield error(_CENTERING, what, "use rollout.name: hf or vllm")
 
 
-@reads(_BYPASS, LOSS, _IS)
+@spec_check
 def weights_are_only_measured(spec: RunSpec) -> Problems:
     """In bypass mode the loss's own ratio is π_θ/π_rollout; a weight on top would count it twice."""
     correction = spec.algorithm.rollout_correction
@@ -312,7 +270,7 @@ def weights_are_only_measured(spec: RunSpec) -> Problems:
         yield warning(_IS, what, fix)
 
 
-@reads(_BYPASS, LOSS, *BATCH_KEYS, _IS, RS_KEY, _CENTERING, _AUTO, "actor.ppo_epochs")
+@spec_check
 def bypass_drifts(spec: RunSpec) -> Problems:
     """In bypass mode only IS and RS correct for the change of the policy within a batch."""
     if not spec.algorithm.rollout_correction.bypass_mode:
@@ -329,7 +287,7 @@ def bypass_drifts(spec: RunSpec) -> Problems:
         yield warning("actor.ppo_mini_batch_size", what, fix)
 
 
-@reads(_BYPASS, LOSS, _IS, RS_KEY, _CENTERING, _AUTO, "rollout.staleness", "rollout.max_staleness")
+@spec_check
 def staleness_is_corrected(spec: RunSpec) -> Problems:
     """Stale data without correction optimise the wrong objective.
 
@@ -351,7 +309,7 @@ def staleness_is_corrected(spec: RunSpec) -> Problems:
         yield warning(key, what, fix)
 
 
-@reads(_BYPASS, LOSS, "actor.ppo_epochs")
+@spec_check
 def decoupled_reinforce_repeats(spec: RunSpec) -> Problems:
     """Decoupled weights are computed before the first update; REINFORCE has no ratio to later ones."""
     epochs = spec.actor.ppo_epochs

@@ -11,83 +11,69 @@ from typing import Any
 
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.spec.base import param_problems
-from rlctl.spec.check import LEAVE_OUT, Problems, error, reads, warning
-from rlctl.spec.keys import closest, flat
+from rlctl.spec.check import LEAVE_OUT, Problems, error, is_changed, spec_check, warning
+from rlctl.spec.keys import closest, flat, known_leaves
 from rlctl.spec.machine import gpus, gpus_are_hidden
-from rlctl.spec.rollout import VLLM_LORA_RANKS, ServerSpec
+from rlctl.spec.rollout import VLLM_LORA_RANKS
 from rlctl.spec.run_spec import RunSpec
 
-_LENGTH = "data.max_prompt_length + data.max_response_length"
-_LORA = "model.lora_rank and rollout.merge_lora"
-_DISTRIBUTION = "the sampling distribution is that of rollout.temperature, top_p, top_k, min_p"
 _WEIGHTS = "the weights are those of the trained policy"
-_OWN_BATCHES = "rlctl forms mini-batches and micro-batches itself"
-_OWN_OPTIMIZER = "rlctl brings its own AdamW: actor.lr, actor.betas, actor.weight_decay"
+_DISTRIBUTION = "the sampling distribution is that of rollout.temperature, top_p, top_k, min_p"
+_ADDRESS = "rlctl chooses the address of its servers"
+_BATCHES = "rlctl forms mini-batches and micro-batches itself"
+_OPTIMIZER = "rlctl brings its own AdamW: actor.lr, actor.betas, actor.weight_decay"
+
+
+def _by_option(table: Mapping[str, str]) -> dict[str, str]:
+    """Option → its owner, from a table with the options of each owner, separated by spaces."""
+    return {option: owner for owner, options in table.items() for option in options.split()}
+
 
 #: Argument of vLLM's `LLM` → the spec key that sets it, or the reason why rlctl sets it.
-VLLM_OWNERS = {
-    "model": "model.path",
-    "tokenizer": "model.path",
-    "revision": "model.revision",
-    "trust_remote_code": "model.trust_remote_code",
-    "dtype": "rollout.dtype",
-    "max_model_len": _LENGTH,
-    "max_num_seqs": "rollout.max_num_seqs",
-    "seed": "trainer.seed",
-    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
-    "tensor_parallel_size": "rollout.tensor_model_parallel_size",
-    "distributed_executor_backend": "rollout.mode",
-    "enable_sleep_mode": "rollout.free_cache_engine",
-    "enable_lora": _LORA,
-    "max_lora_rank": _LORA,
-    "generation_config": _DISTRIBUTION,
-    "logprobs_mode": "rollout_log_probs must be those of the distribution sampled from",
-    "max_logprobs": "rollout.top_k, rollout.exact_sampling and score_centering",
-    "weight_transfer_config": "rollout.server.weight_transfer",
-    "tokenizer_revision": "model.revision",
-    "code_revision": "model.revision",
-    "hf_overrides": "model.path",
-    "load_format": _WEIGHTS,
-    "skip_tokenizer_init": "rlctl samples from token ids and returns texts",
-    "runner": "rlctl generates",
-    "worker_cls": _WEIGHTS,
-    "worker_extension_cls": _WEIGHTS,
-    "override_generation_config": _DISTRIBUTION,
-    "logits_processors": _DISTRIBUTION,
-    "pipeline_parallel_size": "rollout.server.replicas and rollout.tensor_model_parallel_size",
-    "data_parallel_size": "rollout.server.replicas",
-    "served_model_name": "rlctl names the model of its servers",
-    "host": "rlctl chooses the address of its servers",
-    "port": "rlctl chooses the address of its servers",
-    "uds": "rlctl chooses the address of its servers",
-    "root_path": "rlctl chooses the address of its servers",
-    "api_key": "only this run knows the address of its servers",
-}
+VLLM_OWNERS = _by_option(
+    {
+        "model.path": "model tokenizer hf_overrides",
+        "model.revision": "revision tokenizer_revision code_revision",
+        "model.trust_remote_code": "trust_remote_code",
+        "rollout.dtype": "dtype",
+        "data.max_prompt_length + data.max_response_length": "max_model_len",
+        "rollout.max_num_seqs": "max_num_seqs",
+        "trainer.seed": "seed",
+        "rollout.gpu_memory_utilization": "gpu_memory_utilization",
+        "rollout.tensor_model_parallel_size": "tensor_parallel_size",
+        "rollout.mode": "distributed_executor_backend",
+        "rollout.free_cache_engine": "enable_sleep_mode",
+        "model.lora_rank and rollout.merge_lora": "enable_lora max_lora_rank",
+        _DISTRIBUTION: "generation_config override_generation_config logits_processors",
+        "rollout_log_probs must be those of the distribution sampled from": "logprobs_mode",
+        "rollout.top_k, rollout.exact_sampling and score_centering": "max_logprobs",
+        "rollout.server.weight_transfer": "weight_transfer_config",
+        _WEIGHTS: "load_format worker_cls worker_extension_cls",
+        "rlctl samples from token ids and returns texts": "skip_tokenizer_init",
+        "rlctl generates": "runner",
+        "rollout.server.replicas and rollout.tensor_model_parallel_size": "pipeline_parallel_size",
+        "rollout.server.replicas": "data_parallel_size",
+        "rlctl names the model of its servers": "served_model_name",
+        _ADDRESS: "host port uds root_path",
+        "only this run knows the address of its servers": "api_key",
+    }
+)
 #: The same for DeepSpeed's configuration; a name stands for all options below it too.
-DEEPSPEED_OWNERS = {
-    "train_batch_size": _OWN_BATCHES,
-    "train_micro_batch_size_per_gpu": _OWN_BATCHES,
-    "gradient_accumulation_steps": _OWN_BATCHES,
-    "optimizer": _OWN_OPTIMIZER,
-    "scheduler": "actor.lr_scheduler_type",
-    "gradient_clipping": "actor.grad_clip",
-    "zero_optimization.stage": "engine.zero_stage",
-    "zero_optimization.offload_optimizer.device": "engine.offload",
-    "zero_optimization.offload_param.device": "engine.offload",
-    "zero_optimization.cpu_offload": "engine.offload",
-    "zero_optimization.cpu_offload_param": "engine.offload",
-    "bf16.enabled": "engine.dtype",
-    "bfloat16": "engine.dtype",
-    "torch_autocast": "engine.dtype",
-    "data_types": "engine.dtype",
-    "fp16": "engine.dtype (fp32 or bf16)",
-    "amp": "engine.dtype (fp32 or bf16)",
-    "zero_allow_untested_optimizer": _OWN_OPTIMIZER,
-    "zero_force_ds_cpu_optimizer": _OWN_OPTIMIZER,
-    "sequence_parallel_size": "engine.sequence_parallel",
-    "tensor_parallel": "rlctl trains whole layers",
-    "elasticity": _OWN_BATCHES,
-}
+DEEPSPEED_OWNERS = _by_option(
+    {
+        _BATCHES: "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps elasticity",
+        _OPTIMIZER: "optimizer zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
+        "actor.lr_scheduler_type": "scheduler",
+        "actor.grad_clip": "gradient_clipping",
+        "engine.zero_stage": "zero_optimization.stage",
+        "engine.offload": "zero_optimization.offload_optimizer.device zero_optimization.offload_param.device"
+        " zero_optimization.cpu_offload zero_optimization.cpu_offload_param",
+        "engine.dtype": "bf16.enabled bfloat16 torch_autocast data_types",
+        "engine.dtype (fp32 or bf16)": "fp16 amp",
+        "engine.sequence_parallel": "sequence_parallel_size",
+        "rlctl trains whole layers": "tensor_parallel",
+    }
+)
 #: Names at the top of DeepSpeed's configuration, which ignores all others.
 DEEPSPEED_NAMES = (
     *DEEPSPEED_OWNERS,
@@ -101,16 +87,11 @@ DEEPSPEED_NAMES = (
     *("gradient_predivide_factor", "gradient_allreduce_op", "flops_profiler", "tensorboard", "csv_monitor"),
     *("checkpoint", "timers", "compile", "disable_allgather", "wandb"),
 )
-
 #: Short names of `vllm serve` → names of `LLM`.
-_VLLM_ALIASES = {
-    "tp": "tensor_parallel_size",
-    "pp": "pipeline_parallel_size",
-    "dp": "data_parallel_size",
-}
+_VLLM_ALIASES = {f"{name[0]}p": f"{name}_parallel_size" for name in ("tensor", "pipeline", "data")}
 
 
-@reads("rollout.top_p", "rollout.top_k", "rollout.min_p", "rollout.exact_sampling", "rollout.name")
+@spec_check
 def distribution_is_complete(spec: RunSpec) -> Problems:
     """Truncated sampling biases ρ, because the trainer's log-probs are over the full vocabulary.
 
@@ -144,7 +125,7 @@ def distribution_is_complete(spec: RunSpec) -> Problems:
         yield error(key, what, "set rollout.top_k, for example to 50; or rollout.name: hf")
 
 
-@reads("rollout.temperature")
+@spec_check
 def temperature_explores(spec: RunSpec) -> Problems:
     """Near-greedy responses to one prompt are almost the same: advantages and gradients are close to zero."""
     if spec.rollout.temperature < 0.1:
@@ -152,7 +133,7 @@ def temperature_explores(spec: RunSpec) -> Problems:
         yield warning("rollout.temperature", what, "1.0 is usual for training")
 
 
-@reads("rollout.name", "model.path")
+@spec_check
 def gpu_samples_fast(spec: RunSpec) -> Problems:
     """Hugging Face generation leaves a GPU idle most of the time."""
     if not gpus_are_hidden() and gpus():
@@ -167,14 +148,14 @@ def slow_on_a_gpu(spec: RunSpec) -> Problems:
         )
 
 
-@reads("rollout.top_k")
+@spec_check
 def top_k_is_possible(spec: RunSpec) -> Problems:
     """`top_k: 0` means "all" in some engines and "none" in others."""
     if spec.rollout.top_k == 0:
         yield error("rollout.top_k", "there are 0 tokens to sample from", "write -1 for all tokens")
 
 
-@reads("rollout.val_kwargs.n", "rollout.val_kwargs.temperature")
+@spec_check
 def validation_samples_differ(spec: RunSpec) -> Problems:
     """Greedy responses to one prompt are all the same."""
     validation = spec.rollout.val_kwargs
@@ -184,20 +165,7 @@ def validation_samples_differ(spec: RunSpec) -> Problems:
         yield error("rollout.val_kwargs.temperature", what, fix)
 
 
-@reads(
-    "rollout.name",
-    "rollout.mode",
-    "rollout.dtype",
-    "rollout.tensor_model_parallel_size",
-    "trainer.n_gpus_per_node",
-    "rollout.temperature",
-    "rollout.server.urls",
-    "rollout.server.weight_transfer",
-    "rollout.server.placement",
-    "rollout.merge_lora",
-    "rollout.engine_params",
-    "model.lora_rank",
-)
+@spec_check
 def engine_supports_it(spec: RunSpec) -> Problems:
     """Some options are supported only by some engines, or only by engines in separate processes."""
     rollout, urls, engine = spec.rollout, spec.rollout.server.urls, spec.rollout_engine
@@ -218,7 +186,8 @@ def engine_supports_it(spec: RunSpec) -> Problems:
         what = f"{ranks} ranks of a node cannot form groups of {shared}, which run one engine each"
         fix = "use a divisor of trainer.n_gpus_per_node, or set rollout.mode: server"
         yield error("rollout.tensor_model_parallel_size", what, fix)
-    if rollout.server != ServerSpec() and not has_servers:
+    of_servers = [key for key in known_leaves() if key.startswith("rollout.server.")]
+    if not has_servers and any(is_changed(spec, key) for key in of_servers):
         what = "has no effect: no engine runs in a separate process"
         yield warning("rollout.server", what, f"{LEAVE_OUT}, or {use_servers}")
     if unclear := [url for url in urls if not url.startswith(("http://", "https://"))]:
@@ -245,7 +214,7 @@ def engine_supports_it(spec: RunSpec) -> Problems:
     yield from param_problems(ROLLOUT_ENGINES, rollout.name, "rollout.engine_params", rollout.engine_params)
 
 
-@reads("rollout.max_staleness", "rollout.staleness", "rollout.name", "rollout.mode")
+@spec_check
 def sampling_ahead_is_possible(spec: RunSpec) -> Problems:
     """Sampling ahead needs an engine that can sample while the trainer trains."""
     rollout, engine = spec.rollout, spec.rollout_engine
@@ -261,7 +230,7 @@ def sampling_ahead_is_possible(spec: RunSpec) -> Problems:
         yield error("rollout.max_staleness", what, f"set it to 0, or {servers}")
 
 
-@reads("rollout.engine_kwargs", "engine.deepspeed", "rollout.name", "rollout.mode", "rollout.server.urls")
+@spec_check
 def passthrough_is_free(spec: RunSpec) -> Problems:
     """Options passed to an engine must not contradict what the spec sets."""
     given, key = spec.rollout.engine_kwargs, "rollout.engine_kwargs"
@@ -287,7 +256,7 @@ def passthrough_is_free(spec: RunSpec) -> Problems:
 
 
 def _vllm_name(option: str) -> str:
-    """The name that vLLM's `LLM` gives an option, which `vllm serve` also takes with dashes, or shortened."""
+    """The name in vLLM's `LLM` of an option, which `vllm serve` also takes with dashes, or shortened."""
     name = option.replace("-", "_")
     return _VLLM_ALIASES.get(name, name)
 
@@ -313,7 +282,7 @@ def _owned(
                 break
 
 
-@reads("model.lora_rank", "rollout.name", "rollout.merge_lora")
+@spec_check
 def adapter_can_be_sampled_with(spec: RunSpec) -> Problems:
     """vLLM applies adapters up to a maximum rank; `merge_lora` has no effect where it would apply none."""
     largest = VLLM_LORA_RANKS[-1]

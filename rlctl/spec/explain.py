@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule, RejectRule, WeightRule
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA, ClipBand
-from rlctl.spec.resolve import correction_rules, loss_rule
+from rlctl.spec.resolve import correction_rules, examples, loss_rule
 from rlctl.spec.run_spec import RunSpec
 
 
@@ -45,34 +45,28 @@ class Band:
 class BatchArithmetic:
     """Numbers of samples, mini-batches, micro-batches and optimizer steps of a spec, per batch if not noted.
 
-    `num_rows` is the number of training rows; None: not known before the run. `num_batches`, for the whole
-    run, is None if it depends on them. With a token budget (`micro_batch_tokens`), the number of
-    micro-batches depends on the lengths of the responses, and `micro_batches_per_rank` is None.
+    `num_rows` is the number of training rows; None: not known before the run. `num_batches` and
+    `total_steps`, for the whole run, are None if they depend on them. With a token budget
+    (`micro_batch_tokens`), the number of micro-batches depends on the lengths of the responses, and
+    `micro_batches_per_rank` is None.
     """
 
     def __init__(self, spec: RunSpec, num_rows: int | None = None) -> None:
-        mini = spec.ppo_mini_batch_size
-        self.prompts, self.responses_per_prompt = spec.data.train_batch_size, spec.rollout.n
-        self.samples = self.prompts * self.responses_per_prompt
-        self.mini_batches = max(1, self.prompts // mini)
-        self.samples_per_mini_batch = mini * self.responses_per_prompt
-        self.ranks, self.ranks_per_row = spec.world_size, spec.engine.sequence_parallel
+        prompts, mini, n = spec.data.train_batch_size, spec.ppo_mini_batch_size, spec.rollout.n
+        self.samples, self.samples_per_mini_batch = prompts * n, mini * n
+        self.mini_batches = max(1, prompts // mini)
         self.samples_per_rank = self.samples_per_mini_batch // spec.data_ranks
         self.micro_batch_tokens = spec.pass_tokens
         self.micro_batch_size = min(spec.actor.ppo_micro_batch_size_per_gpu, self.samples_per_rank)
         count = None if self.micro_batch_tokens else -(-self.samples_per_rank // self.micro_batch_size)
         self.micro_batches_per_rank = count
-        self.epochs = spec.actor.ppo_epochs
-        self.steps_per_batch, self.warmup = spec.updates_per_batch, spec.trainer.critic_warmup
-        self.num_rows = num_rows
-        self.num_batches = spec.trainer.total_training_steps
-        if self.num_batches is None and self.num_rows is not None:
-            self.num_batches = self.num_rows // self.prompts * spec.trainer.total_epochs
-
-    @property
-    def total_steps(self) -> int | None:
-        """Optimizer steps of the policy in the whole run."""
-        return None if self.num_batches is None else (self.num_batches - self.warmup) * self.steps_per_batch
+        self.num_rows, self.num_batches = num_rows, spec.trainer.total_training_steps
+        if self.num_batches is None and num_rows is not None:
+            self.num_batches = num_rows // prompts * spec.trainer.total_epochs
+        #: optimizer steps of the policy, per batch and in the whole run
+        self.steps_per_batch, self.total_steps = spec.updates_per_batch, None
+        if self.num_batches is not None:
+            self.total_steps = (self.num_batches - spec.trainer.critic_warmup) * self.steps_per_batch
 
 
 def bands(spec: RunSpec) -> list[Band]:
@@ -163,6 +157,15 @@ def _weight_band(rule: WeightRule, *, is_measured_only: bool) -> Band:
     is_basic = part.name in ("token", "sequence", "geometric")
     bounds = part.label if is_basic or not part.formula else f"w = {part.formula}: {part.label}"
     return Band("IS weight", lower, upper, bounds, outside, "ρ" if is_basic else "w")
+
+
+def criterion_bands(name: str) -> dict[str, str]:
+    """Dialect → what the criterion does there with a threshold, as an example; empty if there is none."""
+    found = {}
+    for dialect, threshold, rule in examples(name):
+        band = _reject_band(rule)
+        found[dialect] = f"{threshold}: {band.interval}, {band.bounds}; outside: {band.outside}"
+    return found
 
 
 def _clip_band(clip: ClipBand, loss: LossRule, *, bypass: bool) -> Band:

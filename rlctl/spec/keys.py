@@ -12,22 +12,16 @@ from pydantic.fields import FieldInfo
 from rlctl.spec.base import Section
 from rlctl.spec.run_spec import RunSpec
 
-_ONE_MICRO_BATCH = "`actor.ppo_micro_batch_size_per_gpu` applies to every forward pass; leave it out"
-_ONE_BUDGET = "`actor.ppo_max_token_len_per_gpu` applies to every forward pass; leave it out"
 _DYNAMIC = "`actor.ppo_max_token_len_per_gpu` turns it on; leave it out"
 
-#: Keys of verl and TRL with a different name in rlctl: dotted key → what to write.
+#: Keys of verl and TRL with a different name in rlctl, or the ends of such keys → what to write.
 #: A name that ends in a dot matches all keys below it.
 _ELSEWHERE = {
-    "actor_rollout_ref.rollout.calculate_log_probs": "always on here, leave it out",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": _ONE_MICRO_BATCH,
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": _ONE_MICRO_BATCH,
-    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": _ONE_BUDGET,
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": _ONE_BUDGET,
-    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": _DYNAMIC,
-    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": _DYNAMIC,
-    "actor_rollout_ref.actor.use_dynamic_bsz": _DYNAMIC,
-    "critic.use_dynamic_bsz": _DYNAMIC,
+    "calculate_log_probs": "always on here, leave it out",
+    "log_prob_micro_batch_size_per_gpu": "`actor.ppo_micro_batch_size_per_gpu` holds here; leave it out",
+    "log_prob_max_token_len_per_gpu": "`actor.ppo_max_token_len_per_gpu` holds here; leave it out",
+    "log_prob_use_dynamic_bsz": _DYNAMIC,
+    "use_dynamic_bsz": _DYNAMIC,
     "actor_rollout_ref.actor.fsdp_config.": "the engine is DeepSpeed: use `engine.zero_stage`",
     "actor_rollout_ref.actor.policy_loss.loss_mode": "use `algorithm.rollout_correction.loss_type`",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": "use `rollout.val_kwargs.temperature`; 0 is greedy",
@@ -121,6 +115,8 @@ def accepts(key: str, kind: type) -> bool:
 
 def advice_for(key: str) -> str | None:
     """Suggestion for an unknown `key`: its translation, the nearest key, or the keys of its section."""
+    if not key:
+        return None
     for name, advice in _ELSEWHERE.items():
         is_below = name.endswith(".") and key.startswith(name)
         if is_below or f".{name}".endswith(f".{key}") or f".{key}".endswith(f".{name}"):
@@ -146,9 +142,10 @@ def fields_of_items(key: str) -> list[str]:
 
 
 def closest(word: str, options: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The option most similar to `word`; None if none reaches the similarity `cutoff`, from 0 to 1."""
-    matches = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
-    return matches[0] if matches else None
+    """The option most similar to `word` in any case; None if none reaches the similarity `cutoff`, 0 to 1."""
+    by_lower = {option.lower(): option for option in options}
+    matches = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[matches[0]] if matches else None
 
 
 def did_you_mean(

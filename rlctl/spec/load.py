@@ -10,6 +10,7 @@ unreadable sources and unknown keys, then types and ranges, then contradictions 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -144,7 +145,7 @@ def load_spec(
         known: leaf.origin for key, leaf in leaves.items() if (known := leaf_of(key))
     }
 
-    def is_meant(warning: Problem, keys: tuple[str, ...]) -> bool:
+    def is_meant(warning: Problem, keys: set[str]) -> bool:
         """Whether one shipped preset sets all values that lead to the warning; its comments explain them."""
         deciding = {str(origins[key].name) for key in keys if origins[key].layer not in _NEUTRAL}
         is_shipped = len(deciding) == 1 and deciding <= all_presets().keys()
@@ -152,7 +153,7 @@ def load_spec(
 
     # Contradictions with an invalid value are not reported.
     contradictions = check_spec(spec, left_open | invalid, is_meant)
-    problems += [_located(problem, origins) for problem in contradictions]
+    problems += [_located(problem, leaves, origins) for problem in contradictions]
     if any(problem.severity == "error" for problem in problems):
         raise SpecError(problems)
     return LoadedSpec(spec, origins, problems)
@@ -194,7 +195,6 @@ def dump_value(value: Any) -> str:
 
 
 def _read_preset(preset: str, given: Origin, problems: list[Problem]) -> dict[str, Leaf]:
-    """Leaves of a preset whose name or path is `given` on the command line or by a program."""
     known = all_presets()
     if preset in known:
         return _read_file(known[preset].path, Origin("preset", preset), problems)
@@ -274,23 +274,16 @@ def _validated(
     leaves: dict[str, Leaf], problems: list[Problem], context: dict[str, str] | None = None
 ) -> tuple[RunSpec, frozenset[str]]:
     """The spec of the leaves with defaults for invalid values, and the keys of these; adds to `problems`."""
-    good: dict[str, Leaf] = {}
-    for key, leaf in leaves.items():
-        if leaf_of(key):
-            good[key] = leaf
-        elif key not in known_sections():
-            problems.append(_problem(key, leaf, "unknown key", advice_for(key)))
-        elif leaf.value not in (None, {}):  # null: all keys below `actor:` are commented out
-            problems.append(
-                _problem(key, leaf, "is a section, not a value", f"set the keys below it, {key}.…")
-            )
+    good = {key: leaf for key, leaf in leaves.items() if leaf_of(key)}
+    unknown = {key: leaf for key, leaf in leaves.items() if key not in good and not _is_empty(key, leaf)}
+    problems += [_unknown(key, leaf) for key, leaf in unknown.items()]
     known = frozenset(good)
-    for key in [key for key, leaf in good.items() if isinstance(leaf.value, bool) and not accepts(key, bool)]:
-        problems.append(_problem(key, good.pop(key), "must not be true or false"))  # pydantic reads true as 1
-    for key in [
-        key for key, leaf in good.items() if isinstance(leaf.value, int) and abs(leaf.value) >= 2**63
-    ]:
-        problems.append(_problem(key, good.pop(key), "must be an integer of 64 bits"))
+    for key, leaf in list(good.items()):
+        is_bool = isinstance(leaf.value, bool)
+        if is_bool and not accepts(key, bool):  # Pydantic reads true as 1
+            problems.append(_problem(key, good.pop(key), "must not be true or false"))
+        elif isinstance(leaf.value, int) and abs(leaf.value) >= 2**63:
+            problems.append(_problem(key, good.pop(key), "must be an integer of 64 bits"))
     while True:
         try:
             values = {key: _value(key, leaf) for key, leaf in good.items()}
@@ -306,6 +299,21 @@ def _validated(
             for key in sorted(bad, key=list(known_leaves()).index):
                 leaf = good.pop(key)
                 problems += [_invalid(key, leaf, details) for details in bad[key].values()]
+
+
+def _is_empty(key: str, leaf: Leaf) -> bool:
+    """Whether it is a section without keys; null: all keys below `actor:` are commented out."""
+    return key in known_sections() and leaf.value in (None, {})
+
+
+def _unknown(key: str, leaf: Leaf) -> Problem:
+    """The problem of a key that is none, or of a section with a value."""
+    if key not in known_sections():
+        return _problem(key, leaf, "unknown key", advice_for(key))
+    fix = f"set the keys below it, {key}.…"
+    if isinstance(leaf.value, str) and (pair := re.match(r"(\w+):(?=\S)", leaf.value)):
+        fix = f"write a space after the colon: `{pair[0]} {leaf.value[pair.end() :]}`"
+    return _problem(key, leaf, "is a section, not a value", fix)
 
 
 def _invalid(key: str, leaf: Leaf, details: Any) -> Problem:
@@ -358,9 +366,10 @@ def _value(key: str, leaf: Leaf) -> Any:
     return leaf.text if as_text else leaf.value
 
 
-def _located(problem: Problem, origins: dict[str, Origin]) -> Problem:
+def _located(problem: Problem, leaves: Mapping[str, Leaf], origins: dict[str, Origin]) -> Problem:
     """Adds the origin of the value to the problem, unless the value is a default."""
-    origin = origins.get(problem.key, DEFAULT)
+    leaf = leaves.get(problem.key)
+    origin = leaf.origin if leaf else origins.get(leaf_of(problem.key) or "", DEFAULT)
     is_default = origin.layer in {"default", "hardware"}
     return problem if is_default or problem.where else replace(problem, where=str(origin))
 

@@ -86,6 +86,11 @@ MACHINES: dict[str, Machine] = {
 }
 
 
+def gib(num_bytes: float) -> str:
+    """E.g. `1.5 GiB` or `20.0 MiB`."""
+    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:,.1f} MiB"
+
+
 def machine_of(name: str | None) -> Machine:
     """The machine of that name; None: this one.
 

@@ -93,7 +93,9 @@ def _adapted(model: ModelSpec, shape: Shape) -> dict[str, tuple[int, int]]:
     """Matrices of a layer that have adapters → (inputs, outputs); empty without LoRA."""
     names = model.target_modules if model.lora_rank else []
     matrices = shape.matrices()
-    return {name: matrices[name] for name in matrices if ALL_LINEAR in names or name in names}
+    of_experts = {"gate_proj", "up_proj", "down_proj"} if shape.has_experts else set()
+    wanted = matrices.keys() - of_experts if ALL_LINEAR in names else matrices.keys() & names
+    return {name: matrices[name] for name in matrices if name in wanted}
 
 
 def memory_total(parts: Sequence[MemoryPart], phases: Container[str] | None = None) -> float:

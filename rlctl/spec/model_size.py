@@ -42,6 +42,7 @@ class Shape:
         vocab: size of the vocabulary.
         norms_heads: whether queries and keys are normalised per head (Qwen3).
         window: the shortest sliding window in tokens; None: every layer attends to all tokens.
+        has_experts: whether its feed-forward layers are mixtures of experts, which LoRA does not adapt.
     """
 
     layers: int
@@ -53,6 +54,7 @@ class Shape:
     vocab: int
     norms_heads: bool = False
     window: int | None = None
+    has_experts: bool = False
 
     @property
     def queries(self) -> int:
@@ -213,6 +215,10 @@ def _from_config(whole: dict[str, Any]) -> ModelSize:
     heads, vocab = _count(config, "num_attention_heads"), _count(config, "vocab_size")
     if not (layers and hidden and heads and vocab):
         return ModelSize("unknown: config.json names no dimensions")
+    experts, used = (
+        next(filter(None, (_count(config, name) for name in names)), 0)
+        for names in (_EXPERTS, _EXPERTS_PER_TOKEN)
+    )
     shape = Shape(
         layers,
         hidden,
@@ -221,16 +227,13 @@ def _from_config(whole: dict[str, Any]) -> ModelSize:
         kv_heads=_count(config, "num_key_value_heads") or heads,
         head_dim=_count(config, "head_dim") or hidden // heads,
         vocab=vocab,
-        norms_heads=config.get("model_type") == "qwen3",
+        norms_heads=config.get("model_type") in {"qwen3", "qwen3_moe"},
         window=_window(config),
+        has_experts=experts > 0,
     )
     tied = whole.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     embeddings = vocab * hidden * (1 if tied else 2)
     layer = sum(inputs * outputs for inputs, outputs in shape.matrices().values())
-    experts, used = (
-        next(filter(None, (_count(config, name) for name in names)), 0)
-        for names in (_EXPERTS, _EXPERTS_PER_TOKEN)
-    )
     idle = 0
     if experts:  # in every layer, in place of its feed-forward layer
         expert = 3 * hidden * (_count(config, "moe_intermediate_size") or shape.inner)

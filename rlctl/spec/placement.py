@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rlctl.errors import Problem
-from rlctl.spec.machine import GIB, MACHINES, Machine
+from rlctl.spec.machine import GIB, MACHINES, Machine, gib
 from rlctl.spec.memory import MemoryPart, Phase, adapter_parameters, memory_parts, memory_total
 from rlctl.spec.model_size import ModelSize, Shape
 from rlctl.spec.run_spec import RunSpec
@@ -395,64 +395,57 @@ class Placement:
     def problems(self) -> Iterator[Problem]:
         """A problem per resource of which the machine has too little; a warning if the run may still work."""
         spec, machine = self.spec, self.machine
-        where = machine.name
         if spec.trainer.nnodes > machine.nodes and machine.name in MACHINES:
-            what = f"the run takes {spec.trainer.nnodes} nodes, {where} has {machine.nodes}"
+            what = f"the run takes {spec.trainer.nnodes} nodes, {machine.name} has {machine.nodes}"
             yield Problem("error", "trainer.nnodes", what, f"use {machine.nodes}")
         if machine.gpus:
-            servers = spec.rollout.server
-            own = spec.has_rollout_servers and not (servers.urls or servers.is_placed_by_ray)
-            needed = self.ranks + (servers.replicas * spec.rollout.tensor_model_parallel_size if own else 0)
-            if needed > machine.gpus:
-                what = f"the run takes {needed} GPUs of each node, {where} has {machine.gpus}"
-                yield Problem("error", "trainer.n_gpus_per_node", what, f"use {machine.gpus} or fewer in all")
-            heads = self.size.shape.heads if self.size.shape else 0
-            if heads % spec.rollout.tensor_model_parallel_size:
-                what = f"{heads} attention heads cannot be spread evenly over the GPUs of an engine"
-                fix = "use a divisor of the number of heads"
-                yield Problem("error", "rollout.tensor_model_parallel_size", what, fix)
-            always, peak = self.gpu_peak(), memory_total(self.gpu_parts)
-            for part in self.gpu_parts:
-                if part.name == "key-value cache" and part.num_bytes == 0.0:
-                    share = spec.rollout.gpu_memory_utilization
-                    what = f"{share:.0%} of a GPU of {_gib(machine.gpu_bytes)} does not hold the weights"
-                    yield Problem("error", "rollout.gpu_memory_utilization", what, "raise it, or use servers")
-            fix = "see “Less memory for a step” in docs/how-to/scale.md; or use more GPUs"
-            if always > machine.gpu_bytes:
-                what = f"{_gib(always)} are always needed, a GPU of {where} has {_gib(machine.gpu_bytes)}"
-                yield Problem("error", "engine.zero_stage", what, fix)
-            elif peak > machine.gpu_bytes:
-                what = (
-                    f"up to {_gib(peak)} are needed at once, a GPU of {where} has {_gib(machine.gpu_bytes)}"
-                )
-                yield Problem("error", "actor.ppo_max_token_len_per_gpu", what, fix)
+            yield from self._gpu_problems()
         parts, shared = self.host_parts, self.shared_peak()
         key, fix = "engine.offload", "use more nodes or ranks, or offload less"
         if not machine.gpus:  # the ranks are in host memory
             key, fix = "model.path", "use a smaller model, lora_rank, shorter responses, or a GPU"
-            parts = [
-                *parts,
-                *(replace(part, num_bytes=self.ranks * (part.num_bytes or 0.0)) for part in self.gpu_parts),
-            ]
+            sizes = [(part, self.ranks * (part.num_bytes or 0.0)) for part in self.gpu_parts]
+            parts = [*parts, *(replace(part, num_bytes=size) for part, size in sizes)]
         host = memory_total(parts)
         if host > machine.host_bytes:
             largest = sorted(parts, key=lambda part: -(part.num_bytes or 0.0))[:3]
-            listed = ", ".join(f"{part.name} {_gib(part.num_bytes or 0.0)}" for part in largest)
-            has = _gib(machine.host_bytes)
-            what = f"a node's host memory must hold {_gib(host)} ({listed}), {where} has {has}"
+            listed = ", ".join(f"{part.name} {gib(part.num_bytes or 0.0)}" for part in largest)
+            has = f"{machine.name} has {gib(machine.host_bytes)}"
+            what = f"a node's host memory must hold {gib(host)} ({listed}), {has}"
             # On a CPU, shorter responses may fit, and the dry run may be for another machine.
             yield Problem("error" if machine.gpus else "warning", key, what, fix)
         if shared > machine.shm_bytes:
-            what = f"/dev/shm must hold {_gib(shared)}, {where} has {_gib(machine.shm_bytes)}"
+            what = f"/dev/shm must hold {gib(shared)}, {machine.name} has {gib(machine.shm_bytes)}"
             holds_weights = self.writes_weights and spec.rollout.server.weights_dir is None
             fix = "docker run --shm-size (or --ipc=host); or rollout.server.weights_dir on a disk"
             yield Problem("error" if holds_weights else "warning", "rollout.server.weights_dir", what, fix)
+
+    def _gpu_problems(self) -> Iterator[Problem]:
+        spec, machine, rollout = self.spec, self.machine, self.spec.rollout
+        own = spec.has_rollout_servers and not (rollout.server.urls or rollout.server.is_placed_by_ray)
+        needed = self.ranks + (rollout.server.replicas * rollout.tensor_model_parallel_size if own else 0)
+        if needed > machine.gpus:
+            what = f"the run takes {needed} GPUs of each node, {machine.name} has {machine.gpus}"
+            yield Problem("error", "trainer.n_gpus_per_node", what, f"use {machine.gpus} or fewer in all")
+        heads = self.size.shape.heads if self.size.shape else 0
+        if heads % rollout.tensor_model_parallel_size:
+            what = f"{heads} attention heads cannot be spread evenly over the GPUs of an engine"
+            fix = "use a divisor of the number of heads"
+            yield Problem("error", "rollout.tensor_model_parallel_size", what, fix)
+        of_gpu = gib(machine.gpu_bytes)
+        if any(part.name == "key-value cache" and part.num_bytes == 0.0 for part in self.gpu_parts):
+            what = f"{rollout.gpu_memory_utilization:.0%} of a GPU of {of_gpu} does not hold the weights"
+            yield Problem("error", "rollout.gpu_memory_utilization", what, "raise it, or use servers")
+        always, peak = self.gpu_peak(), memory_total(self.gpu_parts)
+        fix = "see “Less memory for a step” in docs/how-to/scale.md; or use more GPUs"
+        if always > machine.gpu_bytes:
+            what = f"{gib(always)} are always needed, a GPU of {machine.name} has {of_gpu}"
+            yield Problem("error", "engine.zero_stage", what, fix)
+        elif peak > machine.gpu_bytes:
+            what = f"up to {gib(peak)} are needed at once, a GPU of {machine.name} has {of_gpu}"
+            yield Problem("error", "actor.ppo_max_token_len_per_gpu", what, fix)
 
 
 def _power_of_two(num_bytes: float) -> float:
     """Bytes that torch's pinned allocator reserves for a buffer of this size."""
     return float(1 << max(int(num_bytes) - 1, 0).bit_length()) if num_bytes >= 1 else 0.0
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:,.0f} MiB"

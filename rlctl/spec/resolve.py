@@ -24,7 +24,7 @@ from rlctl.algos.rules import (
 from rlctl.errors import Problem, SpecError, UsageError
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.algorithm import CORRECTION, RolloutCorrectionSpec
-from rlctl.spec.base import param_problems, params_of
+from rlctl.spec.base import param_problems, params_of, unread_params
 from rlctl.spec.keys import did_you_mean
 from rlctl.spec.run_spec import RunSpec
 from rlctl.user_code import is_file_function, split_names
@@ -50,15 +50,25 @@ def correction_rules(spec: RolloutCorrectionSpec) -> CorrectionRules:
         SpecError: with every unknown criterion, every invalid threshold or parameter, and what does not fit
             score centering or `auto`.
     """
+    rules, problems = _resolved(spec)
+    if problems:
+        raise SpecError(problems)
+    return rules
+
+
+def correction_problems(spec: RolloutCorrectionSpec) -> list[Problem]:
+    """The problems that `correction_rules` would raise; empty if it would succeed."""
+    return _resolved(spec)[1]
+
+
+def _resolved(spec: RolloutCorrectionSpec) -> tuple[CorrectionRules, list[Problem]]:
     problems: list[Problem] = []
     weight, reject = _weight_rule(spec, problems), _reject_rules(spec, problems)
     if spec.score_centering is not None:
         problems += _centering_problems(spec, weight, reject)
     if spec.auto:
         problems += _auto_problems(spec)
-    if problems:
-        raise SpecError(problems)
-    return CorrectionRules(weight, reject, spec.loss_denominator)
+    return CorrectionRules(weight, reject, spec.loss_denominator), problems
 
 
 def loss_rule(spec: RunSpec) -> LossRule:
@@ -74,15 +84,6 @@ def loss_rule(spec: RunSpec) -> LossRule:
         divergence=actor.dppo_divergence,
         params=params_of(POLICY_LOSSES.part(correction.loss_type), correction.loss_params),
     )
-
-
-def correction_problems(spec: RolloutCorrectionSpec) -> list[Problem]:
-    """The problems that `correction_rules` would raise; empty if it would succeed."""
-    try:
-        correction_rules(spec)
-    except SpecError as error:
-        return error.problems
-    return []
 
 
 def _centering_problems(
@@ -131,8 +132,7 @@ def _weight_rule(spec: RolloutCorrectionSpec, problems: list[Problem]) -> Weight
     params, key = None, f"{CORRECTION}rollout_is_params"
     if spec.rollout_is is None:
         what = "rollout_is is null, so no weight has this parameter"
-        fix = f"leave it out, or set {key} to {{}}"
-        problems += [Problem("error", f"{key}.{param}", what, fix) for param in spec.rollout_is_params]
+        problems += unread_params(key, spec.rollout_is_params, what)
     elif found := param_problems(CORRECTION_WEIGHTS, spec.rollout_is, key, spec.rollout_is_params):
         problems += found
     else:
@@ -206,9 +206,8 @@ def _reject_rules(spec: RolloutCorrectionSpec, problems: list[Problem]) -> tuple
         again = next(name for place, name in enumerate(in_metrics) if name in in_metrics[:place])
         what = f"two criteria write metrics under the name {again}"
         problems.append(Problem("error", RS_KEY, what, "rename the function in the file"))
-    for param in unread:
-        what, key = "no criterion of rollout_rs has this parameter", f"{CORRECTION}rollout_rs_params"
-        problems.append(Problem("error", f"{key}.{param}", what, f"leave it out, or set {key} to {{}}"))
+    what = "no criterion of rollout_rs has this parameter"
+    problems += unread_params(f"{CORRECTION}rollout_rs_params", unread, what)
     return tuple(rules.values())
 
 
@@ -305,6 +304,16 @@ class _Criterion(NamedTuple):
         """A threshold that is valid for this criterion."""
         tried = (*REJECTION_CRITERIA.part(self.form.statistic).thresholds, "0.1", "2.5")
         return next(text for text in tried if _reject_rule(name, text, self, []))
+
+
+def examples(name: str) -> Iterator[tuple[str, str, RejectRule]]:
+    """Dialect, a threshold and the rule that this makes, for each dialect that has the criterion."""
+    for dialect in _CRITERIA:
+        spec = RolloutCorrectionSpec.model_validate({"dialect": dialect})
+        if criterion := _criterion(name, spec, {}, []):
+            threshold = criterion.example(name)
+            if rule := _reject_rule(name, threshold, criterion, []):
+                yield dialect, threshold, rule
 
 
 def _form(statistic: str, reduction: Reduction, scope: Scope = "sequence", **others: Any) -> RejectRule:

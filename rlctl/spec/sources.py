@@ -153,7 +153,11 @@ def read_value(text: str, origin: Origin = COMMAND_LINE) -> Leaf:
         raise ValueError(_fault_of_yaml(error, text.encode())[1]) from error
     if node is None or (isinstance(node, yaml.MappingNode) and node.value):
         raise ValueError("a value is a scalar or a list; give mappings key by key, a.b=value")
-    return Leaf(_plain(node), None, origin)
+    source = SpecSource(origin)
+    value = _plain(node, source)
+    if source.problems:
+        raise ValueError(source.problems[0].what)
+    return Leaf(value, None, origin)
 
 
 class _StrictLoader(yaml.BaseLoader):
@@ -197,16 +201,22 @@ def _flatten(
             _flatten(value_node, f"{key}.", known, source, lines)
         else:
             text = value_node.value if _is_plain(value_node) else None
-            source.leaves[key] = Leaf(_plain(value_node), text, source.at(line))
+            source.leaves[key] = Leaf(_plain(value_node, source), text, source.at(line))
 
 
-def _plain(node: yaml.Node) -> Any:
-    """The Python value of a node."""
-    if isinstance(node, yaml.MappingNode):
-        return {_plain(key) if _is_plain(key) else str(key.value): _plain(value) for key, value in node.value}
+def _plain(node: yaml.Node, source: SpecSource) -> Any:
+    """The Python value of a node; a key that is given twice in a mapping is an error of `source`."""
     if isinstance(node, yaml.SequenceNode):
-        return [_plain(item) for item in node.value]
-    return parse_scalar(node.value) if _is_plain(node) else node.value
+        return [_plain(item, source) for item in node.value]
+    if not isinstance(node, yaml.MappingNode):
+        return parse_scalar(node.value) if _is_plain(node) else node.value
+    found: dict[Any, Any] = {}
+    for key_node, value in node.value:
+        key = _plain(key_node, source) if _is_plain(key_node) else str(key_node.value)
+        if key in found:
+            source.refuse(_line(key_node), f"`{key}` is given twice in one mapping", "keep one of them")
+        found[key] = _plain(value, source)
+    return found
 
 
 def _is_plain(node: yaml.Node) -> bool:
@@ -229,18 +239,23 @@ def _fault_of_bytes(raw: bytes) -> tuple[int | None, str, str] | None:
     except UnicodeDecodeError as error:
         return raw[: error.start].count(b"\n") + 1, "is not UTF-8 text", "save it as UTF-8"
     for number, line in enumerate(text.split("\n"), start=1):
-        if "\t" in line[: len(line) - len(line.lstrip())]:
-            return number, "a tab in the indentation", "indent with spaces"
+        if indentation := line[: len(line) - len(line.lstrip())].strip(" \r"):
+            name = "a tab" if "\t" in indentation else f"the character {indentation[0]!r}"
+            return number, f"{name} in the indentation", "indent with spaces"
     return None
 
 
-def _fault_of_yaml(error: yaml.YAMLError, raw: bytes) -> tuple[int | None, str]:
-    """Line and text of an error of PyYAML."""
-    if isinstance(error, yaml.MarkedYAMLError):
-        mark = error.problem_mark or error.context_mark
-        return mark.line + 1 if mark else None, ": ".join(filter(None, (error.context, error.problem)))
-    line = raw.decode()[: getattr(error, "position", 0)].count("\n") + 1
-    return line, f"not readable as YAML: {getattr(error, 'reason', error)}"
+def _fault_of_yaml(error: yaml.YAMLError, raw: bytes) -> tuple[int | None, str, str | None]:
+    """Line, text and fix of an error of PyYAML."""
+    if not isinstance(error, yaml.MarkedYAMLError):
+        line = raw.decode()[: getattr(error, "position", 0)].count("\n") + 1
+        return line, f"not readable as YAML: {getattr(error, 'reason', error)}", None
+    mark, start = error.problem_mark or error.context_mark, error.context_mark
+    begun = f" from line {start.line + 1} on" if start and mark and start.line < mark.line else ""
+    said = [f"{error.context}{begun}" if error.context else None, error.problem]
+    is_unquoted = re.search("mapping values are not|cannot start any token", error.problem or "")
+    fix = "put a text with special characters in quotes, or correct the indentation" if is_unquoted else None
+    return mark.line + 1 if mark else None, ": ".join(filter(None, said)), fix
 
 
 #: Top-level key of a preset that `rlctl presets list` shows; not part of the RunSpec.

@@ -75,7 +75,7 @@ DATA_FILE = "data.json"
 
 
 def check_inputs(spec: RunSpec) -> list[Problem]:
-    """Problems of the local models, data files and reward files of `spec`; hub ids are not checked."""
+    """Problems of the local models, data and reward files of `spec`, and masked values; no hub ids."""
     checks: list[tuple[str, Callable[[], None]]] = []
     if not spec.is_embedded:
         checks.append(("model.path", partial(_check_model, spec.model.path, needs_tokenizer=True)))
@@ -91,7 +91,8 @@ def check_inputs(spec: RunSpec) -> list[Problem]:
         for file in (term.name.rpartition(":")[0] for term in spec.reward.all_terms)
         if file and not matches(file)
     ]
-    return [problem for key, check in checks for problem in _problem_of(key, check)] + missing
+    found = [problem for key, check in checks for problem in _problem_of(key, check)]
+    return [*found, *missing, *masked_values(spec)]
 
 
 def check_functions(spec: RunSpec) -> list[Problem]:
@@ -191,19 +192,14 @@ def check_disk(spec: RunSpec) -> list[Problem]:
     return [Problem(severity, "trainer.run_dir", what, fix, str(there))]
 
 
-# --- a run that continues ---------------------------------------------------------------------------
-
-
-def refuse_masked(spec: RunSpec) -> None:
-    """Refuses values that are masked in the recorded spec of a run.
-
-    Raises:
-        SpecError: a value is masked.
-    """
+def masked_values(spec: RunSpec) -> list[Problem]:
+    """Problems of values that were masked when a run recorded its spec."""
     what, fix = "this value is masked, because its key or form is that of a secret", "give it again"
     values = flat(spec.model_dump(mode="json"))
-    if problems := [Problem("error", key, what, fix) for key, value in values.items() if is_masked(value)]:
-        raise SpecError(problems)
+    return [Problem("error", key, what, fix) for key, value in values.items() if is_masked(value)]
+
+
+# --- a run that continues ---------------------------------------------------------------------------
 
 
 def check_data(

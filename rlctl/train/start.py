@@ -14,7 +14,7 @@ import yaml
 
 from rlctl import leftovers
 from rlctl.engine.launch import run_ranks, under_torchrun
-from rlctl.errors import UsageError
+from rlctl.errors import SpecError, UsageError
 from rlctl.files import matches
 from rlctl.model_files import model_directory
 from rlctl.spec.base import seconds
@@ -25,7 +25,7 @@ from rlctl.tiny.embedded import ensure_embedded
 from rlctl.track.console import Startup
 from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import claim_default_path, open_run_dir
-from rlctl.train.preflight import refuse_masked, refuse_unsafe
+from rlctl.train.preflight import masked_values, refuse_unsafe
 from rlctl.train.stop import Watchdog, catching_signals, end_process
 from rlctl.user_code import is_file_function, split_names
 
@@ -78,7 +78,8 @@ def start_run(
     leftovers.clear()
     spec = with_absolute_paths(spec)
     _check_ranks(spec)
-    refuse_masked(spec)
+    if masked := masked_values(spec):
+        raise SpecError(masked)
     run_dir = resume or _path_of(spec)
     target_args = (dump_spec(spec), str(run_dir), resume is not None)
     if under_torchrun() and os.environ["RANK"] != "0":

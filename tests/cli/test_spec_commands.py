@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import typer
 
+from rlctl.algos.rules import BASIC_STATISTICS
 from rlctl.cli import init as init_module
 from rlctl.cli import schema as schema_module
 from rlctl.cli.app import app, run
-from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, REJECTION_CRITERIA, Registry
 from rlctl.spec import sources
 from rlctl.spec.keys import known_leaves
 from rlctl.spec.load import load_spec
@@ -124,6 +125,34 @@ def test_explain_knows_every_key_and_what_presets_set(
     assert "rloo-seq-is: rloo" in capsys.readouterr().out
 
 
+def test_explain_knows_every_part(capsys: Capture) -> None:
+    for registry in Registry.all:
+        for part in registry.parts():
+            if registry is not REJECTION_CRITERIA or part.name not in BASIC_STATISTICS:
+                assert run(["explain", part.name, "--json"]) == 0
+                found = json.loads(capsys.readouterr().out)
+                assert any(registry.kind in one["meaning"] for one in found), part.name
+
+
+@pytest.mark.parametrize(
+    ("name", "bands"),
+    [
+        (
+            "seq_max_k2",
+            {"rlctl": "2.5: ρ ≤ 2.5, the largest", "verl": "0.1: 0.6394 ≤ ρ ≤ 1.564, each"},
+        ),
+        ("token_k1", {"rlctl": "the whole response is rejected", "verl": "the token is rejected"}),
+        ("geometric", {"rlctl": "0.5_2.0: 0.5 ≤ ρ ≤ 2, the geometric mean"}),
+    ],
+)
+def test_explain_a_criterion_in_each_dialect(name: str, bands: dict[str, str], capsys: Capture) -> None:
+    """In verl, k2 = ½ (log ρ)² ≤ 0.1 accepts ρ from e^−√0.2 = 0.6394 to e^√0.2 = 1.564."""
+    assert run(["explain", name, "--json"]) == 0
+    [entry] = [one for one in json.loads(capsys.readouterr().out) if "rlctl" in one]
+    assert {"rlctl", "verl"} & entry.keys() == bands.keys()
+    assert all(words in entry[dialect] for dialect, words in bands.items())
+
+
 def test_explain_a_section_and_the_end_of_a_key(capsys: Capture) -> None:
     assert run(["explain", "trainer.guardrails", "--json"]) == 0
     assert {each["name"] for each in json.loads(capsys.readouterr().out)} == {
@@ -133,10 +162,15 @@ def test_explain_a_section_and_the_end_of_a_key(capsys: Capture) -> None:
     assert {each["name"] for each in json.loads(capsys.readouterr().out)} == {"actor.lr", "critic.lr"}
 
 
-@pytest.mark.parametrize(("name", "near"), [("actor.lrr", "actor.lr"), ("rollout_cor/kl", "rollout_corr/kl")])
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("actor.lrr", "actor.lr"), ("rollout_cor/kl", "rollout_corr/kl"), ("ppo_clp", "ppo_clip")],
+)
 def test_explain_the_unknown(name: str, near: str, capsys: Capture) -> None:
     assert run(["explain", name]) == 2
     assert f"did you mean `{near}`?" in capsys.readouterr().err
+    assert run(["explain", ""]) == 2
+    assert "`rlctl schema --markdown` lists every key" in capsys.readouterr().err
 
 
 def test_presets_as_json_and_copied_here(

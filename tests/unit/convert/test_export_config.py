@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlctl.cli.app import run
-from rlctl.convert.export import as_text, export
-from rlctl.convert.source import read
+from rlctl.convert.export import _hydra, as_text, export
+from rlctl.convert.source import _hydra_value, read
 from rlctl.convert.table import table
-from rlctl.convert.translate import overrides, translate
+from rlctl.convert.translate import translate
 from rlctl.spec.keys import value_of
 from rlctl.spec.load import load_spec
 from rlctl.spec.resolve import correction_rules
@@ -131,7 +133,7 @@ def test_round_trip(case: str, tmp_path: Path) -> None:
         file.write_text(f"accelerate launch --num_processes 2 trl {kind} --config run.yaml\n")
     back = translate(read(file, framework=name, environment={}, arguments=[]))
     assert not [row for row in back.rows if row.status == "unknown"]
-    again = load_spec([], [], overrides(back.spec), left_open=frozenset({"data.train_files"})).spec
+    again = load_spec([], [], back.spec, left_open=frozenset({"data.train_files"})).spec
     carried = [row.key for row in result.rows if row.status != "not supported" and row.became]
     carried = [key for key in carried if value_of(spec, key) is not None and not key.startswith(RULES)]
     assert len(carried) > 15
@@ -144,6 +146,42 @@ def test_round_trip(case: str, tmp_path: Path) -> None:
         correction.bypass_mode,
         correction.loss_type,
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        ("/d/x-1.parquet", "/d/x-1.parquet"),
+        ("a,b c", '"a,b c"'),  # unquoted, Hydra reads a sweep over two values
+        ("x=1/[a]", '"x=1/[a]"'),
+        ("null", '"null"'),
+        ("123", '"123"'),
+        ("1_0", '"1_0"'),
+        ("é#~", '"é#~"'),
+        ('a"b\\', r'"a\"b\\"'),
+        (r"a\b", r'"a\b"'),
+        ("/d/${x}", r'"/d/\${x}"'),
+        (["a", "b's"], """[a,"b's"]"""),
+        (0.5, "0.5"),
+        (None, "null"),
+    ],
+)
+def test_values_in_hydras_syntax(value: object, written: str) -> None:
+    """The expected texts are those that Hydra 1.3 and OmegaConf read as the value."""
+    assert _hydra(value) == written
+    assert _hydra_value(written) == value
+
+
+@given(text=st.text(alphabet="ab/.$\"'\\\\{}[](),:= #~é1_-+%*@?|&!nul"))
+def test_every_text_reads_back(text: str) -> None:
+    assert _hydra_value(_hydra(text.strip())) == text.strip()
+    assert _hydra_value(_hydra([text, "x"])) == [text, "x"]
+
+
+def test_arguments_of_the_chat_template_are_added_to_verls_mapping() -> None:
+    asked = [*BASE, "data.chat_template_kwargs.enable_thinking=false"]
+    text = as_text(export(load_spec([], [], asked).spec, table("verl")))
+    assert " +data.apply_chat_template_kwargs.enable_thinking=false " in text
 
 
 def test_what_is_not_carried_over_is_said() -> None:

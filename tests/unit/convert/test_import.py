@@ -485,3 +485,82 @@ def test_exit_codes_and_formats(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert run(["import", str(tmp_path / "missing.sh")]) == 2
     assert run(["import", str(script), "--from", "nobody"]) == 2
     assert run(["import", str(script), "--set", "oops"]) == 2
+
+
+def test_float16_is_not_called_float32(tmp_path: Path) -> None:
+    """transformers sets bf16 to the opposite of fp16 if only fp16 is given."""
+    for given, dtype in {"fp16=True, bf16=False": "bf16", "fp16=True": "bf16", "bf16=False": "fp32"}.items():
+        result = imported(f"GRPOConfig({given})\n", "train.py", tmp_path)
+        assert result.spec["engine.dtype"] == dtype
+        assert all(one.status == "not supported" for one in result.rows if one.key == "fp16")
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("GRPOConfig(chat_template_kwargs={'enable_thinking': False})\n", "train.py"),
+        ("trl grpo --chat_template_kwargs '{\"enable_thinking\": false}'\n", "run.sh"),
+        (
+            "python3 -m verl.trainer.main_ppo +data.apply_chat_template_kwargs.enable_thinking=False\n",
+            "run.sh",
+        ),
+        (
+            "python train.py --n-samples-per-prompt 4 --apply-chat-template-kwargs "
+            "'{\"enable_thinking\":false}'",
+            "a.sh",
+        ),
+    ],
+)
+def test_arguments_of_the_chat_template(text: str, name: str, tmp_path: Path) -> None:
+    result = imported(text, name, tmp_path)
+    spec_file = tmp_path / "spec.yaml"
+    spec_file.write_text(spec_yaml(result, name))
+    loaded = load_spec([], [spec_file], [], left_open=frozenset({"data.train_files", "model.path"}))
+    assert loaded.spec.data.chat_template_kwargs == {"enable_thinking": False}
+
+
+ACCELERATE = """
+mixed_precision: bf16
+num_processes: 8
+num_machines: 2
+deepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu, offload_param_device: none}
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [
+        ("accelerate launch --config_file acc.yaml grpo.py", 4),
+        ("accelerate launch --config_file=acc.yaml --num_processes 4 grpo.py", 2),
+        (
+            "accelerate launch --num_processes=4 --config_file acc.yaml grpo.py",
+            2,
+        ),  # the option overrides, too
+        ("trl grpo --accelerate_config acc.yaml", 4),
+    ],
+)
+def test_accelerates_configuration_file(command: str, ranks: int, tmp_path: Path) -> None:
+    (tmp_path / "acc.yaml").write_text(ACCELERATE, encoding="utf-8")
+    result = imported(f"{command} --per_device_train_batch_size 2 --num_generations 4\n", "run.sh", tmp_path)
+    expect(
+        result,
+        {
+            "trainer.n_gpus_per_node": ranks,
+            "trainer.nnodes": 2,
+            "data.train_batch_size": ranks,  # 2 nodes × ranks × 2 responses ÷ 4 per prompt
+            "engine.zero_stage": 3,
+            "engine.offload": "optimizer",
+        },
+    )
+    assert not [one for one in result.rows if one.status == "unknown"]
+    missing = imported("accelerate launch --config_file none.yaml grpo.py --beta 0", "run.sh", tmp_path)
+    assert any("none.yaml: this configuration is not read" in note for note in missing.notes)
+
+
+def test_a_spec_is_not_another_frameworks(tmp_path: Path) -> None:
+    text = "data: {train_files: [a.parquet]}\nalgorithm: {adv_estimator: grpo}\nactor: {lr: 1e-6}\n"
+    for framework in (None, "verl"):
+        with pytest.raises(UsageError, match="this is a spec"):
+            imported(text, "spec.yaml", tmp_path, framework=framework)
+    of_both = "data: {train_files: [a.parquet]}\nalgorithm: {adv_estimator: grpo}\n"
+    assert imported(of_both, "spec.yaml", tmp_path).table.name == "verl"

@@ -250,7 +250,7 @@ def test_a_run_is_evaluated_with_its_own_engine_and_parameters(task, tmp_path, o
     plan = check_request(EvaluateRequest(str(run), limit=2, engine=own_engine))
     assert LocalModel(plan).about_sampling["engine_params"] == {"max_rows": 7}, "the same engine"
     (tmp_path / "own.py").rename(tmp_path / "gone.py")
-    for registry in Registry._all:
+    for registry in Registry.all:
         registry._parts.pop(own_engine, None)
     with pytest.raises(UsageError, match="--engine hf"):
         check_request(EvaluateRequest(str(run), limit=2))

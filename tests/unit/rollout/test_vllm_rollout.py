@@ -19,6 +19,7 @@ from rlctl.rollout.completions import vllm_options
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Sampling
 from rlctl.rollout.vllm import VLLMRollout, _not_started
+from rlctl.tiny.embedded import ensure_embedded
 from tests.forked_python import run_in
 from tests.unit.rollout.test_hf_rollout import TEXTS, TOKENIZER, make_prompts, random_model, take
 
@@ -180,6 +181,25 @@ def test_an_option_that_vllm_does_not_have_is_named() -> None:
     assert error.exit_code == 2
     assert error.where == "rollout.engine_kwargs.max_num_batched_token"
     assert error.fix == "write max_num_batched_tokens"
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("option", "value", "where"),
+    [
+        ("block_size", "a", "rollout.engine_kwargs.block_size"),
+        ("cpu_offload_gb", "x", "rollout.engine_kwargs.cpu_offload_gb"),
+        ("max_num_batched_tokens", "lots", "rollout.engine_kwargs"),
+    ],
+)
+def test_an_option_of_the_wrong_type_is_the_users_mistake(option, value, where, embedded):
+    from vllm import EngineArgs
+
+    with pytest.raises((ValueError, TypeError)) as caught:
+        EngineArgs(model=str(ensure_embedded(1).model_dir), **{option: value}).create_engine_config()
+    error = _not_started("a/model", caught.value)
+    assert (error.exit_code, error.where) == (2, where)
+    assert "number" in error.what or "integer" in error.what
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_a_small_dev_shm_is_refused_before_the_start() -> None:
     found = errors(place(docker, *server, "rollout.server.weight_transfer=files"))
     assert "rollout.server.weights_dir" not in errors(place(docker, *server))  # weights are broadcast
     assert found["rollout.server.weights_dir"].startswith("/dev/shm must hold 28.5 GiB")
-    assert "64 MiB" in found["rollout.server.weights_dir"]
+    assert "64.0 MiB" in found["rollout.server.weights_dir"]
     assert errors(place("8xh100", *server)) == {}
     assert errors(place(docker, *server, "rollout.server.weights_dir=/disk")) == {}
 

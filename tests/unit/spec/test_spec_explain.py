@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 from rlctl.spec.explain import BatchArithmetic, bands, notes
 from rlctl.spec.load import load_spec
-from rlctl.spec.memory import MemoryPart, memory_parts, memory_total
+from rlctl.spec.memory import MemoryPart, adapter_parameters, memory_parts, memory_total
 from rlctl.spec.model import ModelSpec
 from rlctl.spec.model_size import PUBLISHED, ModelSize, Shape, model_size
 
@@ -237,28 +237,35 @@ def write_model(directory, *, with_weights: bool):
 
 
 @pytest.mark.parametrize(
-    ("config", "billions", "billions_per_token"),
+    ("config", "billions", "billions_per_token", "adapters"),
     [
         (
             {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000,
              "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8,
              "num_experts_per_tok": 2},
-            46.7, 12.9,  # Mixtral-8x7B
+            46.7, 12.9, 13_631_488,  # Mixtral-8x7B
         ),
         (
             {"num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151936,
              "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
              "moe_intermediate_size": 768, "num_experts_per_tok": 8},
-            30.5, 3.3,  # Qwen3-30B-A3B
+            30.5, 3.3, 13_369_344,  # Qwen3-30B-A3B
         ),
     ],
 )  # fmt: skip
-def test_the_experts_of_a_configuration_are_counted(config, billions, billions_per_token, tmp_path):
-    """A directory of the hub's cache may hold the configuration alone."""
+def test_the_experts_of_a_configuration_are_counted(config, billions, billions_per_token, adapters, tmp_path):
+    """A directory of the hub's cache may hold the configuration alone.
+
+    The number of adapter parameters, of rank 16 on all linear layers, is that of PEFT: experts have none.
+    """
     (tmp_path / "config.json").write_text(json.dumps(config))
     size = model_size(ModelSpec(path=str(tmp_path)))
     assert size.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
     assert (size.num_parameters - size.num_idle) / 1e9 == pytest.approx(billions_per_token, rel=0.02)
+    assert (
+        adapter_parameters(spec_of("model.path=a/b", "data.train_files=x", "model.lora_rank=16"), size)
+        == adapters
+    )
 
 
 def test_model_size_from_a_directory(tmp_path):

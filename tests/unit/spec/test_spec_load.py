@@ -96,6 +96,27 @@ def test_every_wrong_item_of_a_list_is_reported_and_compared_with_what_stands_th
     }
 
 
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("actor:\n  lr:1e-6\n", 1, "write a space after the colon: `lr: 1e-6`"),
+        ("trainer:\n  run_dir: %x\n", 2, "in quotes"),
+        ("algorithm:\n  adv_estimator: GRPO\n", 2, "did you mean `grpo`?"),
+        ("Actor:\n  LR: 1\n", 2, "did you mean `actor.lr`?"),
+        ("actor:\n  betas: 0.9\n", 2, "must be a list, `[a, b]`, got 0.9"),
+        ("reward:\n  terms: [maths]\n", 2, "item 1: must be a mapping, `name: value`, got 'maths'"),
+        ("reward:\n  terms:\n  - weight: 2\n", 2, "item 1, name: is missing"),
+        ("engine:\n  deepspeed:\n    zero_optimisation: {}\n", 3, "write zero_optimization"),
+        ("engine:\n  deepspeed: none.json\n", 2, "must be a mapping, or a JSON file: No such file"),
+        ("algorithm:\n  adv_params:\n    x: 1\n", 3, "rloo takes no parameters"),
+    ],
+)
+def test_frequent_mistakes_are_reported_with_their_line_and_what_to_write(text, line, words, tmp_path):
+    [problem] = problems_of([], [write(tmp_path / "a.yaml", text)]).values()
+    assert problem.where == f"{tmp_path}/a.yaml:{line}"
+    assert words in f"{problem.what}; {problem.fix}"
+
+
 def test_an_integer_that_python_refuses_to_read_is_a_problem_with_its_line(tmp_path):
     file = write(tmp_path / "a.yaml", f"trainer:\n  seed: {'7' * 5000}\n")
     found = problems_of([], [file], [f"rollout.n={'7' * 5000}"])

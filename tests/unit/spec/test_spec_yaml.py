@@ -68,7 +68,11 @@ ALIAS_BOMB = b"a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
         (b"actor:\n  lr: 1\nactor.lr: 2\n", 3, "`actor.lr` is given twice"),
         (b"\n" + ALIAS_BOMB, 2, "anchors"),
         (b"a: *b\n", 1, "aliases"),
+        (b"a:\n  - {b: 1, c: 2}\n  - {b: 1,\n     b: 2}\n", 4, "`b` is given twice"),
+        (b"a: [[{b: {c: 1, c: 2}}]]\n", 1, "`c` is given twice"),
         (b"actor:\n\tlr: 1\n", 2, "tab"),
+        ("actor:\r\n\r\n\u00a0 lr: 1\r\n".encode(), 3, r"the character '\xa0' in the indentation"),
+        (b"a: [1,\n  b: 2\n", 3, "from line 1 on"),
         (b"\xef\xbb\xbfactor:\n", 1, "byte-order mark"),
         (b"a: 1\nb: \xff\n", 2, "UTF-8"),
         ("a: 1".encode("utf-16"), 1, "UTF-8"),
@@ -107,6 +111,6 @@ def test_values_of_arguments():
     assert read_value('"1e3"').value == "1e3"
     assert read_value("a: b # c").value == "a: b # c"
     assert read_value("").value is None
-    for text in ("{a: 1}", "[1, 2", "[*a]"):
+    for text in ("{a: 1}", "[1, 2", "[*a]", "[{a: 1, a: 2}]"):
         with pytest.raises(ValueError, match=r"."):
             read_value(text)

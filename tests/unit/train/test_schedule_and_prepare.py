@@ -10,8 +10,9 @@ from rlctl.errors import SpecError
 from rlctl.spec.load import dump_spec, load_spec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.track.run_dir import open_run_dir
-from rlctl.train.preflight import changes, refuse_masked, refuse_unsafe
+from rlctl.train.preflight import changes, check_inputs, refuse_unsafe
 from rlctl.train.settings import actor_schedule, critic_schedule, lr_at
+from rlctl.train.start import Announce, start_run
 from rlctl.train.stream import rank_positions
 
 
@@ -123,11 +124,11 @@ def test_a_masked_value_must_be_given_again(tmp_path: Path) -> None:
     with open_run_dir(tmp_path, resume=False) as run:
         run.write_spec(dump_spec(given))
     recorded = load_spec(files=[tmp_path / "spec.yaml"]).spec
-    with pytest.raises(SpecError) as error:
-        refuse_masked(recorded)
     keys = [f"data.chat_template_kwargs.{name}" for name in ("end_token", "version")]
-    assert [problem.key for problem in error.value.problems] == keys
-    refuse_masked(given)
+    assert [problem.key for problem in check_inputs(recorded)] == keys
+    assert check_inputs(given) == []
+    with pytest.raises(SpecError, match="end_token"):
+        start_run(recorded, resume=None, announce=Announce(print, print))
     assert refuse_unsafe(recorded, given) == []
 
 

@@ -328,7 +328,8 @@ def _length_penalty(run: RunLog) -> Iterator[Fix]:
     limit, spec = run.facts.max_response_length, run.spec
     if limit and limit >= 8 and (spec is None or spec.reward.overlong.buffer_length <= 0):
         setting = f"reward.overlong.buffer_length={limit // 4}"
-        yield fix.change(setting, why="against overlong responses", trl="mask_truncated_completions=True")
+        others = {"trl": "mask_truncated_completions=True", "ms-swift": "--overlong_filter true"}
+        yield fix.change(setting, why="against overlong responses", **others)
 
 
 def _higher_limit(run: RunLog) -> Iterator[Fix]:

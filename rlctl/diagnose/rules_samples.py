@@ -16,7 +16,7 @@ from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
 _DROPPED, _GRADING, _STEP = "training/stale_dropped", "timing_s/reward", "timing_s/step"
-STALENESS = Levels("training/staleness_max", (("warning", 8.0),))
+STALENESS = Levels(th.STALENESS[0], (("warning", 8.0),))
 #: Factor by which dropped samples grow, and the share of a batch that they reach.
 DROPPED_GROWTH, DROPPED_SHARE = 2.0, 0.05
 #: Levels of |mean ratio − 1| and |ppo_kl| where the policy cannot have moved.

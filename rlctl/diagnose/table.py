@@ -94,6 +94,8 @@ class Facts:
 
     #: π_old is the rollout policy, so logged gaps compare the rollout policy with the current π_θ
     bypass_mode: bool | None = None
+    #: samples may be older than the policy at the start of a batch's updates
+    is_async: bool | None = None
     updates_per_batch: int | None = None  # optimizer steps on one batch
     ppo_epochs: int | None = None  # passes over one batch
     rollout_is: str | None = None  # the importance weight, as the spec names it, or `off`
@@ -150,8 +152,8 @@ class RunLog:
         In bypass mode the gap includes the policy's changes during the updates on a batch. With stale samples
         it includes the changes since the older weights that sampled them.
         """
-        staleness = self.table.series("training/staleness_max").values
-        if len(staleness) and staleness.max() > 0.0:
+        ages = [age for key in th.STALENESS if len(age := self.table.series(key).values)]
+        if any(age.max() > 0.0 for age in ages) or (self.facts.is_async and not ages):
             return False
         return self.facts.bypass_mode is False or self.facts.updates_per_batch == 1
 

@@ -77,12 +77,18 @@ def exception(run: RunLog) -> Detection | Skipped:
         return Skipped("the log does not end with an exception")
     known = next((one for one in _EXCEPTIONS if re.search(one[0], raised.text)), None)
     cause, fixes = known[1:] if known else (None, None)
-    after = "" if raised.step is None else f" after step {raised.step}"
     where = f" ({raised.where})" if raised.where else ""
     seen = Evidence("line of the log", f"{raised.line}{where}")
     severity: Severity = "info" if raised.is_stop or known is _EXCEPTIONS[0] else "critical"
     sure: Sure | None = None if known else ("low", "the exception matches no known kind of failure")
-    return Detection(severity, f"the log ends{after} with {raised.text}", (seen,), cause, fixes, sure)
+    return Detection(
+        severity,
+        f"the log ends after step {run.table.steps[-1]} with {raised.text}",
+        (seen,),
+        cause,
+        fixes,
+        sure,
+    )
 
 
 def _fresher(run: RunLog) -> tuple[Fix, ...]:

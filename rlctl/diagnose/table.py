@@ -123,7 +123,6 @@ class LoggedException:
     text: str  # type and message as printed, one line: `ValueError: …`
     where: str  # the innermost frame: `trainer.py, line 338, in fit`; empty if the log has none
     line: int  # its line in the log, from 1
-    step: int | None = None  # the last step logged before it; None if there is none
     is_stop: bool = False  # the run was stopped from outside, by a signal or from the keyboard
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from rlctl.diagnose.finding import Finding
 from rlctl.diagnose.rule import Diagnosis
 from rlctl.diagnose.signals import deviation, longest_true, smoothed
 from rlctl.diagnose.table import RunLog, Table
-from rlctl.spec.keys import flat
+from rlctl.spec.keys import changes
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
@@ -38,15 +38,6 @@ _ONE_SIDED = 0.9
 _NAMED = 3
 #: Metrics of the machine, not of the training.
 _MACHINE = ("perf/", "timing_s/", "timing/")
-
-
-@dataclass(frozen=True, slots=True)
-class SpecChange:
-    """A spec key whose value differs; None where the value is unknown."""
-
-    key: str
-    a: Any
-    b: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +81,8 @@ class RunComparison:
     #: the last step up to which all training metrics are equal; None where the first step differs or no
     #: metric is shared
     identical_until: int | None
-    spec: tuple[SpecChange, ...]  # keys with different values
+    #: spec key (or known fact, where a run has no spec) → different values of A and B; None where unknown
+    spec: Mapping[str, tuple[Any, Any]]
     metrics: tuple[MetricChange, ...]  # metrics that differ, the largest difference first
     same: tuple[str, ...]  # metrics with enough shared values to compare, and no such difference
     #: only_a, only_b: metrics that only one run logged
@@ -116,7 +108,7 @@ def compare(a: Diagnosis, b: Diagnosis) -> RunComparison:
         b=b,
         shared=(int(steps[0]), int(steps[-1]), len(steps)) if len(steps) else None,
         identical_until=_identical_until(*tables, shared),
-        spec=tuple(_spec_changes(a.run, b.run)),
+        spec=_spec_changes(a.run, b.run),
         metrics=tuple(changes),
         same=tuple(key for key in compared if key not in differing),
         only_a=tuple(sorted(columns_a - columns_b)),
@@ -229,15 +221,11 @@ def _identical_until(a: Table, b: Table, keys: Sequence[str]) -> int | None:
     return int(a.steps[count - 1]) if count else None
 
 
-def _spec_changes(a: RunLog, b: RunLog) -> Iterator[SpecChange]:
-    """Compares the specs key by key; where a run has no spec, the known facts of both runs."""
+def _spec_changes(a: RunLog, b: RunLog) -> dict[str, tuple[Any, Any]]:
     if a.spec is not None and b.spec is not None:
-        left, right = (flat(spec.model_dump(mode="json")) for spec in (a.spec, b.spec))
-    else:
-        left, right = asdict(a.facts), asdict(b.facts)
-    for key in left | right:
-        if left.get(key) != right.get(key):
-            yield SpecChange(key, left.get(key), right.get(key))
+        return changes(a.spec, b.spec)
+    left, right = asdict(a.facts), asdict(b.facts)
+    return {fact: (left[fact], right[fact]) for fact in left if left[fact] != right[fact]}
 
 
 def _only_in(one: Diagnosis, other: Diagnosis) -> tuple[Finding, ...]:
@@ -299,7 +287,7 @@ def comparison_document(found: RunComparison) -> dict[str, Any]:
         "sentences": list(sentences(found)),
         "shared_steps": steps,
         "identical_until": found.identical_until,
-        "spec": [asdict(change) for change in found.spec],
+        "spec": [{"key": key, "a": a, "b": b} for key, (a, b) in found.spec.items()],
         "metrics": [asdict(change) | {"sentence": str(change)} for change in found.metrics],
         "same": list(found.same),
         "only_a": list(found.only_a),

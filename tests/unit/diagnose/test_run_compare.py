@@ -34,7 +34,7 @@ def table(values, start=1):
 def test_two_healthy_runs_do_not_differ(seed):
     found = compare(*(examine(run_log(healthy_rows(200, each))) for each in (2 * seed, 2 * seed + 1)))
     assert found.metrics == ()
-    assert found.spec == ()
+    assert found.spec == {}
     assert list(sentences(found)) == ["No metric differs by more than the runs' own noise, up to step 200."]
 
 
@@ -63,7 +63,7 @@ def test_what_differs_is_told_with_its_step_and_the_spec(tmp_path):
     for change in found.metrics:
         assert abs(change.first_step - 120) <= 2
         assert change.lasts
-    assert [(change.key, change.b) for change in found.spec] == [("actor.lr", 1e-3)]
+    assert {key: b for key, (_, b) in found.spec.items()} == {"actor.lr": 1e-3}
     assert [finding.rule for finding in found.findings_b] == ["truncated"]
     assert found.findings_a == ()
     first, *others = sentences(found)

@@ -23,13 +23,11 @@ Steps = NDArray[np.int64]
 #: Runs differ where their window medians are further apart than this many robust deviations of the values of
 #: both runs. (The noise of a window median is about 0.4 of such a deviation.)
 APART_SIGMAS = 2.0
-#: Noise of a window median relative to that of a value, for independent values; minimum number of windows to
-#: estimate the noise from.
-_MEDIAN_SHARE, _MIN_WINDOWS = 0.4, 8
+#: Minimum number of windows to estimate the noise from; in short logs they are smaller. (A jump affects two of
+#: their five or more changes.)
+_MIN_WINDOWS = 6
 #: Length, in windows, of the running median that the noise is measured around.
 _SMOOTHED = 5
-#: Standard deviation of a normal distribution divided by its median absolute deviation.
-_NORMAL = 1.4826
 #: Maximum number of points a metric is compared at; in longer logs, a point is the median of several steps.
 _MAX_POINTS = 5000
 #: Share of each run's values that must be on the same side of zero for the ratio B / A to be meaningful.
@@ -180,14 +178,14 @@ def _noise(values: Floats) -> float:
 def _drift(difference: Floats) -> float:
     """Noise of a value, estimated from the changes between medians of neighbouring windows.
 
-    A single jump in the difference affects at most two of these changes, so their median ignores it.
+    A single jump affects at most two of these changes, and a steady rise all alike: their median absolute
+    deviation ignores both.
     """
-    count = len(difference) // th.WINDOW
-    if count < _MIN_WINDOWS:
-        return 0.0
-    windows = difference[: count * th.WINDOW].reshape(count, th.WINDOW)
-    moves = np.abs(np.diff(np.median(windows, axis=1)))
-    return float(np.median(moves)) * _NORMAL / math.sqrt(2.0) / _MEDIAN_SHARE
+    width = min(th.WINDOW, len(difference) // _MIN_WINDOWS)
+    count = len(difference) // width
+    moves = np.diff(np.median(difference[: count * width].reshape(count, width), axis=1))
+    # The noise of a median of independent values is √(π / 2 width) of theirs; of a change, √2 times that.
+    return float(deviation(moves)) * math.sqrt(width / math.pi)
 
 
 def _shared_values(key: str, a: Table, b: Table) -> tuple[Steps, Floats, Floats]:

@@ -23,8 +23,8 @@ Steps = NDArray[np.int64]
 #: Runs differ where their window medians are further apart than this many robust deviations of the values of
 #: both runs. (The noise of a window median is about 0.4 of such a deviation.)
 APART_SIGMAS = 2.0
-#: Minimum number of windows to estimate the noise from; in short logs they are smaller. (A jump affects two of
-#: their five or more changes.)
+#: Minimum number of windows to estimate the noise from; in short logs they are smaller. (A jump affects two
+#: of their five or more changes.)
 _MIN_WINDOWS = 6
 #: Length, in windows, of the running median that the noise is measured around.
 _SMOOTHED = 5

@@ -111,7 +111,8 @@ def diagnose(
 
     own = tuple(rules or ())
     applied = all_rules(own)
-    diagnoses = [examine(run, applied) for run in read_runs(paths, metrics_read(own))]
+    wanted = metrics_read(own, with_others=output_format == "html")
+    diagnoses = [examine(run, applied) for run in read_runs(paths, wanted)]
     _write(diagnoses, output_format, out)
     if fix is not None:
         _write_fix(diagnoses[0], fix)
@@ -293,10 +294,8 @@ def compare(
     from rlctl.diagnose.diagnosis_page import diagnosis_page
     from rlctl.diagnose.output_text import print_comparison
     from rlctl.diagnose.rule import examine, metrics_read
-    from rlctl.metric_names import ELSEWHERE, METRICS
 
-    runs = read_runs([a, b], frozenset({*METRICS, *ELSEWHERE, *metrics_read()}))
-    found = run_comparison(*map(examine, runs))
+    found = run_comparison(*map(examine, read_runs([a, b], metrics_read(with_others=True))))
     write_report(
         output_format,
         out,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from rlctl.diagnose.finding import Finding
 from rlctl.diagnose.rule import Diagnosis
 from rlctl.diagnose.signals import deviation, longest_true, smoothed
 from rlctl.diagnose.table import RunLog, Table
-from rlctl.spec.keys import flat
+from rlctl.spec.keys import changes
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
@@ -23,13 +23,11 @@ Steps = NDArray[np.int64]
 #: Runs differ where their window medians are further apart than this many robust deviations of the values of
 #: both runs. (The noise of a window median is about 0.4 of such a deviation.)
 APART_SIGMAS = 2.0
-#: Noise of a window median relative to that of a value, for independent values; minimum number of windows to
-#: estimate the noise from.
-_MEDIAN_SHARE, _MIN_WINDOWS = 0.4, 8
+#: Minimum number of windows to estimate the noise from; in short logs they are smaller. (A jump affects two
+#: of their five or more changes.)
+_MIN_WINDOWS = 6
 #: Length, in windows, of the running median that the noise is measured around.
 _SMOOTHED = 5
-#: Standard deviation of a normal distribution divided by its median absolute deviation.
-_NORMAL = 1.4826
 #: Maximum number of points a metric is compared at; in longer logs, a point is the median of several steps.
 _MAX_POINTS = 5000
 #: Share of each run's values that must be on the same side of zero for the ratio B / A to be meaningful.
@@ -38,15 +36,6 @@ _ONE_SIDED = 0.9
 _NAMED = 3
 #: Metrics of the machine, not of the training.
 _MACHINE = ("perf/", "timing_s/", "timing/")
-
-
-@dataclass(frozen=True, slots=True)
-class SpecChange:
-    """A spec key whose value differs; None where the value is unknown."""
-
-    key: str
-    a: Any
-    b: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +79,8 @@ class RunComparison:
     #: the last step up to which all training metrics are equal; None where the first step differs or no
     #: metric is shared
     identical_until: int | None
-    spec: tuple[SpecChange, ...]  # keys with different values
+    #: spec key (or known fact, where a run has no spec) → different values of A and B; None where unknown
+    spec: Mapping[str, tuple[Any, Any]]
     metrics: tuple[MetricChange, ...]  # metrics that differ, the largest difference first
     same: tuple[str, ...]  # metrics with enough shared values to compare, and no such difference
     #: only_a, only_b: metrics that only one run logged
@@ -116,7 +106,7 @@ def compare(a: Diagnosis, b: Diagnosis) -> RunComparison:
         b=b,
         shared=(int(steps[0]), int(steps[-1]), len(steps)) if len(steps) else None,
         identical_until=_identical_until(*tables, shared),
-        spec=tuple(_spec_changes(a.run, b.run)),
+        spec=_spec_changes(a.run, b.run),
         metrics=tuple(changes),
         same=tuple(key for key in compared if key not in differing),
         only_a=tuple(sorted(columns_a - columns_b)),
@@ -188,14 +178,14 @@ def _noise(values: Floats) -> float:
 def _drift(difference: Floats) -> float:
     """Noise of a value, estimated from the changes between medians of neighbouring windows.
 
-    A single jump in the difference affects at most two of these changes, so their median ignores it.
+    A single jump affects at most two of these changes, and a steady rise all alike: their median absolute
+    deviation ignores both.
     """
-    count = len(difference) // th.WINDOW
-    if count < _MIN_WINDOWS:
-        return 0.0
-    windows = difference[: count * th.WINDOW].reshape(count, th.WINDOW)
-    moves = np.abs(np.diff(np.median(windows, axis=1)))
-    return float(np.median(moves)) * _NORMAL / math.sqrt(2.0) / _MEDIAN_SHARE
+    width = min(th.WINDOW, len(difference) // _MIN_WINDOWS)
+    count = len(difference) // width
+    moves = np.diff(np.median(difference[: count * width].reshape(count, width), axis=1))
+    # The noise of a median of independent values is √(π / 2 width) of theirs; of a change, √2 times that.
+    return float(deviation(moves)) * math.sqrt(width / math.pi)
 
 
 def _shared_values(key: str, a: Table, b: Table) -> tuple[Steps, Floats, Floats]:
@@ -229,15 +219,11 @@ def _identical_until(a: Table, b: Table, keys: Sequence[str]) -> int | None:
     return int(a.steps[count - 1]) if count else None
 
 
-def _spec_changes(a: RunLog, b: RunLog) -> Iterator[SpecChange]:
-    """Compares the specs key by key; where a run has no spec, the known facts of both runs."""
+def _spec_changes(a: RunLog, b: RunLog) -> dict[str, tuple[Any, Any]]:
     if a.spec is not None and b.spec is not None:
-        left, right = (flat(spec.model_dump(mode="json")) for spec in (a.spec, b.spec))
-    else:
-        left, right = asdict(a.facts), asdict(b.facts)
-    for key in left | right:
-        if left.get(key) != right.get(key):
-            yield SpecChange(key, left.get(key), right.get(key))
+        return changes(a.spec, b.spec)
+    left, right = asdict(a.facts), asdict(b.facts)
+    return {fact: (left[fact], right[fact]) for fact in left if left[fact] != right[fact]}
 
 
 def _only_in(one: Diagnosis, other: Diagnosis) -> tuple[Finding, ...]:
@@ -299,7 +285,7 @@ def comparison_document(found: RunComparison) -> dict[str, Any]:
         "sentences": list(sentences(found)),
         "shared_steps": steps,
         "identical_until": found.identical_until,
-        "spec": [asdict(change) for change in found.spec],
+        "spec": [{"key": key, "a": a, "b": b} for key, (a, b) in found.spec.items()],
         "metrics": [asdict(change) | {"sentence": str(change)} for change in found.metrics],
         "same": list(found.same),
         "only_a": list(found.only_a),

@@ -134,7 +134,7 @@ def _bands(diagnosis: Diagnosis, key: str) -> list[dict[str, Any]]:
 def _comparison(found: RunComparison, places: Mapping[str, int]) -> dict[str, Any]:
     return {
         "sentences": [visible(sentence) for sentence in sentences(found)],
-        "spec": [(change.key, visible(shown(change.a)), visible(shown(change.b))) for change in found.spec],
+        "spec": [(key, *(visible(shown(value)) for value in values)) for key, values in found.spec.items()],
         "metrics": [(places[row[0]], *map(visible, row)) for row in metric_rows(found)],
     }
 

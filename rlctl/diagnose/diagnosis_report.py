@@ -43,7 +43,13 @@ _ENABLING: Mapping[str, Mapping[str, str]] = {
         ),
         "eval_strategy=steps": "val/",
     },
-    "openrlhf": {"--algo.advantage.is_correction_enable": "rollout_corr/kl"},
+    "ms-swift": {
+        "--use_vllm true --rollout_importance_sampling_mode token_truncate": (
+            r"rollout_corr/(?:k3?_?kl|chi2_token|\w+_log_ppl|rollout_is_(?:mean|eff))"
+        ),
+        "--eval_strategy steps": "val/",
+    },
+    "openrlhf": {"--algo.advantage.is_correction_level token": "rollout_corr/kl"},
 }
 #: Fact → its name in a sentence.
 _FACTS = {"kl_coef": "coefficient of the KL penalty", "max_response_length": "length limit"}
@@ -175,13 +181,16 @@ def _skipped(diagnosis: Diagnosis) -> str:
     waiting = [one for one in diagnosis.skipped if one.missing]
     if not waiting:
         return ""
-    settings = _ENABLING.get(of_framework(diagnosis.run), {})
+    run = diagnosis.run
+    # TRL's asynchronous GRPO, or its PPO.
+    has_other_settings = run.framework == "trl" and (run.facts.bypass_mode or run.facts.has_critic)
+    settings = {} if has_other_settings else _ENABLING.get(run.framework, {})
     ways = {setting: re.compile(pattern) for setting, pattern in settings.items()}
     ways |= {key: re.compile(re.escape(key)) for one in waiting for key in one.missing}
     helps = {way: sum(any(map(key.match, one.missing)) for one in waiting) for way, key in ways.items()}
     way, count = max(helps.items(), key=lambda item: item[1])
-    if way == RUN_SPEC_FILE and diagnosis.run.framework in _CONFIGURED:
-        way += f", or {_CONFIGURED[diagnosis.run.framework]}"
+    if way == RUN_SPEC_FILE and run.framework in _CONFIGURED:
+        way += f", or {_CONFIGURED[run.framework]}"
     rules = f"{len(waiting)} rule{'s' * (len(waiting) != 1)}"
     return visible(f"{rules} SKIPPED: the log lacks their metrics. {count} of them would run with: {way}")
 

@@ -3,11 +3,13 @@
 A framework's file lists under `config` how its configuration states a fact:
 
 - a dotted key, or `a * b` for a product;
-- `{ key, values, else }`: the value of the key → the fact;
+- `{ key, values, else, missing }`: the value of the key → the fact (without `values` the value itself);
+  `missing` where a whole configuration has no such value;
+- `{ key, if, default }`: the value of the key, or the default, if the flag `if` is set;
 - `{ responses, per_update, epochs }`: the sizes from which the number of updates per batch follows;
-- a list of alternatives, of which the first that is present is used.
+- a list of alternatives, of which the first that is known is used.
 
-The functions here derive the remaining facts. Inferred facts are marked as inferred.
+Inferred facts are marked as inferred.
 """
 
 from __future__ import annotations
@@ -90,13 +92,7 @@ class Config:
 
     def number(self, key: str) -> float | None:
         """A number, or a text that contains one."""
-        value = self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
-            return None
-        try:
-            return float(value)
-        except (ValueError, OverflowError):
-            return None
+        return _number(self.get(key))
 
     def whole(self, key: str) -> int | None:
         """A whole number, or the product of several: `a * b`."""
@@ -104,26 +100,39 @@ class Config:
         known = [int(one) for one in factors if one is not None and one.is_integer()]
         return math.prod(known) if len(known) == len(factors) else None
 
+    def upper(self, key: str) -> float | None:
+        """The upper bound: a number, or the last of `[lower, upper]` or `"lower_upper"`."""
+        value = self.get(key)
+        if isinstance(value, list | tuple):
+            value = value[-1] if value else None
+        return _number(value.rpartition("_")[2] if isinstance(value, str) else value)
+
     def flag(self, key: str) -> bool | None:
         """True or false."""
         value = self.get(key)
         return value if isinstance(value, bool) else None
 
-    def text(self, key: str) -> str | None:
-        """A text."""
-        value = self.get(key)
-        return value if isinstance(value, str) else None
-
     def dtype(self, key: str) -> str | None:
         """A dtype under the name that the spec uses."""
-        short = (self.text(key) or "").removeprefix("torch.").lower()
+        short = str(self.get(key)).removeprefix("torch.").lower()
         return _DTYPES.get(short, short if short in _DTYPES.values() else None)
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
 
 
 #: Fact → how its key is read; numbers otherwise.
 _READ: Mapping[str, Callable[[Config, str], Any]] = {
+    "is_async": Config.flag,
     "bypass_mode": Config.flag,
     "dtype": Config.dtype,
+    "rollout_is_threshold": Config.upper,
     **dict.fromkeys(
         ("updates_per_batch", "ppo_epochs", "batch_size", "group_size", "max_response_length"), Config.whole
     ),
@@ -143,7 +152,7 @@ def configured_facts(
     config = Config(content, is_complete)
     if not table or (is_complete and not all(_is_present(config, one) for one in table.get("requires", ()))):
         return Facts()
-    return Facts(**_facts(framework, table, config))
+    return Facts(**_facts(table, config))
 
 
 def _is_present(config: Config, keys: str | list[str]) -> bool:
@@ -152,9 +161,8 @@ def _is_present(config: Config, keys: str | list[str]) -> bool:
     return any(config.get(key) is not None or config.whole(key) is not None for key in each)
 
 
-def _facts(framework: str, table: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    found = {fact: _stated(config, fact, form) for fact, form in table.items() if fact != "requires"}
-    return found | (_DERIVED[framework](config) if framework in _DERIVED else {})
+def _facts(table: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    return {fact: _stated(config, fact, form) for fact, form in table.items() if fact != "requires"}
 
 
 def _stated(config: Config, fact: str, form: Any) -> Any:
@@ -162,18 +170,30 @@ def _stated(config: Config, fact: str, form: Any) -> Any:
     if isinstance(form, list):
         each = [_stated(config, fact, one) for one in form]
         return next((value for value in each if value is not None), None)
+    read = _READ.get(fact, Config.number)
     if isinstance(form, str):
-        return _READ.get(fact, Config.number)(config, form)
-    if "values" in form:
-        value = config.get(form["key"])
-        return None if value is None else form["values"].get(str(value), form.get("else"))
+        return read(config, form)
+    if "if" in form:
+        value, is_on = read(config, form["key"]), config.flag(form["if"])
+        return (form.get("default") if value is None else value) if is_on else None
+    if "key" in form:
+        return _translated(config, **form)
     sizes = {name: _stated(config, fact, keys) for name, keys in form.items()}
     if not all(sizes.values()):
         return None
     return max(1, sizes["responses"] // sizes["per_update"]) * sizes.get("epochs", 1)
 
 
-def setting_keys(framework: str, table: Mapping[str, Any]) -> frozenset[str]:
+def _translated(
+    config: Config, key: str, values: Mapping[str, Any] | None = None, missing: Any = None, **others: Any
+) -> Any:
+    value = config.get(key)
+    if value is None:
+        return missing if config.is_complete else None
+    return str(value) if values is None else values.get(str(value), others.get("else"))
+
+
+def setting_keys(table: Mapping[str, Any]) -> frozenset[str]:
     """Every configuration key on which a fact of the framework depends."""
     keys: set[str] = set()
 
@@ -181,7 +201,7 @@ def setting_keys(framework: str, table: Mapping[str, Any]) -> frozenset[str]:
         def get(self, key: str) -> Any:
             keys.add(key)
 
-    _facts(framework, table, Recorder({}, is_complete=False))
+    _facts(table, Recorder({}, is_complete=False))
     return frozenset(keys)
 
 
@@ -196,56 +216,6 @@ def _rlctl(content: Mapping[str, Any]) -> Facts:
         return facts_of(RunSpec.model_validate(sections)) if sections else Facts()
     except ValidationError:  # a spec of another version
         return Facts()
-
-
-def _verl(config: Config) -> dict[str, Any]:
-    actor, correction = "actor_rollout_ref.actor", "algorithm.rollout_correction"
-    level = config.text(f"{correction}.rollout_is")
-    criteria, bypass = config.text(f"{correction}.rollout_rs"), config.flag(f"{correction}.bypass_mode")
-    if config.is_complete:
-        level, criteria, bypass = level or "off", criteria or "off", bool(bypass)
-    threshold = str(config.get(f"{correction}.rollout_is_threshold")).rpartition("_")[2]
-    penalties = [
-        (config.flag(f"{actor}.use_kl_loss"), config.number(f"{actor}.kl_loss_coef")),
-        (config.flag("algorithm.use_kl_in_reward"), config.number("algorithm.kl_ctrl.kl_coef")),
-    ]
-    in_use = [coefficient for is_on, coefficient in penalties if is_on]
-    is_known = any(is_on is not None for is_on, _ in penalties) and (config.is_complete or None not in in_use)
-    return {
-        "bypass_mode": bypass,
-        "rollout_is": level if level in {"token", "sequence", "off"} else None,
-        "rollout_is_threshold": Config({"threshold": threshold}).number("threshold"),
-        "rollout_rs": criteria,
-        "kl_coef": max((one or 0.0 for one in in_use), default=0.0) if is_known else None,
-        "ess_length_weighted": level and level == "sequence",
-    }
-
-
-def _trl(config: Config) -> dict[str, Any]:
-    corrects = config.flag("use_vllm") and config.flag("vllm_importance_sampling_correction")
-    mode = (config.text("vllm_importance_sampling_mode") or "").partition("_")[0]
-    level = mode if mode in {"token", "sequence"} else None
-    return {"rollout_is": level if corrects else ("off" if corrects is False else None)}
-
-
-def _slime(config: Config) -> dict[str, Any]:
-    return {"kl_coef": config.number("kl_loss_coef" if config.flag("use_kl_loss") else "kl_coef")}
-
-
-def _nemo_rl(config: Config) -> dict[str, Any]:
-    corrects = config.flag("loss_fn.use_importance_sampling_correction")
-    level = "sequence" if config.flag("loss_fn.sequence_level_importance_ratios") else "token"
-    return {"rollout_is": None if corrects is None else (level if corrects else "off")}
-
-
-_DERIVED: Mapping[str, Callable[[Config], dict[str, Any]]] = {
-    "verl": _verl,
-    "trl": _trl,
-    "ms-swift": _trl,
-    "llama-factory": _trl,
-    "slime": _slime,
-    "nemo-rl": _nemo_rl,
-}
 
 
 def with_inferred(run: RunLog) -> RunLog:

@@ -12,8 +12,11 @@ from rlctl.diagnose.table import RunLog
 
 RC = "algorithm.rollout_correction."
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
-_TRL_IS = "vllm_importance_sampling_"
-OPENRLHF_IS = "--algo.advantage.is_correction_"
+_TRL_IS, _OPENRLHF_IS = "vllm_importance_sampling_", "--algo.advantage.is_correction_"
+_NEMO_IS, _SWIFT_IS = "loss_fn.truncated_importance_sampling_", "--rollout_importance_sampling_"
+_NEMO_MASK, _NEMO_TRUNCATE = (
+    f"loss_fn.use_importance_sampling_correction=true {_NEMO_IS}type={kind}" for kind in ("icepop", "tis")
+)
 
 #: rlctl's key → the same setting in each of `_FRAMEWORKS`; empty where there is none. The keys of rollout
 #: correction are the same in verl. LLaMA-Factory and ms-swift use TRL's keys, ms-swift as options.
@@ -86,6 +89,15 @@ def change(*settings: str, why: str = "", **others: str) -> Fix:
     return Fix(settings, why, _with_swift({**renamed, **others}))
 
 
+def _correction(run: RunLog, *settings: str, why: str = "", swift: str, **others: str) -> Fix:
+    """A change of rlctl's and verl's rollout correction; `swift`, `others`: the same in other frameworks.
+
+    These correct the gap to π_old, so they do nothing where the loss has its ratio to the sampler.
+    """
+    elsewhere = {} if run.facts.bypass_mode else {**others, "ms-swift": swift}
+    return change(*settings, why=why, **elsewhere)
+
+
 def by_hand(why: str, **others: str) -> Fix:
     """An action that no setting of rlctl performs."""
     return Fix((), why, _with_swift(others))
@@ -145,20 +157,31 @@ def fresher(run: RunLog, *, fully: bool) -> Iterator[Fix]:
 def reject_outliers(run: RunLog) -> Iterator[Fix]:
     """Fix that rejects responses with extreme tokens, unless a rejection criterion is configured."""
     if run.facts.rollout_rs in {None, "off"}:
-        yield change(
+        yield _correction(
+            run,
             *_without_auto(run),
             f"{RC}rollout_rs=token_k1",
             f"{RC}rollout_rs_threshold=0.6_1.6",
             why="reject responses with extreme tokens",
             trl=f"{_TRL_IS}mode=token_mask {_TRL_IS}clip_min=0.6 {_TRL_IS}clip_max=1.6",
-            openrlhf=f"{OPENRLHF_IS}enable {OPENRLHF_IS}type icepop {OPENRLHF_IS}threshold 0.6 1.6",
+            swift=f"{_SWIFT_IS}mode token_mask {_SWIFT_IS}threshold 1.6",
+            openrlhf=f"{_OPENRLHF_IS}level token {_OPENRLHF_IS}mode mask {_OPENRLHF_IS}threshold 0.6 1.6",
+            **{"nemo-rl": f"{_NEMO_MASK} {_NEMO_IS}ratio_min=0.6 {_NEMO_IS}ratio=1.6"},
         )
 
 
 def wider_bound(run: RunLog) -> Iterator[Fix]:
     """Fix that raises the bound of the weights to 5 where it is lower or unknown, to truncate fewer."""
     if run.facts.rollout_is != "off" and (run.facts.rollout_is_threshold or 0.0) < 5.0:
-        yield change(f"{RC}rollout_is_threshold=5", trl=f"{_TRL_IS}clip_max=5.0")
+        yield _correction(
+            run,
+            f"{RC}rollout_is_threshold=5",
+            trl=f"{_TRL_IS}clip_max=5.0",
+            swift=f"{_SWIFT_IS}threshold 5",
+            openrlhf=f"{_OPENRLHF_IS}threshold 0.5 5",
+            slime="--tis-clip 5",
+            **{"nemo-rl": f"{_NEMO_IS}ratio=5"},
+        )
 
 
 def correct_tokens(run: RunLog) -> Iterator[Fix]:
@@ -169,14 +192,18 @@ def correct_tokens(run: RunLog) -> Iterator[Fix]:
     """
     if run.facts.rollout_is not in {None, "off"}:
         return
-    correction = run.spec.algorithm.rollout_correction if run.spec else None
-    only_measured = correction is not None and correction.bypass_mode and correction.loss_type != "reinforce"
-    yield change(
+    loss = run.spec.algorithm.rollout_correction.loss_type if run.spec else ""
+    only_measured = run.facts.bypass_mode and loss != "reinforce"
+    yield _correction(
+        run,
         *((f"{RC}bypass_mode=false",) if only_measured else ()),
         f"{RC}rollout_is=token",
         why="correct for the gap",
         trl=f"{_TRL_IS}correction=True {_TRL_IS}mode=token_truncate",
-        openrlhf=f"{OPENRLHF_IS}enable {OPENRLHF_IS}type tis",
+        swift=f"{_SWIFT_IS}mode token_truncate",
+        openrlhf=f"{_OPENRLHF_IS}level token {_OPENRLHF_IS}mode clip",
+        slime="--use-tis",
+        **{"nemo-rl": f"{_NEMO_TRUNCATE} {_NEMO_IS}ratio=2"},
     )
 
 
@@ -186,8 +213,8 @@ def geometric(run: RunLog) -> Iterator[Fix]:
         return
     settings = ("rollout_is=geometric", "rollout_is_bound=mask", "rollout_is_threshold=0.99_1.01")
     keys = (*_without_auto(run), *(RC + one for one in settings))
-    others = {"openrlhf": f"{OPENRLHF_IS}enable {OPENRLHF_IS}type seq-mask-tis"}
-    yield Fix(keys, "a weight that does not grow with the length", others)
+    masked = f"{_OPENRLHF_IS}level seq {_OPENRLHF_IS}mode mask {_OPENRLHF_IS}threshold 0.99 1.01"
+    yield Fix(keys, "a weight that does not grow with the length", {"openrlhf": masked})
 
 
 def _without_auto(run: RunLog) -> tuple[str, ...]:

@@ -129,7 +129,7 @@ def print_comparison(console: Console, found: RunComparison) -> None:
         console.print(Text(visible(sentence), style="bold"), soft_wrap=True)
     console.print()
     if found.spec:
-        rows = [(one.key, shown(one.a), shown(one.b)) for one in found.spec]
+        rows = [(key, *map(shown, values)) for key, values in found.spec.items()]
         _print_table(console, ("spec", "A", "B"), rows)
     else:
         console.print("The specs do not differ, as far as they are known.")

@@ -217,9 +217,10 @@ def all_rules(names: Iterable[str] = ()) -> tuple[Rule, ...]:
     return tuple(found.values())
 
 
-def metrics_read(names: tuple[str, ...] = ()) -> frozenset[str]:
-    """The metrics a reader must keep for `all_rules`; `<…>` stands for any text."""
-    return frozenset(key for rule in all_rules(names) for key in rule.metrics)
+def metrics_read(names: tuple[str, ...] = (), *, with_others: bool = False) -> frozenset[str]:
+    """The metrics a reader must keep for `all_rules`, and for plots all others; `<…>` stands for any text."""
+    read = frozenset(key for rule in all_rules(names) for key in rule.metrics)
+    return read.union(_ANY) if with_others else read
 
 
 @dataclass(frozen=True, slots=True)

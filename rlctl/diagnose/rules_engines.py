@@ -15,7 +15,7 @@ from rlctl.diagnose.signals import change_evidence, crossing, evidence_over, gro
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
-_STALENESS, _LR = "training/staleness_max", "actor/lr"
+_LR = "actor/lr"
 _ENTROPY, _FAILED = "actor/entropy", "reward/error_fraction"
 _PPO_KL, _CLIPPED = "actor/ppo_kl", "actor/pg_clipfrac"
 _TRAINING_PPL, _ROLLOUT_PPL = "rollout_corr/training_log_ppl", "rollout_corr/rollout_log_ppl"
@@ -55,7 +55,7 @@ def _mixed(run: RunLog, key: str) -> Skipped | None:
 
 @Rule(
     "probability-gap", thresholds=th.PROBS_GAP, source=th.OWN, sure=("medium", _PURE),
-    needs=(th.PROBS_GAP.key,), uses=(_STALENESS,),
+    needs=(th.PROBS_GAP.key,), uses=th.STALENESS,
     signal="`training/rollout_probs_diff_mean`, where the gap is pure mismatch¹; relative",
     cause="rollout engine and trainer compute in different precision or with different kernels (vLLM's "
     "cascade attention at long contexts is one)",
@@ -75,7 +75,7 @@ def probability_gap(run: RunLog) -> Detection | Skipped | None:
 
 
 @Rule(
-    "policy-gap", source=th.FIELD, uses=(_STALENESS,),
+    "policy-gap", source=th.FIELD, uses=th.STALENESS,
     signal="`rollout_corr/kl`; where the gap is pure mismatch¹ `rollout_corr/k3_kl`, or without it "
     "`mismatch/log_prob_abs_diff_mean`, both relative",
     thresholds="— / k3 > 0.001, difference > 0.03 / \\|kl\\|, or k3⁴, > 0.1, difference > 0.15",
@@ -235,7 +235,7 @@ def first_step(run: RunLog) -> Detection | Skipped | None:
 
 
 @Rule(
-    "template", source=th.FIELD, needs=(th.KL.key,), uses=(_STALENESS,),
+    "template", source=th.FIELD, needs=(th.KL.key,), uses=th.STALENESS,
     signal="first step's `rollout_corr/kl`, where the gap is pure mismatch¹",
     thresholds=f"— / — / between {TEMPLATE_KL[0]:g} and {TEMPLATE_KL[1]:g}",
     cause="the chat template, or special tokens, are applied on one side only",

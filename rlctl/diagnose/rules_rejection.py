@@ -84,7 +84,7 @@ def blind_rejection(run: RunLog) -> Detection | None:
 
 @Rule(
     "clipped-on-policy", thresholds=CLIPPED_ON_POLICY, source=th.OWN, needs=(CLIPPED_ON_POLICY.key,),
-    uses=("training/staleness_max",), facts=("updates_per_batch",),
+    uses=th.STALENESS, facts=("updates_per_batch",),
     signal="`actor/pg_clipfrac` with one update per batch",
     cause="rollout engine and trainer differ, in precision for example, so the ratio is not 1 at the start",
     fixes=(fix.same_precision, fix.FIND_THE_CAUSE),
@@ -110,6 +110,7 @@ def clipped_on_policy(run: RunLog) -> Detection | Skipped | None:
             "check that the engine's log-probs reach the loss",
             verl="actor_rollout_ref.rollout.calculate_log_probs=True",
             trl="use_vllm=True vllm_importance_sampling_correction=True",
+            **{"ms-swift": "--use_vllm true --rollout_importance_sampling_mode token_truncate"},
         ),
     ),
     uses=(_MEAN, _LEAST, _MOST, _MASKED, th.K3.key, th.LOG_PROB_GAP.key),

@@ -188,8 +188,10 @@ def zero_reward(run: RunLog) -> Detection | None:
     what = f"every reward is exactly 0 for {length:,} step(s){where}"
     severity: Severity = "critical" if length >= ZERO_REWARD_STEPS else "warning"
     found = Detection(severity, what, tuple(evidence), cause, fixes)
-    if has_best or shown is not None:
+    if has_best:
         return found
+    if shown is not None:
+        return replace(found, sure=("medium", f"{shown.metric} shows no single reward that differs"))
     doubt: Sure = ("medium", "the best single reward is not logged")
     return found.with_doubt(doubt, f"{th.BEST} would exclude rewards that average 0")
 
@@ -328,7 +330,8 @@ def _length_penalty(run: RunLog) -> Iterator[Fix]:
     limit, spec = run.facts.max_response_length, run.spec
     if limit and limit >= 8 and (spec is None or spec.reward.overlong.buffer_length <= 0):
         setting = f"reward.overlong.buffer_length={limit // 4}"
-        yield fix.change(setting, why="against overlong responses", trl="mask_truncated_completions=True")
+        others = {"trl": "mask_truncated_completions=True", "ms-swift": "--overlong_filter true"}
+        yield fix.change(setting, why="against overlong responses", **others)
 
 
 def _higher_limit(run: RunLog) -> Iterator[Fix]:

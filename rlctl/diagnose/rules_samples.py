@@ -16,7 +16,7 @@ from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
 _DROPPED, _GRADING, _STEP = "training/stale_dropped", "timing_s/reward", "timing_s/step"
-STALENESS = Levels("training/staleness_max", (("warning", 8.0),))
+STALENESS = Levels(th.STALENESS[0], (("warning", 8.0),))
 #: Factor by which dropped samples grow, and the share of a batch that they reach.
 DROPPED_GROWTH, DROPPED_SHARE = 2.0, 0.05
 #: Levels of |mean ratio − 1| and |ppo_kl| where the policy cannot have moved.
@@ -77,12 +77,18 @@ def exception(run: RunLog) -> Detection | Skipped:
         return Skipped("the log does not end with an exception")
     known = next((one for one in _EXCEPTIONS if re.search(one[0], raised.text)), None)
     cause, fixes = known[1:] if known else (None, None)
-    after = "" if raised.step is None else f" after step {raised.step}"
     where = f" ({raised.where})" if raised.where else ""
     seen = Evidence("line of the log", f"{raised.line}{where}")
     severity: Severity = "info" if raised.is_stop or known is _EXCEPTIONS[0] else "critical"
     sure: Sure | None = None if known else ("low", "the exception matches no known kind of failure")
-    return Detection(severity, f"the log ends{after} with {raised.text}", (seen,), cause, fixes, sure)
+    return Detection(
+        severity,
+        f"the log ends after step {run.table.steps[-1]} with {raised.text}",
+        (seen,),
+        cause,
+        fixes,
+        sure,
+    )
 
 
 def _fresher(run: RunLog) -> tuple[Fix, ...]:

@@ -165,7 +165,14 @@ def chi2(run: RunLog) -> Detection | None:
     thresholds=f"— / > 10 %, > {SATURATED_SHARE:.0%}, > {CLAMP:g} / —".replace("1%", "1 %"),
     cause="a product of ratios over a long response exceeds any bound, even if the policies are close",
     fixes=(
-        fix.change(f"{fix.RC}rollout_is=token", trl="vllm_importance_sampling_mode=token_truncate"),
+        fix.change(
+            f"{fix.RC}rollout_is=token",
+            trl="vllm_importance_sampling_mode=token_truncate",
+            **{
+                "ms-swift": "--rollout_importance_sampling_mode token_truncate",
+                "nemo-rl": "loss_fn.sequence_level_importance_ratios=false",
+            },
+        ),
         fix.geometric,
     ),
     sure=("high", "weights are per sequence and responses are long"),

@@ -94,6 +94,8 @@ class Facts:
 
     #: π_old is the rollout policy, so logged gaps compare the rollout policy with the current π_θ
     bypass_mode: bool | None = None
+    #: samples may be older than the policy at the start of a batch's updates
+    is_async: bool | None = None
     updates_per_batch: int | None = None  # optimizer steps on one batch
     ppo_epochs: int | None = None  # passes over one batch
     rollout_is: str | None = None  # the importance weight, as the spec names it, or `off`
@@ -121,7 +123,6 @@ class LoggedException:
     text: str  # type and message as printed, one line: `ValueError: …`
     where: str  # the innermost frame: `trainer.py, line 338, in fit`; empty if the log has none
     line: int  # its line in the log, from 1
-    step: int | None = None  # the last step logged before it; None if there is none
     is_stop: bool = False  # the run was stopped from outside, by a signal or from the keyboard
 
 
@@ -150,8 +151,8 @@ class RunLog:
         In bypass mode the gap includes the policy's changes during the updates on a batch. With stale samples
         it includes the changes since the older weights that sampled them.
         """
-        staleness = self.table.series("training/staleness_max").values
-        if len(staleness) and staleness.max() > 0.0:
+        ages = [age for key in th.STALENESS if len(age := self.table.series(key).values)]
+        if any(age.max() > 0.0 for age in ages) or (self.facts.is_async and not ages):
             return False
         return self.facts.bypass_mode is False or self.facts.updates_per_batch == 1
 

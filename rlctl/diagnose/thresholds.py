@@ -93,6 +93,8 @@ LOG_PROB_GAP = Levels("mismatch/log_prob_abs_diff_mean", (("critical", 1.0),))
 FIRST_LOG_PROB_GAP = 0.03
 #: Metrics of the same gap, the most specific first.
 GAPS = (K3.key, LOG_PROB_GAP.key, PROBS_GAP.key)
+#: Age of the samples, in optimizer updates.
+STALENESS = ("training/staleness_max", "training/staleness_mean")
 RAW_ESS = Levels(f"{_CORR}rollout_is_raw_eff_sample_size", (("warning", 0.3),), is_floor=True)
 ESS = Levels(f"{_CORR}rollout_is_eff_sample_size", (("info", 0.5), ("critical", 0.3)), is_floor=True)
 MASKED = Levels(f"{_CORR}rollout_rs_masked_fraction", (("info", 0.3), ("critical", 0.5)))

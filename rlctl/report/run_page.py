@@ -14,12 +14,10 @@ from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rule import examine, metrics_read
 from rlctl.errors import RlctlError, UsageError, visible
 from rlctl.html_page import render
-from rlctl.metric_names import ELSEWHERE, METRICS
-from rlctl.spec.keys import known_leaves
+from rlctl.spec.keys import changes, known_leaves
 from rlctl.spec.load import load_spec
 from rlctl.tiny.embedded import DATA_SOURCE, WRITTEN
 from rlctl.track.open_run import RunRecord, log_ratios, open_run, read_state
-from rlctl.train.preflight import changes
 from rlctl.what_if import what_if_report
 from rlctl.what_if.what_if_run import what_if
 
@@ -40,7 +38,7 @@ def run_page(runs: Sequence[Path], *, with_what_if: bool = True) -> str:
         EnvironmentFailure: plotly is not installed.
     """
     records = [open_run(path) for path in runs]
-    wanted = frozenset({*METRICS, *ELSEWHERE, *metrics_read()})
+    wanted = metrics_read(with_others=True)
     values = page_values([examine(read_run(path, wanted)) for path in runs])
     replays = []
     for path in runs if with_what_if else ():

@@ -94,6 +94,12 @@ def flat(
     return found
 
 
+def changes(before: RunSpec, after: RunSpec) -> dict[str, tuple[Any, Any]]:
+    """Dotted key → (value before, value after), for every value that differs."""
+    old, new = (flat(spec.model_dump(mode="json")) for spec in (before, after))
+    return {key: (old.get(key), new.get(key)) for key in new | old if old.get(key) != new.get(key)}
+
+
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `flat`: `{"actor.lr": 1e-6}` → `{"actor": {"lr": 1e-6}}`."""
     tree: dict[str, Any] = {}

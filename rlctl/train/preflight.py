@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlctl.errors import Problem, SpecError, UsageError
 from rlctl.files import matches, sha256_of, write_text
 from rlctl.model_files import check_directory
-from rlctl.spec.keys import flat
+from rlctl.spec.keys import changes, flat
 from rlctl.spec.model_size import checkpoint_bytes
 from rlctl.spec.rollout import ServerSpec
 from rlctl.spec.run_spec import GuardrailsSpec, RunSpec
@@ -270,12 +270,6 @@ def refuse_changed_data(before: Mapping[str, str], now: Mapping[str, str], run_d
                 where=key,
                 fix=f"restore the files; to continue with the new rows, delete {run_dir / DATA_FILE}",
             )
-
-
-def changes(before: RunSpec, after: RunSpec) -> dict[str, tuple[Any, Any]]:
-    """Dotted key → (value before, value after), for every value that differs."""
-    old, new = (flat(spec.model_dump(mode="json")) for spec in (before, after))
-    return {key: (old.get(key), new.get(key)) for key in new | old if old.get(key) != new.get(key)}
 
 
 def refuse_unsafe(before: RunSpec, after: RunSpec) -> list[str]:

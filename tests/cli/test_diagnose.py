@@ -112,8 +112,11 @@ def test_every_format_goes_to_a_file_or_to_standard_output(sick, tmp_path, capsy
 def test_a_page_is_written(sick, healthy, tmp_path):
     pytest.importorskip("plotly", reason="plotly is not installed")
     out = tmp_path / "report.html"
+    write_run(sick, [row | {"perf/throughput": 9.0} for row in healthy_rows()])
     assert run(["diagnose", str(sick), str(healthy), "--format", "html", "--out", str(out)]) == 0
-    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
+    page = out.read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>")
+    assert '"key":"perf/throughput"' in page  # no rule reads it
     assert run(["diagnose", "compare", str(healthy), str(sick), "--format", "html", "-o", str(out)]) == 0
     assert "A and B" in out.read_text(encoding="utf-8")
 

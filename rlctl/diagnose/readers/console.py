@@ -279,7 +279,7 @@ class Console:
             if text.rstrip()[-1:] in ":0123456789" and (match := _NEXT_IS_STEP.search(text)):
                 self._next_step = int(match[1])
         self._settings(text)
-        self._exception.take(text, self._line, self._rows)
+        self._exception.take(text, self._line)
 
     def _settings(self, text: str) -> None:
         """Reads settings before the first row; later lines of this form may be what the model wrote."""

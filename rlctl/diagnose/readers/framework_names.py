@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.diagnose.facts import configured_facts, setting_keys
+from rlctl.diagnose.facts import Config, configured_facts, setting_keys
 from rlctl.diagnose.readers.collect import Collected, LogReading
 from rlctl.diagnose.table import Facts, Framework, MetricOrigin, Table
 from rlctl.metric_names import describe, key_pattern
@@ -36,7 +36,8 @@ class NamedMetric:
     scale: float = 1.0  # factor on the values
     #: `sum`: the canonical metric is the sum of all names with this key; otherwise it is the first one logged
     aggregate: str = ""
-    #: `update`: the figure is a sum over the batch's updates, and is divided by their number if it is known
+    #: `update`: the figure is a sum over the batch's updates, and is divided by their number if it is known;
+    #: `batch`: the figure counts batches instead of updates, and is multiplied by it
     per: str = ""
 
 
@@ -52,6 +53,7 @@ class FrameworkNames:
     uses_rlctl_names: bool
     facts: Facts
     implied_facts: tuple[tuple[re.Pattern[str], Facts], ...]
+    not_means: tuple[Mapping[str, Any], ...]  # pattern, setting, values: names not to be read under these
     config: Mapping[str, Any]
 
     def translate(self, name: str) -> NamedMetric | None:
@@ -86,6 +88,7 @@ def _load(name: str) -> FrameworkNames:
         content.get("uses_rlctl_names", False),
         Facts(**content.get("facts", {})),
         tuple((re.compile(one.pop("pattern")), Facts(**one)) for one in implied),
+        tuple(content.get("not_means", ())),
         content.get("config", {}),
     )
 
@@ -148,9 +151,9 @@ def knows(name: str) -> bool:
 
 @lru_cache(maxsize=1)
 def setting_names() -> frozenset[str]:
-    """Every configuration key on which a fact of any framework depends."""
-    each = (setting_keys(one.framework, one.config) for one in FRAMEWORKS)
-    return frozenset().union(*each)
+    """Every configuration key on which a fact, or the meaning of a name, of any framework depends."""
+    others = (one["setting"] for framework in FRAMEWORKS for one in framework.not_means)
+    return frozenset(others).union(*(setting_keys(one.config) for one in FRAMEWORKS))
 
 
 def framework_of(names: Collection[str], hint: Framework | None) -> FrameworkNames | None:
@@ -199,17 +202,28 @@ def canonical_table(
         (framework.facts, f"fixed in {name_of}"),
     ]
     facts, fact_origins = _first_known([(known, "the run's spec")] if known else sources)
+    updates = facts.updates_per_batch or 1
+    scales = {"update": 1 / updates, "batch": updates}
+    settings = Config(reading.stated | reading.config)
+    not_means = {
+        one["pattern"]: f"{one['setting']}={value}"
+        for one in framework.not_means
+        if (value := settings.get(one["setting"])) in one["values"]
+    }
     columns: dict[str, NDArray[np.float64]] = {}
     nonfinite: dict[str, NDArray[np.int64]] = {}
     origins: dict[str, MetricOrigin] = {}
     for name, named in _in_order(collected.names, framework):
         if named.key not in wanted or (named.key in columns and named.aggregate != "sum"):
             continue
+        if why := next((why for pattern, why in not_means.items() if re.fullmatch(pattern, name)), ""):
+            reading.notes.append(f"{name} is left out: with {why} it is no mean over tokens")
+            continue
         column = collected.columns.pop(name, None)
         bad = collected.nonfinite.get(name, collected.steps[:0])
         if column is None or (not len(bad) and np.isnan(column).all()):
             continue
-        column *= named.scale / ((facts.updates_per_batch or 1) if named.per == "update" else 1)
+        column *= named.scale * scales.get(named.per, 1)
         if named.key in columns:  # sum the two where at least one was logged
             both = np.array([columns[named.key], column])
             column = np.where(np.isnan(both).all(axis=0), np.nan, np.nansum(both, axis=0))

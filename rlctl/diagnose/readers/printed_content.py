@@ -55,12 +55,6 @@ class PrintedRows:
         """Number of rows of the form with the most rows."""
         return max((form.collector.num_rows for form in self._forms.values()), default=0)
 
-    @property
-    def last_step(self) -> int | None:
-        """Newest step of the form with the most rows."""
-        each = [form.collector for form in self._forms.values()]
-        return max(each, key=lambda one: one.num_rows).last_step if each else None
-
     def progress(self, text: str) -> bool:
         """Records the positions of the trainer's progress bars; True if the last one is full."""
         is_full, end = False, 0
@@ -237,7 +231,7 @@ class LastException:
         found = self._found
         return found if found and last_line - found.line <= _LINES_AFTER else None
 
-    def take(self, text: str, line: int, rows: PrintedRows) -> None:
+    def take(self, text: str, line: int) -> None:
         """Processes one line that is not a row."""
         if _TRACEBACK in text:
             self._in_traceback, self._frame = True, ""
@@ -247,11 +241,11 @@ class LastException:
             self._frame = f"{frame['file'].rpartition('/')[2]}, line {frame['line']}{function}"
         elif not self._in_traceback and _FATAL not in text:
             if text.rstrip()[-1:] in "dr)" and (match := _KILLED.match(text)):
-                self._keep(match["text"], "", line, rows)
+                self._keep(match["text"], "", line)
         elif not text[:1].isspace() and (match := _EXCEPTION.match(text)):
-            self._keep(match["text"], match["type"], line, rows)
+            self._keep(match["text"], match["type"], line)
 
-    def _keep(self, text: str, kind: str, line: int, rows: PrintedRows) -> None:
+    def _keep(self, text: str, kind: str, line: int) -> None:
         where, self._in_traceback = self._frame if self._in_traceback else "", False
         known = {text[:_LONGEST], where} - {""}
         self._since_row |= known
@@ -259,4 +253,4 @@ class LastException:
             return
         if self._found is not None and (kind in _OF_LAUNCHERS or self._found.text == text[:_LONGEST]):
             return
-        self._found = LoggedException(text[:_LONGEST], where, line, rows.last_step, kind in _STOPS)
+        self._found = LoggedException(text[:_LONGEST], where, line, kind in _STOPS)

@@ -29,26 +29,23 @@ def read_lines(stream: IO[bytes], reading: LogReading) -> None:
     console = Console(reading)
     num_objects = num_others = num_with_nul = number = 0
     lines = iter(partial(stream.readline, _LONGEST_LINE), b"")
-    first = next(lines, b"").removeprefix(codecs.BOM_UTF8)
+    first = next(lines, b"").removeprefix(codecs.BOM_UTF8).removeprefix(codecs.BOM_UTF16_LE)
     for number, logged in enumerate(chain((first,), lines), 1):
         line = logged.replace(b"\0", b"")
         num_with_nul += line != logged
         row = _object(line) if line[:1] == b"{" else None
-        if row is not None:
+        if row is None:
+            has_row = console.read(line, number)
+        else:
             if row.keys() == _VERL_KEYS and not num_objects:  # verl's file logger
                 reading.hint, collector.null_is_nan = "verl", True
-            if collector.add(row):
-                num_objects += 1
-                if num_others:
-                    console.pass_row()
-                if reading.is_full:
-                    break
-                continue
-        has_row = console.add(row) if row is not None else console.read(line, number)
-        if has_row:
-            console.pass_row()
+            is_object = collector.add(row)
+            num_objects += is_object
+            has_row = is_object or console.add(row)
+            if has_row and num_others:
+                console.pass_row()
         num_others += not has_row and bool(line.strip())
-        if has_row and console.is_full:
+        if has_row and (reading.is_full or console.is_full):
             break
     if num_with_nul:
         reading.notes.append(f"{num_with_nul} line(s) contain NUL bytes, which are left out")

@@ -8,6 +8,7 @@ import pytest
 
 from rlctl.cli.app import run
 from rlctl.diagnose.readers.detect import read_run
+from rlctl.diagnose.rule import examine
 from rlctl.errors import UsageError
 from rlctl.metric_names import ELSEWHERE, METRICS
 from tests.unit.diagnose import formats
@@ -317,6 +318,13 @@ def bar(step, total=90):
     return f"  1%|▏         | {step}/{total} [00:01<01:30,  1.1s/it]"
 
 
+@pytest.mark.parametrize("line", [VERL, '{{"step": {step}, "actor/entropy": {x}, "perf/mfu/actor": 0.5}}'])
+def test_utf_16_as_a_shell_redirects_it(tmp_path, line):
+    path = tmp_path / "some.log"
+    path.write_text("".join(line.format(step=step, x=step / 10) + "\r\n" for step in (1, 2)), "utf-16")
+    assert logged(read_run(path, EVERYTHING), ENTROPY) == {1: 0.1, 2: 0.2}
+
+
 def test_printed_dictionaries_have_the_steps_of_the_bar_above_them(tmp_path):
     shards = "Loading checkpoint shards: 100%|██████████| 2/2 [00:01<00:00,  1.9s/it]"
     parts = [
@@ -368,12 +376,15 @@ def test_the_exception_at_the_end(tmp_path):
     )
     found = read(tmp_path, f"{VERL.format(step=3, x=0.5)}\n{TRACEBACK}{end}").exception
     assert found.text == "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
-    assert (found.where, found.line, found.step, found.is_stop) == (
-        "actor.py, line 585, in update_policy",
-        7,
-        3,
-        False,
-    )
+    assert (found.where, found.line, found.is_stop) == ("actor.py, line 585, in update_policy", 7, False)
+
+
+@pytest.mark.parametrize("above", ["", '{"step": 9, "actor/entropy": 0.5}\n'])
+def test_the_step_before_the_exception_is_that_of_the_table(tmp_path, above):
+    """The steps of printed dictionaries are only known at the end: from the progress bars, or counted."""
+    rows = above or "".join(f"{bar(step)}\n{trl(step / 100, step / 90)}\n" for step in (20, 40))
+    [finding] = examine(read(tmp_path, f"{rows}{TRACEBACK}ValueError: x\n")).findings
+    assert finding.what == f"the log ends after step {9 if above else 40} with ValueError: x"
 
 
 def test_through_ray_the_cause_is_named_and_not_the_launcher(tmp_path):

@@ -4,6 +4,7 @@
 """
 
 import json
+import pprint
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from rlctl.diagnose.readers.collect import Collector, LogReading
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.readers.framework_names import FRAMEWORKS, MetricFilter, canonical_table
 from rlctl.diagnose.rule import examine
-from rlctl.diagnose.table import Facts
+from rlctl.diagnose.table import Facts, RunLog
 from rlctl.metric_names import ELSEWHERE, METRICS, describe
 from tests.unit.diagnose import formats
 
@@ -143,6 +144,79 @@ def test_verls_names_tell_its_mode(tmp_path, name, bypass_mode):
     assert run.facts.bypass_mode is bypass_mode
 
 
+VERL_DATA = {"data": {"train_batch_size": 32, "max_response_length": 9}}
+VERL_CONFIG = {"actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8, "ppo_epochs": 1},
+                                     "rollout": {"n": 4}}, **VERL_DATA}  # fmt: skip
+
+
+def test_verls_staleness_is_counted_in_updates_from_the_oldest_tokens(tmp_path):
+    """verl counts batches; a response sampled under two versions is as old as its older part."""
+    age = "training/off_policy/trajectory_staleness"
+    ages = f"{age}/max:0 - {age}/mean:0 - {age}_worst/max:2 - {age}_worst/mean:1"
+    row = f"step:1 - actor/grad_norm:0.5 - {ages} - training/rollout_probs_diff_valid:1"
+    run = read(tmp_path, f"{pprint.pformat(VERL_CONFIG, width=1)}\n{row}\n")
+    assert run.facts.updates_per_batch == 4
+    assert (values(run, "training/staleness_max"), values(run, "training/staleness_mean")) == ([8.0], [4.0])
+    assert not run.gap_is_mismatch
+
+
+@pytest.mark.parametrize("name", ["fully_async/trainer/idle_ratio", "timing_s/sync_rollout_weights"])
+def test_the_gap_of_an_asynchronous_run_is_mismatch_only_if_it_logs_no_age(tmp_path, name):
+    row = f"step:1 - actor/grad_norm:0.5 - training/rollout_probs_diff_valid:1 - {name}:0.1"
+    assert read(tmp_path, row.replace(name, "timing_s/gen")).gap_is_mismatch
+    assert not read(tmp_path, row).gap_is_mismatch
+    assert read(tmp_path, f"{row} - training/off_policy/trajectory_staleness_worst/max:0").gap_is_mismatch
+
+
+def test_verls_entropy_is_that_before_the_updates(tmp_path):
+    run = read(tmp_path, "step:1 - actor/entropy_loss:0.4 - actor/entropy:0.5 - perf/mfu/actor:1\n")
+    assert values(run, "actor/entropy") == [0.5]
+
+
+@pytest.mark.parametrize(("mode", "is_mean"), [("token-mean", True), ("seq-mean-token-sum", False)])
+def test_verls_figures_that_are_summed_over_a_response_are_not_read(tmp_path, mode, is_mean):
+    row = "step:1 - actor/entropy:300.0 - actor/kl_loss:9.0 - actor/grad_norm:0.5 - perf/mfu/actor:1"
+    for setting in (f"actor_rollout_ref.actor.loss_agg_mode={mode}",
+                    {"actor_rollout_ref": {"actor": {"loss_agg_mode": mode}}}):  # fmt: skip
+        text = setting if isinstance(setting, str) else pprint.pformat(setting | VERL_DATA, width=1)
+        run = read(tmp_path, f"{text}\n{row}\n")
+        assert {"actor/entropy", "actor/kl_loss"} <= run.table.columns.keys() or not is_mean
+        assert "actor/grad_norm" in run.table.columns
+        assert len(run.notes) == (0 if is_mean else 2)
+        assert is_mean or "actor/kl_loss" not in run.table.columns
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "level", "threshold"),
+    [
+        ({"rollout_correction": {"rollout_is": None}}, "off", None),
+        ({"rollout_correction": {"rollout_is": "token", "rollout_is_threshold": "0.5_2.0"}}, "token", 2.0),
+        ({}, "off", None),
+        # verl 0.6
+        ({"rollout_is": False, "rollout_is_threshold": 2.0, "rollout_is_level": "token"}, "off", 2.0),
+        ({"rollout_is": True, "rollout_is_threshold": 5, "rollout_is_level": "geometric"}, "geometric", 5.0),
+    ],
+)
+def test_verls_correction_under_its_present_and_older_keys(algorithm, level, threshold):
+    facts = configured_facts("verl", FRAMEWORKS[0].config, {**VERL_CONFIG, "algorithm": algorithm})
+    assert (facts.rollout_is, facts.rollout_is_threshold, facts.rollout_rs) == (level, threshold, "off")
+
+
+@pytest.mark.parametrize(
+    ("actor", "algorithm", "expected"),
+    [
+        ({"use_kl_loss": True, "kl_loss_coef": 0.1}, {"use_kl_in_reward": False}, 0.1),
+        ({"use_kl_loss": False}, {"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.2}}, 0.2),
+        ({"use_kl_loss": False}, {"use_kl_in_reward": True}, 0.001),
+        ({"use_kl_loss": False}, {"use_kl_in_reward": False}, 0.0),
+        ({}, {}, None),
+    ],
+)
+def test_verls_kl_coefficient(actor, algorithm, expected):
+    config = {**VERL_CONFIG, "algorithm": algorithm, "actor_rollout_ref": {"actor": actor}}
+    assert configured_facts("verl", FRAMEWORKS[0].config, config).kl_coef == expected
+
+
 def test_verls_correction_in_bypass_mode(tmp_path):
     ess = "rollout_corr/rollout_is_eff_sample_size"
     run = read(tmp_path, f"step:1 - actor/{ess}:0.9 - actor/rollout_corr/k3_kl:0.01\n")
@@ -245,6 +319,53 @@ def test_openrlhf(tmp_path):
     for key, value in expected.items():
         assert values(run, key) == [value, value]
     assert "reference" in run.origins["actor/kl_loss"].meaning
+
+
+@pytest.mark.parametrize(
+    ("settings", "level", "threshold"),
+    [
+        ({"is_correction_level": "off", "is_correction_threshold": [0.5, 5.0]}, "off", 5.0),
+        ({"is_correction_level": "token", "is_correction_threshold": [0.5, 2.0]}, "token", 2.0),
+        ({"is_correction_enable": True}, "token", None),  # before 0.11.2
+    ],
+)
+def test_openrlhfs_correction_under_its_present_and_older_options(settings, level, threshold):
+    [names] = [each for each in FRAMEWORKS if each.framework == "openrlhf"]
+    config = {"rollout": {"batch_size": 4, "n_samples_per_prompt": 2}, "train": {"async_enable": True},
+              "algo": {"advantage": settings}}  # fmt: skip
+    facts = configured_facts("openrlhf", names.config, config)
+    assert (facts.rollout_is, facts.rollout_is_threshold, facts.is_async) == (level, threshold, True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "level"),
+    [(None, "off"), ("token_mask", "token"), ("sequence_truncate", "geometric"), ("sequence_mask", "token")],
+)
+def test_ms_swifts_correction_has_its_own_keys(mode, level):
+    """Its sequence ratios are geometric means; as a mask, they leave the tokens' ratios as weights."""
+    [names] = [each for each in FRAMEWORKS if each.framework == "ms-swift"]
+    arguments = {"num_generations": 8, "use_vllm": True, "vllm_importance_sampling_correction": True,
+                 "rollout_importance_sampling_mode": mode,
+                 "rollout_importance_sampling_threshold": 2.0}  # fmt: skip
+    facts = configured_facts("ms-swift", names.config, arguments)
+    assert (facts.rollout_is, facts.rollout_is_threshold) == (level, 2.0)
+
+
+def test_ms_swifts_perplexities_are_ours(tmp_path):
+    names = ("training_log_ppl", "rollout_log_ppl", "log_ppl_abs_diff", "chi2_seq", "clipped_frac")
+    row = {f"rollout_correction/{name}": 0.25 for name in names}
+    run = read(tmp_path, json.dumps({"step": 1, "reward": 0.5, **row}) + "\n")
+    assert run.framework == "ms-swift"
+    for key in ("training_log_ppl", "rollout_log_ppl", "log_ppl_abs_diff", "rollout_is_outside_fraction"):
+        assert values(run, f"rollout_corr/{key}") == [0.25]
+    assert "rollout_corr/chi2_seq" not in run.table.columns  # of geometric means
+
+
+def test_areals_staleness_is_that_of_the_proximal_policy(tmp_path):
+    logged = {"proximal_avg": 0.5, "proximal_max": 2.0, "theta_max": 3.0}
+    ages = {f"ppo_actor/update/version_stats/sample_staleness_{name}": age for name, age in logged.items()}
+    run = read(tmp_path, json.dumps({"step": 1, "ppo_actor/update/grad_norm": 0.5, **ages}) + "\n")
+    assert (values(run, "training/staleness_mean"), values(run, "training/staleness_max")) == ([0.5], [2.0])
 
 
 def test_slimes_two_clocks_are_brought_to_rollouts(tmp_path):
@@ -368,10 +489,14 @@ def test_figures_summed_over_updates_are_divided_where_their_number_is_known():
     config = {"grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4},
               "policy": {"train_global_batch_size": 16, "precision": "bfloat16"}}  # fmt: skip
     reading = LogReading(Collector(wanted.by_any_name), config=config)
-    reading.collector.add({"step": 1, "train/token_mult_prob_error": 2.04, "train/reward": 0.5})
+    reading.collector.add(
+        {"step": 1, "train/token_mult_prob_error": 2.04, "train/reward": 0.5, "train/avg_trajectory_age": 0.5}
+    )
     table, _, facts, _ = canonical_table(reading.collector.finish(), nemo, wanted, reading, None)
     assert facts.updates_per_batch == 2
     assert table.columns["mismatch/token_mult_prob_error"].tolist() == [1.02]
+    assert table.columns["training/staleness_mean"].tolist() == [1.0]  # counted in batches
+    assert not RunLog(Path("log"), table, facts=facts).gap_is_mismatch
     assert table.columns["critic/score/mean"].tolist() == [0.5]
 
 

@@ -80,6 +80,24 @@ def test_charts_fit_the_terminal(hostile, width):
     assert all(len(line) <= width for line in drawn)
 
 
+@pytest.mark.parametrize(
+    ("framework", "facts", "setting"),
+    [
+        ("trl", Facts(bypass_mode=False), "vllm_importance_sampling_correction"),
+        ("ms-swift", Facts(bypass_mode=False), "--rollout_importance_sampling_mode"),
+        # Neither TRL's PPO and asynchronous GRPO nor LLaMA-Factory's PPO has a setting for these metrics.
+        ("trl", Facts(has_critic=True), None),
+        ("trl", Facts(bypass_mode=True), None),
+        ("llama-factory", Facts(), None),
+    ],
+)
+def test_the_setting_that_would_enable_rules_exists_in_the_framework(framework, facts, setting):
+    table = Table(np.arange(1, 3), {"actor/grad_norm": np.ones(2)})
+    text = printed(examine(RunLog(Path("a.log"), table, framework=framework, facts=facts)), width=400)
+    line = next(line for line in text.splitlines() if "would run with" in line)
+    assert setting in line if setting else "importance_sampling" not in line
+
+
 def test_a_fix_is_written_in_the_frameworks_own_keys(hostile):
     text = printed(hostile, width=200)
     assert "try         learning_rate=1e-6" in text

@@ -1,6 +1,7 @@
 """Every rule on a log that must trigger it, on near misses, and without what it needs."""
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -335,6 +336,56 @@ def test_a_fix_names_the_keys_that_other_frameworks_read(key):
             rule = table(framework).rule(setting.removeprefix("--").replace("=", " ").partition(" ")[0])
             assert rule is not None
             assert (rule.unsupported, rule.to or key) == ("", key)
+
+
+#: Options of ms-swift 4 that fixes name (`args_mixin.py`, `rlhf_args.py`, Hugging Face's training arguments).
+SWIFT = {
+    "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold", "overlong_filter",
+    "use_vllm", "dynamic_sample", "epsilon_high", "num_iterations", "steps_per_generation", "num_generations",
+    "beta", "temperature", "max_completion_length", "loss_type", "learning_rate", "max_grad_norm", "bf16",
+    "fp16",
+}  # fmt: skip
+
+
+def settings_of(text):
+    """The keys in `key=value …` or `--key value …`; a placeholder `<…>` is a value."""
+    words = [word.partition("=")[0] for word in re.sub(r"<[^<>]*>", "X", text).split()]
+    flags = [word.removeprefix("--") for word in words if word.startswith("--")]
+    return flags or words
+
+
+@pytest.mark.parametrize("facts", [{}, {"bypass_mode": True}, {"rollout_is": "sequence"}])
+def test_every_setting_that_a_fix_names_exists_in_its_framework(facts):
+    """In the version that `rlctl import` reads; options that OpenRLHF no longer has are `outside` there."""
+    named = {}
+    for rule in all_rules():
+        for _, spoil, _ in TRIGGERS.get(rule.name, ()):
+            rows = healthy_rows(STEPS)
+            spoil(rows)
+            run = examine(run_log(rows, facts=Facts(**facts)), []).run
+            finding = rule.apply(run)
+            fixes = [*rule._fixes(run), *getattr(finding, "fixes", ())]
+            named |= {(name, text): rule.name for fix in fixes for name, text in fix.others.items()}
+    assert {name for name, _ in named} >= {"verl", "trl", "openrlhf", "slime", "nemo-rl", "ms-swift"} or facts
+    for framework, text in named:
+        for key in set(settings_of(text)) - {"max_staleness"}:  # of TRL's AsyncGRPOConfig
+            if framework == "ms-swift":
+                assert key in SWIFT, text
+            elif "engine_kwargs" not in key:
+                rule = table(framework).rule(key.removeprefix("+"))
+                assert rule is not None, (framework, text)
+                assert not (rule.outside and framework == "openrlhf"), text
+
+
+def test_no_option_corrects_in_a_loss_with_its_ratio_to_the_sampler():
+    """TRL's asynchronous GRPO has no such option, and slime's changes nothing there."""
+    rows = healthy_rows(STEPS)
+    always(**{f"{CORR}kl": None, f"{CORR}k3_kl": 0.3})(rows)
+    run = run_log(rows, facts=Facts(bypass_mode=True, rollout_is="off"))
+    [finding] = [one for one in examine(run).findings if one.rule == "policy-gap"]
+    weights = [fix for fix in finding.fixes if f"{RC}rollout_is=token" in fix.spec]
+    assert [fix.others.keys() for fix in weights] == [{"verl"}]
+    assert any(f"{RC}bypass_mode=false" in fix.spec for fix in finding.fixes)
 
 
 def test_the_page_of_rules_lists_every_rule():

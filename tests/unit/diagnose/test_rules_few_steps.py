@@ -50,6 +50,7 @@ def test_one_step_is_enough(row, rule, severity):
     assert finding.severity == severity
     assert "one step only" in finding.confidence_reason
     assert finding.confidence != "high"
+    assert "best single reward" not in finding.confidence_reason  # none of these logs has it
 
 
 @pytest.mark.parametrize(
@@ -160,10 +161,10 @@ def test_a_limit_is_inferred_where_many_rows_end_at_the_same_length():
 def test_the_exception_at_the_end_is_named_first(text, severity, words):
     run = run_log([row | {f"{RC}kl": 0.3} for row in healthy_rows()])
     assert "exception" not in {one.rule for one in examine(run).findings}
-    ended = examine(replace(run, exception=LoggedException(text, "a.py, line 3, in f", 77, 60)))
+    ended = examine(replace(run, exception=LoggedException(text, "a.py, line 3, in f", 77)))
     finding = finding_of(ended, "exception")
     assert (finding.severity, words in finding.cause) == (severity, True)
-    assert text in finding.what
+    assert finding.what == f"the log ends after step {run.table.steps[-1]} with {text}"
     assert (ended.findings[0].rule == "exception") == (severity == "critical")
 
 

@@ -34,23 +34,33 @@ def table(values, start=1):
 def test_two_healthy_runs_do_not_differ(seed):
     found = compare(*(examine(run_log(healthy_rows(200, each))) for each in (2 * seed, 2 * seed + 1)))
     assert found.metrics == ()
-    assert found.spec == ()
+    assert found.spec == {}
     assert list(sentences(found)) == ["No metric differs by more than the runs' own noise, up to step 200."]
 
 
-@pytest.mark.parametrize("memory", [0.5, 0.8, 0.9])
-def test_noise_that_wanders_is_no_difference(memory):
+@pytest.mark.parametrize(
+    ("memory", "count", "most"), [(0.5, 500, 2), (0.8, 500, 2), (0.9, 500, 2), (0.9, 45, 5)]
+)
+def test_noise_that_wanders_is_no_difference(memory, count, most):
     noise = np.random.default_rng(0)
 
     def wandering():
         values = [0.0]
-        for shock in noise.normal(size=500):
+        for shock in noise.normal(size=count):
             values.append(memory * values[-1] + shock)
         return table(values)
 
     found = [metric_change("m", wandering(), wandering()) for _ in range(50)]
-    assert sum(change is not None and change.lasts for change in found) == 0
-    assert sum(change is not None for change in found) <= 2
+    assert sum(change is not None and change.lasts for change in found) <= most - 2
+    assert sum(change is not None for change in found) <= most
+
+
+def test_a_difference_that_grows_steadily_is_no_noise():
+    noise = np.random.default_rng(0)
+    flat, rising = (table(slope * np.arange(100) + noise.normal(size=100)) for slope in (0.0, 0.06))
+    change = metric_change("m", flat, rising)
+    assert change is not None
+    assert change.lasts
 
 
 def test_what_differs_is_told_with_its_step_and_the_spec(tmp_path):
@@ -63,7 +73,7 @@ def test_what_differs_is_told_with_its_step_and_the_spec(tmp_path):
     for change in found.metrics:
         assert abs(change.first_step - 120) <= 2
         assert change.lasts
-    assert [(change.key, change.b) for change in found.spec] == [("actor.lr", 1e-3)]
+    assert {key: b for key, (_, b) in found.spec.items()} == {"actor.lr": 1e-3}
     assert [finding.rule for finding in found.findings_b] == ["truncated"]
     assert found.findings_a == ()
     first, *others = sentences(found)

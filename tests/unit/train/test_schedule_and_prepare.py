@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from rlctl.errors import SpecError
+from rlctl.spec.keys import changes
 from rlctl.spec.load import dump_spec, load_spec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.track.run_dir import open_run_dir
-from rlctl.train.preflight import changes, check_inputs, refuse_unsafe
+from rlctl.train.preflight import check_inputs, refuse_unsafe
 from rlctl.train.settings import actor_schedule, critic_schedule, lr_at
 from rlctl.train.start import Announce, start_run
 from rlctl.train.stream import rank_positions

@@ -533,6 +533,9 @@ REJECTION_CRITERIA = Registry(
     takes="log_ratio params",
     inputs="advantages age",
 )
+METRIC_CONVENTIONS = Registry(
+    "metric convention", key="algorithm.rollout_correction.dialect", module="rlctl.algos.verl_metrics"
+)
 KL_ESTIMATORS = Registry(
     "KL estimator",
     key="actor.kl_loss_type",

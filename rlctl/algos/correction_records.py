@@ -111,7 +111,7 @@ class CriterionRows(Additive):
     above: Tensor
     below: Tensor
     rejected: Tensor | None  # whether the whole sequence is rejected; None: tokens are rejected separately
-    clamped: Tensor | None  # Σ of the statistic clamped to the bounds, for verl's metrics
+    clamped: Tensor | None  # Σ of the statistic clamped to the bounds, for a metric convention
     clamped_squares: Tensor | None
 
 
@@ -202,7 +202,7 @@ class CriterionSums(Additive, Generic[V]):
     masked_tokens: V  # rejected by this criterion
     masked_sequences: V
     token_total: V  # Σ over tokens of the statistic; a sequence's statistic counts once per token
-    clamped: V  # the same with the statistic clamped to the bounds, for verl's metrics (else 0)
+    clamped: V  # the same with the statistic clamped to the bounds, if the convention needs it (else 0)
     clamped_squares: V
 
 

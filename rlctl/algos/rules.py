@@ -42,7 +42,7 @@ class WeightRule:
         normalize: divide by the mean weight of the whole mini-batch, after the bound.
         normalize_over: weights that the mean covers: `survivors` of rejection (the weights applied to the
             loss then average 1), or `all`.
-        metrics: `verl`: metrics by verl's formulas; None: `rollout_is_*` describe the applied weights.
+        metrics: a registered metric convention; None: `rollout_is_*` describe the applied weights.
         params: validated parameters of a weight that has any.
     """
 
@@ -52,7 +52,7 @@ class WeightRule:
     upper: float = 2.0
     normalize: bool = False
     normalize_over: Literal["survivors", "all"] = "survivors"
-    metrics: Literal["verl"] | None = None
+    metrics: str | None = None
     params: Any = field(default=None, hash=False)
 
     @property

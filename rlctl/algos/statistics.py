@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rlctl.algos import verl_metrics
 from rlctl.algos.correction_records import (
     CorrectionSums,
     CriterionResult,
@@ -33,6 +33,30 @@ from rlctl.algos.correction_records import (
 from rlctl.algos.metric_sums import Moments, ratio
 from rlctl.algos.row_blocks import beyond, count
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, RejectRule, WeightRule
+from rlctl.registry import METRIC_CONVENTIONS
+
+
+class MetricConvention(Protocol):
+    """Alternative formulas for the metrics of weights and criteria, under the same names.
+
+    With a convention, metrics describe weights after the bound and before rejection and normalisation.
+    """
+
+    def clamped_rows(
+        self, values: Tensor, response: Tensor, length: Tensor, rule: RejectRule
+    ) -> tuple[Tensor, Tensor]:
+        """(B,) Σx and Σx² over a sequence's tokens, x being the statistic clamped to the bounds."""
+
+    def criterion_moments(self, sums: CriterionSums[float], tokens: float) -> tuple[float, float]:
+        """Mean and standard deviation of a criterion."""
+
+    def weight_metrics(self, sums: CorrectionSums[float], rule: WeightRule) -> dict[str, float]:
+        """`rollout_is_*` metrics that replace the default ones."""
+
+
+def _convention(rule: WeightRule) -> MetricConvention | None:
+    return None if rule.metrics is None else METRIC_CONVENTIONS[rule.metrics]()
+
 
 # --- on the device: from tokens to rows -------------------------------------------------------------
 
@@ -157,8 +181,8 @@ def _criterion_rows(
     log_ratio = tokens.log_ratio
     by_token = rule.reduction == "none"
     clamped: tuple[Tensor | None, Tensor | None] = (None, None)
-    if weight.metrics == "verl":
-        clamped = verl_metrics.clamped_rows(result.values, log_ratio.response, log_ratio.length[:, 0], rule)
+    if convention := _convention(weight):
+        clamped = convention.clamped_rows(result.values, log_ratio.response, log_ratio.length[:, 0], rule)
     found = None
     if by_token:
         found = tokens.ratio if rule.statistic == "ratio" else tokens.sums(result.values)
@@ -346,8 +370,8 @@ def correction_metrics(sums: CorrectionSums[float], rules: CorrectionRules) -> d
     found |= _unit_metrics(sums.raw, rule, "rollout_is_raw_")
     if weights is not None:
         found |= _unit_metrics(weights.described, rule, "rollout_is_")
-        if rule.metrics == "verl":
-            found |= verl_metrics.weight_metrics(sums, weights, rule)
+        if convention := _convention(rule):
+            found |= convention.weight_metrics(sums, rule)
         units = sums.finite_tokens if rule.by_token else sums.finite_sequences
         found["rollout_is_ratio_fraction_high"] = ratio(weights.above, units)
         found["rollout_is_ratio_fraction_low"] = ratio(weights.below, units)
@@ -445,8 +469,8 @@ def _rejection_metrics(sums: CorrectionSums[float], rules: CorrectionRules) -> d
         units = sums.finite_tokens if rule.reduction == "none" else sums.finite_sequences
         values = criterion.values
         mean, std = values.mean, values.std
-        if rules.weight.metrics == "verl":
-            mean, std = verl_metrics.criterion_moments(criterion, sums.finite_tokens)
+        if convention := _convention(rules.weight):
+            mean, std = convention.criterion_moments(criterion, sums.finite_tokens)
         found |= {
             f"{prefix}mean": mean,
             f"{prefix}max": values.max,

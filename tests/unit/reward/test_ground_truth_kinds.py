@@ -311,6 +311,8 @@ def test_wrong(truth, answer):
         (r"1\frac{1}{2}\pi", [r"\frac{3\pi}{2}", r"1.5\pi", r"1 \frac{1}{2} \pi"]),
         (r"-2\frac{3}{4}x", [r"-\frac{11}{4}x"]),
         (r"\left(1\frac12, 2\right)", [r"\left(\frac{3}{2}, 2\right)", "(1 1/2, 2)"]),
+        ("n", ["n + 0", r"\frac{2(n)}{2}", "n + x - x", "1(n)"]),
+        ("n + x - x", ["n"]),
         (r"\frac 1 2 x", [r"\frac{x}{2}"]),
         (r"\log_2(8)", ["3", r"\log_{2}(8)"]),
         (r"3\cdot4(5)", ["60", r"(3)(4)\left(5\right)"]),

@@ -311,6 +311,7 @@ def test_wrong(truth, answer):
         (r"1\frac{1}{2}\pi", [r"\frac{3\pi}{2}", r"1.5\pi", r"1 \frac{1}{2} \pi"]),
         (r"-2\frac{3}{4}x", [r"-\frac{11}{4}x"]),
         (r"\left(1\frac12, 2\right)", [r"\left(\frac{3}{2}, 2\right)", "(1 1/2, 2)"]),
+        ("1234567", ["1.234.567", "1,234,567", "1 234 567", "1.234.567,00"]),
         ("n", ["n + 0", r"\frac{2(n)}{2}", "n + x - x", "1(n)"]),
         ("n + x - x", ["n"]),
         (r"\frac 1 2 x", [r"\frac{x}{2}"]),
@@ -397,6 +398,7 @@ def test_right(truth, answers):
         ("Tom has 72k dollars.", "72"),
         ("Tom has sqrt(72) apples.", "72"),
         ("It is log 72.", "72"),
+        ("Tom has 72.000.000 apples.", "72"),
     ],
 )
 def test_prose_that_does_not_say_the_number(response, truth):

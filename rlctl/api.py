@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import math
 import re
 import signal
 import warnings
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
 from rlctl.errors import RunFailure, UsageError, in_words
 from rlctl.registry import Registry
@@ -240,8 +239,6 @@ def evaluate(
     Raises:
         RlctlError: as `rlctl evaluate`.
     """
-    from pydantic import TypeAdapter, ValidationError
-
     from rlctl.evaluate.evaluate_report import RESULTS_FILE
     from rlctl.evaluate.evaluation import evaluate as run_evaluation
     from rlctl.evaluate.request import EvaluateRequest
@@ -252,11 +249,7 @@ def evaluate(
         raise UsageError(f"evaluate has no option {unknown[0]}", fix=f"one of {', '.join(known[2:])}")
     Registry.forget_changed_files()
     given = {"model_or_run": target, "data": [str(name) for name in _listed(data)], **options}
-    try:
-        request = TypeAdapter(EvaluateRequest).validate_python(given)
-    except ValidationError as error:
-        found = error.errors()[0]
-        raise UsageError(in_words(found), where=str(found["loc"][0])) from None
+    request = _checked(EvaluateRequest, given)
     try:
         path, _ = run_evaluation(request, lambda what, done, total: None)
     except UsageError as error:
@@ -284,6 +277,17 @@ def diagnose(log: str | Path | RunRecord, *, rules: str | Sequence[str] = ()) ->
     Registry.forget_changed_files()
     path, own = _path_of(log, "log"), tuple(map(str, _listed(rules)))
     return examine(read_run(path, metrics_read(own)), all_rules(own))
+
+
+def _checked(kind: Any, value: object, *name: str) -> Any:
+    """The value as this type, without conversion if it has a name; raises a `UsageError` if it is not."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(kind).validate_python(value, strict=bool(name))
+    except ValidationError as error:
+        found = error.errors()[0]
+        raise UsageError(in_words(found), where=".".join(map(str, (*name, *found["loc"])))) from None
 
 
 def grade(
@@ -317,42 +321,33 @@ def grade(
     Warns:
         UserWarning: responses could not be graded, and why the first one could not.
     """
+    from pydantic import Field, JsonValue
+
     from rlctl.reward.pool import GradingPool, is_scorer
     from rlctl.reward.protocol import Failure, Sample
 
-    responses, ground_truths = (x if isinstance(x, str) else list(x) for x in (responses, ground_truths))
-    for name, texts in (("responses", responses), ("ground_truths", ground_truths)):
-        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-            raise UsageError(f"{name} is not a list of texts", where=name, fix="give a list of str")
-    if not isinstance(grader, str):
-        raise UsageError(
-            f"is a {type(grader).__name__}", where="grader", fix="give a name, or file.py:function"
-        )
-    if deadline_s is not None and not (
-        isinstance(deadline_s, int | float) and deadline_s is not True and 0 < deadline_s < math.inf
-    ):
-        raise UsageError(f"{deadline_s!r} is not a number above 0", where="deadline_s")
-    if not isinstance(params or {}, Mapping):
-        raise UsageError(
-            f"is a {type(params).__name__}", where="params", fix='give a dict, {"tolerance": 0.1}'
-        )
-    try:
-        json.dumps(dict(params or {}))
-    except TypeError as error:
-        raise UsageError(str(error), where="params", fix="give numbers, texts, lists and dicts") from None
+    def checked_list(kind: Any, some: Any, name: str) -> Any:
+        is_many = isinstance(some, Iterable) and not isinstance(some, str)
+        return _checked(list[kind], list(some) if is_many else some, name)
+
+    _checked(str, grader, "grader")
+    texts = checked_list(str, responses, "responses")
+    truths = checked_list(str, ground_truths, "ground_truths")
+    others = checked_list(dict[str, Any], [{}] * len(texts) if rows is None else rows, "rows")
+    params = _checked(dict[str, JsonValue], params or {}, "params")
+    _checked(Annotated[float, Field(gt=0, allow_inf_nan=False)] | None, deadline_s, "deadline_s")
     if is_scorer(grader):
         what = "this grader needs settings of a run"
         raise UsageError(what, where=grader, fix="use rlctl.evaluate, or `rlctl reward` with a spec")
-    rows = [{}] * len(responses) if rows is None else list(rows)
-    if not len(responses) == len(ground_truths) == len(rows):
-        what = f"{len(responses)} responses, {len(ground_truths)} ground truths and {len(rows)} rows"
+    if not len(texts) == len(truths) == len(others):
+        what = f"{len(texts)} responses, {len(truths)} ground truths and {len(others)} rows"
         raise UsageError(what, fix="give one ground truth and one row for each response")
     try:
-        samples = [Sample(*pair, **row) for *pair, row in zip(responses, ground_truths, rows, strict=True)]
+        samples = [Sample(text, truth, **row) for text, truth, row in zip(texts, truths, others, strict=True)]
     except TypeError as error:
         fix = "give mappings of prompt, messages, data_source, extra_info or response_ids"
         raise UsageError(str(error).removeprefix("Sample.__init__() "), where="rows", fix=fix) from None
-    pool = GradingPool(grader, dict(params or {}), deadline_s=deadline_s)
+    pool = GradingPool(grader, dict(params), deadline_s=deadline_s)
     try:
         pool.check()
         graded = pool.grade(samples)

@@ -100,9 +100,6 @@ def _spec(what: str) -> RunSpec:
     from rlctl.spec.load import LEFT_TO_THE_USER, RUN_SPEC_FILE, load_spec
     from rlctl.spec.sources import all_presets
 
-    if what == "model":
-        fix = "write a spec with reward.name: model and reward.model.path"
-        raise UsageError("a reward model needs a path", where=what, fix=fix)
     if what in set(GRADERS) or ".py:" in what:
         return load_spec(overrides=[f"reward.name={what}"]).spec
     path = Path(what)

@@ -22,9 +22,22 @@ from rlctl.reward.limits import is_too_large
 from rlctl.reward.numbers import Number, in_digits
 
 #: Texts that the parser misreads: times of day (6:30 as 1/5), ratios (1:2:3 as 1/6), ranges (3-5 as -2),
-#: feet and arc minutes (5'6'' as 56), sums with dots (it drops the dots).
+#: feet and arc minutes (5'6'' as 56), sums with dots (it drops the dots), numbers side by side (3 4 as 7).
 _NO_EXPRESSION = re.compile(
-    r"\d{1,2}:\d\d(?!\d)|\s*\d+\s*-\s*\d+\s*$|.*\d\s*'|.*:.*:|.*\\[lcd]?dots|.*\.\.\.[,+]", re.DOTALL
+    r"\d{1,2}:\d\d(?!\d)|\s*\d+\s*-\s*\d+\s*$|.*\d\s*'|.*:.*:|.*\\[lcd]?dots|.*\.\.\.[,+]"
+    r"|.*(?<![_^])(?<!frac )(?<!binom )\d(?:\\[ ,;:!]|\\q?quad|[\s~])+\d",
+    re.DOTALL,
+)
+_INTEGERS = r"\\[dtc]?frac\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)"
+#: A mixed number: 2\frac{3}{4}, 2 3/4.
+_MIXED = re.compile(
+    r"(?<![\w.^_\\}])(?<!\d,)(?<!frac )(\d+)(?:\\[ ,;:!]|[\s~])*"
+    rf"({_INTEGERS}|(?<=[\s~])\d+\s*/\s*\d+(?!\d))"
+)
+#: A product without its sign, which the parser would read as a mixed number: 3(4), (3)(4).
+_PRODUCT = re.compile(
+    r"((?:(?<![\w.^_\\])|(?<=\\cdot)|(?<=\\times))\d+|\))\s*"
+    rf"(?=(?:\\left\s*)?\(\s*(?:\d+(?:\s*/\s*\d+)?|{_INTEGERS})\s*(?:\\right\s*)?\))"
 )
 _AND = re.compile(r",?(?:\s+and\s+|\s*\\(?:text\w*|mbox|hbox|mathrm)\s*\{\s*(?:and|,)\s*\}\s*)")
 _OR = re.compile(r"\s*(?:\bor\b|\\(?:text\w*|mbox|hbox|mathrm)\s*\{\s*or\s*\})\s*")
@@ -71,6 +84,7 @@ def read(latex: str) -> Any | None:
     Returns None if the text does not parse, has no value (1/0), or is too large to compute.
     """
     text = in_digits(_SEPARATOR.sub("", latex.strip().strip("$").rstrip(". ")))
+    text = _PRODUCT.sub(r"\1\\cdot ", _MIXED.sub(r"(\1+\2)", text))
     if not text or _NO_EXPRESSION.match(text) or is_too_large(text):
         return None
     text = _PRIMES.sub(lambda found: f"{found[1]}_{{p{len(found[2])}}}", text)
@@ -186,6 +200,9 @@ def _verify(gold: Any, answer: Any) -> bool:
             values = [one.doit().evalf(30) for one in (gold, answer)]
             return bool(abs(values[0] - values[1]) <= RELATIVE_TOLERANCE * max(map(abs, values)))
         return bool(_expanded(gold) == _expanded(answer))
+    is_name = [isinstance(one, sympy.Symbol) for one in (gold, answer)]
+    if is_name[0] != is_name[1] and all(isinstance(one, sympy.Expr) for one in (gold, answer)):
+        return bool(sympy.simplify(gold - answer) == 0)  # math-verify compares a symbol as text
     return bool(grader.verify(gold, answer, timeout_seconds=None))
 
 
@@ -194,7 +211,9 @@ def _has_log_and_large_number(*expressions: Any) -> bool:
     found = [one.doit() for one in expressions if isinstance(one, sympy.Basic)]
     if not any(one.has(sympy.log) for one in found):
         return False
-    return any(abs(number) > _LARGEST_FACTOR for one in found for number in one.atoms(sympy.Number))
+    return any(
+        _LARGEST_FACTOR < abs(number) < sympy.oo for one in found for number in one.atoms(sympy.Number)
+    )
 
 
 def _expanded(expression: Any) -> Any:

@@ -109,7 +109,7 @@ _POWER_OF_TEN = re.compile(
     r"(?:\{\s*([-+]?\d{1,3})\s*\}|([-+]?\d{1,3}))(?![\w^]|\.\d)"
 )
 _DIGITS = (
-    r"(?:\d{1,3}(?:\.\d{3})+,\d{1,2}(?!\d)"  # 1.234,00
+    r"(?:\d{1,3}(?:\.\d{3})+,\d{1,2}(?!\d)|\d{1,3}(?:\.\d{3}){2,}(?![\d.])"  # 1.234,00 and 1.234.567
     r"|[1-9]\d{0,2}(?:[, ]\d{3})+(?![\d,]|-[a-z])(?:\.\d+)?"  # 1,234.00 and 1 234
     r"|\d+(?:\.\d+)?|\.\d+)"
 )
@@ -156,7 +156,7 @@ _OPERAND_OF = re.compile(
 _OPERATOR = re.compile(
     r"(?:[\d)%]\s*(?:[A-Za-z]+\s+)?(?:[-+*/×÷·^(]|(?<=[\d\s])x)\s*[($€£-]*"
     r"|(?:\^|\\sqrt)\s*(?:\[\d+\]\s*)?\{?"
-    r"|\b(?i:times|plus|half(?: of)?|twice|double|triple|(?:root|square|cube|factorial) of|log|ln|sqrt)\b"
+    r"|\b(?i:times|plus|half(?: of)?|twice|double|triple|(?:root|square|cube|factorial) of|log|ln)\b"
     r"\s*[($€£]*)\s*$"
 )
 #: Text before a number that is a bound or is denied.
@@ -337,7 +337,7 @@ def _rank(sentence: str, match: re.Match[str], *, found: int, previous: int) -> 
 def _value(match: re.Match[str], text: str) -> Number | None:
     """Converts a match of `_NUMBER`; None for a division by zero."""
     digits = match["digits"]
-    if re.fullmatch(r"\d{1,3}(?:\.\d{3})+,\d{1,2}", digits):
+    if re.search(r"\.\d+[.,]", digits):
         digits = digits.replace(".", "").replace(",", ".")
     value = Fraction(digits.replace(",", "").replace(" ", ""))
     if match["under"]:

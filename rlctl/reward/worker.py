@@ -181,7 +181,8 @@ def load_grader(name: str, params: dict[str, Any]) -> LoadedGrader:
             valid for it, or rlctl has no value for a parameter without default.
     """
     part = GRADERS.part(name)
-    function, fixed = part.function, {}
+    function = part.function
+    fixed: dict[str, object] = {}
     if params or part.params:
         from rlctl.spec.base import param_problems, params_of  # imports Pydantic
 

@@ -164,7 +164,7 @@ def test_a_damaged_stored_response_is_named_with_its_row(data, tmp_path, capsys,
     ("arguments", "what"),
     [
         (["nothing", "--data", "DATA"], "neither a spec nor a grader"),
-        (["model", "--data", "DATA"], "a reward model needs a path"),
+        (["model", "--data", "DATA"], "the reward model has no path"),
         (["maths", "--data", "gone.parquet"], "no such file"),
         (["gone.py:f", "--data", "DATA"], "no such file"),
         (["maths", "--data", "DATA", "--responses", "gone"], "no such file or directory"),

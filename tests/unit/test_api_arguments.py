@@ -31,23 +31,27 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: rlctl.train(rlctl.load_spec("rloo-seq-is"), callbacks=[3]),
         "a callback is a int",
     ),
-    "one response as text": (lambda: rlctl.grade("exact", "12", "12"), "responses is not a list of texts"),
-    "no response": (lambda: rlctl.grade("exact", [None], ["1"]), "responses is not a list of texts"),
+    "one response as text": (lambda: rlctl.grade("exact", "12", "12"), "responses: must be a valid list"),
+    "no response": (lambda: rlctl.grade("exact", [None], ["1"]), "responses.0: must be a valid string"),
     "a grader of runs": (lambda: rlctl.grade("code", ["a"], ["b"]), "this grader needs settings of a run"),
+    "no responses": (lambda: rlctl.grade("exact", None, ["1"]), "responses: must be a valid list"),
     "too few rows": (lambda: rlctl.grade("exact", ["a"], ["b"], rows=[{}, {}]), "2 rows"),
     "an unknown field": (
         lambda: rlctl.grade("exact", ["a"], ["b"], rows=[{"prmpt": "a"}]),
         "unexpected keyword argument 'prmpt'",
     ),
-    "rows as texts": (lambda: rlctl.grade("exact", ["a"], ["b"], rows=["a"]), "rows: "),
+    "rows as texts": (lambda: rlctl.grade("exact", ["a"], ["b"], rows=["a"]), "rows.0: "),
     "log-probs of numpy": (lambda: rlctl.correct(A.numpy(), A, MASK), "log_probs: is a ndarray"),
     "an unknown option": (lambda: rlctl.evaluate("m", foo=1), "evaluate has no option foo"),
     "no name": (lambda: rlctl.load_spec(3), "3 is no name"),
-    "a grader that is a function": (lambda: rlctl.grade(len, ["1"], ["1"]), "grader: is a builtin_function"),
-    "no time": (lambda: rlctl.grade("exact", ["1"], ["1"], deadline_s=0), "0 is not a number above 0"),
+    "a grader that is a function": (lambda: rlctl.grade(len, ["1"], ["1"]), "grader: must be a valid string"),
+    "no time": (
+        lambda: rlctl.grade("exact", ["1"], ["1"], deadline_s=0),
+        "deadline_s: must be greater than 0",
+    ),
     "a deadline as text": (
         lambda: rlctl.grade("exact", ["1"], ["1"], deadline_s="5"),
-        "'5' is not a number above 0",
+        "deadline_s: must be a valid number",
     ),
     "advantages as a list": (lambda: rlctl.correct(A, A, MASK, advantages=[1, 2]), "advantages: is a list"),
     "a number of responses as text": (
@@ -81,15 +85,15 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "a flag that is text": (lambda: rlctl.evaluate("m", "gsm8k", fresh="perhaps"), "fresh: must be"),
     "parameters as a list": (
         lambda: rlctl.grade("exact", ["1"], ["1"], params=["x"]),
-        "params: is a list",
+        "params: must be a valid dictionary",
     ),
     "a parameter of NumPy": (
         lambda: rlctl.grade("exact", ["1"], ["1"], params={"x": np.float32(1)}),
-        "params: Object of type float32 is not JSON serializable",
+        "params.x: ",
     ),
     "no end": (
         lambda: rlctl.grade("exact", ["1"], ["1"], deadline_s=math.inf),
-        "inf is not a number above 0",
+        "deadline_s: must be a finite number",
     ),
     "no response per question": (
         lambda: rlctl.evaluate("m", "gsm8k", n=0),

@@ -253,9 +253,9 @@ class _FileCheck:
         """Checks the usable rows of a block and returns their part of `hashes`."""
         block = [one.row for _, one in usable]
         for record, one in usable:
-            row = one.row
+            row, values = one.row, record.values or {}
             self._sources[row.data_source] += 1
-            for kind, detail in (*text_doubts(row), *row_doubts(row, record.values or {})):
+            for kind, detail in (*text_doubts(row), *row_doubts(row, values)):
                 self._found.add(kind, record.where, detail)
             if row.style not in STYLES and (row.style in self._styles or len(self._styles) < REASONS_SHOWN):
                 self._styles.add(row.style)
@@ -265,11 +265,10 @@ class _FileCheck:
             if is_integer(row.extra.get("index")):
                 self._index.append(row.extra["index"])
                 self._index_source.append(crc32(row.data_source.encode()))
-            if self._schema is not None:
-                reward_model = (record.values or {}).get("reward_model")
-                truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-                if isinstance(truth, list | dict):
-                    self._found.add("structured-truth", record.where)
+            reward_model = values.get("reward_model")
+            truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+            if self._schema is not None and isinstance(truth, list):
+                self._found.add("structured-truth", record.where)
         ruled = [(record, one.row) for record, one in usable if one.row.is_ruled]
         complaints = check_ground_truths([(row.data_source, row.ground_truth) for _, row in ruled])
         for (record, row), why in zip(ruled, complaints, strict=True):

@@ -280,7 +280,7 @@ class _FileCheck:
             for way, file in ways:
                 self._found.add(f"leak-{way}", record.where, file=file)
         return (
-            np.array([text_key(text) for text in normalise([row.question for row in block])], np.uint64),
+            np.array([text_key(normalise(row.question)) for row in block], np.uint64),
             np.array([crc32(row.ground_truth.encode()) for row in block], np.uint32),
             np.array([record.number for record, _ in usable], np.int64),
         )

@@ -115,7 +115,7 @@ def transform(plan: TransformPlan, block: Block) -> Transformed:
     """Converts the rows of a block with the recipe, checks and measures them, and computes their keys."""
     usable, bad = usable_rows(plan.recipe, plan.lengths, block)
     rows = [one.row for _, one in usable]
-    texts = normalise([row.question for row in rows])
+    texts = [normalise(row.question) for row in rows]
     split = (blake2b(f"{plan.seed}\n{row.question}".encode(), digest_size=8).digest() for row in rows)
     found = {
         "number": [record.number for record, _ in usable],

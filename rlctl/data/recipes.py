@@ -57,7 +57,7 @@ def _answered(
     def read(values: Values, prompt_key: str, answer_key: str) -> Row:
         prompt = parse_messages(lookup(values, prompt_key))
         answer = parse_answer(lookup(values, answer_key), f"column {answer_key!r}")
-        extra = columns_of(values, *columns) if columns else {}
+        extra = columns_of(values, *columns)
         return Row("", prompt, truth_of(answer), answer=answer, ability=ability, extra=extra)
 
     return read

@@ -99,21 +99,24 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
 
 
 def _lengths(request: PrepareRequest) -> PromptLengths | None:
-    if request.model is not None:
-        return PromptLengths(
-            request.model,
-            trust_remote_code=request.trust_remote_code,
-            max_prompt_length=request.max_prompt_length,
-            overlong=request.overlong,
-            chat_template_kwargs=request.chat_template_kwargs,
-        )
-    if request.max_prompt_length is not None or request.overlong != "keep":
+    if request.model is None:
+        if request.max_prompt_length is None and request.overlong == "keep":
+            return None
         raise UsageError(
             "prompts are measured with a model's tokenizer, and none is named",
             where="--max-prompt-length and --overlong",
             fix="name the model that you will train: --model",
         )
-    return None
+    if request.max_prompt_length is None and request.overlong != "keep":
+        where = f"--overlong {request.overlong}"
+        raise UsageError("no maximum length is given", where=where, fix="pass --max-prompt-length")
+    return PromptLengths(
+        request.model,
+        trust_remote_code=request.trust_remote_code,
+        max_prompt_length=request.max_prompt_length,
+        overlong=request.overlong,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
 
 
 def _made_from(

@@ -148,9 +148,15 @@ class _FileCheck:
 
     def __init__(self, source: Source, probes: _Probes, progress: Progress) -> None:
         self.path, self._probes = source.path, probes
-        self._schema = _read_schema(source.path)
-        self._columns = {field.name: str(field.type) for field in self._schema or ()}
-        self._recipe = self._recognised(source)
+        first = next((record.values for record in read_records(source) if record.values is not None), None)
+        self._schema = pq.read_schema(self.path) if self.path.suffix.lower() == ".parquet" else None
+        self._columns = {str(name): type(value).__name__ for name, value in (first or {}).items()}
+        if self._schema is not None:
+            self._columns = {field.name: str(field.type) for field in self._schema}
+        name = None if first is None else recognise(first)
+        if self._schema is not None and _is_verl(self._schema.names) and name not in {None, "dapo-math"}:
+            name = "verl"
+        self._recipe = Recipe(name).resolve() if name else None
         self._num_rows = 0
         self._sources: Counter[str] = Counter()
         self._splits: Counter[str] = Counter()
@@ -232,16 +238,6 @@ class _FileCheck:
         disputed = found("conflicting-answers", truths[later] != truths[first])
         return found("duplicates", everything, total=len(keys)) + disputed
 
-    def _recognised(self, source: Source) -> Recipe | None:
-        """The recipe of the first row with columns; None if there is none."""
-        first = next((record.values for record in read_records(source) if record.values is not None), None)
-        if first is None:
-            return None
-        self._columns = self._columns or {str(name): type(value).__name__ for name, value in first.items()}
-        verl = self._schema is not None and _is_verl(self._schema.names)
-        name = recognise(first)
-        return Recipe("verl" if verl and name != "dapo-math" else name).resolve()
-
     def _note_bad(self, where: str, reason: str) -> None:
         """Records an unusable row. Problems that differ only in names and numbers count as one."""
         kind = _DETAIL.sub("…", reason)
@@ -318,16 +314,6 @@ def _shared_questions(checks: Sequence[_FileCheck]) -> list[DataFinding]:
             severity: Severity = "error" if differ else "warning"
             found.append(DataFinding("shared-questions", severity, what, len(shared), examples, fix))
     return found
-
-
-def _read_schema(path: Path) -> pa.Schema | None:
-    """The Arrow schema of a Parquet file; None for other formats and for broken files."""
-    if path.suffix.lower() != ".parquet":
-        return None
-    try:
-        return pq.read_schema(path)
-    except (pa.ArrowException, OSError):
-        return None
 
 
 def _is_verl(names: list[str]) -> bool:

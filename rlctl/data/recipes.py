@@ -358,7 +358,7 @@ class Recipe:
             parsed,
             data_source=own or parsed.data_source or layout.data_source or source,
             prompt=messages,
-            index=stored if is_integer(stored) and stored >= 0 else index,
+            index=index if stored is None else stored,
             question=parsed.question or parsed.prompt_text,
         )
 

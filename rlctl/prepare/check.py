@@ -167,8 +167,8 @@ class _FileCheck:
         parts = []
         for block in read_blocks(source):
             usable, bad = usable_rows(self._recipe or Recipe("generic").resolve(), probes.lengths, block)
-            for row in bad:
-                self._note_bad(f"{self.path}:{row.number}", row.reason)
+            for record in bad:
+                self._note_bad(record.where, record.problem)
             parts.append(self._check_rows(usable))
             self._num_rows += len(usable) + len(bad)
             progress.advance(block.num_bytes, len(usable) + len(bad))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.data.benchmarks import NamedFile, find_named
-from rlctl.data.blocks import Block, records_of
+from rlctl.data.blocks import Block, Record, records_of
 from rlctl.data.recipes import Recipe
 from rlctl.data.records import RowError, check_text
 from rlctl.data.sources import Source, find_sources, read_blocks
@@ -32,7 +32,7 @@ from rlctl.prepare.findings import DataFinding, RowFindings, row_finding, worst_
 from rlctl.prepare.lengths import PromptLengths
 from rlctl.prepare.output import Manifest, check_replaceable, describe_inputs, read_manifest, write_split
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
-from rlctl.prepare.transform import BadRow, Staging, Transformed, TransformPlan, transform
+from rlctl.prepare.transform import Staging, Transformed, TransformPlan, transform
 from rlctl.reward.build import knows_source
 from rlctl.track.run_dir import version_of
 
@@ -182,11 +182,11 @@ def _take_in(
         for block, done in run(request.engine, transform, plan, blocks, workers):
             failed = _grader_failures(block, done, found) if request.check_graders else {}
             bad_places += [staging.num_rows + place for place in failed]
-            for row in sorted([*done.bad, *failed.values()], key=lambda row: row.number):
+            for bad in sorted([*done.bad, *failed.values()], key=lambda record: record.number):
                 if len(first_bad) < PROBLEMS_SHOWN:
-                    first_bad.append(f"{block.path}:{row.number}: {row.reason}")
+                    first_bad.append(f"{bad.where}: {bad.problem}")
                 if quarantine is not None:
-                    entry = {"file": str(block.path), "row": row.number, "reason": row.reason, "raw": row.raw}
+                    entry = {"file": str(bad.path), "row": bad.number, "reason": bad.problem, "raw": bad.raw}
                     quarantine.write(json.dumps(entry) + "\n")
             staging.add(block, done)
             for number, doubts in done.doubts:
@@ -218,7 +218,7 @@ def _take_in(
     return bad_places, [*found.findings(), *unknown]
 
 
-def _grader_failures(block: Block, done: Transformed, found: RowFindings) -> dict[int, BadRow]:
+def _grader_failures(block: Block, done: Transformed, found: RowFindings) -> dict[int, Record]:
     """Rows of a block whose ground truth fails the check by their grader, by index among the usable rows.
 
     Only rows of data sources with a registered grader are bad. Other sources are checked with the mathematics
@@ -237,7 +237,7 @@ def _grader_failures(block: Block, done: Transformed, found: RowFindings) -> dic
         else:
             found.add("ground-truth", f"{block.path}:{number}", f"{text[:60]!r}: {reasons[truth]}")
     return {
-        wrong[record.number][0]: BadRow(record.number, wrong[record.number][1], record.raw)
+        wrong[record.number][0]: record._replace(problem=wrong[record.number][1])
         for record in (records_of(block) if wrong else ())
         if record.number in wrong
     }

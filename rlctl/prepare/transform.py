@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rlctl.data.blocks import Block, Record, records_of, to_stream
 from rlctl.data.recipes import Recipe
-from rlctl.data.schema import EXTRA_COLUMNS, Row, batch_of, integers, large_schema
+from rlctl.data.schema import EXTRA_COLUMNS, LARGE_SCHEMA, Row, batch_of, integers
 from rlctl.prepare.duplicates import BANDS, NUM_VALUES, normalise, signatures, text_key
 from rlctl.prepare.findings import EXAMPLES_SHOWN, Doubt, row_doubts
 from rlctl.prepare.lengths import MeasuredRow, PromptLengths
@@ -57,15 +57,6 @@ class TransformPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class BadRow:
-    """A row that cannot be used."""
-
-    number: int  # line or row in the input file
-    reason: str  # why it cannot be used
-    raw: str  # its text in the input
-
-
-@dataclass(frozen=True, slots=True)
 class Transformed:
     """The result of one block."""
 
@@ -74,7 +65,7 @@ class Transformed:
     #: its first record)
     rows: bytes
     keys: dict[str, Any]  # an array for each of `TransformPlan.keys`
-    bad: list[BadRow]  # unusable rows
+    bad: list[Record]  # unusable rows, in order, with their problems
     truths: list[tuple[str, str]]  # distinct (data source, ground truth) of the rows with `is_ruled`
     truth_of: Any  # (rows,) index into `truths`; −1 for other rows
     sources: Counter[str]  # rows per data source
@@ -90,25 +81,25 @@ class Transformed:
 
 def usable_rows(
     recipe: Recipe, lengths: PromptLengths | None, block: Block
-) -> tuple[list[tuple[Record, MeasuredRow]], list[BadRow]]:
-    """Reads the rows of a block with a resolved recipe and measures them; returns also the unusable ones.
+) -> tuple[list[tuple[Record, MeasuredRow]], list[Record]]:
+    """Reads the rows of a block with a resolved recipe and measures them; also returns the unusable ones.
 
     Without `lengths`, rows have −1 tokens. A row without an index of its own has −1 − its place in the block.
     """
-    bad: list[BadRow] = []
+    bad: list[Record] = []
     records: list[Record] = []
     rows: list[Row] = []
     for place, record in enumerate(records_of(block)):
         row, problem = recipe.read(record, block.source, -1 - place)
         if row is None:
-            bad.append(BadRow(record.number, problem, record.raw))
+            bad.append(record._replace(problem=problem))
         else:
             records.append(record)
             rows.append(row)
     measured = lengths.measure(rows) if lengths is not None else [MeasuredRow(row, -1) for row in rows]
     pairs = list(zip(records, measured, strict=True))
-    bad += [BadRow(record.number, one.problem, record.raw) for record, one in pairs if one.problem]
-    return [pair for pair in pairs if not pair[1].problem], sorted(bad, key=lambda row: row.number)
+    bad += [record._replace(problem=one.problem) for record, one in pairs if one.problem]
+    return [pair for pair in pairs if not pair[1].problem], sorted(bad, key=lambda record: record.number)
 
 
 def transform(plan: TransformPlan, block: Block) -> Transformed:
@@ -191,7 +182,7 @@ class StagedBlock:
         with self.file.open("rb") as file:
             file.seek(self.offset)
             stream = file.read(self.length)
-        places = [large_schema().get_field_index(name) for name in columns]
+        places = [LARGE_SCHEMA.get_field_index(name) for name in columns]
         options = pa.ipc.IpcReadOptions(included_fields=places)
         return pa.ipc.open_stream(stream, options=options).read_next_batch()
 

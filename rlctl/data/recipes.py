@@ -371,6 +371,20 @@ class Recipe:
         except RowError as error:
             return None, str(error)
 
+    def question(self, record: Record, source: str) -> str:
+        """Returns the record's question, also if it has no usable answer; arguments as in `to_row`.
+
+        Raises:
+            RowError: it has no question.
+        """
+        if record.values is None:
+            raise RowError(record.problem)
+        row, _ = self.read(record, source, 0)
+        if row is None:
+            prompt = parse_messages(lookup(record.values, self.prompt_key or ""))
+            return Row("", prompt, "").prompt_text
+        return row.question
+
 
 def recognise(values: Mapping[str, Any]) -> RecipeChoice:
     """Returns the name of the first layout that recognises a record."""

@@ -21,7 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.data.benchmarks import NamedFile
-from rlctl.data.recipes import read_rows
+from rlctl.data.recipes import Recipe
+from rlctl.data.records import RowError
+from rlctl.data.sources import read_records
 from rlctl.errors import UsageError
 from rlctl.prepare.duplicates import compatible, text_key
 from rlctl.prepare.transform import StagedBlock
@@ -181,19 +183,18 @@ def scan(reference: Reference, task: tuple[StagedBlock, NDArray[np.bool_]]) -> F
 
 
 def questions_of(file: NamedFile) -> Iterator[str]:
-    """Yields the questions of a benchmark or a file; the first row determines the layout of a file.
+    """Yields the question of every row of a benchmark or a file; the first row determines a file's layout.
 
     Raises:
-        UsageError: none of its rows has a question.
+        UsageError: a row has no question; names it.
     """
-    problem, num_good = "", 0
-    for record, row, why in read_rows(file.source, file.recipe):
-        if row is not None:
-            num_good += 1
-            yield row.question
-        problem = problem or (why and f"{record.where}: {why}")
-    if not num_good:
-        raise UsageError(f"no question can be read from it: {problem}", where=str(file.source.path))
+    recipe = file.recipe or Recipe().resolve([file.source])
+    for record in read_records(file.source):
+        try:
+            yield recipe.question(record, file.source.name)
+        except RowError as error:
+            what, fix = f"no question can be read from this row: {error}", "correct or remove it"
+            raise UsageError(what, where=record.where, fix=fix) from None
 
 
 def mixed(values: Hashes) -> Hashes:

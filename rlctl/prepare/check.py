@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,8 @@ REASONS_SHOWN, SOURCES_SHOWN = 10, 20
 #: Bytes of text that one Arrow array with 32-bit offsets can address.
 OFFSET_BYTES = 1 << 31
 _ANSWERS = {"answer", "solution", "ground_truth", "label"}
+#: Between the names of a list and its fields, in the path of a Parquet column.
+_LIST = re.compile(r"\.list\.(?:element|item)")
 _DETAIL = re.compile(r"'[^']*'|\d+")
 
 
@@ -338,31 +340,21 @@ def column_findings(path: Path, schema: pa.Schema) -> list[DataFinding]:
         other = [name for name in schema.names if name not in COLUMNS]
         fix = "put what a grader needs into extra_info"
         add("unknown-columns", "info", "columns that training does not read: {0}", other, fix)
-    leaves = [leaf for field in schema for leaf in _leaves(field.name, field.type)]
-    nulls = [name for name, kind in leaves if pa.types.is_null(kind)]
-    fix = "give the column a type: other files of the same data set will not concatenate with it"
-    add("null-type", "warning", "of type null: {0}", nulls, fix)
     metadata = pq.read_metadata(path)
     groups = [metadata.row_group(place) for place in range(metadata.num_row_groups)]
-    large = []
-    for place, (name, kind) in enumerate(leaves):
+    nulls, large = [], []
+    for place in range(metadata.num_columns):
+        column = metadata.schema.column(place)
+        name = _LIST.sub("", column.path)
+        if column.logical_type.type in {"NULL", "UNKNOWN"}:
+            nulls.append(name)
         size = sum(group.column(place).total_uncompressed_size for group in groups)
-        if size >= OFFSET_BYTES and (pa.types.is_string(kind) or pa.types.is_binary(kind)):
+        whole = next(field for field in schema if f"{column.path}.".startswith(f"{field.name}."))
+        is_large = "large_" in str(whole.type)
+        if size >= OFFSET_BYTES and column.physical_type == "BYTE_ARRAY" and not is_large:
             large.append(f"{name} ({size / 2**30:.1f} GiB)")
+    fix = "give the column a type: other files of the same data set will not concatenate with it"
+    add("null-type", "warning", "of type null: {0}", nulls, fix)
     fix = "write it as large_string, or in several files: readers that load the column at once fail"
     add("small-offsets", "warning", "over 2 GiB of text with 32-bit offsets: {0}", large, fix)
     return found
-
-
-def _leaves(name: str, kind: pa.DataType) -> Iterator[tuple[str, pa.DataType]]:
-    """Name and type of every Parquet leaf column of a field, in file order."""
-    if pa.types.is_struct(kind):
-        for inner in kind:
-            yield from _leaves(f"{name}.{inner.name}", inner.type)
-    elif pa.types.is_map(kind):
-        yield from _leaves(f"{name}.key", kind.key_type)
-        yield from _leaves(f"{name}.value", kind.item_type)
-    elif hasattr(kind, "value_type"):  # lists and dictionaries
-        yield from _leaves(name, kind.value_type)
-    else:
-        yield name, kind

@@ -124,13 +124,14 @@ def test_mixed_types_and_broken_lines_in_raw_input(tmp_path):
 
 
 def test_missing_and_surplus_columns(tmp_path):
-    rows = [{**row, "difficulty": 3, "nothing": None} for row in verl_rows()]
+    rows = [{**row, "difficulty": 3, "no.thing": None, "nothings": [None]} for row in verl_rows()]
     for row in rows:
         del row["reward_model"]
     path = write(tmp_path / "a.parquet", rows)
     assert set(codes(path)) == {"missing-columns", "unknown-columns", "null-type"}
     assert "reward_model" in the("missing-columns", path).what
-    assert "difficulty, nothing" in the("unknown-columns", path).what
+    assert "difficulty, no.thing, nothings" in the("unknown-columns", path).what
+    assert the("null-type", path).what == "of type null: no.thing, nothings"
 
 
 def test_duplicates_and_conflicting_answers(tmp_path):

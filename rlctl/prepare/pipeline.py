@@ -226,16 +226,15 @@ def _grader_failures(block: Block, done: Transformed, found: RowFindings) -> dic
     """
     from rlctl.reward.trial import check_ground_truths
 
-    reasons = check_ground_truths(done.truths)
+    asked = [(place, truth) for place, truth in enumerate(done.truths) if truth]
+    reasons = check_ground_truths([truth for _, truth in asked])
     wrong: dict[int, tuple[int, str]] = {}  # number → place, reason
-    for place, truth in enumerate(done.truth_of if any(reasons) else ()):
-        if truth < 0 or not reasons[truth]:
-            continue
-        number, (source, text) = int(done.keys["number"][place]), done.truths[truth]
-        if knows_source(source):
-            wrong[number] = (place, f"the ground truth cannot be graded: {reasons[truth]}")
-        else:
-            found.add("ground-truth", f"{block.path}:{number}", f"{text[:60]!r}: {reasons[truth]}")
+    for (place, (source, text)), reason in zip(asked, reasons, strict=True):
+        number = int(done.keys["number"][place])
+        if reason and knows_source(source):
+            wrong[number] = (place, f"the ground truth cannot be graded: {reason}")
+        elif reason:
+            found.add("ground-truth", f"{block.path}:{number}", f"{text[:60]!r}: {reason}")
     return {
         wrong[record.number][0]: record._replace(problem=wrong[record.number][1])
         for record in (records_of(block) if wrong else ())

@@ -66,8 +66,7 @@ class Transformed:
     rows: bytes
     keys: dict[str, Any]  # an array for each of `TransformPlan.keys`
     bad: list[Record]  # unusable rows, in order, with their problems
-    truths: list[tuple[str, str]]  # distinct (data source, ground truth) of the rows with `is_ruled`
-    truth_of: Any  # (rows,) index into `truths`; −1 for other rows
+    truths: list[tuple[str, str] | None]  # (rows,) data source and ground truth; None unless `is_ruled`
     sources: Counter[str]  # rows per data source
     doubts: list[tuple[int, list[Doubt]]]  # row number and doubts, of doubtful rows
     num_bytes: int  # size of the usable rows in memory
@@ -120,19 +119,13 @@ def transform(plan: TransformPlan, block: Block) -> Transformed:
     if plan.find_near:
         bands, signature = signatures(texts)
         keys |= {name: bands[:, band] for band, name in enumerate(BAND_KEYS)} | {SIGNATURE: signature}
-    truths: dict[tuple[str, str], int] = {}
-    truth_of = [
-        truths.setdefault((row.data_source, row.ground_truth), len(truths)) if row.is_ruled else -1
-        for row in rows
-    ]
     batch = batch_of(rows)
     return Transformed(
         num_records=len(usable) + len(bad),
         rows=to_stream(batch, compression="lz4"),
         keys=keys,
         bad=bad,
-        truths=list(truths),
-        truth_of=np.array(truth_of, dtype=np.int32),
+        truths=[(row.data_source, row.ground_truth) if row.is_ruled else None for row in rows],
         sources=Counter(row.data_source for row in rows),
         doubts=[
             (record.number, doubts)

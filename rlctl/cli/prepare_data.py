@@ -328,7 +328,7 @@ def show(
       rlctl prepare-data show train.parquet --model MODEL --row 42 -n 1 --ids
     """
     from rlctl.cli.prepare_data_output import print_rows, rows_document
-    from rlctl.prepare.lengths import PromptLengths, measure, show_rows
+    from rlctl.prepare.lengths import PromptLengths, show_rows
 
     if ids and model is None:
         raise UsageError("token ids need a tokenizer", where="--ids", fix="name a model with --model")
@@ -336,7 +336,7 @@ def show(
     lengths = None
     if model is not None:
         lengths = PromptLengths(model, trust_remote_code=trust_remote_code, chat_template_kwargs=kwargs)
-    shown, measured = show_rows(file, lengths, first=row, count=number), measure(file, lengths)
+    shown, measured = show_rows(file, lengths, first=row, count=number)
     if as_json:
         print_json(rows_document(shown, measured, ids=ids))
     else:

@@ -208,26 +208,22 @@ def _histogram(lengths: Histogram) -> Iterator[str]:
 
 def check_markdown(report: CheckReport) -> str:
     """The report of `check` as Markdown."""
-    return "\n".join(_check_lines(report)) + "\n"
-
-
-def _check_lines(report: CheckReport) -> Iterator[str]:
     files = []
     for file in report.files:
         sources = ", ".join(f"{name} ({count:,})" for name, count in file.sources.items())
         cells = (str(file.path), f"{file.num_rows:,}", file.recipe or "", sources)
         files.append([plain(cell) for cell in cells])
-    yield from table(("file", "rows", "read as", "data sources"), files, right=["rows"])
+    lines = [*table(("file", "rows", "read as", "data sources"), files, right=["rows"])]
     if report.lengths.total:
         summary = ", ".join(f"{name} {length:,}" for name, length in report.lengths.summary().items())
-        yield f"\nPrompt lengths in {report.lengths.unit}: {summary}."
-    for line in comparison_lines(report.leakage):
-        yield f"\n{plain(line)}"
-    yield f"\n**{_conclusion(report.findings)}**\n"
+        lines.append(f"\nPrompt lengths in {report.lengths.unit}: {summary}.")
+    lines += [f"\n{plain(line)}" for line in comparison_lines(report.leakage)]
+    lines.append(f"\n**{_conclusion(report.findings)}**\n")
     findings = []
     for finding in report.findings:
         first = "<br>".join(map(plain, finding.examples))
         what = plain(f"{finding.what} ({finding.code})")
         findings.append((finding.severity, what, f"{finding.count:,}", first, plain(finding.fix)))
     if findings:
-        yield from table(("", "what", "count", "first", "fix"), findings, right=["count"])
+        lines += table(("", "what", "count", "first", "fix"), findings, right=["count"])
+    return "\n".join(lines) + "\n"

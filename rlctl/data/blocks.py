@@ -56,7 +56,7 @@ class Record(NamedTuple):
     path: Path
     number: int  # line (text files) or row (JSON arrays, Parquet), from 1
     values: dict[str, Any] | None  # its columns; None if it cannot be read
-    problem: str = ""  # the reason, if it cannot be read
+    problem: str = ""  # why it cannot be read or used
     source: bytes | str | None = None  # its text, for JSON lines and CSV
 
     @property

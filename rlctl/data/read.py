@@ -41,7 +41,11 @@ def load_rows(files: Sequence[str]) -> list[Row]:
         UsageError: a file is missing, broken or empty, or a row does not match the schema; names file and
             row.
     """
-    return [row for path in _parquet_files(files) for row in _read_file(path)]
+    rows: list[Row] = []
+    for path in _parquet_files(files):
+        with _opened(path) as file:
+            rows += [_row(path, number, values) for number, values in rows_of(file, path, COLUMNS)]
+    return rows
 
 
 def check_files(files: Sequence[str]) -> int:
@@ -96,12 +100,6 @@ def _opened(path: Path) -> Any:
     if not file.metadata.num_rows:
         raise UsageError("the file has no rows", where=str(path), fix=PREPARE)
     return file
-
-
-def _read_file(path: Path) -> Iterator[Row]:
-    with _opened(path) as file:
-        for number, values in rows_of(file, path, COLUMNS):
-            yield _row(path, number, values)
 
 
 def open_parquet(path: Path, required: Sequence[str], *, fix: str) -> Any:

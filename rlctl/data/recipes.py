@@ -57,7 +57,7 @@ def _answered(
     def read(values: Values, prompt_key: str, answer_key: str) -> Row:
         prompt = parse_messages(lookup(values, prompt_key))
         answer = parse_answer(lookup(values, answer_key), f"column {answer_key!r}")
-        extra = columns_of(values, *columns) if columns else {}
+        extra = columns_of(values, *columns)
         return Row("", prompt, truth_of(answer), answer=answer, ability=ability, extra=extra)
 
     return read
@@ -358,7 +358,7 @@ class Recipe:
             parsed,
             data_source=own or parsed.data_source or layout.data_source or source,
             prompt=messages,
-            index=stored if is_integer(stored) and stored >= 0 else index,
+            index=index if stored is None else stored,
             question=parsed.question or parsed.prompt_text,
         )
 
@@ -370,6 +370,20 @@ class Recipe:
             return self.to_row(record.values, source, index), ""
         except RowError as error:
             return None, str(error)
+
+    def question(self, record: Record, source: str) -> str:
+        """Returns the record's question, also if it has no usable answer; arguments as in `to_row`.
+
+        Raises:
+            RowError: it has no question.
+        """
+        if record.values is None:
+            raise RowError(record.problem)
+        row, _ = self.read(record, source, 0)
+        if row is None:
+            prompt = parse_messages(lookup(record.values, self.prompt_key or ""))
+            return Row("", prompt, "").prompt_text
+        return row.question
 
 
 def recognise(values: Mapping[str, Any]) -> RecipeChoice:

@@ -162,7 +162,7 @@ def source_named(values: Values, column: str) -> str:
 def extra_info(values: Values) -> dict[str, Any]:
     """Returns the record's `extra_info` as JSON types.
 
-    An `index` that is not an integer of 64 bits is renamed to `original_index`.
+    An `index` that is not an integer from 0 to 2⁶³ − 1 is renamed to `original_index`.
 
     Raises:
         RowError: a text in it is not valid UTF-8.
@@ -170,7 +170,7 @@ def extra_info(values: Values) -> dict[str, Any]:
     given = values.get("extra_info")
     extra = extra_of(given) if isinstance(given, Mapping) else {}
     index = extra.get("index")
-    if index is not None and not (is_integer(index) and abs(index) < 1 << 63):
+    if index is not None and not (is_integer(index) and 0 <= index < 1 << 63):
         extra["original_index"] = extra.pop("index")
     check_text(json.dumps(extra, ensure_ascii=False))
     return extra

@@ -93,14 +93,13 @@ def arrow_schema(*, with_other: bool = False, is_large: bool = False) -> pa.Sche
     )
 
 
-def large_schema() -> pa.Schema:
-    """`arrow_schema` with 64-bit offsets and the field `OTHER`, for batches of any size in memory."""
-    return arrow_schema(with_other=True, is_large=True)
+#: For batches of any size in memory.
+LARGE_SCHEMA = arrow_schema(with_other=True, is_large=True)
 
 
 def batch_of(rows: Sequence[Row], split: str | None = None) -> Any:
-    """Converts rows to an Arrow record batch of `large_schema()`; sets their split, unless it is None."""
-    schema = large_schema()
+    """Converts rows to an Arrow record batch of `LARGE_SCHEMA`; sets their split, unless it is None."""
+    schema = LARGE_SCHEMA
     messages = [message for row in rows for message in row.prompt]
     turns = [_text(message.role for message in messages), _text(message.content for message in messages)]
     prompt = schema.field("prompt").type
@@ -127,7 +126,7 @@ def batch_of(rows: Sequence[Row], split: str | None = None) -> Any:
 
 def placed(batch: Any, split: str, index: Any) -> Any:
     """Returns the batch with every row's `split` and `index` replaced."""
-    schema = large_schema()
+    schema = LARGE_SCHEMA
     place = schema.get_field_index("extra_info")
     extra = batch.column(place)
     _, _, *others = extra.flatten()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,8 @@ REASONS_SHOWN, SOURCES_SHOWN = 10, 20
 #: Bytes of text that one Arrow array with 32-bit offsets can address.
 OFFSET_BYTES = 1 << 31
 _ANSWERS = {"answer", "solution", "ground_truth", "label"}
+#: Between the names of a list and its fields, in the path of a Parquet column.
+_LIST = re.compile(r"\.list\.(?:element|item)")
 _DETAIL = re.compile(r"'[^']*'|\d+")
 
 
@@ -148,9 +150,15 @@ class _FileCheck:
 
     def __init__(self, source: Source, probes: _Probes, progress: Progress) -> None:
         self.path, self._probes = source.path, probes
-        self._schema = _read_schema(source.path)
-        self._columns = {field.name: str(field.type) for field in self._schema or ()}
-        self._recipe = self._recognised(source)
+        first = next((record.values for record in read_records(source) if record.values is not None), None)
+        self._schema = pq.read_schema(self.path) if self.path.suffix.lower() == ".parquet" else None
+        self._columns = {str(name): type(value).__name__ for name, value in (first or {}).items()}
+        if self._schema is not None:
+            self._columns = {field.name: str(field.type) for field in self._schema}
+        name = None if first is None else recognise(first)
+        if self._schema is not None and _is_verl(self._schema.names) and name not in {None, "dapo-math"}:
+            name = "verl"
+        self._recipe = Recipe(name).resolve() if name else None
         self._num_rows = 0
         self._sources: Counter[str] = Counter()
         self._splits: Counter[str] = Counter()
@@ -161,8 +169,8 @@ class _FileCheck:
         parts = []
         for block in read_blocks(source):
             usable, bad = usable_rows(self._recipe or Recipe("generic").resolve(), probes.lengths, block)
-            for row in bad:
-                self._note_bad(f"{self.path}:{row.number}", row.reason)
+            for record in bad:
+                self._note_bad(record.where, record.problem)
             parts.append(self._check_rows(usable))
             self._num_rows += len(usable) + len(bad)
             progress.advance(block.num_bytes, len(usable) + len(bad))
@@ -232,16 +240,6 @@ class _FileCheck:
         disputed = found("conflicting-answers", truths[later] != truths[first])
         return found("duplicates", everything, total=len(keys)) + disputed
 
-    def _recognised(self, source: Source) -> Recipe | None:
-        """The recipe of the first row with columns; None if there is none."""
-        first = next((record.values for record in read_records(source) if record.values is not None), None)
-        if first is None:
-            return None
-        self._columns = self._columns or {str(name): type(value).__name__ for name, value in first.items()}
-        verl = self._schema is not None and _is_verl(self._schema.names)
-        name = recognise(first)
-        return Recipe("verl" if verl and name != "dapo-math" else name).resolve()
-
     def _note_bad(self, where: str, reason: str) -> None:
         """Records an unusable row. Problems that differ only in names and numbers count as one."""
         kind = _DETAIL.sub("…", reason)
@@ -253,9 +251,9 @@ class _FileCheck:
         """Checks the usable rows of a block and returns their part of `hashes`."""
         block = [one.row for _, one in usable]
         for record, one in usable:
-            row = one.row
+            row, values = one.row, record.values or {}
             self._sources[row.data_source] += 1
-            for kind, detail in (*text_doubts(row), *row_doubts(row, record.values or {})):
+            for kind, detail in (*text_doubts(row), *row_doubts(row, values)):
                 self._found.add(kind, record.where, detail)
             if row.style not in STYLES and (row.style in self._styles or len(self._styles) < REASONS_SHOWN):
                 self._styles.add(row.style)
@@ -265,11 +263,10 @@ class _FileCheck:
             if is_integer(row.extra.get("index")):
                 self._index.append(row.extra["index"])
                 self._index_source.append(crc32(row.data_source.encode()))
-            if self._schema is not None:
-                reward_model = (record.values or {}).get("reward_model")
-                truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-                if isinstance(truth, list | dict):
-                    self._found.add("structured-truth", record.where)
+            reward_model = values.get("reward_model")
+            truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+            if self._schema is not None and isinstance(truth, list):
+                self._found.add("structured-truth", record.where)
         ruled = [(record, one.row) for record, one in usable if one.row.is_ruled]
         complaints = check_ground_truths([(row.data_source, row.ground_truth) for _, row in ruled])
         for (record, row), why in zip(ruled, complaints, strict=True):
@@ -281,7 +278,7 @@ class _FileCheck:
             for way, file in ways:
                 self._found.add(f"leak-{way}", record.where, file=file)
         return (
-            np.array([text_key(text) for text in normalise([row.question for row in block])], np.uint64),
+            np.array([text_key(normalise(row.question)) for row in block], np.uint64),
             np.array([crc32(row.ground_truth.encode()) for row in block], np.uint32),
             np.array([record.number for record, _ in usable], np.int64),
         )
@@ -321,16 +318,6 @@ def _shared_questions(checks: Sequence[_FileCheck]) -> list[DataFinding]:
     return found
 
 
-def _read_schema(path: Path) -> pa.Schema | None:
-    """The Arrow schema of a Parquet file; None for other formats and for broken files."""
-    if path.suffix.lower() != ".parquet":
-        return None
-    try:
-        return pq.read_schema(path)
-    except (pa.ArrowException, OSError):
-        return None
-
-
 def _is_verl(names: list[str]) -> bool:
     """Whether the columns are verl's, perhaps with some missing."""
     known = {"data_source", "prompt"} <= set(names) and not _ANSWERS & set(names)
@@ -353,31 +340,21 @@ def column_findings(path: Path, schema: pa.Schema) -> list[DataFinding]:
         other = [name for name in schema.names if name not in COLUMNS]
         fix = "put what a grader needs into extra_info"
         add("unknown-columns", "info", "columns that training does not read: {0}", other, fix)
-    leaves = [leaf for field in schema for leaf in _leaves(field.name, field.type)]
-    nulls = [name for name, kind in leaves if pa.types.is_null(kind)]
-    fix = "give the column a type: other files of the same data set will not concatenate with it"
-    add("null-type", "warning", "of type null: {0}", nulls, fix)
     metadata = pq.read_metadata(path)
     groups = [metadata.row_group(place) for place in range(metadata.num_row_groups)]
-    large = []
-    for place, (name, kind) in enumerate(leaves):
+    nulls, large = [], []
+    for place in range(metadata.num_columns):
+        column = metadata.schema.column(place)
+        name = _LIST.sub("", column.path)
+        if column.logical_type.type in {"NULL", "UNKNOWN"}:
+            nulls.append(name)
         size = sum(group.column(place).total_uncompressed_size for group in groups)
-        if size >= OFFSET_BYTES and (pa.types.is_string(kind) or pa.types.is_binary(kind)):
+        whole = next(field for field in schema if f"{column.path}.".startswith(f"{field.name}."))
+        is_large = "large_" in str(whole.type)
+        if size >= OFFSET_BYTES and column.physical_type == "BYTE_ARRAY" and not is_large:
             large.append(f"{name} ({size / 2**30:.1f} GiB)")
+    fix = "give the column a type: other files of the same data set will not concatenate with it"
+    add("null-type", "warning", "of type null: {0}", nulls, fix)
     fix = "write it as large_string, or in several files: readers that load the column at once fail"
     add("small-offsets", "warning", "over 2 GiB of text with 32-bit offsets: {0}", large, fix)
     return found
-
-
-def _leaves(name: str, kind: pa.DataType) -> Iterator[tuple[str, pa.DataType]]:
-    """Name and type of every Parquet leaf column of a field, in file order."""
-    if pa.types.is_struct(kind):
-        for inner in kind:
-            yield from _leaves(f"{name}.{inner.name}", inner.type)
-    elif pa.types.is_map(kind):
-        yield from _leaves(f"{name}.key", kind.key_type)
-        yield from _leaves(f"{name}.value", kind.item_type)
-    elif hasattr(kind, "value_type"):  # lists and dictionaries
-        yield from _leaves(name, kind.value_type)
-    else:
-        yield name, kind

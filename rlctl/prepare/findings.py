@@ -108,7 +108,7 @@ _ROW_FINDINGS: dict[str, tuple[Severity, str, str]] = {
     ),
     "structured-truth": (
         "error",
-        "have a ground truth that is a list or a structure, where training reads text or a number",
+        "have a ground truth that is a list, which training does not read",
         "`rlctl prepare-data parquet` turns it into text",
     ),
     "repeated-index": ("info", "have the extra_info.index of another row of the same source", ""),

@@ -7,13 +7,12 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
-from rlctl.data.blocks import Record
 from rlctl.data.prompts import Renderer, template_sha256
 from rlctl.data.recipes import read_rows
 from rlctl.data.schema import Message, Row
@@ -24,7 +23,6 @@ from rlctl.prepare.request import Overlong
 
 #: Number of rows measured for the length histogram.
 MEASURED_ROWS = 20_000
-MEASURED_AT_ONCE = 1024
 _PROBE = Row("probe", (Message("user", "How much is 2 + 2?"),), "4")
 
 
@@ -280,35 +278,36 @@ class RenderedRow:
     ids: list[int] | None = None  # token ids; None without a model or if the prompt cannot be rendered
 
 
-def show_rows(file: str, lengths: PromptLengths | None, *, first: int, count: int) -> list[RenderedRow]:
+def show_rows(
+    file: str, lengths: PromptLengths | None, *, first: int, count: int
+) -> tuple[list[RenderedRow], Histogram]:
     """Renders `count` rows of a file or directory from row `first` on, counted from 1 over all its files.
 
-    Without `lengths`, the chat template is not applied.
+    Also returns the prompt lengths of the first `MEASURED_ROWS` rows. Without `lengths`, the chat template is
+    not applied, and lengths are in characters.
 
     Raises:
         UsageError: the file cannot be read, or has no such row.
     """
-    rows = list(islice(_rows(file), first - 1, first - 1 + count))
-    if not rows:
-        total = sum(1 for _ in _rows(file))
-        raise UsageError(f"there is no row {first}: it has {total}", where=file, fix="lower --row")
-    return [_shown(record.where, row, problem, lengths) for record, row, problem in rows]
-
-
-def measure(file: str, lengths: PromptLengths | None) -> Histogram:
-    """Prompt lengths of the first `MEASURED_ROWS` rows: in tokens, or in characters without a model."""
+    shown: list[RenderedRow] = []
+    rows: list[Row] = []
+    last, number = first + count - 1, 0
+    read = chain.from_iterable(map(read_rows, find_sources([file])))
+    for number, (record, row, problem) in enumerate(read, 1):
+        if first <= number <= last:
+            shown.append(_shown(record.where, row, problem, lengths))
+        if row is not None and number <= MEASURED_ROWS:
+            rows.append(row)
+        if number >= max(last, MEASURED_ROWS):
+            break
+    if not shown:
+        raise UsageError(f"there is no row {first}: it has {number}", where=file, fix="lower --row")
     histogram = Histogram("tokens" if lengths else "characters")
-    rows = (row for _, row, _ in islice(_rows(file), MEASURED_ROWS) if row is not None)
-    while chunk := list(islice(rows, MEASURED_AT_ONCE)):
-        if lengths is None:
-            histogram.add(map(characters, chunk))
-        else:
-            histogram.add(one.num_tokens for one in lengths.measure(chunk) if one.num_tokens)
-    return histogram
-
-
-def _rows(file: str) -> Iterator[tuple[Record, Row | None, str]]:
-    return chain.from_iterable(map(read_rows, find_sources([file])))
+    if lengths is None:
+        histogram.add(map(characters, rows))
+    else:
+        histogram.add(one.num_tokens for one in lengths.measure(rows) if one.num_tokens)
+    return shown, histogram
 
 
 def _shown(where: str, row: Row | None, problem: str, lengths: PromptLengths | None) -> RenderedRow:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.data.benchmarks import NamedFile, find_named
-from rlctl.data.blocks import Block, records_of
+from rlctl.data.blocks import Block, Record, records_of
 from rlctl.data.recipes import Recipe
 from rlctl.data.records import RowError, check_text
 from rlctl.data.sources import Source, find_sources, read_blocks
@@ -32,7 +32,7 @@ from rlctl.prepare.findings import DataFinding, RowFindings, row_finding, worst_
 from rlctl.prepare.lengths import PromptLengths
 from rlctl.prepare.output import Manifest, check_replaceable, describe_inputs, read_manifest, write_split
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
-from rlctl.prepare.transform import BadRow, Staging, Transformed, TransformPlan, transform
+from rlctl.prepare.transform import Staging, Transformed, TransformPlan, transform
 from rlctl.reward.build import knows_source
 from rlctl.track.run_dir import version_of
 
@@ -99,21 +99,24 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
 
 
 def _lengths(request: PrepareRequest) -> PromptLengths | None:
-    if request.model is not None:
-        return PromptLengths(
-            request.model,
-            trust_remote_code=request.trust_remote_code,
-            max_prompt_length=request.max_prompt_length,
-            overlong=request.overlong,
-            chat_template_kwargs=request.chat_template_kwargs,
-        )
-    if request.max_prompt_length is not None or request.overlong != "keep":
+    if request.model is None:
+        if request.max_prompt_length is None and request.overlong == "keep":
+            return None
         raise UsageError(
             "prompts are measured with a model's tokenizer, and none is named",
             where="--max-prompt-length and --overlong",
             fix="name the model that you will train: --model",
         )
-    return None
+    if request.max_prompt_length is None and request.overlong != "keep":
+        where = f"--overlong {request.overlong}"
+        raise UsageError("no maximum length is given", where=where, fix="pass --max-prompt-length")
+    return PromptLengths(
+        request.model,
+        trust_remote_code=request.trust_remote_code,
+        max_prompt_length=request.max_prompt_length,
+        overlong=request.overlong,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
 
 
 def _made_from(
@@ -179,11 +182,11 @@ def _take_in(
         for block, done in run(request.engine, transform, plan, blocks, workers):
             failed = _grader_failures(block, done, found) if request.check_graders else {}
             bad_places += [staging.num_rows + place for place in failed]
-            for row in sorted([*done.bad, *failed.values()], key=lambda row: row.number):
+            for bad in sorted([*done.bad, *failed.values()], key=lambda record: record.number):
                 if len(first_bad) < PROBLEMS_SHOWN:
-                    first_bad.append(f"{block.path}:{row.number}: {row.reason}")
+                    first_bad.append(f"{bad.where}: {bad.problem}")
                 if quarantine is not None:
-                    entry = {"file": str(block.path), "row": row.number, "reason": row.reason, "raw": row.raw}
+                    entry = {"file": str(bad.path), "row": bad.number, "reason": bad.problem, "raw": bad.raw}
                     quarantine.write(json.dumps(entry) + "\n")
             staging.add(block, done)
             for number, doubts in done.doubts:
@@ -215,7 +218,7 @@ def _take_in(
     return bad_places, [*found.findings(), *unknown]
 
 
-def _grader_failures(block: Block, done: Transformed, found: RowFindings) -> dict[int, BadRow]:
+def _grader_failures(block: Block, done: Transformed, found: RowFindings) -> dict[int, Record]:
     """Rows of a block whose ground truth fails the check by their grader, by index among the usable rows.
 
     Only rows of data sources with a registered grader are bad. Other sources are checked with the mathematics
@@ -223,18 +226,17 @@ def _grader_failures(block: Block, done: Transformed, found: RowFindings) -> dic
     """
     from rlctl.reward.trial import check_ground_truths
 
-    reasons = check_ground_truths(done.truths)
+    asked = [(place, truth) for place, truth in enumerate(done.truths) if truth]
+    reasons = check_ground_truths([truth for _, truth in asked])
     wrong: dict[int, tuple[int, str]] = {}  # number → place, reason
-    for place, truth in enumerate(done.truth_of if any(reasons) else ()):
-        if truth < 0 or not reasons[truth]:
-            continue
-        number, (source, text) = int(done.keys["number"][place]), done.truths[truth]
-        if knows_source(source):
-            wrong[number] = (place, f"the ground truth cannot be graded: {reasons[truth]}")
-        else:
-            found.add("ground-truth", f"{block.path}:{number}", f"{text[:60]!r}: {reasons[truth]}")
+    for (place, (source, text)), reason in zip(asked, reasons, strict=True):
+        number = int(done.keys["number"][place])
+        if reason and knows_source(source):
+            wrong[number] = (place, f"the ground truth cannot be graded: {reason}")
+        elif reason:
+            found.add("ground-truth", f"{block.path}:{number}", f"{text[:60]!r}: {reason}")
     return {
-        wrong[record.number][0]: BadRow(record.number, wrong[record.number][1], record.raw)
+        wrong[record.number][0]: record._replace(problem=wrong[record.number][1])
         for record in (records_of(block) if wrong else ())
         if record.number in wrong
     }

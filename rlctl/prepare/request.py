@@ -27,16 +27,12 @@ class Progress:
         """Called when a phase starts. The amounts passed to `advance` sum to `total`."""
 
     def advance(self, amount: int, rows: int = 0) -> None:
-        """Called when a part of the phase is done.
-
-        While reading, `amount` is in input bytes and `rows` is the number of rows in them; in the other
-        phases `amount` is in rows.
-        """
+        """Called when a part is done: `amount` bytes with `rows` rows while reading, else `amount` rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequest:
-    """Input, output and options of a preparation."""
+    """Input, output and options of a preparation; docs/how-to/data.md describes the options."""
 
     sources: tuple[str, ...]  # files, directories, or `hf:organisation/name[:split]`
     out: Path  # the directory to write
@@ -45,34 +41,23 @@ class PrepareRequest:
     val_size: int | None = None  # number of test rows; replaces `val_fraction`
     seed: int = 1  # of the split
     overwrite: bool = False  # replace an earlier output
-    #: `refuse` the whole input, or `quarantine` the bad rows and continue
-    bad_rows: BadRows = "refuse"
-    #: rows that repeat an earlier question: `check` counts them and refuses the input if their share exceeds
-    #: `decide.MAX_DUPLICATES`; `keep` counts them; `drop` removes them
-    duplicates: Duplicates = "check"
-    #: near duplicates of earlier questions: `count`, `drop`, or `off` (not searched for)
-    near_duplicates: NearDuplicates = "count"
-    #: benchmarks by name, and files of any readable format, whose questions must not be trained on
-    against: tuple[str, ...] = ()
-    #: training rows that occur in the test split or in `against`: `report` counts them, `drop` removes them,
-    #: `refuse` refuses the input, `off` skips the search
-    leakage: Leakage = "report"
+    bad_rows: BadRows = "refuse"  # what to do with unusable rows
+    duplicates: Duplicates = "check"  # with rows that repeat an earlier question
+    near_duplicates: NearDuplicates = "count"  # with rows that nearly repeat one
+    against: tuple[str, ...] = ()  # benchmarks by name, and files, whose questions must not be trained on
+    leakage: Leakage = "report"  # with training rows that occur in the test split or in `against`
     #: model whose tokenizer and chat template measure the prompts; None: prompts are not measured
     model: str | None = None
     max_prompt_length: int | None = None  # in tokens; None: no maximum
-    #: longer prompts: `keep`, `drop`, or cut tokens from the left or right of the question
-    overlong: Overlong = "keep"
+    overlong: Overlong = "keep"  # what to do with longer prompts
     trust_remote_code: bool = False  # allow custom code of the model's tokenizer
     #: arguments of the model's chat template, as `data.chat_template_kwargs` in training
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    #: check each ground truth with the grader of its data source; rows that fail are bad
-    check_graders: bool = True
+    check_graders: bool = True  # check each ground truth with the grader of its data source
     rows_per_shard: int = 1_000_000  # maximum rows of one output file
     to: OutputFormat = "verl"  # framework that the output columns are for
-    #: `local` processes, or `ray` (Ray Data, on one or more machines)
-    engine: ParallelEngine = "local"
-    #: local worker processes; None: one per core, none for a small input
-    workers: int | None = None
+    engine: ParallelEngine = "local"  # where the work runs
+    workers: int | None = None  # local processes; None: one per core, none for a small input
 
     @property
     def num_workers(self) -> int:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rlctl.data.blocks import Block, Record, records_of, to_stream
 from rlctl.data.recipes import Recipe
-from rlctl.data.schema import EXTRA_COLUMNS, Row, batch_of, integers, large_schema
+from rlctl.data.schema import EXTRA_COLUMNS, LARGE_SCHEMA, Row, batch_of, integers
 from rlctl.prepare.duplicates import BANDS, NUM_VALUES, normalise, signatures, text_key
 from rlctl.prepare.findings import EXAMPLES_SHOWN, Doubt, row_doubts
 from rlctl.prepare.lengths import MeasuredRow, PromptLengths
@@ -57,15 +57,6 @@ class TransformPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class BadRow:
-    """A row that cannot be used."""
-
-    number: int  # line or row in the input file
-    reason: str  # why it cannot be used
-    raw: str  # its text in the input
-
-
-@dataclass(frozen=True, slots=True)
 class Transformed:
     """The result of one block."""
 
@@ -74,9 +65,8 @@ class Transformed:
     #: its first record)
     rows: bytes
     keys: dict[str, Any]  # an array for each of `TransformPlan.keys`
-    bad: list[BadRow]  # unusable rows
-    truths: list[tuple[str, str]]  # distinct (data source, ground truth) of the rows with `is_ruled`
-    truth_of: Any  # (rows,) index into `truths`; −1 for other rows
+    bad: list[Record]  # unusable rows, in order, with their problems
+    truths: list[tuple[str, str] | None]  # (rows,) data source and ground truth; None unless `is_ruled`
     sources: Counter[str]  # rows per data source
     doubts: list[tuple[int, list[Doubt]]]  # row number and doubts, of doubtful rows
     num_bytes: int  # size of the usable rows in memory
@@ -90,32 +80,32 @@ class Transformed:
 
 def usable_rows(
     recipe: Recipe, lengths: PromptLengths | None, block: Block
-) -> tuple[list[tuple[Record, MeasuredRow]], list[BadRow]]:
-    """Reads the rows of a block with a resolved recipe and measures them; returns also the unusable ones.
+) -> tuple[list[tuple[Record, MeasuredRow]], list[Record]]:
+    """Reads the rows of a block with a resolved recipe and measures them; also returns the unusable ones.
 
     Without `lengths`, rows have −1 tokens. A row without an index of its own has −1 − its place in the block.
     """
-    bad: list[BadRow] = []
+    bad: list[Record] = []
     records: list[Record] = []
     rows: list[Row] = []
     for place, record in enumerate(records_of(block)):
         row, problem = recipe.read(record, block.source, -1 - place)
         if row is None:
-            bad.append(BadRow(record.number, problem, record.raw))
+            bad.append(record._replace(problem=problem))
         else:
             records.append(record)
             rows.append(row)
     measured = lengths.measure(rows) if lengths is not None else [MeasuredRow(row, -1) for row in rows]
     pairs = list(zip(records, measured, strict=True))
-    bad += [BadRow(record.number, one.problem, record.raw) for record, one in pairs if one.problem]
-    return [pair for pair in pairs if not pair[1].problem], sorted(bad, key=lambda row: row.number)
+    bad += [record._replace(problem=one.problem) for record, one in pairs if one.problem]
+    return [pair for pair in pairs if not pair[1].problem], sorted(bad, key=lambda record: record.number)
 
 
 def transform(plan: TransformPlan, block: Block) -> Transformed:
     """Converts the rows of a block with the recipe, checks and measures them, and computes their keys."""
     usable, bad = usable_rows(plan.recipe, plan.lengths, block)
     rows = [one.row for _, one in usable]
-    texts = normalise([row.question for row in rows])
+    texts = [normalise(row.question) for row in rows]
     split = (blake2b(f"{plan.seed}\n{row.question}".encode(), digest_size=8).digest() for row in rows)
     found = {
         "number": [record.number for record, _ in usable],
@@ -129,19 +119,13 @@ def transform(plan: TransformPlan, block: Block) -> Transformed:
     if plan.find_near:
         bands, signature = signatures(texts)
         keys |= {name: bands[:, band] for band, name in enumerate(BAND_KEYS)} | {SIGNATURE: signature}
-    truths: dict[tuple[str, str], int] = {}
-    truth_of = [
-        truths.setdefault((row.data_source, row.ground_truth), len(truths)) if row.is_ruled else -1
-        for row in rows
-    ]
     batch = batch_of(rows)
     return Transformed(
         num_records=len(usable) + len(bad),
         rows=to_stream(batch, compression="lz4"),
         keys=keys,
         bad=bad,
-        truths=list(truths),
-        truth_of=np.array(truth_of, dtype=np.int32),
+        truths=[(row.data_source, row.ground_truth) if row.is_ruled else None for row in rows],
         sources=Counter(row.data_source for row in rows),
         doubts=[
             (record.number, doubts)
@@ -191,7 +175,7 @@ class StagedBlock:
         with self.file.open("rb") as file:
             file.seek(self.offset)
             stream = file.read(self.length)
-        places = [large_schema().get_field_index(name) for name in columns]
+        places = [LARGE_SCHEMA.get_field_index(name) for name in columns]
         options = pa.ipc.IpcReadOptions(included_fields=places)
         return pa.ipc.open_stream(stream, options=options).read_next_batch()
 

@@ -119,7 +119,7 @@ def test_show_renders_what_the_model_reads(good, model, capsys):
     from rlctl.prepare.lengths import PromptLengths, show_rows
 
     lengths = PromptLengths(model)
-    [shown] = show_rows(good, lengths, first=3, count=1)
+    [shown], _ = show_rows(good, lengths, first=3, count=1)
     assert " ".join(map(str, shown.ids)) in printed
     assert ("<s>", True) in shown.pieces
     assert "".join(text for text, _ in shown.pieces) == lengths.renderer.text(shown.row)

@@ -104,6 +104,12 @@ def test_what_the_recipe_mends_but_training_refuses_is_found(tmp_path):
     with pytest.raises(UsageError, match="type list"):
         load_rows([path])
     assert codes(write_jsonl(tmp_path / "a.jsonl", rows)) == [], "of other formats the recipe makes rows"
+    for place, row in enumerate(rows):
+        row |= {"data_source": "countdown", "prompt": "Put the equation in <answer> </answer>."}
+        row["reward_model"]["ground_truth"] = {"numbers": [1, 2, place], "target": 3 + place}
+    path = write(tmp_path / "countdown.parquet", rows)  # as verl writes them; training reads them as JSON
+    assert "structured-truth" not in codes(path)
+    assert len(load_rows([path])) == len(rows)
 
 
 def test_mixed_types_and_broken_lines_in_raw_input(tmp_path):
@@ -118,13 +124,14 @@ def test_mixed_types_and_broken_lines_in_raw_input(tmp_path):
 
 
 def test_missing_and_surplus_columns(tmp_path):
-    rows = [{**row, "difficulty": 3, "nothing": None} for row in verl_rows()]
+    rows = [{**row, "difficulty": 3, "no.thing": None, "nothings": [None]} for row in verl_rows()]
     for row in rows:
         del row["reward_model"]
     path = write(tmp_path / "a.parquet", rows)
     assert set(codes(path)) == {"missing-columns", "unknown-columns", "null-type"}
     assert "reward_model" in the("missing-columns", path).what
-    assert "difficulty, nothing" in the("unknown-columns", path).what
+    assert "difficulty, no.thing, nothings" in the("unknown-columns", path).what
+    assert the("null-type", path).what == "of type null: no.thing, nothings"
 
 
 def test_duplicates_and_conflicting_answers(tmp_path):

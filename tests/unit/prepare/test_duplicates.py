@@ -23,11 +23,13 @@ from tests.unit.prepare.helpers import gsm8k_rows, write_jsonl
         ("So, Ann has 3 pens. How many?", "so Ann has 3 pens how many"),
         ("ﬁve ½ Ｘ", "five 1⁄2 x"),
         ("Straße", "STRASSE"),
+        ("Wait... what?. Now .", "wait what now"),
+        pytest.param("." * 100_000 + " a", "a", id="many marks"),
         ("2³ × 1½ − 3", "2^3 * 1 1/2 - 3"),
     ],
 )
 def test_what_does_not_count(one, other):
-    assert normalise([one]) == normalise([other])
+    assert normalise(one) == normalise(other)
 
 
 @pytest.mark.parametrize(
@@ -39,12 +41,13 @@ def test_what_does_not_count(one, other):
         ("3.5 litres", "35 litres"),
         ("at 6:30", "at 630"),
         ("f'(x)", "f(x)"),
+        pytest.param("." * 100_000 + "a", "a", id="many marks"),
         ("What is 2³?", "What is 23?"),
         ("2½ cups", "21/2 cups"),
     ],
 )
 def test_what_makes_another_question(one, other):
-    assert normalise([one]) != normalise([other])
+    assert normalise(one) != normalise(other)
 
 
 @pytest.mark.parametrize("sorted_rows", [1, 7, 1 << 22])
@@ -191,10 +194,5 @@ def test_near_duplicates_by_policy(tmp_path, policy, kept):
 @given(st.text("aB .,;:?!-\n\t\u00a0\u2003é", max_size=30))
 def test_white_space_of_any_kind_and_amount_is_one_space(text):
     spaced = " ".join(text.split())
-    assert normalise([text]) == normalise([spaced]) == normalise([f"\n{spaced}  "])
-    assert "  " not in normalise([text])[0]
-
-
-@given(st.lists(st.text("aZé .,;:?!\0\n\u2003ß", max_size=9)))
-def test_a_text_is_normalised_alike_alone_and_among_others(texts):
-    assert normalise(texts) == [normalise([text])[0] for text in texts]
+    assert normalise(text) == normalise(spaced) == normalise(f"\n{spaced}  ")
+    assert "  " not in normalise(text)

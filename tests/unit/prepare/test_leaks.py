@@ -113,10 +113,21 @@ def test_a_second_run_in_one_process_compares_with_its_own_files(request_, tmp_p
 
 
 def test_a_benchmark_without_questions_is_refused_by_name(request_, tmp_path):
-    write_jsonl(tmp_path / "bench.jsonl", [{"stem": "q"}])
-    with pytest.raises(UsageError, match=r"no question can be read from it: .*bench\.jsonl:1") as caught:
-        prepare(request_)
-    assert caught.value.where == str(tmp_path / "bench.jsonl")
+    bench = tmp_path / "bench.jsonl"
+    for number, rows in ((1, [{"stem": "q"}]), (2, [{"prompt": "q", "answer": "1"}, {"prompt": None}])):
+        write_jsonl(bench, rows)
+        with pytest.raises(UsageError, match="no question can be read from this row: ") as caught:
+            prepare(request_)
+        assert caught.value.where == f"{bench}:{number}"
+
+
+@pytest.mark.parametrize("answers", [[{}, {}, {}], [{"answer": "1"}, {"answer": None}, {"answer": ""}]])
+def test_questions_without_an_answer_are_compared_too(request_, tmp_path, answers):
+    rows = [{"prompt": text} | answer for text, answer in zip(BENCHMARK, answers, strict=True)]
+    write_jsonl(tmp_path / "bench.jsonl", rows)
+    assert prepare(request_).report["leakage"]["by_file"] == {request_.against[0]: EXPECTED}
+    counts = check(CheckRequest(request_.sources, against=request_.against)).leakage[0]
+    assert {kind: counts[kind] for kind in EXPECTED} == EXPECTED
 
 
 def test_what_was_compared_with_is_part_of_the_manifest(request_):

@@ -102,6 +102,12 @@ def test_another_limit_is_another_output(request_):
         prepare(replace(request_, max_prompt_length=LIMIT + 1))
 
 
+def test_dropping_and_cutting_need_a_maximum(request_):
+    for overlong in ("drop", "cut-left", "cut-right"):
+        with pytest.raises(UsageError, match="no maximum length"):
+            prepare(replace(request_, max_prompt_length=None, overlong=overlong))
+
+
 @pytest.mark.parametrize("options", [{"max_prompt_length": 5}, {"overlong": "drop"}])
 def test_measuring_needs_a_model(request_, options):
     with pytest.raises(UsageError, match="none is named"):

@@ -265,5 +265,6 @@ def test_numbers_of_any_size_are_read():
     for answer, truth in (answers | {Decimal("1E+2"): "100"}).items():
         assert read({"prompt": "q", "answer": answer}, "generic").ground_truth == truth
     assert read({"question": "Q?", "options": ["x", "y"], "answer": 1.0}).ground_truth == "B"
-    row = read(VERL | {"extra_info": {"index": 1 << 63}})
-    assert (row.index, row.extra) == (3, {"original_index": 1 << 63})
+    for index in (1 << 63, -5, "7", 7.0, True):
+        row = read(VERL | {"extra_info": {"index": index}})
+        assert (row.index, row.extra) == (3, {"original_index": index})

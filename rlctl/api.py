@@ -438,7 +438,8 @@ def correct(
         found, names = error.errors()[0], list(CorrectOptions.__annotations__)
         where = ".".join(map(str, found["loc"]))
         is_unknown = found["type"] == "extra_forbidden"
-        fix = f"one of {', '.join(get_close_matches(where, names) or names)}" if is_unknown else None
+        known = f"one of {', '.join(get_close_matches(where, names) or names)}"
+        fix = known if is_unknown else found.get("ctx", {}).get("fix")
         raise UsageError(in_words(found), where=where, fix=fix) from None
     without_effect = dict(_NOT_IN_CORRECT)
     if spec.rollout_is is None:

@@ -248,6 +248,26 @@ def test_one_response_per_prompt_is_compared_with_the_step() -> None:
     assert any("minus the step's mean" in note for note in found.notes)
 
 
+def test_responses_may_begin_with_tokens_that_were_not_sampled() -> None:
+    """Tool output, of the class that the surrogate has before the first token."""
+    step = make_step()
+    step = replace(step, advantages=advantages_of(step, "rloo", []))
+    starts = np.cumsum(step.lengths) - step.lengths
+
+    def prefixed(values: np.ndarray, value: float) -> np.ndarray:
+        return np.insert(values, starts, np.asarray(value, values.dtype))
+
+    longer = replace(
+        step,
+        lengths=step.lengths + 1,
+        token_ids=prefixed(step.token_ids, CLASSES - 1),
+        rollout_log_probs=prefixed(step.rollout_log_probs, -0.1),
+        log_probs=prefixed(step.log_probs, -7.0),
+        mask=prefixed(np.ones(len(step.token_ids), bool), False),
+    )
+    assert_same(figures([step]), figures([longer]))
+
+
 @pytest.mark.parametrize("groups", [5, 40])
 def test_equal_groups_leave_no_sampling_error(groups: int) -> None:
     """Every resample is then the sample itself, in blocks of one or two groups too."""

@@ -9,7 +9,8 @@ import math
 import re
 import signal
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -135,13 +136,14 @@ def train(
             fix=f"start this script with torchrun --nproc-per-node {spec.trainer.n_gpus_per_node}",
         )
     announce = Announce(note=_log.info, progress=lambda fraction, text: None)
-    path, exit_code = start_run(
-        spec,
-        resume=None if resume is None else _path_of(resume, "resume"),
-        announce=announce,
-        callbacks=callbacks,
-        on_second_signal=_interrupt,
-    )
+    with _names_of_arguments():
+        path, exit_code = start_run(
+            spec,
+            resume=None if resume is None else _path_of(resume, "resume"),
+            announce=announce,
+            callbacks=callbacks,
+            on_second_signal=_interrupt,
+        )
     if exit_code > 128:
         _interrupt(exit_code - 128)
     return open_run(path)
@@ -181,13 +183,22 @@ def _path_of(given: str | Path | RunRecord, name: str) -> Path:
 _ARGUMENTS = {"--k": "ks", "MODEL_OR_RUN": "model_or_run"}
 
 
-def _without_dashes(text: str) -> str:
-    """A message of the command line with the names of arguments: `--top-p` is `top_p`."""
+@contextmanager
+def _names_of_arguments() -> Iterator[None]:
+    """Errors that name options of the command line get the names of arguments: `--top-p` is `top_p`."""
 
     def argument(option: re.Match[str]) -> str:
         return _ARGUMENTS.get(option[0], option[0].lstrip("-").replace("-", "_"))
 
-    return re.sub(r"--[a-z][a-z-]*|MODEL_OR_RUN", argument, text)
+    def renamed(text: str) -> str:
+        return re.sub(r"--[a-z][a-z-]*|MODEL_OR_RUN", argument, text)
+
+    try:
+        yield
+    except UsageError as error:
+        error.what = renamed(error.what)
+        error.where, error.fix = (text and renamed(text) for text in (error.where, error.fix))
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,12 +268,8 @@ def evaluate(
     except ValidationError as error:
         found = error.errors()[0]
         raise UsageError(in_words(found), where=str(found["loc"][0])) from None
-    try:
+    with _names_of_arguments():
         path, _ = run_evaluation(request, lambda what, done, total: None)
-    except UsageError as error:
-        error.what = _without_dashes(error.what)
-        error.where, error.fix = (text and _without_dashes(text) for text in (error.where, error.fix))
-        raise
     return EvaluationRecord(path, json.loads((path / RESULTS_FILE).read_text(encoding="utf-8")))
 
 
@@ -283,7 +290,8 @@ def diagnose(log: str | Path | RunRecord, *, rules: str | Sequence[str] = ()) ->
 
     Registry.forget_changed_files()
     path, own = _path_of(log, "log"), tuple(map(str, _listed(rules)))
-    return examine(read_run(path, metrics_read(own)), all_rules(own))
+    with _names_of_arguments():
+        return examine(read_run(path, metrics_read(own)), all_rules(own))
 
 
 def grade(

@@ -8,7 +8,8 @@ import logging
 import re
 import signal
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -134,13 +135,14 @@ def train(
             fix=f"start this script with torchrun --nproc-per-node {spec.trainer.n_gpus_per_node}",
         )
     announce = Announce(note=_log.info, progress=lambda fraction, text: None)
-    path, exit_code = start_run(
-        spec,
-        resume=None if resume is None else _path_of(resume, "resume"),
-        announce=announce,
-        callbacks=callbacks,
-        on_second_signal=_interrupt,
-    )
+    with _names_of_arguments():
+        path, exit_code = start_run(
+            spec,
+            resume=None if resume is None else _path_of(resume, "resume"),
+            announce=announce,
+            callbacks=callbacks,
+            on_second_signal=_interrupt,
+        )
     if exit_code > 128:
         _interrupt(exit_code - 128)
     return open_run(path)
@@ -180,13 +182,22 @@ def _path_of(given: str | Path | RunRecord, name: str) -> Path:
 _ARGUMENTS = {"--k": "ks", "MODEL_OR_RUN": "model_or_run"}
 
 
-def _without_dashes(text: str) -> str:
-    """A message of the command line with the names of arguments: `--top-p` is `top_p`."""
+@contextmanager
+def _names_of_arguments() -> Iterator[None]:
+    """Errors that name options of the command line get the names of arguments: `--top-p` is `top_p`."""
 
     def argument(option: re.Match[str]) -> str:
         return _ARGUMENTS.get(option[0], option[0].lstrip("-").replace("-", "_"))
 
-    return re.sub(r"--[a-z][a-z-]*|MODEL_OR_RUN", argument, text)
+    def renamed(text: str) -> str:
+        return re.sub(r"--[a-z][a-z-]*|MODEL_OR_RUN", argument, text)
+
+    try:
+        yield
+    except UsageError as error:
+        error.what = renamed(error.what)
+        error.where, error.fix = (text and renamed(text) for text in (error.where, error.fix))
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,12 +261,8 @@ def evaluate(
     Registry.forget_changed_files()
     given = {"model_or_run": target, "data": [str(name) for name in _listed(data)], **options}
     request = _checked(EvaluateRequest, given)
-    try:
+    with _names_of_arguments():
         path, _ = run_evaluation(request, lambda what, done, total: None)
-    except UsageError as error:
-        error.what = _without_dashes(error.what)
-        error.where, error.fix = (text and _without_dashes(text) for text in (error.where, error.fix))
-        raise
     return EvaluationRecord(path, json.loads((path / RESULTS_FILE).read_text(encoding="utf-8")))
 
 
@@ -276,7 +283,8 @@ def diagnose(log: str | Path | RunRecord, *, rules: str | Sequence[str] = ()) ->
 
     Registry.forget_changed_files()
     path, own = _path_of(log, "log"), tuple(map(str, _listed(rules)))
-    return examine(read_run(path, metrics_read(own)), all_rules(own))
+    with _names_of_arguments():
+        return examine(read_run(path, metrics_read(own)), all_rules(own))
 
 
 def _checked(kind: Any, value: object, *name: str) -> Any:
@@ -440,7 +448,8 @@ def correct(
         found, names = error.errors()[0], list(CorrectOptions.__annotations__)
         where = ".".join(map(str, found["loc"]))
         is_unknown = found["type"] == "extra_forbidden"
-        fix = f"one of {', '.join(get_close_matches(where, names) or names)}" if is_unknown else None
+        known = f"one of {', '.join(get_close_matches(where, names) or names)}"
+        fix = known if is_unknown else found.get("ctx", {}).get("fix")
         raise UsageError(in_words(found), where=where, fix=fix) from None
     without_effect = dict(_NOT_IN_CORRECT)
     if spec.rollout_is is None:

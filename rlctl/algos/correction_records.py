@@ -6,7 +6,7 @@ sequences without response tokens and, unless a comment says otherwise, those wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Generic
 
@@ -49,6 +49,11 @@ class LogRatio:
     def excess(self) -> Tensor:
         """(B, T): ρ − 1, exact where ρ is near 1; 0.0 outside the mask."""
         return self.token.expm1()
+
+    def copied(self) -> LogRatio:
+        """A copy whose tensors can be changed."""
+        given = {part.name: getattr(self, part.name) for part in fields(self)}
+        return replace(self, **{name: x.clone() for name, x in given.items() if x is not None})
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,12 +100,12 @@ def _compared(scores: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor,
 @ADVANTAGE_ESTIMATORS.register(
     label="REINFORCE leave-one-out",
     formula="A_i = r_i − mean reward of the group's other responses",
-    source="Ahmadian et al. 2024",
+    source="Ahmadian et al. 2024, Back to Basics",
     needs={"group_ids"},
     unbiased=True,
 )
 def rloo(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per response. Source: Ahmadian et al. 2024, "Back to Basics"."""
+    """One advantage per response."""
     centred, _, counts = _compared(inputs.rewards, inputs.group_ids, inputs.valid)
     advantage = centred * counts / (counts - 1).clamp(min=1)
     return torch.where(inputs.valid & (counts > 1), advantage, 0.0).float()
@@ -114,15 +114,12 @@ def rloo(inputs: AdvantageInputs) -> Tensor:
 @ADVANTAGE_ESTIMATORS.register(
     label="Group-relative advantage",
     formula="A_i = (r_i − mean) / (std + 1e-6) over the group",
-    source="Shao et al. 2024, section 4.1.2",
+    source="Shao et al. 2024, DeepSeekMath, section 4.1.2",
     needs={"group_ids"},
     options={"algorithm.norm_adv_by_std_in_grpo"},
 )
 def grpo(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per response; std with n − 1. A group of equal rewards gets exactly 0.
-
-    Source: Shao et al. 2024, "DeepSeekMath", section 4.1.2.
-    """
+    """One advantage per response; std with n − 1. A group of equal rewards gets exactly 0."""
     centred, _, counts = _compared(inputs.rewards, inputs.group_ids, inputs.valid)
     squares, _ = _group_sums(centred.square(), inputs.group_ids, inputs.valid)
     std = (squares / (counts - 1).clamp(min=1)).sqrt()
@@ -135,11 +132,11 @@ def grpo(inputs: AdvantageInputs) -> Tensor:
 @ADVANTAGE_ESTIMATORS.register(
     label="Dr. GRPO: GRPO without the standard deviation",
     formula="A_i = r_i − mean over the group",
-    source="Liu et al. 2025",
+    source="Liu et al. 2025, Understanding R1-Zero-Like Training",
     needs={"group_ids"},
 )
 def dr_grpo(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per response. Source: Liu et al. 2025, "Understanding R1-Zero-Like Training"."""
+    """One advantage per response."""
     return grpo(replace(inputs, divide_by_std=False))
 
 
@@ -175,14 +172,11 @@ def gpg(inputs: AdvantageInputs) -> Tensor:
 @ADVANTAGE_ESTIMATORS.register(
     label="Optimal reward baseline",
     formula="A_i = r_i − Σ_j l_j r_j / Σ_j l_j over the group, l in response tokens",
-    source="Hao et al. 2025",
+    source="Hao et al. 2025, On-Policy RL with Optimal Reward Baseline",
     needs={"group_ids"},
 )
 def opo(inputs: AdvantageInputs) -> Tensor:
-    """The baseline of least variance if the gradients of tokens have equal norms and are uncorrelated.
-
-    Source: Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline".
-    """
+    """The baseline of least variance if the gradients of tokens have equal norms and are uncorrelated."""
     return weighted_baseline(inputs, inputs.response_mask.sum(-1))
 
 
@@ -223,12 +217,12 @@ def weighted_baseline(inputs: AdvantageInputs, weights: Tensor) -> Tensor:
 @ADVANTAGE_ESTIMATORS.register(
     label="ReMax",
     formula="A_i = r_i − score of the greedy response to the same prompt",
-    source="Li et al. 2023",
+    source="Li et al. 2023, ReMax",
     needs={"baseline_scores"},
     unbiased=True,
 )
 def remax(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per response; `valid`: both responses were graded. Source: Li et al. 2023, "ReMax"."""
+    """One advantage per response; `valid`: both responses were graded."""
     assert inputs.baseline_scores is not None
     return torch.where(inputs.valid, inputs.rewards.double() - inputs.baseline_scores.double(), 0.0).float()
 
@@ -236,7 +230,7 @@ def remax(inputs: AdvantageInputs) -> Tensor:
 @ADVANTAGE_ESTIMATORS.register(
     label="REINFORCE++",
     formula="G_t = r_t + γ·G_{t+1}, whitened over the batch",
-    source="Hu et al. 2025",
+    source="Hu et al. 2025, REINFORCE++",
     options={_GAMMA},
 )
 def reinforce_plus_plus(inputs: AdvantageInputs) -> Tensor:
@@ -250,7 +244,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> Tensor:
 @ADVANTAGE_ESTIMATORS.register(
     label="REINFORCE++ with a group baseline",
     formula="r_i − mean over the group, whitened over the batch",
-    source="Hu et al. 2025",
+    source="Hu et al. 2025, REINFORCE++",
     needs={"group_ids"},
 )
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
@@ -261,7 +255,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
 @ADVANTAGE_ESTIMATORS.register(
     label="Optimal token baseline",
     formula="A_t = G_t − Σ G_t·W_t / Σ W_t over the group, W_t = Σ_{j≤t} ‖∇ log π_j‖²",
-    source="Li et al. 2026 (logit-gradient proxy)",
+    source="Li et al. 2026, The Optimal Token Baseline (logit-gradient proxy)",
     needs={"group_ids", "score_norms"},
 )
 def optimal_token_baseline(inputs: AdvantageInputs) -> Tensor:
@@ -277,7 +271,7 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> Tensor:
 @ADVANTAGE_ESTIMATORS.register(
     label="Generalised advantage estimation, with a critic",
     formula="A_t = δ_t + γλ·A_{t+1}, δ_t = r_t + γ·V_{t+1} − V_t, whitened over the batch",
-    source="Schulman et al. 2016",
+    source="Schulman et al. 2016, High-Dimensional Continuous Control Using GAE",
     needs={"values"},
     options={_GAMMA, _LAM},
 )

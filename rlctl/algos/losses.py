@@ -115,17 +115,14 @@ def _check_returned(loss: object, log_probs: Tensor, name: str) -> None:
     needs_advantage=True,
 )
 def reinforce(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """REINFORCE with importance weights. Uses neither rule nor π_old. Source: Williams 1992.
-
-    With sequence weights w = π_θ/π_rollout the gradient is that of the expected reward under π_θ.
-    """
+    """With sequence weights w = π_θ/π_rollout the gradient is that of the expected reward under π_θ."""
     return TokenLoss(-inputs.advantages * inputs.log_probs)
 
 
 @POLICY_LOSSES.register(
     label="PPO clip, and dual clip with clip_ratio_c",
     formula="−w · min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A)",
-    source="Schulman et al. 2017, eq. 7; Ye et al. 2020; Yu et al. 2025",
+    source="Schulman et al. 2017, eq. 7; dual clip: Ye et al. 2020; asymmetric bounds: Yu et al. 2025, DAPO",
     needs=RATIO,
     options=CLIP_OPTIONS | {"actor.clip_ratio_c"},
     unbiased=True,
@@ -133,21 +130,14 @@ def reinforce(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     clip=ClipBand("PPO clip"),
 )
 def ppo_clip(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """PPO's clipped surrogate: −w · min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A).
-
-    With `clip_c`, where A < 0 it is −w · max(that min, clip_c·A), so that a very large ratio does not
-    dominate the batch.
-
-    Source: Schulman et al. 2017, eq. 7; Ye et al. 2020, "Mastering Complex Control in MOBA Games"
-    (dual clip); asymmetric bounds: Yu et al. 2025, "DAPO".
-    """
+    """With `clip_c`, where A < 0 it is −w · max(min(…), clip_c·A): a very large ratio does not dominate."""
     return clipped_surrogate(inputs.ratio, inputs.advantages, *rule.interval, rule.clip_c)
 
 
 @POLICY_LOSSES.register(
     label="GSPO: PPO clip of one ratio per sequence",
     formula="ppo_clip with s = exp(mean_t log r_t)",
-    source="Zheng et al. 2025, eq. 5",
+    source="Zheng et al. 2025, Group Sequence Policy Optimization, eq. 5",
     needs=RATIO,
     options=CLIP_OPTIONS,
     unbiased=True,
@@ -155,14 +145,12 @@ def ppo_clip(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     clip=ClipBand("GSPO clip", "the geometric mean of a response's ratios"),
 )
 def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """PPO's surrogate with one ratio per sequence: s = exp(mean_t log r_t), clipped as a whole.
+    """The ratio of a sequence is clipped as a whole.
 
     Token t's ratio is sg(s) · π_θ(t)/sg(π_θ(t)): its value is s, its gradient s · ∇log π_θ(t), so
     that `seq-mean-token-mean` yields GSPO's gradient where a sequence's advantages are equal, and
     GSPO-token's where they are not. The mean is over the row's tokens in `loss_mask`: prompts, tool
     output and rejected tokens change neither s nor its length. Needs complete rows.
-
-    Source: Zheng et al. 2025, "Group Sequence Policy Optimization", eq. 5.
     """
     fixed = inputs.log_probs.detach()
     length = inputs.mask.sum(-1, keepdim=True).clamp(min=1)
@@ -175,7 +163,7 @@ def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 @POLICY_LOSSES.register(
     label="CISPO: REINFORCE weighted by the clipped ratio",
     formula="−w · sg(clip(r, 1 − clip_low, 1 + clip_high)) · A · log π_θ",
-    source="MiniMax 2025",
+    source="MiniMax 2025, MiniMax-M1 (there only clip_high is active)",
     needs=RATIO,
     options=CLIP_OPTIONS,
     unbiased=True,
@@ -183,12 +171,7 @@ def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     clip=ClipBand("CISPO clip", outside="the nearer bound is the weight of the token's gradient"),
 )
 def cispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """REINFORCE weighted by the clipped ratio: −w · sg(clip(r, 1 − clip_low, 1 + clip_high)) · A · log π_θ.
-
-    The clip bounds a token's weight; no token loses its gradient.
-
-    Source: MiniMax 2025, "MiniMax-M1" (there only `clip_high` is active).
-    """
+    """The clip bounds a token's weight; no token loses its gradient."""
     ratio = inputs.ratio.detach()
     bounded = ratio.clamp(*rule.interval)
     return TokenLoss(-bounded * inputs.advantages * inputs.log_probs, bounded != ratio)
@@ -197,19 +180,14 @@ def cispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 @POLICY_LOSSES.register(
     label="SAPO: a smooth gate instead of a clip",
     formula="−w · (4/τ)·σ(τ·(r − 1)) · A, τ = tau_pos where A > 0, else tau_neg",
-    source="Gao et al. 2025",
+    source="Gao et al. 2025, Soft Adaptive Policy Optimization",
     needs=RATIO,
     options={"actor.tau_pos", "actor.tau_neg"},
     unbiased=True,
     needs_advantage=True,
 )
 def sapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """A smooth gate instead of a clip: −w · (4/τ)·σ(τ·(r − 1)) · A, τ = tau_pos where A > 0, else tau_neg.
-
-    At r = 1 the gate's slope is 1, which gives the gradient of REINFORCE; the slope decreases on both sides.
-
-    Source: Gao et al. 2025, "Soft Adaptive Policy Optimization" (the objective and its gate).
-    """
+    """At r = 1 the gate's slope is 1, the gradient of REINFORCE; the slope decreases on both sides."""
     ratio = inputs.ratio
     tau = torch.full_like(ratio, rule.tau_neg).masked_fill(inputs.advantages > 0, rule.tau_pos)
     gate = torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau
@@ -219,21 +197,18 @@ def sapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 @POLICY_LOSSES.register(
     label="DPPO: REINFORCE in a trust region of divergence",
     formula="−w · sg(M · min(r, clip_c)) · A · log π_θ",
-    source="Qi et al. 2026",
+    source="Qi et al. 2026, Rethinking the Trust Region in LLM Reinforcement Learning (DPPO-Binary)",
     needs=RATIO,
     options=CLIP_OPTIONS | {"actor.clip_ratio_c", "actor.dppo_divergence"},
     unbiased=True,
     needs_advantage=True,
 )
 def dppo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """REINFORCE in a trust region of divergence: −w · sg(M · min(r, clip_c)) · A · log π_θ.
+    """A bound on divergence, not on r: rare tokens may change more, frequent ones less.
 
     M is 0 for a token that the update would move further out of the region: A > 0 and π_θ above π_old by
     more than `clip_high`, or A < 0 and below by more than `clip_low`; else 1. The distance is that of the
     two-outcome distributions {sampled token, any other}: total variation |π_θ − π_old|, or KL(π_old ‖ π_θ).
-    Unlike a bound on r, it lets rare tokens change more and restricts frequent ones.
-
-    Source: Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning" (DPPO-Binary).
     """
     ratio = inputs.ratio.detach()
     new, old, advantages = inputs.log_probs.detach(), inputs.old_log_probs, inputs.advantages

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlctl.algos.correction_records import LogRatio, RowSums
 from rlctl.algos.rules import BASIC_STATISTICS, LOG_RATIO_CLAMP, CorrectionRules
-from rlctl.registry import Registry
+from rlctl.registry import Registry, is_builtin
 
 #: Elements per block: on a CPU 384 KiB of float32, which fit in a core's cache; GPUs need large kernels.
 BLOCK_CPU = 3 << 15
@@ -181,7 +181,8 @@ def evaluated(registry: Registry, name: str, log_ratio: LogRatio, params: Any) -
         RunFailure: the shape of the values does not match the registered `unit`.
     """
     part = registry.part(name)
-    values: Tensor = part.function(log_ratio, params)
+    given = log_ratio if is_builtin(part.function) else log_ratio.copied()  # it may change its input
+    values: Tensor = part.function(given, params)
     expected = log_ratio.mask.shape if part.unit == "token" else log_ratio.finite.shape
     registry.check_returned(f"{name} (unit={part.unit!r})", values, tuple(expected))
     if part.unit == "sequence":

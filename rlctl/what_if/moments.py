@@ -114,7 +114,7 @@ class ScoreMoments(StepMoments):
         self.exact, self.exact_context = np.zeros((BLOCKS, CLASSES**2)), np.zeros((BLOCKS, CLASSES))
         self.exact_energy = np.zeros((2, BLOCKS))  # Σ W·e, Σ q·W²·e
         self.product = np.zeros((2, BLOCKS))  # Σ W and Σ W² over sequences
-        self.counts = np.zeros((3, BLOCKS))  # groups, sequences with tokens, tokens
+        self.counts = np.zeros((3, BLOCKS))  # groups and sequences with tokens, tokens
         #: squares and cross products per group without weights; their centred sum is the noise of a group
         self.noise, self.noise_cross = np.zeros(BLOCKS), np.zeros((BLOCKS, CLASSES**2))
         self.noise_context = np.zeros((BLOCKS, CLASSES))
@@ -204,7 +204,7 @@ class Tokens:
         np.add.at(moments.noise, block_of, np.square(cells).sum(1))
         np.add.at(moments.noise_cross, block_of, cross.reshape(count, -1))
         np.add.at(moments.noise_context, block_of, np.square(contexts))
-        np.add.at(moments.counts[0], block_of, 1.0)
+        np.add.at(moments.counts[0], block_of[np.unique(self._group.numpy())], 1.0)
 
     def weighted(self, part: StepMoments, setting: int, weights: Tensor) -> None:
         """Adds one setting's sums; `weights` (B, T) are not normalised yet."""

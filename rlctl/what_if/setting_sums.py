@@ -121,9 +121,8 @@ class SettingSums:
         """Applies every rule to a chunk; returns the correction sums per rule."""
         per_token = chunk.advantages[:, None].expand(chunk.mask.shape).float()
         exact = correct(chunk.log_probs, chunk.rollout_log_probs, chunk.mask, _EXACT)
-        assert exact.weights is not None  # the exact rule has a level
         clean = _without(chunk, exact.nonfinite)
-        tokens = Tokens(clean, exact.weights[:, 0].double())
+        tokens = Tokens(clean, exact.by_row.raw.sequence.total)
         tokens.once(self.moments)
         found = []
         for place, rule in enumerate(self.rules):

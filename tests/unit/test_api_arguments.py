@@ -162,6 +162,16 @@ def test_a_value_given_twice_is_named() -> None:
         rlctl.load_spec("rloo-seq-is", {"actor.lr": 1e-6, "actor": {"lr": 2e-6}})
 
 
+def test_errors_name_arguments_not_options(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as wrong:
+        rlctl.train(rlctl.load_spec("rloo-seq-is"), resume=tmp_path / "nothing")
+    assert wrong.value.fix == "run without resume to start one"
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(UsageError) as wrong:
+        rlctl.diagnose(tmp_path, rules=f"{tmp_path}/nothing.py:rule")
+    assert wrong.value.where == "rules"
+
+
 def test_columns_of_a_table_can_be_graded() -> None:
     """As `open_run(…).rollouts()` gives them."""
     texts = np.array(["1", "2"], dtype=object)

@@ -119,6 +119,31 @@ def test_advantages_count_by_response(dtype: torch.dtype) -> None:
         rlctl.correct(train, rollout, mask, age=torch.ones(3, 1))
 
 
+@pytest.mark.parametrize("key", ["rollout_is", "rollout_rs"])
+def test_a_users_part_that_changes_its_input_changes_no_metric(key: str, tmp_path: Path) -> None:
+    batch = example()
+    (tmp_path / "mine.py").write_text("def part(log_ratio, params):\n    return log_ratio.token.mul_(0.5)\n")
+    options = {"rollout_is": None, key: f"{tmp_path}/mine.py:part"}
+    options |= {"rollout_rs_threshold": "5"} if key == "rollout_rs" else {}
+    plain, found = (
+        rlctl.correct(batch.log_probs, batch.rollout_log_probs, batch.mask, **more).metrics
+        for more in ({"rollout_is": None}, options)
+    )
+    assert {name: found[name] for name in plain if "_is_" not in name} == pytest.approx(
+        {name: value for name, value in plain.items() if "_is_" not in name}
+    )
+
+
+def test_a_users_part_with_another_signature_is_an_error_with_a_fix(tmp_path: Path) -> None:
+    batch = example()
+    (tmp_path / "mine.py").write_text("def part(log_ratio):\n    return log_ratio.token\n")
+    with pytest.raises(rlctl.RlctlError, match="too many positional arguments") as wrong:
+        rlctl.correct(
+            batch.log_probs, batch.rollout_log_probs, batch.mask, rollout_is=f"{tmp_path}/mine.py:part"
+        )
+    assert wrong.value.fix == "def part(log_ratio, params)"
+
+
 def test_nan_of_a_users_part_or_of_the_advantages_is_an_error(tmp_path: Path) -> None:
     """NaN compares false with every bound, so it would reject nothing."""
     batch = example()

@@ -96,6 +96,28 @@ def test_policy_losses(name: str, weighted: bool) -> None:
             assert fraction == pytest.approx(metrics[f"actor/{key}"], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
+def test_aggregation(mode: str) -> None:
+    """Of a mini-batch in two micro-batches, with an empty response."""
+    for seed in range(5):
+        _, _, values, mask = make_inputs(seed)
+        mask[3] = False
+        values = values * mask
+        tokens, sequences = float(mask.sum()), float(mask.any(-1).sum())
+        for rows in (slice(None), slice(0, 5), slice(5, None)):
+            theirs = verl.agg_loss(
+                *(values[rows], mask[rows].float(), mode),
+                batch_num_tokens=tokens,
+                global_batch_size=sequences,
+                loss_scale_factor=HORIZON,
+            )
+            counts = Denominators(tokens, sequences)
+            ours = aggregate(values[rows], mask[rows], counts, mode, horizon=HORIZON)
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
 EXPERIMENTAL = {
     "dro": ("dro", "token-mean", {"dro_beta": 0.1}),
     "kl_cov": ("kl_cov", "token-mean", {"kl_cov_ratio": 0.0002, "ppo_kl_coef": 1.0}),

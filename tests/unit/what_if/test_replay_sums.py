@@ -166,11 +166,10 @@ def test_steps_of_few_rows_are_pooled_into_a_mini_batch() -> None:
     assert_same(figures([step]), figures(pieces))
 
 
-def without_row(step: Step, row: int) -> Step:
-    """The step without one response; `advantages` must be set."""
-    rows = np.arange(len(step.lengths)) != row
-    tokens = np.repeat(rows, step.lengths)
-    by_row = {name: getattr(step, name)[rows] for name in ("group_ids", "rewards", "lengths", "advantages")}
+def without(step: Step, rows: np.ndarray) -> Step:
+    """The step without these responses; `advantages` must be set."""
+    tokens = np.repeat(~rows, step.lengths)
+    by_row = {name: getattr(step, name)[~rows] for name in ("group_ids", "rewards", "lengths", "advantages")}
     flat = {name: getattr(step, name)[tokens] for name in ("token_ids", "rollout_log_probs", "log_probs")}
     return Step(step.number, **by_row, **flat)
 
@@ -181,22 +180,22 @@ def test_bad_numbers_cost_their_own_sequence_only() -> None:
     broken = step.log_probs.copy()
     broken[rows_of(step)[5].start] = np.nan
     found = figures([replace(step, log_probs=broken)])
-    for name, outcome in figures([without_row(step, 5)]).items():
+    for name, outcome in figures([without(step, np.arange(48) == 5)]).items():
         assert found[name].raw_ess.value == pytest.approx(outcome.raw_ess.value, rel=1e-5)
         assert found[name].error.value == pytest.approx(outcome.error.value, rel=1e-4, abs=1e-6)
         assert math.isfinite(found[name].error.high)
 
 
-def test_responses_that_were_not_graded_count_nowhere() -> None:
+@pytest.mark.parametrize("which", ["one response", "two groups"])
+def test_responses_that_were_not_graded_count_nowhere(which: str) -> None:
     """As in training, whatever their log-probs and advantages are."""
     step = make_step()
-    rewards = step.rewards.copy()
-    rewards[5] = np.nan
-    step = replace(step, rewards=rewards)
+    rows = np.arange(48) == 5 if which == "one response" else step.group_ids < 2
+    step = replace(step, rewards=np.where(rows, np.nan, step.rewards))
     step = replace(step, advantages=advantages_of(step, "rloo", []))
-    expected = figures([without_row(step, 5)])
-    step.log_probs[rows_of(step)[5]] -= np.float32(3.0)
-    step.advantages[5] = 2.0
+    expected = figures([without(step, rows)])
+    step.log_probs[np.repeat(rows, step.lengths)] -= np.float32(3.0)
+    step.advantages[rows] = 2.0
     assert_same(expected, figures([step]))
 
 
@@ -246,6 +245,26 @@ def test_one_response_per_prompt_is_compared_with_the_step() -> None:
     found = replay([step], GRID, groups_per_batch=12)
     assert found.recommended is not None
     assert any("minus the step's mean" in note for note in found.notes)
+
+
+def test_responses_may_begin_with_tokens_that_were_not_sampled() -> None:
+    """Tool output, of the class that the surrogate has before the first token."""
+    step = make_step()
+    step = replace(step, advantages=advantages_of(step, "rloo", []))
+    starts = np.cumsum(step.lengths) - step.lengths
+
+    def prefixed(values: np.ndarray, value: float) -> np.ndarray:
+        return np.insert(values, starts, np.asarray(value, values.dtype))
+
+    longer = replace(
+        step,
+        lengths=step.lengths + 1,
+        token_ids=prefixed(step.token_ids, CLASSES - 1),
+        rollout_log_probs=prefixed(step.rollout_log_probs, -0.1),
+        log_probs=prefixed(step.log_probs, -7.0),
+        mask=prefixed(np.ones(len(step.token_ids), bool), False),
+    )
+    assert_same(figures([step]), figures([longer]))
 
 
 @pytest.mark.parametrize("groups", [5, 40])

@@ -19,6 +19,7 @@ from typing import Any
 from rlctl.bench.exact import BenchRule, EnumeratedWorld
 from rlctl.bench.learned import LearnedWorld
 from rlctl.bench.worlds import VOCABULARY
+from rlctl.errors import UsageError, first_line
 from rlctl.files import sha256_of
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.resolve import registered_criteria
@@ -143,14 +144,21 @@ def measured(
 
     New measurements are appended to `results.jsonl`; existing ones are read from it. Measurements by another
     rlctl version, or of a rule whose file has changed, are repeated.
+
+    Raises:
+        UsageError: the directory cannot be written, or `results.jsonl` is not a file of measurements.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / "results.jsonl"
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    if text and not text.endswith("\n"):
-        text = text[: text.rfind("\n") + 1]  # without the truncated last line
-        path.write_text(text, encoding="utf-8")
-    known = {_key(row): row for row in map(json.loads, text.splitlines())}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if text and not text.endswith("\n"):
+            text = text[: text.rfind("\n") + 1]  # without the truncated last line
+            path.write_text(text, encoding="utf-8")
+        known = {_key(row): row for row in map(json.loads, text.splitlines())}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"cannot hold the measurements: {getattr(error, 'strerror', None) or first_line(error)}"
+        raise UsageError(what, where=str(path), fix="choose another directory with --out") from error
     codes = {name: _code(rule) for name, rule in chosen.items()}
     with path.open("a", encoding="utf-8") as file:
         for place in where:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -203,27 +204,11 @@ def evaluate(
     from rlctl.data.recipes import Recipe
     from rlctl.evaluate.evaluation import evaluate as run_evaluation
 
-    request = EvaluateRequest(
-        model_or_run=model_or_run,
-        data=list(data or []),
-        columns=Recipe(recipe, prompt_key, answer_key, data_source, instruction=instruction),
-        benchmarks_dir=benchmarks_dir,
-        n=n,
-        ks=ks,
-        temperature=temperature,
-        top_p=top_p,
-        max_response_length=max_response_length,
-        limit=limit,
-        seed=seed,
-        reward=reward,
-        engine=engine,
-        base_url=base_url,
-        concurrency=concurrency,
-        timeout=timeout,
-        fresh=fresh,
-        out=out,
-        batch_size=batch_size,
-    )
+    names = {field.name for field in fields(EvaluateRequest)}
+    options = {name: value for name, value in context.params.items() if name in names}
+    options |= {"model_or_run": model_or_run, "data": list(data or []), "ks": ks}
+    columns = Recipe(recipe, prompt_key, answer_key, data_source, instruction=instruction)
+    request = EvaluateRequest(**options, columns=columns)
     _run(lambda progress: run_evaluation(request, progress), as_json)
 
 

@@ -69,7 +69,7 @@ class ServedModel(SampledModel):
         self._name = str(card["id"])
         context = card.get("max_model_len")
         self.sampling, _ = lengths(request, Target("", []), context if isinstance(context, int) else None)
-        self.rows, self.overlong = list(rows), set[int]()
+        self.rows, self.overlong = list(rows), set()
         self.prompts = [row.prompt_text for row in rows]
         self.identities = [json.dumps(messages_of(row), sort_keys=True) for row in rows]
         served = {"base_url": self._url, "root": card.get("root")}

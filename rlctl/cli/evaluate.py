@@ -102,7 +102,8 @@ def evaluate(
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Only the first questions.", show_default="all")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Only the first questions of each source.", show_default="all"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of sampling.")] = 1,
     reward: Annotated[

@@ -62,29 +62,19 @@ class BenchPlace:
         kind = "learned" if self.is_learned else f"sharpness {self.sharpness:g}"
         return f"{self.mismatch} {self.size:g}, {self.horizon} tokens, {kind}, n {self.n}"
 
+    @lru_cache(maxsize=2)  # noqa: B019 - two worlds at most are kept
     def world(self, seed: int) -> EnumeratedWorld | LearnedWorld:
-        """Returns the policies and rewards of this place."""
-        return _world(self, seed)
-
-
-@lru_cache(maxsize=2)
-def _world(place: BenchPlace, seed: int) -> EnumeratedWorld | LearnedWorld:
-    if place.is_learned:
-        return LearnedWorld(seed, place.mismatch, place.size, place.horizon)
-    for number in range(seed, seed + 100_000, 1000):  # the first world in which every prompt has both rewards
-        found = EnumeratedWorld(
-            number,
-            "hidden",
-            place.mismatch,
-            place.size,
-            "sparse",
-            prompts=2,
-            horizon=place.horizon,
-            sharpness=place.sharpness,
-        )
-        if (found.rewards.min(1) < found.rewards.max(1)).all():
-            return found
-    raise AssertionError("no world has both rewards")
+        """The policies and rewards; of enumerated ones the first in which every prompt has both rewards."""
+        if self.is_learned:
+            return LearnedWorld(seed, self.mismatch, self.size, self.horizon)
+        shape = {"prompts": 2, "horizon": self.horizon}
+        for number in range(seed, seed + 100_000, 1000):
+            world = EnumeratedWorld(
+                number, "hidden", self.mismatch, self.size, "sparse", **shape, sharpness=self.sharpness
+            )
+            if (world.rewards.min(1) < world.rewards.max(1)).all():
+                return world
+        raise AssertionError("no world has both rewards")
 
 
 def places(*, small: bool = False) -> list[BenchPlace]:

@@ -243,10 +243,11 @@ def _print(out: Path, evaluation: Evaluation) -> None:
     of_run = f", step {model['step']} of {model['run_dir']}" if model["run_dir"] else ""
     console.print(Text(f"{model['path']}{of_run}"), soft_wrap=True)
     document = results_document(evaluation)
+    n = document["sampling"]["n"]
     for score in document["scores"]:
-        amount = f": {score['num_questions']:,} questions × {evaluation.n} responses"
+        amount = f": {score['num_questions']:,} questions × {n} responses"
         console.print(Text.assemble("\n", (score["data_source"], "bold"), amount), soft_wrap=True)
-        rows = [(row.name, *row.cells) for row in score_rows(score, evaluation.n)]
+        rows = [(row.name, *row.cells) for row in score_rows(score, n)]
         print_wide_table(console, ("", *SCORE_HEADINGS), rows)
     console.print()
     for note in (*evaluation.notes, *score_notes(document)):

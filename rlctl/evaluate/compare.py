@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +64,6 @@ class CompareReport:
     b: str
     comparisons: list[Comparison]
     warnings: list[str]
-
-    def as_document(self) -> dict[str, Any]:
-        """Returns a JSON-serializable dict."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

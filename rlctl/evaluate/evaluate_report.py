@@ -44,11 +44,6 @@ class Evaluation:
     regraded: Mapping[str, Any] | None = None
     notes: Sequence[str] = field(default_factory=tuple)  # messages for the user
 
-    @property
-    def n(self) -> int:
-        """Number of responses per question."""
-        return int(self.about["sampling"]["n"])
-
 
 def write_evaluation(
     out: Path, evaluation: Evaluation, samples: Sequence[EvalSample], *, page: bool = True

@@ -26,7 +26,7 @@ import httpx
 
 from rlctl.data.prompts import messages_of
 from rlctl.data.schema import Row
-from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
+from rlctl.errors import EnvironmentFailure, RunFailure, UsageError, typed_line
 from rlctl.evaluate.request import KEY_VARIABLE, SERVER, EvaluateRequest, Target, check_url, lengths
 from rlctl.evaluate.samples import Pair, Response, SampledModel
 from rlctl.rollout.protocol import step_seed
@@ -149,14 +149,14 @@ class ServedModel(SampledModel):
             try:
                 answer = await client.post(f"{self._url}/chat/completions", json=body | neutral)
             except (httpx.TransportError, httpx.DecodingError) as error:
-                problem = _words(error)
+                problem = typed_line(error)
             else:
                 if answer.is_success:
                     try:
                         response = _read(answer.json())
                         return replace(response, text=_without_key(response.text))
                     except (ValueError, KeyError, IndexError, TypeError) as error:
-                        problem = f"an answer that cannot be read ({_words(error)}): {_said(answer)}"
+                        problem = f"an answer that cannot be read ({typed_line(error)}): {_said(answer)}"
                 elif answer.status_code in _RETRIED or answer.status_code >= 500:
                     problem = _said(answer)
                     pause = max(pause, _retry_after(answer, where))
@@ -184,7 +184,7 @@ class ServedModel(SampledModel):
             with httpx.Client(**self._options()) as client:
                 answer = client.get(listing)
         except (httpx.TransportError, httpx.DecodingError) as error:
-            what, fix = f"the server does not answer: {_words(error)}", "start it, or correct --base-url"
+            what, fix = f"the server does not answer: {typed_line(error)}", "start it, or correct --base-url"
             raise EnvironmentFailure(what, where=self._url, fix=fix) from error
         if answer.status_code in {401, 403}:
             what = f"the server requires a key: {_said(answer)}"
@@ -273,8 +273,3 @@ def _retry_after(answer: httpx.Response, where: str) -> float:
             fix="start the same command again after that: stored responses are not sampled again",
         )
     return max(0.0, seconds)
-
-
-def _words(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

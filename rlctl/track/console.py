@@ -351,7 +351,7 @@ class Startup:
         console = Console(stderr=True)
         self._progress: Progress | None = None
         if is_shown and _can_draw(console):
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+            columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
             self._progress = Progress(*columns, console=console, transient=True)
             self._task = self._progress.add_task("")
 

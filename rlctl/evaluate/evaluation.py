@@ -13,9 +13,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -227,19 +227,16 @@ def grading(spec: RewardSpec, max_response_length: int) -> Iterator[Callable[[],
     from rlctl.batch import torch_device
     from rlctl.reward.build import build_reward
 
-    build = partial(build_reward, spec, max_response_length=max_response_length, device=torch_device())
-    built = [] if any(term.name == "model" for term in spec.all_terms) else [build()]
+    with ExitStack() as stack:
 
-    def reward() -> Reward:
-        if not built:
-            built.append(build())
-        return built[0]
+        @cache
+        def reward() -> Reward:
+            built = build_reward(spec, max_response_length=max_response_length, device=torch_device())
+            return stack.enter_context(closing(built))
 
-    try:
+        if all(term.name != "model" for term in spec.all_terms):
+            reward()
         yield reward
-    finally:
-        for each in built:
-            each.close()
 
 
 def _as_rollouts(samples: Sequence[EvalSample]) -> Rollouts:

@@ -65,6 +65,7 @@ class ServedModel(SampledModel):
         self._url = check_url(request.base_url)
         self._request = request
         self._neutral: dict[str, Any] = dict(_NEUTRAL)
+        self._num_empty = 0  # responses that ended without text
         card = self._find_model(request.model_or_run)
         self._name = str(card["id"])
         context = card.get("max_model_len")
@@ -81,9 +82,14 @@ class ServedModel(SampledModel):
     @property
     def notes(self) -> list[str]:
         """Messages for the user about the sampling."""
-        if self._neutral:
-            return []
-        return [f"the server does not accept {', '.join(_NEUTRAL)}: it uses its own defaults"]
+        found = []
+        if not self._neutral:
+            found.append(f"the server does not accept {', '.join(_NEUTRAL)}: it uses its own defaults")
+        if self._num_empty:
+            count = "1 response" if self._num_empty == 1 else f"{self._num_empty:,} responses"
+            where = "the server may put text into a field for reasoning, which is not graded"
+            found.append(f"{count} ended without content: {where}")
+        return found
 
     def sample(self, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Response]]:
         """See `SampledModel.sample`."""
@@ -154,6 +160,7 @@ class ServedModel(SampledModel):
                 if answer.is_success:
                     try:
                         response = _read(answer.json())
+                        self._num_empty += not response.text and not response.truncated
                         return replace(response, text=_without_key(response.text))
                     except (ValueError, KeyError, IndexError, TypeError) as error:
                         problem = f"an answer that cannot be read ({typed_line(error)}): {_said(answer)}"

@@ -13,7 +13,7 @@ import json
 import mmap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import astuple
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -125,10 +125,9 @@ class ResponseStore:
             EnvironmentFailure: the disk is full.
         """
         with self._writing():
-            for (prompt, question, sample, seed), response in responses.items():
-                record = {"prompt": prompt, "question": question, "sample": sample, "seed": seed}
-                record |= asdict(response) | {"rlctl": self._version}
-                self._append.write(json.dumps(record) + "\n")
+            for key, response in responses.items():
+                record = dict(zip(_FIELDS, (*key, *astuple(response)), strict=True))
+                self._append.write(json.dumps(record | {"rlctl": self._version}) + "\n")
             self._append.flush()
 
     def _lines(self) -> Iterator[tuple[Key, Response, str]]:

@@ -274,6 +274,19 @@ def test_a_server_of_standard_parameters_is_asked_without_the_others(server, req
     assert "its own defaults" in model.notes[0]
 
 
+def test_responses_that_are_all_reasoning_are_reported(server, request_for):
+    """A reasoning parser moves the text to another field; cut off within the reasoning is not unusual."""
+    message = {"role": "assistant", "content": None, "reasoning_content": "#### 2"}
+    server.trouble = [
+        (200, completion("#### 2", message=message)),
+        (200, completion("#### 2", message=message, length=True)),
+    ]
+    model, found = ask(request_for(concurrency=1))
+    assert [found[0, i].text for i in range(2)] == ["", ""]
+    [note] = model.notes
+    assert note.startswith("1 response ended without content")
+
+
 def test_questions_beyond_the_context_are_left_out_and_counted(server, request_for, tmp_path):
     said = {"error": {"message": "This model's maximum context length is 2048 tokens. However, …"}}
     server.refused = {"3+3": (400, said)}

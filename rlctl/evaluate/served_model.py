@@ -44,6 +44,8 @@ _RETRIED = {408, 409, 425, 429}
 _UNFINISHED = {None, "abort", "error"}
 #: Disables the server's sampling defaults: vLLM reads generation_config.json, llama.cpp uses top-k 40.
 _NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+#: The length limit of OpenAI's newer models, which refuse `max_tokens`.
+_NEW_LIMIT = "max_completion_tokens"
 _KEY_FIX = f"put a valid key into the environment variable {KEY_VARIABLE}"
 _FIXES = {
     401: _KEY_FIX,
@@ -65,6 +67,7 @@ class ServedModel(SampledModel):
         self._url = check_url(request.base_url)
         self._request = request
         self._neutral: dict[str, Any] = dict(_NEUTRAL)
+        self._limit = "max_tokens"  # name of the length limit
         self._num_empty = 0  # responses that ended without text
         card = self._find_model(request.model_or_run)
         self._name = str(card["id"])
@@ -142,7 +145,6 @@ class ServedModel(SampledModel):
         body = {
             "model": self._name,
             "messages": list(messages_of(self.rows[question])),
-            "max_tokens": sampling.max_response_length,
             "temperature": 0.0 if sampling.greedy else sampling.temperature,
             "top_p": sampling.top_p,
             "seed": step_seed(self._request.seed, question, f"evaluation/{sample}") & 0x7FFFFFFF,
@@ -151,9 +153,10 @@ class ServedModel(SampledModel):
         problem = ""
         for attempt in range(TRIES):
             pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**attempt) * random.uniform(1.0, 1.25)
-            neutral = self._neutral
+            neutral, limit = self._neutral, self._limit
+            asked = body | neutral | {limit: sampling.max_response_length}
             try:
-                answer = await client.post(f"{self._url}/chat/completions", json=body | neutral)
+                answer = await client.post(f"{self._url}/chat/completions", json=asked)
             except (httpx.TransportError, httpx.DecodingError) as error:
                 problem = typed_line(error)
             else:
@@ -169,6 +172,9 @@ class ServedModel(SampledModel):
                     pause = max(pause, _retry_after(answer, where))
                 elif answer.status_code in {400, 422} and any(name in answer.text for name in neutral):
                     self._neutral = {}
+                    continue
+                elif answer.status_code == 400 and limit != _NEW_LIMIT and _NEW_LIMIT in answer.text:
+                    self._limit = _NEW_LIMIT
                     continue
                 elif answer.status_code == 400 and _CONTEXT_EXCEEDED.search(answer.text):
                     self.overlong.add(question)

@@ -71,6 +71,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def typed_line(error: BaseException) -> str:
+    """The type of an error and the first line of its text."""
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"
+
+
 def one_line(error: BaseException) -> str:
     """An error's text on one line; the name of its type if the text is empty."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from rlctl.bench.corrections import BATCHES
 from rlctl.bench.exact import GradientMoments, ess_against_length
 from rlctl.bench.learned import length_shares
+from rlctl.evaluate.intervals import questions_needed
 from rlctl.markup import table
 
 Row = dict[str, Any]
@@ -153,17 +154,12 @@ def separation_table(rows: list[Row]) -> str:
 
 
 def worlds_to_separate(gaps: NDArray[np.float64]) -> str:
-    """Number of paired differences that a two-sided test at 5 % needs for a power of 80 %.
-
-    n = (z₀.₉₇₅ + z₀.₈)² · var / mean² (normal approximation, Student's t ignored); `over 10,000` beyond that.
-    """
-    mean, spread = float(np.mean(gaps)), float(np.std(gaps, ddof=1)) if len(gaps) > 1 else np.nan
-    if not np.isfinite(spread):
+    """`questions_needed` to detect the mean of these paired differences, at least 2, or `over 10,000`."""
+    if len(gaps) < 2 or not np.isfinite(gaps).all():
         return "—"
-    if spread == 0.0:
-        return "2" if mean else "over 10,000"
-    count = (1.959964 + 0.841621) ** 2 * spread**2 / mean**2 if mean else np.inf
-    return "over 10,000" if count > 10_000 else f"{max(2, int(np.ceil(count))):,}"
+    mean = float(np.mean(gaps))
+    count = questions_needed(float(np.std(gaps, ddof=1)), mean) if mean else 10_001
+    return "over 10,000" if count > 10_000 else f"{max(2, count):,}"
 
 
 def stale_length_table() -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from rlctl.bench.exact import BenchRule, EnumeratedWorld
 from rlctl.bench.learned import LearnedWorld
 from rlctl.bench.worlds import VOCABULARY
+from rlctl.errors import UsageError, first_line
 from rlctl.files import sha256_of
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.resolve import registered_criteria
@@ -61,29 +62,19 @@ class BenchPlace:
         kind = "learned" if self.is_learned else f"sharpness {self.sharpness:g}"
         return f"{self.mismatch} {self.size:g}, {self.horizon} tokens, {kind}, n {self.n}"
 
+    @lru_cache(maxsize=2)  # noqa: B019 - two worlds at most are kept
     def world(self, seed: int) -> EnumeratedWorld | LearnedWorld:
-        """Returns the policies and rewards of this place."""
-        return _world(self, seed)
-
-
-@lru_cache(maxsize=2)
-def _world(place: BenchPlace, seed: int) -> EnumeratedWorld | LearnedWorld:
-    if place.is_learned:
-        return LearnedWorld(seed, place.mismatch, place.size, place.horizon)
-    for number in range(seed, seed + 100_000, 1000):  # the first world in which every prompt has both rewards
-        found = EnumeratedWorld(
-            number,
-            "hidden",
-            place.mismatch,
-            place.size,
-            "sparse",
-            prompts=2,
-            horizon=place.horizon,
-            sharpness=place.sharpness,
-        )
-        if (found.rewards.min(1) < found.rewards.max(1)).all():
-            return found
-    raise AssertionError("no world has both rewards")
+        """The policies and rewards; of enumerated ones the first in which every prompt has both rewards."""
+        if self.is_learned:
+            return LearnedWorld(seed, self.mismatch, self.size, self.horizon)
+        shape = {"prompts": 2, "horizon": self.horizon}
+        for number in range(seed, seed + 100_000, 1000):
+            world = EnumeratedWorld(
+                number, "hidden", self.mismatch, self.size, "sparse", **shape, sharpness=self.sharpness
+            )
+            if (world.rewards.min(1) < world.rewards.max(1)).all():
+                return world
+        raise AssertionError("no world has both rewards")
 
 
 def places(*, small: bool = False) -> list[BenchPlace]:
@@ -143,14 +134,21 @@ def measured(
 
     New measurements are appended to `results.jsonl`; existing ones are read from it. Measurements by another
     rlctl version, or of a rule whose file has changed, are repeated.
+
+    Raises:
+        UsageError: the directory cannot be written, or `results.jsonl` is not a file of measurements.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / "results.jsonl"
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    if text and not text.endswith("\n"):
-        text = text[: text.rfind("\n") + 1]  # without the truncated last line
-        path.write_text(text, encoding="utf-8")
-    known = {_key(row): row for row in map(json.loads, text.splitlines())}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if text and not text.endswith("\n"):
+            text = text[: text.rfind("\n") + 1]  # without the truncated last line
+            path.write_text(text, encoding="utf-8")
+        known = {_key(row): row for row in map(json.loads, text.splitlines())}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"cannot hold the measurements: {getattr(error, 'strerror', None) or first_line(error)}"
+        raise UsageError(what, where=str(path), fix="choose another directory with --out") from error
     codes = {name: _code(rule) for name, rule in chosen.items()}
     with path.open("a", encoding="utf-8") as file:
         for place in where:

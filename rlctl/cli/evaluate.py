@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -101,7 +102,8 @@ def evaluate(
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Only the first questions.", show_default="all")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Only the first questions of each source.", show_default="all"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of sampling.")] = 1,
     reward: Annotated[
@@ -203,27 +205,11 @@ def evaluate(
     from rlctl.data.recipes import Recipe
     from rlctl.evaluate.evaluation import evaluate as run_evaluation
 
-    request = EvaluateRequest(
-        model_or_run=model_or_run,
-        data=list(data or []),
-        columns=Recipe(recipe, prompt_key, answer_key, data_source, instruction=instruction),
-        benchmarks_dir=benchmarks_dir,
-        n=n,
-        ks=ks,
-        temperature=temperature,
-        top_p=top_p,
-        max_response_length=max_response_length,
-        limit=limit,
-        seed=seed,
-        reward=reward,
-        engine=engine,
-        base_url=base_url,
-        concurrency=concurrency,
-        timeout=timeout,
-        fresh=fresh,
-        out=out,
-        batch_size=batch_size,
-    )
+    names = {field.name for field in fields(EvaluateRequest)}
+    options = {name: value for name, value in context.params.items() if name in names}
+    options |= {"model_or_run": model_or_run, "data": list(data or []), "ks": ks}
+    columns = Recipe(recipe, prompt_key, answer_key, data_source, instruction=instruction)
+    request = EvaluateRequest(**options, columns=columns)
     _run(lambda progress: run_evaluation(request, progress), as_json)
 
 
@@ -257,10 +243,11 @@ def _print(out: Path, evaluation: Evaluation) -> None:
     of_run = f", step {model['step']} of {model['run_dir']}" if model["run_dir"] else ""
     console.print(Text(f"{model['path']}{of_run}"), soft_wrap=True)
     document = results_document(evaluation)
+    n = document["sampling"]["n"]
     for score in document["scores"]:
-        amount = f": {score['num_questions']:,} questions × {evaluation.n} responses"
+        amount = f": {score['num_questions']:,} questions × {n} responses"
         console.print(Text.assemble("\n", (score["data_source"], "bold"), amount), soft_wrap=True)
-        rows = [(row.name, *row.cells) for row in score_rows(score, evaluation.n)]
+        rows = [(row.name, *row.cells) for row in score_rows(score, n)]
         print_wide_table(console, ("", *SCORE_HEADINGS), rows)
     console.print()
     for note in (*evaluation.notes, *score_notes(document)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -50,7 +51,7 @@ def compare(
     check_out([a, b], out, is_page=output_format == "html")
     report = run_comparison(a, b, None if k is None else numbers(k))
     text = partial(_print, report)
-    write_report(output_format, out, text, report.as_document, html=partial(comparison_page, report))
+    write_report(output_format, out, text, partial(asdict, report), html=partial(comparison_page, report))
 
 
 def _print(report: CompareReport, console: Console) -> None:
@@ -94,8 +95,6 @@ def list_benchmarks(is_json: AsJson = False) -> None:
 
     rlctl evaluate list --json
     """
-    from dataclasses import asdict
-
     from rlctl.data.benchmarks import BENCHMARKS
 
     if is_json:

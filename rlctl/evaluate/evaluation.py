@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlctl.errors import RunFailure, UsageError
 from rlctl.evaluate.evaluate_report import Evaluation, default_out, read_evaluation, write_evaluation
@@ -70,15 +70,10 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
         "num_aborted_responses": (len(model.rows) - len(model.overlong)) * request.n - len(responses),
     }
     settings = {"n": request.n, "seed": request.seed} | model.about_sampling
-    evaluation = Evaluation(
-        about={"model": model.model, "data": data, "sampling": asdict(model.sampling) | settings},
-        reward=plan.reward,
-        scores=summarise(grades.samples, plan.ks, request.n, plan.reward.max_error_fraction),
-        grader_errors=grades.errors,
-        timeouts=grades.timeouts,
-        seconds=time.monotonic() - started,
-        num_stored=num_stored,
-        notes=[*plan.target.notes, *plan.questions.notes, *model.notes],
+    about = {"model": model.model, "data": data, "sampling": asdict(model.sampling) | settings}
+    notes = [*plan.target.notes, *plan.questions.notes, *model.notes]
+    evaluation = grades.evaluation(
+        about, plan.reward, plan.ks, time.monotonic() - started, num_stored=num_stored, notes=notes
     )
     out = request.out or default_out((plan.target.run_dir or Path()) / "evaluations")
     write_evaluation(out, evaluation, grades.samples)
@@ -139,27 +134,22 @@ def regrade(
     """
     document, before = read_evaluation(directory)
     about = {name: document[name] for name in ("model", "data", "sampling")}
-    n = int(about["sampling"]["n"])
-    ks = checked_ks(ks, n)
+    ks = checked_ks(ks, int(about["sampling"]["n"]))
     if out:
         check_vacant(out)
     reward_spec = chosen_reward(RewardSpec.model_validate(document["reward"]), reward)
     started = time.monotonic()
     with grading(reward_spec, int(about["sampling"]["max_response_length"])) as built:
         grades = grade(built(), before, partial(progress, "grading"))
-    evaluation = Evaluation(
-        about=about,
-        reward=reward_spec,
-        scores=summarise(grades.samples, ks, n, reward_spec.max_error_fraction),
-        grader_errors=grades.errors,
-        timeouts=grades.timeouts,
-        seconds=time.monotonic() - started,
+    regraded = {"directory": str(directory.resolve()), "reward": document["reward"]}
+    regraded |= changes(before, grades.samples)
+    evaluation = grades.evaluation(
+        about,
+        reward_spec,
+        ks,
+        time.monotonic() - started,
         num_stored=len(grades.samples),
-        regraded={
-            "directory": str(directory.resolve()),
-            "reward": document["reward"],
-            **changes(before, grades.samples),
-        },
+        regraded=regraded,
     )
     out = out or default_out(directory.resolve().parent)
     write_evaluation(out, evaluation, grades.samples)
@@ -189,6 +179,13 @@ class Grades:
     samples: list[EvalSample]  # with rewards and answers
     errors: list[str]  # messages of the first few grader failures
     timeouts: dict[str, int]  # kind → responses that made their grading fail; they are scored as wrong
+
+    def evaluation(
+        self, about: Mapping[str, Any], reward: RewardSpec, ks: Sequence[int], seconds: float, **others: Any
+    ) -> Evaluation:
+        """The evaluation with these results: arguments are fields of `Evaluation`, and the k of pass@k."""
+        scores = summarise(self.samples, ks, about["sampling"]["n"], reward.max_error_fraction)
+        return Evaluation(about, reward, scores, self.errors, seconds, timeouts=self.timeouts, **others)
 
 
 def grade(reward: Reward, samples: Sequence[EvalSample], progress: Callable[[int, int], None]) -> Grades:
@@ -227,19 +224,16 @@ def grading(spec: RewardSpec, max_response_length: int) -> Iterator[Callable[[],
     from rlctl.batch import torch_device
     from rlctl.reward.build import build_reward
 
-    build = partial(build_reward, spec, max_response_length=max_response_length, device=torch_device())
-    built = [] if any(term.name == "model" for term in spec.all_terms) else [build()]
+    with ExitStack() as stack:
 
-    def reward() -> Reward:
-        if not built:
-            built.append(build())
-        return built[0]
+        @cache
+        def reward() -> Reward:
+            built = build_reward(spec, max_response_length=max_response_length, device=torch_device())
+            return stack.enter_context(closing(built))
 
-    try:
+        if all(term.name != "model" for term in spec.all_terms):
+            reward()
         yield reward
-    finally:
-        for each in built:
-            each.close()
 
 
 def _as_rollouts(samples: Sequence[EvalSample]) -> Rollouts:

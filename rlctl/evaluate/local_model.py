@@ -67,7 +67,7 @@ class LocalModel(SampledModel):
         )
         self.rows, self.prompts = self._questions.rows, self._questions.texts
         self.identities = self.prompts
-        self.num_overlong = self._questions.num_dropped
+        self.num_overlong, self.overlong = self._questions.num_dropped, set()
         self.about_sampling = {"engine": plan.engine, "dtype": self._spec.engine.dtype}
         options = {"engine_kwargs": rollout.engine_kwargs, "engine_params": rollout.engine_params}
         self.about_sampling |= {name: value for name, value in options.items() if value}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,7 +53,7 @@ class EvaluateRequest:
     top_p: float = 1.0  # nucleus sampling
     #: in tokens; None: the value of the run, else 512 or half of the model's context if that is less
     max_response_length: int | None = None
-    limit: int | None = None  # use only the first `limit` questions; None: all
+    limit: int | None = None  # use only the first `limit` questions of each data source; None: all
     seed: int = 1  # sampling seed
     #: name of a grader, `file.py:function`, or a YAML file with the section `reward`; None: the reward of the
     #: run, or a grader by data source if there is no run or the data includes a benchmark
@@ -115,7 +116,13 @@ def check_request(request: EvaluateRequest) -> Plan:
     target = Target(name, request.data) if is_served else find_target(name, request.data)
     if not request.data:
         questions = load_questions(target.data_files)
-    questions = replace(questions, rows=questions.rows[: request.limit])
+    if request.limit is not None:
+        seen, first = Counter[str](), []
+        for row in questions.rows:
+            seen[row.data_source] += 1
+            if seen[row.data_source] <= request.limit:
+                first.append(row)
+        questions = replace(questions, rows=first)
     own = RewardSpec() if target.spec is None or questions.benchmarks else target.spec.reward
     reward = chosen_reward(own, request.reward)
     if not is_served:

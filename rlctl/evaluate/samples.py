@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class SampledModel:
     prompts: list[str]  # rendered prompts; for a server, without the chat template
     identities: list[str]  # per question, the text that identifies its stored responses
     num_overlong: int = 0  # questions excluded for their length before sampling
-    overlong: Set[int] = frozenset()  # questions of `rows` that turned out to be too long during sampling
+    overlong: set[int]  # questions of `rows` that turned out to be too long during sampling
     settings: dict[str, Any]  # everything else that responses depend on, except the seed; JSON-serializable
     model: dict[str, Any]  # as in `results.json`
     sampling: Sampling  # sampling distribution
@@ -108,16 +108,14 @@ def as_samples(
     ]
 
 
-_TEXT = pa.large_string()
-_REQUIRED = {
-    **{"question_index": pa.int64(), "sample_index": pa.int64(), "data_source": _TEXT, "prompt": _TEXT},
-    **{"response": _TEXT, "ground_truth": _TEXT, "truncated": pa.bool_(), "num_tokens": pa.int64()},
-    **{"messages": _TEXT, "extra_info": _TEXT},
-}
-#: One row per response; responses to one question are adjacent.
+_TYPES = {"question_index": pa.int64(), "sample_index": pa.int64(), "num_tokens": pa.int64()}
+_TYPES |= {"truncated": pa.bool_(), "reward": pa.float64()}
+#: The fields of `EvalSample`, one row per response; responses to one question are adjacent.
 SCHEMA = pa.schema(
-    [pa.field(name, kind, nullable=False) for name, kind in _REQUIRED.items()]
-    + [pa.field("reward", pa.float64()), pa.field("answer", _TEXT)],
+    [
+        pa.field(each.name, _TYPES.get(each.name, pa.large_string()), each.name in {"reward", "answer"})
+        for each in fields(EvalSample)
+    ],
     metadata={"rlctl.samples": "2"},
 )
 

@@ -26,7 +26,7 @@ import httpx
 
 from rlctl.data.prompts import messages_of
 from rlctl.data.schema import Row
-from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
+from rlctl.errors import EnvironmentFailure, RunFailure, UsageError, typed_line
 from rlctl.evaluate.request import KEY_VARIABLE, SERVER, EvaluateRequest, Target, check_url, lengths
 from rlctl.evaluate.samples import Pair, Response, SampledModel
 from rlctl.rollout.protocol import step_seed
@@ -44,6 +44,8 @@ _RETRIED = {408, 409, 425, 429}
 _UNFINISHED = {None, "abort", "error"}
 #: Disables the server's sampling defaults: vLLM reads generation_config.json, llama.cpp uses top-k 40.
 _NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+#: The length limit of OpenAI's newer models, which refuse `max_tokens`.
+_NEW_LIMIT = "max_completion_tokens"
 _KEY_FIX = f"put a valid key into the environment variable {KEY_VARIABLE}"
 _FIXES = {
     401: _KEY_FIX,
@@ -65,11 +67,13 @@ class ServedModel(SampledModel):
         self._url = check_url(request.base_url)
         self._request = request
         self._neutral: dict[str, Any] = dict(_NEUTRAL)
+        self._limit = "max_tokens"  # name of the length limit
+        self._num_empty = 0  # responses that ended without text
         card = self._find_model(request.model_or_run)
         self._name = str(card["id"])
         context = card.get("max_model_len")
         self.sampling, _ = lengths(request, Target("", []), context if isinstance(context, int) else None)
-        self.rows, self.overlong = list(rows), set[int]()
+        self.rows, self.overlong = list(rows), set()
         self.prompts = [row.prompt_text for row in rows]
         self.identities = [json.dumps(messages_of(row), sort_keys=True) for row in rows]
         served = {"base_url": self._url, "root": card.get("root")}
@@ -81,9 +85,14 @@ class ServedModel(SampledModel):
     @property
     def notes(self) -> list[str]:
         """Messages for the user about the sampling."""
-        if self._neutral:
-            return []
-        return [f"the server does not accept {', '.join(_NEUTRAL)}: it uses its own defaults"]
+        found = []
+        if not self._neutral:
+            found.append(f"the server does not accept {', '.join(_NEUTRAL)}: it uses its own defaults")
+        if self._num_empty:
+            count = "1 response" if self._num_empty == 1 else f"{self._num_empty:,} responses"
+            where = "the server may put text into a field for reasoning, which is not graded"
+            found.append(f"{count} ended without content: {where}")
+        return found
 
     def sample(self, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Response]]:
         """See `SampledModel.sample`."""
@@ -136,7 +145,6 @@ class ServedModel(SampledModel):
         body = {
             "model": self._name,
             "messages": list(messages_of(self.rows[question])),
-            "max_tokens": sampling.max_response_length,
             "temperature": 0.0 if sampling.greedy else sampling.temperature,
             "top_p": sampling.top_p,
             "seed": step_seed(self._request.seed, question, f"evaluation/{sample}") & 0x7FFFFFFF,
@@ -145,23 +153,28 @@ class ServedModel(SampledModel):
         problem = ""
         for attempt in range(TRIES):
             pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**attempt) * random.uniform(1.0, 1.25)
-            neutral = self._neutral
+            neutral, limit = self._neutral, self._limit
+            asked = body | neutral | {limit: sampling.max_response_length}
             try:
-                answer = await client.post(f"{self._url}/chat/completions", json=body | neutral)
+                answer = await client.post(f"{self._url}/chat/completions", json=asked)
             except (httpx.TransportError, httpx.DecodingError) as error:
-                problem = _words(error)
+                problem = typed_line(error)
             else:
                 if answer.is_success:
                     try:
                         response = _read(answer.json())
+                        self._num_empty += not response.text and not response.truncated
                         return replace(response, text=_without_key(response.text))
                     except (ValueError, KeyError, IndexError, TypeError) as error:
-                        problem = f"an answer that cannot be read ({_words(error)}): {_said(answer)}"
+                        problem = f"an answer that cannot be read ({typed_line(error)}): {_said(answer)}"
                 elif answer.status_code in _RETRIED or answer.status_code >= 500:
                     problem = _said(answer)
                     pause = max(pause, _retry_after(answer, where))
                 elif answer.status_code in {400, 422} and any(name in answer.text for name in neutral):
                     self._neutral = {}
+                    continue
+                elif answer.status_code == 400 and limit != _NEW_LIMIT and _NEW_LIMIT in answer.text:
+                    self._limit = _NEW_LIMIT
                     continue
                 elif answer.status_code == 400 and _CONTEXT_EXCEEDED.search(answer.text):
                     self.overlong.add(question)
@@ -184,7 +197,7 @@ class ServedModel(SampledModel):
             with httpx.Client(**self._options()) as client:
                 answer = client.get(listing)
         except (httpx.TransportError, httpx.DecodingError) as error:
-            what, fix = f"the server does not answer: {_words(error)}", "start it, or correct --base-url"
+            what, fix = f"the server does not answer: {typed_line(error)}", "start it, or correct --base-url"
             raise EnvironmentFailure(what, where=self._url, fix=fix) from error
         if answer.status_code in {401, 403}:
             what = f"the server requires a key: {_said(answer)}"
@@ -273,8 +286,3 @@ def _retry_after(answer: httpx.Response, where: str) -> float:
             fix="start the same command again after that: stored responses are not sampled again",
         )
     return max(0.0, seconds)
-
-
-def _words(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

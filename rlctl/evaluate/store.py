@@ -13,7 +13,7 @@ import json
 import mmap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import astuple
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -56,6 +56,8 @@ class ResponseStore:
         EnvironmentFailure: the store cannot be written.
     """
 
+    _append: IO[str]  # responses.jsonl, while the store is open
+
     def __init__(self, root: Path, settings: Mapping[str, Any]) -> None:
         text = json.dumps(settings, sort_keys=True)
         self.directory = root / DIRECTORY / hashlib.sha256(text.encode()).hexdigest()
@@ -63,7 +65,6 @@ class ResponseStore:
         self._settings = settings
         self._lock = FileLock(f"{self.directory}.lock", timeout=0)
         self._version = version_of("rlctl")
-        self._append: IO[str] | None = None
 
     def __enter__(self) -> Self:
         with self._writing():
@@ -93,8 +94,7 @@ class ResponseStore:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._append:
-            self._append.close()
+        self._append.close()
         self._lock.release()
 
     def find(self, wanted: Mapping[Key, Pair]) -> dict[Pair, Response]:
@@ -115,8 +115,7 @@ class ResponseStore:
         with self._writing():
             with replacing(self._file) as temporary, temporary.open("w", encoding="utf-8") as file:
                 file.writelines(line for key, _, line in self._lines() if key not in unwanted)
-            if self._append:
-                self._append.close()
+            self._append.close()
             self._append = self._file.open("a", encoding="utf-8")
 
     def add(self, responses: Mapping[Key, Response]) -> None:
@@ -125,13 +124,10 @@ class ResponseStore:
         Raises:
             EnvironmentFailure: the disk is full.
         """
-        if self._append is None:
-            raise AssertionError("the store is not open")
         with self._writing():
-            for (prompt, question, sample, seed), response in responses.items():
-                record = {"prompt": prompt, "question": question, "sample": sample, "seed": seed}
-                record |= asdict(response) | {"rlctl": self._version}
-                self._append.write(json.dumps(record) + "\n")
+            for key, response in responses.items():
+                record = dict(zip(_FIELDS, (*key, *astuple(response)), strict=True))
+                self._append.write(json.dumps(record | {"rlctl": self._version}) + "\n")
             self._append.flush()
 
     def _lines(self) -> Iterator[tuple[Key, Response, str]]:

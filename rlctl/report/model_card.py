@@ -60,7 +60,9 @@ def model_card(run_dir: Path, step: int) -> str:
             "Validation:",
             "\n".join(table(["", "first", "best", "last"], [(plain(k), *cells) for k, cells in validation])),
         ]
-    parts += ["## Findings", _findings(run_dir), "## Spec", _details(run_dir), "## Versions", plain(versions)]
+    text = (run_dir / RUN_SPEC_FILE).read_text(encoding="utf-8")
+    details = f"<details><summary>spec.yaml</summary>\n\n{block(text, 'yaml')}\n\n</details>"
+    parts += ["## Findings", _findings(run_dir), "## Spec", details, "## Versions", plain(versions)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -93,8 +95,3 @@ def _findings(run_dir: Path) -> str:
         return f"The log was not examined: {plain(error.what)}."
     lines = [f"- {finding.severity}: {plain(finding.what)}" for finding in found]
     return "\n".join(lines) or "`rlctl diagnose` finds nothing."
-
-
-def _details(run_dir: Path) -> str:
-    text = (run_dir / RUN_SPEC_FILE).read_text(encoding="utf-8")
-    return f"<details><summary>spec.yaml</summary>\n\n{block(text, 'yaml')}\n\n</details>"

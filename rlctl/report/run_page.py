@@ -52,6 +52,7 @@ def run_page(runs: Sequence[Path], *, with_what_if: bool = True) -> str:
         state = read_state(record.path)
         than, rows = spec_rows(record)
         steps = sample_steps(record)
+        sources = {sample["source"] for step in steps for sample in step["samples"]}
         details.append(
             {
                 "name": visible(str(record.path)),
@@ -62,7 +63,7 @@ def run_page(runs: Sequence[Path], *, with_what_if: bool = True) -> str:
                 "spec": rows,
                 "validation": validation_rows(record.rows()),
                 "steps": steps,
-                "note": sample_note(steps),
+                "note": WRITTEN if DATA_SOURCE in sources else "",
             }
         )
     return render(
@@ -135,12 +136,6 @@ def sample_steps(record: RunRecord) -> list[dict[str, Any]]:
         rows = record.rollouts(kept[place]).slice(0, PER_STEP).to_pylist()
         steps.append({"step": kept[place], "samples": [_sample(row, decode) for row in rows]})
     return steps
-
-
-def sample_note(steps: Sequence[Mapping[str, Any]]) -> str:
-    """Note on how to read the responses of `sample_steps`; "" if none is needed."""
-    sources = {sample["source"] for step in steps for sample in step["samples"]}
-    return WRITTEN if DATA_SOURCE in sources else ""
 
 
 def _sample(row: Mapping[str, Any], decode: Callable[[Sequence[int]], str] | None) -> dict[str, Any]:

@@ -36,11 +36,8 @@ ESS = "rollout_corr/rollout_is_eff_sample_size"
 RAW_ESS = "rollout_corr/rollout_is_raw_eff_sample_size"
 MASKED = "rollout_corr/rollout_rs_masked_fraction"
 KL = "rollout_corr/kl"
-ENTROPY = "actor/entropy"
-GRAD_NORM = "actor/grad_norm"
-LR = "actor/lr"
-TOKENS, SECONDS = "perf/total_num_tokens", "perf/time_per_step"
 LENGTH = "response_length/mean"
+TOKENS, SECONDS = "perf/total_num_tokens", "perf/time_per_step"
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -249,10 +246,10 @@ def _numbers(metrics: Mapping[str, float]) -> Table:
         ("masked", coloured(MASKED, ".1%", _HIGH_MASKED)),
         ("KL", show(KL, ".2e")),
         ("tokens/s", _show(tokens_per_second(metrics), ",.0f")),
-        ("grad norm", show(GRAD_NORM, ".3g")),
-        ("lr", show(LR, ".2e")),
+        ("grad norm", show("actor/grad_norm", ".3g")),
+        ("lr", show("actor/lr", ".2e")),
         ("length", f"{show(LENGTH, ',.1f')} tokens"),
-        ("entropy", show(ENTROPY, ".3f")),
+        ("entropy", show("actor/entropy", ".3f")),
     )
     grid = Table.grid(padding=(0, 2), pad_edge=False)
     for _ in range(3):
@@ -351,7 +348,7 @@ class Startup:
         console = Console(stderr=True)
         self._progress: Progress | None = None
         if is_shown and _can_draw(console):
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+            columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
             self._progress = Progress(*columns, console=console, transient=True)
             self._task = self._progress.add_task("")
 

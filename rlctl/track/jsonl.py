@@ -54,7 +54,6 @@ class JsonlSink:
 
     def close(self, status: str) -> None:
         """Flushes the file to disk and closes it; can be called twice."""
-        del status
         if not self._file.closed:
             with self._file:
                 os.fsync(self._file.fileno())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
-from rlctl.errors import SpecError, UsageError
+from rlctl.errors import UsageError
 from rlctl.metric_names import validation_rewards
 from rlctl.track.jsonl import METRICS_FILE, decode_line
 from rlctl.track.run_dir import (
@@ -47,14 +47,11 @@ class RunRecord:
         """The resolved spec.
 
         Raises:
-            UsageError: `spec.yaml` is missing or cannot be read.
+            SpecError: `spec.yaml` is missing or is not a spec.
         """
         from rlctl.spec.load import recorded_spec
 
-        try:
-            return recorded_spec(self.path / SPEC_FILE)
-        except SpecError as error:
-            raise UsageError(str(error), where=str(self.path / SPEC_FILE)) from error
+        return recorded_spec(self.path / SPEC_FILE)
 
     @property
     def state(self) -> State:

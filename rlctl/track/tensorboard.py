@@ -25,5 +25,4 @@ class TensorboardSink:
 
     def close(self, status: str) -> None:
         """Flushes and closes the files."""
-        del status
         self._writer.close()

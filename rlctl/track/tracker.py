@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, Self
 
-from rlctl.errors import UsageError, visible
+from rlctl.errors import UsageError, typed_line, visible
 from rlctl.registry import TRACKERS
 from rlctl.track.jsonl import METRICS_FILE, JsonlSink, truncate_after
 from rlctl.track.open_run import steps_in_words
@@ -217,5 +217,4 @@ def _dropped(name: str, error: Exception) -> str:
 
 def _brief(error: Exception) -> str:
     """First line of the error, without secrets, because some libraries quote the given key."""
-    lines = str(error).strip().splitlines()
-    return redact(f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__)
+    return redact(typed_line(error))[:200]

@@ -29,5 +29,4 @@ class TrackioSink:
 
     def close(self, status: str) -> None:
         """Writes the queued steps."""
-        del status
         self._run.finish()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from rlctl.evaluate.evaluate_report import Evaluation, write_evaluation
+from rlctl.evaluate.evaluate_report import write_evaluation
 from rlctl.evaluate.evaluation import grade
 from rlctl.evaluate.local_model import sample_responses, template_hash
 from rlctl.evaluate.request import checked_ks, chosen_reward
 from rlctl.evaluate.samples import Pair, Response, as_samples
-from rlctl.evaluate.scores import Score, summarise
+from rlctl.evaluate.scores import Score
 from rlctl.rollout.protocol import Sampling
 from rlctl.train.run import refuse_ungraded
 
@@ -47,13 +47,11 @@ def validate(run: Run, step: int) -> dict[str, float]:
     if not run.ranks.is_main:
         return {}
     samples.sort(key=lambda sample: (sample.question_index, sample.sample_index))
-    evaluation = Evaluation(
-        about=_about(run, step, questions.num_dropped, len(questions) * n - len(samples)),
-        reward=chosen_reward(run.spec.reward, None),
-        scores=summarise(samples, checked_ks(None, n), n, run.spec.reward.max_error_fraction),
-        grader_errors=grades.errors,
-        timeouts=grades.timeouts,
-        seconds=time.monotonic() - started,
+    evaluation = replace(grades, samples=samples).evaluation(
+        _about(run, step, questions.num_dropped, len(questions) * n - len(samples)),
+        chosen_reward(run.spec.reward, None),
+        checked_ks(None, n),
+        time.monotonic() - started,
     )
     write_evaluation(run.run_dir / EVALUATIONS / f"step_{step:06d}", evaluation, samples, page=False)
     by_source = evaluation.scores[:-1] or evaluation.scores

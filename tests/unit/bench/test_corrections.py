@@ -315,3 +315,15 @@ def test_a_wrong_rule_is_a_usage_error(tmp_path, capsys, rule: str) -> None:
     err = capsys.readouterr().err
     assert "--rule" in err or "algorithm.rollout_correction." in err
     assert "warning" not in err
+
+
+@pytest.mark.parametrize("content", ["no JSON\n", '{"rule": "exact"}\n', "[1]\n", None])
+def test_an_output_that_cannot_hold_measurements_is_a_usage_error(tmp_path, capsys, content) -> None:
+    out = tmp_path / "out"
+    if content is None:
+        out.touch()
+    else:
+        out.mkdir()
+        (out / "results.jsonl").write_text(content)
+    assert run(["bench", "corrections", "--out", str(out), "--small", "--seeds", "1"]) == 2
+    assert "choose another directory with --out" in capsys.readouterr().err

@@ -132,6 +132,18 @@ def test_embedded_run_without_validation_files_uses_the_embedded_ones(tmp_path, 
     assert seeds == [7]
 
 
+def test_a_limit_is_for_each_data_source(task, tmp_path):
+    files = []
+    for name, sources in (("one", "aab"), ("two", "cacca")):
+        files.append(str(tmp_path / f"{name}.parquet"))
+        rows = [Row(source, (Message("user", f"{name}{i}="),), str(i)) for i, source in enumerate(sources)]
+        write_rows(tmp_path / f"{name}.parquet", "test", rows)
+    request = EvaluateRequest(str(task.model_dir), files, limit=2)
+    kept = [row.prompt_text for row in request_module.check_request(request).questions.rows]
+    assert kept == ["one0=", "one1=", "one2=", "two0=", "two2="]
+    assert len(request_module.check_request(replace(request, limit=None)).questions.rows) == 8
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_left_alone(run_dir):
     weights = run_dir / "checkpoints" / "step_000008" / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])

@@ -79,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
                 return self.answer(code, said)
         number = int(question.split("+")[0])
         text = f"#### {2 * number}" if body["seed"] % 2 else "#### 0"
-        return self.answer(200, completion(text, length=body["max_tokens"] == 3))
+        return self.answer(200, completion(text, length=body.get("max_tokens") == 3))
 
     def answer(self, code, body, **headers):
         text = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -272,6 +272,28 @@ def test_a_server_of_standard_parameters_is_asked_without_the_others(server, req
     assert len(found) == 16
     assert all("top_k" not in body for body in server.asked[1:])
     assert "its own defaults" in model.notes[0]
+
+
+def test_responses_that_are_all_reasoning_are_reported(server, request_for):
+    """A reasoning parser moves the text to another field; cut off within the reasoning is not unusual."""
+    message = {"role": "assistant", "content": None, "reasoning_content": "#### 2"}
+    server.trouble = [
+        (200, completion("#### 2", message=message)),
+        (200, completion("#### 2", message=message, length=True)),
+    ]
+    model, found = ask(request_for(concurrency=1))
+    assert [found[0, i].text for i in range(2)] == ["", ""]
+    [note] = model.notes
+    assert note.startswith("1 response ended without content")
+
+
+def test_a_server_that_names_the_length_limit_otherwise(server, request_for):
+    said = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
+    server.trouble = [(400, {"error": {"message": said}})]
+    _, found = ask(request_for(concurrency=1, max_response_length=7))
+    assert len(found) == 16
+    assert [body.get("max_completion_tokens") for body in server.asked] == [None] + [7] * 16
+    assert all("max_tokens" not in body for body in server.asked[1:])
 
 
 def test_questions_beyond_the_context_are_left_out_and_counted(server, request_for, tmp_path):

@@ -11,6 +11,7 @@ import time
 import pytest
 from rich.console import Console
 
+from rlctl.track import console as console_module
 from rlctl.track.console import ConsoleSink, Startup, clock, condensed, plain_line, sparkline
 
 METRICS = {
@@ -258,3 +259,12 @@ def test_other_ranks_start_silently(capsys: pytest.CaptureFixture[str]) -> None:
         startup.phase("importing")
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
+
+
+def test_a_phase_with_brackets_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(console_module, "_can_draw", lambda _: True)
+    monkeypatch.setattr(console_module, "Console", lambda **_: Console(file=stream, force_terminal=True))
+    with Startup(is_shown=True) as startup:
+        startup.phase("loading models[/x]")
+    assert "loading models[/x]" in stream.getvalue()

@@ -191,6 +191,17 @@ def test_runs_lists_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert run(["runs", str(tmp_path / "p" / "a" / "none")]) == 2
 
 
+def test_brackets_and_escapes_in_names_are_shown_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"step": 1, "val/[/b] \x1b[31mx/reward_mean": 0.5}]
+    write_run(tmp_path / "a[red]b", rows, summary=DONE | {"step": 1})
+    assert run(["runs", str(tmp_path)]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.startswith("a[red]b ")
+    assert r"[/b] \x1b[31mx 0.500" in line
+
+
 def test_watch_shows_what_is_logged_until_the_run_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

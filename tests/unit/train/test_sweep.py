@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from rlctl.cli.sweep import _print as print_rows
 from rlctl.errors import SpecError, UsageError
 from rlctl.train import sweep as sweeps
-from rlctl.train.sweep import Sweep, open_sweep, plan, run_sweep, slurm_script, table
+from rlctl.train.sweep import Sweep, SweepRow, open_sweep, plan, run_sweep, slurm_script, table
 
 #: Four steps with a checkpoint after the second; the reward is seed + n · (0.1 + seed / 100).
 STUB = """
@@ -111,6 +112,11 @@ sweeps.TRAIN, sweeps._POLL_S = (sys.executable, sys.argv[2]), 0.02
 directory = Path(sys.argv[1])
 sweeps.run_sweep(directory, sweeps.open_sweep(directory), jobs=2, note=lambda text: None)
 """
+
+
+def test_a_setting_with_brackets_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    print_rows([SweepRow({"trainer.logger": "[console]"}, 1, 1, None, None, None)])
+    assert "trainer.logger=[console]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("lines", [1, 3, 6])

@@ -123,11 +123,6 @@ def copy(
 
 
 def _preset(name: str) -> Preset:
-    """The shipped preset of that name.
-
-    Raises:
-        UsageError: there is none.
-    """
     from rlctl.spec.keys import did_you_mean
     from rlctl.spec.sources import all_presets
 

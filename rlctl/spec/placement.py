@@ -207,53 +207,41 @@ class Placement:
         """Load, engine, partition, generate, score, update, step and sync, in this order."""
         spec, whole = self.spec, self.whole
         crossing = "network" if spec.trainer.nnodes > 1 else "GPU to GPU"
-        copy = self.sampling if self.keeps_copy else 0.0
-        base = whole if spec.engine.offload_base else 0.0
-        shard = whole / spec.world_size
-        offload = 6.0 / self.width * shard if spec.engine.offload != "none" else 0.0
-        seconds, shared = self.seconds(), self.shared_peak()
-        pinned = sum(part.num_bytes or 0.0 for part in self.host_parts if part.is_pinned)
-
-        def stage(name: str, gpu: float, phase: str, moved: dict[str, float]) -> Stage:
-            links = {link: num_bytes for link, num_bytes in moved.items() if num_bytes}
-            host = memory_total(self.host_parts, (phase,))
-            return Stage(name, gpu, host, pinned, shared, links, seconds.get(name))
-
-        return [
-            stage("load", 0.0, _LOADING, {"disk": whole}),
-            stage("engine", self.gpu_peak("generation") if not base else self.sampling, _LOADING, {}),
-            stage(
-                "partition",
-                self.gpu_peak() + self._largest_weights if self.stage == 3 else max(whole, self.gpu_peak()),
-                _LOADING,
-                {"host to GPU": whole},
-            ),
-            stage("generate", self.gpu_peak("generation"), "", {"host to GPU": copy}),
-            stage(
+        copy, base = self.sampling * self.keeps_copy, whole * spec.engine.offload_base
+        offload = 6.0 / self.width * whole / spec.world_size * (spec.engine.offload != "none")
+        always, generation, head = self.gpu_peak(), self.gpu_peak("generation"), self.gpu_peak("head")
+        started = self.sampling if base else generation
+        partition = always + self._largest_weights if self.stage == 3 else max(whole, always)
+        update = self.gpu_peak("head", "layers", "critic")
+        exchanged = self._update_passes * self._gathered + self._reduced
+        synced = {crossing: whole if self._gathered else 0.0, "host to GPU": copy}
+        synced |= {
+            "broadcast to servers": whole * self.broadcasts_weights,
+            "files": whole * self.writes_weights,
+        }
+        rows: list[tuple[str, float, str, dict[str, float]]] = [
+            ("load", 0.0, _LOADING, {"disk": whole}),
+            ("engine", started, _LOADING, {}),
+            ("partition", partition, _LOADING, {"host to GPU": whole}),
+            ("generate", generation, "", {"host to GPU": copy}),
+            (
                 "score",
-                self.gpu_peak("head"),
+                head,
                 _TRAINING,
                 {"host to GPU": base, crossing: self._scoring_passes * self._gathered},
             ),
-            stage(
-                "update",
-                self.gpu_peak("head", "layers", "critic"),
-                _TRAINING,
-                {crossing: self._update_passes * self._gathered + self._reduced},
-            ),
-            stage("step", self.gpu_peak("step", "critic's step"), _TRAINING, {"host to GPU": offload}),
-            stage(
-                "sync",
-                self.gpu_peak("generation"),
-                _SAVING,
-                {
-                    crossing: whole if self._gathered else 0.0,
-                    "host to GPU": copy,
-                    "broadcast to servers": whole if self.broadcasts_weights else 0.0,
-                    "files": whole if self.writes_weights else 0.0,
-                },
-            ),
+            ("update", update, _TRAINING, {crossing: exchanged}),
+            ("step", self.gpu_peak("step", "critic's step"), _TRAINING, {"host to GPU": offload}),
+            ("sync", generation, _SAVING, synced),
         ]
+        seconds, shared = self.seconds(), self.shared_peak()
+        pinned = sum(part.num_bytes or 0.0 for part in self.host_parts if part.is_pinned)
+        found = []
+        for name, gpu, phase, moved in rows:
+            links = {link: num_bytes for link, num_bytes in moved.items() if num_bytes}
+            host = memory_total(self.host_parts, (phase,))
+            found.append(Stage(name, gpu, host, pinned, shared, links, seconds.get(name)))
+        return found
 
     def tokens(self) -> float:
         """Prompt and response tokens per step and rank, at the mean lengths that are assumed for times."""

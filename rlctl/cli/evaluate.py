@@ -10,8 +10,7 @@ import typer
 
 from rlctl.cli.command import AsJson, CommandWithSubcommands, refuse_options
 from rlctl.cli.evaluate_compare import compare, list_benchmarks, numbers
-from rlctl.cli.prepare_data import DataSource
-from rlctl.data.recipe_names import RecipeChoice
+from rlctl.cli.prepare_data import AnswerKey, DataSource, Instruction, PromptKey, RecipeOption
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -54,27 +53,11 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
-    recipe: Annotated[
-        RecipeChoice,
-        typer.Option(
-            metavar="NAME",
-            help="How columns of files become questions, as in `prepare-data parquet`; auto: recognised by "
-            "the first row.",
-        ),
-    ] = "auto",
-    prompt_key: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Column of the prompt.", show_default="the recipe's")
-    ] = None,
-    answer_key: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Column of the answer.", show_default="the recipe's")
-    ] = None,
+    recipe: RecipeOption = "auto",
+    prompt_key: PromptKey = None,
+    answer_key: AnswerKey = None,
     data_source: DataSource = None,
-    instruction: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT", help="Text appended to each question of a file.", show_default="the recipe's"
-        ),
-    ] = None,
+    instruction: Instruction = None,
     benchmarks_dir: Annotated[
         Path | None,
         typer.Option(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from rlctl.convert.source import ForeignConfig, ForeignSetting, Unresolved
 from rlctl.convert.table import KeyRule, KeyTable, Open, compute, placeholders, word
 from rlctl.errors import Problem, SpecError
-from rlctl.spec.keys import closest, known_leaves, value_of
+from rlctl.spec.keys import closest, known_leaves, leaves_of
 from rlctl.spec.load import load_spec
 from rlctl.spec.run_spec import RunSpec
 
@@ -174,8 +174,7 @@ def _add_defaults(
     result: Translation, given: dict[str, Any], defaults: dict[str, Any], computed: dict[str, Any]
 ) -> None:
     """Adds the framework's defaults that differ from rlctl's, or that have no equivalent."""
-    spec = RunSpec()
-    ours = {key: value_of(spec, key) for key in known_leaves()}
+    ours = leaves_of(RunSpec())
     for key, rule in result.table.keys.items():
         default = defaults.get(key)
         if key in given or (default is None and not rule.to):

@@ -6,7 +6,6 @@ Pydantic validates the type and range of each field. The checks here mostly comp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, cast
 
 from rlctl.errors import Problem
@@ -45,8 +44,7 @@ class Recorded:
     def __getattr__(self, name: str) -> Any:
         kind, key = type(self._section), f"{self._prefix}{name}"
         if name not in kind.model_fields:  # a property or method, which reads values itself
-            found = getattr(kind, name)
-            return found.fget(self) if isinstance(found, property) else partial(found, self)
+            return getattr(kind, name).__get__(self)
         value = getattr(self._section, name)
         if isinstance(value, Section):
             return Recorded(value, self._read, f"{key}.")

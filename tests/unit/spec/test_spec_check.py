@@ -57,7 +57,6 @@ def problems_of(*overrides: str) -> dict[str, str]:
         ("reward.model.batch_size=2", ["reward.name=model", "reward.model.path=m"]),
         ("reward.code.timeout_s=3", ["reward.name=code"]),
         ("reward.code.timeout_s=3", ["reward.name=auto"]),
-        ("reward.params={}", []),
         ("reward.overlong.penalty_factor=2", ["reward.overlong.buffer_length=2"]),
         ("rollout.server.max_restarts=1", ["rollout.name=vllm", "rollout.mode=server"]),
         (f"{RC}rollout_rs_threshold=2", [f"{RC}rollout_rs=token_k1"]),
@@ -67,7 +66,7 @@ def test_a_key_without_effect_is_a_warning(override, read_with):
     off = {"trainer.guardrails": "trainer.guardrails.mode=off", "reward.code": "reward.name=exact"}
     key = override.partition("=")[0]
     unread = [off[start] for start in off if key.startswith(start)]
-    assert problems_of(override, *unread) == ({key: "warning"} if override != "reward.params={}" else {})
+    assert problems_of(override, *unread) == {key: "warning"}
     assert key not in problems_of(override, *read_with)
 
 
@@ -220,7 +219,7 @@ def test_contradictions(overrides, expected):
     assert problems_of(*overrides) == expected
 
 
-EST, GAE = "algorithm.adv_estimator=", "algorithm.adv_estimator=gae"
+EST = "algorithm.adv_estimator="
 IN_REWARD, IN_LOSS = "algorithm.use_kl_in_reward=true", "actor.use_kl_loss=true"
 
 

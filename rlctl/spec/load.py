@@ -81,17 +81,11 @@ def spec_file_of(run_dir: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class LoadedSpec:
-    """A spec that passed all checks.
+    """A spec that passed all checks."""
 
-    Attributes:
-        spec: the resolved run.
-        origins: dotted leaf key → origin, one for every value of `spec`, defaults included.
-        warnings: problems that do not stop the run.
-    """
-
-    spec: RunSpec
-    origins: dict[str, Origin]
-    warnings: list[Problem]
+    spec: RunSpec  # the resolved run
+    origins: dict[str, Origin]  # dotted leaf key → origin, one for every value of `spec`, defaults included
+    warnings: list[Problem]  # problems that do not stop the run
 
 
 def load_spec(

@@ -37,34 +37,20 @@ _LOADING, _SAVING, _TRAINING = "load", "save", "train"
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of a run: peak memory and transfers.
+    """One stage of a run: peak memory and transfers."""
 
-    Attributes:
-        name: load, engine, partition, generate, score, update, step, sync.
-        gpu: peak bytes per GPU.
-        host: peak bytes per node, including pinned and shared memory.
-        pinned, shared: bytes of `host` that are page-locked, and that are in `/dev/shm`.
-        moved: link → bytes per GPU.
-        seconds: per training step; None: the stage runs only once, or the time is unknown.
-    """
-
-    name: str
-    gpu: float
-    host: float
+    name: str  # load, engine, partition, generate, score, update, step, sync
+    gpu: float  # peak bytes per GPU
+    host: float  # peak bytes per node, including pinned and shared memory
+    #: pinned, shared: bytes of `host` that are page-locked, and that are in `/dev/shm`
     pinned: float
     shared: float
-    moved: dict[str, float]
-    seconds: float | None = None
+    moved: dict[str, float]  # link → bytes per GPU
+    seconds: float | None = None  # per training step; None: the stage runs only once, or the time is unknown
 
 
 class Placement:
-    """Memory and time estimates of a spec on a machine.
-
-    Args:
-        spec: of the run.
-        size: of the policy.
-        machine: the machine to plan for.
-    """
+    """Memory and time estimates of a spec on a machine; `size` is that of the policy."""
 
     def __init__(self, spec: RunSpec, size: ModelSize, machine: Machine) -> None:
         self.spec, self.size, self.machine = spec, size, machine
@@ -185,11 +171,9 @@ class Placement:
         return self.spec.broadcasts_weights(on_gpus=self.machine.gpus > 0)
 
     def _pinned_copy(self, num_bytes: float, shared: int = 1) -> float:
-        """Bytes of a rank's weights in pinned buffers, one buffer per matrix of vLLM.
+        """Bytes of a rank's weights in pinned buffers, one per matrix of vLLM, each over `shared` ranks.
 
-        Args:
-            num_bytes: bytes per number.
-            shared: ranks over which each matrix is sharded.
+        `num_bytes` are those of one number.
         """
         shape, parameters, width = self.size.shape, self.size.num_parameters or 0, num_bytes / shared
         if shape is None:

@@ -19,41 +19,30 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True, slots=True)
 class EngineCapabilities:
-    """Capabilities of a rollout engine. Checks of the spec and the trainer depend on them, not on its name.
+    """Capabilities of a rollout engine, on which checks of the spec and the trainer depend, not on its name."""
 
-    Attributes:
-        modes: supported values of `rollout.mode`.
-        dtypes: supported values of `rollout.dtype` besides null.
-        starts_with_policy: it starts with the policy's weights; otherwise it gets them in the first sync.
-        reads_model_files: outside training (`rlctl evaluate`, `rlctl diagnose mismatch`) it reads the weights
-            of `context.model_path` itself, and `context.model` is None; otherwise it gets the policy, too.
-        checks_syncs: after each sync it samples tokens and the trainer scores them (`rollout/sync_gap`).
-        samples_while_training: values of `rollout.mode` in which it supports `rollout.max_staleness`.
-        applies_adapters: it receives only the LoRA adapter and applies it; otherwise it gets merged weights.
-        takes_engine_kwargs: it reads `rollout.engine_kwargs`.
-        frees_memory: with `rollout.free_cache_engine` it releases its GPU memory between calls.
-        forms_batches: it accepts any number of prompts at once and forms batches internally.
-        tensor_parallel: it supports `rollout.tensor_model_parallel_size` above 1.
-        slow_on_gpu: how much slower than vLLM it is on a GPU; the spec check warns with this text.
-        min_temperature: the lowest temperature at which it samples as requested.
-        reports_kept: when it can report the tokens that top_p, top_k and min_p kept (`Sampled.kept`), for
-            `rollout.exact_sampling`: `never`, `top_k` (if `rollout.top_k` bounds their number) or `always`.
-            Unless `never`, it also reports `Sampled.most_likely`, for `score_centering`.
-    """
-
-    modes: frozenset[str] = frozenset({"colocated"})
-    dtypes: frozenset[str] = frozenset({"fp32", "bf16"})
+    modes: frozenset[str] = frozenset({"colocated"})  # supported values of `rollout.mode`
+    dtypes: frozenset[str] = frozenset({"fp32", "bf16"})  # supported values of `rollout.dtype` besides null
+    #: it starts with the policy's weights; otherwise it gets them in the first sync
     starts_with_policy: bool = False
+    #: outside training (`rlctl evaluate`, `rlctl diagnose mismatch`) it reads the weights of
+    #: `context.model_path` itself, and `context.model` is None; otherwise it gets the policy, too
     reads_model_files: bool = False
+    #: after each sync it samples tokens and the trainer scores them (`rollout/sync_gap`)
     checks_syncs: bool = True
+    #: values of `rollout.mode` in which it supports `rollout.max_staleness`
     samples_while_training: frozenset[str] = frozenset()
+    #: it receives only the LoRA adapter and applies it; otherwise it gets merged weights
     applies_adapters: bool = False
-    takes_engine_kwargs: bool = False
-    frees_memory: bool = False
-    forms_batches: bool = False
-    tensor_parallel: bool = False
-    slow_on_gpu: str = ""
-    min_temperature: float = 0.0
+    takes_engine_kwargs: bool = False  # it reads `rollout.engine_kwargs`
+    frees_memory: bool = False  # with `rollout.free_cache_engine` it releases its GPU memory between calls
+    forms_batches: bool = False  # it accepts any number of prompts at once and forms batches internally
+    tensor_parallel: bool = False  # it supports `rollout.tensor_model_parallel_size` above 1
+    slow_on_gpu: str = ""  # how much slower than vLLM it is on a GPU; the spec check warns with this text
+    min_temperature: float = 0.0  # the lowest temperature at which it samples as requested
+    #: when it can report the tokens that top_p, top_k and min_p kept (`Sampled.kept`), for
+    #: `rollout.exact_sampling`: `never`, `top_k` (if `rollout.top_k` bounds their number) or `always`. Unless
+    #: `never`, it also reports `Sampled.most_likely`, for `score_centering`
     reports_kept: Literal["never", "top_k", "always"] = "never"
 
 

@@ -19,7 +19,7 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True, slots=True)
 class EngineCapabilities:
-    """Capabilities of a rollout engine, on which checks of the spec and the trainer depend, not on its name."""
+    """Capabilities of a rollout engine; checks of the spec and the trainer depend on them, not on names."""
 
     modes: frozenset[str] = frozenset({"colocated"})  # supported values of `rollout.mode`
     dtypes: frozenset[str] = frozenset({"fp32", "bf16"})  # supported values of `rollout.dtype` besides null

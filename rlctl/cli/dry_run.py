@@ -112,7 +112,7 @@ def _print_indented(text: Text, indent: int, console: Console, head: Text | None
     """Prints `head` and `text` on one line; wrapped lines of `text` align with its start."""
     grid = Table.grid()
     grid.add_column(no_wrap=True)
-    grid.add_row(Text.assemble(" " * indent, head or ""), text)
+    grid.add_row(Text.assemble(" " * indent, head or ""), *filter(None, [text]))
     console.print(grid)
 
 

@@ -53,8 +53,7 @@ class DataSpec(Section):
     """Training prompts: Parquet files, directories, or patterns such as `data/train-*.parquet`. Empty with
     `model.path: embedded`: the built-in task."""
     val_files: StrList = Field(default=[])
-    """Validation prompts in the same schema; empty: no validation (the built-in task has validation
-    prompts)."""
+    """Validation prompts in the same schema; empty: no validation, except for the built-in task."""
     train_batch_size: int = Field(default=128, ge=1)
     """Prompts per batch; `rollout.n` responses are sampled for each."""
     max_prompt_length: int = Field(default=512, ge=1)
@@ -115,8 +114,7 @@ class RolloutSpec(Section):
     """Sampling of responses."""
 
     name: Annotated[str, Registered(ROLLOUT_ENGINES)] = "hf"
-    """Rollout engine. `hf`: Hugging Face generation in the trainer's process; `vllm`; `file.py:function`: a
-    user-defined engine."""
+    """Rollout engine. `hf`: Hugging Face generation in the trainer; `vllm`; `file.py:function`: your own."""
     engine_params: OpenMapping = Field(default={})
     """Parameters that the engine declares in its registration: `rollout.engine_params.NAME=VALUE`."""
     mode: Literal["colocated", "server"] = "colocated"
@@ -127,8 +125,7 @@ class RolloutSpec(Section):
     temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature of sampling; log-probs of rollout and trainer are computed at this temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling; 1: all tokens. Below 1, truncation biases every ratio unless `exact_sampling` is
-    set."""
+    """Nucleus sampling; 1: all tokens. Truncation biases every ratio unless `exact_sampling` is set."""
     top_k: int = Field(default=-1, ge=-1)
     """Sample only from the k most likely tokens; -1: all tokens."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
@@ -139,8 +136,7 @@ class RolloutSpec(Section):
     max_num_seqs: Annotated[int | None, NullWord] = Field(default=None, ge=1)
     """Maximum number of sequences that one engine generates at once; null: no limit except its memory."""
     dtype: Annotated[Literal["fp32", "bf16", "int8"] | None, NullWord] = None
-    """Precision of the rollout engine's weights; null: `engine.dtype`. `int8`: weights rounded to 8 bits per
-    row."""
+    """Precision of the engine's weights; null: `engine.dtype`. `int8`: rounded to 8 bits per row."""
     tensor_model_parallel_size: int = Field(default=1, ge=1)
     """GPUs over which one engine's model is sharded; if colocated, those of as many ranks of one node."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
@@ -148,8 +144,7 @@ class RolloutSpec(Section):
     free_cache_engine: bool = True
     """Whether a colocated vLLM engine on GPUs frees its memory during training."""
     sync_every: int = Field(default=1, ge=1)
-    """Batches between weight syncs (a validation also syncs); above 1, some responses are sampled with older
-    weights."""
+    """Batches between weight syncs (a validation also syncs); above 1, some responses are of old weights."""
     merge_lora: bool = False
     """With `vllm` and LoRA: sync all weights with the adapter merged, instead of only the adapter."""
     server: ServerSpec = ServerSpec()
@@ -209,8 +204,7 @@ class OverlongSpec(Section):
     """Soft penalty for responses near the length limit (DAPO, section 3.4)."""
 
     buffer_length: int = Field(default=0, ge=0)
-    """Number of tokens before `data.max_response_length` over which the penalty grows linearly; 0: no
-    penalty."""
+    """Tokens before `data.max_response_length` over which the penalty grows linearly; 0: no penalty."""
     penalty_factor: float = Field(default=1.0, ge=0)
     """Penalty at the length limit, which is subtracted from the score."""
 

@@ -167,8 +167,12 @@ def evaluate(
 
     is_served = engine == SERVER
     ks = None if k is None else numbers(k)
-    if model is not None:
-        model_or_run = _only_name(model_or_run, model, is_served=is_served)
+    if model is not None and not is_served:
+        raise UsageError("--model names a server's model", where="--model", fix="write it without --model")
+    if model is not None and model_or_run not in {None, model}:
+        what = f"two models are named: {model_or_run} and {model}"
+        raise UsageError(what, where="--model", fix="leave one out")
+    model_or_run = model if model_or_run is None else model_or_run
     if regrade:
         why = "applies to sampling, and --regrade samples nothing"
         refuse_options(context, _OF_SAMPLING, why, "leave it out, or leave --regrade out")
@@ -249,12 +253,3 @@ def _print(out: Path, evaluation: Evaluation) -> None:
     for note in (*evaluation.notes, *score_notes(document)):
         console.print(Text(note, style="yellow"), soft_wrap=True)
     console.print(Text(f"{out}/  {RESULTS_FILE}, {SAMPLES_FILE}, {PAGE_FILE}"), soft_wrap=True)
-
-
-def _only_name(model_or_run: str | None, model: str, *, is_served: bool) -> str:
-    if not is_served:
-        raise UsageError("--model names a server's model", where="--model", fix="write it without --model")
-    if model_or_run not in {None, model}:
-        what = f"two models are named: {model_or_run} and {model}"
-        raise UsageError(what, where="--model", fix="leave one out")
-    return model

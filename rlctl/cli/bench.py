@@ -67,12 +67,6 @@ def corrections(
 
 
 def _rule(text: str) -> BenchRule:
-    """Converts `KEY=VALUE …` to a rule.
-
-    Raises:
-        UsageError: not of this form.
-        SpecError: an unknown key or an invalid value.
-    """
     from rlctl.bench.exact import BenchRule
     from rlctl.spec.algorithm import CORRECTION
     from rlctl.spec.load import load_spec

@@ -55,12 +55,9 @@ class Group(_Help, TyperGroup):
 
 
 class CommandWithSubcommands(Command):
-    """A command with arguments that runs a subcommand if the first argument is the name of one.
+    """A command with arguments that runs a subcommand if the first argument is the name of one."""
 
-    Attributes:
-        subcommands: name → function. A path with such a name must be written as `./NAME`.
-    """
-
+    #: name → function. A path with such a name must be written as `./NAME`
     subcommands: ClassVar[dict[str, Callable[..., None]]]
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
@@ -137,11 +137,7 @@ def read_runs(paths: Sequence[Path], wanted: frozenset[str]) -> list[RunLog]:
 
 
 def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None) -> None:
-    """Evaluates every run's dumped rollouts under a grid of corrections, and writes the results.
-
-    Raises:
-        UsageError: there are no rollouts, `out` cannot be written, or the format is not supported.
-    """
+    """Evaluates every run's dumped rollouts under a grid of corrections, and writes the results."""
     from rlctl.cli.output import check_out, write_report
 
     if output_format == "markdown":
@@ -164,10 +160,8 @@ def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
         for title, tradeoff in found:
             print_tradeoff(console, title, tradeoff)
 
-    def document() -> list[dict[str, Any]]:
-        return [tradeoff.as_document() for _, tradeoff in found]
-
-    write_report(output_format, out, text, document, html=partial(page, found))
+    documents = [tradeoff.as_document() for _, tradeoff in found]
+    write_report(output_format, out, text, lambda: documents, html=partial(page, found))
 
 
 def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None, fix: Path | None) -> None:
@@ -219,12 +213,7 @@ def _write_fix(diagnosis: Diagnosis, path: Path) -> None:
 
 
 def report_selftest(output_format: str, out: Path | None) -> None:
-    """Run the self-test and write one line per rule and per kind of healthy run, as text or JSON.
-
-    Raises:
-        UsageError: another format, or `out` cannot be written.
-        typer.Exit: with 1 if a rule misses its fault or a healthy run gets a warning.
-    """
+    """Runs the self-test; writes one line per rule and per kind of healthy run. Exit code 1 if one fails."""
     from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
     from rlctl.cli.output import check_out, counting, write_report

@@ -109,15 +109,11 @@ def _print_values(loaded: LoadedSpec, console: Console, *, show_all: bool) -> No
 
 
 def _print_indented(text: Text, indent: int, console: Console, head: Text | None = None) -> None:
-    """Prints `head` and `text` on one line; on a terminal, wrapped lines of `text` align with its start."""
-    line = Text.assemble(" " * indent, head or "")
-    if console.is_terminal:
-        grid = Table.grid()
-        grid.add_column(no_wrap=True)
-        grid.add_row(line, text)
-        console.print(grid)
-    else:
-        console.print(Text.assemble(line, text))
+    """Prints `head` and `text` on one line; wrapped lines of `text` align with its start."""
+    grid = Table.grid()
+    grid.add_column(no_wrap=True)
+    grid.add_row(Text.assemble(" " * indent, head or ""), *filter(None, [text]))
+    console.print(grid)
 
 
 def _print_amount(name: str, amount: str, words: str, console: Console, style: str = "") -> None:

@@ -11,8 +11,7 @@ import typer
 
 from rlctl.cli.command import AsJson, CommandWithSubcommands, refuse_options
 from rlctl.cli.evaluate_compare import compare, list_benchmarks, numbers
-from rlctl.cli.prepare_data import DataSource
-from rlctl.data.recipe_names import RecipeChoice
+from rlctl.cli.prepare_data import AnswerKey, DataSource, Instruction, PromptKey, RecipeOption
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -55,27 +54,11 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
-    recipe: Annotated[
-        RecipeChoice,
-        typer.Option(
-            metavar="NAME",
-            help="How columns of files become questions, as in `prepare-data parquet`; auto: recognised by "
-            "the first row.",
-        ),
-    ] = "auto",
-    prompt_key: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Column of the prompt.", show_default="the recipe's")
-    ] = None,
-    answer_key: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Column of the answer.", show_default="the recipe's")
-    ] = None,
+    recipe: RecipeOption = "auto",
+    prompt_key: PromptKey = None,
+    answer_key: AnswerKey = None,
     data_source: DataSource = None,
-    instruction: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT", help="Text appended to each question of a file.", show_default="the recipe's"
-        ),
-    ] = None,
+    instruction: Instruction = None,
     benchmarks_dir: Annotated[
         Path | None,
         typer.Option(
@@ -186,8 +169,12 @@ def evaluate(
 
     is_served = engine == SERVER
     ks = None if k is None else numbers(k)
-    if model is not None:
-        model_or_run = _only_name(model_or_run, model, is_served=is_served)
+    if model is not None and not is_served:
+        raise UsageError("--model names a server's model", where="--model", fix="write it without --model")
+    if model is not None and model_or_run not in {None, model}:
+        what = f"two models are named: {model_or_run} and {model}"
+        raise UsageError(what, where="--model", fix="leave one out")
+    model_or_run = model if model_or_run is None else model_or_run
     if regrade:
         why = "applies to sampling, and --regrade samples nothing"
         refuse_options(context, _OF_SAMPLING, why, "leave it out, or leave --regrade out")
@@ -253,12 +240,3 @@ def _print(out: Path, evaluation: Evaluation) -> None:
     for note in (*evaluation.notes, *score_notes(document)):
         console.print(Text(note, style="yellow"), soft_wrap=True)
     console.print(Text(f"{out}/  {RESULTS_FILE}, {SAMPLES_FILE}, {PAGE_FILE}"), soft_wrap=True)
-
-
-def _only_name(model_or_run: str | None, model: str, *, is_served: bool) -> str:
-    if not is_served:
-        raise UsageError("--model names a server's model", where="--model", fix="write it without --model")
-    if model_or_run not in {None, model}:
-        what = f"two models are named: {model_or_run} and {model}"
-        raise UsageError(what, where="--model", fix="leave one out")
-    return model

@@ -77,11 +77,7 @@ def _print(report: CompareReport, console: Console) -> None:
 
 
 def numbers(text: str) -> list[int]:
-    """Parses the argument of `--k`, e.g. `1,4,8`.
-
-    Raises:
-        UsageError: not a list of integers.
-    """
+    """Parses the argument of `--k`, e.g. `1,4,8`."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:

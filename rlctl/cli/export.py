@@ -78,11 +78,7 @@ def export(
 
 
 def _push(folder: Path, name: str, *, is_public: bool) -> str:
-    """Upload a directory; returns its address on the hub.
-
-    Raises:
-        EnvironmentFailure: the hub cannot be reached, or refuses the upload.
-    """
+    """Uploads a directory; returns its address on the hub."""
     from huggingface_hub import HfApi
 
     try:

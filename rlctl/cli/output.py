@@ -126,11 +126,7 @@ def write_report(
 
 
 def check_out(paths: Sequence[Path], out: Path | None, *, is_page: bool) -> None:
-    """Refuse an output that would overwrite an input, has no directory, or is a page on a terminal.
-
-    Raises:
-        UsageError: one of these is the case.
-    """
+    """Refuses (UsageError) an output that would overwrite an input, or has no directory, or a shown page."""
     if out is None:
         if is_page and sys.stdout.isatty():
             raise UsageError(
@@ -145,11 +141,7 @@ def check_out(paths: Sequence[Path], out: Path | None, *, is_page: bool) -> None
 
 
 def write_out(text: str, out: Path | None) -> None:
-    """Writes the text to standard output, or atomically to the file.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
+    """Writes the text to standard output, or as `write_file` to the file."""
     if out is None:
         typer.echo(text, nl=False)
     else:
@@ -157,11 +149,7 @@ def write_out(text: str, out: Path | None) -> None:
 
 
 def check_new(path: Path, *, force: bool) -> None:
-    """Refuse a file that cannot be created, or that would be replaced without `--force`.
-
-    Raises:
-        UsageError: it exists, or its directory does not.
-    """
+    """Refuses (UsageError) a file in no directory, or one that would be replaced without `--force`."""
     if path.exists() and not force:
         raise UsageError("the file exists", where=str(path), fix="choose another name, or add --force")
     if not path.absolute().parent.is_dir():

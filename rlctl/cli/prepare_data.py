@@ -32,6 +32,23 @@ DataSource = Annotated[
         show_default="by recipe or file name",
     ),
 ]
+RecipeOption = Annotated[
+    RecipeChoice,
+    typer.Option(
+        "--recipe",
+        metavar="NAME",
+        help=f"How columns become rows: {', '.join(get_args(RecipeName))}; auto: by the first row.",
+    ),
+]
+_column = partial(typer.Option, metavar="COLUMN", show_default="the recipe's")
+PromptKey = Annotated[str | None, _column(help="Column of the prompt; a dot separates nested fields.")]
+AnswerKey = Annotated[str | None, _column(help="Column of the answer; a dot separates nested fields.")]
+Instruction = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT", help="Text appended to each question; '' for none.", show_default="the recipe's"
+    ),
+]
 Model = Annotated[
     str | None,
     typer.Option(
@@ -87,22 +104,9 @@ def parquet(
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write.")],
-    recipe: Annotated[
-        RecipeChoice,
-        typer.Option(
-            metavar="NAME",
-            help=f"How columns become rows: {', '.join(get_args(RecipeName))}; auto: recognised by the first "
-            "row.",
-        ),
-    ] = "auto",
-    prompt_key: Annotated[
-        str | None,
-        typer.Option(metavar="COLUMN", help="Column of the prompt; a dot separates nested fields."),
-    ] = None,
-    answer_key: Annotated[
-        str | None,
-        typer.Option(metavar="COLUMN", help="Column of the answer; a dot separates nested fields."),
-    ] = None,
+    recipe: RecipeOption = "auto",
+    prompt_key: PromptKey = None,
+    answer_key: AnswerKey = None,
     data_source: DataSource = None,
     source_key: Annotated[
         str | None, typer.Option(metavar="COLUMN", help="Column that names each row's source instead.")
@@ -110,12 +114,7 @@ def parquet(
     system_prompt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Put before each conversation.")
     ] = None,
-    instruction: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT", help="Text appended to each question; '' for none.", show_default="the recipe's"
-        ),
-    ] = None,
+    instruction: Instruction = None,
     val_fraction: Annotated[
         float | None,
         typer.Option(metavar="SHARE", help="Share of rows for the test split.", show_default="0.05"),

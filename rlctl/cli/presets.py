@@ -79,14 +79,12 @@ def diff(
 
     from rlctl.cli.dry_run import show as show_value
     from rlctl.cli.output import plain_table, unwrapped
-    from rlctl.spec.keys import known_leaves, value_of
+    from rlctl.spec.keys import leaves_of
     from rlctl.spec.load import LEFT_TO_THE_USER, load_spec
 
-    specs = [load_spec([name], left_open=LEFT_TO_THE_USER).spec for name in (first, second)]
-    values = {key: [value_of(spec, key) for spec in specs] for key in known_leaves()}
-    differing = {
-        key: [show_value(value) for value in pair] for key, pair in values.items() if pair[0] != pair[1]
-    }
+    names = (first, second)
+    one, other = (leaves_of(load_spec([name], left_open=LEFT_TO_THE_USER).spec) for name in names)
+    differing = {key: [show_value(one[key]), show_value(other[key])] for key in one if one[key] != other[key]}
     if as_json:
         print_json(differing)
         return
@@ -123,11 +121,6 @@ def copy(
 
 
 def _preset(name: str) -> Preset:
-    """The shipped preset of that name.
-
-    Raises:
-        UsageError: there is none.
-    """
     from rlctl.spec.keys import did_you_mean
     from rlctl.spec.sources import all_presets
 

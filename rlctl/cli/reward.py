@@ -91,11 +91,7 @@ def try_out(
 
 
 def _spec(what: str) -> RunSpec:
-    """The spec that `what` names; for a grader or function, a default spec that uses it.
-
-    Raises:
-        UsageError: `what` is none of these, or the spec has problems.
-    """
+    """The spec that `what` names; for a grader or function, a default spec that uses it."""
     from rlctl.registry import GRADERS
     from rlctl.spec.load import LEFT_TO_THE_USER, RUN_SPEC_FILE, load_spec
     from rlctl.spec.sources import all_presets

@@ -15,6 +15,8 @@ from rlctl.errors import UsageError
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from rlctl.registry import Registry
+
 _RANGES = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
@@ -203,11 +205,11 @@ def _of_metric(name: str) -> list[dict[str, Any]]:
 
 def _of_parts(name: str) -> Iterator[dict[str, Any]]:
     """Entries of the losses, estimators and other parts of this name, and of the rejection criterion."""
-    from rlctl.registry import REJECTION_CRITERIA, Registry
+    from rlctl.registry import REJECTION_CRITERIA
     from rlctl.spec.explain import criterion_bands
     from rlctl.spec.resolve import criteria_names
 
-    for registry in Registry.all:
+    for registry in _registries():
         if name in set(registry) and registry is not REJECTION_CRITERIA:
             part = registry.part(name)
             about = {"meaning": f"{registry.kind}: {part.label}", "key": registry.key}
@@ -219,16 +221,22 @@ def _of_parts(name: str) -> Iterator[dict[str, Any]]:
         yield {"name": name, "meaning": meaning, "key": REJECTION_CRITERIA.key, **criterion_bands(name)}
 
 
+def _registries() -> list[Registry]:
+    """Registries of the parts that a spec or an option names; their modules import no torch."""
+    from rlctl.registry import METRIC_CONVENTIONS, Registry
+
+    return [registry for registry in Registry.all if registry is not METRIC_CONVENTIONS]
+
+
 def _nearest(name: str) -> str | None:
     """Suggestion for an unknown name."""
     from rlctl.metric_names import METRICS
-    from rlctl.registry import Registry
     from rlctl.spec.keys import advice_for, closest, did_you_mean, known_sections
     from rlctl.spec.resolve import criteria_names
 
     if "/" in name:
         return did_you_mean(name, METRICS, "docs/reference/metrics.md lists all metrics")
-    parts = [*criteria_names(), *(part for registry in Registry.all for part in registry)]
+    parts = [*criteria_names(), *(part for registry in _registries() for part in registry)]
     if near := did_you_mean(name, [*known_sections(), *parts], cutoff=0.8) or advice_for(name):
         return near
     by_end = {metric.rpartition("/")[2]: metric for metric in METRICS}

@@ -12,7 +12,7 @@ from typing import Any
 from rlctl.convert.table import KeyRule, KeyTable, compute, placeholders, word
 from rlctl.convert.translate import Conversion, KeyOutcome
 from rlctl.spec.algorithm import CORRECTION
-from rlctl.spec.keys import known_leaves, value_of
+from rlctl.spec.keys import flat, known_leaves, leaves_of
 from rlctl.spec.resolve import correction_rules
 from rlctl.spec.run_spec import RunSpec
 
@@ -88,8 +88,8 @@ def export(spec: RunSpec, table: KeyTable) -> Export:
 
 def _values(spec: RunSpec) -> dict[str, Any]:
     """Value of every spec key; tuples as lists."""
-    values = {key: value_of(spec, key) for key in known_leaves()}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    leaves = leaves_of(spec).items()
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in leaves}
 
 
 def _rules(spec: RunSpec) -> dict[str, Any]:
@@ -174,8 +174,10 @@ def _flag(key: str, value: Any) -> str:
 def _hydra_keys(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The settings as Hydra's overrides: a `+` adds a key to a mapping."""
     for key, value in settings.items():
-        is_mapping = isinstance(value, dict)
-        yield from ((f"+{key}.{name}", one) for name, one in value.items()) if is_mapping else ((key, value),)
+        if isinstance(value, dict):
+            yield from flat(value, f"+{key}.").items()
+        else:
+            yield key, value
 
 
 def _hydra(value: Any) -> str:

@@ -153,10 +153,7 @@ def _words(text: str) -> list[str]:
 
 
 def _launched_at(one: KeyTable, args: list[Arg]) -> tuple[int, list[ForeignSetting]] | None:
-    """Index of the framework's first argument, after its launch command, and the class that this names.
-
-    None if it is not launched.
-    """
+    """Index of the first argument after the launch command, and the class that this names; None: no such."""
     line = ""
     for number, arg in enumerate(args):
         line = f"{line} {arg.text}"
@@ -266,11 +263,7 @@ def _from_mapping(path: Path, chosen: list[KeyTable], notes: list[str]) -> _Foun
 
 
 def _settings_of(path: Path, where: str, notes: list[str]) -> list[ForeignSetting]:
-    """Leaves of a YAML or TOML file, preceded by those of the files in its `defaults`; lines follow `where`.
-
-    Raises:
-        UsageError: the file is not valid.
-    """
+    """Leaves of a YAML or TOML file, after those of the files in its `defaults`; lines follow `where`."""
     text, kind = _text_of(path), _KINDS[path.suffix]
     try:
         if kind == "toml":
@@ -341,11 +334,7 @@ def _toml_line(text: str, key: str, where: str) -> str:
 
 
 def _from_python(path: Path, text: str, chosen: list[KeyTable], notes: list[str]) -> _Found | None:
-    """Reads the keyword arguments of configuration classes and later assignments to their attributes.
-
-    Raises:
-        UsageError: the file is not valid Python.
-    """
+    """Reads the keyword arguments of configuration classes and later assignments to their attributes."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:

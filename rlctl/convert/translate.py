@@ -8,7 +8,7 @@ from typing import Any, Literal
 from rlctl.convert.source import ForeignConfig, ForeignSetting, Unresolved
 from rlctl.convert.table import KeyRule, KeyTable, Open, compute, placeholders, word
 from rlctl.errors import Problem, SpecError
-from rlctl.spec.keys import closest, known_leaves, value_of
+from rlctl.spec.keys import closest, known_leaves, leaves_of
 from rlctl.spec.load import load_spec
 from rlctl.spec.run_spec import RunSpec
 
@@ -127,41 +127,33 @@ def _add_row(
         note = f"did you mean {nearest}?" if nearest else ""
         result.rows.append(KeyOutcome(key, setting.value, "unknown", {}, note, setting.where))
         return
-    became = dict(computed)
-    if rule.to:
-        became[rule.to] = _mapped(rule, values[key])
-    became = {target: value for target, value in became.items() if value is not _LEFT_OUT}
-    note = ""
-    status: Status = "same"
+    targets = computed | ({rule.to: _mapped(rule, values[key])} if rule.to else {})
+    targets = {target: value for target, value in targets.items() if value is not _LEFT_OUT}
+    lost = [target for target, value in targets.items() if value is _MISSING]
+    unknown = {target: value for target, value in targets.items() if isinstance(value, Unresolved)}
+    became = {target: value for target, value in targets.items() if target not in (*lost, *unknown)}
+    difference = rule.difference(setting.value)
+    status: Status = "different" if difference else "same"
+    note = difference
     if rule.unsupported:
         off = _is_neutral(rule, setting.value)
         status, note = ("same", "off here too") if off else ("not supported", rule.unsupported)
-    elif _MISSING in became.values():
-        difference = rule.difference(setting.value)
+    elif lost:
         status, note = "not supported", f"no counterpart of {word(setting.value)}"
         note += f": {difference}" if difference else ""
-    elif difference := rule.difference(setting.value):
-        status, note = "different", difference
-    open_values = {target: value for target, value in became.items() if isinstance(value, Unresolved)}
-    lost = [] if rule.unsupported else [target for target, value in became.items() if value is _MISSING]
-    became = {
-        target: value
-        for target, value in became.items()
-        if value is not _MISSING and target not in open_values
-    }
+        what = f"{key} = {word(setting.value)} has no counterpart; rlctl's default would be used"
+        fix = "write the key into the spec"
+        result.problems += [Problem("error", target, what, fix) for target in lost]
     reported = {problem.key for problem in result.problems}
-    for target, value in open_values.items():
+    for target, value in unknown.items():
         if target not in reported:
             what = f"{key} depends on {value}, which the file does not determine ({setting.where})"
             fix = "set its variables with --set NAME=VALUE, or write the key into the spec"
             result.problems.append(Problem("error", target, what, fix))
-    for target in lost:
-        what = f"{key} = {word(setting.value)} has no counterpart; rlctl's default would be used"
-        result.problems.append(Problem("error", target, what, "write the key into the spec"))
-    if open_values:
+    if unknown:
         note = f"not determined by the file{': ' if note else ''}{note}"
-    for target, value in became.items():
-        result.spec[target], result.origins[target] = value, f"{key}, {setting.where}"
+    result.spec |= became
+    result.origins |= dict.fromkeys(became, f"{key}, {setting.where}")
     result.rows.append(KeyOutcome(key, setting.value, status, became, note, setting.where))
 
 
@@ -182,8 +174,7 @@ def _add_defaults(
     result: Translation, given: dict[str, Any], defaults: dict[str, Any], computed: dict[str, Any]
 ) -> None:
     """Adds the framework's defaults that differ from rlctl's, or that have no equivalent."""
-    spec = RunSpec()
-    ours = {key: value_of(spec, key) for key in known_leaves()}
+    ours = leaves_of(RunSpec())
     for key, rule in result.table.keys.items():
         default = defaults.get(key)
         if key in given or (default is None and not rule.to):

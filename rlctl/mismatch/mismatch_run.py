@@ -232,11 +232,7 @@ def _sampling(request: MismatchRequest, spec: RunSpec) -> Sampling:
 
 
 def _rows(trainer: _Trainer, model: Any, renderer: Renderer, response_length: int) -> list[Row]:
-    """The first prompts that leave room for a response.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The first prompts that leave room for a response."""
     rows = load_rows(trainer.data_files)[: 4 * NUM_PROMPTS] if trainer.data_files else question_rows()
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
     room = context - response_length - 1  # one more start token must fit too

@@ -35,15 +35,13 @@ class RolloutCorrectionSpec(Section):
     """Importance and rejection sampling (IS, RS) between the rollout and the training policy."""
 
     dialect: Annotated[Literal["rlctl", "verl"], aliases({"guide": "rlctl"})] = "rlctl"
-    """Convention for the names of rejection criteria and the default bound: that of rlctl (alias `guide`) or
-    of verl 0.9."""
+    """Whose names of rejection criteria and default bound: those of rlctl (alias `guide`) or of verl 0.9."""
     rollout_is: Annotated[Annotated[str, Registered(CORRECTION_WEIGHTS)] | None, NullWord] = "sequence"
     """Importance-sampling weight; null: no weight is applied, but ratios are still measured."""
     rollout_is_params: OpenMapping = Field(default={})
     """Parameters that the weight declares."""
     rollout_is_threshold: Threshold = "2.0"
-    """Bounds of the weight: one number c or `lo_hi`. One number means [1/c, c]; with `truncate`, at most
-    c."""
+    """Bounds of the weight: `lo_hi`, or one number c, which means [1/c, c]; with `truncate`, at most c."""
     rollout_is_bound: Annotated[Literal["clip", "truncate", "mask"] | None, NullWord] = None
     """Treatment of weights outside the bounds. `clip`: set to the nearer bound; `truncate`: limited to the
     upper bound; `mask`: set to 0. null: `clip` in dialect rlctl; in verl `truncate` for one number, `mask`
@@ -61,13 +59,11 @@ class RolloutCorrectionSpec(Section):
     """Use the rollout log-probs as π_old, without an extra forward pass; false: decoupled mode, in which the
     trainer computes π_old before the updates."""
     loss_type: Annotated[str, Registered(POLICY_LOSSES)] = "reinforce"
-    """Policy loss. In bypass mode, the ratio of a loss with a ratio is π_θ/π_rollout and acts as the
-    correction."""
+    """Policy loss. In bypass mode, its ratio, if it has one, is π_θ/π_rollout and acts as the correction."""
     loss_params: OpenMapping = Field(default={})
     """Parameters that the loss declares."""
     loss_denominator: Literal["before_rejection", "after_rejection"] = "before_rejection"
-    """Denominator of the loss: all samples (rejected ones have weight 0), or only those that were not
-    rejected."""
+    """Denominator of the loss: all samples (rejected ones have weight 0), or only those not rejected."""
     score_centering: Annotated[int | None, NullWord] = Field(default=None, ge=1)
     """Subtract the expected score under the sampler from the score of every token (arXiv 2609.20807),
     computed from this many most likely tokens, which the rollout engine reports at each position; the paper
@@ -183,8 +179,7 @@ class ActorSpec(Section):
     lr: float = Field(default=1e-6, ge=0)
     """Peak learning rate of AdamW."""
     lr_ess_scaling: bool = False
-    """Multiply the learning rate of each update by √(effective sample size of the raw weights), as in VCPO;
-    experimental."""
+    """Multiply the rate of each update by √(effective sample size of raw weights), as VCPO; experimental."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or linear or cosine decay to 0 at the last step."""
     lr_warmup_steps: int = Field(default=0, ge=0)
@@ -203,8 +198,7 @@ class CriticSpec(Section):
     enable: Annotated[bool | None, NullWord] = None
     """Whether a critic is trained; null: if `algorithm.adv_estimator` needs values, as `gae` does."""
     path: Annotated[str | None, NullWord] = None
-    """Directory or hub id of the causal language model that initialises the critic; null: the policy's
-    model."""
+    """Directory or hub id of the model that initialises the critic; null: the policy's model."""
     lr: float = Field(default=1e-5, ge=0)
     """Peak learning rate of the critic; the schedule is that of `actor.lr_scheduler_type`."""
     lr_warmup_steps: int = Field(default=0, ge=0)
@@ -216,11 +210,9 @@ class CriticSpec(Section):
     ppo_micro_batch_size_per_gpu: Annotated[int | None, NullWord] = Field(default=None, ge=1)
     """Sequences per forward pass on one rank; null: that of the actor."""
     ppo_max_token_len_per_gpu: Annotated[int | None, NullWord] = Field(default=None, ge=1)
-    """Token budget per forward pass on one rank, instead of a number of sequences; null: that of the
-    actor."""
+    """Token budget per forward pass on one rank, instead of sequences; null: that of the actor."""
     cliprange_value: float = Field(default=0.5, gt=0)
-    """PPO's value clip: a value that has moved by more than this towards its return gets no further
-    gradient."""
+    """PPO's value clip: a value that has moved further than this towards its return gets no gradient."""
     loss_agg_mode: AggMode = "token-mean"
     """Aggregation of token losses to one number, as in `actor.loss_agg_mode`."""
     weight_decay: float = Field(default=0.01, ge=0)
@@ -235,5 +227,4 @@ class RefSpec(Section):
     """The reference policy; built only with `use_kl_in_reward` or `use_kl_loss`."""
 
     path: Annotated[str | None, NullWord] = None
-    """Directory or hub id of the reference; null: the initial policy (with LoRA its base model, without a
-    copy)."""
+    """Directory or hub id of the reference; null: the initial policy (with LoRA its base, not copied)."""

@@ -116,17 +116,12 @@ PARTS_UNCHECKED = {"parts": "unchecked"}
 
 @dataclass(frozen=True, slots=True, eq=False)  # a registry is a mapping: not hashable
 class Registered:
-    """Annotation of a text field: the name of a part, or `path/to/file.py:function`.
+    """Annotation of a text field: the name of a part, or `path/to/file.py:function`."""
 
-    Attributes:
-        registry: the registry of such parts.
-        imports_files: whether checking the spec imports a user's file; else only the process that runs it.
-        without: an input that the part must not need; the JSON Schema offers no such part.
-    """
-
-    registry: Registry
+    registry: Registry  # the registry of such parts
+    #: whether checking the spec imports a user's file; else only the process that runs it
     imports_files: bool = True
-    without: str = ""
+    without: str = ""  # an input that the part must not need; the JSON Schema offers no such part
 
     def check(self, name: str, info: ValidationInfo) -> str:
         """Returns the name if such a part exists.

@@ -6,7 +6,6 @@ Pydantic validates the type and range of each field. The checks here mostly comp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, cast
 
 from rlctl.errors import Problem
@@ -14,7 +13,7 @@ from rlctl.metric_names import OVERLONG
 from rlctl.registry import GRADERS
 from rlctl.spec.base import Section, param_problems
 from rlctl.spec.keys import value_of
-from rlctl.spec.model import ALL_LINEAR, PROMPT_LENGTH, RESPONSE_LENGTH
+from rlctl.spec.model import PROMPT_LENGTH, RESPONSE_LENGTH
 from rlctl.spec.run_spec import RunSpec
 from rlctl.user_code import is_file_function
 
@@ -23,6 +22,8 @@ Check = Callable[[RunSpec], Problems]
 
 CHECKS: list[Check] = []
 LEAVE_OUT = "leave it out"
+#: Begin of a warning about a key that nothing reads.
+NO_EFFECT = "has no effect"
 
 #: Learning rates above this are unusual for a pretrained language model.
 UNUSUAL_LR = 1e-4
@@ -43,8 +44,7 @@ class Recorded:
     def __getattr__(self, name: str) -> Any:
         kind, key = type(self._section), f"{self._prefix}{name}"
         if name not in kind.model_fields:  # a property or method, which reads values itself
-            found = getattr(kind, name)
-            return found.fget(self) if isinstance(found, property) else partial(found, self)
+            return getattr(kind, name).__get__(self)
         value = getattr(self._section, name)
         if isinstance(value, Section):
             return Recorded(value, self._read, f"{key}.")
@@ -139,9 +139,6 @@ def validation_is_possible(spec: RunSpec) -> Problems:
     if wanted and not given and not spec.is_embedded:
         what = f"validation every {spec.trainer.test_freq} steps, but data.val_files is empty"
         yield error("trainer.test_freq", what, "set data.val_files, or test_freq: -1")
-    if given and not wanted:
-        what = "never read, because trainer.test_freq is -1"
-        yield warning("data.val_files", what, f"set trainer.test_freq: 10, or {LEAVE_OUT}")
 
 
 @spec_check
@@ -235,15 +232,10 @@ def warmup_ends(spec: RunSpec) -> Problems:
 
 @spec_check
 def adapters_have_layers(spec: RunSpec) -> Problems:
-    """LoRA needs a rank and target modules."""
-    model = spec.model
-    if model.lora_rank and not model.target_modules:
+    """LoRA needs target modules."""
+    if spec.model.lora_rank and not spec.model.target_modules:
         what = "LoRA without layers to adapt trains nothing"
         yield error("model.target_modules", what, "name layers, or write all-linear")
-    if not model.lora_rank and model.target_modules != [ALL_LINEAR]:
-        what = "has no effect: model.lora_rank is 0, all weights are trained"
-        fix = f"{LEAVE_OUT}, or set model.lora_rank: 16" if model.target_modules else LEAVE_OUT
-        yield warning("model.target_modules", what, fix)
 
 
 @spec_check
@@ -283,7 +275,8 @@ def budget_holds_a_row(spec: RunSpec) -> Problems:
     longest = sum(max(limit, needed) for limit, needed in _lengths(spec).values())
     budgets = (spec.pass_tokens, spec.critic.ppo_max_token_len_per_gpu)
     for key, budget, ranks in zip(_BUDGETS, budgets, (spec.engine.sequence_parallel, 1), strict=True):
-        if budget is not None and budget < longest:
+        is_read = key == _BUDGETS[0] or spec.trains_critic
+        if is_read and budget is not None and budget < longest:
             what = f"{budget} tokens, but one prompt and its response may have {longest}"
             limits = "data.max_prompt_length or data.max_response_length"
             yield error(key, what, f"use {-(-longest // ranks)} or more, or lower {limits}")
@@ -297,9 +290,6 @@ def rewards_are_complete(spec: RunSpec) -> Problems:
         fix = "list terms, or write null to use reward.name"
         yield error("reward.terms", "no reward at all: the list is empty", fix)
     names = {term.name for term in reward.terms or []} or {reward.name}
-    if reward.terms and reward.name != "auto":
-        what = f"has no effect: reward.terms lists {', '.join(sorted(names))}"
-        yield warning("reward.name", what, LEAVE_OUT)
     labels = [term.label for term in reward.all_terms]
     if doubled := sorted({label for label in labels if labels.count(label) > 1} | ({OVERLONG} & set(labels))):
         what = f"{', '.join(doubled)} would name two rewards in the metrics"
@@ -312,14 +302,9 @@ def rewards_are_complete(spec: RunSpec) -> Problems:
         if not is_file_function(term.name):  # those of a user's file are checked where it is imported
             key = "reward.terms" if reward.terms else "reward.params"
             yield from param_problems(GRADERS, term.name, key, term.params)
-    if reward.terms and reward.params:
-        yield warning("reward.params", "no effect: each of reward.terms has its own", LEAVE_OUT)
     if "model" in names and reward.model.path is None:
         fix = "reward.model.path=… (a sequence classifier with one output)"
         yield error("reward.model.path", "the reward model has no path", fix)
-    if "model" not in names and reward.model.path is not None:
-        what = "never read: no reward is called model"
-        yield warning("reward.model.path", what, "set reward.name: model, or add a term")
 
 
 @spec_check

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from rlctl.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, Part
+from rlctl.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.algorithm import CORRECTION
 from rlctl.spec.base import param_problems
-from rlctl.spec.check import LEAVE_OUT, Problems, error, fitting_batch, is_changed, spec_check, warning
-from rlctl.spec.keys import value_of
+from rlctl.spec.check import LEAVE_OUT, Problems, error, fitting_batch, spec_check, warning
 from rlctl.spec.model import EMBEDDED
-from rlctl.spec.resolve import IS_THRESHOLD_KEY, RS_THRESHOLD_KEY, correction_problems, correction_rules
+from rlctl.spec.resolve import IS_THRESHOLD_KEY, correction_problems, correction_rules
 from rlctl.spec.run_spec import RunSpec
 
 _FILTER = "algorithm.filter_groups"
 _IS, _AUTO = f"{CORRECTION}rollout_is", f"{CORRECTION}auto"
 _CENTERING = f"{CORRECTION}score_centering"
 _CLIPS = ("actor.clip_ratio_low", "actor.clip_ratio_high")
-_LOSS_OPTIONS = (*_CLIPS, "actor.clip_ratio_c", "actor.tau_pos", "actor.tau_neg", "actor.dppo_divergence")
-
-
-def _unread(spec: RunSpec, part: Part, keys: Iterable[str]) -> Problems:
-    """Yields a warning for each key that differs from its default and that `part` does not read."""
-    for key in keys:
-        if key not in part.options and is_changed(spec, key):
-            yield warning(key, f"has no effect with {part.name}", LEAVE_OUT)
 
 
 def _has_ratio(spec: RunSpec) -> bool:
@@ -49,8 +38,6 @@ def groups_can_be_filtered(spec: RunSpec) -> Problems:
     options, rollout, estimator = spec.algorithm.filter_groups, spec.rollout, spec.algorithm.adv_estimator
     key = f"{_FILTER}.enable"
     if not options.enable:
-        if options.curriculum:
-            yield warning(f"{_FILTER}.curriculum", f"has no effect without {key}", f"set {key}: true")
         return
     for name in ("staleness", "max_staleness"):
         if getattr(rollout, name):
@@ -67,15 +54,6 @@ def groups_can_be_filtered(spec: RunSpec) -> Problems:
     if spec.actor.use_kl_loss or spec.actor.entropy_coeff:
         what = "KL loss and entropy bonus then cover only prompts of medium difficulty"
         yield warning(key, what, "set actor.use_kl_loss: false and actor.entropy_coeff: 0, as DAPO does")
-
-
-@spec_check
-def threshold_has_a_criterion(spec: RunSpec) -> Problems:
-    """A threshold without a criterion rejects nothing."""
-    correction = spec.algorithm.rollout_correction
-    if correction.rollout_rs_threshold and not correction.rollout_rs:
-        what = f"{correction.rollout_rs_threshold} has no effect: rollout_rs is null, nothing is rejected"
-        yield warning(RS_THRESHOLD_KEY, what, "name a criterion in rollout_rs, or set the threshold to null")
 
 
 @spec_check
@@ -98,13 +76,6 @@ def groups_have_siblings(spec: RunSpec) -> Problems:
         what += "every advantage would be zero or undefined"
         fix = "set rollout.n to 2 or more (5 to 16 is usual), or use reinforce_plus_plus, remax or gae"
         yield error("rollout.n", what, fix)
-
-
-@spec_check
-def discount_is_used(spec: RunSpec) -> Problems:
-    """`gamma` and `lam` affect only estimators that discount over tokens."""
-    part = ADVANTAGE_ESTIMATORS.part(spec.algorithm.adv_estimator)
-    yield from _unread(spec, part, ("algorithm.gamma", "algorithm.lam"))
 
 
 @spec_check
@@ -168,18 +139,6 @@ def kl_is_consistent(spec: RunSpec) -> Problems:
         what = "an adaptive coefficient controls the KL in the reward, which is off"
         fix = f"{LEAVE_OUT}, or set algorithm.use_kl_in_reward: true"
         yield error("algorithm.kl_ctrl.type", what, fix)
-    for switch, is_on, keys in (
-        ("actor.use_kl_loss", in_loss, ("actor.kl_loss_coef", "actor.kl_loss_type")),
-        (
-            "algorithm.use_kl_in_reward",
-            in_reward,
-            ("algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef"),
-        ),
-    ):
-        for key in keys:
-            if not is_on and is_changed(spec, key):
-                fix = f"{LEAVE_OUT}, or set {switch}: true" if value_of(spec, key) else LEAVE_OUT
-                yield warning(key, f"has no effect: {switch} is false", fix)
     if "rollout_log_probs" in KL_ESTIMATORS.part(spec.algorithm.kl_penalty).needs:
         what = (
             f"{spec.algorithm.kl_penalty} is a loss: its gradient passes through the ratio, a reward has none"
@@ -197,13 +156,6 @@ def embedded_is_the_policys(spec: RunSpec) -> Problems:
         if path == EMBEDDED:
             fix = "leave it out: null means the policy's own model"
             yield error(key, "the built-in model has no directory to name", fix)
-
-
-@spec_check
-def clips_are_used(spec: RunSpec) -> Problems:
-    """Options of a loss that is not chosen have no effect."""
-    loss = POLICY_LOSSES.part(spec.algorithm.rollout_correction.loss_type)
-    yield from _unread(spec, loss, _LOSS_OPTIONS)
 
 
 @spec_check

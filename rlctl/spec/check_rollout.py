@@ -11,8 +11,8 @@ from typing import Any
 
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.spec.base import param_problems
-from rlctl.spec.check import LEAVE_OUT, Problems, error, is_changed, spec_check, warning
-from rlctl.spec.keys import closest, flat, known_leaves
+from rlctl.spec.check import LEAVE_OUT, Problems, error, spec_check, warning
+from rlctl.spec.keys import closest, flat
 from rlctl.spec.machine import gpus, gpus_are_hidden
 from rlctl.spec.rollout import VLLM_LORA_RANKS
 from rlctl.spec.run_spec import RunSpec
@@ -170,7 +170,6 @@ def engine_supports_it(spec: RunSpec) -> Problems:
     """Some options are supported only by some engines, or only by engines in separate processes."""
     rollout, urls, engine = spec.rollout, spec.rollout.server.urls, spec.rollout_engine
     has_servers = spec.has_rollout_servers
-    use_servers = "set rollout.mode: server and rollout.name: vllm"
     if rollout.mode not in engine.modes:
         what = f"{rollout.name} has no mode {rollout.mode}, only {_listed(engine.modes)}"
         fix = "set mode: colocated, or rollout.name: vllm" if rollout.mode == "server" else "set mode: server"
@@ -186,10 +185,6 @@ def engine_supports_it(spec: RunSpec) -> Problems:
         what = f"{ranks} ranks of a node cannot form groups of {shared}, which run one engine each"
         fix = "use a divisor of trainer.n_gpus_per_node, or set rollout.mode: server"
         yield error("rollout.tensor_model_parallel_size", what, fix)
-    of_servers = [key for key in known_leaves() if key.startswith("rollout.server.")]
-    if not has_servers and any(is_changed(spec, key) for key in of_servers):
-        what = "has no effect: no engine runs in a separate process"
-        yield warning("rollout.server", what, f"{LEAVE_OUT}, or {use_servers}")
     if unclear := [url for url in urls if not url.startswith(("http://", "https://"))]:
         what = f"not an address of a server: {', '.join(unclear)}"
         yield error("rollout.server.urls", what, "write http://host:port")
@@ -199,10 +194,7 @@ def engine_supports_it(spec: RunSpec) -> Problems:
             f"{rollout.name} raises lower temperatures to {lowest}; the trainer's log-probs would not match"
         )
         yield error("rollout.temperature", what, f"use {lowest} or more")
-    transfer, placement = rollout.server.weight_transfer, rollout.server.placement
-    if urls and placement != "auto":
-        what = f"has no effect: the engines of rollout.server.urls run already; placement is {placement}"
-        yield warning("rollout.server.placement", what, "leave it out")
+    transfer = rollout.server.weight_transfer
     if transfer == "broadcast" and has_servers and spec.syncs_adapter:
         what = "adapters are sent as files"
         yield error("rollout.server.weight_transfer", what, "write auto, or set rollout.merge_lora: true")

@@ -16,23 +16,14 @@ from rlctl.spec.run_spec import RunSpec
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """The effect of one threshold, as an interval of ρ = π_train / π_rollout.
+    """The effect of one threshold, as an interval of ρ = π_train / π_rollout."""
 
-    Attributes:
-        name: `IS weight`, the name of the loss's clip, or the criterion as in the spec.
-        lower: smallest value inside the band (0: no lower bound).
-        upper: largest value inside the band (inf: no upper bound).
-        bounds: the bounded quantity in words: each token's ρ, the product, the geometric mean.
-        outside: the effect on values outside the band, in words.
-        symbol: symbol of the bounded quantity: `ρ`, `w`, or the formula of a statistic.
-    """
-
-    name: str
-    lower: float
-    upper: float
-    bounds: str
-    outside: str
-    symbol: str = "ρ"
+    name: str  # `IS weight`, the name of the loss's clip, or the criterion as in the spec
+    lower: float  # smallest value inside the band (0: no lower bound)
+    upper: float  # largest value inside the band (inf: no upper bound)
+    bounds: str  # the bounded quantity in words: each token's ρ, the product, the geometric mean
+    outside: str  # the effect on values outside the band, in words
+    symbol: str = "ρ"  # symbol of the bounded quantity: `ρ`, `w`, or the formula of a statistic
 
     @property
     def interval(self) -> str:

@@ -79,6 +79,11 @@ def value_of(spec: RunSpec, key: str) -> Any:
     return reduce(getattr, key.split("."), spec)
 
 
+def leaves_of(spec: RunSpec) -> dict[str, Any]:
+    """Dotted key → value, for every key."""
+    return {key: value_of(spec, key) for key in known_leaves()}
+
+
 def flat(
     content: Mapping[str, Any], prefix: str = "", *, keeps_empty: bool = False, whole: Container[str] = ()
 ) -> dict[str, Any]:

@@ -20,9 +20,9 @@ import yaml
 from pydantic import ValidationError
 
 from rlctl.errors import Problem, SpecError, UsageError, in_words
-from rlctl.spec import check_algorithm, check_rollout  # register their checks  # noqa: F401
+from rlctl.spec import check_algorithm, check_rollout, check_unread  # register their checks  # noqa: F401
 from rlctl.spec.base import PARTS_UNCHECKED
-from rlctl.spec.check import check_spec
+from rlctl.spec.check import NO_EFFECT, check_spec
 from rlctl.spec.keys import (
     accepts,
     advice_for,
@@ -81,17 +81,11 @@ def spec_file_of(run_dir: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class LoadedSpec:
-    """A spec that passed all checks.
+    """A spec that passed all checks."""
 
-    Attributes:
-        spec: the resolved run.
-        origins: dotted leaf key → origin, one for every value of `spec`, defaults included.
-        warnings: problems that do not stop the run.
-    """
-
-    spec: RunSpec
-    origins: dict[str, Origin]
-    warnings: list[Problem]
+    spec: RunSpec  # the resolved run
+    origins: dict[str, Origin]  # dotted leaf key → origin, one for every value of `spec`, defaults included
+    warnings: list[Problem]  # problems that do not stop the run
 
 
 def load_spec(
@@ -146,10 +140,16 @@ def load_spec(
     }
 
     def is_meant(warning: Problem, keys: set[str]) -> bool:
-        """Whether one shipped preset sets all values that lead to the warning; its comments explain them."""
+        """Whether a shipped preset sets the key, and alone all values that lead to the warning.
+
+        Its comments explain them. A key without effect matters only if the user sets it.
+        """
+        origin = origins.get(warning.key, DEFAULT)
+        is_presets = origin.layer in {"preset", "embedded"} and origin.name in all_presets()
+        if warning.what.startswith(NO_EFFECT):
+            return is_presets
         deciding = {str(origins[key].name) for key in keys if origins[key].layer not in _NEUTRAL}
-        is_shipped = len(deciding) == 1 and deciding <= all_presets().keys()
-        return is_shipped and origins.get(warning.key, DEFAULT).layer in {"preset", "embedded"}
+        return is_presets and len(deciding) == 1 and deciding <= all_presets().keys()
 
     # Contradictions with an invalid value are not reported.
     contradictions = check_spec(spec, left_open | invalid, is_meant)

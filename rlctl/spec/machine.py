@@ -25,37 +25,21 @@ _CORE_FLOPS, _CORE_BANDWIDTH = 70e9, 10e9
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Hardware of a run; speeds are the vendors' peak figures.
-
-    Attributes:
-        name: name of the machine.
-        gpu: name of its GPUs.
-        gpus: GPUs per node; 0: the run uses the CPU.
-        nodes: number of nodes.
-        gpu_bytes: memory of one GPU.
-        host_bytes: host memory of one node that the run may use.
-        shm_bytes: size of a node's `/dev/shm`.
-        flops: FLOP/s of one GPU in dense bf16 matrix products.
-        gpu_bandwidth: bytes/s between a GPU and its memory.
-        link: bytes/s from a GPU to another one of the same node.
-        bus: bytes/s between a GPU and the host.
-        network: bytes/s from a GPU to another node.
-        host_bandwidth: bytes/s between a node's CPUs and its memory.
-    """
+    """Hardware of a run; speeds are the vendors' peak figures."""
 
     name: str
-    gpu: str
-    gpus: int
+    gpu: str  # name of its GPUs
+    gpus: int  # GPUs per node; 0: the run uses the CPU
     nodes: int
-    gpu_bytes: float
-    host_bytes: float
-    shm_bytes: float
-    flops: float
-    gpu_bandwidth: float
-    link: float
-    bus: float
-    network: float
-    host_bandwidth: float
+    gpu_bytes: float  # memory of one GPU
+    host_bytes: float  # host memory of one node that the run may use
+    shm_bytes: float  # size of a node's `/dev/shm`
+    flops: float  # FLOP/s of one GPU in dense bf16 matrix products
+    gpu_bandwidth: float  # bytes/s between a GPU and its memory
+    link: float  # bytes/s from a GPU to another one of the same node
+    bus: float  # bytes/s between a GPU and the host
+    network: float  # bytes/s from a GPU to another node
+    host_bandwidth: float  # bytes/s between a node's CPUs and its memory
 
 
 #: Substring of a GPU's name → flops, gpu_bandwidth, link, bus.

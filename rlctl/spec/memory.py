@@ -43,24 +43,17 @@ Terms = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """One line of the estimate.
+    """One line of the estimate."""
 
-    Attributes:
-        name: what needs the memory.
-        num_bytes: per GPU, or per node for a part of host memory; None if the model's dimensions are unknown.
-        formula: in words.
-        phases: phases in which it is allocated; empty: all. Only the largest phase counts for the peak.
-        is_pinned: page-locked host memory; `num_bytes` includes torch's rounding of each buffer up to a power
-            of two.
-        is_shared: a file in `/dev/shm`.
-    """
-
-    name: str
+    name: str  # what needs the memory
+    #: per GPU, or per node for a part of host memory; None if the model's dimensions are unknown
     num_bytes: float | None
-    formula: str
+    formula: str  # in words
+    #: phases in which it is allocated; empty: all. Only the largest phase counts for the peak
     phases: tuple[str, ...] = ()
+    #: page-locked host memory; `num_bytes` includes torch's rounding of each buffer up to a power of two
     is_pinned: bool = False
-    is_shared: bool = False
+    is_shared: bool = False  # a file in `/dev/shm`
 
 
 def packed_width(hidden: int) -> int:
@@ -113,19 +106,12 @@ def memory_total(parts: Sequence[MemoryPart], phases: Container[str] | None = No
 
 @dataclass(frozen=True)
 class _Layer:
-    """Activations of one decoder layer, in bytes per token.
+    """Activations of one decoder layer, in bytes per token."""
 
-    Attributes:
-        model: attention kernel and adapters.
-        shape: dimensions of the model.
-        length: tokens of a row, prompts and responses.
-        width: bytes per number in the engine's dtype.
-    """
-
-    model: ModelSpec
-    shape: Shape
-    length: int
-    width: int
+    model: ModelSpec  # attention kernel and adapters
+    shape: Shape  # dimensions of the model
+    length: int  # tokens of a row, prompts and responses
+    width: int  # bytes per number in the engine's dtype
 
     def total(self, terms: Terms) -> int:
         """Sum of the terms, in bytes per token."""
@@ -241,12 +227,9 @@ class _Estimate:
         return [*parts, *self._policy_pass()]
 
     def _trained(self, size: ModelSize, adapters: int | None, whose: str = "") -> list[MemoryPart]:
-        """Weights, gradients and optimizer of one engine.
+        """Weights, gradients and optimizer of one engine; `whose` is the prefix of the parts' names.
 
-        Args:
-            size: of the model.
-            adapters: number of LoRA parameters; None: all parameters that text uses are trained.
-            whose: prefix of the parts' names.
+        `adapters` is the number of LoRA parameters; None: all parameters that text uses are trained.
         """
         width, stage, offload = self.width, self.stage, self.spec.engine.offload
         parameters = size.num_parameters
@@ -404,12 +387,7 @@ class _Estimate:
     ) -> list[MemoryPart]:
         """Activations, held in all `phases`, and the backward pass of one layer, held in the last of them.
 
-        Args:
-            model: attention kernel and adapters.
-            shape: dimensions of the model; None: unknown.
-            sizes: sequences per micro-batch, and its token budget (None: no budget).
-            phases: phases of the pass.
-            whose: prefix of the parts' names.
+        `sizes` are the sequences per micro-batch, and its token budget (None: no budget).
         """
         name = f"{whose}activations"
         if shape is None:

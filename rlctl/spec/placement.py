@@ -37,34 +37,20 @@ _LOADING, _SAVING, _TRAINING = "load", "save", "train"
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of a run: peak memory and transfers.
+    """One stage of a run: peak memory and transfers."""
 
-    Attributes:
-        name: load, engine, partition, generate, score, update, step, sync.
-        gpu: peak bytes per GPU.
-        host: peak bytes per node, including pinned and shared memory.
-        pinned, shared: bytes of `host` that are page-locked, and that are in `/dev/shm`.
-        moved: link → bytes per GPU.
-        seconds: per training step; None: the stage runs only once, or the time is unknown.
-    """
-
-    name: str
-    gpu: float
-    host: float
+    name: str  # load, engine, partition, generate, score, update, step, sync
+    gpu: float  # peak bytes per GPU
+    host: float  # peak bytes per node, including pinned and shared memory
+    #: pinned, shared: bytes of `host` that are page-locked, and that are in `/dev/shm`
     pinned: float
     shared: float
-    moved: dict[str, float]
-    seconds: float | None = None
+    moved: dict[str, float]  # link → bytes per GPU
+    seconds: float | None = None  # per training step; None: the stage runs only once, or the time is unknown
 
 
 class Placement:
-    """Memory and time estimates of a spec on a machine.
-
-    Args:
-        spec: of the run.
-        size: of the policy.
-        machine: the machine to plan for.
-    """
+    """Memory and time estimates of a spec on a machine; `size` is that of the policy."""
 
     def __init__(self, spec: RunSpec, size: ModelSize, machine: Machine) -> None:
         self.spec, self.size, self.machine = spec, size, machine
@@ -185,11 +171,9 @@ class Placement:
         return self.spec.broadcasts_weights(on_gpus=self.machine.gpus > 0)
 
     def _pinned_copy(self, num_bytes: float, shared: int = 1) -> float:
-        """Bytes of a rank's weights in pinned buffers, one buffer per matrix of vLLM.
+        """Bytes of a rank's weights in pinned buffers, one per matrix of vLLM, each over `shared` ranks.
 
-        Args:
-            num_bytes: bytes per number.
-            shared: ranks over which each matrix is sharded.
+        `num_bytes` are those of one number.
         """
         shape, parameters, width = self.size.shape, self.size.num_parameters or 0, num_bytes / shared
         if shape is None:
@@ -207,53 +191,41 @@ class Placement:
         """Load, engine, partition, generate, score, update, step and sync, in this order."""
         spec, whole = self.spec, self.whole
         crossing = "network" if spec.trainer.nnodes > 1 else "GPU to GPU"
-        copy = self.sampling if self.keeps_copy else 0.0
-        base = whole if spec.engine.offload_base else 0.0
-        shard = whole / spec.world_size
-        offload = 6.0 / self.width * shard if spec.engine.offload != "none" else 0.0
-        seconds, shared = self.seconds(), self.shared_peak()
-        pinned = sum(part.num_bytes or 0.0 for part in self.host_parts if part.is_pinned)
-
-        def stage(name: str, gpu: float, phase: str, moved: dict[str, float]) -> Stage:
-            links = {link: num_bytes for link, num_bytes in moved.items() if num_bytes}
-            host = memory_total(self.host_parts, (phase,))
-            return Stage(name, gpu, host, pinned, shared, links, seconds.get(name))
-
-        return [
-            stage("load", 0.0, _LOADING, {"disk": whole}),
-            stage("engine", self.gpu_peak("generation") if not base else self.sampling, _LOADING, {}),
-            stage(
-                "partition",
-                self.gpu_peak() + self._largest_weights if self.stage == 3 else max(whole, self.gpu_peak()),
-                _LOADING,
-                {"host to GPU": whole},
-            ),
-            stage("generate", self.gpu_peak("generation"), "", {"host to GPU": copy}),
-            stage(
+        copy, base = self.sampling * self.keeps_copy, whole * spec.engine.offload_base
+        offload = 6.0 / self.width * whole / spec.world_size * (spec.engine.offload != "none")
+        always, generation, head = self.gpu_peak(), self.gpu_peak("generation"), self.gpu_peak("head")
+        started = self.sampling if base else generation
+        partition = always + self._largest_weights if self.stage == 3 else max(whole, always)
+        update = self.gpu_peak("head", "layers", "critic")
+        exchanged = self._update_passes * self._gathered + self._reduced
+        synced = {crossing: whole if self._gathered else 0.0, "host to GPU": copy}
+        synced |= {
+            "broadcast to servers": whole * self.broadcasts_weights,
+            "files": whole * self.writes_weights,
+        }
+        rows: list[tuple[str, float, str, dict[str, float]]] = [
+            ("load", 0.0, _LOADING, {"disk": whole}),
+            ("engine", started, _LOADING, {}),
+            ("partition", partition, _LOADING, {"host to GPU": whole}),
+            ("generate", generation, "", {"host to GPU": copy}),
+            (
                 "score",
-                self.gpu_peak("head"),
+                head,
                 _TRAINING,
                 {"host to GPU": base, crossing: self._scoring_passes * self._gathered},
             ),
-            stage(
-                "update",
-                self.gpu_peak("head", "layers", "critic"),
-                _TRAINING,
-                {crossing: self._update_passes * self._gathered + self._reduced},
-            ),
-            stage("step", self.gpu_peak("step", "critic's step"), _TRAINING, {"host to GPU": offload}),
-            stage(
-                "sync",
-                self.gpu_peak("generation"),
-                _SAVING,
-                {
-                    crossing: whole if self._gathered else 0.0,
-                    "host to GPU": copy,
-                    "broadcast to servers": whole if self.broadcasts_weights else 0.0,
-                    "files": whole if self.writes_weights else 0.0,
-                },
-            ),
+            ("update", update, _TRAINING, {crossing: exchanged}),
+            ("step", self.gpu_peak("step", "critic's step"), _TRAINING, {"host to GPU": offload}),
+            ("sync", generation, _SAVING, synced),
         ]
+        seconds, shared = self.seconds(), self.shared_peak()
+        pinned = sum(part.num_bytes or 0.0 for part in self.host_parts if part.is_pinned)
+        found = []
+        for name, gpu, phase, moved in rows:
+            links = {link: num_bytes for link, num_bytes in moved.items() if num_bytes}
+            host = memory_total(self.host_parts, (phase,))
+            found.append(Stage(name, gpu, host, pinned, shared, links, seconds.get(name)))
+        return found
 
     def tokens(self) -> float:
         """Prompt and response tokens per step and rank, at the mean lengths that are assumed for times."""

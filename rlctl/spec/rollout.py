@@ -19,41 +19,30 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True, slots=True)
 class EngineCapabilities:
-    """Capabilities of a rollout engine. Checks of the spec and the trainer depend on them, not on its name.
+    """Capabilities of a rollout engine; checks of the spec and the trainer depend on them, not on names."""
 
-    Attributes:
-        modes: supported values of `rollout.mode`.
-        dtypes: supported values of `rollout.dtype` besides null.
-        starts_with_policy: it starts with the policy's weights; otherwise it gets them in the first sync.
-        reads_model_files: outside training (`rlctl evaluate`, `rlctl diagnose mismatch`) it reads the weights
-            of `context.model_path` itself, and `context.model` is None; otherwise it gets the policy, too.
-        checks_syncs: after each sync it samples tokens and the trainer scores them (`rollout/sync_gap`).
-        samples_while_training: values of `rollout.mode` in which it supports `rollout.max_staleness`.
-        applies_adapters: it receives only the LoRA adapter and applies it; otherwise it gets merged weights.
-        takes_engine_kwargs: it reads `rollout.engine_kwargs`.
-        frees_memory: with `rollout.free_cache_engine` it releases its GPU memory between calls.
-        forms_batches: it accepts any number of prompts at once and forms batches internally.
-        tensor_parallel: it supports `rollout.tensor_model_parallel_size` above 1.
-        slow_on_gpu: how much slower than vLLM it is on a GPU; the spec check warns with this text.
-        min_temperature: the lowest temperature at which it samples as requested.
-        reports_kept: when it can report the tokens that top_p, top_k and min_p kept (`Sampled.kept`), for
-            `rollout.exact_sampling`: `never`, `top_k` (if `rollout.top_k` bounds their number) or `always`.
-            Unless `never`, it also reports `Sampled.most_likely`, for `score_centering`.
-    """
-
-    modes: frozenset[str] = frozenset({"colocated"})
-    dtypes: frozenset[str] = frozenset({"fp32", "bf16"})
+    modes: frozenset[str] = frozenset({"colocated"})  # supported values of `rollout.mode`
+    dtypes: frozenset[str] = frozenset({"fp32", "bf16"})  # supported values of `rollout.dtype` besides null
+    #: it starts with the policy's weights; otherwise it gets them in the first sync
     starts_with_policy: bool = False
+    #: outside training (`rlctl evaluate`, `rlctl diagnose mismatch`) it reads the weights of
+    #: `context.model_path` itself, and `context.model` is None; otherwise it gets the policy, too
     reads_model_files: bool = False
+    #: after each sync it samples tokens and the trainer scores them (`rollout/sync_gap`)
     checks_syncs: bool = True
+    #: values of `rollout.mode` in which it supports `rollout.max_staleness`
     samples_while_training: frozenset[str] = frozenset()
+    #: it receives only the LoRA adapter and applies it; otherwise it gets merged weights
     applies_adapters: bool = False
-    takes_engine_kwargs: bool = False
-    frees_memory: bool = False
-    forms_batches: bool = False
-    tensor_parallel: bool = False
-    slow_on_gpu: str = ""
-    min_temperature: float = 0.0
+    takes_engine_kwargs: bool = False  # it reads `rollout.engine_kwargs`
+    frees_memory: bool = False  # with `rollout.free_cache_engine` it releases its GPU memory between calls
+    forms_batches: bool = False  # it accepts any number of prompts at once and forms batches internally
+    tensor_parallel: bool = False  # it supports `rollout.tensor_model_parallel_size` above 1
+    slow_on_gpu: str = ""  # how much slower than vLLM it is on a GPU; the spec check warns with this text
+    min_temperature: float = 0.0  # the lowest temperature at which it samples as requested
+    #: when it can report the tokens that top_p, top_k and min_p kept (`Sampled.kept`), for
+    #: `rollout.exact_sampling`: `never`, `top_k` (if `rollout.top_k` bounds their number) or `always`. Unless
+    #: `never`, it also reports `Sampled.most_likely`, for `score_centering`
     reports_kept: Literal["never", "top_k", "always"] = "never"
 
 
@@ -64,8 +53,7 @@ class DataSpec(Section):
     """Training prompts: Parquet files, directories, or patterns such as `data/train-*.parquet`. Empty with
     `model.path: embedded`: the built-in task."""
     val_files: StrList = Field(default=[])
-    """Validation prompts in the same schema; empty: no validation (the built-in task has validation
-    prompts)."""
+    """Validation prompts in the same schema; empty: no validation, except for the built-in task."""
     train_batch_size: int = Field(default=128, ge=1)
     """Prompts per batch; `rollout.n` responses are sampled for each."""
     max_prompt_length: int = Field(default=512, ge=1)
@@ -126,8 +114,7 @@ class RolloutSpec(Section):
     """Sampling of responses."""
 
     name: Annotated[str, Registered(ROLLOUT_ENGINES)] = "hf"
-    """Rollout engine. `hf`: Hugging Face generation in the trainer's process; `vllm`; `file.py:function`: a
-    user-defined engine."""
+    """Rollout engine. `hf`: Hugging Face generation in the trainer; `vllm`; `file.py:function`: your own."""
     engine_params: OpenMapping = Field(default={})
     """Parameters that the engine declares in its registration: `rollout.engine_params.NAME=VALUE`."""
     mode: Literal["colocated", "server"] = "colocated"
@@ -138,8 +125,7 @@ class RolloutSpec(Section):
     temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature of sampling; log-probs of rollout and trainer are computed at this temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling; 1: all tokens. Below 1, truncation biases every ratio unless `exact_sampling` is
-    set."""
+    """Nucleus sampling; 1: all tokens. Truncation biases every ratio unless `exact_sampling` is set."""
     top_k: int = Field(default=-1, ge=-1)
     """Sample only from the k most likely tokens; -1: all tokens."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
@@ -150,8 +136,7 @@ class RolloutSpec(Section):
     max_num_seqs: Annotated[int | None, NullWord] = Field(default=None, ge=1)
     """Maximum number of sequences that one engine generates at once; null: no limit except its memory."""
     dtype: Annotated[Literal["fp32", "bf16", "int8"] | None, NullWord] = None
-    """Precision of the rollout engine's weights; null: `engine.dtype`. `int8`: weights rounded to 8 bits per
-    row."""
+    """Precision of the engine's weights; null: `engine.dtype`. `int8`: rounded to 8 bits per row."""
     tensor_model_parallel_size: int = Field(default=1, ge=1)
     """GPUs over which one engine's model is sharded; if colocated, those of as many ranks of one node."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
@@ -159,8 +144,7 @@ class RolloutSpec(Section):
     free_cache_engine: bool = True
     """Whether a colocated vLLM engine on GPUs frees its memory during training."""
     sync_every: int = Field(default=1, ge=1)
-    """Batches between weight syncs (a validation also syncs); above 1, some responses are sampled with older
-    weights."""
+    """Batches between weight syncs (a validation also syncs); above 1, some responses are of old weights."""
     merge_lora: bool = False
     """With `vllm` and LoRA: sync all weights with the adapter merged, instead of only the adapter."""
     server: ServerSpec = ServerSpec()
@@ -220,8 +204,7 @@ class OverlongSpec(Section):
     """Soft penalty for responses near the length limit (DAPO, section 3.4)."""
 
     buffer_length: int = Field(default=0, ge=0)
-    """Number of tokens before `data.max_response_length` over which the penalty grows linearly; 0: no
-    penalty."""
+    """Tokens before `data.max_response_length` over which the penalty grows linearly; 0: no penalty."""
     penalty_factor: float = Field(default=1.0, ge=0)
     """Penalty at the length limit, which is subtracted from the score."""
 

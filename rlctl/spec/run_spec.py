@@ -21,8 +21,7 @@ class EngineSpec(Section):
     """The training engine (DeepSpeed)."""
 
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """ZeRO stage: what is sharded over the ranks. 1: optimizer states; 2: also gradients; 3: also
-    parameters."""
+    """ZeRO stage, what ranks shard. 1: optimizer states; 2: also gradients; 3: also parameters."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Precision of the forward and backward pass. If not set: `bf16` if the GPU or the CPU (AMX-BF16,
     AVX512-BF16) of the machine that starts the run supports it, else `fp32`; the same for all ranks."""
@@ -36,8 +35,7 @@ class EngineSpec(Section):
     """Number of ranks that share the tokens of each row (DeepSpeed-Ulysses), which reduces the activations
     per rank. Must divide the ranks of a node, and the model's attention and key heads."""
     deepspeed: Annotated[OpenMapping, BeforeValidator(json_file)] = Field(default={})
-    """Options that are merged into DeepSpeed's configuration unchanged: a mapping, or the path of a JSON
-    file."""
+    """Options merged into DeepSpeed's configuration unchanged: a mapping, or the path of a JSON file."""
 
     @property
     def width(self) -> int:
@@ -54,11 +52,9 @@ class GuardrailsSpec(Section):
     """Actions of training when a diagnosis rule fires; the thresholds are those of `rlctl diagnose`."""
 
     mode: Literal["off", "warn", "act"] = "warn"
-    """Mode of the guardrails. `off`: no rule is evaluated; `warn`: actions are only reported; `act`: actions
-    are taken."""
+    """`off`: no rule is evaluated; `warn`: actions are only reported; `act`: actions are taken."""
     ess_floor: Annotated[float | None, NullWord] = Field(default=None, gt=0, lt=1)
-    """Raw effective sample size (ESS) below which an update counts as far off-policy; null: 0.3, as in
-    diagnosis."""
+    """Raw effective sample size (ESS) below which an update is far off-policy; null: 0.3, as in diagnosis."""
     on_low_ess: Literal["warn", "scale_lr", "skip_step"] = "scale_lr"
     """Action on an update with raw ESS below the floor. `scale_lr`: multiply its learning rate by ESS /
     floor; `skip_step`: skip it. Both also halve the learning rate of the following updates; 11 updates
@@ -74,16 +70,14 @@ class GuardrailsSpec(Section):
     the learning rate at every check with such a forecast, and double it back at every other check; `tighten`
     as in `on_heavy_tail`, `checkpoint_and_stop` as in `on_collapse`."""
     on_collapse: Literal["warn", "checkpoint_and_stop"] = "checkpoint_and_stop"
-    """Action if the run no longer learns: no reward in 20 batches, no update in 11, or degenerate
-    responses."""
+    """Action if the run stops learning: no reward in 20 batches, no update in 11, degenerate responses."""
 
 
 class TrainerSpec(Section):
     """Length, seed, tracking and checkpoints of the run."""
 
     logger: Annotated[list[Logger], BeforeValidator(one_or_many)] = Field(default=["console"])
-    """Trackers in addition to `metrics.jsonl`, which is always written; `file.py:function`: a user-defined
-    one."""
+    """Trackers besides `metrics.jsonl`, which is always written; `file.py:function`: your own."""
     project_name: str = Field(default="rlctl", pattern=NAME)
     """Project name in trackers such as W&B, and directory under `runs/`."""
     experiment_name: str = Field(default="run", pattern=NAME)
@@ -97,13 +91,11 @@ class TrainerSpec(Section):
     nnodes: int = Field(default=1, ge=1)
     """Number of machines. For more than one, start `rlctl train` with torchrun on each."""
     save_freq: int = Field(default=-1, ge=-1)
-    """Steps between checkpoints, in addition to `save_every`; -1: none by steps. A last checkpoint is saved
-    at the end in any case."""
+    """Steps between checkpoints, besides `save_every`; -1: none by steps. The end is always saved."""
     save_every: Annotated[Duration | None, NullWord] = "30min"
     """Time between checkpoints, such as `90s`, `30min` or `2h`; null: none by time."""
     keep_best: bool = True
-    """Save a checkpoint after every validation that is the best so far, and keep the best
-    (`checkpoints/best`)."""
+    """Save a checkpoint after every best validation so far, and keep the best (`checkpoints/best`)."""
     test_freq: int = Field(default=-1, ge=-1)
     """Steps between validations; also validates at start and end. -1: never."""
     critic_warmup: int = Field(default=0, ge=0)

@@ -34,17 +34,12 @@ Layer = Literal["default", "hardware", "embedded", "preset", "file", "command li
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The source of a value.
+    """The source of a value."""
 
-    Attributes:
-        layer: the layer that set it.
-        name: preset name, file path, or the reason for a default that depends on the hardware.
-        line: 1-based line in that file.
-    """
-
-    layer: Layer
+    layer: Layer  # the layer that set it
+    #: preset name, file path, or the reason for a default that depends on the hardware
     name: str | None = None
-    line: int | None = None
+    line: int | None = None  # 1-based line in that file
 
     def __str__(self) -> str:
         """As the dry run prints it, e.g. `preset rloo-seq-is:7`."""
@@ -59,17 +54,12 @@ COMMAND_LINE = Origin("command line")
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One value as written in its source.
+    """One value as written in its source."""
 
-    Attributes:
-        value: bool, int, float, str, None, or a list or mapping of these.
-        text: source text of a plain scalar, so that `2.10` keeps its digits in a text field; else None.
-        origin: its source.
-    """
-
-    value: Any
+    value: Any  # bool, int, float, str, None, or a list or mapping of these
+    #: source text of a plain scalar, so that `2.10` keeps its digits in a text field; else None
     text: str | None
-    origin: Origin
+    origin: Origin  # its source
 
 
 @dataclass(frozen=True, slots=True)

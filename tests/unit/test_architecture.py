@@ -95,6 +95,7 @@ raise SystemExit(code)
         ["train", "--preset", "ppo-seq-is-token-rs", "--dry-run"],
         ["presets", "list"],
         ["schema"],
+        ["explain", "grpo"],
     ],
 )
 def test_wheel_is_whole_and_light(installed: Path, tmp_path: Path, command: list[str]) -> None:

@@ -537,6 +537,11 @@ deepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu, offload_param_d
             2,
         ),  # the option overrides, too
         ("trl grpo --accelerate_config acc.yaml", 4),
+        (
+            "accelerate launch --num_processes 4 --num_machines 2 --zero_stage 3 "
+            "--offload_optimizer_device cpu grpo.py",
+            2,
+        ),
     ],
 )
 def test_accelerates_configuration_file(command: str, ranks: int, tmp_path: Path) -> None:

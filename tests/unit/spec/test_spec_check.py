@@ -11,11 +11,12 @@ from rlctl.errors import SpecError
 from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec import check_rollout
 from rlctl.spec.base import Section
-from rlctl.spec.check import CHECKS, Recorded
+from rlctl.spec.check import CHECKS, NO_EFFECT, Recorded
 from rlctl.spec.load import load_spec
 from rlctl.spec.sources import all_presets
 
 RC = "algorithm.rollout_correction."
+GAE = "algorithm.adv_estimator=gae"
 #: Those without parameters that must be given.
 LOSSES = [part.name for part in POLICY_LOSSES.parts() if part.name not in {"dispo", "dro"}]
 REAL = ("model.path=a/b", "data.train_files=t.parquet")
@@ -29,6 +30,54 @@ def problems_of(*overrides: str) -> dict[str, str]:
         problems = error.problems
     assert all(problem.fix for problem in problems)
     return {problem.key: problem.severity for problem in problems}
+
+
+@pytest.mark.parametrize(
+    ("override", "read_with"),
+    [
+        ("critic.lr=1e-4", ["algorithm.adv_estimator=gae"]),
+        ("critic.betas=[0.9,0.9]", ["algorithm.adv_estimator=gae"]),
+        ("algorithm.norm_adv_by_std_in_grpo=false", ["algorithm.adv_estimator=grpo"]),
+        ("algorithm.lam=0.9", ["algorithm.adv_estimator=gae"]),
+        ("actor.clip_ratio=0.1", [f"{RC}loss_type=ppo_clip"]),
+        ("actor.clip_ratio=0.1", [f"{RC}loss_type=ppo_clip", "actor.clip_ratio_low=0.1"]),
+        ("actor.tau_pos=2", [f"{RC}loss_type=sapo"]),
+        ("model.lora_alpha=8", ["model.lora_rank=4"]),
+        ("model.target_modules=[q_proj]", ["model.lora_rank=4"]),
+        ("actor.kl_loss_coef=0.1", ["actor.use_kl_loss=true"]),
+        ("algorithm.kl_penalty=k3", ["algorithm.use_kl_in_reward=true"]),
+        (
+            "algorithm.kl_ctrl.horizon=5",
+            ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"],
+        ),
+        ("algorithm.filter_groups.curriculum=true", ["algorithm.filter_groups.enable=true"]),
+        ("algorithm.filter_groups.max_num_gen_batches=3", ["algorithm.filter_groups.enable=true"]),
+        ("data.val_files=[v.parquet]", [*REAL, "trainer.test_freq=5"]),
+        ("trainer.guardrails.ess_floor=0.2", ["trainer.guardrails.mode=act"]),
+        ("reward.model.batch_size=2", ["reward.name=model", "reward.model.path=m"]),
+        ("reward.code.timeout_s=3", ["reward.name=code"]),
+        ("reward.code.timeout_s=3", ["reward.name=auto"]),
+        ("reward.overlong.penalty_factor=2", ["reward.overlong.buffer_length=2"]),
+        ("rollout.server.max_restarts=1", ["rollout.name=vllm", "rollout.mode=server"]),
+        (f"{RC}rollout_rs_threshold=2", [f"{RC}rollout_rs=token_k1"]),
+    ],
+)
+def test_a_key_without_effect_is_a_warning(override, read_with):
+    off = {"trainer.guardrails": "trainer.guardrails.mode=off", "reward.code": "reward.name=exact"}
+    key = override.partition("=")[0]
+    unread = [off[start] for start in off if key.startswith(start)]
+    assert problems_of(override, *unread) == {key: "warning"}
+    assert key not in problems_of(override, *read_with)
+
+
+def test_of_a_preset_only_its_users_keys_can_be_without_effect(tmp_path):
+    preset = tmp_path / "mine.yaml"
+    preset.write_text("critic:\n  lr: 1e-4\n")
+    assert [one.key for one in load_spec([str(preset)]).warnings] == ["critic.lr"]
+    for shipped in all_presets():  # `critic.lr` of the embedded model among them
+        with contextlib.suppress(SpecError):
+            found = load_spec([shipped], [], ["algorithm.adv_estimator=rloo"]).warnings
+            assert not [one for one in found if one.what.startswith(NO_EFFECT) and "critic" in one.key]
 
 
 def test_defaults_are_clean():
@@ -91,7 +140,7 @@ FILTER = "algorithm.filter_groups.enable=true"
             ],
             {},
         ),
-        (["rollout.server.replicas=2"], {"rollout.server": "warning"}),
+        (["rollout.server.replicas=2"], {"rollout.server.replicas": "warning"}),
         (
             ["rollout.name=vllm", "rollout.mode=server", "rollout.server.urls=[http://a:1]"],
             {"rollout.server.weights_dir": "warning"},
@@ -117,8 +166,9 @@ FILTER = "algorithm.filter_groups.enable=true"
         (["engine.offload=optimizer", "engine.zero_stage=1"], {}),
         (["engine.offload=all", "engine.zero_stage=3"], {}),
         (["actor.ppo_max_token_len_per_gpu=4"], {"actor.ppo_max_token_len_per_gpu": "error"}),
-        (["critic.ppo_max_token_len_per_gpu=4"], {"critic.ppo_max_token_len_per_gpu": "error"}),
-        (["actor.ppo_max_token_len_per_gpu=4096", "critic.ppo_max_token_len_per_gpu=4096"], {}),
+        ([GAE, "critic.ppo_max_token_len_per_gpu=4"], {"critic.ppo_max_token_len_per_gpu": "error"}),
+        (["critic.ppo_max_token_len_per_gpu=4"], {"critic.ppo_max_token_len_per_gpu": "warning"}),
+        ([GAE, "actor.ppo_max_token_len_per_gpu=4096", "critic.ppo_max_token_len_per_gpu=4096"], {}),
         (["actor.ppo_mini_batch_size=256"], {"actor.ppo_mini_batch_size": "error"}),
         (["actor.ppo_mini_batch_size=48"], {"actor.ppo_mini_batch_size": "error"}),
         (["trainer.n_gpus_per_node=3"], {"actor.ppo_mini_batch_size": "error"}),
@@ -169,7 +219,7 @@ def test_contradictions(overrides, expected):
     assert problems_of(*overrides) == expected
 
 
-EST, GAE = "algorithm.adv_estimator=", "algorithm.adv_estimator=gae"
+EST = "algorithm.adv_estimator="
 IN_REWARD, IN_LOSS = "algorithm.use_kl_in_reward=true", "actor.use_kl_loss=true"
 
 
@@ -204,13 +254,13 @@ def test_estimators_without_values_get_no_critic(estimator, asked):
         ([GAE, "critic.ppo_mini_batch_size=48"], {"critic.ppo_mini_batch_size": "error"}),
         ([GAE, "critic.ppo_mini_batch_size=32"], {"critic.ppo_mini_batch_size": "error"}),
         ([GAE, "critic.ppo_mini_batch_size=128", "trainer.n_gpus_per_node=2"], {}),
-        (["critic.ppo_mini_batch_size=48"], {}),
+        (["critic.ppo_mini_batch_size=48"], {"critic.ppo_mini_batch_size": "warning"}),
         ([GAE, "trainer.critic_warmup=160"], {"trainer.critic_warmup": "error"}),
         ([GAE, "trainer.critic_warmup=139"], {}),
         ([GAE, "trainer.critic_warmup=159"], {"actor.lr_warmup_steps": "warning"}),
         ([GAE, "critic.lr_warmup_steps=320"], {"critic.lr_warmup_steps": "warning"}),
         ([GAE, "critic.lr_warmup_steps=320", "critic.ppo_epochs=2"], {}),
-        (["critic.lr_warmup_steps=320"], {}),
+        (["critic.lr_warmup_steps=320"], {"critic.lr_warmup_steps": "warning"}),
         ([GAE, "algorithm.gamma=0.9", "algorithm.lam=0.9"], {}),
         (
             [f"{EST}reinforce_plus_plus", "algorithm.gamma=0.9", "algorithm.lam=0.9"],

@@ -20,7 +20,6 @@ from rlctl.diagnose.readers.framework_names import (
     MetricFilter,
     canonical_table,
     framework_of,
-    knows,
 )
 from rlctl.diagnose.readers.source import LogSource, Watch, opened
 from rlctl.diagnose.table import STDIN, RunLog
@@ -43,6 +42,7 @@ _FIRST_ROWS = 50
 _USAGE = re.compile(
     r"time|timing|speed|throughput|per_(?:sec|gpu)|memory|mfu|seqlen|percentage|epoch|episode", re.I
 )
+_ANY_METRIC = MetricFilter(("<any>",))
 _CONFIG_FILES = ("config.yaml", "args.json", ".hydra/config.yaml")
 _CONTROLS = bytes({*range(1, 8), *range(14, 27), *range(28, 32)})
 _BINARY_SHARE = 0.02
@@ -181,7 +181,7 @@ def _age(candidate: _Candidate) -> float:
 
 def _content(candidate: _Candidate) -> tuple[int, int, int] | None:
     """Number of metrics and of rows at a log's begin, and the newest step there; None where it is no log."""
-    reading = LogReading(Collector(knows), limit=_FIRST_ROWS)
+    reading = LogReading(Collector(_ANY_METRIC.by_any_name), limit=_FIRST_ROWS)
     try:
         _read_files(candidate.files, reading)
     except UsageError:

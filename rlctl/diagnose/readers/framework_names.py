@@ -143,12 +143,6 @@ class MetricFilter:
         return self._names[name]
 
 
-@lru_cache(maxsize=1 << 16)
-def knows(name: str) -> bool:
-    """Whether any framework uses the name for a metric."""
-    return any(framework.translate(name) for framework in (*FRAMEWORKS, _UNKNOWN))
-
-
 @lru_cache(maxsize=1)
 def setting_names() -> frozenset[str]:
     """Every configuration key on which a fact, or the meaning of a name, of any framework depends."""

@@ -1,5 +1,4 @@
 import contextlib
-import gzip
 import json
 import math
 import os

@@ -361,6 +361,15 @@ def test_ms_swifts_perplexities_are_ours(tmp_path):
     assert "rollout_corr/chi2_seq" not in run.table.columns  # of geometric means
 
 
+def test_areals_kls_have_the_opposite_sign_and_its_longest_sequences_are_not_cut_off(tmp_path):
+    """It logs log π_θ − log π_prox, and log π_prox − log π_rollout; the longest sequence fills the batch."""
+    row = {"update/approx_kl": 0.25, "update/behave_approx_kl": 0.5, "no_eos_ratios": 0.125, "seq_len": 9.0}
+    named = {f"ppo_actor/{name}/avg": value for name, value in row.items()}
+    run = read(tmp_path, json.dumps({"step": 1, **named}) + "\n")
+    assert (values(run, "actor/ppo_kl"), values(run, "rollout_corr/kl")) == ([-0.25], [-0.5])
+    assert "response_length/clip_ratio" not in run.table.columns
+
+
 def test_areals_staleness_is_that_of_the_proximal_policy(tmp_path):
     logged = {"proximal_avg": 0.5, "proximal_max": 2.0, "theta_max": 3.0}
     ages = {f"ppo_actor/update/version_stats/sample_staleness_{name}": age for name, age in logged.items()}

@@ -74,7 +74,7 @@ def zero_spread_groups(run: RunLog) -> Detection | None:
     steps, (score,) = run.table.aligned(th.SCORE)
     position = _position_of_equal(run, score[np.isin(steps, equal)])
     cause, filtering = None, "filter out prompts that are always or never solved"
-    if position is None and _rises(run.table, th.SCORE) and _rises(run.table, seen.metric):
+    if position is None and rises(run.table, th.SCORE) and rises(run.table, seen.metric):
         which, severity = "probably all right", "info"
         cause = "the mean reward rises with their share: the policy solves more and more of its prompts"
     elif position is None:  # only right groups would be a success, so this is at most a warning
@@ -148,7 +148,7 @@ def _position_of_equal(run: RunLog, rewards: NDArray[np.float64]) -> float | Non
     return 0.0 if not rewards.any() else None
 
 
-def _rises(table: Table, key: str) -> bool:
+def rises(table: Table, key: str) -> bool:
     """Whether the metric rises; for the spread within groups, whether it falls, as more groups are equal."""
     found = trend(table.series(key))
     return found is not None and found.rises != (key == th.GROUP_STD)
@@ -274,7 +274,7 @@ def entropy_rise(run: RunLog) -> Detection | None:
     """Entropy does not grow without a gain."""
     series = run.table.series(th.ENTROPY.key)
     risen = moved(series, th.Move(th.ENTROPY.key, *ENTROPY_RISE))
-    if risen is None or run.has_gained or _rises(run.table, th.SCORE):
+    if risen is None or run.has_gained or rises(run.table, th.SCORE):
         return None
     start, flags, medians = risen
     since = int(np.append(0, np.flatnonzero(~flags) + 1)[-1])  # the first step of the last run of flags

@@ -114,7 +114,7 @@ def _event_records(stream: IO[bytes], path: Path, reading: LogReading) -> Iterat
         length = int.from_bytes(head[:8], "little")
         content = stream.read(length + 4) if length < _LARGEST_RECORD else b""
         if len(head) < 12 or len(content) < length + 4:
-            reading.notes.append(f"{path.name} ends with an incomplete record")
+            reading.notes.append(f"{path.name} ends with an incomplete record, or is damaged there")
             return
         yield content[:-4]
 

@@ -451,6 +451,8 @@ def test_the_page_of_rules_lists_every_rule():
          [*REJECTING]),
         ("gibberish", both(gibberish, always(actor__grad_norm=0.8)), []),
         ("gibberish", both(gibberish, always(critic__score__mean=ramp(0.3, 0.7))), []),  # it learns
+        # ... also where the best and the worst reward are not logged
+        ("gibberish", both(gibberish, always(critic__score__mean=ramp(0.3, 0.7)), no_score_range), []),
         # not at the same time
         ("gibberish", both(gibberish, always(actor__entropy=lambda s: 2.0 if 21 <= s <= 30 else 0.6)), []),
         ("silently-off", both(idle_correction, corr(k3_kl=0.0)), []),  # on-policy

@@ -53,7 +53,7 @@ class FrameworkNames:
     uses_rlctl_names: bool
     facts: Facts
     implied_facts: tuple[tuple[re.Pattern[str], Facts], ...]
-    not_means: tuple[Mapping[str, Any], ...]  # pattern, setting, values: names not to be read under these
+    other_quantities: tuple[Mapping[str, Any], ...]  # `pattern` of the name, under `values` of a `setting`
     config: Mapping[str, Any]
 
     def translate(self, name: str) -> NamedMetric | None:
@@ -88,7 +88,7 @@ def _load(name: str) -> FrameworkNames:
         content.get("uses_rlctl_names", False),
         Facts(**content.get("facts", {})),
         tuple((re.compile(one.pop("pattern")), Facts(**one)) for one in implied),
-        tuple(content.get("not_means", ())),
+        tuple(content.get("other_quantities", ())),
         content.get("config", {}),
     )
 
@@ -146,7 +146,7 @@ class MetricFilter:
 @lru_cache(maxsize=1)
 def setting_names() -> frozenset[str]:
     """Every configuration key on which a fact, or the meaning of a name, of any framework depends."""
-    others = (one["setting"] for framework in FRAMEWORKS for one in framework.not_means)
+    others = (one["setting"] for framework in FRAMEWORKS for one in framework.other_quantities)
     return frozenset(others).union(*(setting_keys(one.config) for one in FRAMEWORKS))
 
 
@@ -199,9 +199,9 @@ def canonical_table(
     updates = facts.updates_per_batch or 1
     scales = {"update": 1 / updates, "batch": updates}
     settings = Config(reading.stated | reading.config)
-    not_means = {
+    others = {
         one["pattern"]: f"{one['setting']}={value}"
-        for one in framework.not_means
+        for one in framework.other_quantities
         if (value := settings.get(one["setting"])) in one["values"]
     }
     columns: dict[str, NDArray[np.float64]] = {}
@@ -210,8 +210,8 @@ def canonical_table(
     for name, named in _in_order(collected.names, framework):
         if named.key not in wanted or (named.key in columns and named.aggregate != "sum"):
             continue
-        if why := next((why for pattern, why in not_means.items() if re.fullmatch(pattern, name)), ""):
-            reading.notes.append(f"{name} is left out: with {why} it is no mean over tokens")
+        if why := next((why for pattern, why in others.items() if re.fullmatch(pattern, name)), ""):
+            reading.notes.append(f"{name} is left out: with {why} it is another quantity")
             continue
         column = collected.columns.pop(name, None)
         bad = collected.nonfinite.get(name, collected.steps[:0])

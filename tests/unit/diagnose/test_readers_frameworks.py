@@ -509,6 +509,18 @@ def test_figures_summed_over_updates_are_divided_where_their_number_is_known():
     assert table.columns["critic/score/mean"].tolist() == [0.5]
 
 
+@pytest.mark.parametrize(("kind", "read_as"), [("k3", [0.25]), ("k1", []), ("k2", [])])
+def test_nemos_generation_kl_has_the_estimator_of_the_reference_kl(kind, read_as):
+    [nemo] = [each for each in FRAMEWORKS if each.framework == "nemo-rl"]
+    wanted = MetricFilter(EVERYTHING)
+    config = {"loss_fn": {"reference_policy_kl_type": kind}}
+    reading = LogReading(Collector(wanted.by_any_name), config=config)
+    reading.collector.add({"step": 1, "train/gen_kl_error": 0.25, "train/reward": 0.5})
+    table, *_ = canonical_table(reading.collector.finish(), nemo, wanted, reading, None)
+    assert table.series("rollout_corr/k3_kl").values.tolist() == read_as
+    assert len(reading.notes) == (not read_as)
+
+
 def test_an_unknown_log_is_read_by_its_plain_names_only(tmp_path):
     run = read(tmp_path, "step,loss,kl,ratio,entropy\n1,0.5,0.1,1.0,0.2\n2,0.25,0.1,1.0,0.2\n")
     assert run.framework == "unknown"

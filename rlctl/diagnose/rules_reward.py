@@ -41,6 +41,8 @@ ENTROPY_RISE = (2.0, 1.0)
 #: Steps that a run must cover for a constant reward to be a fault, where the rewards' range is known and
 #: where it is not; minimum number of logged rows.
 FLAT_STEPS, FLAT_STEPS_UNKNOWN, FLAT_ROWS = 500, 1000, 4
+#: Interval of logged rows above which the log counts tokens or samples instead of steps: then a row is a step.
+LONGEST_INTERVAL = 1000
 #: A reward that grew by this factor is not flat, even if it is small.
 FLAT_GROWTH = 1.25
 #: Number of validations in each end of a run, and minimum number of validations.
@@ -422,6 +424,8 @@ def flat_reward(run: RunLog) -> Detection | Skipped | None:
     """The reward moves in a long run."""
     series, span = run.table.series(th.SCORE), run.reward_span
     steps = int(series.steps[-1] - series.steps[0])
+    if steps > LONGEST_INTERVAL * len(series):
+        steps = len(series) - 1
     least = FLAT_STEPS if span else FLAT_STEPS_UNKNOWN
     if steps < least:
         return Skipped(f"the log covers {steps} steps, and a flat reward counts from {least}")

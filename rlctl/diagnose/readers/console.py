@@ -35,7 +35,7 @@ _DICTIONARY = re.compile(r"\{\s*['\"][^{}]*\}")
 _BARE_PAIRS = re.compile(r"['\"][\w/().-]+['\"]:\s")
 _FEWEST_PAIRS = 3
 _MOST_PROCESSES = 100
-#: Longer lines are not searched for tables, lists and settings.
+#: Longer lines are not searched for tables, lists, settings, rows of unknown form and starts of dictionaries.
 _LONGEST = 10_000
 _CELL = re.compile(
     rf"(?P<name>[A-Za-z][\w .()/@-]*?)\s*(?::|=|\s)\s*(?P<number>{NUMBER})(?P<percent>%?)(?!\S*/)",
@@ -197,7 +197,9 @@ class Console:
         if ":" not in text and "=" not in text and "|" not in text:
             return False
         for form in _FORMS:
-            if form.mark not in text or not (match := re.search(form.pattern, text)):
+            if form.mark not in text or (form.kind is None and len(text) > _LONGEST):
+                continue
+            if not (match := re.search(form.pattern, text)):
                 continue
             if form.kind == "verl" and "/" in match["body"]:
                 self._wrapped = form, text, match
@@ -286,12 +288,12 @@ class Console:
 
     def _dictionaries(self, prefix: str, text: str, step: int | None) -> bool | None:
         """Reads the dictionaries of a line, or begins one; True if one is a row, None if there is none."""
-        found, place = [], text.find("{")
+        found, place, may_begin = [], text.find("{"), len(self._braces) < _MOST_PROCESSES
         while place >= 0:
             if match := _DICTIONARY.match(text, place):
                 found.append(self.add(pairs(match.group()), step))
                 place = match.end()
-            elif len(self._braces) < _MOST_PROCESSES and (braces := Braces.begin(text[place:], step)):
+            elif may_begin and len(text) - place <= _LONGEST and (braces := Braces.begin(text[place:], step)):
                 self._braces[prefix] = braces
                 return any(found)
             place = text.find("{", place + 1)

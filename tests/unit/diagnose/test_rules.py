@@ -120,6 +120,12 @@ def sparse(rows):
         row["step"] *= 20
 
 
+#: 60 rows whose steps are tokens.
+def in_tokens(rows):
+    for row in rows:
+        row["step"] *= 1 << 19
+
+
 slow = always(timing_s__reward=lambda s: 30.0 if s % 10 == 0 else 1.0, timing_s__step=lambda s: 50.0)
 
 #: rule → (severity, spoil, overrides of the spec)
@@ -491,6 +497,7 @@ def test_the_page_of_rules_lists_every_rule():
         ("entropy-rise", always(actor__entropy=lambda s: 2.5 if 21 <= s <= 40 else 0.6,
                                 critic__score__mean=0.3), []),  # it came back
         ("flat-reward", always(critic__score__mean=0.31), []),  # 60 steps
+        ("flat-reward", both(in_tokens, always(critic__score__mean=0.31)), []),  # 60 rows, 31 million tokens
         ("flat-reward", both(sparse, always(critic__score__mean=ramp(0.02, 0.06))), []),  # it triples
         ("flat-reward", both(sparse, always(critic__score__mean=0.97)), []),  # learned
         ("zero-spread-groups", group_std(lambda s: 0.3 * (s % 3 > 0)), []),

@@ -41,7 +41,7 @@ ENTROPY_RISE = (2.0, 1.0)
 #: Steps that a run must cover for a constant reward to be a fault, where the rewards' range is known and
 #: where it is not; minimum number of logged rows.
 FLAT_STEPS, FLAT_STEPS_UNKNOWN, FLAT_ROWS = 500, 1000, 4
-#: Interval of logged rows above which the log counts tokens or samples instead of steps: then a row is a step.
+#: Interval of logged rows above which a log counts tokens or samples instead of steps: then a row is a step.
 LONGEST_INTERVAL = 1000
 #: A reward that grew by this factor is not flat, even if it is small.
 FLAT_GROWTH = 1.25

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -233,7 +233,7 @@ def _first_known(sources: Sequence[tuple[Facts, str]]) -> tuple[Facts, dict[str,
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for source, origin in reversed(sources):
-        known = {f.name: value for f in fields(Facts) if (value := getattr(source, f.name)) is not None}
+        known = {fact: value for fact, value in asdict(source).items() if value is not None}
         values |= known
         origins |= dict.fromkeys(known, origin)
     return Facts(**values), origins

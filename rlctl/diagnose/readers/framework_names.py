@@ -1,9 +1,12 @@
 """Metric names of the frameworks: maps the names in a log to canonical columns.
 
-Each `frameworks/*.toml` describes one framework: the names that only it uses (`marks`), its names and
-patterns for canonical metrics with their definitions there, facts that are true of all its runs (`facts`) or
-follow from a name (`implied_facts`), and configuration keys that state others (`config`, see
-`rlctl.diagnose.facts`).
+Each `frameworks/*.toml` describes one framework:
+
+- `marks`: patterns of names that only it uses, at the beginning of a name;
+- `names`, `patterns` (of whole names): the canonical metric, and its definition there if it is another;
+- `other_quantities`: names that are not read under some values of a setting, because they are others then;
+- `facts` that are true of all its runs, `implied_facts` that follow from a name, and `config`, where the
+  configuration states the others (see `rlctl.diagnose.facts`).
 """
 
 from __future__ import annotations

@@ -121,18 +121,17 @@ def diagnose(
 
 
 def read_runs(paths: Sequence[Path], wanted: frozenset[str]) -> list[RunLog]:
-    """Reads the runs one by one, with a progress bar on standard error."""
-    from rich.progress import TaskProgressColumn, TimeElapsedColumn
+    """Reads the runs one by one; a terminal shows which."""
+    from rich.console import Console
+    from rich.text import Text
 
-    from rlctl.cli.output import counting
     from rlctl.diagnose.diagnosis_report import visible
     from rlctl.diagnose.readers.detect import read_run
 
     runs = []
     for path in paths:
-        title = visible(f"reading {path.name or path}")
-        with counting(title, TaskProgressColumn(), TimeElapsedColumn()) as count:
-            runs.append(read_run(path, wanted, count))
+        with Console(stderr=True, quiet=path == Path("-")).status(Text(visible(f"reading {path}"))):
+            runs.append(read_run(path, wanted))
     return runs
 
 

@@ -252,6 +252,7 @@ def _run_document(diagnosis: Diagnosis) -> dict[str, Any]:
         "facts": asdict(run.facts),
         "fact_origins": dict(run.fact_origins),
         "notes": list(run.notes),
+        "unread": list(run.unread),
         "findings": [asdict(finding) for finding in diagnosis.findings],
         "forecasts": [asdict(one) for one in forecasts(run)],
         "checked": [{"rule": rule.name, "label": rule.label} for rule in diagnosis.checked],

@@ -41,6 +41,8 @@ ENTROPY_RISE = (2.0, 1.0)
 #: Steps that a run must cover for a constant reward to be a fault, where the rewards' range is known and
 #: where it is not; minimum number of logged rows.
 FLAT_STEPS, FLAT_STEPS_UNKNOWN, FLAT_ROWS = 500, 1000, 4
+#: Interval of logged rows above which a log counts tokens or samples instead of steps: then a row is a step.
+LONGEST_INTERVAL = 1000
 #: A reward that grew by this factor is not flat, even if it is small.
 FLAT_GROWTH = 1.25
 #: Number of validations in each end of a run, and minimum number of validations.
@@ -74,7 +76,7 @@ def zero_spread_groups(run: RunLog) -> Detection | None:
     steps, (score,) = run.table.aligned(th.SCORE)
     position = _position_of_equal(run, score[np.isin(steps, equal)])
     cause, filtering = None, "filter out prompts that are always or never solved"
-    if position is None and _rises(run.table, th.SCORE) and _rises(run.table, seen.metric):
+    if position is None and rises(run.table, th.SCORE) and rises(run.table, seen.metric):
         which, severity = "probably all right", "info"
         cause = "the mean reward rises with their share: the policy solves more and more of its prompts"
     elif position is None:  # only right groups would be a success, so this is at most a warning
@@ -148,7 +150,7 @@ def _position_of_equal(run: RunLog, rewards: NDArray[np.float64]) -> float | Non
     return 0.0 if not rewards.any() else None
 
 
-def _rises(table: Table, key: str) -> bool:
+def rises(table: Table, key: str) -> bool:
     """Whether the metric rises; for the spread within groups, whether it falls, as more groups are equal."""
     found = trend(table.series(key))
     return found is not None and found.rises != (key == th.GROUP_STD)
@@ -274,7 +276,7 @@ def entropy_rise(run: RunLog) -> Detection | None:
     """Entropy does not grow without a gain."""
     series = run.table.series(th.ENTROPY.key)
     risen = moved(series, th.Move(th.ENTROPY.key, *ENTROPY_RISE))
-    if risen is None or run.has_gained or _rises(run.table, th.SCORE):
+    if risen is None or run.has_gained or rises(run.table, th.SCORE):
         return None
     start, flags, medians = risen
     since = int(np.append(0, np.flatnonzero(~flags) + 1)[-1])  # the first step of the last run of flags
@@ -422,6 +424,8 @@ def flat_reward(run: RunLog) -> Detection | Skipped | None:
     """The reward moves in a long run."""
     series, span = run.table.series(th.SCORE), run.reward_span
     steps = int(series.steps[-1] - series.steps[0])
+    if steps > LONGEST_INTERVAL * len(series):
+        steps = len(series) - 1
     least = FLAT_STEPS if span else FLAT_STEPS_UNKNOWN
     if steps < least:
         return Skipped(f"the log covers {steps} steps, and a flat reward counts from {least}")

@@ -13,6 +13,7 @@ from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.facts import DECIMALS, is_rounded
 from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped, Sure
 from rlctl.diagnose.rule import Detection, Rule, crossings, of_crossing, worst_of
+from rlctl.diagnose.rules_reward import rises
 from rlctl.diagnose.signals import Crossing, crossing, evidence_over, is_frequent, spikes, together
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
@@ -59,13 +60,13 @@ def not_finite(run: RunLog) -> Detection | Skipped | None:
         present = set(_FINITE) & run.table.columns.keys()
         return None if present else Skipped("not logged", (_NORM, _LOSS))
     key, steps = max(logged.items(), key=lambda item: len(item[1]))
-    share = len(steps) / len(run.table.steps)
+    share = len(steps) / (len(steps) + len(run.table.series(key)))
     is_warning = share >= NONFINITE_WARNING_SHARE and len(steps) > 1
     severity: Severity = "warning" if is_warning else "info"
     return Detection(
         "critical" if share >= NONFINITE_CRITICAL_SHARE else severity,
         f"{key} is not a finite number on {count_of_steps(len(steps))}",
-        (evidence_over(steps, key, f"NaN or infinite on {share:.1%} of the steps"),),
+        (evidence_over(steps, key, f"NaN or infinite on {share:.1%} of the steps that logged it"),),
         fixes=(*fix.calmer(run), fix.resume_before(int(steps[0]))),
     )
 
@@ -324,12 +325,16 @@ def healthy_loss(run: RunLog) -> Detection | Skipped | None:
 def gibberish(run: RunLog) -> Detection | None:
     """Entropy, length and gradients do not rise together."""
     seen = together(run.table, GIBBERISH)
-    if seen is None or run.has_gained:
+    if seen is None or run.has_gained or rises(run.table, th.SCORE):
         return None
     first, last = seen[0].first_step or 0, seen[0].last_step
     what = f"entropy, length and gradient norm rise together in steps {first}–{last}"
     fixes = (fix.resume_before(first), *fix.gentler(run), *fix.correct_tokens(run))
-    return Detection("critical", what, seen, fixes=fixes)
+    found = Detection("critical", what, seen, fixes=fixes)
+    if len(run.table.series(th.SCORE)):
+        return found
+    doubt: Sure = ("medium", "three independently computed figures agree, but the reward is not logged")
+    return found.with_doubt(doubt, f"{th.SCORE} would show whether the responses get better")
 
 
 def count_of_steps(count: int) -> str:

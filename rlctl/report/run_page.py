@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlctl.diagnose.compare import shown
 from rlctl.diagnose.diagnosis_page import TEMPLATE, page_values
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rule import examine, metrics_read
@@ -100,7 +101,7 @@ def spec_rows(record: RunRecord) -> tuple[str, list[tuple[str, str, str]]]:
     except RlctlError:  # preset files were removed
         before, than = unchecked().spec, "the defaults"
     rows = [
-        (key, visible(_value(old)), visible(_value(new)))
+        (key, visible(shown(old)), visible(shown(new)))
         for key, (old, new) in changes(before, spec).items()
         if key != "trainer.run_dir"
     ]
@@ -198,7 +199,3 @@ def _decoder(record: RunRecord) -> Callable[[Sequence[int]], str] | None:
         return None
     tokenizer = Tokenizer.from_file(str(file))
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
-
-
-def _value(value: Any) -> str:
-    return "null" if value is None else str(value)

@@ -114,7 +114,7 @@ def _event_records(stream: IO[bytes], path: Path, reading: LogReading) -> Iterat
         length = int.from_bytes(head[:8], "little")
         content = stream.read(length + 4) if length < _LARGEST_RECORD else b""
         if len(head) < 12 or len(content) < length + 4:
-            reading.notes.append(f"{path.name} ends with an incomplete record")
+            reading.notes.append(f"{path.name} ends with an incomplete record, or is damaged there")
             return
         yield content[:-4]
 
@@ -125,14 +125,13 @@ def _scalar(value: Any) -> float | None:
         return float(value.simple_value)
     if kind != "tensor":
         return None
-    tensor = value.tensor
-    for numbers in (tensor.float_val, tensor.double_val, tensor.int64_val, tensor.int_val):
-        if len(numbers) == 1:
-            return float(numbers[0])
-    dtype = {1: "<f4", 2: "<f8"}.get(tensor.dtype)
-    if dtype and len(tensor.tensor_content) == np.dtype(dtype).itemsize:
-        return float(np.frombuffer(tensor.tensor_content, dtype)[0])
-    return None
+    from tensorboard.util.tensor_util import make_ndarray
+
+    try:
+        numbers = make_ndarray(value.tensor)
+    except (TypeError, ValueError):
+        return None
+    return float(numbers.item()) if numbers.size == 1 and numbers.dtype.kind in "fiu" else None
 
 
 def _arguments(value: Any) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.diagnose.readers.source import Watch
 from rlctl.diagnose.table import Framework, LoggedException
 
 #: Names of the step; the first one that a row has is used.
@@ -347,7 +346,6 @@ class LogReading:
     stated: dict[str, Any] = field(default_factory=dict)  # single settings that the log states
     exception: LoggedException | None = None  # the exception at the end of the log
     notes: list[str] = field(default_factory=list)  # problems that were tolerated
-    watch: Watch | None = None  # called with the read position, where it is known
 
     @property
     def is_full(self) -> bool:

@@ -35,7 +35,7 @@ _DICTIONARY = re.compile(r"\{\s*['\"][^{}]*\}")
 _BARE_PAIRS = re.compile(r"['\"][\w/().-]+['\"]:\s")
 _FEWEST_PAIRS = 3
 _MOST_PROCESSES = 100
-#: Longer lines are not searched for tables, lists and settings.
+#: Longer lines are not searched for tables, lists, settings, rows of unknown form and starts of dictionaries.
 _LONGEST = 10_000
 _CELL = re.compile(
     rf"(?P<name>[A-Za-z][\w .()/@-]*?)\s*(?::|=|\s)\s*(?P<number>{NUMBER})(?P<percent>%?)(?!\S*/)",
@@ -101,24 +101,22 @@ class _Form:
 
     kind: Framework | None  # the framework that prints it; None for a form that any script may print
     mark: str  # a text that every such line contains
-    pattern: re.Pattern[str]  # groups `step`, `body`, and `clock` where the framework has several clocks
+    pattern: str  # groups `step`, `body`, and `clock` where the framework has several clocks
     cells: Callable[[str], Row]  # returns the body's numbers by name
     least: int  # minimum number of wanted names in a row
 
 
-_KNOWN_FORMS: tuple[tuple[Framework | None, str, str, Callable[[str], Row], int], ...] = (
-    ("verl", "step:", r"(?:^|\s)step:(?P<step>-?\d+) - (?P<body>\S.*)", _verl_cells, 0),
-    ("openrlhf", "lobal step ", r"Global step (?P<step>\d+): (?P<body>\{.*)", pairs, 1),
-    ("openrlhf", "eval_metrics", r"global_step (?P<step>\d+), eval_metrics: (?P<body>\{.*)", pairs, 1),
-    ("slime", ": {", rf"(?:^|\s|-)(?P<clock>{_SLIME_CLOCKS}) (?P<step>\d+): (?P<body>\{{.*)", pairs, 0),
-    ("prime-rl", "Step ", r"(?:^|\s)Step (?P<step>\d+) \| (?P<body>.*)", _piped_cells, 1),
-    ("ms-swift", "iteration ", r"\biteration\s+(?P<step>\d+)\s*/\s*\d+ \| (?P<body>.*)", _megatron_cells, 1),
-    (None, "te", rf"(?i)\b(?:{_STEP_WORDS})\s*[:=#]?\s*(?P<step>\d+)(?:\s*/\s*\d+)?\b"
-     r"(?P<body>.*\w\s*[:=]\s*[-+\d.].*)", _listed_cells, 2),
+_FORMS = (
+    _Form("verl", "step:", r"(?:^|\s)step:(?P<step>-?\d+) - (?P<body>\S.*)", _verl_cells, 0),
+    _Form("openrlhf", "lobal step ", r"Global step (?P<step>\d+): (?P<body>\{.*)", pairs, 1),
+    _Form("openrlhf", "eval_metrics", r"global_step (?P<step>\d+), eval_metrics: (?P<body>\{.*)", pairs, 1),
+    _Form("slime", ": {", rf"(?:^|\s|-)(?P<clock>{_SLIME_CLOCKS}) (?P<step>\d+): (?P<body>\{{.*)", pairs, 0),
+    _Form("prime-rl", "Step ", r"(?:^|\s)Step (?P<step>\d+) \| (?P<body>.*)", _piped_cells, 1),
+    _Form("ms-swift", "iteration ", r"\biteration\s+(?P<step>\d+)\s*/\s*\d+ \| (?P<body>.*)",
+          _megatron_cells, 1),
+    _Form(None, "te", rf"(?i)\b(?:{_STEP_WORDS})\s*[:=#]?\s*(?P<step>\d+)(?:\s*/\s*\d+)?\b"
+          r"(?P<body>.*\w\s*[:=]\s*[-+\d.].*)", _listed_cells, 2),
 )  # fmt: skip
-_FORMS = tuple(
-    _Form(kind, mark, re.compile(pattern), cells, least) for kind, mark, pattern, cells, least in _KNOWN_FORMS
-)
 _CLOCKS = {"step": "train/step", "eval": "eval/step"}
 
 
@@ -199,7 +197,9 @@ class Console:
         if ":" not in text and "=" not in text and "|" not in text:
             return False
         for form in _FORMS:
-            if form.mark not in text or not (match := form.pattern.search(text)):
+            if form.mark not in text or (form.kind is None and len(text) > _LONGEST):
+                continue
+            if not (match := re.search(form.pattern, text)):
                 continue
             if form.kind == "verl" and "/" in match["body"]:
                 self._wrapped = form, text, match
@@ -235,7 +235,7 @@ class Console:
     def _end_wrapped(self) -> None:
         if self._wrapped is not None:
             (form, text, match), self._wrapped = self._wrapped, None
-            if match or (match := form.pattern.search(text)):
+            if match or (match := re.search(form.pattern, text)):
                 self._row(form, match)
 
     # --- dictionaries ----------------------------------------------------------------------------
@@ -288,12 +288,12 @@ class Console:
 
     def _dictionaries(self, prefix: str, text: str, step: int | None) -> bool | None:
         """Reads the dictionaries of a line, or begins one; True if one is a row, None if there is none."""
-        found, place = [], text.find("{")
+        found, place, may_begin = [], text.find("{"), len(self._braces) < _MOST_PROCESSES
         while place >= 0:
             if match := _DICTIONARY.match(text, place):
                 found.append(self.add(pairs(match.group()), step))
                 place = match.end()
-            elif len(self._braces) < _MOST_PROCESSES and (braces := Braces.begin(text[place:], step)):
+            elif may_begin and len(text) - place <= _LONGEST and (braces := Braces.begin(text[place:], step)):
                 self._braces[prefix] = braces
                 return any(found)
             place = text.find("{", place + 1)

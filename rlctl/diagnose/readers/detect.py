@@ -20,9 +20,8 @@ from rlctl.diagnose.readers.framework_names import (
     MetricFilter,
     canonical_table,
     framework_of,
-    knows,
 )
-from rlctl.diagnose.readers.source import LogSource, Watch, opened
+from rlctl.diagnose.readers.source import LogSource, opened
 from rlctl.diagnose.table import STDIN, RunLog
 from rlctl.errors import UsageError
 from rlctl.spec.load import RUN_SPEC_FILE, spec_or_note
@@ -43,6 +42,7 @@ _FIRST_ROWS = 50
 _USAGE = re.compile(
     r"time|timing|speed|throughput|per_(?:sec|gpu)|memory|mfu|seqlen|percentage|epoch|episode", re.I
 )
+_ANY_METRIC = MetricFilter(("<any>",))
 _CONFIG_FILES = ("config.yaml", "args.json", ".hydra/config.yaml")
 _CONTROLS = bytes({*range(1, 8), *range(14, 27), *range(28, 32)})
 _BINARY_SHARE = 0.02
@@ -63,7 +63,7 @@ class _Candidate(NamedTuple):
     shown: Path  # the path to report
 
 
-def read_run(path: Path, wanted: Collection[str], watch: Watch | None = None) -> RunLog:
+def read_run(path: Path, wanted: Collection[str]) -> RunLog:
     """Reads one run's log, of any framework.
 
     Args:
@@ -71,7 +71,6 @@ def read_run(path: Path, wanted: Collection[str], watch: Watch | None = None) ->
             content; or `-` for standard input. A `spec.yaml` next to the log is taken as the spec of the run.
         wanted: canonical metrics to keep, where `<…>` stands for any text; memory grows only with the number
             of these and of rows.
-        watch: called with the number of bytes read so far, and the size of the file.
 
     Raises:
         UsageError: the file does not exist, is not a known log, or contains no step or no known metric.
@@ -83,7 +82,7 @@ def read_run(path: Path, wanted: Collection[str], watch: Watch | None = None) ->
         candidate, notes = _chosen(path)
     elif path != STDIN and not path.exists():
         raise UsageError("no such file or directory", where=str(path), fix="name a run directory, or a log")
-    reading = LogReading(Collector(metrics.by_any_name), watch=watch)
+    reading = LogReading(Collector(metrics.by_any_name))
     _read_files(candidate.files, reading)
     collected = reading.collector.finish()
     run_spec = candidate.shown.parent / RUN_SPEC_FILE
@@ -181,7 +180,7 @@ def _age(candidate: _Candidate) -> float:
 
 def _content(candidate: _Candidate) -> tuple[int, int, int] | None:
     """Number of metrics and of rows at a log's begin, and the newest step there; None where it is no log."""
-    reading = LogReading(Collector(knows), limit=_FIRST_ROWS)
+    reading = LogReading(Collector(_ANY_METRIC.by_any_name), limit=_FIRST_ROWS)
     try:
         _read_files(candidate.files, reading)
     except UsageError:
@@ -219,7 +218,7 @@ def _read_files(files: Sequence[Path], reading: LogReading) -> None:
         if len(files) > 1:
             binary.read_events(files, reading)
             return
-        with opened(files[0], reading.watch) as source:
+        with opened(files[0]) as source:
             _read(source, reading)
             reading.notes += source.notes
     except OSError as error:

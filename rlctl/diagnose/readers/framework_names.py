@@ -1,9 +1,12 @@
 """Metric names of the frameworks: maps the names in a log to canonical columns.
 
-Each `frameworks/*.toml` describes one framework: the names that only it uses (`marks`), its names and
-patterns for canonical metrics with their definitions there, facts that are true of all its runs (`facts`) or
-follow from a name (`implied_facts`), and configuration keys that state others (`config`, see
-`rlctl.diagnose.facts`).
+Each `frameworks/*.toml` describes one framework:
+
+- `marks`: patterns of names that only it uses, at the beginning of a name;
+- `names`, `patterns` (of whole names): the canonical metric, and its definition there if it is another;
+- `other_quantities`: names that are not read under some values of a setting, because they are others then;
+- `facts` that are true of all its runs, `implied_facts` that follow from a name, and `config`, where the
+  configuration states the others (see `rlctl.diagnose.facts`).
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -53,7 +56,7 @@ class FrameworkNames:
     uses_rlctl_names: bool
     facts: Facts
     implied_facts: tuple[tuple[re.Pattern[str], Facts], ...]
-    not_means: tuple[Mapping[str, Any], ...]  # pattern, setting, values: names not to be read under these
+    other_quantities: tuple[Mapping[str, Any], ...]  # `pattern` of the name, under `values` of a `setting`
     config: Mapping[str, Any]
 
     def translate(self, name: str) -> NamedMetric | None:
@@ -88,7 +91,7 @@ def _load(name: str) -> FrameworkNames:
         content.get("uses_rlctl_names", False),
         Facts(**content.get("facts", {})),
         tuple((re.compile(one.pop("pattern")), Facts(**one)) for one in implied),
-        tuple(content.get("not_means", ())),
+        tuple(content.get("other_quantities", ())),
         content.get("config", {}),
     )
 
@@ -143,16 +146,10 @@ class MetricFilter:
         return self._names[name]
 
 
-@lru_cache(maxsize=1 << 16)
-def knows(name: str) -> bool:
-    """Whether any framework uses the name for a metric."""
-    return any(framework.translate(name) for framework in (*FRAMEWORKS, _UNKNOWN))
-
-
 @lru_cache(maxsize=1)
 def setting_names() -> frozenset[str]:
     """Every configuration key on which a fact, or the meaning of a name, of any framework depends."""
-    others = (one["setting"] for framework in FRAMEWORKS for one in framework.not_means)
+    others = (one["setting"] for framework in FRAMEWORKS for one in framework.other_quantities)
     return frozenset(others).union(*(setting_keys(one.config) for one in FRAMEWORKS))
 
 
@@ -205,9 +202,9 @@ def canonical_table(
     updates = facts.updates_per_batch or 1
     scales = {"update": 1 / updates, "batch": updates}
     settings = Config(reading.stated | reading.config)
-    not_means = {
+    others = {
         one["pattern"]: f"{one['setting']}={value}"
-        for one in framework.not_means
+        for one in framework.other_quantities
         if (value := settings.get(one["setting"])) in one["values"]
     }
     columns: dict[str, NDArray[np.float64]] = {}
@@ -216,8 +213,8 @@ def canonical_table(
     for name, named in _in_order(collected.names, framework):
         if named.key not in wanted or (named.key in columns and named.aggregate != "sum"):
             continue
-        if why := next((why for pattern, why in not_means.items() if re.fullmatch(pattern, name)), ""):
-            reading.notes.append(f"{name} is left out: with {why} it is no mean over tokens")
+        if why := next((why for pattern, why in others.items() if re.fullmatch(pattern, name)), ""):
+            reading.notes.append(f"{name} is left out: with {why} it is another quantity")
             continue
         column = collected.columns.pop(name, None)
         bad = collected.nonfinite.get(name, collected.steps[:0])
@@ -239,7 +236,7 @@ def _first_known(sources: Sequence[tuple[Facts, str]]) -> tuple[Facts, dict[str,
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for source, origin in reversed(sources):
-        known = {f.name: value for f in fields(Facts) if (value := getattr(source, f.name)) is not None}
+        known = {fact: value for fact, value in asdict(source).items() if value is not None}
         values |= known
         origins |= dict.fromkeys(known, origin)
     return Facts(**values), origins

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
@@ -17,29 +17,24 @@ from rlctl.diagnose.table import STDIN
 
 _GZIP = b"\x1f\x8b"
 _CHUNK_BYTES = 1 << 16
-#: Called with the number of bytes read so far, and the size of the file.
-Watch = Callable[[int, int], None]
 
 
 class LogSource:
     """One file to read."""
 
-    def __init__(self, path: Path, file: Path, watch: Watch | None) -> None:
+    def __init__(self, path: Path, file: Path) -> None:
         self.path = path  # the path that the user gave
         self.notes: list[str] = []  # damage that was tolerated when decompressing; filled while reading
         self._file = file  # the same path, or a copy on disk
-        self._watch: Watch | None = None
         with file.open("rb") as stream:
             self.is_gzip = stream.read(len(_GZIP)) == _GZIP
         with self.open() as stream:
             self.head = stream.read(_CHUNK_BYTES)  # the first bytes, decompressed
-        self._watch = watch  # called while the file is read, with its position
 
     def open(self) -> IO[bytes]:
         """The decompressed bytes from the start."""
         self.notes.clear()
-        watch = self._watch
-        raw = io.BufferedReader(_Watched(self._file, watch), _CHUNK_BYTES) if watch else self._file.open("rb")
+        raw = self._file.open("rb")
         return io.BufferedReader(_TolerantGzip(raw, self.notes), _CHUNK_BYTES) if self.is_gzip else raw
 
     @contextmanager
@@ -53,17 +48,17 @@ class LogSource:
 
 
 @contextmanager
-def opened(path: Path, watch: Watch | None = None) -> Iterator[LogSource]:
+def opened(path: Path) -> Iterator[LogSource]:
     """Opens the source at `path`; input that can be read only once (standard input) is copied to disk.
 
     Raises:
         OSError: the path cannot be read.
     """
     if path.is_file() and path != STDIN:
-        yield LogSource(path, path, watch)
+        yield LogSource(path, path)
         return
     with nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb") as pipe, _copied(pipe) as copy:
-        yield LogSource(path, copy, watch)
+        yield LogSource(path, copy)
 
 
 @contextmanager
@@ -73,20 +68,6 @@ def _copied(stream: IO[bytes]) -> Iterator[Path]:
         shutil.copyfileobj(stream, copy)
         copy.flush()
         yield Path(copy.name)
-
-
-class _Watched(io.FileIO):
-    """A file that reports its read position."""
-
-    def __init__(self, file: Path, watch: Watch) -> None:
-        super().__init__(file)
-        self._watch, self._total = watch, file.stat().st_size
-
-    def readinto(self, buffer: Any) -> int:
-        """Fills the buffer; returns 0 at the end."""
-        size = super().readinto(buffer) or 0
-        self._watch(self.tell(), self._total)
-        return size
 
 
 class _TolerantGzip(io.RawIOBase):

@@ -1,5 +1,4 @@
 import contextlib
-import gzip
 import json
 import math
 import os
@@ -315,17 +314,6 @@ def test_a_number_that_only_an_overflow_gives_is_not_finite(tmp_path):
     assert run.table.nonfinite["actor/grad_norm"].tolist() == list(range(6, 30))
     assert run.table.series("actor/grad_norm").values.tolist() == [1.0] * 6
     assert {finding.rule for finding in examine(run).findings} == {"not-finite"}
-
-
-@pytest.mark.parametrize("packed", [bytes, gzip.compress])
-def test_how_far_a_file_was_read_is_told(tmp_path, packed):
-    content = packed(b"".join(line(step, grad_norm=step / 7).encode() for step in range(8_000)))
-    (tmp_path / "log").write_bytes(content)
-    told = []
-    read_run(tmp_path / "log", KEYS, lambda done, total: told.append((done, total)))
-    assert {total for _, total in told} == {len(content)}
-    assert sorted(told) == told
-    assert told[-1][0] == len(content)
 
 
 def test_a_pipe_is_read_like_a_file(tmp_path):

@@ -325,6 +325,14 @@ def test_utf_16_as_a_shell_redirects_it(tmp_path, line):
     assert logged(read_run(path, EVERYTHING), ENTROPY) == {1: 0.1, 2: 0.2}
 
 
+@pytest.mark.parametrize(
+    "output", ["x{'" * 200_000, "{'a': " * 100_000, "step 1 " * 100_000, "| a " * 100_000]
+)
+def test_long_lines_of_a_model_are_passed_over(tmp_path, output):
+    run = read(tmp_path, f"{output}\n{VERL.format(step=1, x=0.5)}\n{output}\n")
+    assert logged(run, ENTROPY) == {1: 0.5}
+
+
 def test_printed_dictionaries_have_the_steps_of_the_bar_above_them(tmp_path):
     shards = "Loading checkpoint shards: 100%|██████████| 2/2 [00:01<00:00,  1.9s/it]"
     parts = [

@@ -361,6 +361,15 @@ def test_ms_swifts_perplexities_are_ours(tmp_path):
     assert "rollout_corr/chi2_seq" not in run.table.columns  # of geometric means
 
 
+def test_areals_kls_have_the_opposite_sign_and_its_longest_sequences_are_not_cut_off(tmp_path):
+    """It logs log π_θ − log π_prox, and log π_prox − log π_rollout; the longest sequence fills the batch."""
+    row = {"update/approx_kl": 0.25, "update/behave_approx_kl": 0.5, "no_eos_ratios": 0.125, "seq_len": 9.0}
+    named = {f"ppo_actor/{name}/avg": value for name, value in row.items()}
+    run = read(tmp_path, json.dumps({"step": 1, **named}) + "\n")
+    assert (values(run, "actor/ppo_kl"), values(run, "rollout_corr/kl")) == ([-0.25], [-0.5])
+    assert "response_length/clip_ratio" not in run.table.columns
+
+
 def test_areals_staleness_is_that_of_the_proximal_policy(tmp_path):
     logged = {"proximal_avg": 0.5, "proximal_max": 2.0, "theta_max": 3.0}
     ages = {f"ppo_actor/update/version_stats/sample_staleness_{name}": age for name, age in logged.items()}
@@ -498,6 +507,18 @@ def test_figures_summed_over_updates_are_divided_where_their_number_is_known():
     assert table.columns["training/staleness_mean"].tolist() == [1.0]  # counted in batches
     assert not RunLog(Path("log"), table, facts=facts).gap_is_mismatch
     assert table.columns["critic/score/mean"].tolist() == [0.5]
+
+
+@pytest.mark.parametrize(("kind", "read_as"), [("k3", [0.25]), ("k1", []), ("k2", [])])
+def test_nemos_generation_kl_has_the_estimator_of_the_reference_kl(kind, read_as):
+    [nemo] = [each for each in FRAMEWORKS if each.framework == "nemo-rl"]
+    wanted = MetricFilter(EVERYTHING)
+    config = {"loss_fn": {"reference_policy_kl_type": kind}}
+    reading = LogReading(Collector(wanted.by_any_name), config=config)
+    reading.collector.add({"step": 1, "train/gen_kl_error": 0.25, "train/reward": 0.5})
+    table, *_ = canonical_table(reading.collector.finish(), nemo, wanted, reading, None)
+    assert table.series("rollout_corr/k3_kl").values.tolist() == read_as
+    assert len(reading.notes) == (not read_as)
 
 
 def test_an_unknown_log_is_read_by_its_plain_names_only(tmp_path):

@@ -120,6 +120,12 @@ def sparse(rows):
         row["step"] *= 20
 
 
+#: 60 rows whose steps are tokens.
+def in_tokens(rows):
+    for row in rows:
+        row["step"] *= 1 << 19
+
+
 slow = always(timing_s__reward=lambda s: 30.0 if s % 10 == 0 else 1.0, timing_s__step=lambda s: 50.0)
 
 #: rule → (severity, spoil, overrides of the spec)
@@ -451,6 +457,8 @@ def test_the_page_of_rules_lists_every_rule():
          [*REJECTING]),
         ("gibberish", both(gibberish, always(actor__grad_norm=0.8)), []),
         ("gibberish", both(gibberish, always(critic__score__mean=ramp(0.3, 0.7))), []),  # it learns
+        # ... also where the best and the worst reward are not logged
+        ("gibberish", both(gibberish, always(critic__score__mean=ramp(0.3, 0.7)), no_score_range), []),
         # not at the same time
         ("gibberish", both(gibberish, always(actor__entropy=lambda s: 2.0 if 21 <= s <= 30 else 0.6)), []),
         ("silently-off", both(idle_correction, corr(k3_kl=0.0)), []),  # on-policy
@@ -489,6 +497,7 @@ def test_the_page_of_rules_lists_every_rule():
         ("entropy-rise", always(actor__entropy=lambda s: 2.5 if 21 <= s <= 40 else 0.6,
                                 critic__score__mean=0.3), []),  # it came back
         ("flat-reward", always(critic__score__mean=0.31), []),  # 60 steps
+        ("flat-reward", both(in_tokens, always(critic__score__mean=0.31)), []),  # 60 rows, 31 million tokens
         ("flat-reward", both(sparse, always(critic__score__mean=ramp(0.02, 0.06))), []),  # it triples
         ("flat-reward", both(sparse, always(critic__score__mean=0.97)), []),  # learned
         ("zero-spread-groups", group_std(lambda s: 0.3 * (s % 3 > 0)), []),

@@ -186,6 +186,19 @@ def test_a_figure_of_the_update_that_is_not_finite_is_critical_at_one_step(key):
     assert key in finding.what
 
 
+def test_figures_that_are_logged_at_few_steps_are_never_finite_there():
+    rows = [{REWARD: 0.5} | ({NORM: float("nan")} if step % 25 == 0 else {}) for step in range(100)]
+    assert finding_of(diagnosis_of(*rows), "not-finite").severity == "critical"
+
+
+def test_without_the_reward_three_rising_figures_may_be_a_success():
+    rows = [{"actor/entropy": 0.5, LENGTH: 300.0, NORM: 1.0}] * 30
+    rows += [{"actor/entropy": 1.5, LENGTH: 600.0, NORM: 3.0}] * 30
+    finding = finding_of(diagnosis_of(*rows), "gibberish")
+    assert (finding.severity, finding.confidence) == ("critical", "medium")
+    assert "does not rise" not in finding.confidence_reason
+
+
 def test_a_zero_of_a_rounded_log_may_be_a_small_number():
     """verl's older console prints three decimals."""
     rows = [{NORM: 0.0, REWARD: 0.512, "actor/entropy": 0.001 * step} for step in range(1, 30)]

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _ADAPTER = "default"
 #: Prefix of parameter names in PEFT's files.
 _PEFT_PREFIX = "base_model.model."
+#: Architecture → layers whose weight it reads itself: an adapter would not act, but would be merged.
+_READ_WITHOUT_ADAPTER = {"jamba": ("dt_proj",)}
 
 
 def add_lora(model: Any, rank: int, alpha: float, target_modules: list[str]) -> None:
@@ -64,7 +66,10 @@ def _targets(model: Any, wanted: list[str]) -> list[str]:
     linear = [
         name
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not head and module.weight.requires_grad
+        if type(module) is nn.Linear
+        and module is not head
+        and module.weight.requires_grad
+        and name.rpartition(".")[2] not in _READ_WITHOUT_ADAPTER.get(model.config.model_type, ())
     ]
     known = {name.rpartition(".")[2] for name in linear}
     if not linear:

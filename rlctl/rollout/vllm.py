@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import warnings
@@ -75,6 +76,7 @@ class VLLMRollout(CompletionRollout):
         except Exception as error:  # the import loads drivers, operators and other packages
             raise vllm_missing(error) from error
         self._sleeps = sleeps and torch.cuda.is_available()
+        _import_class(model_path, revision, options.get("trust_remote_code", False))
         num_ranks = 1 if reads_weights else options.get("tensor_parallel_size", 1)
         try:
             arguments = {
@@ -281,6 +283,17 @@ def _completion(output: Any) -> Completion:
         listed({token: each.logprob for token, each in entry.items()}) for entry in output.logprobs
     ]
     return Completion(tokens, log_probs, output.finish_reason, most_likely)
+
+
+def _import_class(model_path: str, revision: str | None, trust_remote_code: bool) -> None:
+    """Imports transformers' class of the model, so that vLLM does not change it for the whole process."""
+    from transformers import MODEL_MAPPING, AutoConfig
+
+    with contextlib.suppress(OSError, ValueError):  # vLLM refuses the model, or knows it without transformers
+        config = AutoConfig.from_pretrained(
+            model_path, revision=revision or "main", trust_remote_code=trust_remote_code
+        )
+        MODEL_MAPPING.get(type(config), None)
 
 
 def _generation_config(model_path: str, revision: str | None, trust_remote_code: bool) -> Any:

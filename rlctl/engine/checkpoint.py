@@ -26,9 +26,6 @@ from rlctl.files import apply_umask, sha256_of, sync
 CHECKPOINTS = "checkpoints"
 #: Subdirectory of a checkpoint for the adapter.
 ADAPTER = "adapter"
-
-#: File in a checkpoint's `draws/`: the state of dynamic sampling.
-DRAWS_FILE = "prompts.json"
 _MANIFEST = "manifest.json"
 _PREFIX = "step_"
 _PARTIAL = ".partial-"
@@ -55,30 +52,10 @@ class TrainerState:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint on disk."""
+    """A complete checkpoint on disk; `rlctl.train.saving` writes and reads its other parts."""
 
     path: Path
     state: TrainerState
-
-    @property
-    def engine_dir(self) -> Path:
-        """State of the policy to resume from, read by `TrainEngine.load`."""
-        return self.path / "engine"
-
-    @property
-    def critic_dir(self) -> Path:
-        """State of the critic to resume from, read by its `load`; missing without a critic."""
-        return self.path / "critic"
-
-    @property
-    def draws_file(self) -> Path:
-        """State of dynamic sampling; missing without it."""
-        return self.path / "draws" / DRAWS_FILE
-
-    @property
-    def waiting_dir(self) -> Path:
-        """Batches sampled ahead of training, read by `RolloutStream.resume`; missing without staleness."""
-        return self.path / "waiting"
 
     @property
     def model_dir(self) -> Path:

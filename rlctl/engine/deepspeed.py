@@ -205,14 +205,7 @@ class _Engine:
 
 
 class DeepSpeedEngine(_Engine):
-    """A causal language model under DeepSpeed; see `TrainEngine`.
-
-    Args:
-        model: Hugging Face causal language model, in any dtype; parameters that require gradient are trained.
-        ranks: the processes of the run.
-        temperature: sampling temperature, at which log-probs are computed.
-        settings: see `Settings`.
-    """
+    """A causal language model under DeepSpeed; see `TrainEngine`. `temperature`: that of sampling."""
 
     def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
         sequence = settings.get("sequence")
@@ -251,12 +244,7 @@ class DeepSpeedEngine(_Engine):
 
 
 class DeepSpeedCritic(_Engine):
-    """A value model under DeepSpeed; see `CriticEngine`.
-
-    Args:
-        model: Hugging Face causal language model; its body is trained with a new value head.
-        ranks: the processes of the run.
-        settings: see `Settings`.
+    """A value model under DeepSpeed: the body of a model with a new value head; see `CriticEngine`.
 
     Raises:
         UsageError: the model has no body separate from its output head.

@@ -266,19 +266,15 @@ def _check_settings(url: str, lora_rank: int) -> str:
     if mode != LOGPROBS_MODE:
         what = f"the server reports {mode}, which are not log-probs of the distribution it samples from"
         raise EnvironmentFailure(what, where=where, fix=f"{fix}, --logprobs-mode {LOGPROBS_MODE} among them")
-    if lora_rank and not _takes_adapters(info, lora_rank):
+    lora = info["vllm_config"]["lora_config"]  # null without --enable-lora
+    is_open = info["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]
+    if lora_rank and not (is_open and lora and lora["max_lora_rank"] >= lora_rank):
         options = (
             f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and --max-lora-rank of {lora_rank} or more"
         )
         what = f"the server does not accept adapters of rank {lora_rank}"
         raise EnvironmentFailure(what, where=where, fix=f"start it with {options}; or {MERGE_LORA}")
     return str((info["vllm_config"].get("weight_transfer_config") or {}).get("backend", ""))
-
-
-def _takes_adapters(info: dict[str, Any], rank: int) -> bool:
-    lora = info["vllm_config"]["lora_config"]  # null without --enable-lora
-    is_open = info["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]
-    return bool(is_open and lora and lora["max_lora_rank"] >= rank)
 
 
 def _address(spec: RunSpec) -> str:

@@ -96,6 +96,7 @@ def _define(kind: type, own: dict[str, Any]) -> None:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
+    below: type
     for below in kind.__subclasses__():
         yield below
         yield from _subclasses(below)

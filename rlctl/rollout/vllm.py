@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import warnings
@@ -76,7 +75,6 @@ class VLLMRollout(CompletionRollout):
         except Exception as error:  # the import loads drivers, operators and other packages
             raise vllm_missing(error) from error
         self._sleeps = sleeps and torch.cuda.is_available()
-        _import_class(model_path, revision, options.get("trust_remote_code", False))
         num_ranks = 1 if reads_weights else options.get("tensor_parallel_size", 1)
         try:
             arguments = {
@@ -89,11 +87,11 @@ class VLLMRollout(CompletionRollout):
             if not reads_weights:
                 arguments |= _trained(options)
             self._group = TensorParallelGroup(num_ranks) if num_ranks > 1 else None
+            config = _generation_config(model_path, revision, options.get("trust_remote_code", False))
             with self._isolated.running():
                 self._llm: Any = LLM(**arguments | dict(options))
         except Exception as error:
             raise _not_started(model_path, error) from error
-        config = _generation_config(model_path, revision, options.get("trust_remote_code", False))
         super().__init__(tokenizer, config, policy_version=0 if reads_weights else None, device=device)
         self._adapter: Any = None  # vLLM's request object of the adapter to sample with
         self._asleep: set[str] = set()
@@ -285,26 +283,16 @@ def _completion(output: Any) -> Completion:
     return Completion(tokens, log_probs, output.finish_reason, most_likely)
 
 
-def _import_class(model_path: str, revision: str | None, trust_remote_code: bool) -> None:
-    """Imports transformers' class of the model, so that vLLM does not change it for the whole process."""
-    from transformers import MODEL_MAPPING, AutoConfig
-
-    with contextlib.suppress(OSError, ValueError):  # vLLM refuses the model, or knows it without transformers
-        config = AutoConfig.from_pretrained(
-            model_path, revision=revision or "main", trust_remote_code=trust_remote_code
-        )
-        MODEL_MAPPING.get(type(config), None)
-
-
 def _generation_config(model_path: str, revision: str | None, trust_remote_code: bool) -> Any:
-    from transformers import AutoConfig, GenerationConfig
+    """The generation config of a model; also imports its class, so that `IsolatedState` can restore it."""
+    from transformers import MODEL_MAPPING, AutoConfig, GenerationConfig
 
+    revision = revision or "main"
+    config = AutoConfig.from_pretrained(model_path, revision=revision, trust_remote_code=trust_remote_code)
+    MODEL_MAPPING.get(type(config), None)
     try:
-        return GenerationConfig.from_pretrained(model_path, revision=revision or "main")
+        return GenerationConfig.from_pretrained(model_path, revision=revision)
     except OSError:  # the model has none: derived from its config, as transformers does
-        config = AutoConfig.from_pretrained(
-            model_path, revision=revision or "main", trust_remote_code=trust_remote_code
-        )
         return GenerationConfig.from_model_config(config)
 
 

@@ -314,16 +314,17 @@ class VLLMServerRollout(CompletionRollout):
         Raises:
             RunFailure: a server listens but does not respond.
         """
-        together = asyncio.ensure_future(_gathered(work))
+        together: asyncio.Future[list[_Result]] = asyncio.gather(*work)
         patience = self._answer_timeout or math.inf
-        watches = [asyncio.create_task(_until_silent(url, patience)) for url in self._urls]
+        tasks: list[asyncio.Future[Any]] = [together]
+        tasks += [asyncio.create_task(_until_silent(url, patience)) for url in self._urls]
         try:
-            done, _ = await asyncio.wait([together, *watches], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if together not in done:
                 done.pop().result()  # raises
             return await together
         finally:
-            for task in (together, *watches):
+            for task in tasks:
                 task.cancel()
 
     async def _load(
@@ -434,10 +435,6 @@ def _result_of(work: Coroutine[Any, Any, _Result]) -> _Result:
         return asyncio.run(work)
     with ThreadPoolExecutor(1, thread_name_prefix="rollouts") as thread:  # the watchdog monitors this name
         return thread.submit(asyncio.run, work).result()
-
-
-async def _gathered(work: Iterable[Awaitable[_Result]]) -> list[_Result]:
-    return list(await asyncio.gather(*work))
 
 
 async def _until_silent(url: str, patience: float) -> None:

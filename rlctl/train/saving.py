@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from rlctl.engine.checkpoint import (
     ADAPTER,
     CHECKPOINTS,
-    DRAWS_FILE,
     TrainerState,
     begin,
     bytes_of_newest,
@@ -39,6 +38,9 @@ if TYPE_CHECKING:
     from rlctl.spec.run_spec import RunSpec
     from rlctl.train.models import Models
     from rlctl.train.run import Run
+
+#: File in a checkpoint: the state of dynamic sampling.
+_DRAWS = "draws/prompts.json"
 
 
 class Saver:
@@ -123,7 +125,7 @@ def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
         with writing(root, step):
             run.tokenizer.save_pretrained(partial / "model")
             if run.draws is not None:
-                run.draws.save(partial / "draws" / DRAWS_FILE)
+                run.draws.save(partial / _DRAWS)
     # Files not hashed while being written are on the main rank's machine; its ranks share the hashing.
     own = [(f"{name}/{file}", digest) for name, files in written.items() for file, digest in files.items()]
     hashed = dict(ranks.exchange(own))
@@ -198,11 +200,11 @@ def restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path,
             where=str(checkpoint.path),
             fix=f"resume with trainer.n_gpus_per_node={state.world_size}",
         )
-    actor.load(checkpoint.engine_dir)
+    actor.load(checkpoint.path / "engine")
     if models.critic:
-        models.critic.load(checkpoint.critic_dir)
+        models.critic.load(checkpoint.path / "critic")
     models.rollout.sync_weights(actor, policy_version=state.policy_version)
-    stream.resume(state.step, checkpoint.waiting_dir, ranks.rank, ranks.device)
+    stream.resume(state.step, checkpoint.path / "waiting", ranks.rank, ranks.device)
     notes.append(f"resuming after step {state.step}")
-    draws = PromptDraws.load(checkpoint.draws_file) if spec.algorithm.filter_groups.enable else None
+    draws = PromptDraws.load(checkpoint.path / _DRAWS) if spec.algorithm.filter_groups.enable else None
     return Restored(state.step, state.policy_version, state.kl_coef, notes, draws)

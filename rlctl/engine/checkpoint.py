@@ -256,12 +256,6 @@ def point_to(root: Path, name: str, step: int | None) -> None:
         new.replace(link)
 
 
-def known_intact(root: Path, step: int) -> Checkpoint:
-    """The checkpoint of `step`, which another rank has verified."""
-    path = root / f"{_PREFIX}{step:06d}"
-    return Checkpoint(path, _read_manifest(path)[0])
-
-
 def model_checksums(checkpoint: Checkpoint) -> dict[str, str]:
     """File of `model_dir` → its SHA-256, as recorded when the checkpoint was written."""
     _, expected = _read_manifest(checkpoint.path)

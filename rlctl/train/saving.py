@@ -19,7 +19,6 @@ from rlctl.engine.checkpoint import (
     begin,
     bytes_of_newest,
     hash_share,
-    known_intact,
     newest_intact,
     partial_path,
     point_to,
@@ -183,14 +182,14 @@ def restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path,
     root, found = run_dir / CHECKPOINTS, None
     if ranks.is_main:  # one rank verifies checkpoints and sets damaged ones aside
         found, notes = newest_intact(root, set_aside=True)
-    step = int(ranks.max(-1.0 if found is None else found.state.step))
-    if step < 0:
+    shared = ranks.exchange([found] if found else [])
+    if not shared:
         raise UsageError(
             "there is no complete checkpoint to resume from",
             where=str(root),
             fix="start a new run in another directory",
         )
-    checkpoint = found or known_intact(root, step)
+    [checkpoint] = shared
     state, actor = checkpoint.state, models.actor
     ahead = max(spec.rollout.staleness, spec.rollout.max_staleness)
     is_cut_up = max(state.zero_stage, actor.zero_stage) > 0 or ahead > 0

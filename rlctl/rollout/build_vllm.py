@@ -125,10 +125,8 @@ def replica_settings(spec: RunSpec, *, reads_images: bool = False) -> ReplicaSet
 
 
 def _on_servers(context: EngineContext) -> VLLMServerRollout:
-    spec, model, tokenizer = context.spec, context.model, context.tokenizer
-    server = spec.rollout.server
+    spec, server = context.spec, context.spec.rollout.server
     broadcasts = spec.broadcasts_weights(on_gpus=context.device.type == "cuda")
-    needs_broadcast = server.weight_transfer == "broadcast"
     by_ray, is_main = server.is_placed_by_ray, context.rank == 0
     # The first rank of every node starts servers there, because other nodes cannot read files of this node.
     on_nodes = spec.trainer.nnodes if broadcasts and not (by_ray or server.urls) else 1
@@ -139,15 +137,17 @@ def _on_servers(context: EngineContext) -> VLLMServerRollout:
     if is_main and server.urls:
         rank = spec.model.lora_rank * spec.syncs_adapter
         backends = reachable(server.urls, server.start_timeout, lora_rank=rank)
-        broadcasts = broadcasts and _can_broadcast(server.urls, backends, context.device, needs_broadcast)
+        broadcasts = broadcasts and _can_broadcast(
+            server.urls, backends, context.device, server.weight_transfer == "broadcast"
+        )
     if local_rank == 0 and node < on_nodes:
-        published = PublishedWeights(model, tokenizer, directory)
+        published = PublishedWeights(context.model, context.tokenizer, directory)
         if not server.urls:
             hosts = held.enter_context(_ray_hosts(spec, broadcasts)) if by_ray else None
             if importlib.util.find_spec("vllm") is None and not by_ray:
                 raise vllm_missing(ModuleNotFoundError(name="vllm"))
             logs = context.run_dir / ENGINE_LOGS / (f"node-{node}" if node else "")
-            settings = replica_settings(spec, reads_images=reads_more_than_text(model.config))
+            settings = replica_settings(spec, reads_images=reads_more_than_text(context.model.config))
             replicas = Replicas(server.replicas, settings, published.latest, logs, hosts)
     if is_main and spec.syncs_adapter:
         adapters = VersionedDir(directory)
@@ -158,19 +158,11 @@ def _on_servers(context: EngineContext) -> VLLMServerRollout:
         broadcast = WeightBroadcast(urls, published.expected, context.device)
     return VLLMServerRollout(
         urls,
-        tokenizer,
-        model.generation_config,
-        device=context.device,
-        rank=context.rank,
-        agree=context.agree,
+        context,
         published=published,
         replicas=replicas,
-        start_timeout=server.start_timeout,
-        answer_timeout=server.answer_timeout if server.urls else None,
         adapters=adapters,
-        takes_adapter=spec.syncs_adapter,
         broadcast=broadcast,
-        needs_broadcast=needs_broadcast,
         starts_empty=broadcasts and not server.urls,
         held=held,
     )

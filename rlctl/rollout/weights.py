@@ -91,9 +91,12 @@ class ExpectedWeights:
         """Like `checked`, but with the names and tensors of the model's files, which engines load.
 
         In memory, transformers may represent a model differently: experts in one tensor, modules renamed.
+        Tied weights have the first of their names only, as in files: vLLM's Gemma 2 refuses another one. On
+        CPUs they have all names, because engines run them untied, see `rlctl.rollout.vllm`.
         """
+        most = 1 if torch.cuda.is_available() else None
         for names, tensor in self.checked(named_tensors):
-            first, *tied = [self._as_saved({name: tensor}) for name in names]
+            first, *tied = [self._as_saved({name: tensor}) for name in names[:most]]
             for name, part in first.items():
                 yield (name, *(next(iter(other)) for other in tied)), part
 

@@ -271,7 +271,6 @@ def scored_states(
 
     Args:
         body: the model without its head.
-        inputs: any number of rows.
         packs: process packed rows, which `body` must support, see `can_pack`.
         share_prompts: if rows are not packed, compute a prompt that adjacent rows share once.
         split: returns this rank's part of packed rows that several ranks share; `packs` must be True.

@@ -250,7 +250,6 @@ def policy_output(
 
     Args:
         policy: a `PolicyModule`, or the engine that wraps it.
-        inputs: any number of rows.
         asked: `entropy_grad`, `sum_pi_squared`, `sketch`, see `PolicyModule.forward`.
     """
     found = list(policy(inputs=used_columns(inputs), **asked))

@@ -36,9 +36,7 @@ def add_lora(model: Any, rank: int, alpha: float, target_modules: list[str]) -> 
     The class of the model does not change. A is drawn from torch's global generator.
 
     Args:
-        model: Hugging Face causal language model.
-        rank: r.
-        alpha: α.
+        rank, alpha: r, α.
         target_modules: last components of layer names, such as `q_proj`, or `all-linear`.
 
     Raises:

@@ -101,7 +101,6 @@ class TrainEngine(Trained, Protocol):
         """Log-probs and entropy of the scored tokens.
 
         Args:
-            inputs: any number of rows.
             entropy_grad: compute the entropy with gradient, for an entropy bonus.
             sum_pi_squared: also compute Σ_v π(v)².
             sketch: also sketch the gradient of each log-prob with respect to the output head.

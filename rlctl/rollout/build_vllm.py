@@ -74,9 +74,7 @@ def _options(spec: RunSpec) -> dict[str, Any]:
 def training_options(spec: RunSpec, *, reads_images: bool = False) -> dict[str, Any]:
     """vLLM's options for an engine or a server of a training run; `rollout.engine_kwargs` come last.
 
-    Args:
-        spec: spec of the run.
-        reads_images: the model reads images as well as text.
+    `reads_images`: the model reads images as well as text.
     """
     rollout = spec.rollout
     options = _options(spec)
@@ -211,7 +209,6 @@ def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0) -> list[st
     """Waits until every server responds, and checks that each was started with the options a run needs.
 
     Args:
-        urls: URLs of the servers.
         seconds: how long to wait for them.
         lora_rank: rank of the adapters to apply; 0: none.
 

@@ -157,11 +157,7 @@ class VersionedDir:
         self._before: Path | None = None
 
     def publish(self, name: str, fill: Callable[[Path], None]) -> Path:
-        """Writes a version; the last two are kept.
-
-        Args:
-            name: name of its directory; an existing one is replaced.
-            fill: writes the files into the given directory.
+        """Writes a version by `fill` to a directory `name`, replacing an existing one; the last two are kept.
 
         Raises:
             RunFailure: there is not enough space.

@@ -88,11 +88,6 @@ class UpdateDecision:
     skip: bool = False
     next_scale: float = 1.0
 
-    @property
-    def changes_update(self) -> bool:
-        """Whether the guardrails scale or withhold the update."""
-        return self.skip or self.lr_scale < 1.0
-
 
 def decide_update(
     correction: CorrectionSums[float], rules: CorrectionRules, scale: float, spec: GuardrailsSpec
@@ -306,7 +301,7 @@ class Guardrails:
             return {}
         own = {
             ALARMS: float(sum(decision.is_low or decision.has_drifted for decision in decisions)),
-            INTERVENTIONS: float(sum(decision.changes_update for decision in decisions)) + self.is_tight,
+            INTERVENTIONS: float(sum(d.skip or d.lr_scale < 1.0 for d in decisions)) + self.is_tight,
             SKIPPED: float(sum(decision.skip for decision in decisions)),
             UPDATES: float(num_planned),
             TIGHTENED: float(self.is_tight),

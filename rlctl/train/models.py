@@ -60,9 +60,7 @@ def build_models(
     """Loads and wraps every model that the spec requires.
 
     Args:
-        spec: the run's spec.
         model_path: directory or hub id of the policy; for the embedded model, its directory.
-        ranks: the processes of the run.
         run_dir: rollout servers write their logs below it.
         stack: closes the rollout engine when it is closed.
 

@@ -48,9 +48,6 @@ class Saver:
     A step is saved every `trainer.save_freq` steps, when its validation is the best so far, and when
     `trainer.save_every` has elapsed. The last case waits for a step after which the rollout engine has the
     current weights, as in a resumed run: with `rollout.sync_every` above 1, this is not every step.
-
-    Args:
-        run: the run to save.
     """
 
     def __init__(self, run: Run) -> None:
@@ -90,13 +87,7 @@ class Saver:
 
 
 def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
-    """Saves the state of `run` after `step`; see `Saver.save`.
-
-    Args:
-        run: the run.
-        step: batches trained on.
-        best: step whose checkpoint is never removed.
-    """
+    """Saves the state of `run` after `step`; see `Saver.save`. The checkpoint of `best` is never removed."""
     ranks, spec = run.ranks, run.spec
     root = run.run_dir / CHECKPOINTS
     run.stream.drain()

@@ -63,7 +63,6 @@ def start_run(
     """Starts or resumes a run and trains to its end.
 
     Args:
-        spec: a checked spec.
         resume: the run directory to continue; None: a new one.
         announce: shows notes and preparations.
         callbacks: called after each step on rank 0, if rank 0 is this process.

@@ -106,11 +106,7 @@ def writing(root: Path, step: int) -> Iterator[None]:
 
 
 class HashedFile:
-    """A file that is hashed while it is written sequentially.
-
-    Args:
-        path: path of the file; an existing file is replaced.
-    """
+    """A file that is hashed while it is written sequentially."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._hash = path.open("wb"), hashlib.sha256()
@@ -155,9 +151,7 @@ def publish(
     """Syncs and renames `partial`; then removes old checkpoints (one rank, when all have written).
 
     Args:
-        root: the directory of checkpoints.
         partial: the directory from `begin`.
-        state: stored in the manifest.
         keep: number of newest checkpoints to keep, besides `best`; None: all.
         best: step of the checkpoint that is never removed.
         digests: file below `partial` → its SHA-256, already synced; other files are hashed here.
@@ -190,7 +184,6 @@ def newest_intact(
     """The newest checkpoint whose files all match their checksums.
 
     Args:
-        root: the directory of checkpoints.
         step: accept only this step; None: any.
         set_aside: rename damaged and incomplete ones; otherwise nothing is changed, so the run may still be
             in progress.

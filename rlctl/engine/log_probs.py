@@ -41,7 +41,6 @@ class PolicyModule(nn.Module):
     """A causal language model that returns log-probs of given responses.
 
     Args:
-        model: any Hugging Face causal language model.
         temperature: logits are divided by it, as when sampling.
         share_prompts: if rows cannot be packed, compute a prompt that adjacent rows share once, if the model
             supports this.
@@ -162,7 +161,6 @@ class ChunkedHead(nn.Module):
 
     Args:
         model: the causal language model; its head is not registered here a second time.
-        temperature: see `PolicyModule`.
 
     Attributes:
         temperature: logits are divided by it.

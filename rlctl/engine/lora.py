@@ -114,7 +114,6 @@ def plain_weights(model: nn.Module, *, merged: bool = True) -> Iterator[PlainWei
     """Every parameter that `model` had before `add_lora`, in its order, and every buffer in its files.
 
     Args:
-        model: with or without adapters.
         merged: include the adapters in the values; otherwise each value is the frozen W.
     """
     modules: dict[str, Any] = dict(model.named_modules())
@@ -206,12 +205,7 @@ class OffloadedBase:
 
 
 class BasePolicy:
-    """The `ReferencePolicy` that a model with adapters contains: the model with adapters disabled.
-
-    Args:
-        engine: the engine that trains `model`.
-        model: the model that was passed to `add_lora`.
-    """
+    """The `ReferencePolicy` that a model with adapters contains: the model with adapters disabled."""
 
     def __init__(self, engine: TrainEngine, model: Any) -> None:
         self._engine = engine

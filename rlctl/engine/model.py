@@ -96,10 +96,7 @@ def load_other_model(path: str, tokenizer: Any, *, key: str, **loading: Unpack[L
     Other weights in its files, such as a reward model's `score`, are ignored.
 
     Args:
-        path: directory or hub id.
-        tokenizer: the policy's tokenizer.
         key: spec key that names the model, `critic.path` or `ref.path`, for errors.
-        loading: see `Loading`.
 
     Raises:
         UsageError, EnvironmentFailure: as `load_policy`.
@@ -216,9 +213,6 @@ def run_liger(model: Any) -> None:
 
     Other models in the process keep their norms and feed-forward layers. The rotary embedding is a
     function that all models of an architecture share: it becomes Liger's for them too, on GPUs.
-
-    Args:
-        model: Hugging Face causal language model, changed in place.
 
     Raises:
         UsageError: the library has no kernels for the architecture, or none for its activation.

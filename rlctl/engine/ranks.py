@@ -37,7 +37,6 @@ class Ranks:
 
     Attributes:
         rank: 0-based, over all machines; rank 0 writes files and shows progress.
-        world_size: number of ranks.
         device: the device this rank computes on.
         group: torch's process group if these are only some of the run's ranks; None: all.
     """

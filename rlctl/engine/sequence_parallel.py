@@ -33,11 +33,7 @@ _Value = TypeVar("_Value")
 
 
 class SequenceParallel:
-    """A group of ranks that process each row together.
-
-    Args:
-        group: torch's process group.
-    """
+    """A group of ranks that process each row together."""
 
     def __init__(self, group: Any) -> None:
         self._group = group

@@ -51,7 +51,6 @@ class VLLMRollout(CompletionRollout):
 
         Args:
             model_path: directory or hub id.
-            tokenizer: decodes responses.
             options: further arguments of vLLM's `LLM`, see `vllm_options`.
             seed: seed of the engine; each response has a separate seed.
             revision: branch, tag or commit of a model on the hub; None: the main one.
@@ -174,8 +173,6 @@ class TrainedVLLMRollout(VLLMRollout):
         model_path, tokenizer: as for `VLLMRollout`.
         options: as for `VLLMRollout`. With `enable_lora`, the engine applies the policy's adapter itself: it
             receives the frozen base once, and A and B at every sync.
-        expected: names and shapes of the policy's weights.
-        more: further arguments of `VLLMRollout`.
     """
 
     def __init__(

@@ -71,8 +71,6 @@ class VLLMServerRollout(CompletionRollout):
     With adapters, servers receive the base once, and A and B after each update.
 
     Args:
-        urls: URLs of the servers.
-        context: of the engine on this rank.
         published: writes weights where the servers can read them; None on ranks that are neither the main one
             nor start servers.
         replicas: the servers that this process starts, if any; they start with the first weights.
@@ -81,9 +79,6 @@ class VLLMServerRollout(CompletionRollout):
             main one.
         starts_empty: servers start with dummy weights and a loader that reads no files.
         held: closed after the servers have stopped.
-
-    Attributes:
-        notes: messages to the user.
     """
 
     def __init__(

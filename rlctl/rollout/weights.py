@@ -202,9 +202,6 @@ class PublishedWeights(VersionedDir):
         tokenizer: written alongside the weights.
         parent: directory to write to; None: shared memory of this machine.
 
-    Attributes:
-        expected: names and shapes of the policy's weights.
-
     Raises:
         UsageError: `parent` cannot be written to.
     """

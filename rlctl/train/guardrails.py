@@ -98,7 +98,6 @@ def decide_update(
         correction: sums of the whole mini-batch over all ranks, so that every rank decides the same.
         rules: the rules that produced the sums.
         scale: `next_scale` of the previous update; 1 at the start.
-        spec: the guardrails' settings.
     """
     if not correction.finite_tokens:
         return None
@@ -128,7 +127,6 @@ class BatchObservation:
     """State of the run after one batch.
 
     Attributes:
-        step: the batch's number.
         updates: the decisions on its updates.
         tail_is_heavy: the median raw effective sample size of `WINDOW` batches is below the floor.
         is_idle: no update was applied in `WINDOW` batches, although each batch planned updates.
@@ -170,8 +168,6 @@ def decide_batch(observed: BatchObservation, spec: GuardrailsSpec, *, can_tighte
     A forecast scale is halved by an examination that forecasts a critical level, else doubled.
 
     Args:
-        observed: the state of the run.
-        spec: the guardrails' settings.
         can_tighten: whether the correction has bounds that can be tightened.
     """
     reason = f"no update was made in {WINDOW} batches" if observed.is_idle else ""
@@ -240,7 +236,6 @@ class Guardrails:
         settings: update settings of the spec, not tightened.
 
     Attributes:
-        spec: the guardrails' settings.
         is_tight: whether the next batch is trained with tightened bounds.
         lr_scale: learning-rate factor with which the next update starts.
     """
@@ -288,7 +283,6 @@ class Guardrails:
         """Checks one batch and acts on the run.
 
         Args:
-            step: the batch's number.
             metrics: metrics of the step, reduced over ranks.
             num_planned: planned optimizer updates of the batch, withheld ones included.
             decisions: decisions on the updates that were checked.

@@ -176,7 +176,6 @@ def run_sweep(
 
     Args:
         jobs: maximum number of concurrent runs.
-        note: shows a line.
         only: index of the only run to start; None: all runs.
     """
     waiting = list(sweep.runs if only is None else [sweep.runs[only]])

@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+#: What a model raises for inputs that it does not support.
+UNSUPPORTED = (ValueError, TypeError, RuntimeError, AttributeError, LookupError)
 #: Largest relative difference that the probe accepts: allows bfloat16 rounding, detects a lost prefix.
 _TOLERANCE = 0.05
 
@@ -31,13 +33,18 @@ def body_of(model: Any) -> Any:
 
     This is the model without its output head; for a multimodal model, its text decoder.
     """
-    body = getattr(model, model.base_model_prefix, None)
-    if body is None or body is model:
-        return None
-    if not reads_more_than_text(model.config):
+    name = base_name(model)
+    body = getattr(model, name) if name else None
+    if body is None or not reads_more_than_text(model.config):
         return body
     find = getattr(body, "get_decoder", None)  # custom model code may lack it
     return None if find is None else find()
+
+
+def base_name(model: Any) -> str | None:
+    """Name of the attribute of `model` that holds all of it but its output head; None if there is none."""
+    names = (model.base_model_prefix, "model")  # Llama 4 has another name than its prefix
+    return next((name for name in names if isinstance(getattr(model, name, None), nn.Module)), None)
 
 
 def shared_prefix(body: Any, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:
@@ -93,7 +100,10 @@ def can_share_prefix(model: Any) -> bool:
     if body is None or checkpoints:
         return False
     with evaluating(model):
-        return _continues(body, model.config.get_text_config().vocab_size)
+        try:
+            return _continues(body, model.config.get_text_config().vocab_size)
+        except UNSUPPORTED:
+            return False
 
 
 @contextmanager

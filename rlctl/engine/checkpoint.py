@@ -26,9 +26,6 @@ from rlctl.files import apply_umask, sha256_of, sync
 CHECKPOINTS = "checkpoints"
 #: Subdirectory of a checkpoint for the adapter.
 ADAPTER = "adapter"
-
-#: File in a checkpoint's `draws/`: the state of dynamic sampling.
-DRAWS_FILE = "prompts.json"
 _MANIFEST = "manifest.json"
 _PREFIX = "step_"
 _PARTIAL = ".partial-"
@@ -55,30 +52,10 @@ class TrainerState:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint on disk."""
+    """A complete checkpoint on disk; `rlctl.train.saving` writes and reads its other parts."""
 
     path: Path
     state: TrainerState
-
-    @property
-    def engine_dir(self) -> Path:
-        """State of the policy to resume from, read by `TrainEngine.load`."""
-        return self.path / "engine"
-
-    @property
-    def critic_dir(self) -> Path:
-        """State of the critic to resume from, read by its `load`; missing without a critic."""
-        return self.path / "critic"
-
-    @property
-    def draws_file(self) -> Path:
-        """State of dynamic sampling; missing without it."""
-        return self.path / "draws" / DRAWS_FILE
-
-    @property
-    def waiting_dir(self) -> Path:
-        """Batches sampled ahead of training, read by `RolloutStream.resume`; missing without staleness."""
-        return self.path / "waiting"
 
     @property
     def model_dir(self) -> Path:
@@ -129,11 +106,7 @@ def writing(root: Path, step: int) -> Iterator[None]:
 
 
 class HashedFile:
-    """A file that is hashed while it is written sequentially.
-
-    Args:
-        path: path of the file; an existing file is replaced.
-    """
+    """A file that is hashed while it is written sequentially."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._hash = path.open("wb"), hashlib.sha256()
@@ -178,9 +151,7 @@ def publish(
     """Syncs and renames `partial`; then removes old checkpoints (one rank, when all have written).
 
     Args:
-        root: the directory of checkpoints.
         partial: the directory from `begin`.
-        state: stored in the manifest.
         keep: number of newest checkpoints to keep, besides `best`; None: all.
         best: step of the checkpoint that is never removed.
         digests: file below `partial` → its SHA-256, already synced; other files are hashed here.
@@ -213,7 +184,6 @@ def newest_intact(
     """The newest checkpoint whose files all match their checksums.
 
     Args:
-        root: the directory of checkpoints.
         step: accept only this step; None: any.
         set_aside: rename damaged and incomplete ones; otherwise nothing is changed, so the run may still be
             in progress.
@@ -277,12 +247,6 @@ def point_to(root: Path, name: str, step: int | None) -> None:
         new.unlink(missing_ok=True)
         new.symlink_to(f"{_PREFIX}{step:06d}", target_is_directory=True)
         new.replace(link)
-
-
-def known_intact(root: Path, step: int) -> Checkpoint:
-    """The checkpoint of `step`, which another rank has verified."""
-    path = root / f"{_PREFIX}{step:06d}"
-    return Checkpoint(path, _read_manifest(path)[0])
 
 
 def model_checksums(checkpoint: Checkpoint) -> dict[str, str]:

@@ -57,8 +57,6 @@ class _Engine:
     Args:
         model: Hugging Face causal language model, in any dtype; parameters that require gradient are trained.
         wrap: creates the module to train from the model, after the model is on its device.
-        ranks: the processes of the run.
-        settings: see `Settings`.
 
     Attributes:
         zero_stage: the stage in effect, by which checkpoints are partitioned.
@@ -205,14 +203,7 @@ class _Engine:
 
 
 class DeepSpeedEngine(_Engine):
-    """A causal language model under DeepSpeed; see `TrainEngine`.
-
-    Args:
-        model: Hugging Face causal language model, in any dtype; parameters that require gradient are trained.
-        ranks: the processes of the run.
-        temperature: sampling temperature, at which log-probs are computed.
-        settings: see `Settings`.
-    """
+    """A causal language model under DeepSpeed; see `TrainEngine`. `temperature`: that of sampling."""
 
     def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
         sequence = settings.get("sequence")
@@ -251,12 +242,7 @@ class DeepSpeedEngine(_Engine):
 
 
 class DeepSpeedCritic(_Engine):
-    """A value model under DeepSpeed; see `CriticEngine`.
-
-    Args:
-        model: Hugging Face causal language model; its body is trained with a new value head.
-        ranks: the processes of the run.
-        settings: see `Settings`.
+    """A value model under DeepSpeed: the body of a model with a new value head; see `CriticEngine`.
 
     Raises:
         UsageError: the model has no body separate from its output head.
@@ -283,11 +269,8 @@ class FrozenPolicy:
     Args:
         model: Hugging Face causal language model, modified in place; under ZeRO-3 it may come from
             `PartitionedLoading`.
-        ranks: the processes of the run.
-        zero_stage: 0–3, as for the actor.
         dtype: dtype of the forward pass.
         temperature: sampling temperature, at which log-probs are computed.
-        sequence: this rank's sequence-parallel group; None: each rank processes its own rows.
     """
 
     def __init__(
@@ -333,11 +316,7 @@ class PartitionedLoading:
         self._settings = settings
 
     def __call__(self, read: Callable[[], Any], config: Any) -> Any:
-        """Loads a model with partitioned parameters and whole buffers (all ranks).
-
-        Args:
-            read: loads the model by `from_pretrained`; called once.
-            config: config of the model.
+        """Loads a model by `read` with partitioned parameters and whole buffers (all ranks).
 
         Raises:
             UsageError: DeepSpeed refuses its configuration.

@@ -149,9 +149,6 @@ def recompute_layers(model: Any) -> None:
     would differ from the sampling policy. Passes without gradient are unchanged. A recomputed layer must
     not append to a key-value cache: run the model with `use_cache=False`.
 
-    Args:
-        model: Hugging Face causal language model, changed in place.
-
     Raises:
         UsageError: the model does not mark the layers that can be recomputed.
     """

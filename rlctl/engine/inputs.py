@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from rlctl.batch import ModelInputs
 from rlctl.errors import RunFailure
-from rlctl.prefix import evaluating, has_keys_only, shared_prefix
+from rlctl.prefix import UNSUPPORTED, evaluating, has_keys_only, shared_prefix
 from rlctl.spec.memory import packed_width
 
 #: Largest relative difference that the probe accepts, in half precision and in float32: above rounding, below
@@ -210,25 +210,26 @@ def can_pack(body: Any) -> bool:
             if rows is None or not has_keys_only(getattr(separate, "past_key_values", None)):
                 return False  # None: the probe is longer than the window
             found = body(**rows.inputs).last_hidden_state.flatten(0, 1)[rows.states_at]
-    except (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError, IndexError):
-        return False  # the model does not accept this mask
-    return _is_close(found, separate.last_hidden_state[:, 1:-1].flatten(0, 1))
+    except UNSUPPORTED:  # such as this mask
+        return False
+    return same_values(found, separate.last_hidden_state[:, 1:-1].flatten(0, 1))
 
 
 @torch.no_grad()
-def ignores_padding(model: Any) -> bool:
-    """Whether a causal language model gives the same logits for a row with padding to its left."""
+def reads_past_only(model: Any) -> bool:
+    """Whether the logits of a token depend on earlier tokens only: not on padding, nor on later tokens."""
     device = next(model.parameters()).device
     ids = torch.arange(13, device=device)[None] % model.config.get_text_config().vocab_size
     mask = torch.arange(13, device=device)[None] > 2
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with evaluating(model):
-        whole = model(input_ids=ids[:, 3:], use_cache=False).logits
+        whole = model(input_ids=ids[:, 3:9], use_cache=False).logits
         padded = model(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False)
-    return _is_close(padded.logits[:, 3:], whole)
+    return same_values(padded.logits[:, 3:9], whole)
 
 
-def _is_close(found: Tensor, plain: Tensor) -> bool:
+def same_values(found: Tensor, plain: Tensor) -> bool:
+    """Whether two results of one computation differ by rounding only."""
     tolerance = _TOLERANCE_FP32 if plain.dtype == torch.float32 else _TOLERANCE
     return bool((found.float() - plain.float()).norm() < tolerance * plain.float().norm())
 
@@ -270,7 +271,6 @@ def scored_states(
 
     Args:
         body: the model without its head.
-        inputs: any number of rows.
         packs: process packed rows, which `body` must support, see `can_pack`.
         share_prompts: if rows are not packed, compute a prompt that adjacent rows share once.
         split: returns this rank's part of packed rows that several ranks share; `packs` must be True.

@@ -61,7 +61,6 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
     """Runs `target(*args)` on `count` ranks of this machine.
 
     Args:
-        count: number of ranks.
         target: a module-level function; an `RlctlError` that it raises on any rank is raised here.
 
     Returns:

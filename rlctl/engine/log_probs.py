@@ -1,13 +1,14 @@
 """Log-probs of sampled tokens without a (B, T, V) tensor in float32.
 
 The model's body runs once, over packed rows (a prompt that several responses share is computed once). Its
-output head runs over the scored tokens only, in chunks: the float32 logits of a chunk are freed before the
-next one, and recomputed in the backward pass.
+output head, and what the architecture does to logits after it, such as scaling or soft-capping, run over the
+scored tokens only, in chunks: the float32 logits of a chunk are freed before the next one, and recomputed in
+the backward pass.
 """
 
 from __future__ import annotations
 
-import logging
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from rlctl.batch import ModelInputs, TokenLists
 from rlctl.engine.inputs import (
-    body_inputs,
     can_pack,
-    ignores_padding,
+    reads_past_only,
+    same_values,
     scored_states,
     used_columns,
     widened,
@@ -29,10 +30,9 @@ from rlctl.engine.inputs import (
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.errors import UsageError
-from rlctl.prefix import body_of, can_share_prefix, evaluating
+from rlctl.prefix import UNSUPPORTED, base_name, body_of, can_share_prefix, evaluating
 from rlctl.spec.memory import logits_at_once
 
-log = logging.getLogger(__name__)
 #: Numbers per sketch of a gradient.
 SKETCH_SIZE = 1024
 
@@ -41,7 +41,6 @@ class PolicyModule(nn.Module):
     """A causal language model that returns log-probs of given responses.
 
     Args:
-        model: any Hugging Face causal language model.
         temperature: logits are divided by it, as when sampling.
         share_prompts: if rows cannot be packed, compute a prompt that adjacent rows share once, if the model
             supports this.
@@ -53,7 +52,8 @@ class PolicyModule(nn.Module):
         head: applies the output head to scored states.
 
     Raises:
-        UsageError: the model does not support sequence parallelism; with `probe` False in the first pass.
+        UsageError: log-probs of the model cannot be computed in this way, or it does not support sequence
+            parallelism; with `probe` False in the first pass.
     """
 
     def __init__(
@@ -103,19 +103,14 @@ class PolicyModule(nn.Module):
         """
         if not self._is_probed:
             self._probe()
-        scored, body = inputs.scored, body_of(self.model)
-        if self.head.is_split:
-            states, own = scored_states(
-                body,
-                inputs,
-                packs=self.packs,
-                share_prompts=self.shares_prompts,
-                split=self.sequence.own_tokens if self.sequence else None,
-            )
-        else:
-            arguments = body_inputs(body, inputs, share_prompts=self.shares_prompts)
-            states = self.model(**arguments, logits_to_keep=scored.shape[1]).logits[scored]
-            own = None
+        scored = inputs.scored
+        states, own = scored_states(
+            body_of(self.model),
+            inputs,
+            packs=self.packs,
+            share_prompts=self.shares_prompts,
+            split=self.sequence.own_tokens if self.sequence else None,
+        )
         tokens = inputs.responses[scored]
         listed = inputs.most_likely
         most_likely_ids = None if listed is None else listed.padded(scored)[0]
@@ -127,7 +122,7 @@ class PolicyModule(nn.Module):
             tokens, kept = tokens[own], kept and kept[own]
             most_likely_ids = None if most_likely_ids is None else most_likely_ids[own]
         given = (states, tokens, most_likely_ids, *((kept.counts[:, 0], kept.ids) if kept else ()))
-        if sketch and not self.head.is_split:
+        if sketch and not self.head.is_linear:
             what = f"{type(self.model).__name__} does not compute its logits with its output head alone"
             key = "algorithm.rollout_correction.measure_grad_error"
             raise UsageError(what, where=key, fix="set it, and rollout_correction.auto, to false")
@@ -145,17 +140,11 @@ class PolicyModule(nn.Module):
         return (*tensors, *([sketches.detach().T] if sketch else []))
 
     def _probe(self) -> None:
-        self.head.is_split = _head_is_all(self.model)
-        self.packs = self.head.is_split and can_pack(body_of(self.model))
+        self.head.is_linear = _head_is_linear(self.model)
+        self.packs = can_pack(body_of(self.model))
         self._is_probed = True
-        if not self.head.is_split:
-            log.warning(
-                "%s does not compute its logits with its output head alone; every forward pass runs "
-                "the whole model, which needs more memory",
-                type(self.model).__name__,
-            )
-        if not self.packs and not ignores_padding(self.model):
-            what = f"{type(self.model).__name__} computes other log-probs for rows with padding"
+        if not self.packs and not reads_past_only(self.model):
+            what = f"{type(self.model).__name__} reads padding, or tokens after those that it predicts"
             raise UsageError(what, where="model.path", fix="name a model of another architecture")
         if self.sequence:
             if not self.packs:
@@ -172,19 +161,18 @@ class ChunkedHead(nn.Module):
 
     Args:
         model: the causal language model; its head is not registered here a second time.
-        temperature: see `PolicyModule`.
 
     Attributes:
         temperature: logits are divided by it.
-        is_split: `forward` receives the states before the model's head, not its logits.
+        is_linear: logits are the head's output; otherwise the architecture changes them afterwards.
     """
 
     def __init__(self, model: Any, temperature: float) -> None:
         super().__init__()
-        self.is_split = True
+        self.is_linear = True
         self.temperature = temperature
         self._vocabulary: int = model.config.get_text_config().vocab_size
-        self._find_head: Callable[[], Any] = model.get_output_embeddings
+        self._unregistered = [model]
 
     def forward(
         self,
@@ -201,13 +189,14 @@ class ChunkedHead(nn.Module):
         """(2 or more, N) float32: log-probs, entropies; on request Σ_v π(v)², further log-probs, sketches.
 
         Args:
-            states: (N, H), or (N, V) logits if not `is_split`.
+            states: (N, H), of the model's body.
             tokens: (N,) int64, the tokens chosen.
             most_likely_ids: (N, M) int64, tokens whose log-probs are computed too.
             kept_counts, kept_ids: the sets to which the distributions are restricted, see `TokenLists.at`.
             entropy_grad, sum_pi_squared, sketch: as in `PolicyModule.forward`.
         """
-        head = self._find_head().forward if self.is_split else nn.Identity()
+        [model] = self._unregistered
+        head = model.get_output_embeddings().forward if self.is_linear else logits_after_body(model)
 
         def token_outputs(
             states: Tensor,
@@ -259,7 +248,6 @@ def policy_output(
 
     Args:
         policy: a `PolicyModule`, or the engine that wraps it.
-        inputs: any number of rows.
         asked: `entropy_grad`, `sum_pi_squared`, `sketch`, see `PolicyModule.forward`.
     """
     found = list(policy(inputs=used_columns(inputs), **asked))
@@ -277,22 +265,75 @@ def _dropped(counts: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
     return dropped
 
 
-@torch.no_grad()
-def _head_is_all(model: Any) -> bool:
-    """Whether body and output head together give the model's logits.
+class _GivenBody(nn.Module):
+    """Stands for a model's body: its output is the embeddings that it is given. Otherwise it is the body."""
 
-    Some architectures scale or soft-cap logits after the head. Instead of a list of architectures, this
-    compares both computations on a short probe.
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_body"] = body
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_body"], name)
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
+        return _BodyOutput(inputs_embeds)
+
+
+@dataclass(frozen=True, slots=True)
+class _BodyOutput:
+    """Output of a body, which architectures read by name or as a tuple; what they pass on besides is None."""
+
+    last_hidden_state: Tensor
+
+    def __getitem__(self, _: int) -> Tensor:
+        return self.last_hidden_state
+
+    def __getattr__(self, _: str) -> None:
+        return None
+
+
+def logits_after_body(model: Any) -> Callable[[Tensor], Tensor]:
+    """The part of a model after its body: (N, H) states → (N, V) logits.
+
+    It is the model's own forward pass with another body, so that it scales or soft-caps logits as the
+    architecture does.
+    """
+    name, shell = base_name(model) or "", copy.copy(model)
+    shell._modules = model._modules | {name: _GivenBody(getattr(model, name))}
+    return lambda states: type(model).forward(shell, inputs_embeds=states[None]).logits[0]
+
+
+@torch.no_grad()
+def _head_is_linear(model: Any) -> bool:
+    """Whether the logits are the output of the head, even if they are large.
+
+    Instead of a list of architectures, this compares both computations with the whole model on a short probe,
+    and with each other on states 1000 times as large.
+
+    Raises:
+        UsageError: neither computation gives the model's logits.
     """
     body, head = body_of(model), model.get_output_embeddings()
-    if body is None or head is None:
+    if body is not None and head is not None:
+        probe = torch.arange(4, device=next(model.parameters()).device)[None]
+        probe = probe % model.config.get_text_config().vocab_size
+        after = logits_after_body(model)
+        with evaluating(model):
+            whole = model(input_ids=probe, use_cache=False).logits[0]
+            states = body(input_ids=probe, use_cache=False).last_hidden_state[0]
+            if _computes(after, states, whole):
+                return _computes(head, 1000 * states, after(1000 * states))
+            if _computes(head, states, whole):
+                return True
+    what = f"{type(model).__name__} has no output head that can be run separately"
+    raise UsageError(what, where="model.path", fix="name a model of another architecture")
+
+
+def _computes(function: Callable[[Tensor], Tensor], states: Tensor, wanted: Tensor) -> bool:
+    try:
+        return same_values(function(states), wanted)
+    except UNSUPPORTED:  # states of another shape, for example
         return False
-    probe = torch.arange(4, device=next(model.parameters()).device)[None]
-    probe = probe % model.config.get_text_config().vocab_size
-    with evaluating(model):
-        whole = model(input_ids=probe, use_cache=False).logits.float()
-        parts = head(body(input_ids=probe, use_cache=False).last_hidden_state).float()
-    return bool(torch.allclose(whole, parts, rtol=1e-3, atol=1e-3))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _ADAPTER = "default"
 #: Prefix of parameter names in PEFT's files.
 _PEFT_PREFIX = "base_model.model."
+#: Architecture → layers whose weight it reads itself: an adapter would not act, but would be merged.
+_READ_WITHOUT_ADAPTER = {"jamba": ("dt_proj",)}
 
 
 def add_lora(model: Any, rank: int, alpha: float, target_modules: list[str]) -> None:
@@ -34,9 +36,7 @@ def add_lora(model: Any, rank: int, alpha: float, target_modules: list[str]) -> 
     The class of the model does not change. A is drawn from torch's global generator.
 
     Args:
-        model: Hugging Face causal language model.
-        rank: r.
-        alpha: α.
+        rank, alpha: r, α.
         target_modules: last components of layer names, such as `q_proj`, or `all-linear`.
 
     Raises:
@@ -64,7 +64,10 @@ def _targets(model: Any, wanted: list[str]) -> list[str]:
     linear = [
         name
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not head and module.weight.requires_grad
+        if type(module) is nn.Linear
+        and module is not head
+        and module.weight.requires_grad
+        and name.rpartition(".")[2] not in _READ_WITHOUT_ADAPTER.get(model.config.model_type, ())
     ]
     known = {name.rpartition(".")[2] for name in linear}
     if not linear:
@@ -111,7 +114,6 @@ def plain_weights(model: nn.Module, *, merged: bool = True) -> Iterator[PlainWei
     """Every parameter that `model` had before `add_lora`, in its order, and every buffer in its files.
 
     Args:
-        model: with or without adapters.
         merged: include the adapters in the values; otherwise each value is the frozen W.
     """
     modules: dict[str, Any] = dict(model.named_modules())
@@ -203,12 +205,7 @@ class OffloadedBase:
 
 
 class BasePolicy:
-    """The `ReferencePolicy` that a model with adapters contains: the model with adapters disabled.
-
-    Args:
-        engine: the engine that trains `model`.
-        model: the model that was passed to `add_lora`.
-    """
+    """The `ReferencePolicy` that a model with adapters contains: the model with adapters disabled."""
 
     def __init__(self, engine: TrainEngine, model: Any) -> None:
         self._engine = engine

@@ -40,7 +40,8 @@ class Loading(TypedDict):
     Attributes:
         revision: branch, tag or commit of a model on the hub; None: the main one.
         trust_remote_code: run Python code shipped with the model.
-        attn_implementation: transformers' name of the attention kernel.
+        attn_implementation: transformers' name of the attention kernel. If the model soft-caps attention
+            scores, `sdpa` stands for `eager`.
         dtype: dtype of the weights; "auto": that of the config, else of the files.
         use_liger: whether the model uses Liger's kernels.
         partition: partitions the weights among the ranks (a collective); None: every rank holds all.
@@ -95,10 +96,7 @@ def load_other_model(path: str, tokenizer: Any, *, key: str, **loading: Unpack[L
     Other weights in its files, such as a reward model's `score`, are ignored.
 
     Args:
-        path: directory or hub id.
-        tokenizer: the policy's tokenizer.
         key: spec key that names the model, `critic.path` or `ref.path`, for errors.
-        loading: see `Loading`.
 
     Raises:
         UsageError, EnvironmentFailure: as `load_policy`.
@@ -118,9 +116,11 @@ def _causal_lm(path: str, loading: Loading) -> Any:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    source = _source(loading)
+    source, kernel = _source(loading), loading["attn_implementation"]
     config = AutoConfig.from_pretrained(path, **source)
-    options = {"dtype": loading["dtype"], "attn_implementation": loading["attn_implementation"]}
+    if kernel == "sdpa" and getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        kernel = "eager"  # sdpa ignores the soft cap, and would compute another model
+    options = {"dtype": loading["dtype"], "attn_implementation": kernel}
     read = partial(_reader(config).from_pretrained, path, **options, **source)
     partition = loading.get("partition")
     model = partition(read, config) if partition else read()
@@ -213,9 +213,6 @@ def run_liger(model: Any) -> None:
 
     Other models in the process keep their norms and feed-forward layers. The rotary embedding is a
     function that all models of an architecture share: it becomes Liger's for them too, on GPUs.
-
-    Args:
-        model: Hugging Face causal language model, changed in place.
 
     Raises:
         UsageError: the library has no kernels for the architecture, or none for its activation.

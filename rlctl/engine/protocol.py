@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlctl.batch import ModelInputs
+    from rlctl.engine.lora import Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,6 @@ class StepResult:
 
     grad_norm: float
     applied: bool
-
-
-class AdapterSnapshot(Protocol):
-    """Copy of the weights of a LoRA adapter."""
-
-    def save(self, directory: Path) -> None:
-        """Writes the adapter in PEFT's format."""
 
 
 class Trained(Protocol):
@@ -107,7 +101,6 @@ class TrainEngine(Trained, Protocol):
         """Log-probs and entropy of the scored tokens.
 
         Args:
-            inputs: any number of rows.
             entropy_grad: compute the entropy with gradient, for an entropy bonus.
             sum_pi_squared: also compute Σ_v π(v)².
             sketch: also sketch the gradient of each log-prob with respect to the output head.
@@ -123,7 +116,7 @@ class TrainEngine(Trained, Protocol):
         `merged`; otherwise they are the frozen weights.
         """
 
-    def adapter(self) -> AdapterSnapshot:
+    def adapter(self) -> Adapter:
         """With LoRA: A and B in full, on every rank."""
 
     def export(self, directory: Path) -> None:

@@ -37,7 +37,6 @@ class Ranks:
 
     Attributes:
         rank: 0-based, over all machines; rank 0 writes files and shows progress.
-        world_size: number of ranks.
         device: the device this rank computes on.
         group: torch's process group if these are only some of the run's ranks; None: all.
     """
@@ -97,13 +96,7 @@ class Ranks:
 
     def all_gather(self, values: Tensor) -> Tensor:
         """Concatenated (N,) values of all ranks, in rank order; N may differ between ranks."""
-        if self.world_size == 1:
-            return values
-        sizes = self.sum([float(len(values)) * (rank == self.rank) for rank in range(self.world_size)])
-        padded = torch.nn.functional.pad(values, (0, int(max(sizes)) - len(values)))
-        parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded, group=self.group)
-        return torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])
+        return torch.cat(self.exchange([values.cpu()])).to(values.device)
 
     def exchange(self, values: list[_Value]) -> list[_Value]:
         """Values of all ranks, in rank order, on every rank."""

@@ -33,11 +33,7 @@ _Value = TypeVar("_Value")
 
 
 class SequenceParallel:
-    """A group of ranks that process each row together.
-
-    Args:
-        group: torch's process group.
-    """
+    """A group of ranks that process each row together."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -117,10 +113,15 @@ class SequenceParallel:
         return PackedRows(own, states_at, scored_at)
 
     def of_all(self, values: Tensor, scored_at: Tensor, count: int) -> Tensor:
-        """(F, N) of all scored tokens from each rank's (F, M); gradients reach only the rank's own tokens."""
-        placed = values.new_zeros(len(values), count).index_copy(1, scored_at, values)
-        together: Tensor = _Sum.apply(placed, self._group)  # type: ignore[no-untyped-call]
-        return together
+        """(F, N) of all scored tokens from each rank's (F, M); gradients reach only the rank's own tokens.
+
+        Each rank computes the whole loss, so the gradient of its own tokens is complete.
+        """
+        own = values.new_zeros(len(values), count).index_copy(1, scored_at, values)
+        total = own.detach().clone()
+        dist.all_reduce(total, group=self._group)
+        is_own = torch.zeros_like(total[0], dtype=torch.bool).index_fill(0, scored_at, True)
+        return torch.where(is_own, own, total)
 
 
 def share_rows(ranks: Ranks, size: int) -> tuple[SequenceParallel | None, Ranks]:
@@ -158,17 +159,3 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return _exchanged(grads[0], 2, 1, ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    """Sum over ranks; each rank computes the whole loss, so the gradient passes back unchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None

@@ -55,7 +55,9 @@ class ValueModule(nn.Module):
         self.packs: bool | None = can_pack(body) if probe else None
         self.shares_prompts = share_prompts and can_share_prefix(model)
         self.body = body
-        self.head = ValueHead(model.config.get_text_config().hidden_size, next(body.parameters()).device)
+        config = model.config.get_text_config()
+        width = getattr(config, "word_embed_proj_dim", config.hidden_size)  # OPT projects its states
+        self.head = ValueHead(width, next(body.parameters()).device)
 
     def forward(self, inputs: ModelInputs) -> Tensor:
         """Values of the states before each response token.

@@ -21,8 +21,6 @@ def assemble(prompts: Prompts, sampled: Sampled, *, n: int, tokenizer: Any, poli
     Args:
         prompts: N prompts.
         sampled: B = N·n responses, siblings adjacent.
-        n: responses per prompt.
-        tokenizer: decodes responses.
         policy_version: number of optimizer updates in the sampling weights.
 
     Raises:
@@ -109,10 +107,6 @@ def unknown_end(tokenizer: Any, ends: Sequence[int]) -> str | None:
     """First special token that the chat template writes after a reply, if it writes none of `ends` there.
 
     None if one of them ends a response, or if the template does not show how a reply ends.
-
-    Args:
-        tokenizer: with a chat template, or without one.
-        ends: see `end_ids`.
     """
     if not tokenizer.chat_template:
         return None

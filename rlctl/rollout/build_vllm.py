@@ -74,9 +74,7 @@ def _options(spec: RunSpec) -> dict[str, Any]:
 def training_options(spec: RunSpec, *, reads_images: bool = False) -> dict[str, Any]:
     """vLLM's options for an engine or a server of a training run; `rollout.engine_kwargs` come last.
 
-    Args:
-        spec: spec of the run.
-        reads_images: the model reads images as well as text.
+    `reads_images`: the model reads images as well as text.
     """
     rollout = spec.rollout
     options = _options(spec)
@@ -125,10 +123,8 @@ def replica_settings(spec: RunSpec, *, reads_images: bool = False) -> ReplicaSet
 
 
 def _on_servers(context: EngineContext) -> VLLMServerRollout:
-    spec, model, tokenizer = context.spec, context.model, context.tokenizer
-    server = spec.rollout.server
+    spec, server = context.spec, context.spec.rollout.server
     broadcasts = spec.broadcasts_weights(on_gpus=context.device.type == "cuda")
-    needs_broadcast = server.weight_transfer == "broadcast"
     by_ray, is_main = server.is_placed_by_ray, context.rank == 0
     # The first rank of every node starts servers there, because other nodes cannot read files of this node.
     on_nodes = spec.trainer.nnodes if broadcasts and not (by_ray or server.urls) else 1
@@ -139,15 +135,17 @@ def _on_servers(context: EngineContext) -> VLLMServerRollout:
     if is_main and server.urls:
         rank = spec.model.lora_rank * spec.syncs_adapter
         backends = reachable(server.urls, server.start_timeout, lora_rank=rank)
-        broadcasts = broadcasts and _can_broadcast(server.urls, backends, context.device, needs_broadcast)
+        broadcasts = broadcasts and _can_broadcast(
+            server.urls, backends, context.device, server.weight_transfer == "broadcast"
+        )
     if local_rank == 0 and node < on_nodes:
-        published = PublishedWeights(model, tokenizer, directory)
+        published = PublishedWeights(context.model, context.tokenizer, directory)
         if not server.urls:
             hosts = held.enter_context(_ray_hosts(spec, broadcasts)) if by_ray else None
             if importlib.util.find_spec("vllm") is None and not by_ray:
                 raise vllm_missing(ModuleNotFoundError(name="vllm"))
             logs = context.run_dir / ENGINE_LOGS / (f"node-{node}" if node else "")
-            settings = replica_settings(spec, reads_images=reads_more_than_text(model.config))
+            settings = replica_settings(spec, reads_images=reads_more_than_text(context.model.config))
             replicas = Replicas(server.replicas, settings, published.latest, logs, hosts)
     if is_main and spec.syncs_adapter:
         adapters = VersionedDir(directory)
@@ -158,19 +156,11 @@ def _on_servers(context: EngineContext) -> VLLMServerRollout:
         broadcast = WeightBroadcast(urls, published.expected, context.device)
     return VLLMServerRollout(
         urls,
-        tokenizer,
-        model.generation_config,
-        device=context.device,
-        rank=context.rank,
-        agree=context.agree,
+        context,
         published=published,
         replicas=replicas,
-        start_timeout=server.start_timeout,
-        answer_timeout=server.answer_timeout if server.urls else None,
         adapters=adapters,
-        takes_adapter=spec.syncs_adapter,
         broadcast=broadcast,
-        needs_broadcast=needs_broadcast,
         starts_empty=broadcasts and not server.urls,
         held=held,
     )
@@ -219,7 +209,6 @@ def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0) -> list[st
     """Waits until every server responds, and checks that each was started with the options a run needs.
 
     Args:
-        urls: URLs of the servers.
         seconds: how long to wait for them.
         lora_rank: rank of the adapters to apply; 0: none.
 
@@ -266,19 +255,15 @@ def _check_settings(url: str, lora_rank: int) -> str:
     if mode != LOGPROBS_MODE:
         what = f"the server reports {mode}, which are not log-probs of the distribution it samples from"
         raise EnvironmentFailure(what, where=where, fix=f"{fix}, --logprobs-mode {LOGPROBS_MODE} among them")
-    if lora_rank and not _takes_adapters(info, lora_rank):
+    lora = info["vllm_config"]["lora_config"]  # null without --enable-lora
+    is_open = info["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]
+    if lora_rank and not (is_open and lora and lora["max_lora_rank"] >= lora_rank):
         options = (
             f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and --max-lora-rank of {lora_rank} or more"
         )
         what = f"the server does not accept adapters of rank {lora_rank}"
         raise EnvironmentFailure(what, where=where, fix=f"start it with {options}; or {MERGE_LORA}")
     return str((info["vllm_config"].get("weight_transfer_config") or {}).get("backend", ""))
-
-
-def _takes_adapters(info: dict[str, Any], rank: int) -> bool:
-    lora = info["vllm_config"]["lora_config"]  # null without --enable-lora
-    is_open = info["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]
-    return bool(is_open and lora and lora["max_lora_rank"] >= rank)
 
 
 def _address(spec: RunSpec) -> str:

@@ -38,7 +38,6 @@ class Request:
     Attributes:
         prompt_ids: the prompt's tokens, without padding.
         seed: random seed of the first response; the other responses use the seeds that follow.
-        n: number of responses.
     """
 
     prompt_ids: list[int]
@@ -187,7 +186,6 @@ def vllm_options(
         max_model_len: maximum number of tokens of prompt and response together.
         max_num_seqs: sequences generated at once, if the cache can hold them; None: vLLM's default.
         gpu_memory_utilization: fraction of the GPU's memory for weights and cache.
-        trust_remote_code: run Python code shipped with the model.
     """
     options: dict[str, Any] = {
         "dtype": _DTYPES[dtype],

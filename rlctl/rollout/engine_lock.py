@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -41,16 +41,6 @@ class EngineLock:
                 self._changed.notify_all()
 
 
-class Offloadable(Protocol):
-    """State that is on the device only while the engine is not."""
-
-    def offload(self) -> None:
-        """Moves the state off the device."""
-
-    def onload(self) -> None:
-        """Moves the state back to the device."""
-
-
 class LockedRollout:
     """A `RolloutEngine` shared by threads.
 
@@ -58,11 +48,11 @@ class LockedRollout:
         engine: used by one thread at a time.
         lock: shared by all wrappers of the engine.
         first: whether this is the trainer's wrapper, which waits for at most one batch.
-        offloadable: moved off the device while the engine is in use; None: nothing.
+        offloadable: `offload` moves it off the device before each use of the engine, `onload` back; or None.
     """
 
     def __init__(
-        self, engine: RolloutEngine, lock: EngineLock, *, first: bool, offloadable: Offloadable | None = None
+        self, engine: RolloutEngine, lock: EngineLock, *, first: bool, offloadable: Any = None
     ) -> None:
         self._engine, self._lock, self._first = engine, lock, first
         self._offloadable = offloadable

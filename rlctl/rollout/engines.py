@@ -127,9 +127,6 @@ def engine_outside_training(
     """The engine of a spec with the weights of a model directory, on one rank; closed on exit.
 
     Args:
-        spec: from `spec_outside_training`.
-        model_path: directory or hub id of the model.
-        tokenizer: tokenizer of the model.
         load: returns the model on any device; not called if the engine reads the files itself.
         max_prompt_length, max_response_length: in tokens.
 

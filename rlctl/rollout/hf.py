@@ -281,11 +281,7 @@ def draw(log_probs: Tensor, uniforms: Tensor) -> Tensor:
 def global_uniforms(step_seed: int, sample_ids: Tensor, num_samples: int, length: int) -> Tensor:
     """(B, length) float64: the rows of these samples in the random numbers of the whole batch.
 
-    Args:
-        step_seed: seed of the whole batch's random numbers.
-        sample_ids: (B,) int64, index of each sample in the whole batch, over all ranks.
-        num_samples: samples in the whole batch.
-        length: response tokens.
+    `sample_ids` (B,) int64 are indices in the whole batch of `num_samples`, over all ranks.
     """
     generator = torch.Generator().manual_seed(step_seed)
     of_all_samples = torch.rand(num_samples, length, dtype=torch.float64, generator=generator)

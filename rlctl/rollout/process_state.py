@@ -2,6 +2,8 @@
 
 vLLM's workers set torch's number of threads (on a GPU to 1, which makes Adam in host memory ten times
 slower), environment variables and the precision of matrix products, and replace `torch.set_num_threads`.
+An architecture that vLLM runs through transformers (SmolLM3, OLMo 2) gets another base class, constructor and
+call in transformers' own module, with which no other model of this class can be created or run.
 """
 
 from __future__ import annotations
@@ -13,6 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+
+#: What vLLM replaces in a class of transformers.
+_REPLACED = ("__init__", "__call__")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +27,7 @@ class ProcessState:
 
     Attributes:
         set_num_threads: torch's function, which a library may replace.
+        classes: class of transformers' models → its bases, and what it defines of `_REPLACED`.
         stream: CUDA's current stream; None without CUDA.
     """
 
@@ -31,6 +38,7 @@ class ProcessState:
     device: torch.device
     stream: Any
     environment: dict[str, str]
+    classes: dict[type, tuple[tuple[type, ...], dict[str, Any]]]
 
     @classmethod
     def now(cls) -> ProcessState:
@@ -43,6 +51,10 @@ class ProcessState:
             device=torch.get_default_device(),
             stream=torch.cuda.current_stream() if torch.cuda.is_available() else None,
             environment=dict(os.environ),
+            classes={
+                kind: (kind.__bases__, {name: vars(kind)[name] for name in _REPLACED if name in vars(kind)})
+                for kind in _subclasses(PreTrainedModel)
+            },
         )
 
     def apply(self, set_num_threads: Callable[[int], None]) -> None:
@@ -68,6 +80,26 @@ class ProcessState:
         for name, value in self.environment.items():
             if os.environ.get(name) != value:
                 os.environ[name] = value
+        for kind, (bases, own) in self.classes.items():
+            if kind.__bases__ != bases:
+                kind.__bases__ = bases
+                _define(kind, own)
+
+
+def _define(kind: type, own: dict[str, Any]) -> None:
+    """Makes `own` all that the class defines of `_REPLACED`; the rest is inherited."""
+    for name in _REPLACED:
+        if name in own:
+            setattr(kind, name, own[name])
+        elif name in vars(kind):
+            delattr(kind, name)
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    below: type
+    for below in kind.__subclasses__():
+        yield below
+        yield from _subclasses(below)
 
 
 class IsolatedState:

@@ -91,9 +91,6 @@ class ResponseSampler(Protocol):
 
         Args:
             prompts: this rank's share, N prompts.
-            sampling: the distribution to sample from.
-            n: responses per prompt.
-            step_seed: see `step_seed`.
             num_groups_total: prompts in the batch over all ranks; every group id is below it.
 
         Raises:
@@ -147,13 +144,11 @@ class EngineContext:
     """Inputs from which a rollout engine is built, on one rank.
 
     Attributes:
-        spec: spec of the run.
         model_path: directory or hub id of the policy.
         model: the policy, not yet wrapped by the training engine; an engine that keeps it must copy it. Under
             ZeRO-3 its weights are partitioned among the ranks (`ds_shape` is the full shape) unless the
             engine starts with the policy. None: the engine reads the weights of `model_path`, see
             `EngineCapabilities.reads_model_files`.
-        tokenizer: tokenizer of the policy.
         device: device of the tensors of `Rollouts`.
         rank, world_size: rank of this process and number of ranks; rank 0 is the main one.
         agree: returns on every rank the first text among all ranks' that is not empty (a collective).

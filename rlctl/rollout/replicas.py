@@ -86,7 +86,6 @@ class Replicas:
 
     Args:
         count: number of servers on this machine; with `hosts`, one server per host.
-        settings: settings of each server.
         model: returns the directory that a starting server loads: the newest weights.
         log_dir: directory of the servers' logs, `engine-<i>.log`.
         hosts: host of each server; None: this machine.

@@ -33,7 +33,6 @@ class LocalServer:
     """A server on this machine, in a separate process group.
 
     Args:
-        arguments: arguments of Python.
         environment: variables added to those of this process, from which variables of ranks are removed: with
             those of the trainer's process group, an engine would wait for a store that the launcher does not
             provide for it.
@@ -137,7 +136,6 @@ class RayHost:
         """Starts the server.
 
         Args:
-            arguments: arguments of Python.
             environment: variables added to those of the host.
             model: directory that is one of the arguments; its files are copied to the host unless it contains
                 weights: then the host must be able to read it.
@@ -176,7 +174,6 @@ def ray_hosts(count: int, gpus: int, trainer_gpus: int, seconds: float) -> Itera
     """Reserves hosts for servers in the cluster that `RAY_ADDRESS` names, spread over its machines.
 
     Args:
-        count: number of servers.
         gpus: GPUs per server; 0: servers run on CPUs.
         trainer_gpus: GPUs of this machine that the trainer uses; reserved, because Ray does not know of them.
         seconds: how long to wait for free resources.

@@ -52,7 +52,6 @@ class VLLMRollout(CompletionRollout):
 
         Args:
             model_path: directory or hub id.
-            tokenizer: decodes responses.
             options: further arguments of vLLM's `LLM`, see `vllm_options`.
             seed: seed of the engine; each response has a separate seed.
             revision: branch, tag or commit of a model on the hub; None: the main one.
@@ -88,11 +87,11 @@ class VLLMRollout(CompletionRollout):
             if not reads_weights:
                 arguments |= _trained(options)
             self._group = TensorParallelGroup(num_ranks) if num_ranks > 1 else None
+            config = _generation_config(model_path, revision, options.get("trust_remote_code", False))
             with self._isolated.running():
                 self._llm: Any = LLM(**arguments | dict(options))
         except Exception as error:
             raise _not_started(model_path, error) from error
-        config = _generation_config(model_path, revision, options.get("trust_remote_code", False))
         super().__init__(tokenizer, config, policy_version=0 if reads_weights else None, device=device)
         self._adapter: Any = None  # vLLM's request object of the adapter to sample with
         self._asleep: set[str] = set()
@@ -175,8 +174,6 @@ class TrainedVLLMRollout(VLLMRollout):
         model_path, tokenizer: as for `VLLMRollout`.
         options: as for `VLLMRollout`. With `enable_lora`, the engine applies the policy's adapter itself: it
             receives the frozen base once, and A and B at every sync.
-        expected: names and shapes of the policy's weights.
-        more: further arguments of `VLLMRollout`.
     """
 
     def __init__(
@@ -285,14 +282,15 @@ def _completion(output: Any) -> Completion:
 
 
 def _generation_config(model_path: str, revision: str | None, trust_remote_code: bool) -> Any:
-    from transformers import AutoConfig, GenerationConfig
+    """The generation config of a model; also imports its class, so that `IsolatedState` can restore it."""
+    from transformers import MODEL_MAPPING, AutoConfig, GenerationConfig
 
+    revision = revision or "main"
+    config = AutoConfig.from_pretrained(model_path, revision=revision, trust_remote_code=trust_remote_code)
+    MODEL_MAPPING.get(type(config), None)
     try:
-        return GenerationConfig.from_pretrained(model_path, revision=revision or "main")
+        return GenerationConfig.from_pretrained(model_path, revision=revision)
     except OSError:  # the model has none: derived from its config, as transformers does
-        config = AutoConfig.from_pretrained(
-            model_path, revision=revision or "main", trust_remote_code=trust_remote_code
-        )
         return GenerationConfig.from_model_config(config)
 
 

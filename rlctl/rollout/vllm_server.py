@@ -14,7 +14,6 @@ from itertools import count
 from typing import Any, TypeVar
 
 import httpx
-import torch
 from torch import Tensor
 
 from rlctl.errors import RlctlError, RunFailure, UsageError
@@ -27,7 +26,7 @@ from rlctl.rollout.completions import (
     listed,
     listed_tokens,
 )
-from rlctl.rollout.protocol import Policy, Sampling, SavedAdapter
+from rlctl.rollout.protocol import EngineContext, Policy, Sampling, SavedAdapter
 from rlctl.rollout.replicas import MODEL_NAME, Replicas
 from rlctl.rollout.weight_broadcast import WeightBroadcast
 from rlctl.rollout.weights import PublishedWeights, VersionedDir
@@ -72,58 +71,41 @@ class VLLMServerRollout(CompletionRollout):
     With adapters, servers receive the base once, and A and B after each update.
 
     Args:
-        urls: URLs of the servers.
-        tokenizer: decodes responses.
-        generation_config: of the model.
-        device: device of the tensors that `generate` returns.
-        rank: rank of this process.
-        agree: returns on every rank the first text among all ranks' that is not empty.
         published: writes weights where the servers can read them; None on ranks that are neither the main one
             nor start servers.
-        adapters: the same for adapters; None without adapters, and on all ranks but the main one.
-        takes_adapter: whether servers apply the adapter themselves.
+        replicas: the servers that this process starts, if any; they start with the first weights.
+        adapters: as `published`, for adapters; None without adapters, and on all ranks but the main one.
         broadcast: sends weights without files; None: weights are sent as files. None on all ranks but the
             main one.
-        needs_broadcast: fail if weights cannot be broadcast; otherwise they are then written as files.
         starts_empty: servers start with dummy weights and a loader that reads no files.
         held: closed after the servers have stopped.
-        replicas: the servers that this process starts, if any; they start with the first weights.
-        start_timeout: seconds to wait for a server that cannot be reached.
-        answer_timeout: seconds within which a listening server must respond; None: not checked here, because
-            the process that started the servers does.
-
-    Attributes:
-        notes: messages to the user.
     """
 
     def __init__(
         self,
         urls: list[str],
-        tokenizer: Any,
-        generation_config: Any,
+        context: EngineContext,
         *,
-        device: torch.device | str,
-        rank: int,
-        agree: Callable[[str], str],
         published: PublishedWeights | None,
         replicas: Replicas | None,
-        start_timeout: float,
-        answer_timeout: float | None = None,
         adapters: VersionedDir | None = None,
-        takes_adapter: bool = False,
         broadcast: WeightBroadcast | None = None,
-        needs_broadcast: bool = False,
         starts_empty: bool = False,
         held: contextlib.ExitStack | None = None,
     ) -> None:
-        super().__init__(tokenizer, generation_config, policy_version=None, device=device)
-        self._urls, self._rank, self._agree = urls, rank, agree
+        names = context.model.generation_config
+        super().__init__(context.tokenizer, names, policy_version=None, device=context.device)
+        self._urls, self._rank, self._agree = urls, context.rank, context.agree
         self._published, self._replicas = published, replicas
-        self._start_timeout, self._answer_timeout = start_timeout, answer_timeout
-        self._adapters, self._takes_adapter = adapters, takes_adapter
+        settings = context.spec.rollout.server
+        self._start_timeout = settings.start_timeout
+        # Servers that the run starts are monitored by the process that starts them.
+        self._answer_timeout = settings.answer_timeout if settings.urls else math.inf
+        self._adapters, self._takes_adapter = adapters, context.spec.syncs_adapter
         self._adapter_numbers = count(1)
         self._newest = PublishedPaths()
-        self._broadcast, self._needs_broadcast, self._starts_empty = broadcast, needs_broadcast, starts_empty
+        self._broadcast, self._needs_broadcast = broadcast, settings.weight_transfer == "broadcast"
+        self._starts_empty = starts_empty
         self._held = held or contextlib.ExitStack()
         self.notes: list[str] = []
         self._lost: set[str] = set()  # servers that do not have the last broadcast weights
@@ -314,16 +296,16 @@ class VLLMServerRollout(CompletionRollout):
         Raises:
             RunFailure: a server listens but does not respond.
         """
-        together = asyncio.ensure_future(_gathered(work))
-        patience = self._answer_timeout or math.inf
-        watches = [asyncio.create_task(_until_silent(url, patience)) for url in self._urls]
+        together: asyncio.Future[list[_Result]] = asyncio.gather(*work)
+        tasks: list[asyncio.Future[Any]] = [together]
+        tasks += [asyncio.create_task(_until_silent(url, self._answer_timeout)) for url in self._urls]
         try:
-            done, _ = await asyncio.wait([together, *watches], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if together not in done:
                 done.pop().result()  # raises
             return await together
         finally:
-            for task in (together, *watches):
+            for task in tasks:
                 task.cancel()
 
     async def _load(
@@ -434,10 +416,6 @@ def _result_of(work: Coroutine[Any, Any, _Result]) -> _Result:
         return asyncio.run(work)
     with ThreadPoolExecutor(1, thread_name_prefix="rollouts") as thread:  # the watchdog monitors this name
         return thread.submit(asyncio.run, work).result()
-
-
-async def _gathered(work: Iterable[Awaitable[_Result]]) -> list[_Result]:
-    return list(await asyncio.gather(*work))
 
 
 async def _until_silent(url: str, patience: float) -> None:

@@ -41,13 +41,7 @@ def transfer_backend(device: torch.device) -> str:
 
 
 class WeightBroadcast:
-    """Sends weights to all servers, from the main rank.
-
-    Args:
-        urls: URLs of all servers.
-        expected: names and shapes of the policy's weights.
-        device: device of the main rank.
-    """
+    """Sends weights to all servers, from the main rank."""
 
     def __init__(self, urls: list[str], expected: ExpectedWeights, device: torch.device) -> None:
         self._urls, self._expected, self._device = urls, expected, device

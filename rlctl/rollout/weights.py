@@ -91,9 +91,12 @@ class ExpectedWeights:
         """Like `checked`, but with the names and tensors of the model's files, which engines load.
 
         In memory, transformers may represent a model differently: experts in one tensor, modules renamed.
+        Tied weights have the first of their names only, as in files: vLLM's Gemma 2 refuses another one. On
+        CPUs they have all names, because engines run them untied, see `rlctl.rollout.vllm`.
         """
+        most = 1 if torch.cuda.is_available() else None
         for names, tensor in self.checked(named_tensors):
-            first, *tied = [self._as_saved({name: tensor}) for name in names]
+            first, *tied = [self._as_saved({name: tensor}) for name in names[:most]]
             for name, part in first.items():
                 yield (name, *(next(iter(other)) for other in tied)), part
 
@@ -154,11 +157,7 @@ class VersionedDir:
         self._before: Path | None = None
 
     def publish(self, name: str, fill: Callable[[Path], None]) -> Path:
-        """Writes a version; the last two are kept.
-
-        Args:
-            name: name of its directory; an existing one is replaced.
-            fill: writes the files into the given directory.
+        """Writes a version by `fill` to a directory `name`, replacing an existing one; the last two are kept.
 
         Raises:
             RunFailure: there is not enough space.
@@ -202,9 +201,6 @@ class PublishedWeights(VersionedDir):
         model: the policy, which provides the config and the names of the weights.
         tokenizer: written alongside the weights.
         parent: directory to write to; None: shared memory of this machine.
-
-    Attributes:
-        expected: names and shapes of the policy's weights.
 
     Raises:
         UsageError: `parent` cannot be written to.

@@ -64,7 +64,8 @@ class ModelSpec(Section):
     trust_remote_code: bool = False
     """Run Python code that is shipped with the model. Enable it only if you trust the author."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention implementation of the trainer and of Hugging Face rollouts."""
+    """Attention implementation of the trainer and of Hugging Face rollouts. In models that soft-cap attention
+    scores (Gemma 2) `sdpa` stands for `eager`, because it cannot do so."""
     enable_gradient_checkpointing: bool = False
     """Recompute the layers of policy and critic in the backward pass instead of storing their activations:
     far less memory for one more forward pass. The result is the same."""

@@ -155,7 +155,6 @@ class AutoCorrection:
         """Chooses for the next batch; discards responses that were sampled ahead if they are too old.
 
         Args:
-            step: the batch's number.
             metrics: of this step, over all ranks.
 
         Returns:

@@ -88,11 +88,6 @@ class UpdateDecision:
     skip: bool = False
     next_scale: float = 1.0
 
-    @property
-    def changes_update(self) -> bool:
-        """Whether the guardrails scale or withhold the update."""
-        return self.skip or self.lr_scale < 1.0
-
 
 def decide_update(
     correction: CorrectionSums[float], rules: CorrectionRules, scale: float, spec: GuardrailsSpec
@@ -103,7 +98,6 @@ def decide_update(
         correction: sums of the whole mini-batch over all ranks, so that every rank decides the same.
         rules: the rules that produced the sums.
         scale: `next_scale` of the previous update; 1 at the start.
-        spec: the guardrails' settings.
     """
     if not correction.finite_tokens:
         return None
@@ -133,7 +127,6 @@ class BatchObservation:
     """State of the run after one batch.
 
     Attributes:
-        step: the batch's number.
         updates: the decisions on its updates.
         tail_is_heavy: the median raw effective sample size of `WINDOW` batches is below the floor.
         is_idle: no update was applied in `WINDOW` batches, although each batch planned updates.
@@ -175,8 +168,6 @@ def decide_batch(observed: BatchObservation, spec: GuardrailsSpec, *, can_tighte
     A forecast scale is halved by an examination that forecasts a critical level, else doubled.
 
     Args:
-        observed: the state of the run.
-        spec: the guardrails' settings.
         can_tighten: whether the correction has bounds that can be tightened.
     """
     reason = f"no update was made in {WINDOW} batches" if observed.is_idle else ""
@@ -245,7 +236,6 @@ class Guardrails:
         settings: update settings of the spec, not tightened.
 
     Attributes:
-        spec: the guardrails' settings.
         is_tight: whether the next batch is trained with tightened bounds.
         lr_scale: learning-rate factor with which the next update starts.
     """
@@ -293,7 +283,6 @@ class Guardrails:
         """Checks one batch and acts on the run.
 
         Args:
-            step: the batch's number.
             metrics: metrics of the step, reduced over ranks.
             num_planned: planned optimizer updates of the batch, withheld ones included.
             decisions: decisions on the updates that were checked.
@@ -306,7 +295,7 @@ class Guardrails:
             return {}
         own = {
             ALARMS: float(sum(decision.is_low or decision.has_drifted for decision in decisions)),
-            INTERVENTIONS: float(sum(decision.changes_update for decision in decisions)) + self.is_tight,
+            INTERVENTIONS: float(sum(d.skip or d.lr_scale < 1.0 for d in decisions)) + self.is_tight,
             SKIPPED: float(sum(decision.skip for decision in decisions)),
             UPDATES: float(num_planned),
             TIGHTENED: float(self.is_tight),

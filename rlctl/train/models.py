@@ -60,9 +60,7 @@ def build_models(
     """Loads and wraps every model that the spec requires.
 
     Args:
-        spec: the run's spec.
         model_path: directory or hub id of the policy; for the embedded model, its directory.
-        ranks: the processes of the run.
         run_dir: rollout servers write their logs below it.
         stack: closes the rollout engine when it is closed.
 
@@ -74,7 +72,7 @@ def build_models(
     load = partial(load_policy, model_path, revision=spec.model.revision, **_loading(spec, spec.actor))
     engine_copies = spec.rollout_engine.starts_with_policy
     model, tokenizer = load(partition=None if engine_copies else partition)
-    _check_context(model, spec)
+    _refuse_unfit(model, spec)
     # Before DeepSpeed wraps the policy. The sampling copy and the other models start from the same
     # directory.
     rollout = build_rollout(
@@ -105,7 +103,7 @@ def build_models(
         other = load_other_model(
             where, tokenizer, key=key, revision=revision, partition=partition, **_loading(spec, of)
         )
-        _check_context(other, spec)
+        _refuse_unfit(other, spec)
         return other
 
     ref: ReferencePolicy | None = None
@@ -196,12 +194,24 @@ def _loading(spec: RunSpec, of: ActorSpec | CriticSpec | None) -> dict[str, Any]
     }
 
 
-def _check_context(model: Any, spec: RunSpec) -> None:
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+def _refuse_unfit(model: Any, spec: RunSpec) -> None:
+    """Refuses quantised weights, and lengths at which the model's positions are undefined or change."""
+    if getattr(model, "is_quantized", False):
+        what, fix = "its weights are quantised, and cannot be trained", "name a checkpoint in bf16 or fp32"
+        raise UsageError(what, where=f"model.path={model.name_or_path}", fix=fix)
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    limit, why = getattr(config, "max_position_embeddings", None), "the model's context is"
+    if rope.get("rope_type") == "longrope":
+        # transformers chooses the frequencies by the longest sequence of a batch, vLLM by max_model_len.
+        limit, why = (
+            rope["original_max_position_embeddings"],
+            "its rotary embedding changes for sequences over",
+        )
     wanted = spec.data.max_prompt_length + spec.data.max_response_length
-    if context is not None and wanted > context:
+    if limit is not None and wanted > limit:
         raise UsageError(
-            f"prompt and response may have {wanted} tokens together, the model's context is {context}",
+            f"prompt and response may have {wanted} tokens together, {why} {limit}",
             where="data.max_prompt_length, data.max_response_length",
-            fix=f"make their sum {context} or less",
+            fix=f"make their sum {limit} or less",
         )

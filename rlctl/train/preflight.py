@@ -5,12 +5,12 @@ Neither torch nor pyarrow is imported before the files are checked: errors appea
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +19,7 @@ from rlctl.files import matches, sha256_of, write_text
 from rlctl.model_files import check_directory
 from rlctl.spec.keys import changes, flat
 from rlctl.spec.model_size import checkpoint_bytes
-from rlctl.spec.rollout import ServerSpec
+from rlctl.spec.rollout import RewardTerm, ServerSpec
 from rlctl.spec.run_spec import GuardrailsSpec, RunSpec
 from rlctl.track.run_dir import is_masked
 from rlctl.user_code import files_of
@@ -76,23 +76,28 @@ DATA_FILE = "data.json"
 
 def check_inputs(spec: RunSpec) -> list[Problem]:
     """Problems of the local models, data and reward files of `spec`, and masked values; no hub ids."""
-    checks: list[tuple[str, Callable[[], None]]] = []
+    problems: list[Problem] = []
     if not spec.is_embedded:
-        checks.append(("model.path", partial(_check_model, spec.model.path, needs_tokenizer=True)))
+        problems += _problem("model.path", _check_model, spec.model.path, needs_tokenizer=True)
     others = {"critic.path": spec.critic.path, "ref.path": spec.ref.path}
-    others["reward.model.path"] = spec.reward.model.path
-    checks += [(key, partial(_check_model, path)) for key, path in others.items() if path]
-    for key, files in (("train_files", spec.data.train_files), ("val_files", spec.data.val_files)):
-        checks += [(f"data.{key}", partial(_check_data, file)) for file in files]
-    checks.append(("data.train_batch_size", partial(_check_batch, spec)))
+    for key, path in (others | {"reward.model.path": spec.reward.model.path}).items():
+        problems += _problem(key, _check_model, path) if path else []
+    files = [("data.train_files", file) for file in spec.data.train_files]
+    files += [("data.val_files", file) for file in spec.data.val_files]
+    if files:
+        from rlctl.data.read import check_files, full_batches  # imports pyarrow
+
+        for key, file in files:
+            problems += _problem(key, check_files, [file])
+        if num_rows := count_rows(spec.data.train_files):
+            problems += _problem("data.train_batch_size", full_batches, num_rows, spec.data.train_batch_size)
     of_rewards = "reward.terms" if spec.reward.terms else "reward.name"
-    missing = [
+    problems += [
         Problem("error", of_rewards, f"no such file: {file}", "create it, or correct the path")
         for file in (term.name.rpartition(":")[0] for term in spec.reward.all_terms)
         if file and not matches(file)
     ]
-    found = [problem for key, check in checks for problem in _problem_of(key, check)]
-    return [*found, *missing, *masked_values(spec)]
+    return problems + masked_values(spec)
 
 
 def check_functions(spec: RunSpec) -> list[Problem]:
@@ -100,34 +105,23 @@ def check_functions(spec: RunSpec) -> list[Problem]:
 
     A file that does not exist is a problem of `check_inputs`.
     """
-    terms = [term for term in spec.reward.all_terms if files_of(term.name)]
-    checks = [("reward", partial(_check_function, term.name, term.params)) for term in terms]
-    return [problem for key, check in checks for problem in _problem_of(key, check)]
+
+    def check(term: RewardTerm) -> None:
+        from rlctl.reward.pool import GradingPool  # slow to import
+
+        with contextlib.closing(GradingPool(term.name, term.params, num_workers=1)) as pool:
+            pool.check()
+
+    of_users = (term for term in spec.reward.all_terms if files_of(term.name))
+    return [problem for term in of_users for problem in _problem("reward", check, term)]
 
 
-def _check_function(name: str, params: dict[str, Any]) -> None:
-    from rlctl.reward.pool import GradingPool  # slow to import
-
-    pool = GradingPool(name, params, num_workers=1)
+def _problem(key: str, check: Callable[..., object], *given: Any, **options: Any) -> list[Problem]:
     try:
-        pool.check()
-    finally:
-        pool.close()
-
-
-def _problem_of(key: str, check: Callable[[], None]) -> list[Problem]:
-    try:
-        check()
+        check(*given, **options)
     except UsageError as error:
         return [Problem("error", key, error.what, error.fix, error.where if error.where != key else None)]
     return []
-
-
-def _check_data(file: str) -> None:
-    # Imports pyarrow, which a dry run without data files does not need.
-    from rlctl.data.read import check_files
-
-    check_files([file])
 
 
 def count_rows(files: Sequence[str]) -> int | None:
@@ -140,13 +134,6 @@ def count_rows(files: Sequence[str]) -> int | None:
         return check_files(files)
     except UsageError:  # a problem of `check_inputs`
         return None
-
-
-def _check_batch(spec: RunSpec) -> None:
-    if num_rows := count_rows(spec.data.train_files):
-        from rlctl.data.read import full_batches
-
-        full_batches(num_rows, spec.data.train_batch_size)
 
 
 def _check_model(path: str, *, needs_tokenizer: bool = False) -> None:

@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING
 from rlctl.engine.checkpoint import (
     ADAPTER,
     CHECKPOINTS,
-    DRAWS_FILE,
     TrainerState,
     begin,
     bytes_of_newest,
     hash_share,
-    known_intact,
     newest_intact,
     partial_path,
     point_to,
@@ -40,6 +38,9 @@ if TYPE_CHECKING:
     from rlctl.train.models import Models
     from rlctl.train.run import Run
 
+#: File in a checkpoint: the state of dynamic sampling.
+_DRAWS = "draws/prompts.json"
+
 
 class Saver:
     """Decides after each step whether to save it; every rank creates one and calls `after`.
@@ -47,9 +48,6 @@ class Saver:
     A step is saved every `trainer.save_freq` steps, when its validation is the best so far, and when
     `trainer.save_every` has elapsed. The last case waits for a step after which the rollout engine has the
     current weights, as in a resumed run: with `rollout.sync_every` above 1, this is not every step.
-
-    Args:
-        run: the run to save.
     """
 
     def __init__(self, run: Run) -> None:
@@ -89,13 +87,7 @@ class Saver:
 
 
 def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
-    """Saves the state of `run` after `step`; see `Saver.save`.
-
-    Args:
-        run: the run.
-        step: batches trained on.
-        best: step whose checkpoint is never removed.
-    """
+    """Saves the state of `run` after `step`; see `Saver.save`. The checkpoint of `best` is never removed."""
     ranks, spec = run.ranks, run.spec
     root = run.run_dir / CHECKPOINTS
     run.stream.drain()
@@ -123,7 +115,7 @@ def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
         with writing(root, step):
             run.tokenizer.save_pretrained(partial / "model")
             if run.draws is not None:
-                run.draws.save(partial / "draws" / DRAWS_FILE)
+                run.draws.save(partial / _DRAWS)
     # Files not hashed while being written are on the main rank's machine; its ranks share the hashing.
     own = [(f"{name}/{file}", digest) for name, files in written.items() for file, digest in files.items()]
     hashed = dict(ranks.exchange(own))
@@ -181,14 +173,14 @@ def restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path,
     root, found = run_dir / CHECKPOINTS, None
     if ranks.is_main:  # one rank verifies checkpoints and sets damaged ones aside
         found, notes = newest_intact(root, set_aside=True)
-    step = int(ranks.max(-1.0 if found is None else found.state.step))
-    if step < 0:
+    shared = ranks.exchange([found] if found else [])
+    if not shared:
         raise UsageError(
             "there is no complete checkpoint to resume from",
             where=str(root),
             fix="start a new run in another directory",
         )
-    checkpoint = found or known_intact(root, step)
+    [checkpoint] = shared
     state, actor = checkpoint.state, models.actor
     ahead = max(spec.rollout.staleness, spec.rollout.max_staleness)
     is_cut_up = max(state.zero_stage, actor.zero_stage) > 0 or ahead > 0
@@ -198,11 +190,11 @@ def restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path,
             where=str(checkpoint.path),
             fix=f"resume with trainer.n_gpus_per_node={state.world_size}",
         )
-    actor.load(checkpoint.engine_dir)
+    actor.load(checkpoint.path / "engine")
     if models.critic:
-        models.critic.load(checkpoint.critic_dir)
+        models.critic.load(checkpoint.path / "critic")
     models.rollout.sync_weights(actor, policy_version=state.policy_version)
-    stream.resume(state.step, checkpoint.waiting_dir, ranks.rank, ranks.device)
+    stream.resume(state.step, checkpoint.path / "waiting", ranks.rank, ranks.device)
     notes.append(f"resuming after step {state.step}")
-    draws = PromptDraws.load(checkpoint.draws_file) if spec.algorithm.filter_groups.enable else None
+    draws = PromptDraws.load(checkpoint.path / _DRAWS) if spec.algorithm.filter_groups.enable else None
     return Restored(state.step, state.policy_version, state.kl_coef, notes, draws)

@@ -48,8 +48,6 @@ def score_batch(
 
     Args:
         run: provides the models; those that the spec does not need are None.
-        rollouts: this rank's responses.
-        rewards: their grades.
         baseline: for each response, the grade of the greedy response to its prompt; None without ReMax.
             A response is excluded if either could not be graded.
         timer: records the seconds of each model.

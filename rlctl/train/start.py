@@ -63,9 +63,7 @@ def start_run(
     """Starts or resumes a run and trains to its end.
 
     Args:
-        spec: a checked spec.
         resume: the run directory to continue; None: a new one.
-        announce: shows notes and preparations.
         callbacks: called after each step on rank 0, if rank 0 is this process.
         on_second_signal: called in this process by a signal that follows the one which stops the run.
 

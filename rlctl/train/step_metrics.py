@@ -144,7 +144,6 @@ class StepTimer:
     """Seconds by phase, as `timing_s/<phase>`; phases may nest.
 
     Args:
-        device: of the rank.
         show: called with the name of every phase that begins.
     """
 
@@ -174,7 +173,6 @@ class Notices:
     """Shows lines, limited per kind, and counts the kinds.
 
     Args:
-        show: shows one line.
         label: prefix of every line.
     """
 
@@ -202,7 +200,6 @@ def step_warnings(
     """Yields (kind, text) for every problem in one step.
 
     Args:
-        metrics: of the step.
         nonfinite: (B,) bool, this rank's sequences with non-finite log-probs.
         timeouts: of this rank, see `RewardResult.timeouts`.
     """

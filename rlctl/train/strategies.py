@@ -126,7 +126,6 @@ class KnownCorrection:
     """The correction of the whole mini-batch is known before the passes with gradient.
 
     Args:
-        loss: the loss with the statistics that it reads.
         outputs: of all micro-batches, if they are known; None: computed by `passes`.
 
     Attributes:
@@ -211,7 +210,6 @@ def strategy_of(mini: MiniBatch, fixed: Correction | None) -> Strategy:
     """The cheapest strategy that provides what the loss needs; the same on every rank.
 
     Args:
-        mini: the mini-batch.
         fixed: its correction with π_old in decoupled mode; None in bypass mode.
     """
     settings = mini.settings

@@ -118,9 +118,7 @@ class SweepRow:
 def plan(presets: Sequence[str], arguments: Sequence[str]) -> Sweep:
     """Reads a sweep from command-line arguments and checks the spec of every run.
 
-    Args:
-        presets: names of presets.
-        arguments: spec files, `key=value`, and axes: `key=a,b,c` or `key=1..5`.
+    `arguments` are spec files, `key=value`, and axes: `key=a,b,c` or `key=1..5`.
 
     Raises:
         UsageError: there is no axis.
@@ -177,10 +175,7 @@ def run_sweep(
     this process is stopped or killed, its runs save and end.
 
     Args:
-        directory: directory of the sweep.
-        sweep: the sweep to run.
         jobs: maximum number of concurrent runs.
-        note: shows a line.
         only: index of the only run to start; None: all runs.
     """
     waiting = list(sweep.runs if only is None else [sweep.runs[only]])
@@ -243,8 +238,6 @@ def slurm_script(directory: Path, sweep: Sweep, *, jobs: int, options: Sequence[
     preemption. After `scancel` it is not requeued.
 
     Args:
-        directory: directory of the sweep.
-        sweep: the sweep to run.
         jobs: maximum number of concurrent tasks.
         options: further sbatch options, such as `--gpus=1`.
     """

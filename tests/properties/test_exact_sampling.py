@@ -22,7 +22,7 @@ TRUNCATED = {
     "min-p": replace(PLAIN, min_p=0.1),
     "temperature and all": replace(PLAIN, temperature=0.7, top_p=0.9, top_k=8, min_p=0.02),
 }
-WAYS = ["packed", "shared prompts", "plain", "in chunks", "whole model"]
+WAYS = ["packed", "shared prompts", "plain", "in chunks", "model's own head"]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def sample(model, sampling: Sampling, max_num_seqs: int | None = None):
 def policy_of(model, temperature: float, way: str = "packed") -> PolicyModule:
     policy = PolicyModule(model, temperature, share_prompts=way == "shared prompts")
     policy.packs = policy.packs and way in ("packed", "in chunks")
-    policy.head.is_split = policy.head.is_split and way != "whole model"
+    policy.head.is_linear = way != "model's own head"
     return policy
 
 

@@ -195,7 +195,7 @@ def test_update_has_the_covariance_alone(tmp_path) -> None:
 
 
 # --- sampler and trainer ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("way", ["packed", "plain", "in chunks", "whole model"])
+@pytest.mark.parametrize("way", ["packed", "plain", "in chunks", "model's own head"])
 def test_sampler_and_trainer_list_the_same(monkeypatch, way) -> None:
     """Rows that end early, chunks of the sampler, rows in another order."""
     if way == "in chunks":
@@ -210,7 +210,7 @@ def test_sampler_and_trainer_list_the_same(monkeypatch, way) -> None:
     assert torch.equal(whole.most_likely.counts, cut.most_likely.counts)
     policy = PolicyModule(network, 0.8)
     policy.packs = policy.packs and way in ("packed", "in chunks")
-    policy.head.is_split = policy.head.is_split and way != "whole model"
+    policy.head.is_linear = way != "model's own head"
     rows = torch.tensor([30, 3, 17, 3])
     inputs = replace(whole.inputs, most_likely=whole.most_likely)
     for part in (inputs, inputs.pick(rows), inputs.pick(slice(7, 20))):

@@ -16,9 +16,16 @@ ROWS = 8
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def engine(ranks: Ranks, stage: int, dtype: str = "fp32", grad_clip: float = 1.0, seed: int = 0):
+def engine(
+    ranks: Ranks,
+    stage: int,
+    dtype: str = "fp32",
+    grad_clip: float = 1.0,
+    seed: int = 0,
+    kind: str = "llama",
+):
     return DeepSpeedEngine(
-        tiny_model(seed=seed, tied=stage % 2 == 1),
+        tiny_model(kind, seed=seed, tied=stage % 2 == 1 or kind == "gemma2"),
         ranks,
         zero_stage=stage,
         dtype=DTYPES[dtype],
@@ -116,18 +123,14 @@ def export(ranks: Ranks, stage: int, directory: str):
     return weights_of(actor)
 
 
-def chunked(ranks: Ranks, stage: int):
-    """A step whose output head runs in many recomputed chunks, and one in a single piece."""
-    whole = engine(ranks, stage)
-    take_step(whole, 1, 4, bonus=0.5)
-    memory.MAX_LOGITS = 100
-    pieces = engine(ranks, stage)
-    take_step(pieces, 1, 4, bonus=0.5)
-    take_step(
-        pieces, 2, 4, bonus=0.5
-    )  # ZeRO-3 records the order of modules in its first step and relies on it after
-    memory.MAX_LOGITS = 1 << 25
-    take_step(whole, 2, 4, bonus=0.5)
+def chunked(ranks: Ranks, stage: int, kind: str):
+    """Steps whose output head runs in many recomputed chunks, and in a single piece."""
+    whole, pieces = engine(ranks, stage, kind=kind), engine(ranks, stage, kind=kind)
+    for seed in (1, 2):  # ZeRO-3 records the order of modules in its first step and relies on it after
+        take_step(whole, seed, 4, bonus=0.5)
+        memory.MAX_LOGITS = 100
+        take_step(pieces, seed, 4, bonus=0.5)
+        memory.MAX_LOGITS = 1 << 25
     return weights_of(whole), weights_of(pieces)
 
 

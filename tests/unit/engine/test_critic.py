@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import OPTConfig, OPTForCausalLM
 
+from rlctl.engine import values
 from rlctl.engine.values import ValueModule
 from rlctl.errors import UsageError
 from tests.models import naive_log_probs, tiny_batch, tiny_model
@@ -42,10 +44,10 @@ def test_values_and_gradient_by_definition(kind: str, share_prompts: bool) -> No
     expected.mul(targets).sum().backward()
     wanted = {name: p.grad.clone() for name, p in module.named_parameters()}
     module.zero_grad()
-    values = module(batch.inputs)
-    assert values.dtype == torch.float32
-    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
-    values.mul(targets).sum().backward()
+    found = module(batch.inputs)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    found.mul(targets).sum().backward()
     for name, parameter in module.named_parameters():
         torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=1e-5)
 
@@ -57,14 +59,20 @@ def test_a_batch_without_response_tokens_still_backpropagates() -> None:
     assert not module.head.weight.grad.any()
 
 
-def test_a_model_that_is_its_own_body_is_refused() -> None:
-    model = tiny_model()
-    type(model).base_model_prefix, prefix = "", type(model).base_model_prefix
-    try:
-        with pytest.raises(UsageError, match="does not expose hidden states") as caught:
-            ValueModule(model)
-    finally:
-        type(model).base_model_prefix = prefix
+def test_states_of_another_width_than_the_layers() -> None:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = OPTForCausalLM(OPTConfig(vocab_size=23, word_embed_proj_dim=8, **shape)).eval()
+    module, batch = ValueModule(model), tiny_batch(model)
+    torch.nn.init.normal_(module.head.weight)
+    expected = naive_values(model.model, module.head.weight, batch)
+    torch.testing.assert_close(module(batch.inputs), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_that_is_its_own_body_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "body_of", lambda _model: None)
+    with pytest.raises(UsageError, match="does not expose hidden states") as caught:
+        ValueModule(tiny_model())
     assert caught.value.where == "critic.path"
 
 

@@ -10,7 +10,7 @@ import torch
 
 from rlctl.engine.model import load_other_model, load_policy
 from rlctl.errors import EnvironmentFailure, UsageError
-from tests.own_model import save_tiny_qwen2
+from tests.own_model import save_tiny, save_tiny_qwen2
 
 
 def load(path: Path | str):
@@ -96,6 +96,31 @@ def test_an_attention_kernel_that_the_architecture_lacks(tmp_path: Path) -> None
     with pytest.raises(UsageError, match="scaled_dot_product_attention") as caught:
         load(tmp_path)
     assert caught.value.where == "model.attn_implementation"
+
+
+def test_soft_capped_attention_scores_are_capped(tmp_path: Path) -> None:
+    """transformers' sdpa ignores the cap, so that it computes another model than an engine that caps."""
+    from transformers import AutoModelForCausalLM, Gemma2Config
+
+    save_tiny(tmp_path, Gemma2Config, num_key_value_heads=1, attn_logit_softcapping=0.5, head_dim=8)
+    model, _ = load(tmp_path)
+    for parameter in model.parameters():
+        parameter.data *= 10.0
+    model.save_pretrained(tmp_path)
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        found, capped, uncapped = (
+            each(input_ids=ids).logits
+            for each in (
+                load(tmp_path)[0],
+                *(
+                    AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=kernel)
+                    for kernel in ("eager", "sdpa")
+                ),
+            )
+        )
+    assert torch.equal(found, capped)
+    assert (found - uncapped).abs().max() > 0.01
 
 
 def beside(path: Path | str, tokenizer):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 import pytest
@@ -36,7 +35,7 @@ def test_equal_to_full_log_softmax(kind: str, tied: bool, temperature: float, nu
     model = tiny_model(kind, tied=tied)
     batch = tiny_batch(model)
     policy = PolicyModule(model, temperature)
-    assert policy.head.is_split == (kind != "gemma2")
+    assert policy.head.is_linear == (kind != "gemma2")
     expected, entropy = naive_log_probs(model, batch, temperature)
     expected.mul(batch.advantages).sum().backward()
     wanted = gradients(model)
@@ -95,10 +94,18 @@ def naive_sum_pi_squared(model, batch, temperature: float) -> torch.Tensor:
     return found
 
 
-def test_falling_back_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        PolicyModule(tiny_model("gemma2"), 1.0)
-    assert "more memory" in caplog.text
+def test_a_soft_cap_that_does_not_act_yet_is_found() -> None:
+    """Training makes logits larger: a cap that has no effect on the first weights would have one later."""
+    model = tiny_model("gemma2", tied=True)
+    model.config.final_logit_softcapping = 30.0
+    for parameter in model.parameters():
+        parameter.data *= 0.1
+    batch = tiny_batch(model)
+    policy = PolicyModule(model, 1.0)
+    assert not policy.head.is_linear
+    model.lm_head.weight.data *= 300.0  # tied to the embedding, which the model normalises
+    found, _ = forward(policy, batch)
+    torch.testing.assert_close(found.double(), naive_log_probs(model, batch)[0], rtol=1e-5, atol=2e-6)
 
 
 def test_wrong_temperature_would_show() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from peft import PeftModel
@@ -77,6 +79,28 @@ def test_layers_whose_weight_is_read_without_the_adapter_are_refused() -> None:
     model = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, state_size=2))
     with pytest.raises(UsageError, match=r"PEFT refuses the adapter: .*out_proj.* incompatible"):
         add_lora(model, 2, 4.0, [ALL_LINEAR])
+
+
+def test_the_merged_model_of_a_mixture_of_layers_is_the_adapted_one() -> None:
+    """Jamba reads the weight of a layer itself: an adapter of that layer would act only when merged."""
+    from transformers import JambaConfig, JambaForCausalLM
+
+    shape = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    heads = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+    }
+    torch.manual_seed(0)
+    model = JambaForCausalLM(JambaConfig(**shape, **heads, num_experts=2, use_mamba_kernels=False)).eval()
+    merged, ids = copy.deepcopy(model), torch.arange(9)[None]
+    add_lora(model, 2, 4.0, [ALL_LINEAR])
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(parameter)
+    merged.load_state_dict({weight.name: weight.value() for weight in plain_weights(model)}, strict=False)
+    torch.testing.assert_close(model(input_ids=ids).logits, merged(input_ids=ids).logits)
 
 
 def test_a_router_that_is_a_kind_of_linear_layer_gets_no_adapter() -> None:

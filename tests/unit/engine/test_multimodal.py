@@ -61,7 +61,7 @@ def test_log_probs_are_those_of_the_whole_model_and_reach_every_trained_weight(d
     batch = tiny_batch(model, rows=4)
     expected, _ = naive_log_probs(model, batch)
     module = PolicyModule(model, 1.0)
-    assert (module.head.is_split, module.packs, module.shares_prompts) == (True, True, True)
+    assert (module.head.is_linear, module.packs, module.shares_prompts) == (True, True, True)
     log_probs, *_ = module(batch.inputs)
     torch.testing.assert_close(log_probs.double(), expected, rtol=1e-4, atol=1e-5)
     log_probs.sum().backward()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    ElectraConfig,
     FalconH1Config,
     Gemma3TextConfig,
     Lfm2Config,
@@ -145,8 +147,51 @@ def test_a_model_that_reads_padding_is_refused() -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)
-    with pytest.raises(UsageError, match="other log-probs for rows with padding"):
+    with pytest.raises(UsageError, match="reads padding"):
         PolicyModule(model, 1.0)
+
+
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_a_model_that_reads_later_tokens_is_refused(is_decoder: bool) -> None:
+    """Encoders load as causal language models too, with a warning of transformers."""
+    torch.manual_seed(0)
+    # A wider head than embedding, and a transformation of the states before the head.
+    config = ElectraConfig(**SHAPE, embedding_size=24, is_decoder=is_decoder)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    if not is_decoder:
+        with pytest.raises(UsageError, match="tokens after those that it predicts"):
+            PolicyModule(model, 1.0)
+        return
+    rows = rows_of(3, 1)
+    log_probs, _ = PolicyModule(model, 0.7)(ModelInputs(**rows))
+    torch.testing.assert_close(log_probs, whole_rows(model, rows, 0.7), rtol=1e-4, atol=1e-5)
+
+
+#: Scale their logits after the head, some by what the body's output or the body itself contains.
+SCALED = {
+    "granitemoe": ({"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 8.0}, True),
+    "cohere": ({"logit_scale": 0.25}, True),
+    "falcon_h1": (
+        {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1}
+        | {"lm_head_multiplier": 0.2},
+        False,
+    ),
+    "llama4_text": (  # its body has another name than its prefix
+        {"num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 24, "attention_chunk_size": 64},
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_log_probs_of_what_the_model_computes_after_its_body(kind: str) -> None:
+    torch.manual_seed(0)
+    options, can_share = SCALED[kind]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE, **options)).eval()
+    rows, module = rows_of(3, 1), PolicyModule(model, 0.7)
+    assert (module.packs or module.shares_prompts) == can_share
+    log_probs, _ = module(ModelInputs(**rows))
+    torch.testing.assert_close(log_probs, whole_rows(model, rows, 0.7), rtol=1e-4, atol=1e-5)
 
 
 def whole_rows(model, rows: dict[str, torch.Tensor], temperature: float) -> torch.Tensor:

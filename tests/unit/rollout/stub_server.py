@@ -8,12 +8,14 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from rlctl.rollout.protocol import Sampling
+import torch
+
+from rlctl.rollout.protocol import EngineContext, Sampling
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weights import PublishedWeights
+from rlctl.spec.load import load_spec
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, random_model, take
 
 SAMPLING = Sampling(max_response_length=5)
@@ -141,21 +143,22 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def engine_on(servers: list[Server], tmp_path: Path, **options: Any) -> tuple[VLLMServerRollout, Any]:
+def context_of(
+    model: Any, *overrides: str, rank: int = 0, agree: Callable[[str], str] = str
+) -> EngineContext:
+    """Of an engine on servers, on one rank."""
+    spec = load_spec([], [], ["rollout.name=vllm", "rollout.mode=server", *overrides]).spec
+    device, nowhere = torch.device("cpu"), Path()
+    return EngineContext(spec, "", model, TOKENIZER, device, rank, 1, agree, nowhere)
+
+
+def engine_on(
+    servers: list[Server], tmp_path: Path, *overrides: str, **options: Any
+) -> tuple[VLLMServerRollout, Any]:
     model = random_model(1)
-    engine = VLLMServerRollout(
-        [server.url for server in servers],
-        TOKENIZER,
-        SimpleNamespace(eos_token_id=None),
-        device="cpu",
-        rank=0,
-        agree=lambda text: text,
-        published=PublishedWeights(model, TOKENIZER, tmp_path / "weights"),
-        replicas=None,
-        start_timeout=60.0,
-        **options,
-    )
-    return engine, model
+    published = PublishedWeights(model, TOKENIZER, tmp_path / "weights")
+    context, urls = context_of(model, *overrides), [server.url for server in servers]
+    return VLLMServerRollout(urls, context, published=published, replicas=None, **options), model
 
 
 def generate(engine: VLLMServerRollout, n: int = 3, sampling: Sampling = SAMPLING) -> Any:

@@ -13,6 +13,7 @@ import torch
 from rlctl.rollout import vllm as module
 from rlctl.rollout.completions import vllm_options
 from rlctl.rollout.process_state import IsolatedState, ProcessState
+from tests.models import tiny_model
 from tests.unit.rollout.test_hf_rollout import TOKENIZER
 
 OPTIONS = vllm_options("fp32", 32)
@@ -65,6 +66,29 @@ def test_it_is_restored_after_a_fault() -> None:
     with pytest.raises(RuntimeError, match="no memory"), isolated.running():
         failing()
     assert ProcessState.now() == before
+
+
+def test_a_class_of_transformers_that_an_engine_changes_stays_usable() -> None:
+    """vLLM changes the class of a model that it runs through transformers; the trainer has another model."""
+    model, isolated = tiny_model("qwen2"), IsolatedState()
+    kind, ids = type(model.model), torch.arange(5)[None]
+    wanted, own_init = model(input_ids=ids).logits, kind.__init__
+
+    class Compiled:
+        """Base class of vLLM's models."""
+
+    with isolated.running():
+        kind.__bases__ = (*kind.__bases__, Compiled)
+        kind.__init__ = lambda self, *_: pytest.fail("no configuration of vLLM")
+        kind.__call__ = lambda self, *_, **__: pytest.fail("not compiled")
+    assert torch.equal(model(input_ids=ids).logits, wanted)
+    assert kind.__init__ is own_init
+    type(model)(model.config)
+    with isolated.running():
+        assert Compiled in kind.__mro__
+        with pytest.raises(pytest.fail.Exception, match="not compiled"):
+            model(input_ids=ids)
+    assert Compiled not in kind.__mro__
 
 
 class Stream:

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from rlctl.rollout.engine_lock import EngineLock, LockedRollout
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weights import PlainWeights, PublishedWeights
 from rlctl.spec.load import load_spec
-from tests.unit.rollout.stub_server import SAMPLING, Server, engine_on, generate
+from tests.unit.rollout.stub_server import SAMPLING, Server, context_of, engine_on, generate
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
 
 #: How a server gets weights that are files, and which they are.
@@ -179,11 +178,8 @@ def test_no_server_loads_weights_while_another_rank_still_samples(
 
     def on_rank(rank: int) -> VLLMServerRollout:
         handed = PublishedWeights(model, TOKENIZER, tmp_path / "weights") if rank == 0 else None
-        names = SimpleNamespace(eos_token_id=None)
-        return VLLMServerRollout(
-            [server.url], TOKENIZER, names, device="cpu", rank=rank, agree=partial(agree, rank),
-            published=handed, replicas=None, start_timeout=60.0,
-        )  # fmt: skip
+        context = context_of(model, rank=rank, agree=partial(agree, rank))
+        return VLLMServerRollout([server.url], context, published=handed, replicas=None)
 
     engines, lock = [on_rank(0), on_rank(1)], EngineLock()
     trainers = [engines[0], LockedRollout(engines[1], lock, first=True)]

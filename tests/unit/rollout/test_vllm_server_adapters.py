@@ -50,7 +50,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 @pytest.fixture
 def engine(server: Server, tmp_path: Path) -> Iterator[VLLMServerRollout]:
     engine, model = engine_on(
-        [server], tmp_path, adapters=VersionedDir(tmp_path / "weights"), takes_adapter=True
+        [server], tmp_path, "model.lora_rank=2", adapters=VersionedDir(tmp_path / "weights")
     )
     engine.policy = Adapted(model)
     yield engine

@@ -74,10 +74,10 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Server]]:
 
 
 def broadcasting(
-    servers: list[Server], tmp_path: Path, **options: Any
+    servers: list[Server], tmp_path: Path, *overrides: str, **options: Any
 ) -> tuple[VLLMServerRollout, Any, list[Worker]]:
     workers = [Worker(server) for server in servers]
-    engine, model = engine_on(servers, tmp_path, **options)
+    engine, model = engine_on(servers, tmp_path, *overrides, **options)
     urls = [server.url for server in servers]
     engine._broadcast = WeightBroadcast(urls, ExpectedWeights(model), torch.device("cpu"))
     return engine, model, workers
@@ -176,7 +176,8 @@ def test_a_server_that_went_away_and_came_back_whole_is_asked_again(
 def test_without_a_group_weights_are_files_unless_it_is_asked_for(
     servers: list[Server], tmp_path: Path, is_needed: bool
 ) -> None:
-    engine, model, workers = broadcasting(servers, tmp_path, needs_broadcast=is_needed, starts_empty=True)
+    how = ["rollout.server.weight_transfer=broadcast"] if is_needed else []
+    engine, model, workers = broadcasting(servers, tmp_path, *how, starts_empty=True)
     workers[1].refuses = lambda path: path == "/init_weight_transfer_engine"
     if is_needed:
         with pytest.raises(RunFailure, match="out of memory, says the worker") as caught:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlctl.errors import UsageError
 from rlctl.spec.load import load_spec
-from rlctl.train.models import _loading, _rounded
+from rlctl.train.models import _loading, _refuse_unfit, _rounded
 from tests.models import tiny_model
 
 
@@ -35,3 +36,37 @@ def test_the_sampling_copy_is_in_the_engines_precision() -> None:
     assert {parameter.dtype for parameter in rounded.parameters()} == {torch.bfloat16}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert _rounded(rounded, spec) is rounded
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("rope", "length", "refusal"),
+    [({}, 64, ""), ({}, 65, "context is 64"), (LONGROPE, 32, ""), (LONGROPE, 33, "sequences over 32")],
+)
+def test_lengths_whose_positions_are_defined(rope, length: int, refusal: str) -> None:
+    """Beyond a limit, transformers computes all rows of a batch with the frequencies of the longest one."""
+    lengths = [f"data.max_prompt_length={length - 8}", "data.max_response_length=8"]
+    spec = load_spec([], [], ["model.path=a/b", "data.train_files=x", *lengths]).spec
+    model = tiny_model()
+    model.config.rope_parameters |= rope
+    if not refusal:
+        _refuse_unfit(model, spec)
+        return
+    with pytest.raises(UsageError, match=refusal) as caught:
+        _refuse_unfit(model, spec)
+    assert str(length - 1) in str(caught.value.fix)
+
+
+def test_quantised_weights_are_refused() -> None:
+    """Cast to bf16 without their scales, they would be other weights."""
+    model = tiny_model()
+    model.is_quantized = True  # as transformers marks it
+    with pytest.raises(UsageError, match="quantised"):
+        _refuse_unfit(model, load_spec([], [], ["model.path=a/b", "data.train_files=x"]).spec)

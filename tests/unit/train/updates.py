@@ -227,9 +227,9 @@ def _module_of(model) -> PolicyModule:
     known = _PROBED.get(type(model))
     module = PolicyModule(model, 1.0, share_prompts=known is None, probe=known is None)
     if known:
-        module.head.is_split, module.packs, module.shares_prompts = known
+        module.head.is_linear, module.packs, module.shares_prompts = known
         module._is_probed = True
-    _PROBED[type(model)] = (module.head.is_split, module.packs, module.shares_prompts)
+    _PROBED[type(model)] = (module.head.is_linear, module.packs, module.shares_prompts)
     return module
 
 

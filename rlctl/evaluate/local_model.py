@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import compress, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,25 +102,22 @@ class LocalModel(SampledModel):
         Raises:
             UsageError, EnvironmentFailure: the model or the engine cannot be used on this machine.
         """
+        load = partial(
+            load_policy,
+            str(self._directory),
+            revision=None,
+            trust_remote_code=self._spec.model.trust_remote_code,
+            attn_implementation=self._spec.model.attn_implementation,
+            dtype=DTYPES[self._spec.engine.dtype],
+        )
         return engine_outside_training(
             self._spec,
             str(self._directory),
             self._tokenizer,
-            self._load,
+            lambda: load()[0],
             max_prompt_length=max_prompt_length,
             max_response_length=self.sampling.max_response_length,
         )
-
-    def _load(self) -> Any:
-        """Loads the weights."""
-        loading = self._spec.model
-        return load_policy(
-            str(self._directory),
-            revision=None,
-            trust_remote_code=loading.trust_remote_code,
-            attn_implementation=loading.attn_implementation,
-            dtype=DTYPES[self._spec.engine.dtype],
-        )[0]
 
 
 def engine_version(name: str) -> str | None:

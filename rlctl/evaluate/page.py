@@ -91,10 +91,8 @@ def score_notes(document: Mapping[str, Any]) -> Iterator[str]:
     if timeouts := document["timeouts"]:
         kinds = ", ".join(f"{kind}: {count:,}" for kind, count in sorted(timeouts.items()))
         count = sum(timeouts.values())
-        if count == 1:
-            yield f"1 response ended its own grading ({kinds}) and is scored as wrong"
-        else:
-            yield f"{count:,} responses made their grading fail ({kinds}) and are scored as wrong"
+        made = "1 response made its" if count == 1 else f"{count:,} responses made their"
+        yield f"{made} grading fail ({kinds}), scored as wrong"
     if (num_short := scores[-1]["num_short"]) and not open_ones:
         yield (
             f"{num_short:,} questions have fewer than {n} graded samples: avg and maj use the graded ones, "

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlctl.batch import ModelInputs
-    from rlctl.engine.lora import Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +115,8 @@ class TrainEngine(Trained, Protocol):
         `merged`; otherwise they are the frozen weights.
         """
 
-    def adapter(self) -> Adapter:
-        """With LoRA: A and B in full, on every rank."""
+    def adapter(self) -> Any:
+        """With LoRA: A and B in full, on every rank, as an `Adapter` of `rlctl.engine.lora`."""
 
     def export(self, directory: Path) -> None:
         """Writes config and weights as a plain Hugging Face directory; called on all ranks."""

@@ -31,10 +31,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: rlctl.train(rlctl.load_spec("rloo-seq-is"), callbacks=[3]),
         "a callback is a int",
     ),
-    "one response as text": (lambda: rlctl.grade("exact", "12", "12"), "responses: must be a valid list"),
+    "one response as text": (lambda: rlctl.grade("exact", "12", "12"), "responses: must be a list"),
     "no response": (lambda: rlctl.grade("exact", [None], ["1"]), "responses.0: must be a valid string"),
     "a grader of runs": (lambda: rlctl.grade("code", ["a"], ["b"]), "this grader needs settings of a run"),
-    "no responses": (lambda: rlctl.grade("exact", None, ["1"]), "responses: must be a valid list"),
+    "no responses": (lambda: rlctl.grade("exact", None, ["1"]), "responses: must be a list"),
     "too few rows": (lambda: rlctl.grade("exact", ["a"], ["b"], rows=[{}, {}]), "2 rows"),
     "an unknown field": (
         lambda: rlctl.grade("exact", ["a"], ["b"], rows=[{"prmpt": "a"}]),
@@ -85,7 +85,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "a flag that is text": (lambda: rlctl.evaluate("m", "gsm8k", fresh="perhaps"), "fresh: must be"),
     "parameters as a list": (
         lambda: rlctl.grade("exact", ["1"], ["1"], params=["x"]),
-        "params: must be a valid dictionary",
+        "params: must be a mapping",
     ),
     "a parameter of NumPy": (
         lambda: rlctl.grade("exact", ["1"], ["1"], params={"x": np.float32(1)}),

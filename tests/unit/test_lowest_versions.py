@@ -41,7 +41,7 @@ def test_the_newest_vllm_allowed_runs_on_the_newest_torch_allowed() -> None:
     """vLLM 0.33 requires torch 2.14."""
     texts = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["vllm"]
     allowed = {part.name: part.specifier for part in map(Requirement, texts)}
-    assert allowed["vllm"].contains("0.32.0")
-    assert not allowed["vllm"].contains("0.33.0")
-    assert allowed["torch"].contains("2.13.0")
-    assert not allowed["torch"].contains("2.14.0")
+    assert allowed["vllm"].contains("0.33.0")
+    assert not allowed["vllm"].contains("0.34.0")
+    assert allowed["torch"].contains("2.14.0")
+    assert not allowed["torch"].contains("2.15.0")

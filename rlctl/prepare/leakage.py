@@ -4,7 +4,7 @@ Three kinds of match, from certain to suspected: `exact` (the same words), `mask
 numbers), `ngram` (13 consecutive words in common, the length of Brown et al. 2020, appendix C). Words are
 compared after `compatible` and case folding. A word is a run of letters and digits, or one mathematical sign:
 2 + 3 differs from 2 * 3. Other punctuation only separates words. Words and n-grams are 64-bit hashes,
-sorted and searched in NumPy.
+computed for many questions at a time in NumPy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain, groupby, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,13 +46,13 @@ Places = NDArray[np.int64]
 #: numbers: shorter texts ("How much is # + #?") match by chance.
 NGRAM = 13
 
-#: A run of letters and digits, or a sign, in what `_Plain` gives. A minus counts only before a number or a
-#: bracket, otherwise it is a hyphen.
-_WORD = re.compile(r"[a-z0-9\x80-\U0010ffff]+|[+*/^=<>]|-(?=\s*[0-9(])")
-_HAS_DIGIT = re.compile("[0-9]")
-_NUMBER = "#"
+#: Arithmetic operators; a minus counts only before a number or bracket, otherwise it is a hyphen.
+_MINUS = re.compile(rb"-(?=[ \t\r\n]*[\d(])")
+_SIGNS = b"+*/^=<>\x01"
 #: Scripts without spaces: each character is a word.
 _UNSPACED = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
+
+_SPACE, _LETTER, _DIGIT, _SIGN = range(4)
 
 
 def leakage_comparison(
@@ -204,9 +204,18 @@ def mixed(values: Hashes) -> Hashes:
     return values ^ values >> np.uint64(31)
 
 
-#: Odd numbers: multiplication by them is invertible modulo 2⁶⁴.
-_WEIGHTS = mixed(np.arange(1, NGRAM + 1, dtype=np.uint64)) | np.uint64(1)
-_word_key = lru_cache(maxsize=1 << 16)(text_key)
+def _odd(first: int, count: int) -> Hashes:
+    """Fixed pseudo-random odd numbers; multiplication by an odd number is invertible modulo 2⁶⁴."""
+    return mixed(np.arange(first, first + count, dtype=np.uint64)) | np.uint64(1)
+
+
+#: Class of each byte value; bytes of non-ASCII characters are letters.
+_CLASSES = np.zeros(256, dtype=np.uint8)
+_CLASSES[[*b"abcdefghijklmnopqrstuvwxyz", *range(128, 256)]] = _LETTER
+_CLASSES[list(b"0123456789")] = _DIGIT
+_CLASSES[list(_SIGNS)] = _SIGN
+_BYTE_VALUES = np.where(_CLASSES == _SPACE, np.uint64(0), _odd(1, 256))
+_NUMBER, _BASE = _odd(1000, 2)
 
 
 class WordKeys:
@@ -221,42 +230,55 @@ class WordKeys:
     """
 
     def __init__(self, questions: Sequence[str]) -> None:
-        texts = [words_of(question) for question in questions]
-        counts = np.array([len(words) for words in texts], np.int64)
-        pairs = zip(texts, questions, strict=True)  # a text without words, such as "?!", is compared as it is
-        self.exact = _keys(" ".join(words) or question.strip() for words, question in pairs)
-        masked = [_masked(words) for words in texts]
-        self.masked = _keys(text for text, _ in masked)
-        num_others = np.array([number for _, number in masked], np.int64)
-        self.is_masked: NDArray[np.bool_] = (num_others < counts) & (num_others >= NGRAM)
-        flat = np.fromiter(map(_word_key, chain.from_iterable(texts)), np.uint64, int(counts.sum()))
-        num_windows = max(0, len(flat) - NGRAM + 1)
-        windows = sum(flat[place : place + num_windows] * weight for place, weight in enumerate(_WEIGHTS))
-        question = np.repeat(np.arange(len(texts)), counts)
-        first, last = question[:num_windows], question[NGRAM - 1 :]
-        self.ngrams: Hashes = mixed(np.asarray(windows, np.uint64)[first == last])
-        self.ngram_of: Places = first[first == last]
+        words, has_digit, counts = _word_hashes([_plain(question) for question in questions])
+        question = np.repeat(np.arange(len(questions)), counts)
+        sums = _Sums(words)
+        self.exact = mixed(sums.of_runs(counts))
+        for place in np.flatnonzero(counts == 0).tolist():  # a text without words, such as "?!"
+            self.exact[place] = text_key(questions[place].strip())
+        is_kept = np.ones(len(words), dtype=np.bool_)  # not the second or a later number of a run
+        is_kept[1:] = ~(has_digit[1:] & has_digit[:-1] & (question[1:] == question[:-1]))
+        num_kept = np.bincount(question[is_kept], minlength=len(questions))
+        self.masked = mixed(_Sums(np.where(has_digit, _NUMBER, words)[is_kept]).of_runs(num_kept))
+        num_numbers = np.bincount(question[has_digit], minlength=len(questions))
+        self.is_masked = (num_numbers > 0) & (counts - num_numbers >= NGRAM)
+        windows = sums.of_windows(NGRAM)
+        inside = question[: len(windows)] == question[NGRAM - 1 :][: len(windows)]
+        self.ngrams: Hashes = windows[inside]
+        self.ngram_of: Places = question[: len(windows)][inside]
 
 
-def words_of(text: str) -> list[str]:
-    """The words of a text, in lower case; see the top of this module."""
-    plain = text.lower() if text.isascii() else compatible(text).casefold().translate(_PLAIN)
-    return _WORD.findall(plain)
+class _Sums:
+    """Polynomial hashes Σ valueᵢ·baseⁱ modulo 2⁶⁴ of any run of values, from one cumulative sum."""
+
+    def __init__(self, values: Hashes) -> None:
+        powers, self._inverses = _powers(1 << len(values).bit_length())
+        self._sums = np.zeros(len(values) + 1, dtype=np.uint64)
+        np.cumsum(values * powers[: len(values)], out=self._sums[1:])
+
+    def between(self, starts: Places, ends: Places) -> Hashes:
+        """Hashes of the runs [start, end)."""
+        return np.asarray((self._sums[ends] - self._sums[starts]) * self._inverses[starts])
+
+    def of_runs(self, counts: Places) -> Hashes:
+        """Hashes of consecutive runs of `counts` values."""
+        ends = np.cumsum(counts)
+        return self.between(ends - counts, ends)
+
+    def of_windows(self, width: int) -> Hashes:
+        """Hashes of all windows of `width` values."""
+        starts = np.arange(max(0, len(self._sums) - width))
+        return self.between(starts, starts + width)
 
 
-def _keys(texts: Iterable[str]) -> Hashes:
-    return np.fromiter(map(text_key, texts), np.uint64)
-
-
-def _masked(words: Sequence[str]) -> tuple[str, int]:
-    """The words with one placeholder for each run of words with digits, and the number of the other words."""
-    parts: list[str] = []
-    num_others = 0
-    for is_number, run in groupby(words, lambda word: _HAS_DIGIT.search(word) is not None):
-        others = list(run)
-        parts += [_NUMBER] if is_number else others
-        num_others += 0 if is_number else len(others)
-    return " ".join(parts), num_others
+@lru_cache(maxsize=4)
+def _powers(count: int) -> tuple[Hashes, Hashes]:
+    """baseⁱ and base⁻ⁱ modulo 2⁶⁴; the inverse exists because the base is odd."""
+    both = [np.full(count, base, dtype=np.uint64) for base in (_BASE, pow(int(_BASE), -1, 1 << 64))]
+    for powers in both:
+        powers[0] = 1
+        np.cumprod(powers, out=powers)
+    return both[0], both[1]
 
 
 class _Plain(dict[int, str]):
@@ -281,3 +303,28 @@ class _Plain(dict[int, str]):
 
 
 _PLAIN = _Plain()
+
+
+def _plain(text: str) -> bytes:
+    """The text in lower case as bytes, in which only ASCII characters and spaces separate words."""
+    if text.isascii():
+        return text.lower().encode()
+    return compatible(text).casefold().translate(_PLAIN).encode()
+
+
+def _word_hashes(texts: Sequence[bytes]) -> tuple[Hashes, NDArray[np.bool_], Places]:
+    """Hashes of the words of all texts (W,), whether each word has a digit (W,), and words per text (N,)."""
+    joined = _MINUS.sub(b"\x01", b"\x00".join(texts))  # the length does not change
+    content = np.frombuffer(joined, dtype=np.uint8)
+    classes = _CLASSES[content]
+    is_word = classes != _SPACE
+    is_sign = classes == _SIGN
+    is_start = is_word.copy()
+    is_start[1:] &= ~is_word[:-1] | is_sign[1:] | is_sign[:-1]
+    starts = np.flatnonzero(is_start)
+    text_ends = np.cumsum([len(text) + 1 for text in texts], dtype=np.int64)
+    counts = np.diff(np.searchsorted(starts, text_ends), prepend=0)
+    has_digit = np.zeros(len(starts), dtype=np.bool_)
+    has_digit[np.searchsorted(starts, np.flatnonzero(classes == _DIGIT), side="right") - 1] = True
+    ends = np.append(starts[1:], len(content))  # separators have the value 0
+    return mixed(_Sums(_BYTE_VALUES[content]).between(starts, ends)), has_digit, counts

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import orjson
 import pyarrow as pa
 
 from rlctl.data.text_files import BOM, MAX_LINE_BYTES
@@ -102,21 +103,36 @@ def _json_lines(block: Block, lines: bytes) -> Iterator[Record]:
     if block.first_number == 1:
         lines = lines.removeprefix(BOM)
     for number, line in enumerate(lines.split(b"\n"), start=block.first_number):
-        if line.strip():
-            yield _json_line(block.path, number, line)
+        try:
+            values = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            if line.strip():
+                yield _json_or_why(block.path, number, line)
+            continue
+        yield _checked(block.path, number, json.loads(line) if _may_be_rounded(values) else values, line)
 
 
-def _json_line(path: Path, number: int, line: bytes) -> Record:
+def _may_be_rounded(value: Any) -> bool:
+    """Whether a value, or one inside it, may be an integer beyond 64 bits, which orjson makes a float."""
+    if isinstance(value, dict | list):
+        return any(map(_may_be_rounded, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, float) and abs(value) >= 1 << 63
+
+
+def _json_or_why(path: Path, number: int, line: bytes) -> Record:
+    """Parses what orjson refuses: `json` accepts NaN and huge numbers, and has better error messages."""
     bad = partial(Record, path, number, None, source=line)
+    whole = line
+    line = line.rstrip().removesuffix(b",")  # an array without its brackets
     try:
-        values = json.loads(line.rstrip().removesuffix(b",").decode())  # perhaps an array without brackets
+        values = json.loads(line.decode())
     except UnicodeDecodeError as error:
         return bad(f"not valid UTF-8 at byte {error.start + 1}")
     except RecursionError:
         return bad("invalid JSON: nested too deeply")
     except ValueError as error:
         return bad(f"invalid JSON: {error}")
-    return _checked(path, number, values, line)
+    return _checked(path, number, values, whole)
 
 
 def _checked(path: Path, number: int, values: object, source: bytes | None = None) -> Record:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any, TypeGuard
 
+import orjson
+
 from rlctl.data.schema import OTHER, Message
 from rlctl.errors import UsageError
 
@@ -172,7 +174,10 @@ def extra_info(values: Values) -> dict[str, Any]:
     index = extra.get("index")
     if index is not None and not (is_integer(index) and 0 <= index < 1 << 63):
         extra["original_index"] = extra.pop("index")
-    check_text(json.dumps(extra, ensure_ascii=False))
+    try:
+        orjson.dumps(extra)
+    except TypeError:  # orjson refuses more than invalid text: the slower check decides
+        check_text(json.dumps(extra, ensure_ascii=False))
     return extra
 
 

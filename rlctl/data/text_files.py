@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pyarrow as pa
 
 from rlctl.errors import UsageError
@@ -162,8 +163,8 @@ def is_json_lines(text: TextFile) -> bool:
 
 def _is_json(line: bytes) -> bool:
     try:
-        json.loads(line)
-    except (ValueError, RecursionError):
+        orjson.loads(line)
+    except orjson.JSONDecodeError:
         return False
     return True
 

@@ -257,8 +257,10 @@ def _read_json(path: Path) -> Iterator[Piece]:
         number = 0
         if is_json_lines(text):
             for lines in _whole_lines(text.file):
-                is_one = isinstance(lines, OversizedLine)
-                number += 1 if is_one else lines.count(b"\n") + (not lines.endswith(b"\n"))
+                if isinstance(lines, OversizedLine):
+                    number += 1
+                else:
+                    number += lines.count(b"\n") + (not lines.endswith(b"\n"))
                 yield number, lines, text.position()
             return
         for rows in document_rows(path, text.file, max_rows=BLOCK_ROWS):

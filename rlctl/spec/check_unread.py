@@ -50,7 +50,9 @@ def _graders(spec: RunSpec) -> set[str]:
     return {term.name for term in spec.reward.all_terms}
 
 
-def _add_check(names: str, is_read: Callable[[RunSpec], bool], why: str, switch: str = "") -> None:
+def _add_check(
+    names: str, is_read: Callable[[RunSpec], bool], why: str, switch: str = "", fix: str = LEAVE_OUT
+) -> None:
     """Registers a check that warns about keys that are set and not read."""
     starts = tuple(name for name in names.split() if name.endswith("."))
     keys = {key for key in known_leaves() if key in names.split() or key.startswith(starts)}
@@ -60,7 +62,7 @@ def _add_check(names: str, is_read: Callable[[RunSpec], bool], why: str, switch:
         if not is_read(spec):
             for key in filter(keys.__contains__, known_leaves()):
                 if is_changed(spec, key):
-                    yield warning(key, f"{NO_EFFECT}: {why}", LEAVE_OUT)
+                    yield warning(key, f"{NO_EFFECT}: {why}", fix)
 
     check.__doc__ = f"{names}: {why}"
     spec_check(check)
@@ -68,7 +70,8 @@ def _add_check(names: str, is_read: Callable[[RunSpec], bool], why: str, switch:
 
 def _add_switch(names: str, switch: str, off: object) -> None:
     shown = "null" if off is None else str(off).lower()
-    _add_check(names, lambda spec: bool(value_of(spec, switch) != off), f"{switch} is {shown}", switch)
+    fix = f"{LEAVE_OUT}, or set {switch}" + (": true" if off is False else "")
+    _add_check(names, lambda spec: bool(value_of(spec, switch) != off), f"{switch} is {shown}", switch, fix)
 
 
 for _names, (_switch, _off) in _SWITCHES.items():

@@ -70,6 +70,11 @@ def test_a_key_without_effect_is_a_warning(override, read_with):
     assert key not in problems_of(override, *read_with)
 
 
+def test_the_fix_of_a_key_without_effect_names_the_key_that_would_read_it():
+    [unread] = load_spec([], [], ["actor.kl_loss_coef=0.1"]).warnings
+    assert unread.fix == "leave it out, or set actor.use_kl_loss: true"
+
+
 def test_of_a_preset_only_its_users_keys_can_be_without_effect(tmp_path):
     preset = tmp_path / "mine.yaml"
     preset.write_text("critic:\n  lr: 1e-4\n")

@@ -348,8 +348,9 @@ def grade(
         what = "this grader needs settings of a run"
         raise UsageError(what, where=grader, fix="use rlctl.evaluate, or `rlctl reward` with a spec")
     if not len(texts) == len(truths) == len(others):
-        what = f"{len(texts)} responses, {len(truths)} ground truths and {len(others)} rows"
-        raise UsageError(what, fix="give one ground truth and one row for each response")
+        given = "" if rows is None else f" and {len(others)} rows"
+        what = f"{len(texts)} responses and {len(truths)} ground truths{given}"
+        raise UsageError(what, fix="give one of each for every response")
     try:
         samples = [Sample(text, truth, **row) for text, truth, row in zip(texts, truths, others, strict=True)]
     except TypeError as error:

@@ -145,7 +145,7 @@ def test_callbacks_are_refused_where_they_cannot_be_called(tmp_path: Path) -> No
 def test_grading() -> None:
     responses = [r"It is \boxed{42}", "no idea", "the answer is 41"]
     assert rlctl.grade("maths", responses, ["42"] * 3) == [1.0, 0.0, 0.0]
-    with pytest.raises(rlctl.RlctlError, match="2 responses and 1 ground truths"):
+    with pytest.raises(rlctl.RlctlError, match="2 responses and 1 ground truths \\(give"):
         rlctl.grade("maths", ["1", "2"], ["1"])
 
 
@@ -172,7 +172,7 @@ def test_a_run_that_cannot_be_read_says_why(tmp_path: Path, damage: str) -> None
     (tmp_path / "spec.yaml").write_text("rollout:\n  n: 4\n")
     if damage == "middle":
         (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(rlctl.RlctlError, match="cannot be read" if damage == "missing" else "not a line"):
+    with pytest.raises(rlctl.RlctlError, match="cannot be read" if damage == "missing" else "2: not a step"):
         rlctl.open_run(tmp_path).metrics()
 
 

@@ -232,14 +232,14 @@ def _sampling(request: MismatchRequest, spec: RunSpec) -> Sampling:
 
 
 def _rows(trainer: _Trainer, model: Any, renderer: Renderer, response_length: int) -> list[Row]:
-    """The first prompts that leave room for a response."""
+    """The first prompts that fit into the model's context together with a response."""
     rows = load_rows(trainer.data_files)[: 4 * NUM_PROMPTS] if trainer.data_files else question_rows()
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
-    room = context - response_length - 1  # one more start token must fit too
+    limit = context - response_length - 1  # one more start token must fit too
     lengths = map(len, token_ids(rows, renderer))
-    kept = [row for row, length in zip(rows, lengths, strict=True) if 0 < length <= room][:NUM_PROMPTS]
+    kept = [row for row, length in zip(rows, lengths, strict=True) if 0 < length <= limit][:NUM_PROMPTS]
     if not kept:
-        raise UsageError(f"no prompt has at most {room} tokens", where="--data", fix="name shorter prompts")
+        raise UsageError(f"no prompt has at most {limit} tokens", where="--data", fix="name shorter prompts")
     return kept
 
 

@@ -22,7 +22,7 @@ Check = Callable[[RunSpec], Problems]
 
 CHECKS: list[Check] = []
 LEAVE_OUT = "leave it out"
-#: Begin of a warning about a key that nothing reads.
+#: Start of a warning about a key that nothing reads.
 NO_EFFECT = "has no effect"
 
 #: Learning rates above this are unusual for a pretrained language model.

@@ -168,7 +168,7 @@ class GapSums(Additive, Generic[V]):
 
 @dataclass(frozen=True, slots=True)
 class ProbabilitySums(Additive, Generic[V]):
-    """Sums over sampled tokens of their probabilities p, stored as p − 1 for precision near p = 1."""
+    """Sums over sampled tokens of their probabilities p and p²."""
 
     train: V
     train_squares: V

@@ -93,7 +93,7 @@ def row_sums(
             for result, rule in zip(criteria, rules.reject, strict=True)
         ),
         kept=count(keep)[:, 0],
-        probabilities=_probability_rows(log_ratio.train, log_ratio.rollout),
+        probabilities=_probability_rows(log_ratio),
     )
 
 
@@ -142,12 +142,33 @@ def _excess(log_weight: Tensor) -> Tensor:
     return log_weight.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).expm1()
 
 
-def _probability_rows(train: Tensor, rollout: Tensor) -> tuple[Tensor, ...]:
-    """Per-row sums in the order of `ProbabilitySums`; overwrites the log-probs (B, T), 0 on padding."""
-    train, rollout = train.exp_().sub_(1.0), rollout.exp_().sub_(1.0)
-    found = (*_powers(train), *_powers(rollout))
-    gap = train.sub_(rollout).abs_()
-    return (*found, *_powers(gap), gap.amax(-1))
+def _probability_rows(log_ratio: LogRatio) -> tuple[Tensor, ...]:
+    """Per-row sums in the order of `ProbabilitySums`; overwrites the log-probs, which are 0 on padding.
+
+    Float32 sums of p and p² lose the variance of small or similar probabilities. Those of p − c do not, c
+    being the row's geometric mean. The sums of p follow in float64.
+    """
+    n, response = log_ratio.length, log_ratio.response
+    offsets, centres, found = [], [], []
+    for values in (log_ratio.train, log_ratio.rollout):
+        mean = values.sum(-1, keepdim=True) / n.clamp(min=1)
+        log_centre = mean.clamp(min=-2.0 * LOG_RATIO_CLAMP).to(values.dtype)
+        exact = log_centre.double().exp()
+        c = exact.to(values.dtype)
+        ratios = values.addcmul_(response, log_centre, value=-1.0).exp_()  # p/c, and 1 on padding
+        offset = torch.addcmul(-c, ratios, c, out=values)  # p − c, and 0 on padding
+        total, squares = (x[:, None] for x in _sum_and_squares(offset))
+        found += [(total + exact * n)[:, 0], (squares + exact * (2.0 * total + exact * n))[:, 0]]
+        offsets.append(offset)
+        centres.append(exact)
+    shift = (centres[0] - centres[1]).to(response.dtype)
+    gap = offsets[0].sub_(offsets[1]).addcmul_(response, shift).abs_()
+    return (*found, *_sum_and_squares(gap), gap.amax(-1))
+
+
+def _sum_and_squares(values: Tensor) -> tuple[Tensor, Tensor]:
+    """(B,) float64 Σ x and Σ x² over tokens, with fewer operations than `_powers`, to rounding."""
+    return values.sum(-1).double(), torch.linalg.vector_norm(values, dim=-1).double().square()
 
 
 def _weight_rows(
@@ -424,10 +445,10 @@ def _probability_metrics(sums: CorrectionSums[float]) -> dict[str, float]:
         n * found.train_squares - found.train**2,
         n * found.rollout_squares - found.rollout**2,
     ]
-    # The squares were summed in float32, so a smaller spread than this is rounding error. A constant has
-    # no correlation; 1.0 is reported because 0.0 would mean disagreement.
+    # A smaller spread than this is rounding error. A constant has no correlation; 1.0 is reported because
+    # 0.0 would mean disagreement.
     constant = any(
-        spread <= 1e-6 * n * squares
+        spread <= 1e-13 * n * squares
         for spread, squares in zip(spreads, (found.train_squares, found.rollout_squares), strict=True)
     )
     pearson = 1.0 if constant else covariance / math.sqrt(spreads[0] * spreads[1])

@@ -72,7 +72,7 @@ def row_sums(
 
     `applied` is (B, T): the weights of the loss, before normalisation; None without weights.
     """
-    tokens = _Tokens(log_ratio)
+    tokens, train_total = _Tokens(log_ratio), log_ratio.train.sum(-1)
     if weights is None or applied is None:
         of_weights, ratio_sums = None, tokens.ratio
     else:
@@ -81,7 +81,7 @@ def row_sums(
         finite=log_ratio.finite[:, 0],
         length=log_ratio.length[:, 0],
         sequence=log_ratio.sequence[:, 0],
-        train=log_ratio.train.sum(-1),
+        train=train_total,
         clamped=log_ratio.token.sum(-1),
         excess=tokens.excess,
         excess_squares=tokens.excess_squares,
@@ -92,7 +92,7 @@ def row_sums(
             for result, rule in zip(criteria, rules.reject, strict=True)
         ),
         kept=count(keep)[:, 0],
-        probabilities=_probability_rows(log_ratio),
+        probabilities=_probability_rows(log_ratio, train_total),
     )
 
 
@@ -142,17 +142,17 @@ def _excess(log_weight: Tensor) -> Tensor:
     return log_weight.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).expm1()
 
 
-def _probability_rows(log_ratio: LogRatio) -> ProbabilitySums[Tensor]:
+def _probability_rows(log_ratio: LogRatio, train_total: Tensor) -> ProbabilitySums[Tensor]:
     """Sums of each row; overwrites the log-probs, which are 0 on padding.
 
     Float32 sums of p and p² lose the variance of small or similar probabilities. Those of p − c do not, c
-    being the row's geometric mean. The sums of p follow in float64.
+    being the row's geometric mean. The sums of p follow in float64. `train_total`: (B,) Σ log π_train.
     """
     n, response = log_ratio.length, log_ratio.response
     offsets, centres, sums = [], [], []
-    for values in (log_ratio.train, log_ratio.rollout):
-        mean = values.sum(-1, keepdim=True) / n.clamp(min=1)
-        log_centre = mean.clamp(min=-2.0 * LOG_RATIO_CLAMP).to(values.dtype)
+    totals = train_total[:, None], train_total[:, None] - log_ratio.sequence
+    for values, of_row in zip((log_ratio.train, log_ratio.rollout), totals, strict=True):
+        log_centre = (of_row / n.clamp(min=1)).clamp(min=-2.0 * LOG_RATIO_CLAMP).to(values.dtype)
         exact = log_centre.double().exp()
         c = exact.to(values.dtype)
         ratios = values.addcmul_(response, log_centre, value=-1.0).exp_()  # p/c, and 1 on padding

@@ -91,13 +91,13 @@ class TrainerSpec(Section):
     nnodes: int = Field(default=1, ge=1)
     """Number of machines. For more than one, start `rlctl train` with torchrun on each."""
     save_freq: int = Field(default=-1, ge=-1)
-    """Steps between checkpoints, besides `save_every`; -1: none by steps. The end is always saved."""
+    """Steps between checkpoints, besides `save_every`; 0 or -1: none by steps. The end is always saved."""
     save_every: Annotated[Duration | None, NullWord] = "30min"
     """Time between checkpoints, such as `90s`, `30min` or `2h`; null: none by time."""
     keep_best: bool = True
     """Save a checkpoint after every best validation so far, and keep the best (`checkpoints/best`)."""
     test_freq: int = Field(default=-1, ge=-1)
-    """Steps between validations; also validates at start and end. -1: never."""
+    """Steps between validations; also validates at start and end. 0 or -1: never."""
     critic_warmup: int = Field(default=0, ge=0)
     """Number of batches at the start that train only the critic."""
     max_ckpt_to_keep: Annotated[int | None, NullWord] = Field(default=2, ge=1)

@@ -117,8 +117,8 @@ def test_correlation_of_probabilities_of_any_size(mean: float, spread: float) ->
     correlation = float(torch.corrcoef(torch.stack([p, q]))[0, 1])
     assert abs(correlation) < 0.9
     assert found["training/rollout_actor_probs_pearson_corr"] == pytest.approx(correlation, abs=2e-5)
-    assert found["training/rollout_probs_diff_mean"] == pytest.approx(float((p - q).abs().mean()), rel=1e-4)
-    assert found["training/rollout_probs_diff_std"] == pytest.approx(float((p - q).abs().std()), rel=1e-4)
+    assert found["training/rollout_probs_diff_mean"] == pytest.approx(float((p - q).abs().mean()), rel=5e-4)
+    assert found["training/rollout_probs_diff_std"] == pytest.approx(float((p - q).abs().std()), rel=5e-4)
 
 
 @pytest.mark.parametrize("seed", range(8))

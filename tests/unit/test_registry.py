@@ -405,11 +405,6 @@ def test_a_plain_function_can_be_parts_of_two_kinds(tmp_path: Path) -> None:
         ({"thresholds": "2.0"}, "thresholds='2.0': give a list of texts"),
         ({"options": "actor.tau_pos"}, "options='actor.tau_pos': give a list of texts"),
         ({"options": ["tau_pos"]}, r"options=\['tau_pos'\]: write keys of the spec"),
-        ({"label": 3}, "label=3: give a text"),
-        ({"unbiased": "yes"}, "unbiased='yes': give True or False"),
-        ({"clip": "ppo"}, "clip='ppo': give a ClipBand"),
-        ({"of_batch": 1}, "of_batch=1: give a function"),
-        ({"known_responses": "36"}, "known_responses='36': give a function"),
         ({"data_sources": "mybench("}, "is no regular expression"),
     ],
 )

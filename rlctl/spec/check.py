@@ -205,6 +205,14 @@ def warmup_ends(spec: RunSpec) -> Problems:
 
 
 @spec_check
+def adapters_have_layers(spec: RunSpec) -> Problems:
+    """LoRA needs target modules."""
+    if spec.model.lora_rank and not spec.model.target_modules:
+        what = "LoRA without layers to adapt trains nothing"
+        yield error("model.target_modules", what, "name layers, or write all-linear")
+
+
+@spec_check
 def base_can_be_offloaded(spec: RunSpec) -> Problems:
     """`offload_base` needs frozen weights, and a colocated engine that frees its own copy between calls."""
     if not spec.engine.offload_base:

@@ -76,7 +76,7 @@ class ModelSpec(Section):
     """Train low-rank adapters of this rank instead of all weights; 0: all weights."""
     lora_alpha: float = Field(default=32.0, gt=0)
     """LoRA scaling: the output of the adapters is multiplied by lora_alpha / lora_rank."""
-    target_modules: StrList = Field(default=[ALL_LINEAR], min_length=1)
+    target_modules: StrList = Field(default=[ALL_LINEAR])
     """Names of the layers with LoRA adapters; `all-linear`: every linear layer except the output head."""
 
 

@@ -376,6 +376,7 @@ def test_stale_data_want_correction(loss):
         (["reward.terms=[{name: exact}, {name: maths, weight: 0}]"], {"reward.terms": "warning"}),
         (["reward.overlong.buffer_length=7"], {"reward.overlong.buffer_length": "error"}),
         (["reward.overlong.buffer_length=6"], {}),
+        (["model.lora_rank=4", "model.target_modules=[]"], {"model.target_modules": "error"}),
         (["model.lora_rank=4", "model.target_modules=[q_proj]"], {}),
         (["model.target_modules=[q_proj]"], {"model.target_modules": "warning"}),
         (["model.lora_rank=512", "rollout.name=vllm"], {}),

@@ -97,22 +97,22 @@ class SequenceWeightRows(Additive):
 
 @dataclass(frozen=True, slots=True)
 class CriterionRows(Additive):
-    """Per-row sums of one criterion; tensors are (B,)."""
+    """Sums of one criterion in each row; tensors are (B,)."""
 
-    tokens: Moments[Tensor] | None  # of a statistic per token
-    value: Tensor | None  # the statistic, if it is one value per sequence
+    values: Moments[Tensor]  # of its statistic, per token or one value of the sequence
     above: Tensor
     below: Tensor
     rejected: Tensor | None  # whether the whole sequence is rejected; None: tokens are rejected separately
-    clamped: Tensor | None  # Σ of the statistic clamped to the bounds, for a metric convention
-    clamped_squares: Tensor | None
+    clamped: Tensor  # Σ over tokens of the statistic clamped to the bounds, for a metric convention; else 0
+    clamped_squares: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class RowSums(Additive):
     """Per-row sums from which all metrics are computed; tensors are (B,).
 
-    In rows that are not `finite` only `length` and `kept` (0) are meaningful. Moments are over tokens.
+    In rows that are not `finite` only `length` and `kept` (0) are meaningful. Moments are over tokens, unless
+    a comment says otherwise.
     """
 
     finite: Tensor  # 1 or 0

@@ -201,16 +201,15 @@ def _criterion_rows(
     tokens: _Tokens, result: CriterionResult, rule: RejectRule, weight: WeightRule
 ) -> CriterionRows:
     log_ratio = tokens.log_ratio
-    by_token = rule.reduction == "none"
-    clamped: tuple[Tensor | None, Tensor | None] = (None, None)
+    if rule.reduction != "none":
+        values = _moments(result.values[:, 0], log_ratio.finite[:, 0].double())
+    else:
+        values = tokens.ratio if rule.statistic == "ratio" else tokens.of(result.values)
+    clamped = torch.zeros_like(tokens.length), torch.zeros_like(tokens.length)
     if convention := _convention(weight):
-        clamped = convention.clamped_rows(result.values, log_ratio.response, log_ratio.length[:, 0], rule)
-    found = None
-    if by_token:
-        found = tokens.ratio if rule.statistic == "ratio" else tokens.of(result.values)
+        clamped = convention.clamped_rows(result.values, log_ratio.response, tokens.length, rule)
     return CriterionRows(
-        found,
-        None if by_token else result.values[:, 0],
+        values,
         result.num_above[:, 0],
         result.num_below[:, 0],
         None if rule.scope == "token" else result.rejected[:, 0],
@@ -335,22 +334,17 @@ def _weight_sums(
 
 def _criterion_sums(rows: _Rows, found: CriterionRows, rule: RejectRule) -> CriterionSums[Tensor]:
     """Sums of one criterion's statistic, of its bound violations, and of what it rejects."""
-    if found.tokens is not None:
-        moments, token_total = found.tokens, found.tokens.total
-    else:
-        assert found.value is not None
-        moments, token_total = _moments(found.value, rows.is_finite), found.value * rows.length
+    values, by_token = found.values, rule.reduction == "none"
     masked = found.above + found.below if found.rejected is None else found.rejected * rows.length
-    nothing = torch.zeros_like(masked)
     return CriterionSums(
-        values=moments,
+        values=values,
         above=found.above,
         below=found.below,
         masked_tokens=masked,
         masked_sequences=(masked > 0).double(),
-        token_total=token_total,
-        clamped=nothing if found.clamped is None else found.clamped,
-        clamped_squares=nothing if found.clamped_squares is None else found.clamped_squares,
+        token_total=values.total if by_token else values.total * rows.length,
+        clamped=found.clamped,
+        clamped_squares=found.clamped_squares,
     )
 
 

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from rlctl.registry import ROLLOUT_ENGINES, TRACKERS
 from rlctl.spec.algorithm import ActorSpec, AlgorithmSpec, CriticSpec, RefSpec
-from rlctl.spec.base import Duration, NullWord, OpenMapping, Registered, Section, json_file, one_or_many
+from rlctl.spec.base import Duration, JsonMapping, NullWord, Registered, Section, one_or_many
 from rlctl.spec.model import EMBEDDED, ModelSpec
 from rlctl.spec.rollout import DataSpec, EngineCapabilities, RewardSpec, RolloutSpec
 
@@ -34,7 +34,7 @@ class EngineSpec(Section):
     sequence_parallel: int = Field(default=1, ge=1)
     """Number of ranks that share the tokens of each row (DeepSpeed-Ulysses), which reduces the activations
     per rank. Must divide the ranks of a node, and the model's attention and key heads."""
-    deepspeed: Annotated[OpenMapping, BeforeValidator(json_file)] = Field(default={})
+    deepspeed: JsonMapping = Field(default={})
     """Options merged into DeepSpeed's configuration unchanged: a mapping, or the path of a JSON file."""
 
     @property
@@ -76,7 +76,9 @@ class GuardrailsSpec(Section):
 class TrainerSpec(Section):
     """Length, seed, tracking and checkpoints of the run."""
 
-    logger: Annotated[list[Logger], BeforeValidator(one_or_many)] = Field(default=["console"])
+    logger: Annotated[
+        list[Logger], BeforeValidator(one_or_many, json_schema_input_type=list[Logger] | Logger)
+    ] = Field(default=["console"])
     """Trackers besides `metrics.jsonl`, which is always written; `file.py:function`: your own."""
     project_name: str = Field(default="rlctl", pattern=NAME)
     """Project name in trackers such as W&B, and directory under `runs/`."""

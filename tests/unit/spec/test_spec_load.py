@@ -322,3 +322,28 @@ def test_an_empty_mapping_removes_the_keys_of_weaker_sources(tmp_path):
     assert load_spec([], [weak, strong], []).spec.rollout.engine_kwargs == {}
     with pytest.raises(SpecError, match=r"a\.b=value"):
         load_spec([], [weak], [f"{key}={{block_size: 4}}"])
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "form"),
+    [
+        ("TrainerSpec", "save_every", "number"),
+        ("TrainerSpec", "hang_timeout", "number"),
+        ("TrainerSpec", "logger", "enum wandb"),
+        ("EngineSpec", "deepspeed", "string"),
+        ("RolloutSpec", "engine_kwargs", "string"),
+        ("RolloutCorrectionSpec", "dialect", "enum guide"),
+        ("RolloutCorrectionSpec", "rollout_is_threshold", "number"),
+        ("FilterGroupsSpec", "metric", "enum acc"),
+        ("ActorSpec", "kl_loss_type", "enum low_var_kl"),
+        ("AlgorithmSpec", "kl_penalty", "enum kl"),
+    ],
+)
+def test_the_schema_offers_the_other_forms_that_a_value_may_have(section: str, name: str, form: str) -> None:
+    schema = RunSpec.model_json_schema()["$defs"][section]["properties"][name]
+
+    def forms(of: dict) -> set[str]:
+        below = {found for each in of.get("anyOf", []) for found in forms(each)}
+        return below | {of.get("type", "")} | {f"enum {value}" for value in of.get("enum", [])}
+
+    assert form in forms(schema)

@@ -97,7 +97,8 @@ class Aliases:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return {"anyOf": [handler(schema), {"type": "string", "enum": list(self.names)}]}
+        found = handler(schema)
+        return {"anyOf": [*found.get("anyOf", [found]), {"type": "string", "enum": list(self.names)}]}
 
 
 def json_file(value: Any) -> Any:

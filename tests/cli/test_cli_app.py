@@ -350,7 +350,8 @@ def test_schema_describes_every_section(capsys):
     assert set(document["properties"]) >= {"model", "data", "rollout", "algorithm", "actor", "trainer"}
     assert run(["schema", "--section", "algorithm.rollout_correction"]) == 0
     section = json.loads(capsys.readouterr().out)
-    assert section["properties"]["dialect"]["enum"] == ["rlctl", "verl"]
+    names, aliases = section["properties"]["dialect"]["anyOf"]
+    assert (names["enum"], aliases["enum"]) == (["rlctl", "verl"], ["guide"])
     assert all("description" in field for field in section["properties"].values())
 
 

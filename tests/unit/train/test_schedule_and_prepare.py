@@ -118,6 +118,13 @@ def test_safe_changes_are_shown() -> None:
     assert refuse_unsafe(spec(), spec()) == []
 
 
+def test_a_critic_warm_up_of_the_whole_run_is_refused_before_it_starts() -> None:
+    gae = ("algorithm.adv_estimator=gae", "trainer.total_training_steps=5")
+    assert check_inputs(spec(*gae, "trainer.critic_warmup=4")) == []
+    [problem] = check_inputs(spec(*gae, "trainer.critic_warmup=5"))
+    assert (problem.key, problem.fix) == ("trainer.critic_warmup", "use less than 5")
+
+
 def test_a_masked_value_must_be_given_again(tmp_path: Path) -> None:
     """Some parameters have keys or values like those of secrets."""
     mapping = ("data.chat_template_kwargs.end_token=x", "data.chat_template_kwargs.commit=" + "a1" * 20)

@@ -13,6 +13,7 @@ from rlctl.spec.model import EMBEDDED, ModelSpec
 from rlctl.spec.rollout import DataSpec, EngineCapabilities, RewardSpec, RolloutSpec
 
 Logger = Annotated[str, Registered(TRACKERS)]
+Loggers = Annotated[list[Logger], BeforeValidator(one_or_many, json_schema_input_type=list[Logger] | str)]
 #: A valid directory name: no separators, neither hidden nor `..`.
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 
@@ -76,9 +77,7 @@ class GuardrailsSpec(Section):
 class TrainerSpec(Section):
     """Length, seed, tracking and checkpoints of the run."""
 
-    logger: Annotated[
-        list[Logger], BeforeValidator(one_or_many, json_schema_input_type=list[Logger] | Logger)
-    ] = Field(default=["console"])
+    logger: Loggers = Field(default=["console"])
     """Trackers besides `metrics.jsonl`, which is always written; `file.py:function`: your own."""
     project_name: str = Field(default="rlctl", pattern=NAME)
     """Project name in trackers such as W&B, and directory under `runs/`."""

@@ -220,6 +220,12 @@ def _read_file(path: Path, origin: Origin, problems: list[Problem]) -> dict[str,
     """Leaves of one YAML file, each with its line number."""
     source = read_yaml_file(path, known_leaves().keys() - open_leaves(), origin)
     problems += source.problems
+    keys = [key for key in source.leaves if key != DESCRIPTION]
+    if any(key.startswith("actor_rollout_ref.") for key in keys) or (
+        len(keys) > 1 and not any(map(leaf_of, keys))
+    ):
+        what, fix = "this is a configuration of another framework", f"rlctl import {path} --output spec.yaml"
+        problems.append(Problem("error", "", what, fix, str(path)))
     return {key: leaf for key, leaf in source.leaves.items() if key != DESCRIPTION}
 
 
@@ -266,6 +272,12 @@ def _override_fix(argument: str) -> str | None:
         return f"for a preset write --preset {argument}"
     if argument.endswith((".yaml", ".yml")):
         return f"for a spec file write --spec {argument}"
+    if argument.startswith("="):
+        return "write key=value without spaces"
+    if (Path(argument) / RUN_SPEC_FILE).is_file():
+        return f"to continue this run write --resume {argument}"
+    if Path(argument).is_file():
+        return f"a spec is a .yaml file; for another framework's file: rlctl import {argument}"
     key = nearest_key(argument.partition("=")[0])
     return f"for example {key}=…" if key and "=" not in argument else None
 

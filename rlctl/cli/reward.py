@@ -38,7 +38,6 @@ def try_out(
             "--responses",
             metavar="FILE",
             help="Responses with rewards: an evaluation's samples.parquet, or a run's rollouts. Repeatable.",
-            show_default=False,
         ),
     ] = None,
     limit: Annotated[
@@ -124,15 +123,15 @@ def _batch_seconds(trial: Trial, spec: RunSpec) -> dict[str, Any]:
 def _print(console: Console, trial: Trial, batch: dict[str, Any]) -> None:
     from rich.text import Text
 
-    from rlctl.cli.output import plain_table
+    from rlctl.text_table import text_table
 
-    figures = ("tried", "as expected", "errors")
-    table = plain_table(("responses", "source", "reward", *figures), right=figures)
+    rows = []
     for counts in trial.all_counts:
         agree = f"{counts.num_agreeing / counts.num_compared:.1%}" if counts.num_compared else "—"
-        names = (Text(counts.kind), Text(counts.data_source), Text(counts.term))
-        table.add_row(*names, f"{counts.num:,}", agree, f"{counts.num_errors:,}")
-    console.print(table)
+        names = (counts.kind, counts.data_source, counts.term)
+        rows.append((*names, f"{counts.num:,}", agree, f"{counts.num_errors:,}"))
+    headings = ("responses", "source", "reward", "tried", "as expected", "errors")
+    console.print(text_table(headings, rows, right=range(3, 6)))
     for one in trial.disagreements:
         expects = f"expected {one.expected:g}, got {one.got:g}"
         place = f"  {one.term}, {one.kind}, {one.where}"

@@ -176,7 +176,7 @@ def test_leakage_is_reported_where_there_is_none(good, tmp_path, capsys):
 
 
 def test_everything_can_be_printed_as_json(good, model, tmp_path, capsys):
-    assert command("check", good, "--json") == 0
+    assert command("check", good, "--format", "json") == 0
     assert json.loads(capsys.readouterr().out)["files"][0]["rows"] == 6
     assert command("show", good, "--json", "--model", model, "--ids", "-n", "1") == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]

@@ -257,7 +257,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
             self._parts[known] = Part(
                 name=known,
                 function=function,
-                label=label or _first_line(function) or known,
+                label=label or _first_line(function) or known.removeprefix(prefix),
                 formula=formula,
                 source=source,
                 needs=needs,
@@ -407,7 +407,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
         owner, part = self._decorated(function)
         if owner is None or part is None:
             USER_MODULES.add(_identity(function)[0])
-            self._parts[name] = Part(name, function, _first_line(function) or name, is_decorated=False)
+            label = _first_line(function) or name.rpartition(":")[2]
+            self._parts[name] = Part(name, function, label, is_decorated=False)
         elif owner is self:
             self._parts[name] = replace(part, name=name)
             if not is_file_function(name) and part.name not in self._entry_points():
@@ -572,5 +573,6 @@ DIAGNOSIS_RULES = Registry(
     key="--rules",
     module="rlctl.diagnose.rules_engines rlctl.diagnose.rules_rejection rlctl.diagnose.rules_reward"
     " rlctl.diagnose.rules_samples rlctl.diagnose.rules_update rlctl.diagnose.rules_weights",
+    takes="run",
     takes_params=False,
 )

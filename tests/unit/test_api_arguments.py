@@ -124,6 +124,14 @@ def test_one_file_and_one_rule_need_no_list(tmp_path: Path) -> None:
     assert rlctl.load_spec("rloo-seq-is", files=tmp_path / "spec.yaml").actor.lr == 1e-5
 
 
+def test_a_rule_without_the_argument_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def rule():\n    return None\n")
+    (tmp_path / "log.csv").write_text("step,actor/entropy\n1,0.5\n")
+    with pytest.raises(UsageError, match="a diagnosis rule is called with 1 argument") as error:
+        rlctl.diagnose(tmp_path / "log.csv", rules=f"{tmp_path}/mine.py:rule")
+    assert error.value.fix == "def rule(run)"
+
+
 def test_a_rule_that_returns_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def too_low(run): return 'low'\n")
     (tmp_path / "log.csv").write_text("step,actor/entropy\n" + "".join(f"{i},0.5\n" for i in range(1, 30)))

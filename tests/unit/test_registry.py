@@ -384,6 +384,14 @@ def test_a_decorator_that_gives_another_name_counts(tmp_path: Path) -> None:
         POLICY_LOSSES.part(f"{file}:same")
 
 
+@pytest.mark.parametrize("decorator", ["", "@POLICY_LOSSES.register()\n"])
+def test_a_part_without_words_is_called_by_its_function(decorator: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        f"from rlctl.registry import POLICY_LOSSES\n\n\n{decorator}def bare(rule, inputs): ...\n"
+    )
+    assert POLICY_LOSSES.part(f"{tmp_path}/mine.py:bare").label == "bare"
+
+
 def test_a_plain_function_can_be_parts_of_two_kinds(tmp_path: Path) -> None:
     file = tmp_path / "plain.py"
     file.write_text("def mine(*arguments):\n    return None\n")

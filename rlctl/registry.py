@@ -217,12 +217,9 @@ class Registry(Mapping[str, Callable[..., Any]]):
         _check_type("a text", str, label=label, formula=formula, source=source, data_sources=data_sources)
         flags = {"unbiased": unbiased, "needs_advantage": needs_advantage}
         _check_type("True or False", bool, **flags, experimental=experimental, in_process=in_process)
-        if clip is not None:
-            _check_type("a ClipBand", ClipBand, clip=clip)
+        _check_type("a ClipBand", ClipBand | None, clip=clip)
         functions = {"of_batch": of_batch, "answer_of": answer_of, "known_responses": known_responses}
-        for key, function in functions.items():
-            if function is not None and not callable(function):
-                raise ValueError(f"{key}={function!r}: give a function")
+        _check_type("a function", Callable | None, **functions)
         if self.capabilities and capabilities and type(capabilities).__name__ != self.capabilities:
             raise ValueError(f"capabilities={capabilities!r}: give {self.capabilities}(…)")
         try:
@@ -460,7 +457,7 @@ class PartWarning(UserWarning):
 _THRESHOLD = re.compile(r"(?=.*[1-9])[0-9.e+-]+(_[0-9.e+-]+)?")
 
 
-def _check_type(expected: str, kind: type, **values: object) -> None:
+def _check_type(expected: str, kind: Any, **values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, kind):
             raise ValueError(f"{name}={value!r}: give {expected}")

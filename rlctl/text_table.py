@@ -21,13 +21,9 @@ def text_table(
     right: Container[int] = (),
     whole: Container[int] = (),
 ) -> Table:
-    """A table; cells never become markup, and control characters in a `str` are written out.
+    """A table in which no text becomes markup. Long cells continue on the next line.
 
-    Args:
-        headings: one per column.
-        rows: their cells.
-        right: numbers of the right-aligned columns, from 0; their cells stay on one line.
-        whole: numbers of other columns whose cells stay on one line; other cells may continue below.
+    `right` has the numbers of the right-aligned columns, from 0. Cells of these and of `whole` stay whole.
     """
     table = Table(box=None, pad_edge=False, header_style="dim")
     for number, heading in enumerate(headings):

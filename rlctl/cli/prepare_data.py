@@ -242,10 +242,7 @@ def check(
             help="Exit with code 3 if a finding is at least this severe: warning, error or never.",
         ),
     ] = "never",
-    output: Annotated[
-        Literal["text", "json", "markdown"],
-        typer.Option("--format", metavar="NAME", help="text, json or markdown."),
-    ] = "text",
+    as_json: AsJson = False,
     trust_remote_code: TrustRemoteCode = False,
     chat_template_kwargs: TemplateKwargs = None,
 ) -> None:
@@ -261,8 +258,8 @@ def check(
 
       rlctl prepare-data check train.parquet --against gsm8k --fail-on error
     """
-    from rlctl.cli.output import write_report
-    from rlctl.cli.prepare_data_output import check_markdown, print_check, show_progress
+    from rlctl.cli.output import unwrapped
+    from rlctl.cli.prepare_data_output import print_check, show_progress
     from rlctl.prepare.check import CheckRequest
     from rlctl.prepare.check import check as run
     from rlctl.prepare.findings import reaches
@@ -276,8 +273,10 @@ def check(
     )
     with show_progress() as progress:
         report = run(asked, progress)
-    text, markdown = partial(print_check, report=report), partial(check_markdown, report)
-    write_report(output, None, text, report.to_json, markdown=markdown)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        print_check(unwrapped(), report)
     if fail_on != "never" and reaches(report.findings, fail_on):
         raise typer.Exit(3)
 

@@ -41,8 +41,8 @@ def evaluate(
         typer.Option(
             "--data",
             metavar="NAME|FILE",
-            help="A benchmark (see `rlctl evaluate list`), or any file that `prepare-data` reads; "
-            "may be repeated. Default: the run's validation files.",
+            help="A benchmark (see `rlctl evaluate list`) or a file that `prepare-data` reads. Repeatable.",
+            show_default="the run's validation files",
         ),
     ] = None,
     recipe: RecipeOption = "auto",

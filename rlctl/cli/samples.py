@@ -15,7 +15,7 @@ def samples(
     run_dir: RunDirectory,
     step: Annotated[
         int | None,
-        typer.Option("--step", "-s", metavar="N", help="Responses of this step; default: the last."),
+        typer.Option("--step", "-s", metavar="N", help="Responses of this step.", show_default="the last"),
     ] = None,
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="Responses to show.")] = 5,
     order: Annotated[

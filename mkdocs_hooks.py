@@ -291,8 +291,7 @@ def _stable_losses() -> str:
 def _table(of: str, needs: str, rows: Iterable[tuple[Part, str]]) -> str:
     lines = [f"| name | | {of} | {needs} | source |", "|---|---|---|---|---|"]
     for part, needed in rows:
-        label = part.label + (" (experimental)" if part.experimental else "")
-        cells = (f"`{part.name}`", label, part.formula, needed, part.source)
+        cells = (f"`{part.name}`", part.title, part.formula, needed, part.source)
         lines.append(_row(cells))
     return "\n".join(lines)
 

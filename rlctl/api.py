@@ -35,8 +35,6 @@ Callback = Callable[[int, Mapping[str, float]], None]
 
 #: Log-probs may exceed 0 by rounding.
 _MAX_LOG_PROB = 1e-3
-#: Keys of `algorithm.rollout_correction` that describe a weight.
-_OF_WEIGHT = ("rollout_is_threshold", "rollout_is_bound", "rollout_is_batch_normalize")
 _NO_LOSS = "has no effect: this function computes no loss"
 #: Key of `algorithm.rollout_correction` → why `correct` cannot apply it, and what to do.
 _NOT_IN_CORRECT = {
@@ -440,7 +438,7 @@ def correct(
     from rlctl.algos import correction
     from rlctl.algos.statistics import correction_metrics, normalized, parts_with_nan
     from rlctl.engine.ranks import current_ranks
-    from rlctl.spec.algorithm import RolloutCorrectionSpec
+    from rlctl.spec.algorithm import READ_WITH, RolloutCorrectionSpec
     from rlctl.spec.resolve import correction_rules
 
     try:
@@ -453,13 +451,12 @@ def correct(
         fix = known if is_unknown else found.get("ctx", {}).get("fix")
         raise UsageError(in_words(found), where=where, fix=fix) from None
     without_effect = dict(_NOT_IN_CORRECT)
-    if spec.rollout_is is None:
-        without_effect |= dict.fromkeys(_OF_WEIGHT, ("no weight is applied", "set rollout_is too"))
-    if not spec.rollout_rs:
-        without_effect["rollout_rs_threshold"] = ("nothing is rejected", "set rollout_rs too")
-    for key, (what, fix) in without_effect.items():
+    for switch, keys in READ_WITH.items():
+        if not getattr(spec, switch):
+            without_effect |= dict.fromkeys(keys, (f"has no effect: {switch} is None", f"set {switch} too"))
+    for key, (why, fix) in without_effect.items():
         if getattr(spec, key) != RolloutCorrectionSpec.model_fields[key].get_default():
-            raise UsageError(what, where=key, fix=fix)
+            raise UsageError(why, where=key, fix=fix)
     rules = correction_rules(spec)
     given = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs, "response_mask": response_mask}
     for name, value in {**given, "advantages": advantages, "age": age}.items():

@@ -19,6 +19,10 @@ _NO_HOST_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocat
 _KINDS = {
     **dict.fromkeys(("dict_type", "model_type"), "must be a mapping, `name: value`"),
     **dict.fromkeys(("list_type", "tuple_type"), "must be a list, `[a, b]`"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be an integer"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    "string_type": "must be a text",
     "extra_forbidden": "unknown parameter",
     "missing": "is missing",
 }

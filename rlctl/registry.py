@@ -23,6 +23,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
@@ -95,6 +96,11 @@ class Part:
     in_process: bool = False  # for a built-in grader: it computes too little to need a separate process
     is_decorated: bool = True  # False: a function of a file or package without `register`
 
+    @property
+    def title(self) -> str:
+        """The label, and whether the part is experimental."""
+        return f"{self.label} (experimental)" if self.experimental else self.label
+
     def example_params(self) -> BaseModel | None:
         """Parameters with their defaults, or the first example for required ones; None: it has none."""
         if self.params is None:
@@ -124,7 +130,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
     all: ClassVar[list[Registry]] = []
     #: absolute path of each imported user's file → its version, as `version_of`
     _versions: ClassVar[dict[str, str]] = {}
-    #: `path/to/file.py:` while that user's file is imported
+    #: `path/to/file.py:` while that user's file is imported, `module.py:` for a package's module
     _prefix: ClassVar[str] = ""
     #: warnings that were shown
     _warned: ClassVar[set[str]] = set()
@@ -208,6 +214,12 @@ class Registry(Mapping[str, Callable[..., Any]]):
             raise ValueError(f"unit={unit!r}: write {' or '.join(map(repr, get_args(Unit)))}")
         if params is not None and not hasattr(params, "model_fields"):
             raise ValueError(f"params={params!r}: give a subclass of pydantic.BaseModel")
+        _check_type("a text", str, label=label, formula=formula, source=source, data_sources=data_sources)
+        flags = {"unbiased": unbiased, "needs_advantage": needs_advantage}
+        _check_type("True or False", bool, **flags, experimental=experimental, in_process=in_process)
+        _check_type("a ClipBand", ClipBand | None, clip=clip)
+        functions = {"of_batch": of_batch, "answer_of": answer_of, "known_responses": known_responses}
+        _check_type("a function", Callable | None, **functions)
         if self.capabilities and capabilities and type(capabilities).__name__ != self.capabilities:
             raise ValueError(f"capabilities={capabilities!r}: give {self.capabilities}(…)")
         try:
@@ -230,18 +242,19 @@ class Registry(Mapping[str, Callable[..., Any]]):
         def decorate(function: Function) -> Function:
             if not callable(function):
                 raise ValueError(f"{function!r} is not a function")
-            known = self._prefix + (name or function.__name__)
-            if not self._prefix and not is_builtin(function):
+            prefix = "" if is_builtin(function) else self._prefix
+            known = prefix + (name or function.__name__)
+            if not prefix and not is_builtin(function):
                 self._load()  # so that a built-in part of this name is known
             earlier = self._parts.get(known)
-            if earlier and not self._prefix and _identity(earlier.function) != _identity(function):
+            if earlier and not prefix and _identity(earlier.function) != _identity(function):
                 raise ValueError(f"{self.kind} {known} is registered twice")
             if not is_builtin(function):
                 USER_MODULES.add(function.__module__)
             self._parts[known] = Part(
                 name=known,
                 function=function,
-                label=label or _first_line(function) or known,
+                label=label or _first_line(function) or known.removeprefix(prefix),
                 formula=formula,
                 source=source,
                 needs=needs,
@@ -292,7 +305,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
                 found.append(self.part(name))
             except UsageError as error:
                 self._warn(f"{self.kind} `{name}` is left out: {error.what} ({error.fix})")
-        return found
+        return [part for part in found if part.name in self._parts]  # not the names before a renaming
 
     def stable(self) -> list[str]:
         """Names of the parts that are not experimental."""
@@ -364,7 +377,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
             what = f"{self.kind} `{name}` is an entry point of {_owners(points)}"
             raise UsageError(what, where=points[0].value, fix="uninstall one of them")
         try:
-            function = points[0].load()
+            with _registered_under(f"{points[0].module}.py:"):  # only entry points give parts a name
+                function = points[0].load()
         except (Exception, SystemExit) as error:
             what = f"importing {self.kind} `{name}` failed: {type(error).__name__}: {error}"
             fix = f"fix or uninstall {_owners(points)}"
@@ -373,16 +387,14 @@ class Registry(Mapping[str, Callable[..., Any]]):
 
     def _load_file(self, name: str) -> None:
         file = name.rpartition(":")[0]
-        Registry._prefix = f"{file}:"
         try:
             version = version_of(file)
-            function = load_function(name, key=self.key)
+            with _registered_under(f"{file}:"):
+                function = load_function(name, key=self.key)
             Registry._versions[file] = version or ""
         except UsageError:
             Registry._forget(file)  # what it registered before the error
             raise
-        finally:
-            Registry._prefix = ""
         self._add(name, function, name)
 
     def _add(self, name: str, function: Callable[..., Any], where: str) -> None:
@@ -392,7 +404,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
         owner, part = self._decorated(function)
         if owner is None or part is None:
             USER_MODULES.add(_identity(function)[0])
-            self._parts[name] = Part(name, function, _first_line(function) or name, is_decorated=False)
+            label = _first_line(function) or name.rpartition(":")[2]
+            self._parts[name] = Part(name, function, label, is_decorated=False)
         elif owner is self:
             self._parts[name] = replace(part, name=name)
             if not is_file_function(name) and part.name not in self._entry_points():
@@ -426,12 +439,28 @@ class Registry(Mapping[str, Callable[..., Any]]):
             raise UsageError(f"{self._a_kind} cannot be an async function", where=where, fix="write `def`")
 
 
+@contextmanager
+def _registered_under(prefix: str) -> Iterator[None]:
+    """Names of parts that an import registers begin with `prefix`, except those of built-in parts."""
+    outer, Registry._prefix = Registry._prefix, prefix
+    try:
+        yield
+    finally:
+        Registry._prefix = outer
+
+
 class PartWarning(UserWarning):
     """A part of an installed package is not used."""
 
 
 #: A positive number, or two of them joined with `_`.
 _THRESHOLD = re.compile(r"(?=.*[1-9])[0-9.e+-]+(_[0-9.e+-]+)?")
+
+
+def _check_type(expected: str, kind: Any, **values: object) -> None:
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            raise ValueError(f"{name}={value!r}: give {expected}")
 
 
 def _texts(name: str, values: Iterable[str]) -> tuple[str, ...]:
@@ -541,5 +570,6 @@ DIAGNOSIS_RULES = Registry(
     key="--rules",
     module="rlctl.diagnose.rules_engines rlctl.diagnose.rules_rejection rlctl.diagnose.rules_reward"
     " rlctl.diagnose.rules_samples rlctl.diagnose.rules_update rlctl.diagnose.rules_weights",
+    takes="run",
     takes_params=False,
 )

@@ -20,18 +20,25 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from rlctl.cli import bench, prepare_data, presets, reward
-from rlctl.cli.command import HELP_NAMES, Command, Group
+from rlctl.cli.command import HELP_NAMES, Command, CommandWithSubcommands, Group
 from rlctl.cli.convert import export_config, import_config
-from rlctl.cli.diagnose import DiagnoseCommand, diagnose
+from rlctl.cli.diagnose import diagnose
+from rlctl.cli.diagnose_compare import compare as compare_runs
+from rlctl.cli.diagnose_mismatch import mismatch
 from rlctl.cli.doctor import doctor
-from rlctl.cli.evaluate import EvaluateCommand, evaluate
+from rlctl.cli.evaluate import evaluate
+from rlctl.cli.evaluate_compare import compare as compare_evaluations
+from rlctl.cli.evaluate_list import list_benchmarks
+from rlctl.cli.explain import explain
 from rlctl.cli.export import export
 from rlctl.cli.init import init
 from rlctl.cli.report import report
-from rlctl.cli.runs import runs, samples, watch
-from rlctl.cli.schema import explain, schema
+from rlctl.cli.runs import runs
+from rlctl.cli.samples import samples
+from rlctl.cli.schema import schema
 from rlctl.cli.sweep import sweep
 from rlctl.cli.train import train
+from rlctl.cli.watch import watch
 from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, memory_failure, visible
 from rlctl.registry import PartWarning
 from rlctl.user_code import line_in_user_code
@@ -57,8 +64,8 @@ app = typer.Typer(
     cls=Group,
 )
 app.command(cls=Command)(train)
-app.command(cls=EvaluateCommand)(evaluate)
-app.command(cls=DiagnoseCommand)(diagnose)
+app.command(cls=CommandWithSubcommands.of(compare=compare_evaluations, list=list_benchmarks))(evaluate)
+app.command(cls=CommandWithSubcommands.of(compare=compare_runs, mismatch=mismatch))(diagnose)
 for command in (runs, watch, samples, report, sweep, doctor, export):
     app.command(cls=Command)(command)
 app.command("import", cls=Command)(import_config)
@@ -180,7 +187,3 @@ def _report_bug(error: Exception) -> None:
         return
     typer.echo(visible(f"error: {type(error).__name__}: {error}"), err=True)
     typer.echo(f"  This is a bug in rlctl. The traceback is in {Path(file.name)}", err=True)
-
-
-if __name__ == "__main__":  # job scripts of earlier versions
-    main()

@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rlctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Request = TypeVar("Request", bound="DataclassInstance")
 
 #: Option of every command that lists something.
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -60,6 +66,11 @@ class CommandWithSubcommands(Command):
     #: name → function. A path with such a name must be written as `./NAME`
     subcommands: ClassVar[dict[str, Callable[..., None]]]
 
+    @classmethod
+    def of(cls, **subcommands: Callable[..., None]) -> type[CommandWithSubcommands]:
+        """The class of a command with these subcommands."""
+        return type(cls.__name__, (cls,), {"subcommands": subcommands})
+
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """The context of the command, or of the subcommand if the first argument is its name."""
         if not args or args[0] not in self.subcommands:
@@ -95,6 +106,12 @@ def _laid_out(text: str) -> str:
         else " ".join(paragraph.split())
         for paragraph in paragraphs
     )
+
+
+def request(kind: type[Request], parameters: Mapping[str, Any], **others: Any) -> Request:
+    """A dataclass from those parameters of a command that have the names of its fields, and `others`."""
+    names = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in parameters.items() if name in names} | others)
 
 
 def refuse_options(context: typer.Context, names: Sequence[str], why: str, fix: str | None = None) -> None:
@@ -151,3 +168,14 @@ def complete_run(incomplete: str) -> list[str]:
     """Run directories below `runs/` whose paths begin with the text."""
     found = sorted(path.parent for path in Path("runs").glob("*/*/spec.yaml"))
     return [str(path) for path in found if str(path).startswith(incomplete)]
+
+
+#: The run directory of commands about one run.
+RunDirectory = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN",
+        help="A run directory, for example runs/rlctl/run-20260101-120000.",
+        autocompletion=complete_run,
+    ),
+]

@@ -105,11 +105,7 @@ def _variables(given: list[str]) -> dict[str, str]:
 
 
 def _write(
-    result: Translation | Export,
-    text: str,
-    output: Path | None,
-    format_: str,
-    check: str = "",
+    result: Translation | Export, text: str, output: Path | None, format_: str, check: str = ""
 ) -> None:
     """Writes `text` to the file, if one is given, and prints the report; `check` follows the file's name."""
     from rlctl.cli.output import write_file

@@ -1,4 +1,4 @@
-"""`rlctl diagnose`: reports faults in a run's log, tests its rules; `diagnose compare`: compares two runs."""
+"""`rlctl diagnose`: reports faults in a run's log, replays rollouts, and tests its rules."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rlctl.cli.command import CommandWithSubcommands, Out, refuse_options
-from rlctl.cli.diagnose_mismatch import mismatch
+from rlctl.cli.command import Out, refuse_options
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ def diagnose(
             metavar="PATH…",
             help="Run directories or logs, of rlctl, verl, TRL, ms-swift, LLaMA-Factory, OpenRLHF, slime, "
             "prime-rl, NeMo-RL, SkyRL or AReaL; `-` for standard input: one pasted step is enough.",
-            show_default=False,
         ),
     ] = None,
     output_format: Annotated[
@@ -52,16 +50,12 @@ def diagnose(
             "--fix",
             metavar="FILE",
             help="Write the run's spec with the fixes applied, for `rlctl train --spec FILE`.",
-            show_default=False,
         ),
     ] = None,
     rules: Annotated[
         list[str] | None,
         typer.Option(
-            "--rules",
-            metavar="FILE.py:FUNCTION",
-            help="Also apply your own diagnosis rule; may be repeated.",
-            show_default=False,
+            "--rules", metavar="FILE.py:FUNCTION", help="Also apply your own diagnosis rule; may be repeated."
         ),
     ] = None,
     what_if: Annotated[
@@ -239,61 +233,19 @@ def report_selftest(output_format: str, out: Path | None) -> None:
 
 def _table(results: list[SelftestResult]) -> Table:
     """Passed and total number of logs, per rule (or kind of healthy run) and framework."""
-    from rlctl.cli.output import plain_table
-    from rlctl.diagnose.selftest import FRAMEWORKS
+    from rich.text import Text
 
-    table = plain_table(("rule, or kind of healthy run", *FRAMEWORKS), right=FRAMEWORKS)
-    table.columns[0].no_wrap = True
+    from rlctl.diagnose.selftest import FRAMEWORKS
+    from rlctl.text_table import text_table
+
+    rows = []
     for name in dict.fromkeys(one.rule or one.kind for one in results):
-        cells = []
+        cells: list[str | Text] = [name]
         for framework in FRAMEWORKS:
             here = [one for one in results if (one.rule or one.kind) == name and one.framework == framework]
             passed, unable = sum(one.passed for one in here), {one.expected for one in here} == {"skipped"}
             text = "" if not here else "n/a" if unable else f"{passed}/{len(here)}"
-            cells.append(text if passed == len(here) else f"[bold red]{passed}/{len(here)}[/]")
-        table.add_row(name, *cells)
-    return table
-
-
-def compare(
-    a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run directory or log, of any framework.")],
-    b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another.")],
-    output_format: Annotated[
-        Literal["text", "json", "html"],
-        typer.Option("--format", help="Text, JSON, or a page with the plots of both runs."),
-    ] = "text",
-    out: Out = None,
-) -> None:
-    """Report what differs between two runs' specs and metrics, and since which step.
-
-    Metrics are compared step by step. A metric differs if its medians over
-    windows of several steps are further apart than the noise of both runs, for
-    more than one window.
-
-      rlctl diagnose compare runs/rlctl/good runs/rlctl/bad
-
-      rlctl diagnose compare good.log bad.log --format html --out compared.html
-    """
-    from rlctl.cli.output import check_out, write_report
-
-    check_out([a, b], out, is_page=output_format == "html")
-    from rlctl.diagnose.compare import compare as run_comparison
-    from rlctl.diagnose.compare import comparison_document
-    from rlctl.diagnose.diagnosis_page import diagnosis_page
-    from rlctl.diagnose.output_text import print_comparison
-    from rlctl.diagnose.rule import examine, metrics_read
-
-    found = run_comparison(*map(examine, read_runs([a, b], metrics_read(with_others=True))))
-    write_report(
-        output_format,
-        out,
-        partial(print_comparison, found=found),
-        partial(comparison_document, found),
-        html=partial(diagnosis_page, [found.a, found.b], found),
-    )
-
-
-class DiagnoseCommand(CommandWithSubcommands):
-    """`diagnose PATH…`, with the subcommands `diagnose compare A B` and `diagnose mismatch`."""
-
-    subcommands: ClassVar = {"compare": compare, "mismatch": mismatch}
+            cells.append(text if passed == len(here) else Text(f"{passed}/{len(here)}", "bold red"))
+        rows.append(cells)
+    headings = ("rule, or kind of healthy run", *FRAMEWORKS)
+    return text_table(headings, rows, right=range(1, len(headings)), whole=range(1))

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from rlctl.cli.command import request
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def mismatch(
+    context: typer.Context,
     model: Annotated[
         str, typer.Option(metavar="PATH", help="The trainer's model: a run, a model directory or a hub id.")
     ] = "embedded",
@@ -65,25 +68,14 @@ def mismatch(
     from rlctl.cli.output import write_report
     from rlctl.mismatch.mismatch_run import MismatchRequest, as_document, run_preflight
 
-    report = run_preflight(
-        MismatchRequest(
-            model=model,
-            engine=engine,
-            engine_model=engine_model,
-            engine_dtype=engine_dtype,
-            data_files=list(data or []),
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-        )
-    )
+    report = run_preflight(request(MismatchRequest, context.params, data_files=list(data or [])))
     write_report(output_format, None, partial(_print, report=report), partial(as_document, report))
 
 
 def _print(console: Console, report: MismatchReport) -> None:
     from rich.text import Text
 
-    from rlctl.cli.output import print_wide_table
+    from rlctl.text_table import print_wide, text_table
 
     def line(*parts: str | tuple[str, str]) -> None:
         console.print(Text.assemble(*parts), soft_wrap=True)
@@ -116,7 +108,7 @@ def _print(console: Console, report: MismatchReport) -> None:
         tried = [(f"{one.factor}: {one.value}", one.after) for one in report.tried if one.after]
         rows = [(name, *_cells(after)) for name, after in [("nothing changed", gap), *tried]]
         headings = ("the trainer variant", "mean |r|", "mean r", "std", "max |r|", "k3", "ESS tok", "ESS seq")
-        print_wide_table(console, headings, rows)
+        print_wide(console, text_table(headings, rows, right=range(1, 8)))
         console.print()
     for note in report.open_questions:
         line(("unknown   ", "dim"), note)

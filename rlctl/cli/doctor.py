@@ -43,26 +43,19 @@ def doctor(
 
 
 def _print(checks: list[Check], num_broken: int, *, quick: bool) -> None:
-    """A table per group, and the number of broken checks."""
-    from rich.table import Table
+    """The checks of each group, and the number of broken ones."""
     from rich.text import Text
 
-    from rlctl.cli.output import unwrapped
+    from rlctl.cli.output import print_indented, unwrapped
 
     console = unwrapped()
     width = max(len(check.name) for check in checks)
     for group in dict.fromkeys(check.group for check in checks):
         console.print(Text(group, style="bold cyan"))
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 2))
-        table.add_column(no_wrap=True)
-        table.add_column(no_wrap=True, min_width=width)
-        table.add_column(overflow="fold")
-        for check in checks:
-            if check.group == group:
-                mark, style = _MARKS[check.status]
-                fix = (f"\nfix  {check.fix}", "cyan") if check.fix else ""
-                table.add_row(Text(mark, style=style), Text(check.name), Text.assemble(check.found, fix))
-        console.print(table)
+        for check in (each for each in checks if each.group == group):
+            head = Text.assemble(_MARKS[check.status], f"  {check.name:<{width}}   ")
+            fix = (f"\nfix  {check.fix}", "cyan") if check.fix else ""
+            print_indented(Text.assemble(check.found, fix), 1, console, head=head)
     conclusion = ("Everything that training needs works", "bold green")
     if num_broken:
         text = f"{num_broken} of these checks failed: training, or the failed part of it, does not work"

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from pydantic import BaseModel
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from rlctl.cli.output import print_problems, unwrapped
+from rlctl.cli.output import print_indented, print_problems, unwrapped
 from rlctl.errors import Problem
 from rlctl.registry import ADVANTAGE_ESTIMATORS, GRADERS, KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.check_rollout import slow_on_a_gpu
@@ -101,24 +100,16 @@ def _print_values(loaded: LoadedSpec, console: Console, *, show_all: bool) -> No
         text = f"{value:<22} {loaded.origins[key]}"
         if console.is_terminal and 4 + 30 + len(text) > console.width:  # print the origin below its value
             text = f"{value}\n{loaded.origins[key]}"
-        _print_indented(Text(text, style), 4, console, head=Text(f"{name:<30}", style))
+        print_indented(Text(text, style), 4, console, head=Text(f"{name:<30}", style))
     if not show_all:
-        _print_indented(
+        print_indented(
             Text(f"{len(defaults)} more keys have their default values: --all shows them", "dim"), 2, console
         )
 
 
-def _print_indented(text: Text, indent: int, console: Console, head: Text | None = None) -> None:
-    """Prints `head` and `text` on one line; wrapped lines of `text` align with its start."""
-    grid = Table.grid()
-    grid.add_column(no_wrap=True)
-    grid.add_row(Text.assemble(" " * indent, head or ""), *filter(None, [text]))
-    console.print(grid)
-
-
 def _print_amount(name: str, amount: str, words: str, console: Console, style: str = "") -> None:
     head = Text(f"{name:<31}{amount:>12}{'   ' if words else ''}", style)
-    _print_indented(Text(words, "dim"), 2, console, head=head)
+    print_indented(Text(words, "dim"), 2, console, head=head)
 
 
 def _print_parts(spec: RunSpec, console: Console) -> None:
@@ -132,19 +123,19 @@ def _print_parts(spec: RunSpec, console: Console) -> None:
     used += [(KL_ESTIMATORS, algorithm.kl_penalty)] if algorithm.use_kl_in_reward else []
     for registry, name in used:
         part = registry.part(name)
-        _print_indented(Text.assemble((name, "bold"), f", {registry.kind}: {part.label}"), 2, console)
+        print_indented(Text.assemble((name, "bold"), f", {registry.kind}: {part.title}"), 2, console)
         if details := "; ".join(filter(None, (part.formula, part.source))):
-            _print_indented(Text(details, "dim"), 6, console)
+            print_indented(Text(details, "dim"), 6, console)
 
 
 def _print_correction(spec: RunSpec, console: Console) -> None:
     _print_title("Rollout correction: what each threshold means for ρ = π_train / π_rollout", console)
     for band in bands(spec):
-        _print_indented(Text.assemble((band.name, "bold"), f": {band.interval}"), 2, console)
+        print_indented(Text.assemble((band.name, "bold"), f": {band.interval}"), 2, console)
         said = "ρ here: " if band.symbol == "ρ" else ""
-        _print_indented(Text(f"{said}{band.bounds}; outside: {band.outside}", "dim"), 6, console)
+        print_indented(Text(f"{said}{band.bounds}; outside: {band.outside}", "dim"), 6, console)
     for note in notes(spec):
-        _print_indented(Text(note), 2, console)
+        print_indented(Text(note), 2, console)
 
 
 def _print_reward(spec: RunSpec, console: Console) -> None:
@@ -156,7 +147,7 @@ def _print_reward(spec: RunSpec, console: Console) -> None:
             needs = f"; needs {', '.join(sorted(part.needs))}" if part.needs else ""
             shown = f"{part.label}: {part.formula}{needs}"
         weight = "" if spec.reward.terms is None else f" × {term.weight:g}"
-        _print_indented(Text.assemble((term.name + weight, "bold"), f"  {shown}"), 2, console)
+        print_indented(Text.assemble((term.name + weight, "bold"), f"  {shown}"), 2, console)
 
 
 def _print_batch(spec: RunSpec, console: Console) -> None:
@@ -186,7 +177,7 @@ def _print_batch(spec: RunSpec, console: Console) -> None:
     else:
         lines.append(f"batches in the run: {batch.num_batches:,} ({batch.total_steps:,} optimizer steps)")
     for line in lines:
-        _print_indented(Text(line), 2, console)
+        print_indented(Text(line), 2, console)
 
 
 def _print_servers(placement: Placement, console: Console) -> None:
@@ -256,11 +247,11 @@ def _print_stages(placement: Placement, console: Console) -> None:
         seconds = "" if stage.seconds is None else f"{stage.seconds:,.1f}"
         moved = ", ".join(f"{gib(num_bytes)} {link}" for link, num_bytes in stage.moved.items())
         columns = f"{stage.name:<11}{gib(stage.gpu):>11}" + "".join(f"{a:>12}" for a in amounts)
-        _print_indented(Text(moved, "dim"), 2, console, head=Text(f"{columns}{seconds:>10}  "))
+        print_indented(Text(moved, "dim"), 2, console, head=Text(f"{columns}{seconds:>10}  "))
     if total := placement.seconds().get("whole step"):
         tokens = placement.tokens() * placement.spec.world_size
         words = f"one step: {total:,.0f} s, {tokens / total:,.0f} tokens per second on all GPUs together"
-        _print_indented(Text(words, "bold"), 2, console)
+        print_indented(Text(words, "bold"), 2, console)
 
 
 def _count(number: int, thing: str, plural: str = "s") -> str:

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.command import AsJson, CommandWithSubcommands, refuse_options
-from rlctl.cli.evaluate_compare import compare, list_benchmarks, numbers
+from rlctl.cli.command import AsJson, refuse_options, request
+from rlctl.cli.evaluate_compare import numbers
 from rlctl.cli.prepare_data import AnswerKey, DataSource, Instruction, PromptKey, RecipeOption
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
     from rlctl.evaluate.evaluate_report import Evaluation
     from rlctl.evaluate.evaluation import Progress
-
-
-class EvaluateCommand(CommandWithSubcommands):
-    """`evaluate MODEL …`, and the subcommands `evaluate compare A B` and `evaluate list`."""
-
-    subcommands: ClassVar = {"compare": compare, "list": list_benchmarks}
 
 
 #: Options that apply only to sampling; `--regrade` refuses them.
@@ -40,8 +33,7 @@ def evaluate(
         typer.Argument(
             metavar="MODEL_OR_RUN",
             help="A run directory, a model directory or a hub id; with --regrade an evaluation's directory; "
-            "with --engine openai the server's name for the model.",
-            show_default=False,
+            "with --engine openai the server's name for the model, by default its only one.",
         ),
     ] = None,
     data: Annotated[
@@ -49,9 +41,8 @@ def evaluate(
         typer.Option(
             "--data",
             metavar="NAME|FILE",
-            help="A benchmark (see `rlctl evaluate list`), or any file that `prepare-data` reads; "
-            "may be repeated. Default: the run's validation files.",
-            show_default=False,
+            help="A benchmark (see `rlctl evaluate list`) or a file that `prepare-data` reads. Repeatable.",
+            show_default="the run's validation files",
         ),
     ] = None,
     recipe: RecipeOption = "auto",
@@ -111,15 +102,6 @@ def evaluate(
             metavar="URL",
             help="Address of the server, such as http://localhost:8000/v1. Its key is read from "
             "OPENAI_API_KEY.",
-            show_default=False,
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="The server's name for the model, like MODEL_OR_RUN.",
-            show_default="its only one",
         ),
     ] = None,
     concurrency: Annotated[
@@ -169,12 +151,6 @@ def evaluate(
 
     is_served = engine == SERVER
     ks = None if k is None else numbers(k)
-    if model is not None and not is_served:
-        raise UsageError("--model names a server's model", where="--model", fix="write it without --model")
-    if model is not None and model_or_run not in {None, model}:
-        what = f"two models are named: {model_or_run} and {model}"
-        raise UsageError(what, where="--model", fix="leave one out")
-    model_or_run = model if model_or_run is None else model_or_run
     if regrade:
         why = "applies to sampling, and --regrade samples nothing"
         refuse_options(context, _OF_SAMPLING, why, "leave it out, or leave --regrade out")
@@ -192,12 +168,9 @@ def evaluate(
     from rlctl.data.recipes import Recipe
     from rlctl.evaluate.evaluation import evaluate as run_evaluation
 
-    names = {field.name for field in fields(EvaluateRequest)}
-    options = {name: value for name, value in context.params.items() if name in names}
-    options |= {"model_or_run": model_or_run, "data": list(data or []), "ks": ks}
     columns = Recipe(recipe, prompt_key, answer_key, data_source, instruction=instruction)
-    request = EvaluateRequest(**options, columns=columns)
-    _run(lambda progress: run_evaluation(request, progress), as_json)
+    asked = request(EvaluateRequest, context.params, data=list(data or []), ks=ks, columns=columns)
+    _run(lambda progress: run_evaluation(asked, progress), as_json)
 
 
 def _run(work: Callable[[Progress], tuple[Path, Evaluation]], as_json: bool) -> None:
@@ -220,10 +193,10 @@ def _print(out: Path, evaluation: Evaluation) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from rlctl.cli.output import print_wide_table
     from rlctl.evaluate.evaluate_report import RESULTS_FILE, results_document
     from rlctl.evaluate.page import PAGE_FILE, SCORE_HEADINGS, score_notes, score_rows
     from rlctl.evaluate.samples import SAMPLES_FILE
+    from rlctl.text_table import print_wide, text_table
 
     console = Console(highlight=False)
     model = evaluation.about["model"]
@@ -235,7 +208,7 @@ def _print(out: Path, evaluation: Evaluation) -> None:
         amount = f": {score['num_questions']:,} questions × {n} responses"
         console.print(Text.assemble("\n", (score["data_source"], "bold"), amount), soft_wrap=True)
         rows = [(row.name, *row.cells) for row in score_rows(score, n)]
-        print_wide_table(console, ("", *SCORE_HEADINGS), rows)
+        print_wide(console, text_table(("", *SCORE_HEADINGS), rows, right=range(1, 4)))
     console.print()
     for note in (*evaluation.notes, *score_notes(document)):
         console.print(Text(note, style="yellow"), soft_wrap=True)

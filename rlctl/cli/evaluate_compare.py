@@ -1,4 +1,4 @@
-"""`rlctl evaluate compare` and `rlctl evaluate list`."""
+"""`rlctl evaluate compare`: the difference between two evaluations, question by question."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rlctl.cli.command import AsJson, Out, print_json
+from rlctl.cli.command import Out
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ def compare(
         Literal["text", "json", "html"],
         typer.Option("--format", help="Text, JSON, or a self-contained HTML page."),
     ] = "text",
-    is_json: AsJson = False,
     out: Out = None,
 ) -> None:
     """Compare two evaluations, question by question.
@@ -47,7 +46,6 @@ def compare(
     from rlctl.evaluate.compare import compare as run_comparison
     from rlctl.evaluate.compare import comparison_page
 
-    output_format = "json" if is_json else output_format
     check_out([a, b], out, is_page=output_format == "html")
     report = run_comparison(a, b, None if k is None else numbers(k))
     text = partial(_print, report)
@@ -58,8 +56,8 @@ def _print(report: CompareReport, console: Console) -> None:
     """Prints, per source, both scores, their difference with its interval, and the conclusion."""
     from rich.text import Text
 
-    from rlctl.cli.output import print_wide_table
     from rlctl.evaluate.compare import DIFFERENCE_HEADINGS, difference_rows, shared_questions
+    from rlctl.text_table import print_wide, text_table
 
     for name, place in (("A", report.a), ("B", report.b)):
         console.print(Text.assemble((f"{name}  ", "bold"), place), soft_wrap=True)
@@ -68,7 +66,7 @@ def _print(report: CompareReport, console: Console) -> None:
         console.print(Text.assemble("\n", (comparison.data_source, "bold"), amount), soft_wrap=True)
         if comparison.figures:
             rows = [(row.name, *row.cells) for row in difference_rows(comparison)]
-            print_wide_table(console, ("", *DIFFERENCE_HEADINGS), rows)
+            print_wide(console, text_table(("", *DIFFERENCE_HEADINGS), rows, right=range(1, 9)))
         console.print(Text(comparison.conclusion, style="bold"), soft_wrap=True)
     if report.warnings:
         console.print()
@@ -82,28 +80,3 @@ def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise UsageError(f"not a list of numbers: {text}", where="--k", fix="for example --k 1,4,8") from None
-
-
-def list_benchmarks(is_json: AsJson = False) -> None:
-    """List the benchmarks: questions, source, revision, prompt and grader, all pinned.
-
-    rlctl evaluate list
-
-    rlctl evaluate list --json
-    """
-    from rlctl.data.benchmarks import BENCHMARKS
-
-    if is_json:
-        print_json([asdict(each) for each in BENCHMARKS.values()])
-        return
-    for each in BENCHMARKS.values():
-        choices = "its choices, " if each.recipe == "multiple-choice" else ""
-        lines = {
-            "questions": f"{each.num_questions:,} ({each.split} split)",
-            "source": f"{each.dataset}, {each.file}",
-            "revision": each.revision,
-            "prompt": f"the question, {choices}then: {each.instruction}",
-            "grader": each.grader,
-        }
-        typer.secho(each.name, bold=True)
-        typer.echo("\n".join(f"  {name:<10} {text}" for name, text in lines.items()))

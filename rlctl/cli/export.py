@@ -9,18 +9,18 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from rlctl.cli.command import RunDirectory
 from rlctl.errors import EnvironmentFailure, UsageError, first_line
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    run: RunDirectory,
     out: Annotated[Path, typer.Option(help="Directory to write, new or empty.")],
     step: Annotated[
         int | None, typer.Option(min=0, help="Which checkpoint.", show_default="the newest")
     ] = None,
     dtype: Annotated[
-        Literal["fp32", "bf16"] | None,
-        typer.Option(help="Convert the weights.", show_default="as they are"),
+        Literal["fp32", "bf16"] | None, typer.Option(help="Convert the weights.", show_default="as they are")
     ] = None,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Of a LoRA run: the adapter alone, in PEFT's format.")

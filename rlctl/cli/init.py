@@ -31,7 +31,8 @@ def init(
     ] = None,
     gpus: Annotated[int | None, typer.Option("--gpus", min=0, help="GPUs of this machine; 0: CPU.")] = None,
     preset: Annotated[
-        str | None, typer.Option("--preset", "-p", metavar="NAME", help="The algorithm; default rloo-seq-is.")
+        str | None,
+        typer.Option("--preset", "-p", metavar="NAME", help="The algorithm.", show_default="rloo-seq-is"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:

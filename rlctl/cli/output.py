@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -21,6 +21,7 @@ from rich.text import Text
 from rlctl.cli.command import as_json
 from rlctl.errors import Problem, RlctlError, SpecError, UsageError, visible
 from rlctl.files import write_text
+from rlctl.text_table import NO_LIMIT
 
 _COLOURS = {"error": "bold red", "warning": "bold yellow"}
 
@@ -56,29 +57,16 @@ def unwrapped(file: IO[str] | None = None) -> Console:
     """The console for reports on stdout or in `file`; only lines on a terminal are wrapped."""
     console = Console(highlight=False, file=file)
     if not console.is_terminal:
-        console.width = 10_000
+        console.width = NO_LIMIT
     return console
 
 
-def plain_table(headings: Sequence[str], *, right: Collection[str] = ()) -> Table:
-    """A table without borders; `right` lists the headings of right-aligned columns.
-
-    Cells that are too long continue on the next line.
-    """
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
-    return table
-
-
-def print_wide_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints columns as wide as their longest text; cells are never wrapped or cut to fit the terminal."""
-    lines = [headings, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for place, (name, *cells) in enumerate(lines):
-        padded = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
-        text = "  ".join([f"{name:<{widths[0]}}", *padded]).rstrip()
-        console.print(Text(text, style="" if place else "dim"), soft_wrap=True)
+def print_indented(text: Text, indent: int, console: Console, head: Text | None = None) -> None:
+    """Prints `head` and `text` on one line; wrapped lines of `text` align with its start."""
+    grid = Table.grid()
+    grid.add_column(no_wrap=True)
+    grid.add_row(Text.assemble(" " * indent, head or ""), *filter(None, [text]))
+    console.print(grid)
 
 
 def progress_bar(*columns: ProgressColumn) -> Progress:

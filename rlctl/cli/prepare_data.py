@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
-from rlctl.cli.command import AsJson, print_json
+from rlctl.cli.command import AsJson, print_json, request
 from rlctl.data.recipe_names import RecipeChoice, RecipeName
 from rlctl.errors import UsageError, visible
 from rlctl.prepare.request import (
@@ -51,11 +51,7 @@ Instruction = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Option(
-        metavar="MODEL",
-        help="Model whose tokenizer and chat template measure the prompts.",
-        show_default=False,
-    ),
+    typer.Option(metavar="MODEL", help="Model whose tokenizer and chat template measure the prompts."),
 ]
 Against = Annotated[
     list[str] | None,
@@ -63,7 +59,6 @@ Against = Annotated[
         metavar="NAME|FILE",
         help="A benchmark that must not occur: its name (see `rlctl evaluate list`), or a file of any "
         "readable format. May be repeated.",
-        show_default=False,
     ),
 ]
 TrustRemoteCode = Annotated[
@@ -75,7 +70,6 @@ TemplateKwargs = Annotated[
         "--chat-template-kwargs",
         metavar="NAME=VALUE",
         help="Argument of the chat template, as in data.chat_template_kwargs. May be repeated.",
-        show_default=False,
     ),
 ]
 
@@ -95,6 +89,7 @@ def _template_kwargs(model: str | None, texts: list[str] | None) -> dict[str, An
 
 @app.command()
 def parquet(
+    context: typer.Context,
     sources: Annotated[
         list[str],
         typer.Argument(
@@ -185,10 +180,7 @@ def parquet(
     workers: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            metavar="N",
-            help="Local processes.",
-            show_default="one per core, none for a small input",
+            min=1, metavar="N", help="Local processes.", show_default="one per core, none for a small input"
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")] = False,
@@ -210,40 +202,26 @@ def parquet(
 
     if val_fraction is not None and val_size is not None:
         raise UsageError("--val-fraction and --val-size exclude each other", fix="give one of them")
-    request = PrepareRequest(
+    asked = request(
+        PrepareRequest,
+        context.params,
         sources=tuple(sources),
-        out=out,
         recipe=Recipe(recipe, prompt_key, answer_key, data_source, system_prompt, instruction, source_key),
         val_fraction=0.05 if val_fraction is None else val_fraction,
-        val_size=val_size,
-        seed=seed,
-        overwrite=overwrite,
-        bad_rows=bad_rows,
-        duplicates=duplicates,
-        near_duplicates=near_duplicates,
         against=tuple(against or ()),
-        leakage=leakage,
-        model=model,
-        max_prompt_length=max_prompt_length,
-        overlong=overlong,
-        trust_remote_code=trust_remote_code,
         chat_template_kwargs=_template_kwargs(model, chat_template_kwargs),
-        check_graders=check_graders,
-        rows_per_shard=rows_per_shard,
-        to=to,
-        engine=engine,
-        workers=workers,
     )
     with show_progress() as progress:
-        summary = prepare(request, progress)
+        summary = prepare(asked, progress)
     if as_json:
         print_json(asdict(summary) | {"out": str(out)})
     else:
-        typer.echo("\n".join(visible(line, keep="") for line in summary_lines(request, summary)))
+        typer.echo("\n".join(visible(line, keep="") for line in summary_lines(asked, summary)))
 
 
 @app.command()
 def check(
+    context: typer.Context,
     files: Annotated[
         list[str],
         typer.Argument(
@@ -264,10 +242,6 @@ def check(
             help="Exit with code 3 if a finding is at least this severe: warning, error or never.",
         ),
     ] = "never",
-    output: Annotated[
-        Literal["text", "json", "markdown"],
-        typer.Option("--format", metavar="NAME", help="text, json or markdown."),
-    ] = "text",
     as_json: AsJson = False,
     trust_remote_code: TrustRemoteCode = False,
     chat_template_kwargs: TemplateKwargs = None,
@@ -284,24 +258,25 @@ def check(
 
       rlctl prepare-data check train.parquet --against gsm8k --fail-on error
     """
-    from rlctl.cli.output import write_report
-    from rlctl.cli.prepare_data_output import check_markdown, print_check, show_progress
+    from rlctl.cli.output import unwrapped
+    from rlctl.cli.prepare_data_output import print_check, show_progress
     from rlctl.prepare.check import CheckRequest
     from rlctl.prepare.check import check as run
     from rlctl.prepare.findings import reaches
 
-    request = CheckRequest(
+    asked = request(
+        CheckRequest,
+        context.params,
         files=tuple(files),
-        model=model,
         against=tuple(against or ()),
-        max_prompt_length=max_prompt_length,
-        trust_remote_code=trust_remote_code,
         chat_template_kwargs=_template_kwargs(model, chat_template_kwargs),
     )
     with show_progress() as progress:
-        report = run(request, progress)
-    chosen, text = "json" if as_json else output, partial(print_check, report=report)
-    write_report(chosen, None, text, report.to_json, markdown=partial(check_markdown, report))
+        report = run(asked, progress)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        print_check(unwrapped(), report)
     if fail_on != "never" and reaches(report.findings, fail_on):
         raise typer.Exit(3)
 

@@ -18,7 +18,6 @@ from rich.text import Text
 
 from rlctl.cli.output import progress_bar
 from rlctl.errors import visible
-from rlctl.markup import plain, table
 from rlctl.prepare.findings import DataFinding, lines, rows
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
 
@@ -204,26 +203,3 @@ def _histogram(lengths: Histogram) -> Iterator[str]:
         bar = "█" * -(-_BAR * count // most)
         yield f"{low:>{width},}–{high:<{width},} {bar:<{_BAR}} {count:,}"
     yield "  ".join(f"{name} {length:,}" for name, length in lengths.summary().items())
-
-
-def check_markdown(report: CheckReport) -> str:
-    """The report of `check` as Markdown."""
-    files = []
-    for file in report.files:
-        sources = ", ".join(f"{name} ({count:,})" for name, count in file.sources.items())
-        cells = (str(file.path), f"{file.num_rows:,}", file.recipe or "", sources)
-        files.append([plain(cell) for cell in cells])
-    lines = [*table(("file", "rows", "read as", "data sources"), files, right=["rows"])]
-    if report.lengths.total:
-        summary = ", ".join(f"{name} {length:,}" for name, length in report.lengths.summary().items())
-        lines.append(f"\nPrompt lengths in {report.lengths.unit}: {summary}.")
-    lines += [f"\n{plain(line)}" for line in comparison_lines(report.leakage)]
-    lines.append(f"\n**{_conclusion(report.findings)}**\n")
-    findings = []
-    for finding in report.findings:
-        first = "<br>".join(map(plain, finding.examples))
-        what = plain(f"{finding.what} ({finding.code})")
-        findings.append((finding.severity, what, f"{finding.count:,}", first, plain(finding.fix)))
-    if findings:
-        lines += table(("", "what", "count", "first", "fix"), findings, right=["count"])
-    return "\n".join(lines) + "\n"

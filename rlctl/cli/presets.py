@@ -22,9 +22,7 @@ Name = Annotated[
 
 
 @app.command("list")
-def list_presets(
-    as_json: AsJson = False,
-) -> None:
+def list_presets(as_json: AsJson = False) -> None:
     """All presets, one line each: algorithms, models, hardware, and complete examples.
 
     rlctl presets list
@@ -33,22 +31,20 @@ def list_presets(
 
     Presets can be combined: -p llama3-8b -p 8gpu -p rloo-seq-is
     """
-    from rlctl.cli.output import plain_table, unwrapped
-    from rlctl.spec.sources import all_presets
+    from dataclasses import asdict
 
+    from rich.text import Text
+
+    from rlctl.cli.output import unwrapped
+    from rlctl.spec.sources import all_presets
+    from rlctl.text_table import text_table
+
+    found = all_presets().values()
     if as_json:
-        found = [
-            {"name": each.name, "kind": each.kind, "description": each.description, "path": str(each.path)}
-            for each in all_presets().values()
-        ]
-        print_json(found)
+        print_json([asdict(each) | {"description": each.description} for each in found])
         return
-    table = plain_table(("preset", "kind", "what it is"))
-    for column in table.columns[:2]:
-        column.no_wrap = True
-    for preset in all_presets().values():
-        table.add_row(preset.name, f"[dim]{preset.kind}[/]", preset.description)
-    unwrapped().print(table)
+    rows = ((each.name, Text(each.kind, "dim"), each.description) for each in found)
+    unwrapped().print(text_table(("preset", "kind", "what it is"), rows, whole=range(2)))
 
 
 @app.command()
@@ -74,13 +70,11 @@ def diff(
 
     rlctl presets diff rloo-seq-is my-run.yaml --json
     """
-    from rich.markup import escape
-    from rich.text import Text
-
     from rlctl.cli.dry_run import show as show_value
-    from rlctl.cli.output import plain_table, unwrapped
+    from rlctl.cli.output import unwrapped
     from rlctl.spec.keys import leaves_of
     from rlctl.spec.load import LEFT_TO_THE_USER, load_spec
+    from rlctl.text_table import text_table
 
     names = (first, second)
     one, other = (leaves_of(load_spec([name], left_open=LEFT_TO_THE_USER).spec) for name in names)
@@ -91,10 +85,8 @@ def diff(
     if not differing:
         typer.echo(f"{first} and {second} resolve to the same spec.")
         return
-    table = plain_table(("key", escape(first), escape(second)))
-    for key, (left, right) in differing.items():
-        table.add_row(key, Text(left), Text(right))
-    unwrapped().print(table)
+    rows = ((key, *values) for key, values in differing.items())
+    unwrapped().print(text_table(("key", first, second), rows))
 
 
 @app.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -38,7 +38,6 @@ def try_out(
             "--responses",
             metavar="FILE",
             help="Responses with rewards: an evaluation's samples.parquet, or a run's rollouts. Repeatable.",
-            show_default=False,
         ),
     ] = None,
     limit: Annotated[
@@ -82,9 +81,7 @@ def try_out(
     finally:
         for _, scorer in terms.values():
             scorer.close()
-    batch = _batch_seconds(trial, spec)
-    document = trial.as_document() | {"seconds_per_batch": batch}
-    write_report(output, None, partial(_print, trial=trial, batch=batch), lambda: document)
+    write_report(output, None, partial(_print, trial=trial), trial.as_document)
     is_bad = bool(trial.num_errors or (fail_on == "disagreement" and trial.num_disagreements))
     if fail_on != "never" and is_bad:
         raise typer.Exit(3)
@@ -107,32 +104,18 @@ def _spec(what: str) -> RunSpec:
     raise UsageError("neither a spec nor a grader", where=what, fix=fix)
 
 
-def _batch_seconds(trial: Trial, spec: RunSpec) -> dict[str, Any]:
-    """Seconds to grade one training batch, in one process and in all grading processes of this machine."""
-    from rlctl.reward.pool import share_of_cores
-
-    size = spec.data.train_batch_size * spec.rollout.n
-    alone = size * trial.durations.get("mean", 0.0)
-    return {
-        "num_responses": size,
-        "one_process": alone,
-        "num_processes": share_of_cores(),
-        "all_processes": alone / share_of_cores(),
-    }
-
-
-def _print(console: Console, trial: Trial, batch: dict[str, Any]) -> None:
+def _print(console: Console, trial: Trial) -> None:
     from rich.text import Text
 
-    from rlctl.cli.output import plain_table
+    from rlctl.text_table import text_table
 
-    figures = ("tried", "as expected", "errors")
-    table = plain_table(("responses", "source", "reward", *figures), right=figures)
+    rows = []
     for counts in trial.all_counts:
         agree = f"{counts.num_agreeing / counts.num_compared:.1%}" if counts.num_compared else "—"
-        names = (Text(counts.kind), Text(counts.data_source), Text(counts.term))
-        table.add_row(*names, f"{counts.num:,}", agree, f"{counts.num_errors:,}")
-    console.print(table)
+        names = (counts.kind, counts.data_source, counts.term)
+        rows.append((*names, f"{counts.num:,}", agree, f"{counts.num_errors:,}"))
+    headings = ("responses", "source", "reward", "tried", "as expected", "errors")
+    console.print(text_table(headings, rows, right=range(3, 6)))
     for one in trial.disagreements:
         expects = f"expected {one.expected:g}, got {one.got:g}"
         place = f"  {one.term}, {one.kind}, {one.where}"
@@ -148,9 +131,3 @@ def _print(console: Console, trial: Trial, batch: dict[str, Any]) -> None:
         times = trial.durations
         shown = ", ".join(f"{name} {1e3 * times[name]:.2f}" for name in ("mean", "p50", "p99", "max"))
         console.print(f"\nms per call: {shown}", markup=False)
-        alone, together = (f"{batch[key]:.2g} s" for key in ("one_process", "all_processes"))
-        console.print(
-            f"a batch of {batch['num_responses']:,} responses: {alone} one after the other, "
-            f"about {together} in {batch['num_processes']} processes",
-            soft_wrap=True,
-        )

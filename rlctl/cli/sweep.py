@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlctl.cli.command import AsJson, complete_override, complete_preset, print_json
-from rlctl.errors import UsageError, visible
+from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
     from rlctl.train.sweep import SweepRow
@@ -22,7 +22,6 @@ def sweep(
         typer.Argument(
             metavar="KEY=A,B|KEY=1..5|KEY=VALUE|FILE.yaml",
             help="Values to combine; values and spec files that all runs share.",
-            show_default=False,
             autocompletion=complete_override,
         ),
     ] = None,
@@ -93,24 +92,24 @@ def sweep(
 
 
 def _print(rows: list[SweepRow]) -> None:
-    from rich.text import Text
-
-    from rlctl.cli.output import plain_table, unwrapped
+    from rlctl.cli.output import unwrapped
+    from rlctl.text_table import text_table
 
     by = next((row.paired_by for row in rows if row.paired_by), "seed")
-    figures = ("done", "reward", "± stderr", "− first", "95 % interval", "p")
-    table = plain_table(("setting", *figures), right=figures)
-    for row in rows:
-        value, found = row.value, row.against_first
-        table.add_row(
-            Text(visible(" ".join(f"{key}={text}" for key, text in row.setting.items()) or "all")),
-            f"{row.num_done}/{row.num_runs}",
-            f"{value.value:.4f}" if value else "",
-            f"{value.stderr:.4f}" if value and value.stderr is not None else "",
-            f"{found.value:+.4f}" if found else "",
-            f"{found.low:+.4f} to {found.high:+.4f}" if found and found.low is not None else "",
-            f"{found.p_value:.2g}" if found and found.p_value is not None else "",
-        )
+    headings = ("setting", "done", "reward", "± stderr", "− first", "95 % interval", "p")
     console = unwrapped()
-    console.print(table)
+    console.print(text_table(headings, map(_cells, rows), right=range(1, 7)))
     console.print(f"Differences from the first setting are paired by {by}.", style="dim", soft_wrap=True)
+
+
+def _cells(row: SweepRow) -> tuple[str, ...]:
+    value, found = row.value, row.against_first
+    return (
+        " ".join(f"{key}={text}" for key, text in row.setting.items()) or "all",
+        f"{row.num_done}/{row.num_runs}",
+        f"{value.value:.4f}" if value else "",
+        f"{value.stderr:.4f}" if value and value.stderr is not None else "",
+        f"{found.value:+.4f}" if found else "",
+        f"{found.low:+.4f} to {found.high:+.4f}" if found and found.low is not None else "",
+        f"{found.p_value:.2g}" if found and found.p_value is not None else "",
+    )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlctl.cli.command import complete_override, complete_preset, complete_run
-from rlctl.errors import EnvironmentFailure, SpecError, UsageError, visible
+from rlctl.errors import EnvironmentFailure, SpecError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +30,6 @@ def train(
         typer.Argument(
             metavar="KEY=VALUE|FILE.yaml",
             help="Single values, which override presets and files: actor.lr=1e-6. Or a spec file.",
-            show_default=False,
             autocompletion=complete_override,
         ),
     ] = None,
@@ -223,13 +222,9 @@ def _print_summary(run_dir: Path) -> None:
 
 
 def _learned(summary: dict[str, Any]) -> Table:
-    from rich.text import Text
-
-    from rlctl.cli.output import plain_table
     from rlctl.metric_names import validation_rewards
+    from rlctl.text_table import text_table
 
-    figures = ("first steps", "last steps")
-    table = plain_table(("", *figures), right=figures)
     names = {
         "critic/score/mean": "mean reward",
         "rollout_corr/rollout_is_raw_eff_sample_size": "ESS, raw",
@@ -238,15 +233,13 @@ def _learned(summary: dict[str, Any]) -> Table:
         "response_length/mean": "response length",
     }
     first, last = summary["first"], summary["last"]
-    for key, name in names.items():
-        if key in first:
-            table.add_row(name, f"{first[key]:.3f}", f"{last[key]:.3f}")
+    rows = [(name, f"{first[key]:.3f}", f"{last[key]:.3f}") for key, name in names.items() if key in first]
     before, after = (validation_rewards(summary[f"validation_{when}"]) for when in ("first", "last"))
     once = summary["validation_first"] == summary["validation_last"]
     for source, value in after.items():
         shown = "" if once or source not in before else f"{before[source]:.3f}"
-        table.add_row(Text(f"validation ({visible(source)})"), shown, f"{value:.3f}")
-    return table
+        rows.append((f"validation ({source})", shown, f"{value:.3f}"))
+    return text_table(("", "first steps", "last steps"), rows, right=range(1, 3))
 
 
 def _print_places(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:

@@ -134,9 +134,7 @@ def _from_shell(
         for one in chosen:
             if launched := _launched_at(one, words):
                 start, variant = launched
-                options = _options(one, words, start, path, notes)
-                # Options override the files that the command names, wherever it names them.
-                found.append((one, [*variant, *sorted(options, key=lambda one: one.where[:5] == "line ")]))
+                found.append((one, [*variant, *_options(one, words, start, path, notes)]))
     if not found:
         return None
     if len(found) > 1:
@@ -166,8 +164,13 @@ def _launched_at(one: KeyTable, args: list[Arg]) -> tuple[int, list[ForeignSetti
 
 def _options(
     one: KeyTable, args: list[Arg], start: int, path: Path, notes: list[str]
-) -> Iterator[ForeignSetting]:
-    """Yields the settings in a command's arguments, including the launcher options listed in the table."""
+) -> list[ForeignSetting]:
+    """The settings in a command's arguments, including the launcher options listed in the table.
+
+    Those of configuration files come first, because options override them, wherever the command names them.
+    """
+    in_files: list[ForeignSetting] = []
+    options: list[ForeignSetting] = []
     at = 0
     while at < len(args):
         text, line, is_launcher = args[at].text, f"line {args[at].line}", at < start
@@ -180,7 +183,7 @@ def _options(
         if is_launcher and text[2:].partition("=")[0] not in (*one.launcher, *_LAUNCHER_FILES):
             continue
         if text == "@" and at < len(args):
-            yield from _other_file(path, args[at].text, notes)
+            in_files += _other_file(path, args[at].text, notes)
             at += 1
         elif text.startswith("--"):
             name, equals, value = text[2:].partition("=")
@@ -192,16 +195,17 @@ def _options(
                 at += 1
             if name in _LAUNCHER_FILES and one.launcher and values:
                 of_file = _other_file(path, values[0], notes)
-                yield from (setting for setting in of_file if setting.key in one.launcher)
+                in_files += [setting for setting in of_file if setting.key in one.launcher]
             elif name in {"config", "config-name", "config-path", "config-file"} and values:
-                yield from _other_file(path, values[0], notes)
+                in_files += _other_file(path, values[0], notes)
             elif name and one.style == "flags":
-                yield ForeignSetting(name, _value(values) if values else True, line)
+                options.append(ForeignSetting(name, _value(values) if values else True, line))
             elif one.style == "hydra" and not equals:  # what follows are overrides, not the option's values
                 at -= len(values)
         elif one.style == "hydra" and (override := _OVERRIDE.fullmatch(text)):
             sign, key, value = override.groups()
-            yield ForeignSetting(f"~{key}" if "~" in sign else key, _hydra_value(value), line)
+            options.append(ForeignSetting(f"~{key}" if "~" in sign else key, _hydra_value(value), line))
+    return in_files + options
 
 
 def _is_option(text: str) -> bool:

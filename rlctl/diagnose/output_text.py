@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from rlctl.diagnose.compare import METRIC_COLUMNS, RunComparison, metric_rows, sentences, shown
@@ -18,6 +17,7 @@ from rlctl.diagnose.finding import Evidence
 from rlctl.diagnose.rule import Diagnosis
 from rlctl.diagnose.spec_patch import SpecPatch
 from rlctl.diagnose.table import RunLog, Series
+from rlctl.text_table import text_table
 
 _STYLES = {
     "critical": "bold red",
@@ -130,31 +130,18 @@ def print_comparison(console: Console, found: RunComparison) -> None:
     console.print()
     if found.spec:
         rows = [(key, *map(shown, values)) for key, values in found.spec.items()]
-        _print_table(console, ("spec", "A", "B"), rows)
+        console.print(text_table(("spec", "A", "B"), rows))
     else:
         console.print("The specs do not differ, as far as they are known.")
     if found.metrics:
         console.print()
-        _print_table(console, METRIC_COLUMNS, metric_rows(found), figures=slice(1, 4))
+        console.print(text_table(METRIC_COLUMNS, metric_rows(found), right=range(1, 4)))
     if found.same:
         console.print(Text(f"{len(found.same)} metrics: no lasting difference", style="dim"))
     for name, keys in (("A", found.only_a), ("B", found.only_b)):
         if keys:
             line = f"only in {name}: {', '.join(keys)}"
             console.print(Text(visible(line), style="dim"), soft_wrap=True)
-
-
-def _print_table(
-    console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]], figures: slice = slice(0)
-) -> None:
-    """Prints a table without borders; the columns in `figures` are right-aligned."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in headings:
-        right = heading in headings[figures]
-        table.add_column(heading, justify="right" if right else "left", overflow="fold", no_wrap=right)
-    for row in rows:
-        table.add_row(*(Text(visible(cell)) for cell in row))
-    console.print(table)
 
 
 def print_patch(console: Console, patch: SpecPatch, path: Path | None) -> None:

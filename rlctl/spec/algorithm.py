@@ -29,6 +29,11 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 #: Prefix of the keys of `RolloutCorrectionSpec`.
 CORRECTION = "algorithm.rollout_correction."
+#: Name of such a key → names of those that have no effect while it is null.
+READ_WITH = {
+    "rollout_is": ("rollout_is_threshold", "rollout_is_bound"),
+    "rollout_rs": ("rollout_rs_threshold",),
+}
 
 
 class RolloutCorrectionSpec(Section):

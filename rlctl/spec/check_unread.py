@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, Part
-from rlctl.spec.algorithm import CORRECTION
+from rlctl.spec.algorithm import CORRECTION, READ_WITH
 from rlctl.spec.check import LEAVE_OUT, NO_EFFECT, Problems, is_changed, spec_check, warning
 from rlctl.spec.keys import known_leaves, value_of
 from rlctl.spec.run_spec import RunSpec
@@ -19,8 +19,10 @@ _SWITCHES: dict[str, tuple[str, object]] = {
     "algorithm.kl_penalty algorithm.kl_ctrl.kl_coef": ("algorithm.use_kl_in_reward", False),
     "algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon": ("algorithm.kl_ctrl.type", "fixed"),
     "algorithm.filter_groups.": ("algorithm.filter_groups.enable", False),
-    f"{CORRECTION}rollout_is_threshold {CORRECTION}rollout_is_bound": (f"{CORRECTION}rollout_is", None),
-    f"{CORRECTION}rollout_rs_threshold": (f"{CORRECTION}rollout_rs", None),
+    **{
+        " ".join(CORRECTION + name for name in names): (CORRECTION + switch, None)
+        for switch, names in READ_WITH.items()
+    },
     "reward.overlong.penalty_factor": ("reward.overlong.buffer_length", 0),
     "trainer.guardrails.": ("trainer.guardrails.mode", "off"),
 }

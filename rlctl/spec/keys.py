@@ -36,7 +36,7 @@ _ELSEWHERE = {
     "trainer.resume_mode": "use `rlctl train --resume RUN_DIR`",
     "trainer.val_before_train": "validation at the start comes with `trainer.test_freq`; leave it out",
     "learning_rate": "use `actor.lr`",
-    "num_generations": "use `rollout.n`",
+    **dict.fromkeys(("num_generations", "num_samples"), "use `rollout.n`"),
     "max_completion_length": "use `data.max_response_length`",
     "max_prompt_length": "use `data.max_prompt_length`",
     "max_steps": "use `trainer.total_training_steps`",

@@ -220,6 +220,12 @@ def _read_file(path: Path, origin: Origin, problems: list[Problem]) -> dict[str,
     """Leaves of one YAML file, each with its line number."""
     source = read_yaml_file(path, known_leaves().keys() - open_leaves(), origin)
     problems += source.problems
+    keys = [key for key in source.leaves if key != DESCRIPTION]
+    if any(key.startswith("actor_rollout_ref.") for key in keys) or (
+        len(keys) > 1 and not any(map(leaf_of, keys))
+    ):
+        what, fix = "this is a configuration of another framework", f"rlctl import {path} --output spec.yaml"
+        problems.append(Problem("error", "", what, fix, str(path)))
     return {key: leaf for key, leaf in source.leaves.items() if key != DESCRIPTION}
 
 
@@ -258,16 +264,20 @@ def _read_overrides(overrides: Iterable[str], origin: Origin, problems: list[Pro
 
 def _override_fix(argument: str) -> str | None:
     """Suggestion for an argument that cannot be parsed; None: there is none."""
-    if argument.startswith("+"):
-        return f"leave it out: {argument.lstrip('+')}"
-    if argument.startswith("~"):
-        return "a key cannot be deleted; leave it out, or set it to null"
-    if argument in all_presets():
-        return f"for a preset write --preset {argument}"
-    if argument.endswith((".yaml", ".yml")):
-        return f"for a spec file write --spec {argument}"
-    key = nearest_key(argument.partition("=")[0])
-    return f"for example {key}=…" if key and "=" not in argument else None
+    path, key = Path(argument), nearest_key(argument.partition("=")[0])
+    for applies, fix in (
+        (argument.startswith("="), "write key=value without spaces"),
+        (argument.startswith("+"), f"leave it out: {argument.lstrip('+')}"),
+        (argument.startswith("~"), "a key cannot be deleted; leave it out, or set it to null"),
+        (argument in all_presets(), f"for a preset write --preset {argument}"),
+        (path.suffix in {".yaml", ".yml"}, f"for a spec file write --spec {argument}"),
+        ((path / RUN_SPEC_FILE).is_file(), f"to continue this run write --resume {argument}"),
+        (path.is_file(), f"a spec is a .yaml file; for another framework's file: rlctl import {argument}"),
+        (key and "=" not in argument, f"for example {key}=…"),
+    ):
+        if applies:
+            return fix
+    return None
 
 
 def _validated(

@@ -243,7 +243,9 @@ def _fault_of_yaml(error: yaml.YAMLError, raw: bytes) -> tuple[int | None, str, 
     mark, start = error.problem_mark or error.context_mark, error.context_mark
     begun = f" from line {start.line + 1} on" if start and mark and start.line < mark.line else ""
     said = [f"{error.context}{begun}" if error.context else None, error.problem]
-    is_unquoted = re.search("mapping values are not|cannot start any token", error.problem or "")
+    is_unquoted = re.search(
+        "mapping values are not|cannot start any token|expected <block end>", error.problem or ""
+    )
     fix = "put a text with special characters in quotes, or correct the indentation" if is_unquoted else None
     return mark.line + 1 if mark else None, ": ".join(filter(None, said)), fix
 

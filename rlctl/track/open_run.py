@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
-from rlctl.errors import UsageError
+from rlctl.errors import UsageError, first_line
 from rlctl.metric_names import validation_rewards
 from rlctl.track.jsonl import METRICS_FILE, decode_line
 from rlctl.track.run_dir import (
@@ -25,7 +25,6 @@ from rlctl.track.run_dir import (
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    import pyarrow.dataset as ds
 
     from rlctl.spec.run_spec import RunSpec
 
@@ -95,21 +94,22 @@ class RunRecord:
         """Dumped responses of a step (None: all) with the per-token log-probs of both policies, one per row.
 
         Raises:
-            UsageError: the run has no dumped rollouts.
+            UsageError: the run has no dumped rollouts, or they are damaged.
         """
         import pyarrow.compute as pc
 
-        return self._rollouts().to_table(filter=None if step is None else pc.field("step") == step)
+        return self._rollouts(filter=None if step is None else pc.field("step") == step)
 
     def rollout_steps(self) -> list[int]:
         """Steps with dumped responses, ascending.
 
         Raises:
-            UsageError: the run has no dumped rollouts.
+            UsageError: as for `rollouts`.
         """
-        return sorted(self._rollouts().to_table(columns=["step"])["step"].unique().to_pylist())
+        return sorted(self._rollouts(columns=["step"])["step"].unique().to_pylist())
 
-    def _rollouts(self) -> ds.Dataset:
+    def _rollouts(self, **options: Any) -> pa.Table:
+        import pyarrow as pa
         import pyarrow.dataset as ds
 
         files = sorted(map(str, (self.path / "rollouts").glob("*.parquet")))
@@ -119,7 +119,11 @@ class RunRecord:
                 where=str(self.path),
                 fix="wait for a checkpoint, or train with trainer.rollouts_per_step=-1",
             )
-        return ds.dataset(files)
+        try:
+            return ds.dataset(files).to_table(**options)
+        except (OSError, pa.ArrowInvalid) as error:
+            what, fix = f"the rollouts cannot be read: {first_line(error)}", "move damaged files aside"
+            raise UsageError(what, where=str(self.path / "rollouts"), fix=fix) from error
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of `metrics.jsonl` as logged; an incomplete last line is ignored.

@@ -87,7 +87,7 @@ def test_regrade_and_compare(run_dir, tmp_path, capsys, monkeypatch):
     assert run(["evaluate", "compare", str(first), str(second), "--k", "2", "--format", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [figure["name"] for figure in document["comparisons"][0]["figures"]][:2] == ["avg", "pass@2"]
-    assert run(["evaluate", "compare", str(first), str(second), "--k", "2", "--json"]) == 0
+    assert run(["evaluate", "compare", str(first), str(second), "--k", "2", "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out) == document
     monkeypatch.setenv("COLUMNS", "40")
     assert run(["evaluate", "compare", str(first), str(second)]) == 0

@@ -82,7 +82,6 @@ def test_sources_are_tried_by_their_own_graders(data, capsys):
     times = found["seconds_per_call"]
     assert 0 < times["p50"] <= times["p99"] <= times["max"]
     assert times["num"] == 9
-    assert found["seconds_per_batch"]["num_responses"] > 0
 
 
 def test_a_function_gets_extra_info_and_its_errors_show(data, mine, capsys):
@@ -187,4 +186,4 @@ def test_mistakes_are_named_without_a_traceback(data, tmp_path, capsys, argument
 def test_a_preset_of_a_model_names_no_training_data(data, capsys):
     rows = data(Row("own", (Message("user", "1+1="),), "2"))
     assert run(["reward", "test", "qwen3-0.6b", "--data", rows, "--fail-on", "disagreement"]) == 0
-    assert "a batch of" in capsys.readouterr().out
+    assert "ms per call" in capsys.readouterr().out

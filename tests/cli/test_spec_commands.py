@@ -137,7 +137,16 @@ def test_explain_knows_every_part(capsys: Capture) -> None:
             if registry is not REJECTION_CRITERIA or part.name not in BASIC_STATISTICS:
                 assert run(["explain", part.name, "--json"]) == 0
                 found = json.loads(capsys.readouterr().out)
-                assert any(registry.kind in one["meaning"] for one in found), part.name
+                [meaning] = [one["meaning"] for one in found if registry.kind in one["meaning"]]
+                if registry is not REJECTION_CRITERIA:
+                    assert ("(experimental)" in meaning) == part.experimental, part.name
+
+
+def test_the_dry_run_says_which_parts_are_experimental(capsys: Capture) -> None:
+    loss = "algorithm.rollout_correction.loss_type=vespo"
+    assert run(["train", "-p", "rloo-seq-is", loss, "--dry-run"]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "vespo, policy loss" in line]
+    assert line.endswith("(experimental)")
 
 
 @pytest.mark.parametrize(

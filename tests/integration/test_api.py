@@ -176,6 +176,14 @@ def test_a_run_that_cannot_be_read_says_why(tmp_path: Path, damage: str) -> None
         rlctl.open_run(tmp_path).metrics()
 
 
+def test_damaged_rollouts_are_named(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text("rollout:\n  n: 4\n")
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "rollouts-000001-000002.parquet").write_bytes(b"PAR1cut off")
+    with pytest.raises(rlctl.RlctlError, match=r"cannot be read: .*rollouts-000001-000002\.parquet"):
+        rlctl.open_run(tmp_path).rollouts()
+
+
 def test_half_a_last_line_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text("rollout:\n  n: 4\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": "NaN"}\n{"step": 2, "b": 2.0}\n{"step": 3, "a')

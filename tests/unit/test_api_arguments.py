@@ -32,7 +32,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "a callback is a int",
     ),
     "one response as text": (lambda: rlctl.grade("exact", "12", "12"), "responses: must be a list"),
-    "no response": (lambda: rlctl.grade("exact", [None], ["1"]), "responses.0: must be a valid string"),
+    "no response": (lambda: rlctl.grade("exact", [None], ["1"]), "responses.0: must be a text"),
     "a grader of runs": (lambda: rlctl.grade("code", ["a"], ["b"]), "this grader needs settings of a run"),
     "no responses": (lambda: rlctl.grade("exact", None, ["1"]), "responses: must be a list"),
     "too few rows": (lambda: rlctl.grade("exact", ["a"], ["b"], rows=[{}, {}]), "2 rows"),
@@ -44,23 +44,23 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "log-probs of numpy": (lambda: rlctl.correct(A.numpy(), A, MASK), "log_probs: is a ndarray"),
     "an unknown option": (lambda: rlctl.evaluate("m", foo=1), "evaluate has no option foo"),
     "no name": (lambda: rlctl.load_spec(3), "3 is no name"),
-    "a grader that is a function": (lambda: rlctl.grade(len, ["1"], ["1"]), "grader: must be a valid string"),
+    "a grader that is a function": (lambda: rlctl.grade(len, ["1"], ["1"]), "grader: must be a text"),
     "no time": (
         lambda: rlctl.grade("exact", ["1"], ["1"], deadline_s=0),
         "deadline_s: must be greater than 0",
     ),
     "a deadline as text": (
         lambda: rlctl.grade("exact", ["1"], ["1"], deadline_s="5"),
-        "deadline_s: must be a valid number",
+        "deadline_s: must be a number",
     ),
     "advantages as a list": (lambda: rlctl.correct(A, A, MASK, advantages=[1, 2]), "advantages: is a list"),
     "a number of responses as text": (
         lambda: rlctl.evaluate("m", "gsm8k", n="x"),
-        "n: must be a valid integer",
+        "n: must be an integer",
     ),
     "a temperature as text": (
         lambda: rlctl.evaluate("m", "gsm8k", temperature="x"),
-        "temperature: must be a valid number",
+        "temperature: must be a number",
     ),
     "no sequence of callbacks": (
         lambda: rlctl.train(rlctl.load_spec("rloo-seq-is"), callbacks=None),
@@ -122,6 +122,14 @@ def test_log_probs_have_two_dimensions() -> None:
 def test_one_file_and_one_rule_need_no_list(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text("actor:\n  lr: 1.0e-05\n")
     assert rlctl.load_spec("rloo-seq-is", files=tmp_path / "spec.yaml").actor.lr == 1e-5
+
+
+def test_a_rule_without_the_argument_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def rule():\n    return None\n")
+    (tmp_path / "log.csv").write_text("step,actor/entropy\n1,0.5\n")
+    with pytest.raises(UsageError, match="a diagnosis rule is called with 1 argument") as error:
+        rlctl.diagnose(tmp_path / "log.csv", rules=f"{tmp_path}/mine.py:rule")
+    assert error.value.fix == "def rule(run)"
 
 
 def test_a_rule_that_returns_text_is_named(tmp_path: Path) -> None:

@@ -81,11 +81,14 @@ def test_mistakes_are_named() -> None:
         elsewhere = [x.to("meta") if i == place else x for i, x in enumerate(given)]
         with pytest.raises(ValueError, match=f"devices differ: .*{name} meta"):
             rlctl.correct(*elsewhere)
-    with pytest.raises(rlctl.RlctlError, match=r"rollout_rs_threshold: nothing is rejected"):
+    with pytest.raises(rlctl.RlctlError, match="rollout_rs_threshold: has no effect: rollout_rs is None"):
         rlctl.correct(*given, rollout_rs_threshold="2")
-    for key, value in {"threshold": 3, "bound": "mask", "batch_normalize": False}.items():
-        with pytest.raises(rlctl.RlctlError, match=f"rollout_is_{key}: no weight is applied"):
+    for key, value in {"threshold": 3, "bound": "mask"}.items():
+        with pytest.raises(rlctl.RlctlError, match=f"rollout_is_{key}: has no effect: rollout_is is None"):
             rlctl.correct(*given, rollout_is=None, **{f"rollout_is_{key}": value})
+    assert (
+        rlctl.correct(*given, rollout_is=None, rollout_is_batch_normalize=False).keep_mask[batch.mask].all()
+    )
     for key, value in {"loss_type": "ppo_clip", "max_nonfinite_fraction": 0.0, "auto": True}.items():
         with pytest.raises(rlctl.RlctlError, match=key):
             rlctl.correct(*given, **{key: value})

@@ -81,6 +81,45 @@ def test_an_entry_point_may_have_another_name_than_the_decorator(
     assert "flat" not in list(CORRECTION_WEIGHTS)
 
 
+def test_parts_of_one_module_have_only_the_names_of_their_entry_points(tmp_path: Path) -> None:
+    """Also if the module was imported for another part, or by the user."""
+    code = (
+        "from rlctl.registry import CORRECTION_WEIGHTS, REJECTION_CRITERIA\n\n\n"
+        "@CORRECTION_WEIGHTS.register()\ndef flat(log_ratio, params):\n    return 0.5 * log_ratio.token\n\n\n"
+        "@REJECTION_CRITERIA.register(thresholds=['0.5'])\n"
+        "def gap(log_ratio, params):\n    return log_ratio.token.abs()\n"
+    )
+    entry_points = (
+        "[rlctl.correction_weights]\na_flat = both:flat\n[rlctl.rejection_criteria]\na_gap = both:gap\n"
+    )
+    install_package(tmp_path, "both", code, entry_points)
+    check = (
+        "from rlctl.registry import CORRECTION_WEIGHTS, REJECTION_CRITERIA\n"
+        "if imported: import both\n"
+        "assert CORRECTION_WEIGHTS.part('a_flat').name == 'a_flat'\n"
+        "assert imported or 'gap' not in list(REJECTION_CRITERIA)\n"
+        "names = [part.name for part in REJECTION_CRITERIA.parts()]\n"
+        "assert 'a_gap' in names and 'gap' not in names, names\n"
+        "assert set(names) == set(REJECTION_CRITERIA)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    for imported in (False, True):
+        command = [sys.executable, "-c", f"imported = {imported}\n{check}"]
+        subprocess.run(command, check=True, env=environment)
+
+
+def test_a_file_that_imports_built_in_parts_does_not_rename_them(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import rlctl.algos.losses\n\n\ndef weight(log_ratio, params):\n    return log_ratio.token\n"
+    )
+    code = (
+        "from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES\n"
+        f"CORRECTION_WEIGHTS.part('{tmp_path}/mine.py:weight')\n"
+        "assert 'ppo_clip' in list(POLICY_LOSSES), list(POLICY_LOSSES)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_an_installed_package_adds_a_part(tmp_path: Path) -> None:
     """A package on the path whose metadata names an entry point, in a process of its own."""
     parts = (

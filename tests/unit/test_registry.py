@@ -384,6 +384,14 @@ def test_a_decorator_that_gives_another_name_counts(tmp_path: Path) -> None:
         POLICY_LOSSES.part(f"{file}:same")
 
 
+@pytest.mark.parametrize("decorator", ["", "@POLICY_LOSSES.register()\n"])
+def test_a_part_without_words_is_called_by_its_function(decorator: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        f"from rlctl.registry import POLICY_LOSSES\n\n\n{decorator}def bare(rule, inputs): ...\n"
+    )
+    assert POLICY_LOSSES.part(f"{tmp_path}/mine.py:bare").label == "bare"
+
+
 def test_a_plain_function_can_be_parts_of_two_kinds(tmp_path: Path) -> None:
     file = tmp_path / "plain.py"
     file.write_text("def mine(*arguments):\n    return None\n")
@@ -405,6 +413,11 @@ def test_a_plain_function_can_be_parts_of_two_kinds(tmp_path: Path) -> None:
         ({"thresholds": "2.0"}, "thresholds='2.0': give a list of texts"),
         ({"options": "actor.tau_pos"}, "options='actor.tau_pos': give a list of texts"),
         ({"options": ["tau_pos"]}, r"options=\['tau_pos'\]: write keys of the spec"),
+        ({"label": 3}, "label=3: give a text"),
+        ({"unbiased": "yes"}, "unbiased='yes': give True or False"),
+        ({"clip": "ppo"}, "clip='ppo': give a ClipBand"),
+        ({"of_batch": 1}, "of_batch=1: give a function"),
+        ({"known_responses": "36"}, "known_responses='36': give a function"),
         ({"data_sources": "mybench("}, "is no regular expression"),
     ],
 )

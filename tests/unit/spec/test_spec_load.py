@@ -109,6 +109,12 @@ def test_every_wrong_item_of_a_list_is_reported_and_compared_with_what_stands_th
         ("engine:\n  deepspeed:\n    zero_optimisation: {}\n", 3, "write zero_optimization"),
         ("engine:\n  deepspeed: none.json\n", 2, "must be a mapping, or a JSON file: No such file"),
         ("algorithm:\n  adv_params:\n    x: 1\n", 3, "rloo takes no parameters"),
+        ("actor:\n  lr: fast\n", 2, "must be a number, got 'fast'"),
+        ("rollout:\n  n: 2.5\n", 2, "must be an integer, got 2.5"),
+        ("rollout:\n  n: ten\n", 2, "must be an integer, got 'ten'"),
+        ("actor:\n  use_kl_loss: maybe\n", 2, "must be true or false, got 'maybe'"),
+        ("rollout:\n  num_samples: 8\n", 2, "use `rollout.n`"),
+        ("actor:\n  lr: 1e-6\n ppo_epochs: 1\n", 3, "correct the indentation"),
     ],
 )
 def test_frequent_mistakes_are_reported_with_their_line_and_what_to_write(text, line, words, tmp_path):
@@ -224,11 +230,35 @@ def test_sections_are_no_values(tmp_path):
     load_spec([], [commented_out], [])
 
 
-def test_arguments_that_are_something_else():
-    fixes = {problem.fix for problem in problems_of([], [], ["rloo-seq-is", "my.yaml", "~actor.lr"]).values()}
+def test_arguments_that_are_something_else(tmp_path):
+    write(tmp_path / "spec.yaml", "")
+    script = write(tmp_path / "run.sh", "")
+    given = ["rloo-seq-is", "my.yaml", "~actor.lr", str(tmp_path), str(script), "="]
+    fixes = {problem.fix for problem in problems_of([], [], given).values()}
     assert "for a preset write --preset rloo-seq-is" in fixes
     assert "for a spec file write --spec my.yaml" in fixes
-    assert any("set it to null" in fix for fix in fixes)
+    assert any("set it to null" in fix for fix in fixes if fix)
+    assert f"to continue this run write --resume {tmp_path}" in fixes
+    assert f"a spec is a .yaml file; for another framework's file: rlctl import {script}" in fixes
+    assert "write key=value without spaces" in fixes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "actor_rollout_ref:\n  rollout: {n: 8}\ndata:\n  train_batch_size: 8\n",
+        "model_name_or_path: x\nlearning_rate: 1e-6\nnum_generations: 8\n",
+    ],
+)
+def test_a_configuration_of_another_framework_is_named(text, tmp_path):
+    file = write(tmp_path / "a.yaml", text)
+    first = next(iter(problems_of([], [file]).values()))
+    assert (first.where, first.fix) == (str(file), f"rlctl import {file} --output spec.yaml")
+
+
+def test_a_spec_with_misspelled_keys_is_no_configuration_of_another_framework(tmp_path):
+    file = write(tmp_path / "a.yaml", "actor:\n  learning_rate: 1e-6\n  epochs: 1\nrollout:\n  n: 4\n")
+    assert set(problems_of([], [file])) == {"actor.learning_rate", "actor.epochs"}
 
 
 @pytest.mark.parametrize("name", list(all_presets()))

@@ -1,0 +1,91 @@
+"""`rlctl samples`: prints responses that a run sampled."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+import typer
+
+from rlctl.cli.command import AsJson, RunDirectory, print_json
+from rlctl.errors import UsageError, visible
+
+
+def samples(
+    run_dir: RunDirectory,
+    step: Annotated[
+        int | None,
+        typer.Option("--step", "-s", metavar="N", help="Responses of this step.", show_default="the last"),
+    ] = None,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Responses to show.")] = 5,
+    order: Annotated[
+        Literal["first", "reward", "worst", "gap"],
+        typer.Option("--sort", help="worst: by reward, rising; gap: largest |log ρ| first."),
+    ] = "first",
+    as_json: AsJson = False,
+) -> None:
+    """Print responses that a run sampled, with rewards and the log-ratio between both policies.
+
+    `log ρ` is the sum over a response of training log-prob minus rollout log-prob, in nats.
+
+      rlctl samples runs/rlctl/rloo-seq-is-20260101-120000
+
+      rlctl samples runs/rlctl/rloo-seq-is-20260101-120000 --step 40 --sort gap -n 3
+    """
+    from rlctl.track.open_run import open_run, steps_in_words
+
+    record = open_run(run_dir)
+    steps = record.rollout_steps()
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        what = f"the run saved no responses of step {chosen}"
+        raise UsageError(what, where=str(run_dir), fix=f"kept: {steps_in_words(steps)}")
+    rows = [_sample(row) for row in record.rollouts(chosen).to_pylist()]
+    rows = sorted(rows, key=_ORDERS[order])[:count]
+    if as_json:
+        print_json(rows)
+    else:
+        _print_samples(rows, chosen)
+
+
+def _reward(row: dict[str, Any]) -> float:
+    return -math.inf if row["reward"] is None else float(row["reward"])
+
+
+_ORDERS = {
+    "first": lambda _: 0,
+    "reward": lambda row: -_reward(row),
+    "worst": _reward,
+    "gap": lambda row: -abs(row["log_ratio"]),
+}
+
+
+def _sample(row: dict[str, Any]) -> dict[str, Any]:
+    from rlctl.track.open_run import log_ratios
+
+    ratios = log_ratios(row)
+    kept = ("step", "data_source", "prompt", "response", "ground_truth", "reward", "truncated")
+    extremes = {
+        "log_ratio": math.fsum(ratios) + 0.0,
+        "largest_token_log_ratio": max(map(abs, ratios), default=0.0),
+    }
+    return {key: row[key] for key in kept} | {"num_tokens": len(ratios)} | extremes
+
+
+def _print_samples(rows: list[dict[str, Any]], step: int) -> None:
+    from rich.text import Text
+
+    from rlctl.cli.output import unwrapped
+    from rlctl.tiny.embedded import DATA_SOURCE, WRITTEN
+
+    console = unwrapped()
+    for row in rows:
+        reward = "ungraded" if row["reward"] is None else f"{row['reward']:g}"
+        cut = ", cut off at the limit" if row["truncated"] else ""
+        head = f"step {step}  reward {reward}  {row['num_tokens']} tokens{cut}  log ρ {row['log_ratio']:+.4f}"
+        console.print(Text(f"{head} (largest token {row['largest_token_log_ratio']:.4f})", "bold"))
+        for name in ("prompt", "response", "ground_truth"):
+            console.print(Text.assemble((f"  {name.replace('_', ' '):<13}", "dim"), visible(row[name])))
+        console.print()
+    if any(row["data_source"] == DATA_SOURCE for row in rows):
+        console.print(Text(WRITTEN, "dim"))

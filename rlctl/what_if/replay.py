@@ -174,7 +174,7 @@ def _recommend(outcomes: dict[int, SettingOutcome], found: Proxies) -> Recommend
     better = float((found.error[1:, best] < found.error[1:, own]).mean())
     saved = 1.0 - float(found.error[0, best] / found.error[0, own])
     against = (
-        f"{upper}; it saves {saved:.0%} of the run's own error and is better in {better:.0%} of resamples"
+        f"{upper}; it saves {saved:.1%} of the run's own error and is better in {better:.0%} of resamples"
     )
     if better < DECISIVE or saved < MATERIAL:
         why = f"{against}: too small a gain; keep the run's setting"

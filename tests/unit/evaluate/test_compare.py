@@ -17,7 +17,7 @@ from rlctl.spec.rollout import RewardSpec
 def stored(tmp_path, make_samples):
     """Writes an evaluation of these rewards and returns its directory."""
 
-    def make(name, samples, n=None, template="t", reward=RewardSpec(), **sampling):
+    def make(name, samples, n=None, template="t", reward=None, **sampling):
         n = n or 1 + max(sample.sample_index for sample in samples)
         about = {
             "model": {"path": name, "run_dir": None, "step": None, "template_sha256": template},
@@ -26,7 +26,7 @@ def stored(tmp_path, make_samples):
             | {"max_response_length": 9}
             | sampling,
         }
-        evaluation = Evaluation(about, reward, summarise(samples, [1], n), [], 1.0)
+        evaluation = Evaluation(about, reward or RewardSpec(), summarise(samples, [1], n), [], 1.0)
         write_evaluation(tmp_path / name, evaluation, samples, page=False)
         return tmp_path / name
 

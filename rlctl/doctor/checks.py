@@ -133,10 +133,11 @@ def _clashes_of(pair: Pair, package: Package, packages: Mapping[str, Package]) -
         if not requirement.specifier.contains(required.version, True):
             found.append(f"requires {name}{requirement.specifier}, {required.version} is installed")
     other = packages.get(pair.on or "")
-    builds = {_build(package), _build(other)} if pair.same_build and other else set()
-    # Without a suffix, a build may be for any version of CUDA, but not for the CPU only.
-    if not found and len(builds) == 2 and ("cpu" in builds or None not in builds):
-        found.append(f"and {pair.on} {other.version} are different builds")
+    if other and pair.same_build and not found:
+        builds = {_build(package), _build(other)}
+        # Without a suffix, a build may be for any version of CUDA, but not for the CPU only.
+        if len(builds) == 2 and ("cpu" in builds or None not in builds):
+            found.append(f"and {pair.on} {other.version} are different builds")
     return found
 
 

@@ -118,7 +118,7 @@ def train(
     from rlctl.engine.launch import refuse_in_import, under_torchrun
     from rlctl.spec import load
     from rlctl.spec.run_spec import RunSpec
-    from rlctl.train.start import Announce, start_run
+    from rlctl.train.start import start_run
 
     refuse_in_import()
     if not isinstance(spec, RunSpec):
@@ -132,12 +132,11 @@ def train(
             where="callbacks",
             fix=f"start this script with torchrun --nproc-per-node {spec.trainer.n_gpus_per_node}",
         )
-    announce = Announce(note=_log.info, progress=lambda fraction, text: None)
     with _names_of_arguments():
         path, exit_code = start_run(
             spec,
             resume=None if resume is None else _path_of(resume, "resume"),
-            announce=announce,
+            note=_log.info,
             callbacks=callbacks,
             on_second_signal=_interrupt,
         )

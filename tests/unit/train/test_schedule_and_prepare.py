@@ -13,7 +13,7 @@ from rlctl.spec.run_spec import RunSpec
 from rlctl.track.run_dir import open_run_dir
 from rlctl.train.preflight import check_inputs, refuse_unsafe
 from rlctl.train.settings import actor_schedule, critic_schedule, lr_at
-from rlctl.train.start import Announce, start_run
+from rlctl.train.start import start_run
 from rlctl.train.stream import rank_positions
 
 
@@ -136,7 +136,7 @@ def test_a_masked_value_must_be_given_again(tmp_path: Path) -> None:
     assert [problem.key for problem in check_inputs(recorded)] == keys
     assert check_inputs(given) == []
     with pytest.raises(SpecError, match="end_token"):
-        start_run(recorded, resume=None, announce=Announce(print, print))
+        start_run(recorded, resume=None, note=print)
     assert refuse_unsafe(recorded, given) == []
 
 

@@ -169,6 +169,19 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
+def with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, as `object_pairs_hook` of `json`.
+
+    Raises:
+        ValueError: a key occurs twice.
+    """
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
+    return values
+
+
 def csv_delimiter(path: Path, head: bytes) -> str:
     """Returns the delimiter of the file's suffix, or another one if only that splits the header."""
     usual = "\t" if ".tsv" in path.name.lower() else ","
@@ -274,7 +287,7 @@ class _Document:
         self._path = path
         self._file = file
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        self._parse = json.JSONDecoder().raw_decode
+        self._parse = json.JSONDecoder(object_pairs_hook=with_unique_keys).raw_decode
         self._window = ""
         self._lines_before = 0
         self.at = 0  # position in the window
@@ -315,11 +328,12 @@ class _Document:
                 value, end = self._parse(self._window, self.at)
             except RecursionError:
                 raise self.wrong("nested too deeply", self.at) from None
-            except ValueError as error:  # invalid, or incomplete: more text decides
+            except json.JSONDecodeError as error:  # invalid, or incomplete: more text decides
                 held = len(self._window) - self.at
                 if held > MAX_LINE_BYTES or not self._more(max(READ_BYTES, held)):
-                    at = error.pos if isinstance(error, json.JSONDecodeError) else self.at
-                    raise self.wrong(getattr(error, "msg", str(error)), at) from None
+                    raise self.wrong(error.msg, error.pos) from None
+            except ValueError as error:  # a key that occurs twice, or a number of too many digits
+                raise self.wrong(str(error), self.at) from None
             else:
                 # A number at the end of the window may be incomplete: 1, 1.5, 1e+9.
                 if len(self._window) - end > len("e+") or not self._more(READ_BYTES):

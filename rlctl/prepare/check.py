@@ -10,6 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -21,7 +22,7 @@ import pyarrow.parquet as pq
 from rlctl.data.benchmarks import find_named
 from rlctl.data.blocks import Record
 from rlctl.data.read import COLUMNS, REQUIRED
-from rlctl.data.recipes import Recipe, recognise
+from rlctl.data.recipes import Recipe, read_rows, recognise
 from rlctl.data.records import is_integer
 from rlctl.data.sources import SPLIT_NAME, Source, find_sources, read_blocks, read_records
 from rlctl.prepare.duplicates import normalise, repeated, text_key
@@ -47,6 +48,8 @@ from rlctl.reward.trial import check_ground_truths
 
 #: Limits per file on the different problems and styles shown, and on the data sources without a grader.
 REASONS_SHOWN, SOURCES_SHOWN = 10, 20
+#: First rows of each file that show the instructions in its prompts.
+SAMPLED_ROWS = 2_000
 #: Bytes of text that one Arrow array with 32-bit offsets can address.
 OFFSET_BYTES = 1 << 31
 _ANSWERS = {"answer", "solution", "ground_truth", "label"}
@@ -122,7 +125,9 @@ def check(request: CheckRequest, progress: Progress | None = None) -> CheckRepor
         lengths = PromptLengths(
             request.model, trust_remote_code=request.trust_remote_code, chat_template_kwargs=kwargs
         )
-    reference = Reference.build((file.name, questions_of(file)) for file in find_named(request.against))
+    against = [(file.name, questions_of(file)) for file in find_named(request.against)]
+    first = (islice(read_rows(source), SAMPLED_ROWS) for source in sources if against)
+    reference = Reference.build(against, (row.question for _, row, _ in chain.from_iterable(first) if row))
     histogram = Histogram("tokens" if lengths else "characters")
     probes = _Probes(lengths, reference, request.max_prompt_length, histogram)
     progress.phase("reading", sum(source.path.stat().st_size for source in sources))

@@ -6,7 +6,6 @@ Memory holds one block of rows at a time, plus about 40 bytes of hashes and numb
 from __future__ import annotations
 
 import re
-from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ from rlctl.data.benchmarks import find_named
 from rlctl.data.blocks import Record
 from rlctl.data.read import COLUMNS, REQUIRED
 from rlctl.data.recipes import Recipe, read_rows, recognise
-from rlctl.data.records import is_integer
 from rlctl.data.sources import SPLIT_NAME, Source, find_sources, read_blocks, read_records
 from rlctl.prepare.duplicates import normalise, repeated, text_key
 from rlctl.prepare.findings import (
@@ -39,7 +37,7 @@ from rlctl.prepare.findings import (
     text_doubts,
     worst_first,
 )
-from rlctl.prepare.leakage import KINDS, Reference, leakage_comparison, mixed, questions_of
+from rlctl.prepare.leakage import KINDS, Reference, leakage_comparison, questions_of
 from rlctl.prepare.lengths import Histogram, MeasuredRow, PromptLengths, characters, template_findings
 from rlctl.prepare.request import Progress
 from rlctl.prepare.transform import usable_rows
@@ -170,7 +168,6 @@ class _FileCheck:
         self._styles: set[str] = set()
         self._reasons: dict[str, str] = {}  # problem without names and numbers → its first message
         self._bad, self._found = RowFindings(), RowFindings()
-        self._index, self._index_source = array("q"), array("Q")
         parts = []
         for block in read_blocks(source):
             usable, bad = usable_rows(self._recipe or Recipe("generic").resolve(), probes.lengths, block)
@@ -216,7 +213,7 @@ class _FileCheck:
         return found
 
     def _split_findings(self) -> list[DataFinding]:
-        """Findings about `extra_info`: mixed splits, a split other than the file name's, repeated indices."""
+        """Findings about `extra_info.split`: several values, or another one than the file's name."""
         found, where = [], (str(self.path),)
         if len(self._splits) > 1:
             counts = ", ".join(f"{split!r} {rows(count)}" for split, count in self._splits.most_common())
@@ -228,8 +225,7 @@ class _FileCheck:
             what = f"the file's name begins with {named[0]}, extra_info.split is {self.split}"
             fix = "rename the file, or correct the split"
             found.append(DataFinding("split-name", "warning", what, 1, where, fix))
-        keys = np.array(self._index, np.uint64) + mixed(np.array(self._index_source, np.uint64))
-        return found + row_finding("repeated-index", len(keys) - len(np.unique(keys)), where)
+        return found
 
     def _repeat_findings(self) -> list[DataFinding]:
         """Findings about repeated questions, and about those repeated with another ground truth."""
@@ -265,9 +261,6 @@ class _FileCheck:
                 self._found.add("style", record.where, style=row.style)
             if isinstance(split := row.extra.get("split"), str) and split:
                 self._splits[split] += 1
-            if is_integer(row.extra.get("index")):
-                self._index.append(row.extra["index"])
-                self._index_source.append(crc32(row.data_source.encode()))
             reward_model = values.get("reward_model")
             truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
             if self._schema is not None and isinstance(truth, list):

@@ -187,24 +187,16 @@ def test_ground_truths_of_every_style_that_a_rule_grades_are_checked(tmp_path, s
     assert prepare(request).counts["quarantined"] == is_graded
 
 
-def test_splits_index_styles_and_characters(tmp_path):
+def test_splits_styles_and_characters(tmp_path):
     rows = verl_rows(6)
     rows[0]["extra_info"]["split"] = "test"
-    rows[1]["extra_info"]["index"] = 2
     rows[2]["reward_model"]["style"] = "rule-lighteval/MATH_v2"
     rows[3]["prompt"][0]["content"] += "\x00"
     rows[4]["reward_model"]["ground_truth"] = "8\ufffd"
     path = write(tmp_path / "test-3.parquet", rows)
     found = set(codes(path))
     assert "split-name" not in codes(write(tmp_path / "tests_of_arithmetic.parquet", rows))
-    expected = {
-        "mixed-splits",
-        "split-name",
-        "repeated-index",
-        "style",
-        "control-characters",
-        "lost-characters",
-    }
+    expected = {"mixed-splits", "split-name", "style", "control-characters", "lost-characters"}
     assert expected <= found <= expected | {"ground-truth"}
     assert the("control-characters", path).examples == (f"{path}:4: U+0000",)
 

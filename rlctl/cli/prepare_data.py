@@ -112,7 +112,7 @@ def parquet(
         str | None, typer.Option(metavar="COLUMN", help="Column that names each row's source instead.")
     ] = None,
     system_prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="System message of each conversation, in place of its own.")
+        str | None, typer.Option(metavar="TEXT", help="System message, in place of a conversation's own.")
     ] = None,
     instruction: Instruction = None,
     val_fraction: Annotated[

@@ -13,14 +13,7 @@ from typing import Any, NamedTuple
 import orjson
 import pyarrow as pa
 
-from rlctl.data.text_files import BOM, MAX_LINE_BYTES, with_unique_keys
-
-
-class OversizedLine(NamedTuple):
-    """A line over `MAX_LINE_BYTES`: its first bytes, and its length in bytes."""
-
-    head: bytes
-    length: int
+from rlctl.data.text_files import BOM, with_unique_keys
 
 
 class CsvRows(NamedTuple):
@@ -38,7 +31,7 @@ class ArrowRows(NamedTuple):
 
 
 #: `bytes`: lines of JSON; a list: elements of a JSON array.
-Content = bytes | list[Any] | CsvRows | ArrowRows | OversizedLine
+Content = bytes | list[Any] | CsvRows | ArrowRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +85,6 @@ def records_of(block: Block) -> Iterator[Record]:
             return _csv_records(block, table)
         case ArrowRows(stream):
             return _arrow_records(block, stream)
-        case OversizedLine(head, length):
-            problem = f"a line of {length / 2**20:.0f} MiB (the limit is {MAX_LINE_BYTES >> 20})"
-            return iter([Record(block.path, block.first_number, None, problem, head + b"...")])
         case rows:
             numbered = enumerate(rows, block.first_number)
             return (_checked(block.path, number, values) for number, values in numbered)

@@ -48,8 +48,6 @@ from rlctl.reward.trial import check_ground_truths
 REASONS_SHOWN, SOURCES_SHOWN = 10, 20
 #: First rows of each file that show the instructions in its prompts.
 SAMPLED_ROWS = 2_000
-#: Bytes of text that one Arrow array with 32-bit offsets can address.
-OFFSET_BYTES = 1 << 31
 _ANSWERS = {"answer", "solution", "ground_truth", "label"}
 #: Between the names of a list and its fields, in the path of a Parquet column.
 _LIST = re.compile(r"\.list\.(?:element|item)")
@@ -323,7 +321,7 @@ def _is_verl(names: list[str]) -> bool:
 
 
 def column_findings(path: Path, schema: pa.Schema) -> list[DataFinding]:
-    """Findings about missing, unknown and null-type columns, and text too large for 32-bit offsets."""
+    """Findings about missing, unknown and null-type columns."""
     found: list[DataFinding] = []
 
     def add(code: str, severity: Any, what: str, names: list[str], fix: str) -> None:
@@ -338,21 +336,8 @@ def column_findings(path: Path, schema: pa.Schema) -> list[DataFinding]:
         other = [name for name in schema.names if name not in COLUMNS]
         fix = "put what a grader needs into extra_info"
         add("unknown-columns", "info", "columns that training does not read: {0}", other, fix)
-    metadata = pq.read_metadata(path)
-    groups = [metadata.row_group(place) for place in range(metadata.num_row_groups)]
-    nulls, large = [], []
-    for place in range(metadata.num_columns):
-        column = metadata.schema.column(place)
-        name = _LIST.sub("", column.path)
-        if column.logical_type.type in {"NULL", "UNKNOWN"}:
-            nulls.append(name)
-        size = sum(group.column(place).total_uncompressed_size for group in groups)
-        whole = next(field for field in schema if f"{column.path}.".startswith(f"{field.name}."))
-        is_large = "large_" in str(whole.type)
-        if size >= OFFSET_BYTES and column.physical_type == "BYTE_ARRAY" and not is_large:
-            large.append(f"{name} ({size / 2**30:.1f} GiB)")
     fix = "give the column a type: other files of the same data set will not concatenate with it"
-    add("null-type", "warning", "of type null: {0}", nulls, fix)
-    fix = "write it as large_string, or in several files: readers that load the column at once fail"
-    add("small-offsets", "warning", "over 2 GiB of text with 32-bit offsets: {0}", large, fix)
+    columns = pq.read_metadata(path).schema
+    names = [_LIST.sub("", one.path) for one in columns if one.logical_type.type in {"NULL", "UNKNOWN"}]
+    add("null-type", "warning", "of type null: {0}", names, fix)
     return found

@@ -82,9 +82,7 @@ class Reference:
         return Reference.load, (self._directory, self.names)
 
     @classmethod
-    def build(
-        cls, files: Iterable[tuple[str, Iterable[str]]], compared: Iterable[str] = ()
-    ) -> Reference:
+    def build(cls, files: Iterable[tuple[str, Iterable[str]]], compared: Iterable[str] = ()) -> Reference:
         """Builds a reference from (name, questions) of each file; skips files without questions.
 
         `compared`: a sample of the questions to compare. What most of them share is an instruction, which a
@@ -146,7 +144,7 @@ def _once_per_question(keys: WordKeys, chosen: NDArray[np.bool_]) -> Hashes:
 def _hashes(
     questions: Iterator[str], common_share: float = COMMON_SHARE
 ) -> tuple[dict[Kind, Hashes], Hashes]:
-    """Sorted hashes of questions, of those with masked numbers, and of the rare n-grams; and common n-grams."""
+    """Sorted hashes of questions, of those with masked numbers, of rare n-grams; and of common n-grams."""
     seen: set[int] = set()
     masked, ngrams = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
     while chunk := list(islice(questions, HASHED_AT_ONCE)):

@@ -8,7 +8,6 @@ import pytest
 
 from rlctl.data.read import load_rows
 from rlctl.errors import UsageError
-from rlctl.prepare import check as check_module
 from rlctl.prepare import findings
 from rlctl.prepare.check import CheckRequest, check
 from rlctl.prepare.findings import reaches
@@ -227,20 +226,6 @@ def test_rows_the_template_refuses_are_bad_rows(tmp_path):
     rows[1]["prompt"].insert(0, {"role": "system", "content": "Be kind."})
     path = write(tmp_path / "a.parquet", rows)
     assert the("bad-rows", path, model=model).examples[0].startswith(f"{path}:2: the model's chat template")
-
-
-def test_text_beyond_32_bit_offsets(tmp_path, monkeypatch):
-    monkeypatch.setattr(check_module, "OFFSET_BYTES", 100)
-    small = write(tmp_path / "small.parquet", verl_rows(50))
-    finding = the("small-offsets", small)
-    assert "prompt.content" in finding.what
-    assert "data_source" not in finding.what, "a dictionary of one name is short"
-    table = pq.read_table(small)
-    wide = pa.struct([("role", pa.string()), ("content", pa.large_string())])
-    column = table["prompt"].cast(pa.list_(wide))
-    pq.write_table(table.set_column(1, "prompt", column), tmp_path / "wide.parquet")
-    found = check(CheckRequest((str(tmp_path / "wide.parquet"),))).findings
-    assert "prompt" not in "".join(finding.what for finding in found if finding.code == "small-offsets")
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1garbagePAR1"])

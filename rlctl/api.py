@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
-from rlctl.errors import RunFailure, UsageError, in_words
+from rlctl.errors import RunFailure, UsageError, failing_together, in_words
 from rlctl.registry import Registry
 from rlctl.track.open_run import RunRecord, open_run
 from rlctl.user_code import call_problem
@@ -466,7 +466,7 @@ def correct(
         if not hasattr(value, "detach") and (value is not None or name in given):
             raise UsageError(f"is a {type(value).__name__}", where=name, fix="give a torch tensor")
     ranks = current_ranks(log_probs.device)
-    with ranks.agreeing():
+    with failing_together(ranks.first):
         policies = log_probs.detach(), rollout_log_probs.detach()
         result = correction.correct(*policies, response_mask, rules, advantages=advantages, age=age)
         for name in ("log_probs", "rollout_log_probs"):

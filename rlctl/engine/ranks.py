@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlctl.algos.metric_sums import Additive
 from rlctl.engine.launch import LostRank
-from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
+from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.processes import free_port
 from rlctl.spec.machine import gpus, gpus_are_hidden
 
@@ -84,22 +84,6 @@ class Ranks:
     def first(self, text: str) -> str:
         """The first text in rank order that is not empty; "" if all are empty."""
         return next(filter(None, self.exchange([text])), "")
-
-    @contextmanager
-    def agreeing(self) -> Iterator[None]:
-        """Runs a block without collectives; if it raises on one rank, all ranks raise (a collective).
-
-        Raises:
-            RunFailure: the block raised on other ranks only.
-        """
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as raised:
-            error = raised
-        if self.max(float(error is not None)):
-            words = self.first("" if error is None else f"rank {self.rank}: {error}")
-            raise error or RunFailure(f"another rank failed, {words}")
 
     def gather(self, values: list[_Value]) -> list[_Value]:
         """Values of all ranks, in rank order, on the main rank; empty on other ranks."""

@@ -190,7 +190,7 @@ def with_nan_advantages_on_rank_1(ranks: Ranks) -> str:
 def test_an_error_on_one_rank_ends_the_call_on_all(tmp_path: Path) -> None:
     own = "advantages are NaN or infinite where response_mask is True"
     assert on_ranks(2, with_nan_advantages_on_rank_1, where=tmp_path) == [
-        f"RunFailure: another rank failed, rank 1: {own}",
+        f"RunFailure: another rank failed: {own}",
         f"ValueError: {own}",
     ]
 

@@ -328,7 +328,7 @@ def reward_hacking(run: RunLog) -> Detection | Skipped | None:
 
 
 def _length_penalty(run: RunLog) -> Iterator[Fix]:
-    """A length penalty that grows towards the limit (DAPO, section 3.4), unless one is configured."""
+    """A length penalty that grows towards the limit (DAPO), unless one is configured."""
     limit, spec = run.facts.max_response_length, run.spec
     if limit and limit >= 8 and (spec is None or spec.reward.overlong.buffer_length <= 0):
         setting = f"reward.overlong.buffer_length={limit // 4}"

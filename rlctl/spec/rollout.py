@@ -201,7 +201,7 @@ class CodeSpec(Section):
 
 
 class OverlongSpec(Section):
-    """Soft penalty for responses near the length limit (DAPO, section 3.4)."""
+    """Soft penalty for responses near the length limit (DAPO)."""
 
     buffer_length: int = Field(default=0, ge=0)
     """Tokens before `data.max_response_length` over which the penalty grows linearly; 0: no penalty."""

@@ -28,6 +28,7 @@ from rlctl.train.preflight import check_data, num_batches
 from rlctl.train.run import Run, past_metrics
 from rlctl.train.saving import Restored, restore
 from rlctl.train.score_batch import kl_controller
+from rlctl.train.settings import is_sync_due
 from rlctl.train.stop import StopRequest, Watchdog
 from rlctl.train.stream import PromptDraws, RolloutStream, sample_batch
 from rlctl.train.sync import confirm_sync
@@ -116,6 +117,9 @@ def build(
         policy_version=restored.policy_version,
         history=past_metrics(run_dir) if resume else [],
     )
+    if resume and not is_sync_due(run, run.start_step):
+        note = "the run stopped between two weight syncs: the next responses are sampled with newer weights"
+        tracker.note(f"warning: {note} than without the interruption")
     confirm_sync(run, run.start_step)
     return run
 

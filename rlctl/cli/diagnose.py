@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import IO, TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
@@ -16,6 +17,7 @@ from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress, TaskID
     from rich.table import Table
 
     from rlctl.diagnose.rule import Diagnosis
@@ -121,18 +123,27 @@ def diagnose(
 
 
 def read_runs(paths: Sequence[Path], wanted: frozenset[str]) -> list[RunLog]:
-    """Reads the runs one by one; a terminal shows which."""
-    from rich.console import Console
-    from rich.text import Text
+    """Reads the runs one by one, with a progress bar on a terminal."""
+    from rich.progress import TaskProgressColumn, TimeRemainingColumn
 
+    from rlctl.cli.output import progress_bar
     from rlctl.diagnose.diagnosis_report import visible
     from rlctl.diagnose.readers.detect import read_run
 
     runs = []
     for path in paths:
-        with Console(stderr=True, quiet=path == Path("-")).status(Text(visible(f"reading {path}"))):
-            runs.append(read_run(path, wanted))
+        bar = progress_bar(TaskProgressColumn(), TimeRemainingColumn())
+        bar.disable |= path == Path("-")  # it would disturb what is being pasted
+        with bar:
+            task = bar.add_task(visible(f"reading {path}"), total=None)
+            runs.append(read_run(path, wanted, partial(_tracked, bar, task)))
     return runs
+
+
+def _tracked(bar: Progress, task: TaskID, file: Path) -> IO[bytes]:
+    """The file, opened for reading; the bar shows the position."""
+    bar.reset(task)
+    return io.BufferedReader(bar.open(file, "rb", task_id=task))  # type: ignore[arg-type]
 
 
 def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None) -> None:

@@ -54,7 +54,7 @@ def _less_rejection(run: RunLog) -> tuple[Fix, ...]:
 )  # fmt: skip
 def rejected(run: RunLog) -> Detection | None:
     """Rejection keeps most tokens."""
-    return detect_crossing(run, th.MASKED, "rejection drops {worst:.0%} of the response tokens {where}")
+    return detect_crossing(run, th.MASKED, "rejection drops {worst:.0%} of the training data {where}")
 
 
 def _bound_the_mean(run: RunLog) -> Iterator[Fix]:

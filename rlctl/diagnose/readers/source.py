@@ -8,24 +8,30 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
 from rlctl.diagnose.table import STDIN
 
+OpenFile = Callable[[Path], IO[bytes]]
 _GZIP = b"\x1f\x8b"
 _CHUNK_BYTES = 1 << 16
+
+
+def open_binary(file: Path) -> IO[bytes]:
+    """Opens a file for reading."""
+    return file.open("rb")
 
 
 class LogSource:
     """One file to read."""
 
-    def __init__(self, path: Path, file: Path) -> None:
+    def __init__(self, path: Path, file: Path, open_file: OpenFile) -> None:
         self.path = path  # the path that the user gave
         self.notes: list[str] = []  # damage that was tolerated when decompressing; filled while reading
-        self._file = file  # the same path, or a copy on disk
+        self._file, self._open_file = file, open_file  # the same path, or a copy on disk
         with file.open("rb") as stream:
             self.is_gzip = stream.read(len(_GZIP)) == _GZIP
         with self.open() as stream:
@@ -34,7 +40,7 @@ class LogSource:
     def open(self) -> IO[bytes]:
         """The decompressed bytes from the start."""
         self.notes.clear()
-        raw = self._file.open("rb")
+        raw = self._open_file(self._file)
         return io.BufferedReader(_TolerantGzip(raw, self.notes), _CHUNK_BYTES) if self.is_gzip else raw
 
     @contextmanager
@@ -48,17 +54,17 @@ class LogSource:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[LogSource]:
+def opened(path: Path, open_file: OpenFile) -> Iterator[LogSource]:
     """Opens the source at `path`; input that can be read only once (standard input) is copied to disk.
 
     Raises:
         OSError: the path cannot be read.
     """
     if path.is_file() and path != STDIN:
-        yield LogSource(path, path)
+        yield LogSource(path, path, open_file)
         return
     with nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb") as pipe, _copied(pipe) as copy:
-        yield LogSource(path, copy)
+        yield LogSource(path, copy, open_file)
 
 
 @contextmanager

@@ -293,6 +293,7 @@ TRIGGERS = {
     "staleness": [
         ("warning", always(training__staleness_max=20.0), ["rollout.staleness=10"]),  # 2 updates per batch
         ("warning", always(training__staleness_max=20.0), ["rollout.max_staleness=10"]),
+        ("warning", always(training__staleness_mean=20.0, training__staleness_max=None), []),
         ("warning", always(training__stale_dropped=lambda s: 4 * s + s % 7), []),
         ("warning", always(training__stale_dropped=lambda s: s**2), []),  # counted since the start
     ],

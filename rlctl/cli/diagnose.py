@@ -143,7 +143,7 @@ def read_runs(paths: Sequence[Path], wanted: frozenset[str]) -> list[RunLog]:
 def _tracked(bar: Progress, task: TaskID, file: Path) -> IO[bytes]:
     """The file, opened for reading; the bar shows the position."""
     bar.reset(task)
-    return io.BufferedReader(bar.open(file, "rb", task_id=task))  # type: ignore[arg-type]
+    return io.BufferedReader(bar.open(file, "rb", task_id=task))  # type: ignore[type-var]
 
 
 def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None) -> None:

@@ -140,9 +140,8 @@ def _position_of_equal(run: RunLog, rewards: NDArray[np.float64]) -> float | Non
     another, these are taken as the worst and the best; otherwise rewards that are all 0 count as wrong.
     """
     middle = float(np.median(rewards)) if len(rewards) else None
-    position = run.reward_position(middle)
-    if middle is None or position is not None:
-        return position
+    if middle is None or run.reward_span:
+        return run.reward_position(middle)
     score = run.table.series(th.SCORE).values
     low, high = float(score.min()), float(score.max())
     if low.is_integer() and high.is_integer() and low < high:
@@ -239,11 +238,13 @@ def entropy(run: RunLog) -> Detection | None:
         found = Detection("warning", what, (seen,))
     if found is None:
         return None
-    found = replace(found, severity="warning")
-    if len(run.table.series(th.SCORE)):
+    gains = run.likely_span is None and rises(run.table, th.SCORE)
+    found = replace(found, severity="info" if gains else "warning")
+    if run.likely_span:
         return found
-    doubt: Sure = ("low", "without the reward, low entropy may be success")
-    return found.with_doubt(doubt, f"{th.SCORE} would show whether the policy has learned")
+    unknown = ", ".join(th.REWARDS[1:] if len(run.table.series(th.SCORE)) else th.REWARDS)
+    doubt: Sure = ("low", "without the reward and its range, low entropy may be success")
+    return found.with_doubt(doubt, f"{unknown} would show whether the policy has learned")
 
 
 def _halved_while_flat(run: RunLog) -> tuple[float, float] | None:
@@ -422,7 +423,7 @@ def length_growth(run: RunLog) -> Detection | Skipped | None:
 )  # fmt: skip
 def flat_reward(run: RunLog) -> Detection | Skipped | None:
     """The reward moves in a long run."""
-    series, span = run.table.series(th.SCORE), run.reward_span
+    series, span, likely = run.table.series(th.SCORE), run.reward_span, run.likely_span
     steps = int(series.steps[-1] - series.steps[0])
     if steps > LONGEST_INTERVAL * len(series):
         steps = len(series) - 1
@@ -430,8 +431,7 @@ def flat_reward(run: RunLog) -> Detection | Skipped | None:
     if steps < least:
         return Skipped(f"the log covers {steps} steps, and a flat reward counts from {least}")
     values = series.values
-    in_unit = span is None and values.min() >= 0.0 and values.max() <= 1.0
-    low, high = span or ((0.0, 1.0) if in_unit else (0.0, float(np.abs(values).max())))
+    low, high = likely or (0.0, float(np.abs(values).max()))
     fifths = np.array_split(values, min(5, len(values) // 2))
     parts = [float(np.median(part)) for part in fifths]
     moves = np.ptp(parts) >= th.FLAT_REWARD * (high - low) or max(parts) > FLAT_GROWTH * parts[0] > 0.0
@@ -440,11 +440,11 @@ def flat_reward(run: RunLog) -> Detection | Skipped | None:
         return None
     unknown = (
         "taken to be 0 to 1"
-        if in_unit
+        if likely
         else f"{th.BEST} and {th.WORST} would show whether a higher reward is possible"
     )
     return Detection(
-        "warning" if position < th.MOSTLY_RIGHT and (span or in_unit) else "info",
+        "warning" if position < th.MOSTLY_RIGHT and likely else "info",
         f"the reward stays at {np.median(values):.2g} over {steps:,} steps",
         (change_evidence(th.SCORE, parts[0], parts[-1], series.steps),),
         could_not_check=() if span else (f"the rewards' range is not logged: {unknown}",),

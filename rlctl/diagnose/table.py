@@ -164,9 +164,16 @@ class RunLog:
             return None
         return float(worst.min()), float(best.max())
 
+    @property
+    def likely_span(self) -> tuple[float, float] | None:
+        """`reward_span`, or where it is not logged 0 to 1, if all mean rewards are; None where unknown."""
+        score = self.table.series(th.SCORE).values
+        in_unit = len(score) > 0 and score.min() >= 0.0 and score.max() <= 1.0
+        return self.reward_span or ((0.0, 1.0) if in_unit else None)
+
     def reward_position(self, score: float | None) -> float | None:
-        """Position of a mean reward between the worst (0) and the best (1) single one; None where unknown."""
-        span = self.reward_span
+        """Position of a mean reward in the likely span, from 0 (worst) to 1 (best); None where unknown."""
+        span = self.likely_span
         return None if score is None or span is None else (score - span[0]) / (span[1] - span[0])
 
     @property

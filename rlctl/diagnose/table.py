@@ -108,11 +108,8 @@ class Facts:
     kl_coef: float | None = None  # of the KL penalty to the reference, in loss or reward; 0.0 without one
     dtype: str | None = None  # of the trainer's forward pass: `bf16`, `fp16`, `fp32`
     lr: float | None = None  # the policy's peak learning rate
-    #: the logged effective sample size is computed from bounded weights, which hide a heavy tail
-    ess_after_truncation: bool | None = None
-    ess_length_weighted: bool | None = None  # it counts a sequence's weight once per token
-    #: whether `rollout_corr/rollout_is_*` describes weights before or after their bound
-    weights_are: Literal["raw", "applied"] | None = None
+    ess_length_weighted: bool | None = None  # the logged one counts a sequence's weight once per token
+    logs_correction: bool | None = None  # weights and rejection are logged whenever they are configured
     dialect: Literal["rlctl", "verl"] | None = None  # the naming that `rollout_rs` and its bounds follow
 
 

@@ -48,11 +48,7 @@ def test_verls_own_logs(name):
     assert run.table.nonfinite["actor/grad_norm"].tolist() == [5]
     assert "rejection" in run.origins["rollout_corr/rollout_is_eff_sample_size"].meaning
     assert run.origins["rollout_corr/kl"].meaning == ""
-    assert (run.facts.ess_after_truncation, run.facts.weights_are, run.facts.dialect) == (
-        True,
-        "applied",
-        "verl",
-    )
+    assert (run.facts.logs_correction, run.facts.dialect) == (True, "verl")
     assert run.notes == ()
 
 
@@ -72,9 +68,8 @@ def test_verls_printed_configuration_gives_facts():
         kl_coef=0.001,
         dtype="bf16",
         lr=1e-6,
-        ess_after_truncation=True,
         ess_length_weighted=True,
-        weights_are="applied",
+        logs_correction=True,
         dialect="verl",
     )
 
@@ -468,6 +463,17 @@ def test_prime_rls_console(tmp_path):
     }
     for key, value in expected.items():
         assert values(run, key) == pytest.approx([value])
+
+
+def test_losses_that_always_weigh_tokens_are_known_to_do_so(tmp_path):
+    prime = '{"step": 1, "optim/grad_norm": 0.5, "mismatch_kl/all/mean": 0.4}\n'
+    areal = '{"step": 1, "ppo_actor/update/grad_norm": 0.5, "ppo_actor/update/behave_imp_weight/avg": 0.4}\n'
+    for row in (prime, areal):
+        run = read(tmp_path, row)
+        assert run.facts.rollout_is == "token"
+        fixes = [setting for one in examine(run).findings for fix in one.fixes for setting in fix.spec]
+        assert not any("rollout_is" in setting for setting in fixes)
+    assert read(tmp_path, areal.replace("behave_imp_weight", "importance_weight")).facts.rollout_is is None
 
 
 def test_shares_of_several_agents_of_prime_rl_are_not_summed(tmp_path):

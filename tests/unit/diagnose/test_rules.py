@@ -344,18 +344,32 @@ def test_every_rule_is_tried():
 @pytest.mark.parametrize("key", KEYS)
 def test_a_fix_names_the_keys_that_other_frameworks_read(key):
     for framework, setting in change(f"{key}=1").others.items():
-        if framework != "ms-swift":  # TRL's keys
+        if framework not in OTHERS:
             rule = table(framework).rule(setting.removeprefix("--").replace("=", " ").partition(" ")[0])
             assert rule is not None
             assert (rule.unsupported, rule.to or key) == ("", key)
 
 
-#: Options of ms-swift 4 that fixes name (`args_mixin.py`, `rlhf_args.py`, Hugging Face's training arguments).
-SWIFT = {
-    "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold", "overlong_filter",
-    "use_vllm", "dynamic_sample", "epsilon_high", "num_iterations", "steps_per_generation", "num_generations",
-    "beta", "temperature", "max_completion_length", "loss_type", "learning_rate", "max_grad_norm", "bf16",
-    "fp16",
+#: Options that fixes name, of frameworks that `rlctl import` does not read: of ms-swift 4 (`args_mixin.py`,
+#: `rlhf_args.py`, Hugging Face's arguments), SkyRL (`train/config/config.py`) and AReaL (`cli_args.py`).
+OTHERS = {
+    "ms-swift": {
+        "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold", "overlong_filter",
+        "use_vllm", "dynamic_sample", "epsilon_high", "num_iterations", "steps_per_generation",
+        "num_generations", "beta", "temperature", "max_completion_length", "loss_type", "learning_rate",
+        "max_grad_norm", "bf16", "fp16",
+    },
+    "skyrl": {
+        *(f"trainer.algorithm.{key}" for key in ("eps_clip_high", "kl_loss_coef",
+                                                 "off_policy_correction.tis_ratio_type")),
+        *(f"trainer.policy.optimizer_config.{key}" for key in ("lr", "max_grad_norm")),
+        "trainer.update_epochs_per_batch", "generator.n_samples_per_prompt",
+        *(f"generator.sampling_params.{key}" for key in ("temperature", "max_generate_length")),
+    },
+    "areal": {
+        "actor.optimizer.lr", "actor.optimizer.gradient_clipping", "actor.eps_clip_higher", "actor.kl_ctl",
+        "gconfig.n_samples", "gconfig.temperature", "gconfig.max_new_tokens",
+    },
 }  # fmt: skip
 
 
@@ -378,11 +392,12 @@ def test_every_setting_that_a_fix_names_exists_in_its_framework(facts):
             finding = rule.apply(run)
             fixes = [*rule._fixes(run), *getattr(finding, "fixes", ())]
             named |= {(name, text): rule.name for fix in fixes for name, text in fix.others.items()}
-    assert {name for name, _ in named} >= {"verl", "trl", "openrlhf", "slime", "nemo-rl", "ms-swift"} or facts
+    read = {"verl", "trl", "openrlhf", "slime", "nemo-rl", "prime-rl"}
+    assert {name for name, _ in named} >= read | OTHERS.keys() or facts
     for framework, text in named:
         for key in set(settings_of(text)) - {"max_staleness"}:  # of TRL's AsyncGRPOConfig
-            if framework == "ms-swift":
-                assert key in SWIFT, text
+            if framework in OTHERS:
+                assert key in OTHERS[framework], text
             elif "engine_kwargs" not in key:
                 rule = table(framework).rule(key.removeprefix("+"))
                 assert rule is not None, (framework, text)

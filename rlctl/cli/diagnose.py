@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
@@ -17,7 +16,6 @@ from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, TaskID
     from rich.table import Table
 
     from rlctl.diagnose.rule import Diagnosis
@@ -136,14 +134,9 @@ def read_runs(paths: Sequence[Path], wanted: frozenset[str]) -> list[RunLog]:
         bar.disable |= path == Path("-")  # it would disturb what is being pasted
         with bar:
             task = bar.add_task(visible(f"reading {path}"), total=None)
-            runs.append(read_run(path, wanted, partial(_tracked, bar, task)))
+            tracked = partial(bar.open, mode="rb", task_id=task)
+            runs.append(read_run(path, wanted, tracked))  # type: ignore[arg-type]
     return runs
-
-
-def _tracked(bar: Progress, task: TaskID, file: Path) -> IO[bytes]:
-    """The file, opened for reading; the bar shows the position."""
-    bar.reset(task)
-    return io.BufferedReader(bar.open(file, "rb", task_id=task))  # type: ignore[type-var]
 
 
 def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None) -> None:

@@ -18,56 +18,44 @@ _NEMO_MASK, _NEMO_TRUNCATE = (
     f"loss_fn.use_importance_sampling_correction=true {_NEMO_IS}type={kind}" for kind in ("icepop", "tis")
 )
 
-#: rlctl's key → the same setting in each of `_FRAMEWORKS`; empty where there is none. The keys of rollout
+#: rlctl's key → the same setting in each of `_FRAMEWORKS`, `–` where there is none. The keys of rollout
 #: correction are the same in verl. LLaMA-Factory and ms-swift use TRL's keys, ms-swift as options.
 _FRAMEWORKS = ("verl", "trl", "openrlhf", "slime", "nemo-rl", "prime-rl", "skyrl", "areal")
-KEYS: dict[str, tuple[str, str, str, str, str, str, str, str]] = {
-    "actor.lr": (
-        f"{_ACTOR}optim.lr", "learning_rate", "--actor.adam.lr", "--lr", "policy.optimizer.kwargs.lr",
-        "trainer.optim.lr", "trainer.policy.optimizer_config.lr", "actor.optimizer.lr",
-    ),
-    "actor.ppo_epochs": (
-        f"{_ACTOR}ppo_epochs", "num_iterations", "--train.max_epochs", "", "", "",
-        "trainer.update_epochs_per_batch", "",
-    ),
-    "actor.grad_clip": (
-        f"{_ACTOR}optim.clip_grad", "max_grad_norm", "--actor.max_norm", "--clip-grad",
-        "policy.max_grad_norm", "trainer.optim.max_norm", "trainer.policy.optimizer_config.max_grad_norm",
+KEYS = {
+    "actor.lr":
+        f"{_ACTOR}optim.lr learning_rate --actor.adam.lr --lr policy.optimizer.kwargs.lr "
+        "trainer.optim.lr trainer.policy.optimizer_config.lr actor.optimizer.lr",
+    "actor.ppo_epochs":
+        f"{_ACTOR}ppo_epochs num_iterations --train.max_epochs – – – trainer.update_epochs_per_batch",
+    "actor.grad_clip":
+        f"{_ACTOR}optim.clip_grad max_grad_norm --actor.max_norm --clip-grad policy.max_grad_norm "
+        "trainer.optim.max_norm trainer.policy.optimizer_config.max_grad_norm "
         "actor.optimizer.gradient_clipping",
-    ),
-    "actor.clip_ratio_high": (
-        f"{_ACTOR}clip_ratio_high", "epsilon_high", "", "--eps-clip-high", "loss_fn.ratio_clip_max", "",
-        "trainer.algorithm.eps_clip_high", "actor.eps_clip_higher",
-    ),
-    "actor.kl_loss_coef": (
-        f"{_ACTOR}kl_loss_coef", "beta", "--algo.kl.init_coef", "--kl-loss-coef",
-        "loss_fn.reference_policy_kl_penalty", "", "trainer.algorithm.kl_loss_coef", "actor.kl_ctl",
-    ),
-    "algorithm.kl_ctrl.kl_coef": (
-        "algorithm.kl_ctrl.kl_coef", "beta", "--algo.kl.init_coef", "--kl-coef", "", "",
-        "trainer.algorithm.kl_loss_coef", "actor.kl_ctl",
-    ),
-    "actor.loss_agg_mode": (f"{_ACTOR}loss_agg_mode", "", "", "", "", "", "", ""),
-    "rollout.n": (
-        f"{_ROLLOUT}n", "num_generations", "--rollout.n_samples_per_prompt", "--n-samples-per-prompt",
-        "grpo.num_generations_per_prompt", "orchestrator.group_size", "generator.n_samples_per_prompt",
+    "actor.clip_ratio_high":
+        f"{_ACTOR}clip_ratio_high epsilon_high – --eps-clip-high loss_fn.ratio_clip_max – "
+        "trainer.algorithm.eps_clip_high actor.eps_clip_higher",
+    "actor.kl_loss_coef":
+        f"{_ACTOR}kl_loss_coef beta --algo.kl.init_coef --kl-loss-coef "
+        "loss_fn.reference_policy_kl_penalty – trainer.algorithm.kl_loss_coef actor.kl_ctl",
+    "algorithm.kl_ctrl.kl_coef":
+        "algorithm.kl_ctrl.kl_coef beta --algo.kl.init_coef --kl-coef – – "
+        "trainer.algorithm.kl_loss_coef actor.kl_ctl",
+    "actor.loss_agg_mode": f"{_ACTOR}loss_agg_mode",
+    "rollout.n":
+        f"{_ROLLOUT}n num_generations --rollout.n_samples_per_prompt --n-samples-per-prompt "
+        "grpo.num_generations_per_prompt orchestrator.group_size generator.n_samples_per_prompt "
         "gconfig.n_samples",
-    ),
-    "rollout.temperature": (
-        f"{_ROLLOUT}temperature", "temperature", "--rollout.temperature", "--rollout-temperature",
-        "policy.generation.temperature", "orchestrator.train.sampling.temperature",
-        "generator.sampling_params.temperature", "gconfig.temperature",
-    ),
-    "data.max_response_length": (
-        "data.max_response_length", "max_completion_length", "--rollout.max_new_tokens",
-        "--rollout-max-response-len", "policy.generation.max_new_tokens",
-        "orchestrator.train.sampling.max_completion_tokens", "generator.sampling_params.max_generate_length",
-        "gconfig.max_new_tokens",
-    ),
-    "critic.ppo_epochs": ("critic.ppo_epochs", "", "", "", "", "", "", ""),
-    "trainer.critic_warmup": (
-        "trainer.critic_warmup", "", "--critic.freezing_steps", "--num-critic-only-steps", "", "", "", ""
-    ),
+    "rollout.temperature":
+        f"{_ROLLOUT}temperature temperature --rollout.temperature --rollout-temperature "
+        "policy.generation.temperature orchestrator.train.sampling.temperature "
+        "generator.sampling_params.temperature gconfig.temperature",
+    "data.max_response_length":
+        "data.max_response_length max_completion_length --rollout.max_new_tokens "
+        "--rollout-max-response-len policy.generation.max_new_tokens "
+        "orchestrator.train.sampling.max_completion_tokens "
+        "generator.sampling_params.max_generate_length gconfig.max_new_tokens",
+    "critic.ppo_epochs": "critic.ppo_epochs",
+    "trainer.critic_warmup": "trainer.critic_warmup – --critic.freezing_steps --num-critic-only-steps",
 }  # fmt: skip
 
 
@@ -83,8 +71,8 @@ def _keys_elsewhere(key: str) -> dict[str, str]:
     """Framework → its key of the same setting."""
     if key.startswith(RC):
         return {"verl": key}
-    keys = zip(_FRAMEWORKS, KEYS.get(key, ()), strict=False)
-    return {framework: other for framework, other in keys if other}
+    keys = zip(_FRAMEWORKS, KEYS.get(key, "").split(), strict=False)
+    return {framework: other for framework, other in keys if other != "–"}
 
 
 def change(*settings: str, why: str = "", **others: str) -> Fix:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -21,7 +22,7 @@ from rlctl.diagnose.readers.framework_names import (
     canonical_table,
     framework_of,
 )
-from rlctl.diagnose.readers.source import LogSource, OpenFile, open_binary, opened
+from rlctl.diagnose.readers.source import LogSource, OpenFile, opened
 from rlctl.diagnose.table import STDIN, RunLog
 from rlctl.errors import UsageError
 from rlctl.spec.load import RUN_SPEC_FILE, spec_or_note
@@ -63,7 +64,7 @@ class _Candidate(NamedTuple):
     shown: Path  # the path to report
 
 
-def read_run(path: Path, wanted: Collection[str], open_file: OpenFile = open_binary) -> RunLog:
+def read_run(path: Path, wanted: Collection[str], open_file: OpenFile = io.FileIO) -> RunLog:
     """Reads one run's log, of any framework.
 
     Args:

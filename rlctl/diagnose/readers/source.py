@@ -15,14 +15,9 @@ from typing import IO, Any
 
 from rlctl.diagnose.table import STDIN
 
-OpenFile = Callable[[Path], IO[bytes]]
+OpenFile = Callable[[Path], io.RawIOBase]
 _GZIP = b"\x1f\x8b"
 _CHUNK_BYTES = 1 << 16
-
-
-def open_binary(file: Path) -> IO[bytes]:
-    """Opens a file for reading."""
-    return file.open("rb")
 
 
 class LogSource:
@@ -41,7 +36,8 @@ class LogSource:
         """The decompressed bytes from the start."""
         self.notes.clear()
         raw = self._open_file(self._file)
-        return io.BufferedReader(_TolerantGzip(raw, self.notes), _CHUNK_BYTES) if self.is_gzip else raw
+        stream = _TolerantGzip(raw, self.notes) if self.is_gzip else raw
+        return io.BufferedReader(stream, _CHUNK_BYTES)
 
     @contextmanager
     def on_disk(self) -> Iterator[Path]:
@@ -79,9 +75,9 @@ def _copied(stream: IO[bytes]) -> Iterator[Path]:
 class _TolerantGzip(io.RawIOBase):
     """Decompressed bytes up to the first damage, where `gzip` would raise."""
 
-    def __init__(self, raw: IO[bytes], notes: list[str]) -> None:
+    def __init__(self, raw: io.RawIOBase, notes: list[str]) -> None:
         self._raw, self._notes = raw, notes
-        self._file = gzip.GzipFile(fileobj=raw)
+        self._file = gzip.GzipFile(fileobj=io.BufferedReader(raw))
 
     def readable(self) -> bool:
         """Returns True."""

@@ -1,5 +1,6 @@
 import contextlib
 import gzip
+import io
 import json
 import math
 import os
@@ -41,7 +42,7 @@ def test_a_text_log_is_read_through_the_given_function(tmp_path, is_compressed):
 
     def open_file(file):
         opened.append(file)
-        return file.open("rb")
+        return io.FileIO(file)
 
     assert len(read_run(path, ["actor/entropy"], open_file).table.steps) == 3
     assert set(opened) == {path}

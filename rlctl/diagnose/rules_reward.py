@@ -74,9 +74,11 @@ def zero_spread_groups(run: RunLog) -> Detection | None:
         return None
     severity, what, seen, equal = groups
     steps, (score,) = run.table.aligned(th.SCORE)
-    position = _position_of_equal(run, score[np.isin(steps, equal)])
+    during = score[np.isin(steps, equal)]
+    position = run.reward_position(float(np.median(during)) if len(during) else None)
     cause, filtering = None, "filter out prompts that are always or never solved"
-    if position is None and rises(run.table, th.SCORE) and rises(run.table, seen.metric):
+    is_right = position is None or position >= th.MOSTLY_RIGHT
+    if is_right and rises(run.table, th.SCORE) and rises(run.table, seen.metric):
         which, severity = "probably all right", "info"
         cause = "the mean reward rises with their share: the policy solves more and more of its prompts"
     elif position is None:  # only right groups would be a success, so this is at most a warning
@@ -94,6 +96,8 @@ def zero_spread_groups(run: RunLog) -> Detection | None:
         which = "mostly all wrong"
         filtering = "begin with easier prompts; grade some stored answers by hand"
         cause = "the prompts are too hard, or the grader cannot parse the answers: check some, start easier"
+    if severity == "critical" and position and not run.reward_span:  # the range is an assumption
+        severity = "warning"
     filtered = fix.by_hand(
         filtering,
         verl="algorithm.filter_groups.enable=True",
@@ -103,12 +107,15 @@ def zero_spread_groups(run: RunLog) -> Detection | None:
     )
     fixes = (*fix.larger_groups(run), filtered) if severity != "info" else ()
     found = Detection(severity, what.format(which=which), (seen,), cause, fixes)
-    if position is not None:
+    if run.reward_span:
         return found
-    return found.with_doubt(
-        ("low", "the rewards that would separate right from wrong are not logged"),
-        f"{th.SCORE}, {th.BEST} and {th.WORST} would separate right from wrong",
-    )
+    doubt: Sure = ("low" if position is None else "medium", "the rewards' range is not logged")
+    return found.with_doubt(doubt, f"{_missing_rewards(run)} would separate right from wrong")
+
+
+def _missing_rewards(run: RunLog) -> str:
+    """The metrics of rewards that the log lacks."""
+    return ", ".join(key for key in th.REWARDS if key not in run.table.columns)
 
 
 def _equal_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int64]] | None:
@@ -131,22 +138,6 @@ def _equal_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int6
     seen = evidence_over(equal, th.GROUP_STD, f"exactly 0 on {len(equal):,} of {len(series):,} step(s)")
     is_critical = len(series) >= th.MIN_STEPS and share > th.ZERO_SPREAD.tiers[-1][1]
     return "critical" if is_critical else "warning", what, seen, equal
-
-
-def _position_of_equal(run: RunLog, rewards: NDArray[np.float64]) -> float | None:
-    """Position of these mean rewards between the worst (0) and the best (1) reward; None where unknown.
-
-    Where the best and the worst reward are not logged: if the mean rewards range from one whole number to
-    another, these are taken as the worst and the best; otherwise rewards that are all 0 count as wrong.
-    """
-    middle = float(np.median(rewards)) if len(rewards) else None
-    if middle is None or run.reward_span:
-        return run.reward_position(middle)
-    score = run.table.series(th.SCORE).values
-    low, high = float(score.min()), float(score.max())
-    if low.is_integer() and high.is_integer() and low < high:
-        return (middle - low) / (high - low)
-    return 0.0 if not rewards.any() else None
 
 
 def rises(table: Table, key: str) -> bool:
@@ -242,9 +233,8 @@ def entropy(run: RunLog) -> Detection | None:
     found = replace(found, severity="info" if gains else "warning")
     if run.likely_span:
         return found
-    unknown = ", ".join(th.REWARDS[1:] if len(run.table.series(th.SCORE)) else th.REWARDS)
     doubt: Sure = ("low", "without the reward and its range, low entropy may be success")
-    return found.with_doubt(doubt, f"{unknown} would show whether the policy has learned")
+    return found.with_doubt(doubt, f"{_missing_rewards(run)} would show whether the policy has learned")
 
 
 def _halved_while_flat(run: RunLog) -> tuple[float, float] | None:

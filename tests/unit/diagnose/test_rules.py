@@ -87,7 +87,6 @@ idle_correction = corr(
 )
 no_score_range = without("critic/score/max", "critic/score/min")
 no_kl = without(f"{CORR}kl", f"{CORR}k3_kl")
-unknown_span = without("critic/score/max", "critic/score/min")
 collapse = both(
     corr(rollout_is_raw_eff_sample_size=later(0.95, 0.1)), always(actor__grad_norm=later(0.8, 4.0, at=33))
 )
@@ -263,6 +262,8 @@ TRIGGERS = {
         ("critical", always(reward__zero_spread_groups=0.8, critic__score__mean=0.05), []),
         ("critical", always(reward__zero_spread_groups=0.8, critic__score__mean=0.8), []),
         ("info", always(reward__zero_spread_groups=0.95, critic__score__mean=0.98), []),
+        ("info", always(reward__zero_spread_groups=ramp(0.1, 0.99), critic__score__mean=ramp(0.2, 0.98)), []),
+        ("info", both(no_score_range, always(reward__zero_spread_groups=0.95, critic__score__mean=0.98)), []),
         ("warning", both(always(reward__zero_spread_groups=0.8), no_score_range), []),
     ],
     "zero-reward": [
@@ -273,9 +274,10 @@ TRIGGERS = {
         ("warning", always(actor__entropy=0.001), [PPO, "rollout.temperature=0.7"]),
         ("warning", always(actor__entropy=lambda s: 0.8 - s / 100, critic__score__mean=0.3), []),
         # without their range, mean rewards from 0 to 1 are taken for shares
-        ("warning", both(unknown_span, always(actor__entropy=0.001, critic__score__mean=ramp(0.1, 0.5))), []),
-        ("warning", both(unknown_span, always(actor__entropy=lambda s: 0.8 - s / 100,
-                                              critic__score__mean=0.3)), []),
+        ("warning", both(no_score_range, always(actor__entropy=0.001,
+                                                critic__score__mean=ramp(0.1, 0.5))), []),
+        ("warning", both(no_score_range, always(actor__entropy=lambda s: 0.8 - s / 100,
+                                                critic__score__mean=0.3)), []),
     ],
     "reward-hacking": [
         ("critical", hacking, []),
@@ -504,8 +506,9 @@ def test_the_page_of_rules_lists_every_rule():
         ("zero-reward", always(critic__score__mean=0.0), []),  # rewards that average 0
         # sure of itself because it is right
         ("entropy", always(actor__entropy=0.001, critic__score__mean=0.97), []),
-        ("entropy", both(unknown_span, always(actor__entropy=0.001, critic__score__mean=0.97)), []),
-        ("entropy", both(unknown_span, always(actor__entropy=0.001, critic__score__mean=ramp(0.2, 1.8))), []),
+        ("entropy", both(no_score_range, always(actor__entropy=0.001, critic__score__mean=0.97)), []),
+        ("entropy", both(no_score_range, always(actor__entropy=0.001,
+                                                critic__score__mean=ramp(0.2, 1.8))), []),
         # ... or on its way
         ("entropy", always(actor__entropy=lambda s: 0.8 - s / 100), []),
         ("healthy-loss", always(actor__pg_loss=0.0, actor__grad_norm=0.0), [PPO]),

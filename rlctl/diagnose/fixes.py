@@ -19,7 +19,7 @@ _NEMO_MASK, _NEMO_TRUNCATE = (
 )
 
 #: rlctl's key → the same setting in each of `_FRAMEWORKS`, `–` where there is none. The keys of rollout
-#: correction are the same in verl. LLaMA-Factory and ms-swift use TRL's keys, ms-swift as options.
+#: correction are the same in verl. LLaMA-Factory and ms-swift use TRL's keys.
 _FRAMEWORKS = ("verl", "trl", "openrlhf", "slime", "nemo-rl", "prime-rl", "skyrl", "areal")
 KEYS = {
     "actor.lr":
@@ -59,12 +59,12 @@ KEYS = {
 }  # fmt: skip
 
 
-def _with_swift(others: dict[str, str]) -> dict[str, str]:
-    """Adds ms-swift's options, which are TRL's keys."""
-    if "trl" not in others or "ms-swift" in others:
+def _with_trls_users(others: dict[str, str]) -> dict[str, str]:
+    """Adds LLaMA-Factory's keys and ms-swift's options, which are TRL's keys."""
+    if "trl" not in others:
         return others
     options = ("--" + setting.replace("=", " ") for setting in others["trl"].split())
-    return {**others, "ms-swift": " ".join(options)}
+    return {"llama-factory": others["trl"], "ms-swift": " ".join(options)} | others
 
 
 def _keys_elsewhere(key: str) -> dict[str, str]:
@@ -86,7 +86,7 @@ def change(*settings: str, why: str = "", **others: str) -> Fix:
         named = [(_keys_elsewhere(key).get(framework, ""), value) for key, value in pairs]
         if all(key for key, _ in named):
             renamed[framework] = " ".join(f"{key}{' ' if key[0] == '-' else '='}{v}" for key, v in named)
-    return Fix(settings, why, _with_swift({**renamed, **others}))
+    return Fix(settings, why, _with_trls_users({**renamed, **others}))
 
 
 def _correction(run: RunLog, *settings: str, why: str = "", swift: str, **others: str) -> Fix:
@@ -100,12 +100,12 @@ def _correction(run: RunLog, *settings: str, why: str = "", swift: str, **others
 
 def by_hand(why: str, **others: str) -> Fix:
     """An action that no setting of rlctl performs."""
-    return Fix((), why, _with_swift(others))
+    return Fix((), why, _with_trls_users(others))
 
 
 def larger(key: str, why: str) -> Fix:
     """Advice to raise the value of a key, without a concrete value."""
-    return Fix((), f"{why} (`{key}`)", _with_swift(_keys_elsewhere(key)))
+    return Fix((), f"{why} (`{key}`)", _with_trls_users(_keys_elsewhere(key)))
 
 
 def gentler(run: RunLog) -> Iterator[Fix]:

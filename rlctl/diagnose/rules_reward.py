@@ -106,16 +106,17 @@ def zero_spread_groups(run: RunLog) -> Detection | None:
         **{"nemo-rl": "grpo.use_dynamic_sampling=true", "ms-swift": "--dynamic_sample true"},
     )
     fixes = (*fix.larger_groups(run), filtered) if severity != "info" else ()
-    found = Detection(severity, what.format(which=which), (seen,), cause, fixes)
+    return _doubted(run, Detection(severity, what.format(which=which), (seen,), cause, fixes))
+
+
+def _doubted(run: RunLog, found: Detection) -> Detection:
+    """A detection that needs the rewards' range, with doubt where that is not logged."""
     if run.reward_span:
         return found
-    doubt: Sure = ("low" if position is None else "medium", "the rewards' range is not logged")
-    return found.with_doubt(doubt, f"{_missing_rewards(run)} would separate right from wrong")
-
-
-def _missing_rewards(run: RunLog) -> str:
-    """The metrics of rewards that the log lacks."""
-    return ", ".join(key for key in th.REWARDS if key not in run.table.columns)
+    assumed = ", and taken to be 0 to 1" if run.likely_span else ""
+    doubt: Sure = ("low", f"the rewards' range is not logged{assumed}")
+    missing = ", ".join(key for key in th.REWARDS if key not in run.table.columns)
+    return found.with_doubt(doubt, f"{missing} would show the range")
 
 
 def _equal_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int64]] | None:
@@ -230,11 +231,7 @@ def entropy(run: RunLog) -> Detection | None:
     if found is None:
         return None
     gains = run.likely_span is None and rises(run.table, th.SCORE)
-    found = replace(found, severity="info" if gains else "warning")
-    if run.likely_span:
-        return found
-    doubt: Sure = ("low", "without the reward and its range, low entropy may be success")
-    return found.with_doubt(doubt, f"{_missing_rewards(run)} would show whether the policy has learned")
+    return _doubted(run, replace(found, severity="info" if gains else "warning"))
 
 
 def _halved_while_flat(run: RunLog) -> tuple[float, float] | None:
@@ -297,7 +294,7 @@ def entropy_rise(run: RunLog) -> Detection | None:
 )  # fmt: skip
 def reward_hacking(run: RunLog) -> Detection | Skipped | None:
     """Validation gains with the training reward."""
-    validation, span = run.validation, run.reward_span
+    validation, span = run.validation, run.likely_span
     if span is None:
         return Skipped("the rewards' range is not logged", (th.BEST, th.WORST))
     steps, (score,) = run.table.aligned(th.SCORE)
@@ -315,7 +312,7 @@ def reward_hacking(run: RunLog) -> Detection | Skipped | None:
     what = f"the training reward gained {gain:.0%} of its range, validation {held_out:.0%}"
     trained = change_evidence(th.SCORE, start, end, steps)
     validated = change_evidence(th.VALIDATION, before, after, validation.steps)
-    return Detection(reached[-1], what, (trained, validated))
+    return _doubted(run, Detection(reached[-1], what, (trained, validated)))
 
 
 def _length_penalty(run: RunLog) -> Iterator[Fix]:
@@ -378,7 +375,7 @@ def _per_token(run: RunLog) -> Iterator[Fix]:
 )  # fmt: skip
 def length_growth(run: RunLog) -> Detection | Skipped | None:
     """Longer responses improve validation."""
-    series, span = run.table.series(th.LENGTH), run.reward_span
+    series, span = run.table.series(th.LENGTH), run.likely_span
     if span is None:
         return Skipped("the rewards' range is not logged", (th.BEST, th.WORST))
     rise = growth(series, LENGTH_GROWTH)
@@ -392,9 +389,8 @@ def length_growth(run: RunLog) -> Detection | Skipped | None:
         return None
     what = f"responses got {rise.end / rise.start - 1:.0%} longer and validation did not gain"
     longer = change_evidence(th.LENGTH, rise.start, rise.end, series.steps)
-    return Detection(
-        "warning", what, (longer, change_evidence(th.VALIDATION, before, after, validation.steps))
-    )
+    validated = change_evidence(th.VALIDATION, before, after, validation.steps)
+    return _doubted(run, Detection("warning", what, (longer, validated)))
 
 
 @Rule(
@@ -413,29 +409,22 @@ def length_growth(run: RunLog) -> Detection | Skipped | None:
 )  # fmt: skip
 def flat_reward(run: RunLog) -> Detection | Skipped | None:
     """The reward moves in a long run."""
-    series, span, likely = run.table.series(th.SCORE), run.reward_span, run.likely_span
+    series, span = run.table.series(th.SCORE), run.likely_span
     steps = int(series.steps[-1] - series.steps[0])
     if steps > LONGEST_INTERVAL * len(series):
         steps = len(series) - 1
-    least = FLAT_STEPS if span else FLAT_STEPS_UNKNOWN
+    least = FLAT_STEPS if run.reward_span else FLAT_STEPS_UNKNOWN
     if steps < least:
         return Skipped(f"the log covers {steps} steps, and a flat reward counts from {least}")
     values = series.values
-    low, high = likely or (0.0, float(np.abs(values).max()))
+    low, high = span or (0.0, float(np.abs(values).max()))
     fifths = np.array_split(values, min(5, len(values) // 2))
     parts = [float(np.median(part)) for part in fifths]
     moves = np.ptp(parts) >= th.FLAT_REWARD * (high - low) or max(parts) > FLAT_GROWTH * parts[0] > 0.0
     position = (parts[-1] - low) / ((high - low) or 1.0)
-    if moves or not values.any() or (span is not None and position >= th.LEARNED):
+    if moves or not values.any() or (span and position >= th.LEARNED):
         return None
-    unknown = (
-        "taken to be 0 to 1"
-        if likely
-        else f"{th.BEST} and {th.WORST} would show whether a higher reward is possible"
-    )
-    return Detection(
-        "warning" if position < th.MOSTLY_RIGHT and likely else "info",
-        f"the reward stays at {np.median(values):.2g} over {steps:,} steps",
-        (change_evidence(th.SCORE, parts[0], parts[-1], series.steps),),
-        could_not_check=() if span else (f"the rewards' range is not logged: {unknown}",),
-    )
+    severity: Severity = "warning" if position < th.MOSTLY_RIGHT and span else "info"
+    what = f"the reward stays at {np.median(values):.2g} over {steps:,} steps"
+    seen = change_evidence(th.SCORE, parts[0], parts[-1], series.steps)
+    return _doubted(run, Detection(severity, what, (seen,)))

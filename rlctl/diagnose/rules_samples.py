@@ -112,8 +112,8 @@ def _fresher(run: RunLog) -> tuple[Fix, ...]:
 )  # fmt: skip
 def staleness(run: RunLog) -> Detection | None:
     """Samples are recent enough."""
-    which = "oldest samples" if STALENESS.key in run.table.columns else "samples"
-    levels = STALENESS if which == "oldest samples" else replace(STALENESS, key=th.STALENESS[1])
+    oldest = STALENESS.key in run.table.columns
+    levels = STALENESS if oldest else replace(STALENESS, key=th.STALENESS[1])
     series, updates = run.table.series(levels.key), run.facts.updates_per_batch or 1
     crossed = crossing(Series(series.steps, series.values / updates), levels)
     dropped = _more_dropped(run)
@@ -121,7 +121,8 @@ def staleness(run: RunLog) -> Detection | None:
         return None
     what = "more and more samples are dropped because they are too old"
     if crossed is not None:
-        what = f"the {which} are {crossed.worst:.3g} batches old {crossed.where}"
+        whose = "the oldest samples are" if oldest else "samples are on average"
+        what = f"{whose} {crossed.worst:.3g} batches old {crossed.where}"
     evidence = tuple(one for one in (crossed and crossed.evidence, dropped) if one)
     unknown: Sure = ("medium", "the number of updates per batch is unknown")
     sure = None if run.facts.updates_per_batch or dropped else unknown

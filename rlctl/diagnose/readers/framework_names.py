@@ -213,8 +213,8 @@ def canonical_table(
     origins: dict[str, MetricOrigin] = {}
     for name, named in _in_order(collected.names, framework):
         before = origins.get(named.key)
-        is_part = before and named.aggregate == "sum" and _parent(before.name) == _parent(name)
-        if named.key not in wanted or (before and not is_part):
+        is_sibling = before and before.name.rpartition("/")[0] == name.rpartition("/")[0]
+        if named.key not in wanted or (before and not (is_sibling and named.aggregate == "sum")):
             continue
         if why := next((why for pattern, why in others.items() if re.fullmatch(pattern, name)), ""):
             reading.notes.append(f"{name} is left out: with {why} it is another quantity")
@@ -232,10 +232,6 @@ def canonical_table(
             nonfinite[named.key] = bad
         origins.setdefault(named.key, MetricOrigin(name, named.meaning))
     return Table(collected.steps, columns, nonfinite), origins, facts, fact_origins
-
-
-def _parent(name: str) -> str:
-    return name.rpartition("/")[0]
 
 
 def _first_known(sources: Sequence[tuple[Facts, str]]) -> tuple[Facts, dict[str, str]]:

@@ -115,17 +115,14 @@ def gentler(run: RunLog) -> Iterator[Fix]:
     if epochs > 1:
         yield change("actor.ppo_epochs=1", why="sample more often")
     if (run.facts.updates_per_batch or 1) > epochs:
-        yield ONE_UPDATE_PER_PASS
+        yield change(
+            "actor.ppo_mini_batch_size=null",
+            why="one update per pass over the batch",
+            verl=f"{_ACTOR}ppo_mini_batch_size=<data.train_batch_size>",
+            trl="steps_per_generation=<gradient_accumulation_steps>",
+            openrlhf="--train.batch_size <rollout.batch_size × rollout.n_samples_per_prompt>",
+        )
     yield from slower(run)
-
-
-ONE_UPDATE_PER_PASS = change(
-    "actor.ppo_mini_batch_size=null",
-    why="one update per pass over the batch",
-    verl=f"{_ACTOR}ppo_mini_batch_size=<data.train_batch_size>",
-    trl="steps_per_generation=<gradient_accumulation_steps>",
-    openrlhf="--train.batch_size <rollout.batch_size × rollout.n_samples_per_prompt>",
-)
 
 
 def slower(run: RunLog) -> Iterator[Fix]:
@@ -142,13 +139,9 @@ def calmer(run: RunLog) -> Iterator[Fix]:
     yield from slower(run)
 
 
-#: Setting that allows stale samples → its value for fresh ones.
-_FRESH = {"max_staleness": 0, "staleness": 0, "sync_every": 1}
-
-
 def fresher(run: RunLog, *, fully: bool) -> Iterator[Fix]:
     """Fixes that allow no stale samples (`fully`), or half the staleness; none without a spec."""
-    for name, fresh in _FRESH.items():
+    for name, fresh in (("max_staleness", 0), ("staleness", 0), ("sync_every", 1)):
         age = getattr(run.spec.rollout, name) if run.spec else fresh
         if age > fresh:
             yield change(f"rollout.{name}={fresh if fully else max(fresh, age // 2)}")

@@ -10,19 +10,20 @@ from typing import Any
 from rlctl.convert.export import Export
 from rlctl.convert.table import word
 from rlctl.convert.translate import STATUSES, Conversion, KeyOutcome, Translation
+from rlctl.errors import visible
 
 
 def spec_yaml(result: Translation, name: str) -> str:
     """Formats the spec as YAML, with the origin of every value and missing keys as comments."""
     lines = [f"# {name}, a configuration of {result.table.title}, translated by `rlctl import`."]
     missing = [problem for problem in result.problems if problem.severity == "error"]
-    lines += [f"# Missing: {problem.key}: {problem.what}" for problem in missing]
+    lines += [f"# Missing: {problem.key}: {visible(problem.what, keep='')}" for problem in missing]
     section = ""
     for key, value in result.spec.items():
         if key.split(".")[0] != section:
             section = key.split(".")[0]
             lines.append("")
-        lines.append(f"{key}: {_yaml(value)}  # {result.origins[key]}")
+        lines.append(f"{key}: {_yaml(value)}  # {visible(result.origins[key], keep='')}")
     return "\n".join(lines) + "\n"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rlctl.cli.app import run
 from rlctl.convert.conversion_report import spec_yaml
@@ -541,6 +542,13 @@ def test_exit_codes_and_formats(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert run(["import", str(tmp_path / "missing.sh")]) == 2
     assert run(["import", str(script), "--from", "nobody"]) == 2
     assert run(["import", str(script), "--set", "oops"]) == 2
+
+
+def test_a_value_of_several_lines_does_not_break_the_spec(tmp_path: Path) -> None:
+    script = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=m data.train_batch_size=$(a\n\0b)"
+    text = spec_yaml(imported(script, "run.sh", tmp_path), "run.sh")
+    assert any(line.startswith("# Missing: data.train_batch_size: ") for line in text.split("\n"))
+    assert yaml.safe_load(text)["model.path"] == "m"
 
 
 def test_float16_is_not_called_float32(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rlctl.algos.estimators import without_rounding
 from rlctl.algos.metric_sums import Moments, moments_of
 
 #: Merges the moments of all ranks, so that a result is that of the whole batch; `Moments.to_host`: one rank.
@@ -106,8 +105,9 @@ def optimal_token_baseline(
     members = torch.zeros_like(returns[:, 0]).index_add_(0, index, valid.double())[index]
     compared = (alive > 1) & (total > 0)
     baseline = torch.where(compared, weighted / total.where(compared, 1.0), 0.0)
-    advantages = without_rounding(returns - baseline, returns)
-    return torch.where(present & (members > 1)[:, None], advantages, 0.0).float()
+    advantages = returns - baseline
+    differs = advantages.abs() > 1e-9 * returns.abs()  # beyond rounding, see `estimators.without_rounding`
+    return torch.where(present & differs & (members > 1)[:, None], advantages, 0.0).float()
 
 
 # --- over the whole batch -------------------------------------------------------------------------

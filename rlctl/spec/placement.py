@@ -194,7 +194,9 @@ class Placement:
         crossing = "network" if spec.trainer.nnodes > 1 else "GPU to GPU"
         copy, base = self.sampling * self.keeps_copy, whole * spec.engine.offload_base
         offload = 6.0 / self.width * whole / spec.world_size * (spec.engine.offload != "none")
-        always, generation, head = self.gpu_peak(), self.gpu_peak("generation"), self.gpu_peak("head")
+        always, generation = self.gpu_peak(), self.gpu_peak("generation")
+        # Without gradient, the activations of the policy's layers are not kept.
+        scoring = [part for part in self.gpu_parts if part.phases != ("head", "layers")]
         started = self.sampling if base else generation
         partition = always + self._largest_weights if self.stage == 3 else max(whole, always)
         update = self.gpu_peak("head", "layers", "critic")
@@ -211,7 +213,7 @@ class Placement:
             ("generate", generation, "", {"host to GPU": copy}),
             (
                 "score",
-                head,
+                memory_total(scoring, ("head", "layers")),
                 _TRAINING,
                 {"host to GPU": base, crossing: self._scoring_passes * self._gathered},
             ),

@@ -336,7 +336,8 @@ class Guardrails:
 
     def _tail_is_heavy(self, logged: Sequence[Mapping[str, float]]) -> bool:
         recent = _last(logged, RAW_ESS.key)
-        return len(recent) == WINDOW and float(np.median(recent)) < ess_floor(self.spec)
+        is_measured = len(recent) == WINDOW and bool((recent > 0).all())  # 0: no finite token in the batch
+        return is_measured and float(np.median(recent)) < ess_floor(self.spec)
 
     def _examined(
         self, step: int, logged: Sequence[Mapping[str, float]]

@@ -263,6 +263,17 @@ def test_weights_are_gathered_once_per_pass_that_is_made() -> None:
     assert moved(*by_rows)["update"] == 4 * 2 * 7 * 2 * P
 
 
+def test_scoring_keeps_no_activations() -> None:
+    plan = place("8xh100", "trainer.n_gpus_per_node=8", "algorithm.rollout_correction.bypass_mode=false")
+    parts = {part.name: part.num_bytes or 0.0 for part in plan.gpu_parts}
+    peaks = {stage.name: stage.gpu for stage in plan.stages()}
+    head = sum(parts[name] for name in ("last norm and states", "logits and their gradient"))
+    head += parts["output head's gradient"]
+    passing = max(head, parts["one layer backward"])
+    assert peaks["score"] == pytest.approx(plan.gpu_peak() + passing)
+    assert peaks["update"] == pytest.approx(peaks["score"] + parts["activations"])
+
+
 def test_gradients_are_summed_over_the_ranks_and_weights_are_collected() -> None:
     """Gradients per step in float32 (ZeRO 0: to all ranks), or per micro-batch in bf16 (ZeRO 2)."""
     batch = (

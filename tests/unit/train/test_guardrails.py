@@ -281,6 +281,14 @@ def test_the_tight_settings_are_those_of_the_next_batch() -> None:
         assert any("median raw effective sample size" in note for note in notes)
 
 
+@pytest.mark.parametrize("nothing", [0.0, math.nan])
+def test_batches_without_a_finite_token_have_no_ess_to_act_on(nothing: float) -> None:
+    guardrails, _, notes, logged = followed(rows_with(30, **{RAW_ESS: [0.9] * 10 + [nothing] * 20}))
+    assert not guardrails.is_tight
+    assert all(metrics["guardrails/tightened"] == 0.0 for metrics in logged)
+    assert not any("median raw effective sample size" in note for note in notes)
+
+
 ZEROS = {"critic/score/mean": [0.4] * 10 + [0.0] * 50, "critic/score/max": [1.0] * 10 + [0.0] * 50}
 
 

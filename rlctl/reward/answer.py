@@ -28,6 +28,7 @@ class Place:
     text: str
     is_whole: bool  # the text is only the answer; False: prose that contains it
     is_marked: bool = False  # in a box, in a tag or after `####`; later places are not tried
+    is_announced: bool = False  # after "the answer is"; later places are not tried for texts
 
 
 _DIGIT = re.compile(r"\d")
@@ -214,9 +215,9 @@ def _announced(rest: str, is_label: bool) -> Iterator[Place]:
     if not first:
         return
     if not is_label:
-        yield Place(first, False)
+        yield Place(first, False, is_announced=True)
     elif _is_terse(first) and "=" not in first and (not first[0].isalpha() or first in start.splitlines()):
-        yield Place(first, True)
+        yield Place(first, True, is_announced=True)
     else:  # reasoning that begins with "Answer:"
         yield from _conclusion(rest)
 

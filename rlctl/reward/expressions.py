@@ -39,29 +39,30 @@ _PRODUCT = re.compile(
     r"((?:(?<![\w.^_\\])|(?<=\\cdot)|(?<=\\times))\d+|\))\s*"
     rf"(?=(?:\\left\s*)?\(\s*(?:\d+(?:\s*/\s*\d+)?|{_INTEGERS})\s*(?:\\right\s*)?\))"
 )
-_AND = re.compile(r",?(?:\s+and\s+|\s*\\(?:text\w*|mbox|hbox|mathrm)\s*\{\s*(?:and|,)\s*\}\s*)")
 _OR = re.compile(r"\s*(?:\bor\b|\\(?:text\w*|mbox|hbox|mathrm)\s*\{\s*or\s*\})\s*")
-_LG = re.compile(r"\\lg(?![a-z])")
 _PRIMES = re.compile(r"([A-Za-z])\s*('+)")
-#: A numerator that the parser needs in braces: \frac\pi6.
-_BARE_NUMERATOR = re.compile(r"(\\[dtc]?frac)\s*(\\(?!sqrt|frac|text|math)[a-z]+)")
-#: A constant of integration: +c is the same as +C.
-_CONSTANT = re.compile(r"(?<=\+)\s*c$")
-_SEPARATOR = re.compile(r"(?<=\d)(?:\\[,!: ]|\{,\}|~)+(?=\d{3}(?!\d))")
-#: Notations that the parser does not know, and the same in a notation that it knows.
+#: Notations that the parser does not know, and the same in a notation that it knows. In order: thousands
+#: separators, fonts and the distance of rows, upright constants, operators in plain letters, logarithms, a
+#: fraction without braces, lists with "and", binomial coefficients, the set of all x with a property, and a
+#: constant of integration: +c is the same as +C.
 _NOTATIONS = [
     (re.compile(pattern), text)
     for pattern, text in (
+        (r"(?<=\d)(?:\\[,!: ]|\{,\}|~)+(?=\d{3}(?!\d))", ""),
         (r"\\(?:bf|rm|it|tiny|small|large|Large|huge)(?![A-Za-z])|(?<=\\\\)\s*\[\d*\.?\d+[a-z]{2}\]", ""),
         (r"\\math(?:rm|bf|it)\s*\{([ei])\}", r"\1"),
         (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
         (r"(?<![\\A-Za-z])(exp|log|ln|sin|cos|tan|cot|sec|csc|gcd|lcm)(?=\s*[\d(^_\\]|\s+[a-z]\b)", r"\\\1"),
-        (r"\\log_\{?e\}?(?![a-z])", r"\\ln"),
+        (r"\\log_(?:\{e\}|e(?![a-z]))", r"\\ln"),
+        (r"\\lg(?![a-z])", r"\\log_{10}"),
+        (r"(\\[dtc]?frac)\s*(\\(?!sqrt|frac|text|math)[a-z]+)", r"\1{\2}"),
+        (r",?(?:\s+and\s+|\s*\\(?:text\w*|mbox|hbox|mathrm)\s*\{\s*(?:and|,)\s*\}\s*)", ", "),
         (r"^(\d+)\s*\\choose\s*(\d+)$", r"\\binom{\1}{\2}"),
         (r"(?<![\\A-Za-z])C\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
         (r"(?:\{\})?_\{?(\d+)\}?\s*C_\{?(\d+)\}?", r"\\binom{\1}{\2}"),
         (r"(?<![\\A-Za-z])C_\{?(\d+)\}?\^\{?(\d+)\}?", r"\\binom{\1}{\2}"),
         (r"^\\\{\s*([a-z])\s*(?:\\in\s*\\mathbb\s*\{?R\}?)?\s*(?:\\mid|\||:)(.*\1.*)\\\}$", r"\2"),
+        (r"(?<=\+)\s*c$", "C"),
     )
 ]
 #: Upright text that may be a unit, with its power; "or more" is not one.
@@ -108,9 +109,10 @@ def read(latex: str) -> Any | None:
 
     Returns None if the text does not parse, has no value (1/0), or is too large to compute.
     """
-    text = in_digits(_SEPARATOR.sub("", latex.strip().strip("$").rstrip(". ")))
+    text = latex.strip().strip("$").rstrip(". ")
     for pattern, known in _NOTATIONS:
-        text = pattern.sub(known, text).strip()
+        text = pattern.sub(known, text)
+    text = in_digits(text).strip()
     text = _PRODUCT.sub(r"\1\\cdot ", _MIXED.sub(r"(\1+\2)", text))
     if not text or _NO_EXPRESSION.match(text) or is_too_large(text):
         return None
@@ -119,8 +121,6 @@ def read(latex: str) -> Any | None:
         sets = [_solutions(_parsed(part)) for part in parts]
         if all(isinstance(one, sympy.Set) for one in sets):
             return sympy.Union(*sets)
-    text = _LG.sub(r"\\log_{10}", _AND.sub(", ", text))
-    text = _CONSTANT.sub("C", _BARE_NUMERATOR.sub(r"\1{\2}", text))
     expression = _parsed(text)
     if expression is None and text.count("\\pm") == 1:  # the parser does not support it inside a fraction
         both = [_parsed(re.sub(r"\\pm(?![a-z])", sign, text)) for sign in "+-"]
@@ -136,11 +136,9 @@ def _parsed(text: str) -> Any | None:
         )
         value = expression.rhs if isinstance(expression, sympy.Eq) else expression
         if {symbol.name for symbol in value.free_symbols} == {"i"}:
-            complex_value = value.subs(dict.fromkeys(value.free_symbols, sympy.I))
-            is_value = value is expression
-            expression = (
-                complex_value if is_value else sympy.Eq(expression.lhs, complex_value, evaluate=False)
-            )
+            value = value.subs(dict.fromkeys(value.free_symbols, sympy.I))
+            is_equation = isinstance(expression, sympy.Eq)
+            expression = sympy.Eq(expression.lhs, value, evaluate=False) if is_equation else value
         return None if expression.has(sympy.zoo, sympy.nan) else expression
     except MemoryError:
         raise

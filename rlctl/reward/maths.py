@@ -52,15 +52,12 @@ _EQUALS = re.compile(r"(?<![<>!\\])=|(?<=[A-Za-z]):\s")
 _SEVERAL = re.compile(r",(?!\d{3}(?!\d))|;|\b(?:and|or)\b")
 _BOLD = re.compile(r"\*\*(?=[^*]*\d)([^*\n]+[^*\n:])\*\*")
 _ASIDE = re.compile(r"(?<=\S)\s+\([^()]*\)[.\s]*$")
-#: Text between a formula and another one that only explains or restricts it.
-_REASON = re.compile(
-    r"[\s,(]+(?:since|because|such that|not|rather than|instead of|rejecting)\s+(?=\$|\\[(\[])"
-)
-#: Text between a number and a formula that names a circumstance: "is 7, attained at $x = 5$".
-_CIRCUMSTANCE = re.compile(
-    r"[\s,(]+(?:(?:which|that|it)\s+)?(?:(?:is\s+)?(?:attained|achieved|reached|obtained)|occurs|when|where|if|for|at|with|in|on)"
+#: Text before a formula that is only a reason or circumstance of what precedes: "is 7, attained at $x = 5$".
+_ADJUNCT = re.compile(
+    r"[\s,(]+(?:(?:since|because|such that|not|rather than|instead of|rejecting)\s+(?=\$|\\[(\[])"
+    r"|(?:(?:which|that|it)\s+)?(?:(?:is\s+)?(?:attained|achieved|reached|obtained)|occurs|when|where|if|for|at|with|in|on)"
     r"(?:\s+(?:all|any|every|at|when|for|by))?\s+(?=(?:\$|\\[(\[])\s*[A-Za-z\\(|]|[a-z]\s*=|\[-?\d)"
-    r"(?!.*\b(?:is|are|equals?|becomes|gives|so|thus)\b)",
+    r"(?!.*\b(?:is|are|equals?|becomes|gives|so|thus)\b))",
     re.DOTALL,
 )
 #: Text after a formula that states its value.
@@ -167,7 +164,7 @@ def grade(response: str, ground_truth: str) -> float:
         answer = None if gold.is_text else _reading(place, is_number=gold.is_number)
         if answer is not None:
             return float(_equal(gold, answer, text))
-        if place.is_marked:
+        if place.is_marked or (gold.is_text and place.is_announced):
             return 0.0
     return float(gold.is_text and _spelling(_last_statement(response)) == gold.spelling)
 
@@ -281,12 +278,10 @@ def _prose(sentence: str, *, is_number: bool) -> Number | Any | None:
 
 
 def _statement(sentence: str, *, is_number: bool) -> str:
-    """A sentence without a reason or circumstance in a formula at its end."""
-    for rest in (_REASON, _CIRCUMSTANCE):
-        stated = rest.split(sentence, maxsplit=1)[0]
-        if re.search(r"\d", stated) if is_number else MATHS.search(stated):
-            sentence = stated
-    return sentence
+    """A sentence up to a formula that only explains it or names a circumstance."""
+    parts = (sentence[: adjunct.start()] for adjunct in _ADJUNCT.finditer(sentence))
+    states = re.compile(r"\d") if is_number else MATHS
+    return next(filter(states.search, parts), sentence)
 
 
 def _number(text: str) -> Number | None:

@@ -46,11 +46,8 @@ class Number:
 
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u00ad"))
-_SPACES = dict.fromkeys(map(ord, "\u00a0\u2007\u2009\u202f\u3000"), " ") | {
-    0x3002: ". ",
-    0x3001: ", ",
-    0xFF0C: ", ",
-}
+_SPACES = dict.fromkeys(map(ord, "\u00a0\u2007\u2009\u202f\u3000"), " ")
+_PUNCTUATION = {0x3002: ". ", 0x3001: ", ", 0xFF0C: ", "}  # in Chinese
 _SIGNS = dict.fromkeys(map(ord, "\u2212\u2010\u2011\ufe63"), "-") | {0x2044: "/"}
 _VULGAR = {ord(c): " " + unicodedata.normalize("NFKC", c).replace("\u2044", "/") for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 #: Mathematical characters, in LaTeX.
@@ -60,7 +57,7 @@ _SYMBOLS = {ord(symbol): f"\\{name} " for symbol, name in _NAMES.items()}
 _CHINESE = re.compile(
     r"(?<=[\u4e00-\u9fff])(?=[-+.$\\\w])(?![\u4e00-\u9fff])|(?<=[\d$}A-Za-z])(?=[\u4e00-\u9fff])"
 )
-_CHARACTERS = _FULL_WIDTH | _INVISIBLE | _SPACES | _SIGNS | _VULGAR | _SYMBOLS
+_CHARACTERS = _FULL_WIDTH | _INVISIBLE | _SPACES | _PUNCTUATION | _SIGNS | _VULGAR | _SYMBOLS
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n")
 _EXPONENT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+")
 _COLOR = re.compile(r"\\(?:text)?color\s*\{\w+\}")
@@ -318,9 +315,8 @@ def number_in(sentence: str, *, words: bool = False) -> Number | None:
         return None
     rank, _, match = best
     before = sentence[max(0, match.start() - MAX_CHARS_BEFORE) : match.start()]
-    if rank != _RESULT_OF and (_NUMBER_AND.search(before) or _AND_NUMBER.match(sentence, match.end())):
-        return None
-    if _ALSO.search(before):
+    is_one_of_several = _NUMBER_AND.search(before) or _AND_NUMBER.match(sentence, match.end())
+    if _ALSO.search(before) or (is_one_of_several and rank != _RESULT_OF):
         return None
     return _value(match, sentence)
 

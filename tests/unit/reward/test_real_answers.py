@@ -160,6 +160,14 @@ def test_right(truth: str, responses: list[str]) -> None:
             [r"\boxed{35} or \boxed{34}", r"\boxed{35} \boxed{34}", r"$\boxed{35}\text{ and }\boxed{34}$"],
         ),
         ("-2, 3", ["\\boxed{-2}\n\\boxed{4}", r"\boxed{3}"]),
+        (
+            "even",
+            [
+                "Answer: even\nAnswer: odd",
+                "The answer is even. The answer is odd.",
+                r"\boxed{even}, \boxed{odd}",
+            ],
+        ),
         # a final box that is cut off
         ("42", ["So far \\boxed{42}.\n\nThe final answer is \\boxed{"]),
         # exact numbers that agree to six places

@@ -343,7 +343,8 @@ def grade(
     _checked(Annotated[float, Field(gt=0, allow_inf_nan=False)] | None, deadline_s, "deadline_s")
     if is_scorer(grader):
         what = "this grader needs settings of a run"
-        raise UsageError(what, where=grader, fix="use rlctl.evaluate, or `rlctl reward` with a spec")
+        fix = "name another one, such as maths; `rlctl reward test SPEC --data FILE` reads a spec's settings"
+        raise UsageError(what, where=grader, fix=fix)
     if not len(texts) == len(truths) == len(others):
         given = "" if rows is None else f" and {len(others)} rows"
         what = f"{len(texts)} responses and {len(truths)} ground truths{given}"

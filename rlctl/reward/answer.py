@@ -28,6 +28,7 @@ class Place:
     text: str
     is_whole: bool  # the text is only the answer; False: prose that contains it
     is_marked: bool = False  # in a box, in a tag or after `####`; later places are not tried
+    is_announced: bool = False  # after "the answer is"; later places are not tried for texts
 
 
 _DIGIT = re.compile(r"\d")
@@ -60,6 +61,11 @@ _CORRECTION = re.compile(
 _BOX = re.compile(
     r"\\(?:boxed|fbox)(?:\s*\{|\s*(?=[-+.]?\d|\\[A-Za-z])(?P<bare>(?:[^$\n\\.]|\.(?=\d)|\\[^)\]])+))"
 )
+#: Text between boxes that form one answer: "\\boxed{1} and \\boxed{2}".
+_BETWEEN = re.compile(
+    r"(?:[\s,;.$]|\\[,;:! ()\[\]]|\\q?quad|\\text\w*\s*\{\W*(?:and|or)?\W*\}"
+    r"|\b(?:and|or)\b|\b[a-z](?:_\w)?\s*=)*"
+)
 _HASH = re.compile(r"####+(?!#)[ \t]*(?:\n\s*)?(?P<line>[^\n]*)")
 #: `#### Step 2` and `#### 2. Add them up` are headings.
 _HEADING = re.compile(r"\s*(?:\d+[.):]\s+\S|\**[A-Za-z]+[a-z ]*\d*\**\s*:?\**\s*$|[A-Za-z]{2,})")
@@ -67,11 +73,11 @@ _TAG = re.compile(r"<answer>(?P<text>.*?)(?:</answer>|$)", re.DOTALL | re.IGNORE
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _JOINT = r"[\"'*_`\s]*"
 _IS = re.compile(
-    r"\banswers?(?:\s+(?:to|for|of)\b[^.\n:]{0,100}?)?"
+    r"(?<!\bif )(?<!\bif the )(?<!whether )(?<!whether the )\banswers?(?:\s+(?:to|for|of)\b[^.\n:]{0,100}?)?"
     + _JOINT
     + r"(?:\bis\b|\bwas\b|\b(?:would|will|should|must) be\b|\bequals\b|=)(?!\s+(?:not|in|wrong|correct)\b)"
     + _JOINT
-    + r":?|答案(?:是|为|：|:)",
+    + r":?|答案\s*(?:[是为]\s*:?|:)",
     re.IGNORECASE,
 )
 _LABEL = re.compile(
@@ -85,7 +91,7 @@ _LABEL = re.compile(
 )
 _SENTENCE_END = re.compile(
     r"(?<!\bapprox)(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bvs)(?<!\be\.g)(?<!\bi\.e)"
-    r"(?:[.?]|!(?!\s*(?:\$|\\[)\]])))[\"')*\]$]*\s+(?=\S)|\n+"  # not the factorial in $5!$
+    r"(?:[.?]|!(?!\s*(?:\$|\\[)\]])))[\"')*\]$]*\s+(?!\\[\])])(?=\S)|\n+"  # not the factorial in $5!$
 )
 #: A sentence that is cut off before its number: "20 cups in the final meal, the total number of cups".
 _BROKEN_OFF = re.compile(r",\s+[A-Za-z']+\s+[A-Za-z']+\s+[^\d,.!?]*[A-Za-z]\s*$")
@@ -94,7 +100,9 @@ _DANGLING = re.compile(r"[-+*/×÷=^(]\s*$")
 
 #: Formulas in prose: \\( \\), \\[ \\], $$ $$, and $ $ where the dollar signs are not currency.
 MATHS = re.compile(
-    r"\\\((.+?)\\\)|\\\[(.+?)\\\]|\$\$(.+?)\$\$|(?<![\\\d$])\$(?![\s$])([^$\n]*[^\s$\\])\$(?!\d)", re.DOTALL
+    r"\\\((.+?)\\\)|\\\[(.+?)\\\]|\$\$(.+?)\$\$|(?<![\\\d$])\$(?![\s$])([^$\n]*[^\s$\\])\$(?!\d)"
+    r"|(?<![\\\d$])\$ ([^$\n]+) \$(?!\d)",
+    re.DOTALL,
 )
 
 
@@ -151,14 +159,29 @@ def _first(pattern: re.Pattern[str], text: str) -> int:
     return found.start() if found else len(text)
 
 
-def _boxes(text: str) -> Iterator[tuple[int, str]]:
+def _boxes(text: str) -> list[tuple[int, str]]:
+    """Boxes with their positions; boxes next to each other, or joined by "and" or a comma, are one."""
+    boxes: list[tuple[int, str]] = []
+    last_end = 0
     for match in _last(_BOX, text):
-        if match["bare"] is not None:
-            yield match.start(), match["bare"].strip()
-            continue
         limit = match.end() + MAX_CHARS
-        end = group_end(text, match.end(), limit)
-        yield match.start(), text[match.end() : limit if end is None else end].partition("\n\n")[0]
+        if match["bare"] is not None:
+            content, end = match["bare"].strip(), match.end()
+        elif closing := group_end(text, match.end(), limit):
+            content, end = text[match.end() : closing], closing + 1
+        else:  # without a closing brace
+            content = text[match.end() : limit].partition("\n\n")[0]
+            end = match.end() + len(content)
+            content = content or match[0]  # cut off: no earlier box is the answer
+        between = text[max(last_end, match.start() - MAX_LABELLED_CHARS) : match.start()]
+        if boxes and "\n\n" not in between and _BETWEEN.fullmatch(between):
+            start, before = boxes.pop()
+            content = before if content in before.split(", ") else f"{before}, {content}"
+            boxes.append((start, content))
+        else:
+            boxes.append((match.start(), content))
+        last_end = end
+    return boxes
 
 
 def _hashes(text: str) -> Iterator[tuple[int, str]]:
@@ -186,13 +209,15 @@ def _tags(text: str) -> Iterator[tuple[int, str]]:
 
 def _announced(rest: str, is_label: bool) -> Iterator[Place]:
     start = rest.lstrip()[:MAX_CHARS]
-    first = _SENTENCE_END.split(start, maxsplit=1)[0].strip()
+    formula = MATHS.match(start)
+    formula_end = formula.end() if formula else 0
+    first = (start[:formula_end] + _SENTENCE_END.split(start[formula_end:], maxsplit=1)[0]).strip()
     if not first:
         return
     if not is_label:
-        yield Place(first, False)
+        yield Place(first, False, is_announced=True)
     elif _is_terse(first) and "=" not in first and (not first[0].isalpha() or first in start.splitlines()):
-        yield Place(first, True)
+        yield Place(first, True, is_announced=True)
     else:  # reasoning that begins with "Answer:"
         yield from _conclusion(rest)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import textwrap
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,9 +34,12 @@ from rlctl.reward.sandbox.run_program import (
 if TYPE_CHECKING:
     from rlctl.spec.rollout import RewardSpec
 
+#: A fenced block with its language; without a closing fence it ends with the text.
 _BLOCK = re.compile(
-    r"^[ \t]*```[ \t]*(?:python|py)[0-9]*[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE
+    r"^[ \t]*(?P<fence>```|~~~)[ \t]*(?P<language>\w*)[^\n`]*\n(?P<code>.*?)(?:^[ \t]*(?P=fence)|\Z)",
+    re.DOTALL | re.MULTILINE,
 )
+_PYTHON = re.compile(r"py(?:thon)?\d*", re.IGNORECASE)
 
 
 def _known_responses(ground_truth: str) -> KnownResponses:
@@ -82,10 +86,14 @@ class CodeScorer(Scorer):
 
 
 def program_of(response: str) -> str:
-    """The last fenced Python block after the thoughts, or the whole text after them when there is none."""
-    text = without_thoughts(response)
-    blocks = _BLOCK.findall(text)
-    return blocks[-1] if blocks else text
+    """The last fenced block after the thoughts that is marked as Python.
+
+    Without one it is the last block without a language, or the whole text after the thoughts.
+    """
+    text = without_thoughts(response).replace("\r\n", "\n")
+    blocks = [(block["language"], textwrap.dedent(block["code"])) for block in _BLOCK.finditer(text)]
+    python = [code for language, code in blocks if _PYTHON.fullmatch(language)]
+    return (python or [code for language, code in blocks if not language] or [text])[-1]
 
 
 @lru_cache(maxsize=1024)

@@ -19,7 +19,7 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from math_verify import grader
 
 from rlctl.reward.limits import is_too_large
-from rlctl.reward.numbers import Number, in_digits
+from rlctl.reward.numbers import SCALES, Number, in_digits
 
 #: Texts that the parser misreads: times of day (6:30 as 1/5), ratios (1:2:3 as 1/6), ranges (3-5 as -2),
 #: feet and arc minutes (5'6'' as 56), sums with dots (it drops the dots), numbers side by side (3 4 as 7).
@@ -39,18 +39,40 @@ _PRODUCT = re.compile(
     r"((?:(?<![\w.^_\\])|(?<=\\cdot)|(?<=\\times))\d+|\))\s*"
     rf"(?=(?:\\left\s*)?\(\s*(?:\d+(?:\s*/\s*\d+)?|{_INTEGERS})\s*(?:\\right\s*)?\))"
 )
-_AND = re.compile(r",?(?:\s+and\s+|\s*\\(?:text\w*|mbox|hbox|mathrm)\s*\{\s*(?:and|,)\s*\}\s*)")
 _OR = re.compile(r"\s*(?:\bor\b|\\(?:text\w*|mbox|hbox|mathrm)\s*\{\s*or\s*\})\s*")
-_LG = re.compile(r"\\lg(?![a-z])")
 _PRIMES = re.compile(r"([A-Za-z])\s*('+)")
-#: A numerator that the parser needs in braces: \frac\pi6.
-_BARE_NUMERATOR = re.compile(r"(\\[dtc]?frac)\s*(\\(?!sqrt|frac|text|math)[a-z]+)")
-#: A constant of integration: +c is the same as +C.
-_CONSTANT = re.compile(r"(?<=\+)\s*c$")
-_SEPARATOR = re.compile(r"(?<=\d)(?:\\[,!: ]|\{,\}|~)+(?=\d{3}(?!\d))")
+#: Notations that the parser does not know, and the same in a notation that it knows. In order: thousands
+#: separators, fonts and the distance of rows, upright constants, operators in plain letters, logarithms, a
+#: fraction without braces, lists with "and", binomial coefficients, the set of all x with a property, and a
+#: constant of integration: +c is the same as +C.
+_NOTATIONS = [
+    (re.compile(pattern), text)
+    for pattern, text in (
+        (r"(?<=\d)(?:\\[,!: ]|\{,\}|~)+(?=\d{3}(?!\d))", ""),
+        (r"\\(?:bf|rm|it|tiny|small|large|Large|huge)(?![A-Za-z])|(?<=\\\\)\s*\[\d*\.?\d+[a-z]{2}\]", ""),
+        (r"\\math(?:rm|bf|it)\s*\{([ei])\}", r"\1"),
+        (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
+        (r"(?<![\\A-Za-z])(exp|log|ln|sin|cos|tan|cot|sec|csc|gcd|lcm)(?=\s*[\d(^_\\]|\s+[a-z]\b)", r"\\\1"),
+        (r"\\log_(?:\{e\}|e(?![a-z]))", r"\\ln"),
+        (r"\\lg(?![a-z])", r"\\log_{10}"),
+        (r"(\\[dtc]?frac)\s*(\\(?!sqrt|frac|text|math)[a-z]+)", r"\1{\2}"),
+        (r",?(?:\s+and\s+|\s*\\(?:text\w*|mbox|hbox|mathrm)\s*\{\s*(?:and|,)\s*\}\s*)", ", "),
+        (r"^(\d+)\s*\\choose\s*(\d+)$", r"\\binom{\1}{\2}"),
+        (r"(?<![\\A-Za-z])C\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
+        (r"(?:\{\})?_\{?(\d+)\}?\s*C_\{?(\d+)\}?", r"\\binom{\1}{\2}"),
+        (r"(?<![\\A-Za-z])C_\{?(\d+)\}?\^\{?(\d+)\}?", r"\\binom{\1}{\2}"),
+        (r"^\\\{\s*([a-z])\s*(?:\\in\s*\\mathbb\s*\{?R\}?)?\s*(?:\\mid|\||:)(.*\1.*)\\\}$", r"\2"),
+        (r"(?<=\+)\s*c$", "C"),
+    )
+]
+#: Upright text that may be a unit, with its power; "or more" is not one.
+_UPRIGHT = (
+    rf"\\(?:text\w*|mbox|hbox|mathrm)\s*\{{(?!\W*(?:or|and|{'|'.join(SCALES)})\b)"
+    r"(?:[^{}]|\{[^{}]*\})*\}(?:\s*\^\s*\{?-?\d\}?)?"
+)
 #: Units after an expression: text with its power, and degrees.
 _UNITS = re.compile(
-    r"(?:\\[ ,;:!]|[\s~])*(?:\\(?:text\w*|mbox|hbox|mathrm)\s*\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?"
+    rf"(?:\\[ ,;:!]|[\s~])*(?:(?:{_UPRIGHT}|\\[dt]?frac\s*\{{{_UPRIGHT}\}}\s*\{{{_UPRIGHT}\}})"
     r"|\^\s*\{?\s*\\circ\s*\}?|\\degree|°)[\s.]*$"
 )
 #: Degrees, after a number or letter or after any other term.
@@ -62,6 +84,8 @@ _OF_NUMBER = re.compile(r"(\d+(?:\.\d+)?|(?<![A-Za-z\\])[A-Za-z])" + _DEGREE)
 _OF_TERM = re.compile(_DEGREE)
 #: A logarithm without a base.
 _LOG = re.compile(r"\\log(?![a-z]|\s*_)")
+#: A text that is a number as programs print it, or 2e − 3.
+_AMBIGUOUS = re.compile(r"^\s*(\d+)[eE]([-+]?\d)\s*$")
 #: Text that cannot precede a unit.
 _OPEN = re.compile(r"(?:[-+*/=<>^_(,;:|&]|\\(?!pi|infty|circ|degree)[A-Za-z]+)\s*$")
 # `units=False`, because math-verify's list of units includes single letters: it would turn 3t into 3.
@@ -74,8 +98,10 @@ _CONVERSION = ConversionConfig(lowercase_symbols=False)  # R is not r
 logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
 #: Numbers up to this one may be factors of a logarithm; see `_has_log_and_large_number`.
 _LARGEST_FACTOR = 10_000
-#: Maximum difference, relative to the larger value, of decimals that math-verify finds equal.
-RELATIVE_TOLERANCE = 1e-4
+#: Maximum difference of equal decimals, and the same relative to the larger value.
+ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE = 5e-7, 1e-4
+#: Digits with which irrational numbers are compared; half of them must agree.
+PRECISION = 80
 
 
 def read(latex: str) -> Any | None:
@@ -83,7 +109,10 @@ def read(latex: str) -> Any | None:
 
     Returns None if the text does not parse, has no value (1/0), or is too large to compute.
     """
-    text = in_digits(_SEPARATOR.sub("", latex.strip().strip("$").rstrip(". ")))
+    text = latex.strip().strip("$").rstrip(". ")
+    for pattern, known in _NOTATIONS:
+        text = pattern.sub(known, text)
+    text = in_digits(text).strip()
     text = _PRODUCT.sub(r"\1\\cdot ", _MIXED.sub(r"(\1+\2)", text))
     if not text or _NO_EXPRESSION.match(text) or is_too_large(text):
         return None
@@ -92,8 +121,6 @@ def read(latex: str) -> Any | None:
         sets = [_solutions(_parsed(part)) for part in parts]
         if all(isinstance(one, sympy.Set) for one in sets):
             return sympy.Union(*sets)
-    text = _LG.sub(r"\\log_{10}", _AND.sub(", ", text))
-    text = _CONSTANT.sub("C", _BARE_NUMERATOR.sub(r"\1{\2}", text))
     expression = _parsed(text)
     if expression is None and text.count("\\pm") == 1:  # the parser does not support it inside a fraction
         both = [_parsed(re.sub(r"\\pm(?![a-z])", sign, text)) for sign in "+-"]
@@ -107,6 +134,11 @@ def _parsed(text: str) -> Any | None:
         expression = latex2sympy2_extended.latex2sympy(
             text, is_real=True, normalization_config=_NORMALIZATION, conversion_config=_CONVERSION
         )
+        value = expression.rhs if isinstance(expression, sympy.Eq) else expression
+        if {symbol.name for symbol in value.free_symbols} == {"i"}:
+            value = value.subs(dict.fromkeys(value.free_symbols, sympy.I))
+            is_equation = isinstance(expression, sympy.Eq)
+            expression = sympy.Eq(expression.lhs, value, evaluate=False) if is_equation else value
         return None if expression.has(sympy.zoo, sympy.nan) else expression
     except MemoryError:
         raise
@@ -128,7 +160,8 @@ def _solutions(inequality: Any) -> Any:
 
 
 def in_other_notation(latex: str) -> str:
-    r"""Writes degrees as radians, and a logarithm without a base, which may be natural, as `\ln`."""
+    r"""Writes degrees in radians, `\log` without a base, which may be natural, as `\ln`, 2e-3 as 2·10⁻³."""
+    latex = _AMBIGUOUS.sub(r"\1\\cdot 10^{\2}", latex)
     latex = _OF_NUMBER.sub(r"{\\frac{\1\\pi}{180}}", _LOG.sub(r"\\ln", latex))
     return _OF_TERM.sub(r"\\cdot\\frac{\\pi}{180}", latex)
 
@@ -148,6 +181,13 @@ def equal(gold: Any, answer: Any) -> bool:
         answer: the parsed answer. The right side of an equation is compared only if the left side names the
             requested quantity ("m + n = 7") or equals the gold; "y - 3 = 0" does not equal 0.
     """
+    try:
+        return _equal(gold, answer)
+    except (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError):
+        return False  # sympy cannot compare them
+
+
+def _equal(gold: Any, answer: Any) -> bool:
     if isinstance(gold, sympy.Interval | sympy.Union):
         answer = _solutions(answer)
     elif isinstance(answer, sympy.Interval | sympy.Union):
@@ -166,7 +206,7 @@ def equal(gold: Any, answer: Any) -> bool:
         if not left or left[0] in (left[1], -left[1]):
             return True
         return not gold.has(sympy.Derivative) and bool(sympy.solve(gold))  # math-verify treats dy/dx as 0
-    return _is_close(gold, answer)
+    return True
 
 
 def is_closed_number(expression: Any) -> bool:
@@ -195,15 +235,26 @@ def as_text(expression: Any) -> str:
 
 
 def _verify(gold: Any, answer: Any) -> bool:
+    if all(is_closed_number(one) and not one.has(sympy.UnevaluatedExpr) for one in (gold, answer)):
+        return _equal_numbers(gold.doit(), answer.doit())
     if _has_log_and_large_number(gold, answer):
-        if is_closed_number(gold) and is_closed_number(answer):
-            values = [one.doit().evalf(30) for one in (gold, answer)]
-            return bool(abs(values[0] - values[1]) <= RELATIVE_TOLERANCE * max(map(abs, values)))
         return bool(_expanded(gold) == _expanded(answer))
     is_name = [isinstance(one, sympy.Symbol) for one in (gold, answer)]
     if is_name[0] != is_name[1] and all(isinstance(one, sympy.Expr) for one in (gold, answer)):
         return bool(sympy.simplify(gold - answer) == 0)  # math-verify compares a symbol as text
     return bool(grader.verify(gold, answer, timeout_seconds=None))
+
+
+def _equal_numbers(gold: Any, answer: Any) -> bool:
+    """Whether two numbers are equal; decimals may differ by 5e-7, but not by more than 1e-4 of the value."""
+    if (gold.is_Rational and answer.is_Rational) or gold.is_infinite or answer.is_infinite:
+        return bool(gold == answer)
+    is_decimal = gold.has(sympy.Float) or answer.has(sympy.Float)
+    values = [one.evalf(PRECISION) for one in (gold, answer)]
+    gap, size = abs(values[0] - values[1]), max(map(abs, values))
+    if is_decimal:
+        return bool(gap <= min(ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE * size))
+    return bool(gap * 10 ** (PRECISION // 2) <= size and (size > 1e-9 or sympy.simplify(gold - answer) == 0))
 
 
 def _has_log_and_large_number(*expressions: Any) -> bool:
@@ -271,13 +322,3 @@ def _is_pair(expression: Any) -> bool:
 def _is_list(expression: Any) -> bool:
     """Whether an expression is a set or a list of values that are not pairs."""
     return isinstance(expression, sympy.FiniteSet) and not any(map(_is_pair, expression.args))
-
-
-def _is_close(gold: Any, answer: Any) -> bool:
-    """False for decimals that math-verify finds equal only because it rounds to six places: 1e-7 and 2e-7."""
-    if not (is_closed_number(gold) and is_closed_number(answer) and (gold - answer).has(sympy.Float)):
-        return True
-    if (gold - answer).has(sympy.UnevaluatedExpr):
-        return True
-    gap, size = abs((gold - answer).evalf()), max(abs(gold.evalf()), abs(answer.evalf()))
-    return bool(gap <= RELATIVE_TOLERANCE * size)

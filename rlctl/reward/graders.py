@@ -40,26 +40,34 @@ _OPTION = re.compile(r"[\s*_({\[]*(?:([A-J])|([a-j])(?=[).]))(?:[\s)\]}.:*_,]+|$
 _ONE = r"(?!(?:\)?\s*+(?:,?\s*+(?:or|and)\b|[,/&])\s*+\(?[A-J]\b\)?){1,9}+[ \t.;}*_$]*+(?:\n|$))"
 #: All quantifiers are possessive: after "answer" and a thousand blanks, backtracking would not finish.
 _LETTER = (
-    r"(?:[\s*_\"'({\[$]|\\[(\[])*+(?:\\(?:text\w*|math\w+)\s*\{)?[\s*_(]*+"
-    r"(?:(?!I\s+[a-z])([A-J])(?!'?\w)|([a-j])\))" + _ONE  # "the answer I choose" names no option
+    r"(?:[\s*_\"'({\[$`]|\\[(\[])*+(?:\\(?:text\w*|math\w+)\s*\{)?[\s*_(]*+"
+    r"(?:(?!I\s+[a-z])([A-J])(?!'?\w|\s*+[=^_])|([a-j])\)|([b-hj])(?=[.*_\"'`]*+(?:\n|$)))"
+    + _ONE  # "the answer I choose" names no option
 )
-_IS = r"[\s*_\"']*+(?:(?i:is|was|would be|should be|must be)\b[\s*_\"']*+[:=]?|[:=])"
+_IS = (
+    r"[\s*_\"']*+(?:(?i:is|was|(?:would|should|must|seems to|appears to) be)\b"
+    r"(?:\s++(?i:indeed|therefore|thus|hence|clearly|likely|most likely|probably))?[\s*_\"']*+[:=]?|[:=→–-])"
+)
+#: Text after an option that denies it.
+_NOT = r"(?!\W*\s(?i:is|was|seems|appears|can)\s*(?i:not\b|n['’]t\b|incorrect|wrong|false|invalid|too\b))"
 #: Patterns of an option, the most reliable first; the last match of a pattern is used. In order: an option
 #: named as the answer, an option that is chosen or called correct, an option that is mentioned ("option A is
 #: wrong" may follow the answer), a line that starts with an option, an option in brackets, only a letter.
 _OPTIONS = (
     re.compile(
-        rf"(?:\\(?:boxed|fbox)(?:\s*\{{|\s++|(?=\\))|####+|<answer>|\b(?i:(?:answers?|choice|option)\b{_IS}|answers?\b)"
-        rf"[\s*_\"']*+(?i:option|choice|letter)?|答案[是为]?[\s:]*+){_LETTER}"
+        rf"(?:\\(?:boxed|fbox)(?:\s*\{{|\s++|(?=\\))|####+|<answer>"
+        rf"|\b(?i:(?:answers?|antwort|choice|option|letter|solution|selection|correct)\b{_IS}|answers?\b)"
+        rf"[\s*_\"']*+(?i:option|choice|letter)?|(?:答案[是为]?|选(?!项)择?)[\s:]*+){_LETTER}{_NOT}"
     ),
     re.compile(
-        rf"\b(?i:choose|select|pick|go with|must be)\b{_LETTER}"
-        r"|\b([A-J])[)*_]*+\s++is\s++(?:the\s++)?(?i:correct|right|best)\b"
+        rf"(?<!not )(?<!n't )\b(?i:choose|select|pick|go with|must be)\b{_LETTER}"
+        r"|\b([A-J])[)*_]*\s++is\s++(?:(?:the|my)\s++)?(?i:correct|right|best|answer)\b"
+        r"|\b(?i:so|thus|hence|therefore|it's|it is),?\s++[*_(]*+([A-J])[*_). \t]*+(?:\n|$)"
     ),
-    re.compile(rf"\b(?i:choice|option)\b{_LETTER}"),
+    re.compile(rf"\b(?i:choice|option)\b{_LETTER}{_NOT}"),
     re.compile(r"^[ \t*_(\[]*(?:([A-J])[ \t*_]*(?:[).:\]]|$)|([a-j])\))", re.MULTILINE),
     re.compile(rf"(?<!or )(?<!and )\(([A-J])\){_ONE}"),
-    re.compile(r"^\W*([a-j])\W*$"),
+    re.compile(r"^\W*([A-Ja-j])\W*$"),
 )
 _CAPITAL = re.compile(r"\b[A-J]\b")
 
@@ -106,8 +114,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
     ast.Div: operator.truediv,
 }
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "[": "(", "]": ")", "{": "(", "}": ")"})
-#: A product without its sign: 4(25-3).
-_PRODUCT = re.compile(r"(?<=[\d)])\s*(?=\()")
+#: A product without its sign, or with a letter for it: 4(25-3), 4 x 5.
+_PRODUCT = re.compile(r"(?<=[\d)])\s*(?:x\s*(?=[\d(])|(?=\())")
 _OPERATION = re.compile(r"[\d)]\s*[-+*/]")
 _ARITHMETIC = re.compile(r"[\d+\-*/(). ]*\d[\d+\-*/(). ]*")
 
@@ -175,11 +183,10 @@ def _equation(place: Place) -> str | None:
     If the text has equals signs, the expression is the first side with an operator, otherwise the first side
     with a number.
     """
-    shown = plain(place.text).translate(_SIGNS)[:MAX_EQUATION_CHARS]
+    shown = _PRODUCT.sub("*", plain(place.text).translate(_SIGNS)[:MAX_EQUATION_CHARS])
     sides = [
         text.lstrip(" .").rstrip(" .(+-*/") for side in shown.split("=") for text in _ARITHMETIC.findall(side)
     ]
-    sides = [_PRODUCT.sub("*", side) for side in sides]
     return next((side for side in sides if _OPERATION.search(side)), sides[0] if sides else None)
 
 

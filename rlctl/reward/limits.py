@@ -33,8 +33,6 @@ MAX_CHARS, MAX_TOKENS = 2000, 500
 MAX_CALCULUS, MAX_CALCULUS_TOKENS = 2, 40
 #: Maximum number of unions and intersections in one formula.
 MAX_SET_OPERATIONS = 16
-#: Maximum rows of `eye(n)`, `zeros(n)` and `ones(n)`.
-MAX_ROWS = 50
 
 _SYMBOL_DIGITS = 0.5
 #: Terms assumed for an infinite sum: sympy finds a closed form or leaves the sum unevaluated.
@@ -264,13 +262,6 @@ class _Reader:
             self._atom()
         return self._argument()
 
-    def _matrix(self) -> Size:
-        """`eye(n)`, `zeros(n)` or `ones(n)`."""
-        size = self._argument()
-        if size.value > MAX_ROWS:
-            raise _TooLarge
-        return size
-
     def _bracket(self) -> Size:
         is_bare = self._next() in _OPENING
         self._depth += 1
@@ -327,7 +318,6 @@ _READERS: dict[str, Callable[[_Reader], Size]] = {
     ),
     **dict.fromkeys(("\\binom", "\\dbinom", "\\tbinom"), lambda of: of._argument().choose(of._argument())),
     **dict.fromkeys(("\\Gamma", "Gamma", "gamma", "factorial"), lambda of: of._argument().factorial()),
-    **dict.fromkeys(("eye", "zeros", "ones"), _Reader._matrix),
     "\\sqrt": _Reader._root,
     "\\sum": _Reader._iteration,
     "\\prod": lambda of: of._iteration(is_product=True),

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.lazy import LazyModule
 from rlctl.registry import GRADERS
-from rlctl.reward.answer import MATHS, MAX_WORDS, Place, places
+from rlctl.reward.answer import MATHS, MAX_WORDS, Place, own_part, places
 from rlctl.reward.numbers import Number, legible, measure, number_in, plain, units_of
 from rlctl.reward.protocol import same_and_changed
 
@@ -40,7 +40,9 @@ _WRAPPER = re.compile(
 )
 _FRACTION = re.compile(r"\\[dtc]?frac(?![A-Za-z])")
 _COMMAND = re.compile(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?")
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}|(?<!\S)(?i:is|it|so|in|of|to|we|he|if|my)(?=[\s,])")
+_WORD = re.compile(
+    r"(?<![\\A-Za-z])[A-Za-z]{3,}|[\u4e00-\u9fff]|(?<!\S)(?i:is|it|so|in|of|to|we|he|if|my)(?=[\s,])"
+)
 _TIME = re.compile(r"\d:\d\d")
 #: Words of three or more letters that are mathematical notation.
 _NAMES = re.compile(
@@ -50,8 +52,25 @@ _EQUALS = re.compile(r"(?<![<>!\\])=|(?<=[A-Za-z]):\s")
 _SEVERAL = re.compile(r",(?!\d{3}(?!\d))|;|\b(?:and|or)\b")
 _BOLD = re.compile(r"\*\*(?=[^*]*\d)([^*\n]+[^*\n:])\*\*")
 _ASIDE = re.compile(r"(?<=\S)\s+\([^()]*\)[.\s]*$")
+#: Text before a formula that is only a reason or circumstance of what precedes: "is 7, attained at $x = 5$".
+_ADJUNCT = re.compile(
+    r"[\s,(]+(?:(?:since|because|such that|not|rather than|instead of|rejecting)\s+(?=\$|\\[(\[])"
+    r"|(?:(?:which|that|it)\s+)?(?:(?:is\s+)?(?:attained|achieved|reached|obtained)|occurs|when|where|if|for|at|with|in|on)"
+    r"(?:\s+(?:all|any|every|at|when|for|by))?\s+(?=(?:\$|\\[(\[])\s*[A-Za-z\\(|]|[a-z]\s*=|\[-?\d)"
+    r"(?!.*\b(?:is|are|equals?|becomes|gives|so|thus)\b))",
+    re.DOTALL,
+)
+#: Text after a formula that states its value.
+_STATED = re.compile(
+    r"\b(?:is|are|was|be|equals?|becomes|gives|measures?)\b"
+    r"(?:\s|[^\w.]|(?:equal to|exactly|about|only|also|thus|therefore|then)\b)*\d"
+)
+#: A formula that is no number: a name, such as ABC, or an inequality.
+_NO_NUMBER = re.compile(
+    r"(?!.*(?:\d|\\(?:pi|infty)(?![a-z])))|.*(?:[<>]|\\(?:[lg](?:eq?|t)|in)(?![a-z]))", re.DOTALL
+)
 #: A unit in plain letters after an expression: 2 sqrt(3) units.
-_UNIT_WORD = re.compile(r"(?<=[\w})])(?:\s+(?:[A-Za-z]{3,}|[cdkm]m|ft|in)\.?)+\s*$")
+_UNIT_WORD = re.compile(r"(?<=[\w})])(?:\s+(?!(?:and|or)\b)(?:[A-Za-z]{3,}|[cdkm]m|ft|in)\.?)+\s*$")
 #: A part of a sentence with roots or multiples of π that is not marked as a formula: "The area is 25\pi."
 _BARE = re.compile(
     r"(?<![A-Za-z\\])(?:(?:\d++(?:\.\d++)?+|\\pi(?![a-z])|\\sqrt\s*+\{[^{}]*+\}|[-+*/()^{}])\s*+)++"
@@ -67,7 +86,13 @@ _JOINT = re.compile(r"\s*(?:,?\s*(?:and|or)|,)\s*")
 #: side does not name the right side.
 _BRACKETED = re.compile(r"\([^()]*\)|\[[^\[\]]*\]|_\{[^{}]*\}|_\w|(?<=\d)\s*x(?=\s*\d)")
 _LETTER = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
-_BASE = re.compile(r"[0-9A-Z]+_\{?(\w+)\}?")
+#: An empty set of solutions.
+_EMPTY = re.compile(
+    r"^\s*(?:(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?empty set|\\varnothing|\\\{\s*\\\})\s*$",
+    re.IGNORECASE,
+)
+#: A number in a base, which may be missing; its digits include one from 0 to 9.
+_BASED = re.compile(r"\(?((?=[A-F]*\d)[0-9A-F]+)\)?(?:_\{?(\d+)\}?)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +164,17 @@ def grade(response: str, ground_truth: str) -> float:
         answer = None if gold.is_text else _reading(place, is_number=gold.is_number)
         if answer is not None:
             return float(_equal(gold, answer, text))
-        if place.is_marked:
+        if place.is_marked or (gold.is_text and place.is_announced):
             return 0.0
-    return 0.0
+    return float(gold.is_text and _spelling(_last_statement(response)) == gold.spelling)
+
+
+def _last_statement(response: str) -> str:
+    """What the last sentence states, in words: "Tuesday" of "So it is a Tuesday."; else an empty text."""
+    sentence = own_part(response).rstrip().rpartition("\n")[2]
+    subject, verb, stated = re.split(r"[.!?]\s+", sentence)[-1].rpartition(" is ")
+    is_sure = verb and not re.search(r"n['’]t\b|\b(?:not|never|if|whether|or|and|cannot|no)\b", subject)
+    return re.sub(r"^(?:an?|the|therefore|thus|on)\s", "", stated.strip()) if is_sure else ""
 
 
 def boxed(ground_truth: str) -> str:
@@ -178,9 +211,9 @@ def _equal(gold: _Gold, answer: Number | Any, text: str) -> bool:
         if gold.number is not None:
             return gold.number.equals(answer)
         answer = expressions.from_number(answer)
-    bases = [_BASE.fullmatch(spelling) for spelling in (gold.spelling, _spelling(text))]
-    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:  # the parser drops the bases
-        return False
+    based, other = (_BASED.fullmatch(spelling) for spelling in (gold.spelling, _spelling(text)))
+    if based and other and based[2]:  # the parser drops the bases
+        return based[1].upper() == other[1].upper() and other[2] in {None, based[2]}
     expected = gold.expression if gold.number is None else expressions.from_number(gold.number)
     if expressions.equal(expected, answer):
         return True
@@ -210,7 +243,7 @@ def _whole(text: str, *, is_number: bool) -> Number | Any | None:
     if is_number and is_sentence and "\\" not in shown and not _SEVERAL.search(shown):
         if MATHS.search(text):
             return _prose(text, is_number=True)
-        if number := number_in(shown, words=True):
+        if number := number_in(plain(_statement(text, is_number=True)), words=True):
             return number
     elif is_number:
         text = _UNIT_WORD.sub("", text)
@@ -219,6 +252,7 @@ def _whole(text: str, *, is_number: bool) -> Number | Any | None:
 
 def _prose(sentence: str, *, is_number: bool) -> Number | Any | None:
     """Parses the number or formula that a sentence states."""
+    sentence = _statement(sentence, is_number=is_number)
     if is_number:
         if number := _amount(sentence.strip().rstrip(".")):
             return number
@@ -226,8 +260,13 @@ def _prose(sentence: str, *, is_number: bool) -> Number | Any | None:
         if bold and (number := number_in(plain(bold[-1]))):
             return number
     formula = _formula(sentence)
+    before, found, after = sentence.rpartition(formula or "\0")
+    if is_number and found and _STATED.search(after):  # "The value of $x$ is 5."
+        formula, sentence = None, after
+    elif is_number and re.search(r"\d", before) and _NO_NUMBER.match(found):  # "There are 5 such $n$."
+        formula, sentence = None, before
     if formula and not (is_number and _amount(formula)):
-        is_last = not re.search(r"\d", sentence.rpartition(formula)[2])
+        is_last = not found or not re.search(r"\d", after)
         if not is_number or is_last or re.search(r"[A-Za-z\[\](\\^{]", plain(formula)):
             return _whole(formula, is_number=is_number)
     if not is_number:
@@ -236,6 +275,13 @@ def _prose(sentence: str, *, is_number: bool) -> Number | Any | None:
     if "\\begin" in sentence:
         return None
     return number_in(plain(sentence), words=True)
+
+
+def _statement(sentence: str, *, is_number: bool) -> str:
+    """A sentence up to a formula that only explains it or names a circumstance."""
+    parts = (sentence[: adjunct.start()] for adjunct in _ADJUNCT.finditer(sentence))
+    states = re.compile(r"\d") if is_number else MATHS
+    return next(filter(states.search, parts), sentence)
 
 
 def _number(text: str) -> Number | None:
@@ -294,22 +340,24 @@ def _bare_formula(sentence: str) -> str | None:
 
 
 def _unwrapped(text: str) -> str:
-    """A formula without `$` or brackets around it; any other text unchanged."""
-    formula = MATHS.fullmatch(text.strip().rstrip("."))
-    return next(filter(None, formula.groups())) if formula else text
+    """A formula without `$`, brackets or backticks around it; any other text unchanged."""
+    formula = MATHS.fullmatch(text.strip().strip("`").rstrip("."))
+    return next(filter(None, formula.groups())) if formula else text.strip("`")
 
 
 def _spelling(text: str) -> str:
     """Normalises a text's formatting; equal spellings are equal answers of any kind."""
-    text = _unwrapped(legible(text).strip()).rstrip("$. \n").lstrip("$ \n")
+    text = _unwrapped(legible(text)).rstrip("$. \n").lstrip("$ \n")
     while (shown := _WRAPPER.sub(r" \1 ", text)) != text:
         text = shown
     text = re.sub(r"\\(?:left|right|displaystyle)(?![a-z])|\\[,;:! ]|~|(?<!\w)\*\*|\*\*(?!\w)", " ", text)
     text = re.sub(r"(?<=\\)[dtc](?=frac|binom)", "", text).replace("**", "^")
     text = re.sub(r"\\(?:cdot|times)(?![a-z])", "*", text)
-    text = re.sub(r"\\[lcd]?dots|\.\.\.(?=[,+])", r"\\dots", text).replace("\\varnothing", "\\emptyset")
+    text = re.sub(r"\\[lcd]?dots|\.\.\.(?=[,+])", r"\\dots", text)
+    text = _EMPTY.sub(r"\\emptyset", re.sub(r"(\\[a-z]+)\s*\{(\w)\}", r"\1 \2", text))
     if _is_words(text) or _TIME.search(text):
         text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|(?<=[a-z]{3})s\b|[\"()]", "", text.casefold())
+        text = re.sub(r",?\s+and\s+", ", ", text)
     text = re.sub(r"(?<=[A-Za-z])\.|(?<=\d)\s+(?=[A-Za-z])", "", text)
     text = re.sub(r"\s+(?![A-Za-z0-9])|(?<![A-Za-z0-9])\s+", "", re.sub(r"\s+", " ", text))
     return re.sub(r"^\(([A-Za-z])\)$|\{(\w)\}", r"\1\2", text)

@@ -47,12 +47,17 @@ class Number:
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u00ad"))
 _SPACES = dict.fromkeys(map(ord, "\u00a0\u2007\u2009\u202f\u3000"), " ")
+_PUNCTUATION = {0x3002: ". ", 0x3001: ", ", 0xFF0C: ", "}  # in Chinese
 _SIGNS = dict.fromkeys(map(ord, "\u2212\u2010\u2011\ufe63"), "-") | {0x2044: "/"}
 _VULGAR = {ord(c): " " + unicodedata.normalize("NFKC", c).replace("\u2044", "/") for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 #: Mathematical characters, in LaTeX.
 _NAMES = {"π": "pi", "∞": "infty", "∪": "cup", "∩": "cap", "∈": "in", "∅": "emptyset"}
 _SYMBOLS = {ord(symbol): f"\\{name} " for symbol, name in _NAMES.items()}
-_CHARACTERS = _FULL_WIDTH | _INVISIBLE | _SPACES | _SIGNS | _VULGAR | _SYMBOLS
+#: Between a Chinese character and a number, formula or letter.
+_CHINESE = re.compile(
+    r"(?<=[\u4e00-\u9fff])(?=[-+.$\\\w])(?![\u4e00-\u9fff])|(?<=[\d$}A-Za-z])(?=[\u4e00-\u9fff])"
+)
+_CHARACTERS = _FULL_WIDTH | _INVISIBLE | _SPACES | _PUNCTUATION | _SIGNS | _VULGAR | _SYMBOLS
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n")
 _EXPONENT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+")
 _COLOR = re.compile(r"\\(?:text)?color\s*\{\w+\}")
@@ -69,6 +74,8 @@ _IN_WORDS = [
         (r"(?<=\d)\s+factorial\b", "!"),
         (r"(?<=\d)\s+and (?:a|one) half\b", " 1/2"),
         (r"(?<![\\a-z])pi(?![a-z])", r"\\pi "),
+        (r"\$\s*\^\s*\{?(\d|\\circ)\}?\s*\$", r"^{\1}"),
+        (r"(?:\\text\s*\{\s*)?(?<![\\a-z])infinity\b(?:\s*\})?", r"\\infty "),
     )
 ]
 _ROOT = re.compile(
@@ -87,7 +94,7 @@ _PLAIN = [
         (r"\\(?:times|cdot|ast)(?![a-z])", " * "),
         (r"\\div(?![a-z])", "/"),
         (r"\\(?:approx|simeq|implies|to|[Rr]ightarrow|Longrightarrow)(?![a-z])|[≈→⇒]|=>|->", "="),
-        (r"\^\{?\\circ\}?|\\degree|°", " degrees "),
+        (r"(?:\^\{?\\circ\}?|\\degree|°)(?:\s?[CF]\b)?", " degrees "),
         (r"\\([$%#&])", r"\1"),
         (r"\\(?:left|right|quad|qquad|displaystyle|textbf)(?![a-z])|\\[\[\](),;:!> ]", " "),
         (r"\*\*+|__+|`+|~~|(?<!\S)\*(?=\S)|(?<=\S)\*(?!\S)", ""),
@@ -102,10 +109,12 @@ _SCIENTIFIC = re.compile(
     r"(?<![\w.\\])(?:\d+\.\d+[eE][-+]?\d{1,3}|\d+[eE](?:\d{1,3}|[-+]\d{2,3})|1[eE][-+]\d)(?![\w^\\{(]|\.\d)"
 )
 #: A repeating decimal: 0.1\overline{6}.
-_REPEATING = re.compile(r"(?<![\w.])(\d{0,30})\.(\d{0,9})\\(?:overline|bar)\s*\{\s*(\d{1,9})\s*\}")
+_REPEATING = re.compile(
+    r"(?<![\w.])(\d{0,30})\.(\d{0,9})\\(?:overline|bar|dot(?=\s*\{\s*\d\s*\}))\s*\{\s*(\d{1,9})\s*\}"
+)
 #: 1.5 × 10^3, in LaTeX or plain text.
 _POWER_OF_TEN = re.compile(
-    r"(?<![\w.,])(\d+(?:\.\d+)?)\s*(?:\\times|\\cdot|\\ast|[*×·])\s*10\s*(?:\^|\*\*)\s*"
+    r"(?<![\w.,])(\d+(?:\.\d+)?)\s*(?:\\times|\\cdot|\\ast|[*×·x])\s*10\s*(?:\^|\*\*)\s*"
     r"(?:\{\s*([-+]?\d{1,3})\s*\}|([-+]?\d{1,3}))(?![\w^]|\.\d)"
 )
 _DIGITS = (
@@ -113,11 +122,11 @@ _DIGITS = (
     r"|[1-9]\d{0,2}(?:[, ]\d{3})+(?![\d,]|-[a-z])(?:\.\d+)?"  # 1,234.00 and 1 234
     r"|\d+(?:\.\d+)?|\.\d+)"
 )
-_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _NUMBER = re.compile(
     r"(?<![\w.])(?P<minus>(?:(?<![\w)])-(?=[$€£¥₹\d.]))?)(?:US)?[$€£¥₹]*\s?(?P<inner>-?)"
     rf"(?P<digits>{_DIGITS})(?:(?P<mixed>\s+\d+)?\s?/\s?(?P<under>\d+)(?!\d|\.\d))?"
-    rf"(?:\s?(?P<scale>{'|'.join(_SCALES)})s?\b)?(?P<percent>\s?(?:%|per ?cent\b))?"
+    rf"(?:\s*(?P<scale>{'|'.join(SCALES)})s?\b)?(?P<percent>\s?(?:%|per ?cent\b))?"
     r"(?P<stuck>(?:st|nd|rd|th|k)\b|:\d|\s?\\(?:pi|sqrt|infty)(?![a-z]))?",
     re.IGNORECASE,
 )
@@ -132,8 +141,9 @@ _SHORT_UNIT = r"(?:[cdkm]m|ft|in|mi|yd|k?g|mg|lbs?|oz|m[lL]|[lL]|hr?s?|mins?|s|[
 _POWER = r"(?:\s*\^\s*\{?\d\}?)?"
 _UNIT = re.compile(
     r"(?!\s*(?:pi|sqrt|or|and|log|ln|sin|cos|tan|mod|x|i|e)\b)"
+    r"(?!.*\b(?:not|never|cannot|than|wrong|incorrect)\b|.*n['’]t\b)"
     rf"(?:(?:\s*[/$¢%€£'\"]|{_SHORT_UNIT}{_POWER}"
-    rf"|[\s-]+(?:[A-Za-z]{{3,}}\b\.?|{_SHORT_UNIT}|[cCdgGhKLlmsVWN]\b){_POWER})"
+    rf"|[\s-]+(?:(?:[A-Za-z]{{3,}}\b|sq\b)\.?|[\u4e00-\u9fff]+|{_SHORT_UNIT}|[cCdgGhKLlmsVWN]\b){_POWER})"
     rf"(?:\s*(?:[/$%¢-]\s*)?[A-Za-z]{{2,}}\b\.?{_POWER}|\s*/\s*[A-Za-z]\b{_POWER}|\s*[/$¢%€£'\"])*)?"
     r"[\s.$*\u2600-\U0001faff]*"
 )
@@ -151,6 +161,7 @@ _MEASURED = re.compile(
 #: Text after a number that is an operand, not a result.
 _OPERAND_OF = re.compile(
     r"\s*(?:[A-Za-z]+(?:/[a-z]+)?\s+|[A-Za-z]+(?=/))?[)\]]*\s*(?:[-+*/×÷·^=]|x(?=[\s\d]))\s*[(\[$€£-]*\s*\.?\d|\(\s*\.?\d"
+    r"|\s+(?:more|less|fewer|greater|smaller|larger) than [$€£]?\d"
 )
 #: Text before such a number.
 _OPERATOR = re.compile(
@@ -159,11 +170,22 @@ _OPERATOR = re.compile(
     r"|\b(?i:times|plus|half(?: of)?|twice|double|triple|(?:root|square|cube|factorial) of|log|ln)\b"
     r"\s*[($€£]*)\s*$"
 )
-#: Text before a number that is a bound or is denied.
+#: Text before a number that is a bound or is denied. A bound within a sentence may be an answer: "It takes at
+#: least 5 days".
 _DENIED = re.compile(
-    r"(?:[<>≤≥≠]|\\(?:[lg]eq?|[lg]t|neq?)(?:slant)?\s|\b(?:not|never|(?:is|was|are|were|can|could|would|does|did)n['’]?t"
-    r"|cannot|(?<!no )(?<!not )(?:less|more|fewer|greater|smaller|larger|higher|lower) than)\b"
-    r"(?:\s+(?:be|equal|equal to|exactly|simply|just|actually))*)\s*[($€£-]*\s*$",
+    r"(?:^\W*(?:at (?:least|most)|not? (?:more|less|fewer) than|up to|over|under|above|below|exceed\w*)\b"
+    r"|[<>≤≥≠]|\\(?:[lg]eq?|[lg]t|neq?)(?:slant)?\s"
+    r"|\b(?:not|never|(?:is|was|are|were|can|could|would|does|did)n['’]?t|cannot"
+    r"|(?<!no )(?<!not )(?:less|more|fewer|greater|smaller|larger|higher|lower) than)\b"
+    r"(?:\s+(?:be|equal|equal to|exactly|simply|just|actually))*"
+    r"|\b(?:if|whether)\s+(?:\w+\s+){1,3}(?:is|was|equals))\s*[($€£-]*\s*$",
+    re.IGNORECASE,
+)
+#: Text after such a number.
+_DENIED_AFTER = re.compile(
+    r"[\s$)\]}.]*\s(?:(?:is|was|are|can?|could|would|does)(?:n['’]t|\s*not)\b"
+    r"|(?:is|was|are) (?:wrong|incorrect|too|invalid|impossible)\b"
+    r"|(?:and|or) (?:above|below|up|over|more|less|fewer|higher|lower)\b)",
     re.IGNORECASE,
 )
 #: Text before a number: an equation that is not solved for its letter, such as 2x + 3 = 7. In 5 m = 500 cm
@@ -171,13 +193,20 @@ _DENIED = re.compile(
 _UNSOLVED = re.compile(
     r"(?:(?<![A-Za-z])[a-z]\s*[-+*/^]\s*[\d.]+|\d\s*[-+*/^]?\s*[a-fi-kn-rt-z])\s*=\s*[($€£-]*\s*$"
 )
-_NAMED = re.compile(r"\b(?:is|was|on|by|until)[\s$]+[A-Z][a-z]+\s+$")  # June 20
+_NAMED = re.compile(  # June 20
+    r"\b(?:is|was|on|by|until)[\s$]+[A-Z][a-z]+\s+$"
+    r"|\b(?:January|February|March|April|May|June|July|August|September|October|November|December)\s+$"
+)
 #: Text before and after a number in a list: "41 and 42", "3, 4 or 5".
 _NUMBER_AND = re.compile(
     r"(?:\d[%)]?|(?:^|\b(?:is|are)\s)[\s$]*\d\S*(?:\s+[a-z]+){1,2})"
-    r"\s*,?\s*(?:,|\b(?:and|or)\b|&)\s*[($€£-]*$"
+    r"\s*,?\s*(?:[,;]|\b(?:and|or)\b|&)\s*[($€£-]*$"
 )
-_AND_NUMBER = re.compile(r"[%)]?\s*,?\s*(?:,\s|\b(?:and|or)\b|&)\s*[($€£-]*\d")
+#: Text before a number in a list of values of one name: "x = 41 and x = 42".
+_ALSO = re.compile(
+    r"\b([a-z])(?:_\w)?\s*=\s*\S*\d\)?,?\s+(?:and |or )?\s*\1(?:_\w)?\s*=\s*[($€£-]*$", re.IGNORECASE
+)
+_AND_NUMBER = re.compile(r"[%)]?\s*,?\s*(?:[,;]\s|\b(?:and|or)\b|&)\s*[($€£-]*\d")
 _RESULT = re.compile(
     r"(?:=|\b(?:which|that|it) (?:is|was|equals|makes)|\brounds?(?: up| down| off)? to|\bmeaning)\s+"
     r"(?:about\s+)?[($€£-]*\s*$"
@@ -209,7 +238,7 @@ _COPULA = re.compile(r"\b(?:is|are|was|were|be)\s+[($€£-]*$")
 #: Start of a part that only explains the rest of the sentence.
 _EXPLANATION = re.compile(
     r"\b(?:because|since|as (?:she|he|it|they|there)|given|assuming|if|when|while|whereas|than|compared|after"
-    r"|before|once)\b|[(]|\bto [a-z]+\b[^,;]*$"
+    r"|before|once)\b|(?<![A-Za-z])[(]|\bto [a-z]+\b[^,;]*$"
 )
 #: Maximum number of a sentence's numbers that are ranked: the last ones.
 MAX_NUMBERS = 64
@@ -223,7 +252,7 @@ def legible(text: str) -> str:
     removes colours and invisible characters."""
     text = _COLOR.sub("", text)
     text = _EXPONENT.sub(_power, _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", text))
-    return _in_symbols(text.translate(_CHARACTERS))
+    return _in_symbols(_CHINESE.sub(" ", text.translate(_CHARACTERS)))
 
 
 def _in_symbols(text: str) -> str:
@@ -286,7 +315,8 @@ def number_in(sentence: str, *, words: bool = False) -> Number | None:
         return None
     rank, _, match = best
     before = sentence[max(0, match.start() - MAX_CHARS_BEFORE) : match.start()]
-    if rank != _RESULT_OF and (_NUMBER_AND.search(before) or _AND_NUMBER.match(sentence, match.end())):
+    is_one_of_several = _NUMBER_AND.search(before) or _AND_NUMBER.match(sentence, match.end())
+    if _ALSO.search(before) or (is_one_of_several and rank != _RESULT_OF):
         return None
     return _value(match, sentence)
 
@@ -319,7 +349,8 @@ def _rank(sentence: str, match: re.Match[str], *, found: int, previous: int) -> 
     since = max(0, match.start() - MAX_CHARS_BEFORE)
     before, after = sentence[since : match.start()], sentence[match.end() : match.end() + MAX_CHARS_BEFORE]
     is_operand = _OPERAND_OF.match(after) or _OPERATOR.search(sentence[since : match.start("digits")])
-    if match["stuck"] or is_operand or any(one.search(before) for one in (_DENIED, _NAMED, _UNSOLVED)):
+    is_denied = _DENIED_AFTER.match(after) or any(one.search(before) for one in (_DENIED, _NAMED, _UNSOLVED))
+    if match["stuck"] or is_operand or is_denied:
         return _NEVER
     if _RESULT.search(before):
         return _RESULT_OF
@@ -345,6 +376,6 @@ def _value(match: re.Match[str], text: str) -> Number | None:
             return None
         whole, over = (value, Fraction(int(match["mixed"]))) if match["mixed"] else (Fraction(0), value)
         value = whole + over / int(match["under"])
-    value *= _SCALES.get((match["scale"] or "").lower(), 1)
+    value *= SCALES.get((match["scale"] or "").lower(), 1)
     value = -value if match["minus"] or match["inner"] else value
     return Number(value, bool(match["percent"]), units_of(text[match.end() :]))

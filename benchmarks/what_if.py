@@ -28,7 +28,7 @@ from rlctl.what_if.replay import replay
 from rlctl.what_if.settings import Setting, grid
 from tests.reference.enumerable import GROUP, Truth, World
 
-#: Without normalisation, so that the plain error also has an exact value. Rules that depend on the sign of
+#: Without normalisation, which only scales the gradient. Rules that depend on the sign of
 #: the advantage are excluded, because a world's truth is computed for weights independent of the advantage.
 SETTINGS = [
     setting
@@ -150,17 +150,13 @@ def compare(where: str, truths: dict[str, Truth], step: Step, dumped: int) -> It
     """Yields (world, dumped groups, groups per batch, choice, excess over the best setting, best error)."""
     for groups in BATCHES:
         errors = {name: truth.error(groups) for name, truth in truths.items()}
-        plain = {name: truth.plain_error(groups) for name, truth in truths.items()}
-        best, plainest = min(errors.values()), min(plain.values())
+        best = min(errors.values())
         found = replay([step], SETTINGS, groups_per_batch=groups)
-        if found.recommended is None or found.plainest is None:
+        if found.recommended is None:
             continue
         chosen = {"recommended": found.recommended.name} | {name: name for name in FIXED}
         for who, name in chosen.items():
             yield where, dumped, groups, who, errors[name] - best, best
-        yield where, dumped, groups, "plain, estimated best", plain[found.plainest] / plainest - 1.0, plainest
-        for name in FIXED[:4]:
-            yield where, dumped, groups, f"plain, {name}", plain[name] / plainest - 1.0, plainest
 
 
 def short(seeds: list[int]) -> Iterator[DumpedRow]:
@@ -181,18 +177,17 @@ def long(seeds: list[int]) -> Iterator[DumpedRow]:
             yield from compare("long", truths, step, dumped)
 
 
-def table(rows: list[DumpedRow], plain: bool) -> list[str]:
+def table(rows: list[DumpedRow]) -> list[str]:
     """Mean excess per choice; columns per number of dumped groups and batch size, and the worst case."""
     columns = sorted({row[1:3] for row in rows})
     heads = [f"{dumped} dumped, batch {groups}" for dumped, groups in columns]
     lines = [f"| chosen by | {' | '.join(heads)} | worst |", "|---" * (len(heads) + 2) + "|"]
-    names = [name for name in dict.fromkeys(row[3] for row in rows) if name.startswith("plain") == plain]
+    names = list(dict.fromkeys(row[3] for row in rows))
     for who in names:
         mine = [row for row in rows if row[3] == who]
         cells = [np.mean([row[4] for row in mine if row[1:3] == column]) for column in columns]
         worst = max(row[4] for row in mine)
-        shown = [*cells, worst]
-        text = " | ".join(f"{x:+.0%}" if plain else f"{x:.3f}" for x in shown)
+        text = " | ".join(f"{x:.3f}" for x in [*cells, worst])
         lines.append(f"| {who} | {text} |")
     best = [np.mean([row[5] for row in rows if row[1:3] == c and row[3] == names[0]]) for c in columns]
     return [*lines, f"| error of the best | {' | '.join(f'{x:.3f}' for x in best)} | |"]
@@ -207,9 +202,7 @@ def main() -> None:
     lines = []
     for name, worlds in (("Short responses, exact truth", short), ("Long responses, sampled truth", long)):
         rows = list(worlds(arguments.seeds))
-        for plain in (False, True):
-            what = "excess plain error, relative" if plain else "excess error"
-            lines += [f"### {name}: {what}", "", *table(rows, plain), ""]
+        lines += [f"### {name}: excess error", "", *table(rows), ""]
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "what_if.md").write_text("\n".join(lines))
     print("\n".join(lines))

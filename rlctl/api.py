@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
-from rlctl.errors import RunFailure, UsageError, in_words
+from rlctl.errors import RunFailure, UsageError, failing_together, in_words
 from rlctl.registry import Registry
 from rlctl.track.open_run import RunRecord, open_run
 from rlctl.user_code import call_problem
@@ -118,7 +118,7 @@ def train(
     from rlctl.engine.launch import refuse_in_import, under_torchrun
     from rlctl.spec import load
     from rlctl.spec.run_spec import RunSpec
-    from rlctl.train.start import Announce, start_run
+    from rlctl.train.start import start_run
 
     refuse_in_import()
     if not isinstance(spec, RunSpec):
@@ -132,12 +132,11 @@ def train(
             where="callbacks",
             fix=f"start this script with torchrun --nproc-per-node {spec.trainer.n_gpus_per_node}",
         )
-    announce = Announce(note=_log.info, progress=lambda fraction, text: None)
     with _names_of_arguments():
         path, exit_code = start_run(
             spec,
             resume=None if resume is None else _path_of(resume, "resume"),
-            announce=announce,
+            note=_log.info,
             callbacks=callbacks,
             on_second_signal=_interrupt,
         )
@@ -428,7 +427,7 @@ def correct(
         UsageError: an unknown or impossible setting, or one without effect here.
         ValueError: shapes or devices differ, the mask is not bool, log-probs are in half precision or above
             0, or advantages are not finite.
-        RunFailure: a weight or criterion returned NaN.
+        RunFailure: a weight or criterion returned NaN, or this call raised on another rank.
 
     Warns:
         UserWarning: sequences have NaN or infinite log-probs; all their tokens are rejected.
@@ -462,16 +461,17 @@ def correct(
     for name, value in {**given, "advantages": advantages, "age": age}.items():
         if not hasattr(value, "detach") and (value is not None or name in given):
             raise UsageError(f"is a {type(value).__name__}", where=name, fix="give a torch tensor")
-    result = correction.correct(
-        log_probs.detach(), rollout_log_probs.detach(), response_mask, rules, advantages=advantages, age=age
-    )
-    for name in ("log_probs", "rollout_log_probs"):
-        values = given[name][response_mask]
-        if (values[values.isfinite()] > _MAX_LOG_PROB).any():
-            raise ValueError(f"{name} are above 0: give log-probs in nats, not probabilities")
-    if advantages is not None and not advantages[response_mask].isfinite().all():
-        raise ValueError("advantages are NaN or infinite where response_mask is True")
-    sums = current_ranks(log_probs.device).to_host(result.sums)
+    ranks = current_ranks(log_probs.device)
+    with failing_together(ranks.first):
+        policies = log_probs.detach(), rollout_log_probs.detach()
+        result = correction.correct(*policies, response_mask, rules, advantages=advantages, age=age)
+        for name in ("log_probs", "rollout_log_probs"):
+            values = given[name][response_mask]
+            if (values[values.isfinite()] > _MAX_LOG_PROB).any():
+                raise ValueError(f"{name} are above 0: give log-probs in nats, not probabilities")
+        if advantages is not None and not advantages[response_mask].isfinite().all():
+            raise ValueError("advantages are NaN or infinite where response_mask is True")
+    sums = ranks.to_host(result.sums)
     if parts := parts_with_nan(sums, rules):
         raise RunFailure(f"{' or '.join(parts)} returned NaN")
     if num_bad := int(sums.sequences - sums.finite_sequences):

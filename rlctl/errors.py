@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 from unicodedata import category
@@ -84,6 +85,28 @@ def typed_line(error: BaseException) -> str:
 def one_line(error: BaseException) -> str:
     """An error's text on one line; the name of its type if the text is empty."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def failing_together(agree: Callable[[str], str]) -> Iterator[None]:
+    """Runs a block on every rank; if it raises on one rank, all ranks raise.
+
+    Args:
+        agree: returns on every rank the first text among all ranks' that is not empty (a collective).
+
+    Raises:
+        RunFailure: the block raised on other ranks only.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    words = agree(one_line(failure) if failure else "")
+    if failure:
+        raise failure
+    if words:
+        raise RunFailure(f"another rank failed: {words}")
 
 
 def visible(text: str, keep: str = "\n\t") -> str:

@@ -18,12 +18,6 @@ def plain(text: str) -> str:
     return _MARKUP.sub(r"\\\1", " ".join(visible(text).split()))
 
 
-def prose(text: str) -> str:
-    """Escapes text of rlctl like `plain`, except that `code` in backticks stays code."""
-    parts = re.split(r"(`[^`]+`)", " ".join(visible(text).split()))
-    return "".join(part if place % 2 else _MARKUP.sub(r"\\\1", part) for place, part in enumerate(parts))
-
-
 def code(text: str) -> str:
     """Inline code on one line, which the text cannot terminate."""
     text = " ".join(visible(text).split())

@@ -76,23 +76,11 @@ class CriterionResult:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenSums(Additive):
-    """Per-row sums and extremes of one value per token; fields are (B,)."""
-
-    total: Tensor
-    squares: Tensor
-    offset: Tensor  # Σ (value − 1)
-    offset_squares: Tensor
-    low: Tensor
-    high: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class TokenWeightRows(Additive):
     """Per-row sums of token weights; tensors are (B,)."""
 
-    raw: TokenSums
-    described: TokenSums  # of the weights that `rollout_is_*` metrics describe
+    raw: Moments[Tensor]
+    described: Moments[Tensor]  # of the weights that `rollout_is_*` metrics describe
     above: Tensor  # tokens over the upper bound
     below: Tensor
     normalizer: Tensor  # Σ of the weights whose mean is the normalisation factor
@@ -109,22 +97,22 @@ class SequenceWeightRows(Additive):
 
 @dataclass(frozen=True, slots=True)
 class CriterionRows(Additive):
-    """Per-row sums of one criterion; tensors are (B,)."""
+    """Sums of one criterion in each row; tensors are (B,)."""
 
-    tokens: TokenSums | None  # of a statistic per token
-    value: Tensor | None  # the statistic, if it is one value per sequence
+    values: Moments[Tensor]  # of its statistic, per token or one value of the sequence
     above: Tensor
     below: Tensor
     rejected: Tensor | None  # whether the whole sequence is rejected; None: tokens are rejected separately
-    clamped: Tensor | None  # Σ of the statistic clamped to the bounds, for a metric convention
-    clamped_squares: Tensor | None
+    clamped: Tensor  # Σ over tokens of the statistic clamped to the bounds, for a metric convention; else 0
+    clamped_squares: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class RowSums(Additive):
     """Per-row sums from which all metrics are computed; tensors are (B,).
 
-    In rows that are not `finite` only `length` and `kept` (0) are meaningful.
+    In rows that are not `finite` only `length` and `kept` (0) are meaningful. Moments are over tokens, unless
+    a comment says otherwise.
     """
 
     finite: Tensor  # 1 or 0
@@ -135,10 +123,10 @@ class RowSums(Additive):
     clamped: Tensor  # Σ of the clamped log ρ
     excess: Tensor  # Σ (ρ − 1)
     excess_squares: Tensor
-    ratio: TokenSums | None  # of ρ; None if there are weights
+    ratio: Moments[Tensor] | None  # of ρ; None if there are weights
     weights: TokenWeightRows | SequenceWeightRows | None
     criteria: tuple[CriterionRows, ...]
-    probabilities: tuple[Tensor, ...]  # in the order of `ProbabilitySums`
+    probabilities: ProbabilitySums[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +156,7 @@ class GapSums(Additive, Generic[V]):
 
 @dataclass(frozen=True, slots=True)
 class ProbabilitySums(Additive, Generic[V]):
-    """Sums over sampled tokens of their probabilities p, stored as p − 1 for precision near p = 1."""
+    """Sums over sampled tokens of their probabilities p and p²."""
 
     train: V
     train_squares: V

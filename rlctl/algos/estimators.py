@@ -94,7 +94,15 @@ def _compared(scores: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor,
     rewards = scores.double()
     sums, counts = _group_sums(rewards, group_ids, valid)
     mean = sums / counts.clamp(min=1)
-    return rewards - mean, mean, counts
+    return without_rounding(rewards - mean, rewards), mean, counts
+
+
+def without_rounding(advantages: Tensor, rewards: Tensor) -> Tensor:
+    """Sets float64 differences of float32 rewards and their baseline to 0.0 if they are rounding error.
+
+    The mean of equal rewards differs from them by about 1e-16 of their size, which must not become a signal.
+    """
+    return torch.where(advantages.abs() > 1e-9 * rewards.abs(), advantages, 0.0)
 
 
 @ADVANTAGE_ESTIMATORS.register(
@@ -125,8 +133,7 @@ def grpo(inputs: AdvantageInputs) -> Tensor:
     std = (squares / (counts - 1).clamp(min=1)).sqrt()
     if inputs.divide_by_std:
         centred = centred / (std + 1e-6)
-    # In a group of equal rewards, rounding in the mean leaves ±1e-17, which must not become a signal.
-    return torch.where(inputs.valid & (counts > 1) & (std > 1e-9), centred, 0.0).float()
+    return torch.where(inputs.valid & (counts > 1), centred, 0.0).float()
 
 
 @ADVANTAGE_ESTIMATORS.register(
@@ -210,8 +217,8 @@ def weighted_baseline(inputs: AdvantageInputs, weights: Tensor) -> Tensor:
     rewards, weights = inputs.rewards.double(), weights.double()
     weighted, _ = _group_sums(rewards * weights, inputs.group_ids, inputs.valid)
     total, _ = _group_sums(weights, inputs.group_ids, inputs.valid)
-    advantage = rewards - weighted / total.where(total > 0, 1.0)
-    return torch.where(inputs.valid & (total > 0) & (advantage.abs() > 1e-9), advantage, 0.0).float()
+    advantage = without_rounding(rewards - weighted / total.where(total > 0, 1.0), rewards)
+    return torch.where(inputs.valid & (total > 0), advantage, 0.0).float()
 
 
 @ADVANTAGE_ESTIMATORS.register(
@@ -298,7 +305,7 @@ def has_spread(scores: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
     """(B,) bool: the valid rewards of the row's group differ, so that the group gives a learning signal."""
     centred, _, _ = _compared(scores, group_ids, valid)
     squares, _ = _group_sums(centred.square(), group_ids, valid)
-    return squares > 1e-12
+    return squares > 0
 
 
 def spread_probability(rate: float, n: int) -> float:

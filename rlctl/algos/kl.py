@@ -40,7 +40,7 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor | Non
     """Unbiased as a value and never negative; its log-ratio is clamped to ±20. As a loss, for tokens sampled
     from π_θ, its expected gradient is ∇ KL(π_ref ‖ π_θ), the forward KL."""
     gap = (log_probs - ref_log_probs).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-    return (-gap).exp() - 1.0 + gap
+    return (-gap).expm1() + gap  # without the cancellation of exp(−gap) − 1
 
 
 @KL_ESTIMATORS.register(

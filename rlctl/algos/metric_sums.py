@@ -54,10 +54,10 @@ class Additive:
         return cast(Self, _rebuilt(parts[0], joined, joined))
 
     def where(self, chosen: Tensor) -> Self:
-        """The record with 0.0 in the rows where `chosen` (B,) is False; fields are (B,)."""
-        rows = torch.where(chosen, torch.stack([x for x, _ in _leaves(self)]), 0.0)
-        chosen_rows = iter(rows.unbind())
-        return cast(Self, _rebuilt(self, chosen_rows, chosen_rows))
+        """The record with 0.0, or −∞ for a maximum, where `chosen` (B,) is False; fields are (B,)."""
+        sums, maxima = self.as_vectors()
+        values = torch.where(chosen, sums, 0.0), torch.where(chosen, maxima, -math.inf)
+        return cast(Self, self.with_values(*(rows.unbind() for rows in values)))
 
     def over_rows(self) -> Self:
         """Reduces a per-row record, whose fields are (B,), to the record of the batch."""

@@ -24,7 +24,6 @@ from rlctl.algos.correction_records import (
     ProbabilitySums,
     RowSums,
     SequenceWeightRows,
-    TokenSums,
     TokenWeightRows,
     UnitMoments,
     Weights,
@@ -73,7 +72,7 @@ def row_sums(
 
     `applied` is (B, T): the weights of the loss, before normalisation; None without weights.
     """
-    tokens = _Tokens(log_ratio)
+    tokens, train_total = _Tokens(log_ratio), log_ratio.train.sum(-1)
     if weights is None or applied is None:
         of_weights, ratio_sums = None, tokens.ratio
     else:
@@ -82,7 +81,7 @@ def row_sums(
         finite=log_ratio.finite[:, 0],
         length=log_ratio.length[:, 0],
         sequence=log_ratio.sequence[:, 0],
-        train=log_ratio.train.sum(-1),
+        train=train_total,
         clamped=log_ratio.token.sum(-1),
         excess=tokens.excess,
         excess_squares=tokens.excess_squares,
@@ -93,19 +92,19 @@ def row_sums(
             for result, rule in zip(criteria, rules.reject, strict=True)
         ),
         kept=count(keep)[:, 0],
-        probabilities=_probability_rows(log_ratio.train, log_ratio.rollout),
+        probabilities=_probability_rows(log_ratio, train_total),
     )
 
 
 class _Tokens:
-    """Intermediate results that several statistics share.
+    """Moments of each row's tokens, and intermediate results that several statistics share.
 
     Attributes:
         excess, excess_squares: (B,) Σ (ρ − 1) and Σ (ρ − 1)².
     """
 
     def __init__(self, log_ratio: LogRatio) -> None:
-        self.log_ratio = log_ratio
+        self.log_ratio, self.length = log_ratio, log_ratio.length[:, 0]
         self.excess, self.excess_squares = _powers(log_ratio.excess)
 
     @cached_property
@@ -114,22 +113,23 @@ class _Tokens:
         return (1.0 - self.log_ratio.response).mul_(1e38)
 
     @cached_property
-    def ratio(self) -> TokenSums:
-        """Sums of ρ."""
-        return self.positive_sums(
+    def ratio(self) -> Moments[Tensor]:
+        """Of ρ."""
+        return self.of_positive(
             self.log_ratio.ratio * self.log_ratio.response, (self.excess, self.excess_squares)
         )
 
-    def positive_sums(self, values: Tensor, offset: tuple[Tensor, Tensor]) -> TokenSums:
-        """Sums of values (B, T) ≥ 0, 0.0 on padding; `offset`: Σ (value − 1) and Σ (value − 1)²."""
-        return TokenSums(*_powers(values), *offset, (values + self.padding).amin(-1), values.amax(-1))
+    def of_positive(self, values: Tensor, offset: tuple[Tensor, Tensor]) -> Moments[Tensor]:
+        """Of values (B, T) ≥ 0, 0.0 on padding; `offset`: Σ (value − 1) and Σ (value − 1)²."""
+        lowest = (values + self.padding).amin(-1)
+        return Moments(self.length, *_powers(values), *offset, values.amax(-1), -lowest)
 
-    def sums(self, values: Tensor) -> TokenSums:
-        """Sums of values (B, T), 0.0 on padding."""
+    def of(self, values: Tensor) -> Moments[Tensor]:
+        """Of values (B, T), 0.0 on padding."""
         total, squares = (x.double() for x in _powers(values))
-        n = self.log_ratio.length[:, 0]
-        low, high = (values + self.padding).amin(-1), (values - self.padding).amax(-1)
-        return TokenSums(total, squares, total - n, squares - 2.0 * total + n, low, high)
+        n, lowest = self.length, (values + self.padding).amin(-1)
+        offset = total - n, squares - 2.0 * total + n
+        return Moments(n, total, squares, *offset, (values - self.padding).amax(-1), -lowest)
 
 
 def _powers(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,12 +142,34 @@ def _excess(log_weight: Tensor) -> Tensor:
     return log_weight.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).expm1()
 
 
-def _probability_rows(train: Tensor, rollout: Tensor) -> tuple[Tensor, ...]:
-    """Per-row sums in the order of `ProbabilitySums`; overwrites the log-probs (B, T), 0 on padding."""
-    train, rollout = train.exp_().sub_(1.0), rollout.exp_().sub_(1.0)
-    found = (*_powers(train), *_powers(rollout))
-    gap = train.sub_(rollout).abs_()
-    return (*found, *_powers(gap), gap.amax(-1))
+def _probability_rows(log_ratio: LogRatio, train_total: Tensor) -> ProbabilitySums[Tensor]:
+    """Sums of each row; overwrites the log-probs, which are 0 on padding.
+
+    Float32 sums of p and p² lose the variance of small or similar probabilities. Those of p − c do not, c
+    being the row's geometric mean. The sums of p follow in float64. `train_total`: (B,) Σ log π_train.
+    """
+    n, response = log_ratio.length, log_ratio.response
+    offsets, centres, sums = [], [], []
+    totals = train_total[:, None], train_total[:, None] - log_ratio.sequence
+    for values, of_row in zip((log_ratio.train, log_ratio.rollout), totals, strict=True):
+        log_centre = (of_row / n.clamp(min=1)).clamp(min=-2.0 * LOG_RATIO_CLAMP).to(values.dtype)
+        exact = log_centre.double().exp()
+        c = exact.to(values.dtype)
+        ratios = values.addcmul_(response, log_centre, value=-1.0).exp_()  # p/c, and 1 on padding
+        offset = torch.addcmul(-c, ratios, c, out=values)  # p − c, and 0 on padding
+        total, squares = (x[:, None] for x in _sum_and_squares(offset))
+        squares = squares + exact * (2.0 * total + exact * n)
+        sums.append(((total + exact * n)[:, 0], squares[:, 0]))
+        offsets.append(offset)
+        centres.append(exact)
+    shift = (centres[0] - centres[1]).to(response.dtype)
+    gap = offsets[0].sub_(offsets[1]).addcmul_(response, shift).abs_()
+    return ProbabilitySums(*sums[0], *sums[1], *_sum_and_squares(gap), gap.amax(-1))
+
+
+def _sum_and_squares(values: Tensor) -> tuple[Tensor, Tensor]:
+    """(B,) float64 Σ x and Σ x² over tokens, with fewer operations than `_powers`, to rounding."""
+    return values.sum(-1).double(), torch.linalg.vector_norm(values, dim=-1).double().square()
 
 
 def _weight_rows(
@@ -158,20 +180,20 @@ def _weight_rows(
         return SequenceWeightRows(weights.raw[:, 0], _excess(weights.log)[:, 0], weights.bounded[:, 0])
     raw = tokens.ratio
     if weights.log is not log_ratio.token:
-        raw = tokens.positive_sums(weights.raw * log_ratio.response, _powers(_excess(weights.log)))
+        raw = tokens.of_positive(weights.raw * log_ratio.response, _powers(_excess(weights.log)))
     above, below = beyond(weights.raw, rule.lower_edge, rule.upper, log_ratio.response)
     unrejected = applied
     if rule.normalize_over == "all" or rule.metrics is not None:
         unrejected = weights.bounded * log_ratio.response
     described = applied if rule.metrics is None else unrejected
-    described_sums = tokens.positive_sums(described, _powers(described - log_ratio.response))
+    moments = tokens.of_positive(described, _powers(described - log_ratio.response))
     averaged = unrejected if rule.normalize_over == "all" else applied
     return TokenWeightRows(
         raw=raw,
-        described=described_sums,
+        described=moments,
         above=above.sum(-1),
         below=below.sum(-1),
-        normalizer=described_sums.total if averaged is described else averaged.sum(-1),
+        normalizer=moments.total if averaged is described else averaged.sum(-1),
     )
 
 
@@ -179,16 +201,15 @@ def _criterion_rows(
     tokens: _Tokens, result: CriterionResult, rule: RejectRule, weight: WeightRule
 ) -> CriterionRows:
     log_ratio = tokens.log_ratio
-    by_token = rule.reduction == "none"
-    clamped: tuple[Tensor | None, Tensor | None] = (None, None)
+    if rule.reduction != "none":
+        values = _moments(result.values[:, 0], log_ratio.finite[:, 0].double())
+    else:
+        values = tokens.ratio if rule.statistic == "ratio" else tokens.of(result.values)
+    clamped = torch.zeros_like(tokens.length), torch.zeros_like(tokens.length)
     if convention := _convention(weight):
-        clamped = convention.clamped_rows(result.values, log_ratio.response, log_ratio.length[:, 0], rule)
-    found = None
-    if by_token:
-        found = tokens.ratio if rule.statistic == "ratio" else tokens.sums(result.values)
+        clamped = convention.clamped_rows(result.values, log_ratio.response, tokens.length, rule)
     return CriterionRows(
-        found,
-        None if by_token else result.values[:, 0],
+        values,
         result.num_above[:, 0],
         result.num_below[:, 0],
         None if rule.scope == "token" else result.rejected[:, 0],
@@ -215,7 +236,7 @@ def sums_by_row(found: RowSums, rules: CorrectionRules) -> CorrectionSums[Tensor
         rejected_sequences=(kept < length).double(),
         saturated=(product.abs() >= LOG_RATIO_CLAMP).double(),
         gap=_gap_sums(rows),
-        probabilities=ProbabilitySums(*rows.sums.probabilities),
+        probabilities=rows.sums.probabilities,
         raw=raw,
         weights=_weight_sums(rows, length, raw, rules.weight),
         criteria=tuple(
@@ -226,32 +247,21 @@ def sums_by_row(found: RowSums, rules: CorrectionRules) -> CorrectionSums[Tensor
 
 
 class _Rows:
-    """Per-row sums, all (B,) float64, and 0.0 in rows that are not finite."""
+    """Per-row sums, all (B,) float64; empty in rows that are not finite."""
 
     def __init__(self, found: RowSums) -> None:
         self.is_finite = found.finite
-        self.finite = found.finite > 0
-        self.sums = found.where(self.finite)
+        self.sums = found.where(found.finite > 0)
         self.length = self.sums.length
         self.divisor = self.length.clamp(min=1)
-
-    def moments(self, sums: TokenSums) -> Moments[Tensor]:
-        """Moments over tokens."""
-        extremes = _extremes(sums.low, sums.high, self.finite)
-        return Moments(self.length, sums.total, sums.squares, sums.offset, sums.offset_squares, *extremes)
 
 
 def _moments(values: Tensor, n: Tensor, offset: Tensor | None = None) -> Moments[Tensor]:
     """Moments of values (B,) with multiplicity n; `offset`: value − 1, if known more precisely."""
     offset = values - 1.0 if offset is None else offset
     total, distance = values * n, offset * n
-    extremes = _extremes(values, values, n > 0)
+    extremes = (torch.where(n > 0, x, -math.inf) for x in (values, -values))
     return Moments(n, total, total * values, distance, distance * offset, *extremes)
-
-
-def _extremes(low: Tensor, high: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-    """Highest and negated lowest value of each row, −∞ in rows outside `where`."""
-    return torch.where(where, high, -math.inf), torch.where(where, -low, -math.inf)
 
 
 def _raw_moments(rows: _Rows, rule: WeightRule) -> UnitMoments[Tensor]:
@@ -263,7 +273,7 @@ def _raw_moments(rows: _Rows, rule: WeightRule) -> UnitMoments[Tensor]:
     sums = rows.sums.ratio if weights is None else weights.raw
     assert sums is not None
     mean, offset = sums.total / rows.divisor, sums.offset / rows.divisor
-    return UnitMoments(rows.moments(sums), _moments(mean, rows.is_finite, offset))
+    return UnitMoments(sums, _moments(mean, rows.is_finite, offset))
 
 
 def _gap_sums(rows: _Rows) -> GapSums[Tensor]:
@@ -298,15 +308,7 @@ def _weight_sums(
     nonempty = (length > 0).double()
     if isinstance(weights, TokenWeightRows):
         sums = weights.described
-        rejected = length - rows.length  # tokens of rows that are not finite
-        token = Moments(
-            length,
-            sums.total,
-            sums.squares,
-            sums.offset - rejected,
-            sums.offset_squares + rejected,
-            *_extremes(sums.low, sums.high, length > 0),
-        )
+        token = sums + _moments(torch.zeros_like(length), length - rows.length)
         sequence = _moments(sums.total / length.clamp(min=1), nonempty)
         raw = raw_moments.token.total / rows.divisor
         normalizer, count = weights.normalizer, rows.length if over_all else kept
@@ -332,22 +334,17 @@ def _weight_sums(
 
 def _criterion_sums(rows: _Rows, found: CriterionRows, rule: RejectRule) -> CriterionSums[Tensor]:
     """Sums of one criterion's statistic, of its bound violations, and of what it rejects."""
-    if found.tokens is not None:
-        moments, token_total = rows.moments(found.tokens), found.tokens.total
-    else:
-        assert found.value is not None
-        moments, token_total = _moments(found.value, rows.is_finite), found.value * rows.length
+    values, by_token = found.values, rule.reduction == "none"
     masked = found.above + found.below if found.rejected is None else found.rejected * rows.length
-    nothing = torch.zeros_like(masked)
     return CriterionSums(
-        values=moments,
+        values=values,
         above=found.above,
         below=found.below,
         masked_tokens=masked,
         masked_sequences=(masked > 0).double(),
-        token_total=token_total,
-        clamped=nothing if found.clamped is None else found.clamped,
-        clamped_squares=nothing if found.clamped_squares is None else found.clamped_squares,
+        token_total=values.total if by_token else values.total * rows.length,
+        clamped=found.clamped,
+        clamped_squares=found.clamped_squares,
     )
 
 
@@ -424,16 +421,16 @@ def _probability_metrics(sums: CorrectionSums[float]) -> dict[str, float]:
         n * found.train_squares - found.train**2,
         n * found.rollout_squares - found.rollout**2,
     ]
-    # The squares were summed in float32, so a smaller spread than this is rounding error. A constant has
-    # no correlation; 1.0 is reported because 0.0 would mean disagreement.
+    # A smaller spread than this is rounding error. A constant has no correlation; 1.0 is reported because
+    # 0.0 would mean disagreement.
     constant = any(
-        spread <= 1e-6 * n * squares
+        spread <= 1e-13 * n * squares
         for spread, squares in zip(spreads, (found.train_squares, found.rollout_squares), strict=True)
     )
     pearson = 1.0 if constant else covariance / math.sqrt(spreads[0] * spreads[1])
     return {
         "training/rollout_probs_diff_mean": mean,
-        "training/rollout_probs_diff_max": found.gap_max,
+        "training/rollout_probs_diff_max": found.gap_max if n else 0.0,
         "training/rollout_probs_diff_std": math.sqrt(variance * n / (n - 1)) if n > 1 else 0.0,
         "training/rollout_actor_probs_pearson_corr": min(max(pearson, -1.0), 1.0),
     }

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rlctl.algos.estimators import without_rounding
 from rlctl.algos.metric_sums import Moments, moments_of
 
 #: Merges the moments of all ranks, so that a result is that of the whole batch; `Moments.to_host`: one rank.
@@ -105,7 +106,8 @@ def optimal_token_baseline(
     members = torch.zeros_like(returns[:, 0]).index_add_(0, index, valid.double())[index]
     compared = (alive > 1) & (total > 0)
     baseline = torch.where(compared, weighted / total.where(compared, 1.0), 0.0)
-    return torch.where(present & (members > 1)[:, None], returns - baseline, 0.0).float()
+    advantages = without_rounding(returns - baseline, returns)
+    return torch.where(present & (members > 1)[:, None], advantages, 0.0).float()
 
 
 # --- over the whole batch -------------------------------------------------------------------------

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 Format = Annotated[
-    Literal["text", "json", "markdown"],
-    typer.Option("--format", help="Output format of the report on every key."),
+    Literal["text", "json"], typer.Option("--format", help="Output format of the report on every key.")
 ]
 
 
@@ -54,7 +53,7 @@ def import_config(
 
       rlctl import run_grpo.sh --set MODEL=Qwen/Qwen3-4B --output grpo.yaml
 
-      rlctl import train_grpo.py --from trl --format markdown
+      rlctl import train_grpo.py --from trl --format json
     """
     from rlctl.convert.conversion_report import spec_yaml
     from rlctl.convert.source import read
@@ -84,7 +83,7 @@ def export_config(
 
       rlctl export-config my-run.yaml --to verl --output run.sh
 
-      rlctl export-config rloo-seq-is --to trl --format markdown
+      rlctl export-config rloo-seq-is --to trl --output trl.yaml
     """
     from rlctl.convert.export import as_text, export
     from rlctl.convert.table import table
@@ -115,8 +114,6 @@ def _write(
         write_file(output, text)
     if format_ == "json":
         print_json(conversion_report.document(result, text))
-    elif format_ == "markdown":
-        typer.echo(conversion_report.as_markdown(result, text))
     else:
         typer.echo(f"{result.table.title}, {conversion_report.summary(result)}")
         for heading, below in conversion_report.sections(result):

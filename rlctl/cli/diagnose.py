@@ -115,17 +115,21 @@ def diagnose(
 
 
 def read_runs(paths: Sequence[Path], wanted: frozenset[str]) -> list[RunLog]:
-    """Reads the runs one by one; a terminal shows which."""
-    from rich.console import Console
-    from rich.text import Text
+    """Reads the runs one by one, with a progress bar on a terminal."""
+    from rich.progress import TaskProgressColumn, TimeRemainingColumn
 
+    from rlctl.cli.output import progress_bar
     from rlctl.diagnose.diagnosis_report import visible
     from rlctl.diagnose.readers.detect import read_run
 
     runs = []
     for path in paths:
-        with Console(stderr=True, quiet=path == Path("-")).status(Text(visible(f"reading {path}"))):
-            runs.append(read_run(path, wanted))
+        bar = progress_bar(TaskProgressColumn(), TimeRemainingColumn())
+        bar.disable |= path == Path("-")  # it would disturb what is being pasted
+        with bar:
+            task = bar.add_task(visible(f"reading {path}"), total=None)
+            tracked = partial(bar.open, mode="rb", task_id=task)
+            runs.append(read_run(path, wanted, tracked))  # type: ignore[arg-type]
     return runs
 
 

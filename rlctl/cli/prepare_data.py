@@ -107,7 +107,7 @@ def parquet(
         str | None, typer.Option(metavar="COLUMN", help="Column that names each row's source instead.")
     ] = None,
     system_prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Put before each conversation.")
+        str | None, typer.Option(metavar="TEXT", help="System message, in place of a conversation's own.")
     ] = None,
     instruction: Instruction = None,
     val_fraction: Annotated[

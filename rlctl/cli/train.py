@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,11 +15,9 @@ from rlctl.errors import EnvironmentFailure, SpecError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import TaskID
     from rich.table import Table
 
     from rlctl.spec.load import LoadedSpec
-    from rlctl.train.start import Announce
 
 
 def train(
@@ -158,39 +154,11 @@ def _start(loaded: LoadedSpec, resume: Path | None) -> int:
 
     from rlctl.train.start import start_run
 
-    with _announcing() as announce:
-        run_dir, exit_code = start_run(loaded.spec, resume=resume, announce=announce)
+    run_dir, exit_code = start_run(
+        loaded.spec, resume=resume, note=lambda text: typer.echo(visible(text), err=True)
+    )
     _print_summary(run_dir)
     return exit_code
-
-
-@contextmanager
-def _announcing() -> Iterator[Announce]:
-    """Yields callbacks that print notes and show a progress bar while the embedded model is built (once)."""
-    from rich.progress import TimeElapsedColumn
-
-    from rlctl.cli.output import progress_bar
-    from rlctl.train.start import Announce
-
-    bar = progress_bar(TimeElapsedColumn())
-    tasks: list[TaskID] = []
-
-    def note(text: str) -> None:
-        bar.console.print(text, markup=False, highlight=False)
-
-    def progress(fraction: float, text: str) -> None:
-        if not tasks:
-            bar.start()
-            tasks.append(bar.add_task(text, total=1.0))
-        bar.update(tasks[0], completed=fraction, description=text)
-        if fraction >= 1.0:
-            bar.stop()
-
-    try:
-        yield Announce(note, progress)
-    finally:
-        if tasks:
-            bar.stop()
 
 
 def _print_summary(run_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Formats translations and exports as Markdown, JSON and YAML."""
+"""Formats translations and exports as text, JSON and YAML."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from rlctl.convert.export import Export
 from rlctl.convert.table import word
 from rlctl.convert.translate import STATUSES, Conversion, KeyOutcome, Translation
-from rlctl.markup import block, code, plain, prose, table
 
 
 def spec_yaml(result: Translation, name: str) -> str:
@@ -49,17 +48,6 @@ def document(result: Translation | Export, text: str) -> dict[str, Any]:
     }
 
 
-def as_markdown(result: Translation | Export, text: str) -> str:
-    """Formats a translation or an export as Markdown tables, followed by `text`, the resulting file."""
-    title, is_export = result.table.title, isinstance(result, Export)
-    lines = [f"# rlctl → {title}" if is_export else f"# {title} → rlctl", "", summary(result), ""]
-    for heading, below in sections(result):
-        rows = [row for row in below if isinstance(row, KeyOutcome)]
-        listed = [f"- {prose(line)}" for line in below if isinstance(line, str)]
-        lines += [f"## {heading[0].upper()}{heading[1:]}", "", *(_table(rows) if rows else listed), ""]
-    return "\n".join([*lines, block(text, "" if is_export else "yaml")])
-
-
 def sections(result: Translation | Export) -> Iterator[tuple[str, list[KeyOutcome] | list[str]]]:
     """Yields the headings of a report, and the rows or lines below each."""
     for status, title in STATUSES.items():
@@ -74,20 +62,6 @@ def sections(result: Translation | Export) -> Iterator[tuple[str, list[KeyOutcom
     problems = [(one, f" ({one.fix})" if one.fix else "") for one in result.problems]
     if problems:
         yield "before it runs", [f"{one.severity}: `{one.key}`: {one.what}{fix}" for one, fix in problems]
-
-
-def _table(rows: list[KeyOutcome]) -> list[str]:
-    cells = [
-        (
-            plain(row.where.removeprefix("line ")),
-            code(row.key),
-            code(shown(row.value)),
-            code(became(row)) if row.became else "–",
-            prose(row.note),
-        )
-        for row in rows
-    ]
-    return table(("line", "key", "value", "becomes", "note"), cells)
 
 
 def as_text(row: KeyOutcome) -> str:

@@ -22,7 +22,7 @@ _MAX_BYTES = 1 << 20
 _OVERRIDE = re.compile(r"([+~]{0,2})([A-Za-z_][\w@./-]*)=(.*)", re.DOTALL)
 #: One item of a flat list, quoted or not, up to the next comma.
 _HYDRA_ITEM = re.compile(r"""\s*("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[^,\[\]{}"']+)\s*(?:,|$)""")
-_INTERPOLATION = re.compile(r"\$\{(\.?[A-Za-z_][\w.]*)\}")
+_INTERPOLATION = re.compile(r"\$\{(\.*)([A-Za-z_][\w.]*)\}")
 _PRODUCT = re.compile(r"\$\{mul:\s*(\d+)\s*,\s*(\d+)\s*\}")
 #: Options with the file of accelerate's configuration, of `accelerate launch` and of `trl`.
 _LAUNCHER_FILES = ("config_file", "accelerate_config")
@@ -417,7 +417,9 @@ def _interpolated(settings: dict[str, ForeignSetting]) -> dict[str, ForeignSetti
         found = _INTERPOLATION.search(value)
         if found is None:
             return value
-        name = found[1] if found[1][0] != "." else setting.key.rpartition(".")[0] + found[1]
+        dots, name = found.groups()
+        if dots:  # one: a key beside this one; each further one: a level up
+            name = ".".join([*setting.key.split(".")[: -len(dots)], name])
         other = replaced(settings[name], depth + 1) if name in settings else value
         if found[0] == value:
             return other

@@ -174,7 +174,7 @@ def _add_defaults(
     result: Translation, given: dict[str, Any], defaults: dict[str, Any], computed: dict[str, Any]
 ) -> None:
     """Adds the framework's defaults that differ from rlctl's, or that have no equivalent."""
-    ours = leaves_of(RunSpec())
+    ours = leaves_of(RunSpec()) | {"engine.dtype": None}  # whose default depends on the machine
     for key, rule in result.table.keys.items():
         default = defaults.get(key)
         if key in given or (default is None and not rule.to):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -12,14 +13,7 @@ from typing import Any, NamedTuple
 import orjson
 import pyarrow as pa
 
-from rlctl.data.text_files import BOM, MAX_LINE_BYTES
-
-
-class OversizedLine(NamedTuple):
-    """A line over `MAX_LINE_BYTES`: its first bytes, and its length in bytes."""
-
-    head: bytes
-    length: int
+from rlctl.data.text_files import BOM, with_unique_keys
 
 
 class CsvRows(NamedTuple):
@@ -37,7 +31,7 @@ class ArrowRows(NamedTuple):
 
 
 #: `bytes`: lines of JSON; a list: elements of a JSON array.
-Content = bytes | list[Any] | CsvRows | ArrowRows | OversizedLine
+Content = bytes | list[Any] | CsvRows | ArrowRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +85,6 @@ def records_of(block: Block) -> Iterator[Record]:
             return _csv_records(block, table)
         case ArrowRows(stream):
             return _arrow_records(block, stream)
-        case OversizedLine(head, length):
-            problem = f"a line of {length / 2**20:.0f} MiB (the limit is {MAX_LINE_BYTES >> 20})"
-            return iter([Record(block.path, block.first_number, None, problem, head + b"...")])
         case rows:
             numbered = enumerate(rows, block.first_number)
             return (_checked(block.path, number, values) for number, values in numbered)
@@ -109,23 +100,42 @@ def _json_lines(block: Block, lines: bytes) -> Iterator[Record]:
             if line.strip():
                 yield _json_or_why(block.path, number, line)
             continue
-        yield _checked(block.path, number, json.loads(line) if _may_be_rounded(values) else values, line)
+        if _is_exact(values, line):
+            yield _checked(block.path, number, values, line)
+        else:
+            yield _json_or_why(block.path, number, line)
 
 
-def _may_be_rounded(value: Any) -> bool:
-    """Whether a value, or one inside it, may be an integer beyond 64 bits, which orjson makes a float."""
-    if isinstance(value, dict | list):
-        return any(map(_may_be_rounded, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, float) and abs(value) >= 1 << 63
+def _is_exact(values: Any, line: bytes) -> bool:
+    """Whether orjson's values certainly contain all of a line: it keeps the last of equal keys.
+
+    A colon follows each key. With fewer keys than colons that follow a quote, one may occur twice.
+    """
+    keys = _num_keys(values)
+    if keys == line.count(b":"):
+        return True
+    quoted = line.count(b'":')
+    return keys in {quoted, quoted - line.count(b'\\":')}
+
+
+def _num_keys(value: Any) -> int:
+    """Keys in a value, at any depth; below 0 if an integer beyond 64 bits may be in it: orjson's float."""
+    if isinstance(value, str):  # the most frequent type
+        return 0
+    if isinstance(value, dict):
+        return len(value) + sum(map(_num_keys, value.values()))
+    if isinstance(value, list):
+        return sum(map(_num_keys, value))
+    return -sys.maxsize if isinstance(value, float) and abs(value) >= 1 << 63 else 0
 
 
 def _json_or_why(path: Path, number: int, line: bytes) -> Record:
-    """Parses what orjson refuses: `json` accepts NaN and huge numbers, and has better error messages."""
+    """Parses with `json`, which accepts NaN and huge numbers; with the reason if it cannot be read."""
     bad = partial(Record, path, number, None, source=line)
     whole = line
     line = line.rstrip().removesuffix(b",")  # an array without its brackets
     try:
-        values = json.loads(line.decode())
+        values = json.loads(line.decode(), object_pairs_hook=with_unique_keys)
     except UnicodeDecodeError as error:
         return bad(f"not valid UTF-8 at byte {error.start + 1}")
     except RecursionError:

@@ -306,7 +306,7 @@ class Recipe:
     #: data source of the rows, which selects the grader; default: the record's, else the layout's, else the
     #: file's name
     data_source: str | None = None
-    system_prompt: str | None = None  # precedes the conversation
+    system_prompt: str | None = None  # precedes the conversation, in place of its own system message
     instruction: str | None = None  # follows the text of the last message
     source_key: str | None = None  # column that names each record's data source
 
@@ -351,7 +351,8 @@ class Recipe:
         if self.instruction:
             messages = (*messages[:-1], Message(last.role, f"{last.content}\n{self.instruction}"))
         if self.system_prompt:
-            messages = (Message("system", self.system_prompt), *messages)
+            others = messages[1:] if messages[0].role == "system" else messages
+            messages = (Message("system", self.system_prompt), *others)
         own = (self.data_source or "") if self.source_key is None else source_named(values, self.source_key)
         stored = parsed.extra.get("index")
         return replace(
@@ -359,7 +360,7 @@ class Recipe:
             data_source=own or parsed.data_source or layout.data_source or source,
             prompt=messages,
             index=index if stored is None else stored,
-            question=parsed.question or parsed.prompt_text,
+            question=parsed.question or _question(parsed.prompt),
         )
 
     def read(self, record: Record, source: str, index: int) -> tuple[Row | None, str]:
@@ -381,9 +382,14 @@ class Recipe:
             raise RowError(record.problem)
         row, _ = self.read(record, source, 0)
         if row is None:
-            prompt = parse_messages(lookup(record.values, self.prompt_key or ""))
-            return Row("", prompt, "").prompt_text
+            return _question(parse_messages(lookup(record.values, self.prompt_key or "")))
         return row.question
+
+
+def _question(prompt: Sequence[Message]) -> str:
+    """The messages without system messages, separated by empty lines; all if there are no others."""
+    asked = [message.content for message in prompt if message.role != "system"]
+    return "\n\n".join(asked or [message.content for message in prompt])
 
 
 def recognise(values: Mapping[str, Any]) -> RecipeChoice:

@@ -20,7 +20,6 @@ from rlctl.data.blocks import (
     Block,
     Content,
     CsvRows,
-    OversizedLine,
     Record,
     records_of,
     to_stream,
@@ -39,8 +38,6 @@ from rlctl.errors import EnvironmentFailure, UsageError, first_line
 HUB = "hf:"
 BLOCK_ROWS = 4096
 BLOCK_BYTES = 2 << 20
-#: Bytes kept of a line that is too long to read.
-HEAD_BYTES = 1000
 #: Splits held out from training, in names of directories and files such as `test-00000-of-00004.parquet`.
 _HELD_OUT = {"test", "val", "valid", "validation", "dev", "eval"}
 SPLIT_NAME = re.compile(rf"(train|{'|'.join(sorted(_HELD_OUT))})(?![a-z])", re.IGNORECASE)
@@ -231,38 +228,33 @@ CsvRow = tuple[int, list[str], str]
 Reader = Callable[[Path], Iterator[Piece]]
 
 
-def _whole_lines(file: BufferedReader) -> Iterator[bytes | OversizedLine]:
-    """Yields a few whole lines at a time; the last newline may be missing."""
+def _whole_lines(path: Path, file: BufferedReader) -> Iterator[tuple[int, bytes]]:
+    """Yields the number of the last line, and a few whole lines; the last newline may be missing."""
+    number = 0
     parts: list[bytes] = []  # start of an incomplete line
     while chunk := file.read(BLOCK_BYTES):
         cut = chunk.rfind(b"\n") + 1
         if cut:
-            yield b"".join([*parts, chunk[:cut]])
-            parts = [chunk[cut:]] if cut < len(chunk) else []
-            continue
-        parts.append(chunk)
-        length = sum(map(len, parts))
-        if length > MAX_LINE_BYTES:
-            head, parts = parts[0][:HEAD_BYTES], []
-            while (more := file.readline(BLOCK_BYTES)) and not more.endswith(b"\n"):
-                length += len(more)
-            yield OversizedLine(head, length + len(more))
-    if parts:
-        yield b"".join(parts)
+            lines = b"".join([*parts, chunk[:cut]])
+            number += lines.count(b"\n")
+            yield number, lines
+            parts = []
+        parts.append(chunk[cut:])
+        if sum(map(len, parts)) > MAX_LINE_BYTES:
+            what = f"a line has more than {MAX_LINE_BYTES >> 20} MiB"
+            raise UsageError(what, where=f"{path}:{number + 1}", fix="write each row to a line of its own")
+    if last := b"".join(parts):
+        yield number + 1, last
 
 
 def _read_json(path: Path) -> Iterator[Piece]:
     """Reads JSON Lines, an array of objects, or an object; the suffix does not determine which."""
     with open_text(path) as text:
-        number = 0
         if is_json_lines(text):
-            for lines in _whole_lines(text.file):
-                if isinstance(lines, OversizedLine):
-                    number += 1
-                else:
-                    number += lines.count(b"\n") + (not lines.endswith(b"\n"))
+            for number, lines in _whole_lines(path, text.file):
                 yield number, lines, text.position()
             return
+        number = 0
         for rows in document_rows(path, text.file, max_rows=BLOCK_ROWS):
             number += len(rows)
             yield number, rows, text.position()

@@ -64,8 +64,7 @@ class TextFile:
 def open_text(path: Path) -> Iterator[TextFile]:
     """Opens a file; decompresses it by its suffix or first bytes, and recodes UTF-16 and UTF-32 to UTF-8.
 
-    UTF-16 is recognised with or without a byte-order mark, UTF-32 only with one. If lines end in a carriage
-    return alone, each becomes a line feed.
+    UTF-16 is recognised with or without a byte-order mark, UTF-32 only with one.
 
     Raises:
         UsageError: the file is not a text file.
@@ -79,12 +78,8 @@ def open_text(path: Path) -> Iterator[TextFile]:
     is_whole = len(head) < HEAD_BYTES
     if encoding := _encoding(head):
         head = head.decode(encoding, "ignore").encode(errors="ignore")
-    ends_in_returns = b"\r" in head.removesuffix(b"\r") and b"\n" not in head
-    if ends_in_returns:
-        head = head.replace(b"\r", b"\n")
     with _decompressed(path) as (file, raw):
-        is_recoded = bool(encoding or ends_in_returns)
-        text = io.BufferedReader(_Recoded(file, encoding, ends_in_returns)) if is_recoded else file
+        text = io.BufferedReader(_Recoded(file, encoding)) if encoding else file
         yield TextFile(text, head, is_whole, raw.tell)
 
 
@@ -118,15 +113,10 @@ def _encoding(head: bytes) -> str | None:
 
 
 class _Recoded(io.RawIOBase):
-    """A stream recoded to UTF-8 with line feeds.
+    """A stream recoded to UTF-8. Lone surrogates are kept, so that only their rows are refused."""
 
-    Lone surrogates and bytes that are not UTF-8 are kept, so that only their rows are refused.
-    """
-
-    def __init__(self, file: Any, encoding: str | None, ends_in_returns: bool) -> None:
-        self._errors = "surrogatepass" if encoding else "surrogateescape"
-        newline = None if ends_in_returns else ""
-        self._text = io.TextIOWrapper(file, encoding or "utf-8", self._errors, newline)
+    def __init__(self, file: Any, encoding: str) -> None:
+        self._text = io.TextIOWrapper(file, encoding, "surrogatepass", newline="")
         self._left = b""
 
     def readable(self) -> bool:
@@ -136,7 +126,7 @@ class _Recoded(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Reads up to one chunk of the stream into the buffer; returns the number of bytes."""
         try:
-            self._left = self._left or self._text.read(HEAD_BYTES).encode("utf-8", self._errors)
+            self._left = self._left or self._text.read(HEAD_BYTES).encode("utf-8", "surrogatepass")
         except UnicodeDecodeError as error:
             raise OSError(f"the {self._text.encoding} text is not valid: {error.reason}") from None
         size = min(len(buffer), len(self._left))
@@ -167,6 +157,19 @@ def _is_json(line: bytes) -> bool:
     except orjson.JSONDecodeError:
         return False
     return True
+
+
+def with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, as `object_pairs_hook` of `json`.
+
+    Raises:
+        ValueError: a key occurs twice.
+    """
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
+    return values
 
 
 def csv_delimiter(path: Path, head: bytes) -> str:
@@ -274,7 +277,7 @@ class _Document:
         self._path = path
         self._file = file
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        self._parse = json.JSONDecoder().raw_decode
+        self._parse = json.JSONDecoder(object_pairs_hook=with_unique_keys).raw_decode
         self._window = ""
         self._lines_before = 0
         self.at = 0  # position in the window
@@ -315,11 +318,12 @@ class _Document:
                 value, end = self._parse(self._window, self.at)
             except RecursionError:
                 raise self.wrong("nested too deeply", self.at) from None
-            except ValueError as error:  # invalid, or incomplete: more text decides
+            except json.JSONDecodeError as error:  # invalid, or incomplete: more text decides
                 held = len(self._window) - self.at
                 if held > MAX_LINE_BYTES or not self._more(max(READ_BYTES, held)):
-                    at = error.pos if isinstance(error, json.JSONDecodeError) else self.at
-                    raise self.wrong(getattr(error, "msg", str(error)), at) from None
+                    raise self.wrong(error.msg, error.pos) from None
+            except ValueError as error:  # a key that occurs twice, or a number of too many digits
+                raise self.wrong(str(error), self.at) from None
             else:
                 # A number at the end of the window may be incomplete: 1, 1.5, 1e+9.
                 if len(self._window) - end > len("e+") or not self._more(READ_BYTES):

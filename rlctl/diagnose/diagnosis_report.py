@@ -53,8 +53,6 @@ _ENABLING: Mapping[str, Mapping[str, str]] = {
 }
 #: Fact → its name in a sentence.
 _FACTS = {"kl_coef": "coefficient of the KL penalty", "max_response_length": "length limit"}
-#: Framework → the framework whose configuration keys it uses.
-_SAME_KEYS: Mapping[str, str] = {"ms-swift": "trl", "llama-factory": "trl"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +152,8 @@ def run_name(run: RunLog) -> str:
 
 def settings(fix: Fix, run: RunLog) -> str:
     """The fix's settings, to paste, in the keys of the log's framework or else rlctl's; empty without any."""
-    for framework in (run.framework, of_framework(run)):
-        if framework in fix.others:
-            return visible(fix.others[framework])
-    return visible(" ".join(shlex.quote(setting) for setting in fix.spec))
-
-
-def of_framework(run: RunLog) -> str:
-    """The framework whose configuration keys apply to the run."""
-    return _SAME_KEYS.get(run.framework, run.framework)
+    ours = " ".join(shlex.quote(setting) for setting in fix.spec)
+    return visible(fix.others.get(run.framework, ours))
 
 
 def _summary(diagnosis: Diagnosis) -> str:
@@ -206,8 +197,7 @@ def _lines(finding: Finding, run: RunLog) -> Iterator[Line]:
             yield Line("logged", visible(f"{key} as {origin.name}{meaning}"))
     yield Line("cause", visible(finding.cause))
     for place, fix in enumerate(finding.fixes):
-        written_by = {run.framework, of_framework(run)}
-        is_ours = bool(fix.spec) and written_by.isdisjoint({"rlctl", "unknown", *fix.others})
+        is_ours = bool(fix.spec) and run.framework not in {"rlctl", "unknown", *fix.others}
         why = "; ".join(filter(None, ("in rlctl's keys" if is_ours else "", visible(fix.why))))
         yield Line("or" if place else "try", why, settings(fix, run))
     confidence = filter(None, (finding.confidence, finding.confidence_reason))

@@ -64,9 +64,8 @@ def facts_of(spec: RunSpec) -> Facts:
         kl_coef=max(in_loss, in_reward),
         dtype=spec.engine.dtype,
         lr=spec.actor.lr,
-        ess_after_truncation=True,
         ess_length_weighted=in_verls_terms and correction.rollout_is in {"sequence", "geometric"},
-        weights_are="applied",
+        logs_correction=True,
         dialect=correction.dialect,
     )
 

@@ -18,61 +18,61 @@ _NEMO_MASK, _NEMO_TRUNCATE = (
     f"loss_fn.use_importance_sampling_correction=true {_NEMO_IS}type={kind}" for kind in ("icepop", "tis")
 )
 
-#: rlctl's key → the same setting in each of `_FRAMEWORKS`; empty where there is none. The keys of rollout
-#: correction are the same in verl. LLaMA-Factory and ms-swift use TRL's keys, ms-swift as options.
-_FRAMEWORKS = ("verl", "trl", "openrlhf", "slime", "nemo-rl")
-KEYS: dict[str, tuple[str, str, str, str, str]] = {
-    "actor.lr": (
-        f"{_ACTOR}optim.lr", "learning_rate", "--actor.adam.lr", "--lr", "policy.optimizer.kwargs.lr"
-    ),
-    "actor.ppo_epochs": (f"{_ACTOR}ppo_epochs", "num_iterations", "--train.max_epochs", "", ""),
-    "actor.grad_clip": (
-        f"{_ACTOR}optim.clip_grad", "max_grad_norm", "--actor.max_norm", "--clip-grad", "policy.max_grad_norm"
-    ),
-    "actor.clip_ratio_high": (
-        f"{_ACTOR}clip_ratio_high", "epsilon_high", "", "--eps-clip-high", "loss_fn.ratio_clip_max"
-    ),
-    "actor.kl_loss_coef": (
-        f"{_ACTOR}kl_loss_coef", "beta", "--algo.kl.init_coef", "--kl-loss-coef",
-        "loss_fn.reference_policy_kl_penalty",
-    ),
-    "algorithm.kl_ctrl.kl_coef": (
-        "algorithm.kl_ctrl.kl_coef", "beta", "--algo.kl.init_coef", "--kl-coef", ""
-    ),
-    "actor.loss_agg_mode": (f"{_ACTOR}loss_agg_mode", "", "", "", ""),
-    "rollout.n": (
-        f"{_ROLLOUT}n", "num_generations", "--rollout.n_samples_per_prompt", "--n-samples-per-prompt",
-        "grpo.num_generations_per_prompt",
-    ),
-    "rollout.temperature": (
-        f"{_ROLLOUT}temperature", "temperature", "--rollout.temperature", "--rollout-temperature",
-        "policy.generation.temperature",
-    ),
-    "data.max_response_length": (
-        "data.max_response_length", "max_completion_length", "--rollout.max_new_tokens",
-        "--rollout-max-response-len", "policy.generation.max_new_tokens",
-    ),
-    "critic.ppo_epochs": ("critic.ppo_epochs", "", "", "", ""),
-    "trainer.critic_warmup": (
-        "trainer.critic_warmup", "", "--critic.freezing_steps", "--num-critic-only-steps", ""
-    ),
+#: rlctl's key → the same setting in each of `_FRAMEWORKS`, `–` where there is none. The keys of rollout
+#: correction are the same in verl. LLaMA-Factory and ms-swift use TRL's keys.
+_FRAMEWORKS = ("verl", "trl", "openrlhf", "slime", "nemo-rl", "prime-rl", "skyrl", "areal")
+KEYS = {
+    "actor.lr":
+        f"{_ACTOR}optim.lr learning_rate --actor.adam.lr --lr policy.optimizer.kwargs.lr "
+        "trainer.optim.lr trainer.policy.optimizer_config.lr actor.optimizer.lr",
+    "actor.ppo_epochs":
+        f"{_ACTOR}ppo_epochs num_iterations --train.max_epochs – – – trainer.update_epochs_per_batch",
+    "actor.grad_clip":
+        f"{_ACTOR}optim.clip_grad max_grad_norm --actor.max_norm --clip-grad policy.max_grad_norm "
+        "trainer.optim.max_norm trainer.policy.optimizer_config.max_grad_norm "
+        "actor.optimizer.gradient_clipping",
+    "actor.clip_ratio_high":
+        f"{_ACTOR}clip_ratio_high epsilon_high – --eps-clip-high loss_fn.ratio_clip_max – "
+        "trainer.algorithm.eps_clip_high actor.eps_clip_higher",
+    "actor.kl_loss_coef":
+        f"{_ACTOR}kl_loss_coef beta --algo.kl.init_coef --kl-loss-coef "
+        "loss_fn.reference_policy_kl_penalty – trainer.algorithm.kl_loss_coef actor.kl_ctl",
+    "algorithm.kl_ctrl.kl_coef":
+        "algorithm.kl_ctrl.kl_coef beta --algo.kl.init_coef --kl-coef – – "
+        "trainer.algorithm.kl_loss_coef actor.kl_ctl",
+    "actor.loss_agg_mode": f"{_ACTOR}loss_agg_mode",
+    "rollout.n":
+        f"{_ROLLOUT}n num_generations --rollout.n_samples_per_prompt --n-samples-per-prompt "
+        "grpo.num_generations_per_prompt orchestrator.group_size generator.n_samples_per_prompt "
+        "gconfig.n_samples",
+    "rollout.temperature":
+        f"{_ROLLOUT}temperature temperature --rollout.temperature --rollout-temperature "
+        "policy.generation.temperature orchestrator.train.sampling.temperature "
+        "generator.sampling_params.temperature gconfig.temperature",
+    "data.max_response_length":
+        "data.max_response_length max_completion_length --rollout.max_new_tokens "
+        "--rollout-max-response-len policy.generation.max_new_tokens "
+        "orchestrator.train.sampling.max_completion_tokens "
+        "generator.sampling_params.max_generate_length gconfig.max_new_tokens",
+    "critic.ppo_epochs": "critic.ppo_epochs",
+    "trainer.critic_warmup": "trainer.critic_warmup – --critic.freezing_steps --num-critic-only-steps",
 }  # fmt: skip
 
 
-def _with_swift(others: dict[str, str]) -> dict[str, str]:
-    """Adds ms-swift's options, which are TRL's keys."""
-    if "trl" not in others or "ms-swift" in others:
+def _with_trls_users(others: dict[str, str]) -> dict[str, str]:
+    """Adds LLaMA-Factory's keys and ms-swift's options, which are TRL's keys."""
+    if "trl" not in others:
         return others
     options = ("--" + setting.replace("=", " ") for setting in others["trl"].split())
-    return {**others, "ms-swift": " ".join(options)}
+    return {"llama-factory": others["trl"], "ms-swift": " ".join(options)} | others
 
 
 def _keys_elsewhere(key: str) -> dict[str, str]:
     """Framework → its key of the same setting."""
     if key.startswith(RC):
         return {"verl": key}
-    keys = zip(_FRAMEWORKS, KEYS.get(key, ()), strict=False)
-    return {framework: other for framework, other in keys if other}
+    keys = zip(_FRAMEWORKS, KEYS.get(key, "").split(), strict=False)
+    return {framework: other for framework, other in keys if other != "–"}
 
 
 def change(*settings: str, why: str = "", **others: str) -> Fix:
@@ -86,7 +86,7 @@ def change(*settings: str, why: str = "", **others: str) -> Fix:
         named = [(_keys_elsewhere(key).get(framework, ""), value) for key, value in pairs]
         if all(key for key, _ in named):
             renamed[framework] = " ".join(f"{key}{' ' if key[0] == '-' else '='}{v}" for key, v in named)
-    return Fix(settings, why, _with_swift({**renamed, **others}))
+    return Fix(settings, why, _with_trls_users({**renamed, **others}))
 
 
 def _correction(run: RunLog, *settings: str, why: str = "", swift: str, **others: str) -> Fix:
@@ -100,12 +100,12 @@ def _correction(run: RunLog, *settings: str, why: str = "", swift: str, **others
 
 def by_hand(why: str, **others: str) -> Fix:
     """An action that no setting of rlctl performs."""
-    return Fix((), why, _with_swift(others))
+    return Fix((), why, _with_trls_users(others))
 
 
 def larger(key: str, why: str) -> Fix:
     """Advice to raise the value of a key, without a concrete value."""
-    return Fix((), f"{why} (`{key}`)", _with_swift(_keys_elsewhere(key)))
+    return Fix((), f"{why} (`{key}`)", _with_trls_users(_keys_elsewhere(key)))
 
 
 def gentler(run: RunLog) -> Iterator[Fix]:
@@ -115,17 +115,14 @@ def gentler(run: RunLog) -> Iterator[Fix]:
     if epochs > 1:
         yield change("actor.ppo_epochs=1", why="sample more often")
     if (run.facts.updates_per_batch or 1) > epochs:
-        yield ONE_UPDATE_PER_PASS
+        yield change(
+            "actor.ppo_mini_batch_size=null",
+            why="one update per pass over the batch",
+            verl=f"{_ACTOR}ppo_mini_batch_size=<data.train_batch_size>",
+            trl="steps_per_generation=<gradient_accumulation_steps>",
+            openrlhf="--train.batch_size <rollout.batch_size × rollout.n_samples_per_prompt>",
+        )
     yield from slower(run)
-
-
-ONE_UPDATE_PER_PASS = change(
-    "actor.ppo_mini_batch_size=null",
-    why="one update per pass over the batch",
-    verl=f"{_ACTOR}ppo_mini_batch_size=<data.train_batch_size>",
-    trl="steps_per_generation=<gradient_accumulation_steps>",
-    openrlhf="--train.batch_size <rollout.batch_size × rollout.n_samples_per_prompt>",
-)
 
 
 def slower(run: RunLog) -> Iterator[Fix]:
@@ -142,13 +139,9 @@ def calmer(run: RunLog) -> Iterator[Fix]:
     yield from slower(run)
 
 
-#: Setting that allows stale samples → its value for fresh ones.
-_FRESH = {"max_staleness": 0, "staleness": 0, "sync_every": 1}
-
-
 def fresher(run: RunLog, *, fully: bool) -> Iterator[Fix]:
     """Fixes that allow no stale samples (`fully`), or half the staleness; none without a spec."""
-    for name, fresh in _FRESH.items():
+    for name, fresh in (("max_staleness", 0), ("staleness", 0), ("sync_every", 1)):
         age = getattr(run.spec.rollout, name) if run.spec else fresh
         if age > fresh:
             yield change(f"rollout.{name}={fresh if fully else max(fresh, age // 2)}")
@@ -203,6 +196,7 @@ def correct_tokens(run: RunLog) -> Iterator[Fix]:
         swift=f"{_SWIFT_IS}mode token_truncate",
         openrlhf=f"{_OPENRLHF_IS}level token {_OPENRLHF_IS}mode clip",
         slime="--use-tis",
+        skyrl="trainer.algorithm.off_policy_correction.tis_ratio_type=token",
         **{"nemo-rl": f"{_NEMO_TRUNCATE} {_NEMO_IS}ratio=2"},
     )
 

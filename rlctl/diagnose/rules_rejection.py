@@ -54,7 +54,7 @@ def _less_rejection(run: RunLog) -> tuple[Fix, ...]:
 )  # fmt: skip
 def rejected(run: RunLog) -> Detection | None:
     """Rejection keeps most tokens."""
-    return detect_crossing(run, th.MASKED, "rejection drops {worst:.0%} of the response tokens {where}")
+    return detect_crossing(run, th.MASKED, "rejection drops {worst:.0%} of the training data {where}")
 
 
 def _bound_the_mean(run: RunLog) -> Iterator[Fix]:
@@ -122,12 +122,9 @@ def silently_off(run: RunLog) -> Detection | Skipped | None:
         return Skipped("neither weights nor rejection are configured")
     if len(run.table.steps) < th.MIN_STEPS:
         return Skipped("too few steps")
-    # `weights_are` and `dialect` are known only for frameworks that log the effect of their correction.
-    for name, setting, origin, key in (
-        ("rollout_is", facts.rollout_is, facts.weights_are, _MEAN),
-        ("rollout_rs", facts.rollout_rs, facts.dialect, _MASKED),
-    ):
-        if setting != "off" and origin is not None and key not in logged:
+    each = (("rollout_is", facts.rollout_is, _MEAN), ("rollout_rs", facts.rollout_rs, _MASKED))
+    for name, setting, key in each if facts.logs_correction else ():
+        if setting != "off" and key not in logged:
             seen = evidence_over(run.table.steps, key, "never logged")
             return Detection("critical", f"{RC}{name} is set, but its metrics are not in the log", (seen,))
     gap = run.table.most_logged((th.K3.key, th.LOG_PROB_GAP.key))

@@ -74,9 +74,11 @@ def zero_spread_groups(run: RunLog) -> Detection | None:
         return None
     severity, what, seen, equal = groups
     steps, (score,) = run.table.aligned(th.SCORE)
-    position = _position_of_equal(run, score[np.isin(steps, equal)])
+    during = score[np.isin(steps, equal)]
+    position = run.reward_position(float(np.median(during)) if len(during) else None)
     cause, filtering = None, "filter out prompts that are always or never solved"
-    if position is None and rises(run.table, th.SCORE) and rises(run.table, seen.metric):
+    is_right = position is None or position >= th.MOSTLY_RIGHT
+    if is_right and rises(run.table, th.SCORE) and rises(run.table, seen.metric):
         which, severity = "probably all right", "info"
         cause = "the mean reward rises with their share: the policy solves more and more of its prompts"
     elif position is None:  # only right groups would be a success, so this is at most a warning
@@ -94,6 +96,8 @@ def zero_spread_groups(run: RunLog) -> Detection | None:
         which = "mostly all wrong"
         filtering = "begin with easier prompts; grade some stored answers by hand"
         cause = "the prompts are too hard, or the grader cannot parse the answers: check some, start easier"
+    if severity == "critical" and position and not run.reward_span:  # the range is an assumption
+        severity = "warning"
     filtered = fix.by_hand(
         filtering,
         verl="algorithm.filter_groups.enable=True",
@@ -102,13 +106,17 @@ def zero_spread_groups(run: RunLog) -> Detection | None:
         **{"nemo-rl": "grpo.use_dynamic_sampling=true", "ms-swift": "--dynamic_sample true"},
     )
     fixes = (*fix.larger_groups(run), filtered) if severity != "info" else ()
-    found = Detection(severity, what.format(which=which), (seen,), cause, fixes)
-    if position is not None:
+    return _doubted(run, Detection(severity, what.format(which=which), (seen,), cause, fixes))
+
+
+def _doubted(run: RunLog, found: Detection) -> Detection:
+    """A detection that needs the rewards' range, with doubt where that is not logged."""
+    if run.reward_span:
         return found
-    return found.with_doubt(
-        ("low", "the rewards that would separate right from wrong are not logged"),
-        f"{th.SCORE}, {th.BEST} and {th.WORST} would separate right from wrong",
-    )
+    assumed = ", and taken to be 0 to 1" if run.likely_span else ""
+    doubt: Sure = ("low", f"the rewards' range is not logged{assumed}")
+    missing = ", ".join(key for key in th.REWARDS if key not in run.table.columns)
+    return found.with_doubt(doubt, f"{missing} would show the range")
 
 
 def _equal_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int64]] | None:
@@ -131,23 +139,6 @@ def _equal_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int6
     seen = evidence_over(equal, th.GROUP_STD, f"exactly 0 on {len(equal):,} of {len(series):,} step(s)")
     is_critical = len(series) >= th.MIN_STEPS and share > th.ZERO_SPREAD.tiers[-1][1]
     return "critical" if is_critical else "warning", what, seen, equal
-
-
-def _position_of_equal(run: RunLog, rewards: NDArray[np.float64]) -> float | None:
-    """Position of these mean rewards between the worst (0) and the best (1) reward; None where unknown.
-
-    Where the best and the worst reward are not logged: if the mean rewards range from one whole number to
-    another, these are taken as the worst and the best; otherwise rewards that are all 0 count as wrong.
-    """
-    middle = float(np.median(rewards)) if len(rewards) else None
-    position = run.reward_position(middle)
-    if middle is None or position is not None:
-        return position
-    score = run.table.series(th.SCORE).values
-    low, high = float(score.min()), float(score.max())
-    if low.is_integer() and high.is_integer() and low < high:
-        return (middle - low) / (high - low)
-    return 0.0 if not rewards.any() else None
 
 
 def rises(table: Table, key: str) -> bool:
@@ -239,11 +230,8 @@ def entropy(run: RunLog) -> Detection | None:
         found = Detection("warning", what, (seen,))
     if found is None:
         return None
-    found = replace(found, severity="warning")
-    if len(run.table.series(th.SCORE)):
-        return found
-    doubt: Sure = ("low", "without the reward, low entropy may be success")
-    return found.with_doubt(doubt, f"{th.SCORE} would show whether the policy has learned")
+    gains = run.likely_span is None and rises(run.table, th.SCORE)
+    return _doubted(run, replace(found, severity="info" if gains else "warning"))
 
 
 def _halved_while_flat(run: RunLog) -> tuple[float, float] | None:
@@ -306,7 +294,7 @@ def entropy_rise(run: RunLog) -> Detection | None:
 )  # fmt: skip
 def reward_hacking(run: RunLog) -> Detection | Skipped | None:
     """Validation gains with the training reward."""
-    validation, span = run.validation, run.reward_span
+    validation, span = run.validation, run.likely_span
     if span is None:
         return Skipped("the rewards' range is not logged", (th.BEST, th.WORST))
     steps, (score,) = run.table.aligned(th.SCORE)
@@ -324,11 +312,11 @@ def reward_hacking(run: RunLog) -> Detection | Skipped | None:
     what = f"the training reward gained {gain:.0%} of its range, validation {held_out:.0%}"
     trained = change_evidence(th.SCORE, start, end, steps)
     validated = change_evidence(th.VALIDATION, before, after, validation.steps)
-    return Detection(reached[-1], what, (trained, validated))
+    return _doubted(run, Detection(reached[-1], what, (trained, validated)))
 
 
 def _length_penalty(run: RunLog) -> Iterator[Fix]:
-    """A length penalty that grows towards the limit (DAPO, section 3.4), unless one is configured."""
+    """A length penalty that grows towards the limit (DAPO), unless one is configured."""
     limit, spec = run.facts.max_response_length, run.spec
     if limit and limit >= 8 and (spec is None or spec.reward.overlong.buffer_length <= 0):
         setting = f"reward.overlong.buffer_length={limit // 4}"
@@ -387,7 +375,7 @@ def _per_token(run: RunLog) -> Iterator[Fix]:
 )  # fmt: skip
 def length_growth(run: RunLog) -> Detection | Skipped | None:
     """Longer responses improve validation."""
-    series, span = run.table.series(th.LENGTH), run.reward_span
+    series, span = run.table.series(th.LENGTH), run.likely_span
     if span is None:
         return Skipped("the rewards' range is not logged", (th.BEST, th.WORST))
     rise = growth(series, LENGTH_GROWTH)
@@ -401,9 +389,8 @@ def length_growth(run: RunLog) -> Detection | Skipped | None:
         return None
     what = f"responses got {rise.end / rise.start - 1:.0%} longer and validation did not gain"
     longer = change_evidence(th.LENGTH, rise.start, rise.end, series.steps)
-    return Detection(
-        "warning", what, (longer, change_evidence(th.VALIDATION, before, after, validation.steps))
-    )
+    validated = change_evidence(th.VALIDATION, before, after, validation.steps)
+    return _doubted(run, Detection("warning", what, (longer, validated)))
 
 
 @Rule(
@@ -422,30 +409,22 @@ def length_growth(run: RunLog) -> Detection | Skipped | None:
 )  # fmt: skip
 def flat_reward(run: RunLog) -> Detection | Skipped | None:
     """The reward moves in a long run."""
-    series, span = run.table.series(th.SCORE), run.reward_span
+    series, span = run.table.series(th.SCORE), run.likely_span
     steps = int(series.steps[-1] - series.steps[0])
     if steps > LONGEST_INTERVAL * len(series):
         steps = len(series) - 1
-    least = FLAT_STEPS if span else FLAT_STEPS_UNKNOWN
+    least = FLAT_STEPS if run.reward_span else FLAT_STEPS_UNKNOWN
     if steps < least:
         return Skipped(f"the log covers {steps} steps, and a flat reward counts from {least}")
     values = series.values
-    in_unit = span is None and values.min() >= 0.0 and values.max() <= 1.0
-    low, high = span or ((0.0, 1.0) if in_unit else (0.0, float(np.abs(values).max())))
+    low, high = span or (0.0, float(np.abs(values).max()))
     fifths = np.array_split(values, min(5, len(values) // 2))
     parts = [float(np.median(part)) for part in fifths]
     moves = np.ptp(parts) >= th.FLAT_REWARD * (high - low) or max(parts) > FLAT_GROWTH * parts[0] > 0.0
     position = (parts[-1] - low) / ((high - low) or 1.0)
-    if moves or not values.any() or (span is not None and position >= th.LEARNED):
+    if moves or not values.any() or (span and position >= th.LEARNED):
         return None
-    unknown = (
-        "taken to be 0 to 1"
-        if in_unit
-        else f"{th.BEST} and {th.WORST} would show whether a higher reward is possible"
-    )
-    return Detection(
-        "warning" if position < th.MOSTLY_RIGHT and (span or in_unit) else "info",
-        f"the reward stays at {np.median(values):.2g} over {steps:,} steps",
-        (change_evidence(th.SCORE, parts[0], parts[-1], series.steps),),
-        could_not_check=() if span else (f"the rewards' range is not logged: {unknown}",),
-    )
+    severity: Severity = "warning" if position < th.MOSTLY_RIGHT and span else "info"
+    what = f"the reward stays at {np.median(values):.2g} over {steps:,} steps"
+    seen = change_evidence(th.SCORE, parts[0], parts[-1], series.steps)
+    return _doubted(run, Detection(severity, what, (seen,)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -104,21 +105,24 @@ def _fresher(run: RunLog) -> tuple[Fix, ...]:
 
 @Rule(
     "staleness", source=th.FIELD, fixes=_fresher, sure=("high", "age and drops are counted"),
-    one_of=(STALENESS.key, _DROPPED),
-    signal="age of the oldest samples in batches; samples dropped for their age",
+    one_of=(*th.STALENESS, _DROPPED),
+    signal="age of the oldest samples (or else mean age) in batches; samples dropped for their age",
     thresholds=f"— / > 8; doubling to {DROPPED_SHARE * 100:g} % of a batch / —",
     cause="generation runs too far ahead of training, or training cannot keep up",
 )  # fmt: skip
 def staleness(run: RunLog) -> Detection | None:
     """Samples are recent enough."""
-    series, updates = run.table.series(STALENESS.key), run.facts.updates_per_batch or 1
-    crossed = crossing(Series(series.steps, series.values / updates), STALENESS)
+    oldest = STALENESS.key in run.table.columns
+    levels = STALENESS if oldest else replace(STALENESS, key=th.STALENESS[1])
+    series, updates = run.table.series(levels.key), run.facts.updates_per_batch or 1
+    crossed = crossing(Series(series.steps, series.values / updates), levels)
     dropped = _more_dropped(run)
     if crossed is None and dropped is None:
         return None
     what = "more and more samples are dropped because they are too old"
     if crossed is not None:
-        what = f"the oldest samples are {crossed.worst:.3g} batches old {crossed.where}"
+        whose = "the oldest samples are" if oldest else "samples are on average"
+        what = f"{whose} {crossed.worst:.3g} batches old {crossed.where}"
     evidence = tuple(one for one in (crossed and crossed.evidence, dropped) if one)
     unknown: Sure = ("medium", "the number of updates per batch is unknown")
     sure = None if run.facts.updates_per_batch or dropped else unknown

@@ -83,11 +83,13 @@ def gradient_norm(run: RunLog) -> Detection | None:
     """Gradient norm neither jumps nor stays large."""
     series = run.table.series(_NORM)
     crossed = crossing(series, HUGE_NORM) or crossing(series, th.GRAD_NORM)
-    if crossed is not None and not crossed.remark:
-        return _large_norm(crossed)
     jumps = spikes(series)
-    if len(jumps) == 0:
-        return _large_norm(crossed) if crossed else None
+    if crossed is not None and not (crossed.remark and len(jumps)):
+        found = of_crossing(crossed, "the gradient norm is {worst:.3g} {where}")
+        usual: Sure = ("low", "the run began like this, so it may be usual for this model and loss")
+        return replace(found, fixes=(), sure=usual) if crossed.remark else found
+    if not len(jumps):
+        return None
     largest = int(np.argmax(jumps.values / jumps.before))
     value, before = float(jumps.values[largest]), float(jumps.before[largest])
     is_often = len(jumps) >= max(SPIKE_COUNT, SPIKE_SHARE * len(series))
@@ -102,14 +104,6 @@ def gradient_norm(run: RunLog) -> Detection | None:
         fixes=None if many else (),
         sure=("medium", "the norm alone does not show which samples caused it"),
     )
-
-
-def _large_norm(crossed: Crossing) -> Detection:
-    found = of_crossing(crossed, "the gradient norm is {worst:.3g} {where}")
-    if found.severity != "info":
-        return found
-    sure = "the run began like this, so it may be usual for this model and loss"
-    return replace(found, fixes=(), sure=("low", sure))
 
 
 @Rule(

@@ -49,15 +49,12 @@ def _no_weights(run: RunLog) -> str:
 def weight_mean(run: RunLog) -> Detection | None:
     """Importance weights average 1."""
     has_raw = len(run.table.series(_RAW_MEAN)) > 0
-    is_raw = has_raw or run.facts.weights_are == "raw"
-    key = _RAW_MEAN if has_raw else MEAN_LOW.key
-    tiers = tuple(replace(one, key=key) for one in (RAW_MEAN_HIGH, RAW_MEAN_LOW)) if is_raw else (MEAN_LOW,)
-    found = crossings(run, tiers)
+    found = crossings(run, (RAW_MEAN_HIGH, RAW_MEAN_LOW) if has_raw else (MEAN_LOW,))
     if not found:
         return None
-    kind = "raw" if is_raw else "bounded"
+    kind = "raw" if has_raw else "bounded"
     one = of_crossing(worst_of(found), kind + " importance weights average {worst:.3g} instead of 1 {where}")
-    if is_raw:
+    if has_raw:
         return one
     return one.with_doubt(
         ("medium", "only bounded weights are logged, and a heavy tail lowers their mean too"),
@@ -108,8 +105,6 @@ def effective_samples(run: RunLog) -> Detection | None:
 )  # fmt: skip
 def hidden_tail(run: RunLog) -> Detection | Skipped | None:
     """No heavy tail is hidden by the bound."""
-    if run.facts.ess_after_truncation is False:
-        return Skipped("the logged effective sample size is of raw weights already")
     found = raw_ess(run)
     if found is None:
         return Skipped("not logged for this level of weights", (th.RAW_ESS.key, *CHI2.values()))

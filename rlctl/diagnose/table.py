@@ -108,11 +108,8 @@ class Facts:
     kl_coef: float | None = None  # of the KL penalty to the reference, in loss or reward; 0.0 without one
     dtype: str | None = None  # of the trainer's forward pass: `bf16`, `fp16`, `fp32`
     lr: float | None = None  # the policy's peak learning rate
-    #: the logged effective sample size is computed from bounded weights, which hide a heavy tail
-    ess_after_truncation: bool | None = None
-    ess_length_weighted: bool | None = None  # it counts a sequence's weight once per token
-    #: whether `rollout_corr/rollout_is_*` describes weights before or after their bound
-    weights_are: Literal["raw", "applied"] | None = None
+    ess_length_weighted: bool | None = None  # the logged one counts a sequence's weight once per token
+    logs_correction: bool | None = None  # weights and rejection are logged whenever they are configured
     dialect: Literal["rlctl", "verl"] | None = None  # the naming that `rollout_rs` and its bounds follow
 
 
@@ -164,9 +161,16 @@ class RunLog:
             return None
         return float(worst.min()), float(best.max())
 
+    @property
+    def likely_span(self) -> tuple[float, float] | None:
+        """`reward_span`, or where it is not logged 0 to 1, if all mean rewards are; None where unknown."""
+        score = self.table.series(th.SCORE).values
+        in_unit = len(score) > 0 and score.min() >= 0.0 and score.max() <= 1.0
+        return self.reward_span or ((0.0, 1.0) if in_unit else None)
+
     def reward_position(self, score: float | None) -> float | None:
-        """Position of a mean reward between the worst (0) and the best (1) single one; None where unknown."""
-        span = self.reward_span
+        """Position of a mean reward in the likely span, from 0 (worst) to 1 (best); None where unknown."""
+        span = self.likely_span
         return None if score is None or span is None else (score - span[0]) / (span[1] - span[0])
 
     @property

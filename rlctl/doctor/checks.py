@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import netrc
 import os
+import re
 import shutil
 import socket
 import sys
@@ -23,7 +24,6 @@ from typing import Literal, NamedTuple
 import psutil
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion, Version
 
 from rlctl.files import cache_root
 from rlctl.leftovers import SHARED_MEMORY
@@ -133,8 +133,11 @@ def _clashes_of(pair: Pair, package: Package, packages: Mapping[str, Package]) -
         if not requirement.specifier.contains(required.version, True):
             found.append(f"requires {name}{requirement.specifier}, {required.version} is installed")
     other = packages.get(pair.on or "")
-    if not found and pair.same_build and other and _build(package) != _build(other):
-        found.append(f"and {pair.on} {other.version} are different builds")
+    if other and pair.same_build and not found:
+        builds = {_build(package), _build(other)}
+        # Without a suffix, a build may be for any version of CUDA, but not for the CPU only.
+        if len(builds) == 2 and ("cpu" in builds or None not in builds):
+            found.append(f"and {pair.on} {other.version} are different builds")
     return found
 
 
@@ -150,10 +153,9 @@ def _requirements(package: Package) -> Iterator[Requirement]:
 
 
 def _build(package: Package) -> str | None:
-    try:
-        return Version(package.version).local
-    except InvalidVersion:
-        return None
+    """What the package is compiled for, if the local version says it: `cpu`, `cu130`, `rocm6.4`, `xpu`."""
+    found = re.search(r"\+(cpu|cu\d+|rocm[\d.]+|xpu)\b", package.version)
+    return found[1] if found else None
 
 
 _check = partial(Check, "machine")
@@ -168,7 +170,7 @@ def machine_checks() -> list[Check]:
     if limit < memory.total:
         amount = f"{limit / GIB:.0f} GiB, the limit of this container"
     processors = _check("CPU", "ok", f"{usable} cores, {amount}")
-    graphics = _check("GPU", "note", "none found by nvidia-smi: everything runs on the CPU")
+    graphics = _check("GPU", "note", "nvidia-smi finds none")
     if cards := gpus():  # GPUs of the driver, whether or not torch can use them
         graphics = _check("GPU", "ok", "; ".join(cards))
     writable = "to a writable directory"
@@ -177,7 +179,7 @@ def machine_checks() -> list[Check]:
         graphics,
         _disk("runs", Path("runs"), "start rlctl elsewhere, or set trainer.run_dir"),
         _disk("rlctl's cache", cache_root(), f"set RLCTL_CACHE {writable}"),
-        _disk("models' cache", hub_cache(), f"set HF_HOME {writable}"),
+        _disk("models' cache", hub_cache(), f"set HF_HUB_CACHE {writable}", "note"),  # models can be there
         _disk("temporary files", Path(tempfile.gettempdir()), f"set TMPDIR {writable}"),
         _shared_memory(),
         _compiler(),
@@ -186,16 +188,17 @@ def machine_checks() -> list[Check]:
     ]
 
 
-def _disk(name: str, path: Path, fix: str) -> Check:
+def _disk(name: str, path: Path, fix: str, without: Literal["note", "broken"] = "broken") -> Check:
+    """Checks a directory; `without` is the status if nothing can be written there."""
     where = f"disk for {name}"
     path = path.expanduser().absolute()
     there = next(parent for parent in (path, *path.parents) if os.path.exists(parent))  # noqa: PTH110 - never raises
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        return _check(where, "broken", f"{there} is not writable", fix)
+        return _check(where, without, f"{there} is not writable", fix)
     free = shutil.disk_usage(there).free
     found = f"{free / GIB:.1f} GiB free at {path}"
     if free < DISK_NEEDED:
-        return _check(where, "broken", found, f"free some space there, or {fix}")
+        return _check(where, without, found, f"free some space there, or {fix}")
     if free < DISK_USUAL:
         return _check(where, "note", found, "a 7B model is 15 GB, its checkpoint with optimizer 110 GB")
     return _check(where, "ok", found)
@@ -248,7 +251,7 @@ def _network() -> Check:
 def _wandb() -> Check:
     """Reports how a run with `trainer.logger: wandb` would log."""
     mode = os.environ.get("WANDB_MODE", "online")
-    if os.environ.get("WANDB_DISABLED", "").lower() in {"1", "true", "yes", "on"} or mode == "disabled":
+    if mode == "disabled":
         return _check("W&B", "note", "disabled: trainer.logger=wandb logs nothing", "unset WANDB_MODE")
     if mode in {"offline", "dryrun"}:
         return _check("W&B", "ok", "offline: files are kept in the run, upload with `wandb sync`")

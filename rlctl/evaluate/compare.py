@@ -74,7 +74,7 @@ class _Side:
 
     @classmethod
     def read(cls, directory: Path) -> _Side:
-        about, samples = read_evaluation(directory, without=frozenset({"response", "ground_truth"}))
+        about, samples = read_evaluation(directory, without=frozenset({"response"}))
         return cls(about, _by_identity(samples))
 
     @property
@@ -197,8 +197,17 @@ def _warnings(a: _Side, b: _Side) -> Iterator[str]:
         yield "a server applied its own chat template: the prompts of both models may differ"
     elif of_a["model"].get("template_sha256") != of_b["model"].get("template_sha256"):
         yield "the chat templates differ: the models read the same questions in different prompts"
-    if of_a["reward"] != of_b["reward"]:
+    known = {"reward", "reward_files"} & of_a.keys() & of_b.keys()  # old results have no `reward_files`
+    if any(of_a[name] != of_b[name] for name in known):
         yield "graded differently: use `--regrade` with one --reward for both"
+    for name in ("rlctl", "math-verify"):
+        in_a, in_b = of_a["versions"].get(name), of_b["versions"].get(name)
+        if in_a != in_b:
+            yield f"graded by other versions: {name} is {in_a} in A and {in_b} in B; use `--regrade` for both"
+    shared = a.questions.keys() & b.questions.keys()
+    truths = [[side.questions[key].samples[0].ground_truth for key in shared] for side in (a, b)]
+    if changed := sum(in_a != in_b for in_a, in_b in zip(*truths, strict=True)):
+        yield f"{changed:,} shared questions have another ground truth in B: evaluate both with the same data"
     for name, side in (("A", a), ("B", b)):
         if ungraded := side.ungraded(side.questions):
             excluded = "they are excluded, and the scores may be unreliable"

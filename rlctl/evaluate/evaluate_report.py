@@ -18,9 +18,10 @@ from rlctl.evaluate.lm_eval_files import write_lm_eval
 from rlctl.evaluate.page import PAGE_FILE, write_page
 from rlctl.evaluate.samples import SAMPLES_FILE, EvalSample, read_samples, write_samples
 from rlctl.evaluate.scores import Score
-from rlctl.files import check_vacant, clear_leftovers, staged_directory
+from rlctl.files import check_vacant, clear_leftovers, sha256_of, staged_directory
 from rlctl.spec.rollout import RewardSpec
 from rlctl.track.run_dir import package_versions
+from rlctl.user_code import files_of
 
 RESULTS_FILE = "results.json"
 _FORMAT = 2
@@ -109,11 +110,13 @@ def results_document(evaluation: Evaluation) -> dict[str, Any]:
     for score in map(asdict, evaluation.scores):
         figures = score.pop("figures")
         scores.append(score | figures)
+    names = [term.name for term in evaluation.reward.all_terms]
     document = {
         "format": _FORMAT,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         **evaluation.about,
         "reward": evaluation.reward.model_dump(mode="json"),
+        "reward_files": {str(file): sha256_of(file) for file in files_of(*names)},
         "interval_level": LEVEL,
         "scores": scores,
         "grader_errors": evaluation.grader_errors,

@@ -31,18 +31,14 @@ class IntervalFigure:
     stderr: float | None = None  # standard error of the mean; 0 for equal values, None for one question
 
 
-def estimate(
-    per_question: Sequence[float], *, is_share: bool = True, draws: float = math.inf
-) -> IntervalFigure | None:
+def estimate(per_question: Sequence[float], *, is_share: bool = True) -> IntervalFigure | None:
     """Mean and interval of one value per question; None without values.
 
     Shares in [0, 1] get Wilson's interval with the effective sample size of the clustered mean,
-    p (1 − p) / variance, and Student's quantile (Dean and Pagano 2015). Its coverage is close to the level
-    even with ten questions and near 0 and 1, unlike that of mean ± t·error (simulated in
-    tests/unit/evaluate). Other values get mean ± t·error.
-
-    `draws` limits the effective sample size per question. Without a limit, questions that nearly all have the
-    same value give a variance that does not include the rare other ones.
+    p (1 − p) / variance, and Student's quantile (Dean and Pagano 2015). For the lower end, the variance
+    contains one more question with the value 0, for the upper end one with the value 1: without it, questions
+    that nearly all have the same value give a variance that does not include the rare other ones. Coverage
+    is simulated in tests/unit/evaluate. Other values get mean ± t·error.
     """
     count = len(per_question)
     if count == 0:
@@ -53,13 +49,13 @@ def estimate(
     from scipy.stats import t
 
     quantile = float(t.ppf((1.0 + LEVEL) / 2.0, count - 1))
-    deviations = math.fsum((value - mean) ** 2 for value in per_question)
     is_alike = max(per_question) - min(per_question) < ALIKE
-    variance = 0.0 if is_alike else deviations / (count - 1) / count
-    stderr = math.sqrt(variance)
+    deviations = 0.0 if is_alike else math.fsum((value - mean) ** 2 for value in per_question)
+    stderr = math.sqrt(deviations / (count - 1) / count)
     if is_share and min(per_question) >= 0.0 and max(per_question) <= 1.0:
-        return IntervalFigure(mean, *_wilson(mean, variance, count, quantile, draws), count, stderr)
-    if variance == 0.0:
+        low, high = (_wilson(mean, deviations, count, quantile, end) for end in (0.0, 1.0))
+        return IntervalFigure(mean, low, high, count, stderr)
+    if is_alike:
         return IntervalFigure(mean, None, None, count, stderr)
     reach = quantile * stderr
     return IntervalFigure(mean, mean - reach, mean + reach, count, stderr)
@@ -99,12 +95,13 @@ def questions_needed(deviation: float, difference: float) -> int:
     return math.ceil((quantiles * deviation / difference) ** 2)
 
 
-def _wilson(mean: float, variance: float, count: int, quantile: float, draws: float) -> tuple[float, float]:
-    """Wilson's interval for a share estimated with this variance of the mean from `count` questions."""
+def _wilson(mean: float, deviations: float, count: int, quantile: float, end: float) -> float:
+    """The end of Wilson's interval towards `end`, 0 or 1, for a share with this sum of squared deviations."""
     spread = max(0.0, mean * (1.0 - mean))
-    # Without variance between questions: N − 1, the effective size for independent binary values.
-    size = min(spread / variance, count * draws) if variance > 0.0 else count - 1
+    variance = (deviations + (mean - end) ** 2) / (count - 1) / count
+    # At least N − 1, the effective size for independent binary values.
+    size = max(spread / variance, count - 1) if variance else count - 1
     square = quantile**2 / size
     centre = (mean + square / 2.0) / (1.0 + square)
     reach = math.sqrt(square * (spread + square / 4.0)) / (1.0 + square)
-    return max(0.0, centre - reach), min(1.0, centre + reach)
+    return max(0.0, centre - reach) if end == 0.0 else min(1.0, centre + reach)

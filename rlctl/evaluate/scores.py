@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -194,12 +193,8 @@ def _assumed(question: Question, reward: float) -> Question:
 def _means(questions: list[Question], ks: Sequence[int], n: int) -> dict[str, IntervalFigure | None]:
     """Each metric, averaged over the questions that have a value."""
     found = [question.figures(ks, n) for question in questions]
-    draws = {f"pass@{k}": n // k for k in ks}  # disjoint groups of k responses
     return {
-        name: estimate(
-            [value for values in found if (value := values[name]) is not None],
-            draws=draws.get(name, math.inf),
-        )
+        name: estimate([value for values in found if (value := values[name]) is not None])
         for name in found[0]
     }
 

@@ -17,8 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from queue import SimpleQueue
 from typing import Any
 
@@ -266,23 +264,17 @@ def _read(answer: Any) -> Response:
 
 
 def _retry_after(answer: httpx.Response, where: str) -> float:
-    """Seconds of the `Retry-After` header; 0 without one.
+    """Seconds of the `Retry-After` header; 0 without one, and for a date.
 
     Raises:
         RunFailure: the time exceeds `LONGEST_RETRY_AFTER_S`.
     """
     given = answer.headers.get("Retry-After", "").strip()
-    try:
-        seconds = float(given) if given else 0.0
-    except ValueError:
-        try:
-            seconds = (parsedate_to_datetime(given) - datetime.now(UTC)).total_seconds()
-        except (ValueError, TypeError):
-            seconds = 0.0
+    seconds = float(given) if given.isdecimal() else 0.0
     if seconds > LONGEST_RETRY_AFTER_S:
         raise RunFailure(
             f"the server requests a pause of {seconds:.0f} seconds (HTTP {answer.status_code})",
             where=where,
             fix="start the same command again after that: stored responses are not sampled again",
         )
-    return max(0.0, seconds)
+    return seconds

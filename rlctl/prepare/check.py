@@ -6,10 +6,10 @@ Memory holds one block of rows at a time, plus about 40 bytes of hashes and numb
 from __future__ import annotations
 
 import re
-from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -21,8 +21,7 @@ import pyarrow.parquet as pq
 from rlctl.data.benchmarks import find_named
 from rlctl.data.blocks import Record
 from rlctl.data.read import COLUMNS, REQUIRED
-from rlctl.data.recipes import Recipe, recognise
-from rlctl.data.records import is_integer
+from rlctl.data.recipes import Recipe, read_rows, recognise
 from rlctl.data.sources import SPLIT_NAME, Source, find_sources, read_blocks, read_records
 from rlctl.prepare.duplicates import normalise, repeated, text_key
 from rlctl.prepare.findings import (
@@ -38,7 +37,7 @@ from rlctl.prepare.findings import (
     text_doubts,
     worst_first,
 )
-from rlctl.prepare.leakage import KINDS, Reference, leakage_comparison, mixed, questions_of
+from rlctl.prepare.leakage import KINDS, Reference, leakage_comparison, questions_of
 from rlctl.prepare.lengths import Histogram, MeasuredRow, PromptLengths, characters, template_findings
 from rlctl.prepare.request import Progress
 from rlctl.prepare.transform import usable_rows
@@ -47,8 +46,8 @@ from rlctl.reward.trial import check_ground_truths
 
 #: Limits per file on the different problems and styles shown, and on the data sources without a grader.
 REASONS_SHOWN, SOURCES_SHOWN = 10, 20
-#: Bytes of text that one Arrow array with 32-bit offsets can address.
-OFFSET_BYTES = 1 << 31
+#: First rows of each file that show the instructions in its prompts.
+SAMPLED_ROWS = 2_000
 _ANSWERS = {"answer", "solution", "ground_truth", "label"}
 #: Between the names of a list and its fields, in the path of a Parquet column.
 _LIST = re.compile(r"\.list\.(?:element|item)")
@@ -122,7 +121,9 @@ def check(request: CheckRequest, progress: Progress | None = None) -> CheckRepor
         lengths = PromptLengths(
             request.model, trust_remote_code=request.trust_remote_code, chat_template_kwargs=kwargs
         )
-    reference = Reference.build((file.name, questions_of(file)) for file in find_named(request.against))
+    against = [(file.name, questions_of(file)) for file in find_named(request.against)]
+    first = (islice(read_rows(source), SAMPLED_ROWS) for source in sources if against)
+    reference = Reference.build(against, (row.question for _, row, _ in chain.from_iterable(first) if row))
     histogram = Histogram("tokens" if lengths else "characters")
     probes = _Probes(lengths, reference, request.max_prompt_length, histogram)
     progress.phase("reading", sum(source.path.stat().st_size for source in sources))
@@ -165,7 +166,6 @@ class _FileCheck:
         self._styles: set[str] = set()
         self._reasons: dict[str, str] = {}  # problem without names and numbers → its first message
         self._bad, self._found = RowFindings(), RowFindings()
-        self._index, self._index_source = array("q"), array("Q")
         parts = []
         for block in read_blocks(source):
             usable, bad = usable_rows(self._recipe or Recipe("generic").resolve(), probes.lengths, block)
@@ -211,7 +211,7 @@ class _FileCheck:
         return found
 
     def _split_findings(self) -> list[DataFinding]:
-        """Findings about `extra_info`: mixed splits, a split other than the file name's, repeated indices."""
+        """Findings about `extra_info.split`: several values, or another one than the file's name."""
         found, where = [], (str(self.path),)
         if len(self._splits) > 1:
             counts = ", ".join(f"{split!r} {rows(count)}" for split, count in self._splits.most_common())
@@ -223,8 +223,7 @@ class _FileCheck:
             what = f"the file's name begins with {named[0]}, extra_info.split is {self.split}"
             fix = "rename the file, or correct the split"
             found.append(DataFinding("split-name", "warning", what, 1, where, fix))
-        keys = np.array(self._index, np.uint64) + mixed(np.array(self._index_source, np.uint64))
-        return found + row_finding("repeated-index", len(keys) - len(np.unique(keys)), where)
+        return found
 
     def _repeat_findings(self) -> list[DataFinding]:
         """Findings about repeated questions, and about those repeated with another ground truth."""
@@ -260,9 +259,6 @@ class _FileCheck:
                 self._found.add("style", record.where, style=row.style)
             if isinstance(split := row.extra.get("split"), str) and split:
                 self._splits[split] += 1
-            if is_integer(row.extra.get("index")):
-                self._index.append(row.extra["index"])
-                self._index_source.append(crc32(row.data_source.encode()))
             reward_model = values.get("reward_model")
             truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
             if self._schema is not None and isinstance(truth, list):
@@ -325,7 +321,7 @@ def _is_verl(names: list[str]) -> bool:
 
 
 def column_findings(path: Path, schema: pa.Schema) -> list[DataFinding]:
-    """Findings about missing, unknown and null-type columns, and text too large for 32-bit offsets."""
+    """Findings about missing, unknown and null-type columns."""
     found: list[DataFinding] = []
 
     def add(code: str, severity: Any, what: str, names: list[str], fix: str) -> None:
@@ -340,21 +336,8 @@ def column_findings(path: Path, schema: pa.Schema) -> list[DataFinding]:
         other = [name for name in schema.names if name not in COLUMNS]
         fix = "put what a grader needs into extra_info"
         add("unknown-columns", "info", "columns that training does not read: {0}", other, fix)
-    metadata = pq.read_metadata(path)
-    groups = [metadata.row_group(place) for place in range(metadata.num_row_groups)]
-    nulls, large = [], []
-    for place in range(metadata.num_columns):
-        column = metadata.schema.column(place)
-        name = _LIST.sub("", column.path)
-        if column.logical_type.type in {"NULL", "UNKNOWN"}:
-            nulls.append(name)
-        size = sum(group.column(place).total_uncompressed_size for group in groups)
-        whole = next(field for field in schema if f"{column.path}.".startswith(f"{field.name}."))
-        is_large = "large_" in str(whole.type)
-        if size >= OFFSET_BYTES and column.physical_type == "BYTE_ARRAY" and not is_large:
-            large.append(f"{name} ({size / 2**30:.1f} GiB)")
     fix = "give the column a type: other files of the same data set will not concatenate with it"
-    add("null-type", "warning", "of type null: {0}", nulls, fix)
-    fix = "write it as large_string, or in several files: readers that load the column at once fail"
-    add("small-offsets", "warning", "over 2 GiB of text with 32-bit offsets: {0}", large, fix)
+    columns = pq.read_metadata(path).schema
+    names = [_LIST.sub("", one.path) for one in columns if one.logical_type.type in {"NULL", "UNKNOWN"}]
+    add("null-type", "warning", "of type null: {0}", names, fix)
     return found

@@ -25,6 +25,8 @@ MAX_DUPLICATES = 0.05
 TEST = "the test split"
 #: Up to this many rows are compared with held-out questions in this process.
 LOCAL_ROWS = 20_000
+#: Blocks, spread evenly, whose training questions show the instructions.
+SAMPLED_BLOCKS = 8
 
 
 class RowStatus(IntEnum):
@@ -203,7 +205,11 @@ def _leaks(
     is_compared = decision.is_kept if against else splits["train"]
     progress.phase("leakage", int(is_compared.sum()))
     benchmarks = [(file.name, questions_of(file)) for file in against]
-    reference = Reference.build([(TEST, staging.questions(splits["test"])), *benchmarks])
+    sampled = np.zeros_like(is_compared)
+    for block in staging.blocks[:: 1 + len(staging.blocks) // SAMPLED_BLOCKS]:
+        sampled[block.rows] = splits["train"][block.rows]
+    held_out = [(TEST, staging.questions(splits["test"])), *benchmarks]
+    reference = Reference.build(held_out, staging.questions(sampled))
     reference.save(staging.file("reference"))
     tasks = ((block, is_compared[block.rows]) for block in staging.blocks if is_compared[block.rows].any())
     workers = request.num_workers if request.workers or is_compared.sum() > LOCAL_ROWS else 1

@@ -111,7 +111,6 @@ _ROW_FINDINGS: dict[str, tuple[Severity, str, str]] = {
         "have a ground truth that is a list, which training does not read",
         "`rlctl prepare-data parquet` turns it into text",
     ),
-    "repeated-index": ("info", "have the extra_info.index of another row of the same source", ""),
 }
 #: Kinds reported under the code of another kind.
 _CODES = {"overlong-changed": "overlong", "no-answer-form-unknown": "no-answer-form"}

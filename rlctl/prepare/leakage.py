@@ -35,8 +35,8 @@ KINDS: tuple[Kind, ...] = ("exact", "masked", "ngram")
 Found = dict[tuple[str, Kind], list[int]]
 
 #: An n-gram in more questions of a file than this count and this share of them is ignored: it belongs to the
-#: prompt, not to a question.
-COMMON_QUESTIONS, COMMON_SHARE = 10, 0.01
+#: prompt, not to a question. So does one in more than this share of the questions to compare.
+COMMON_QUESTIONS, COMMON_SHARE, INSTRUCTION_SHARE = 10, 0.01, 0.5
 HASHED_AT_ONCE = 1024
 
 Hashes = NDArray[np.uint64]
@@ -82,9 +82,16 @@ class Reference:
         return Reference.load, (self._directory, self.names)
 
     @classmethod
-    def build(cls, files: Iterable[tuple[str, Iterable[str]]]) -> Reference:
-        """Builds a reference from (name, questions) of each file; skips files without questions."""
-        hashed = {name: _hashes(iter(questions)) for name, questions in files}
+    def build(cls, files: Iterable[tuple[str, Iterable[str]]], compared: Iterable[str] = ()) -> Reference:
+        """Builds a reference from (name, questions) of each file; skips files without questions.
+
+        `compared`: a sample of the questions to compare. What most of them share is an instruction, which a
+        file of few questions does not show.
+        """
+        hashed = {name: _hashes(iter(questions))[0] for name, questions in files}
+        _, common = _hashes(iter(compared), INSTRUCTION_SHARE)
+        for hashes in hashed.values():
+            hashes["ngram"] = hashes["ngram"][~_among(hashes["ngram"], common)]
         return cls({name: hashes for name, hashes in hashed.items() if len(hashes["exact"])})
 
     @property
@@ -134,8 +141,10 @@ def _once_per_question(keys: WordKeys, chosen: NDArray[np.bool_]) -> Hashes:
     return found
 
 
-def _hashes(questions: Iterator[str]) -> dict[Kind, Hashes]:
-    """Sorted hashes of a file's questions, of the questions with masked numbers, and of the rare n-grams."""
+def _hashes(
+    questions: Iterator[str], common_share: float = COMMON_SHARE
+) -> tuple[dict[Kind, Hashes], Hashes]:
+    """Sorted hashes of questions, of those with masked numbers, of rare n-grams; and of common n-grams."""
     seen: set[int] = set()
     masked, ngrams = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
     while chunk := list(islice(questions, HASHED_AT_ONCE)):
@@ -147,17 +156,18 @@ def _hashes(questions: Iterator[str]) -> dict[Kind, Hashes]:
                 is_new[place] = True
         masked.append(keys.masked[is_new & keys.is_masked])
         ngrams.append(_once_per_question(keys, is_new))
-    most = max(COMMON_QUESTIONS, int(COMMON_SHARE * len(seen)))
+    most = max(COMMON_QUESTIONS, int(common_share * len(seen)))
     all_ngrams = np.concatenate(ngrams)
     ngrams.clear()  # halves the memory
     all_ngrams.sort()
-    is_rare = np.ones(len(all_ngrams), dtype=bool)
-    is_rare[1:] = all_ngrams[1:] != all_ngrams[:-1]  # the first of equal ones
+    is_first = np.ones(len(all_ngrams), dtype=bool)
+    is_first[1:] = all_ngrams[1:] != all_ngrams[:-1]
+    is_common = np.zeros(len(all_ngrams), dtype=bool)
     others = max(0, len(all_ngrams) - most)
-    is_rare[:others] &= all_ngrams[:others] != all_ngrams[most:]
+    is_common[:others] = all_ngrams[:others] == all_ngrams[most:]
     exact = np.sort(np.fromiter(seen, dtype=np.uint64, count=len(seen)))
-    masked_keys = np.unique(np.concatenate(masked))
-    return {"exact": exact, "masked": masked_keys, "ngram": all_ngrams[is_rare]}
+    found: dict[Kind, Hashes] = {"exact": exact, "masked": np.unique(np.concatenate(masked))}
+    return found | {"ngram": all_ngrams[is_first & ~is_common]}, all_ngrams[is_first & is_common]
 
 
 def _among(values: Hashes, known: Hashes) -> NDArray[np.bool_]:

@@ -172,19 +172,14 @@ class PromptLengths:
 def question_span(row: Row, place: int) -> tuple[int, int]:
     """Start and end (exclusive) of the question in the message at index `place`, without added instructions.
 
-    `row.question` may contain all messages of the original conversation; `row.prompt` may start with an added
-    system prompt. If the question is not found, the range is the whole message.
+    `row.question` may contain all messages of the conversation but system messages. If the question is not
+    found, the range is the whole message.
     """
-    content, asked = row.prompt[place].content, row.question
-    found = content.find(asked) if asked else -1
-    if found >= 0:
-        return found, found + len(asked)
-    for first in range(place):
-        before = "".join(f"{message.content}\n\n" for message in row.prompt[first:place])
-        rest = asked.removeprefix(before)
-        if rest and rest != asked and content.startswith(rest):
-            return 0, len(rest)
-    return 0, len(content)
+    content = row.prompt[place].content
+    others = (message.content for message in row.prompt[:place] if message.role != "system")
+    asked = row.question.removeprefix("".join(f"{other}\n\n" for other in others))
+    start = content.find(asked) if asked else -1
+    return (start, start + len(asked)) if start >= 0 else (0, len(content))
 
 
 def template_findings(renderer: Renderer) -> list[DataFinding]:

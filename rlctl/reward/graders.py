@@ -80,7 +80,7 @@ def chosen_option(response: str) -> str | None:
     needs={"a ground truth such as `B` or `B. 26`"},
     answer_of=chosen_option,
     known_responses=lambda ground_truth: (ground_truth, None),
-    data_sources=r"mmlu|gpqa|arc|hellaswag|commonsense_?qa|openbook_?qa|aqua|aqua_rat|sciq|medmcqa",
+    data_sources=r"multiple_choice|mmlu|gpqa|arc|hellaswag|commonsense_?qa|openbook_?qa|aqua|aqua_rat|sciq|medmcqa",
     in_process=True,
 )
 def multiple_choice(response: str, ground_truth: str) -> float:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import httpx
 from torch import Tensor
 
-from rlctl.errors import RlctlError, RunFailure, UsageError
+from rlctl.errors import RunFailure, UsageError, failing_together
 from rlctl.processes import note_progress
 from rlctl.rollout.completions import (
     MERGE_LORA,
@@ -129,12 +129,12 @@ class VLLMServerRollout(CompletionRollout):
         if adapter is None or not self._newest.weights:
             weights = policy.weights(merged=adapter is None)
         if self._starts_empty and not self._newest.tag:
-            with self._failing_together():
+            with failing_together(self._agree):
                 if self._published and self._replicas:  # they receive their weights afterwards
                     self._published.write_config()
                     self._replicas.start()
         newest = self._newest
-        with self._failing_together():
+        with failing_together(self._agree):
             try:
                 if self._published and self._rank == 0:
                     newest = self._publish(self._published, weights, adapter, policy_version)
@@ -144,20 +144,6 @@ class VLLMServerRollout(CompletionRollout):
         self._newest = PublishedPaths(*map(self._agree, (newest.weights, newest.adapter, newest.tag)))
         self._lost.clear()
         self._policy_version = policy_version
-
-    @contextlib.contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """Raises a failure of any rank on every rank (a collective)."""
-        failure = None
-        try:
-            yield
-        except RlctlError as error:
-            failure = error
-        others = self._agree(str(failure or ""))
-        if failure:
-            raise failure
-        if others:
-            raise RunFailure(others)
 
     def close(self) -> None:
         """Stops the servers started here and removes the published weights."""

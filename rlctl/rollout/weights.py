@@ -26,6 +26,8 @@ from rlctl.leftovers import SHARED_MEMORY
 
 #: Weights are written in files of about this size, so that at most this much is held in memory twice.
 SHARD_BYTES = 2 * 2**30
+#: Text models that vLLM gives no output head: it applies their embedding.
+_WITHOUT_HEAD = ("gemma2", "gemma3n_text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class ExpectedWeights:
         self._shapes = {name: tuple(getattr(part, "ds_shape", part.shape)) for name, part in state.items()}
         self._names = {name: tuple(names[id(tensor)]) for name, tensor in state.items()}
         self._as_saved = _as_saved(model)
+        config = getattr(model, "config", None)
+        self._has_head = config is None or config.get_text_config().model_type not in _WITHOUT_HEAD
 
     def in_files(
         self, named_tensors: Iterable[tuple[str, Tensor]]
@@ -91,10 +95,10 @@ class ExpectedWeights:
         """Like `checked`, but with the names and tensors of the model's files, which engines load.
 
         In memory, transformers may represent a model differently: experts in one tensor, modules renamed.
-        Tied weights have the first of their names only, as in files: vLLM's Gemma 2 refuses another one. On
-        CPUs they have all names, because engines run them untied, see `rlctl.rollout.vllm`.
+        Tied weights have the first of their names only, as in files. On CPUs they have all names, because
+        engines run them untied, see `rlctl.rollout.vllm`; except if vLLM's model has no head.
         """
-        most = 1 if torch.cuda.is_available() else None
+        most = 1 if torch.cuda.is_available() or not self._has_head else None
         for names, tensor in self.checked(named_tensors):
             first, *tied = [self._as_saved({name: tensor}) for name in names[:most]]
             for name, part in first.items():

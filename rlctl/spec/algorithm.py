@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from rlctl.algos.rules import AggMode
 from rlctl.registry import ADVANTAGE_ESTIMATORS, CORRECTION_WEIGHTS, KL_ESTIMATORS, POLICY_LOSSES
-from rlctl.spec.base import NullWord, OpenMapping, Registered, Section, aliases
+from rlctl.spec.base import Aliases, NullWord, OpenMapping, Registered, Section
 
 
 def _number_as_text(value: object) -> object:
@@ -21,7 +21,7 @@ def _number_as_text(value: object) -> object:
 
 
 #: verl's names of the KL estimators.
-KLNames = aliases({"kl": "k1", "mse": "k2", "low_var_kl": "k3"})
+KLNames = Aliases({"kl": "k1", "mse": "k2", "low_var_kl": "k3"})
 Threshold = Annotated[str, BeforeValidator(_number_as_text, json_schema_input_type=str | float)]
 
 
@@ -39,7 +39,7 @@ READ_WITH = {
 class RolloutCorrectionSpec(Section):
     """Importance and rejection sampling (IS, RS) between the rollout and the training policy."""
 
-    dialect: Annotated[Literal["rlctl", "verl"], aliases({"guide": "rlctl"})] = "rlctl"
+    dialect: Annotated[Literal["rlctl", "verl"], Aliases({"guide": "rlctl"})] = "rlctl"
     """Whose names of rejection criteria and default bound: those of rlctl (alias `guide`) or of verl 0.9."""
     rollout_is: Annotated[Annotated[str, Registered(CORRECTION_WEIGHTS)] | None, NullWord] = "sequence"
     """Importance-sampling weight; null: no weight is applied, but ratios are still measured."""
@@ -103,7 +103,7 @@ class FilterGroupsSpec(Section):
 
     enable: bool = False
     """Replace groups with equal rewards by sampling further prompts (dynamic sampling, DAPO)."""
-    metric: Annotated[Literal["score"], aliases({"acc": "score", "seq_reward": "score"})] = "score"
+    metric: Annotated[Literal["score"], Aliases({"acc": "score", "seq_reward": "score"})] = "score"
     """Quantity that must differ within a group: the graders' score (verl's aliases: `acc`, `seq_reward`)."""
     max_num_gen_batches: int = Field(default=0, ge=0)
     """Maximum number of sampling rounds per batch, after which groups with equal rewards complete the batch.

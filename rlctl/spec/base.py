@@ -64,7 +64,7 @@ def _duration(value: Any) -> Any:
 
 
 #: `90s`, `30min` or `2h`; a plain number is in seconds.
-Duration = Annotated[str, BeforeValidator(_duration)]
+Duration = Annotated[str, BeforeValidator(_duration, json_schema_input_type=str | float)]
 
 
 def seconds(duration: str) -> float:
@@ -81,9 +81,24 @@ def one_or_many(value: Any) -> Any:
 NullWord = BeforeValidator(_null_word)
 
 
-def aliases(names: dict[str, str]) -> BeforeValidator:
-    """Translates other names of a value, for example those of verl."""
-    return BeforeValidator(lambda value: names.get(value, value) if isinstance(value, str) else value)
+@dataclass(frozen=True, slots=True, eq=False)  # a dict is not hashable
+class Aliases:
+    """Annotation of a text field: other names of its values, for example those of verl."""
+
+    names: dict[str, str]  # other name → value
+
+    def translate(self, value: Any) -> Any:
+        """The value that an alias stands for; other values stay unchanged."""
+        return self.names.get(value, value) if isinstance(value, str) else value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self.translate, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        found = handler(schema)
+        return {"anyOf": [*found.get("anyOf", [found]), {"type": "string", "enum": list(self.names)}]}
 
 
 def json_file(value: Any) -> Any:
@@ -107,6 +122,8 @@ def json_file(value: Any) -> Any:
 
 #: A mapping with arbitrary keys: `key.NAME=VALUE` sets one of them.
 OpenMapping = dict[str, Any]
+#: The same, or the path of a JSON file that contains it.
+JsonMapping = Annotated[OpenMapping, BeforeValidator(json_file, json_schema_input_type=OpenMapping | str)]
 StrList = Annotated[list[str], BeforeValidator(one_or_many, json_schema_input_type=list[str] | str)]
 
 

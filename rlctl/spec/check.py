@@ -13,7 +13,6 @@ from rlctl.metric_names import OVERLONG
 from rlctl.registry import GRADERS
 from rlctl.spec.base import Section, param_problems
 from rlctl.spec.keys import value_of
-from rlctl.spec.model import PROMPT_LENGTH, RESPONSE_LENGTH
 from rlctl.spec.run_spec import RunSpec
 from rlctl.user_code import is_file_function
 
@@ -116,37 +115,12 @@ def prompts_are_given(spec: RunSpec) -> Problems:
 
 
 @spec_check
-def embedded_task_fits(spec: RunSpec) -> Problems:
-    """The built-in task has fixed lengths: with a shorter limit there is nothing to train on."""
-    for name, (limit, tokens) in _lengths(spec).items():
-        if limit < tokens:
-            what = f"the built-in task needs {tokens} tokens, the limit is {limit}"
-            yield error(f"data.{name}", what, f"set it to {tokens} or more")
-
-
-def _lengths(spec: RunSpec) -> dict[str, tuple[int, int]]:
-    """Key of `data` → (its limit, what the built-in task needs), in tokens."""
-    is_fixed = spec.is_embedded and not spec.data.train_files
-    needed = (PROMPT_LENGTH, RESPONSE_LENGTH) if is_fixed else (0, 0)
-    keys = ("max_prompt_length", "max_response_length")
-    return {key: (getattr(spec.data, key), tokens) for key, tokens in zip(keys, needed, strict=True)}
-
-
-@spec_check
 def validation_is_possible(spec: RunSpec) -> Problems:
     """Validation needs prompts and a frequency."""
     wanted, given = spec.trainer.test_freq > 0, bool(spec.data.val_files)
     if wanted and not given and not spec.is_embedded:
         what = f"validation every {spec.trainer.test_freq} steps, but data.val_files is empty"
         yield error("trainer.test_freq", what, "set data.val_files, or test_freq: -1")
-
-
-@spec_check
-def frequencies_are_possible(spec: RunSpec) -> Problems:
-    """A frequency of 0 steps has no meaning."""
-    for name in ("save_freq", "test_freq"):
-        if getattr(spec.trainer, name) == 0:
-            yield error(f"trainer.{name}", "0 is neither -1 (never) nor a number of steps", "-1, or 1 and up")
 
 
 @spec_check
@@ -272,7 +246,7 @@ _BUDGETS = ("actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu
 @spec_check
 def budget_holds_a_row(spec: RunSpec) -> Problems:
     """A token budget must be at least the longest prompt plus the longest response."""
-    longest = sum(max(limit, needed) for limit, needed in _lengths(spec).values())
+    longest = spec.data.max_prompt_length + spec.data.max_response_length
     budgets = (spec.pass_tokens, spec.critic.ppo_max_token_len_per_gpu)
     for key, budget, ranks in zip(_BUDGETS, budgets, (spec.engine.sequence_parallel, 1), strict=True):
         is_read = key == _BUDGETS[0] or spec.trains_critic

@@ -110,15 +110,6 @@ def critic_batch_is_whole(spec: RunSpec) -> Problems:
 
 
 @spec_check
-def warmup_leaves_training(spec: RunSpec) -> Problems:
-    """The policy must be trained after the critic's warm-up."""
-    total = spec.trainer.total_training_steps
-    if spec.trains_critic and total is not None and spec.trainer.critic_warmup >= total:
-        what = f"all {total} batches train the critic alone, the policy never changes"
-        yield error("trainer.critic_warmup", what, f"use less than {total}")
-
-
-@spec_check
 def kl_is_consistent(spec: RunSpec) -> Problems:
     """At most one KL penalty, with a non-zero coefficient; a reference policy only with a penalty."""
     in_loss, in_reward = spec.actor.use_kl_loss, spec.algorithm.use_kl_in_reward

@@ -57,7 +57,8 @@ class BatchArithmetic:
         #: optimizer steps of the policy, per batch and in the whole run
         self.steps_per_batch, self.total_steps = spec.updates_per_batch, None
         if self.num_batches is not None:
-            self.total_steps = (self.num_batches - spec.trainer.critic_warmup) * self.steps_per_batch
+            trained = max(self.num_batches - spec.trainer.critic_warmup, 0)
+            self.total_steps = trained * self.steps_per_batch
 
 
 def bands(spec: RunSpec) -> list[Band]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rlctl.errors import Problem
+from rlctl.spec.explain import BatchArithmetic
 from rlctl.spec.machine import GIB, MACHINES, Machine, gib
 from rlctl.spec.memory import MemoryPart, Phase, adapter_parameters, memory_parts, memory_total
 from rlctl.spec.model_size import ModelSize, Shape
@@ -255,10 +256,10 @@ class Placement:
     @property
     def _micro_batches(self) -> float:
         """Forward passes of one model over the batch, per rank."""
-        actor, data = self.spec.actor, self.spec.data
-        length = data.max_prompt_length + data.max_response_length
-        each = actor.ppo_micro_batch_size_per_gpu * length / self.spec.engine.sequence_parallel
-        return max(1.0, self.tokens() / max(actor.ppo_max_token_len_per_gpu or each, 1))
+        batch, budget = BatchArithmetic(self.spec), self.spec.actor.ppo_max_token_len_per_gpu
+        if budget:
+            return max(float(batch.mini_batches), self.tokens() / budget)
+        return float(batch.mini_batches * (batch.micro_batches_per_rank or 1))
 
     @property
     def _scoring_passes(self) -> int:

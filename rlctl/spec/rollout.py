@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from rlctl.registry import GRADERS, ROLLOUT_ENGINES
-from rlctl.spec.base import NullWord, OpenMapping, Registered, Section, StrList, json_file
+from rlctl.spec.base import JsonMapping, NullWord, OpenMapping, Registered, Section, StrList
 
 GraderName = Annotated[str, Registered(GRADERS, imports_files=False)]
 
@@ -148,7 +148,7 @@ class RolloutSpec(Section):
     merge_lora: bool = False
     """With `vllm` and LoRA: sync all weights with the adapter merged, instead of only the adapter."""
     server: ServerSpec = ServerSpec()
-    engine_kwargs: Annotated[OpenMapping, BeforeValidator(json_file)] = Field(default={})
+    engine_kwargs: JsonMapping = Field(default={})
     """Additional arguments of vLLM's engine, passed unchanged, or a JSON file with them:
     `rollout.engine_kwargs.enforce_eager=true`."""
     max_staleness: int = Field(default=0, ge=0)
@@ -201,7 +201,7 @@ class CodeSpec(Section):
 
 
 class OverlongSpec(Section):
-    """Soft penalty for responses near the length limit (DAPO, section 3.4)."""
+    """Soft penalty for responses near the length limit (DAPO)."""
 
     buffer_length: int = Field(default=0, ge=0)
     """Tokens before `data.max_response_length` over which the penalty grows linearly; 0: no penalty."""

@@ -8,11 +8,12 @@ from pydantic import BeforeValidator, Field
 
 from rlctl.registry import ROLLOUT_ENGINES, TRACKERS
 from rlctl.spec.algorithm import ActorSpec, AlgorithmSpec, CriticSpec, RefSpec
-from rlctl.spec.base import Duration, NullWord, OpenMapping, Registered, Section, json_file, one_or_many
+from rlctl.spec.base import Duration, JsonMapping, NullWord, Registered, Section, one_or_many
 from rlctl.spec.model import EMBEDDED, ModelSpec
 from rlctl.spec.rollout import DataSpec, EngineCapabilities, RewardSpec, RolloutSpec
 
 Logger = Annotated[str, Registered(TRACKERS)]
+Loggers = Annotated[list[Logger], BeforeValidator(one_or_many, json_schema_input_type=list[Logger] | str)]
 #: A valid directory name: no separators, neither hidden nor `..`.
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 
@@ -34,7 +35,7 @@ class EngineSpec(Section):
     sequence_parallel: int = Field(default=1, ge=1)
     """Number of ranks that share the tokens of each row (DeepSpeed-Ulysses), which reduces the activations
     per rank. Must divide the ranks of a node, and the model's attention and key heads."""
-    deepspeed: Annotated[OpenMapping, BeforeValidator(json_file)] = Field(default={})
+    deepspeed: JsonMapping = Field(default={})
     """Options merged into DeepSpeed's configuration unchanged: a mapping, or the path of a JSON file."""
 
     @property
@@ -76,7 +77,7 @@ class GuardrailsSpec(Section):
 class TrainerSpec(Section):
     """Length, seed, tracking and checkpoints of the run."""
 
-    logger: Annotated[list[Logger], BeforeValidator(one_or_many)] = Field(default=["console"])
+    logger: Loggers = Field(default=["console"])
     """Trackers besides `metrics.jsonl`, which is always written; `file.py:function`: your own."""
     project_name: str = Field(default="rlctl", pattern=NAME)
     """Project name in trackers such as W&B, and directory under `runs/`."""
@@ -91,13 +92,13 @@ class TrainerSpec(Section):
     nnodes: int = Field(default=1, ge=1)
     """Number of machines. For more than one, start `rlctl train` with torchrun on each."""
     save_freq: int = Field(default=-1, ge=-1)
-    """Steps between checkpoints, besides `save_every`; -1: none by steps. The end is always saved."""
+    """Steps between checkpoints, besides `save_every`; 0 or -1: none by steps. The end is always saved."""
     save_every: Annotated[Duration | None, NullWord] = "30min"
     """Time between checkpoints, such as `90s`, `30min` or `2h`; null: none by time."""
     keep_best: bool = True
     """Save a checkpoint after every best validation so far, and keep the best (`checkpoints/best`)."""
     test_freq: int = Field(default=-1, ge=-1)
-    """Steps between validations; also validates at start and end. -1: never."""
+    """Steps between validations; also validates at start and end. 0 or -1: never."""
     critic_warmup: int = Field(default=0, ge=0)
     """Number of batches at the start that train only the critic."""
     max_ckpt_to_keep: Annotated[int | None, NullWord] = Field(default=2, ge=1)

@@ -21,10 +21,6 @@ DATA_SOURCE = "embedded/addition"
 WRITTEN = "The built-in task writes sums lowest digit first, padded to three digits: 71+63= → 431 means 134."
 
 Problem = tuple[str, str]  # prompt, right answer
-#: Called with the completed fraction in [0, 1] and a status line.
-Progress = Callable[[float, str], None]
-
-_TYPICAL_STEPS = 270  # of a warm start, for the progress bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +36,13 @@ class EmbeddedTask:
 def ensure_embedded(
     seed: int,
     cache_dir: Path | None = None,
-    progress: Progress | None = None,
+    note: Callable[[str], None] | None = None,
     recipe: EmbeddedRecipe = RECIPE,
 ) -> EmbeddedTask:
     """Builds the embedded model and task for `seed` unless they are cached (about 10 s once).
 
-    Each seed gives a different model. `cache_dir` is the root of the cache (None: `cache_root()`). `progress`
-    is not called on a cache hit.
+    Each seed gives a different model. `cache_dir` is the root of the cache (None: `cache_root()`). `note`
+    shows a line before and after a build.
 
     Raises:
         EnvironmentFailure: the cache directory cannot be written.
@@ -59,21 +55,17 @@ def ensure_embedded(
         train, val = split(recipe.num_val_prompts)
         write_parquet(train, "train", task.train_file)
         write_parquet(val, "test", task.val_file)
-        _build_model(task.model_dir, seed, progress or (lambda _fraction, _message: None), recipe)
+        _build_model(task.model_dir, seed, note or (lambda _: None), recipe)
 
     return _task(cached_directory(entry, build, what="the embedded model"))
 
 
-def _build_model(model_dir: Path, seed: int, progress: Progress, recipe: EmbeddedRecipe) -> None:
+def _build_model(model_dir: Path, seed: int, note: Callable[[str], None], recipe: EmbeddedRecipe) -> None:
     """Initialises, warm-starts and saves the model; restores torch's global random state."""
-    progress(0.0, "building the embedded model")
+    note("building the embedded model, once (about 10 s)")
     import torch
 
     from rlctl.tiny.model import build_model, build_tokenizer, save_model, warm_start
-
-    def on_step(step: int, accuracy: float) -> None:
-        goal = f"accuracy {accuracy:.2f} of {recipe.taught_accuracy:.2f}"
-        progress(min(0.99, step / _TYPICAL_STEPS), f"warm start: step {step + 1}, {goal}")
 
     num_threads = torch.get_num_threads()
     # Such small matrices gain little from a second thread, and on busy cores two threads spend minutes
@@ -83,12 +75,12 @@ def _build_model(model_dir: Path, seed: int, progress: Progress, recipe: Embedde
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = build_model(recipe)
-            accuracy = warm_start(model, split(recipe.num_val_prompts)[0], recipe, seed, on_step)
+            accuracy = warm_start(model, split(recipe.num_val_prompts)[0], recipe, seed)
     finally:
         torch.set_num_threads(num_threads)
     save_model(model, model_dir)
     build_tokenizer(recipe).save_pretrained(model_dir)
-    progress(1.0, f"embedded model ready, accuracy {accuracy:.2f}")
+    note(f"embedded model ready, accuracy {accuracy:.2f}")
 
 
 def _task(entry: Path) -> EmbeddedTask:

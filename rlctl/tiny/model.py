@@ -9,7 +9,6 @@ prompt then has right and wrong responses with sufficient probability.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,6 @@ def warm_start(
     problems: list[tuple[str, str]],
     recipe: EmbeddedRecipe,
     seed: int,
-    on_step: Callable[[int, float], None],
 ) -> float:
     """Trains `model` in place up to `recipe.taught_accuracy`, then flattens it to `recipe.target_accuracy`.
 
@@ -104,7 +102,7 @@ def warm_start(
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr)
     warmup = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / recipe.warmup_steps))
     model.train()
-    for step in range(recipe.max_steps):
+    for _ in range(recipe.max_steps):
         batch = tokens[torch.randint(len(tokens), (recipe.batch_size,), generator=generator)]
         nll = _answer_nll(model, batch)
         optimizer.zero_grad()
@@ -120,7 +118,6 @@ def warm_start(
                 if recipe.target_accuracy < recipe.taught_accuracy:
                     accuracy = _soften(model, measured, recipe.target_accuracy)
                 return accuracy
-        on_step(step, accuracy)
     raise RunFailure(
         f"the embedded model's warm start did not reach an accuracy of {recipe.taught_accuracy} "
         f"in {recipe.max_steps} steps",

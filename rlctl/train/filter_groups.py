@@ -1,7 +1,7 @@
 """Dynamic sampling: a batch of groups whose rewards differ, and its sampling cost.
 
 Rounds of prompts are sampled and graded until rewards differ within `data.train_batch_size` groups (DAPO,
-Yu et al. 2025, arXiv 2503.14476, section 3.2). Prompts are drawn in the order of the data, over as many
+Yu et al. 2025, arXiv 2503.14476). Prompts are drawn in the order of the data, over as many
 epochs as needed. The groups that are used depend only on that order, not on the number of ranks.
 """
 

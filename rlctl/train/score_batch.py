@@ -142,7 +142,7 @@ def with_kl_in_reward(
 ) -> tuple[ScoredBatch, KLController, dict[str, float]]:
     """Subtracts β · KL(π_old, π_ref) from the reward of every token.
 
-    Source: Ouyang et al. 2022, "InstructGPT", eq. 2. A token with a non-finite log-prob under π_old gets no
+    Source: Ouyang et al. 2022, "InstructGPT". A token with a non-finite log-prob under π_old gets no
     penalty: its sequence is rejected later, and the baseline of its group stays finite.
 
     Returns:

@@ -14,7 +14,6 @@ import torch
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.read import load_rows
 from rlctl.engine.ranks import Ranks
-from rlctl.errors import UsageError
 from rlctl.model_files import model_directory
 from rlctl.reward.build import build_reward
 from rlctl.spec.run_spec import RunSpec
@@ -25,10 +24,11 @@ from rlctl.track.run_dir import note_in_environment
 from rlctl.track.sink import SinkInputs
 from rlctl.track.tracker import Tracker, build_tracker
 from rlctl.train.models import Models, build_models
-from rlctl.train.preflight import check_data
+from rlctl.train.preflight import check_data, num_batches
 from rlctl.train.run import Run, past_metrics
 from rlctl.train.saving import Restored, restore
 from rlctl.train.score_batch import kl_controller
+from rlctl.train.settings import is_sync_due
 from rlctl.train.stop import StopRequest, Watchdog
 from rlctl.train.stream import PromptDraws, RolloutStream, sample_batch
 from rlctl.train.sync import confirm_sync
@@ -60,7 +60,7 @@ def build(
     val_prompts = _prompts(val_files, tokenizer, spec) if val_files else None
     prompts = {"data.train_files": train_prompts, "data.val_files": val_prompts}
     code_notes = check_data(spec, prompts, run_dir, ranks, resume=resume)
-    total_steps = _total_steps(spec, train_prompts)
+    total_steps = num_batches(spec, train_prompts.steps_per_epoch(spec.data.train_batch_size))
     stream = _stream(spec, ranks, train_prompts, models, total_steps, stack)
     if resume:
         restored = restore(spec, models, stream, run_dir, ranks)
@@ -74,7 +74,7 @@ def build(
 
     writer = None
     if ranks.is_main and (per_step := spec.trainer.rollouts_per_step):
-        writer = RolloutWriter(run_dir, per_step, exact_sampling=spec.rollout.exact_sampling)
+        writer = RolloutWriter(run_dir, per_step)
         if resume:
             restored.notes.extend(writer.discard_after(restored.step))
     kl = kl_controller(spec.algorithm)
@@ -117,6 +117,9 @@ def build(
         policy_version=restored.policy_version,
         history=past_metrics(run_dir) if resume else [],
     )
+    if resume and not is_sync_due(run, run.start_step):
+        note = "the run stopped between two weight syncs: the next responses are sampled with newer weights"
+        tracker.note(f"warning: {note} than without the interruption")
     confirm_sync(run, run.start_step)
     return run
 
@@ -167,18 +170,6 @@ def _prompts(files: list[str], tokenizer: Any, spec: RunSpec) -> PromptDataset:
         filter_overlong=spec.data.filter_overlong_prompts,
         chat_template_kwargs=spec.data.chat_template_kwargs,
     )
-
-
-def _total_steps(spec: RunSpec, prompts: PromptDataset) -> int:
-    per_epoch = prompts.steps_per_epoch(spec.data.train_batch_size)
-    total = spec.trainer.total_training_steps or per_epoch * spec.trainer.total_epochs
-    if spec.trainer.critic_warmup >= total:
-        raise UsageError(
-            f"all {total} batches of the run would train the critic alone",
-            where="trainer.critic_warmup",
-            fix=f"use less than {total}",
-        )
-    return total
 
 
 def _tracker(

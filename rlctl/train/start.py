@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,24 +38,11 @@ STOPPED_BY_GUARDRAILS = 3
 Callback = Callable[[int, Mapping[str, float]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """Shows messages of a run before its live display exists.
-
-    Attributes:
-        note: shows one line.
-        progress: shows the progress of a preparation: completed fraction, current activity.
-    """
-
-    note: Callable[[str], None]
-    progress: Callable[[float, str], None]
-
-
 def start_run(
     spec: RunSpec,
     *,
     resume: Path | None,
-    announce: Announce,
+    note: Callable[[str], None],
     callbacks: Sequence[Callback] = (),
     on_second_signal: Callable[[int], None] = end_process,
 ) -> tuple[Path, int]:
@@ -85,12 +71,12 @@ def start_run(
     with open_run_dir(run_dir, resume=resume is not None) as opened:
         if resume:
             for line in changes_of(run_dir, spec):
-                announce.note(f"changed: {line}")
+                note(f"changed: {line}")
         opened.write_spec(dump_spec(spec))
         opened.write_environment()
-        announce.note(f"run directory: {run_dir}")
+        note(f"run directory: {run_dir}")
         try:
-            exit_code = _run(spec, target_args, announce, callbacks, on_second_signal)
+            exit_code = _run(spec, target_args, note, callbacks, on_second_signal)
             if exit_code > 128 and not resume:
                 _remove_unused(run_dir)
             return run_dir, exit_code
@@ -113,12 +99,12 @@ def changes_of(run_dir: Path, spec: RunSpec) -> list[str]:
 def _run(
     spec: RunSpec,
     target_args: tuple[str, str, bool],
-    announce: Announce,
+    note: Callable[[str], None],
     callbacks: Sequence[Callback],
     on_second_signal: Callable[[int], None],
 ) -> int:
     if spec.is_embedded:
-        ensure_embedded(spec.trainer.seed, progress=announce.progress)
+        ensure_embedded(spec.trainer.seed, note=note)
     elif not under_torchrun():
         model_directory(spec.model.path)  # before the ranks start: their collectives would time out
     if spec.world_size > 1 and not under_torchrun():

@@ -9,8 +9,8 @@ rate, so the error of a setting is the minimum over c of
 
 with bias² = |m|²|g|²/(m·g)² − 1, the squared tangent of the angle between m and g, and
 variance = V|g|²/(G (m·g)²), noise over useful signal. The error is 0 for the true gradient and 1 for an
-unrelated gradient. Scaling all weights does not change it. The plain mean-squared error (c = 1), in contrast,
-prefers rejecting everything if V/G exceeds |g|². Both are reported.
+unrelated gradient. Scaling all weights does not change it. The mean-squared error with c = 1, in contrast,
+would prefer rejecting everything if V/G exceeds |g|².
 
 `docs/how-to/what-if.md` describes how m, g and V are estimated and how accurate the estimates are.
 """
@@ -43,7 +43,6 @@ class Proxies:
     error: Floats
     bias: Floats
     variance: Floats
-    plain_error: Floats  # the mean-squared error with c = 1
     trust: float  # weight of the surrogate's gradients, in [0, 1]; the prior has the remaining weight
 
 
@@ -156,5 +155,4 @@ def _error(inner: Floats, norm: Floats, noise: Floats, trust: float) -> Proxies:
     signal = np.square(np.where(useful, inner, 1.0))
     bias = np.where(useful, np.clip(norm / signal - 1.0, 0.0, FAR), FAR)
     variance = np.where(useful, np.clip(noise / signal, 0.0, FAR), FAR)
-    plain = np.maximum(1.0 - 2.0 * inner + norm, 0.0) + noise
-    return Proxies((bias + variance) / (1.0 + bias + variance), bias, variance, plain, trust)
+    return Proxies((bias + variance) / (1.0 + bias + variance), bias, variance, trust)

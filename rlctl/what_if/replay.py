@@ -82,11 +82,9 @@ def replay(
         {place: _outcome(sums, own, place, found, drawn) for place, own in enumerate(named.values())}
     )
     order = sorted(outcomes, key=lambda p: float(found.error[0, p]) if found else 0.0)
-    plainest = min(outcomes, key=lambda p: float(found.plain_error[0, p])) if found else None
     return Tradeoff(
         outcomes=tuple(outcomes[place] for place in order),
         recommended=_recommend(outcomes, found) if found else None,
-        plainest=None if plainest is None else outcomes[plainest].setting.name,
         num_steps=num_steps,
         num_groups=num_groups,
         num_sequences=num_sequences,
@@ -133,11 +131,9 @@ def _outcome(
         kept_sequences=1.0 - metrics[f"{prefix}rollout_rs_seq_masked_fraction"],
         max_weight=metrics.get(f"{prefix}rollout_is_max", 1.0) if sums.kept_tokens else 0.0,
         at_bound=ratio(beyond, units),
-        saturated=ratio(metrics[f"{prefix}saturated_sequences"], sums.finite_sequences),
         error=error,
         bias=bias,
         variance=variance,
-        plain_error=float(found.plain_error[0, place]) if found else None,
     )
 
 
@@ -168,15 +164,15 @@ def _recommend(outcomes: dict[int, SettingOutcome], found: Proxies) -> Recommend
     upper = f"the sampling interval of {name}'s gradient error has the smallest upper end, {high[best]:.3f}"
     own = next((p for p, o in outcomes.items() if o.setting.family == "run"), None)
     if own is None:
-        return Recommendation(name, chosen.overrides, upper, None)
+        return Recommendation(name, chosen.overrides, upper)
     if own == best:
-        return Recommendation(name, (), f"{upper}: keep the run's setting", False)
+        return Recommendation(name, (), f"{upper}: keep the run's setting")
     better = float((found.error[1:, best] < found.error[1:, own]).mean())
     saved = 1.0 - float(found.error[0, best] / found.error[0, own])
     against = (
-        f"{upper}; it saves {saved:.0%} of the run's own error and is better in {better:.0%} of resamples"
+        f"{upper}; it saves {saved:.1%} of the run's own error and is better in {better:.0%} of resamples"
     )
     if better < DECISIVE or saved < MATERIAL:
         why = f"{against}: too small a gain; keep the run's setting"
-        return Recommendation(outcomes[own].setting.name, (), why, False)
-    return Recommendation(name, chosen.overrides, against, True)
+        return Recommendation(outcomes[own].setting.name, (), why)
+    return Recommendation(name, chosen.overrides, against)

@@ -37,20 +37,18 @@ class SettingOutcome:
     kept_sequences: float
     max_weight: float  # the largest weight that reaches the loss
     at_bound: float  # share of weights that the bound changes
-    saturated: float  # share of sequences whose product of ratios reaches the clamp e^±20
     #: relative mean-squared error of the gradient at its best scale, in [0, 1]; None if no advantage differs
     #: from zero or there is only one prompt group
     error: IntervalEstimate | None
     #: bias, variance: bias² and noise relative to the useful signal; error = s/(1 + s) for their sum s
     bias: IntervalEstimate | None
     variance: IntervalEstimate | None
-    plain_error: float | None  # the same error without rescaling (can exceed 1)
 
     def figures(self) -> tuple[str, ...]:
         """All values to six digits; equal for settings with identical results on these responses."""
         estimates = (self.raw_ess, self.applied_ess, self.error, self.bias, self.variance)
         values = [value for one in estimates if one for value in (one.value, one.low, one.high)]
-        values += [self.kept_tokens, self.kept_sequences, self.max_weight, self.at_bound, self.saturated]
+        values += [self.kept_tokens, self.kept_sequences, self.max_weight, self.at_bound]
         return tuple(f"{value:.6g}" for value in values)
 
 
@@ -62,9 +60,6 @@ class Recommendation:
     #: the setting as `key=value` for `rlctl train`; empty if the run's setting should not change
     overrides: tuple[str, ...]
     why: str  # the criterion and its values in one sentence
-    #: whether it beats the run's own setting in at least 95 % of resamples and by at least 5 %; None if the
-    #: run's own setting is unknown
-    decisive: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +68,6 @@ class Tradeoff:
 
     outcomes: tuple[SettingOutcome, ...]  # one per different rule, smallest error first
     recommended: Recommendation | None  # None if nothing can be recommended, see `notes`
-    plainest: str | None  # the setting with the smallest `plain_error`
     #: num_steps, num_groups, num_sequences, num_tokens: numbers of replayed items
     num_steps: int
     num_groups: int
@@ -95,10 +89,9 @@ class Tradeoff:
             del fields["setting"]
             head = {"name": setting.name, "family": setting.family, "overrides": list(setting.overrides)}
             rows.append(head | fields)
-        counts = ("num_steps", "num_groups", "num_sequences", "num_tokens", "groups_per_batch", "trust")
-        rest = {name: getattr(self, name) for name in ("plainest", *counts)}
-        chosen = asdict(self.recommended) if self.recommended else None
-        return rest | {"recommended": chosen, "notes": list(self.notes), "settings": rows}
+        document = asdict(replace(self, outcomes=()))
+        del document["outcomes"]
+        return document | {"settings": rows}
 
     def points(self) -> list[tuple[float, float, SettingOutcome]]:
         """(variance, bias², outcome) of every setting; empty if errors could not be estimated."""

@@ -262,6 +262,13 @@ def test_the_dry_run_counts_the_rows_as_the_run_does(capsys, prompts):
     assert f"training rows: {rows:,}\n" in capsys.readouterr().out
     assert run([*given, f"data.train_batch_size={rows + 1}"]) == 2
     assert f"a batch takes {rows + 1} prompts, the data has {rows}" in capsys.readouterr().out
+    warm = [*given, f"data.train_batch_size={rows}", "algorithm.adv_estimator=gae"]
+    assert run([*warm, "trainer.total_epochs=3", "trainer.critic_warmup=3"]) == 2
+    out = capsys.readouterr().out
+    assert "batches in the run: 3 (0 optimizer steps)" in out
+    assert "trainer.critic_warmup: all 3 batches of the run would train the critic alone" in out
+    assert run([*warm, "trainer.total_epochs=4", "trainer.critic_warmup=3"]) == 0
+    assert "batches in the run: 4 (1 optimizer steps)" in capsys.readouterr().out
 
 
 def test_the_memory_of_an_unknown_model_is_unknown(capsys, prompts):
@@ -343,7 +350,8 @@ def test_schema_describes_every_section(capsys):
     assert set(document["properties"]) >= {"model", "data", "rollout", "algorithm", "actor", "trainer"}
     assert run(["schema", "--section", "algorithm.rollout_correction"]) == 0
     section = json.loads(capsys.readouterr().out)
-    assert section["properties"]["dialect"]["enum"] == ["rlctl", "verl"]
+    names, aliases = section["properties"]["dialect"]["anyOf"]
+    assert (names["enum"], aliases["enum"]) == (["rlctl", "verl"], ["guide"])
     assert all("description" in field for field in section["properties"].values())
 
 

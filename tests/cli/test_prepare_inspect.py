@@ -66,7 +66,7 @@ def test_json(bad, model, capsys):
     assert command("check", bad, "--json", "--model", model) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["files"][0]["rows"] == 4
-    assert [finding["code"] for finding in report["findings"]] == ["bad-rows", "duplicates", "repeated-index"]
+    assert [finding["code"] for finding in report["findings"]] == ["bad-rows", "duplicates"]
     assert report["lengths"]["unit"] == "tokens"
     assert sum(part["rows"] for part in report["lengths"]["histogram"]) == 3
 

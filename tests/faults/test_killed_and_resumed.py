@@ -173,25 +173,30 @@ def pid_of_rank(run: Path, job: Job, rank: int) -> int:
     return int(json.loads(beat.read_text())["pid"])
 
 
-def assert_resumable_where_it_stopped(run: Path) -> None:
+def assert_resumable_where_it_stopped(run: Path) -> str:
+    """Returns the output of the resumed run."""
     last = runs.metrics(run)[-1]["step"]
     assert runs.checkpoints(run)[-1] == f"step_{last:06d}"
     # On one rank, whatever it was: without ZeRO nothing is cut up.
     more = runs.resume(run, f"trainer.total_training_steps={last + 2}", "trainer.n_gpus_per_node=1")
     assert more.wait() == 0, more.output[-4000:]
     assert [line["step"] for line in runs.metrics(run)] == list(range(1, last + 3))
+    return more.output
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_asked_once_it_saves_and_leaves(tmp_path: Path, number: int, code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "sync_every"), [(signal.SIGTERM, 143, 1000), (signal.SIGINT, 130, 1)]
+)
+def test_asked_once_it_saves_and_leaves(tmp_path: Path, number: int, code: int, sync_every: int) -> None:
     run = tmp_path / "run"
-    job = running(run)
+    job = running(run, f"rollout.sync_every={sync_every}")
     job.signal(number)
     assert job.wait() == code
     assert "interrupted" in job.output
     assert "--resume" in job.output
     assert job.orphans() == []
-    assert_resumable_where_it_stopped(run)
+    output = assert_resumable_where_it_stopped(run)
+    assert ("stopped between two weight syncs" in output) == (sync_every > 1)
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -102,6 +102,25 @@ def test_effective_sample_size_at_any_magnitude(level, bound: str, shift: float)
                 assert metrics[key] == pytest.approx(expected.metrics[key], rel=2e-5), key
 
 
+@pytest.mark.parametrize(
+    ("mean", "spread"), [(-8.0, 0.5), (-16.0, 1.0), (-12.0, 1e-3), (-0.7, 1e-4), (-1e-3, 1e-4), (-2.0, 1.0)]
+)
+def test_correlation_of_probabilities_of_any_size(mean: float, spread: float) -> None:
+    """Small probabilities, and those that hardly differ, have a correlation and a distance like others."""
+    draw = torch.Generator().manual_seed(5)
+    rollout = (mean + spread * torch.randn(8, 64, generator=draw)).clamp(max=-1e-6)
+    train = (rollout + spread * torch.randn(8, 64, generator=draw)).clamp(max=-1e-6)
+    batch = Batch(train, rollout, torch.arange(64) < torch.arange(1, 65, 8)[:, None], torch.zeros(8, 64))
+    rules = CorrectionRules(WeightRule(None))
+    _, found = factor_and_metrics(batch.correct(rules), rules)
+    p, q = (x[batch.mask].double().exp() for x in (train, rollout))
+    correlation = float(torch.corrcoef(torch.stack([p, q]))[0, 1])
+    assert abs(correlation) < 0.9
+    assert found["training/rollout_actor_probs_pearson_corr"] == pytest.approx(correlation, abs=2e-5)
+    assert found["training/rollout_probs_diff_mean"] == pytest.approx(float((p - q).abs().mean()), rel=5e-4)
+    assert found["training/rollout_probs_diff_std"] == pytest.approx(float((p - q).abs().std()), rel=5e-4)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_bad_numbers_and_other_shapes(seed: int) -> None:
     draw = random.Random(seed)

@@ -242,9 +242,8 @@ def probability_metrics(finite: list[Sequence]) -> dict[str, float]:
 
 
 def is_constant(probabilities: list[float]) -> bool:
-    """No spread that float32 would resolve next to the distance from 1: a correlation means nothing."""
-    distance = mean([(1.0 - p) ** 2 for p in probabilities])
-    return statistics.pvariance(probabilities) <= 1e-6 * distance
+    """All equal, up to what float32 resolves: a correlation means nothing."""
+    return statistics.pvariance(probabilities) <= 1e-13 * mean([p * p for p in probabilities])
 
 
 def weight_family(prefix: str, weights: list[list[float]], level: str | None) -> dict[str, float]:

@@ -36,10 +36,6 @@ class Truth:
         total = self.norm + self.noise / groups
         return 1.0 - max(self.inner, 0.0) ** 2 / (total * self.signal) if total > 0 else 1.0
 
-    def plain_error(self, groups: float) -> float:
-        """Relative mean-squared error."""
-        return (self.distance + self.noise / groups) / self.signal
-
 
 class World(worlds.World):
     """With exact moments and samples."""

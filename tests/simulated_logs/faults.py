@@ -231,14 +231,14 @@ _REWARD = (
            ("critical", {_SPREAD: near(0.92, 0.02)}), ("rlctl", "trl"), elsewhere="warning", before=_FLAT),
     Fault("zero-reward", "mild", "critical", _NOTHING, _ALL, until=ONSET + 27),
     Fault("zero-reward", "severe", "critical", _NOTHING, _ALL, onset=1),
-    Fault("entropy", "mild", "warning", {_ENTROPY: ramp(0.8, 0.2)}, _OURS_VERLS, onset=1, before=_FLAT),
+    Fault("entropy", "mild", "warning", {_ENTROPY: ramp(0.8, 0.2)}, _ALL, onset=1, before=_FLAT),
     Fault("entropy", "severe", "warning", {_ENTROPY: near(1e-3)}, _ALL, before=_FLAT),
     *_both("reward-hacking", ("warning", {_SCORE: ramp(0.3, 0.55)}), ("critical", {_SCORE: ramp(0.3, 0.9)}),
-           onset=1, before=_FLAT),
+           _ALL, onset=1, before=_FLAT),
     *_both("truncated", ("warning", {"response_length/clip_ratio": near(0.16)}),
            ("critical", {"response_length/clip_ratio": near(0.5)}), _ALL),
     *_both("length-growth", ("warning", {_LENGTH: ramp(300, 560)}), ("warning", {_LENGTH: ramp(300, 1500)}),
-           onset=1, before=_FLAT),
+           _ALL, onset=1, before=_FLAT),
 )  # fmt: skip
 _SAMPLES = (
     *_both("staleness", ("warning", {"training/staleness_max": near(24.0, 0.02)}),

@@ -182,6 +182,22 @@ def test_two_ranks_share_their_mean(tmp_path: Path) -> None:
         assert metrics == pytest.approx(whole.metrics, rel=1e-9, abs=1e-12, nan_ok=True)
 
 
+def with_nan_advantages_on_rank_1(ranks: Ranks) -> str:
+    batch = example()
+    advantages = torch.full(batch.mask.shape, torch.nan if ranks.rank else 1.0)
+    with pytest.raises((ValueError, rlctl.RlctlError)) as caught:
+        rlctl.correct(batch.log_probs, batch.rollout_log_probs, batch.mask, advantages=advantages)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_an_error_on_one_rank_ends_the_call_on_all(tmp_path: Path) -> None:
+    own = "advantages are NaN or infinite where response_mask is True"
+    assert on_ranks(2, with_nan_advantages_on_rank_1, where=tmp_path) == [
+        f"RunFailure: another rank failed: {own}",
+        f"ValueError: {own}",
+    ]
+
+
 IN_TRL = """
 import json, math, sys
 sys.path[:0] = json.loads(sys.argv[1])

@@ -7,6 +7,7 @@ stores every metric separately.
 
 from __future__ import annotations
 
+import io
 import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlctl.diagnose.readers.source import OpenFile
 from rlctl.diagnose.table import Framework, LoggedException
 
 #: Names of the step; the first one that a row has is used.
@@ -340,6 +342,7 @@ class LogReading:
     """State of reading one log, which the readers fill."""
 
     collector: Collector  # collects the rows
+    open_file: OpenFile = io.FileIO
     limit: int | None = None  # rows after which a reader may stop, for a preview; None reads everything
     hint: Framework | None = None  # the framework, where the format shows it
     config: dict[str, Any] = field(default_factory=dict)  # the run's configuration, where the log has one

@@ -145,9 +145,9 @@ class Console:
         """Adds a row from a printed dictionary, or from a JSON line without a step."""
         return self._rows.add_dictionary(row, step)
 
-    def pass_row(self) -> None:
-        """Discards the exceptions found so far, because a row follows them."""
-        self._exception.clear()
+    def pass_row(self, has_restarted: bool) -> None:
+        """Discards the exceptions found so far, because a row follows them; its step may go back."""
+        self._exception.clear(has_restarted)
 
     def read(self, line: bytes, number: int = 0) -> bool:
         """Reads one line; False if it contains no row."""
@@ -160,7 +160,7 @@ class Console:
         # A progress bar returns to the start of its line without ending it.
         found = [self._part(part) for part in text.split("\r") if part] if text else [self._blank()]
         if any(found):
-            self.pass_row()
+            self.pass_row(self._rows.has_restarted)
             return True
         return False
 
@@ -203,6 +203,7 @@ class Console:
                 continue
             if form.kind == "verl" and "/" in match["body"]:
                 self._wrapped = form, text, match
+                self._rows.advance("step", int(match["step"]))
                 return True
             if self._row(form, match):
                 return True

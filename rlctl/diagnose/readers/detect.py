@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -21,7 +22,7 @@ from rlctl.diagnose.readers.framework_names import (
     canonical_table,
     framework_of,
 )
-from rlctl.diagnose.readers.source import LogSource, opened
+from rlctl.diagnose.readers.source import LogSource, OpenFile, opened
 from rlctl.diagnose.table import STDIN, RunLog
 from rlctl.errors import UsageError
 from rlctl.spec.load import RUN_SPEC_FILE, spec_or_note
@@ -63,7 +64,7 @@ class _Candidate(NamedTuple):
     shown: Path  # the path to report
 
 
-def read_run(path: Path, wanted: Collection[str]) -> RunLog:
+def read_run(path: Path, wanted: Collection[str], open_file: OpenFile = io.FileIO) -> RunLog:
     """Reads one run's log, of any framework.
 
     Args:
@@ -71,6 +72,7 @@ def read_run(path: Path, wanted: Collection[str]) -> RunLog:
             content; or `-` for standard input. A `spec.yaml` next to the log is taken as the spec of the run.
         wanted: canonical metrics to keep, where `<…>` stands for any text; memory grows only with the number
             of these and of rows.
+        open_file: opens a text log for reading, for example to show the progress.
 
     Raises:
         UsageError: the file does not exist, is not a known log, or contains no step or no known metric.
@@ -82,7 +84,7 @@ def read_run(path: Path, wanted: Collection[str]) -> RunLog:
         candidate, notes = _chosen(path)
     elif path != STDIN and not path.exists():
         raise UsageError("no such file or directory", where=str(path), fix="name a run directory, or a log")
-    reading = LogReading(Collector(metrics.by_any_name))
+    reading = LogReading(Collector(metrics.by_any_name), open_file)
     _read_files(candidate.files, reading)
     collected = reading.collector.finish()
     run_spec = candidate.shown.parent / RUN_SPEC_FILE
@@ -218,7 +220,7 @@ def _read_files(files: Sequence[Path], reading: LogReading) -> None:
         if len(files) > 1:
             binary.read_events(files, reading)
             return
-        with opened(files[0]) as source:
+        with opened(files[0], reading.open_file) as source:
             _read(source, reading)
             reading.notes += source.notes
     except OSError as error:

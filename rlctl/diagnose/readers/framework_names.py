@@ -37,7 +37,8 @@ class NamedMetric:
     key: str  # the canonical metric; in patterns `\\1` is the first group
     meaning: str = ""  # definition of the figure where it differs from rlctl's, one clause
     scale: float = 1.0  # factor on the values
-    #: `sum`: the canonical metric is the sum of all names with this key; otherwise it is the first one logged
+    #: `sum`: the canonical metric is the sum of the names with this key that differ only in their last part
+    #: (not of those of several agents); otherwise it is the first one logged
     aggregate: str = ""
     #: `update`: the figure is a sum over the batch's updates, and is divided by their number if it is known;
     #: `batch`: the figure counts batches instead of updates, and is multiplied by it
@@ -211,7 +212,9 @@ def canonical_table(
     nonfinite: dict[str, NDArray[np.int64]] = {}
     origins: dict[str, MetricOrigin] = {}
     for name, named in _in_order(collected.names, framework):
-        if named.key not in wanted or (named.key in columns and named.aggregate != "sum"):
+        before = origins.get(named.key)
+        is_sibling = before and before.name.rpartition("/")[0] == name.rpartition("/")[0]
+        if named.key not in wanted or (before and not (is_sibling and named.aggregate == "sum")):
             continue
         if why := next((why for pattern, why in others.items() if re.fullmatch(pattern, name)), ""):
             reading.notes.append(f"{name} is left out: with {why} it is another quantity")
@@ -221,7 +224,7 @@ def canonical_table(
         if column is None or (not len(bad) and np.isnan(column).all()):
             continue
         column *= named.scale * scales.get(named.per, 1)
-        if named.key in columns:  # sum the two where at least one was logged
+        if before:  # sum the two where at least one was logged
             both = np.array([columns[named.key], column])
             column = np.where(np.isnan(both).all(axis=0), np.nan, np.nansum(both, axis=0))
         columns[named.key] = column

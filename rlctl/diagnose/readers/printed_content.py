@@ -49,6 +49,8 @@ class PrintedRows:
         self._forms: dict[str, _Form] = {}
         self._bars: dict[int, int] = {}
         self.wants = reading.collector.keeps
+        self._newest: dict[str, float] = {}
+        self.has_restarted = False  # whether the newest row goes back, in its steps or its epochs
 
     @property
     def num_rows(self) -> int:
@@ -84,12 +86,20 @@ class PrintedRows:
         step_key = next((key for key in STEP_KEYS if key in row), "")
         return self.add(f"dictionary {step_key}", row)
 
+    def advance(self, clock: str, place: float | None) -> None:
+        """Records the step or epoch of a row."""
+        if place is not None:
+            self.has_restarted = place < self._newest.get(clock, place)
+            self._newest[clock] = place
+
     def add(self, kind: str, row: Row, framework: Framework | None = None) -> bool:
         """Adds a row; a row without a step is numbered by counting."""
         if kind not in self._forms:
             self._forms[kind] = _Form(Collector(self.wants), framework)
         form = self._forms[kind]
-        if not any(key in row for key in STEP_KEYS):
+        clock = next((key for key in STEP_KEYS if key in row), "epoch")
+        self.advance(clock, row.get(clock))
+        if clock == "epoch":
             if not all(name.startswith("eval_") or name == "epoch" for name in row):
                 form.count += 1
                 epoch = row.get("epoch")
@@ -207,7 +217,8 @@ class LastException:
     """Collects exceptions from the lines that are not rows.
 
     A handled exception may be printed without a traceback, or far from the log's end; neither counts. Nor
-    does an exception that was already printed before a row, because training continued after it.
+    does an exception that was already printed before a row, because training continued after it; but one
+    after which the steps go back ended the run, which was then restarted.
     """
 
     def __init__(self) -> None:
@@ -217,9 +228,10 @@ class LastException:
         self._since_row: set[str] = set()
         self._survived: set[str] = set()
 
-    def clear(self) -> None:
-        """Discards the exceptions found so far, because a row follows them: training continued."""
-        self._survived |= self._since_row
+    def clear(self, has_restarted: bool) -> None:
+        """Discards the exceptions found so far: a row follows, so training continued or was restarted."""
+        if not has_restarted:
+            self._survived |= self._since_row
         self._since_row.clear()
         self._found, self._in_traceback = None, False
 

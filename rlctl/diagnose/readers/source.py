@@ -8,13 +8,14 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
 from rlctl.diagnose.table import STDIN
 
+OpenFile = Callable[[Path], io.RawIOBase]
 _GZIP = b"\x1f\x8b"
 _CHUNK_BYTES = 1 << 16
 
@@ -22,10 +23,10 @@ _CHUNK_BYTES = 1 << 16
 class LogSource:
     """One file to read."""
 
-    def __init__(self, path: Path, file: Path) -> None:
+    def __init__(self, path: Path, file: Path, open_file: OpenFile) -> None:
         self.path = path  # the path that the user gave
         self.notes: list[str] = []  # damage that was tolerated when decompressing; filled while reading
-        self._file = file  # the same path, or a copy on disk
+        self._file, self._open_file = file, open_file  # the same path, or a copy on disk
         with file.open("rb") as stream:
             self.is_gzip = stream.read(len(_GZIP)) == _GZIP
         with self.open() as stream:
@@ -34,8 +35,9 @@ class LogSource:
     def open(self) -> IO[bytes]:
         """The decompressed bytes from the start."""
         self.notes.clear()
-        raw = self._file.open("rb")
-        return io.BufferedReader(_TolerantGzip(raw, self.notes), _CHUNK_BYTES) if self.is_gzip else raw
+        raw = self._open_file(self._file)
+        stream = _TolerantGzip(raw, self.notes) if self.is_gzip else raw
+        return io.BufferedReader(stream, _CHUNK_BYTES)
 
     @contextmanager
     def on_disk(self) -> Iterator[Path]:
@@ -48,17 +50,17 @@ class LogSource:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[LogSource]:
+def opened(path: Path, open_file: OpenFile) -> Iterator[LogSource]:
     """Opens the source at `path`; input that can be read only once (standard input) is copied to disk.
 
     Raises:
         OSError: the path cannot be read.
     """
     if path.is_file() and path != STDIN:
-        yield LogSource(path, path)
+        yield LogSource(path, path, open_file)
         return
     with nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb") as pipe, _copied(pipe) as copy:
-        yield LogSource(path, copy)
+        yield LogSource(path, copy, open_file)
 
 
 @contextmanager
@@ -73,9 +75,9 @@ def _copied(stream: IO[bytes]) -> Iterator[Path]:
 class _TolerantGzip(io.RawIOBase):
     """Decompressed bytes up to the first damage, where `gzip` would raise."""
 
-    def __init__(self, raw: IO[bytes], notes: list[str]) -> None:
+    def __init__(self, raw: io.RawIOBase, notes: list[str]) -> None:
         self._raw, self._notes = raw, notes
-        self._file = gzip.GzipFile(fileobj=raw)
+        self._file = gzip.GzipFile(fileobj=io.BufferedReader(raw))
 
     def readable(self) -> bool:
         """Returns True."""

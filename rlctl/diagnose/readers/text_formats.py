@@ -39,11 +39,12 @@ def read_lines(stream: IO[bytes], reading: LogReading) -> None:
         else:
             if row.keys() == _VERL_KEYS and not num_objects:  # verl's file logger
                 reading.hint, collector.null_is_nan = "verl", True
+            before = collector.last_step
             is_object = collector.add(row)
             num_objects += is_object
             has_row = is_object or console.add(row)
             if has_row and num_others:
-                console.pass_row()
+                console.pass_row(is_object and collector.last_step < before)
         num_others += not has_row and bool(line.strip())
         if has_row and (reading.is_full or console.is_full):
             break

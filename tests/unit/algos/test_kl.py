@@ -133,6 +133,18 @@ def test_what_the_gradients_estimate_of_whole_sequences(seed: int) -> None:
     assert 0.255 < off < 0.855  # docs/reference/algorithms.md
 
 
+@pytest.mark.parametrize("size", [1e-5, 1e-3, 0.1])
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+def test_a_policy_near_the_reference_keeps_its_digits(kind: str, size: float) -> None:
+    """In float32, as in training: π/π_ref − 1 is smaller than the rounding of π/π_ref."""
+    ref = torch.full((1, 1000), -1.0)
+    log_probs = ref + size * torch.randn(1, 1000, generator=torch.Generator().manual_seed(1))
+    exact = kl_estimate(kind, log_probs.double(), ref.double())
+    found = kl_estimate(kind, log_probs, ref)
+    assert (found >= 0.0).all()
+    assert found.mean().item() == pytest.approx(exact.mean().item(), rel=1e-3)
+
+
 @pytest.mark.parametrize("kind", LOSSES)
 def test_a_policy_far_from_the_reference_leaves_numbers(kind) -> None:
     log_probs = torch.tensor([[-90.0, -1e-9]]).requires_grad_()

@@ -421,6 +421,26 @@ def test_exceptions_that_training_survived_or_that_are_far_from_the_end(tmp_path
     assert (stopped.text, stopped.is_stop) == ("KeyboardInterrupt", True)
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [VERL.format(step=step, x=0.5) for step in (8, 9, 8, 9)],
+        [trl(0.5, epoch) for epoch in (0.1, 0.2, 0.1, 0.2)],
+        [f'{{"step": {step}, "actor/entropy": 0.5}}' for step in (8, 9, 8, 9)],
+        [f"step {s}: {{'train/step': {s}, 'train/pg_loss': 0.5}}\nrollout 3: {{'rollout/raw_reward': 0.5}}"
+         for s in (8, 9, 8, 9)],
+    ],
+)  # fmt: skip
+def test_an_exception_that_ends_the_run_again_after_a_restart(tmp_path, rows):
+    error = f"{TRACEBACK}torch.OutOfMemoryError: CUDA out of memory\n"
+    first, last = ("".join(f"{row}\n" for row in part) for part in (rows[:2], rows[2:]))
+    assert read(tmp_path, first + error + last + error).exception.text.startswith("torch.OutOfMemoryError")
+    assert read(tmp_path, first + error + last).exception is None
+    handled = f"{TRACEBACK}ValueError: no answer in the response\n"
+    text = f"{rows[0]}\n{handled}{rows[1]}\n{error}{last}{handled}"
+    assert read(tmp_path, text).exception is None
+
+
 def test_a_log_without_rows_is_refused_with_its_exception(tmp_path):
     with pytest.raises(
         UsageError, match=r"ends with KeyError: 'x' in actor\.py, line 585, in update_policy \(line 6\)"

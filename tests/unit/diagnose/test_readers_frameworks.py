@@ -48,11 +48,7 @@ def test_verls_own_logs(name):
     assert run.table.nonfinite["actor/grad_norm"].tolist() == [5]
     assert "rejection" in run.origins["rollout_corr/rollout_is_eff_sample_size"].meaning
     assert run.origins["rollout_corr/kl"].meaning == ""
-    assert (run.facts.ess_after_truncation, run.facts.weights_are, run.facts.dialect) == (
-        True,
-        "applied",
-        "verl",
-    )
+    assert (run.facts.logs_correction, run.facts.dialect) == (True, "verl")
     assert run.notes == ()
 
 
@@ -72,9 +68,8 @@ def test_verls_printed_configuration_gives_facts():
         kl_coef=0.001,
         dtype="bf16",
         lr=1e-6,
-        ess_after_truncation=True,
         ess_length_weighted=True,
-        weights_are="applied",
+        logs_correction=True,
         dialect="verl",
     )
 
@@ -468,6 +463,60 @@ def test_prime_rls_console(tmp_path):
     }
     for key, value in expected.items():
         assert values(run, key) == pytest.approx([value])
+
+
+def test_losses_that_always_weigh_tokens_are_known_to_do_so(tmp_path):
+    prime = '{"step": 1, "optim/grad_norm": 0.5, "mismatch_kl/all/mean": 0.4}\n'
+    areal = '{"step": 1, "ppo_actor/update/grad_norm": 0.5, "ppo_actor/update/behave_imp_weight/avg": 0.4}\n'
+    for row in (prime, areal):
+        run = read(tmp_path, row)
+        assert run.facts.rollout_is == "token"
+        fixes = [setting for one in examine(run).findings for fix in one.fixes for setting in fix.spec]
+        assert not any("rollout_is" in setting for setting in fixes)
+    assert read(tmp_path, areal.replace("behave_imp_weight", "importance_weight")).facts.rollout_is is None
+
+
+def test_shares_of_several_agents_of_prime_rl_are_not_summed(tmp_path):
+    shares = {
+        "proposer/solved_all": 0.5,
+        "proposer/solved_none": 0.25,
+        "solver/solved_all": 0.5,
+        "solver/solved_none": 0.5,
+    }
+    row = {
+        "step": 1,
+        "optim/grad_norm": 0.5,
+        **{f"train/agg/all/{name}": share for name, share in shares.items()},
+    }
+    run = read(tmp_path, json.dumps(row) + "\n")
+    assert values(run, "reward/zero_spread_groups") == [0.75]
+
+
+def test_skyrls_gap_before_the_updates_its_masks_and_its_kl(tmp_path):
+    row = {
+        "trainer/global_step": 3, "policy/policy_loss": 0.01, "loss/avg_kl": 0.25,
+        "policy/rollout_train_logprobs_abs_diff_mean": 0.01,
+        "policy/minibatch_rollout_logprobs_abs_diff_mean": 0.02,
+        "policy/loss_metrics/outlier_seq_masked_ratio": 0.125,
+        "policy/loss_metrics/geo_sequence_mask_masked_ratio": 0.75,
+    }  # fmt: skip
+    run = read(tmp_path, json.dumps(row) + "\n")
+    assert values(run, "mismatch/log_prob_abs_diff_mean") == [0.01]
+    assert values(run, "rollout_corr/rollout_rs_masked_fraction") == [0.75]
+    assert values(run, "actor/reward_kl_penalty") == [0.25]
+    assert run.facts.bypass_mode is False
+    skipped = {name: value for name, value in row.items() if not name.startswith("policy/rollout_train")}
+    run = read(tmp_path, json.dumps(skipped) + "\n")  # the loss does not need the pass before the updates
+    assert values(run, "mismatch/log_prob_abs_diff_mean") == [0.02]
+    assert run.facts.bypass_mode is True
+
+
+@pytest.mark.parametrize(
+    "name", ["fully_async/count/dropped_stale_samples", "training/off_policy/evicted_samples"]
+)
+def test_verls_asynchronous_trainers_count_the_prompts_that_they_drop(tmp_path, name):
+    run = read(tmp_path, f"step:3 - actor/pg_loss:0.1 - perf/mfu/actor:0.1 - {name}:7\n")
+    assert values(run, "training/stale_dropped") == [7.0]
 
 
 def test_nemo_rl_by_step_and_on_the_console(tmp_path):

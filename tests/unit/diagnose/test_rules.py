@@ -262,6 +262,8 @@ TRIGGERS = {
         ("critical", always(reward__zero_spread_groups=0.8, critic__score__mean=0.05), []),
         ("critical", always(reward__zero_spread_groups=0.8, critic__score__mean=0.8), []),
         ("info", always(reward__zero_spread_groups=0.95, critic__score__mean=0.98), []),
+        ("info", always(reward__zero_spread_groups=ramp(0.1, 0.99), critic__score__mean=ramp(0.2, 0.98)), []),
+        ("info", both(no_score_range, always(reward__zero_spread_groups=0.95, critic__score__mean=0.98)), []),
         ("warning", both(always(reward__zero_spread_groups=0.8), no_score_range), []),
     ],
     "zero-reward": [
@@ -271,6 +273,11 @@ TRIGGERS = {
     "entropy": [
         ("warning", always(actor__entropy=0.001), [PPO, "rollout.temperature=0.7"]),
         ("warning", always(actor__entropy=lambda s: 0.8 - s / 100, critic__score__mean=0.3), []),
+        # without their range, mean rewards from 0 to 1 are taken for shares
+        ("warning", both(no_score_range, always(actor__entropy=0.001,
+                                                critic__score__mean=ramp(0.1, 0.5))), []),
+        ("warning", both(no_score_range, always(actor__entropy=lambda s: 0.8 - s / 100,
+                                                critic__score__mean=0.3)), []),
     ],
     "reward-hacking": [
         ("critical", hacking, []),
@@ -293,6 +300,7 @@ TRIGGERS = {
     "staleness": [
         ("warning", always(training__staleness_max=20.0), ["rollout.staleness=10"]),  # 2 updates per batch
         ("warning", always(training__staleness_max=20.0), ["rollout.max_staleness=10"]),
+        ("warning", always(training__staleness_mean=20.0, training__staleness_max=None), []),
         ("warning", always(training__stale_dropped=lambda s: 4 * s + s % 7), []),
         ("warning", always(training__stale_dropped=lambda s: s**2), []),  # counted since the start
     ],
@@ -338,18 +346,32 @@ def test_every_rule_is_tried():
 @pytest.mark.parametrize("key", KEYS)
 def test_a_fix_names_the_keys_that_other_frameworks_read(key):
     for framework, setting in change(f"{key}=1").others.items():
-        if framework != "ms-swift":  # TRL's keys
+        if framework not in OTHERS.keys() | {"llama-factory"}:  # TRL's keys
             rule = table(framework).rule(setting.removeprefix("--").replace("=", " ").partition(" ")[0])
             assert rule is not None
             assert (rule.unsupported, rule.to or key) == ("", key)
 
 
-#: Options of ms-swift 4 that fixes name (`args_mixin.py`, `rlhf_args.py`, Hugging Face's training arguments).
-SWIFT = {
-    "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold", "overlong_filter",
-    "use_vllm", "dynamic_sample", "epsilon_high", "num_iterations", "steps_per_generation", "num_generations",
-    "beta", "temperature", "max_completion_length", "loss_type", "learning_rate", "max_grad_norm", "bf16",
-    "fp16",
+#: Options that fixes name, of frameworks that `rlctl import` does not read: of ms-swift 4 (`args_mixin.py`,
+#: `rlhf_args.py`, Hugging Face's arguments), SkyRL (`train/config/config.py`) and AReaL (`cli_args.py`).
+OTHERS = {
+    "ms-swift": {
+        "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold", "overlong_filter",
+        "use_vllm", "dynamic_sample", "epsilon_high", "num_iterations", "steps_per_generation",
+        "num_generations", "beta", "temperature", "max_completion_length", "loss_type", "learning_rate",
+        "max_grad_norm", "bf16", "fp16",
+    },
+    "skyrl": {
+        *(f"trainer.algorithm.{key}" for key in ("eps_clip_high", "kl_loss_coef",
+                                                 "off_policy_correction.tis_ratio_type")),
+        *(f"trainer.policy.optimizer_config.{key}" for key in ("lr", "max_grad_norm")),
+        "trainer.update_epochs_per_batch", "generator.n_samples_per_prompt",
+        *(f"generator.sampling_params.{key}" for key in ("temperature", "max_generate_length")),
+    },
+    "areal": {
+        "actor.optimizer.lr", "actor.optimizer.gradient_clipping", "actor.eps_clip_higher", "actor.kl_ctl",
+        "gconfig.n_samples", "gconfig.temperature", "gconfig.max_new_tokens",
+    },
 }  # fmt: skip
 
 
@@ -372,11 +394,14 @@ def test_every_setting_that_a_fix_names_exists_in_its_framework(facts):
             finding = rule.apply(run)
             fixes = [*rule._fixes(run), *getattr(finding, "fixes", ())]
             named |= {(name, text): rule.name for fix in fixes for name, text in fix.others.items()}
-    assert {name for name, _ in named} >= {"verl", "trl", "openrlhf", "slime", "nemo-rl", "ms-swift"} or facts
+    read = {"verl", "trl", "openrlhf", "slime", "nemo-rl", "prime-rl"}
+    assert {name for name, _ in named} >= read | OTHERS.keys() or facts
     for framework, text in named:
+        if framework == "llama-factory":  # TRL's
+            continue
         for key in set(settings_of(text)) - {"max_staleness"}:  # of TRL's AsyncGRPOConfig
-            if framework == "ms-swift":
-                assert key in SWIFT, text
+            if framework in OTHERS:
+                assert key in OTHERS[framework], text
             elif "engine_kwargs" not in key:
                 rule = table(framework).rule(key.removeprefix("+"))
                 assert rule is not None, (framework, text)
@@ -483,6 +508,9 @@ def test_the_page_of_rules_lists_every_rule():
         ("zero-reward", always(critic__score__mean=0.0), []),  # rewards that average 0
         # sure of itself because it is right
         ("entropy", always(actor__entropy=0.001, critic__score__mean=0.97), []),
+        ("entropy", both(no_score_range, always(actor__entropy=0.001, critic__score__mean=0.97)), []),
+        ("entropy", both(no_score_range, always(actor__entropy=0.001,
+                                                critic__score__mean=ramp(0.2, 1.8))), []),
         # ... or on its way
         ("entropy", always(actor__entropy=lambda s: 0.8 - s / 100), []),
         ("healthy-loss", always(actor__pg_loss=0.0, actor__grad_norm=0.0), [PPO]),

@@ -129,8 +129,7 @@ TRL = Facts(
     has_critic=False,
     lr=1e-6,
     kl_coef=0.0,
-    ess_after_truncation=True,
-    weights_are="applied",
+    logs_correction=True,
 )
 
 
@@ -172,7 +171,7 @@ def test_a_tail_behind_truncation_is_seen_through_chi2():
     both(
         without(f"{CORR}rollout_is_raw_eff_sample_size"), corr(rollout_is_eff_sample_size=0.7, chi2_seq=30.0)
     )(rows)
-    facts = Facts(rollout_is="sequence", rollout_rs="off", ess_after_truncation=True, dialect="verl")
+    facts = Facts(rollout_is="sequence", rollout_rs="off", dialect="verl")
     [finding] = [one for one in examine(run_log(rows, facts=facts)).findings if one.rule == "hidden-tail"]
     assert "1 / (1 + χ²) = 0.0323" in finding.evidence[0].figure
     assert finding.confidence == "medium"
@@ -196,7 +195,7 @@ def test_weights_near_zero_are_products_where_their_level_is_unknown_and_log_pro
 
 def test_weights_that_are_averaged_before_rejection_are_told_as_logged():
     spoil = corr(rollout_is_mean=0.06, rollout_rs_masked_fraction=0.4)
-    verl = Facts(rollout_is="token", rollout_rs="token_k1", weights_are="applied", dialect="verl")
+    verl = Facts(rollout_is="token", rollout_rs="token_k1", logs_correction=True, dialect="verl")
     [finding] = [one for one in diagnose(spoil, facts=verl).findings if one.rule == "stale-weights"]
     assert finding.what.startswith("importance weights are 0.06 on average")
     spoil = corr(rollout_is_eff_sample_size=0.2, rollout_rs_masked_fraction=0.4)

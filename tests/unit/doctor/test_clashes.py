@@ -45,6 +45,20 @@ def test_a_sound_environment_has_no_clash(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("torch", "vision"),
+    [
+        ("2.10.0a0+b4e4ee81d3.nv25.12", "0.25.0a0+ca1cbbf.nv25.12"),  # NVIDIA's containers
+        ("2.13.0", "0.28.0+cu130"),
+        ("2.13.0+cu130", "0.28.0+cu130.post1"),
+    ],
+)
+def test_builds_that_may_fit_are_no_clash(tmp_path: Path, torch: str, vision: str) -> None:
+    install(tmp_path, "torch", torch)
+    install(tmp_path, "torchvision", vision)
+    assert broken(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
     ("packages", "who", "words"),
     [
         (
@@ -56,6 +70,11 @@ def test_a_sound_environment_has_no_clash(tmp_path: Path) -> None:
             [("torch", "2.13.0+cpu"), ("torchaudio", "2.11.0")],
             "torchaudio",
             "2.11.0 and torch 2.13.0+cpu are different builds",
+        ),
+        (
+            [("torch", "2.13.0+cu126"), ("torchvision", "0.28.0+cu130")],
+            "torchvision",
+            "are different builds",
         ),
         (
             [("transformers", "5.23.0"), ("vllm", "0.32.0", "transformers<5.20,>=5.16.1")],

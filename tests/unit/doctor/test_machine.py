@@ -40,6 +40,26 @@ def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     assert check("disk for rlctl's cache").status == "ok"
 
 
+def test_models_may_be_in_a_cache_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("HF_HUB_CACHE", str(file / "hub"))
+    found = check("disk for models' cache")
+    assert (found.status, found.found) == ("note", f"{file} is not writable")
+    assert "HF_HUB_CACHE" in str(found.fix)
+
+
+def test_wandb_knows_only_its_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Current versions of W&B ignore WANDB_DISABLED."""
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert check("W&B").found.startswith("offline")
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert check("W&B").found.startswith("disabled")
+
+
 def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = tmp_path / "memory.max"
     limit.write_text("2147483648\n")

@@ -17,7 +17,7 @@ from rlctl.spec.rollout import RewardSpec
 def stored(tmp_path, make_samples):
     """Writes an evaluation of these rewards and returns its directory."""
 
-    def make(name, samples, n=None, template="t", **sampling):
+    def make(name, samples, n=None, template="t", reward=None, **sampling):
         n = n or 1 + max(sample.sample_index for sample in samples)
         about = {
             "model": {"path": name, "run_dir": None, "step": None, "template_sha256": template},
@@ -26,7 +26,7 @@ def stored(tmp_path, make_samples):
             | {"max_response_length": 9}
             | sampling,
         }
-        evaluation = Evaluation(about, RewardSpec(), summarise(samples, [1], n), [], 1.0)
+        evaluation = Evaluation(about, reward or RewardSpec(), summarise(samples, [1], n), [], 1.0)
         write_evaluation(tmp_path / name, evaluation, samples, page=False)
         return tmp_path / name
 
@@ -181,3 +181,19 @@ def test_nothing_is_concluded_from_what_could_not_be_graded(stored, make_samples
     b = stored("b", make_samples("x", [[1.0]] * 6 + [[0.0]] * 2 + [[1.0]] * 2))
     assert "no conclusion" in compare(a, b).comparisons[0].conclusion
     assert "no conclusion" in compare(b, a).comparisons[0].conclusion
+
+
+def test_other_graders_and_other_ground_truths_are_named(stored, make_samples, tmp_path):
+    samples, file = make_samples("s", [[1.0, 0.0]] * 3), tmp_path / "reward.py"
+    reward = RewardSpec(name=f"{file}:grade")
+    file.write_text("one = 1")
+    a = stored("a", samples, reward=reward)
+    file.write_text("two = 2")
+    b = stored("b", [replace(sample, ground_truth="2") for sample in samples], reward=reward)
+    results = json.loads((b / "results.json").read_text())
+    results["versions"]["math-verify"] = "0.1"
+    (b / "results.json").write_text(json.dumps(results))
+    graded, version, truths = compare(a, b).warnings
+    assert graded.startswith("graded differently")
+    assert "math-verify is " in version
+    assert truths.startswith("3 shared questions have another ground truth in B")

@@ -19,6 +19,19 @@ def test_covers_the_truth_about_as_often_as_it_says(questions, samples, alpha, b
     assert 0.925 <= hits / repeats <= 0.985
 
 
+@pytest.mark.parametrize("hard", [0.01, 0.03, 0.1])
+@pytest.mark.parametrize(("questions", "samples"), [(20, 8), (30, 64), (50, 64), (200, 64)])
+@pytest.mark.parametrize("other", [0.98, 0.02])
+def test_covers_the_truth_if_a_few_questions_differ_from_all_others(questions, samples, hard, other):
+    rng = np.random.default_rng(0)
+    truth, hits, repeats = (1.0 - hard) * other + hard * (1.0 - round(other)), 0, 500
+    for _ in range(repeats):
+        chances = np.where(rng.random(questions) < hard, 1.0 - round(other), other)
+        found = estimate((rng.binomial(samples, chances) / samples).tolist())
+        hits += found.low <= truth <= found.high
+    assert hits / repeats >= 0.93
+
+
 def test_repeating_an_answer_adds_no_certainty_but_asking_more_questions_does():
     few = estimate([0.0, 1.0] * 10)
     more = estimate([0.0, 1.0] * 100)

@@ -8,7 +8,6 @@ import pytest
 
 from rlctl.data.read import load_rows
 from rlctl.errors import UsageError
-from rlctl.prepare import check as check_module
 from rlctl.prepare import findings
 from rlctl.prepare.check import CheckRequest, check
 from rlctl.prepare.findings import reaches
@@ -187,24 +186,16 @@ def test_ground_truths_of_every_style_that_a_rule_grades_are_checked(tmp_path, s
     assert prepare(request).counts["quarantined"] == is_graded
 
 
-def test_splits_index_styles_and_characters(tmp_path):
+def test_splits_styles_and_characters(tmp_path):
     rows = verl_rows(6)
     rows[0]["extra_info"]["split"] = "test"
-    rows[1]["extra_info"]["index"] = 2
     rows[2]["reward_model"]["style"] = "rule-lighteval/MATH_v2"
     rows[3]["prompt"][0]["content"] += "\x00"
     rows[4]["reward_model"]["ground_truth"] = "8\ufffd"
     path = write(tmp_path / "test-3.parquet", rows)
     found = set(codes(path))
     assert "split-name" not in codes(write(tmp_path / "tests_of_arithmetic.parquet", rows))
-    expected = {
-        "mixed-splits",
-        "split-name",
-        "repeated-index",
-        "style",
-        "control-characters",
-        "lost-characters",
-    }
+    expected = {"mixed-splits", "split-name", "style", "control-characters", "lost-characters"}
     assert expected <= found <= expected | {"ground-truth"}
     assert the("control-characters", path).examples == (f"{path}:4: U+0000",)
 
@@ -235,20 +226,6 @@ def test_rows_the_template_refuses_are_bad_rows(tmp_path):
     rows[1]["prompt"].insert(0, {"role": "system", "content": "Be kind."})
     path = write(tmp_path / "a.parquet", rows)
     assert the("bad-rows", path, model=model).examples[0].startswith(f"{path}:2: the model's chat template")
-
-
-def test_text_beyond_32_bit_offsets(tmp_path, monkeypatch):
-    monkeypatch.setattr(check_module, "OFFSET_BYTES", 100)
-    small = write(tmp_path / "small.parquet", verl_rows(50))
-    finding = the("small-offsets", small)
-    assert "prompt.content" in finding.what
-    assert "data_source" not in finding.what, "a dictionary of one name is short"
-    table = pq.read_table(small)
-    wide = pa.struct([("role", pa.string()), ("content", pa.large_string())])
-    column = table["prompt"].cast(pa.list_(wide))
-    pq.write_table(table.set_column(1, "prompt", column), tmp_path / "wide.parquet")
-    found = check(CheckRequest((str(tmp_path / "wide.parquet"),))).findings
-    assert "prompt" not in "".join(finding.what for finding in found if finding.code == "small-offsets")
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1garbagePAR1"])

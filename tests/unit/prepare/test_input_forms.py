@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -44,7 +45,7 @@ def refusal(path):
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8-sig", "utf-32"])
-@pytest.mark.parametrize("ends", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_encodings_and_line_ends(tmp_path, name, encoding, ends, suffix):
     content = FORMS[name].replace("\n", ends).encode(encoding)
@@ -158,6 +159,30 @@ def test_bad_lines_are_named(tmp_path, text, bad):
     found = {record.number: record.problem for record in records(path) if record.values is None}
     assert found.keys() == bad.keys()
     assert all(what in found[number] for number, what in bad.items())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"question": "a", "question": "b", "answer": "1"}',
+        '{"question": "a: \\"x\\":", "answer": "1", "answer": "2"}',
+        '{"question": [{"role": "user", "content": "a", "content": "b"}], "answer": "1"}',
+        '{"question" : "a", "question" : "b", "answer": "1"}',
+    ],
+)
+def test_a_key_that_occurs_twice_is_no_choice_of_the_last(tmp_path, line):
+    good = '{"question": "\\"q\\": 1", "answer": "1"}'
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{good}\n{line}\n")
+    first, second = records(path)
+    assert first.values == json.loads(good)
+    assert second.values is None
+    assert re.search(r"the key '(question|answer|content)' occurs twice", second.problem)
+    path = tmp_path / "a.json"
+    path.write_text(f"[{good},\n{line}]")
+    with pytest.raises(UsageError, match="occurs twice") as caught:
+        records(path)
+    assert caught.value.where == f"{path}:2"
 
 
 def test_integers_beyond_64_bits_are_exact(tmp_path):

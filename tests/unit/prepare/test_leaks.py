@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -68,10 +69,17 @@ def test_not_looked_for(request_):
 
 def test_the_test_split_is_guarded_too(tmp_path):
     rows = [{"question": f"{LONG} ({word})", "answer": "#### 1"} for word in "abcdefghijklmnopqrst"]
-    source = write_jsonl(tmp_path / "in.jsonl", rows)
+    others = [{"question": f"An honest question number {i}", "answer": "#### 1"} for i in range(25)]
+    source = write_jsonl(tmp_path / "in.jsonl", rows + others)
     options = {"val_size": 4, "check_graders": False, "near_duplicates": "off"}
     summary = prepare(PrepareRequest((str(source),), tmp_path / "out", **options))
-    assert summary.report["leakage"] == {"rows": 16, "by_file": {"the test split": {"ngram": 16}}}
+    held_out = load_rows([str(tmp_path / "out" / "test.parquet")])
+    num_left = 20 - sum(row.prompt_text.startswith(LONG) for row in held_out)
+    assert num_left < 20
+    assert summary.report["leakage"] == {
+        "rows": num_left,
+        "by_file": {"the test split": {"ngram": num_left}},
+    }
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -191,3 +199,34 @@ def test_an_unknown_benchmark_is_refused_with_the_known_ones(request_, benchmark
         with pytest.raises(EnvironmentFailure, match="math500 is not in the directory") as missing:
             work(replace(request_, against=("math500",)))
         assert "hf download HuggingFaceH4/MATH-500" in missing.value.fix
+
+
+def test_a_question_after_a_system_message_leaks_too(tmp_path):
+    system = {"role": "system", "content": "You are careful."}
+    rows = [
+        {"prompt": [system, {"role": "user", "content": f"How much is {i} + 5?"}], "solution": str(i + 5)}
+        for i in range(20)
+    ]
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
+    known = [{"question": f"How much is {i} + 5?", "answer": str(i + 5)} for i in range(4)]
+    against = (str(write_jsonl(tmp_path / "bench.jsonl", known)),)
+    request = PrepareRequest((str(source),), tmp_path / "out", val_fraction=0, against=against)
+    assert prepare(request).report["leakage"] == {"rows": 4, "by_file": {against[0]: {"exact": 4}}}
+    assert check(CheckRequest((str(source),), against=against)).leakage[0]["exact"] == 4
+
+
+def test_an_instruction_in_the_prompts_is_no_leak_into_a_small_file(tmp_path):
+    """With at most ten questions, the file alone does not show which words are an instruction."""
+    order = "\nThink about it step by step, and put the final answer in a box on the very last line of all."
+    words = ["".join(letters) for letters in product("abcd", repeat=3)][:60]
+    rows = [{"question": f"How old is {word}?{order}", "answer": "#### 1"} for word in words]
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
+    known = [{"question": f"Where {LONG}, and how far is {i} km?{order}", "answer": "1"} for i in range(3)]
+    against = (str(write_jsonl(tmp_path / "bench.jsonl", known)),)
+    options = {"against": against, "check_graders": False, "near_duplicates": "off"}
+    request = PrepareRequest((str(source),), tmp_path / "out", val_size=3, **options)
+    assert prepare(request).report["leakage"] == {"rows": 0, "by_file": {}}
+    assert check(CheckRequest((str(source),), against=against)).leakage[0]["rows"] == 0
+    copied = write_jsonl(tmp_path / "copied.jsonl", [*rows, rows[0] | {"question": f"Again. Where {LONG}"}])
+    found = prepare(replace(request, sources=(str(copied),), out=tmp_path / "other")).report["leakage"]
+    assert found == {"rows": 1, "by_file": {against[0]: {"ngram": 1}}}

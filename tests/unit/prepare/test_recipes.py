@@ -10,6 +10,7 @@ from rlctl.data.recipe_names import RecipeName
 from rlctl.data.recipes import LAYOUTS, Recipe, last_boxed, recognise
 from rlctl.data.records import RowError
 from rlctl.errors import UsageError
+from rlctl.reward.build import grader_for
 
 DAPO = (
     "Solve the following math problem step by step. The last line of your response should be of the form "
@@ -110,6 +111,32 @@ def test_options_hold_for_every_layout(name):
     assert (row.prompt[0].role, row.prompt[0].content) == ("system", "Sys.")
     assert row.prompt[-1].content.endswith("\nDo it.")
     assert read(RECORDS[name][0], instruction="").prompt[-1].content.count("\nDo it.") == 0
+
+
+def test_a_system_prompt_takes_the_place_of_the_conversations_own():
+    turns = [{"role": "system", "content": "Old."}, {"role": "user", "content": "What is 1 + 1?"}]
+    record = {"prompt": turns, "solution": "2"}
+    row = read(record, system_prompt="Sys.")
+    assert [(message.role, message.content) for message in row.prompt] == [
+        ("system", "Sys."),
+        ("user", "What is 1 + 1?"),
+    ]
+    assert read(record).prompt[0].content == "Old."
+
+
+def test_a_system_message_is_no_part_of_the_question():
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 1 + 1?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "And twice that?"},
+    ]
+    assert read({"prompt": turns, "solution": "4"}).question == "What is 1 + 1?\n\n2\n\nAnd twice that?"
+    assert read({"prompt": turns[:1], "solution": "4"}).question == "Be brief."
+
+
+def test_the_multiple_choice_recipe_names_a_source_with_a_grader():
+    assert grader_for(read(RECORDS["multiple-choice"][0]).data_source) == "multiple_choice"
 
 
 def test_extra_info_is_kept_whole():

@@ -182,19 +182,20 @@ def test_zero_rows_of_parquet_are_an_empty_file(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_a_line_that_is_too_long_is_set_aside_and_the_rest_read(tmp_path, monkeypatch, suffix):
+def test_a_line_that_is_too_long_is_refused_by_number(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(sources, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(sources, "MAX_LINE_BYTES", 50_000)
-    lines = [{"a": 1}, {"a": "x" * 40_000}, {"a": "y" * 80_000}, {"a": 4}, {"a": "z" * 90_000}]
-    text = "\n".join(json.dumps(line) for line in lines).encode()
+    lines = [{"a": 1}, {"a": "x" * 40_000}, {"a": "y" * 80_000}, {"a": 4}]
     path = tmp_path / f"a.jsonl{suffix}"
-    path.write_bytes(gzip.compress(text) if suffix else text)
-    records = records_in(path)
-    assert [record.number for record in records] == [1, 2, 3, 4, 5]
-    assert [record.values for record in records] == [*lines[:2], None, lines[3], None]
-    assert "a line of" in records[2].problem
-    assert records[2].raw.startswith('{"a": "yyy')
-    assert len(records[2].raw) < 2000
+    for number, content in {None: lines[:2], 3: lines, 1: lines[2:3]}.items():
+        text = "\n".join(json.dumps(line) for line in content).encode()
+        path.write_bytes(gzip.compress(text) if suffix else text)
+        if number is None:
+            assert [record.values for record in records_in(path)] == content
+            continue
+        with pytest.raises(UsageError, match="a line has more than") as caught:
+            records_in(path)
+        assert caught.value.where == f"{path}:{number}"
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])

@@ -256,6 +256,11 @@ def test_weights_are_gathered_once_per_pass_that_is_made() -> None:
     assert moved(*decoupled)["score"] == pytest.approx(2 * once)
     assert moved("actor.ppo_epochs=3")["update"] == pytest.approx(3 * bypass["update"])
     assert moved("algorithm.adv_estimator=optimal_token_baseline")["score"] == pytest.approx(once)
+    by_rows = ("actor.ppo_max_token_len_per_gpu=null", "actor.ppo_micro_batch_size_per_gpu=8")
+    # Whatever the lengths: 128 responses of a rank are 16 micro-batches of 8, in 2 mini-batches 2 × 7 of 10.
+    assert moved(*by_rows)["update"] == 4 * 16 * 2 * P
+    by_rows = (*by_rows[:1], "actor.ppo_micro_batch_size_per_gpu=10", "actor.ppo_mini_batch_size=64")
+    assert moved(*by_rows)["update"] == 4 * 2 * 7 * 2 * P
 
 
 def test_gradients_are_summed_over_the_ranks_and_weights_are_collected() -> None:

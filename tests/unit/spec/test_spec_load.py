@@ -274,8 +274,8 @@ def test_presets_load_and_round_trip(name, tmp_path):
 def test_what_is_left_open_is_not_missed_but_everything_else_is():
     only_prompts = frozenset({"data.train_files"})
     with pytest.raises(SpecError) as caught:
-        load_spec(["llama3-8b"], [], ["trainer.save_freq=0"], left_open=only_prompts)
-    assert [problem.key for problem in caught.value.problems] == ["trainer.save_freq"]
+        load_spec(["llama3-8b"], [], ["rollout.top_k=0"], left_open=only_prompts)
+    assert [problem.key for problem in caught.value.problems] == ["rollout.top_k"]
 
 
 def test_odd_values_round_trip(tmp_path):
@@ -352,3 +352,28 @@ def test_an_empty_mapping_removes_the_keys_of_weaker_sources(tmp_path):
     assert load_spec([], [weak, strong], []).spec.rollout.engine_kwargs == {}
     with pytest.raises(SpecError, match=r"a\.b=value"):
         load_spec([], [weak], [f"{key}={{block_size: 4}}"])
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "form"),
+    [
+        ("TrainerSpec", "save_every", "number"),
+        ("TrainerSpec", "hang_timeout", "number"),
+        ("TrainerSpec", "logger", "string"),
+        ("EngineSpec", "deepspeed", "string"),
+        ("RolloutSpec", "engine_kwargs", "string"),
+        ("RolloutCorrectionSpec", "dialect", "enum guide"),
+        ("RolloutCorrectionSpec", "rollout_is_threshold", "number"),
+        ("FilterGroupsSpec", "metric", "enum acc"),
+        ("ActorSpec", "kl_loss_type", "enum low_var_kl"),
+        ("AlgorithmSpec", "kl_penalty", "enum kl"),
+    ],
+)
+def test_the_schema_offers_the_other_forms_that_a_value_may_have(section: str, name: str, form: str) -> None:
+    schema = RunSpec.model_json_schema()["$defs"][section]["properties"][name]
+
+    def forms(of: dict) -> set[str]:
+        below = {found for each in of.get("anyOf", []) for found in forms(each)}
+        return below | {of.get("type", "")} | {f"enum {value}" for value in of.get("enum", [])}
+
+    assert form in forms(schema)

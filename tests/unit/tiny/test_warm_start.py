@@ -36,7 +36,7 @@ def check_accuracy(task: EmbeddedTask, told: str) -> None:
 @pytest.mark.slow
 def test_warm_start_stops_where_training_has_something_to_teach(tmp_path: Path) -> None:
     told: list[str] = []
-    task = ensure_embedded(2, tmp_path, lambda _, message: told.append(message))
+    task = ensure_embedded(2, tmp_path, told.append)
     check_accuracy(task, told[-1])
 
 

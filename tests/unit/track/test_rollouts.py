@@ -1,7 +1,6 @@
 """Rollouts come back from Parquet as they were, in whole groups, with nothing twice after a resume."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.dataset as ds
@@ -9,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rlctl.batch import Rollouts, TokenLists
+from rlctl.batch import Rollouts
 from rlctl.errors import RunFailure
 from rlctl.track import rollouts as module
 from rlctl.track.rollouts import SCHEMA, RolloutWriter, whole_groups
@@ -72,18 +71,6 @@ def test_read_back_with_plain_pyarrow(tmp_path: Path) -> None:
     assert third["keep_mask"] == [True, False, True]
     assert third["response"] == "antwort ü 2"
     assert (third["step"], third["policy_version"], third["truncated"]) == (1, 7, True)
-
-
-def test_what_tokens_were_sampled_from_is_kept_with_them(tmp_path: Path) -> None:
-    writer = RolloutWriter(tmp_path, 3, exact_sampling=True)
-    rollouts = batch([3, 3, 5, 5])  # 1, 2, 3 and 4 tokens; whole groups of two at most
-    counts = rollouts.response_mask.int() * torch.tensor([2, 0, 1, 3], dtype=torch.int32)
-    ids = torch.arange(int(counts.sum()), dtype=torch.int32)
-    add(writer, 1, replace(rollouts, kept=TokenLists(counts, ids)))
-    writer.flush()
-    rows = ds.dataset(tmp_path / "rollouts").to_table().to_pylist()
-    assert [row["kept_ids"] for row in rows] == [[[0, 1]], [[2, 3], []]]
-    assert RolloutWriter(tmp_path, 3, exact_sampling=True).discard_after(1) == []
 
 
 @pytest.mark.parametrize(

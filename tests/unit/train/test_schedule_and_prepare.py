@@ -13,7 +13,7 @@ from rlctl.spec.run_spec import RunSpec
 from rlctl.track.run_dir import open_run_dir
 from rlctl.train.preflight import check_inputs, refuse_unsafe
 from rlctl.train.settings import actor_schedule, critic_schedule, lr_at
-from rlctl.train.start import Announce, start_run
+from rlctl.train.start import start_run
 from rlctl.train.stream import rank_positions
 
 
@@ -118,6 +118,13 @@ def test_safe_changes_are_shown() -> None:
     assert refuse_unsafe(spec(), spec()) == []
 
 
+def test_a_critic_warm_up_of_the_whole_run_is_refused_before_it_starts() -> None:
+    gae = ("algorithm.adv_estimator=gae", "trainer.total_training_steps=5")
+    assert check_inputs(spec(*gae, "trainer.critic_warmup=4")) == []
+    [problem] = check_inputs(spec(*gae, "trainer.critic_warmup=5"))
+    assert (problem.key, problem.fix) == ("trainer.critic_warmup", "use less than 5")
+
+
 def test_a_masked_value_must_be_given_again(tmp_path: Path) -> None:
     """Some parameters have keys or values like those of secrets."""
     mapping = ("data.chat_template_kwargs.end_token=x", "data.chat_template_kwargs.commit=" + "a1" * 20)
@@ -129,7 +136,7 @@ def test_a_masked_value_must_be_given_again(tmp_path: Path) -> None:
     assert [problem.key for problem in check_inputs(recorded)] == keys
     assert check_inputs(given) == []
     with pytest.raises(SpecError, match="end_token"):
-        start_run(recorded, resume=None, announce=Announce(print, print))
+        start_run(recorded, resume=None, note=print)
     assert refuse_unsafe(recorded, given) == []
 
 

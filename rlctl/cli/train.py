@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlctl.cli.command import complete_override, complete_preset, complete_run
-from rlctl.errors import EnvironmentFailure, SpecError, UsageError
+from rlctl.errors import EnvironmentFailure, SpecError, UsageError, visible
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -73,7 +73,7 @@ def whole_embedded_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "rlctl-cache"
     shared.mkdir(exist_ok=True)
-    ensure_embedded(1, shared, lambda _, message: (shared / "built").write_text(message))
+    ensure_embedded(1, shared, (shared / "built").write_text)
     return shared
 
 

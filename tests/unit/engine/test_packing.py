@@ -149,7 +149,7 @@ def test_a_model_that_multiplies_rounding_is_not_refused() -> None:
 
 def test_a_difference_is_rounding_if_rounding_the_embeddings_explains_it() -> None:
     plain = torch.ones(8, dtype=torch.bfloat16)
-    assert same_values(plain * 1.125, plain, rounded=plain * 0.9375)
+    assert same_values(plain * 1.0625, plain, rounded=plain * 0.9375)
     assert not same_values(plain * 1.125, plain, rounded=plain * 1.03125)
     assert not same_values(plain * 1.015625, plain, rounded=plain)
 

@@ -91,6 +91,8 @@ def one_line(error: BaseException) -> str:
 def failing_together(agree: Callable[[str], str]) -> Iterator[None]:
     """Runs a block on every rank; if it raises on one rank, all ranks raise.
 
+    A `RuntimeError` is raised at once, because after torch's error about a lost rank no collective ends.
+
     Args:
         agree: returns on every rank the first text among all ranks' that is not empty (a collective).
 
@@ -100,6 +102,8 @@ def failing_together(agree: Callable[[str], str]) -> Iterator[None]:
     failure: Exception | None = None
     try:
         yield
+    except RuntimeError:
+        raise
     except Exception as error:
         failure = error
     words = agree(one_line(failure) if failure else "")

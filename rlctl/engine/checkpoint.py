@@ -97,7 +97,10 @@ def writing(root: Path, step: int) -> Iterator[None]:
         raise
     except Exception as error:
         shutil.rmtree(partial_path(root, step), ignore_errors=True)
-        reason = getattr(error, "strerror", None) or first_line(error)
+        cause: BaseException | None = error
+        while cause and not isinstance(cause, OSError):  # torch raises its own error after that of the write
+            cause = cause.__context__
+        reason = getattr(cause, "strerror", None) or first_line(error)
         raise RunFailure(
             f"the checkpoint of step {step} could not be written: {reason}",
             where=str(root),

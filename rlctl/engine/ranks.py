@@ -85,15 +85,6 @@ class Ranks:
         """The first text in rank order that is not empty; "" if all are empty."""
         return next(filter(None, self.exchange([text])), "")
 
-    def gather(self, values: list[_Value]) -> list[_Value]:
-        """Values of all ranks, in rank order, on the main rank; empty on other ranks."""
-        if self.world_size == 1:
-            return values
-        parts: list[Any] | None = [None] * self.world_size if self.is_main else None
-        first = 0 if self.group is None else dist.get_global_rank(self.group, 0)
-        dist.gather_object(values, parts, dst=first, group=self.group)
-        return [value for part in parts or [] for value in part]
-
     def all_gather(self, values: Tensor) -> Tensor:
         """Concatenated (N,) values of all ranks, in rank order; N may differ between ranks."""
         return torch.cat(self.exchange([values.cpu()])).to(values.device)

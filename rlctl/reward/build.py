@@ -158,8 +158,8 @@ def refuse_errors(num_failed: float, num_total: float, first: Callable[[], str],
 def overlong_penalty(lengths: torch.Tensor, overlong: OverlongSpec, max_length: int) -> torch.Tensor:
     """Penalties (B,) float32, from 0 down to −`penalty_factor`, for response lengths (B,) in tokens.
 
-    DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476), times the factor, which
-    is 1 in the paper. L_max is `max_length`, L_cache is `buffer_length` (at least 1), both in tokens.
+    DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476), times the factor, which is 1 in the
+    paper. L_max is `max_length`, L_cache is `buffer_length` (at least 1), both in tokens.
     """
     excess = (lengths - (max_length - overlong.buffer_length)).float() / overlong.buffer_length
     return -overlong.penalty_factor * excess.clamp(0.0, 1.0)

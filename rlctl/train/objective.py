@@ -70,9 +70,6 @@ def actor_loss(
 
     Rejected tokens are excluded from all three terms; `loss_denominator` of the rules decides whether the
     denominator counts them.
-
-    Raises:
-        RunFailure: KL is in the loss and the batch has no reference log-probs.
     """
     mask = micro.valid_mask
     loss_mask = mask & correction.keep_mask
@@ -99,8 +96,7 @@ def actor_loss(
         loss = loss - settings.entropy_coeff * mean(torch.where(loss_mask, output.entropy, 0.0))
     kl = torch.zeros_like(pg_loss)
     if settings.kl_loss_type is not None:
-        if micro.ref_log_probs is None:
-            raise RunFailure("the KL loss needs reference log-probs, and the batch has none")
+        assert micro.ref_log_probs is not None
         # Relative to π_rollout in both modes, because the tokens were sampled from it.
         policies = (output.log_probs, micro.ref_log_probs, micro.rollout_log_probs)
         kl = mean(kl_loss(settings.kl_loss_type, *policies, loss_mask))

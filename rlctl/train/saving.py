@@ -122,7 +122,7 @@ def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
     sharers = min(spec.trainer.n_gpus_per_node, ranks.world_size)
     with writing(root, step):
         mine = hash_share(partial, hashed, ranks.rank, sharers) if ranks.rank < sharers else {}
-    shares = ranks.gather(list(mine.items()))
+    shares = ranks.exchange(list(mine.items()))
     if ranks.is_main:
         kl_coef = run.kl.kl_coef if spec.algorithm.use_kl_in_reward else None
         state = TrainerState(step, run.policy_version, ranks.world_size, run.actor.zero_stage, kl_coef)

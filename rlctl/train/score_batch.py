@@ -30,14 +30,6 @@ if TYPE_CHECKING:
     from rlctl.batch import ModelInputs, Rows
     from rlctl.train.run import Run
 
-#: Optional field of a batch → its name in messages.
-_SOMETIMES = {
-    "values": "the critic's values",
-    "baseline_scores": "the greedy responses' scores",
-    "score_norms": "the norms of the policy's score function",
-    "sequence_weights": "the sequence weights",
-}
-
 
 def score_batch(
     run: Run, rollouts: Rollouts, rewards: RewardResult, baseline: RewardResult | None, timer: StepTimer
@@ -149,10 +141,9 @@ def with_kl_in_reward(
         The batch with the new rewards, the controller for the next batch, `actor/reward_kl_*` metrics.
 
     Raises:
-        RunFailure: the batch has no reference log-probs, or the estimator returns a wrong shape or NaN.
+        RunFailure: the estimator returns a wrong shape or NaN.
     """
-    if scored.ref_log_probs is None:
-        raise RunFailure("the KL penalty needs reference log-probs, and the batch has none")
+    assert scored.ref_log_probs is not None
     kl = kl_estimate(algorithm.kl_penalty, scored.old_log_probs, scored.ref_log_probs)
     is_finite = (scored.old_log_probs.isfinite() | ~scored.valid_mask).all(-1, keepdim=True)
     kl = torch.where(scored.valid_mask & (is_finite | kl.isfinite()), kl, 0.0)
@@ -206,15 +197,10 @@ def estimate(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> Est
     """Advantages by `algorithm.adv_estimator`; samples whose grader failed get 0.
 
     Raises:
-        RunFailure: the batch lacks a field that the estimator needs, or the estimator returns a wrong
-            shape, no target values for the critic, or NaN or infinite advantages (on all ranks).
+        RunFailure: the estimator returns a wrong shape, no target values for the critic, or NaN or infinite
+            advantages (on all ranks).
     """
     part = ADVANTAGE_ESTIMATORS.part(algorithm.adv_estimator)
-    missing = [
-        words for name, words in _SOMETIMES.items() if name in part.needs and getattr(scored, name) is None
-    ]
-    if missing:
-        raise RunFailure(f"the advantage estimator needs {missing[0]}, and the batch has none")
     mask = scored.rollouts.response_mask
     found = part.function(
         AdvantageInputs(

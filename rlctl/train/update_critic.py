@@ -18,7 +18,6 @@ from rlctl.algos.token_advantages import explained_variance
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import CriticEngine, StepResult
 from rlctl.engine.ranks import Ranks
-from rlctl.errors import RunFailure
 from rlctl.train.micro_batches import micro_batches
 from rlctl.train.settings import CriticSettings
 
@@ -47,11 +46,10 @@ def update_critic(
         batch: this rank's rows, mini-batches in order, with `values` and `returns`.
         lr_at: learning rate by the number of the critic's update.
         first_update: number of the first update of this batch.
-
-    Raises:
-        RunFailure: the batch has no values or returns.
     """
-    values, returns = _targets(batch)
+    assert batch.values is not None
+    assert batch.returns is not None
+    values, returns = batch.values, batch.returns
     explained = explained_variance(returns, values, batch.valid_mask, ranks.to_host)
     sums: list[CriticSums[float]] = []
     steps: list[StepResult] = []
@@ -84,7 +82,9 @@ def _backward(
     sums: list[CriticSums[Tensor]] = []
     for index, rows in enumerate(parts):
         micro = mini.pick(rows)
-        mask, (old_values, returns) = micro.valid_mask, _targets(micro)
+        mask, old_values, returns = micro.valid_mask, micro.values, micro.returns
+        assert old_values is not None
+        assert returns is not None
         values = critic.values(micro.inputs)
         per_token = value_loss(values, old_values, returns, mask, clip=settings.cliprange_value)
         loss = aggregate(per_token.values, mask, denominators, settings.agg_mode, horizon=settings.horizon)
@@ -100,9 +100,3 @@ def _backward(
         )
     merged: CriticSums[float] = ranks.to_host(CriticSums.merged(sums))
     return merged
-
-
-def _targets(batch: TrainBatch) -> tuple[Tensor, Tensor]:
-    if batch.values is None or batch.returns is None:
-        raise RunFailure("the critic's update needs values and returns, and the batch has none")
-    return batch.values, batch.returns

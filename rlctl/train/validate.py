@@ -43,7 +43,7 @@ def validate(run: Run, step: int) -> dict[str, float]:
     n = run.spec.rollout.val_kwargs.n
     [num_failed] = run.ranks.sum([float(sum(sample.reward is None for sample in grades.samples))])
     refuse_ungraded(run, num_failed, len(questions) * n, grades.errors)
-    samples = run.ranks.gather(grades.samples)
+    samples = run.ranks.exchange(grades.samples)
     if not run.ranks.is_main:
         return {}
     samples.sort(key=lambda sample: (sample.question_index, sample.sample_index))

@@ -8,9 +8,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlctl.engine import checkpoint
 from rlctl.engine.checkpoint import (
+    HashedFile,
     TrainerState,
     begin,
     checkpoint_of_run,
@@ -18,6 +20,7 @@ from rlctl.engine.checkpoint import (
     point_to,
     publish,
     verify,
+    writing,
 )
 from rlctl.errors import RunFailure, UsageError
 
@@ -148,6 +151,17 @@ def test_other_libraries_errors_are_the_same_error(tmp_path: Path) -> None:
     with pytest.raises(RunFailure, match="unexpected pos"), checkpoint.writing(tmp_path, 3):
         raise RuntimeError("unexpected pos 3 vs 4\nat torch")
     assert not partial.exists()
+
+
+def test_the_reason_is_that_of_the_write_not_torchs_next_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(self: HashedFile, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(HashedFile, "write", write)
+    with pytest.raises(RunFailure, match=os.strerror(errno.ENOSPC)), writing(tmp_path, 1):
+        torch.save({"weight": torch.zeros(9)}, HashedFile(tmp_path / "state"))
 
 
 def test_a_manifest_without_files_is_no_checkpoint(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from transformers import (
 
 from rlctl.batch import ModelInputs
 from rlctl.engine import inputs
-from rlctl.engine.inputs import can_pack
+from rlctl.engine.inputs import can_pack, reads_past_only, same_values
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.errors import UsageError
 from rlctl.prefix import body_of, can_share_prefix
@@ -136,6 +136,22 @@ def test_a_bias_that_counts_places_instead_of_positions_is_not_packed(dtype: tor
     torch.manual_seed(0)
     config = MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=VOCABULARY, max_seq_len=64)
     assert not can_pack(body_of(AutoModelForCausalLM.from_config(config).to(dtype).eval()))
+
+
+def test_a_model_that_multiplies_rounding_is_not_refused() -> None:
+    """In a deep model in bf16, other shapes change the result by more than in one layer."""
+    torch.manual_seed(1)
+    config = LlamaConfig(**SHAPE | {"num_hidden_layers": 32, "initializer_range": 0.8})
+    model = AutoModelForCausalLM.from_config(config).bfloat16().eval()
+    assert can_pack(body_of(model))
+    assert reads_past_only(model)
+
+
+def test_a_difference_is_rounding_if_rounding_the_embeddings_explains_it() -> None:
+    plain = torch.ones(8, dtype=torch.bfloat16)
+    assert same_values(plain * 1.0625, plain, rounded=plain * 0.9375)
+    assert not same_values(plain * 1.125, plain, rounded=plain * 1.03125)
+    assert not same_values(plain * 1.015625, plain, rounded=plain)
 
 
 def test_a_model_that_reads_padding_is_refused() -> None:

@@ -177,23 +177,6 @@ def test_two_ranks_give_the_same(two_ranks: list[dict], estimator: str) -> None:
     assert sorted(seen) == list(range(ROWS))
 
 
-@pytest.mark.parametrize(
-    ("estimator", "missing", "words"),
-    [
-        ("gae", "values", "the critic's values"),
-        ("optimal_token_baseline", "score_norms", "score function"),
-        ("off_policy_optimal_baseline", "sequence_weights", "sequence weights"),
-        ("remax", "baseline_scores", "greedy responses' scores"),
-    ],
-)
-def test_what_an_estimator_reads_must_be_there(estimator: str, missing: str, words: str) -> None:
-    with pytest.raises(RunFailure, match=words):
-        with_advantages(replace(scored_batch(), **{missing: None}), algorithm_of(estimator), alone())
-    others = [name for name in ESTIMATORS if missing not in ESTIMATORS.part(name).needs]
-    for other in others:
-        with_advantages(replace(scored_batch(), **{missing: None}), algorithm_of(other), alone())
-
-
 def test_advantages_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(

@@ -107,11 +107,3 @@ def test_a_penalty_that_is_none_of_tokens_is_an_error(tmp_path: Path, returned: 
     algorithm = algorithm_of(f"{tmp_path}/mine.py:part")
     with pytest.raises(RunFailure, match=rf"KL estimator .*mine\.py:part {words}"):
         with_kl_in_reward(scored_batch(), algorithm, kl_controller(algorithm), alone())
-
-
-def test_no_reference_no_penalty() -> None:
-    algorithm = algorithm_of()
-    with pytest.raises(RunFailure, match="reference log-probs"):
-        with_kl_in_reward(
-            replace(scored_batch(), ref_log_probs=None), algorithm, kl_controller(algorithm), alone()
-        )

@@ -8,7 +8,6 @@ from statistics import fmean, pvariance
 import pytest
 import torch
 
-from rlctl.errors import RunFailure
 from rlctl.train.update_critic import update_critic
 from tests.models import replaced
 from tests.processes import on_ranks
@@ -156,10 +155,3 @@ def test_nothing_graded_makes_no_step() -> None:
     assert metrics["critic/skipped_updates"] == 4.0
     start = dict(PlainCritic().module.named_parameters())
     assert all(torch.equal(p, start[name]) for name, p in critic.module.named_parameters())
-
-
-@pytest.mark.parametrize("missing", ["values", "returns"])
-def test_values_and_returns_must_be_there(missing: str) -> None:
-    batch = replaced(batch_of(), **{missing: None})
-    with pytest.raises(RunFailure, match="values and returns"):
-        update_critic(batch, PlainCritic(), alone(), settings_of("one step"), lr_of, 0)

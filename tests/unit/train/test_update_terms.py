@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from rlctl.errors import RunFailure
 from rlctl.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.train.update import update
 from tests.models import naive_log_probs, replaced, tiny_model
@@ -143,9 +140,3 @@ def test_kl_alone_pulls_towards_the_reference(kind: str) -> None:
 def test_no_term_no_metric() -> None:
     outcome, _ = updated(BYPASS | REINFORCE)
     assert not {"actor/kl_loss", "actor/kl_coef"} & outcome.metrics.keys()
-
-
-def test_kl_loss_needs_a_reference() -> None:
-    batch = replace(batch_of(tiny_model()), ref_log_probs=None)
-    with pytest.raises(RunFailure, match="reference log-probs"):
-        updated(BYPASS | REINFORCE, batch, kl_loss_type="k3", kl_loss_coef=0.1)

@@ -100,7 +100,7 @@ def test_too_many_failures_stop_the_run(tmp_path, task):
     broken = tmp_path / "broken.py"
     broken.write_text("def broken(response):\n    raise ValueError('no')\n")
     alone = SimpleNamespace(
-        rank=0, world_size=1, is_main=True, sum=list, gather=list, first=lambda text: text
+        rank=0, world_size=1, is_main=True, sum=list, exchange=list, first=lambda text: text
     )
     with pytest.raises(RunFailure, match="failed on 21 of 21 responses"):
         figures_of(alone, tmp_path, task.model_dir, f"{broken}:broken")
@@ -117,7 +117,7 @@ def test_aborted_responses_are_left_out(tmp_path, task, reward, monkeypatch):
         return replace(found, finish_reason=reasons)
 
     alone = SimpleNamespace(
-        rank=0, world_size=1, is_main=True, sum=list, gather=list, first=lambda text: text
+        rank=0, world_size=1, is_main=True, sum=list, exchange=list, first=lambda text: text
     )
     whole = figures_of(alone, tmp_path / "whole", task.model_dir, reward)
     monkeypatch.setattr(HFRollout, "generate", aborting)

@@ -146,25 +146,22 @@ def _probability_rows(log_ratio: LogRatio, train_total: Tensor) -> ProbabilitySu
     """Sums of each row; overwrites the log-probs, which are 0 on padding.
 
     Float32 sums of p and p² lose the variance of small or similar probabilities. Those of p − c do not, c
-    being the row's geometric mean. The sums of p follow in float64. `train_total`: (B,) Σ log π_train.
+    being the geometric mean of the row's π_train. The sums of p follow in float64. `train_total`: (B,)
+    Σ log π_train.
     """
-    n, response = log_ratio.length, log_ratio.response
-    offsets, centres, sums = [], [], []
-    totals = train_total[:, None], train_total[:, None] - log_ratio.sequence
-    for values, of_row in zip((log_ratio.train, log_ratio.rollout), totals, strict=True):
-        log_centre = (of_row / n.clamp(min=1)).clamp(min=-2.0 * LOG_RATIO_CLAMP).to(values.dtype)
-        exact = log_centre.double().exp()
-        c = exact.to(values.dtype)
-        ratios = values.addcmul_(response, log_centre, value=-1.0).exp_()  # p/c, and 1 on padding
-        offset = torch.addcmul(-c, ratios, c, out=values)  # p − c, and 0 on padding
-        total, squares = (x[:, None] for x in _sum_and_squares(offset))
-        squares = squares + exact * (2.0 * total + exact * n)
-        sums.append(((total + exact * n)[:, 0], squares[:, 0]))
-        offsets.append(offset)
-        centres.append(exact)
-    shift = (centres[0] - centres[1]).to(response.dtype)
-    gap = offsets[0].sub_(offsets[1]).addcmul_(response, shift).abs_()
-    return ProbabilitySums(*sums[0], *sums[1], *_sum_and_squares(gap), gap.amax(-1))
+    n, response = log_ratio.length[:, 0], log_ratio.response
+    c = (train_total / n.clamp(min=1)).clamp(min=-2.0 * LOG_RATIO_CLAMP).exp().to(response.dtype)
+    train, rollout = (x.exp_().sub_(c[:, None]).mul_(response) for x in (log_ratio.train, log_ratio.rollout))
+    centre = c.double()
+    total_of_centre = centre * n
+
+    def sums_of_p(offset: Tensor) -> tuple[Tensor, Tensor]:
+        total, squares = _sum_and_squares(offset)
+        return total + total_of_centre, squares + centre * (2.0 * total + total_of_centre)
+
+    sums = *sums_of_p(train), *sums_of_p(rollout)
+    gap = train.sub_(rollout).abs_()
+    return ProbabilitySums(*sums, *_sum_and_squares(gap), gap.amax(-1))
 
 
 def _sum_and_squares(values: Tensor) -> tuple[Tensor, Tensor]:

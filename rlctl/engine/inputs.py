@@ -258,8 +258,8 @@ def same_values(found: Tensor, plain: Tensor, rounded: Tensor | None = None) -> 
     `rounded`: `plain` inside `rounding_embeddings`; None: the computation is that of one layer.
     """
     size, tolerance = plain.float().norm(), _TOLERANCE_FP32
-    if rounded is not None:
-        tolerance = max(tolerance, 2.0 * float((rounded.float() - plain.float()).norm() / size))
+    if rounded is not None:  # in 12 models: rounding up to this effect, wrong positions 7 times it
+        tolerance = max(tolerance, 3.0 * float((rounded.float() - plain.float()).norm() / size))
     elif plain.dtype != torch.float32:
         tolerance = _TOLERANCE
     return bool((found.float() - plain.float()).norm() < tolerance * size)

@@ -19,7 +19,7 @@ from rlctl.track.open_run import steps_in_words
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.batch import Rollouts
+    from rlctl.batch import Rollouts, TokenLists
 
 ROLLOUTS_DIR = "rollouts"
 
@@ -43,6 +43,8 @@ SCHEMA = pa.schema(
     ],
     metadata={"rlctl.rollouts": "1"},
 )
+#: With exact sampling: for each token, the ids that it was sampled from; empty: the whole vocabulary.
+KEPT = pa.field("kept_ids", pa.list_(pa.list_(pa.int32())), nullable=False)
 
 #: A file is written after this many steps or bytes, and at every checkpoint.
 FLUSH_STEPS = 64
@@ -58,10 +60,12 @@ class RolloutWriter:
     Args:
         run_dir: existing run directory.
         max_per_step: responses kept per step; whole groups only, at least one group. 0: none, -1: all.
+        exact_sampling: whether rollouts contain the token ids that each token was sampled from.
     """
 
-    def __init__(self, run_dir: Path, max_per_step: int) -> None:
+    def __init__(self, run_dir: Path, max_per_step: int, *, exact_sampling: bool = False) -> None:
         self.directory = run_dir / ROLLOUTS_DIR
+        self._schema = SCHEMA.append(KEPT) if exact_sampling else SCHEMA
         self._max = max_per_step
         self._batches: list[pa.RecordBatch] = []
         self._steps: list[int] = []
@@ -107,7 +111,11 @@ class RolloutWriter:
             "rollout_is_weights": weights,
             "keep_mask": keep_mask.bool(),
         }
-        self._batches.append(_record_batch(step, rows, rollouts, rewards, per_token))
+        batch = _record_batch(step, rows, rollouts, rewards, per_token)
+        if rollouts.kept:
+            picked = rollouts.group_ids.new_tensor(rows)
+            batch = batch.append_column(KEPT, _kept(rollouts.kept[picked], rollouts.response_mask[rows]))
+        self._batches.append(batch.cast(self._schema))
         self._steps.append(step)
         if len(self._steps) >= FLUSH_STEPS or sum(batch.nbytes for batch in self._batches) >= FLUSH_BYTES:
             self.flush()
@@ -122,7 +130,7 @@ class RolloutWriter:
             return
         try:
             self.directory.mkdir(exist_ok=True)
-            table = pa.Table.from_batches(self._batches, SCHEMA)
+            table = pa.Table.from_batches(self._batches, self._schema)
             _write(self.directory, self._steps[0], self._steps[-1], table)
         except OSError as error:
             raise _failure(self.directory, error) from error
@@ -148,7 +156,7 @@ class RolloutWriter:
                 if match is None:
                     continue
                 first, last = map(int, match.groups())
-                if problem := _damage(path):
+                if problem := _damage(path, self._schema):
                     path.rename(path.with_name(f"{path.name}.damaged"))
                     notes.append(
                         f"warning: {ROLLOUTS_DIR}/{path.name} is damaged ({problem}) and was moved aside"
@@ -158,7 +166,7 @@ class RolloutWriter:
                 if last <= step:
                     continue
                 if first <= step:
-                    table = pq.read_table(path, schema=SCHEMA)
+                    table = pq.read_table(path, schema=self._schema)
                     _write(self.directory, first, step, table.filter(pc.field("step") <= step))
                 path.unlink()
         except (OSError, pa.ArrowInvalid) as error:
@@ -168,10 +176,10 @@ class RolloutWriter:
         return notes
 
 
-def _damage(path: Path) -> str:
+def _damage(path: Path, schema: pa.Schema) -> str:
     """Reason why a part cannot be read; empty if it can."""
     try:
-        if not pq.ParquetFile(path).schema_arrow.equals(SCHEMA):
+        if not pq.ParquetFile(path).schema_arrow.equals(schema):
             return "it has other columns"
     except (OSError, pa.ArrowInvalid) as error:
         return first_line(error)
@@ -232,6 +240,14 @@ def _record_batch(
         **{name: tokens(name) for name in per_token},
     }
     return pa.RecordBatch.from_pydict(columns, schema=SCHEMA)
+
+
+def _kept(kept: TokenLists, mask: Tensor) -> pa.ListArray:
+    """The token ids that each response token was sampled from."""
+    counts, ids = (x.cpu() for x in kept.at(mask))
+    ends = pa.array([0, *counts.cumsum(0).tolist()], pa.int32())
+    sets = pa.ListArray.from_arrays(ends, pa.array(ids.numpy()))
+    return pa.ListArray.from_arrays(pa.array([0, *mask.sum(1).cumsum(0).tolist()], pa.int32()), sets)
 
 
 def _write(directory: Path, first: int, last: int, table: pa.Table) -> None:

@@ -74,7 +74,7 @@ def build(
 
     writer = None
     if ranks.is_main and (per_step := spec.trainer.rollouts_per_step):
-        writer = RolloutWriter(run_dir, per_step)
+        writer = RolloutWriter(run_dir, per_step, exact_sampling=spec.rollout.exact_sampling)
         if resume:
             restored.notes.extend(writer.discard_after(restored.step))
     kl = kl_controller(spec.algorithm)

@@ -73,6 +73,18 @@ def test_read_back_with_plain_pyarrow(tmp_path: Path) -> None:
     assert (third["step"], third["policy_version"], third["truncated"]) == (1, 7, True)
 
 
+def test_what_tokens_were_sampled_from_is_kept_with_them(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path, 3, exact_sampling=True)
+    rollouts = batch([3, 3, 5, 5])  # 1, 2, 3 and 4 tokens; whole groups of two at most
+    counts = rollouts.response_mask.int() * torch.tensor([2, 0, 1, 3], dtype=torch.int32)
+    ids = torch.arange(int(counts.sum()), dtype=torch.int32)
+    add(writer, 1, replace(rollouts, kept=TokenLists(counts, ids)))
+    writer.flush()
+    rows = ds.dataset(tmp_path / "rollouts").to_table().to_pylist()
+    assert [row["kept_ids"] for row in rows] == [[[0, 1]], [[2, 3], []]]
+    assert RolloutWriter(tmp_path, 3, exact_sampling=True).discard_after(1) == []
+
+
 @pytest.mark.parametrize(
     ("groups", "limit", "expected"),
     [

@@ -116,7 +116,7 @@ def test_sampling_scoring_grading_and_dumps(
     built = build_reward(RewardSpec.model_validate(reward), max_response_length=5, device=DEVICE)
     scores = built.score(rollouts).scores.to(DEVICE)
     built.close()
-    writer = RolloutWriter(tmp_path, 6)
+    writer = RolloutWriter(tmp_path, 6, exact_sampling=rollouts.kept is not None)
     per_token = found.log_probs.detach(), torch.zeros_like(rollouts.rollout_log_probs), rollouts.response_mask
     writer.add(1, rollouts, scores, scores.isfinite(), *per_token)
     writer.flush()

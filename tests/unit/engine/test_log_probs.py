@@ -49,8 +49,9 @@ def test_equal_to_full_log_softmax(kind: str, tied: bool, temperature: float, nu
     log_probs.mul(batch.advantages).sum().backward()
     got = gradients(model)
     assert got.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-5)
+    for name, gradient in wanted.items():  # an element may be a small sum of large terms
+        atol = 1e-5 + 2e-6 * float(gradient.abs().max())
+        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=atol)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])

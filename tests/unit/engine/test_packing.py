@@ -67,7 +67,8 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(
     [whole], theirs, their_grads = answers(module, rows)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
     for name, gradient in their_grads.items():
-        torch.testing.assert_close(our_grads[name], gradient, rtol=1e-4, atol=2e-6)
+        atol = 2e-6 + 2e-6 * float(gradient.abs().max())  # an element may be a small sum of large terms
+        torch.testing.assert_close(our_grads[name], gradient, rtol=1e-4, atol=atol)
     assert read < whole
 
 

@@ -1,6 +1,7 @@
 """Rollouts come back from Parquet as they were, in whole groups, with nothing twice after a resume."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.dataset as ds
@@ -8,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rlctl.batch import Rollouts
+from rlctl.batch import Rollouts, TokenLists
 from rlctl.errors import RunFailure
 from rlctl.track import rollouts as module
 from rlctl.track.rollouts import SCHEMA, RolloutWriter, whole_groups

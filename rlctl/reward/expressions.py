@@ -134,10 +134,10 @@ def _parsed(text: str) -> Any | None:
         expression = latex2sympy2_extended.latex2sympy(
             text, is_real=True, normalization_config=_NORMALIZATION, conversion_config=_CONVERSION
         )
-        value = expression.rhs if isinstance(expression, sympy.Eq) else expression
+        is_equation = isinstance(expression, sympy.Eq)
+        value = expression.rhs if is_equation else expression
         if {symbol.name for symbol in value.free_symbols} == {"i"}:
             value = value.subs(dict.fromkeys(value.free_symbols, sympy.I))
-            is_equation = isinstance(expression, sympy.Eq)
             expression = sympy.Eq(expression.lhs, value, evaluate=False) if is_equation else value
         return None if expression.has(sympy.zoo, sympy.nan) else expression
     except MemoryError:

@@ -1,0 +1,230 @@
+"""Runs all that can be measured on a machine with a CUDA GPU as it is: nothing is installed or fetched.
+
+    python benchmarks/gpu_offline.py [--json FILE] [--budget SECONDS] [--only WORD ...] [--rehearse]
+
+Needs a torch with CUDA and the packages of `NEEDED`; cases whose further packages are missing are skipped.
+Every case is a separate process with a time limit: a case that runs out of memory, hangs or fails does not
+end the others. They run in order of value. After each case one JSON line is appended to FILE: name, state
+(passed, failed, out of memory, timed out, skipped), seconds, figures, end of the output, and the card. Cases
+of FILE that ended are not repeated: the next call continues, so that several short sessions suffice.
+`--rehearse` runs the same mechanism on the CPU with tiny models.
+
+Exit codes: 0 every case passed or was skipped, 1 some did not, 4 the machine lacks what all cases need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+#: Modules without which no case runs → the distribution that has them.
+NEEDED = {
+    "torch": "torch",
+    "transformers": "transformers",
+    "deepspeed": "deepspeed",
+    "hjson": "hjson",
+    "pydantic": "pydantic",
+    "orjson": "orjson",
+    "platformdirs": "platformdirs",
+    "math_verify": "math-verify",
+    "latex2sympy2_extended": "latex2sympy2-extended",
+    "filelock": "filelock",
+    "peft": "peft",
+    "psutil": "psutil",
+    "pyarrow": "pyarrow",
+    "pytest": "pytest",
+    "rich": "rich",
+    "typer": "typer",
+    "yaml": "PyYAML",
+}
+#: Ends of output that mean that memory ran out, in the process or on the card.
+OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "MemoryError", "Cannot allocate memory")
+GPU_TESTS = "tests/gpu"
+
+
+@dataclass
+class Case:
+    """One process. `needs` are modules beyond `NEEDED`; `limit` in seconds."""
+
+    name: str
+    command: list[str]
+    limit: float = 300.0
+    needs: tuple[str, ...] = ()
+    figures: bool = False  # the last line of the output is JSON
+    good: tuple[int, ...] = (0,)  # exit codes
+
+
+def main() -> int:
+    options = _arguments()
+    missing = sorted(name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None)
+    if missing:
+        print(f"missing: {', '.join(missing)}\ncarry them, for example as wheels into a directory DIR:")
+        print("  pip install --no-index --no-deps --target DIR *.whl; PYTHONPATH=DIR make gpu-offline")
+        return 4
+    card = _card()
+    if options.rehearse:
+        card, os.environ["CUDA_VISIBLE_DEVICES"] = "CPU", ""
+    if card is None:
+        print(
+            "torch found no CUDA GPU on this machine: nothing was run; --rehearse runs tiny cases on the CPU"
+        )
+        return 4
+    return run(_cases(options.rehearse), card, options.json, options.budget, options.only)
+
+
+def run(cases: list[Case], card: str, results: Path, budget: float, only: list[str]) -> int:
+    """Runs the cases that did not end before, in order, within `budget` seconds; returns the exit code."""
+    ended = {row["case"] for row in _rows(results)}
+    deadline = time.monotonic() + budget
+    print(f"{card}; results: {results}", flush=True)
+    for case in cases:
+        if case.name in ended or not all(word in case.name for word in only):
+            continue
+        left = deadline - time.monotonic()
+        if left < 1:
+            print(f"{'not started':<14} {case.name}: {budget:g} s are spent; the next call continues")
+            continue
+        row = {"case": case.name, "card": card} | _outcome(case, left)
+        if row["state"] == "cut off":  # by the budget, not by its own limit: it runs again
+            print(f"{'cut off':<14} {case.name}: by the budget; the next call repeats it", flush=True)
+            continue
+        with results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{row['state']:<14} {case.name}, {row['seconds']:.0f} s", flush=True)
+    return int(any(row["state"] not in ("passed", "skipped") for row in _rows(results)))
+
+
+def _outcome(case: Case, left: float) -> dict[str, Any]:
+    absent = [module for module in case.needs if importlib.util.find_spec(module) is None]
+    if absent:
+        return {"state": "skipped", "seconds": 0.0, "why": f"{', '.join(absent)} is not installed"}
+    limit, start = min(case.limit, left), time.monotonic()
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+    process = subprocess.Popen(
+        case.command,
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # so that all processes of a case end with it
+    )
+    try:
+        output, _ = process.communicate(timeout=limit)
+        state = "passed" if process.returncode in case.good else "failed"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        state = "timed out" if limit == case.limit else "cut off"
+    if state == "failed" and any(text in output for text in OUT_OF_MEMORY):
+        state = "out of memory"
+    if state == "passed" and _only_skipped(output):
+        state = "skipped"
+    row = {"state": state, "seconds": round(time.monotonic() - start, 1), "end": output[-4000:]}
+    if case.figures and state == "passed":
+        row["figures"] = json.loads(output.strip().splitlines()[-1])
+    return row
+
+
+def _only_skipped(output: str) -> bool:
+    """Whether pytest's last line has skipped tests and none that passed."""
+    last = output.strip().splitlines()[-1:] or [""]
+    return "skipped" in last[0] and "passed" not in last[0]
+
+
+def _cases(rehearse: bool) -> list[Case]:
+    """All cases, the most valuable first."""
+    python = [sys.executable]
+
+    def card(size: str, engine: str, limit: float) -> Case:
+        command = [*python, "benchmarks/card.py", "--case", size, engine, "--steps", "1" if rehearse else "5"]
+        needs = ("vllm",) if engine == "vllm" else ()
+        return Case(f"card {size} {engine}", command, limit, needs, figures=True)
+
+    doctor = Case(
+        "doctor", [*python, "-m", "rlctl", "doctor", *(["--quick"] if rehearse else [])], 240, good=(0, 4)
+    )
+    if rehearse:
+        return [doctor, *_tests(python), card("tiny", "hf", 300)]
+    return [
+        doctor,
+        *_tests(python),
+        card("0.5b", "hf", 300),
+        card("1.5b", "hf", 420),
+        card("0.5b", "vllm", 420),
+        card("1.5b", "vllm", 420),
+        card("7b", "hf", 600),
+        card("7b", "vllm", 600),
+    ]
+
+
+def _tests(python: list[str]) -> list[Case]:
+    """One case per test of `tests/gpu`, as pytest collects them."""
+    command = [
+        *python,
+        "-m",
+        "pytest",
+        "-q",
+        "--collect-only",
+        GPU_TESTS,
+        "-m",
+        "gpu",
+        "-p",
+        "no:cacheprovider",
+    ]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"PYTHONPATH": paths}
+    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    names = [line for line in found.stdout.splitlines() if line.startswith(GPU_TESTS) and "::" in line]
+    if not names:
+        return [Case("collect tests/gpu", command, 120)]  # shows the error
+    run = [*python, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
+    return [Case(name, [*run, name], 300) for name in names]
+
+
+def _card() -> str | None:
+    """Name and memory of the first card; a separate process, because CUDA forbids forks after it started."""
+    code = (
+        "import torch\n"
+        "if torch.cuda.is_available():\n"
+        "    found = torch.cuda.get_device_properties(0)\n"
+        "    memory = f'{found.total_memory / 2**30:.0f} GiB'\n"
+        "    print(f'{found.name}, {memory}, {torch.cuda.device_count()} visible')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+def _rows(results: Path) -> list[dict[str, Any]]:
+    if not results.exists():
+        return []
+    return [
+        json.loads(line) for line in results.read_text(encoding="utf-8").splitlines() if line.endswith("}")
+    ]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--json", type=Path, default=Path("gpu-offline.jsonl"), help="results, one line per case"
+    )
+    parser.add_argument("--budget", type=float, default=1800.0, help="seconds of this call")
+    parser.add_argument("--only", nargs="*", default=[], help="words that the name of a case must contain")
+    parser.add_argument("--rehearse", action="store_true", help="tiny cases on the CPU")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,10 +11,11 @@ TORCH_CPU := torch==2.13.0+cpu
 # Every process that a test starts would compile rlctl again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train train-llm test test-fast test-llm test-lowest check types lint imports site docs setup setup-dev verl conformance contracts system bench mutants chaos gpu gpu-offline clean
+.PHONY: help train train-llm test test-all test-fast test-llm test-lowest check types lint imports site docs setup setup-dev verl conformance contracts system bench mutants chaos gpu gpu-offline clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@$(PYTHON) tests/selection.py
 
 train: setup  ## Set everything up and train the built-in model (RLOO, sequence IS)
 	$(BIN)/rlctl train --preset rloo-seq-is
@@ -31,11 +32,17 @@ train-llm: setup  ## Fetch a real language model (SmolLM2-135M), train it on sum
 	for step in 1 40; do $(BIN)/rlctl samples $$run --step $$step -n 4; done
 
 # The number of workers is the number of CI cores plus one, because a worker waits a third of its time.
-test: setup-dev verl $(VENV)/.installed-peers $(VENV)/.installed-lm-eval system check  ## Set everything up; lint, types, import directions, all tests
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10
+PEERS := verl $(VENV)/.installed-peers $(VENV)/.installed-lm-eval system
+
+test: setup-dev $(PEERS) check  ## Set everything up; lint, types, import directions, and the tests (12 minutes)
+	$(PYTEST) -m "not thorough"
+
+test-all: setup-dev $(PEERS)  ## The tests that `make test` leaves out (below), half an hour
+	$(PYTEST) -m thorough
 
 test-fast: setup-dev  ## The tests that start no process, engine or training: while you work
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not processes and not slow" tests/unit tests/properties
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not processes and not slow and not thorough" tests/unit tests/properties
 
 test-llm: setup-dev  ## Every way to train on a real language model: many minutes
 	RLCTL_LLM=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q tests/integration/test_llm.py tests/integration/test_llm_configurations.py

@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 import typer.main
 
+from tests.selection import is_thorough
+
+TESTS = Path(__file__).parent
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 # With two cores and many small tensors, threads would only wait for each other.
@@ -46,14 +50,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if is_left_out and _starts_processes(collection_path) else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks test modules as `processes`: `make test-fast` excludes them, other runs start with them.
+    """Marks tests as `thorough` (`tests/selection.py`), and test modules as `processes`.
+
+    `make test-fast` excludes the latter, other runs start with them.
 
     A slow module at the end would leave all workers except one idle.
     """
     for item in items:
         if _starts_processes(item.path):
             item.add_marker("processes")
+        if is_thorough(item.path.relative_to(TESTS).as_posix(), getattr(item, "originalname", item.name)):
+            item.add_marker("thorough")
     items.sort(key=lambda item: not _starts_processes(item.path))
     gc.freeze()  # imported objects stay alive: exclude them from garbage collection
 

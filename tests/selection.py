@@ -1,0 +1,114 @@
+"""Which command runs which tests: `make test` all but the kinds below, `make test-all` the kinds.
+
+Of each kind `make test` keeps the tests named behind a file, so that it notices when a kind breaks as a whole.
+`make help` prints the table (`python tests/selection.py`). The marker of the kinds is `thorough`.
+"""
+
+from __future__ import annotations
+
+#: Kind → file below `tests` → names of its tests that `make test` runs too.
+KINDS: dict[str, dict[str, tuple[str, ...]]] = {
+    "a real language model (SmolLM2-135M)": {
+        "integration/test_llm.py": (
+            "test_the_two_sides_of_a_split_share_no_sum",
+            "test_what_the_name_stands_for",
+        ),
+    },
+    "code of other frameworks beside ours (verl, TRL, OpenRLHF, AReaL, SkyRL)": {
+        "properties/test_peers.py": ("test_trl_off_policy_mask",),
+        "properties/test_verl_agreement.py": ("test_probability_gap_equals_verl",),
+        "unit/algos/test_agreement_with_verl.py": ("test_policy_losses",),
+        "unit/prepare/test_beside_verl.py": (),
+    },
+    "runs killed, resumed and damaged": {
+        "faults/test_killed_and_resumed.py": (
+            "test_killed_between_checkpoints",
+            "test_damaged_checkpoint_falls_back_one",
+            "test_asked_once_it_saves_and_leaves",
+        ),
+        "faults/test_signals.py": ("test_within_an_import_the_process_ends_at_once",),
+        "integration/test_guardrails.py": ("test_what_was_done_is_logged_and_summed_up",),
+    },
+    "several nodes: torchrun, DeepSpeed over ssh, Slurm, Ray, Kubernetes": {
+        "integration/test_nodes.py": ("test_torchrun", "test_a_run_directory_must_be_named"),
+        "integration/test_cluster_examples.py": ("test_every_example_is_tried",),
+        "unit/rollout/test_ray_servers.py": ("test_ray_is_taken_where_it_is_named",),
+        "unit/rollout/test_servers_on_nodes.py": (),
+        "unit/prepare/test_engines.py": (
+            "test_results_come_in_order_each_with_its_task",
+            "test_processes_write_the_same_bytes",
+        ),
+    },
+    "pages in Chromium": {
+        "unit/evaluate/test_page.py": ("test_hostile_text_is_only_text",),
+        "unit/what_if/test_what_if_page.py": (
+            "test_every_setting_is_a_dot_that_can_be_pointed_at_and_a_row",
+        ),
+        "unit/diagnose/test_diagnosis_page.py": ("test_hostile_text_is_only_text",),
+    },
+    "files for lm-evaluation-harness": {
+        "unit/evaluate/test_lm_eval_files.py": ("test_names_are_those_its_tools_look_for",),
+    },
+    "rollout engines: vLLM in process and as servers, planted gaps": {
+        "integration/test_vllm_training.py": ("test_a_server_gets_weights_by_broadcast",),
+        "integration/test_evaluate_served_model.py": (),
+        "unit/evaluate/test_served_model.py": (
+            "test_the_figures_are_those_of_what_the_server_said",
+            "test_an_answer_cut_off_at_the_limit_is_truncated",
+        ),
+        "unit/mismatch/test_planted_causes.py": (
+            "test_a_healthy_pair_is_left_alone",
+            "test_wrong_temperature",
+        ),
+        "unit/mismatch/test_vllm_mismatch.py": (),
+        "unit/mismatch/test_run.py": ("test_the_embedded_model_agrees_with_itself",),
+        "unit/rollout/test_vllm_rollout.py": ("test_log_probs_are_those_of_the_distribution_sampled_from",),
+        "unit/rollout/test_tensor_parallel.py": (),
+        "unit/rollout/test_vllm_server_adapters.py": (
+            "test_the_base_goes_once_and_each_adapter_replaces_the_last",
+        ),
+    },
+    "variants of the training engine: ZeRO, Liger, critics, adapters, sequence parallelism, families": {
+        "unit/engine/test_liger.py": ("test_an_architecture_it_does_not_know",),
+        "unit/engine/test_partitioned_loading.py": ("test_experts_are_found_by_what_they_are",),
+        "unit/engine/test_engine_options.py": ("test_options_reach_deepspeed",),
+        "unit/engine/test_multimodal.py": ("test_a_critic_holds_the_text_decoder_alone",),
+        "unit/engine/test_sequence_parallel.py": ("test_an_update_is_the_same",),
+        "unit/engine/test_deepspeed_engine.py": (
+            "test_export_is_a_plain_model",
+            "test_skipped_step_changes_nothing",
+        ),
+        "unit/engine/test_lora.py": ("test_a_fresh_adapter_changes_nothing",),
+        "unit/engine/test_critic.py": ("test_values_and_gradient_by_definition",),
+        "integration/test_model_families.py": ("test_every_family_has_its_architecture_here",),
+    },
+    "documents as written: tutorials, examples, GSM8K": {
+        "integration/test_tutorial.py": (),
+        "integration/test_gsm8k_commands.py": (),
+        "integration/test_examples.py": ("test_a_run_with_parts_from_files",),
+    },
+    "benchmarks, faults planted in whole runs, the GPU check without a GPU": {
+        "integration/test_pathologies.py": (),
+        "unit/bench/test_card.py": ("test_phases_are_those_of_the_run_and_of_the_plan",),
+        "unit/test_gpu_offline.py": ("test_a_case_that_fails_hangs_or_lacks_memory_does_not_end_the_others",),
+    },
+}
+FILES = {file: kept for files in KINDS.values() for file, kept in files.items()}
+
+
+def is_thorough(file: str, name: str) -> bool:
+    """Whether `make test` leaves a test to `make test-all`; `file` is relative to `tests`."""
+    return file in FILES and name not in FILES[file]
+
+
+def main() -> None:
+    print("`make test` runs all tests but these; `make test-all` runs these:")
+    for kind, files in KINDS.items():
+        kept = sum(map(len, files.values()))
+        print(f"  {kind}: {', '.join(sorted(files))}" + (f"; `make test` keeps {kept}" if kept else ""))
+    print("`make test-fast` runs those of `make test` that start no process, engine or training;")
+    print("`make test-llm` runs more of the real model; `make gpu`, `make gpu-offline` what needs a GPU.")
+
+
+if __name__ == "__main__":
+    main()

@@ -184,7 +184,11 @@ def spec_or_note(file: Path) -> tuple[RunSpec | None, list[str]]:
 
 def dump_spec(spec: RunSpec) -> str:
     """The resolved spec as YAML, from which `load_spec` reads an equal spec."""
-    content = spec.model_dump(mode="json")
+    return dump_yaml(spec.model_dump(mode="json"))
+
+
+def dump_yaml(content: Mapping[str, Any]) -> str:
+    """The JSON types of a spec as YAML."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20)
 
 

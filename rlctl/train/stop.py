@@ -29,7 +29,7 @@ from typing import Self
 
 from rlctl import leftovers
 from rlctl.engine.launch import end_rank
-from rlctl.errors import RlctlError, RunFailure
+from rlctl.errors import RlctlError, RunFailure, visible
 from rlctl.files import write_text
 from rlctl.processes import progress
 from rlctl.track.console import PHASES
@@ -312,5 +312,5 @@ def _name(rank: int, beat: Beat | None) -> str:
 
 
 def _print(text: str) -> None:
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(visible(text) + "\n")
     sys.stderr.flush()

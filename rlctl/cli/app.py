@@ -162,9 +162,9 @@ def run(arguments: list[str]) -> int:
             print_error(failure)
             return failure.exit_code
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
-            where = f": {error.filename}" if error.filename else ""
+            where = f": {str(error.filename)[:200]}" if error.filename else ""
             echo(f"error: {error.strerror}{where}", err=True)
-            return 4
+            return 2 if error.errno == errno.ENAMETOOLONG else 4
         _report_bug(error)
         return 1
     return 0

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any, Literal
 
 from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
@@ -80,6 +81,19 @@ def _is_complete(entry: Path) -> bool:
         manifest = json.loads((entry / _MANIFEST).read_text(encoding="utf-8"))
         return all(_fingerprint(entry / name) == seen for name, seen in manifest.items())
     except (OSError, ValueError):
+        return False
+
+
+def open_to_append(path: Path, mode: Literal["a", "ab"] = "ab", **options: Any) -> IO[Any]:
+    """Opens a file to append to it, but no link, which may lead outside a directory that others can write."""
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666), **options)
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether this is a file; False for text that cannot be a path."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):  # too long, or with a null character
         return False
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rlctl.errors import visible
+from rlctl.terminal import Console
 
 #: More columns than any table has.
 NO_LIMIT = 10_000

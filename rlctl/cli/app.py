@@ -20,7 +20,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from rlctl.cli import bench, prepare_data, presets, reward
-from rlctl.cli.command import HELP_NAMES, Command, CommandWithSubcommands, Group
+from rlctl.cli.command import HELP_NAMES, Command, CommandWithSubcommands, Group, echo
 from rlctl.cli.convert import export_config, import_config
 from rlctl.cli.diagnose import diagnose
 from rlctl.cli.diagnose_compare import compare as compare_runs
@@ -39,7 +39,7 @@ from rlctl.cli.schema import schema
 from rlctl.cli.sweep import sweep
 from rlctl.cli.train import train
 from rlctl.cli.watch import watch
-from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, memory_failure, visible
+from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, memory_failure
 from rlctl.registry import PartWarning
 from rlctl.user_code import line_in_user_code
 
@@ -88,7 +88,7 @@ def _version(is_asked: bool) -> None:
     if is_asked:
         from rlctl.track.run_dir import version_of
 
-        typer.echo(f"rlctl {version_of('rlctl') or '(not installed: running from a checkout)'}")
+        echo(f"rlctl {version_of('rlctl') or '(not installed: running from a checkout)'}")
         raise typer.Exit
 
 
@@ -104,7 +104,8 @@ def _options(
 def main() -> None:
     """Entry point of the `rlctl` command."""
     _open_closed_streams()
-    signal.signal(signal.SIGTERM, _end)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end)
     sys.exit(run(sys.argv[1:]))
 
 
@@ -120,9 +121,19 @@ def _open_closed_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _end(number: int, _: FrameType | None) -> NoReturn:
-    """Raises an exception on SIGTERM, as on Ctrl-C, so that temporary files and processes are cleaned up."""
-    raise SystemExit(128 + number)
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """Raises an exception, so that temporary files and processes are cleaned up.
+
+    Ends at once during an import, because an exception crashes extensions that are being initialised, and on
+    a second signal, because an exception in a destructor is ignored.
+    """
+    for again in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(again, lambda number, _: os._exit(128 + number))
+    while frame:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            os._exit(128 + number)
+        frame = frame.f_back
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def run(arguments: list[str]) -> int:
@@ -151,9 +162,9 @@ def run(arguments: list[str]) -> int:
             print_error(failure)
             return failure.exit_code
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
-            where = f": {error.filename}" if error.filename else ""
-            typer.echo(f"error: {error.strerror}{where}", err=True)
-            return 4
+            where = f": {str(error.filename)[:200]}" if error.filename else ""
+            echo(f"error: {error.strerror}{where}", err=True)
+            return 2 if error.errno == errno.ENAMETOOLONG else 4
         _report_bug(error)
         return 1
     return 0
@@ -164,7 +175,7 @@ def _show_warning(
 ) -> None:
     """Prints a warning about an installed package as text, others with the line of code that gave it."""
     if issubclass(category, PartWarning):
-        typer.echo(visible(f"warning: {message}"), err=True)
+        echo(f"warning: {message}", err=True)
     else:
         otherwise(message, category, *where)
 
@@ -185,5 +196,5 @@ def _report_bug(error: Exception) -> None:
         fix = f"correct the function; the traceback is in {file.name}"
         print_error(RunFailure(f"{type(error).__name__}: {error}", where=line, fix=fix))
         return
-    typer.echo(visible(f"error: {type(error).__name__}: {error}"), err=True)
-    typer.echo(f"  This is a bug in rlctl. The traceback is in {Path(file.name)}", err=True)
+    echo(f"error: {type(error).__name__}: {error}", err=True)
+    echo(f"  This is a bug in rlctl. The traceback is in {Path(file.name)}", err=True)

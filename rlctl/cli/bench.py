@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.command import HELP_NAMES
+from rlctl.cli.command import HELP_NAMES, echo
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -55,15 +55,15 @@ def corrections(
         rows.append(row)
         num_new += is_new
         if len(rows) % 500 == 0:
-            typer.echo(f"{len(rows)} of {total} measurements", err=True)
+            echo(f"{len(rows)} of {total} measurements", err=True)
     report = markdown(rows)
     (out / "report.md").write_text(report + "\n", encoding="utf-8")
     (out / "error.svg").write_text(picture(rows), encoding="utf-8")
     for section in report.split("## "):
         if "what to use" in section.partition("\n")[0]:
-            typer.echo(section)
-    typer.echo(f"{total} measurements, {num_new} of them new; hash {bench.digest(rows)[:16]}")
-    typer.echo(f"All tables: {out / 'report.md'}")
+            echo(section)
+    echo(f"{total} measurements, {num_new} of them new; hash {bench.digest(rows)[:16]}")
+    echo(f"All tables: {out / 'report.md'}")
 
 
 def _rule(text: str) -> BenchRule:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rlctl.errors import UsageError
+from rlctl.errors import UsageError, visible
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -42,6 +42,15 @@ class _Help:
             super().format_help(ctx, formatter)  # type: ignore[misc]
         finally:
             self.help = given
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        """The context; messages about wrong arguments quote them with control characters escaped."""
+        try:
+            return super().make_context(*args, **extra)  # type: ignore[misc]
+        except Exception as error:
+            if isinstance(message := getattr(error, "message", None), str):
+                error.message = visible(message)  # type: ignore[attr-defined]
+            raise
 
     def get_params(self, ctx: Any) -> list[Any]:
         """The parameters; flags show no type."""
@@ -86,12 +95,12 @@ class CommandWithSubcommands(Command):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Formats the help, then lists the subcommands."""
         super().format_help(ctx, formatter)
-        typer.echo(" Commands below this one, each with --help:")
+        echo(" Commands below this one, each with --help:")
         for name, function in self.subcommands.items():
             first_line = (function.__doc__ or "").strip().splitlines()[0]
             head = f"   {ctx.command_path} {name:<10} "
             width = shutil.get_terminal_size().columns
-            typer.echo(textwrap.fill(head + first_line, width, subsequent_indent=" " * len(head)))
+            echo(textwrap.fill(head + first_line, width, subsequent_indent=" " * len(head)))
 
 
 def _laid_out(text: str) -> str:
@@ -129,6 +138,11 @@ def refuse_options(context: typer.Context, names: Sequence[str], why: str, fix: 
             raise UsageError(f"{option} {why}", where=option, fix=fix)
 
 
+def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
+    """Prints text, with control characters escaped, to standard output or standard error."""
+    typer.echo(visible(str(text)), err=err, nl=nl)
+
+
 def as_json(document: object) -> str:
     """Indented ASCII JSON.
 
@@ -140,7 +154,7 @@ def as_json(document: object) -> str:
 
 def print_json(document: object) -> None:
     """Prints a document as JSON to standard output."""
-    typer.echo(as_json(document), nl=False)
+    echo(as_json(document), nl=False)
 
 
 def complete_preset(incomplete: str) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rlctl.cli.command import print_json
+from rlctl.cli.command import echo, print_json
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -115,9 +115,9 @@ def _write(
     if format_ == "json":
         print_json(conversion_report.document(result, text))
     else:
-        typer.echo(f"{result.table.title}, {conversion_report.summary(result)}")
+        echo(f"{result.table.title}, {conversion_report.summary(result)}")
         for heading, below in conversion_report.sections(result):
-            typer.echo(f"\n{heading}")
+            echo(f"\n{heading}")
             for row in below:
-                typer.echo(f"  {row}" if isinstance(row, str) else conversion_report.as_text(row))
-        typer.echo(f"\n{text.rstrip()}" if output is None else f"{output} written{check}")
+                echo(f"  {row}" if isinstance(row, str) else conversion_report.as_text(row))
+        echo(f"\n{text.rstrip()}" if output is None else f"{output} written{check}")

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rlctl.cli.command import Out, refuse_options
+from rlctl.cli.command import Out, echo, refuse_options
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from rlctl.diagnose.rule import Diagnosis
     from rlctl.diagnose.selftest import SelftestResult
     from rlctl.diagnose.table import RunLog
+    from rlctl.terminal import Console
 
 DiagnosisFormat = Literal["text", "json", "markdown", "html"]
 
@@ -140,10 +140,10 @@ def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
     if output_format == "markdown":
         raise UsageError("--what-if writes text, json or html", where=f"--format {output_format}")
     check_out(paths, out, is_page=output_format == "html")
-    from rich.console import Console
     from rich.text import Text
 
     from rlctl.diagnose.diagnosis_report import visible
+    from rlctl.terminal import Console
     from rlctl.what_if.what_if_report import page, print_tradeoff
     from rlctl.what_if.what_if_run import what_if
 
@@ -166,7 +166,7 @@ def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
     if paths.count(Path("-")) > 1:
         raise UsageError("standard input is given twice but can be read only once", where="-")
     if Path("-") in paths and sys.stdin.isatty():
-        typer.echo("Paste a log, or a part of one; end it with Ctrl-D on an empty line.", err=True)
+        echo("Paste a log, or a part of one; end it with Ctrl-D on an empty line.", err=True)
     from rlctl.cli.output import check_out
 
     check_out(paths, out, is_page=output_format == "html")
@@ -198,10 +198,9 @@ def _write(diagnoses: list[Diagnosis], output_format: DiagnosisFormat, out: Path
 
 def _write_fix(diagnosis: Diagnosis, path: Path) -> None:
     """Write the fixed spec, and report on standard error which findings it covers."""
-    from rich.console import Console
-
     from rlctl.diagnose.output_text import print_patch
     from rlctl.diagnose.spec_patch import propose_patch, write_patch
+    from rlctl.terminal import Console
 
     patch = propose_patch(diagnosis)
     if patch.applied:

@@ -10,10 +10,9 @@ import typer
 from rlctl.cli.command import request
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from rlctl.mismatch.mismatch_run import MismatchReport
     from rlctl.mismatch.score import Gap
+    from rlctl.terminal import Console
 
 
 def mismatch(

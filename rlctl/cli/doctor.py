@@ -28,9 +28,8 @@ def doctor(
 
       rlctl doctor --json > doctor.json
     """
-    from rich.console import Console
-
     from rlctl.doctor.examine import examine
+    from rlctl.terminal import Console
 
     with Console(stderr=True).status("") as status:
         checks = examine(quick=quick, announce=status.update)

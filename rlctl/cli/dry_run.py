@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pydantic import BaseModel
-from rich.console import Console
 from rich.text import Text
 
 from rlctl.cli.output import print_indented, print_problems, unwrapped
@@ -20,6 +19,7 @@ from rlctl.spec.memory import MemoryPart, memory_total
 from rlctl.spec.model_size import model_size
 from rlctl.spec.placement import Placement
 from rlctl.spec.run_spec import RunSpec
+from rlctl.terminal import Console
 from rlctl.train.preflight import check_disk, check_functions, check_inputs, count_rows
 from rlctl.user_code import is_file_function
 

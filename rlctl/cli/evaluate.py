@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.command import AsJson, refuse_options, request
+from rlctl.cli.command import AsJson, echo, refuse_options, request
 from rlctl.cli.evaluate_compare import numbers
 from rlctl.cli.prepare_data import AnswerKey, DataSource, Instruction, PromptKey, RecipeOption
 from rlctl.errors import UsageError
@@ -183,19 +183,19 @@ def _run(work: Callable[[Progress], tuple[Path, Evaluation]], as_json: bool) -> 
     if as_json:
         from rlctl.evaluate.evaluate_report import RESULTS_FILE
 
-        typer.echo((out / RESULTS_FILE).read_text(encoding="utf-8"), nl=False)
+        echo((out / RESULTS_FILE).read_text(encoding="utf-8"), nl=False)
     else:
         _print(out, evaluation)
 
 
 def _print(out: Path, evaluation: Evaluation) -> None:
     """Prints scores with intervals per source, notes, and the directory of the results."""
-    from rich.console import Console
     from rich.text import Text
 
     from rlctl.evaluate.evaluate_report import RESULTS_FILE, results_document
     from rlctl.evaluate.page import PAGE_FILE, SCORE_HEADINGS, score_notes, score_rows
     from rlctl.evaluate.samples import SAMPLES_FILE
+    from rlctl.terminal import Console
     from rlctl.text_table import print_wide, text_table
 
     console = Console(highlight=False)

@@ -13,9 +13,8 @@ from rlctl.cli.command import Out
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from rlctl.evaluate.compare import CompareReport
+    from rlctl.terminal import Console
 
 
 def compare(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-import typer
-
-from rlctl.cli.command import AsJson, print_json
+from rlctl.cli.command import AsJson, echo, print_json
 
 
 def list_benchmarks(is_json: AsJson = False) -> None:
@@ -30,5 +28,5 @@ def list_benchmarks(is_json: AsJson = False) -> None:
             "prompt": f"the question, {choices}then: {each.instruction}",
             "grader": each.grader,
         }
-        typer.secho(each.name, bold=True)
-        typer.echo("\n".join(f"  {name:<10} {text}" for name, text in lines.items()))
+        echo(each.name)
+        echo("\n".join(f"  {name:<10} {text}" for name, text in lines.items()))

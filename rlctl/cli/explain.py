@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlctl.cli.command import AsJson, complete_key, print_json
+from rlctl.cli.command import AsJson, complete_key, echo, print_json
 from rlctl.cli.schema import key_rows
 from rlctl.errors import UsageError
 
@@ -43,11 +43,11 @@ def explain(
         print_json(found)
         return
     for entry in found:
-        typer.echo(entry.pop("name"))
+        echo(entry.pop("name"))
         for heading, text in entry.items():
             for index, line in enumerate(text if isinstance(text, list) else [text]):
-                typer.echo(f"  {'' if index else heading:<8} {line}")
-        typer.echo("")
+                echo(f"  {'' if index else heading:<8} {line}")
+        echo("")
 
 
 def _of_spec(name: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from rlctl.cli.command import RunDirectory
+from rlctl.cli.command import RunDirectory, echo
 from rlctl.errors import EnvironmentFailure, UsageError, first_line
 
 
@@ -52,7 +52,7 @@ def export(
     spec_file_of(run)  # it is a run
     checkpoint, notes = checkpoint_of_run(run, step)
     for note in notes:
-        typer.echo(f"warning: {note}", err=True)
+        echo(f"warning: {note}", err=True)
     if adapter and not (checkpoint.adapter_dir / "adapter_config.json").is_file():
         raise UsageError(
             "there is no adapter in this checkpoint: the run trained all weights, or an older rlctl saved it",
@@ -72,9 +72,9 @@ def export(
             (stage / "README.md").write_text(card, encoding="utf-8")
         apply_umask(stage)
     what = "adapter" if adapter else "model"
-    typer.echo(f"{out}: the {what} of step {checkpoint.state.step}" + (f", {dtype}" if dtype else ""))
+    echo(f"{out}: the {what} of step {checkpoint.state.step}" + (f", {dtype}" if dtype else ""))
     if push_to_hub:
-        typer.echo(_push(out, push_to_hub, is_public=public))
+        echo(_push(out, push_to_hub, is_public=public))
 
 
 def _push(folder: Path, name: str, *, is_public: bool) -> str:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from rlctl.cli.command import echo
+
 if TYPE_CHECKING:
     from rlctl.spec.load import LoadedSpec
 
@@ -65,7 +67,7 @@ def init(
     if data:
         values.append(f"data.train_files={data}")
     write_file(out, _commented(load_spec(presets, overrides=values), presets))
-    typer.echo(f"{out} written. Check it: rlctl train {out} --dry-run")
+    echo(f"{out} written. Check it: rlctl train {out} --dry-run")
 
 
 def _ask(question: str, default: Answer) -> Answer:

@@ -12,15 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from rlctl.cli.command import as_json
+from rlctl.cli.command import as_json, echo
 from rlctl.errors import Problem, RlctlError, SpecError, UsageError, visible
 from rlctl.files import write_text
+from rlctl.terminal import Console
 from rlctl.text_table import NO_LIMIT
 
 _COLOURS = {"error": "bold red", "warning": "bold yellow"}
@@ -131,7 +130,7 @@ def check_out(paths: Sequence[Path], out: Path | None, *, is_page: bool) -> None
 def write_out(text: str, out: Path | None) -> None:
     """Writes the text to standard output, or as `write_file` to the file."""
     if out is None:
-        typer.echo(text, nl=False)
+        echo(text, nl=False)
     else:
         write_file(out, text, where=f"--out {out}")
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
-from rlctl.cli.command import AsJson, print_json, request
+from rlctl.cli.command import AsJson, echo, print_json, request
 from rlctl.data.recipe_names import RecipeChoice, RecipeName
 from rlctl.errors import UsageError, visible
 from rlctl.prepare.request import (
@@ -216,7 +216,7 @@ def parquet(
     if as_json:
         print_json(asdict(summary) | {"out": str(out)})
     else:
-        typer.echo("\n".join(visible(line, keep="") for line in summary_lines(asked, summary)))
+        echo("\n".join(visible(line, keep="") for line in summary_lines(asked, summary)))
 
 
 @app.command()

@@ -11,7 +11,6 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.progress import TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.rule import Rule
 from rich.text import Text
@@ -20,6 +19,7 @@ from rlctl.cli.output import progress_bar
 from rlctl.errors import visible
 from rlctl.prepare.findings import DataFinding, lines, rows
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
+from rlctl.terminal import Console
 
 if TYPE_CHECKING:
     from rlctl.prepare.check import CheckReport, FileReport

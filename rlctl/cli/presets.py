@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.command import AsJson, complete_preset, print_json
+from rlctl.cli.command import AsJson, complete_preset, echo, print_json
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def show(name: Name) -> None:
 
     rlctl presets show 8gpu
     """
-    typer.echo(_preset(name).path.read_text(encoding="utf-8").rstrip())
+    echo(_preset(name).path.read_text(encoding="utf-8").rstrip())
 
 
 @app.command()
@@ -83,7 +83,7 @@ def diff(
         print_json(differing)
         return
     if not differing:
-        typer.echo(f"{first} and {second} resolve to the same spec.")
+        echo(f"{first} and {second} resolve to the same spec.")
         return
     rows = ((key, *values) for key, values in differing.items())
     unwrapped().print(text_table(("key", first, second), rows))
@@ -109,7 +109,7 @@ def copy(
     target = destination / preset.path.name if destination.is_dir() else destination
     check_new(target, force=force)
     write_file(target, preset.path.read_text(encoding="utf-8"))
-    typer.echo(f"{target} written; run it with: rlctl train --spec {target}")
+    echo(f"{target} written; run it with: rlctl train --spec {target}")
 
 
 def _preset(name: str) -> Preset:

@@ -10,8 +10,7 @@ import re
 import shlex
 from typing import NamedTuple
 
-import typer
-
+from rlctl.cli.command import echo
 from rlctl.errors import UsageError
 from rlctl.spec.run_spec import RunSpec
 
@@ -95,4 +94,4 @@ def _for_pdsh(argument: str) -> str:
 def print_commands(spec: RunSpec, arguments: list[str]) -> None:
     """Prints the commands of all launchers to stdout."""
     for launch in launches(spec, arguments):
-        typer.echo("\n".join([f"# {launch.launcher}: {launch.where}", *launch.commands, ""]))
+        echo("\n".join([f"# {launch.launcher}: {launch.where}", *launch.commands, ""]))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rlctl.cli.command import complete_run
+from rlctl.cli.command import complete_run, echo
 
 
 def report(
@@ -45,6 +45,6 @@ def report(
     from rlctl.report.run_page import run_page
 
     write_out(run_page(runs, with_what_if=what_if), out)
-    typer.echo(str(out))
+    echo(str(out))
     if open_page:
         typer.launch(out.resolve().as_uri())

@@ -11,10 +11,9 @@ import typer
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from rlctl.reward.trial import Trial
     from rlctl.spec.run_spec import RunSpec
+    from rlctl.terminal import Console
 
 app = typer.Typer(no_args_is_help=True, help="Test a reward before training on it.")
 

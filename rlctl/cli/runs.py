@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.command import AsJson, print_json
+from rlctl.cli.command import AsJson, echo, print_json
 from rlctl.errors import UsageError, visible
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def runs(
     elif found:
         _print_runs(found, root)
     else:
-        typer.echo(f"No runs below {root}. `rlctl train --preset rloo-seq-is` starts one.")
+        echo(f"No runs below {root}. `rlctl train --preset rloo-seq-is` starts one.")
 
 
 def _print_runs(found: list[RunState], root: Path) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlctl.cli.command import echo
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,15 +47,15 @@ def schema(
         raise UsageError(f"no such section: {section}", where="--section", fix=fix)
     content = _json_schema(model)
     if markdown:
-        typer.echo("| key | type | default | meaning |\n|---|---|---|---|")
+        echo("| key | type | default | meaning |\n|---|---|---|---|")
         for row in _rows(content, content.get("$defs", {}), f"{section}." if section else ""):
             meaning = row.meaning.replace("|", "\\|")
-            typer.echo(f"| `{row.key}` | {row.type} | `{row.default}` | {meaning} |")
+            echo(f"| `{row.key}` | {row.type} | `{row.default}` | {meaning} |")
         return
     if section is None:
         content["properties"][DESCRIPTION] = {"type": "string", "description": "For readers only."}
     document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **content}
-    typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    echo(json.dumps(document, indent=2, ensure_ascii=False))
 
 
 def _json_schema(section: type[BaseModel]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.command import AsJson, complete_override, complete_preset, print_json
+from rlctl.cli.command import AsJson, complete_override, complete_preset, echo, print_json
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -75,12 +75,12 @@ def sweep(
 
         script = place / "sweep.sbatch"
         write_text(script, slurm_script(place, found, jobs=jobs, options=sbatch or []))
-        typer.echo(f"sbatch {shlex.quote(str(script))}")
+        echo(f"sbatch {shlex.quote(str(script))}")
         return
     failed = 0
     if not table_only:
-        typer.echo(f"{place}: {len(found.runs)} runs", err=True)
-        failed = run_sweep(place, found, jobs=jobs, note=lambda text: typer.echo(text, err=True), only=only)
+        echo(f"{place}: {len(found.runs)} runs", err=True)
+        failed = run_sweep(place, found, jobs=jobs, note=lambda text: echo(text, err=True), only=only)
     if only is None:
         rows = table_of(place, found)
         if as_json:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlctl.cli.command import complete_override, complete_preset, complete_run
-from rlctl.errors import EnvironmentFailure, SpecError, UsageError, visible
+from rlctl.cli.command import complete_override, complete_preset, complete_run, echo
+from rlctl.errors import EnvironmentFailure, SpecError, UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from rlctl.spec.load import LoadedSpec
+    from rlctl.terminal import Console
 
 
 def train(
@@ -154,17 +154,14 @@ def _start(loaded: LoadedSpec, resume: Path | None) -> int:
 
     from rlctl.train.start import start_run
 
-    run_dir, exit_code = start_run(
-        loaded.spec, resume=resume, note=lambda text: typer.echo(visible(text), err=True)
-    )
+    run_dir, exit_code = start_run(loaded.spec, resume=resume, note=lambda text: echo(text, err=True))
     _print_summary(run_dir)
     return exit_code
 
 
 def _print_summary(run_dir: Path) -> None:
     """Prints results, files, and the next commands to run."""
-    from rich.console import Console
-
+    from rlctl.terminal import Console
     from rlctl.track.run_dir import SUMMARY_FILE
 
     path = run_dir / SUMMARY_FILE

@@ -162,7 +162,7 @@ class Parser:
             self.at = _closing(self.text, self.at + 1, "(", ")")
             return False
         self.at = found.end()
-        if command.words and command.words[-1].raw.isdigit():
+        if command.words and command.words[-1].raw.isdecimal():
             command.words.pop()  # 2>file
         if found[0] in {"<<", "<<-"}:
             while self.text[self.at : self.at + 1] in {" ", "\t"}:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.text import Text
 
 from rlctl.diagnose.compare import METRIC_COLUMNS, RunComparison, metric_rows, sentences, shown
@@ -17,6 +16,7 @@ from rlctl.diagnose.finding import Evidence
 from rlctl.diagnose.rule import Diagnosis
 from rlctl.diagnose.spec_patch import SpecPatch
 from rlctl.diagnose.table import RunLog, Series
+from rlctl.terminal import Console
 from rlctl.text_table import text_table
 
 _STYLES = {

@@ -299,7 +299,7 @@ def _digest(content: object) -> str:
 def _published(root: Path) -> list[tuple[int, Path]]:
     """(step, directory), oldest first."""
     found = [(path.name.removeprefix(_PREFIX), path) for path in root.glob(f"{_PREFIX}*")]
-    return sorted((int(step), path) for step, path in found if step.isdigit())
+    return sorted((int(step), path) for step, path in found if step.isdecimal())
 
 
 def _set_aside(path: Path) -> None:

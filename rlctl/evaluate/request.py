@@ -23,7 +23,7 @@ from rlctl.spec.load import LEFT_TO_THE_USER, RUN_SPEC_FILE, load_spec, recorded
 from rlctl.spec.rollout import DataSpec, OverlongSpec, RewardSpec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
-from rlctl.track.run_dir import is_masked
+from rlctl.track.redaction import is_masked
 from rlctl.user_code import absolute_name
 
 #: Name of the engine that is a server, not a rollout engine of this process.

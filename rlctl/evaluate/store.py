@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 
 from rlctl.errors import RunFailure
 from rlctl.evaluate.samples import Pair, Response
-from rlctl.files import cache_failure, replacing, write_text
+from rlctl.files import cache_failure, open_to_append, replacing, write_text
 from rlctl.track.run_dir import version_of
 
 DIRECTORY = "evaluations"
@@ -87,7 +87,7 @@ class ResponseStore:
                         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                             end = content.rfind(b"\n") + 1
                         file.truncate(end)
-                self._append = self._file.open("a", encoding="utf-8")
+                self._append = open_to_append(self._file, "a", encoding="utf-8")
             except BaseException:
                 self._lock.release()
                 raise
@@ -116,7 +116,7 @@ class ResponseStore:
             with replacing(self._file) as temporary, temporary.open("w", encoding="utf-8") as file:
                 file.writelines(line for key, _, line in self._lines() if key not in unwanted)
             self._append.close()
-            self._append = self._file.open("a", encoding="utf-8")
+            self._append = open_to_append(self._file, "a", encoding="utf-8")
 
     def add(self, responses: Mapping[Key, Response]) -> None:
         """Appends and flushes responses, so that they survive if this process is killed.

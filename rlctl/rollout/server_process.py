@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.errors import EnvironmentFailure, UsageError, one_line
+from rlctl.files import open_to_append
 from rlctl.processes import PARENT, end_with_parent, environment_without_ranks, free_port
 
 #: Arguments of Python that run `vllm serve` with the arguments that follow.
@@ -42,7 +43,7 @@ class LocalServer:
     def __init__(self, arguments: list[str], environment: dict[str, str], log: Path) -> None:
         inherited = environment_without_ranks()
         inherited.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # set for engines in this process
-        with log.open("ab") as output:
+        with open_to_append(log) as output:
             self._process = subprocess.Popen(
                 [sys.executable, *arguments],
                 env=inherited | environment | {PARENT: str(os.getpid())},

@@ -20,6 +20,7 @@ import yaml
 from pydantic import ValidationError
 
 from rlctl.errors import Problem, SpecError, UsageError, in_words
+from rlctl.files import is_file
 from rlctl.spec import check_algorithm, check_rollout, check_unread  # register their checks  # noqa: F401
 from rlctl.spec.base import PARTS_UNCHECKED
 from rlctl.spec.check import NO_EFFECT, check_spec
@@ -73,7 +74,7 @@ def spec_file_of(run_dir: Path) -> Path:
         UsageError: not a run directory.
     """
     path = run_dir / RUN_SPEC_FILE
-    if not path.is_file():
+    if not is_file(path):
         what = f"not a run directory: it has no {RUN_SPEC_FILE}"
         raise UsageError(what, where=str(run_dir), fix="name a directory such as runs/rlctl/run-…")
     return path
@@ -184,7 +185,11 @@ def spec_or_note(file: Path) -> tuple[RunSpec | None, list[str]]:
 
 def dump_spec(spec: RunSpec) -> str:
     """The resolved spec as YAML, from which `load_spec` reads an equal spec."""
-    content = spec.model_dump(mode="json")
+    return dump_yaml(spec.model_dump(mode="json"))
+
+
+def dump_yaml(content: Mapping[str, Any]) -> str:
+    """The JSON types of a spec as YAML."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20)
 
 
@@ -199,7 +204,7 @@ def _read_preset(preset: str, given: Origin, problems: list[Problem]) -> dict[st
     if preset in known:
         return _read_file(known[preset].path, Origin("preset", preset), problems)
     path = Path(preset)
-    if path.is_file():
+    if is_file(path):
         return _read_file(path, Origin("preset", preset), problems)
     looks_like_path = path.suffix in {".yaml", ".yml"} or len(path.parts) > 1
     fix = None if looks_like_path else did_you_mean(preset, known, "see `rlctl presets list`", cutoff=0.4)
@@ -271,8 +276,8 @@ def _override_fix(argument: str) -> str | None:
         (argument.startswith("~"), "a key cannot be deleted; leave it out, or set it to null"),
         (argument in all_presets(), f"for a preset write --preset {argument}"),
         (path.suffix in {".yaml", ".yml"}, f"for a spec file write --spec {argument}"),
-        ((path / RUN_SPEC_FILE).is_file(), f"to continue this run write --resume {argument}"),
-        (path.is_file(), f"a spec is a .yaml file; for another framework's file: rlctl import {argument}"),
+        (is_file(path / RUN_SPEC_FILE), f"to continue this run write --resume {argument}"),
+        (is_file(path), f"a spec is a .yaml file; for another framework's file: rlctl import {argument}"),
         (key and "=" not in argument, f"for example {key}=…"),
     ):
         if applies:

@@ -96,7 +96,7 @@ def this_machine() -> Machine:
     limits = [float(psutil.virtual_memory().total)]
     for path in _CGROUP_LIMITS:
         text = path.read_text().strip() if path.is_file() else ""
-        limits += [float(text)] if text.isdigit() else []
+        limits += [float(text)] if text.isdecimal() else []
     host = min(limits)
     shm = os.statvfs(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
     shm_bytes = float(shm.f_frsize * shm.f_blocks) if shm else 0.0

@@ -300,12 +300,12 @@ _PUBLISHED = """
 def _read_published() -> Iterator[tuple[str, ModelSize]]:
     source = "as published; the model itself is not on this machine"
     for words in map(str.split, _PUBLISHED.strip().splitlines()):
-        numbers = [int(word) for word in words if word.isdigit()]
+        numbers = [int(word) for word in words if word.isdecimal()]
         num_parameters, layers, hidden, inner, heads, kv_heads, head_dim, vocab, *others = numbers
         norms, window, read_by_text = [*others, 0, 0, 0][:3]
         shape = Shape(layers, hidden, inner, heads, kv_heads, head_dim, vocab, bool(norms), window or None)
         size = ModelSize(source, num_parameters, shape, read_by_text or None)
-        yield from ((word, size) for word in words if not word.isdigit())
+        yield from ((word, size) for word in words if not word.isdecimal())
 
 
 #: Hub id or short name → size.

@@ -31,6 +31,7 @@ from rlctl.user_code import is_file_function, split_names
 
 IS_THRESHOLD_KEY = f"{CORRECTION}rollout_is_threshold"
 RS_KEY = f"{CORRECTION}rollout_rs"
+_MOST_CRITERIA = 32  # suggestions for invalid lists grow with the square of their length
 RS_THRESHOLD_KEY = f"{CORRECTION}rollout_rs_threshold"
 
 #: One or two positive numbers: `2.0` is (2.0,), `0.6_1.6` is (0.6, 1.6).
@@ -178,6 +179,10 @@ def _reject_rules(spec: RolloutCorrectionSpec, problems: list[Problem]) -> tuple
     thresholds = split_names(spec.rollout_rs_threshold) if spec.rollout_rs_threshold else []
     if spec.dialect == "verl" and len(thresholds) == 1:
         thresholds = thresholds * len(names)  # verl shares one threshold among all criteria
+    if len(names) > _MOST_CRITERIA:
+        what = f"{len(names)} criteria; at most {_MOST_CRITERIA} are possible"
+        problems.append(Problem("error", RS_KEY, what, "name each criterion once"))
+        return ()
     rules: dict[str, RejectRule] = {}
     fitting: dict[str, str] = {}  # criterion → its threshold if valid, or an example
     faults: list[str] = []  # what is wrong with the thresholds

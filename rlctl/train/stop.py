@@ -29,8 +29,8 @@ from typing import Self
 
 from rlctl import leftovers
 from rlctl.engine.launch import end_rank
-from rlctl.errors import RlctlError, RunFailure
-from rlctl.files import write_text
+from rlctl.errors import RlctlError, RunFailure, visible
+from rlctl.files import open_to_append, write_text
 from rlctl.processes import progress
 from rlctl.track.console import PHASES
 
@@ -287,7 +287,7 @@ class Watchdog:
         return self._run_dir / f"stacks-rank{self._rank}.txt"
 
     def _write_stacks(self) -> None:
-        with contextlib.suppress(OSError), self._stacks_file.open("a", encoding="utf-8") as file:
+        with contextlib.suppress(OSError), open_to_append(self._stacks_file, "a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {self._place}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
@@ -312,5 +312,5 @@ def _name(rank: int, beat: Beat | None) -> str:
 
 
 def _print(text: str) -> None:
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(visible(text) + "\n")
     sys.stderr.flush()

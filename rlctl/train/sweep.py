@@ -26,7 +26,7 @@ from rlctl.engine.checkpoint import CHECKPOINTS
 from rlctl.errors import UsageError
 from rlctl.evaluate.compare import compare
 from rlctl.evaluate.intervals import Difference, IntervalFigure, estimate, paired
-from rlctl.files import write_text
+from rlctl.files import open_to_append, write_text
 from rlctl.processes import end_with_parent
 from rlctl.spec.load import load_spec
 from rlctl.track.open_run import RunState, read_state
@@ -293,7 +293,7 @@ def _start(directory: Path, sweep: Sweep, run: SweepRun) -> subprocess.Popen[byt
             path.rename(directory / f"{_LOST}{number}-{run.name}")
         presets = itertools.chain.from_iterable(("--preset", preset) for preset in sweep.presets)
         words = [*presets, *sweep.files, *sweep.fixed, *run.overrides, f"trainer.run_dir={path}"]
-    with (directory / f"{run.name}.log").open("ab") as log:
+    with open_to_append(directory / f"{run.name}.log") as log:
         return subprocess.Popen(
             [*TRAIN, *words],
             stdin=subprocess.DEVNULL,

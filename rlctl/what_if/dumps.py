@@ -304,6 +304,6 @@ def _ragged(number: int, rows: list[_DumpedRow]) -> Step:
 #: Per layout: whether it has a file of this name, and its reader.
 _LAYOUTS: tuple[tuple[Callable[[Path], bool], Callable[[Sequence[Path]], Iterator[Step]]], ...] = (
     (lambda file: file.suffix == ".parquet" and file.name.startswith("rollouts-"), _read_own),
-    (lambda file: file.suffix == ".pt" and file.stem.split("_")[0].isdigit(), _read_slime),
+    (lambda file: file.suffix == ".pt" and file.stem.split("_")[0].isdecimal(), _read_slime),
     (lambda file: bool(re.fullmatch(r"train_data_step\d+\.jsonl", file.name)), _read_nemo),
 )

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup, escape
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rlctl.html_page import render
+from rlctl.terminal import Console
 from rlctl.what_if.tradeoff import SettingOutcome, Tradeoff
 
 #: Directory of the templates.

@@ -237,3 +237,12 @@ def test_a_run_without_checkpoint_is_an_error_that_says_what_to_do(tmp_path: Pat
     (tmp_path / "checkpoints/step_000003/model/deep/weights").unlink()
     with pytest.raises(UsageError, match=r"no complete checkpoint \(step_000003 is damaged"):
         checkpoint_of_run(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["step_²", "step_x", "step_", "step_①"])
+def test_directories_that_are_no_checkpoints_are_ignored(tmp_path: Path, name: str) -> None:
+    write(tmp_path, 1)
+    (tmp_path / name).mkdir()
+    newest, _ = newest_intact(tmp_path, set_aside=True)
+    assert newest is not None
+    assert newest.state.step == 1

@@ -12,7 +12,7 @@ from rlctl.evaluate.request import EvaluateRequest, chosen_reward
 from rlctl.evaluate.samples import read_samples
 from rlctl.evaluate.scores import summarise
 from rlctl.spec.rollout import RewardSpec
-from rlctl.track.run_dir import MASK
+from rlctl.track.redaction import MASK
 
 
 def quiet(doing, done, total):
@@ -76,7 +76,7 @@ def test_the_parameters_of_a_grader_are_not_given_to_another(tmp_path):
     own = RewardSpec(name=name, params={"scale": 2.0})
     assert chosen_reward(own, "maths") == RewardSpec(name="maths")
     assert chosen_reward(own, name) == chosen_reward(own, None) == own
-    masked = RewardSpec(name=name, params={"end_token": MASK})
+    masked = RewardSpec(name=name, params={"judge_key": MASK})
     assert chosen_reward(masked, "maths") == RewardSpec(name="maths")
     with pytest.raises(UsageError, match="a parameter of the run's reward is masked"):
         chosen_reward(masked, None)

@@ -15,10 +15,6 @@ from rlctl.track.run_dir import (
     environment_record,
     note_in_environment,
     open_run_dir,
-    redact,
-    redact_command,
-    redact_lines,
-    redact_tree,
 )
 
 HOLD = """
@@ -134,10 +130,12 @@ def test_default_paths_do_not_collide(tmp_path: Path) -> None:
 def test_what_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "e" * 40)
     with open_run_dir(tmp_path / "run", resume=False) as run:
-        run.write_spec("model:\n  path: embedded\n  hub_token: abc\nalgorithm:\n  rollout_rs: token_k1\n")
+        run.write_spec(
+            {"model": {"path": "embedded", "hub_token": "abc"}, "algorithm": {"rollout_rs": "token_k1"}}
+        )
         run.write_environment(["rlctl", "train", "--wandb-api-key", "f" * 40, "model.path=m", "x.token=t1"])
     assert (tmp_path / "run" / "spec.yaml").read_text() == (
-        'model:\n  path: embedded\n  hub_token: "***"\nalgorithm:\n  rollout_rs: token_k1\n'
+        "model:\n  path: embedded\n  hub_token: '***'\nalgorithm:\n  rollout_rs: token_k1\n"
     )
     text = (tmp_path / "run" / "environment.json").read_text()
     record = json.loads(text)
@@ -168,37 +166,3 @@ def test_the_commit_of_the_working_directory(tmp_path: Path, monkeypatch: pytest
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "m"], check=True)
     assert len(environment_record([])["git_commit"]) == 40
-
-
-@pytest.mark.parametrize(
-    "secret",
-    [
-        "hf_abcdefghijklmnopqrstuvwxyz",
-        "sk-abcdefghijklmnopqrst",
-        "wandb_v1_abcdefghijklmnopqrst",
-        "0123456789abcdef0123456789abcdef01234567",
-        "ghp_abcdefghijklmnopqrstuvwxyz0123456789",
-    ],
-)
-def test_tokens_are_recognised_anywhere(secret: str) -> None:
-    assert secret not in redact(f"login failed for {secret}.")
-    assert secret not in "".join(redact_command([f"model.path={secret}"]))
-    assert secret not in redact_lines(f"a: 1\nb: {secret}\n")
-    assert secret not in str(redact_tree({"a": [secret, {"b": secret}]}))
-
-
-def test_a_secret_of_several_lines_in_a_command_is_masked_to_its_end() -> None:
-    assert redact_command(["--private-key=first\nsecond", "x.token=first\n"]) == [
-        "--private-key=***",
-        "x.token=***",
-    ]
-
-
-def test_what_is_no_secret_stays() -> None:
-    command = [
-        *("rlctl", "train", "--preset", "rloo-seq-is", "rollout_rs=token_k1", "loss_agg_mode=token-mean"),
-        *("model.revision=" + "a1" * 20, "data.max_prompt_length=512", "model.path=Qwen/Qwen2.5-7B"),
-    ]
-    assert redact_command(command) == command
-    assert redact_command(["https://me:pw123@host/x"]) == ["https://***@host/x"]
-    assert redact_lines("token: null\r\n") == "token: null\r\n"

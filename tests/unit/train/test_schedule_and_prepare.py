@@ -8,7 +8,7 @@ import pytest
 
 from rlctl.errors import SpecError
 from rlctl.spec.keys import changes
-from rlctl.spec.load import dump_spec, load_spec
+from rlctl.spec.load import load_spec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.track.run_dir import open_run_dir
 from rlctl.train.preflight import check_inputs, refuse_unsafe
@@ -130,7 +130,7 @@ def test_a_masked_value_must_be_given_again(tmp_path: Path) -> None:
     mapping = ("data.chat_template_kwargs.end_token=x", "data.chat_template_kwargs.commit=" + "a1" * 20)
     given = spec(*mapping, "data.chat_template_kwargs.version=" + "a1" * 20)
     with open_run_dir(tmp_path, resume=False) as run:
-        run.write_spec(dump_spec(given))
+        run.write_spec(given.model_dump(mode="json"))
     recorded = load_spec(files=[tmp_path / "spec.yaml"]).spec
     keys = [f"data.chat_template_kwargs.{name}" for name in ("end_token", "version")]
     assert [problem.key for problem in check_inputs(recorded)] == keys

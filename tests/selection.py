@@ -1,6 +1,6 @@
 """Which command runs which tests: `make test` all but the kinds below, `make test-all` the kinds.
 
-Of each kind `make test` keeps the tests named behind a file, so that it notices when a kind breaks as a whole.
+Of each kind `make test` keeps the tests named behind a file, to notice when a kind breaks as a whole.
 `make help` prints the table (`python tests/selection.py`). The marker of the kinds is `thorough`.
 """
 

@@ -82,7 +82,7 @@ class Outcome:
     """Outcome of a program."""
 
     exit_code: int  # of the program, or of its tests; negative: the signal that ended the process
-    timed_out: bool  # it was killed at the time limit
+    reached_limit: bool  # it was ended, at the limit of time, of files or of messages
     stdout: str  # what it printed, at most `max_output` bytes
     values: list[Any]  # of the `eval` steps that were reached, as `jail.encode` writes them
     passed: bool  # the test code ran without an exception
@@ -145,7 +145,7 @@ def run_program(
     messages = _messages(reply or b"")
     return Outcome(
         exit_code=jails[-1].process.returncode,
-        timed_out=reply is None,
+        reached_limit=reply is None,
         stdout=stdout,
         values=[message.get("value") for message in messages],
         passed=bool(tests) and messages == [{"passed": True}],

@@ -288,7 +288,9 @@ print(refused(lambda: os.kill(os.getppid(), signal.SIGUSR1)),
         server.bind(f"\0rlctl-{os.getpid()}")
         server.listen()
         with (tmp_path / "printed").open("w") as file:
-            subprocess.run([sys.executable, "-c", code], cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=file, check=True)
+            subprocess.run(
+                [sys.executable, "-c", code], cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=file, check=True
+            )
     signal.signal(signal.SIGUSR1, before)
     assert ((tmp_path / "printed").read_text(), arrived) == ("refused refused\n", [])
 
@@ -373,7 +375,7 @@ def test_endless_programs_are_ended():
         "import os, time\nos.closerange(0, 100)\nwhile True: time.sleep(0.01)",
     ):
         outcome = run_program.run_program(program, Limits(0.3, 256))
-        assert outcome.timed_out, program
+        assert outcome.reached_limit, program
         assert outcome.exit_code == -signal.SIGKILL
 
 
@@ -385,7 +387,7 @@ def test_time_in_the_queue_for_a_processor_is_not_the_programs(monkeypatch):
     assert run_program.run_program(program, Limits(0.3, 256)).stdout == "1\n"
     with pytest.raises(NotRun, match="too busy"):
         run_program.run_program("import time\ntime.sleep(600)", Limits(0.1, 256))
-    assert run_program.run_program("while True: pass", Limits(0.1, 256)).timed_out
+    assert run_program.run_program("while True: pass", Limits(0.1, 256)).reached_limit
 
 
 def test_waiting_for_a_processor_is_measured():
@@ -411,7 +413,7 @@ def test_bombs_are_contained():
     assert len(endless.stdout) <= 1 << 20
     files = "for i in range(10**6): open(str(i), 'wb').write({})"
     for content in ("b''", "bytes(15 << 20)"):
-        assert run_program.run_program(files.format(content), LIMITS).timed_out
+        assert run_program.run_program(files.format(content), LIMITS).reached_limit
     found = attempt(
         "len(bytearray(300 << 20))",
         "len(bytearray(100 << 20))",

@@ -28,7 +28,7 @@ from rlctl.leftovers import temporary_directory
 from rlctl.processes import cpu_seconds
 from rlctl.reward.pool import STALLED
 from rlctl.reward.sandbox import confine
-from rlctl.reward.sandbox.system_calls import filter_program, system_calls
+from rlctl.reward.sandbox.system_calls import filter_program, rules_of
 
 JAIL = Path(__file__).with_name("jail.py")
 #: Maximum bytes read from a program's output and reply.
@@ -164,7 +164,8 @@ def check_sandbox(limits: Limits) -> None:
         files.append((f"/proc/{os.getpid()}/environ", os.O_RDONLY))
     why = ""
     try:
-        denied = system_calls(has_landlock=has_landlock).denied
+        rules = rules_of(has_landlock=has_landlock)
+        denied = {name: rule.number for name, rule in rules.items() if rule.allowed_if != [[]]}
         outcome = run_program(PROBE.format(denied=denied, files=files), limits)
         if outcome.exit_code:
             why = f"a small program ended with code {outcome.exit_code} under the limits of reward.code"
@@ -183,7 +184,7 @@ def check_sandbox(limits: Limits) -> None:
 
 @lru_cache
 def _filter(*, has_landlock: bool) -> str:
-    return filter_program(system_calls(has_landlock=has_landlock)).hex()
+    return filter_program(rules_of(has_landlock=has_landlock).values()).hex()
 
 
 class _Jail:
@@ -213,7 +214,8 @@ class _Jail:
                 start_new_session=True,
             )
         self._line.settimeout(START_DEADLINE_S)
-        self._settings = settings
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            self.say(settings)
 
     def await_confinement(self) -> None:
         """Waits until the process has confined itself; no program runs in it yet.
@@ -223,7 +225,6 @@ class _Jail:
         """
         answer = {}
         with contextlib.suppress(OSError, ValueError):
-            self.say(self._settings)
             answer = json.loads(self._line.makefile("rb").readline())
         if "ready" not in answer:
             raise NotRun(answer.get("refused", "its process ended before the sandbox was set up"))
@@ -269,19 +270,20 @@ class _Meter:
     """Measures running processes against a time limit T, in seconds.
 
     They may use T of processor time, all threads together. A program that sleeps uses none, so T·`ELAPSED` is
-    the limit of the elapsed time, without the time in which it was ready to run and waited for a processor:
-    that is the load of the machine. If the kernel does not count this, all elapsed time is the program's.
+    the limit of the elapsed time, without the time in which a thread was ready to run and waited for a
+    processor: that is the load of the machine. A program cannot feign it, because its threads only wait while
+    others use the processors. If the kernel does not count it, all elapsed time is the program's.
     """
 
     def __init__(self, pids: Sequence[int], limit_s: float) -> None:
         self._pids = pids
         self._limit_s = limit_s
-        self._queued: dict[str, float] = {}  # thread → seconds for which it has waited for a processor
         self.restart()
 
     def restart(self) -> None:
         """Starts to measure again from zero."""
-        self._start, self._cpu, self._waited = time.monotonic(), sum(map(cpu_seconds, self._pids)), 0.0
+        self._start = self._last_wait = time.monotonic()
+        self._cpu, self._waited, self._threads = sum(map(cpu_seconds, self._pids)), 0.0, self._waits()
 
     def is_over(self) -> bool:
         """Whether the processes have reached a limit.
@@ -289,23 +291,27 @@ class _Meter:
         Raises:
             NotRun: they have not, but need too long because the machine is busy.
         """
-        self._waited += sum(map(self._newly_waited, self._pids))
-        elapsed, cpu = time.monotonic() - self._start, sum(map(cpu_seconds, self._pids)) - self._cpu
+        now, before = time.monotonic(), self._threads
+        self._threads = self._waits()
+        waits = [wait - before[thread] for thread, wait in self._threads.items() if thread in before]
+        if any(waits):  # the kernel counts a wait when it ends; those of several threads overlap
+            self._waited += min(max(waits), now - self._last_wait)
+            self._last_wait = now
+        cpu, elapsed = sum(map(cpu_seconds, self._pids)) - self._cpu, now - self._start
         if cpu > self._limit_s or elapsed - self._waited > ELAPSED * self._limit_s:
             return True
         if elapsed > STALLED * self._limit_s:
             raise NotRun("the machine was too busy: the program got too little processor time")
         return False
 
-    def _newly_waited(self, pid: int) -> float:
-        """Most that one thread has waited for a processor since the last call (threads wait together)."""
-        most = 0.0
-        with contextlib.suppress(OSError, IndexError):  # it ended, or the kernel does not count
-            for thread in islice(os.scandir(f"/proc/{pid}/task"), MAX_THREADS):
-                waited = int(Path(thread.path, "schedstat").read_text().split()[1]) / 1e9
-                most = max(most, waited - self._queued.get(thread.name, 0.0))
-                self._queued[thread.name] = waited
-        return most
+    def _waits(self) -> dict[str, float]:
+        """Thread → seconds for which it has waited for a processor, for the first threads."""
+        found = {}
+        for pid in self._pids:
+            with contextlib.suppress(OSError, IndexError):  # it ended, or the kernel does not count
+                for thread in islice(os.scandir(f"/proc/{pid}/task"), MAX_THREADS):
+                    found[thread.name] = int(Path(thread.path, "schedstat").read_text().split()[1]) / 1e9
+        return found
 
 
 def _uses_much_disk(folder: Path) -> bool:

@@ -6,6 +6,7 @@ import errno
 import platform
 import struct
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,11 +14,9 @@ from typing import Any
 
 #: machine → AUDIT_ARCH_* (linux/audit.h)
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-#: System calls with this bit belong to x86_64's second set (x32), which would bypass the filter.
-X32_BIT = 0x40000000
 
 # Instructions of the classic BPF machine (linux/filter.h, linux/bpf_common.h).
-_LOAD, _AND, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
+_LOAD, _AND, _IF_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06
 _ALLOW, _DENY, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 # Offsets in struct seccomp_data: the call's number, the machine, the instruction pointer, six arguments of 8
 # bytes, both machines little-endian.
@@ -28,25 +27,12 @@ Test = tuple[int, int, list[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class SystemCalls:
-    """The table for one machine. Calls that it does not have are left out.
+class Rule:
+    """When a system call is allowed, and how it fails otherwise."""
 
-    Attributes:
-        numbers: call → its number.
-        allowed: allowed for all arguments.
-        allowed_if: call → alternatives of tests of its arguments.
-        absent: fail with ENOSYS, as unknown calls do.
-    """
-
-    numbers: dict[str, int]
-    allowed: list[str]
-    allowed_if: dict[str, list[list[Test]]]
-    absent: list[str]
-
-    @property
-    def denied(self) -> dict[str, int]:
-        """Calls that fail for at least some arguments → number."""
-        return {name: number for name, number in self.numbers.items() if name not in self.allowed}
+    number: int
+    allowed_if: list[list[Test]]  # alternatives of tests that must all hold: [[]] is always, [] is never
+    error: int  # errno
 
 
 def read_table() -> dict[str, Any]:
@@ -55,8 +41,8 @@ def read_table() -> dict[str, Any]:
 
 
 @lru_cache
-def system_calls(*, has_landlock: bool, machine: str | None = None) -> SystemCalls:
-    """The table for a machine, by default this one.
+def rules_of(*, has_landlock: bool, machine: str | None = None) -> dict[str, Rule]:
+    """System call → its rule, for the calls of a machine, by default this one.
 
     Raises:
         OSError: the table does not contain this machine.
@@ -65,53 +51,37 @@ def system_calls(*, has_landlock: bool, machine: str | None = None) -> SystemCal
     if machine not in MACHINES:
         raise OSError(f"rlctl has no system call filter for {machine}, only for {' and '.join(MACHINES)}")
     table = read_table()
-    numbers = {
-        name: int(first) + place
+    allowed_if: dict[str, list[list[Test]]] = table["allow_if"]
+    if not has_landlock:
+        allowed_if |= table["allow_if_without_landlock"]
+    for group in ("allow", "allow_with_landlock") if has_landlock else ("allow",):
+        allowed_if |= {name: [[]] for name in " ".join(table[group].values()).split()}
+    absent = " ".join(table["absent"].values()).split()
+    return {
+        name: Rule(
+            int(first) + place, allowed_if.get(name, []), errno.ENOSYS if name in absent else errno.EPERM
+        )
         for first, names in {**table["numbers"][machine], **table["numbers"]["both"]}.items()
         for place, name in enumerate(names.split())
         if name != "-"
     }
 
-    def names_of(*groups: dict[str, str]) -> list[str]:
-        return [
-            name for group in groups for names in group.values() for name in names.split() if name in numbers
-        ]
 
-    conditions = table["allow_if"] | ({} if has_landlock else table["allow_if_without_landlock"])
-    return SystemCalls(
-        numbers,
-        names_of(table["allow"], table["allow_with_landlock"] if has_landlock else {}),
-        {name: tests for name, tests in conditions.items() if name in numbers},
-        names_of(table["absent"]),
-    )
-
-
-def filter_program(calls: SystemCalls, machine: str | None = None) -> bytes:
-    """The filter's instructions (8 bytes each, `struct sock_filter`) for the machine of the calls."""
+def filter_program(rules: Iterable[Rule], machine: str | None = None) -> bytes:
+    """The filter's instructions (8 bytes each, `struct sock_filter`) for the machine of the rules."""
     program = [
         _step(_LOAD, _MACHINE_AT),
         _step(_IF_EQUAL, MACHINES[machine or platform.machine()], then=1),
         _step(_RETURN, _KILL),
         _step(_LOAD, _NUMBER_AT),
     ]
-    for name in calls.allowed:
-        program += _if_call(calls.numbers[name], [_step(_RETURN, _ALLOW)])
-    for name, alternatives in calls.allowed_if.items():
-        tests = [step for alternative in alternatives for step in _if_all(alternative)]
-        program += _if_call(calls.numbers[name], [*tests, _step(_RETURN, _DENY | errno.EPERM)])
-    for name in calls.absent:
-        program += _if_call(calls.numbers[name], [_step(_RETURN, _DENY | errno.ENOSYS)])
-    # Numbers above the table, among them those of x32, are unknown.
-    program += [
-        _step(_IF_AT_LEAST, max(calls.numbers.values()) + 1, otherwise=1),
-        _step(_RETURN, _DENY | errno.ENOSYS),
-        _step(_RETURN, _DENY | errno.EPERM),
-    ]
-    return b"".join(program)
-
-
-def _if_call(number: int, then: list[bytes]) -> list[bytes]:
-    return [_step(_IF_EQUAL, number, otherwise=len(then)), *then]
+    for rule in rules:
+        then = [step for tests in rule.allowed_if for step in _if_all(tests)]
+        if [] not in rule.allowed_if:
+            then.append(_step(_RETURN, _DENY | rule.error))
+        program += [_step(_IF_EQUAL, rule.number, otherwise=len(then)), *then]
+    # Unknown calls, among them x86_64's second set (x32), whose numbers have bit 30.
+    return b"".join([*program, _step(_RETURN, _DENY | errno.ENOSYS)])
 
 
 def _if_all(tests: list[Test]) -> list[bytes]:

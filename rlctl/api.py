@@ -366,10 +366,9 @@ def grade(
         sections = {"code": limit} | ({grader: {**params, **limit}} if params else {})
         scorer = GRADERS[grader](_checked(RewardSpec, sections), None)
     else:
-        scorer = GradingPool(grader, dict(params), deadline_s=deadline_s)
+        scorer = pool = GradingPool(grader, dict(params), deadline_s=deadline_s)
+        pool.check()
     try:
-        if isinstance(scorer, GradingPool):
-            scorer.check()
         graded = scorer.grade(samples)
     finally:
         scorer.close()

@@ -104,21 +104,22 @@ def program_of(response: str) -> str:
     python = [code for language, code in blocks if _PYTHON.fullmatch(language)]
     unmarked = [code for language, code in blocks if not language]
     programs = python or list(filter(_USED.search, unmarked)) or unmarked or [text]
-    while len(programs) > 1 and _is_example(programs[-1], programs[:-1]):
-        programs.pop()
-    return programs[-1]
+    return _last_program(programs)
 
 
-def _is_example(code: str, earlier: Sequence[str]) -> bool:
-    """Whether a block shows a session, or uses a function or class that only an earlier block defines.
+def _last_program(blocks: Sequence[str]) -> str:
+    """The last block that is no session and uses no function or class that only an earlier block defines.
 
     Decided by the words of the text: parsing code that a model wrote can end the process.
     """
-    used = set(re.findall(r"\w+", " ".join(_USED.findall(re.sub(r"#.*", "", code)))))
-    needed = used - set(_DEFINED.findall(code))
-    return re.match(r"\s*>>>", code) is not None or any(
-        needed & {*_DEFINED.findall(block)} for block in earlier
-    )
+    program, earlier = blocks[0], set[str]()
+    for code in blocks:
+        defined = set(_DEFINED.findall(code))
+        used = set(re.findall(r"\w+", " ".join(_USED.findall(re.sub(r"#.*", "", code)))))
+        if not (used - defined) & earlier and not re.match(r"\s*>>>", code):
+            program = code
+        earlier |= defined
+    return program
 
 
 @lru_cache(maxsize=1024)
@@ -288,7 +289,7 @@ def _same_text(found: str, wanted: str) -> bool:
     lines = [line.split() for line in found.rstrip().split("\n")]
     wanted_lines = [line.split() for line in wanted.rstrip().split("\n")]
     return list(map(len, lines)) == list(map(len, wanted_lines)) and all(
-        map(_same_word, chain(*lines), chain(*wanted_lines))
+        map(_same_word, chain.from_iterable(lines), chain.from_iterable(wanted_lines))
     )
 
 

@@ -27,7 +27,7 @@ Test = tuple[int, int, list[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SeccompRule:
     """When a system call is allowed, and how it fails otherwise."""
 
     number: int
@@ -41,7 +41,7 @@ def read_table() -> dict[str, Any]:
 
 
 @lru_cache
-def rules_of(*, has_landlock: bool, machine: str | None = None) -> dict[str, Rule]:
+def rules_of(*, has_landlock: bool, machine: str | None = None) -> dict[str, SeccompRule]:
     """System call → its rule, for the calls of a machine, by default this one.
 
     Raises:
@@ -58,7 +58,7 @@ def rules_of(*, has_landlock: bool, machine: str | None = None) -> dict[str, Rul
         allowed_if |= {name: [[]] for name in " ".join(table[group].values()).split()}
     absent = " ".join(table["absent"].values()).split()
     return {
-        name: Rule(
+        name: SeccompRule(
             int(first) + place, allowed_if.get(name, []), errno.ENOSYS if name in absent else errno.EPERM
         )
         for first, names in {**table["numbers"][machine], **table["numbers"]["both"]}.items()
@@ -67,7 +67,7 @@ def rules_of(*, has_landlock: bool, machine: str | None = None) -> dict[str, Rul
     }
 
 
-def filter_program(rules: Iterable[Rule], machine: str | None = None) -> bytes:
+def filter_program(rules: Iterable[SeccompRule], machine: str | None = None) -> bytes:
     """The filter's instructions (8 bytes each, `struct sock_filter`) for the machine of the rules."""
     program = [
         _step(_LOAD, _MACHINE_AT),

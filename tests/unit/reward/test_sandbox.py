@@ -563,7 +563,7 @@ def test_the_filter_says_what_the_table_says(machine, has_landlock):
 
     by_number = {rule.number: (name, rule) for name, rule in rules.items()}
     for number in range(600):
-        name, rule = by_number.get(number, ("", system_calls.Rule(number, [], errno.ENOSYS)))
+        name, rule = by_number.get(number, ("", system_calls.SeccompRule(number, [], errno.ENOSYS)))
         denied = 0x00050000 | rule.error
         assert decision(number, (0xFFFFFFFF,) * 12) == (allowed if rule.allowed_if == [[]] else denied)
         for alternative in rule.allowed_if:

@@ -306,15 +306,18 @@ def grade(
 ) -> list[float | None]:
     """Score responses as training does, in child processes with a deadline.
 
+    With `code`, and `auto` for rows from sources of programming problems, the responses are run as programs,
+    in the sandbox of training.
+
     Args:
         grader: name of a registered grader, such as `maths`, or `file.py:function`.
         responses: responses of a model.
         ground_truths: one per response.
         rows: other fields that the grader reads, one mapping per response: `prompt`, `messages`,
             `data_source`, `extra_info`, `response_ids`.
-        params: parameters that the grader declares.
+        params: parameters that the grader declares; for `code` the keys of `reward.code`.
         deadline_s: seconds that grading one response may take; None: as in training, 5 for a built-in grader,
-            30 for another one.
+            30 for another one. For `code` its `timeout_s`.
 
     Returns:
         A score per response: 0.0 where the response made its grading fail, for example by its length; None
@@ -322,14 +325,17 @@ def grade(
 
     Raises:
         UsageError: no such grader, or it cannot be loaded; or the lengths differ.
+        EnvironmentFailure: this machine cannot confine programs.
 
     Warns:
         UserWarning: responses could not be graded, and why the first one could not.
     """
     from pydantic import Field, JsonValue
 
+    from rlctl.registry import GRADERS
     from rlctl.reward.pool import GradingPool, is_scorer
-    from rlctl.reward.protocol import Failure, Sample
+    from rlctl.reward.protocol import Failure, Sample, Scorer
+    from rlctl.spec.rollout import RewardSpec
 
     def checked_list(kind: Any, some: Any, name: str) -> Any:
         is_many = isinstance(some, Iterable) and not isinstance(some, str)
@@ -341,7 +347,7 @@ def grade(
     others = checked_list(dict[str, Any], [{}] * len(texts) if rows is None else rows, "rows")
     params = _checked(dict[str, JsonValue], params or {}, "params")
     _checked(Annotated[float, Field(gt=0, allow_inf_nan=False)] | None, deadline_s, "deadline_s")
-    if is_scorer(grader):
+    if grader == "model":
         what = "this grader needs settings of a run"
         fix = "name another one, such as maths; `rlctl reward test SPEC --data FILE` reads a spec's settings"
         raise UsageError(what, where=grader, fix=fix)
@@ -354,12 +360,18 @@ def grade(
     except TypeError as error:
         fix = "give mappings of prompt, messages, data_source, extra_info or response_ids"
         raise UsageError(str(error).removeprefix("Sample.__init__() "), where="rows", fix=fix) from None
-    pool = GradingPool(grader, dict(params), deadline_s=deadline_s)
-    try:
+    scorer: Scorer
+    if is_scorer(grader):
+        limit = {} if deadline_s is None else {"timeout_s": deadline_s}
+        sections = {"code": limit} | ({grader: {**params, **limit}} if params else {})
+        scorer = GRADERS[grader](_checked(RewardSpec, sections), None)
+    else:
+        scorer = pool = GradingPool(grader, dict(params), deadline_s=deadline_s)
         pool.check()
-        graded = pool.grade(samples)
+    try:
+        graded = scorer.grade(samples)
     finally:
-        pool.close()
+        scorer.close()
     failures = [one for one in graded if isinstance(one, Failure) and one.score is None]
     if failures:
         what = f"{len(failures)} of {len(graded)} responses could not be graded; the first one"

@@ -1,4 +1,4 @@
-"""Output of commands, free ports, progress of waits, and child processes that end with their parent."""
+"""Output of commands, free ports, progress of waits, and times and ends of processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -81,6 +82,14 @@ def environment_without_ranks() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in _OF_RANKS and not name.startswith("TORCHELASTIC_")
     }
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process and its threads; 0.0 for no process, or one that has ended."""
+    try:  # the clock's number is that of clock_getcpuclockid(3)
+        return time.clock_gettime(~pid << 3 | 2) if pid else 0.0
+    except OSError:
+        return 0.0
 
 
 def end_with_parent(number: signal.Signals, parent: int) -> None:

@@ -10,11 +10,11 @@ import ast
 import json
 import re
 import textwrap
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rlctl.registry import GRADERS
@@ -25,7 +25,7 @@ from rlctl.reward.sandbox.jail import encode, same
 from rlctl.reward.sandbox.run_program import (
     MAX_OUTPUT_BYTES,
     Limits,
-    Outcome,
+    NotRun,
     Step,
     check_sandbox,
     run_program,
@@ -40,6 +40,11 @@ _BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _PYTHON = re.compile(r"py(?:thon)?\d*", re.IGNORECASE)
+#: Names that a block defines at its top level; its imports and the functions and classes that it calls.
+_DEFINED = re.compile(r"^(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
+_USED = re.compile(r"\bimport\b.*|(?<![.\w])\w+(?=[ \t]*\()")
+#: A decimal number, short enough for Python to read.
+_NUMBER = re.compile(r"[+-]?(?=.{1,400}\Z)(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
 
 
 def _known_responses(ground_truth: str) -> KnownResponses:
@@ -58,8 +63,9 @@ def _known_responses(ground_truth: str) -> KnownResponses:
 class CodeScorer(Scorer):
     """1.0 when the response's program passes every test of its ground truth, else 0.0.
 
-    A program that crashes or reaches its time or memory limit scores 0.0. A ground truth without tests, or
-    with tests that pass without a program, is a `Failure`, and so is a sandbox that cannot be set up.
+    A program that crashes or reaches its time or memory limit scores 0.0, whatever it does. A ground truth
+    without tests, or with tests that pass without a program, is a `Failure`, and so is a machine that cannot
+    confine a program or is too busy to run it.
 
     Raises:
         EnvironmentFailure: this machine cannot confine programs.
@@ -79,27 +85,47 @@ class CodeScorer(Scorer):
             tests = parse_tests(sample.ground_truth)
         except ValueError as error:
             return Failure(f"the ground truth contains no tests: {error}")
-        grade = tests.run(program_of(sample.response), self._limits)
-        if grade == 1.0 and _pass_without_a_program(sample.ground_truth, self._limits):
-            return Failure("the tests of the ground truth pass without a program")
-        return grade
+        try:
+            passes = tests.pass_with(program_of(sample.response), self._limits)
+            if passes and _pass_without_a_program(sample.ground_truth, self._limits):
+                return Failure("the tests of the ground truth pass without a program")
+        except NotRun as error:
+            return Failure(str(error), "machine")
+        return float(passes)
 
 
 def program_of(response: str) -> str:
-    """The last fenced block after the thoughts that is marked as Python.
+    """The last fenced block after the thoughts that is marked as Python and is not an example of its use.
 
-    Without one it is the last block without a language, or the whole text after the thoughts.
+    Without one it is the last such block without a language, or the whole text after the thoughts.
     """
     text = without_thoughts(response).replace("\r\n", "\n")
     blocks = [(block["language"], textwrap.dedent(block["code"])) for block in _BLOCK.finditer(text)]
     python = [code for language, code in blocks if _PYTHON.fullmatch(language)]
-    return (python or [code for language, code in blocks if not language] or [text])[-1]
+    unmarked = [code for language, code in blocks if not language]
+    programs = python or list(filter(_USED.search, unmarked)) or unmarked or [text]
+    return _last_program(programs)
+
+
+def _last_program(blocks: Sequence[str]) -> str:
+    """The last block that is no session and uses no function or class that only an earlier block defines.
+
+    Decided by the words of the text: parsing code that a model wrote can end the process.
+    """
+    program, earlier = blocks[0], set[str]()
+    for code in blocks:
+        defined = set(_DEFINED.findall(code))
+        used = set(re.findall(r"\w+", " ".join(_USED.findall(re.sub(r"#.*", "", code)))))
+        if not (used - defined) & earlier and not re.match(r"\s*>>>", code):
+            program = code
+        earlier |= defined
+    return program
 
 
 @lru_cache(maxsize=1024)
 def _pass_without_a_program(ground_truth: str, limits: Limits) -> bool:
     """Whether an empty program passes, for example because no code calls the function with the asserts."""
-    return parse_tests(ground_truth).run("", limits) == 1.0
+    return parse_tests(ground_truth).pass_with("", limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,20 +135,14 @@ class ScriptTests:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
-    def run(self, program: str, limits: Limits) -> Grade:
-        """Runs one process per input until one fails; the time limit covers all inputs together."""
-        end = time.monotonic() + limits.timeout_s
+    def pass_with(self, program: str, limits: Limits) -> bool:
+        """Runs one process per input until one fails; each has the whole time limit."""
         for given, wanted in zip(self.inputs, self.outputs, strict=True):
-            left = end - time.monotonic()
-            if left <= 0.0:
-                return 0.0
             most = MAX_OUTPUT_BYTES + 4 * len(wanted)
-            outcome = run_program(program, replace(limits, timeout_s=left), stdin=given, max_output=most)
-            if outcome.refused:
-                return _broken(outcome)
-            if outcome.exit_code != 0 or _words(outcome.stdout) != _words(wanted):
-                return 0.0
-        return 1.0
+            outcome = run_program(program, limits, stdin=given, max_output=most)
+            if outcome.exit_code != 0 or not _same_text(outcome.stdout, wanted):
+                return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,22 +154,20 @@ class CallTests:
     #: compare values as JSON: tuples are lists, keys are text
     as_json: bool
 
-    def run(self, program: str, limits: Limits) -> Grade:
+    def pass_with(self, program: str, limits: Limits) -> bool:
         """Runs all steps in one process, which returns the values; they are compared here."""
         most = MAX_OUTPUT_BYTES // 16 + 32 * len(json.dumps(self.values))
         outcome = run_program(program, limits, steps=self.steps, max_output=most)
-        if outcome.refused:
-            return _broken(outcome)
-        if outcome.timed_out or len(outcome.values) != len(self.values):
-            return 0.0
+        if len(outcome.values) != len(self.values):
+            return False
         wanted = [self.values]
         if self.as_json and all(isinstance(v, list) and v[0] == "list" and len(v) == 2 for v in self.values):
             wanted.append(tuple(value for _, value in self.values))  # APPS puts every value in a list
         try:
             found = [_as_json(value) for value in outcome.values] if self.as_json else outcome.values
-            return float(any(all(map(same, found, values)) for values in wanted))
+            return any(all(map(same, found, values)) for values in wanted)
         except (RecursionError, TypeError, ValueError):  # nested too deep, or not written by `encode`
-            return 0.0
+            return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +176,9 @@ class CodeTests:
 
     source: str
 
-    def run(self, program: str, limits: Limits) -> Grade:
+    def pass_with(self, program: str, limits: Limits) -> bool:
         """Runs the program and the tests in two processes; the process of the tests decides."""
-        outcome = run_program(program, limits, tests=self.source)
-        return _broken(outcome) if outcome.refused else float(outcome.passed)
+        return run_program(program, limits, tests=self.source).passed
 
 
 Tests = ScriptTests | CallTests | CodeTests
@@ -267,13 +284,22 @@ def _is_plain_call(node: ast.expr) -> bool:
     return isinstance(node, ast.Name)
 
 
-def _broken(outcome: Outcome) -> Failure:
-    return Failure(f"the sandbox could not be set up: {outcome.refused}")
+def _same_text(found: str, wanted: str) -> bool:
+    """Whether texts have the same words in every line; numbers written as floats are compared as numbers."""
+    lines = [line.split() for line in found.rstrip().split("\n")]
+    wanted_lines = [line.split() for line in wanted.rstrip().split("\n")]
+    return list(map(len, lines)) == list(map(len, wanted_lines)) and all(
+        map(_same_word, chain.from_iterable(lines), chain.from_iterable(wanted_lines))
+    )
 
 
-def _words(text: str) -> list[list[str]]:
-    """Splits every line into words; drops empty lines at the end."""
-    return [line.split() for line in text.rstrip().split("\n")]
+def _same_word(found: str, wanted: str) -> bool:
+    if found == wanted:
+        return True
+    # Two integers are equal only as text: the binary number 011 is not 11.
+    if not all(map(_NUMBER.fullmatch, (found, wanted))) or (found + wanted).strip("+-0123456789") == "":
+        return False
+    return same(*(float(word) if set(word) & set(".eE") else int(word) for word in (found, wanted)))
 
 
 def _as_json(code: Any) -> Any:

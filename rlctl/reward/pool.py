@@ -19,6 +19,7 @@ from typing import Any
 
 import rlctl
 from rlctl.errors import UsageError
+from rlctl.processes import cpu_seconds
 from rlctl.registry import GRADERS, is_builtin
 from rlctl.reward.protocol import Failure, GradeAndAnswer, Sample, Scorer
 from rlctl.user_code import is_file_function
@@ -300,7 +301,7 @@ class _GradingProcess:
             waiting = json.dumps({"number": self._number, **request}, default=str).encode() + b"\n"
         inward, outward = process.stdin.fileno(), process.stdout.fileno()
         os.set_blocking(inward, False)  # the process may never read
-        started, cpu_started = time.monotonic(), self._cpu_seconds()
+        started, cpu_started = time.monotonic(), cpu_seconds(self._pid)
         received, num_bytes = b"", 0
         found: dict[str, Any] | Failure | None = None
         while found is None:
@@ -342,7 +343,7 @@ class _GradingProcess:
         if self._pid and self._is_ours:
             # Built-in graders only compute, and their processor time does not depend on the load of the
             # machine. A user's function may wait for a server.
-            left = max(left, deadline_s - (self._cpu_seconds() - cpu_started))
+            left = max(left, deadline_s - (cpu_seconds(self._pid) - cpu_started))
             if elapsed > STALLED * deadline_s:
                 text = "the machine was too busy: the grading got no processor time"
                 return Failure(text, "machine")
@@ -361,13 +362,6 @@ class _GradingProcess:
         code = int(reply["ended"])
         how = f" ({signal.strsignal(-code)})" if code < 0 else ""
         return Failure(f"the grading process ended with code {code}{how}", "crash")
-
-    def _cpu_seconds(self) -> float:
-        """Processor time of the process that grades; 0.0 once it has ended."""
-        try:  # the clock's number is that of clock_getcpuclockid(3)
-            return time.clock_gettime(~self._pid << 3 | 2) if self._pid else 0.0
-        except OSError:
-            return 0.0
 
 
 def _is_of(graded: Sequence[GradeAndAnswer], kinds: set[str]) -> bool:

@@ -195,9 +195,10 @@ class CodeSpec(Section):
     """The sandbox of `name: code`."""
 
     timeout_s: float = Field(default=10.0, gt=0)
-    """Time limit in seconds for all tests of one response together."""
+    """Processor time in seconds for each input of a script, each call, or all test code of a response; the
+    program may take 3 times as long if it waits for something else than a processor."""
     memory_mb: int = Field(default=512, ge=64)
-    """Memory limit of the process that runs a response, in MiB."""
+    """Memory limit of a process that runs a response, in MiB."""
 
 
 class OverlongSpec(Section):

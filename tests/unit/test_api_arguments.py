@@ -33,7 +33,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "one response as text": (lambda: rlctl.grade("exact", "12", "12"), "responses: must be a list"),
     "no response": (lambda: rlctl.grade("exact", [None], ["1"]), "responses.0: must be a text"),
-    "a grader of runs": (lambda: rlctl.grade("code", ["a"], ["b"]), "this grader needs settings of a run"),
+    "a grader of runs": (lambda: rlctl.grade("model", ["a"], ["b"]), "this grader needs settings of a run"),
     "no responses": (lambda: rlctl.grade("exact", None, ["1"]), "responses: must be a list"),
     "too few rows": (lambda: rlctl.grade("exact", ["a"], ["b"], rows=[{}, {}]), "2 rows"),
     "an unknown field": (
@@ -203,6 +203,21 @@ def test_a_grader_gets_the_other_fields_of_a_row(tmp_path: Path) -> None:
     rows = [row, row | {"extra_info": {"n": 20}}]
     assert rlctl.grade(f"{tmp_path}/mine.py:f", ["x", "y"], ["", ""], rows=iter(rows)) == [14.0, 24.0]
     assert rlctl.grade(f"{tmp_path}/mine.py:trl", ["x", "y"], ["", ""], rows=rows) == [13.0, 23.0]
+
+
+@pytest.mark.processes
+def test_programs_are_graded() -> None:
+    """Also by `auto`; they are not run by graders of text."""
+    programs = ["def f(x): return x", "def f(x): return 2", "while True: pass"]
+    tests = ["assert f(1) == 1"] * 3
+    assert rlctl.grade("code", programs, tests, params={"memory_mb": 256}, deadline_s=0.5) == [1.0, 0.0, 0.0]
+    rows = [{"data_source": "mbpp"}, {"data_source": "gsm8k"}]
+    assert rlctl.grade("auto", [programs[0], "\\boxed{3}"], [tests[0], "3"], rows=rows, deadline_s=5.0) == [
+        1.0,
+        1.0,
+    ]
+    with pytest.raises(rlctl.RlctlError, match=r"code.timeout: unknown parameter"):
+        rlctl.grade("code", programs, tests, params={"timeout": 1})
 
 
 def test_a_grader_gets_its_parameters(tmp_path: Path) -> None:

@@ -1,14 +1,15 @@
 """Process that confines itself and then runs untrusted code.
 
-Started by `rlctl.reward.sandbox.run_program` as `python -I jail.py JOB REPLY [LINE]`; the arguments are file
-descriptors. It does not inherit the environment, and needs only the standard library, not `rlctl`.
+Started by `rlctl.reward.sandbox.run_program` as `python -I jail.py LINE [PEER]`; the arguments are sockets.
+It does not inherit the environment, and needs only the standard library, not `rlctl`.
 
-The job is one JSON object; `run_program` describes its parts. The reply is one JSON object per line: `ready`,
-or `refused` with the reason; then, by the job's role,
+Messages on LINE are JSON objects, one per line. The process receives its settings, and sends `ready` once it
+is confined, or `refused` with the reason. Only then it receives the job, so a program cannot change this
+answer. What the process sends afterwards depends on its role:
 
 - `script`: nothing, the program runs as a script;
 - `values`: the value of every `eval` step after the program;
-- `program`: nothing, test code in another process uses the program over the socket LINE;
+- `program`: nothing, test code in another process uses the program over the socket PEER;
 - `tests`: `passed` if the test code ran without an exception.
 """
 
@@ -30,20 +31,21 @@ from typing import Any
 TOLERANCE = 1e-9
 
 
-def main(job_fd: int, reply_fd: int, line_fd: int = -1) -> None:
+def main(line_fd: int, peer_fd: int = -1) -> None:
     """Confines this process, then runs the job according to its role."""
-    with os.fdopen(job_fd, "rb") as file:
-        job = json.load(file)
-    try:
-        peer = _confine(job)
-    except (OSError, ValueError) as error:
-        _send(reply_fd, {"refused": str(error)})
-        os._exit(1)
-    _send(reply_fd, {"ready": True})
-    role, steps = job["role"], job["steps"]
+    with os.fdopen(line_fd, "rb", closefd=False) as line:
+        settings = json.loads(line.readline())
+        try:
+            peer = _confine(settings)
+        except (OSError, ValueError) as error:
+            _send(line_fd, {"refused": str(error)})
+            os._exit(1)
+        _send(line_fd, {"ready": True})
+        job = json.loads(line.readline())
+    role = settings["role"]
     if role == "tests":
-        if _tests_pass(job["source"], peer.Peer(line_fd, guards_names=True)):
-            _send(reply_fd, {"passed": True})
+        if _tests_pass(job["source"], peer.Peer(peer_fd, guards_names=True)):
+            _send(line_fd, {"passed": True})
         os._exit(0)
     # Only the role `script` runs the program as `__main__`; its script part does not run in the other roles.
     module = ModuleType("__main__" if role == "script" else "solution")
@@ -55,15 +57,15 @@ def main(job_fd: int, reply_fd: int, line_fd: int = -1) -> None:
     if role == "program":
         names = {name: value for name, value in module.__dict__.items() if not name.startswith("__")}
         modules = {name: one.__name__ for name, one in names.items() if isinstance(one, ModuleType)}
-        line = peer.Peer(line_fd, guards_names=False)
-        line.send((modules, {name: value for name, value in names.items() if name not in modules}))
-        line.serve()
-    for kind, source in steps:
+        tests = peer.Peer(peer_fd, guards_names=False)
+        tests.send((modules, {name: value for name, value in names.items() if name not in modules}))
+        tests.serve()
+    for kind, source in job["steps"]:
         if kind == "exec":
             exec(compile(source, "tests.py", "exec", dont_inherit=True), module.__dict__)
         else:
             value = eval(compile(source, "tests.py", "eval", dont_inherit=True), module.__dict__)
-            _send(reply_fd, {"value": encode(value)})
+            _send(line_fd, {"value": encode(value)})
     os._exit(0)
 
 
@@ -84,12 +86,18 @@ def _tests_pass(source: str, peer: Any) -> bool:
 
 
 def same(found: Any, wanted: Any) -> bool:
-    """Whether two encoded values (see `encode`) are equal; floats may differ by `TOLERANCE`."""
+    """Whether an encoded value (see `encode`) equals the wanted one.
+
+    Floats may differ by `TOLERANCE`, absolute or relative; from an integer only absolute.
+    """
     if isinstance(found, list) and isinstance(wanted, list):
         return len(found) == len(wanted) and all(map(same, found, wanted))
-    if isinstance(found, float) or isinstance(wanted, float):
-        numbers = isinstance(found, int | float) and isinstance(wanted, int | float)
-        return numbers and math.isclose(found, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    if isinstance(found, int | float) and isinstance(wanted, float):
+        with contextlib.suppress(OverflowError):  # an integer beyond the range of floats
+            return math.isclose(found, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    if isinstance(found, float) and isinstance(wanted, int) and math.isfinite(found):
+        nearest = round(found)
+        return nearest == wanted and abs(found - nearest) <= TOLERANCE
     return bool(found == wanted)
 
 
@@ -121,31 +129,30 @@ def _encode_scalar(value: Any) -> Any:
     return ["bytes", value.hex()] if isinstance(value, bytes) else ["object", type(value).__name__]
 
 
-def _confine(job: dict[str, Any]) -> Any:
+def _confine(settings: dict[str, Any]) -> Any:
     """Confines this process; returns the module `peer`, which cannot be imported afterwards."""
     # Imported from this directory, not as a package: `-I` keeps the directory off the path.
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
     import confine  # type: ignore[import-not-found]
 
-    if job["role"] in {"program", "tests"}:
+    if settings["role"] in {"program", "tests"}:
         import peer  # type: ignore[import-not-found]
     else:
         peer = None
 
     del sys.path[0]
-    confine.die_with_parent()
-    has_landlock = confine.landlock_version() > 0
-    program = confine.filter_program(deny_file_changes=not has_landlock)
-    confine.drop_privileges(platform.machine())
-    if has_landlock:
+    confine.detach(platform.machine())
+    if settings["has_landlock"]:
         confine.confine_files(os.getcwd())  # noqa: PTH109
-    confine.limit_resources(memory_bytes=job["memory_bytes"], cpu_s=job["cpu_s"])
-    confine.filter_system_calls(program)
+    confine.limit_resources(memory_bytes=settings["memory_bytes"], cpu_s=settings["cpu_s"])
+    confine.filter_system_calls(bytes.fromhex(settings["filter"]))
     return peer
 
 
 def _send(fd: int, values: dict[str, Any]) -> None:
-    os.write(fd, json.dumps(values).encode() + b"\n")
+    data = json.dumps(values).encode() + b"\n"
+    while data:
+        data = data[os.write(fd, data) :]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """Runs an untrusted program in a confined process and returns the outcome. Linux only.
 
-`confine.py` defines what the process may do; `docs/how-to/rewards.md` lists what it does not prevent.
+`confine.py` and `system_calls.toml` define what the process may do; `docs/how-to/rewards.md` lists what that
+does not prevent. Whatever a program does, there is an outcome: `NotRun` is raised before it starts, or if the
+machine gives it too little processor time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -15,37 +18,62 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from rlctl.errors import EnvironmentFailure
 from rlctl.leftovers import temporary_directory
+from rlctl.processes import cpu_seconds
+from rlctl.reward.pool import STALLED
+from rlctl.reward.sandbox import confine
+from rlctl.reward.sandbox.system_calls import filter_program, rules_of
 
 JAIL = Path(__file__).with_name("jail.py")
 #: Maximum bytes read from a program's output and reply.
 MAX_OUTPUT_BYTES = 1 << 20
+#: Seconds until a new process must be confined, and seconds between looks at the times of a running one.
+START_DEADLINE_S, TICK_S = 60.0, 0.1
+#: Elapsed time of a program, in time limits, without that in which it waited for a processor.
+ELAPSED = 3.0
+#: Threads of a process whose waiting for a processor is counted.
+MAX_THREADS = 64
+#: Bytes and files that a program may leave in its directory.
+MAX_DISK_BYTES, MAX_FILES = 64 << 20, 1000
 #: One thread for libraries that would start one per core, because threads count against the memory limit.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
-#: A program that tries to open a socket.
+#: A program that tries every system call that is denied, with arguments that no call accepts, and files.
 PROBE = """
-import socket
-try:
-    socket.socket()
-    print("open")
-except PermissionError:
-    print("confined")
+import ctypes, errno, os
+libc, done = ctypes.CDLL(None, use_errno=True), []
+for name, number in {denied}.items():
+    result = libc.syscall(number, *[ctypes.c_long(-1)] * 6)
+    if result != -1 or ctypes.get_errno() not in (errno.EPERM, errno.ENOSYS):
+        done.append(name)
+for path, flags in {files}:
+    try:
+        os.open(path, flags)
+    except PermissionError:
+        continue
+    done.append("open " + path)
+print("could call", *done if done else ["nothing"])
 """
 
 #: (`eval`, expression) returns the expression's value; (`exec`, statements) must run without an exception.
 Step = tuple[Literal["eval", "exec"], str]
 
 
+class NotRun(Exception):
+    """The machine could not run a program, whatever the program is; the text is the reason."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Time and memory limits of a program."""
 
-    timeout_s: float  # wall-clock time, seconds
+    timeout_s: float  # processor time, seconds; see `_Meter`
     memory_mb: int  # MiB of address space, the interpreter's included
 
 
@@ -53,9 +81,8 @@ class Limits:
 class Outcome:
     """Outcome of a program."""
 
-    refused: str | None  # reason why the sandbox could not be set up; None: the program ran
     exit_code: int  # of the program, or of its tests; negative: the signal that ended the process
-    timed_out: bool  # it was killed at the time limit
+    reached_limit: bool  # it was ended, at the limit of time, of files or of messages
     stdout: str  # what it printed, at most `max_output` bytes
     values: list[Any]  # of the `eval` steps that were reached, as `jail.encode` writes them
     passed: bool  # the test code ran without an exception
@@ -74,64 +101,78 @@ def run_program(
 
     Args:
         program: Python source; runs as a script, or as a module if there are steps or tests.
-        limits: at the time limit the program is killed; beyond the memory limit allocations fail.
+        limits: at the time limit, which starts again after each value of a step, the program is killed;
+            beyond the memory limit allocations fail.
         stdin: its standard input.
         steps: evaluated after the program, in its namespace.
         tests: Python source; runs in a separate process, which uses the program through `peer.py`.
         max_output: maximum bytes read from its output, and from its values.
+
+    Raises:
+        NotRun: the process could not be confined, or got too little processor time.
     """
-    end = time.monotonic() + limits.timeout_s
-    job = {
-        "role": "program" if tests else "values" if steps else "script",
-        "source": program,
-        "steps": steps,
+    num_messages = 1 if tests else sum(kind == "eval" for kind, _ in steps)
+    settings: dict[str, Any] = {
         "memory_bytes": limits.memory_mb << 20,
-        "cpu_s": math.ceil(limits.timeout_s) + 1,  # in case this process ends before the time limit
+        "cpu_s": math.ceil(limits.timeout_s * max(1, num_messages)) + 1,  # if this process ends first
+        "has_landlock": confine.landlock_version() > 0,
     }
-    with temporary_directory("code") as name:
-        folders, jobs = [name / "program"], [job]
-        if tests:
-            folders.append(name / "tests")
-            jobs.append(job | {"role": "tests", "source": tests})
-        processes: list[subprocess.Popen[bytes]] = []
-        exit_code: int | None = None
-        try:
-            ends = socket.socketpair()
-            with ends[0], ends[1]:
-                for folder, one, line in zip(folders, jobs, ends, strict=False):
-                    processes.append(_start(folder, one, stdin, line.fileno() if tests else None))
-            exit_code = processes[-1].wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            for process in processes:  # also on Ctrl-C
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-        refused, messages = _read_replies(folders, max_output, max(1, len(steps)))
-        stdout = _start_of(folders[0] / "stdout", max_output)
+    roles = ("program", "tests") if tests else ("values" if steps else "script",)
+    jails: list[_Jail] = []
+    try:
+        settings["filter"] = _filter(has_landlock=settings["has_landlock"])
+        with temporary_directory("code") as folder:
+            try:
+                ends = socket.socketpair()
+                with ends[0], ends[1]:
+                    for role, end in zip(roles, ends, strict=False):
+                        jails.append(
+                            _Jail(folder / role, stdin, settings | {"role": role}, end if tests else None)
+                        )
+                for jail in jails:
+                    jail.await_confinement()
+                meter = _Meter([jail.process.pid for jail in jails], limits.timeout_s)
+                for jail, source in zip(jails, (program, tests), strict=False):
+                    jail.say({"source": source, "steps": steps})
+                reply = jails[-1].reply(meter, num_messages, max_output)
+            finally:
+                for jail in jails:  # also on Ctrl-C
+                    jail.end()
+            with (folder / roles[0] / "stdout").open("rb") as file:
+                stdout = file.read(max_output).decode(errors="replace")
+    except OSError as error:
+        raise NotRun(f"a program could not be started: {error}") from error
+    messages = _messages(reply or b"")
     return Outcome(
-        refused=refused,
-        exit_code=-signal.SIGKILL if exit_code is None else exit_code,
-        timed_out=exit_code is None,
-        stdout=stdout.decode(errors="replace"),
+        exit_code=jails[-1].process.returncode,
+        reached_limit=reply is None,
+        stdout=stdout,
         values=[message.get("value") for message in messages],
         passed=bool(tests) and messages == [{"passed": True}],
     )
 
 
 def check_sandbox(limits: Limits) -> None:
-    """Runs a program that tries to open a socket, and checks that it runs and cannot open one.
+    """Runs a program that tries each denied system call and to open files, and checks that it cannot.
 
     Raises:
         EnvironmentFailure: responses cannot be run safely on this machine, with the reason.
     """
-    outcome = run_program(PROBE, limits)
-    why = outcome.refused
-    if why is None and outcome.stdout == "open\n":
-        why = "a program could open a socket"
-    elif why is None and outcome.stdout != "confined\n":
-        why = f"a small program ended with code {outcome.exit_code} under the limits of reward.code"
+    has_landlock = confine.landlock_version() > 0
+    files = [("../stdin", os.O_RDWR)]
+    if has_landlock:
+        files.append((f"/proc/{os.getpid()}/environ", os.O_RDONLY))
+    why = ""
+    try:
+        rules = rules_of(has_landlock=has_landlock)
+        denied = {name: rule.number for name, rule in rules.items() if rule.allowed_if != [[]]}
+        outcome = run_program(PROBE.format(denied=denied, files=files), limits)
+        if outcome.exit_code:
+            why = f"a small program ended with code {outcome.exit_code} under the limits of reward.code"
+        elif outcome.stdout != "could call nothing\n":
+            why = f"a program {outcome.stdout.strip()}"
+    except (NotRun, OSError) as error:
+        why = str(error)
     if why:
         raise EnvironmentFailure(
             f"responses cannot be run safely here: {why}",
@@ -141,53 +182,150 @@ def check_sandbox(limits: Limits) -> None:
         )
 
 
-def _start(folder: Path, job: dict[str, Any], stdin: str, line: int | None) -> subprocess.Popen[bytes]:
-    """Starts a process of `jail.py`.
+@lru_cache
+def _filter(*, has_landlock: bool) -> str:
+    return filter_program(rules_of(has_landlock=has_landlock).values()).hex()
 
-    It reads and writes files, not pipes, because the size of files is limited and no process waits for them.
+
+class _Jail:
+    """A process of `jail.py`, and the line to it.
+
+    Its input and output are files, not pipes: their size is limited and no process waits for them. What it
+    sends over the line cannot be taken back.
     """
-    (folder / "work").mkdir(parents=True)
-    (folder / "job").write_text(json.dumps(job), encoding="ascii")
-    (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace", newline="")
-    with (
-        (folder / "job").open("rb") as given,
-        (folder / "reply").open("wb") as reply,
-        (folder / "stdin").open("rb") as inward,
-        (folder / "stdout").open("wb") as outward,
-    ):
-        fds = [given.fileno(), reply.fileno(), *([] if line is None else [line])]
-        return subprocess.Popen(
-            [sys.executable, "-I", "-X", "utf8", str(JAIL), *map(str, fds)],
-            stdin=inward,
-            stdout=outward,
-            stderr=subprocess.DEVNULL,
-            cwd=folder / "work",
-            env=ENVIRONMENT,
-            pass_fds=fds,
-            start_new_session=True,
-        )
+
+    def __init__(
+        self, folder: Path, stdin: str, settings: dict[str, Any], peer: socket.socket | None
+    ) -> None:
+        self._work = folder / "work"
+        self._work.mkdir(parents=True)
+        (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace", newline="")
+        self._line, theirs = socket.socketpair()
+        with theirs, (folder / "stdin").open("rb") as inward, (folder / "stdout").open("wb") as outward:
+            fds = [end.fileno() for end in (theirs, peer) if end]
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-X", "utf8", str(JAIL), *map(str, fds)],
+                stdin=inward,
+                stdout=outward,
+                stderr=subprocess.DEVNULL,
+                cwd=self._work,
+                env=ENVIRONMENT,
+                pass_fds=fds,
+                start_new_session=True,
+            )
+        self._line.settimeout(START_DEADLINE_S)
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            self.say(settings)
+
+    def await_confinement(self) -> None:
+        """Waits until the process has confined itself; no program runs in it yet.
+
+        Raises:
+            NotRun: it could not.
+        """
+        answer = {}
+        with contextlib.suppress(OSError, ValueError):
+            answer = json.loads(self._line.makefile("rb").readline())
+        if "ready" not in answer:
+            raise NotRun(answer.get("refused", "its process ended before the sandbox was set up"))
+
+    def say(self, message: dict[str, Any]) -> None:
+        """Sends a message to the process, which must be waiting for one."""
+        self._line.sendall(json.dumps(message).encode() + b"\n")
+
+    def reply(self, meter: _Meter, num_messages: int, max_bytes: int) -> bytes | None:
+        """What the process sends until it ends; None if it reaches a limit or sends more than it should."""
+        reply, is_open = b"", True
+        self._line.settimeout(TICK_S)
+        while is_open or self.process.poll() is None:
+            if meter.is_over() or _uses_much_disk(self._work):
+                return None
+            part = b""
+            try:
+                if is_open:
+                    part = self._line.recv(1 << 16)
+                    is_open = part != b""
+                else:
+                    self.process.wait(TICK_S)
+            except (TimeoutError, subprocess.TimeoutExpired):
+                continue
+            except ConnectionError:
+                is_open = False
+            reply += part
+            if len(reply) > max_bytes or reply.count(b"\n") > num_messages:
+                return None
+            if b"\n" in part:
+                meter.restart()
+        return reply
+
+    def end(self) -> None:
+        """Ends the process if it has not ended."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self._line.close()
 
 
-def _start_of(file: Path, max_bytes: int) -> bytes:
-    with file.open("rb") as stream:
-        return stream.read(max_bytes)
+class _Meter:
+    """Measures running processes against a time limit T, in seconds.
 
-
-def _read_replies(
-    folders: Sequence[Path], max_bytes: int, max_messages: int
-) -> tuple[str | None, list[dict[str, Any]]]:
-    """Returns why a process was not confined, or None, and the later messages of the last process.
-
-    Returns no messages if one is not from `jail.py`, or there are more than it can have written.
+    They may use T of processor time, all threads together. A program that sleeps uses none, so T·`ELAPSED` is
+    the limit of the elapsed time, without the time in which a thread was ready to run and waited for a
+    processor: that is the load of the machine. A program cannot feign it, because its threads only wait while
+    others use the processors. If the kernel does not count it, all elapsed time is the program's.
     """
-    for folder in folders:
-        first, *lines = _start_of(folder / "reply", max_bytes).split(b"\n", max_messages + 1)
-        confined = json.loads(first or b"{}")  # written before the program ran
-        if "ready" not in confined:
-            return confined.get("refused", "its process ended before the sandbox was set up"), []
+
+    def __init__(self, pids: Sequence[int], limit_s: float) -> None:
+        self._pids = pids
+        self._limit_s = limit_s
+        self.restart()
+
+    def restart(self) -> None:
+        """Starts to measure again from zero."""
+        self._start = self._last_wait = time.monotonic()
+        self._cpu, self._waited, self._threads = sum(map(cpu_seconds, self._pids)), 0.0, self._waits()
+
+    def is_over(self) -> bool:
+        """Whether the processes have reached a limit.
+
+        Raises:
+            NotRun: they have not, but need too long because the machine is busy.
+        """
+        now, before = time.monotonic(), self._threads
+        self._threads = self._waits()
+        waits = [wait - before[thread] for thread, wait in self._threads.items() if thread in before]
+        if any(waits):  # the kernel counts a wait when it ends; those of several threads overlap
+            self._waited += min(max(waits), now - self._last_wait)
+            self._last_wait = now
+        cpu, elapsed = sum(map(cpu_seconds, self._pids)) - self._cpu, now - self._start
+        if cpu > self._limit_s or elapsed - self._waited > ELAPSED * self._limit_s:
+            return True
+        if elapsed > STALLED * self._limit_s:
+            raise NotRun("the machine was too busy: the program got too little processor time")
+        return False
+
+    def _waits(self) -> dict[str, float]:
+        """Thread → seconds for which it has waited for a processor, for the first threads."""
+        found = {}
+        for pid in self._pids:
+            with contextlib.suppress(OSError, IndexError):  # it ended, or the kernel does not count
+                for thread in islice(os.scandir(f"/proc/{pid}/task"), MAX_THREADS):
+                    found[thread.name] = int(Path(thread.path, "schedstat").read_text().split()[1]) / 1e9
+        return found
+
+
+def _uses_much_disk(folder: Path) -> bool:
+    files = list(islice(os.scandir(folder), MAX_FILES + 1))
+    sizes = (file.stat(follow_symlinks=False).st_blocks * 512 for file in files)
+    with contextlib.suppress(OSError):  # the program removed a file meanwhile
+        return len(files) > MAX_FILES or sum(sizes) > MAX_DISK_BYTES
+    return False
+
+
+def _messages(reply: bytes) -> list[dict[str, Any]]:
+    """The messages of a reply; none if one is not from `jail.py`."""
     try:
-        messages = [json.loads(line) for line in lines if line]
+        messages = [json.loads(line) for line in reply.splitlines()]
     except (ValueError, RecursionError):
-        return None, []
-    is_ours = len(messages) <= max_messages and all(isinstance(message, dict) for message in messages)
-    return None, messages if is_ours else []
+        return []
+    return messages if all(isinstance(message, dict) for message in messages) else []

@@ -5,9 +5,10 @@ import json
 import pytest
 
 from rlctl.errors import EnvironmentFailure
-from rlctl.reward.code import CodeScorer, parse_tests, program_of
+from rlctl.reward.code import CodeScorer, _same_text, parse_tests, program_of
 from rlctl.reward.protocol import Failure, Sample
 from rlctl.reward.sandbox import run_program
+from rlctl.reward.sandbox.jail import same
 from rlctl.reward.sandbox.run_program import Limits
 from rlctl.spec.rollout import CodeSpec, RewardSpec
 
@@ -32,6 +33,12 @@ RIGHT = [
     ("print(int(input()) * 2)", DOUBLE),
     ("import sys\nfor line in sys.stdin:\n    print(' ', 2 * int(line), ' \\n')\nsys.exit(0)", DOUBLE),
     ("if __name__ == '__main__':\n    print(int(input()) * 2)", DOUBLE),
+    ("print(int(open('/dev/stdin').read()) * 2)", DOUBLE),
+    ("print(sum([0.1] * int(input())))", '{"inputs": ["3", "10"], "outputs": ["0.3", "1"]}'),
+    (
+        "```python\ndef f(a, b):\n    return b, a\n```\nUse it:\n```python\nprint(f(1, 2))\n```",
+        '{"fn_name": "f", "inputs": [[1, 2]], "outputs": [[2, 1]]}',
+    ),
     ("Think.\n```python\nraise\n```\nBetter:\n```python\nprint(int(input()) * 2)\n```\nDone.", DOUBLE),
     ("  1. So\n   ```py\nprint(int(input()) * 2)\n   ```", DOUBLE),
     ("def f(a, b): return b, a", CALLS),  # JSON has no tuples
@@ -68,19 +75,154 @@ WRONG = [
     ("<think>\n```python\nprint(2 * int(input()))\n```", DOUBLE),
     (RIGHT_F.replace("0.5", "0.6"), ASSERTS),
 ]
-#: Programs that try to pass without a solution.
-FORGERIES = [
-    "import os\nos._exit(0)",
-    "import sys\nsys.exit(0)",
-    "import os\nprint('PASSED', '1.0', '{\"finished\": true}', flush=True)\nos._exit(0)",
-    "class Same:\n    def __eq__(self, other): return True\n    def __ne__(self, other): return False\n"
-    "def f(*_): return Same()",
-    "import os, json\nfor fd in range(1, 64):\n    try:\n"
-    '        os.write(fd, b\'{"token": ""}\\n{"value": 2}\\n{"value": ["dict", 5]}\\n{"value": [[[\')\n'
-    "    except OSError: pass\ndef f(*_): return 0",
-    "import os, atexit\natexit.register(lambda: os._exit(0))\nraise ValueError",
-    "import os\nwith open('/dev/null', 'w') as f: os.dup2(f.fileno(), 2)\nos.close(1)\nos._exit(0)",
-]
+#: What programs do to their own grading, to pass without a solution or to end it without a grade, after
+#: `IMPORTS`.
+ATTACKS = {
+    "exit": "os._exit(0)",
+    "exit like a script": "sys.exit(0)",
+    "exit at exit": "atexit.register(os._exit, 0)\nraise ValueError",
+    "exit in a thread": "threading.Thread(target=os._exit, args=(0,)).start()\ntime.sleep(0.2)",
+    "exit with a printed verdict": "print('PASSED', '{\"passed\": true}', flush=True)\nos._exit(0)",
+    "truncated files": "for fd in range(3, 64): quiet(os.ftruncate, fd, 0)",
+    "truncated standard streams": "for fd in 0, 1, 2: quiet(os.ftruncate, fd, 0), quiet(os.lseek, fd, 9, 0)",
+    "closed descriptors": "os.closerange(0, 4096)",
+    "replaced descriptors": "null = os.open('/dev/null', 2)\nfor fd in range(64): quiet(os.dup2, null, fd)",
+    "pipes for descriptors": "end = os.pipe()[1]\nfor fd in range(end): quiet(os.dup2, end, fd)",
+    "shut sockets": "for fd in range(64): quiet(lambda: socket.socket(fileno=fd).shutdown(2))",
+    "read sockets": "for fd in range(64): quiet(os.set_blocking, fd, False), quiet(os.read, fd, 1 << 20)",
+    "reopened descriptors": "for fd in range(64): quiet(os.open, f'/proc/self/fd/{fd}', 2 | os.O_TRUNC)",
+    "out-of-band data": "for fd in range(64): quiet(lambda: socket.socket(fileno=fd).send(b'x', 1))",
+    "garbage": "write(os.urandom(1000))",
+    "half a line": "write(b'{')\nos._exit(0)",
+    "a forged refusal": 'write(b\'{"refused": "forged"}\\n\')\nos._exit(1)',
+    "a forged start": 'write(b\'{"ready": true}\\n{"passed": true}\\n\')',
+    "a forged verdict": "write(b'{\"passed\": true}\\n')",
+    "forged values": 'write(b\'{"value": 3}\\n\')\nwrite(b\'{"value": ["dict", 5]}\\n{"value": [[[\\n\')',
+    "deep values": "write(b'[' * 100000 + b'\\n')",
+    "huge numbers": "write(b'{\"value\": ' + b'9' * 5000 + b'}\\n')",
+    "not a number": "write(b'{\"value\": NaN}\\n')",
+    "a flood of replies": "while True: write(b'{\"value\": 1}\\n' * 10000)",
+    "a flood without lines": "while True: write(bytes(100000))",
+    "a flood of output": "while True: print('x' * 100000)",
+    "memory": "x = []\nwhile True: x.append(bytearray(32 << 20))",
+    "a segmentation fault": "ctypes.string_at(1)",
+    "abort": "os.abort()",
+    "a signal to itself": "quiet(signal.raise_signal, signal.SIGKILL), quiet(os.kill, os.getpid(), 9)",
+    "stopped": "quiet(signal.raise_signal, signal.SIGSTOP), quiet(os.kill, 0, signal.SIGTSTP)",
+    "an alarm": "signal.setitimer(signal.ITIMER_REAL, 0.01)\ntime.sleep(5)",
+    "system calls of 32 bits": """
+if platform.machine() == "x86_64":  # getpid by `int 0x80`
+    page = mmap.mmap(-1, 4096, prot=7)
+    page.write(bytes.fromhex("b814000000cd80c3"))
+    ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
+""",
+    "lower limits": """
+for name in ("FSIZE", "NOFILE", "AS", "STACK", "DATA", "CPU"):
+    quiet(resource.setrlimit, getattr(resource, "RLIMIT_" + name), (0, 0))
+""",
+    "a busy thread that stays": "threading.Thread(target=any, args=(iter(int, 1),), daemon=True).start()",
+    "children": "for _ in range(10): quiet(os.fork)",
+    "files": "for i in range(10**6): open(str(i), 'w')",
+    "the working directory": "os.chdir('/')\nquiet(os.symlink, '/', 'x'), quiet(os.link, '/etc/passwd', 'x')",
+    "files beside it": """
+for name in ("../stdout", "../stdin", "../../tests/stdout", "/proc/self/fd/1"):
+    quiet(os.remove, name), quiet(os.rename, name, "mine"), quiet(os.truncate, name, 0)
+""",
+    "the memory of others": """
+for pid in (os.getppid(), *range(os.getpid() - 3, os.getpid() + 4)):
+    for name in ("mem", "maps", "environ", "fd/0", "fd/3"):
+        quiet(lambda: open(f"/proc/{pid}/{name}", "rb+").write(b"x"))
+    quiet(os.kill, pid, 9), quiet(resource.prlimit, pid, resource.RLIMIT_CPU, (0, 0))
+    libc.ptrace(16, pid, 0, 0)
+""",
+    "a signal by a pipe": """
+ours, theirs = os.pipe()
+for command, value in ((8, os.getppid()), (10, 9), (4, 0x2000)):
+    quiet(fcntl.fcntl, ours, command, value)
+os.write(theirs, b"x")
+""",
+    "its own scheduling": "quiet(os.nice, 19), quiet(os.sched_setaffinity, 0, {0}), libc.personality(1)",
+    "patched modules": """
+for module in ("json", "builtins", "os", "__main__", "math"):
+    for name in ("dumps", "loads", "write", "encode", "same", "isclose", "AssertionError", "eval"):
+        setattr(sys.modules[module], name, lambda *_, **__: b"{}")
+""",
+    "patched frames": """
+frame = sys._getframe()
+while frame:
+    for value in dict(frame.f_locals).values():
+        if isinstance(value, dict):
+            quiet(value.__setitem__, "role", "tests"), quiet(value.__setitem__, "steps", [])
+    frame = frame.f_back
+""",
+    "objects that equal everything": """
+class Same(int):
+    ndim, item = 0, lambda self: self
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __getattr__(self, name): return self
+f = Same
+""",
+    "values that cannot be sent": "x = []\nx.append(x)\nf = lambda *_: x",
+    "values that raise": "class Bad:\n    @property\n    def ndim(self): os._exit(0)\nf = Bad",
+    "values that are too large": "f = lambda *_: 10**5000",
+    "numbers beyond floats": "f = lambda *_: 10**400",
+    "text that is no text": "f = lambda *_: '\\ud800' * 9",
+    "nothing to print to": "sys.stdout = sys.stderr = None\nos.close(1)",
+    "no more audit": "sys.addaudithook(lambda *_: os._exit(0))\nopen('/dev/null')",
+    "trace": "sys.settrace(lambda *_: os._exit(0))\n(lambda: 0)()",
+    "collected": "gc.get_objects()\nfor one in gc.get_objects():\n    if type(one) is dict: quiet(one.clear)",
+}
+#: Attacks that end at the time limit, so they are tried in one way only.
+SLOW_ATTACKS = {
+    "recursion": "sys.setrecursionlimit(10**9)\ng = lambda: g()\ng()",
+    "higher limits": "quiet(resource.setrlimit, resource.RLIMIT_CPU, (999, 999))\nwhile True: pass",
+    "sleep": "time.sleep(600)",
+    "threads that stay": "for _ in range(20): threading.Thread(target=time.sleep, args=(600,)).start()",
+}
+IMPORTS = """
+import atexit, ctypes, fcntl, gc, mmap, os, platform, resource, signal, socket, sys, threading, time
+libc = ctypes.CDLL(None)
+def quiet(function, *arguments):
+    try: function(*arguments)
+    except Exception: pass
+def write(data):
+    for fd in range(3, 64): quiet(os.write, fd, data)
+def f(*_): return 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("tests", "attacks"),
+    [
+        ('{"inputs": ["1"], "outputs": ["2.5"]}', ATTACKS | SLOW_ATTACKS),
+        ("assert f(1) == 2.5", ATTACKS),
+        ("assert f(1) - 2.5 == 0", ATTACKS),
+    ],
+)
+def test_whatever_a_program_does_to_its_grading_is_wrong(tests, attacks):
+    """Never excluded, whose share can stop a run, and never right."""
+    scorer = CodeScorer(RewardSpec(code=CodeSpec(timeout_s=1.0, memory_mb=512)))
+    assert grade(scorer, IMPORTS + "def f(*_): return 2.5\nprint(2.5)", tests) == 1.0
+    for attack in attacks.values():
+        compile(attack, "attack", "exec")
+    graded = scorer.grade([Sample(IMPORTS + attack, tests) for attack in attacks.values()])
+    assert {name: one for name, one in zip(attacks, graded, strict=True) if one != 0.0} == {}
+
+
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        ("{work}\nprint(int(input()) * 2)", DOUBLE),
+        ("def f(a, b):\n    {work}\n    return b, a", CALLS),
+    ],
+)
+def test_each_input_has_the_whole_time_limit(program, tests):
+    """Processor time, so load of the machine does not count."""
+    scorer = CodeScorer(RewardSpec(code=CodeSpec(timeout_s=0.5)))
+    work = "import time; end = time.thread_time() + {}; all(iter(lambda: time.thread_time() < end, False))"
+    assert grade(scorer, program.format(work=work.format(0.3)), tests) == 1.0
+    assert grade(scorer, program.format(work=work.format(9)), tests) == 0.0
 
 
 @pytest.mark.parametrize(("program", "tests"), RIGHT)
@@ -91,12 +233,6 @@ def test_right(scorer, program, tests):
 @pytest.mark.parametrize(("program", "tests"), WRONG)
 def test_wrong(scorer, program, tests):
     assert grade(scorer, program, tests) == 0.0
-
-
-def test_forged_replies_are_wrong(scorer):
-    asserts = ("assert f(1) == 2", "assert f(1) + 0 == 2", "assert f(1, 2) == 3\nassert not f(1)")
-    samples = [Sample(program, tests) for program in FORGERIES for tests in (DOUBLE, CALLS, *asserts[:2])]
-    assert scorer.grade(samples) == [0.0] * len(samples)
 
 
 @pytest.mark.parametrize(
@@ -254,25 +390,6 @@ def test_test_code_uses_the_program_from_its_own_process(program, tests):
 
 #: Programs that try to pass test code without solving anything.
 CHEATS = {
-    "frames": """
-import sys, os
-frame = sys._getframe()
-while frame:
-    for value in dict(frame.f_locals).values():
-        if isinstance(value, dict) and 'role' in value:
-            value['role'] = 'tests'
-        if isinstance(value, int):
-            try: os.write(value, b'{"passed": true}\\n')
-            except OSError: pass
-    frame = frame.f_back
-""",
-    "descriptors": """
-import os
-for fd in range(3, 4096):  # the worker may have many files open: the reply is then a high number
-    try: os.write(fd, b'{"ready": true}\\n{"passed": true}\\n')
-    except OSError: pass
-""",
-    "exit": "import os\nos._exit(0)",
     "objects that equal everything": """
 class Same:
     def __eq__(self, other): return True
@@ -374,7 +491,7 @@ def test_a_message_that_sets_attributes_is_refused():
             assert end.is_lost
 
 
-def test_a_flood_of_replies_is_not_read(scorer):
+def test_a_flood_of_replies_is_not_read():
     """16 MiB of them took many seconds."""
     flood = """
 import os
@@ -385,7 +502,6 @@ for fd in range(3, 4096):  # the worker may have many files open: the reply is t
 def f(x): return 2
 """
     assert run_program.run_program(flood, Limits(20.0, 512), steps=[("eval", "f(1)")]).values == []
-    assert grade(scorer, flood, "assert f(1) == 2") == 0.0
     printed = run_program.run_program("while True: print('x y ' * 100000)", Limits(20.0, 512))
     assert len(printed.stdout) <= run_program.MAX_OUTPUT_BYTES
 
@@ -395,9 +511,106 @@ def test_the_last_block_is_the_program():
     assert program_of("a = 1") == "a = 1"
 
 
+SOLUTION = "def solve(x):\n    return 2 * x\n"
+
+
+@pytest.mark.parametrize("language", ["", "python"])
+@pytest.mark.parametrize(
+    "example",
+    [
+        "print(solve(2))",
+        "# Example\nfrom solution import solve\nassert solve(2) == 4",
+        "import solution\nx = [solve (i) for i in range(3)]",
+        ">>> solve(2)\n4",
+        "def test_solve():\n    assert solve(2) == 4\ntest_solve()",
+        "if __name__ == '__main__':\n    print(solve(int(input())))",
+    ],
+)
+def test_an_example_after_the_program_does_not_replace_it(language, example):
+    blocks = f"```{language}\n{SOLUTION}```\nFor example:\n```{language}\n{example}\n```\n"
+    assert program_of(blocks) == SOLUTION
+    assert program_of(blocks + blocks.removesuffix("```\n")) == SOLUTION
+    assert program_of(f"```{language}\n{example}\n```") == example + "\n"
+
+
+def test_an_output_after_the_program_does_not_replace_it():
+    assert program_of(f"```\n{SOLUTION}```\nIt prints\n```\n4\n```") == SOLUTION
+    assert program_of("```\n4\n```") == "4\n"
+
+
+@pytest.mark.parametrize(
+    "better",
+    [
+        "def solve(x):\n    return x + x\n",  # its own
+        "class Solution:\n    def run(self, x):\n        return x << 1  # like solve(x)\n",
+        "seen = set()\nseen.solve(3)\n",  # a method of something else
+        "solve = lambda x: x * 2\nprint(int(input()))\n",
+    ],
+)
+def test_a_second_program_replaces_the_first(better):
+    assert program_of(f"```python\n{SOLUTION}```\nBetter:\n```python\n{better}```") == better
+    assert program_of(f"```python\n{SOLUTION}```\nBetter:\n```python\n{better}") == better  # cut off
+
+
+@pytest.mark.parametrize(
+    ("printed", "wanted", "is_right"),
+    [
+        ("0.30000000000000004", "0.3", True),
+        ("2.0", "2", True),
+        ("2", "2.0", True),
+        ("1e5", "100000", True),
+        ("-0.0", "0", True),
+        ("0.9999999999", "1", True),
+        (".5 1.", "0.5 1", True),
+        ("x=0.30000000000000004", "x=0.3", False),  # not a number
+        ("0.3001", "0.3", False),
+        ("1000000007.5", "1000000007", False),  # relative tolerance is for floats only
+        ("9007199254740992.0", "9007199254740993", False),
+        ("123456789.123456789", "123456789.123456788", True),
+        ("12345678901234567891", "12345678901234567890", False),
+        ("011", "11", False),
+        ("1_0.0", "10.0", False),
+        ("nan", "nan", True),
+        ("nan", "0.0", False),
+        ("inf", "1e400", False),
+        ("1e999", "7", False),
+        ("1.0 2.0", "1.0\n2.0", False),
+        ("1.0", "1.0 2.0", False),
+        ("9" * 5000 + ".0", "9" * 5000, False),  # longer than Python reads
+        ("1" * 10**6 + "x", "1" * 10**6 + ".0", False),
+    ],
+)
+def test_floats_on_standard_output_are_numbers(printed, wanted, is_right):
+    assert _same_text(f"a {printed}\n", f"a {wanted}\n\n") is is_right
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "is_right"),
+    [
+        (2.0, 2, True),
+        (1000000007.5, 1000000007, False),
+        (float(2**53), 2**53 + 1, False),
+        (10**400, 0.5, False),  # beyond the range of floats
+        (float("inf"), 3, False),
+        (float("nan"), 3, False),
+        (True, 1, True),
+        ("2.0", 2, False),
+    ],
+)
+def test_values_are_compared_within_the_tolerance(found, wanted, is_right):
+    assert same(found, wanted) is is_right
+    assert same([found], [wanted]) is is_right
+
+
 def test_a_sandbox_that_cannot_be_set_up_is_said(monkeypatch):
     with pytest.raises(EnvironmentFailure, match="a small program ended with code"):
         CodeScorer(RewardSpec.model_construct(code=CodeSpec.model_construct(timeout_s=5.0, memory_mb=1)))
-    monkeypatch.setattr(run_program, "_read_replies", lambda *_: ("prctl: not permitted", []))
-    with pytest.raises(EnvironmentFailure, match="safely here: prctl: not permitted"):
+    scorer = CodeScorer(LIMITS)
+    monkeypatch.setattr(
+        run_program, "_filter", lambda **_: bytes(8).hex()
+    )  # not a filter: the kernel refuses
+    with pytest.raises(EnvironmentFailure, match=r"safely here: .*prctl\(PR_SET_SECCOMP\): Invalid argument"):
         CodeScorer(LIMITS)
+    graded = grade(scorer, "print(1)", DOUBLE)
+    assert isinstance(graded, Failure)
+    assert (graded.kind, graded.score) == ("machine", None)

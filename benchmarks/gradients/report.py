@@ -1,4 +1,4 @@
-"""Results of CorrectionBench: Markdown tables, and one SVG plot.
+"""Results as Markdown tables, and one SVG plot.
 
 Intervals are 90 % intervals by bootstrap over seeds: worlds of one seed are resampled together, because most
 of them share policies and rewards. Enumerated and learned worlds have separate tables.
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.bench.corrections import BATCHES
-from rlctl.bench.exact import GradientMoments, ess_against_length
-from rlctl.bench.learned import length_shares
+from benchmarks.gradients.exact import GradientMoments, ess_against_length
+from benchmarks.gradients.learned import length_shares
+from benchmarks.gradients.measure import BATCHES
 from rlctl.evaluate.intervals import questions_needed
 from rlctl.markup import table
 

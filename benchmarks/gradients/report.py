@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import cache
 from html import escape
 from typing import Any
 
@@ -162,6 +163,7 @@ def worlds_to_separate(gaps: NDArray[np.float64]) -> str:
     return "over 10,000" if count > 10_000 else f"{max(2, count):,}"
 
 
+@cache
 def stale_length_table() -> str:
     """Mean response length of the training data, divided by that of the policy's own responses."""
     lines = []

@@ -21,7 +21,7 @@ from rlctl.engine.model import load_policy
 from rlctl.errors import UsageError
 from rlctl.mismatch.causes import Cause, causes, open_questions, remainder
 from rlctl.mismatch.examine import Sides, examine
-from rlctl.mismatch.score import Gap, Weights, all_and_head
+from rlctl.mismatch.score import Gap, GapPart, Weights, all_and_head
 from rlctl.mismatch.search import Tried
 from rlctl.mismatch.variants import question_rows, token_ids
 from rlctl.model_files import model_directory
@@ -70,6 +70,7 @@ class MismatchReport:
     settings: str  # description of the requested settings
     num_sequences: int  # responses compared
     gap: Gap  # before any cause is accounted for
+    parts: tuple[GapPart, ...]  # the same by position and probability
     causes: tuple[Cause, ...]  # each explains most of what the previous ones leave
     tried: tuple[Tried, ...]  # every single change tried with the trainer's model
     remainder: str | None  # possible origin of the part that no cause explains; None: there is none
@@ -185,6 +186,7 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
         settings=str(found.sides.asked),
         num_sequences=len(found.scorer.sample.prompts),
         gap=found.start,
+        parts=found.parts,
         causes=tuple(causes(found)),
         tried=found.explanation.tried,
         remainder=remainder(found),

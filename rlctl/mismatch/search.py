@@ -1,8 +1,7 @@
 """Stepwise search for the changes of the scoring variant that together close the gap.
 
-Forward: the change that explains most is accepted, and the others are tried again on top of it. If no single
-change helps, pairs of arithmetic changes are tried, because one rounding difference can hide another.
-Backward: changes that the others make unnecessary are removed.
+Forward: the change that explains most is accepted, and the others are tried again on top of it. Backward:
+changes that the others make unnecessary are removed.
 """
 
 from __future__ import annotations
@@ -10,18 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import get_args
 
 import torch
 
 from rlctl.errors import RunFailure
 from rlctl.mismatch.score import DTYPES, Gap, VariantScorer
-from rlctl.mismatch.variants import AGREE, OWN, POSITION_MISTAKES, Factor, SamplingSettings, ScoringVariant
+from rlctl.mismatch.variants import AGREE, OWN, Factor, SamplingSettings, ScoringVariant
 
 FACTORS: tuple[Factor, ...] = get_args(Factor)
-_ROUNDING: tuple[Factor, ...] = ("steps", "attention", "rows")
-ARITHMETIC: tuple[Factor, ...] = ("dtype", *_ROUNDING)
 #: A change is accepted if it removes this fraction of the remaining mean |log-ratio|. Each of two equal and
 #: independent causes removes 29 %, each of three 18 %, and a temperature fitted to noise a few percent.
 _MATERIAL = 0.2
@@ -94,7 +90,7 @@ class Search:
             if self._scorer.gap(variant).agrees:
                 break
             changes = [other for factor in factors for other in self._changes(variant, factor)]
-            better = self._best(variant, changes) or self._best(variant, list(self._pairs(variant)))
+            better = self._best(variant, changes)
             if better is None:
                 break
             variant = better
@@ -114,18 +110,10 @@ class Search:
 
     def _matters(self, factor: Factor, value: str | int, base: ScoringVariant) -> bool:
         """Whether a change can help: it reduces the gap at most by its effect on the trainer's log-probs."""
-        if factor == "shift" or (factor in _ROUNDING and base.dtype != OWN):
-            return True  # does not change these log-probs; or was tried in another precision
+        if factor == "shift":
+            return True  # does not change these log-probs
         effect = self._tried[self._start.changed(factor, value)].effect
         return effect > 0.5 * _MATERIAL * self._left(base)
-
-    def _pairs(self, base: ScoringVariant) -> Iterator[ScoringVariant]:
-        """`base` with two arithmetic factors changed."""
-        changes = [(factor, value) for factor in ARITHMETIC for value in _values(self._scorer, factor)]
-        for (one, first), (two, second) in combinations(changes, 2):
-            matter = self._matters(one, first, base) or self._matters(two, second, base)
-            if one != two and matter:
-                yield base.changed(one, first).changed(two, second)
 
     def _best(self, base: ScoringVariant, others: list[ScoringVariant]) -> ScoringVariant | None:
         """The variant with the smallest gap, if it is materially smaller; among similar ones the first."""
@@ -178,13 +166,8 @@ def _values(scorer: VariantScorer, factor: Factor) -> tuple[str | int, ...]:
         return tuple(name for name in scorer.prompts if name != OWN)
     if factor == "weights":
         return tuple(scorer.weights)
-    if factor == "positions":
-        lengths = {len(ids) for ids in scorer.prompts[OWN]}
-        return tuple(POSITION_MISTAKES) if len(lengths) > 1 else ()
-    if factor == "dtype":
-        own = next(scorer.model.parameters()).dtype
-        same = {torch.float32: {"fp32"}, torch.bfloat16: {"bf16", "bf16 weights"}}.get(own, set())
-        return tuple(name for name in DTYPES if name not in same)
-    if factor == "attention":
-        return ("sdpa",) if scorer.model.config._attn_implementation == "eager" else ("eager",)
-    return {"shift": (1, -1), "steps": ("decode",), "rows": ("single",)}[factor]
+    if factor == "shift":
+        return (1, -1)
+    own = next(scorer.model.parameters()).dtype
+    same = {torch.float32: {"fp32"}, torch.bfloat16: {"bf16", "bf16 weights"}}.get(own, set())
+    return tuple(name for name in DTYPES if name not in same)

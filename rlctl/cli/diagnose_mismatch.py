@@ -74,7 +74,7 @@ def mismatch(
 def _print(console: Console, report: MismatchReport) -> None:
     from rich.text import Text
 
-    from rlctl.text_table import print_wide, text_table
+    from rlctl.text_table import print_table
 
     def line(*parts: str | tuple[str, str]) -> None:
         console.print(Text.assemble(*parts), soft_wrap=True)
@@ -108,7 +108,7 @@ def _print(console: Console, report: MismatchReport) -> None:
             figures = (str(part.num_tokens), f"{part.abs_mean:.2g}", f"{part.share:.0%}")
             rows.append((f"{part.by} {values}", *figures))
         headings = ("gap by", "tokens", "mean |r|", "share of Σ r²")
-        print_wide(console, text_table(headings, rows, right=range(1, 4)))
+        print_table(console, headings, rows, right=range(1, 4), wide=True)
         console.print()
     if report.remainder:
         line((f"left: {report.remainder}", "yellow"))

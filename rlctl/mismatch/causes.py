@@ -195,8 +195,7 @@ def _in_one_precision(found: Examination, others: list[Cause]) -> Iterator[Cause
 
 def open_questions(found: Examination) -> list[str]:
     """Questions that these comparisons cannot answer, and what would answer them."""
-    sides, tried = found.sides, found.explanation.tried
-    notes = [f"{change.factor} {change.value}: {change.why_not}" for change in tried if change.why_not]
+    sides, notes = found.sides, []
     if sides.asked == SamplingSettings(1.0):
         notes.append(
             "whether log-probs are raw or processed: at temperature 1 without truncation they are the same; "
@@ -220,8 +219,8 @@ def remainder(found: Examination) -> str | None:
         left = found.same_precision.after
     if left.agrees or left.abs_mean <= 0.1 * found.start.abs_mean:
         return None
-    efforts = (change.effect for change in found.explanation.tried if change.factor == "dtype")
-    rounding = max(efforts, default=0.0)
+    start, own = found.explanation.start, _DTYPES.get(str(found.scorer.model.dtype))
+    rounding = found.scorer.effect(start, start.changed("dtype", "fp32" if own == "bf16" else "bf16"))
     size = f"a mean |log-ratio| of {left.abs_mean:.2g} is not explained"
     if left.abs_mean <= 2.0 * rounding:
         return f"{size}, as large as rounding differences ({rounding:.2g}): the two kernels round differently"

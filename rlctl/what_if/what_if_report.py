@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from rlctl.html_page import render
-from rlctl.text_table import text_table
+from rlctl.text_table import print_table
 from rlctl.what_if.tradeoff import SettingOutcome, Tradeoff
 
 #: Directory of the templates.
@@ -77,21 +76,18 @@ def is_recommended(tradeoff: Tradeoff, outcome: SettingOutcome) -> bool:
 
 def print_tradeoff(console: Console, title: str, tradeoff: Tradeoff) -> None:
     """Prints the recommendation, the assumptions, the best settings and the run's own."""
-    head = Table.grid(padding=(0, 2))
-    for label, text in advice(tradeoff):
-        head.add_row(label, Text(text, style="bold green" if label == "try" else ""))
-    for note in tradeoff.notes:
-        head.add_row("note", Text(note, style="dim"))
+    styles = {"try": "bold green", "note": "dim"}
+    lines = [*advice(tradeoff), *(("note", note) for note in tradeoff.notes)]
     console.print(Text(f"What if — {title}", style="bold"))
     console.print(Text(about(tradeoff)))
-    console.print(head)
+    print_table(console, ("", ""), [(label, Text(text, styles.get(label, ""))) for label, text in lines])
     rows = []
     for place, outcome in enumerate(tradeoff.outcomes):
         best, own = is_recommended(tradeoff, outcome), outcome.setting.family == "run"
         if place < _SHOWN or own:
             style = "bold green" if best else "bold" if own else ""
             rows.append([Text(cell, style=style) for cell in (name_of(outcome), *cells(outcome))])
-    console.print(text_table(("setting", *COLUMNS), rows, right=range(1, 1 + len(COLUMNS))))
+    print_table(console, ("setting", *COLUMNS), rows, right=range(1, 1 + len(COLUMNS)))
 
 
 # --- page -----------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ COMMANDS = {
     "rlctl --help": [*RLCTL, "--help"],
     "rlctl train --dry-run": [*RLCTL, "train", "--preset", "rloo-seq-is", "--dry-run"],
 }
-GOALS = {"rlctl --help": 0.3, "rlctl train --dry-run": 1.0}
 
 
 def one_run(command: list[str], environment: dict[str, str]) -> tuple[float, float]:
@@ -70,11 +69,10 @@ def main() -> None:
     options = parser.parse_args()
     report = measure(options.repeats)
     base = report["import typer"]["cpu"]
-    print(f"{'seconds':>22} {'wall':>7} {'best':>7} {'CPU':>7} {'CPU / typer':>12} {'goal':>6}")
+    print(f"{'seconds':>22} {'wall':>7} {'best':>7} {'CPU':>7} {'CPU / typer':>12}")
     for name, found in report.items():
-        goal = f"{GOALS[name]:g}" if name in GOALS else ""
         wall, best, cpu = found["wall"], found["best wall"], found["cpu"]
-        print(f"{name:>22} {wall:7.3f} {best:7.3f} {cpu:7.3f} {cpu / base:12.1f} {goal:>6}")
+        print(f"{name:>22} {wall:7.3f} {best:7.3f} {cpu:7.3f} {cpu / base:12.1f}")
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 

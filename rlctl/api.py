@@ -46,11 +46,6 @@ _NOT_IN_CORRECT = {
         "has no effect: this function stops no run",
         "read the metric rollout_corr/nonfinite_sequences",
     ),
-    "measure_grad_error": ("has no effect: this function has no access to gradients", "leave it out"),
-    "auto": (
-        "auto chooses from the gradients of earlier batches, which this function has no access to",
-        "set rollout_is to a weight",
-    ),
     "score_centering": (
         "score centering is a term of the loss, which this function does not compute",
         "add `rlctl.algos.score_centering.expected_score` to your loss",

@@ -19,9 +19,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from rlctl.cli import bench, prepare_data, presets, reward
+from rlctl.cli import prepare_data, presets, reward
 from rlctl.cli.command import HELP_NAMES, Command, CommandWithSubcommands, Group, echo
-from rlctl.cli.convert import export_config, import_config
+from rlctl.cli.convert import import_config
 from rlctl.cli.diagnose import diagnose
 from rlctl.cli.diagnose_compare import compare as compare_runs
 from rlctl.cli.diagnose_mismatch import mismatch
@@ -39,7 +39,7 @@ from rlctl.cli.schema import schema
 from rlctl.cli.sweep import sweep
 from rlctl.cli.train import train
 from rlctl.cli.watch import watch
-from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, memory_failure
+from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, memory_failure
 from rlctl.registry import PartWarning
 from rlctl.user_code import line_in_user_code
 
@@ -47,6 +47,11 @@ from rlctl.user_code import line_in_user_code
 _DISK_ERRORS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
+}
+#: Commands that rlctl had → what to do instead.
+_REMOVED = {
+    "bench": "run `python -m benchmarks.gradients --out DIR` in a checkout of the repository",
+    "export-config": "`rlctl import` reads other frameworks' configurations; nothing writes them",
 }
 
 app = typer.Typer(
@@ -69,7 +74,6 @@ app.command(cls=CommandWithSubcommands.of(compare=compare_runs, mismatch=mismatc
 for command in (runs, watch, samples, report, sweep, doctor, export):
     app.command(cls=Command)(command)
 app.command("import", cls=Command)(import_config)
-app.command("export-config", cls=Command)(export_config)
 app.command(cls=Command)(init)
 app.command(cls=Command)(explain)
 app.command(cls=Command)(schema)
@@ -77,7 +81,6 @@ for name, below in (
     ("presets", presets.app),
     ("prepare-data", prepare_data.app),
     ("reward", reward.app),
-    ("bench", bench.app),
 ):
     for each in below.registered_commands:
         each.cls = Command
@@ -150,6 +153,8 @@ def run(arguments: list[str]) -> int:
             except FileNotFoundError:
                 what, fix = "the working directory no longer exists", "cd into another directory"
                 raise EnvironmentFailure(what, fix=fix) from None
+            if arguments and arguments[0] in _REMOVED:
+                raise UsageError(f"rlctl {arguments[0]} was removed: {_REMOVED[arguments[0]]}")
             app(args=arguments, prog_name="rlctl")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

@@ -14,8 +14,6 @@ from rlctl.cli.command import Out, echo, refuse_options
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from rlctl.diagnose.rule import Diagnosis
     from rlctl.diagnose.selftest import SelftestResult
     from rlctl.diagnose.table import RunLog
@@ -222,7 +220,7 @@ def report_selftest(output_format: str, out: Path | None) -> None:
         results = run_selftest(count)
 
     def text(console: Console) -> None:
-        console.print(_table(results))
+        _print_selftest(console, results)
         console.print(f"\n{selftest_summary(results)}")
         for one in results:
             if not one.passed:
@@ -234,12 +232,12 @@ def report_selftest(output_format: str, out: Path | None) -> None:
         raise typer.Exit(1)
 
 
-def _table(results: list[SelftestResult]) -> Table:
-    """Passed and total number of logs, per rule (or kind of healthy run) and framework."""
+def _print_selftest(console: Console, results: list[SelftestResult]) -> None:
+    """Prints the passed and total number of logs, per rule (or kind of healthy run) and framework."""
     from rich.text import Text
 
     from rlctl.diagnose.selftest import FRAMEWORKS
-    from rlctl.text_table import text_table
+    from rlctl.text_table import print_table
 
     rows = []
     for name in dict.fromkeys(one.rule or one.kind for one in results):
@@ -251,4 +249,4 @@ def _table(results: list[SelftestResult]) -> Table:
             cells.append(text if passed == len(here) else Text(f"{passed}/{len(here)}", "bold red"))
         rows.append(cells)
     headings = ("rule, or kind of healthy run", *FRAMEWORKS)
-    return text_table(headings, rows, right=range(1, len(headings)), whole=range(1))
+    print_table(console, headings, rows, right=range(1, len(headings)), whole=range(1))

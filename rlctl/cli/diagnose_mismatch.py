@@ -11,7 +11,6 @@ from rlctl.cli.command import request
 
 if TYPE_CHECKING:
     from rlctl.mismatch.mismatch_run import MismatchReport
-    from rlctl.mismatch.score import Gap
     from rlctl.terminal import Console
 
 
@@ -74,7 +73,7 @@ def mismatch(
 def _print(console: Console, report: MismatchReport) -> None:
     from rich.text import Text
 
-    from rlctl.text_table import print_wide, text_table
+    from rlctl.text_table import print_table
 
     def line(*parts: str | tuple[str, str]) -> None:
         console.print(Text.assemble(*parts), soft_wrap=True)
@@ -101,20 +100,18 @@ def _print(console: Console, report: MismatchReport) -> None:
         for place, change in enumerate(cause.spec):
             line(("  or    " if place else "  try   ", "dim"), (change, "cyan"))
     console.print()
+    if not gap.agrees:
+        rows = []
+        for part in report.parts:
+            values = f"from {part.low:g}" if part.high is None else f"{part.low:g} to {part.high:g}"
+            figures = (str(part.num_tokens), f"{part.abs_mean:.2g}", f"{part.share:.0%}")
+            rows.append((f"{part.by} {values}", *figures))
+        headings = ("gap by", "tokens", "mean |r|", "share of Σ r²")
+        print_table(console, headings, rows, right=range(1, 4), wide=True)
+        console.print()
     if report.remainder:
         line((f"left: {report.remainder}", "yellow"))
-    if not gap.agrees:  # the gap for every change of the scoring, each applied alone
-        tried = [(f"{one.factor}: {one.value}", one.after) for one in report.tried if one.after]
-        rows = [(name, *_cells(after)) for name, after in [("nothing changed", gap), *tried]]
-        headings = ("the trainer variant", "mean |r|", "mean r", "std", "max |r|", "k3", "ESS tok", "ESS seq")
-        print_wide(console, text_table(headings, rows, right=range(1, 8)))
-        console.print()
     for note in report.open_questions:
         line(("unknown   ", "dim"), note)
     for note in report.notes:
         line(("note  ", "dim"), note)
-
-
-def _cells(gap: Gap) -> list[str]:
-    sizes = (gap.abs_mean, gap.mean, gap.std, gap.abs_max, gap.k3)
-    return [f"{size:.2g}" for size in sizes] + [f"{gap.ess_token:.3f}", f"{gap.ess_sequence:.3f}"]

@@ -42,19 +42,18 @@ def doctor(
 
 
 def _print(checks: list[Check], num_broken: int, *, quick: bool) -> None:
-    """The checks of each group, and the number of broken ones."""
+    """The checks, and the number of broken ones."""
     from rich.text import Text
 
-    from rlctl.cli.output import print_indented, unwrapped
+    from rlctl.cli.output import unwrapped
+    from rlctl.text_table import print_table
 
     console = unwrapped()
-    width = max(len(check.name) for check in checks)
-    for group in dict.fromkeys(check.group for check in checks):
-        console.print(Text(group, style="bold cyan"))
-        for check in (each for each in checks if each.group == group):
-            head = Text.assemble(_MARKS[check.status], f"  {check.name:<{width}}   ")
-            fix = (f"\nfix  {check.fix}", "cyan") if check.fix else ""
-            print_indented(Text.assemble(check.found, fix), 1, console, head=head)
+    rows = []
+    for check in checks:
+        fix = (f"\nfix  {check.fix}", "cyan") if check.fix else ""
+        rows.append((Text(*_MARKS[check.status]), check.name, Text.assemble(check.found, fix)))
+    print_table(console, ("", "", ""), rows, whole=range(2))
     conclusion = ("Everything that training needs works", "bold green")
     if num_broken:
         text = f"{num_broken} of these checks failed: training, or the failed part of it, does not work"

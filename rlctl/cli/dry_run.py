@@ -20,6 +20,7 @@ from rlctl.spec.model_size import model_size
 from rlctl.spec.placement import Placement
 from rlctl.spec.run_spec import RunSpec
 from rlctl.terminal import Console
+from rlctl.text_table import print_table
 from rlctl.train.preflight import check_disk, check_functions, check_inputs, count_rows
 from rlctl.user_code import is_file_function
 
@@ -105,11 +106,6 @@ def _print_values(loaded: LoadedSpec, console: Console, *, show_all: bool) -> No
         print_indented(
             Text(f"{len(defaults)} more keys have their default values: --all shows them", "dim"), 2, console
         )
-
-
-def _print_amount(name: str, amount: str, words: str, console: Console, style: str = "") -> None:
-    head = Text(f"{name:<31}{amount:>12}{'   ' if words else ''}", style)
-    print_indented(Text(words, "dim"), 2, console, head=head)
 
 
 def _print_parts(spec: RunSpec, console: Console) -> None:
@@ -223,31 +219,32 @@ def _print_host(placement: Placement, console: Console) -> None:
 
 
 def _print_parts_of_memory(parts: list[MemoryPart], of_peak: str, console: Console) -> None:
+    rows = []
     for part in parts:
         marks = [*part.phases, "pinned" if part.is_pinned else "", "/dev/shm" if part.is_shared else ""]
         shown = ", ".join(filter(None, marks))
         words = f"{part.formula}{f' [{shown}]' if shown else ''}"
         amount = "unknown" if part.num_bytes is None else gib(part.num_bytes)
-        _print_amount(part.name, amount, words, console)
+        rows.append((Text(part.name), Text(amount), Text(words, "dim")))
     known = [part for part in parts if part.num_bytes is not None]
     more_than = "" if len(known) == len(parts) else "over "
     total = more_than + gib(memory_total(known)) if known else "unknown"
-    _print_amount("peak", total, of_peak, console, "bold")
+    rows.append((Text("peak", "bold"), Text(total, "bold"), Text(of_peak, "dim")))
+    print_table(console, ("", "", ""), rows, right=(1,), indent=2)
 
 
 def _print_stages(placement: Placement, console: Console) -> None:
     machine = placement.machine
     of = f"{placement.spec.trainer.nnodes} × {machine.gpus} × {machine.gpu}"
     _print_title(f"Stages on {machine.name} ({of}); seconds of a step within a factor of two", console)
-    console.print(
-        Text(f"  {'stage':<11}{'GPU':>11}{'host':>12}{'pinned':>12}{'/dev/shm':>12}{'seconds':>10}  moved")
-    )
+    rows: list[tuple[str | Text, ...]] = []
     for stage in placement.stages():
-        amounts = [gib(num_bytes) for num_bytes in (stage.host, stage.pinned, stage.shared)]
+        amounts = [gib(num_bytes) for num_bytes in (stage.gpu, stage.host, stage.pinned, stage.shared)]
         seconds = "" if stage.seconds is None else f"{stage.seconds:,.1f}"
         moved = ", ".join(f"{gib(num_bytes)} {link}" for link, num_bytes in stage.moved.items())
-        columns = f"{stage.name:<11}{gib(stage.gpu):>11}" + "".join(f"{a:>12}" for a in amounts)
-        print_indented(Text(moved, "dim"), 2, console, head=Text(f"{columns}{seconds:>10}  "))
+        rows.append((stage.name, *amounts, seconds, Text(moved, "dim")))
+    headings = ("stage", "GPU", "host", "pinned", "/dev/shm", "seconds", "moved")
+    print_table(console, headings, rows, right=range(1, 6), indent=2)
     if total := placement.seconds().get("whole step"):
         tokens = placement.tokens() * placement.spec.world_size
         words = f"one step: {total:,.0f} s, {tokens / total:,.0f} tokens per second on all GPUs together"

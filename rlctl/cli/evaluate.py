@@ -196,7 +196,7 @@ def _print(out: Path, evaluation: Evaluation) -> None:
     from rlctl.evaluate.page import PAGE_FILE, SCORE_HEADINGS, score_notes, score_rows
     from rlctl.evaluate.samples import SAMPLES_FILE
     from rlctl.terminal import Console
-    from rlctl.text_table import print_wide, text_table
+    from rlctl.text_table import print_table
 
     console = Console(highlight=False)
     model = evaluation.about["model"]
@@ -208,7 +208,7 @@ def _print(out: Path, evaluation: Evaluation) -> None:
         amount = f": {score['num_questions']:,} questions × {n} responses"
         console.print(Text.assemble("\n", (score["data_source"], "bold"), amount), soft_wrap=True)
         rows = [(row.name, *row.cells) for row in score_rows(score, n)]
-        print_wide(console, text_table(("", *SCORE_HEADINGS), rows, right=range(1, 4)))
+        print_table(console, ("", *SCORE_HEADINGS), rows, right=range(1, 4), wide=True)
     console.print()
     for note in (*evaluation.notes, *score_notes(document)):
         console.print(Text(note, style="yellow"), soft_wrap=True)

@@ -56,7 +56,7 @@ def _print(report: CompareReport, console: Console) -> None:
     from rich.text import Text
 
     from rlctl.evaluate.compare import DIFFERENCE_HEADINGS, difference_rows, shared_questions
-    from rlctl.text_table import print_wide, text_table
+    from rlctl.text_table import print_table
 
     for name, place in (("A", report.a), ("B", report.b)):
         console.print(Text.assemble((f"{name}  ", "bold"), place), soft_wrap=True)
@@ -65,7 +65,7 @@ def _print(report: CompareReport, console: Console) -> None:
         console.print(Text.assemble("\n", (comparison.data_source, "bold"), amount), soft_wrap=True)
         if comparison.figures:
             rows = [(row.name, *row.cells) for row in difference_rows(comparison)]
-            print_wide(console, text_table(("", *DIFFERENCE_HEADINGS), rows, right=range(1, 9)))
+            print_table(console, ("", *DIFFERENCE_HEADINGS), rows, right=range(1, 9), wide=True)
         console.print(Text(comparison.conclusion, style="bold"), soft_wrap=True)
     if report.warnings:
         console.print()

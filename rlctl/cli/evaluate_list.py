@@ -14,7 +14,9 @@ def list_benchmarks(is_json: AsJson = False) -> None:
 
     rlctl evaluate list --json
     """
+    from rlctl.cli.output import unwrapped
     from rlctl.data.benchmarks import BENCHMARKS
+    from rlctl.text_table import print_table
 
     if is_json:
         print_json([asdict(each) for each in BENCHMARKS.values()])
@@ -29,4 +31,4 @@ def list_benchmarks(is_json: AsJson = False) -> None:
             "grader": each.grader,
         }
         echo(each.name)
-        echo("\n".join(f"  {name:<10} {text}" for name, text in lines.items()))
+        print_table(unwrapped(), ("", ""), lines.items(), indent=2)

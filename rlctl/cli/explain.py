@@ -123,9 +123,11 @@ def _registries() -> list[Registry]:
 def _nearest(name: str) -> str | None:
     """Suggestion for an unknown name."""
     from rlctl.metric_names import METRICS
-    from rlctl.spec.keys import advice_for, closest, did_you_mean, known_sections
+    from rlctl.spec.keys import REMOVED, advice_for, closest, did_you_mean, known_sections, unknown_key
     from rlctl.spec.resolve import criteria_names
 
+    if name in REMOVED:
+        return "; ".join(filter(None, unknown_key(name)))
     if "/" in name:
         return did_you_mean(name, METRICS, "docs/reference/metrics.md lists all metrics")
     parts = [*criteria_names(), *(part for registry in _registries() for part in registry)]

@@ -37,14 +37,14 @@ def list_presets(as_json: AsJson = False) -> None:
 
     from rlctl.cli.output import unwrapped
     from rlctl.spec.sources import all_presets
-    from rlctl.text_table import text_table
+    from rlctl.text_table import print_table
 
     found = all_presets().values()
     if as_json:
         print_json([asdict(each) | {"description": each.description} for each in found])
         return
     rows = ((each.name, Text(each.kind, "dim"), each.description) for each in found)
-    unwrapped().print(text_table(("preset", "kind", "what it is"), rows, whole=range(2)))
+    print_table(unwrapped(), ("preset", "kind", "what it is"), rows, whole=range(2))
 
 
 @app.command()
@@ -74,7 +74,7 @@ def diff(
     from rlctl.cli.output import unwrapped
     from rlctl.spec.keys import leaves_of
     from rlctl.spec.load import LEFT_TO_THE_USER, load_spec
-    from rlctl.text_table import text_table
+    from rlctl.text_table import print_table
 
     names = (first, second)
     one, other = (leaves_of(load_spec([name], left_open=LEFT_TO_THE_USER).spec) for name in names)
@@ -86,7 +86,7 @@ def diff(
         echo(f"{first} and {second} resolve to the same spec.")
         return
     rows = ((key, *values) for key, values in differing.items())
-    unwrapped().print(text_table(("key", first, second), rows))
+    print_table(unwrapped(), ("key", first, second), rows)
 
 
 @app.command()

@@ -106,7 +106,7 @@ def _spec(what: str) -> RunSpec:
 def _print(console: Console, trial: Trial) -> None:
     from rich.text import Text
 
-    from rlctl.text_table import text_table
+    from rlctl.text_table import print_table
 
     rows = []
     for counts in trial.all_counts:
@@ -114,7 +114,7 @@ def _print(console: Console, trial: Trial) -> None:
         names = (counts.kind, counts.data_source, counts.term)
         rows.append((*names, f"{counts.num:,}", agree, f"{counts.num_errors:,}"))
     headings = ("responses", "source", "reward", "tried", "as expected", "errors")
-    console.print(text_table(headings, rows, right=range(3, 6)))
+    print_table(console, headings, rows, right=range(3, 6))
     for one in trial.disagreements:
         expects = f"expected {one.expected:g}, got {one.got:g}"
         place = f"  {one.term}, {one.kind}, {one.where}"

@@ -49,7 +49,7 @@ def _print_runs(found: list[RunState], root: Path) -> None:
     from rich.text import Text
 
     from rlctl.cli.output import unwrapped
-    from rlctl.text_table import text_table
+    from rlctl.text_table import print_table
 
     console, rows = unwrapped(), []
     for run in found:
@@ -59,9 +59,7 @@ def _print_runs(found: list[RunState], root: Path) -> None:
         state = Text(run.state, _STYLES.get(run.state, ""))
         rows.append((_place(run, root), run.preset, run.model, steps, state, reward, checked))
     headings = ("run", "preset", "model", "step", "state", "reward", "validation")
-    table = text_table(headings, rows, right=(3, 5))
-    table.columns[1].min_width = min(24, max(len(run.preset) for run in found))
-    console.print(table)
+    print_table(console, headings, rows, right=(3, 5), whole=(1,))
     for run in found:
         if run.reason:
             reason = visible(f"{_place(run, root)} {run.state}: {run.reason}")

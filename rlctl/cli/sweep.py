@@ -93,12 +93,12 @@ def sweep(
 
 def _print(rows: list[SweepRow]) -> None:
     from rlctl.cli.output import unwrapped
-    from rlctl.text_table import text_table
+    from rlctl.text_table import print_table
 
     by = next((row.paired_by for row in rows if row.paired_by), "seed")
     headings = ("setting", "done", "reward", "± stderr", "− first", "95 % interval", "p")
     console = unwrapped()
-    console.print(text_table(headings, map(_cells, rows), right=range(1, 7)))
+    print_table(console, headings, map(_cells, rows), right=range(1, 7))
     console.print(f"Differences from the first setting are paired by {by}.", style="dim", soft_wrap=True)
 
 

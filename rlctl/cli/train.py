@@ -14,8 +14,6 @@ from rlctl.cli.command import complete_override, complete_preset, complete_run, 
 from rlctl.errors import EnvironmentFailure, SpecError, UsageError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from rlctl.spec.load import LoadedSpec
     from rlctl.terminal import Console
 
@@ -175,7 +173,7 @@ def _print_summary(run_dir: Path) -> None:
         f"{summary['num_updates']} updates, {summary['seconds']:.0f} s\n"
     )
     if summary["first"]:
-        console.print(_learned(summary))
+        _print_learned(console, summary)
     else:
         console.print("The run was already complete; for more steps: trainer.total_training_steps=N")
     guardrails = summary.get("guardrails", {})
@@ -186,9 +184,9 @@ def _print_summary(run_dir: Path) -> None:
     _print_places(console, run_dir, summary)
 
 
-def _learned(summary: dict[str, Any]) -> Table:
+def _print_learned(console: Console, summary: dict[str, Any]) -> None:
     from rlctl.metric_names import validation_rewards
-    from rlctl.text_table import text_table
+    from rlctl.text_table import print_table
 
     names = {
         "critic/score/mean": "mean reward",
@@ -204,7 +202,7 @@ def _learned(summary: dict[str, Any]) -> Table:
     for source, value in after.items():
         shown = "" if once or source not in before else f"{before[source]:.3f}"
         rows.append((f"validation ({source})", shown, f"{value:.3f}"))
-    return text_table(("", "first steps", "last steps"), rows, right=range(1, 3))
+    print_table(console, ("", "first steps", "last steps"), rows, right=range(1, 3))
 
 
 def _print_places(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:

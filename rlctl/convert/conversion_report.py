@@ -1,4 +1,4 @@
-"""Formats translations and exports as text, JSON and YAML."""
+"""Formats translations as text, JSON and YAML."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from rlctl.convert.export import Export
 from rlctl.convert.table import word
-from rlctl.convert.translate import STATUSES, Conversion, KeyOutcome, Translation
+from rlctl.convert.translate import STATUSES, KeyOutcome, Translation
 from rlctl.errors import visible
 
 
@@ -34,13 +33,12 @@ def _yaml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def document(result: Translation | Export, text: str) -> dict[str, Any]:
-    """Converts a translation or an export to a JSON document; `text` is the resulting file."""
-    rows = [asdict(row) for row in result.rows]
-    found = {"framework": result.table.title, "counts": result.counts, "keys": rows}
-    if isinstance(result, Export):
-        return found | {"text": text, "settings": result.settings}
-    return found | {
+def document(result: Translation, text: str) -> dict[str, Any]:
+    """Converts a translation to a JSON document; `text` is the resulting spec file."""
+    return {
+        "framework": result.table.title,
+        "counts": result.counts,
+        "keys": [asdict(row) for row in result.rows],
         "defaults": [asdict(row) for row in result.implied],
         "problems": [asdict(problem) for problem in result.problems],
         "notes": result.notes,
@@ -49,13 +47,11 @@ def document(result: Translation | Export, text: str) -> dict[str, Any]:
     }
 
 
-def sections(result: Translation | Export) -> Iterator[tuple[str, list[KeyOutcome] | list[str]]]:
+def sections(result: Translation) -> Iterator[tuple[str, list[KeyOutcome] | list[str]]]:
     """Yields the headings of a report, and the rows or lines below each."""
     for status, title in STATUSES.items():
         if rows := [row for row in result.rows if row.status == status]:
             yield f"{title} ({len(rows)})", rows
-    if isinstance(result, Export):
-        return
     if result.implied:
         yield f"framework defaults that differ from rlctl's ({len(result.implied)})", result.implied
     if result.notes:
@@ -82,7 +78,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def summary(result: Conversion) -> str:
+def summary(result: Translation) -> str:
     """Number of keys per status, in one sentence."""
     parts = [f"{count} {STATUSES[status]}" for status, count in result.counts.items() if count]
     return f"{len(result.rows)} keys: {', '.join(parts) or 'none'}."

@@ -58,7 +58,6 @@ class Variant(BaseModel):
 
     command: str  # what a launch command names it, see `KeyTable.commands`
     defaults: dict[str, Any] = {}  # key → default, where it differs
-    lacks: list[str] = []  # prefixes of keys that it does not have
 
 
 class KeyTable(BaseModel):
@@ -79,9 +78,6 @@ class KeyTable(BaseModel):
     keys: dict[str, KeyRule]  # key → rule; a string is short for `to`
     unsupported: dict[str, str] = {}  # key, or prefix that ends in a dot, dash or underscore → why
     formulas: dict[str, str] = {}  # spec key → expression over `{keys}`
-    #: key → expression over `{spec keys}`, where reversing `keys` is not enough
-    export: dict[str, str] = {}
-    export_unsupported: dict[str, str] = {}  # spec key → why no key of the framework corresponds
     note: str = ""  # note added to every import
 
     def defaults(self, variant: object) -> dict[str, Any]:

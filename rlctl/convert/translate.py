@@ -25,31 +25,20 @@ STATUSES: dict[Status, str] = {
 class KeyOutcome:
     """The outcome for one key."""
 
-    key: str  # key of the other framework; in an export, the spec key
+    key: str  # key of the other framework
     value: Any  # value of this key
     status: Status  # see `STATUSES`
-    became: dict[str, Any]  # resulting keys → values
+    became: dict[str, Any]  # resulting spec keys → values
     note: str  # what differs, why it is not supported, or what is missing
     where: str  # line of the file; empty for a default of the framework
 
 
 @dataclass(slots=True)
-class Conversion:
-    """The outcome for every key, of an import or export."""
+class Translation:
+    """A spec as dotted keys, with the origin of every value."""
 
     table: KeyTable  # the framework
-    rows: list[KeyOutcome]
-
-    @property
-    def counts(self) -> dict[Status, int]:
-        """Number of keys per status."""
-        return {status: sum(row.status == status for row in self.rows) for status in STATUSES}
-
-
-@dataclass(slots=True)
-class Translation(Conversion):
-    """A spec as dotted keys, with the origin of every value; one row for every key that the file sets."""
-
+    rows: list[KeyOutcome]  # one for every key that the file sets
     spec: dict[str, Any]  # key → value
     origins: dict[str, str]  # spec key → origin of its value, as text
     #: rows for defaults of the framework that differ from rlctl's
@@ -57,6 +46,11 @@ class Translation(Conversion):
     #: errors to fix before `rlctl train` accepts the spec, and warnings
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # unsupported parts of the file
+
+    @property
+    def counts(self) -> dict[Status, int]:
+        """Number of keys per status."""
+        return {status: sum(row.status == status for row in self.rows) for status in STATUSES}
 
 
 def translate(source: ForeignConfig) -> Translation:

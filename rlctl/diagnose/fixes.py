@@ -152,7 +152,6 @@ def reject_outliers(run: RunLog) -> Iterator[Fix]:
     if run.facts.rollout_rs in {None, "off"}:
         yield _correction(
             run,
-            *_without_auto(run),
             f"{RC}rollout_rs=token_k1",
             f"{RC}rollout_rs_threshold=0.6_1.6",
             why="reject responses with extreme tokens",
@@ -206,13 +205,9 @@ def geometric(run: RunLog) -> Iterator[Fix]:
     if run.facts.rollout_is == "geometric":
         return
     settings = ("rollout_is=geometric", "rollout_is_bound=mask", "rollout_is_threshold=0.99_1.01")
-    keys = (*_without_auto(run), *(RC + one for one in settings))
     masked = f"{_OPENRLHF_IS}level seq {_OPENRLHF_IS}mode mask {_OPENRLHF_IS}threshold 0.99 1.01"
+    keys = tuple(RC + setting for setting in settings)
     yield Fix(keys, "a weight that does not grow with the length", {"openrlhf": masked})
-
-
-def _without_auto(run: RunLog) -> tuple[str, ...]:
-    return (f"{RC}auto=false",) if run.facts.rollout_is == "auto" else ()
 
 
 def same_precision(run: RunLog) -> Iterator[Fix]:

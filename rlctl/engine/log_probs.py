@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,9 +31,6 @@ from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.errors import UsageError
 from rlctl.prefix import UNSUPPORTED, base_name, body_of, can_share_prefix, evaluating
 from rlctl.spec.memory import logits_at_once
-
-#: Numbers per sketch of a gradient.
-SKETCH_SIZE = 1024
 
 
 class PolicyModule(nn.Module):
@@ -81,25 +77,19 @@ class PolicyModule(nn.Module):
         *,
         entropy_grad: bool = False,
         sum_pi_squared: bool = False,
-        sketch: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Log-probs and entropy of the responses; on request Σ_v π(v)² and sketches of ∇ log π.
+        """Log-probs and entropy of the responses; on request Σ_v π(v)².
 
         Args:
             inputs: any number of rows. Distributions are restricted to their sets in `kept` and renormalised;
                 log-probs of the tokens in `most_likely` are returned too.
             entropy_grad: compute the entropy with gradient.
             sum_pi_squared: also return the collision probability of the next-token distribution.
-            sketch: also return a sketch of the gradient of each log-prob with respect to the output head.
-
-        Raises:
-            UsageError: a sketch is requested for a model without a separate output head.
 
         Returns:
             Two or three (B, T) float32, 0.0 where not scored: log-probs (with gradient), entropy (with
-            gradient only with `entropy_grad`) and on request Σ_v π(v)² (without gradient). Then, for the N
-            scored tokens in row order, the (N, M) log-probs of `most_likely` (with gradient), if there are
-            any, and (N, K) sketches, if requested.
+            gradient only with `entropy_grad`) and on request Σ_v π(v)² (without gradient). Then, if there are
+            `most_likely` tokens, their (N, M) log-probs (with gradient) for the N scored tokens in row order.
         """
         if not self._is_probed:
             self._probe()
@@ -122,22 +112,15 @@ class PolicyModule(nn.Module):
             tokens, kept = tokens[own], kept and kept[own]
             most_likely_ids = None if most_likely_ids is None else most_likely_ids[own]
         given = (states, tokens, most_likely_ids, *((kept.counts[:, 0], kept.ids) if kept else ()))
-        if sketch and not self.head.is_linear:
-            what = f"{type(self.model).__name__} does not compute its logits with its output head alone"
-            key = "algorithm.rollout_correction.measure_grad_error"
-            raise UsageError(what, where=key, fix="set it, and rollout_correction.auto, to false")
-        figures = self.head(*given, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared, sketch=sketch)
+        figures = self.head(*given, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared)
         if own is not None and self.sequence:
             figures = self.sequence.of_all(figures, own, int(scored.sum()))
-        num_most_likely = 0 if most_likely_ids is None else most_likely_ids.shape[1]
-        per_token, more = figures.tensor_split([3 if sum_pi_squared else 2])
-        most_likely, sketches = more.tensor_split([num_most_likely])
+        per_token, most_likely = figures.tensor_split([3 if sum_pi_squared else 2])
         chosen, entropy, *squared = per_token
         found = (chosen, entropy if entropy_grad else entropy.detach(), *(part.detach() for part in squared))
         empty = torch.zeros(scored.shape, dtype=torch.float32, device=scored.device)
         tensors = [empty.masked_scatter(scored, values) for values in found]
-        tensors += [] if most_likely_ids is None else [most_likely.T]
-        return (*tensors, *([sketches.detach().T] if sketch else []))
+        return (*tensors, *([] if most_likely_ids is None else [most_likely.T]))
 
     def _probe(self) -> None:
         self.head.is_linear = _head_is_linear(self.model)
@@ -184,16 +167,15 @@ class ChunkedHead(nn.Module):
         *,
         entropy_grad: bool = False,
         sum_pi_squared: bool = False,
-        sketch: bool = False,
     ) -> Tensor:
-        """(2 or more, N) float32: log-probs, entropies; on request Σ_v π(v)², further log-probs, sketches.
+        """(2 or more, N) float32: log-probs, entropies; on request Σ_v π(v)², further log-probs.
 
         Args:
             states: (N, H), of the model's body.
             tokens: (N,) int64, the tokens chosen.
             most_likely_ids: (N, M) int64, tokens whose log-probs are computed too.
             kept_counts, kept_ids: the sets to which the distributions are restricted, see `TokenLists.at`.
-            entropy_grad, sum_pi_squared, sketch: as in `PolicyModule.forward`.
+            entropy_grad, sum_pi_squared: as in `PolicyModule.forward`.
         """
         [model] = self._unregistered
         head = model.get_output_embeddings().forward if self.is_linear else logits_after_body(model)
@@ -216,15 +198,9 @@ class ChunkedHead(nn.Module):
             probs = probs.detach()
             squares = [torch.linalg.vecdot(probs, probs)] if sum_pi_squared else []
             found = torch.stack([chosen, entropy, *squares])
-            if most_likely is not None:
-                found = torch.cat([found, (logits.gather(-1, most_likely) - log_total[:, None]).T])
-            if not sketch:
+            if most_likely is None:
                 return found
-            with torch.no_grad():  # ∇ log π(y) = (e_y − π) ⊗ state, up to the constant 1 / temperature
-                of_token = (-probs).scatter_add(1, tokens[:, None], torch.ones_like(probs[:, :1]))
-                outer = OuterSketch.of(probs.shape[1], states.shape[1], states.device)
-                sketches = outer(of_token, states).T
-            return torch.cat([found, sketches])
+            return torch.cat([found, (logits.gather(-1, most_likely) - log_total[:, None]).T])
 
         gpu = torch.cuda.get_device_properties(states.device) if states.is_cuda else None
         most = logits_at_once(gpu.total_memory if gpu else None)
@@ -248,13 +224,12 @@ def policy_output(
 
     Args:
         policy: a `PolicyModule`, or the engine that wraps it.
-        asked: `entropy_grad`, `sum_pi_squared`, `sketch`, see `PolicyModule.forward`.
+        asked: `entropy_grad`, `sum_pi_squared`, see `PolicyModule.forward`.
     """
     found = list(policy(inputs=used_columns(inputs), **asked))
-    sketch = found.pop() if asked.get("sketch") else None
     most_likely = None if inputs.most_likely is None else found.pop()
     log_probs, entropy, *more = (widened(values, inputs) for values in found)
-    return PolicyOutput(log_probs, entropy, more[0] if more else None, sketch, most_likely)
+    return PolicyOutput(log_probs, entropy, more[0] if more else None, most_likely)
 
 
 def _dropped(counts: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
@@ -334,44 +309,3 @@ def _computes(function: Callable[[Tensor], Tensor], states: Tensor, wanted: Tens
         return same_values(function(states), wanted)
     except UNSUPPORTED:  # states of another shape, for example
         return False
-
-
-@dataclass(frozen=True, slots=True)
-class OuterSketch:
-    """Sketches of outer products: K numbers that preserve inner products.
-
-    The gradient of log π(y) with respect to the output head's weight is (e_y − π) ⊗ h / temperature:
-    vocabulary × hidden numbers per token. TensorSketch (Pham and Pagh 2013) reduces it to K numbers without
-    forming it, as the convolution of the count sketches of both factors. E[s(a) · s(b)] = a · b, with a
-    variance of at most 11/K |a|² |b|² (Avron, Nguyen and Woodruff 2014, lemma 6).
-
-    Attributes, for each factor (D,): the index (of K) to which an entry is added, and its sign.
-    """
-
-    rows: Tensor
-    row_signs: Tensor
-    columns: Tensor
-    column_signs: Tensor
-
-    @staticmethod
-    @lru_cache(maxsize=2)
-    def of(num_rows: int, num_columns: int, device: torch.device) -> OuterSketch:
-        """Returns the same sketch on every rank and in every step."""
-        draw = torch.Generator().manual_seed(0)
-        found = []
-        for size in (num_rows, num_columns):
-            found.append(torch.randint(SKETCH_SIZE, (size,), generator=draw).to(device))
-            found.append((torch.randint(2, (size,), generator=draw) * 2.0 - 1.0).to(device))
-        return OuterSketch(*found)
-
-    def __call__(self, left: Tensor, right: Tensor) -> Tensor:
-        """(N, K) float32 sketches of (N, rows) ⊗ (N, columns)."""
-        left = _counted(left.float(), self.rows, self.row_signs)
-        right = _counted(right.float(), self.columns, self.column_signs)
-        product: Tensor = torch.fft.irfft(torch.fft.rfft(left) * torch.fft.rfft(right), n=SKETCH_SIZE)
-        return product
-
-
-def _counted(values: Tensor, places: Tensor, signs: Tensor) -> Tensor:
-    empty = torch.zeros(len(values), SKETCH_SIZE, device=values.device)
-    return empty.index_add_(1, places, values * signs)

@@ -24,8 +24,6 @@ class PolicyOutput:
             gradient only on request.
         sum_pi_squared: (B, T) float32, Σ_v π(v)² of the same distribution in (0, 1], detached, 0.0
             on padding; None unless requested.
-        sketch: (N, K) float32, detached: sketches of ∇ log π with respect to the output head, for the N
-            scored tokens in row order; None unless requested.
         most_likely: (N, M) float32, log-probs of `ModelInputs.most_likely` at the N scored tokens in row
             order, padded as by `TokenLists.padded`; carries gradient as `log_probs` does. None: no lists.
     """
@@ -33,7 +31,6 @@ class PolicyOutput:
     log_probs: Tensor
     entropy: Tensor
     sum_pi_squared: Tensor | None = None
-    sketch: Tensor | None = None
     most_likely: Tensor | None = None
 
 
@@ -95,17 +92,12 @@ class TrainEngine(Trained, Protocol):
         *,
         entropy_grad: bool = False,
         sum_pi_squared: bool = False,
-        sketch: bool = False,
     ) -> PolicyOutput:
         """Log-probs and entropy of the scored tokens.
 
         Args:
             entropy_grad: compute the entropy with gradient, for an entropy bonus.
             sum_pi_squared: also compute Σ_v π(v)².
-            sketch: also sketch the gradient of each log-prob with respect to the output head.
-
-        Raises:
-            UsageError: a sketch is requested for a model without a separate output head.
         """
 
     def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:

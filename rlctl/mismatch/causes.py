@@ -7,21 +7,18 @@ from dataclasses import dataclass, replace
 
 from rlctl.mismatch.examine import Examination
 from rlctl.mismatch.score import Gap
-from rlctl.mismatch.search import ARITHMETIC, Taken
+from rlctl.mismatch.search import Taken
 from rlctl.mismatch.variants import (
     ENGINE,
     NO_GENERATION_PROMPT,
     NO_TEMPLATE,
     OWN,
-    POSITION_MISTAKES,
     Cut,
     Factor,
     SamplingSettings,
     first_difference,
 )
 
-_FINER = ("engine.dtype=fp32 rollout.dtype=fp32", "algorithm.rollout_correction.rollout_is=token")
-_ROUNDING_FIX = "compute in a finer precision on both sides, or correct for the gap"
 _SYNC_FIX = (
     "check that every weight sync ends before sampling starts, "
     "and that the engine's prefix cache is cleared after it"
@@ -64,7 +61,7 @@ def causes(found: Examination) -> list[Cause]:
             cause = _described(found, taken.factor, str(getattr(taken.after, taken.factor)))
             before, after = found.scorer.gap(taken.before), found.scorer.gap(taken.after)
             everything.append(replace(cause, before=before, after=after))
-    everything += [*_drawn_otherwise(found), *_sync_misses(found), *_other_precision(found)]
+    everything = [*_in_one_precision(found, everything), *_drawn_otherwise(found), *_sync_misses(found)]
     scale = found.start.abs_mean or 1.0
     for place, cause in enumerate(everything):
         if cause.before and cause.after:
@@ -77,22 +74,15 @@ def _described(found: Examination, factor: Factor, value: str) -> Cause:
     """The cause for a factor other than `sampling`."""
     if factor == "prompt":
         return _prompt(found, value)
-    model = found.scorer.model
-    own, kernel = _DTYPES.get(str(model.dtype), ""), model.config._attn_implementation
+    own = _DTYPES.get(str(found.scorer.model.dtype), "")
     whose = "following" if value == "1" else "preceding"
     computes = "has weights rounded to bf16" if value == "bf16 weights" else f"computes in {value}"
     in_own = (f"rollout.dtype={own}", f"engine.dtype={value}")
-    rounded = "and the two round differently"
     described: dict[Factor, Cause] = {
         "shift": Cause(
             "shifted log-probs",
             f"each log-prob reported is that of the {whose} token",
             "log-prob t must be that of response token t; logits at a position predict the next one",
-        ),
-        "positions": Cause(
-            "positions",
-            f"prompts of different lengths are padded wrongly: {POSITION_MISTAKES.get(value)}",
-            "number positions from the first real token, and mask padding",
         ),
         "weights": Cause("stale weights", f"the engine's weights are those of {value}", _SYNC_FIX),
         "dtype": Cause(
@@ -100,24 +90,6 @@ def _described(found: Examination, factor: Factor, value: str) -> Cause:
             f"the engine {computes}, the trainer in {own}",
             _SAME_PRECISION,
             in_own if value in _DTYPES.values() else in_own[:1],
-        ),
-        "steps": Cause(
-            "prefill against decode",
-            f"sampling runs token by token with a cache, scoring in one pass, {rounded}",
-            _ROUNDING_FIX,
-            _FINER,
-        ),
-        "attention": Cause(
-            "attention kernel",
-            f"the engine's attention rounds as `{value}` does, the trainer runs `{kernel}`",
-            "use one kernel on both sides, or a finer precision",
-            (f"model.attn_implementation={value}", *_FINER[:1]),
-        ),
-        "rows": Cause(
-            "batch size",
-            f"prompts are run one by one, in the trainer together, {rounded}",
-            _ROUNDING_FIX,
-            _FINER,
         ),
     }
     return described[factor]
@@ -207,26 +179,28 @@ def _sync_misses(found: Examination) -> Iterator[Cause]:
     )
 
 
-def _other_precision(found: Examination) -> Iterator[Cause]:
+def _in_one_precision(found: Examination, others: list[Cause]) -> Iterator[Cause]:
+    """The causes with the gap that the engine has in the trainer's precision, if that closes the gap."""
     precise = found.same_precision
-    if precise is not None and precise.closes:
-        own = _DTYPES[str(found.scorer.model.dtype)]
-        what = f"the engine's precision: in {own}, as the trainer, the same engine has a smaller gap"
-        spec = (f"rollout.dtype={own}",)
-        yield Cause("dtype", what, _SAME_PRECISION, spec, precise.before, precise.after)
+    if precise is None or not precise.closes:
+        yield from others
+        return
+    yield from (cause for cause in others if cause.name != "dtype")
+    own = _DTYPES[str(found.scorer.model.dtype)]
+    what = f"the engine's precision: in {own}, as the trainer, the same engine has a smaller gap"
+    imitated = next((cause for cause in others if cause.name == "dtype"), None)
+    cause = imitated or Cause("dtype", what, _SAME_PRECISION, (f"rollout.dtype={own}",), precise.before)
+    yield replace(cause, after=precise.after)
 
 
 def open_questions(found: Examination) -> list[str]:
     """Questions that these comparisons cannot answer, and what would answer them."""
-    sides, tried = found.sides, found.explanation.tried
-    notes = [f"{change.factor} {change.value}: {change.why_not}" for change in tried if change.why_not]
+    sides, notes = found.sides, []
     if sides.asked == SamplingSettings(1.0):
         notes.append(
             "whether log-probs are raw or processed: at temperature 1 without truncation they are the same; "
             "add --temperature 0.7"
         )
-    if len({len(ids) for ids in found.scorer.prompts[OWN]}) == 1:
-        notes.append("whether padding is treated in the same way: all prompts have the same length")
     if not sides.takes_weights:
         notes.append("whether a weight sync reaches every weight: this engine does not support syncs here")
         if not sides.weights:
@@ -245,8 +219,8 @@ def remainder(found: Examination) -> str | None:
         left = found.same_precision.after
     if left.agrees or left.abs_mean <= 0.1 * found.start.abs_mean:
         return None
-    efforts = (change.effect for change in found.explanation.tried if change.factor in ARITHMETIC)
-    rounding = max(efforts, default=0.0)
+    start, own = found.explanation.start, _DTYPES.get(str(found.scorer.model.dtype))
+    rounding = found.scorer.effect(start, start.changed("dtype", "fp32" if own == "bf16" else "bf16"))
     size = f"a mean |log-ratio| of {left.abs_mean:.2g} is not explained"
     if left.abs_mean <= 2.0 * rounding:
         return f"{size}, as large as rounding differences ({rounding:.2g}): the two kernels round differently"

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from rlctl.data.prompts import Renderer, pad_id_of, prompt_batch
 from rlctl.data.schema import Row
-from rlctl.mismatch.score import EngineSample, Gap, VariantScorer, Weights, all_and_head, moved
+from rlctl.mismatch.score import EngineSample, Gap, GapPart, VariantScorer, Weights, all_and_head, moved
 from rlctl.mismatch.search import Explanation, Search
 from rlctl.mismatch.settings_fit import Drawn, fit_drawn
 from rlctl.mismatch.variants import AGREE, OWN, Cut, SamplingSettings, ScoringVariant, renderings, token_ids
@@ -93,6 +93,7 @@ class Examination:
     scorer: VariantScorer
     explanation: Explanation
     start: Gap  # the gap of the first sample, unexplained
+    parts: tuple[GapPart, ...]  # the same by position and probability
     drawn: Drawn | None  # settings the tokens were sampled with; None: the gap is too large to determine them
     synced: Experiment | None  # after a sync of the trainer's weights; None: not needed, or impossible
     moved: Experiment | None  # after a sync of changed weights; None: impossible, or other weights were found
@@ -116,7 +117,7 @@ def examine(sides: Sides) -> Examination:
     trial = _Sampler(sides)
     scorer = trial.sampled(sides.engine, sides.model)
     explanation = Search(scorer, sides.asked, sides.exact_sampling).explain()
-    start = scorer.gap(explanation.start)
+    start, parts = scorer.gap(explanation.start), scorer.parts(explanation.start)
 
     synced: Experiment | None = None
     before = scorer.gap(explanation.variant)
@@ -138,7 +139,7 @@ def examine(sides: Sides) -> Examination:
     if not scorer.gap(variant).agrees and sides.same_precision is not None:
         other = trial.sampled(sides.same_precision(), sides.model)
         precise = Experiment(scorer.gap(variant), other.gap(replace(variant, dtype=OWN)))
-    return Examination(sides, scorer, explanation, start, drawn, synced, movement, stale, precise)
+    return Examination(sides, scorer, explanation, start, parts, drawn, synced, movement, stale, precise)
 
 
 def _moved(

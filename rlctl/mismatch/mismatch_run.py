@@ -21,8 +21,7 @@ from rlctl.engine.model import load_policy
 from rlctl.errors import UsageError
 from rlctl.mismatch.causes import Cause, causes, open_questions, remainder
 from rlctl.mismatch.examine import Sides, examine
-from rlctl.mismatch.score import Gap, Weights, all_and_head
-from rlctl.mismatch.search import Tried
+from rlctl.mismatch.score import Gap, GapPart, Weights, all_and_head
 from rlctl.mismatch.variants import question_rows, token_ids
 from rlctl.model_files import model_directory
 from rlctl.rollout.engines import chosen_engine, engine_outside_training, spec_outside_training
@@ -70,8 +69,8 @@ class MismatchReport:
     settings: str  # description of the requested settings
     num_sequences: int  # responses compared
     gap: Gap  # before any cause is accounted for
+    parts: tuple[GapPart, ...]  # the same by position and probability
     causes: tuple[Cause, ...]  # each explains most of what the previous ones leave
-    tried: tuple[Tried, ...]  # every single change tried with the trainer's model
     remainder: str | None  # possible origin of the part that no cause explains; None: there is none
     open_questions: tuple[str, ...]  # open questions, and what would answer them
     notes: tuple[str, ...] = ()  # messages to the user, such as damaged checkpoints that were skipped
@@ -185,8 +184,8 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
         settings=str(found.sides.asked),
         num_sequences=len(found.scorer.sample.prompts),
         gap=found.start,
+        parts=found.parts,
         causes=tuple(causes(found)),
-        tried=found.explanation.tried,
         remainder=remainder(found),
         open_questions=tuple(open_questions(found)),
         notes=trainer.notes,

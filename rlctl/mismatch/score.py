@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal, cast
 
 import torch
@@ -20,7 +22,7 @@ from rlctl.engine.log_probs import PolicyModule
 from rlctl.errors import RunFailure, first_line
 from rlctl.mismatch.settings_fit import RankedLogits, fit_reported
 from rlctl.mismatch.variants import AGREE, OWN, Cut, SamplingSettings, ScoringVariant, TokenIds
-from rlctl.prefix import body_of, shared_prefix
+from rlctl.prefix import body_of
 from rlctl.rollout.hf import into_precision
 from rlctl.spec.memory import MAX_LOGITS
 
@@ -111,6 +113,37 @@ def measure(trainer: Tensor, engine: Tensor, mask: Tensor) -> Gap:
 
 
 @dataclass(frozen=True, slots=True)
+class GapPart:
+    """The gap of the tokens at some positions of the responses, or with some probabilities."""
+
+    by: Literal["position", "probability"]  # counted from 1; the engine's probability of the token
+    low: float  # lowest value
+    high: float | None  # values are below this; None for the last part
+    num_tokens: int
+    abs_mean: float  # mean |r|, nats
+    share: float  # of Σ r² over all tokens
+
+
+def parts_of(trainer: Tensor, engine: Tensor, mask: Tensor) -> tuple[GapPart, ...]:
+    """The gap by position and by probability, without empty parts; arguments as of `measure`."""
+    counted = mask & (trainer - engine).isfinite()
+    log_ratio, found = (trainer - engine)[counted].double().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP), []
+    position, probability = mask.cumsum(1)[counted].double(), engine[counted].double().exp()
+    total = float(log_ratio.square().sum()) or 1.0
+    for by, values, limits in (
+        ("position", position, (1.0, 5.0, 9.0, 17.0, math.inf)),
+        ("probability", probability, (0.0, 0.1, 0.5, 0.9, math.inf)),
+    ):
+        for low, high in pairwise(limits):
+            inside = log_ratio[(values >= low) & (values < high)]
+            if len(inside):
+                sizes = float(inside.abs().mean()), float(inside.square().sum()) / total
+                end = None if high == math.inf else high
+                found.append(GapPart(cast(Any, by), low, end, len(inside), *sizes))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSample:
     """The engine's responses and the log-probs it reports."""
 
@@ -143,7 +176,7 @@ class VariantScorer:
 
     def __post_init__(self) -> None:
         self._own = PolicyModule(self.model, 1.0)
-        self._changed: tuple[tuple[str, str, str], PolicyModule] | None = None
+        self._changed: tuple[tuple[str, str], PolicyModule] | None = None
         self._scores: dict[ScoringVariant, Tensor] = {}
         self._fits: dict[ScoringVariant, SamplingSettings] = {}
 
@@ -155,6 +188,11 @@ class VariantScorer:
         """
         reported, mask = self.sample.shifted(variant.shift)
         return measure(self.log_probs(variant), reported, mask)
+
+    def parts(self, variant: ScoringVariant) -> tuple[GapPart, ...]:
+        """The same gap by position and probability."""
+        reported, mask = self.sample.shifted(variant.shift)
+        return parts_of(self.log_probs(variant), reported, mask)
 
     def effect(self, variant: ScoringVariant, other: ScoringVariant) -> float:
         """Mean |difference| of the trainer's own log-probs between two variants, nats per token."""
@@ -170,7 +208,8 @@ class VariantScorer:
         """
         variant = replace(variant, shift=0)  # affects the reported values, not the model
         if variant not in self._scores:
-            score = self._as_trainer if _is_plain(variant) else self._from_logits
+            # The trainer's own code scores without truncation only.
+            score = self._as_trainer if variant.sampling.cut.kind == "none" else self._from_logits
             found = torch.zeros_like(self.sample.reported)
             try:
                 policy = self._policy(variant)
@@ -197,11 +236,12 @@ class VariantScorer:
         size = policy.model.config.get_text_config().vocab_size
         wanted = _thinned(mask, min(_FITTED_TOKENS, max(MAX_LOGITS // size, 1)))
         for rows in self._rows(variant):
-            for columns, found in self._logits(policy, variant, rows):
-                here = wanted[rows, columns]
-                logits.append(found[here])
-                tokens.append(self.sample.responses[rows, columns][here])
-                values.append(reported[rows, columns][here])
+            found = self._logits(policy, variant, rows)
+            columns = slice(found.shape[1])
+            here = wanted[rows, columns]
+            logits.append(found[here])
+            tokens.append(self.sample.responses[rows, columns][here])
+            values.append(reported[rows, columns][here])
         return RankedLogits(torch.cat(logits), torch.cat(tokens), [asked]), torch.cat(values)
 
     def _as_trainer(self, policy: PolicyModule, variant: ScoringVariant, rows: slice, out: Tensor) -> None:
@@ -212,49 +252,45 @@ class VariantScorer:
         out[rows, : log_probs.shape[1]] = log_probs
 
     def _from_logits(self, policy: PolicyModule, variant: ScoringVariant, rows: slice, out: Tensor) -> None:
-        """Scores from full logits, which truncation and decoding need."""
-        for columns, logits in self._logits(policy, variant, rows):
-            tokens = self.sample.responses[rows, columns]
-            mask = self.sample.mask[rows, columns]
-            ranked = RankedLogits(logits[mask], tokens[mask], [variant.sampling.cut])
-            out[rows, columns] = out[rows, columns].masked_scatter(mask, ranked.log_probs(variant.sampling))
+        """Scores from full logits, which truncation needs."""
+        logits = self._logits(policy, variant, rows)
+        columns = slice(logits.shape[1])
+        tokens, mask = self.sample.responses[rows, columns], self.sample.mask[rows, columns]
+        ranked = RankedLogits(logits[mask], tokens[mask], [variant.sampling.cut])
+        out[rows, columns] = out[rows, columns].masked_scatter(mask, ranked.log_probs(variant.sampling))
 
-    def _logits(
-        self, policy: PolicyModule, variant: ScoringVariant, rows: slice
-    ) -> Iterator[tuple[slice, Tensor]]:
-        """Yields columns of the responses and their logits (b, t, V), for the given rows."""
-        step = _decoded if variant.steps == "decode" else _prefilled
-        return step(policy, self._inputs(variant, rows))
+    def _logits(self, policy: PolicyModule, variant: ScoringVariant, rows: slice) -> Tensor:
+        """(b, t, V) logits of the responses of the given rows, of the first t columns."""
+        inputs = self._inputs(variant, rows)
+        read = body_inputs(body_of(policy.model), inputs, share_prompts=policy.shares_prompts)
+        logits: Tensor = policy.model(**read, logits_to_keep=inputs.scored.shape[1]).logits
+        return logits
 
     def _inputs(self, variant: ScoringVariant, rows: slice) -> ModelInputs:
         """Model inputs of the given rows, without columns that no row uses."""
         sample, prompts = self.sample, self.prompts[variant.prompt][rows]
         tensors = (sample.responses[rows], sample.attended[rows], sample.mask[rows])
-        return used_columns(lay_out(prompts, *tensors, self.pad_id, variant.positions))
+        return used_columns(lay_out(prompts, *tensors, self.pad_id))
 
     def _rows(self, variant: ScoringVariant) -> Iterator[slice]:
         """Slices of rows that are run together; smaller ones where the logits would not fit in memory."""
         count, horizon = self.sample.responses.shape
         size = count
-        if variant.rows == "single":
-            size = self.sample.n
-        elif variant.steps == OWN and not _is_plain(variant):
+        if variant.sampling.cut.kind != "none":
             vocabulary = self.model.config.get_text_config().vocab_size
             size = max(1, MAX_LOGITS * 4 // (horizon * vocabulary))
         return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
     def _policy(self, variant: ScoringVariant) -> PolicyModule:
         """The trainer's model, or a changed copy (the last one is cached)."""
-        change = (variant.weights, variant.dtype, variant.attention)
-        if change == (OWN, OWN, OWN):
+        change = (variant.weights, variant.dtype)
+        if change == (OWN, OWN):
             return self._own
         if self._changed is None or self._changed[0] != change:
             self._changed = None  # freed before the next copy is allocated
             policy = copy.deepcopy(self._own)
             if variant.weights != OWN:
                 self.weights[variant.weights](policy.model)
-            if variant.attention != OWN:
-                policy.model.set_attn_implementation(variant.attention)
             if variant.dtype == "bf16 weights":
                 own = next(policy.model.parameters()).dtype
                 into_precision(policy.model, "bf16")
@@ -265,66 +301,14 @@ class VariantScorer:
         return self._changed[1]
 
 
-def _is_plain(variant: ScoringVariant) -> bool:
-    """Whether the trainer's own code can score under this variant."""
-    return variant.steps == OWN and variant.sampling.cut.kind == "none"
-
-
 def lay_out(
-    prompts: TokenIds,
-    responses: Tensor,
-    attended: Tensor,
-    scored: Tensor,
-    pad_id: int,
-    positions: str = OWN,
+    prompts: TokenIds, responses: Tensor, attended: Tensor, scored: Tensor, pad_id: int
 ) -> ModelInputs:
-    """Model inputs of B prompts and responses (B, T), of which `attended` (B, T) are read by attention.
-
-    `positions` as in `ScoringVariant`.
-    """
+    """Model inputs of B prompts and responses (B, T), of which `attended` (B, T) are read by attention."""
     prompt_ids, prompt_mask = (part.to(responses.device) for part in left_padded(prompts, pad_id))
-    width = prompt_ids.shape[1]
     attention_mask = torch.cat([prompt_mask, attended], dim=1)
     position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
-    columns = torch.arange(width + responses.shape[1], device=responses.device).expand_as(attention_mask)
-    if positions == "jump":
-        position_ids[:, width:] = columns[:, width:]
-    elif positions != OWN:
-        position_ids = columns
-    if positions == "padding seen":
-        attention_mask = torch.cat([torch.ones_like(prompt_mask), attended], dim=1)
     return ModelInputs(torch.cat([prompt_ids, responses], dim=1), attention_mask, position_ids, scored)
-
-
-def _prefilled(policy: PolicyModule, inputs: ModelInputs) -> Iterator[tuple[slice, Tensor]]:
-    """Logits from one forward pass over prompts and responses."""
-    horizon = inputs.scored.shape[1]
-    read = body_inputs(body_of(policy.model), inputs, share_prompts=policy.shares_prompts)
-    yield slice(0, horizon), policy.model(**read, logits_to_keep=horizon).logits
-
-
-def _decoded(policy: PolicyModule, inputs: ModelInputs) -> Iterator[tuple[slice, Tensor]]:
-    """Logits computed token by token with a cache, as engines sample."""
-    ids, mask, positions = inputs.input_ids, inputs.attention_mask, inputs.position_ids
-    horizon = inputs.scored.shape[1]
-    prompt = ids.shape[1] - horizon
-    start, cache = 0, None
-    if policy.shares_prompts:
-        head = slice(0, prompt - 1)
-        cache = shared_prefix(body_of(policy.model), ids[:, head], mask[:, head], positions[:, head])
-        start = 0 if cache is None else prompt - 1
-    for column in range(horizon):
-        end = prompt + column
-        output = policy.model(
-            input_ids=ids[:, start:end],
-            attention_mask=mask[:, :end].long(),
-            position_ids=positions[:, start:end],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        cache, start = output.past_key_values, end
-        yield slice(column, column + 1), output.logits
 
 
 def _thinned(mask: Tensor, most: int) -> Tensor:

@@ -1,8 +1,7 @@
 """Stepwise search for the changes of the scoring variant that together close the gap.
 
-Forward: the change that explains most is accepted, and the others are tried again on top of it. If no single
-change helps, pairs of arithmetic changes are tried, because one rounding difference can hide another.
-Backward: changes that the others make unnecessary are removed.
+Forward: the change that explains most is accepted, and the others are tried again on top of it. Backward:
+changes that the others make unnecessary are removed.
 """
 
 from __future__ import annotations
@@ -10,18 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import get_args
 
 import torch
 
 from rlctl.errors import RunFailure
-from rlctl.mismatch.score import DTYPES, Gap, VariantScorer
-from rlctl.mismatch.variants import AGREE, OWN, POSITION_MISTAKES, Factor, SamplingSettings, ScoringVariant
+from rlctl.mismatch.score import DTYPES, VariantScorer
+from rlctl.mismatch.variants import AGREE, OWN, Factor, SamplingSettings, ScoringVariant
 
 FACTORS: tuple[Factor, ...] = get_args(Factor)
-_ROUNDING: tuple[Factor, ...] = ("steps", "attention", "rows")
-ARITHMETIC: tuple[Factor, ...] = ("dtype", *_ROUNDING)
 #: A change is accepted if it removes this fraction of the remaining mean |log-ratio|. Each of two equal and
 #: independent causes removes 29 %, each of three 18 %, and a temperature fitted to noise a few percent.
 _MATERIAL = 0.2
@@ -29,17 +25,6 @@ _MATERIAL = 0.2
 _SLACK = 1.1
 #: Fitted settings that leave more than this fraction of the gap are rejected.
 _CONFIRMED = 0.3
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """One change, applied alone."""
-
-    factor: Factor  # what was changed
-    value: str  # to what
-    after: Gap | None = None  # the gap with it; None: it could not be run
-    effect: float = 0.0  # mean |difference| it makes to the trainer's own log-probs, nats per token
-    why_not: str = ""  # why it could not be run
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +43,6 @@ class Explanation:
     start: ScoringVariant  # the trainer's own
     variant: ScoringVariant  # the one closest to the engine
     taken: tuple[Taken, ...]  # the changes between both; those that explain most come first
-    tried: tuple[Tried, ...]  # every change applied alone
 
 
 class Search:
@@ -72,10 +56,6 @@ class Search:
         self._scorer = scorer
         self._asked = asked
         self._start = ScoringVariant(asked if is_exact else SamplingSettings(asked.temperature))
-        # Where both agree, nothing needs to be compared.
-        factors = () if scorer.gap(self._start).agrees else FACTORS
-        changes = [(factor, other) for factor in factors for other in self._changes(self._start, factor)]
-        self._tried = {other: self._try(factor, other) for factor, other in changes}
 
     def explain(self) -> Explanation:
         """Runs the search."""
@@ -85,7 +65,7 @@ class Search:
             # Free parameters fit a part of any gap, in particular of a gap caused by other weights.
             variant = self._found(tuple(factor for factor in FACTORS if factor != "sampling"))
         variant = self._pruned(variant)
-        return Explanation(self._start, variant, self._in_order(variant), tuple(self._tried.values()))
+        return Explanation(self._start, variant, self._in_order(variant))
 
     def _found(self, factors: tuple[Factor, ...]) -> ScoringVariant:
         """Forward search: accepts the best change as long as one helps."""
@@ -93,8 +73,7 @@ class Search:
         for _ in range(2 * len(factors)):  # a factor may be changed again, to another value
             if self._scorer.gap(variant).agrees:
                 break
-            changes = [other for factor in factors for other in self._changes(variant, factor)]
-            better = self._best(variant, changes) or self._best(variant, list(self._pairs(variant)))
+            better = self._best(variant, [other for one in factors for other in self._changes(variant, one)])
             if better is None:
                 break
             variant = better
@@ -103,29 +82,13 @@ class Search:
     def _changes(self, base: ScoringVariant, factor: Factor) -> Iterator[ScoringVariant]:
         """Variants that differ from `base` in this factor and might explain the remaining gap."""
         if factor == "sampling":
-            if not self._scorer.gap(base).agrees:
-                fitted = replace(base, sampling=self._scorer.fitted(base, self._asked))
-                if fitted != base:
-                    yield fitted
+            fitted = replace(base, sampling=self._scorer.fitted(base, self._asked))
+            if fitted != base:
+                yield fitted
             return
         for value in _values(self._scorer, factor):
-            if value != getattr(base, factor) and (base == self._start or self._matters(factor, value, base)):
+            if value != getattr(base, factor):
                 yield base.changed(factor, value)
-
-    def _matters(self, factor: Factor, value: str | int, base: ScoringVariant) -> bool:
-        """Whether a change can help: it reduces the gap at most by its effect on the trainer's log-probs."""
-        if factor == "shift" or (factor in _ROUNDING and base.dtype != OWN):
-            return True  # does not change these log-probs; or was tried in another precision
-        effect = self._tried[self._start.changed(factor, value)].effect
-        return effect > 0.5 * _MATERIAL * self._left(base)
-
-    def _pairs(self, base: ScoringVariant) -> Iterator[ScoringVariant]:
-        """`base` with two arithmetic factors changed."""
-        changes = [(factor, value) for factor in ARITHMETIC for value in _values(self._scorer, factor)]
-        for (one, first), (two, second) in combinations(changes, 2):
-            matter = self._matters(one, first, base) or self._matters(two, second, base)
-            if one != two and matter:
-                yield base.changed(one, first).changed(two, second)
 
     def _best(self, base: ScoringVariant, others: list[ScoringVariant]) -> ScoringVariant | None:
         """The variant with the smallest gap, if it is materially smaller; among similar ones the first."""
@@ -142,13 +105,6 @@ class Search:
             return self._scorer.gap(variant).abs_mean
         except RunFailure:
             return math.inf
-
-    def _try(self, factor: Factor, other: ScoringVariant) -> Tried:
-        value = str(getattr(other, factor))
-        try:
-            return Tried(factor, value, self._scorer.gap(other), self._scorer.effect(self._start, other))
-        except RunFailure as failure:
-            return Tried(factor, value, why_not=failure.what)
 
     def _pruned(self, variant: ScoringVariant) -> ScoringVariant:
         """Backward search: removes changes that the others make unnecessary, fitted and fine ones first."""
@@ -178,13 +134,8 @@ def _values(scorer: VariantScorer, factor: Factor) -> tuple[str | int, ...]:
         return tuple(name for name in scorer.prompts if name != OWN)
     if factor == "weights":
         return tuple(scorer.weights)
-    if factor == "positions":
-        lengths = {len(ids) for ids in scorer.prompts[OWN]}
-        return tuple(POSITION_MISTAKES) if len(lengths) > 1 else ()
-    if factor == "dtype":
-        own = next(scorer.model.parameters()).dtype
-        same = {torch.float32: {"fp32"}, torch.bfloat16: {"bf16", "bf16 weights"}}.get(own, set())
-        return tuple(name for name in DTYPES if name not in same)
-    if factor == "attention":
-        return ("sdpa",) if scorer.model.config._attn_implementation == "eager" else ("eager",)
-    return {"shift": (1, -1), "steps": ("decode",), "rows": ("single",)}[factor]
+    if factor == "shift":
+        return (1, -1)
+    own = next(scorer.model.parameters()).dtype
+    same = {torch.float32: {"fp32"}, torch.bfloat16: {"bf16", "bf16 weights"}}.get(own, set())
+    return tuple(name for name in DTYPES if name not in same)

@@ -5,7 +5,7 @@ A `ScoringVariant` is one such computation; `renderings` are the token ids that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,14 +19,7 @@ OWN = "trainer"
 
 #: Factors in which the two sides may differ. Among changes that explain the same amount, the first is
 #: reported: coarse factors come first, the fitted one last.
-Factor = Literal["prompt", "shift", "positions", "weights", "dtype", "steps", "attention", "rows", "sampling"]
-
-#: Errors in the treatment of positions: name → effect.
-POSITION_MISTAKES: Mapping[str, str] = {
-    "jump": "the response's positions start at the padded width of the prompt, not from its length",
-    "padding seen": "attention reads the prompts' padding",
-    "counted": "position ids count the padding to the left of a prompt",
-}
+Factor = Literal["prompt", "shift", "weights", "dtype", "sampling"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +64,8 @@ class ScoringVariant:
     sampling: SamplingSettings  # distribution of the log-probs
     prompt: str = OWN  # rendering of the prompts
     shift: int = 0  # reported log-prob t belongs to response token t + shift
-    positions: str = OWN  # as in the trainer, or one of `POSITION_MISTAKES`
     weights: str = OWN  # name of the weights
     dtype: str = OWN  # precision of the model
-    steps: str = OWN  # one pass over the response, or token by token with a cache (`decode`)
-    attention: str = OWN  # kernel
-    rows: str = OWN  # all at once with padding, or one by one without (`single`)
 
     def changed(self, factor: Factor, value: Any) -> ScoringVariant:
         """This variant with one factor changed."""

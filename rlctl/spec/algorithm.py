@@ -73,14 +73,6 @@ class RolloutCorrectionSpec(Section):
     """Subtract the expected score under the sampler from the score of every token (arXiv 2609.20807),
     computed from this many most likely tokens, which the rollout engine reports at each position; the paper
     uses 128. null: off."""
-    auto: bool = False
-    """Choose the weight of every batch by the estimated error of the gradient: none, or per token or per
-    sequence, at most 2 or 5. Also multiplies the learning rate by the squared cosine between the expected and
-    the true gradient, and discards responses sampled ahead if it is below ½. Needs `rollout_is: null`. In our
-    study it was not better than the best fixed weight."""
-    measure_grad_error: bool = False
-    """Log `rollout_corr/grad_error`, the deviation of the gradient from that of the expected reward,
-    estimated with an interval from sketches of the output head's gradients."""
     max_nonfinite_fraction: float = Field(default=0.1, ge=0, le=1)
     """Stop the run if more than this fraction of the sequences has NaN or infinite log-probs."""
 

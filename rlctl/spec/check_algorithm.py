@@ -11,7 +11,7 @@ from rlctl.spec.resolve import IS_THRESHOLD_KEY, correction_problems, correction
 from rlctl.spec.run_spec import RunSpec
 
 _FILTER = "algorithm.filter_groups"
-_IS, _AUTO = f"{CORRECTION}rollout_is", f"{CORRECTION}auto"
+_IS = f"{CORRECTION}rollout_is"
 _CENTERING = f"{CORRECTION}score_centering"
 _CLIPS = ("actor.clip_ratio_low", "actor.clip_ratio_high")
 
@@ -22,8 +22,7 @@ def _has_ratio(spec: RunSpec) -> bool:
 
 def _is_corrected(spec: RunSpec) -> bool:
     correction = spec.algorithm.rollout_correction
-    parts = (correction.rollout_is, correction.rollout_rs, correction.score_centering, correction.auto)
-    return any(parts)
+    return any((correction.rollout_is, correction.rollout_rs, correction.score_centering))
 
 
 @spec_check
@@ -173,23 +172,6 @@ def gspo_clip_is_narrow(spec: RunSpec) -> Problems:
             yield warning(
                 key, what, "set actor.clip_ratio_low: 3e-4 and actor.clip_ratio_high: 4e-4, as in the paper"
             )
-
-
-@spec_check
-def auto_can_compare_and_act(spec: RunSpec) -> Problems:
-    """`auto` compares sums over tokens by sketches of the output head, and changes rate and weight itself."""
-    if not spec.algorithm.rollout_correction.auto:
-        return
-    if spec.actor.lr_ess_scaling or spec.trainer.guardrails.mode == "act":
-        what = "the raw effective sample size is that of the weight in use, which auto changes"
-        fix = "set actor.lr_ess_scaling: false and trainer.guardrails.mode: warn"
-        yield error(_AUTO, what, fix)
-    if spec.model.lora_rank:
-        what = "auto compares gradients of the output head, which LoRA does not train"
-        yield error(_AUTO, what, "set auto: false")
-    if spec.actor.loss_agg_mode == "seq-mean-token-mean":
-        what = "auto compares gradients that are sums over tokens, not means over each response"
-        yield error(_AUTO, what, "set actor.loss_agg_mode: token-mean or seq-mean-token-sum")
 
 
 @spec_check

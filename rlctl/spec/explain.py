@@ -80,13 +80,7 @@ def notes(spec: RunSpec) -> list[str]:
     correction = spec.algorithm.rollout_correction
     rules = correction_rules(correction)
     lines = []
-    if correction.auto:
-        lines.append(
-            "Auto: after every batch, the weight with the smallest estimated gradient error is chosen (none, "
-            "or per token or sequence, at most 2 or 5); the learning rate is multiplied by cos² ≥ 0.1, and "
-            "responses sampled ahead are discarded while it is below ½."
-        )
-    elif rules.weight.level is None:
+    if rules.weight.level is None:
         lines.append("No importance weights are applied; the ratios are still measured.")
     if not rules.reject:
         lines.append("Nothing is rejected.")

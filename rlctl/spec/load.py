@@ -26,7 +26,6 @@ from rlctl.spec.base import PARTS_UNCHECKED
 from rlctl.spec.check import NO_EFFECT, check_spec
 from rlctl.spec.keys import (
     accepts,
-    advice_for,
     did_you_mean,
     fields_of_items,
     flat,
@@ -36,6 +35,7 @@ from rlctl.spec.keys import (
     nearest_key,
     nested,
     open_leaves,
+    unknown_key,
 )
 from rlctl.spec.machine import native_dtype
 from rlctl.spec.model import EMBEDDED
@@ -324,7 +324,7 @@ def _is_empty(key: str, leaf: Leaf) -> bool:
 def _unknown(key: str, leaf: Leaf) -> Problem:
     """The problem of a key that is none, or of a section with a value."""
     if key not in known_sections():
-        return _problem(key, leaf, "unknown key", advice_for(key))
+        return _problem(key, leaf, *unknown_key(key))
     fix = f"set the keys below it, {key}.…"
     if isinstance(leaf.value, str) and (pair := re.match(r"(\w+):(?=\S)", leaf.value)):
         fix = f"write a space after the colon: `{pair[0]} {leaf.value[pair.end() :]}`"

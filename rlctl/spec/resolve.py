@@ -49,7 +49,7 @@ def correction_rules(spec: RolloutCorrectionSpec) -> CorrectionRules:
 
     Raises:
         SpecError: with every unknown criterion, every invalid threshold or parameter, and what does not fit
-            score centering or `auto`.
+            score centering.
     """
     rules, problems = _resolved(spec)
     if problems:
@@ -67,8 +67,6 @@ def _resolved(spec: RolloutCorrectionSpec) -> tuple[CorrectionRules, list[Proble
     weight, reject = _weight_rule(spec, problems), _reject_rules(spec, problems)
     if spec.score_centering is not None:
         problems += _centering_problems(spec, weight, reject)
-    if spec.auto:
-        problems += _auto_problems(spec)
     return CorrectionRules(weight, reject, spec.loss_denominator), problems
 
 
@@ -102,23 +100,6 @@ def _centering_problems(
     if any(rule.scope == "token" for rule in reject):
         what = "a criterion that rejects single tokens removes their scores, not those of the listed tokens"
         yield Problem("error", key, what, "reject whole sequences, or use rollout_is_bound: mask")
-    if spec.measure_grad_error:
-        what = "score centering is not part of the gradient whose error is measured"
-        yield Problem("error", f"{CORRECTION}measure_grad_error", what, "set it to false")
-
-
-def _auto_problems(spec: RolloutCorrectionSpec) -> Iterator[Problem]:
-    """`auto` sets the weight of REINFORCE, where the error of every candidate can be estimated."""
-    key = f"{CORRECTION}auto"
-    if spec.rollout_is is not None:
-        what = f"auto chooses the weight of every batch, and rollout_is: {spec.rollout_is} fixes it"
-        yield Problem("error", key, what, "set rollout_is: null")
-    if not spec.bypass_mode or spec.loss_type != "reinforce":
-        what = "the error is estimated for REINFORCE in bypass mode only"
-        yield Problem("error", key, what, "set bypass_mode: true and loss_type: reinforce")
-    if spec.rollout_rs or spec.score_centering:
-        what = "auto compares weights without rejection and score centering"
-        yield Problem("error", key, what, "set rollout_rs: null and score_centering: null")
 
 
 # --- weights ---------------------------------------------------------------------------------

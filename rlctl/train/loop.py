@@ -8,7 +8,7 @@
 One batch per step. Every rank runs this loop on its share of each batch; sums are merged over ranks
 before they are divided. All randomness derives from the seed and the step. Besides the state of the
 models, a resumed run therefore needs only the last step, the number of updates, the KL coefficient, batches
-sampled ahead, the draws of dynamic sampling, and the log, which guardrails and `auto` read.
+sampled ahead, the draws of dynamic sampling, and the log, which guardrails read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlctl.train.gradient_error import AutoCorrection
 from rlctl.train.guardrails import Guardrails
 from rlctl.train.run import Run, refuse_ungraded
 from rlctl.train.sample_and_grade import sample_and_grade
@@ -49,7 +48,7 @@ def train(run: Run) -> None:
     """Trains from `run.start_step` to `run.total_steps`, or until a stop is requested."""
     spec, algorithm, of_critic = run.spec, run.spec.algorithm, CriticSettings.of(run.spec)
     ranks = run.data_ranks
-    guardrails, auto, saver = Guardrails(run, UpdateSettings.of(spec)), AutoCorrection(run), Saver(run)
+    guardrails, saver = Guardrails(run, UpdateSettings.of(spec)), Saver(run)
     lr_at, critic_lr_at = actor_schedule(spec, run.total_steps), critic_schedule(spec, run.total_steps)
     phases = run.tracker.begin_phase
     warnings, saving = Notices(run.tracker.note, "warning"), StepTimer(ranks.device, phases)
@@ -79,7 +78,7 @@ def train(run: Run) -> None:
                     batch,
                     run.actor,
                     ranks,
-                    auto.adjusted(guardrails.settings),
+                    guardrails.settings,
                     lr_at,
                     planned_updates(spec, step),
                     guard=guardrails.spec,
@@ -98,7 +97,6 @@ def train(run: Run) -> None:
             with timer("testing"):
                 metrics |= validate(run, step)
         metrics |= performance(metrics, timer, run.ranks, run.rollout.sleeping_bytes) | saving.metrics()
-        metrics |= auto.observe(step, metrics)
         metrics |= guardrails.observe(
             step,
             metrics,

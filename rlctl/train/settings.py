@@ -30,9 +30,6 @@ class UpdateSettings:
         micro_rows: sequences per forward pass on this rank.
         micro_tokens: tokens per forward pass, see `micro_batches`; None: `micro_rows` applies.
         lr_ess_scaling: multiply the learning rate by √ESS of the raw weights.
-        auto_lr_scale: factor of the learning rate, see `rlctl.train.gradient_error`.
-        measure_grad_error: estimate the error of the gradient, see `rlctl.train.gradient_error`.
-        auto: estimate it for the weights that `rollout_correction.auto` chooses from, too.
         centers_scores: subtract the expected score under the sampler, see `rlctl.algos.score_centering`.
         kl_loss_type: KL estimator of the KL loss; None: no KL in the loss.
     """
@@ -51,9 +48,6 @@ class UpdateSettings:
     kl_loss_coef: float = 0.0
     micro_tokens: int | None = None
     lr_ess_scaling: bool = False
-    auto_lr_scale: float = 1.0
-    measure_grad_error: bool = False
-    auto: bool = False
     centers_scores: bool = False
 
     @classmethod
@@ -75,8 +69,6 @@ class UpdateSettings:
             kl_loss_coef=actor.kl_loss_coef,
             micro_tokens=spec.pass_tokens,
             lr_ess_scaling=actor.lr_ess_scaling,
-            measure_grad_error=correction.measure_grad_error or correction.auto,
-            auto=correction.auto,
             centers_scores=correction.score_centering is not None,
         )
 
@@ -104,7 +96,7 @@ class UpdateSettings:
     @property
     def needs_advantage(self) -> bool:
         """Whether rows with zero advantage have no gradient: no other term of the loss applies to them."""
-        has_terms = bool(self.entropy_coeff) or self.kl_loss_type is not None or self.measure_grad_error
+        has_terms = bool(self.entropy_coeff) or self.kl_loss_type is not None
         return POLICY_LOSSES.part(self.loss.name).needs_advantage and not has_terms
 
     @property

@@ -84,10 +84,7 @@ class MiniBatch:
 
     def policy(self, micro: TrainBatch) -> PolicyOutput:
         """The policy's output for one micro-batch."""
-        settings = self.settings
-        return self.actor.policy(
-            micro.inputs, entropy_grad=settings.entropy_coeff > 0, sketch=settings.measure_grad_error
-        )
+        return self.actor.policy(micro.inputs, entropy_grad=self.settings.entropy_coeff > 0)
 
     def outputs(self) -> Iterator[MicroOutput]:
         """Yields the output of each micro-batch, with gradient if needed."""

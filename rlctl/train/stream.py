@@ -69,8 +69,8 @@ class RolloutStream:
     """A queue of batches that are sampled but not yet trained on.
 
     With `ahead` 0 it is empty between steps; with k it holds k batches. Without an executor, the batch of
-    a step was sampled exactly k steps earlier, with the weights of that time; only the first k batches, and
-    those after `discard`, are fresher. With an executor, batches are sampled during training, each with the
+    a step was sampled exactly k steps earlier, with the weights of that time; only the first k batches
+    are fresher. With an executor, batches are sampled during training, each with the
     newest weights when its sampling starts: none is older than k steps, and which are fresher depends on
     timing.
 
@@ -124,12 +124,6 @@ class RolloutStream:
         self._waiting = deque(kept)
         for batch in kept:
             batch.exception()  # waits; `take` raises the error
-
-    def discard(self) -> None:
-        """Drops the waiting batches; they are sampled again, with the weights of that time."""
-        self.drain()
-        self._next_step -= len(self._waiting)
-        self._waiting.clear()
 
     def save(self, directory: Path, rank: int) -> None:
         """Writes the waiting batches, after `drain`, so that a resumed run trains on the same ones."""

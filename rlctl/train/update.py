@@ -17,7 +17,6 @@ from torch import Tensor
 
 from rlctl.algos.correction import normalization_factor
 from rlctl.algos.correction_records import CorrectionSums
-from rlctl.algos.gradient_error import CANDIDATES
 from rlctl.algos.metric_sums import ratio
 from rlctl.algos.statistics import correction_metrics, normalized, parts_with_nan
 from rlctl.batch import TrainBatch
@@ -26,7 +25,6 @@ from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
 from rlctl.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.run_spec import GuardrailsSpec
-from rlctl.train.gradient_error import GradientSketches
 from rlctl.train.guardrails import UpdateDecision, decide_update
 from rlctl.train.objective import LossSums, actor_loss, nonfinite_rows
 from rlctl.train.settings import UpdateSettings
@@ -95,24 +93,17 @@ def update(
     parts = batch.split(settings.mini_rows)
     fixed = [] if settings.bypass else [correct_part(part, part.old_log_probs, settings) for part in parts]
     results: list[_MiniResult] = []
-    candidates = CANDIDATES if settings.auto else {}
-    sketches = GradientSketches(candidates=candidates) if settings.measure_grad_error else None
-    for epoch in range(settings.ppo_epochs):
+    for _ in range(settings.ppo_epochs):
         for place, part in enumerate(parts):
             mini = MiniBatch.of(part, actor, ranks, settings)
             strategy = strategy_of(mini, fixed[place] if fixed else None)
             dumped_rows = dumped.rows(place * settings.mini_rows, len(part))
             lr = lr_at(first_update + len(results))
-            seen = sketches if epoch == 0 else None
-            result = _step(mini, strategy, lr, dumped_rows, guard, lr_scale, hold=hold, sketches=seen)
+            result = _step(mini, strategy, lr, dumped_rows, guard, lr_scale, hold=hold)
             lr_scale = lr_scale if result.decision is None else result.decision.next_scale
             results.append(result)
     distinct = results[: len(fixed)] if fixed else results  # fixed corrections repeat with every epoch
     metrics = _metrics(results, distinct, settings)
-    if sketches is not None:
-        steps = max(len(results) // settings.ppo_epochs, 1)
-        [num_groups] = ranks.sum([float(len(sketches.used))])
-        metrics |= sketches.metrics(ranks, num_groups / steps)
     # Each sequence is counted once, although every epoch trains on it.
     [num_nonfinite] = ranks.sum([float(dumped.nonfinite.sum())])
     metrics["rollout_corr/nonfinite_sequences"] = num_nonfinite
@@ -134,7 +125,6 @@ def _step(
     lr_scale: float,
     *,
     hold: bool,
-    sketches: GradientSketches | None,
 ) -> _MiniResult:
     """One optimizer step; with `hold`, everything except the step itself."""
     settings, normalizers = mini.settings, strategy.normalizers
@@ -142,8 +132,6 @@ def _step(
     for done in strategy.passes():
         loss, part = actor_loss(done.micro, done.output, done.correction, normalizers, settings)
         parts.append(part)
-        if sketches is not None:
-            sketches.add(done.micro, done.output, loss)
         if loss.requires_grad:
             mini.actor.backward(loss, last=len(parts) == len(mini.row_groups))
         dumped.write(done, settings, normalizers.factor)
@@ -157,7 +145,7 @@ def _step(
     decision = None
     if is_possible and not hold and guard.mode != "off":
         decision = decide_update(sums, settings.rules, lr_scale, guard)
-    lr *= settings.auto_lr_scale * (decision.lr_scale if decision else 1.0)
+    lr *= decision.lr_scale if decision else 1.0
     if settings.lr_ess_scaling:  # Huang et al. 2026, VCPO, arXiv 2602.17616: lr × √ESS
         raw = sums.raw.token if settings.rules.weight.by_token else sums.raw.sequence
         lr *= math.sqrt(raw.ess)

@@ -28,7 +28,7 @@ PRIOR_NOISE = 10.0
 #: Prior: share of the unevenness of the weights that becomes bias, times the response length. A token's score
 #: is correlated only with the part of the unevenness that depends on this token.
 PRIOR_ALIGNED = 2.0
-#: Upper bound of bias² and variance, which would be infinite for a setting that keeps nothing.
+#: Upper bound of bias² + variance, which would be infinite for a setting that keeps nothing.
 FAR = 1e6
 RESAMPLES = 400
 #: Share of the resamples that an interval contains (the central ones).
@@ -37,12 +37,9 @@ LEVEL = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Proxies:
-    """Estimates for S settings, each (R, S): row 0 from the sample, the other rows from its resamples."""
+    """Estimates for S settings: row 0 from the sample, the other rows from its resamples."""
 
-    #: error, bias, variance: see the module docstring (bias is squared); bias and variance are at most `FAR`
-    error: Floats
-    bias: Floats
-    variance: Floats
+    error: Floats  # (R, S), see the module docstring
     trust: float  # weight of the surrogate's gradients, in [0, 1]; the prior has the remaining weight
 
 
@@ -93,7 +90,7 @@ def proxies(moments: ScoreMoments, drawn: Floats, unweighted: int, groups_per_ba
     inner = prior.kept * squared + along
     norm = prior.kept**2 * squared + 2.0 * prior.kept * along + off
     noise = prior.noise * noise_one / groups_per_batch
-    return _error(inner / squared, norm / squared, noise / squared, float(trust))
+    return Proxies(_error(inner / squared, norm / squared, noise / squared), float(trust))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +146,11 @@ def _prior(moments: ScoreMoments, used: Floats, drawn: Floats, mean: Floats) -> 
     return _Prior(kept, np.maximum(spread, 0.0), np.maximum(noise, 1e-300))
 
 
-def _error(inner: Floats, norm: Floats, noise: Floats, trust: float) -> Proxies:
+def _error(inner: Floats, norm: Floats, noise: Floats) -> Floats:
     """Computes errors from m·g, |m|² and V/G, all divided by |g|²; near 1 if a setting keeps nothing."""
     useful = inner > 1e-12  # otherwise the gradient is zero or opposes g: no learning rate helps
     signal = np.square(np.where(useful, inner, 1.0))
-    bias = np.where(useful, np.clip(norm / signal - 1.0, 0.0, FAR), FAR)
-    variance = np.where(useful, np.clip(noise / signal, 0.0, FAR), FAR)
-    return Proxies((bias + variance) / (1.0 + bias + variance), bias, variance, trust)
+    total = np.maximum(norm / signal - 1.0, 0.0) + noise / signal  # bias² and variance
+    total = np.where(useful, np.minimum(total, FAR), FAR)
+    error: Floats = total / (1.0 + total)
+    return error

@@ -120,8 +120,6 @@ def _outcome(
         below = 0.0 if rule.weight.bound == "truncate" else sums.weights.below
         beyond = sums.weights.above + below
     prefix = "rollout_corr/"
-    of_errors = (found.error, found.bias, found.variance) if found else (None, None, None)
-    error, bias, variance = (None if values is None else _estimate(values[:, place]) for values in of_errors)
     return SettingOutcome(
         setting=named[0],
         same_as=tuple(setting.name for setting in named[1:]),
@@ -131,9 +129,7 @@ def _outcome(
         kept_sequences=1.0 - metrics[f"{prefix}rollout_rs_seq_masked_fraction"],
         max_weight=metrics.get(f"{prefix}rollout_is_max", 1.0) if sums.kept_tokens else 0.0,
         at_bound=ratio(beyond, units),
-        error=error,
-        bias=bias,
-        variance=variance,
+        error=_estimate(found.error[:, place]) if found else None,
     )
 
 

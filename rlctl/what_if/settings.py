@@ -25,7 +25,6 @@ _KEYS = (
     "rollout_rs",
     "rollout_rs_threshold",
     "score_centering",
-    "auto",
 )
 #: Bounds without effect, because weights are clamped to e^±20.
 NO_UPPER, NO_LOWER = "1e9", "1e-9"

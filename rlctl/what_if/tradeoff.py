@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -40,13 +39,10 @@ class SettingOutcome:
     #: relative mean-squared error of the gradient at its best scale, in [0, 1]; None if no advantage differs
     #: from zero or there is only one prompt group
     error: IntervalEstimate | None
-    #: bias, variance: bias² and noise relative to the useful signal; error = s/(1 + s) for their sum s
-    bias: IntervalEstimate | None
-    variance: IntervalEstimate | None
 
     def figures(self) -> tuple[str, ...]:
         """All values to six digits; equal for settings with identical results on these responses."""
-        estimates = (self.raw_ess, self.applied_ess, self.error, self.bias, self.variance)
+        estimates = (self.raw_ess, self.applied_ess, self.error)
         values = [value for one in estimates if one for value in (one.value, one.low, one.high)]
         values += [self.kept_tokens, self.kept_sequences, self.max_weight, self.at_bound]
         return tuple(f"{value:.6g}" for value in values)
@@ -92,18 +88,3 @@ class Tradeoff:
         document = asdict(replace(self, outcomes=()))
         del document["outcomes"]
         return document | {"settings": rows}
-
-    def points(self) -> list[tuple[float, float, SettingOutcome]]:
-        """(variance, bias², outcome) of every setting; empty if errors could not be estimated."""
-        return [
-            (one.variance.value, one.bias.value, one) for one in self.outcomes if one.bias and one.variance
-        ]
-
-    def frontier(self) -> tuple[SettingOutcome, ...]:
-        """Settings that no other setting beats in both bias and variance, sorted by variance."""
-        best, found = math.inf, []
-        for _, bias, outcome in sorted(self.points(), key=lambda point: point[:2]):
-            if bias < best:
-                best = bias
-                found.append(outcome)
-        return tuple(found)

@@ -36,7 +36,6 @@ def what_if(path: Path) -> Tradeoff:
         f"{omitted}; weights need loss_type=reinforce or bypass_mode=false": (
             correction.bypass_mode and loss_rule(spec).has_ratio
         ),
-        f"auto chose a weight for each batch: {omitted}": correction.auto,
         f"score centering needs tokens that are not in the dump: {omitted}": correction.score_centering,
         f"the ages of responses are not in the dump: {omitted}": "age" in correction_rules(correction).needs,
     }

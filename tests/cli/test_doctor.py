@@ -34,6 +34,7 @@ def test_a_report_as_data_is_the_one_on_the_terminal(capsys, monkeypatch) -> Non
     assert run(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in by_name)
+    assert len(by_name) < 20  # one screen
     assert "pip install it" in shown
 
 

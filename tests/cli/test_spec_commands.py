@@ -184,6 +184,8 @@ def test_explain_a_section_and_the_end_of_a_key(capsys: Capture) -> None:
 def test_explain_the_unknown(name: str, near: str, capsys: Capture) -> None:
     assert run(["explain", name]) == 2
     assert f"did you mean `{near}`?" in capsys.readouterr().err
+    assert run(["explain", "algorithm.rollout_correction.auto"]) == 2
+    assert "removed: " in capsys.readouterr().err
     assert run(["explain", ""]) == 2
     assert "`rlctl schema --markdown` lists every key" in capsys.readouterr().err
 

@@ -122,9 +122,6 @@ PLANS = {
         (*IN_REWARD, "algorithm.kl_penalty=k3", *LORA, "rollout.staleness=1", "actor.dppo_divergence=kl"),
         steps=4,
     ),
-    "rloo, auto, stale": Plan(
-        "rloo", "reinforce", True, (f"{RC}rollout_is=null", f"{RC}auto=true", "rollout.staleness=2"), steps=5
-    ),
     "reinforce++, reinforce": Plan("reinforce_plus_plus", "reinforce", False, ("rollout.n=1",)),
 }
 

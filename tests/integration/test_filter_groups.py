@@ -19,7 +19,6 @@ FILTERED = (
     "algorithm.filter_groups.curriculum=true",
     "rollout.top_p=0.95",
     "rollout.exact_sampling=true",
-    "algorithm.rollout_correction.measure_grad_error=true",
     "trainer.total_training_steps=4",
     "trainer.save_freq=2",
 )
@@ -42,7 +41,6 @@ def test_every_group_is_live_and_what_it_cost_is_logged(run: Path) -> None:
     assert all(len(found) == 1 for found in prompts.values())
     lines = runs.metrics(run)
     for line in lines:
-        assert 0.0 <= line["rollout_corr/grad_error_lo"] <= line["rollout_corr/grad_error_hi"] <= 1.0
         own = {key: value for key, value in line.items() if key.startswith("filter_groups/")}
         assert len(own) == 11
         assert all(describe(key) for key in own)
@@ -58,8 +56,7 @@ def test_every_group_is_live_and_what_it_cost_is_logged(run: Path) -> None:
 
 def test_two_ranks_are_one_run(run: Path, tmp_path: Path) -> None:
     two = runs.train_on_ranks(tmp_path / "run", 2, *FILTERED)
-    # Of eight groups it is a ratio of small numbers: rounding shows.
-    runs.assert_close(two, run, rel=1e-3, skip=("rollout_corr/grad_error",))
+    runs.assert_close(two, run, rel=1e-3)
 
 
 def test_resumed_it_is_the_same_run(run: Path, tmp_path: Path) -> None:

@@ -239,7 +239,6 @@ RC = "algorithm.rollout_correction."
             ["dialect=verl", "rollout_is=token", "rollout_rs=token_k1", "rollout_rs_threshold=0.5_2"],
             "rejects single tokens",
         ),
-        (["rollout_is=token", "measure_grad_error=true"], "not part of the gradient"),
         (["rollout_is=token"], ""),
         (["rollout_is=null", "rollout_rs=seq_max_k2", "rollout_rs_threshold=2"], ""),
     ],

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from benchmarks.gradients import worlds
 from rlctl.algos.correction import correct
 from rlctl.algos.rules import CorrectionRules
-from rlctl.bench import worlds
 from rlctl.what_if.dumps import Step
 
 GROUP = 8

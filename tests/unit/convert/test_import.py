@@ -10,7 +10,7 @@ import yaml
 
 from rlctl.cli.app import run
 from rlctl.convert.conversion_report import spec_yaml
-from rlctl.convert.source import read
+from rlctl.convert.source import _hydra_value, read
 from rlctl.convert.translate import KeyOutcome, Translation, translate
 from rlctl.errors import UsageError
 from rlctl.spec.load import load_spec
@@ -492,6 +492,27 @@ def test_an_open_variable_in_a_list_is_named(tmp_path: Path) -> None:
     )
     assert "actor.betas" not in result.spec
     assert any(one.key == "actor.betas" and "$BETA" in one.what for one in result.problems)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("/d/x-1.parquet", "/d/x-1.parquet"),
+        ('"a,b c"', "a,b c"),
+        ('"x=1/[a]"', "x=1/[a]"),
+        ('"null"', "null"),
+        ('"123"', "123"),
+        (r'"a\"b\\"', 'a"b\\'),
+        (r'"a\b"', r"a\b"),
+        (r'"/d/\${x}"', "/d/${x}"),
+        ("""[a,"b's"]""", ["a", "b's"]),
+        ("0.5", 0.5),
+        ("null", None),
+    ],
+)
+def test_values_in_hydras_syntax(written: str, value: object) -> None:
+    """The values are those that Hydra 1.3 and OmegaConf read from the texts."""
+    assert _hydra_value(written) == value
 
 
 def test_flags_of_hydra_are_passed_over(tmp_path: Path) -> None:

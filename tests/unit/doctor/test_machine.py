@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -17,18 +16,6 @@ def check(name: str):
     return next(found for found in machine_checks() if found.name == name)
 
 
-def test_the_loopback_network_is_really_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check("network").status == "ok"
-
-    def refuse(*_: object, **__: object) -> socket.socket:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(socket, "create_connection", refuse)
-    found = check("network")
-    assert found.status == "broken"
-    assert "Permission denied" in found.found
-
-
 def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.touch()
@@ -37,7 +24,7 @@ def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     assert (found.status, found.found) == ("broken", f"{file} is not writable")
     assert "RLCTL_CACHE" in str(found.fix)
     monkeypatch.setenv("RLCTL_CACHE", str(tmp_path / "not" / "yet"))
-    assert check("disk for rlctl's cache").status == "ok"
+    assert "disk for rlctl's cache" not in {found.name for found in machine_checks()}
 
 
 def test_models_may_be_in_a_cache_that_cannot_be_written(
@@ -51,15 +38,6 @@ def test_models_may_be_in_a_cache_that_cannot_be_written(
     assert "HF_HUB_CACHE" in str(found.fix)
 
 
-def test_wandb_knows_only_its_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Current versions of W&B ignore WANDB_DISABLED."""
-    monkeypatch.setenv("WANDB_DISABLED", "true")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert check("W&B").found.startswith("offline")
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert check("W&B").found.startswith("disabled")
-
-
 def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = tmp_path / "memory.max"
     limit.write_text("2147483648\n")
@@ -67,7 +45,7 @@ def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.Mon
     machine.this_machine.cache_clear()
     found = check("CPU").found
     machine.this_machine.cache_clear()
-    assert found.endswith("cores, 2 GiB, the limit of this container")
+    assert "cores, 2 GiB, the limit of this container, " in found
 
 
 def test_a_place_below_a_closed_directory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,10 +59,12 @@ def test_a_place_below_a_closed_directory(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setenv("RLCTL_CACHE", "/closed/cache")
     monkeypatch.setattr(os, "stat", refuse)
-    assert check("disk for rlctl's cache").status in {"ok", "note", "broken"}
+    assert machine_checks()
 
 
 def test_little_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "DISK_USUAL", 1)
+    assert check("disks").status == "ok"
     monkeypatch.setattr(checks, "DISK_USUAL", 1 << 60)
     monkeypatch.setattr(checks, "SHARED_MEMORY_USUAL", 1 << 60)
     assert check("disk for runs").status == "note"
@@ -99,23 +79,3 @@ def test_a_missing_compiler_is_a_remark(monkeypatch: pytest.MonkeyPatch) -> None
     assert found.status == "note"
     assert found.found.startswith("no-such-compiler")
     assert "vLLM" in str(found.fix)  # whose kernels Triton compiles
-
-
-@pytest.mark.parametrize(
-    ("mode", "key", "status", "words"),
-    [
-        ("offline", None, "ok", "offline"),
-        ("disabled", None, "note", "disabled"),
-        ("online", None, "note", "not logged in"),
-        ("online", "k", "ok", "online, logged in"),
-    ],
-)
-def test_wandb_modes(mode, key, status, words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    monkeypatch.setenv("WANDB_MODE", mode)
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    if key:
-        monkeypatch.setenv("WANDB_API_KEY", key)
-    found = check("W&B")
-    assert found.status == status
-    assert words in found.found

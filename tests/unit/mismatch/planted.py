@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from rlctl.batch import Prompts, Rollouts
 from rlctl.data.schema import Message, Row
@@ -67,24 +65,6 @@ def naive(model: Any, rollouts: Rollouts, attention_mask: Tensor, position_ids: 
 
 def raw(rollouts: Rollouts) -> Tensor:
     return naive(MODEL, rollouts, rollouts.attention_mask, rollouts.position_ids)
-
-
-class Llama(LlamaForCausalLM):
-    """Hidden states are a little off wherever `off(input_ids)` holds: a kernel with a fault."""
-
-    def __init__(self, like: Any, off: Callable[[Tensor], bool]) -> None:
-        super().__init__(copy.deepcopy(like.config))
-        self.load_state_dict(like.state_dict())
-        self.generation_config = copy.deepcopy(like.generation_config)
-        self.eval()
-
-        def distort(_module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-            if off(kwargs["input_ids"]):
-                output.last_hidden_state = output.last_hidden_state * tilt.to(output.last_hidden_state)
-            return output
-
-        tilt = torch.linspace(0.9, 1.1, like.config.hidden_size)
-        self.model.register_forward_hook(distort, with_kwargs=True)
 
 
 def look(engine: Any, *, model: Any = MODEL, sampling: Sampling = PLAIN, **sides: Any) -> Examination:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlctl.mismatch.score import EngineSample, lay_out, measure
+from rlctl.mismatch.score import EngineSample, lay_out, measure, parts_of
 
 
 def test_statistics_are_what_they_are_called() -> None:
@@ -26,6 +26,23 @@ def test_statistics_are_what_they_are_called() -> None:
     assert (gap.num_tokens, gap.num_nonfinite) == (16, 0)
 
 
+def test_the_gap_is_divided_by_position_and_by_probability() -> None:
+    engine = torch.tensor([[0.05, 0.3, 0.95, 0.95, 0.95], [0.3, 0.3, 1.0, 1.0, 1.0]]).log()
+    engine[1, 2:] = torch.nan  # padding
+    mask = engine.isfinite()
+    gap = torch.tensor([[0.5, -0.2, 0.0, 0.0, 0.1], [0.1, 0.1, 0.0, 0.0, 0.0]])
+    found = {(part.by, part.low): part for part in parts_of(engine + gap, engine, mask)}
+    assert {key: part.num_tokens for key, part in found.items()} == {
+        ("position", 1.0): 6, ("position", 5.0): 1,
+        ("probability", 0.0): 1, ("probability", 0.1): 3, ("probability", 0.9): 3,
+    }  # fmt: skip
+    assert found["probability", 0.1].abs_mean == pytest.approx(0.4 / 3, rel=1e-5)
+    assert found["position", 5.0].share == pytest.approx(0.01 / 0.32, rel=1e-4)
+    assert found["position", 5.0].high == 9.0
+    assert found["probability", 0.9].high is None
+    assert parts_of(engine, engine, torch.zeros_like(mask)) == ()
+
+
 def test_nothing_to_compare_is_no_gap() -> None:
     nothing = measure(torch.zeros(2, 3), torch.full((2, 3), torch.nan), torch.ones(2, 3, dtype=torch.bool))
     assert (nothing.abs_mean, nothing.num_tokens, nothing.num_nonfinite) == (0.0, 0, 2)
@@ -37,8 +54,6 @@ def test_layout_is_the_trainers() -> None:
     assert layout.input_ids.tolist() == [[0, 0, 5, 7, 8], [5, 6, 4, 9, 0]]
     assert layout.attention_mask.int().tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]
     assert layout.position_ids.tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 3]]
-    jump = lay_out([[5], [5, 6, 4]], responses, mask, mask, pad_id=0, positions="jump")
-    assert jump.position_ids[0].tolist() == [0, 0, 0, 3, 4]
 
 
 @pytest.mark.parametrize("shift", [1, -1])

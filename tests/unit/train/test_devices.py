@@ -107,7 +107,7 @@ def test_sampling_scoring_grading_and_dumps(
     assert isinstance(Rollouts.joined([rollouts, rollouts]).responses, Placed)
     monkeypatch.setattr("rlctl.engine.log_probs.logits_at_once", lambda _: 40)
     inputs = replace(rollouts.inputs, most_likely=rollouts.most_likely)
-    found = policy_output(PolicyModule(move(random_model(1)), 1.0), inputs, sum_pi_squared=True, sketch=True)
+    found = policy_output(PolicyModule(move(random_model(1)), 1.0), inputs, sum_pi_squared=True)
     found.log_probs.sum().backward()
     assert isinstance(found.log_probs, Placed)
     critic = move(ValueModule(move(random_model(1))))

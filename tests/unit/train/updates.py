@@ -246,10 +246,7 @@ class PlainEngine:
         #: For each backward pass, whether it was marked as the last one before the step.
         self.last: list[bool] = []
 
-    def policy(
-        self, inputs: ModelInputs, *, entropy_grad=False, sum_pi_squared=False, sketch=False
-    ) -> PolicyOutput:
-        assert not sketch
+    def policy(self, inputs: ModelInputs, *, entropy_grad=False, sum_pi_squared=False) -> PolicyOutput:
         self.num_forwards += 1
         return PolicyOutput(*self.module(inputs, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared))
 

@@ -1,13 +1,11 @@
-"""From a run directory to table, JSON and picture; what is recommended can be trained with."""
+"""From a run directory to table, page and JSON; what is recommended can be trained with."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,8 +20,8 @@ from rlctl.what_if.dumps import Step
 from rlctl.what_if.replay import replay
 from rlctl.what_if.setting_sums import SettingSums
 from rlctl.what_if.settings import Setting, frameworks, grid
-from rlctl.what_if.tradeoff import Recommendation, Tradeoff
-from rlctl.what_if.what_if_report import name_of, svg
+from rlctl.what_if.tradeoff import Tradeoff
+from rlctl.what_if.what_if_report import name_of
 from rlctl.what_if.what_if_run import what_if
 from tests.reference import advantages as slow
 from tests.unit.what_if.steps import make_step, outcome_of, write_part
@@ -67,8 +65,6 @@ def test_the_run_s_own_setting_and_mini_batch_are_known(found: Tradeoff) -> None
     errors = [outcome.error.value for outcome in found.outcomes]
     assert errors == sorted(errors)
     for outcome in found.outcomes:
-        total = outcome.bias.value + outcome.variance.value
-        assert outcome.error.value == pytest.approx(total / (1.0 + total))
         assert 0.0 <= outcome.error.low <= outcome.error.high <= 1.0
 
 
@@ -220,10 +216,10 @@ def test_text(found: Tradeoff, printed: Callable[..., str]) -> None:
     assert max(map(len, lines)) <= 80
     [own] = [line for line in lines if line.startswith("this run (= sequence")]
     error = outcome_of(found, "this run").error
-    assert own.split()[4:6] == [f"{error.value:.3f}", f"{error.low:.3f}–{error.high:.3f}"]
+    figures = own.removeprefix("this run (= sequence clip").split()
+    assert figures[:2] == [f"{error.value:.3f}", f"{error.low:.3f}–{error.high:.3f}"]
     assert len(own) == 80  # every figure is on the first of its lines
-    place = lines.index(own)
-    assert "clip 2.0)" in " ".join(lines[place : place + 2])
+    assert lines[lines.index(own) + 1].strip() == "2.0)"
 
 
 def test_what_a_replay_does_not_write_is_said(tmp_path: Path, printed: Callable[..., str]) -> None:
@@ -238,34 +234,6 @@ def test_a_file_is_written(found: Tradeoff, tmp_path: Path, printed: Callable[..
         out = tmp_path / output_format
         command([tmp_path], output_format, out)
         assert found.outcomes[0].setting.name in out.read_text()
-
-
-def test_the_picture_holds_every_setting_and_no_markup_of_others(found: Tradeoff) -> None:
-    hostile = found.outcomes[0]
-    name = '<script>alert(1)</script>"&'
-    hostile = replace(hostile, setting=replace(hostile.setting, name=name))
-    changed = replace(
-        found,
-        outcomes=(hostile, *found.outcomes[1:]),
-        recommended=Recommendation(name, (), ""),
-    )
-    text = svg(changed)
-    root = ET.fromstring(text)
-    titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert len(titles) == 1 + len(found.outcomes)
-    assert any(title.startswith(name) for title in titles)
-    assert "<script" not in text
-    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
-
-
-def test_the_frontier_is_not_beaten(found: Tradeoff) -> None:
-    frontier = found.frontier()
-    assert frontier
-    for outcome in frontier:
-        assert not any(
-            other.bias.value < outcome.bias.value and other.variance.value < outcome.variance.value
-            for other in found.outcomes
-        )
 
 
 def test_names_and_reports_need_no_torch() -> None:

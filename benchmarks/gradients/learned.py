@@ -18,8 +18,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.special import log_softmax
 
-from rlctl.algos.batch_losses import WholeBatch
-from rlctl.bench.exact import (
+from benchmarks.gradients.exact import (
     POPULATION,
     BenchRule,
     GradientMoments,
@@ -27,7 +26,8 @@ from rlctl.bench.exact import (
     listed_factors,
     token_gradient,
 )
-from rlctl.bench.worlds import VOCABULARY, Floats
+from benchmarks.gradients.worlds import VOCABULARY, Floats
+from rlctl.algos.batch_losses import WholeBatch
 
 #: Token 0 ends a response, the reward counts 1 and 2, 3 is a filler and the previous token of the first.
 PARTS, PROMPTS, FILLER = 4, 2, 3

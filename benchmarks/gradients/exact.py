@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from scipy.stats import binom
 from torch import Tensor
 
+from benchmarks.gradients.worlds import VOCABULARY, Floats, World
 from rlctl.algos.batch_losses import WholeBatch
 from rlctl.algos.correction import (
     applied_weights,
@@ -30,7 +31,6 @@ from rlctl.algos.losses import policy_loss
 from rlctl.algos.row_blocks import Extras
 from rlctl.algos.rules import CorrectionRules, LossRule
 from rlctl.algos.score_centering import score_factors
-from rlctl.bench.worlds import VOCABULARY, Floats, World
 from rlctl.registry import POLICY_LOSSES
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules

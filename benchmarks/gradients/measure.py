@@ -1,4 +1,4 @@
-"""CorrectionBench: measures every registered rule in enumerated and learned worlds.
+"""Measures every registered rule in enumerated and learned worlds.
 
 A measurement is one rule in one world with groups of n responses, and one line of the results file, so that a
 measurement run can be resumed. Enumerated worlds differ from a default world along one axis at a time: size
@@ -16,9 +16,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rlctl.bench.exact import BenchRule, EnumeratedWorld
-from rlctl.bench.learned import LearnedWorld
-from rlctl.bench.worlds import VOCABULARY
+from benchmarks.gradients.exact import BenchRule, EnumeratedWorld
+from benchmarks.gradients.learned import LearnedWorld
+from benchmarks.gradients.worlds import VOCABULARY
+from rlctl.algos import correction
 from rlctl.errors import UsageError, first_line
 from rlctl.files import sha256_of
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
@@ -179,9 +180,9 @@ def _code(rule: BenchRule) -> str:
 
 @cache
 def _formulas() -> str:
-    """SHA-256 over the files of `rlctl/algos` and `rlctl/bench`."""
-    package = Path(__file__).parents[1]
-    files = sorted([*package.glob("algos/*.py"), *package.glob("bench/*.py")])
+    """SHA-256 over the files of `rlctl/algos` and of this directory."""
+    here = Path(__file__).parent
+    files = sorted([*Path(correction.__file__).parent.glob("*.py"), *here.glob("*.py")])
     return hashlib.sha256("".join(map(sha256_of, files)).encode()).hexdigest()
 
 

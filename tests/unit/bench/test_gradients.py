@@ -1,4 +1,4 @@
-"""CorrectionBench: its exact moments against brute force, resumption, pinned figures, and the command."""
+"""`benchmarks/gradients`: exact moments against brute force, resumption, pinned figures, the command."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.gradients import measure as bench
+from benchmarks.gradients.__main__ import main, rule_of
+from benchmarks.gradients.exact import BenchRule, ess_against_length
+from benchmarks.gradients.learned import LearnedWorld, length_shares
+from benchmarks.gradients.report import (
+    SHOWN,
+    decision_table,
+    error_of,
+    markdown,
+    picture,
+    worlds_to_separate,
+)
 from rlctl.algos.correction import correct
-from rlctl.bench import corrections as bench
-from rlctl.bench.bench_report import SHOWN, decision_table, error_of, markdown, picture, worlds_to_separate
-from rlctl.bench.exact import BenchRule, ess_against_length
-from rlctl.bench.learned import LearnedWorld, length_shares
-from rlctl.cli.app import run
-from rlctl.cli.bench import _rule
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 
 #: Of the small part with two worlds of each kind.
@@ -273,21 +279,21 @@ def test_the_command_takes_a_rule_of_ones_own(tmp_path, capsys) -> None:
     mine.write_text("def root(log_ratio, params):\n    return 0.5 * log_ratio.token\n")
     out = tmp_path / "out"
     rule = f"rollout_is={mine}:root rollout_is_threshold=9"
-    arguments = ["bench", "corrections", "--out", str(out), "--small", "--only", "--seeds", "1"]
-    assert run([*arguments, "--rule", rule]) == 0
+    arguments = ["--out", str(out), "--small", "--only", "--seeds", "1"]
+    assert main([*arguments, "--rule", rule]) == 0
     assert "8 measurements, 8 of them new" in capsys.readouterr().out
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert {row["rule"] for row in rows} == {"no correction", rule}
     assert (out / "error.svg").read_text().startswith("<svg")
-    assert run([*arguments, "--rule", rule]) == 0
+    assert main([*arguments, "--rule", rule]) == 0
     assert "0 of them new" in capsys.readouterr().out
     mine.write_text("def root(log_ratio, params):\n    return 0.25 * log_ratio.token\n")
-    assert run([*arguments, "--rule", rule]) == 0
+    assert main([*arguments, "--rule", rule]) == 0
     assert "4 of them new" in capsys.readouterr().out
 
 
 def test_a_rule_may_have_parameters() -> None:
-    rule = _rule("rollout_is=selective rollout_is_params.bound=0.5")
+    rule = rule_of("rollout_is=selective rollout_is_params.bound=0.5")
     assert rule.correction.weight.params.bound == 0.5
 
 
@@ -306,12 +312,13 @@ def test_measurements_of_another_version_are_repeated(tmp_path, monkeypatch) -> 
         "rollout_is=nothing",
         "rollout_rs=kpop",
         "loss_type=dro loss_params=3",
+        'rollout_is="token',
         "a=b",
         "rollout_is=sequence score_centering=4",
     ],
 )
 def test_a_wrong_rule_is_a_usage_error(tmp_path, capsys, rule: str) -> None:
-    assert run(["bench", "corrections", "--out", str(tmp_path), "--small", "--rule", rule]) == 2
+    assert main(["--out", str(tmp_path), "--small", "--rule", rule]) == 2
     err = capsys.readouterr().err
     assert "--rule" in err or "algorithm.rollout_correction." in err
     assert "warning" not in err
@@ -325,5 +332,5 @@ def test_an_output_that_cannot_hold_measurements_is_a_usage_error(tmp_path, caps
     else:
         out.mkdir()
         (out / "results.jsonl").write_text(content)
-    assert run(["bench", "corrections", "--out", str(out), "--small", "--seeds", "1"]) == 2
+    assert main(["--out", str(out), "--small", "--seeds", "1"]) == 2
     assert "choose another directory with --out" in capsys.readouterr().err

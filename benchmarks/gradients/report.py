@@ -1,4 +1,4 @@
-"""Results of CorrectionBench: Markdown tables, and one SVG plot.
+"""Results as Markdown tables, and one SVG plot.
 
 Intervals are 90 % intervals by bootstrap over seeds: worlds of one seed are resampled together, because most
 of them share policies and rewards. Enumerated and learned worlds have separate tables.
@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import cache
 from html import escape
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.bench.corrections import BATCHES
-from rlctl.bench.exact import GradientMoments, ess_against_length
-from rlctl.bench.learned import length_shares
+from benchmarks.gradients.exact import GradientMoments, ess_against_length
+from benchmarks.gradients.learned import length_shares
+from benchmarks.gradients.measure import BATCHES
 from rlctl.evaluate.intervals import questions_needed
 from rlctl.markup import table
 
@@ -162,6 +163,7 @@ def worlds_to_separate(gaps: NDArray[np.float64]) -> str:
     return "over 10,000" if count > 10_000 else f"{max(2, count):,}"
 
 
+@cache
 def stale_length_table() -> str:
     """Mean response length of the training data, divided by that of the policy's own responses."""
     lines = []

@@ -165,8 +165,8 @@ def evaluate(
         refuse_options(context, ("batch_size",), "is for models on this machine", "leave it out")
     else:
         refuse_options(context, ("concurrency", "timeout"), "is for a server", "add --engine openai")
-    from rlctl.data.recipes import Recipe
     from rlctl.evaluate.evaluation import evaluate as run_evaluation
+    from rlctl.prepare.recipes import Recipe
 
     columns = Recipe(recipe, prompt_key, answer_key, data_source, instruction=instruction)
     asked = request(EvaluateRequest, context.params, data=list(data or []), ks=ks, columns=columns)

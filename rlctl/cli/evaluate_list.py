@@ -16,7 +16,7 @@ def list_benchmarks(is_json: AsJson = False) -> None:
 
     rlctl evaluate list --json
     """
-    from rlctl.data.benchmarks import BENCHMARKS
+    from rlctl.prepare.benchmarks import BENCHMARKS
 
     if is_json:
         print_json([asdict(each) for each in BENCHMARKS.values()])

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 
 from rlctl.cli.command import AsJson, print_json, request
-from rlctl.data.recipe_names import RecipeChoice, RecipeName
 from rlctl.errors import UsageError, visible
+from rlctl.prepare.recipe_names import RecipeChoice, RecipeName
 from rlctl.prepare.request import (
     BadRows,
     Duplicates,
@@ -197,8 +197,8 @@ def parquet(
     from dataclasses import asdict
 
     from rlctl.cli.prepare_data_output import show_progress, summary_lines
-    from rlctl.data.recipes import Recipe
     from rlctl.prepare.pipeline import prepare
+    from rlctl.prepare.recipes import Recipe
 
     if val_fraction is not None and val_size is not None:
         raise UsageError("--val-fraction and --val-size exclude each other", fix="give one of them")

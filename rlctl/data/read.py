@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlctl.data.blocks import python_rows
 from rlctl.data.records import (
     RowError,
     check_columns,
@@ -22,12 +22,14 @@ from rlctl.data.records import (
     text_of,
 )
 from rlctl.data.schema import Row
-from rlctl.data.sources import check_splits
 from rlctl.errors import UsageError, first_line
 from rlctl.files import matches
 
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 REQUIRED = ("data_source", "prompt", "reward_model")
+#: Splits held out from training, in names of directories and files such as `test-00000-of-00004.parquet`.
+_HELD_OUT = {"test", "val", "valid", "validation", "dev", "eval"}
+SPLIT_NAME = re.compile(rf"(train|{'|'.join(sorted(_HELD_OUT))})(?![a-z])", re.IGNORECASE)
 PREPARE = "write it with `rlctl prepare-data parquet`"
 
 
@@ -95,6 +97,25 @@ def _inside(directory: Path) -> list[Path]:
     return found
 
 
+def check_splits(directory: Path, entries: Iterable[Path]) -> None:
+    """Refuses to read training data together with data held out from training.
+
+    Raises:
+        UsageError: some names start with `train`, and others with `test`, `validation` or similar.
+    """
+    by_split: dict[str, str] = {}
+    for entry in entries:
+        if entry.is_dir() and entry.name != "train" and entry.name not in _HELD_OUT:
+            continue
+        if split := SPLIT_NAME.match(entry.name):
+            is_whole = entry.is_dir() or entry.name.partition(".")[0] == split[1]
+            by_split.setdefault(split[1].lower(), entry.name if is_whole else f"{split[1]}*")
+    if "train" in by_split and _HELD_OUT & set(by_split):
+        fix = f"name {' or '.join(str(directory / name) for name in by_split.values())}"
+        what = f"the directory has the splits {', '.join(by_split)}: reading all of them would mix them"
+        raise UsageError(what, where=str(directory), fix=fix)
+
+
 def _opened(path: Path) -> Any:
     file = open_parquet(path, REQUIRED, fix="convert it with `rlctl prepare-data parquet`")
     if not file.metadata.num_rows:
@@ -137,6 +158,18 @@ def rows_of(file: Any, path: Path, columns: Sequence[str]) -> Iterator[tuple[int
                 yield number, values
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, number + 1, error) from error
+
+
+def python_rows(table: Any) -> Iterator[dict[str, Any] | Exception]:
+    """Each row of an Arrow table or batch; the error for one with text or a date that Python cannot hold."""
+    try:
+        yield from table.to_pylist()
+    except (ValueError, OverflowError) as error:
+        if table.num_rows == 1:
+            yield error
+        else:
+            for place in range(table.num_rows):
+                yield from python_rows(table.slice(place, 1))
 
 
 def _unreadable(path: Path, number: int, error: Exception) -> UsageError:

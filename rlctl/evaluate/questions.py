@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlctl.data.benchmarks import BENCHMARKS, Benchmark, find_benchmark
-from rlctl.data.read import load_rows
-from rlctl.data.recipes import Recipe, read_rows
+from rlctl.data.read import check_splits, load_rows
 from rlctl.data.schema import Row
-from rlctl.data.sources import HUB, Source, check_splits, find_sources, read_records
 from rlctl.errors import UsageError
 from rlctl.files import matches, sha256_of
+from rlctl.prepare.benchmarks import BENCHMARKS, Benchmark, find_benchmark
+from rlctl.prepare.recipes import Recipe, read_rows
+from rlctl.prepare.sources import HUB, Source, find_sources, read_records
 from rlctl.spec.keys import closest
 
 _PROBLEMS_SHOWN = 5

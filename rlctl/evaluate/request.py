@@ -11,12 +11,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from rlctl.data.recipes import Recipe
 from rlctl.engine.checkpoint import checkpoint_of_run, model_checksums
 from rlctl.errors import UsageError
 from rlctl.evaluate.questions import AUTO, Questions, load_questions
 from rlctl.files import check_vacant
 from rlctl.model_files import config_directory
+from rlctl.prepare.recipes import Recipe
 from rlctl.rollout.engines import chosen_engine
 from rlctl.rollout.protocol import Sampling
 from rlctl.spec.load import LEFT_TO_THE_USER, RUN_SPEC_FILE, load_spec, recorded_spec

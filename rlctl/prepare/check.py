@@ -18,11 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlctl.data.benchmarks import find_named
-from rlctl.data.blocks import Record
-from rlctl.data.read import COLUMNS, REQUIRED
-from rlctl.data.recipes import Recipe, read_rows, recognise
-from rlctl.data.sources import SPLIT_NAME, Source, find_sources, read_blocks, read_records
+from rlctl.data.read import COLUMNS, REQUIRED, SPLIT_NAME
+from rlctl.prepare.benchmarks import find_named
+from rlctl.prepare.blocks import Record
 from rlctl.prepare.duplicates import normalise, repeated, text_key
 from rlctl.prepare.findings import (
     EXAMPLES_SHOWN,
@@ -39,7 +37,9 @@ from rlctl.prepare.findings import (
 )
 from rlctl.prepare.leakage import KINDS, Reference, leakage_comparison, questions_of
 from rlctl.prepare.lengths import Histogram, MeasuredRow, PromptLengths, characters, template_findings
+from rlctl.prepare.recipes import Recipe, read_rows, recognise
 from rlctl.prepare.request import Progress
+from rlctl.prepare.sources import Source, find_sources, read_blocks, read_records
 from rlctl.prepare.transform import usable_rows
 from rlctl.reward.build import knows_source
 from rlctl.reward.trial import check_ground_truths

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.data.benchmarks import NamedFile
 from rlctl.errors import UsageError
+from rlctl.prepare.benchmarks import NamedFile
 from rlctl.prepare.duplicates import nearly_repeated, repeated
 from rlctl.prepare.engines import run
 from rlctl.prepare.findings import DataFinding, agree, lines, row_finding, rows, share

@@ -20,11 +20,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rlctl.data.schema import BatchWriter, arrow_schema, integers, placed
-from rlctl.data.sources import Source
 from rlctl.errors import UsageError
 from rlctl.files import sha256_of
 from rlctl.prepare.engines import run
 from rlctl.prepare.request import OutputFormat, PrepareRequest, Progress
+from rlctl.prepare.sources import Source
 from rlctl.prepare.transform import StagedBlock, Staging
 
 #: format → output column → its source in verl's layout; a dot selects a struct field

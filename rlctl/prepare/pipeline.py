@@ -19,19 +19,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlctl.data.benchmarks import NamedFile, find_named
-from rlctl.data.blocks import Block, Record, records_of
-from rlctl.data.recipes import Recipe
 from rlctl.data.records import RowError, check_text
-from rlctl.data.sources import Source, find_sources, read_blocks
 from rlctl.errors import UsageError
 from rlctl.files import clear_leftovers, sha256_of, staged_directory
+from rlctl.prepare.benchmarks import NamedFile, find_named
+from rlctl.prepare.blocks import Block, Record, records_of
 from rlctl.prepare.decide import decide, limit_for_fraction
 from rlctl.prepare.engines import run
 from rlctl.prepare.findings import DataFinding, RowFindings, row_finding, worst_first
 from rlctl.prepare.lengths import PromptLengths
 from rlctl.prepare.output import Manifest, check_replaceable, describe_inputs, read_manifest, write_split
+from rlctl.prepare.recipes import Recipe
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
+from rlctl.prepare.sources import Source, find_sources, read_blocks
 from rlctl.prepare.transform import Staging, Transformed, TransformPlan, transform
 from rlctl.reward.build import knows_source
 from rlctl.track.run_dir import version_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from rlctl.data.recipes import Recipe
+    from rlctl.prepare.recipes import Recipe
 
 BadRows = Literal["refuse", "quarantine"]
 Duplicates = Literal["check", "keep", "drop"]

@@ -20,12 +20,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rlctl.data.blocks import Block, Record, records_of, to_stream
-from rlctl.data.recipes import Recipe
 from rlctl.data.schema import EXTRA_COLUMNS, LARGE_SCHEMA, Row, batch_of, integers
+from rlctl.prepare.blocks import Block, Record, records_of, to_stream
 from rlctl.prepare.duplicates import BANDS, NUM_VALUES, normalise, signatures, text_key
 from rlctl.prepare.findings import EXAMPLES_SHOWN, Doubt, row_doubts
 from rlctl.prepare.lengths import MeasuredRow, PromptLengths
+from rlctl.prepare.recipes import Recipe
 
 #: Keys of each row: name → type. Each key has a separate file, so that only one at a time is in memory.
 KEYS: dict[str, Any] = {

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from rlctl.data.read import load_rows
-from rlctl.data.recipes import Recipe
 from rlctl.data.schema import Message, Row
 from rlctl.prepare.check import CheckRequest, check
 from rlctl.prepare.findings import contradiction, specifies_answer_form
 from rlctl.prepare.pipeline import prepare
+from rlctl.prepare.recipes import Recipe
 from rlctl.prepare.request import PrepareRequest
 from tests.unit.prepare.helpers import write_jsonl
 

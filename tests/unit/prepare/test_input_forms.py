@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.data import text_files
-from rlctl.data.sources import Source, find_sources, read_records
 from rlctl.errors import UsageError
+from rlctl.prepare import text_files
+from rlctl.prepare.sources import Source, find_sources, read_records
 
 ROWS = [{"question": f"Wie groß ist {i}, und „{i}“ 数?", "answer": f"{i}"} for i in range(3)]
 LINES = [json.dumps(row, ensure_ascii=False) for row in ROWS]
@@ -122,7 +122,7 @@ def test_one_object_is_one_row(tmp_path, row, indent):
 
 
 def test_a_wrapper_of_any_size_is_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlctl.data.text_files.READ_BYTES", 50)
+    monkeypatch.setattr("rlctl.prepare.text_files.READ_BYTES", 50)
     many = [{"question": f"{i}?", "answer": str(i)} for i in range(300)]
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"version": 2, "data": many, "license": "MIT"}, indent=1))
@@ -240,7 +240,7 @@ def test_a_column_that_is_named_twice_is_refused(tmp_path):
 
 @pytest.mark.parametrize("block_rows", [1, 4096])
 def test_a_csv_cut_in_a_quoted_field_names_the_row_and_the_end(tmp_path, monkeypatch, block_rows):
-    monkeypatch.setattr("rlctl.data.sources.BLOCK_ROWS", block_rows)
+    monkeypatch.setattr("rlctl.prepare.sources.BLOCK_ROWS", block_rows)
     path = tmp_path / "a.csv"
     path.write_text('q,a\n"one",1\n"tw\no,2\nthree,3\n')
     good, bad = records(path)

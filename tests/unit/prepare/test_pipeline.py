@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlctl.data.read import load_rows
-from rlctl.data.recipes import Recipe
 from rlctl.data.schema import arrow_schema
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.prepare.check import CheckRequest, check
 from rlctl.prepare.pipeline import prepare
+from rlctl.prepare.recipes import Recipe
 from rlctl.prepare.request import PrepareRequest, Progress
 from rlctl.reward import maths
 from tests.unit.prepare.helpers import GSM8K_LIKE, gsm8k_rows, write_jsonl

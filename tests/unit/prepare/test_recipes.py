@@ -6,10 +6,10 @@ from typing import get_args
 
 import pytest
 
-from rlctl.data.recipe_names import RecipeName
-from rlctl.data.recipes import LAYOUTS, Recipe, last_boxed, recognise
 from rlctl.data.records import RowError
 from rlctl.errors import UsageError
+from rlctl.prepare.recipe_names import RecipeName
+from rlctl.prepare.recipes import LAYOUTS, Recipe, last_boxed, recognise
 from rlctl.reward.build import grader_for
 
 DAPO = (

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.data import sources, text_files
-from rlctl.data.blocks import records_of
-from rlctl.data.sources import Source, find_sources, read_blocks, read_records
 from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.prepare import sources, text_files
+from rlctl.prepare.blocks import records_of
+from rlctl.prepare.sources import Source, find_sources, read_blocks, read_records
 
 ROWS = [{"q": "one, two", "a": "3"}, {"q": 'say "hi"\nagain', "a": "4"}]
 JSONL = "".join(json.dumps(row) + "\n" for row in ROWS)

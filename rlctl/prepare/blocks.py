@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import orjson
 import pyarrow as pa
 
-from rlctl.data.text_files import BOM, with_unique_keys
+from rlctl.data.read import python_rows
+from rlctl.prepare.text_files import BOM, with_unique_keys
 
 
 class CsvRows(NamedTuple):
@@ -166,18 +167,6 @@ def _arrow_records(block: Block, stream: bytes) -> Iterator[Record]:
             yield Record(block.path, number, None, f"a value cannot be read: {values}")
         else:
             yield Record(block.path, number, _as_text(values) if holds_bytes else values)
-
-
-def python_rows(table: Any) -> Iterator[dict[str, Any] | Exception]:
-    """Each row of an Arrow table or batch; the error for one with text or a date that Python cannot hold."""
-    try:
-        yield from table.to_pylist()
-    except (ValueError, OverflowError) as error:
-        if table.num_rows == 1:
-            yield error
-        else:
-            for place in range(table.num_rows):
-                yield from python_rows(table.slice(place, 1))
 
 
 def _shortest_numbers(table: pa.Table) -> pa.Table:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from rlctl.data.blocks import Record
-from rlctl.data.recipe_names import RecipeChoice
 from rlctl.data.records import (
     RowError,
     Values,
@@ -28,9 +26,11 @@ from rlctl.data.records import (
     text_of,
 )
 from rlctl.data.schema import GSM8K_SOURCE, Message, Row
-from rlctl.data.sources import Source, read_records
 from rlctl.errors import UsageError
 from rlctl.markup import group_end
+from rlctl.prepare.blocks import Record
+from rlctl.prepare.recipe_names import RecipeChoice
+from rlctl.prepare.sources import Source, read_records
 
 GSM8K_INSTRUCTION = 'Think step by step, and put the final number on a last line after "####".'
 BOX_INSTRUCTION = r"Think step by step, and put the final answer in \boxed{}."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedReader, TextIOWrapper
@@ -15,7 +14,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlctl.data.blocks import (
+from rlctl.data.read import check_splits
+from rlctl.data.records import check_columns
+from rlctl.errors import EnvironmentFailure, UsageError, first_line
+from rlctl.prepare.blocks import (
     ArrowRows,
     Block,
     Content,
@@ -24,8 +26,7 @@ from rlctl.data.blocks import (
     records_of,
     to_stream,
 )
-from rlctl.data.records import check_columns
-from rlctl.data.text_files import (
+from rlctl.prepare.text_files import (
     CODECS,
     MAX_LINE_BYTES,
     csv_delimiter,
@@ -33,14 +34,10 @@ from rlctl.data.text_files import (
     is_json_lines,
     open_text,
 )
-from rlctl.errors import EnvironmentFailure, UsageError, first_line
 
 HUB = "hf:"
 BLOCK_ROWS = 4096
 BLOCK_BYTES = 2 << 20
-#: Splits held out from training, in names of directories and files such as `test-00000-of-00004.parquet`.
-_HELD_OUT = {"test", "val", "valid", "validation", "dev", "eval"}
-SPLIT_NAME = re.compile(rf"(train|{'|'.join(sorted(_HELD_OUT))})(?![a-z])", re.IGNORECASE)
 #: Files of `prepare-data` and of `datasets` that contain no rows.
 _NOT_ROWS = {
     *("manifest.json", "quarantine.jsonl", "dataset_dict.json", "dataset_info.json", "state.json"),
@@ -109,25 +106,6 @@ def _inside(path: Path) -> list[Source]:
             found += below
     check_splits(path, entries)
     return found
-
-
-def check_splits(directory: Path, entries: Iterable[Path]) -> None:
-    """Refuses to read training data together with data held out from training.
-
-    Raises:
-        UsageError: some names start with `train`, and others with `test`, `validation` or similar.
-    """
-    by_split: dict[str, str] = {}
-    for entry in entries:
-        if entry.is_dir() and entry.name != "train" and entry.name not in _HELD_OUT:
-            continue
-        if split := SPLIT_NAME.match(entry.name):
-            is_whole = entry.is_dir() or entry.name.partition(".")[0] == split[1]
-            by_split.setdefault(split[1].lower(), entry.name if is_whole else f"{split[1]}*")
-    if "train" in by_split and _HELD_OUT & set(by_split):
-        fix = f"name {' or '.join(str(directory / name) for name in by_split.values())}"
-        what = f"the directory has the splits {', '.join(by_split)}: reading all of them would mix them"
-        raise UsageError(what, where=str(directory), fix=fix)
 
 
 def _is_dataset(path: Path) -> bool:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlctl.data.recipe_names import RecipeName
-from rlctl.data.recipes import BOX_INSTRUCTION, GSM8K_INSTRUCTION, LETTER_INSTRUCTION, Recipe
-from rlctl.data.sources import HUB, Source, find_sources
 from rlctl.errors import EnvironmentFailure, UsageError, first_line
+from rlctl.prepare.recipe_names import RecipeName
+from rlctl.prepare.recipes import BOX_INSTRUCTION, GSM8K_INSTRUCTION, LETTER_INSTRUCTION, Recipe
+from rlctl.prepare.sources import HUB, Source, find_sources
 
 #: Environment variable that names a directory of benchmark files.
 BENCHMARKS_VARIABLE = "RLCTL_BENCHMARKS"
@@ -34,7 +34,7 @@ class Benchmark:
     sha256: str | None = None  # of the file; None: not known
     split: str = "test"  # of the data set
     columns: tuple[str, ...] = ("problem", "answer")  # columns that its rows must have
-    recipe: RecipeName = "generic"  # how a row becomes a prompt and a ground truth, see `rlctl.data.recipes`
+    recipe: RecipeName = "generic"  # how a row becomes a row, see `rlctl.prepare.recipes`
     instruction: str = BOX_INSTRUCTION  # follows the question after a newline
     grader: str = "maths"  # grades the responses
     #: prompt_key, answer_key: columns that the recipe reads; None: its defaults

@@ -65,11 +65,11 @@ def check_files(files: Sequence[str]) -> int:
     return count
 
 
-def full_batches(num_rows: int, batch_size: int, more: str = "") -> int:
-    """Number of full batches in so many rows; `more` describes rows that are not counted.
+def check_batch_size(num_rows: int, batch_size: int, more: str = "") -> None:
+    """Checks that no batch needs a row twice; `more` describes rows that are not counted.
 
     Raises:
-        UsageError: there is none.
+        UsageError: a batch is larger than the data.
     """
     if num_rows < batch_size:
         raise UsageError(
@@ -77,7 +77,6 @@ def full_batches(num_rows: int, batch_size: int, more: str = "") -> int:
             where="data.train_batch_size",
             fix=f"lower data.train_batch_size to {num_rows} or less, or add data",
         )
-    return num_rows // batch_size
 
 
 def _parquet_files(files: Sequence[str]) -> Iterator[Path]:

@@ -60,7 +60,8 @@ def build(
     val_prompts = _prompts(val_files, tokenizer, spec) if val_files else None
     prompts = {"data.train_files": train_prompts, "data.val_files": val_prompts}
     code_notes = check_data(spec, prompts, run_dir, ranks, resume=resume)
-    total_steps = num_batches(spec, train_prompts.steps_per_epoch(spec.data.train_batch_size))
+    train_prompts.check_batch_size(spec.data.train_batch_size)
+    total_steps = num_batches(spec, len(train_prompts))
     stream = _stream(spec, ranks, train_prompts, models, total_steps, stack)
     if resume:
         restored = restore(spec, models, stream, run_dir, ranks)

@@ -115,7 +115,6 @@ def test_padding_falls_back_to_the_end_token():
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_each_epoch_gives_every_row_once(shuffle):
     data = numbered(12)
-    assert data.steps_per_epoch(4) == 3
     epochs = [
         [i for step in range(3 * e, 3 * e + 3) for i in data.batch_indices(step, 4, seed=7, shuffle=shuffle)]
         for e in range(3)
@@ -134,13 +133,21 @@ def test_order_needs_no_history_only_the_seed():
     assert whole[0] == [1, 5, 9, 0], "the order of a seed never changes between versions"
 
 
-def test_the_incomplete_batch_is_left_out():
-    assert numbered(10).steps_per_epoch(4) == 2
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("size", [3, 4, 7, 10])
+def test_a_batch_continues_over_the_end_of_an_epoch(shuffle, size):
+    """Every row is used once per epoch, whatever the batch size leaves over at the end of an epoch."""
+    data = numbered(10)
+    steps = [data.batch_indices(step, size, seed=7, shuffle=shuffle) for step in range(10)]
+    order = [row for step in steps for row in step]
+    epochs = [order[start : start + 10] for start in range(0, 10 * size, 10)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert (epochs[0] == epochs[1]) != shuffle
 
 
 def test_fewer_prompts_than_a_batch():
     with pytest.raises(UsageError, match="takes 4 prompts, the data has 3") as caught:
-        numbered(3).batch_indices(0, 4, seed=1, shuffle=True)
+        numbered(3).check_batch_size(4)
     assert "train_batch_size to 3" in caught.value.fix
 
 

@@ -19,6 +19,7 @@ from rlctl.prepare.request import (
     OutputFormat,
     Overlong,
     ParallelEngine,
+    Placeholders,
     PrepareRequest,
 )
 
@@ -85,6 +86,15 @@ def _template_kwargs(model: str | None, texts: list[str] | None) -> dict[str, An
         raise UsageError("arguments of a chat template need a model", where=where, fix=fix)
     spec = load_spec(overrides=[f"data.chat_template_kwargs.{text}" for text in texts]).spec
     return dict(spec.data.chat_template_kwargs)
+
+
+ContinueFinalMessage = Annotated[
+    bool,
+    typer.Option(
+        "--continue-final-message",
+        help="Accept prompts that end with a message of the assistant, which the response continues.",
+    ),
+]
 
 
 @app.command()
@@ -159,6 +169,14 @@ def parquet(
     ] = "keep",
     trust_remote_code: TrustRemoteCode = False,
     chat_template_kwargs: TemplateKwargs = None,
+    continue_final_message: ContinueFinalMessage = False,
+    placeholders: Annotated[
+        Placeholders,
+        typer.Option(
+            metavar="POLICY",
+            help="Rows graded as mathematics whose answer is a placeholder, such as 'proof': drop or keep.",
+        ),
+    ] = "drop",
     check_graders: Annotated[
         bool,
         typer.Option(
@@ -206,7 +224,16 @@ def parquet(
         PrepareRequest,
         context.params,
         sources=tuple(sources),
-        recipe=Recipe(recipe, prompt_key, answer_key, data_source, system_prompt, instruction, source_key),
+        recipe=Recipe(
+            recipe,
+            prompt_key,
+            answer_key,
+            data_source,
+            system_prompt,
+            instruction,
+            source_key,
+            continue_final_message,
+        ),
         val_fraction=0.05 if val_fraction is None else val_fraction,
         against=tuple(against or ()),
         chat_template_kwargs=_template_kwargs(model, chat_template_kwargs),
@@ -245,6 +272,7 @@ def check(
     as_json: AsJson = False,
     trust_remote_code: TrustRemoteCode = False,
     chat_template_kwargs: TemplateKwargs = None,
+    continue_final_message: ContinueFinalMessage = False,
 ) -> None:
     """Report everything that is wrong with data files, worst first, with places and fixes.
 

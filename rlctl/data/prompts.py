@@ -58,16 +58,20 @@ class Renderer:
     def text(self, row: Row, *, generation_prompt: bool = True) -> str:
         """Returns the row's prompt as text, including special tokens.
 
+        If it ends with a message of the assistant, the response continues this message.
+
         Raises:
             UsageError: the template refuses the prompt; names the row.
         """
         if not self.tokenizer.chat_template:
             start = str(self.tokenizer.bos_token) if self.adds_start else ""
             return start + row.prompt_text
+        continues = row.prompt[-1].role == "assistant"
         try:
             text: str = self.tokenizer.apply_chat_template(
                 list(messages_of(row)),
-                add_generation_prompt=generation_prompt,
+                add_generation_prompt=generation_prompt and not continues,
+                continue_final_message=continues,
                 tokenize=False,
                 **self._kwargs,
             )
@@ -81,6 +85,8 @@ class Renderer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the token ids of rendered texts; adds no special tokens, because the texts contain them."""
+        if not texts:  # which tokenizers refuse
+            return []
         # verbose=False, because callers report long prompts.
         encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)
         ids: list[list[int]] = encoded["input_ids"]

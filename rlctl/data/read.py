@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlctl.data.records import (
-    RowError,
-    check_columns,
-    extra_of,
-    json_able,
-    kind_of,
-    parse_answer,
-    parse_messages,
-    text_of,
-)
+from rlctl.data.records import RowError, check_columns, check_last_turn, parse_row
 from rlctl.data.schema import Row
 from rlctl.errors import UsageError, first_line
 from rlctl.files import matches
@@ -33,11 +24,12 @@ SPLIT_NAME = re.compile(rf"(train|{'|'.join(sorted(_HELD_OUT))})(?![a-z])", re.I
 PREPARE = "write it with `rlctl prepare-data parquet`"
 
 
-def load_rows(files: Sequence[str]) -> list[Row]:
+def load_rows(files: Sequence[str], *, continue_final_message: bool = False) -> list[Row]:
     """Reads the rows of Parquet files (or directories of them) in verl's row schema, in order.
 
     Other columns are ignored, all fields of `extra_info` are kept, and a `prompt` that is plain text is one
-    user message. So verl's files work unchanged.
+    user message. So verl's files work unchanged. With `continue_final_message` a prompt may end with the
+    beginning of the response, as a message of the assistant.
 
     Raises:
         UsageError: a file is missing, broken or empty, or a row does not match the schema; names file and
@@ -46,7 +38,8 @@ def load_rows(files: Sequence[str]) -> list[Row]:
     rows: list[Row] = []
     for path in _parquet_files(files):
         with _opened(path) as file:
-            rows += [_row(path, number, values) for number, values in rows_of(file, path, COLUMNS)]
+            for number, values in rows_of(file, path, COLUMNS):
+                rows.append(_row(path, number, values, continue_final_message))
     return rows
 
 
@@ -175,31 +168,14 @@ def _unreadable(path: Path, number: int, error: Exception) -> UsageError:
     return UsageError(f"cannot be read as Parquet: {first_line(error)}", where=f"{path}:{number}")
 
 
-def _row(path: Path, number: int, values: Mapping[str, Any]) -> Row:
+def _row(path: Path, number: int, values: Mapping[str, Any], continue_final_message: bool) -> Row:
     where = f"{path}:{number}"
     try:
-        source = values["data_source"]
-        if not isinstance(source, str) or not source:
-            raise RowError(f"data_source is {kind_of(source)}, not text")
-        reward_model = values["reward_model"]
-        if not isinstance(reward_model, Mapping):
-            raise RowError(f"reward_model is {kind_of(reward_model)}, not {{style, ground_truth}}")
-        truth = reward_model.get("ground_truth")
-        if isinstance(truth, Mapping):  # with several fields, such as verl's for Countdown
-            truth = json.dumps(json_able(truth))
-        extra = values.get("extra_info")
-        extra = extra_of(extra) if isinstance(extra, Mapping) else {}
-        index = extra.get("index")
-        return Row(
-            data_source=source,
-            prompt=parse_messages(values["prompt"]),
-            ground_truth=parse_answer(truth, "reward_model.ground_truth"),
-            ability=text_of(values.get("ability")),
-            style=text_of(reward_model.get("style")) or "rule",
-            split=text_of(extra.get("split")),
-            index=index if isinstance(index, int) else number - 1,
-            extra=extra,
-            where=where,
-        )
+        row = parse_row(values)
+        check_last_turn(row.prompt, continue_final_message=continue_final_message)
+        if not row.ground_truth:
+            raise RowError("reward_model.ground_truth is missing or empty")
     except RowError as problem:
         raise UsageError(str(problem), where=where, fix="correct or remove this row") from None
+    index = row.extra.get("index")
+    return replace(row, index=index if isinstance(index, int) else number - 1, where=where)

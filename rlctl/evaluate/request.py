@@ -45,6 +45,7 @@ class EvaluateRequest:
     #: benchmarks by name, and files; empty: the validation files of the run
     data: list[str] = field(default_factory=list)
     columns: Recipe = AUTO  # for files not in verl's row schema
+    continue_final_message: bool = False  # as `data.continue_final_message`; also if the run has it
     #: directory of benchmark files; None: `$RLCTL_BENCHMARKS`, else the hub
     benchmarks_dir: Path | None = None
     n: int = 8  # responses per question
@@ -110,12 +111,16 @@ def check_request(request: EvaluateRequest) -> Plan:
     if request.out:
         check_vacant(request.out)
     chosen_reward(RewardSpec(), request.reward)
-    questions = load_questions(request.data, request.columns, benchmarks_dir=request.benchmarks_dir)
     name = request.model_or_run or ""
     is_served = request.engine == SERVER
     target = Target(name, request.data) if is_served else find_target(name, request.data)
-    if not request.data:
-        questions = load_questions(target.data_files)
+    questions = load_questions(
+        request.data or target.data_files,
+        request.columns,
+        benchmarks_dir=request.benchmarks_dir,
+        continue_final_message=request.continue_final_message
+        or (target.spec is not None and target.spec.data.continue_final_message),
+    )
     if request.limit is not None:
         seen, first = Counter[str](), []
         for row in questions.rows:

@@ -233,7 +233,9 @@ def _sampling(request: MismatchRequest, spec: RunSpec) -> Sampling:
 
 def _rows(trainer: _Trainer, model: Any, renderer: Renderer, response_length: int) -> list[Row]:
     """The first prompts that fit into the model's context together with a response."""
-    rows = load_rows(trainer.data_files)[: 4 * NUM_PROMPTS] if trainer.data_files else question_rows()
+    continues = trainer.spec.data.continue_final_message
+    rows = load_rows(trainer.data_files, continue_final_message=continues) if trainer.data_files else []
+    rows = rows[: 4 * NUM_PROMPTS] or question_rows()
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
     limit = context - response_length - 1  # one more start token must fit too
     lengths = map(len, token_ids(rows, renderer))

@@ -147,6 +147,9 @@ def _json_or_why(path: Path, number: int, line: bytes) -> Record:
 
 
 def _checked(path: Path, number: int, values: object, source: bytes | None = None) -> Record:
+    """A row; a list of objects (Open-Reasoner-Zero's turns) has its places as columns, as on the hub."""
+    if isinstance(values, list) and values and all(isinstance(value, dict) for value in values):
+        values = {str(place): value for place, value in enumerate(values)}
     if isinstance(values, dict):
         return Record(path, number, values, source=source)
     return Record(path, number, None, "not a JSON object", source or json.dumps(values))

@@ -65,6 +65,8 @@ class DataSpec(Section):
     chat_template_kwargs: OpenMapping = Field(default={})
     """Additional arguments of the model's chat template, for example
     `data.chat_template_kwargs.enable_thinking=false`. null: the argument is not passed."""
+    continue_final_message: bool = False
+    """Accept prompts that end with a message of the assistant: the response continues this message."""
     shuffle: bool = True
     """Shuffle the prompts in every epoch, seeded by `trainer.seed`."""
 

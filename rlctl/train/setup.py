@@ -15,6 +15,7 @@ from rlctl.data.prompts import PromptDataset
 from rlctl.data.read import load_rows
 from rlctl.engine.ranks import Ranks
 from rlctl.model_files import model_directory
+from rlctl.prepare.findings import placeholder_notes
 from rlctl.reward.build import build_reward
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
@@ -90,6 +91,8 @@ def build(
     if count := train_prompts.num_dropped:
         limit = f"data.max_prompt_length = {spec.data.max_prompt_length}"
         notes.append(f"training prompts of more than {limit} tokens are excluded: {count:,}")
+    if {term.name for term in spec.reward.all_terms} & {"auto", "maths"}:
+        notes += placeholder_notes({key: each.rows for key, each in prompts.items() if each})
     for note in [*notes, *models.notes, *models.rollout.notes]:
         tracker.note(note)
     run = Run(
@@ -165,7 +168,7 @@ def _sources(spec: RunSpec, ranks: Ranks) -> tuple[str, list[str], list[str]]:
 
 def _prompts(files: list[str], tokenizer: Any, spec: RunSpec) -> PromptDataset:
     return PromptDataset(
-        load_rows(files),
+        load_rows(files, continue_final_message=spec.data.continue_final_message),
         tokenizer,
         max_prompt_length=spec.data.max_prompt_length,
         filter_overlong=spec.data.filter_overlong_prompts,

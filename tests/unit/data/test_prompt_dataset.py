@@ -1,11 +1,13 @@
 """Prompts as tensors, and which of them a step gets."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rlctl.data.prompts import PromptDataset
+from rlctl.data.prompts import PromptDataset, Renderer
 from rlctl.data.schema import Message, Row
 from rlctl.errors import UsageError
 
@@ -110,6 +112,21 @@ def test_padding_falls_back_to_the_end_token():
     assert (
         dataset(make_rows("1", "22"), make_tokenizer(pad=None)).prompts([0, 1], [0, 1]).prompt_ids[0, 0] == 2
     )
+
+
+def test_no_texts_are_rendered_to_no_ids():
+    assert Renderer(make_tokenizer()).encode([]) == []
+
+
+def test_the_response_continues_a_message_of_the_assistant():
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    row = Row("s", (Message("user", "1+1?"), Message("assistant", "It is")), "2")
+    renderer = Renderer(make_tokenizer(template))
+    assert renderer.text(row) == "<user>1+1?</user><assistant>It is"
+    assert renderer.text(replace(row, prompt=row.prompt[:1])) == "<user>1+1?</user><assistant>"
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

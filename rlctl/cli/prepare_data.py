@@ -104,8 +104,9 @@ def parquet(
         list[str],
         typer.Argument(
             metavar="SRC",
-            help="JSONL, JSON, CSV, TSV (each also .gz or .zst), Parquet, Arrow, directories of them, a "
-            "directory written by a dataset's save_to_disk, or hf:organisation/name[:split].",
+            help="JSONL, JSON, CSV, TSV (each also .gz, .zst, .bz2, .xz), Parquet, Arrow, Feather, a .zip or "
+            "directories of them, a directory written by a dataset's save_to_disk, or a data set of the hub: "
+            "hf:organisation/name[/configuration][@revision][:split].",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write.")],

@@ -147,8 +147,8 @@ def _json_or_why(path: Path, number: int, line: bytes) -> Record:
 
 
 def _checked(path: Path, number: int, values: object, source: bytes | None = None) -> Record:
-    """A row; a list of objects (Open-Reasoner-Zero's turns) has its places as columns, as on the hub."""
-    if isinstance(values, list) and values and all(isinstance(value, dict) for value in values):
+    """A row; a list of turns (Open-Reasoner-Zero) has its places as columns, as on the hub."""
+    if isinstance(values, list) and values and all(isinstance(one, dict) and "from" in one for one in values):
         values = {str(place): value for place, value in enumerate(values)}
     if isinstance(values, dict):
         return Record(path, number, values, source=source)

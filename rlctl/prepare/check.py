@@ -130,7 +130,7 @@ def check(request: CheckRequest, progress: Progress | None = None) -> CheckRepor
     reference = Reference.build(against, (row.question for _, row, _ in chain.from_iterable(first) if row))
     histogram = Histogram("tokens" if lengths else "characters")
     probes = _Probes(lengths, reference, request.max_prompt_length, histogram, request.continue_final_message)
-    progress.phase("reading", sum(source.path.stat().st_size for source in sources))
+    progress.phase("reading", sum(source.num_bytes for source in sources))
     checks = [_FileCheck(source, probes, progress) for source in sources]
     found = [finding for one in checks for finding in one.findings()] + _shared_questions(checks)
     if lengths is not None:
@@ -158,7 +158,8 @@ class _FileCheck:
     def __init__(self, source: Source, probes: _Probes, progress: Progress) -> None:
         self.path, self._probes = source.path, probes
         first = next((record.values for record in read_records(source) if record.values is not None), None)
-        self._schema = pq.read_schema(self.path) if self.path.suffix.lower() == ".parquet" else None
+        is_parquet = self.path.suffix.lower() == ".parquet" and self.path.is_file()  # not in an archive
+        self._schema = pq.read_schema(self.path) if is_parquet else None
         self._columns = {str(name): type(value).__name__ for name, value in (first or {}).items()}
         if self._schema is not None:
             self._columns = {field.name: str(field.type) for field in self._schema}

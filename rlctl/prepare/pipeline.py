@@ -168,7 +168,7 @@ def _take_in(
     Returns the indices of staged rows that are bad or dropped, and findings about data sources without a
     grader, their ground truths that cannot be graded, and doubtful answers.
     """
-    num_bytes = sum(source.path.stat().st_size for source in sources)
+    num_bytes = sum(source.num_bytes for source in sources)
     workers = request.num_workers if request.workers or num_bytes > SMALL_BYTES else 1
     found, truths = RowFindings(), TruthChecks()
     by_file: Counter[Path] = Counter()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rlctl.errors import UsageError
 from rlctl.prepare import text_files
+from rlctl.prepare.recipes import read_rows
 from rlctl.prepare.sources import Source, find_sources, read_records
 
 ROWS = [{"question": f"Wie groß ist {i}, und „{i}“ 数?", "answer": f"{i}"} for i in range(3)]
@@ -251,7 +252,11 @@ def test_a_csv_cut_in_a_quoted_field_names_the_row_and_the_end(tmp_path, monkeyp
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"PAR1 and more", "Parquet"), (b"PK\x03\x04 and more", "a zip archive"), (b"BZh91AY&SY", "bzip2")],
+    [
+        (b"PAR1 and more", "Parquet"),
+        (b"PK\x03\x04 and more", "a zip archive"),
+        (b"BZh91AY&SY", "cannot be read"),
+    ],
 )
 def test_other_formats_under_a_text_name_are_named(tmp_path, content, message):
     path = tmp_path / "a.jsonl"
@@ -318,3 +323,26 @@ def test_float32_columns_keep_their_digits(tmp_path):
     column = pa.array([0.1, 3.0, None, float("inf")], pa.float32())
     pq.write_table(pa.table({"answer": column, "other": [1, 2, 3, 4]}), tmp_path / "a.parquet")
     assert [row["answer"] for row in rows(tmp_path / "a.parquet")] == [0.1, 3.0, None, float("inf")]
+
+
+def test_lists_of_turns_are_rows(tmp_path):
+    turns = [
+        [
+            {"from": "human", "value": f"{place} + 1?"},
+            {"from": "assistant", "ground_truth": {"value": str(place + 1), "pass_at_n": 0.5}},
+        ]
+        for place in range(3)
+    ]
+    forms = {
+        "whole.json": json.dumps(turns),
+        "pretty.json": json.dumps(turns, indent=1),
+        "a.jsonl": "".join(json.dumps(row) + "\n" for row in turns),
+    }
+    for name, content in forms.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        read = [row for _, row, _ in read_rows(Source(tmp_path / name, "orz"))]
+        assert [(row.question, row.ground_truth) for row in read] == [
+            ("0 + 1?", "1"),
+            ("1 + 1?", "2"),
+            ("2 + 1?", "3"),
+        ]

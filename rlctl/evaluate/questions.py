@@ -13,8 +13,9 @@ from rlctl.errors import UsageError
 from rlctl.files import matches, sha256_of
 from rlctl.prepare.benchmarks import BENCHMARKS, Benchmark, find_benchmark
 from rlctl.prepare.findings import placeholder_notes
+from rlctl.prepare.hub import hub_name
 from rlctl.prepare.recipes import Recipe, read_rows
-from rlctl.prepare.sources import HUB, Source, find_sources, read_records
+from rlctl.prepare.sources import Source, find_sources, read_records
 from rlctl.spec.keys import closest
 
 _PROBLEMS_SHOWN = 5
@@ -58,11 +59,12 @@ def load_questions(
     for name in names:
         if name in BENCHMARKS:
             _add_benchmark(found, BENCHMARKS[name], benchmarks_dir)
-        elif columns == AUTO and _is_prepared(name):
+        elif columns == AUTO and hub_name(name) is None and _is_prepared(name):
             found.rows.extend(load_rows([name], continue_final_message=continue_final_message))
             found.files.append(name)
         else:
-            for source in find_sources([name] if name.startswith(HUB) else list(map(str, matches(name)))):
+            hub = hub_name(name)
+            for source in find_sources([hub] if hub else list(map(str, matches(name)))):
                 recipe = replace(columns.resolve([source]), continue_final_message=continue_final_message)
                 found.rows.extend(_rows(source, recipe))
                 found.files.append(str(source.path))
@@ -95,8 +97,6 @@ def _add_benchmark(found: Questions, benchmark: Benchmark, directory: Path | Non
 
 def _is_prepared(name: str) -> bool:
     """Whether a name refers only to Parquet files in verl's row schema, or directories of them."""
-    if name.startswith(HUB):
-        return False
     paths = matches(name)
     if not paths:
         nearest = closest(name.lower(), BENCHMARKS)

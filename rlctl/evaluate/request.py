@@ -16,6 +16,7 @@ from rlctl.errors import UsageError
 from rlctl.evaluate.questions import AUTO, Questions, load_questions
 from rlctl.files import check_vacant
 from rlctl.model_files import config_directory
+from rlctl.prepare.hub import local_files
 from rlctl.prepare.recipes import Recipe
 from rlctl.rollout.engines import chosen_engine
 from rlctl.rollout.protocol import Sampling
@@ -157,7 +158,7 @@ def find_target(model_or_run: str, data_files: list[str]) -> Target:
 def _run_target(run_dir: Path, data_files: list[str]) -> Target:
     spec = recorded_spec(run_dir / RUN_SPEC_FILE)
     checkpoint, notes = checkpoint_of_run(run_dir)
-    data_files = data_files or spec.data.val_files
+    data_files = data_files or local_files(spec.data.val_files, split="test")
     if not data_files and spec.is_embedded:
         data_files = [str(ensure_embedded(spec.trainer.seed).val_file)]
     if not data_files:

@@ -25,6 +25,7 @@ from rlctl.mismatch.score import Gap, Weights, all_and_head
 from rlctl.mismatch.search import Tried
 from rlctl.mismatch.variants import question_rows, token_ids
 from rlctl.model_files import model_directory
+from rlctl.prepare.hub import local_files
 from rlctl.rollout.engines import chosen_engine, engine_outside_training, spec_outside_training
 from rlctl.rollout.hf import DTYPES
 from rlctl.rollout.protocol import ResponseSampler, Sampling
@@ -210,7 +211,8 @@ def _of_run(run_dir: Path, data_files: list[str]) -> _Trainer:
     spec = recorded_spec(run_dir / RUN_SPEC_FILE)
     newest, notes = checkpoint_of_run(run_dir)
     embedded = ensure_embedded(spec.trainer.seed) if spec.is_embedded else None
-    own = [str(embedded.val_file)] if embedded else spec.data.val_files or spec.data.train_files
+    own = local_files(spec.data.val_files, split="test") or local_files(spec.data.train_files, split="train")
+    own = [str(embedded.val_file)] if embedded else own
     others = sorted((run_dir / CHECKPOINTS).glob("step_*"), reverse=True)
     checkpoints = [verify(path)[1] for path in others if path != newest.path][:OLDER_CHECKPOINTS]
     older = {f"step {found.state.step}": found.model_dir for found in checkpoints if found}

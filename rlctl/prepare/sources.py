@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader, TextIOWrapper
 from itertools import islice
@@ -164,31 +165,54 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _hub_files(name: str) -> list[Source]:
-    """The cached Arrow files of `hf:organisation/name[:split]`, downloaded if they are not cached.
+    """The cached Arrow files of a dataset of the hub, downloaded if they are not cached.
 
-    The default split is `train`. The name of the sources is that of the dataset.
+    `hf:organisation/name[/configuration][@revision][:split]`; the default configuration is that of the
+    dataset, else `main`; the default split is `train`. The name of the sources is `organisation/name`.
     """
     try:
-        import datasets
+        import datasets  # noqa: F401 - checks that it is installed
     except ImportError as error:
         what = "datasets of the hub are read by the package `datasets`, which is missing"
         raise EnvironmentFailure(what, where=name, fix='pip install "rlctl[datasets]"') from error
-    dataset, _, split = name.removeprefix(HUB).partition(":")
+    place, _, split = name.removeprefix(HUB).partition(":")
+    place, _, revision = place.partition("@")
+    *parts, last = place.split("/")
+    dataset, config = ("/".join(parts), last) if len(parts) == 2 else (place, None)
     if not dataset or "[" in split:  # a slice is a view of files that contain more rows
         what = "a slice of a split cannot be read" if dataset else "no dataset is named"
-        raise UsageError(what, where=name, fix="write hf:organisation/name or hf:organisation/name:split")
+        form = "hf:organisation/name[/configuration][@revision][:split]"
+        raise UsageError(what, where=name, fix=f"write {form}")
+    given = {"split": split or "train"} | ({"revision": revision} if revision else {})
     try:
-        loaded = datasets.load_dataset(dataset, split=split or "train")
+        loaded = _loaded([dataset, config] if config else [dataset], given)
     except ValueError as error:  # an unknown split, or a dataset of several configurations
-        raise UsageError(first_line(error), where=name, fix="see its page for its splits") from error
+        fix = "name a configuration and split of its page: hf:organisation/name/configuration:split"
+        raise UsageError(" ".join(str(error).split())[:300], where=name, fix=fix) from error
     except Exception as error:  # network, cache and hub errors of several libraries: no common base class
-        fix = "check its name and the network, or download its files and name them"
+        fix = (
+            "if it is a file or directory here: it does not exist; if it is on the hub: check its name and "
+            "the network, or download its files and name them"
+        )
         raise EnvironmentFailure(
             f"the dataset could not be loaded: {first_line(error)}", where=name, fix=fix
         ) from error
     if not loaded.cache_files:
         raise UsageError("the dataset has no rows", where=name)
     return [Source(Path(file["filename"]), dataset) for file in loaded.cache_files]
+
+
+def _loaded(names: list[str], options: dict[str, str]) -> Any:
+    """The dataset; with the configuration `main` if it needs one and none is named, as GSM8K does."""
+    import datasets
+
+    try:
+        return datasets.load_dataset(*names, **options)
+    except ValueError as error:
+        if len(names) == 1 and "config" in str(error).lower():
+            with suppress(ValueError):  # the first error says more
+                return datasets.load_dataset(*names, "main", **options)
+        raise
 
 
 def read_records(source: Source) -> Iterator[Record]:
@@ -361,6 +385,11 @@ _FORMATS = (
     "known: .jsonl, .ndjson, .json, .csv, .tsv (each also .gz, .zst, .bz2 or .xz), .parquet, .arrow, "
     ".feather, and a .zip of them"
 )
+
+
+def is_readable(path: Path) -> bool:
+    """Whether the name of a file is that of a known format, or of an archive."""
+    return _reader(path) is not None or path.suffix.lower() == ZIP
 
 
 def _reader(path: Path) -> Reader | None:

@@ -87,9 +87,10 @@ def check_inputs(spec: RunSpec) -> list[Problem]:
     num_rows, size = count_rows(spec.data.train_files) or 0, spec.data.train_batch_size
     if files:
         from rlctl.data.read import check_batch_size, check_files  # imports pyarrow
+        from rlctl.prepare.hub import hub_name
 
         for key, file in files:
-            problems += _problem(key, check_files, [file])
+            problems += [] if hub_name(file) else _problem(key, check_files, [file])
         if num_rows:
             problems += _problem("data.train_batch_size", check_batch_size, num_rows, size)
     if spec.trainer.total_training_steps or num_rows >= size:
@@ -144,11 +145,14 @@ def num_batches(spec: RunSpec, num_rows: int) -> int:
 
 
 def count_rows(files: Sequence[str]) -> int | None:
-    """Number of training rows; None if there are no files, or if one cannot be read."""
+    """Number of training rows; None if there are no files, or if one cannot be read or is on the hub."""
     if not files:
         return None
     from rlctl.data.read import check_files
+    from rlctl.prepare.hub import hub_name
 
+    if any(map(hub_name, files)):
+        return None
     try:
         return check_files(files)
     except UsageError:  # a problem of `check_inputs`

@@ -16,6 +16,7 @@ from rlctl.data.read import load_rows
 from rlctl.engine.ranks import Ranks
 from rlctl.model_files import model_directory
 from rlctl.prepare.findings import placeholder_notes
+from rlctl.prepare.hub import local_files
 from rlctl.reward.build import build_reward
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
@@ -156,14 +157,20 @@ def _sources(spec: RunSpec, ranks: Ranks) -> tuple[str, list[str], list[str]]:
     if not spec.is_embedded:
         if ranks.is_main:
             model_directory(spec.model.path)
+            _files(spec)
         ranks.barrier()
-        return model_directory(spec.model.path), spec.data.train_files, spec.data.val_files
+        return model_directory(spec.model.path), *_files(spec)
     if ranks.is_main:
         ensure_embedded(spec.trainer.seed)
     ranks.barrier()
     task = ensure_embedded(spec.trainer.seed)
     train_files = spec.data.train_files or [str(task.train_file)]
     return str(task.model_dir), train_files, spec.data.val_files or [str(task.val_file)]
+
+
+def _files(spec: RunSpec) -> tuple[list[str], list[str]]:
+    """Training and validation files, those of the hub's data sets included."""
+    return local_files(spec.data.train_files, split="train"), local_files(spec.data.val_files, split="test")
 
 
 def _prompts(files: list[str], tokenizer: Any, spec: RunSpec) -> PromptDataset:

@@ -94,7 +94,7 @@ def test_archives_are_prepared_and_checked(tmp_path):
     report = check(CheckRequest((path,)))
     assert [file.num_rows for file in report.files] == [5, 5]
     inside = write_zip(tmp_path / "out" / "in.zip", {"train.jsonl": JSONL})
-    with pytest.raises(UsageError, match="did not write|contains this input"):
+    with pytest.raises(UsageError, match=r"did not write|contains this input"):
         prepare(PrepareRequest((inside,), tmp_path / "out", overwrite=True))
     splits = write_zip(tmp_path / "splits.zip", {"train.jsonl": JSONL, "test.jsonl": JSONL})
     with pytest.raises(UsageError, match="would mix them") as caught:

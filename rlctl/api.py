@@ -214,6 +214,7 @@ class EvaluateOptions(TypedDict, total=False):
     """Options of `evaluate`: the fields of `rlctl.evaluate.request.EvaluateRequest`, with its defaults."""
 
     columns: Recipe
+    continue_final_message: bool
     benchmarks_dir: Path | None
     n: int
     ks: Sequence[int] | None

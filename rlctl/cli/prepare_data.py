@@ -105,8 +105,8 @@ def parquet(
         typer.Argument(
             metavar="SRC",
             help="JSONL, JSON, CSV, TSV (each also .gz, .zst, .bz2, .xz), Parquet, Arrow, Feather, a .zip or "
-            "directories of them, a directory written by a dataset's save_to_disk, or a data set of the hub: "
-            "hf:organisation/name[/configuration][@revision][:split].",
+            "directories of them, a directory written by a dataset's save_to_disk, or a data set of the hub, "
+            "hf:organisation/name[:split].",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write.")],

@@ -86,8 +86,8 @@ def check_last_turn(prompt: Sequence[Message], *, continue_final_message: bool =
     if prompt[-1].role != "assistant" or (continue_final_message and len(prompt) > 1):
         return
     raise RowError(
-        "the prompt ends with a reply of the assistant, which would show the model an answer: end it with "
-        "the message to answer; if the response is to continue the reply, set continue_final_message"
+        "the prompt ends with a reply of the assistant, which would show the model an answer; "
+        "only with continue_final_message does the response continue it"
     )
 
 
@@ -204,7 +204,8 @@ def lookup(values: Values, key: str) -> Any:
             found = found[part]
         else:
             return found
-    raise RowError(f"no column {key!r} (it has {', '.join(map(str, values)) or 'none'})")
+    wanted = " or ".join(map(repr, key.split("|")))
+    raise RowError(f"no column {wanted} (it has {', '.join(map(str, values)) or 'none'})")
 
 
 def check_columns(names: Sequence[str], where: str) -> None:

@@ -36,7 +36,7 @@ class Benchmark:
     instruction: str  # follows the question after a newline
     sha256: str | None = None  # of the file; None: not known
     split: str = "test"  # of the data set
-    recipe: RecipeName = "generic"  # how a row becomes a row, see `rlctl.prepare.recipes`
+    recipe: RecipeName = "generic"  # how a record becomes a row, see `rlctl.prepare.recipes`
     grader: str = "maths"  # grades the responses
     #: prompt_key, answer_key: columns that the recipe reads; None: its defaults
     prompt_key: str | None = None
@@ -59,10 +59,8 @@ def _table() -> Iterator[tuple[str, Benchmark]]:
     text = Path(__file__).with_name("benchmarks.toml").read_text(encoding="utf-8")
     for name, entry in tomllib.loads(text).items():
         instruction = LAYOUTS[entry.get("recipe", "generic")].instruction or BOX_INSTRUCTION
-        yield (
-            name,
-            Benchmark(**entry | {"name": name, "columns": tuple(entry["columns"])}, instruction=instruction),
-        )
+        found = entry | {"columns": tuple(entry["columns"])}
+        yield name, Benchmark(name, instruction=instruction, **found)
 
 
 BENCHMARKS = dict(_table())

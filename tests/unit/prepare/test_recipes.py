@@ -278,7 +278,7 @@ def test_a_choice_is_named_by_number_label_or_text(answer, choices, letter):
         ("verl", {**VERL, "extra_info": {"note": "\ud800"}}, "UTF-8"),
         ("trl", {"prompt": "p", "label": True}, "type bool"),
         ("trl", {"prompt": []}, "no messages"),
-        ("openrlhf", {"input": "p"}, "no column 'label|answer'"),
+        ("openrlhf", {"input": "p"}, "no column 'label' or 'answer'"),
         ("generic", {"prompt": {"a": 1}, "answer": "1"}, "not text or a list"),
     ],
 )

@@ -23,8 +23,8 @@ from rlctl.user_code import call_problem
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.data.recipes import Recipe
     from rlctl.diagnose.rule import Diagnosis
+    from rlctl.prepare.recipes import Recipe
     from rlctl.spec.run_spec import RunSpec
 
 _log = logging.getLogger("rlctl")
@@ -209,6 +209,7 @@ class EvaluateOptions(TypedDict, total=False):
     """Options of `evaluate`: the fields of `rlctl.evaluate.request.EvaluateRequest`, with its defaults."""
 
     columns: Recipe
+    continue_final_message: bool
     benchmarks_dir: Path | None
     n: int
     ks: Sequence[int] | None

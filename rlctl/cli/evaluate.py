@@ -10,7 +10,14 @@ import typer
 
 from rlctl.cli.command import AsJson, echo, refuse_options, request
 from rlctl.cli.evaluate_compare import numbers
-from rlctl.cli.prepare_data import AnswerKey, DataSource, Instruction, PromptKey, RecipeOption
+from rlctl.cli.prepare_data import (
+    AnswerKey,
+    ContinueFinalMessage,
+    DataSource,
+    Instruction,
+    PromptKey,
+    RecipeOption,
+)
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,6 +28,7 @@ if TYPE_CHECKING:
 #: Options that apply only to sampling; `--regrade` refuses them.
 _OF_SAMPLING = (
     *("data", "recipe", "prompt_key", "answer_key", "data_source", "instruction", "benchmarks_dir"),
+    "continue_final_message",
     *("n", "temperature", "top_p", "max_response_length", "limit", "seed"),
     *("engine", "base_url", "concurrency", "timeout", "fresh", "batch_size"),
 )
@@ -50,6 +58,7 @@ def evaluate(
     answer_key: AnswerKey = None,
     data_source: DataSource = None,
     instruction: Instruction = None,
+    continue_final_message: ContinueFinalMessage = False,
     benchmarks_dir: Annotated[
         Path | None,
         typer.Option(
@@ -165,8 +174,8 @@ def evaluate(
         refuse_options(context, ("batch_size",), "is for models on this machine", "leave it out")
     else:
         refuse_options(context, ("concurrency", "timeout"), "is for a server", "add --engine openai")
-    from rlctl.data.recipes import Recipe
     from rlctl.evaluate.evaluation import evaluate as run_evaluation
+    from rlctl.prepare.recipes import Recipe
 
     columns = Recipe(recipe, prompt_key, answer_key, data_source, instruction=instruction)
     asked = request(EvaluateRequest, context.params, data=list(data or []), ks=ks, columns=columns)

@@ -15,7 +15,7 @@ def list_benchmarks(is_json: AsJson = False) -> None:
     rlctl evaluate list --json
     """
     from rlctl.cli.output import unwrapped
-    from rlctl.data.benchmarks import BENCHMARKS
+    from rlctl.prepare.benchmarks import BENCHMARKS
     from rlctl.text_table import print_table
 
     if is_json:

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 
 from rlctl.cli.command import AsJson, echo, print_json, request
-from rlctl.data.recipe_names import RecipeChoice, RecipeName
 from rlctl.errors import UsageError, visible
+from rlctl.prepare.recipe_names import RecipeChoice, RecipeName
 from rlctl.prepare.request import (
     BadRows,
     Duplicates,
@@ -19,6 +19,7 @@ from rlctl.prepare.request import (
     OutputFormat,
     Overlong,
     ParallelEngine,
+    Placeholders,
     PrepareRequest,
 )
 
@@ -87,6 +88,15 @@ def _template_kwargs(model: str | None, texts: list[str] | None) -> dict[str, An
     return dict(spec.data.chat_template_kwargs)
 
 
+ContinueFinalMessage = Annotated[
+    bool,
+    typer.Option(
+        "--continue-final-message",
+        help="Accept prompts that end with a message of the assistant, which the response continues.",
+    ),
+]
+
+
 @app.command()
 def parquet(
     context: typer.Context,
@@ -94,8 +104,9 @@ def parquet(
         list[str],
         typer.Argument(
             metavar="SRC",
-            help="JSONL, JSON, CSV, TSV (each also .gz or .zst), Parquet, Arrow, directories of them, a "
-            "directory written by a dataset's save_to_disk, or hf:organisation/name[:split].",
+            help="JSONL, JSON, CSV, TSV (each also .gz, .zst, .bz2, .xz), Parquet, Arrow, Feather, a .zip or "
+            "directories of them, a directory written by a dataset's save_to_disk, or a data set of the hub, "
+            "hf:organisation/name[:split].",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write.")],
@@ -159,6 +170,14 @@ def parquet(
     ] = "keep",
     trust_remote_code: TrustRemoteCode = False,
     chat_template_kwargs: TemplateKwargs = None,
+    continue_final_message: ContinueFinalMessage = False,
+    placeholders: Annotated[
+        Placeholders,
+        typer.Option(
+            metavar="POLICY",
+            help="Rows graded as mathematics whose answer is a placeholder, such as 'proof': drop or keep.",
+        ),
+    ] = "drop",
     check_graders: Annotated[
         bool,
         typer.Option(
@@ -197,8 +216,8 @@ def parquet(
     from dataclasses import asdict
 
     from rlctl.cli.prepare_data_output import show_progress, summary_lines
-    from rlctl.data.recipes import Recipe
     from rlctl.prepare.pipeline import prepare
+    from rlctl.prepare.recipes import Recipe
 
     if val_fraction is not None and val_size is not None:
         raise UsageError("--val-fraction and --val-size exclude each other", fix="give one of them")
@@ -206,7 +225,16 @@ def parquet(
         PrepareRequest,
         context.params,
         sources=tuple(sources),
-        recipe=Recipe(recipe, prompt_key, answer_key, data_source, system_prompt, instruction, source_key),
+        recipe=Recipe(
+            recipe,
+            prompt_key,
+            answer_key,
+            data_source,
+            system_prompt,
+            instruction,
+            source_key,
+            continue_final_message,
+        ),
         val_fraction=0.05 if val_fraction is None else val_fraction,
         against=tuple(against or ()),
         chat_template_kwargs=_template_kwargs(model, chat_template_kwargs),
@@ -245,6 +273,7 @@ def check(
     as_json: AsJson = False,
     trust_remote_code: TrustRemoteCode = False,
     chat_template_kwargs: TemplateKwargs = None,
+    continue_final_message: ContinueFinalMessage = False,
 ) -> None:
     """Report everything that is wrong with data files, worst first, with places and fixes.
 

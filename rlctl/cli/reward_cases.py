@@ -42,7 +42,7 @@ def cases_of(
     Raises:
         UsageError: a file is missing, broken, or of another kind.
     """
-    rows = load_rows(data)
+    rows = load_rows(data, continue_final_message=True)
     cases = [
         Case(kind, _sample(row), expected, row.where)
         for row in rows[:limit]

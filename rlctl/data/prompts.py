@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.batch import Prompts
-from rlctl.data.read import full_batches
+from rlctl.data.read import check_batch_size
 from rlctl.data.schema import Row
 from rlctl.errors import UsageError
 from rlctl.lazy import torch
@@ -58,16 +58,20 @@ class Renderer:
     def text(self, row: Row, *, generation_prompt: bool = True) -> str:
         """Returns the row's prompt as text, including special tokens.
 
+        If it ends with a message of the assistant, the response continues this message.
+
         Raises:
             UsageError: the template refuses the prompt; names the row.
         """
         if not self.tokenizer.chat_template:
             start = str(self.tokenizer.bos_token) if self.adds_start else ""
             return start + row.prompt_text
+        continues = row.prompt[-1].role == "assistant"
         try:
             text: str = self.tokenizer.apply_chat_template(
                 list(messages_of(row)),
-                add_generation_prompt=generation_prompt,
+                add_generation_prompt=generation_prompt and not continues,
+                continue_final_message=continues,
                 tokenize=False,
                 **self._kwargs,
             )
@@ -81,6 +85,8 @@ class Renderer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the token ids of rendered texts; adds no special tokens, because the texts contain them."""
+        if not texts:  # which tokenizers refuse
+            return []
         # verbose=False, because callers report long prompts.
         encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)
         ids: list[list[int]] = encoded["input_ids"]
@@ -212,26 +218,24 @@ class PromptDataset:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def steps_per_epoch(self, batch_size: int) -> int:
-        """Number of full batches in one epoch; the remaining rows are not used in that epoch.
-
-        Raises:
-            UsageError: the data set is smaller than one batch.
-        """
+    def check_batch_size(self, batch_size: int) -> None:
+        """Raises a UsageError if the data set is smaller than one batch."""
         more = f" ({self.num_dropped} more were too long)" if self.num_dropped else ""
-        return full_batches(len(self), batch_size, more)
+        check_batch_size(len(self), batch_size, more)
 
     def batch_indices(self, step: int, batch_size: int, *, seed: int, shuffle: bool) -> list[int]:
         """Indices of the prompts of step `step` (from 0, over all epochs); resuming needs no saved state.
 
-        With `shuffle`, each epoch has a different permutation of all rows, drawn from `seed` and its number.
+        A batch that begins at the end of an epoch continues with the next one, so that every row is used.
         """
-        epoch, place = divmod(step, self.steps_per_epoch(batch_size))
-        first = epoch * len(self) + place * batch_size
+        first = step * batch_size
         return [self.row_at(first + i, seed=seed, shuffle=shuffle) for i in range(batch_size)]
 
     def row_at(self, position: int, *, seed: int, shuffle: bool) -> int:
-        """Index of the prompt at a position in the concatenated epochs, ordered as in `batch_indices`."""
+        """Index of the prompt at a position in the concatenated epochs.
+
+        With `shuffle`, each epoch has a different permutation of all rows, drawn from `seed` and its number.
+        """
         epoch, place = divmod(position, len(self))
         return int(_permutation(len(self), seed, epoch)[place]) if shuffle else place
 

@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlctl.data.blocks import python_rows
-from rlctl.data.records import (
-    RowError,
-    check_columns,
-    extra_of,
-    json_able,
-    kind_of,
-    parse_answer,
-    parse_messages,
-    text_of,
-)
+from rlctl.data.records import RowError, check_columns, check_last_turn, parse_row
 from rlctl.data.schema import Row
-from rlctl.data.sources import check_splits
 from rlctl.errors import UsageError, first_line
 from rlctl.files import matches
 
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 REQUIRED = ("data_source", "prompt", "reward_model")
+#: Splits held out from training, in names of directories and files such as `test-00000-of-00004.parquet`.
+_HELD_OUT = {"test", "val", "valid", "validation", "dev", "eval"}
+SPLIT_NAME = re.compile(rf"(train|{'|'.join(sorted(_HELD_OUT))})(?![a-z])", re.IGNORECASE)
 PREPARE = "write it with `rlctl prepare-data parquet`"
 
 
-def load_rows(files: Sequence[str]) -> list[Row]:
+def load_rows(files: Sequence[str], *, continue_final_message: bool = False) -> list[Row]:
     """Reads the rows of Parquet files (or directories of them) in verl's row schema, in order.
 
     Other columns are ignored, all fields of `extra_info` are kept, and a `prompt` that is plain text is one
-    user message. So verl's files work unchanged.
+    user message. So verl's files work unchanged. With `continue_final_message` a prompt may end with the
+    beginning of the response, as a message of the assistant.
 
     Raises:
         UsageError: a file is missing, broken or empty, or a row does not match the schema; names file and
@@ -44,7 +38,8 @@ def load_rows(files: Sequence[str]) -> list[Row]:
     rows: list[Row] = []
     for path in _parquet_files(files):
         with _opened(path) as file:
-            rows += [_row(path, number, values) for number, values in rows_of(file, path, COLUMNS)]
+            for number, values in rows_of(file, path, COLUMNS):
+                rows.append(_row(path, number, values, continue_final_message))
     return rows
 
 
@@ -63,11 +58,11 @@ def check_files(files: Sequence[str]) -> int:
     return count
 
 
-def full_batches(num_rows: int, batch_size: int, more: str = "") -> int:
-    """Number of full batches in so many rows; `more` describes rows that are not counted.
+def check_batch_size(num_rows: int, batch_size: int, more: str = "") -> None:
+    """Checks that no batch needs a row twice; `more` describes rows that are not counted.
 
     Raises:
-        UsageError: there is none.
+        UsageError: a batch is larger than the data.
     """
     if num_rows < batch_size:
         raise UsageError(
@@ -75,7 +70,6 @@ def full_batches(num_rows: int, batch_size: int, more: str = "") -> int:
             where="data.train_batch_size",
             fix=f"lower data.train_batch_size to {num_rows} or less, or add data",
         )
-    return num_rows // batch_size
 
 
 def _parquet_files(files: Sequence[str]) -> Iterator[Path]:
@@ -93,6 +87,25 @@ def _inside(directory: Path) -> list[Path]:
         raise UsageError("the directory holds no .parquet file", where=str(directory), fix=PREPARE)
     check_splits(directory, found)
     return found
+
+
+def check_splits(directory: Path, entries: Iterable[Path]) -> None:
+    """Refuses to read training data together with data held out from training.
+
+    Raises:
+        UsageError: some names start with `train`, and others with `test`, `validation` or similar.
+    """
+    by_split: dict[str, str] = {}
+    for entry in entries:
+        if entry.is_dir() and entry.name != "train" and entry.name not in _HELD_OUT:
+            continue
+        if split := SPLIT_NAME.match(entry.name):
+            is_whole = entry.is_dir() or entry.name.partition(".")[0] == split[1]
+            by_split.setdefault(split[1].lower(), entry.name if is_whole else f"{split[1]}*")
+    if "train" in by_split and _HELD_OUT & set(by_split):
+        fix = f"name {' or '.join(str(directory / name) for name in by_split.values())}"
+        what = f"the directory has the splits {', '.join(by_split)}: reading all of them would mix them"
+        raise UsageError(what, where=str(directory), fix=fix)
 
 
 def _opened(path: Path) -> Any:
@@ -139,35 +152,30 @@ def rows_of(file: Any, path: Path, columns: Sequence[str]) -> Iterator[tuple[int
         raise _unreadable(path, number + 1, error) from error
 
 
+def python_rows(table: Any) -> Iterator[dict[str, Any] | Exception]:
+    """Each row of an Arrow table or batch; the error for one with text or a date that Python cannot hold."""
+    try:
+        yield from table.to_pylist()
+    except (ValueError, OverflowError) as error:
+        if table.num_rows == 1:
+            yield error
+        else:
+            for place in range(table.num_rows):
+                yield from python_rows(table.slice(place, 1))
+
+
 def _unreadable(path: Path, number: int, error: Exception) -> UsageError:
     return UsageError(f"cannot be read as Parquet: {first_line(error)}", where=f"{path}:{number}")
 
 
-def _row(path: Path, number: int, values: Mapping[str, Any]) -> Row:
+def _row(path: Path, number: int, values: Mapping[str, Any], continue_final_message: bool) -> Row:
     where = f"{path}:{number}"
     try:
-        source = values["data_source"]
-        if not isinstance(source, str) or not source:
-            raise RowError(f"data_source is {kind_of(source)}, not text")
-        reward_model = values["reward_model"]
-        if not isinstance(reward_model, Mapping):
-            raise RowError(f"reward_model is {kind_of(reward_model)}, not {{style, ground_truth}}")
-        truth = reward_model.get("ground_truth")
-        if isinstance(truth, Mapping):  # with several fields, such as verl's for Countdown
-            truth = json.dumps(json_able(truth))
-        extra = values.get("extra_info")
-        extra = extra_of(extra) if isinstance(extra, Mapping) else {}
-        index = extra.get("index")
-        return Row(
-            data_source=source,
-            prompt=parse_messages(values["prompt"]),
-            ground_truth=parse_answer(truth, "reward_model.ground_truth"),
-            ability=text_of(values.get("ability")),
-            style=text_of(reward_model.get("style")) or "rule",
-            split=text_of(extra.get("split")),
-            index=index if isinstance(index, int) else number - 1,
-            extra=extra,
-            where=where,
-        )
+        row = parse_row(values)
+        check_last_turn(row.prompt, continue_final_message=continue_final_message)
+        if not row.ground_truth:
+            raise RowError("reward_model.ground_truth is missing or empty")
     except RowError as problem:
         raise UsageError(str(problem), where=where, fix="correct or remove this row") from None
+    index = row.extra.get("index")
+    return replace(row, index=index if isinstance(index, int) else number - 1, where=where)

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 import orjson
 
-from rlctl.data.schema import OTHER, Message
+from rlctl.data.schema import OTHER, Message, Row
 from rlctl.errors import UsageError
 
 Values = Mapping[str, Any]
@@ -26,7 +26,9 @@ class RowError(ValueError):
 
 
 def parse_messages(value: Any) -> tuple[Message, ...]:
-    """Parses a prompt: text, or a list of {role, content} or of ShareGPT's {from, value}.
+    """Parses a prompt: text, or a list of {role, content} or of ShareGPT's {from, value}, or one of them.
+
+    Content is text, or a list of parts of text (joined by line breaks).
 
     Raises:
         RowError: the prompt is missing, empty, or of another form.
@@ -35,6 +37,8 @@ def parse_messages(value: Any) -> tuple[Message, ...]:
         raise RowError("the prompt is null")
     if isinstance(value, str):
         return (_message("user", value),)
+    if isinstance(value, Mapping) and {"role", "from"} & value.keys():
+        value = [value]
     if not isinstance(value, list):
         raise RowError(f"the prompt is {kind_of(value)}, not text or a list of messages")
     if not value:
@@ -55,6 +59,8 @@ def parse_messages(value: Any) -> tuple[Message, ...]:
 def _message(role: Any, content: Any) -> Message:
     if not isinstance(role, str) or not role:
         raise RowError("a message of the prompt has no role")
+    if isinstance(content, list):
+        content = "\n".join(map(_part, content))
     if not isinstance(content, str):
         raise RowError(f"a message's content is {kind_of(content)}, not text")
     if not content.strip():
@@ -62,12 +68,39 @@ def _message(role: Any, content: Any) -> Message:
     return Message(check_text(role), check_text(content))
 
 
+def _part(part: Any) -> str:
+    """The text of one part of a message's content."""
+    text = part.get("text") if isinstance(part, Mapping) else part
+    if isinstance(text, str):
+        return text
+    kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
+    raise RowError(f"a part of a message's content is {kind}, not text")
+
+
+def check_last_turn(prompt: Sequence[Message], *, continue_final_message: bool = False) -> None:
+    """Refuses a prompt that ends with a reply, unless the response is to continue it after another message.
+
+    Raises:
+        RowError: the prompt is refused.
+    """
+    if prompt[-1].role != "assistant" or (continue_final_message and len(prompt) > 1):
+        return
+    raise RowError(
+        "the prompt ends with a reply of the assistant, which would show the model an answer; "
+        "only with continue_final_message does the response continue it"
+    )
+
+
 def parse_answer(value: Any, name: str) -> str:
     """Parses an answer: text or a number; 7.0 becomes 7, because integers with nulls are often stored so.
 
+    A list of one answer is that answer. A missing answer is "".
+
     Raises:
-        RowError: the answer is missing, empty, or of another type.
+        RowError: the answer is of another type.
     """
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
     if isinstance(value, float):
         value = None if not math.isfinite(value) else int(value) if value.is_integer() else value
     if is_integer(value) or isinstance(value, float):
@@ -75,12 +108,48 @@ def parse_answer(value: Any, name: str) -> str:
     elif isinstance(value, Decimal):
         value = f"{value:f}"
     if value is None:
-        raise RowError(f"{name} is null")
+        return ""
     if not isinstance(value, str):
         raise RowError(f"{name} is {kind_of(value)}, not text or a number")
-    if not value.strip():
-        raise RowError(f"{name} is empty")
-    return check_text(value)
+    return check_text(value) if value.strip() else ""
+
+
+def given_answer(value: Any, name: str) -> str:
+    """As `parse_answer`, but raises a RowError for a missing answer."""
+    if answer := parse_answer(value, name):
+        return answer
+    raise RowError(f"{name} is {'null' if value is None else 'empty'}")
+
+
+def parse_row(
+    values: Values, prompt_key: str = "prompt", answer_key: str = "reward_model.ground_truth"
+) -> Row:
+    """Parses a record with verl's columns; its ground truth is "" if it is missing.
+
+    A structured ground truth (verl's Countdown files) becomes JSON text.
+
+    Raises:
+        RowError: a column is missing or has an invalid value.
+    """
+    truth = lookup(values, answer_key)
+    if isinstance(truth, list) and len(truth) == 1:
+        truth = truth[0]
+    if isinstance(truth, Mapping | list) and truth:
+        truth = json.dumps(json_able(truth), ensure_ascii=False, sort_keys=True)
+    reward_model, extra = values.get("reward_model"), values.get("extra_info")
+    style = reward_model.get("style") if isinstance(reward_model, Mapping) else None
+    extra = extra_of(extra) if isinstance(extra, Mapping) else {}
+    return Row(
+        data_source=source_named(values, "data_source"),
+        prompt=parse_messages(lookup(values, prompt_key)),
+        ground_truth=parse_answer(truth, answer_key),
+        ability=text_of(values.get("ability")),
+        style=text_of(style) or "rule",
+        split=text_of(extra.get("split")),
+        question=text_of(extra.get("question")),
+        answer=text_of(extra.get("answer")),
+        extra=extra,
+    )
 
 
 def check_text(text: str) -> str:
@@ -135,7 +204,8 @@ def lookup(values: Values, key: str) -> Any:
             found = found[part]
         else:
             return found
-    raise RowError(f"no column {key!r} (it has {', '.join(map(str, values)) or 'none'})")
+    wanted = " or ".join(map(repr, key.split("|")))
+    raise RowError(f"no column {wanted} (it has {', '.join(map(str, values)) or 'none'})")
 
 
 def check_columns(names: Sequence[str], where: str) -> None:
@@ -161,16 +231,14 @@ def source_named(values: Values, column: str) -> str:
     return check_text(source)
 
 
-def extra_info(values: Values) -> dict[str, Any]:
-    """Returns the record's `extra_info` as JSON types.
+def checked_extra(extra: dict[str, Any]) -> dict[str, Any]:
+    """Returns fields for `extra_info` that can be written.
 
     An `index` that is not an integer from 0 to 2⁶³ − 1 is renamed to `original_index`.
 
     Raises:
         RowError: a text in it is not valid UTF-8.
     """
-    given = values.get("extra_info")
-    extra = extra_of(given) if isinstance(given, Mapping) else {}
     index = extra.get("index")
     if index is not None and not (is_integer(index) and 0 <= index < 1 << 63):
         extra["original_index"] = extra.pop("index")
@@ -183,7 +251,7 @@ def extra_info(values: Values) -> dict[str, Any]:
 
 def columns_of(values: Values, *names: str) -> dict[str, Any]:
     """Returns the columns of these names that are not null, as JSON types."""
-    return extra_info({"extra_info": {name: values[name] for name in names if values.get(name) is not None}})
+    return checked_extra(extra_of({name: values[name] for name in names if values.get(name) is not None}))
 
 
 def extra_of(values: Values) -> dict[str, Any]:

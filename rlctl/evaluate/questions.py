@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlctl.data.benchmarks import BENCHMARKS, Benchmark, find_benchmark
-from rlctl.data.read import load_rows
-from rlctl.data.recipes import Recipe, read_rows
+from rlctl.data.read import check_splits, load_rows
 from rlctl.data.schema import Row
-from rlctl.data.sources import HUB, Source, check_splits, find_sources, read_records
 from rlctl.errors import UsageError
 from rlctl.files import matches, sha256_of
+from rlctl.prepare.benchmarks import BENCHMARKS, Benchmark, find_benchmark
+from rlctl.prepare.findings import placeholder_notes
+from rlctl.prepare.hub import hub_name
+from rlctl.prepare.recipes import Recipe, read_rows
+from rlctl.prepare.sources import Source, find_sources, read_records
 from rlctl.spec.keys import closest
 
 _PROBLEMS_SHOWN = 5
@@ -32,7 +34,11 @@ class Questions:
 
 
 def load_questions(
-    names: Sequence[str], columns: Recipe = AUTO, *, benchmarks_dir: Path | None = None
+    names: Sequence[str],
+    columns: Recipe = AUTO,
+    *,
+    benchmarks_dir: Path | None = None,
+    continue_final_message: bool = False,
 ) -> Questions:
     """Loads the questions of benchmarks and files.
 
@@ -41,6 +47,7 @@ def load_questions(
             file.
         columns: how to read files that are not in verl's row schema.
         benchmarks_dir: directory of benchmark files; None: `$RLCTL_BENCHMARKS`, else the hub and its cache.
+        continue_final_message: as `data.continue_final_message` of a run.
 
     Raises:
         UsageError: a file is missing, broken or empty, a row cannot be used, or the file of a benchmark does
@@ -52,13 +59,16 @@ def load_questions(
     for name in names:
         if name in BENCHMARKS:
             _add_benchmark(found, BENCHMARKS[name], benchmarks_dir)
-        elif columns == AUTO and _is_prepared(name):
-            found.rows.extend(load_rows([name]))
+        elif columns == AUTO and hub_name(name) is None and _is_prepared(name):
+            found.rows.extend(load_rows([name], continue_final_message=continue_final_message))
             found.files.append(name)
         else:
-            for source in find_sources([name] if name.startswith(HUB) else list(map(str, matches(name)))):
-                found.rows.extend(_rows(source, columns.resolve([source])))
+            hub = hub_name(name)
+            for source in find_sources([hub] if hub else list(map(str, matches(name)))):
+                recipe = replace(columns.resolve([source]), continue_final_message=continue_final_message)
+                found.rows.extend(_rows(source, recipe))
                 found.files.append(str(source.path))
+    found.notes.extend(placeholder_notes({"the data": found.rows}))
     return found
 
 
@@ -87,8 +97,6 @@ def _add_benchmark(found: Questions, benchmark: Benchmark, directory: Path | Non
 
 def _is_prepared(name: str) -> bool:
     """Whether a name refers only to Parquet files in verl's row schema, or directories of them."""
-    if name.startswith(HUB):
-        return False
     paths = matches(name)
     if not paths:
         nearest = closest(name.lower(), BENCHMARKS)
@@ -119,7 +127,11 @@ def _has_row_schema(file: Path) -> bool:
 def _rows(source: Source, recipe: Recipe) -> list[Row]:
     """Reads the rows of a file with a recipe; raises a UsageError if any row cannot be used."""
     read = list(read_rows(source, recipe))
-    problems = [f"{record.where}: {problem}" for record, row, problem in read if row is None]
+    problems = [
+        f"{record.where}: {problem or 'no answer'}"
+        for record, row, problem in read
+        if row is None or not row.ground_truth
+    ]
     if problems:
         shown = problems[:_PROBLEMS_SHOWN]
         if len(problems) > len(shown):

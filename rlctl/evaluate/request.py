@@ -11,12 +11,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from rlctl.data.recipes import Recipe
 from rlctl.engine.checkpoint import checkpoint_of_run, model_checksums
 from rlctl.errors import UsageError
 from rlctl.evaluate.questions import AUTO, Questions, load_questions
 from rlctl.files import check_vacant
 from rlctl.model_files import config_directory
+from rlctl.prepare.hub import local_files
+from rlctl.prepare.recipes import Recipe
 from rlctl.rollout.engines import chosen_engine
 from rlctl.rollout.protocol import Sampling
 from rlctl.spec.load import LEFT_TO_THE_USER, RUN_SPEC_FILE, load_spec, recorded_spec
@@ -45,6 +46,7 @@ class EvaluateRequest:
     #: benchmarks by name, and files; empty: the validation files of the run
     data: list[str] = field(default_factory=list)
     columns: Recipe = AUTO  # for files not in verl's row schema
+    continue_final_message: bool = False  # as `data.continue_final_message`; also if the run has it
     #: directory of benchmark files; None: `$RLCTL_BENCHMARKS`, else the hub
     benchmarks_dir: Path | None = None
     n: int = 8  # responses per question
@@ -110,12 +112,16 @@ def check_request(request: EvaluateRequest) -> Plan:
     if request.out:
         check_vacant(request.out)
     chosen_reward(RewardSpec(), request.reward)
-    questions = load_questions(request.data, request.columns, benchmarks_dir=request.benchmarks_dir)
     name = request.model_or_run or ""
     is_served = request.engine == SERVER
     target = Target(name, request.data) if is_served else find_target(name, request.data)
-    if not request.data:
-        questions = load_questions(target.data_files)
+    questions = load_questions(
+        request.data or target.data_files,
+        request.columns,
+        benchmarks_dir=request.benchmarks_dir,
+        continue_final_message=request.continue_final_message
+        or (target.spec is not None and target.spec.data.continue_final_message),
+    )
     if request.limit is not None:
         seen, first = Counter[str](), []
         for row in questions.rows:
@@ -152,7 +158,7 @@ def find_target(model_or_run: str, data_files: list[str]) -> Target:
 def _run_target(run_dir: Path, data_files: list[str]) -> Target:
     spec = recorded_spec(run_dir / RUN_SPEC_FILE)
     checkpoint, notes = checkpoint_of_run(run_dir)
-    data_files = data_files or spec.data.val_files
+    data_files = data_files or local_files(spec.data.val_files, split="test")
     if not data_files and spec.is_embedded:
         data_files = [str(ensure_embedded(spec.trainer.seed).val_file)]
     if not data_files:

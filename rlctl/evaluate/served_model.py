@@ -139,14 +139,16 @@ class ServedModel(SampledModel):
     async def _response(self, client: httpx.AsyncClient, pair: Pair) -> Response | None:
         """Requests one response; None if the question is too long for the model's context."""
         question, sample = pair
-        sampling = self.sampling
+        sampling, messages = self.sampling, list(messages_of(self.rows[question]))
         body = {
             "model": self._name,
-            "messages": list(messages_of(self.rows[question])),
+            "messages": messages,
             "temperature": 0.0 if sampling.greedy else sampling.temperature,
             "top_p": sampling.top_p,
             "seed": step_seed(self._request.seed, question, f"evaluation/{sample}") & 0x7FFFFFFF,
         }
+        if messages[-1]["role"] == "assistant":
+            body |= {"continue_final_message": True, "add_generation_prompt": False}
         where = f"{self._url}/chat/completions, question {question}"
         problem = ""
         for attempt in range(TRIES):

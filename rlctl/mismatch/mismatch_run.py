@@ -24,6 +24,7 @@ from rlctl.mismatch.examine import Sides, examine
 from rlctl.mismatch.score import Gap, GapPart, Weights, all_and_head
 from rlctl.mismatch.variants import question_rows, token_ids
 from rlctl.model_files import model_directory
+from rlctl.prepare.hub import local_files
 from rlctl.rollout.engines import chosen_engine, engine_outside_training, spec_outside_training
 from rlctl.rollout.hf import DTYPES
 from rlctl.rollout.protocol import ResponseSampler, Sampling
@@ -209,7 +210,8 @@ def _of_run(run_dir: Path, data_files: list[str]) -> _Trainer:
     spec = recorded_spec(run_dir / RUN_SPEC_FILE)
     newest, notes = checkpoint_of_run(run_dir)
     embedded = ensure_embedded(spec.trainer.seed) if spec.is_embedded else None
-    own = [str(embedded.val_file)] if embedded else spec.data.val_files or spec.data.train_files
+    own = local_files(spec.data.val_files, split="test") or local_files(spec.data.train_files, split="train")
+    own = [str(embedded.val_file)] if embedded else own
     others = sorted((run_dir / CHECKPOINTS).glob("step_*"), reverse=True)
     checkpoints = [verify(path)[1] for path in others if path != newest.path][:OLDER_CHECKPOINTS]
     older = {f"step {found.state.step}": found.model_dir for found in checkpoints if found}
@@ -232,7 +234,9 @@ def _sampling(request: MismatchRequest, spec: RunSpec) -> Sampling:
 
 def _rows(trainer: _Trainer, model: Any, renderer: Renderer, response_length: int) -> list[Row]:
     """The first prompts that fit into the model's context together with a response."""
-    rows = load_rows(trainer.data_files)[: 4 * NUM_PROMPTS] if trainer.data_files else question_rows()
+    continues = trainer.spec.data.continue_final_message
+    rows = load_rows(trainer.data_files, continue_final_message=continues) if trainer.data_files else []
+    rows = rows[: 4 * NUM_PROMPTS] or question_rows()
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
     limit = context - response_length - 1  # one more start token must fit too
     lengths = map(len, token_ids(rows, renderer))

@@ -18,11 +18,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlctl.data.benchmarks import find_named
-from rlctl.data.blocks import Record
-from rlctl.data.read import COLUMNS, REQUIRED
-from rlctl.data.recipes import Recipe, read_rows, recognise
-from rlctl.data.sources import SPLIT_NAME, Source, find_sources, read_blocks, read_records
+from rlctl.data.read import COLUMNS, REQUIRED, SPLIT_NAME
+from rlctl.data.schema import Row
+from rlctl.prepare.benchmarks import find_named
+from rlctl.prepare.blocks import Record
 from rlctl.prepare.duplicates import normalise, repeated, text_key
 from rlctl.prepare.findings import (
     EXAMPLES_SHOWN,
@@ -30,7 +29,9 @@ from rlctl.prepare.findings import (
     DataFinding,
     RowFindings,
     Severity,
+    TruthChecks,
     agree,
+    placeholder,
     row_doubts,
     row_finding,
     rows,
@@ -39,10 +40,11 @@ from rlctl.prepare.findings import (
 )
 from rlctl.prepare.leakage import KINDS, Reference, leakage_comparison, questions_of
 from rlctl.prepare.lengths import Histogram, MeasuredRow, PromptLengths, characters, template_findings
+from rlctl.prepare.recipes import Recipe, read_rows, recognise
 from rlctl.prepare.request import Progress
+from rlctl.prepare.sources import Source, find_sources, read_blocks, read_records
 from rlctl.prepare.transform import usable_rows
 from rlctl.reward.build import knows_source
-from rlctl.reward.trial import check_ground_truths
 
 #: Limits per file on the different problems and styles shown, and on the data sources without a grader.
 REASONS_SHOWN, SOURCES_SHOWN = 10, 20
@@ -66,6 +68,8 @@ class CheckRequest:
     trust_remote_code: bool = False  # allow custom code of the model's tokenizer
     #: arguments of the model's chat template, as `data.chat_template_kwargs` in training
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    #: as `data.continue_final_message` in training
+    continue_final_message: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +129,8 @@ def check(request: CheckRequest, progress: Progress | None = None) -> CheckRepor
     first = (islice(read_rows(source), SAMPLED_ROWS) for source in sources if against)
     reference = Reference.build(against, (row.question for _, row, _ in chain.from_iterable(first) if row))
     histogram = Histogram("tokens" if lengths else "characters")
-    probes = _Probes(lengths, reference, request.max_prompt_length, histogram)
-    progress.phase("reading", sum(source.path.stat().st_size for source in sources))
+    probes = _Probes(lengths, reference, request.max_prompt_length, histogram, request.continue_final_message)
+    progress.phase("reading", sum(source.num_bytes for source in sources))
     checks = [_FileCheck(source, probes, progress) for source in sources]
     found = [finding for one in checks for finding in one.findings()] + _shared_questions(checks)
     if lengths is not None:
@@ -144,6 +148,8 @@ class _Probes:
     reference: Reference  # questions that must not occur in the files
     limit: int | None  # maximum prompt length; None: no maximum
     histogram: Histogram  # of the lengths of all usable prompts
+    continue_final_message: bool  # of the request
+    truths: TruthChecks = field(default_factory=TruthChecks)
 
 
 class _FileCheck:
@@ -152,14 +158,16 @@ class _FileCheck:
     def __init__(self, source: Source, probes: _Probes, progress: Progress) -> None:
         self.path, self._probes = source.path, probes
         first = next((record.values for record in read_records(source) if record.values is not None), None)
-        self._schema = pq.read_schema(self.path) if self.path.suffix.lower() == ".parquet" else None
+        is_parquet = self.path.suffix.lower() == ".parquet" and self.path.is_file()  # not in an archive
+        self._schema = pq.read_schema(self.path) if is_parquet else None
         self._columns = {str(name): type(value).__name__ for name, value in (first or {}).items()}
         if self._schema is not None:
             self._columns = {field.name: str(field.type) for field in self._schema}
         name = None if first is None else recognise(first)
         if self._schema is not None and _is_verl(self._schema.names) and name not in {None, "dapo-math"}:
             name = "verl"
-        self._recipe = Recipe(name).resolve() if name else None
+        continues = probes.continue_final_message
+        self._recipe = Recipe(name, continue_final_message=continues).resolve() if name else None
         self._num_rows = 0
         self._sources: Counter[str] = Counter()
         self._splits: Counter[str] = Counter()
@@ -249,6 +257,7 @@ class _FileCheck:
     def _check_rows(self, usable: Sequence[tuple[Record, MeasuredRow]]) -> tuple[Any, Any, Any]:
         """Checks the usable rows of a block and returns their part of `hashes`."""
         block = [one.row for _, one in usable]
+        ruled: list[tuple[Record, Row]] = []
         for record, one in usable:
             row, values = one.row, record.values or {}
             self._sources[row.data_source] += 1
@@ -259,12 +268,11 @@ class _FileCheck:
                 self._found.add("style", record.where, style=row.style)
             if isinstance(split := row.extra.get("split"), str) and split:
                 self._splits[split] += 1
-            reward_model = values.get("reward_model")
-            truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-            if self._schema is not None and isinstance(truth, list):
-                self._found.add("structured-truth", record.where)
-        ruled = [(record, one.row) for record, one in usable if one.row.is_ruled]
-        complaints = check_ground_truths([(row.data_source, row.ground_truth) for _, row in ruled])
+            if answer := placeholder(row):
+                self._found.add("placeholder", record.where, answer)
+            elif row.is_ruled:
+                ruled.append((record, row))
+        complaints = self._probes.truths.problems([(row.data_source, row.ground_truth) for _, row in ruled])
         for (record, row), why in zip(ruled, complaints, strict=True):
             if why:
                 self._found.add("ground-truth", record.where, f"{row.ground_truth[:60]!r}: {why}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.data.benchmarks import NamedFile
 from rlctl.errors import UsageError
+from rlctl.prepare.benchmarks import NamedFile
 from rlctl.prepare.duplicates import nearly_repeated, repeated
 from rlctl.prepare.engines import run
 from rlctl.prepare.findings import DataFinding, agree, lines, row_finding, rows, share
@@ -38,6 +38,7 @@ class RowStatus(IntEnum):
     DUPLICATES_DROPPED = 3
     NEAR_DUPLICATES_DROPPED = 4
     LEAKED_DROPPED = 5
+    PLACEHOLDERS_DROPPED = 6
 
 
 @dataclass(slots=True)
@@ -72,20 +73,21 @@ def decide(
     lengths: PromptLengths | None,
     against: Sequence[NamedFile],
     staging: Staging,
-    bad_places: Sequence[int],
+    placed: Mapping[RowStatus, Sequence[int]],
     progress: Progress,
 ) -> Decision:
     """Decides on lengths, duplicates, the split, and rows that occur in held-out data.
 
-    Rows at `bad_places` were found to be bad after they were staged. `lengths` measured the prompts; the
-    files of `against` contain held-out questions.
+    `placed`: rows with a known status. `lengths` measured the prompts; the files of `against` contain
+    held-out questions.
 
     Raises:
         UsageError: too many duplicates, a file of `against` cannot be read, or rows leak and
             `request.leakage` is `refuse`.
     """
     decision = Decision(np.zeros(staging.num_rows, np.uint8), np.zeros(staging.num_rows, np.bool_))
-    decision.status[list(bad_places)] = RowStatus.QUARANTINED
+    for status, of_status in placed.items():
+        decision.status[list(of_status)] = status
     if lengths is not None:
         _lengths(request, staging, decision)
     progress.phase("duplicates", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ Severity = Literal["info", "warning", "error"]
 #: Kind of a finding about rows, and the values that fill in its sentence.
 _Kind = tuple[str, tuple[tuple[str, Any], ...]]
 
+#: Description of a missing ground truth.
+NO_ANSWER = "no answer"
 #: Examples shown per finding.
 EXAMPLES_SHOWN = 5
 _SINGULAR = {"have": "has", "are": "is", "were": "was", "cannot": "cannot"}
@@ -91,6 +94,11 @@ _ROW_FINDINGS: dict[str, tuple[Severity, str, str]] = {
         "cannot be used: {reason}",
         "correct them, or let `rlctl prepare-data parquet … --bad-rows quarantine` move them",
     ),
+    "uncalled-tests": (
+        "error",
+        "have tests in a function that nothing calls",
+        "every program would pass: call it, as in check(f)",
+    ),
     "control-characters": (
         "warning",
         "have control characters in the prompt or the ground truth",
@@ -106,14 +114,23 @@ _ROW_FINDINGS: dict[str, tuple[Severity, str, str]] = {
         "have reward_model.style {style!r}, which is graded as `rule`",
         "write rule, model or code",
     ),
-    "structured-truth": (
+    "placeholder": (
         "error",
-        "have a ground truth that is a list, which training does not read",
-        "`rlctl prepare-data parquet` turns it into text",
+        "have no answer, or a placeholder in place of one, as ground truth",
+        "a response that repeats it would score 1: `rlctl prepare-data parquet` leaves these rows out",
+    ),
+    "placeholder-dropped": (
+        "warning",
+        "had no answer, or a placeholder in place of one, as ground truth, and were dropped",
+        "`--placeholders keep` keeps those with a text",
     ),
 }
 #: Kinds reported under the code of another kind.
-_CODES = {"overlong-changed": "overlong", "no-answer-form-unknown": "no-answer-form"}
+_CODES = {
+    "placeholder-dropped": "placeholder",
+    "overlong-changed": "overlong",
+    "no-answer-form-unknown": "no-answer-form",
+}
 
 #: Kind of a finding about rows, and a detail about this row.
 Doubt = tuple[str, str]
@@ -131,6 +148,21 @@ _FORM = re.compile(
 )
 #: GSM8K's annotation of a calculation: <<3+4=7>>.
 _CALCULATION = re.compile(r"<<[^<>\n]*=\s*([^<>=\n]+?)\s*>>")
+#: Texts that data sets write in place of a mathematical answer. "none" in small letters may be an answer.
+_PLACEHOLDER = re.compile(
+    r"(?i:proof|(?:see|refer to) (?:the )?(?:proof|solution|explanation|above)|n\s*/\s*a|nan|null|tbd|todo"
+    r"|(?:answer |solution )?not[ _-]?(?:found|available|provided|given)|no[ _-]?answer|no solution found"
+    r"|missing|placeholder)|None|[-–—?.…_]+"
+)
+_WRAPPED = re.compile(r"\\(?:boxed|text|mathrm|textbf)\s*\{(.*)\}|[\[({<](.*)[\])}>]|\$(.*)\$", re.DOTALL)
+#: Numbers that `TruthChecks` groups by form: without leading zeros, with at most 15 digits.
+_PLAIN_NUMBER = re.compile(
+    r"(?P<whole>-?[1-9]\d{0,14})|(?P<decimal>-?(?:0|[1-9]\d{0,8})\.\d{1,6})"
+    r"|(?P<fraction>-?[1-9]\d{0,8}/[1-9]\d{0,8})|(?P<latex>-?\\[dt]?frac\{[1-9]\d{0,8}\}\{[1-9]\d{0,8}\})",
+    re.ASCII,
+)
+#: Different numbers of each form that are checked.
+CHECKED_PER_FORM = 100
 _NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+", re.ASCII)
 
 
@@ -253,7 +285,78 @@ def row_doubts(row: Row, values: Mapping[str, Any]) -> list[Doubt]:
         doubts.append(("no-answer-form" if known else "no-answer-form-unknown", ""))
     if detail := contradiction(row):
         doubts.append(("contradicted-answer", detail))
+    if name := uncalled_tests(row):
+        doubts.append(("uncalled-tests", name))
     return doubts
+
+
+def uncalled_tests(row: Row) -> str:
+    """Name of a function with asserts if the tests of programs are only in functions that nothing calls."""
+    if grader_for(row.data_source) != "code" or row.ground_truth.lstrip().startswith("{"):
+        return ""
+    try:
+        body = ast.parse(row.ground_truth).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the grader refuses it
+        return ""
+    defined = {one.name: one for one in body if isinstance(one, ast.FunctionDef | ast.ClassDef)}
+    others = [node for one in body if one not in defined.values() for node in ast.walk(one)]
+    if any(isinstance(node, ast.Assert) or getattr(node, "id", None) in defined for node in others):
+        return ""
+    tests = (name for name, one in defined.items() if any(isinstance(n, ast.Assert) for n in ast.walk(one)))
+    return next(tests, "")
+
+
+def placeholder(row: Row) -> str:
+    """Describes a ground truth that is no answer: missing, or a placeholder such as `proof`; "" if it is one.
+
+    Only answers that are graded as mathematics can be placeholders: elsewhere such a text may be the answer.
+    """
+    text = row.ground_truth.strip()
+    if not text:
+        return NO_ANSWER
+    if not row.is_ruled or grader_for(row.data_source) != "maths":
+        return ""
+    while wrapped := _WRAPPED.fullmatch(text):
+        text = next(inner for inner in wrapped.groups() if inner is not None).strip()
+    return repr(row.ground_truth[:60]) if _PLACEHOLDER.fullmatch(text.rstrip(".! ") or text) else ""
+
+
+def placeholder_notes(rows_of: Mapping[str, Iterable[Row]]) -> list[str]:
+    """A warning for each group of rows, by its name, in which ground truths are placeholders."""
+    notes = []
+    for name, group in rows_of.items():
+        if found := [(row.where, what) for row in group if (what := placeholder(row))]:
+            where, what = found[0]
+            notes.append(
+                f"warning: {name}: in {rows(len(found))} the ground truth is a placeholder, and a response "
+                f"that repeats it scores 1 ({where}: {what}); `rlctl prepare-data parquet` leaves them out"
+            )
+    return notes
+
+
+class TruthChecks:
+    """Checks ground truths with their graders, for one run.
+
+    The mathematics grader reads all plain numbers of one form alike, so only the first of each are checked.
+    """
+
+    def __init__(self) -> None:
+        self._checked: Counter[str] = Counter()  # form → different numbers checked
+
+    def problems(self, pairs: Sequence[tuple[str, str]]) -> list[str]:
+        """The problem of each (data source, ground truth), "" if there is none; see `check_ground_truths`."""
+        from rlctl.reward.trial import check_ground_truths
+
+        asked = [pair for pair in dict.fromkeys(pairs) if self._is_needed(*pair)]
+        found = dict(zip(asked, check_ground_truths(asked), strict=True))
+        return [found.get(pair, "") for pair in pairs]
+
+    def _is_needed(self, source: str, truth: str) -> bool:
+        number = _PLAIN_NUMBER.fullmatch(truth)
+        if not number or grader_for(source) != "maths":
+            return True
+        self._checked[number.lastgroup or ""] += 1
+        return self._checked[number.lastgroup or ""] <= CHECKED_PER_FORM
 
 
 def specifies_answer_form(row: Row) -> bool:

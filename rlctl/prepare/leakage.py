@@ -20,12 +20,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.data.benchmarks import NamedFile
-from rlctl.data.recipes import Recipe
 from rlctl.data.records import RowError
-from rlctl.data.sources import read_records
 from rlctl.errors import UsageError
+from rlctl.prepare.benchmarks import NamedFile
 from rlctl.prepare.duplicates import compatible, text_key
+from rlctl.prepare.recipes import Recipe
+from rlctl.prepare.sources import read_records
 from rlctl.prepare.transform import StagedBlock
 
 Kind = Literal["exact", "masked", "ngram"]

@@ -14,12 +14,12 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from rlctl.data.prompts import Renderer, template_sha256
-from rlctl.data.recipes import read_rows
 from rlctl.data.schema import Message, Row
-from rlctl.data.sources import find_sources
 from rlctl.errors import RlctlError, UsageError
 from rlctl.prepare.findings import DataFinding
+from rlctl.prepare.recipes import read_rows
 from rlctl.prepare.request import Overlong
+from rlctl.prepare.sources import find_sources
 
 #: Number of rows measured for the length histogram.
 MEASURED_ROWS = 20_000

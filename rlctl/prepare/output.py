@@ -20,11 +20,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rlctl.data.schema import BatchWriter, arrow_schema, integers, placed
-from rlctl.data.sources import Source
 from rlctl.errors import UsageError
 from rlctl.files import sha256_of
+from rlctl.prepare.compressed import on_disk
 from rlctl.prepare.engines import run
 from rlctl.prepare.request import OutputFormat, PrepareRequest, Progress
+from rlctl.prepare.sources import Source
 from rlctl.prepare.transform import StagedBlock, Staging
 
 #: format → output column → its source in verl's layout; a dot selects a struct field
@@ -182,7 +183,9 @@ def check_replaceable(out: Path, inputs: Sequence[Source]) -> None:
             where=str(out),
             fix="choose another --out",
         )
-    if inside := next((one.path for one in inputs if one.path.resolve().parent == out.resolve()), None):
+    if inside := next(
+        (one.path for one in inputs if on_disk(one.path).resolve().parent == out.resolve()), None
+    ):
         what = "the output directory contains this input, and would replace it"
         raise UsageError(what, where=str(inside), fix="choose another --out")
 
@@ -193,8 +196,8 @@ def describe_inputs(sources: Sequence[Source]) -> list[dict[str, Any]]:
         {
             "name": source.path.name,
             "data_source": source.name,
-            "bytes": source.path.stat().st_size,
-            "sha256": sha256_of(source.path),
+            "bytes": source.num_bytes,
+            "sha256": sha256_of(on_disk(source.path)),
         }
         for source in sources
     ]

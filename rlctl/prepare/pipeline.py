@@ -19,19 +19,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlctl.data.benchmarks import NamedFile, find_named
-from rlctl.data.blocks import Block, Record, records_of
-from rlctl.data.recipes import Recipe
 from rlctl.data.records import RowError, check_text
-from rlctl.data.sources import Source, find_sources, read_blocks
 from rlctl.errors import UsageError
 from rlctl.files import clear_leftovers, sha256_of, staged_directory
-from rlctl.prepare.decide import decide, limit_for_fraction
+from rlctl.prepare.benchmarks import NamedFile, find_named
+from rlctl.prepare.blocks import Block, Record, records_of
+from rlctl.prepare.decide import RowStatus, decide, limit_for_fraction
 from rlctl.prepare.engines import run
-from rlctl.prepare.findings import DataFinding, RowFindings, row_finding, worst_first
+from rlctl.prepare.findings import NO_ANSWER, DataFinding, RowFindings, TruthChecks, row_finding, worst_first
 from rlctl.prepare.lengths import PromptLengths
 from rlctl.prepare.output import Manifest, check_replaceable, describe_inputs, read_manifest, write_split
+from rlctl.prepare.recipes import Recipe
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
+from rlctl.prepare.sources import Source, find_sources, read_blocks
 from rlctl.prepare.transform import Staging, Transformed, TransformPlan, transform
 from rlctl.reward.build import knows_source
 from rlctl.track.run_dir import version_of
@@ -82,8 +82,8 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
     check_replaceable(request.out, [*sources, *(file.source for file in against)])
     with staged_directory(request.out) as stage:
         with Staging(stage, plan.keys) as staging:
-            bad_places, found = _take_in(request, plan, sources, staging, stage, progress)
-            decision = decide(request, plan.lengths, against, staging, bad_places, progress)
+            placed, found = _take_in(request, plan, sources, staging, stage, progress)
+            decision = decide(request, plan.lengths, against, staging, placed, progress)
             counts = decision.counts(staging.num_records)
             _check_split(counts)
             sides = {"train": ~decision.is_test, "test": decision.is_test}
@@ -124,7 +124,7 @@ def _made_from(
 ) -> dict[str, Any]:
     by_size = request.val_size is not None
     size = {"val_size": request.val_size} if by_size else {"val_fraction": request.val_fraction}
-    policies = ("bad_rows", "duplicates", "near_duplicates", "leakage", "check_graders")
+    policies = ("bad_rows", "duplicates", "near_duplicates", "leakage", "check_graders", "placeholders")
     packages = ["rlctl", "pyarrow", "math-verify", "rensa"]  # that the output depends on
     packages += ["transformers"] if plan.lengths else []
     limits = {"max_prompt_length": request.max_prompt_length, "overlong": request.overlong}
@@ -162,25 +162,26 @@ def _take_in(
     staging: Staging,
     stage: Path,
     progress: Progress,
-) -> tuple[list[int], list[DataFinding]]:
+) -> tuple[dict[RowStatus, list[int]], list[DataFinding]]:
     """First pass: transforms and stages all rows; refuses bad rows, or writes them to the quarantine.
 
-    Returns the indices of staged rows that are bad, and findings about data sources without a grader, their
-    ground truths that cannot be graded, and doubtful answers.
+    Returns the indices of staged rows that are bad or dropped, and findings about data sources without a
+    grader, their ground truths that cannot be graded, and doubtful answers.
     """
-    num_bytes = sum(source.path.stat().st_size for source in sources)
+    num_bytes = sum(source.num_bytes for source in sources)
     workers = request.num_workers if request.workers or num_bytes > SMALL_BYTES else 1
-    found = RowFindings()
+    found, truths = RowFindings(), TruthChecks()
     by_file: Counter[Path] = Counter()
     by_source: Counter[str] = Counter()
     bad_places: list[int] = []
+    dropped: list[int] = []
     first_bad: list[str] = []
     progress.phase("reading", num_bytes)
     sets_aside = request.bad_rows == "quarantine"
     with (stage / QUARANTINE).open("w", encoding="utf-8") if sets_aside else nullcontext() as quarantine:
         blocks = (block for source in sources for block in read_blocks(source))
         for block, done in run(request.engine, transform, plan, blocks, workers):
-            failed = _grader_failures(block, done, found) if request.check_graders else {}
+            failed = _grader_failures(truths, block, done, found) if request.check_graders else {}
             bad_places += [staging.num_rows + place for place in failed]
             for bad in sorted([*done.bad, *failed.values()], key=lambda record: record.number):
                 if len(first_bad) < PROBLEMS_SHOWN:
@@ -188,6 +189,11 @@ def _take_in(
                 if quarantine is not None:
                     entry = {"file": str(bad.path), "row": bad.number, "reason": bad.problem, "raw": bad.raw}
                     quarantine.write(json.dumps(entry) + "\n")
+            for place, what in done.placeholders.items():
+                is_dropped = request.placeholders == "drop" or what == NO_ANSWER
+                dropped += [staging.num_rows + place] if is_dropped else []
+                kind = "placeholder-dropped" if is_dropped else "placeholder"
+                found.add(kind, f"{block.path}:{done.keys['number'][place]}", what)
             staging.add(block, done)
             for number, doubts in done.doubts:
                 for kind, detail in doubts:
@@ -199,35 +205,39 @@ def _take_in(
     if empty := next((source.path for source in sources if not by_file[source.path]), None):
         raise UsageError("the file is empty: it has no rows", where=str(empty))
     num_bad = staging.num_records - staging.num_rows + len(bad_places)
-    if num_bad == staging.num_records:
+    if num_bad + len(dropped) == staging.num_records:
         recipe = plan.recipe
         keys = f"prompts were searched in {recipe.prompt_key!r}, answers in {recipe.answer_key!r}"
         fix = f"{keys} (recipe {recipe.name}): pass --prompt-key, --answer-key or --recipe"
     else:
         fix = f"correct them, or pass --bad-rows quarantine to set them aside in {QUARANTINE}"
-    if num_bad == staging.num_records or (num_bad and not sets_aside):
+    if num_bad + len(dropped) == staging.num_records or (num_bad and not sets_aside):
         more = [f"and {num_bad - len(first_bad)} more"] if num_bad > len(first_bad) else []
+        more += [f"{len(dropped)} have no answer, or a placeholder"] if dropped else []
         shown = "".join(f"\n  {line}" for line in [*first_bad, *more])
-        raise UsageError(f"{num_bad} of {staging.num_records} rows cannot be used:{shown}", fix=fix)
+        raise UsageError(
+            f"{num_bad + len(dropped)} of {staging.num_records} rows cannot be used:{shown}", fix=fix
+        )
     unknown = [
         finding
         for name, count in sorted(by_source.items())
         if not knows_source(name)
         for finding in row_finding("no-grader", count, source=name)
     ]
-    return bad_places, [*found.findings(), *unknown]
+    placed = {RowStatus.QUARANTINED: bad_places, RowStatus.PLACEHOLDERS_DROPPED: dropped}
+    return placed, [*found.findings(), *unknown]
 
 
-def _grader_failures(block: Block, done: Transformed, found: RowFindings) -> dict[int, Record]:
+def _grader_failures(
+    truths: TruthChecks, block: Block, done: Transformed, found: RowFindings
+) -> dict[int, Record]:
     """Rows of a block whose ground truth fails the check by their grader, by index among the usable rows.
 
     Only rows of data sources with a registered grader are bad. Other sources are checked with the mathematics
     grader, which may not be the one used in training; their failures are added to `found` instead.
     """
-    from rlctl.reward.trial import check_ground_truths
-
     asked = [(place, truth) for place, truth in enumerate(done.truths) if truth]
-    reasons = check_ground_truths([truth for _, truth in asked])
+    reasons = truths.problems([truth for _, truth in asked])
     wrong: dict[int, tuple[int, str]] = {}  # number → place, reason
     for (place, (source, text)), reason in zip(asked, reasons, strict=True):
         number = int(done.keys["number"][place])

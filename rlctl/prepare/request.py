@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from rlctl.data.recipes import Recipe
+    from rlctl.prepare.recipes import Recipe
 
 BadRows = Literal["refuse", "quarantine"]
 Duplicates = Literal["check", "keep", "drop"]
 NearDuplicates = Literal["count", "drop", "off"]
 Leakage = Literal["report", "drop", "refuse", "off"]
+Placeholders = Literal["drop", "keep"]
 Overlong = Literal["keep", "drop", "cut-left", "cut-right"]
 OutputFormat = Literal["verl", "trl", "openrlhf"]
 ParallelEngine = Literal["local", "ray"]
@@ -53,6 +54,7 @@ class PrepareRequest:
     trust_remote_code: bool = False  # allow custom code of the model's tokenizer
     #: arguments of the model's chat template, as `data.chat_template_kwargs` in training
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    placeholders: Placeholders = "drop"  # with rows whose ground truth is a placeholder such as "proof"
     check_graders: bool = True  # check each ground truth with the grader of its data source
     rows_per_shard: int = 1_000_000  # maximum rows of one output file
     to: OutputFormat = "verl"  # framework that the output columns are for

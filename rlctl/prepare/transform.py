@@ -20,12 +20,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rlctl.data.blocks import Block, Record, records_of, to_stream
-from rlctl.data.recipes import Recipe
 from rlctl.data.schema import EXTRA_COLUMNS, LARGE_SCHEMA, Row, batch_of, integers
+from rlctl.prepare.blocks import Block, Record, records_of, to_stream
 from rlctl.prepare.duplicates import BANDS, NUM_VALUES, normalise, signatures, text_key
-from rlctl.prepare.findings import EXAMPLES_SHOWN, Doubt, row_doubts
+from rlctl.prepare.findings import EXAMPLES_SHOWN, Doubt, placeholder, row_doubts
 from rlctl.prepare.lengths import MeasuredRow, PromptLengths
+from rlctl.prepare.recipes import Recipe
 
 #: Keys of each row: name → type. Each key has a separate file, so that only one at a time is in memory.
 KEYS: dict[str, Any] = {
@@ -66,7 +66,9 @@ class Transformed:
     rows: bytes
     keys: dict[str, Any]  # an array for each of `TransformPlan.keys`
     bad: list[Record]  # unusable rows, in order, with their problems
-    truths: list[tuple[str, str] | None]  # (rows,) data source and ground truth; None unless `is_ruled`
+    #: (rows,) data source and ground truth; None for placeholders, and unless `is_ruled`
+    truths: list[tuple[str, str] | None]
+    placeholders: dict[int, str]  # index among the usable rows → the placeholder; see `findings.placeholder`
     sources: Counter[str]  # rows per data source
     doubts: list[tuple[int, list[Doubt]]]  # row number and doubts, of doubtful rows
     num_bytes: int  # size of the usable rows in memory
@@ -120,12 +122,17 @@ def transform(plan: TransformPlan, block: Block) -> Transformed:
         bands, signature = signatures(texts)
         keys |= {name: bands[:, band] for band, name in enumerate(BAND_KEYS)} | {SIGNATURE: signature}
     batch = batch_of(rows)
+    placeholders = {place: what for place, row in enumerate(rows) if (what := placeholder(row))}
     return Transformed(
         num_records=len(usable) + len(bad),
         rows=to_stream(batch, compression="lz4"),
         keys=keys,
         bad=bad,
-        truths=[(row.data_source, row.ground_truth) if row.is_ruled else None for row in rows],
+        truths=[
+            (row.data_source, row.ground_truth) if row.is_ruled and place not in placeholders else None
+            for place, row in enumerate(rows)
+        ],
+        placeholders=placeholders,
         sources=Counter(row.data_source for row in rows),
         doubts=[
             (record.number, doubts)

@@ -53,7 +53,7 @@ class BatchArithmetic:
         self.micro_batches_per_rank = count
         self.num_rows, self.num_batches = num_rows, spec.trainer.total_training_steps
         if self.num_batches is None and num_rows is not None:
-            self.num_batches = num_rows // prompts * spec.trainer.total_epochs
+            self.num_batches = num_rows * spec.trainer.total_epochs // prompts
         #: optimizer steps of the policy, per batch and in the whole run
         self.steps_per_batch, self.total_steps = spec.updates_per_batch, None
         if self.num_batches is not None:

@@ -50,10 +50,12 @@ class DataSpec(Section):
     """Training and validation prompts (Parquet in verl's row schema)."""
 
     train_files: StrList = Field(default=[])
-    """Training prompts: Parquet files, directories, or patterns such as `data/train-*.parquet`. Empty with
-    `model.path: embedded`: the built-in task."""
+    """Training prompts: Parquet files, directories, patterns such as `data/train-*.parquet`, or data sets of
+    the hub, which are prepared and cached: `organisation/name[/configuration][@revision][:split]` (split:
+    train). Empty with `model.path: embedded`: the built-in task."""
     val_files: StrList = Field(default=[])
-    """Validation prompts in the same schema; empty: no validation, except for the built-in task."""
+    """Validation prompts, named in the same way (split of the hub's data sets: test); empty: no validation,
+    except for the built-in task."""
     train_batch_size: int = Field(default=128, ge=1)
     """Prompts per batch; `rollout.n` responses are sampled for each."""
     max_prompt_length: int = Field(default=512, ge=1)
@@ -65,6 +67,8 @@ class DataSpec(Section):
     chat_template_kwargs: OpenMapping = Field(default={})
     """Additional arguments of the model's chat template, for example
     `data.chat_template_kwargs.enable_thinking=false`. null: the argument is not passed."""
+    continue_final_message: bool = False
+    """Accept prompts that end with a message of the assistant: the response continues this message."""
     shuffle: bool = True
     """Shuffle the prompts in every epoch, seeded by `trainer.seed`."""
 

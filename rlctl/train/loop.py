@@ -150,9 +150,8 @@ def dump(run: Run, step: int, scored: ScoredBatch, outcome: Updated) -> None:
 
 def epoch_of(run: Run, step: int) -> float:
     """Complete passes over the data before this step's batch; with dynamic sampling, after it."""
-    if run.draws is not None:
-        return float(run.draws.position // len(run.train_prompts))
-    return float((step - 1) // run.train_prompts.steps_per_epoch(run.spec.data.train_batch_size))
+    before = (step - 1) * run.spec.data.train_batch_size
+    return float((before if run.draws is None else run.draws.position) // len(run.train_prompts))
 
 
 def performance(

@@ -84,18 +84,17 @@ def check_inputs(spec: RunSpec) -> list[Problem]:
         problems += _problem(key, _check_model, path) if path else []
     files = [("data.train_files", file) for file in spec.data.train_files]
     files += [("data.val_files", file) for file in spec.data.val_files]
-    per_epoch = 0
+    num_rows, size = count_rows(spec.data.train_files) or 0, spec.data.train_batch_size
     if files:
-        from rlctl.data.read import check_files, full_batches  # imports pyarrow
+        from rlctl.data.read import check_batch_size, check_files  # imports pyarrow
+        from rlctl.prepare.hub import hub_name
 
         for key, file in files:
-            problems += _problem(key, check_files, [file])
-        num_rows, size = count_rows(spec.data.train_files), spec.data.train_batch_size
+            problems += [] if hub_name(file) else _problem(key, check_files, [file])
         if num_rows:
-            problems += _problem("data.train_batch_size", full_batches, num_rows, size)
-            per_epoch = num_rows // size
-    if spec.trainer.total_training_steps or per_epoch:
-        problems += _problem("trainer.critic_warmup", num_batches, spec, per_epoch)
+            problems += _problem("data.train_batch_size", check_batch_size, num_rows, size)
+    if spec.trainer.total_training_steps or num_rows >= size:
+        problems += _problem("trainer.critic_warmup", num_batches, spec, num_rows)
     of_rewards = "reward.terms" if spec.reward.terms else "reward.name"
     problems += [
         Problem("error", of_rewards, f"no such file: {file}", "create it, or correct the path")
@@ -129,13 +128,16 @@ def _problem(key: str, check: Callable[..., object], *given: Any, **options: Any
     return []
 
 
-def num_batches(spec: RunSpec, per_epoch: int) -> int:
-    """Number of batches of a run whose epochs have `per_epoch` full batches.
+def num_batches(spec: RunSpec, num_rows: int) -> int:
+    """Number of full batches in all epochs of a run with so many training rows.
 
     Raises:
         UsageError: all of them would train the critic alone.
     """
-    total = spec.trainer.total_training_steps or per_epoch * spec.trainer.total_epochs
+    total = (
+        spec.trainer.total_training_steps
+        or num_rows * spec.trainer.total_epochs // spec.data.train_batch_size
+    )
     if spec.trainer.critic_warmup >= total:
         what = f"all {total} batches of the run would train the critic alone"
         raise UsageError(what, where="trainer.critic_warmup", fix=f"use less than {total}")
@@ -143,11 +145,14 @@ def num_batches(spec: RunSpec, per_epoch: int) -> int:
 
 
 def count_rows(files: Sequence[str]) -> int | None:
-    """Number of training rows; None if there are no files, or if one cannot be read."""
+    """Number of training rows; None if there are no files, or if one cannot be read or is on the hub."""
     if not files:
         return None
     from rlctl.data.read import check_files
+    from rlctl.prepare.hub import hub_name
 
+    if any(map(hub_name, files)):
+        return None
     try:
         return check_files(files)
     except UsageError:  # a problem of `check_inputs`

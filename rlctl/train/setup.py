@@ -15,6 +15,8 @@ from rlctl.data.prompts import PromptDataset
 from rlctl.data.read import load_rows
 from rlctl.engine.ranks import Ranks
 from rlctl.model_files import model_directory
+from rlctl.prepare.findings import placeholder_notes
+from rlctl.prepare.hub import local_files
 from rlctl.reward.build import build_reward
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
@@ -60,7 +62,8 @@ def build(
     val_prompts = _prompts(val_files, tokenizer, spec) if val_files else None
     prompts = {"data.train_files": train_prompts, "data.val_files": val_prompts}
     code_notes = check_data(spec, prompts, run_dir, ranks, resume=resume)
-    total_steps = num_batches(spec, train_prompts.steps_per_epoch(spec.data.train_batch_size))
+    train_prompts.check_batch_size(spec.data.train_batch_size)
+    total_steps = num_batches(spec, len(train_prompts))
     stream = _stream(spec, ranks, train_prompts, models, total_steps, stack)
     if resume:
         restored = restore(spec, models, stream, run_dir, ranks)
@@ -89,6 +92,8 @@ def build(
     if count := train_prompts.num_dropped:
         limit = f"data.max_prompt_length = {spec.data.max_prompt_length}"
         notes.append(f"training prompts of more than {limit} tokens are excluded: {count:,}")
+    if {term.name for term in spec.reward.all_terms} & {"auto", "maths"}:
+        notes += placeholder_notes({key: each.rows for key, each in prompts.items() if each})
     for note in [*notes, *models.notes, *models.rollout.notes]:
         tracker.note(note)
     run = Run(
@@ -152,8 +157,9 @@ def _sources(spec: RunSpec, ranks: Ranks) -> tuple[str, list[str], list[str]]:
     if not spec.is_embedded:
         if ranks.is_main:
             model_directory(spec.model.path)
+            _files(spec)
         ranks.barrier()
-        return model_directory(spec.model.path), spec.data.train_files, spec.data.val_files
+        return model_directory(spec.model.path), *_files(spec)
     if ranks.is_main:
         ensure_embedded(spec.trainer.seed)
     ranks.barrier()
@@ -162,9 +168,14 @@ def _sources(spec: RunSpec, ranks: Ranks) -> tuple[str, list[str], list[str]]:
     return str(task.model_dir), train_files, spec.data.val_files or [str(task.val_file)]
 
 
+def _files(spec: RunSpec) -> tuple[list[str], list[str]]:
+    """Training and validation files, those of the hub's data sets included."""
+    return local_files(spec.data.train_files, split="train"), local_files(spec.data.val_files, split="test")
+
+
 def _prompts(files: list[str], tokenizer: Any, spec: RunSpec) -> PromptDataset:
     return PromptDataset(
-        load_rows(files),
+        load_rows(files, continue_final_message=spec.data.continue_final_message),
         tokenizer,
         max_prompt_length=spec.data.max_prompt_length,
         filter_overlong=spec.data.filter_overlong_prompts,

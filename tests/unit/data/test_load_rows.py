@@ -116,6 +116,29 @@ def test_only_the_three_columns_are_needed(tmp_path):
     assert len(load_rows([write(tmp_path / "a.parquet", [slim, slim])])) == 2
 
 
+def test_a_list_of_one_ground_truth_is_read_as_prepare_data_reads_it(tmp_path):
+    for truths, read in ((["7"], "7"), (["7", "8"], '["7", "8"]')):
+        judged = {"style": "rule", "ground_truth": truths}
+        (row,) = load_rows([write(tmp_path / "a.parquet", [ROW | {"reward_model": judged}])])
+        assert row.ground_truth == read
+
+
+REPLY = {"role": "assistant", "content": "The answer is"}
+
+
+def test_a_prompt_that_ends_with_a_reply_is_refused_unless_it_is_to_be_continued(tmp_path):
+    continued = ROW | {"prompt": [{"role": "user", "content": "1+1?"}, REPLY]}
+    path = write(tmp_path / "a.parquet", [continued])
+    with pytest.raises(UsageError, match="ends with a reply of the assistant") as caught:
+        load_rows([path])
+    assert caught.value.where == f"{path}:1"
+    (row,) = load_rows([path], continue_final_message=True)
+    assert row.prompt[-1] == Message("assistant", "The answer is")
+    alone = write(tmp_path / "b.parquet", [ROW | {"prompt": [REPLY]}])
+    with pytest.raises(UsageError, match="ends with a reply"):
+        load_rows([alone], continue_final_message=True)
+
+
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
@@ -124,8 +147,8 @@ def test_only_the_three_columns_are_needed(tmp_path):
         (ROW | {"prompt": [{"role": None, "content": "x"}]}, "no role"),
         (ROW | {"prompt": [{"role": "user", "content": None}]}, "content is null"),
         (ROW | {"data_source": None}, "data_source is null"),
-        (ROW | {"reward_model": None}, "reward_model is null"),
-        (ROW | {"reward_model": {"style": "rule", "ground_truth": None}}, "ground_truth is null"),
+        (ROW | {"reward_model": None}, "no column 'reward_model.ground_truth'"),
+        (ROW | {"reward_model": {"style": "rule", "ground_truth": None}}, "ground_truth is missing or empty"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, bad, reason):

@@ -1,11 +1,13 @@
 """Prompts as tensors, and which of them a step gets."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rlctl.data.prompts import PromptDataset
+from rlctl.data.prompts import PromptDataset, Renderer
 from rlctl.data.schema import Message, Row
 from rlctl.errors import UsageError
 
@@ -112,10 +114,24 @@ def test_padding_falls_back_to_the_end_token():
     )
 
 
+def test_no_texts_are_rendered_to_no_ids():
+    assert Renderer(make_tokenizer()).encode([]) == []
+
+
+def test_the_response_continues_a_message_of_the_assistant():
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    row = Row("s", (Message("user", "1+1?"), Message("assistant", "It is")), "2")
+    renderer = Renderer(make_tokenizer(template))
+    assert renderer.text(row) == "<user>1+1?</user><assistant>It is"
+    assert renderer.text(replace(row, prompt=row.prompt[:1])) == "<user>1+1?</user><assistant>"
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_each_epoch_gives_every_row_once(shuffle):
     data = numbered(12)
-    assert data.steps_per_epoch(4) == 3
     epochs = [
         [i for step in range(3 * e, 3 * e + 3) for i in data.batch_indices(step, 4, seed=7, shuffle=shuffle)]
         for e in range(3)
@@ -134,13 +150,21 @@ def test_order_needs_no_history_only_the_seed():
     assert whole[0] == [1, 5, 9, 0], "the order of a seed never changes between versions"
 
 
-def test_the_incomplete_batch_is_left_out():
-    assert numbered(10).steps_per_epoch(4) == 2
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("size", [3, 4, 7, 10])
+def test_a_batch_continues_over_the_end_of_an_epoch(shuffle, size):
+    """Every row is used once per epoch, whatever the batch size leaves over at the end of an epoch."""
+    data = numbered(10)
+    steps = [data.batch_indices(step, size, seed=7, shuffle=shuffle) for step in range(10)]
+    order = [row for step in steps for row in step]
+    epochs = [order[start : start + 10] for start in range(0, 10 * size, 10)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert (epochs[0] == epochs[1]) != shuffle
 
 
 def test_fewer_prompts_than_a_batch():
     with pytest.raises(UsageError, match="takes 4 prompts, the data has 3") as caught:
-        numbered(3).batch_indices(0, 4, seed=1, shuffle=True)
+        numbered(3).check_batch_size(4)
     assert "train_batch_size to 3" in caught.value.fix
 
 

@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlctl.data.benchmarks import BENCHMARKS, find_benchmark
-from rlctl.data.recipes import Recipe
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.evaluate.questions import load_questions
+from rlctl.prepare.benchmarks import BENCHMARKS, find_benchmark
+from rlctl.prepare.recipes import Recipe
 from rlctl.registry import GRADERS
 from rlctl.reward.build import grader_for
 from rlctl.tiny.embedded import write_parquet

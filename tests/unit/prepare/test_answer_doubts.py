@@ -1,15 +1,24 @@
 """Prompts that ask for no answer the grader can find, and golds that contradict their worked solution."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from rlctl.data.read import load_rows
-from rlctl.data.recipes import Recipe
 from rlctl.data.schema import Message, Row
+from rlctl.errors import UsageError
 from rlctl.prepare.check import CheckRequest, check
-from rlctl.prepare.findings import contradiction, specifies_answer_form
+from rlctl.prepare.findings import (
+    CHECKED_PER_FORM,
+    TruthChecks,
+    contradiction,
+    placeholder,
+    placeholder_notes,
+    specifies_answer_form,
+)
 from rlctl.prepare.pipeline import prepare
+from rlctl.prepare.recipes import Recipe
 from rlctl.prepare.request import PrepareRequest
 from tests.unit.prepare.helpers import write_jsonl
 
@@ -122,3 +131,105 @@ def test_a_contradicted_gold_is_a_finding_with_its_place(tmp_path):
     assert written["contradicted-answer"] == seen["contradicted-answer"] == expected
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert "contradicted-answer" in {finding["code"] for finding in manifest["report"]["findings"]}
+
+
+PLACEHOLDERS = [
+    *(
+        "proof",
+        "Proof.",
+        "notfound",
+        "not found",
+        "NotFound",
+        r"\text{proof}",
+        r"\boxed{notfound}",
+        "N/A",
+        "null",
+    ),
+    *("nan", "None", "no answer", "See solution", "?", "...", "[missing]", "-"),
+]
+ANSWERS = [
+    "7",
+    "none",
+    "no solution",
+    "undefined",
+    "{}",
+    r"\emptyset",
+    "(2, 3)",
+    "A",
+    r"\text{yes}",
+    "0",
+    "-1",
+    "no",
+]
+
+
+@pytest.mark.parametrize("text", [*PLACEHOLDERS, "", "  "])
+def test_a_placeholder_is_no_answer(text):
+    row = Row("numina_math", (Message("user", "Prove it."),), text)
+    assert placeholder(row)
+    other = Row("countdown", row.prompt, text)
+    assert bool(placeholder(other)) == (not text.strip()), "elsewhere the text may be the answer"
+
+
+@pytest.mark.parametrize("text", ANSWERS)
+def test_an_answer_is_no_placeholder(text):
+    assert not placeholder(Row("numina_math", (Message("user", "What is it?"),), text))
+
+
+def test_rows_without_an_answer_are_dropped_and_counted(tmp_path):
+    answers = ["12", "proof", "notfound", "", None, "13"]
+    rows = [
+        {"problem": f"Find ${place}$.", "solution": "…", "answer": answer}
+        for place, answer in enumerate(answers)
+    ]
+    source = write_jsonl(tmp_path / "numina_math.jsonl", rows)
+    request = PrepareRequest((str(source),), tmp_path / "out", val_fraction=0.0)
+    summary = prepare(request)
+    assert (summary.counts["train"], summary.counts["placeholders_dropped"]) == (2, 4)
+    assert summary.counts["quarantined"] == 0
+    (found,) = (one for one in summary.report["findings"] if one["code"] == "placeholder")
+    assert (found["severity"], found["count"]) == ("warning", 4)
+    assert found["examples"][:3] == [
+        f"{source}:2: 'proof'",
+        f"{source}:3: 'notfound'",
+        f"{source}:4: no answer",
+    ]
+    train = [str(tmp_path / "out" / "train.parquet")]
+    assert [row.ground_truth for row in load_rows(train)] == ["12", "13"]
+    assert not placeholder_notes({"data.train_files": load_rows(train)})
+
+    kept = prepare(replace(request, out=tmp_path / "kept", placeholders="keep"))
+    assert (kept.counts["train"], kept.counts["placeholders_dropped"]) == (4, 2)
+    path = str(tmp_path / "kept" / "train.parquet")
+    (seen,) = (one for one in check(CheckRequest((path,))).findings if one.code == "placeholder")
+    assert (seen.severity, seen.count) == ("error", 2)
+    (note,) = placeholder_notes({"data.train_files": load_rows([path])})
+    assert "data.train_files: in 2 rows" in note
+    assert f"{path}:2: 'proof'" in note
+
+
+def test_an_input_without_any_answer_names_the_column(tmp_path):
+    source = write_jsonl(tmp_path / "math.jsonl", [{"problem": "Find it.", "answer": None}] * 3)
+    with pytest.raises(UsageError, match="3 of 3 rows cannot be used") as caught:
+        prepare(PrepareRequest((str(source),), tmp_path / "out", recipe=Recipe("generic")))
+    assert "answers in 'answer" in caught.value.fix
+
+
+def test_numbers_of_one_form_are_checked_only_at_first(monkeypatch):
+    asked = []
+
+    def check_all(pairs):
+        asked.extend(pairs)
+        return ["bad" if truth in {"==", "1/0"} else "" for _, truth in pairs]
+
+    monkeypatch.setattr("rlctl.reward.trial.check_ground_truths", check_all)
+    numbers = [("gsm8k", str(number)) for number in range(1, 1001)]
+    others = [("gsm8k", text) for text in ("==", "1/0", "007", "1,000", "10^6", "x", "1e5", "1" * 16)]
+    of_others = [("countdown", str(number)) for number in range(1, 301)]
+    checks = TruthChecks()
+    problems = checks.problems([*numbers, *others, *of_others]) + checks.problems([("gsm8k", "5000")])
+    assert [problem for problem in problems if problem] == ["bad", "bad"]
+    assert problems[1000:1002] == ["bad", "bad"]
+    assert len([pair for pair in asked if pair in numbers]) == CHECKED_PER_FORM
+    assert set(others + of_others) <= set(asked)
+    assert ("gsm8k", "5000") not in asked

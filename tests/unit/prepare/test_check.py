@@ -79,8 +79,7 @@ def test_bad_rows_are_grouped_by_complaint(tmp_path):
     rows = verl_rows(8)
     rows[1]["prompt"] = None
     rows[3]["prompt"] = []
-    rows[4]["reward_model"]["ground_truth"] = None
-    rows[5]["reward_model"]["ground_truth"] = None
+    rows[4]["prompt"] = rows[5]["prompt"] = [{"role": "assistant", "content": "x"}]
     rows[6]["prompt"][0]["content"] = "  "
     path = write(tmp_path / "a.parquet", rows)
     found = check(CheckRequest((path,))).findings
@@ -94,20 +93,19 @@ def test_bad_rows_are_grouped_by_complaint(tmp_path):
     assert reaches(found, "error")
 
 
-def test_what_the_recipe_mends_but_training_refuses_is_found(tmp_path):
+def test_what_the_recipe_reads_training_reads_too(tmp_path):
     rows = verl_rows(3)
     for row in rows:
         row["reward_model"]["ground_truth"] = [row["reward_model"]["ground_truth"]]
     path = write(tmp_path / "a.parquet", rows)
-    assert codes(path) == ["structured-truth"]
-    with pytest.raises(UsageError, match="type list"):
-        load_rows([path])
-    assert codes(write_jsonl(tmp_path / "a.jsonl", rows)) == [], "of other formats the recipe makes rows"
+    assert codes(path) == codes(write_jsonl(tmp_path / "a.jsonl", rows)) == []
+    assert [row.ground_truth for row in load_rows([path])] == [
+        row["reward_model"]["ground_truth"][0] for row in rows
+    ]
     for place, row in enumerate(rows):
         row |= {"data_source": "countdown", "prompt": "Put the equation in <answer> </answer>."}
         row["reward_model"]["ground_truth"] = {"numbers": [1, 2, place], "target": 3 + place}
     path = write(tmp_path / "countdown.parquet", rows)  # as verl writes them; training reads them as JSON
-    assert "structured-truth" not in codes(path)
     assert len(load_rows([path])) == len(rows)
 
 
@@ -179,7 +177,7 @@ def test_ground_truths_of_every_style_that_a_rule_grades_are_checked(tmp_path, s
     rows = verl_rows(30, source="math_dapo")  # with a style as in DAPO-Math-17k
     for row in rows:
         row["reward_model"]["style"] = style
-    rows[1]["reward_model"]["ground_truth"] = "???"
+    rows[1]["reward_model"]["ground_truth"] = "=="
     path = write(tmp_path / "train.parquet", rows)
     assert ("ground-truth" in codes(path)) == is_graded
     request = PrepareRequest((path,), tmp_path / "out", bad_rows="quarantine", near_duplicates="off")

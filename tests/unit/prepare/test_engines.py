@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.data import sources
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
-from rlctl.prepare import engines
+from rlctl.prepare import engines, sources
 from rlctl.prepare.pipeline import prepare
 from rlctl.prepare.request import PrepareRequest
 from tests.unit.prepare.helpers import gsm8k_rows, write_jsonl

@@ -6,9 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlctl.data.recipes import Recipe, recognise
 from rlctl.data.schema import Message, Row, arrow_schema, batch_of
 from rlctl.prepare.output import convert, schema
+from rlctl.prepare.recipes import Recipe, recognise
 
 ROWS = [
     Row(

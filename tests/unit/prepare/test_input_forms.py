@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.data import text_files
-from rlctl.data.sources import Source, find_sources, read_records
 from rlctl.errors import UsageError
+from rlctl.prepare import text_files
+from rlctl.prepare.recipes import read_rows
+from rlctl.prepare.sources import Source, find_sources, read_records
 
 ROWS = [{"question": f"Wie groß ist {i}, und „{i}“ 数?", "answer": f"{i}"} for i in range(3)]
 LINES = [json.dumps(row, ensure_ascii=False) for row in ROWS]
@@ -122,7 +123,7 @@ def test_one_object_is_one_row(tmp_path, row, indent):
 
 
 def test_a_wrapper_of_any_size_is_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlctl.data.text_files.READ_BYTES", 50)
+    monkeypatch.setattr("rlctl.prepare.text_files.READ_BYTES", 50)
     many = [{"question": f"{i}?", "answer": str(i)} for i in range(300)]
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"version": 2, "data": many, "license": "MIT"}, indent=1))
@@ -240,7 +241,7 @@ def test_a_column_that_is_named_twice_is_refused(tmp_path):
 
 @pytest.mark.parametrize("block_rows", [1, 4096])
 def test_a_csv_cut_in_a_quoted_field_names_the_row_and_the_end(tmp_path, monkeypatch, block_rows):
-    monkeypatch.setattr("rlctl.data.sources.BLOCK_ROWS", block_rows)
+    monkeypatch.setattr("rlctl.prepare.sources.BLOCK_ROWS", block_rows)
     path = tmp_path / "a.csv"
     path.write_text('q,a\n"one",1\n"tw\no,2\nthree,3\n')
     good, bad = records(path)
@@ -251,7 +252,11 @@ def test_a_csv_cut_in_a_quoted_field_names_the_row_and_the_end(tmp_path, monkeyp
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"PAR1 and more", "Parquet"), (b"PK\x03\x04 and more", "a zip archive"), (b"BZh91AY&SY", "bzip2")],
+    [
+        (b"PAR1 and more", "Parquet"),
+        (b"PK\x03\x04 and more", "a zip archive"),
+        (b"BZh91AY&SY", "cannot be read"),
+    ],
 )
 def test_other_formats_under_a_text_name_are_named(tmp_path, content, message):
     path = tmp_path / "a.jsonl"
@@ -318,3 +323,26 @@ def test_float32_columns_keep_their_digits(tmp_path):
     column = pa.array([0.1, 3.0, None, float("inf")], pa.float32())
     pq.write_table(pa.table({"answer": column, "other": [1, 2, 3, 4]}), tmp_path / "a.parquet")
     assert [row["answer"] for row in rows(tmp_path / "a.parquet")] == [0.1, 3.0, None, float("inf")]
+
+
+def test_lists_of_turns_are_rows(tmp_path):
+    turns = [
+        [
+            {"from": "human", "value": f"{place} + 1?"},
+            {"from": "assistant", "ground_truth": {"value": str(place + 1), "pass_at_n": 0.5}},
+        ]
+        for place in range(3)
+    ]
+    forms = {
+        "whole.json": json.dumps(turns),
+        "pretty.json": json.dumps(turns, indent=1),
+        "a.jsonl": "".join(json.dumps(row) + "\n" for row in turns),
+    }
+    for name, content in forms.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        read = [row for _, row, _ in read_rows(Source(tmp_path / name, "orz"))]
+        assert [(row.question, row.ground_truth) for row in read] == [
+            ("0 + 1?", "1"),
+            ("1 + 1?", "2"),
+            ("2 + 1?", "3"),
+        ]

@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlctl.data.read import load_rows
-from rlctl.data.recipes import Recipe
 from rlctl.data.schema import arrow_schema
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.prepare.check import CheckRequest, check
 from rlctl.prepare.pipeline import prepare
+from rlctl.prepare.recipes import Recipe
 from rlctl.prepare.request import PrepareRequest, Progress
 from rlctl.reward import maths
 from tests.unit.prepare.helpers import GSM8K_LIKE, gsm8k_rows, write_jsonl
@@ -217,8 +217,7 @@ BAD = [
     ({"question": None, "answer": "#### 1"}, "the prompt is null"),
     ({"question": "", "answer": "#### 1"}, "the user message of the prompt is empty"),
     ({"question": 5, "answer": "#### 1"}, "the prompt is of type int"),
-    ({"question": "q", "answer": None}, "column 'answer' is null"),
-    ({"question": "q", "answer": ["1"]}, "column 'answer' is of type list"),
+    ({"question": "q", "answer": ["1", "2"]}, "column 'answer' is of type list"),
     ({"question": "q", "answer": True}, "column 'answer' is of type bool"),
     ({"question": "q", "answer": "no mark"}, "the answer has no '####'"),
     ({"question": "q", "answer": "#### seven"}, "not a number: 'seven'"),

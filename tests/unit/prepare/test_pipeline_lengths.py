@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.data import sources
 from rlctl.data.read import load_rows
-from rlctl.data.recipes import Recipe
 from rlctl.errors import UsageError
+from rlctl.prepare import sources
 from rlctl.prepare.lengths import PromptLengths
 from rlctl.prepare.pipeline import prepare
+from rlctl.prepare.recipes import Recipe
 from rlctl.prepare.request import PrepareRequest
 from tests.unit.prepare.helpers import write_jsonl
 from tests.unit.prepare.small_models import save_model

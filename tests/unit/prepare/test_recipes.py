@@ -6,11 +6,13 @@ from typing import get_args
 
 import pytest
 
-from rlctl.data.recipe_names import RecipeName
-from rlctl.data.recipes import LAYOUTS, Recipe, last_boxed, recognise
 from rlctl.data.records import RowError
+from rlctl.data.schema import Message
 from rlctl.errors import UsageError
+from rlctl.prepare.recipe_names import RecipeName
+from rlctl.prepare.recipes import LAYOUTS, Recipe, last_boxed, recognise
 from rlctl.reward.build import grader_for
+from tests.unit.prepare.programs import APPS, HUMANEVAL, LCB, MBPP
 
 DAPO = (
     "Solve the following math problem step by step. The last line of your response should be of the form "
@@ -71,6 +73,49 @@ RECORDS = {
     "multiple-choice": (
         {"question": "Which?", "choices": ["this", "that"], "answer": 1, "subject": "logic"},
         ("multiple_choice", "right choice.", "B", "Which?\n\nA. this\nB. that"),
+    ),
+    "humaneval": (
+        HUMANEVAL,
+        (
+            "humaneval",
+            "starts with ```python.",
+            HUMANEVAL["test"] + "\ncheck(double)\n",
+            f"Complete this function:\n\n```python\n{HUMANEVAL['prompt'].rstrip()}\n```",
+        ),
+    ),
+    "mbpp": (
+        MBPP,
+        (
+            "mbpp",
+            "starts with ```python.",
+            "assert double(2) == 4\nassert double(5) == 10",
+            f"{MBPP['text']}\n\nIt must pass tests such as:\n\n```python\nassert double(2) == 4\n```",
+        ),
+    ),
+    "apps": (
+        APPS,
+        (
+            "apps",
+            "starts with ```python.",
+            APPS["input_output"],
+            f"{APPS['question']}\n\nRead from standard input and write to standard output.",
+        ),
+    ),
+    "livecodebench": (
+        LCB,
+        (
+            "livecodebench",
+            "starts with ```python.",
+            '{"inputs": ["2", "5"], "outputs": ["4", "10"]}',
+            "Double the number.\n\nRead from standard input and write to standard output.",
+        ),
+    ),
+    "orz": (
+        {
+            "0": {"from": "human", "value": "7 - 4?"},
+            "1": {"from": "assistant", "ground_truth": {"value": "3"}},
+        },
+        ("orz", r"\boxed{}.", "3", "7 - 4?"),
     ),
     "verl": (VERL, ("openai/gsm8k", "after ####.", "2", "1 + 1?")),
     "trl": (
@@ -233,7 +278,7 @@ def test_a_choice_is_named_by_number_label_or_text(answer, choices, letter):
         ("verl", {**VERL, "extra_info": {"note": "\ud800"}}, "UTF-8"),
         ("trl", {"prompt": "p", "label": True}, "type bool"),
         ("trl", {"prompt": []}, "no messages"),
-        ("openrlhf", {"input": "p"}, "no column 'label|answer'"),
+        ("openrlhf", {"input": "p"}, "no column 'label' or 'answer'"),
         ("generic", {"prompt": {"a": 1}, "answer": "1"}, "not text or a list"),
     ],
 )
@@ -283,6 +328,50 @@ def test_a_prompt_never_holds_the_reply_to_it(turn):
     record = {"messages": [{"role": "user", "content": "1+1?"}, turn], "answer": "2"}
     with pytest.raises(RowError, match="ends with a reply of the assistant"):
         recipe.to_row(record, "a", 0)
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_columns_of_turns_are_read_without_options(column):
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    if column == "conversations":
+        turns = [{"from": turn["role"].replace("user", "human"), "value": turn["content"]} for turn in turns]
+    row = read({column: turns, "answer": "2"})
+    assert row.prompt == (Message("system", "Be brief."), Message("user", "1+1?"))
+    assert row.ground_truth == "2"
+
+
+def test_parts_of_text_are_one_text():
+    parts = [{"type": "text", "text": "How much is"}, {"type": "text", "text": "1+1?"}]
+    assert read({"messages": [{"role": "user", "content": parts}], "answer": "2"}).question == (
+        "How much is\n1+1?"
+    )
+    parts[1] = {"type": "image_url", "image_url": {"url": "x.png"}}
+    with pytest.raises(RowError, match="part of a message's content is image_url, not text"):
+        read({"messages": [{"role": "user", "content": parts}], "answer": "2"})
+
+
+def test_a_list_of_one_answer_is_that_answer():
+    assert read({"problem": "1+1?", "answer": ["2"]}).ground_truth == "2"
+    assert read({"question": "1+1?", "answer": [2.0]}).ground_truth == "2"
+    with pytest.raises(RowError, match="of type list"):
+        read({"question": "1+1?", "answer": ["2", "3"]})
+
+
+def test_a_column_with_the_system_message_is_used_unless_the_conversation_has_one():
+    row = read({"system": "Be brief.", "question": "1+1?", "answer": "2"})
+    assert row.prompt == (Message("system", "Be brief."), Message("user", "1+1?"))
+    assert row.question == "1+1?"
+    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "1+1?"}]
+    assert read({"system": "Be brief.", "messages": own, "answer": "2"}).prompt[0].content == "Mine."
+    record = {"system": "Be brief.", "question": "1+1?", "answer": "2"}
+    assert read(record, system_prompt="Sys.").prompt[0].content == "Sys."
+    assert read({"system": None, "question": "1+1?", "answer": "2"}).prompt == row.prompt[1:]
+
+
+def test_a_reply_to_continue_keeps_its_place_after_the_instruction():
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is"}]
+    row = read({"messages": turns, "answer": "2"}, continue_final_message=True, instruction="Be brief.")
+    assert row.prompt == (Message("user", "1+1?\nBe brief."), Message("assistant", "It is"))
 
 
 def test_numbers_of_any_size_are_read():

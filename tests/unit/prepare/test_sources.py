@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.data import sources, text_files
-from rlctl.data.blocks import records_of
-from rlctl.data.sources import Source, find_sources, read_blocks, read_records
 from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.prepare import sources, text_files
+from rlctl.prepare.blocks import records_of
+from rlctl.prepare.sources import Source, find_sources, read_blocks, read_records
 
 ROWS = [{"q": "one, two", "a": "3"}, {"q": 'say "hi"\nagain', "a": "4"}]
 JSONL = "".join(json.dumps(row) + "\n" for row in ROWS)
@@ -329,8 +329,10 @@ def test_a_dataset_of_the_hub_is_its_cached_files(tmp_path, monkeypatch):
     file = tmp_path / "cache/data-00000-of-00001.arrow"
     asked = []
 
-    def load_dataset(name, split):
-        asked.append((name, split))
+    def load_dataset(*names, split, revision=None):
+        asked.append((*names, split, revision))
+        if names == ("some/configured",):
+            raise ValueError("Config name is missing.\nPlease pick one among: ['main', 'socratic']")
         if split == "dev":
             raise ValueError('Unknown split "dev". Should be one of [train].')
         return types.SimpleNamespace(cache_files=[{"filename": str(file)}])
@@ -339,7 +341,15 @@ def test_a_dataset_of_the_hub_is_its_cached_files(tmp_path, monkeypatch):
     (source,) = find_sources(["hf:some/sums"])
     assert (source.path, source.name) == (file, "some/sums")
     find_sources(["hf:some/sums:test"])
-    assert asked == [("some/sums", "train"), ("some/sums", "test")]
+    find_sources(["hf:some/sums/easy@v1.0:test"])
+    find_sources(["hf:some/configured"])
+    assert asked == [
+        ("some/sums", "train", None),
+        ("some/sums", "test", None),
+        ("some/sums", "easy", "test", "v1.0"),
+        ("some/configured", "train", None),
+        ("some/configured", "main", "train", None),
+    ]
     with pytest.raises(UsageError, match="Unknown split"):
         find_sources(["hf:some/sums:dev"])
     for name, problem in (("hf:", "no dataset is named"), ("hf:some/sums:train[:9]", "a slice")):

@@ -96,6 +96,10 @@ def test_total_steps_from_the_number_of_rows():
     overrides = ["model.path=a/b", "data.train_files=x", "trainer.total_epochs=2"]
     batch = BatchArithmetic(spec_of(*overrides, "actor.ppo_mini_batch_size=64"), 300)
     assert (batch.num_rows, batch.num_batches, batch.total_steps) == (300, 4, 8)
+    three = [*overrides[:2], "trainer.total_epochs=3"]
+    assert BatchArithmetic(spec_of(*three), 300).num_batches == 7, (
+        "900 rows: a batch may hold rows of two epochs"
+    )
     assert BatchArithmetic(spec_of(*overrides)).num_batches is None
 
 

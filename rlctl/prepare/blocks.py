@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import orjson
 import pyarrow as pa
 
-from rlctl.data.text_files import BOM, with_unique_keys
+from rlctl.data.read import python_rows
+from rlctl.prepare.text_files import BOM, with_unique_keys
 
 
 class CsvRows(NamedTuple):
@@ -146,6 +147,9 @@ def _json_or_why(path: Path, number: int, line: bytes) -> Record:
 
 
 def _checked(path: Path, number: int, values: object, source: bytes | None = None) -> Record:
+    """A row; a list of turns (Open-Reasoner-Zero) has its places as columns, as on the hub."""
+    if isinstance(values, list) and values and all(isinstance(one, dict) and "from" in one for one in values):
+        values = {str(place): value for place, value in enumerate(values)}
     if isinstance(values, dict):
         return Record(path, number, values, source=source)
     return Record(path, number, None, "not a JSON object", source or json.dumps(values))
@@ -166,18 +170,6 @@ def _arrow_records(block: Block, stream: bytes) -> Iterator[Record]:
             yield Record(block.path, number, None, f"a value cannot be read: {values}")
         else:
             yield Record(block.path, number, _as_text(values) if holds_bytes else values)
-
-
-def python_rows(table: Any) -> Iterator[dict[str, Any] | Exception]:
-    """Each row of an Arrow table or batch; the error for one with text or a date that Python cannot hold."""
-    try:
-        yield from table.to_pylist()
-    except (ValueError, OverflowError) as error:
-        if table.num_rows == 1:
-            yield error
-        else:
-            for place in range(table.num_rows):
-                yield from python_rows(table.slice(place, 1))
 
 
 def _shortest_numbers(table: pa.Table) -> pa.Table:

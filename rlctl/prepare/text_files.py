@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import pyarrow as pa
 
 from rlctl.errors import UsageError
+from rlctl.prepare.compressed import decompressed
 
 BOM = b"\xef\xbb\xbf"
-CODECS = {".gz": "gzip", ".zst": "zstd"}
 #: Number of first bytes of a file that are used to recognise its format.
 HEAD_BYTES = 1 << 16
 #: Bytes of a JSON document that are read at a time.
@@ -33,13 +32,10 @@ MAX_LINE_BYTES = 64 << 20
 CONTAINERS = {"data", "rows", "examples", "instances", "items", "records", "samples", "questions", "problems"}
 
 _BLANK = " \t\r\n"
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _NOT_TEXT = {
     b"PAR1": "Parquet: name it .parquet",
     b"ARROW1": "Arrow: name it .arrow",
-    b"PK\x03\x04": "a zip archive (or an Excel file): unpack it",
-    b"BZh": "bzip2: compress it with gzip or zstd instead",
-    b"\xfd7zXZ": "xz: compress it with gzip or zstd instead",
+    b"PK\x03\x04": "a zip archive (or an Excel file): name it .zip, or save it as CSV",
 }
 _BOMS = {
     codecs.BOM_UTF32_LE: "utf-32",
@@ -70,7 +66,7 @@ def open_text(path: Path) -> Iterator[TextFile]:
         UsageError: the file is not a text file.
         OSError: the compressed data is truncated, or the UTF-16 or UTF-32 text is invalid.
     """
-    with _decompressed(path) as (file, _):
+    with decompressed(path) as (file, _):
         head = file.read(HEAD_BYTES)
     if kind := _starts(head, _NOT_TEXT):
         what, _, fix = kind.partition(": ")
@@ -78,21 +74,9 @@ def open_text(path: Path) -> Iterator[TextFile]:
     is_whole = len(head) < HEAD_BYTES
     if encoding := _encoding(head):
         head = head.decode(encoding, "ignore").encode(errors="ignore")
-    with _decompressed(path) as (file, raw):
+    with decompressed(path) as (file, position):
         text = io.BufferedReader(_Recoded(file, encoding)) if encoding else file
-        yield TextFile(text, head, is_whole, raw.tell)
-
-
-@contextmanager
-def _decompressed(path: Path) -> Iterator[tuple[io.BufferedReader, io.BufferedReader]]:
-    """The file, decompressed, and as it is on disk."""
-    with path.open("rb") as raw:
-        codec = CODECS.get(path.suffix.lower()) or _starts(raw.peek(8), _COMPRESSED)
-        if codec is None:
-            yield raw, raw
-            return
-        with pa.CompressedInputStream(raw, codec) as plain:
-            yield io.BufferedReader(plain, HEAD_BYTES), raw
+        yield TextFile(text, head, is_whole, position)
 
 
 def _starts(head: bytes, kinds: dict[bytes, str]) -> str | None:

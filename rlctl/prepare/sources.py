@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader, TextIOWrapper
 from itertools import islice
@@ -15,7 +15,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlctl.data.blocks import (
+from rlctl.data.read import check_splits
+from rlctl.data.records import check_columns
+from rlctl.errors import EnvironmentFailure, UsageError, first_line
+from rlctl.prepare.blocks import (
     ArrowRows,
     Block,
     Content,
@@ -24,23 +27,18 @@ from rlctl.data.blocks import (
     records_of,
     to_stream,
 )
-from rlctl.data.records import check_columns
-from rlctl.data.text_files import (
-    CODECS,
+from rlctl.prepare.compressed import CODECS, DAMAGED, ZIP, as_file, members, on_disk
+from rlctl.prepare.text_files import (
     MAX_LINE_BYTES,
     csv_delimiter,
     document_rows,
     is_json_lines,
     open_text,
 )
-from rlctl.errors import EnvironmentFailure, UsageError, first_line
 
 HUB = "hf:"
 BLOCK_ROWS = 4096
 BLOCK_BYTES = 2 << 20
-#: Splits held out from training, in names of directories and files such as `test-00000-of-00004.parquet`.
-_HELD_OUT = {"test", "val", "valid", "validation", "dev", "eval"}
-SPLIT_NAME = re.compile(rf"(train|{'|'.join(sorted(_HELD_OUT))})(?![a-z])", re.IGNORECASE)
 #: Files of `prepare-data` and of `datasets` that contain no rows.
 _NOT_ROWS = {
     *("manifest.json", "quarantine.jsonl", "dataset_dict.json", "dataset_info.json", "state.json"),
@@ -57,9 +55,14 @@ class Source:
     path: Path
     name: str  # data source of rows if neither they nor the request name one
 
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes, for the progress; of the whole archive for a file in one."""
+        return on_disk(self.path).stat().st_size
+
 
 def find_sources(names: Sequence[str]) -> list[Source]:
-    """Finds the input files for names of files, directories and Hugging Face datasets.
+    """Finds the input files for names of files, directories, zip archives and Hugging Face datasets.
 
     A directory gives all readable files in it and below it, ordered by name; a Hugging Face dataset gives its
     Arrow files.
@@ -75,6 +78,10 @@ def _find(name: str) -> list[Source]:
     if name.startswith(HUB):
         return _hub_files(name)
     path = Path(name)
+    if (archive := on_disk(path)) != path:
+        return _in_archive(archive, path)
+    if path.suffix.lower() == ZIP and path.is_file():
+        return _in_archive(path, path)
     if _is_dataset(path):
         return _saved_files(path)
     if path.is_dir():
@@ -90,6 +97,19 @@ def _find(name: str) -> list[Source]:
 
 def _file(path: Path) -> Source:
     return Source(path, path.name.split(".")[0] or "data")
+
+
+def _in_archive(archive: Path, path: Path) -> list[Source]:
+    """The readable files of a zip archive at or below a path in it."""
+    found = [
+        member
+        for member in members(archive)
+        if member.is_relative_to(path) and _reader(member) and member.name not in _NOT_ROWS
+    ]
+    if not found:
+        raise UsageError("the archive holds no such file of a known format", where=str(path), fix=_FORMATS)
+    check_splits(path, found)
+    return [_file(member) for member in found]
 
 
 def _inside(path: Path) -> list[Source]:
@@ -109,25 +129,6 @@ def _inside(path: Path) -> list[Source]:
             found += below
     check_splits(path, entries)
     return found
-
-
-def check_splits(directory: Path, entries: Iterable[Path]) -> None:
-    """Refuses to read training data together with data held out from training.
-
-    Raises:
-        UsageError: some names start with `train`, and others with `test`, `validation` or similar.
-    """
-    by_split: dict[str, str] = {}
-    for entry in entries:
-        if entry.is_dir() and entry.name != "train" and entry.name not in _HELD_OUT:
-            continue
-        if split := SPLIT_NAME.match(entry.name):
-            is_whole = entry.is_dir() or entry.name.partition(".")[0] == split[1]
-            by_split.setdefault(split[1].lower(), entry.name if is_whole else f"{split[1]}*")
-    if "train" in by_split and _HELD_OUT & set(by_split):
-        fix = f"name {' or '.join(str(directory / name) for name in by_split.values())}"
-        what = f"the directory has the splits {', '.join(by_split)}: reading all of them would mix them"
-        raise UsageError(what, where=str(directory), fix=fix)
 
 
 def _is_dataset(path: Path) -> bool:
@@ -164,31 +165,54 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _hub_files(name: str) -> list[Source]:
-    """The cached Arrow files of `hf:organisation/name[:split]`, downloaded if they are not cached.
+    """The cached Arrow files of a dataset of the hub, downloaded if they are not cached.
 
-    The default split is `train`. The name of the sources is that of the dataset.
+    `hf:organisation/name[/configuration][@revision][:split]`; the default configuration is that of the
+    dataset, else `main`; the default split is `train`. The name of the sources is `organisation/name`.
     """
     try:
-        import datasets
+        import datasets  # noqa: F401 - checks that it is installed
     except ImportError as error:
         what = "datasets of the hub are read by the package `datasets`, which is missing"
         raise EnvironmentFailure(what, where=name, fix='pip install "rlctl[datasets]"') from error
-    dataset, _, split = name.removeprefix(HUB).partition(":")
+    place, _, split = name.removeprefix(HUB).partition(":")
+    place, _, revision = place.partition("@")
+    *parts, last = place.split("/")
+    dataset, config = ("/".join(parts), last) if len(parts) == 2 else (place, None)
     if not dataset or "[" in split:  # a slice is a view of files that contain more rows
         what = "a slice of a split cannot be read" if dataset else "no dataset is named"
-        raise UsageError(what, where=name, fix="write hf:organisation/name or hf:organisation/name:split")
+        form = "hf:organisation/name[/configuration][@revision][:split]"
+        raise UsageError(what, where=name, fix=f"write {form}")
+    given = {"split": split or "train"} | ({"revision": revision} if revision else {})
     try:
-        loaded = datasets.load_dataset(dataset, split=split or "train")
+        loaded = _loaded([dataset, config] if config else [dataset], given)
     except ValueError as error:  # an unknown split, or a dataset of several configurations
-        raise UsageError(first_line(error), where=name, fix="see its page for its splits") from error
+        fix = "name a configuration and split of its page: hf:organisation/name/configuration:split"
+        raise UsageError(" ".join(str(error).split())[:300], where=name, fix=fix) from error
     except Exception as error:  # network, cache and hub errors of several libraries: no common base class
-        fix = "check its name and the network, or download its files and name them"
+        fix = (
+            "if it is a file or directory here: it does not exist; if it is on the hub: check its name and "
+            "the network, or download its files and name them"
+        )
         raise EnvironmentFailure(
             f"the dataset could not be loaded: {first_line(error)}", where=name, fix=fix
         ) from error
     if not loaded.cache_files:
         raise UsageError("the dataset has no rows", where=name)
     return [Source(Path(file["filename"]), dataset) for file in loaded.cache_files]
+
+
+def _loaded(names: list[str], options: dict[str, str]) -> Any:
+    """The dataset; with the configuration `main` if it needs one and none is named, as GSM8K does."""
+    import datasets
+
+    try:
+        return datasets.load_dataset(*names, **options)
+    except ValueError as error:
+        if len(names) == 1 and "config" in str(error).lower():
+            with suppress(ValueError):  # the first error says more
+                return datasets.load_dataset(*names, "main", **options)
+        raise
 
 
 def read_records(source: Source) -> Iterator[Record]:
@@ -211,7 +235,7 @@ def read_blocks(source: Source) -> Iterator[Block]:
         for last_number, content, position in reader(source.path):
             yield Block(source.path, source.name, number + 1, content, position - reported)
             number, reported = last_number, position
-    except (OSError, EOFError, pa.ArrowException) as error:
+    except (OSError, EOFError, *DAMAGED) as error:
         after = f" after row {number}" if number else ""
         codec = CODECS.get(source.path.suffix.lower())
         reason = f"the {codec} data is truncated or damaged: " if codec else ""
@@ -311,20 +335,20 @@ def _csv_rows(text: Iterable[str], delimiter: str) -> Iterator[CsvRow]:
 
 def _read_parquet(path: Path) -> Iterator[Piece]:
     # Without these two settings a row group of any size is read at once.
-    with pq.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK_BYTES) as file:
+    with as_file(path) as place, pq.ParquetFile(place, pre_buffer=False, buffer_size=BLOCK_BYTES) as file:
         check_columns(file.schema_arrow.names, str(path))
         groups = [file.metadata.row_group(place) for place in range(file.metadata.num_row_groups)]
         num_rows = max(1, file.metadata.num_rows)
         row_bytes = sum(group.total_byte_size for group in groups) / num_rows
         batches = file.iter_batches(batch_size=max(1, min(BLOCK_ROWS, int(BLOCK_BYTES / (row_bytes + 1)))))
-        size = path.stat().st_size
+        size = place.stat().st_size
         for number, rows in _arrow_rows(batches):
             yield number, rows, size * number // num_rows
 
 
 def _read_arrow(path: Path) -> Iterator[Piece]:
     """Reads a file of a Hugging Face dataset (an Arrow stream), or any other Arrow file."""
-    with pa.memory_map(str(path)) as file:
+    with as_file(path) as place, pa.memory_map(str(place)) as file:
         try:
             opened: Any = pa.ipc.open_stream(file)
             reader = iter(opened)
@@ -354,10 +378,18 @@ _READERS: dict[str, Reader] = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), _read_json),
     **dict.fromkeys((".csv", ".tsv"), _read_csv),
     ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
+    **dict.fromkeys((".arrow", ".feather"), _read_arrow),
 }
 _COLUMNAR = (_read_parquet, _read_arrow)
-_FORMATS = "known: .jsonl, .ndjson, .json, .csv, .tsv (each also .gz or .zst), .parquet and .arrow"
+_FORMATS = (
+    "known: .jsonl, .ndjson, .json, .csv, .tsv (each also .gz, .zst, .bz2 or .xz), .parquet, .arrow, "
+    ".feather, and a .zip of them"
+)
+
+
+def is_readable(path: Path) -> bool:
+    """Whether the name of a file is that of a known format, or of an archive."""
+    return _reader(path) is not None or path.suffix.lower() == ZIP
 
 
 def _reader(path: Path) -> Reader | None:

@@ -12,25 +12,30 @@ from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from rlctl.data.blocks import Record
-from rlctl.data.recipe_names import RecipeChoice
 from rlctl.data.records import (
     RowError,
     Values,
+    check_last_turn,
+    checked_extra,
     columns_of,
-    extra_info,
+    extra_of,
+    given_answer,
     is_integer,
     kind_of,
     lookup,
     parse_answer,
     parse_messages,
+    parse_row,
     source_named,
     text_of,
 )
 from rlctl.data.schema import GSM8K_SOURCE, Message, Row
-from rlctl.data.sources import Source, read_records
 from rlctl.errors import UsageError
 from rlctl.markup import group_end
+from rlctl.prepare.blocks import Record
+from rlctl.prepare.programming import CODE_INSTRUCTION, apps, humaneval, live_code_bench, mbpp
+from rlctl.prepare.recipe_names import RecipeChoice
+from rlctl.prepare.sources import Source, read_records
 
 GSM8K_INSTRUCTION = 'Think step by step, and put the final number on a last line after "####".'
 BOX_INSTRUCTION = r"Think step by step, and put the final answer in \boxed{}."
@@ -58,7 +63,8 @@ def _answered(
         prompt = parse_messages(lookup(values, prompt_key))
         answer = parse_answer(lookup(values, answer_key), f"column {answer_key!r}")
         extra = columns_of(values, *columns)
-        return Row("", prompt, truth_of(answer), answer=answer, ability=ability, extra=extra)
+        truth = truth_of(answer) if answer else ""
+        return Row("", prompt, truth, answer=answer, ability=ability, extra=extra)
 
     return read
 
@@ -119,7 +125,7 @@ def _choices(value: Any) -> tuple[list[str], list[str]]:
         labels = list(LETTERS[: len(texts)])
     if not isinstance(labels, list) or len(labels) != len(texts):
         raise RowError("each choice needs exactly one label")
-    return [str(label) for label in labels], [parse_answer(text, "a choice") for text in texts]
+    return [str(label) for label in labels], [given_answer(text, "a choice") for text in texts]
 
 
 def _chosen(answer: Any, labels: Sequence[str], texts: Sequence[str]) -> int:
@@ -128,7 +134,7 @@ def _chosen(answer: Any, labels: Sequence[str], texts: Sequence[str]) -> int:
         if 0 <= answer < len(texts):
             return answer
         raise RowError(f"the answer is choice {answer}, counted from 0, of {len(texts)}")
-    text = parse_answer(answer, "the answer").strip()
+    text = given_answer(answer, "the answer").strip()
     for names in (labels, texts):
         if list(names).count(text) == 1:
             return list(names).index(text)
@@ -160,25 +166,9 @@ def last_boxed(solution: str) -> str:
 
 
 def _verl(values: Values, prompt_key: str, answer_key: str) -> Row:
-    """verl's five columns; all of `extra_info` is kept, and a structured ground truth becomes JSON text."""
-    reward_model = values.get("reward_model")
-    style = reward_model.get("style") if isinstance(reward_model, Mapping) else None
-    truth = lookup(values, answer_key)
-    if isinstance(truth, list) and len(truth) == 1:
-        truth = truth[0]
-    if isinstance(truth, Mapping | list) and truth:
-        truth = json.dumps(truth, ensure_ascii=False, sort_keys=True, default=str)
-    extra = extra_info(values)
-    return Row(
-        prompt=parse_messages(lookup(values, prompt_key)),
-        ground_truth=parse_answer(truth, answer_key),
-        answer=text_of(extra.get("answer")),
-        question=text_of(extra.get("question")),
-        data_source=source_named(values, "data_source"),
-        ability=text_of(values.get("ability")),
-        style=text_of(style) or "rule",
-        extra=extra,
-    )
+    """verl's five columns; all of `extra_info` is kept."""
+    parsed = parse_row(values, prompt_key, answer_key)
+    return replace(parsed, extra=checked_extra(dict(parsed.extra)))
 
 
 def _dapo_math(values: Values, prompt_key: str, answer_key: str) -> Row:
@@ -190,7 +180,8 @@ def _dapo_math(values: Values, prompt_key: str, answer_key: str) -> Row:
 
 def _trl(values: Values, prompt_key: str, answer_key: str) -> Row:
     """A prompt and an answer column, and the columns that `--to trl` adds."""
-    parsed, extra = _generic(values, prompt_key, answer_key), extra_info(values)
+    parsed, given = _generic(values, prompt_key, answer_key), values.get("extra_info")
+    extra = checked_extra(extra_of(given)) if isinstance(given, Mapping) else {}
     return replace(
         parsed,
         answer=text_of(extra.get("answer")) or parsed.answer,
@@ -264,10 +255,45 @@ LAYOUTS: dict[RecipeChoice, Layout] = {
         "multiple_choice",
         LETTER_INSTRUCTION,
     ),
+    "humaneval": Layout(
+        "prompt",
+        "test",
+        lambda values: values.keys() >= {"prompt", "test", "entry_point"},
+        humaneval,
+        "humaneval",
+        CODE_INSTRUCTION,
+    ),
+    "mbpp": Layout(
+        "text|prompt", "test_list", lambda values: "test_list" in values, mbpp, "mbpp", CODE_INSTRUCTION
+    ),
+    "apps": Layout(
+        "question",
+        "input_output",
+        lambda values: values.keys() >= {"question", "input_output"},
+        apps,
+        "apps",
+        CODE_INSTRUCTION,
+    ),
+    "livecodebench": Layout(
+        "question_content",
+        "public_test_cases",
+        lambda values: values.keys() >= {"question_content", "public_test_cases"},
+        live_code_bench,
+        "livecodebench",
+        CODE_INSTRUCTION,
+    ),
+    "orz": Layout(  # also a list of two turns, see `blocks`
+        "0",
+        "1.ground_truth.value",
+        lambda values: "0" in values and isinstance(values.get("1"), Mapping),
+        _answered("math"),
+        "orz",
+        BOX_INSTRUCTION,
+    ),
     "aime": Layout(
         "problem",
         "answer",
-        lambda values: "problem" in values and isinstance(values.get("answer"), str | int | float),
+        lambda values: "problem" in values and isinstance(values.get("answer"), str | int | float | list),
         _answered("math", columns=("level", "type", "subject", "year")),
         instruction=BOX_INSTRUCTION,
     ),
@@ -291,7 +317,9 @@ LAYOUTS: dict[RecipeChoice, Layout] = {
         lambda values: "prompt" in values and bool({"ground_truth", "solution", "label"} & values.keys()),
         _trl,
     ),
-    "generic": Layout("prompt|question|problem", "answer", lambda _: True, _generic),
+    "generic": Layout(
+        "prompt|question|problem|messages|conversations", "answer|ground_truth", lambda _: True, _generic
+    ),
 }
 
 
@@ -309,6 +337,8 @@ class Recipe:
     system_prompt: str | None = None  # precedes the conversation, in place of its own system message
     instruction: str | None = None  # follows the text of the last message
     source_key: str | None = None  # column that names each record's data source
+    #: a prompt may end with a message of the assistant, which the response continues
+    continue_final_message: bool = False
 
     def resolve(self, sources: Iterable[Source] = ()) -> Recipe:
         """Returns a copy with the defaults of the layout filled in.
@@ -342,17 +372,16 @@ class Recipe:
         layout = LAYOUTS[self.name]
         parsed = layout.read(values, self.prompt_key or "", self.answer_key or "")
         messages = parsed.prompt
-        last = messages[-1]
-        if last.role == "assistant":
-            raise RowError(
-                "the prompt ends with a reply of the assistant, which would show the model an answer: "
-                "end it with the message to answer"
-            )
+        check_last_turn(messages, continue_final_message=self.continue_final_message)
         if self.instruction:
-            messages = (*messages[:-1], Message(last.role, f"{last.content}\n{self.instruction}"))
+            place = len(messages) - 1 - (messages[-1].role == "assistant")
+            asked = replace(messages[place], content=f"{messages[place].content}\n{self.instruction}")
+            messages = (*messages[:place], asked, *messages[place + 1 :])
+        starts = messages[0].role == "system"
         if self.system_prompt:
-            others = messages[1:] if messages[0].role == "system" else messages
-            messages = (Message("system", self.system_prompt), *others)
+            messages = (Message("system", self.system_prompt), *messages[starts:])
+        elif not starts and (system := text_of(values.get("system"))).strip():
+            messages = (Message("system", system), *messages)
         own = (self.data_source or "") if self.source_key is None else source_named(values, self.source_key)
         stored = parsed.extra.get("index")
         return replace(

@@ -3,7 +3,21 @@
 from typing import Literal
 
 RecipeName = Literal[
-    "gsm8k", "math", "aime", "dapo-math", "countdown", "multiple-choice", "verl", "trl", "openrlhf", "generic"
+    "gsm8k",
+    "math",
+    "aime",
+    "dapo-math",
+    "countdown",
+    "multiple-choice",
+    "humaneval",
+    "mbpp",
+    "apps",
+    "livecodebench",
+    "orz",
+    "verl",
+    "trl",
+    "openrlhf",
+    "generic",
 ]
 #: `auto`: the first row determines the recipe.
 RecipeChoice = Literal["auto", RecipeName]

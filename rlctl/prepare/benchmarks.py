@@ -1,4 +1,4 @@
-"""Benchmarks with a name. A new one needs only an entry in the table here.
+"""Benchmarks with a name. A new one needs only an entry in `benchmarks.toml`.
 
 An entry pins everything that a result depends on: the data set's file at one commit of the hub, the prompt,
 and the grader. `sha256` is the hash of the file at this commit, if known.
@@ -7,15 +7,16 @@ and the grader. `sha256` is the hash of the file at this commit, if known.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from rlctl.data.recipe_names import RecipeName
-from rlctl.data.recipes import BOX_INSTRUCTION, GSM8K_INSTRUCTION, LETTER_INSTRUCTION, Recipe
-from rlctl.data.sources import HUB, Source, find_sources
 from rlctl.errors import EnvironmentFailure, UsageError, first_line
+from rlctl.prepare.recipe_names import RecipeName
+from rlctl.prepare.recipes import BOX_INSTRUCTION, LAYOUTS, Recipe
+from rlctl.prepare.sources import HUB, Source, find_sources
 
 #: Environment variable that names a directory of benchmark files.
 BENCHMARKS_VARIABLE = "RLCTL_BENCHMARKS"
@@ -31,15 +32,15 @@ class Benchmark:
     revision: str  # commit of that repository
     file: str  # file with the questions, as a path in the repository
     num_questions: int  # rows of the file
+    columns: tuple[str, ...]  # columns that its rows must have
+    instruction: str  # follows the question after a newline
     sha256: str | None = None  # of the file; None: not known
     split: str = "test"  # of the data set
-    columns: tuple[str, ...] = ("problem", "answer")  # columns that its rows must have
-    recipe: RecipeName = "generic"  # how a row becomes a prompt and a ground truth, see `rlctl.data.recipes`
-    instruction: str = BOX_INSTRUCTION  # follows the question after a newline
+    recipe: RecipeName = "generic"  # how a record becomes a row, see `rlctl.prepare.recipes`
     grader: str = "maths"  # grades the responses
     #: prompt_key, answer_key: columns that the recipe reads; None: its defaults
-    prompt_key: str | None = "problem"
-    answer_key: str | None = "answer"
+    prompt_key: str | None = None
+    answer_key: str | None = None
 
     def to_recipe(self) -> Recipe:
         """Returns the recipe that reads its rows."""
@@ -54,90 +55,15 @@ class Benchmark:
         )
 
 
-_OWN_KEYS: dict[str, Any] = {"prompt_key": None, "answer_key": None}
-_CHOICE: dict[str, Any] = _OWN_KEYS | {
-    "recipe": "multiple-choice",
-    "instruction": LETTER_INSTRUCTION,
-    "grader": "multiple_choice",
-}
-_TABLE = [
-    Benchmark(
-        "gsm8k",
-        "openai/gsm8k",
-        "740312add88f781978c0658806c59bc2815b9866",
-        "main/test-00000-of-00001.parquet",
-        1319,
-        columns=("question", "answer"),
-        recipe="gsm8k",
-        instruction=GSM8K_INSTRUCTION,
-        **_OWN_KEYS,
-    ),
-    Benchmark(
-        "math500",
-        "HuggingFaceH4/MATH-500",
-        "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be",
-        "test.jsonl",
-        500,
-        "35dc41080a3680858b27fa7e0533d2d547825316fc5dafe5d316f4ccc5a06132",
-    ),
-    Benchmark(
-        "aime24",
-        "HuggingFaceH4/aime_2024",
-        "2fe88a2f1091d5048c0f36abc874fb997b3dd99a",
-        "data/train-00000-of-00001.parquet",
-        30,
-        "26139847601a5037c237d5928b195e7260ca8074cf4f264b794af42847f79ccf",
-        split="train",
-    ),
-    Benchmark(
-        "aime25",
-        "math-ai/aime25",
-        "563bb8404243c5f09de6ec262f2db674fe5bce9b",
-        "test.jsonl",
-        30,
-        "b4e273c02d3e7fe1b74b59eae768fc8230bfb0f79539890cb56f4361caac0331",
-    ),
-    Benchmark(
-        "amc23",
-        "math-ai/amc23",
-        "80815d37005feb82cd7f8fbc6901d5d3eff43057",
-        "test-00000-of-00001.parquet",
-        40,
-        "b696e87ba47be4e879a60fd4ef1d4aa522ba78c5ae013c6aff5cc9788a397c5e",
-        columns=("question", "answer"),
-        prompt_key="question",
-    ),
-    Benchmark(
-        "mmlu",
-        "cais/mmlu",
-        "c30699e8356da336a370243923dbaf21066bb9fe",
-        "all/test-00000-of-00001.parquet",
-        14042,
-        "74a41822ce7d3def56e1682f958469c04642a5336a5ce912fa375fdb90fb25d7",
-        columns=("question", "choices", "answer"),
-        **_CHOICE,
-    ),
-    Benchmark(
-        "mmlu-pro",
-        "TIGER-Lab/MMLU-Pro",
-        "b189ec765aa7ed75c8acfea42df31fdae71f97be",
-        "data/test-00000-of-00001.parquet",
-        12032,
-        "0e24a191921c2f453518a537a8b2117bd137e7714d4ef1565e9ba06c1ecb9ad8",
-        columns=("question", "options", "answer"),
-        **_CHOICE,
-    ),
-    Benchmark(
-        "arc-challenge",
-        "allenai/ai2_arc",
-        "210d026faf9955653af8916fad021475a3f00453",
-        "ARC-Challenge/test-00000-of-00001.parquet",
-        1172,
-        columns=("question", "choices", "answerKey"),
-        **_CHOICE,
-    ),
-]
-BENCHMARKS = {benchmark.name: benchmark for benchmark in _TABLE}
+def _table() -> Iterator[tuple[str, Benchmark]]:
+    text = Path(__file__).with_name("benchmarks.toml").read_text(encoding="utf-8")
+    for name, entry in tomllib.loads(text).items():
+        instruction = LAYOUTS[entry.get("recipe", "generic")].instruction or BOX_INSTRUCTION
+        found = entry | {"columns": tuple(entry["columns"])}
+        yield name, Benchmark(name, instruction=instruction, **found)
+
+
+BENCHMARKS = dict(_table())
 
 
 def find_benchmark(benchmark: Benchmark, directory: Path | None = None) -> Path:

@@ -247,7 +247,9 @@ def _kl_coefficient(table: Table) -> float | None:
 
 
 def _length_limit(table: Table) -> int | None:
-    """The length limit, if many rows have exactly the same largest length."""
+    """The length limit, if many rows have exactly the same largest length, and responses are cut off."""
+    if len(shares := table.series(th.TRUNCATED.key)) and not shares.values.any():
+        return None
     mean, longest = (table.series(f"response_length/{which}").values for which in ("mean", "max"))
     _, (means, maxima) = table.aligned("response_length/mean", "response_length/max")
     if (all_at_once := means[(means == maxima) & (means > LONG_ANSWER)]).size:

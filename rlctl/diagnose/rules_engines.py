@@ -41,6 +41,9 @@ FROZEN_GROWTH, FROZEN_STEPS = 1.5, 20
 #: Mean bounded weight below which the log-probs belong to other weights.
 MEAN_VANISHED = Levels("rollout_corr/rollout_is_mean", (("critical", 0.1),), is_floor=True)
 
+#: What a gap between the policies causes.
+_OF_A_GAP = (*th.GAP_RULES, *th.COLLAPSE_RULES, "gradient-norm")
+
 _PURE = "the gap is pure mismatch in this mode, but the log does not show where it comes from"
 
 
@@ -56,6 +59,7 @@ def _mixed(run: RunLog, key: str) -> Skipped | None:
 @Rule(
     "probability-gap", thresholds=th.PROBS_GAP, source=th.OWN, sure=("medium", _PURE),
     needs=(th.PROBS_GAP.key,), uses=th.STALENESS,
+    explains=_OF_A_GAP,
     signal="`training/rollout_probs_diff_mean`, where the gap is pure mismatch¹; relative",
     cause="rollout engine and trainer compute in different precision or with different kernels (vLLM's "
     "cascade attention at long contexts is one)",
@@ -80,7 +84,7 @@ def probability_gap(run: RunLog) -> Detection | Skipped | None:
     "`mismatch/log_prob_abs_diff_mean`, both relative",
     thresholds="— / k3 > 0.001, difference > 0.03 / \\|kl\\|, or k3⁴, > 0.1, difference > 0.15",
     cause="rollout engine and trainer differ, samples are stale, or the policy moves far on one batch",
-    fixes=(fix.gentler, fix.correct_tokens),
+    fixes=(fix.gentler, fix.correct_tokens), explains=_OF_A_GAP,
     sure=("medium", "the logged gap includes the policy's own progress, or this is unknown"),
     one_of=(th.KL.key, th.K3.key, th.LOG_PROB_GAP.key),
 )  # fmt: skip
@@ -113,7 +117,7 @@ def policy_gap(run: RunLog) -> Detection | Skipped | None:
 
 @Rule(
     "sampled-otherwise", thresholds="— / × 1.4 or ÷ 1.4 / × 2 or ÷ 2", source=th.OWN,
-    needs=(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY), uses=(_FAILED,),
+    needs=(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY), uses=(_FAILED,), explains=_OF_A_GAP,
     signal="mean −log π of the samples (`rollout_corr/training_log_ppl`) over `actor/entropy`, if they "
     f"differ by {SAMPLED_NATS:g} nats and both sides agree on the log-probs",
     cause="the engine samples at another temperature, top-p or top-k than it reports, for example from the "
@@ -160,7 +164,7 @@ def sampled_otherwise(run: RunLog) -> Detection | None:
             verl="actor_rollout_ref.rollout.calculate_log_probs=True",
         ),
     ),
-    sure=("high", "no sampled response has probability 1 at every token"),
+    sure=("high", "no sampled response has probability 1 at every token"), explains=_OF_A_GAP,
 )  # fmt: skip
 def missing_log_probs(run: RunLog) -> Detection | None:
     """The engine reports log-probs."""
@@ -179,6 +183,7 @@ def missing_log_probs(run: RunLog) -> Detection | None:
     thresholds=f"— / > 1.05, or the part above 1 doubled to > {TOKEN_ERROR_EXCESS:g} / > 2",
     cause="weights reach the engine incompletely or late, or its tensor-parallel kernels differ",
     fixes=(fix.by_hand("score a fixed sequence on both sides after every weight synchronization"),),
+    explains=_OF_A_GAP,
     sure=("medium", "incomplete weights and different kernels have the same effect on this figure"),
     not_applicable=lambda run: (
         "`policy-gap` covers the same gap"
@@ -212,7 +217,7 @@ def token_error(run: RunLog) -> Detection | None:
     thresholds=f"— / \\|kl\\| > {FIRST_PPO_KL:g}, > {FIRST_CLIPFRAC:g}, > {th.FIRST_LOG_PROB_GAP:g} / —",
     cause="the engine holds other weights than the trainer, or one of them is not deterministic",
     fixes=(fix.by_hand("stop, and correct this before you continue"), fix.FIND_THE_CAUSE),
-    sure=("high", "before the first update only the implementations can differ"),
+    sure=("high", "before the first update only the implementations can differ"), explains=_OF_A_GAP,
 )  # fmt: skip
 def first_step(run: RunLog) -> Detection | Skipped | None:
     """At the first step trainer and engine hold the same policy."""
@@ -240,6 +245,7 @@ def first_step(run: RunLog) -> Detection | Skipped | None:
     thresholds=f"— / — / between {TEMPLATE_KL[0]:g} and {TEMPLATE_KL[1]:g}",
     cause="the chat template, or special tokens, are applied on one side only",
     fixes=(fix.by_hand("compare the token ids of one prompt on both sides"), fix.FIND_THE_CAUSE),
+    explains=_OF_A_GAP,
     sure=("medium", "a wrong temperature or other weights can cause a KL of this size too"),
 )  # fmt: skip
 def template(run: RunLog) -> Detection | Skipped | None:
@@ -262,7 +268,7 @@ def template(run: RunLog) -> Detection | Skipped | None:
     one_of=th.GAPS, uses=(_LR,), min_steps=FROZEN_STEPS,
     signal="trend of the gap while the learning rate is 0",
     cause="a fault of the engine or of the scoring: caches, memory, or wrong weight synchronization",
-    fixes=(fix.FIND_THE_CAUSE,),
+    fixes=(fix.FIND_THE_CAUSE,), explains=_OF_A_GAP,
     sure=("high", "a policy that does not learn cannot move away from its sampler"),
 )  # fmt: skip
 def frozen_gap(run: RunLog) -> Detection | Skipped | None:
@@ -298,6 +304,7 @@ def frozen_gap(run: RunLog) -> Detection | Skipped | None:
         ),
         fix.FIND_THE_CAUSE,
     ),
+    explains=_OF_A_GAP,
     sure=("medium", "old weights and the wrong kind of log-probs have the same effect on this figure"),
     not_applicable=lambda run: (
         "`policy-gap` covers the same gap"

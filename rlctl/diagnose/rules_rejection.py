@@ -50,7 +50,7 @@ def _less_rejection(run: RunLog) -> tuple[Fix, ...]:
     signal="`rollout_corr/rollout_rs_masked_fraction`",
     cause="the bounds are too tight for the distance between the policies; if a finding above names that "
     "gap, reduce it first",
-    sure=("high", "the share is counted, not estimated"),
+    sure=("high", "the share is counted, not estimated"), explains=("no-gradient", *th.COLLAPSE_RULES),
 )  # fmt: skip
 def rejected(run: RunLog) -> Detection | None:
     """Rejection keeps most tokens."""
@@ -102,6 +102,7 @@ def clipped_on_policy(run: RunLog) -> Detection | Skipped | None:
 
 @Rule(
     "silently-off", thresholds="— / — / always", source=th.LOGIC,
+    explains=th.COLLAPSE_RULES,
     sure=("high", "the framework always logs it"), facts=("rollout_is", "rollout_rs"),
     signal="correction is configured, but not logged, or every weight is 1 while the policies differ",
     cause="the correction is computed from the wrong log-probs, or its result is not used",
@@ -143,6 +144,7 @@ def silently_off(run: RunLog) -> Detection | Skipped | None:
 @Rule(
     "bypass-repeats", thresholds="— / always / —", source=th.LOGIC, sure=("high", "the settings show it"),
     facts=("bypass_mode", "ppo_epochs"),
+    explains=(*th.GAP_RULES, *th.COLLAPSE_RULES, "update-size"),
     signal="bypass mode with several passes over a batch",
     cause="π_old stays the sampling policy while π_θ moves: every pass is further off-policy than the last",
     fixes=(fix.change(f"{RC}bypass_mode=false"), fix.change("actor.ppo_epochs=1")),

@@ -28,7 +28,7 @@ PPO_KL_ON_POLICY = Levels("actor/ppo_kl", (("warning", 1e-3),), absolute=True)
 SLOW_GRADING_MEDIANS, SLOW_GRADING_SHARE, SLOW_GRADING_COUNT, SLOW_GRADING_STEPS = 3.0, 0.3, 3, 0.05
 IDLE = Levels("perf/trainer_idle_fraction", (("warning", 0.3),))
 FAILED = tuple(
-    Levels(key, (("warning", 0.05), ("critical", 0.25)))
+    Levels(key, (("warning", 0.05), ("critical", 0.25)), is_share=True)
     for key in ("rollout/error_fraction", "rollout/empty_fraction", "reward/error_fraction")
 )
 _TIMES = 1e-9  # seconds; lower limit of the median, so that it is never 0
@@ -109,6 +109,7 @@ def _fresher(run: RunLog) -> tuple[Fix, ...]:
     signal="age of the oldest samples (or else mean age) in batches; samples dropped for their age",
     thresholds=f"— / > 8; doubling to {DROPPED_SHARE * 100:g} % of a batch / —",
     cause="generation runs too far ahead of training, or training cannot keep up",
+    explains=(*th.GAP_RULES, *th.COLLAPSE_RULES, "gradient-norm"),
 )  # fmt: skip
 def staleness(run: RunLog) -> Detection | None:
     """Samples are recent enough."""
@@ -144,6 +145,7 @@ def _more_dropped(run: RunLog) -> Evidence | None:
     "nondeterminism", thresholds="— / difference > 0.001 / —", source=th.LOGIC,
     facts=("updates_per_batch", "bypass_mode"),
     signal="with one update per batch²: mean of π_θ/π_old, or `actor/ppo_kl`",
+    explains=("first-step", "clipped-on-policy", "policy-gap"),
     cause="two passes of the same model differ: mixture-of-experts routing, dropout, or kernels that depend "
     "on the batch",
     fixes=(
@@ -196,11 +198,11 @@ def slow_grader(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "failed-rollouts", thresholds="— / > 5 % / > 25 %", source=th.FIELD,
+    "failed-rollouts", thresholds="— / ≥ 5 % / ≥ 25 %", source=th.FIELD,
     sure=("high", "failures are counted"), one_of=tuple(levels.key for levels in FAILED),
     signal="failed or empty rollouts, failed gradings",
     cause="faults of the environment or of the engine: time-outs, tools, memory",
-    fixes=(fix.by_hand("read the engine's own log"),),
+    fixes=(fix.by_hand("read the engine's own log"),), explains=th.COLLAPSE_RULES,
 )  # fmt: skip
 def failed_rollouts(run: RunLog) -> Detection | None:
     """Rollouts and grading succeed."""

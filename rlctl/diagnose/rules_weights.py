@@ -16,6 +16,8 @@ from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
 _CORR = "rollout_corr/"
+#: What weights of a few samples cause.
+_OF_WEIGHTS = ("variance-collapse", "gradient-norm", *th.COLLAPSE_RULES)
 _SATURATED, _NORM = f"{_CORR}saturated_sequences", th.GRAD_NORM.key
 _RAW_MEAN = f"{_CORR}rollout_is_raw_mean"
 RAW_MEAN_HIGH = Levels(_RAW_MEAN, (("info", 1.2), ("critical", 2.0)))
@@ -44,6 +46,7 @@ def _no_weights(run: RunLog) -> str:
     thresholds="outside [0.8, 1.2] / bounded < 0.5 / outside [0.5, 2], bounded < 0.01",
     cause="missing, shifted or stale log-probs; or policies so far apart that few samples have weight",
     fixes=(fix.FIND_THE_CAUSE, fix.reject_outliers, fix.gentler),
+    explains=("effective-samples", "hidden-tail", "chi2", *_OF_WEIGHTS),
     sure=("medium", "wrong log-probs and a large gap have the same effect on the mean"),
 )  # fmt: skip
 def weight_mean(run: RunLog) -> Detection | None:
@@ -68,7 +71,7 @@ def weight_mean(run: RunLog) -> Detection | None:
     signal="effective sample size among the samples that are not rejected; standard deviation",
     thresholds="< 0.5 / < 0.5 with a deviation > 1, or that alone where nothing else is logged / < 0.3",
     cause="the policies are far apart: a few samples have most of the weight",
-    fixes=(fix.reject_outliers, fix.wider_bound, fix.gentler),
+    fixes=(fix.reject_outliers, fix.wider_bound, fix.gentler), explains=_OF_WEIGHTS,
 )  # fmt: skip
 def effective_samples(run: RunLog) -> Detection | None:
     """Applied weights are spread over the samples.
@@ -100,7 +103,7 @@ def effective_samples(run: RunLog) -> Detection | None:
     one_of=(th.RAW_ESS.key, *CHI2.values()), not_applicable=_no_weights,
     signal="raw effective sample size, or 1 / (1 + χ²) at their level, while the applied ESS is normal",
     cause="bounded weights have a small spread; the policies themselves are far apart",
-    fixes=(fix.reject_outliers, fix.geometric, fix.gentler),
+    fixes=(fix.reject_outliers, fix.geometric, fix.gentler), explains=("chi2", *_OF_WEIGHTS),
     sure=("high", "raw and applied weights are both logged"),
 )  # fmt: skip
 def hidden_tail(run: RunLog) -> Detection | Skipped | None:
@@ -144,7 +147,7 @@ def raw_ess(run: RunLog) -> tuple[str, Series] | None:
 
 @Rule(
     "chi2", signal="`rollout_corr/chi2_token`", thresholds=CHI2_TOKEN, source=th.VERL,
-    fixes=(fix.reject_outliers, fix.gentler), needs=(CHI2_TOKEN.key,),
+    fixes=(fix.reject_outliers, fix.gentler), needs=(CHI2_TOKEN.key,), explains=_OF_WEIGHTS,
     cause="the sampled tokens no longer represent the trained policy",
     sure=("high", "χ² is measured before anything is bounded"),
 )  # fmt: skip
@@ -171,6 +174,7 @@ def chi2(run: RunLog) -> Detection | None:
         fix.geometric,
     ),
     sure=("high", "weights are per sequence and responses are long"),
+    explains=("weight-mean", "effective-samples", "hidden-tail", *_OF_WEIGHTS),
     not_applicable=lambda run: (
         "" if run.facts.rollout_is in {None, "sequence"} else "weights are not products over a sequence"
     ),
@@ -198,6 +202,7 @@ def long_products(run: RunLog) -> Detection | None:
 
 @Rule(
     "variance-collapse", thresholds="— / — / together", source=th.OWN, needs=(_NORM,),
+    explains=("gradient-norm", *th.COLLAPSE_RULES),
     one_of=(th.RAW_ESS.key, *CHI2.values()), min_steps=th.MOVE_STEPS,
     signal="raw effective sample size below 0.5 and 70 % of its start, while the gradient norm doubles or "
     "spikes twice",

@@ -47,6 +47,7 @@ class Crossing:
     #: first_step, last_step: the steps beyond the level
     first_step: int
     last_step: int
+    since: int  # the first step beyond the level of the first window that is beyond it
     lasts: bool  # whether the newest window is beyond it
     remark: str = ""  # why it is only a remark: unchanged since the run's start, or only at the start
 
@@ -59,7 +60,7 @@ class Crossing:
     @property
     def evidence(self) -> Evidence:
         """The crossing as evidence of a finding."""
-        relation = "over" if self.worst > self.limit else "under"
+        relation = "over" if self.worst > self.limit else "under" if self.worst < self.limit else "exactly"
         of = f" (median of {steps_text(*self.window)})" if self.window[0] < self.window[1] else ""
         figure = f"{self.worst:.3g}{of}, {relation} {self.limit:g}"
         return Evidence(self.key, figure, self.first_step, self.last_step)
@@ -131,7 +132,7 @@ def crossing(series: Series, levels: Levels) -> Crossing | None:
         return None
     if levels.absolute:
         series = Series(series.steps, np.abs(series.values))
-    is_beyond = np.less if levels.is_floor else np.greater
+    is_beyond = np.less if levels.is_floor else np.greater_equal if levels.is_share else np.greater
     values, half = series.values, th.WINDOW // 2
     if not is_beyond(values, tiers[0][1]).any():
         return None
@@ -146,6 +147,7 @@ def crossing(series: Series, levels: Levels) -> Crossing | None:
     lasts = bool(beyond[-1] == len(medians) - 1)
     # From the middle of the first window beyond the level to the middle of the last; if that is the first
     # (last) window of the series, from the first (to the last) value.
+    since = int(beyond[0]) + int(np.argmax(is_beyond(values[beyond[0] :], limit)))
     first = 0 if beyond[0] == 0 else int(beyond[0]) + half
     last = len(values) - 1 if lasts else int(beyond[-1]) + half
     remark = ""
@@ -159,7 +161,8 @@ def crossing(series: Series, levels: Levels) -> Crossing | None:
     steps = series.steps
     window = int(steps[at]), int(steps[min(at + th.WINDOW, len(values)) - 1])
     first_step, last_step = int(steps[first]), int(steps[last])
-    return Crossing(levels.key, severity, worst, limit, window, first_step, last_step, lasts, remark)
+    onset = int(steps[since])
+    return Crossing(levels.key, severity, worst, limit, window, first_step, last_step, onset, lasts, remark)
 
 
 def trend(series: Series) -> Trend | None:
@@ -178,6 +181,12 @@ def trend(series: Series) -> Trend | None:
         return None
     slope, intercept = theilslopes(medians, places)[:2]
     return Trend(float(intercept), float(intercept + slope * (count - 1)))
+
+
+def rises(table: Table, key: str) -> bool:
+    """Whether the metric rises; for the spread within groups, whether it falls, as more groups are equal."""
+    found = trend(table.series(key))
+    return found is not None and found.rises != (key == th.GROUP_STD)
 
 
 def growth(series: Series, factor: float, least: float = 0.0) -> Trend | None:

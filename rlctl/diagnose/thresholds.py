@@ -38,12 +38,13 @@ class Levels:
     tiers: tuple[tuple[Severity, float], ...]  # (severity, value), mildest first
     is_floor: bool = False  # the metric must stay above the levels, not below
     absolute: bool = False  # the metric's absolute value is compared
+    is_share: bool = False  # of samples, where exactly half counts as half: a value at a level is beyond it
     relative: bool = False  # levels below `critical` also require the metric to be far from the run's start
 
     def __str__(self) -> str:
         """`— / > 0.1 / > 0.3`: for info, warning and critical."""
         limits = dict(self.tiers)
-        sign = "<" if self.is_floor else ">"
+        sign = "<" if self.is_floor else "≥" if self.is_share else ">"
         return " / ".join(f"{sign} {limits[s]:g}" if s in limits else "—" for s in reversed(SEVERITIES))
 
 
@@ -97,19 +98,21 @@ GAPS = (K3.key, LOG_PROB_GAP.key, PROBS_GAP.key)
 STALENESS = ("training/staleness_max", "training/staleness_mean")
 RAW_ESS = Levels(f"{_CORR}rollout_is_raw_eff_sample_size", (("warning", 0.3),), is_floor=True)
 ESS = Levels(f"{_CORR}rollout_is_eff_sample_size", (("info", 0.5), ("critical", 0.3)), is_floor=True)
-MASKED = Levels(f"{_CORR}rollout_rs_masked_fraction", (("info", 0.3), ("critical", 0.5)))
+MASKED = Levels(f"{_CORR}rollout_rs_masked_fraction", (("info", 0.3), ("critical", 0.5)), is_share=True)
 GRAD_NORM = Levels("actor/grad_norm", (("warning", 10.0),), relative=True)
 REF_KL = tuple(
     Levels(key, (("warning", 0.5), ("critical", 2.0))) for key in ("actor/kl_loss", "actor/reward_kl_penalty")
 )
 ENTROPY = Levels("actor/entropy", (("warning", 0.01),), is_floor=True)
-TRUNCATED = Levels("response_length/clip_ratio", (("info", 0.05), ("warning", 0.1), ("critical", 0.3)))
+TRUNCATED = Levels(
+    "response_length/clip_ratio", (("info", 0.05), ("warning", 0.1), ("critical", 0.3)), is_share=True
+)
 #: Mean, best and worst single reward of a batch; validation scores, one per data source; mean length.
 SCORE, BEST, WORST = REWARDS = ("critic/score/mean", "critic/score/max", "critic/score/min")
 VALIDATION, LENGTH = "val/<data_source>/reward_mean", "response_length/mean"
 #: Mean reward, as a share of its range, from which the data counts as learned, and as mostly right.
 LEARNED, MOSTLY_RIGHT = 0.9, 0.5
-ZERO_SPREAD = Levels("reward/zero_spread_groups", (("warning", 0.5), ("critical", 0.75)))
+ZERO_SPREAD = Levels("reward/zero_spread_groups", (("warning", 0.5), ("critical", 0.75)), is_share=True)
 #: Standard deviation of the rewards within a group; at 0 the group gives no learning signal.
 GROUP_STD = "reward/group_std"
 #: Share of steps with an exact zero (gradient, advantages, reward spread) from which rules report it: exact
@@ -121,3 +124,17 @@ EXACT = 1e-9
 LONG_RESPONSE = 100.0
 #: Gain below which the reward counts as flat, as a share of its range.
 FLAT_REWARD = 0.05
+
+# --- rules that other rules explain -----------------------------------------------------------------
+#: Rules of figures that a gap between the policies changes.
+GAP_RULES = (
+    *("probability-gap", "policy-gap", "token-error", "first-step", "template", "stale-weights"),
+    *("weight-mean", "effective-samples", "hidden-tail", "chi2", "long-products", "rejected"),
+    *("clipped-on-policy", "nondeterminism", "variance-collapse", "blind-rejection", "frozen-gap"),
+)
+#: Rules of what a damaged policy does.
+COLLAPSE_RULES = (
+    *("reward-fell", "zero-reward", "zero-spread-groups", "zero-advantages", "no-gradient", "truncated"),
+    *("entropy", "entropy-rise", "gibberish", "length-growth", "flat-reward", "reward-hacking", "critic"),
+    "reward-terms",
+)

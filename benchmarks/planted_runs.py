@@ -1,4 +1,4 @@
-"""Plants ten causes at four strengths each in runs of the embedded model, and measures what `diagnose` advises.
+"""Plants ten causes, at four strengths each, in runs of the embedded model, and follows `diagnose`.
 
     python benchmarks/planted_runs.py [--directory DIR] [--only CAUSE …]
 
@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,22 +88,25 @@ def _each(key: str, *values: Any, more: tuple[str, ...] = ()) -> tuple[tuple[str
 
 _UNCORRECTED = (f"{RC}rollout_is=null", f"{RC}rollout_is_batch_normalize=false", "actor.lr=2e-3")
 CAUSES = (
-    Cause("learning rate too high", frozenset(), _each("actor.lr", 1e-2, 2e-2, 4.8e-2, 0.12)),
-    Cause("learning rate too low", frozenset(), _each("actor.lr", 8e-6, 8e-7, 8e-8, 0)),
-    Cause("limit too short", frozenset(), (*_each("data.max_response_length", 3, 2, 1),
-          ("data.max_response_length=2", "trainer.seed=2"))),
-    Cause("wrong grader", frozenset(), _each("reward.name", "{graders}:reversed_digits", "{graders}:boxed",
-          "{graders}:anything", "{graders}:raises", more=("reward.max_error_fraction=1",))),
-    Cause("bounds of rejection too tight", frozenset(), _each(f"{RC}rollout_rs_threshold", "0.998_1.002",
-          "0.999_1.001", "0.9998_1.0002", "0.9999_1.0001",
-          more=(f"{RC}rollout_rs=token_k1", "rollout.dtype=bf16"))),
-    Cause("temperature too high", frozenset(), _each("rollout.temperature", 2, 3, 5, 10)),
-    Cause("stale samples, no correction", frozenset(),
+    Cause("learning rate too high", frozenset({"large-updates", "reward-fell"}),
+          _each("actor.lr", 1e-2, 2e-2, 4.8e-2, 0.12)),
+    Cause("learning rate too low", frozenset({"small-updates"}), _each("actor.lr", 8e-6, 8e-7, 8e-8, 0)),
+    Cause("limit too short", frozenset({"truncated"}),
+          (*_each("data.max_response_length", 3, 2, 1), ("data.max_response_length=2", "trainer.seed=2"))),
+    Cause("wrong grader", frozenset({"zero-reward", "constant-reward", "failed-rollouts", "zero-spread-groups"}),
+          _each("reward.name", *(f"{{graders}}:{name}" for name in ("reversed_digits", "boxed", "anything",
+                "raises")), more=("reward.max_error_fraction=1",))),
+    Cause("bounds of rejection too tight", frozenset({"rejected"}),
+          _each(f"{RC}rollout_rs_threshold", "0.998_1.002", "0.999_1.001", "0.9998_1.0002", "0.9999_1.0001",
+                more=(f"{RC}rollout_rs=token_k1", "rollout.dtype=bf16"))),
+    Cause("temperature too high", frozenset({"temperature"}), _each("rollout.temperature", 2, 3, 5, 10)),
+    Cause("stale samples, no correction", frozenset({"staleness"}),
           _each("rollout.staleness", 8, 16, 24, 32, more=_UNCORRECTED)),
-    Cause("KL penalty too large", frozenset(),
+    Cause("KL penalty too large", frozenset({"strong-penalty"}),
           _each("actor.kl_loss_coef", 1, 3, 10, 100, more=("actor.use_kl_loss=true",))),
-    Cause("entropy bonus too large", frozenset(), _each("actor.entropy_coeff", 0.1, 0.3, 1, 3)),
-    Cause("a term of the reward is gamed", frozenset(), tuple(
+    Cause("entropy bonus too large", frozenset({"entropy-rise"}),
+          _each("actor.entropy_coeff", 0.1, 0.3, 1, 3)),
+    Cause("a term of the reward is gamed", frozenset({"reward-terms"}), tuple(
           (f"reward.terms=[{{{{name: exact}}}}, {{{{name: {{graders}}:ones, weight: {weight}}}}}]",)
           for weight in (2, 3, 5, 10))),
 )  # fmt: skip
@@ -179,17 +182,63 @@ def runs(causes: tuple[Cause, ...], directory: Path, context: Any) -> Iterator[t
             yield cause, overrides[0].format(graders="") if overrides else "", run_dir
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What `diagnose` says of a planted run, and what its first remedy does."""
+
+    first: str  # rule of the first finding, or `—`
+    is_named: bool  # whether it means the planted cause
+    remedy: str  # what `--fix` changes for it
+    reward: float  # of the planted run
+    fixed: float | None  # of the run with the remedy; None where no setting helps
+
+
+def outcome(cause: Cause, run_dir: Path, directory: Path, context: Any) -> Outcome:
+    """Diagnoses a planted run, and trains it with its first remedy."""
+    diagnosis = diagnosed(run_dir)
+    alarms = [one for one in diagnosis.findings if one.severity != "info"] if diagnosis else []
+    if diagnosis is None or not alarms:
+        return Outcome("—", False, "—", last_reward(run_dir), None)
+    first = alarms[0]
+    patch = propose_patch(replace(diagnosis, findings=(first,)))
+    remedy = " ".join(f"{key}={value}" for key, value in patch.changes.items())
+    fixed = last_reward(trained(patch.spec, directory, context)) if patch.applied and patch.spec else None
+    return Outcome(first.rule, first.rule in cause.rules, remedy or "by hand", last_reward(run_dir), fixed)
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--directory", type=Path, default=Path("planted-runs"), help="of the runs")
     parser.add_argument("--only", nargs="*", help="names of the causes")
-    parser.add_argument("--train-only", action="store_true", help="train the planted runs, and stop")
     options = parser.parse_args()
     causes = tuple(one for one in CAUSES if not options.only or one.name in options.only)
     context = fork_server()
-    for cause, setting, run_dir in runs((HEALTHY, *causes), options.directory, context):
-        print(cause.name, setting, run_dir, f"{last_reward(run_dir):.2f}", flush=True)
+    planted = list(runs((HEALTHY, *causes), options.directory, context))
+    (_, _, healthy), *others = planted
+    start, top = statistics.fmean(rewards(healthy)[:3]), last_reward(healthy)
+    goal = (start + top) / 2.0
+    alarms = [one.rule for one in diagnosed(healthy).findings if one.severity != "info"]  # type: ignore[union-attr]
+    print(
+        f"healthy: {start:.2f} → {top:.2f}; a run is restored from {goal:.2f}; findings: {alarms or 'none'}\n"
+    )
+    print("| cause | setting | reward | first finding | its first remedy | reward with it |")
+    print("|---|---|---|---|---|---|")
+    named = restored = 0
+    for cause, setting, run_dir in others:
+        found = outcome(cause, run_dir, options.directory, context)
+        named += found.is_named
+        is_restored = found.fixed is not None and found.fixed >= goal
+        restored += is_restored
+        rule = found.first if found.is_named else f"**{found.first}**"
+        after = (
+            "—" if found.fixed is None else f"{found.fixed:.2f}" if is_restored else f"**{found.fixed:.2f}**"
+        )
+        remedy = found.remedy.replace(str(options.directory.resolve()), "").replace("|", "\\|")
+        print(
+            f"| {cause.name} | `{setting}` | {found.reward:.2f} | {rule} | `{remedy}` | {after} |", flush=True
+        )
+    print(f"\nnamed {named} of {len(others)}, restored {restored} of {len(others)}")
 
 
 if __name__ == "__main__":

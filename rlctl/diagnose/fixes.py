@@ -258,6 +258,13 @@ def guarded(run: RunLog) -> Iterator[Fix]:
         yield change("trainer.guardrails.mode=act", why="let training withhold or scale such updates")
 
 
+def other_grader(run: RunLog) -> Iterator[Fix]:
+    """The grader that the data names, where the run has another; otherwise advice."""
+    if run.spec is not None and run.spec.reward.terms is None and run.spec.reward.name != "auto":
+        yield change("reward.name=auto", why="the grader that the data names")
+    yield by_hand("run the grader on stored rollouts")
+
+
 #: For a gap between the two implementations.
 FIND_THE_CAUSE = by_hand("compare the two engines: `rlctl diagnose mismatch --model PATH`")
 

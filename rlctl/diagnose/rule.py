@@ -241,7 +241,7 @@ class Diagnosis:
 
     run: RunLog
     #: each first event, followed by the findings that it explains in order of their onset; the event with the
-    #: most severe finding first, of several the earliest
+    #: most severe finding first, of several the one that ended the run, or else the earliest; then remarks
     findings: tuple[Finding, ...]
     checked: tuple[Rule, ...]
     skipped: tuple[Skipped, ...]
@@ -297,8 +297,12 @@ def in_chains(found: Sequence[Finding]) -> tuple[Finding, ...]:
         waiting.remove(one)
         first = next((rule for rule, chain in chains.items() if is_explained(one, chain)), "")
         chains.setdefault(first or one.rule, []).append(replace(one, because_of=first))
-    worst = sorted(chains.values(), key=lambda chain: min(SEVERITIES.index(one.severity) for one in chain))
-    return (*(one for chain in worst for one in chain), *remarks)
+
+    def order(chain: list[Finding]) -> tuple[int, bool]:
+        has_ended = any(one.rule == "exception" for one in chain)
+        return min(SEVERITIES.index(one.severity) for one in chain), not has_ended
+
+    return (*(one for chain in sorted(chains.values(), key=order) for one in chain), *remarks)
 
 
 def _onset(one: Finding) -> float:

@@ -180,7 +180,7 @@ def zero_spread_groups(run: RunLog) -> Detection | None:
         slime="--dynamic-sampling-filter-path",
         **{"nemo-rl": "grpo.use_dynamic_sampling=true", "ms-swift": "--dynamic_sample true"},
     )
-    grader = _other_grader(run) if position is not None and position < NEARLY_NONE else ()
+    grader = fix.other_grader(run) if position is not None and position < NEARLY_NONE else ()
     fixes = (*grader, *fix.larger_groups(run), filtered) if severity != "info" else ()
     what = what.format(which=which)
     return _doubted(run, Detection(severity, what, (seen,), cause, fixes, since=since))
@@ -246,7 +246,7 @@ def zero_reward(run: RunLog) -> Detection | None:
         cause: str | None = "the policy has collapsed: earlier steps were rewarded"
         fixes: tuple[Fix, ...] = (*fix.calmer(run), fix.resume_before(int(during[0])))
     else:
-        cause, fixes = None, tuple(_other_grader(run))
+        cause, fixes = None, tuple(fix.other_grader(run))
     where = "" if length < len(steps) else ", all of the log"
     what = f"every reward is exactly 0 for {length:,} step(s){where}"
     severity: Severity = "critical" if length >= ZERO_REWARD_STEPS else "warning"
@@ -259,16 +259,9 @@ def zero_reward(run: RunLog) -> Detection | None:
     return found.with_doubt(doubt, f"{th.BEST} would exclude rewards that average 0")
 
 
-def _other_grader(run: RunLog) -> Iterator[Fix]:
-    """The grader that the data names, where the run has another; otherwise advice."""
-    if run.spec is not None and run.spec.reward.terms is None and run.spec.reward.name != "auto":
-        yield fix.change("reward.name=auto", why="the grader that the data names")
-    yield fix.by_hand("run the grader on stored rollouts")
-
-
 @Rule(
     "constant-reward", source=th.LOGIC, needs=(th.BEST, th.WORST), min_steps=ZERO_REWARD_STEPS,
-    signal="every reward is the same number other than 0, from the first step", fixes=_other_grader,
+    signal="every reward is the same number other than 0, from the first step", fixes=fix.other_grader,
     thresholds="— / — / on every step", cause="the grader does not tell responses apart",
     explains=("zero-spread-groups", "zero-advantages", "no-gradient", "flat-reward", "entropy"),
     sure=("high", "the best and the worst reward are equal"),

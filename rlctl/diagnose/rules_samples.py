@@ -34,16 +34,35 @@ FAILED = tuple(
 _TIMES = 1e-9  # seconds; lower limit of the median, so that it is never 0
 
 
-#: Pattern of an exception's text, its cause, and what to do; the first pattern that matches is used.
+#: Pattern of an error's text, its cause, and what to do; the first pattern that matches is used.
 _EXCEPTIONS: tuple[tuple[str, str, tuple[Fix, ...]], ...] = (
     (
-        r"KeyboardInterrupt|SignalException|SystemExit|SIG(?:TERM|HUP|INT)\b",
+        r"KeyboardInterrupt|SignalException|SystemExit|SIG(?:TERM|HUP|INT)\b|CANCELLED|PREEMPTION|TIME LIMIT",
         "a user or the scheduler stopped the run",
         (),
     ),
     (
-        r"out of memory|OutOfMemory|MemoryError|OOM",
-        "a device or the host ran out of memory",
+        r"(?i)no space left|disk quota|stream\w*writer failed|file write failed|inline_container|Errno 28\b",
+        "the disk is full, or a file could not be written: often a checkpoint",
+        (
+            fix.by_hand(
+                "free disk space, and keep fewer checkpoints",
+                rlctl="trainer.max_ckpt_to_keep=1",
+                verl="trainer.max_actor_ckpt_to_keep=1",
+                trl="save_total_limit=1",
+                openrlhf="--ckpt.max_num 1",
+            ),
+        ),
+    ),
+    (
+        r"(?i)\boom[-_ ]?kill|oomkilled|killed process|^killed|exit ?code:? ?-?(?:9|137)\b|SIGKILL"
+        r"|^MemoryError",
+        "the host ran out of memory, and the system ended a process",
+        (fix.by_hand("use fewer processes, less offloading to the host, or a node with more memory"),),
+    ),
+    (
+        r"out of memory|OutOfMemory|OOM",
+        "a device ran out of memory",
         (fix.by_hand("use smaller micro-batches, a shorter length limit or a smaller share for the engine"),),
     ),
     (
@@ -52,12 +71,13 @@ _EXCEPTIONS: tuple[tuple[str, str, tuple[Fix, ...]], ...] = (
         (fix.by_hand("resume from an earlier checkpoint with a lower learning rate or higher precision"),),
     ),
     (
-        r"(?i)nccl|timed? ?out|watchdog|connection|actor(?:died|unavailable)|worker.*died|broken ?pipe",
-        "a rank or a worker did not answer; the fault is in its own output, above",
+        r"(?i)nccl|timed? ?-?out|watchdog|connection|actor(?:died|unavailable)|worker.*(?:died|crashed)"
+        r"|broken ?pipe|engine\w* ?died|EngineDead",
+        "a rank or a worker did not answer: it failed, waited for something slow, or ran other collectives",
         (fix.by_hand("read the first error of every rank; the last one is only a consequence"),),
     ),
     (
-        r"CUDA error|cudaError|device-side assert|illegal memory|cublas",
+        r"CUDA error|cudaError|device-side assert|illegal memory|cublas|Segmentation fault|core dumped",
         "a kernel failed, often because of a token id beyond the vocabulary or the embedding",
         (fix.by_hand("run once with CUDA_LAUNCH_BLOCKING=1 to see which operation fails"),),
     ),
@@ -89,6 +109,7 @@ def exception(run: RunLog) -> Detection | Skipped:
         cause,
         fixes,
         sure,
+        since=int(run.table.steps[-1]) if len(run.table.steps) else None,
     )
 
 
@@ -202,7 +223,7 @@ def slow_grader(run: RunLog) -> Detection | None:
     sure=("high", "failures are counted"), one_of=tuple(levels.key for levels in FAILED),
     signal="failed or empty rollouts, failed gradings",
     cause="faults of the environment or of the engine: time-outs, tools, memory",
-    fixes=(fix.by_hand("read the engine's own log"),), explains=th.COLLAPSE_RULES,
+    fixes=(fix.by_hand("read the engine's own log"),), explains=(*th.COLLAPSE_RULES, *th.GAP_RULES),
 )  # fmt: skip
 def failed_rollouts(run: RunLog) -> Detection | None:
     """Rollouts and grading succeed."""
@@ -212,7 +233,8 @@ def failed_rollouts(run: RunLog) -> Detection | None:
     worst, evidence = worst_of(found), tuple(one.evidence for one in found)
     figure = f"{worst.worst:.0%} of the"
     if not worst.key.startswith("reward/"):
-        return Detection(worst.severity, f"{figure} rollouts fail or are empty {worst.where}", evidence)
+        return Detection(
+            worst.severity, f"{figure} rollouts fail or are empty {worst.where}", evidence, since=worst.since
+        )
     what, cause = f"{figure} gradings fail {worst.where}", "the grader raises on some answers"
-    fixes = (fix.by_hand("run the grader on stored rollouts"),)
-    return Detection(worst.severity, what, evidence, cause, fixes)
+    return Detection(worst.severity, what, evidence, cause, fix.other_grader(run), since=worst.since)

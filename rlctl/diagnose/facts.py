@@ -64,6 +64,7 @@ def facts_of(spec: RunSpec) -> Facts:
         kl_coef=max(in_loss, in_reward),
         dtype=spec.engine.dtype,
         lr=spec.actor.lr,
+        temperature=spec.rollout.temperature,
         ess_length_weighted=in_verls_terms and correction.rollout_is in {"sequence", "geometric"},
         logs_correction=True,
         dialect=correction.dialect,

@@ -31,7 +31,14 @@ from rlctl.user_code import call_problem
 
 #: Facts of a run that a rule may need.
 Fact = Literal[
-    "bypass_mode", "updates_per_batch", "ppo_epochs", "rollout_is", "rollout_rs", "batch_size", "lr"
+    "bypass_mode",
+    "updates_per_batch",
+    "ppo_epochs",
+    "rollout_is",
+    "rollout_rs",
+    "batch_size",
+    "lr",
+    "temperature",
 ]
 
 

@@ -39,6 +39,9 @@ ALL_LOST, HALF_LOST, FALL_SIGMAS = 0.9, 0.5, 5.0
 #: Single rewards of a sum; rows below which a change counts only if every row shows it, and fewest rows; rise
 #: of one, as a share of its largest value, and fall of another, as a share of its start.
 _TERM, TERM_ROWS, FEWEST_ROWS, TERM_MOVE, TERM_LOSS = "reward/<term>/mean", 15, 3, 0.2, 0.4
+#: Temperatures above and below which samples are random, and all the same.
+HOT, COLD = 1.4, 0.6
+_TOO_COLD = "samples of a prompt are nearly equal, so they give little to compare"
 #: Metric → its value if every reward is 0, not only their mean.
 _ALL_ZERO = {
     th.BEST: 0.0, th.GROUP_STD: 0.0, th.ZERO_SPREAD.key: 1.0, "critic/advantages/max": 0.0,
@@ -451,6 +454,33 @@ def _move(series: Series) -> tuple[float, float] | None:
     steps = np.diff(series.values)
     is_steady = len(steps) >= FEWEST_ROWS - 1 and ((steps > 0.0).all() or (steps < 0.0).all())
     return (float(series.values[0]), float(series.values[-1])) if is_steady else None
+
+
+@Rule(
+    "temperature", source=th.FIELD, facts=("temperature",), needs=(th.SCORE,), min_steps=th.MIN_STEPS,
+    uses=(th.BEST, th.WORST, th.ZERO_SPREAD.key), explains=th.COLLAPSE_RULES,
+    signal="the sampling temperature, with the reward of the first steps, or groups without spread",
+    thresholds=f"— / > {HOT:g} and mostly wrong, or < {COLD:g} and half of the groups equal / —",
+    cause="samples are nearly random: few of them show what a right response is",
+    fixes=(fix.change("rollout.temperature=1.0"),),
+    sure=("medium", "the task may be as hard at any temperature"),
+)  # fmt: skip
+def temperature(run: RunLog) -> Detection | None:
+    """Samples are neither random nor all the same."""
+    heat, score = run.facts.temperature or 1.0, run.table.series(th.SCORE)
+    equal = run.table.series(th.ZERO_SPREAD.key)
+    position = run.reward_position(ends(score.values)[0])
+    if heat > HOT and position is not None and position < th.MOSTLY_RIGHT:
+        what, cause = f"samples are drawn at temperature {heat:g}, and most are wrong", None
+        figure = f"{ends(score.values)[0]:.2g} in the first steps"
+        seen = evidence_over(score.steps[: th.WINDOW], th.SCORE, figure)
+    elif heat < COLD and len(equal) and ends(equal.values)[0] >= th.ZERO_SPREAD.tiers[0][1]:
+        what, cause = f"samples are drawn at temperature {heat:g}, and most groups are equal", _TOO_COLD
+        figure = f"{ends(equal.values)[0]:.0%} in the first steps"
+        seen = evidence_over(equal.steps[: th.WINDOW], th.ZERO_SPREAD.key, figure)
+    else:
+        return None
+    return Detection("warning", what, (seen,), cause)
 
 
 def _length_penalty(run: RunLog) -> Iterator[Fix]:

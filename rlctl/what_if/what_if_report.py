@@ -80,6 +80,18 @@ def is_recommended(tradeoff: Tradeoff, outcome: SettingOutcome) -> bool:
     return tradeoff.recommended is not None and tradeoff.recommended.name == outcome.setting.name
 
 
+def caption(tradeoff: Tradeoff) -> str:
+    """Explains what `svg` draws."""
+    sentences = {
+        "Each dot is a setting; point at it to see its name.": True,
+        "Lower dots have less bias, dots further left less noise.": True,
+        "Ring: recommended.": tradeoff.recommended is not None,
+        "Black or white: this run.": any(one.setting.family == "run" for _, _, one in tradeoff.points()),
+        "Dashed line: settings that no other one beats in both.": len(tradeoff.frontier()) > 1,
+    }
+    return " ".join(sentence for sentence, is_drawn in sentences.items() if is_drawn)
+
+
 def print_tradeoff(console: Console, title: str, tradeoff: Tradeoff) -> None:
     """Prints the recommendation, the assumptions, the best settings and the run's own."""
     head = Table.grid(padding=(0, 2))
@@ -126,7 +138,7 @@ def section_style() -> str:
 
 def section_values(replays: Sequence[tuple[str, Tradeoff]]) -> dict[str, Any]:
     """Template variables of `section.html.j2`."""
-    functions = (about, advice, cells, is_recommended, name_of)
+    functions = (about, advice, caption, cells, is_recommended, name_of)
     report = {"COLUMNS": COLUMNS} | {function.__name__: function for function in functions}
     return {"replays": replays, "report": report, "svg": svg}
 

@@ -23,7 +23,7 @@ from rlctl.what_if.replay import replay
 from rlctl.what_if.setting_sums import SettingSums
 from rlctl.what_if.settings import Setting, frameworks, grid
 from rlctl.what_if.tradeoff import Recommendation, Tradeoff
-from rlctl.what_if.what_if_report import name_of, svg
+from rlctl.what_if.what_if_report import caption, name_of, svg
 from rlctl.what_if.what_if_run import what_if
 from tests.reference import advantages as slow
 from tests.unit.what_if.steps import make_step, outcome_of, write_part
@@ -89,6 +89,21 @@ def test_settings_that_do_the_same_share_a_row_led_by_the_runs_own() -> None:
     assert own.setting.name == "this run"
     assert "sequence truncate 5.0" in own.same_as
     assert name_of(own).endswith(" more)")
+
+
+def test_where_no_setting_differs_none_is_recommended_and_no_ring_is_explained() -> None:
+    """On-policy: every ratio is 1, so every setting has the same gradient."""
+    steps = [replace(step, rollout_log_probs=step.log_probs) for step in map(make_step, range(4))]
+    found = replay(steps, grid(RolloutCorrectionSpec()))
+    assert found.recommended is None
+    assert any(note.startswith("no setting differs") for note in found.notes)
+    assert len(found.outcomes) == 1
+    assert "Ring" not in caption(found)
+    assert "Dashed" not in caption(found)
+    assert "this run" in caption(found)
+    apart = replay([make_step(seed, scale=0.6) for seed in range(4)], frameworks())
+    assert "Ring" in caption(apart)
+    assert "this run" not in caption(apart)
 
 
 @pytest.mark.parametrize("level", [None, "token", "sequence"])

@@ -254,10 +254,10 @@ class Diagnosis:
     skipped: tuple[Skipped, ...]
 
     @property
-    def status(self) -> Literal["critical", "warning", "no warnings", "insufficient data"]:
+    def status(self) -> Literal[Severity, "no warnings", "insufficient data"]:
         """The worst severity if it is at least a warning; otherwise whether enough data was checked."""
-        worst = min((one.severity for one in self.findings), key=SEVERITIES.index, default="info")
-        if worst != "info":
+        severities = [one.severity for one in self.findings]
+        if worst := next((one for one in SEVERITIES[:2] if one in severities), None):
             return worst
         is_enough = len(self.checked) >= MIN_RULES and len(self.run.table.steps) >= MIN_STEPS
         return "no warnings" if is_enough else "insufficient data"
@@ -296,7 +296,7 @@ def in_chains(found: Sequence[Finding]) -> tuple[Finding, ...]:
     chains: dict[str, list[Finding]] = {}  # rule of the first event → it, and what it explains
 
     def is_explained(one: Finding, by: Iterable[Finding]) -> bool:
-        return not one.is_first and any(one.rule in other.explains for other in by)
+        return not one.is_first and any(one.rule in other.explains for other in by if other is not one)
 
     while waiting:
         now = [one for one in waiting if _onset(one) == _onset(waiting[0])]

@@ -15,7 +15,6 @@ from rlctl.diagnose.signals import change_evidence, crossing, evidence_over, gro
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
-_LR = "actor/lr"
 _ENTROPY, _FAILED = "actor/entropy", "reward/error_fraction"
 _PPO_KL, _CLIPPED = "actor/ppo_kl", "actor/pg_clipfrac"
 _TRAINING_PPL, _ROLLOUT_PPL = "rollout_corr/training_log_ppl", "rollout_corr/rollout_log_ppl"
@@ -36,8 +35,6 @@ TOKEN_ERROR_RISE, TOKEN_ERROR_EXCESS = 2.0, 0.02
 FIRST_PPO_KL, FIRST_CLIPFRAC = 1e-3, 0.01
 #: Range of |kl| per token for an instruct model prompted without its chat template (near 0.8).
 TEMPLATE_KL = (0.5, 1.2)
-#: Growth factor of a gap that grows without learning, and minimum number of steps.
-FROZEN_GROWTH, FROZEN_STEPS = 1.5, 20
 #: Mean bounded weight below which the log-probs belong to other weights.
 MEAN_VANISHED = Levels("rollout_corr/rollout_is_mean", (("critical", 0.1),), is_floor=True)
 
@@ -261,32 +258,6 @@ def template(run: RunLog) -> Detection | Skipped | None:
     figure = f"{series.values[0]:.3g}, between {low:g} and {high:g}"
     what = f"the first step's KL is {kl:.2g} nats per token: the two sides probably read different prompts"
     return Detection("critical", what, (evidence_over(series.steps[:1], th.KL.key, figure),))
-
-
-@Rule(
-    "frozen-gap", thresholds=f"— / — / × {FROZEN_GROWTH:g}", source=th.LOGIC,
-    one_of=th.GAPS, uses=(_LR,), min_steps=FROZEN_STEPS,
-    signal="trend of the gap while the learning rate is 0",
-    cause="a fault of the engine or of the scoring: caches, memory, or wrong weight synchronization",
-    fixes=(fix.FIND_THE_CAUSE,), explains=_OF_A_GAP,
-    sure=("high", "a policy that does not learn cannot move away from its sampler"),
-)  # fmt: skip
-def frozen_gap(run: RunLog) -> Detection | Skipped | None:
-    """The gap does not grow while nothing is learned."""
-    key = run.table.most_logged(th.GAPS)
-    series = run.table.series(key)
-    if run.facts.lr != 0.0:
-        if not len(run.table.series(_LR)):
-            return Skipped("not logged", (_LR,)) if run.facts.lr is None else Skipped("the policy learns")
-        steps, (lr, gap) = run.table.aligned(_LR, key)
-        series = Series(steps[lr == 0.0], gap[lr == 0.0])
-    if len(series) < FROZEN_STEPS:
-        return Skipped("the policy learns: a growing gap may be progress")
-    rise = growth(series, FROZEN_GROWTH, FROZEN_GROWTH * th.EXACT)
-    if rise is None:
-        return None
-    what = "the gap between the policies grows although the learning rate is 0"
-    return Detection("critical", what, (change_evidence(key, rise.start, rise.end, series.steps),))
 
 
 @Rule(

@@ -14,17 +14,16 @@ from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped, Sure
 from rlctl.diagnose.rule import Detection, Rule, detect_crossing
 from rlctl.diagnose.signals import (
+    Change,
     change_evidence,
     crossing,
     deviation,
     evidence_over,
-    growth,
     is_frequent,
+    lasting_change,
     longest_true,
-    moved,
     rises,
     smoothed,
-    trend,
 )
 from rlctl.diagnose.table import RunLog, Series, Table, ends
 from rlctl.diagnose.thresholds import EXACT
@@ -54,8 +53,8 @@ ENTROPY_SHARE, ENTROPY_STEPS = 0.5, 40
 MOSTLY_WRONG = 0.3
 #: Mean reward, as a share of its range, below which larger groups find no right answer either.
 NEARLY_NONE = 0.1
-#: Factor by which entropy grows, and nats that it exceeds.
-ENTROPY_RISE = (2.0, 1.0)
+#: Factor by which entropy grows, without and with an entropy bonus, and nats that it exceeds.
+ENTROPY_RISE, ENTROPY_NATS = (2.0, 1.5), 1.0
 #: Steps that a run must cover for a constant reward to be a fault, where the rewards' range is known and
 #: where it is not; minimum number of logged rows.
 FLAT_STEPS, FLAT_STEPS_UNKNOWN, FLAT_ROWS = 500, 1000, 4
@@ -75,13 +74,13 @@ NEARLY_ALL = 0.9
 HALF = 0.5
 #: Share of the steps on which every response is cut off.
 ALL_TRUNCATED: tuple[tuple[Severity, float], ...] = (("warning", 0.05), ("critical", 0.3))
-#: Factor by which responses get longer while validation gains less than `FLAT_REWARD`.
-LENGTH_GROWTH = 1.5
 
 
 @Rule(
     "reward-fell", source=th.OWN, one_of=(th.SCORE, th.VALIDATION), uses=(th.BEST, th.WORST),
-    min_steps=th.MIN_STEPS, explains=th.COLLAPSE_RULES,
+    min_steps=th.MIN_STEPS,
+    explains=("zero-reward", "zero-spread-groups", "zero-advantages", "no-gradient", "truncated", "entropy",
+              "flat-reward"),
     signal="`critic/score/mean`, or validation where that is not logged: its newest values are below its "
     "best, by more than its noise",
     thresholds=f"— / {FALL[0][1]:.0%} of the rewards' range, or half of the best where that is unknown / "
@@ -127,7 +126,7 @@ def fall_of(series: Series) -> tuple[float, float, int] | None:
     if (best := float(medians.max())) - last > FALL_SIGMAS * error:
         levels = np.append(np.full(half, -np.inf), medians)
     elif (best := float(values[0])) - last > th.SPIKE_SIGMAS * max(noise, float(later.std())):
-        levels = values[:1]
+        levels = values[: int(np.argmax(values < best - (best - last) / 10.0))]
     else:
         return None
     at = int(np.flatnonzero(levels >= best - (best - last) / 10.0)[-1])
@@ -315,9 +314,11 @@ def entropy(run: RunLog) -> Detection | None:
     found = detect_crossing(run, th.ENTROPY, "entropy is {worst:.2g} nats {where}")
     if found is None and (fall := _halved_while_flat(run)) is not None:
         what = f"entropy fell from {fall[0]:.3g} to {fall[1]:.3g} nats while the reward stayed flat"
-        figure = f"{fall[1] / fall[0]:.0%} of its start"
-        seen = evidence_over(run.table.series(th.ENTROPY.key).steps, th.ENTROPY.key, figure)
-        found = Detection("warning", what, (seen,))
+        series, figure = run.table.series(th.ENTROPY.key), f"{fall[1] / fall[0]:.0%} of its start"
+        since = int(series.steps[np.argmax(smoothed(series.values) <= ENTROPY_SHARE * fall[0])])
+        found = Detection(
+            "warning", what, (evidence_over(series.steps, th.ENTROPY.key, figure),), since=since
+        )
     if found is None:
         return None
     gains = run.likely_span is None and rises(run.table, th.SCORE)
@@ -342,7 +343,8 @@ def _no_entropy_bonus(run: RunLog) -> Iterator[Fix]:
 
 
 @Rule(
-    "entropy-rise", thresholds=f"— / × {ENTROPY_RISE[0]:g} to > {ENTROPY_RISE[1]:g} nat / —", source=th.OWN,
+    "entropy-rise", source=th.OWN, thresholds=f"— / × {ENTROPY_RISE[0]:g} (with an entropy bonus "
+    f"× {ENTROPY_RISE[1]:g}) to > {ENTROPY_NATS:g} nat / —",
     needs=(th.ENTROPY.key,), uses=th.REWARDS, min_steps=th.MOVE_STEPS,
     signal="`actor/entropy` far above its start to the end, and the reward does not rise",
     cause="the policy becomes more random: the entropy bonus or the temperature is too high, negative "
@@ -353,21 +355,20 @@ def _no_entropy_bonus(run: RunLog) -> Iterator[Fix]:
 def entropy_rise(run: RunLog) -> Detection | None:
     """Entropy does not grow without a gain."""
     series = run.table.series(th.ENTROPY.key)
-    risen = moved(series, th.Move(th.ENTROPY.key, *ENTROPY_RISE))
-    if risen is None or run.has_gained or rises(run.table, th.SCORE):
+    change = lasting_change(series)
+    has_bonus = run.spec is not None and run.spec.actor.entropy_coeff > 0.0
+    if change is None or change.end < max(ENTROPY_RISE[has_bonus] * change.start, ENTROPY_NATS):
         return None
-    start, flags, medians = risen
-    since = int(np.append(0, np.flatnonzero(~flags) + 1)[-1])  # the first step of the last run of flags
-    if len(flags) - since < th.WINDOW:
+    if run.has_gained or rises(run.table, th.SCORE):
         return None
-    end = float(medians[-1])
-    seen = change_evidence(th.ENTROPY.key, start.median, end, series.steps[since:])
-    what = f"entropy rose from {start.median:.2g} to {end:.2g} nats"
+    start, end, since = change
+    seen = change_evidence(th.ENTROPY.key, start, end, series.steps[series.steps >= since])
+    what = f"entropy rose from {start:.2g} to {end:.2g} nats"
     if len(run.table.series(th.SCORE)):
-        return Detection("warning", f"{what}, and the reward did not", (seen,))
+        return Detection("warning", f"{what}, and the reward did not", (seen,), since=since)
     doubt: Sure = ("low", "without the reward, this may be wanted exploration")
     unknown = f"{th.SCORE} would show whether the exploration helps"
-    return Detection("warning", what, (seen,)).with_doubt(doubt, unknown)
+    return Detection("warning", what, (seen,), since=since).with_doubt(doubt, unknown)
 
 
 @Rule(
@@ -419,7 +420,7 @@ def _lighter(run: RunLog, risen: str, fallen: str) -> Iterator[Fix]:
 
 
 @Rule(
-    "reward-terms", source=th.OWN, needs=(_TERM,), min_steps=FEWEST_ROWS, explains=th.COLLAPSE_RULES,
+    "reward-terms", source=th.OWN, uses=(_TERM,), explains=th.COLLAPSE_RULES,
     signal="means of the single rewards of a sum: one rises while another falls",
     thresholds=f"— / a rise of {TERM_MOVE:.0%} of the largest value and a fall by {TERM_LOSS:.0%}, in fewer "
     f"than {TERM_ROWS} rows at every one / —",
@@ -430,30 +431,29 @@ def reward_terms(run: RunLog) -> Detection | Skipped | None:
     """No reward of a sum rises at the cost of another."""
     terms = {key_pattern(_TERM).fullmatch(key)["term"]: key for key in run.table.matching(_TERM)}  # type: ignore[index]
     moves = {term: _move(run.table.series(key)) for term, key in terms.items() if term != OVERLONG}
-    if len(moves) < 2:
-        return Skipped("there is one reward")
-    largest = {term: float(np.abs(run.table.series(terms[term]).values).max()) for term in moves}
-    changed = {term: (move, move[1] - move[0]) for term, move in moves.items() if move}
+    if len(moves) < 2 or min(len(run.table.series(terms[term])) for term in moves) < FEWEST_ROWS:
+        return Skipped("no two rewards of a sum are logged on several steps")
+    changed = {term: (move, move.end - move.start) for term, move in moves.items() if move}
+    largest = {term: float(np.abs(run.table.series(terms[term]).values).max()) for term in changed}
     risen = [term for term, (_, by) in changed.items() if by >= TERM_MOVE * largest[term]]
-    fallen = [term for term, (move, by) in changed.items() if -by >= TERM_LOSS * max(abs(move[0]), EXACT)]
+    fallen = [term for term, (move, by) in changed.items() if -by >= TERM_LOSS * max(abs(move.start), EXACT)]
     if not risen or not fallen:
         return None
     up, down = max(risen, key=lambda term: changed[term][1]), min(fallen, key=lambda term: changed[term][1])
     evidence = tuple(
-        change_evidence(terms[term], *changed[term][0], run.table.series(terms[term]).steps)
+        change_evidence(terms[term], *changed[term][0][:2], run.table.series(terms[term]).steps)
         for term in (up, *fallen)
     )
     what = f"the reward {up} rises while {' and '.join(fallen)} {'fall' if fallen[1:] else 'falls'}"
-    return Detection("warning", what, evidence, fixes=_lighter(run, up, down))
+    since = min(changed[term][0].since for term in (up, *fallen))
+    return Detection("warning", what, evidence, fixes=_lighter(run, up, down), since=since)
 
 
-def _move(series: Series) -> tuple[float, float] | None:
-    """Start and end of a series that rises or falls: at every row, in a log of few; None otherwise."""
-    if len(series) >= TERM_ROWS:
-        return trend(series)
+def _move(series: Series) -> Change | None:
+    """The change of a series that lasts; in a log of few rows, if every row shows it."""
     steps = np.diff(series.values)
-    is_steady = len(steps) >= FEWEST_ROWS - 1 and ((steps > 0.0).all() or (steps < 0.0).all())
-    return (float(series.values[0]), float(series.values[-1])) if is_steady else None
+    is_steady = (steps > 0.0).all() or (steps < 0.0).all()
+    return lasting_change(series) if len(series) >= TERM_ROWS or is_steady else None
 
 
 @Rule(
@@ -534,39 +534,6 @@ def truncated(run: RunLog) -> Detection | Skipped | None:
     unknown = f"{th.TRUNCATED.key} would show the share of single responses"
     is_half = None if share >= HALF else ()
     return Detection(reached[-1], what, (seen,), could_not_check=(unknown,), explains=is_half)
-
-
-def _per_token(run: RunLog) -> Iterator[Fix]:
-    if run.spec is None or run.spec.actor.loss_agg_mode != "token-mean":
-        yield fix.change("actor.loss_agg_mode=token-mean", trl="loss_type=dapo")
-
-
-@Rule(
-    "length-growth", thresholds="— / both / —", source=th.FIELD, needs=(th.LENGTH, th.VALIDATION),
-    uses=th.REWARDS, min_steps=VAL_MIN,
-    signal="`response_length/mean` rises by half and validation does not gain",
-    cause="the loss or reward favours length: with a mean per response, long wrong answers cost little",
-    fixes=(_per_token, _length_penalty), explains=("truncated", "reward-fell"),
-    sure=("medium", "the length has no benefit; the log does not show what rewards it"),
-)  # fmt: skip
-def length_growth(run: RunLog) -> Detection | Skipped | None:
-    """Longer responses improve validation."""
-    series, span = run.table.series(th.LENGTH), run.likely_span
-    if span is None:
-        return Skipped("the rewards' range is not logged", (th.BEST, th.WORST))
-    rise = growth(series, LENGTH_GROWTH)
-    if rise is None:
-        return None
-    validation = run.validation
-    if len(validation) < VAL_MIN:
-        return Skipped("data sources are never validated together", (th.VALIDATION,))
-    before, after = ends(validation.values, VAL_ENDS)
-    if (after - before) / (span[1] - span[0]) >= th.FLAT_REWARD:
-        return None
-    what = f"responses got {rise.end / rise.start - 1:.0%} longer and validation did not gain"
-    longer = change_evidence(th.LENGTH, rise.start, rise.end, series.steps)
-    validated = change_evidence(th.VALIDATION, before, after, validation.steps)
-    return _doubted(run, Detection("warning", what, (longer, validated)))
 
 
 @Rule(

@@ -12,7 +12,7 @@ from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped, Sure
 from rlctl.diagnose.rule import Detection, Rule, crossings, detect_crossing, worst_of
-from rlctl.diagnose.signals import change_evidence, crossing, evidence_over, growth
+from rlctl.diagnose.signals import Crossing, change_evidence, crossing, evidence_over, growth
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
@@ -127,28 +127,43 @@ def _fresher(run: RunLog) -> tuple[Fix, ...]:
 @Rule(
     "staleness", source=th.FIELD, fixes=_fresher, sure=("high", "age and drops are counted"),
     one_of=(*th.STALENESS, _DROPPED),
+    uses=(th.KL.key,),
     signal="age of the oldest samples (or else mean age) in batches; samples dropped for their age",
-    thresholds=f"— / > 8; doubling to {DROPPED_SHARE * 100:g} % of a batch / —",
+    thresholds=f"— / > 8; doubling to {DROPPED_SHARE * 100:g} % of a batch / uncorrected, with a KL over 0.1",
     cause="generation runs too far ahead of training, or training cannot keep up",
     explains=(*th.GAP_RULES, *th.COLLAPSE_RULES, "gradient-norm"),
 )  # fmt: skip
 def staleness(run: RunLog) -> Detection | None:
     """Samples are recent enough."""
-    oldest = STALENESS.key in run.table.columns
-    levels = STALENESS if oldest else replace(STALENESS, key=th.STALENESS[1])
+    has_oldest = STALENESS.key in run.table.columns
+    levels = STALENESS if has_oldest else replace(STALENESS, key=th.STALENESS[1])
     series, updates = run.table.series(levels.key), run.facts.updates_per_batch or 1
     crossed = crossing(Series(series.steps, series.values / updates), levels)
-    dropped = _more_dropped(run)
-    if crossed is None and dropped is None:
+    dropped, apart = _more_dropped(run), _apart(run)
+    if crossed is None and dropped is None and apart is None:
         return None
+    since = int(series.steps[np.argmax(series.values > 0.0)]) if len(series) else None
+    if apart is not None and series.values.any():
+        what = (
+            f"samples are up to {series.values.max() / updates:.3g} batches old, and nothing corrects for it"
+        )
+        seen = evidence_over(series.steps, levels.key, f"up to {series.values.max():.3g} updates")
+        fixes = (*fix.fresher(run, fully=True), *fix.correct_tokens(run), *_fresher(run))
+        return Detection("critical", what, (seen, apart.evidence), fixes=fixes, since=since)
     what = "more and more samples are dropped because they are too old"
     if crossed is not None:
-        whose = "the oldest samples are" if oldest else "samples are on average"
+        whose = "the oldest samples are" if has_oldest else "samples are on average"
         what = f"{whose} {crossed.worst:.3g} batches old {crossed.where}"
     evidence = tuple(one for one in (crossed and crossed.evidence, dropped) if one)
     unknown: Sure = ("medium", "the number of updates per batch is unknown")
     sure = None if run.facts.updates_per_batch or dropped else unknown
-    return Detection("warning", what, evidence, sure=sure)
+    return Detection("warning", what, evidence, sure=sure, since=since if crossed else None)
+
+
+def _apart(run: RunLog) -> Crossing | None:
+    """The KL between the policies over its critical level, where neither weights nor rejection correct it."""
+    is_corrected = run.facts.rollout_is != "off" or run.facts.rollout_rs != "off"
+    return None if is_corrected else crossing(run.table.series(th.KL.key), th.KL)
 
 
 def _more_dropped(run: RunLog) -> Evidence | None:
@@ -166,7 +181,7 @@ def _more_dropped(run: RunLog) -> Evidence | None:
     "nondeterminism", thresholds="— / difference > 0.001 / —", source=th.LOGIC,
     facts=("updates_per_batch", "bypass_mode"),
     signal="with one update per batch²: mean of π_θ/π_old, or `actor/ppo_kl`",
-    explains=("first-step", "clipped-on-policy", "policy-gap"),
+    explains=("first-step", "policy-gap"),
     cause="two passes of the same model differ: mixture-of-experts routing, dropout, or kernels that depend "
     "on the batch",
     fixes=(

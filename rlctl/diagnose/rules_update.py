@@ -18,11 +18,9 @@ from rlctl.diagnose.signals import (
     crossing,
     evidence_over,
     is_frequent,
-    rises,
     rolling_median,
     smoothed,
     spikes,
-    together,
 )
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
@@ -52,7 +50,7 @@ _IN_FULL = fix.by_hand(
 #: Metric of a penalized KL to the reference → the coefficient's key.
 _COEF_OF = {_KL_LOSS: "actor.kl_loss_coef", "actor/reward_kl_penalty": "algorithm.kl_ctrl.kl_coef"}
 #: Coefficient from which the penalty may hold the policy, and the KL, in nats, below which it does.
-STRONG_PENALTY, HELD_KL = 0.5, 0.02
+STRONG_PENALTY, HELD_KL = 0.5, 0.2
 #: A share of groups or tokens that counts as all of them.
 ALL_OF_THEM = 0.99
 REF_KL_OK = th.REF_KL[0].tiers[0][1]
@@ -61,9 +59,6 @@ EXPLAINED = Levels("critic/vf_explained_var", (("warning", 0.1),), is_floor=True
 CRITIC_STEPS = 40
 #: On-policy, |pg_loss| below the first value with a gradient norm above the second is normal.
 PG_LOSS_ZERO, GRAD_NORM_NONZERO = 0.01, 1e-6
-GIBBERISH = (
-    th.Move("actor/entropy", 1.5), th.Move("response_length/mean", 1.3), th.Move(th.GRAD_NORM.key, 2.0)
-)  # fmt: skip
 
 
 @Rule(
@@ -356,8 +351,8 @@ def reference_drift(run: RunLog) -> Detection | None:
 @Rule(
     "strong-penalty", source=th.OWN, one_of=tuple(levels.key for levels in th.REF_KL),
     uses=(_KL_COEF, *th.REWARDS), min_steps=th.MOVE_STEPS,
-    signal="coefficient of the penalized KL to the reference, the KL, and the reward",
-    thresholds=f"— / ≥ {STRONG_PENALTY:g}, KL < {HELD_KL:g}, and the reward does not gain / —",
+    signal="coefficient of the penalized KL to the reference, and the KL",
+    thresholds=f"— / ≥ {STRONG_PENALTY:g}, KL < {HELD_KL:g}, unless learned³ / —",
     cause="the penalty holds the policy at its reference: it outweighs what a better reward is worth",
     sure=("medium", "a reward that depends on nothing the policy can change stays flat too"),
     explains=("flat-reward",),
@@ -368,7 +363,7 @@ def strong_penalty(run: RunLog) -> Detection | None:
     key = run.table.most_logged(tuple(keys))
     series = run.table.series(key)
     is_held = float(np.abs(rolling_median(series.values)).max()) < HELD_KL
-    if (coefficient or 0.0) < STRONG_PENALTY or not is_held or run.has_gained or run.has_learned:
+    if (coefficient or 0.0) < STRONG_PENALTY or not is_held or run.has_learned:
         return None
     usual = fix.change(f"{_COEF_OF[key]}=0.001", why="the default")
     what = f"the KL penalty has the coefficient {coefficient:g}, and the policy stays at its reference"
@@ -433,28 +428,6 @@ def healthy_loss(run: RunLog) -> Detection | Skipped | None:
     gradient = evidence_over(steps, _NORM, f"{np.median(norm):.3g} (median)")
     sure: Sure | None = ("high", "loss and advantages are of the kind that cancels") if spec else None
     return Detection("info", what, (seen, gradient), sure=sure)
-
-
-@Rule(
-    "gibberish", thresholds="— / — / together", source=th.FIELD, needs=tuple(move.key for move in GIBBERISH),
-    uses=th.REWARDS, min_steps=th.MOVE_STEPS,
-    signal="entropy × 1.5, length × 1.3, gradient norm × 2, and the reward does not rise",
-    cause="the policy drifts into meaningless text, often because of a gap between the engines",
-    sure=("high", "three independently computed figures agree, and the reward does not rise"),
-)  # fmt: skip
-def gibberish(run: RunLog) -> Detection | None:
-    """Entropy, length and gradients do not rise together."""
-    seen = together(run.table, GIBBERISH)
-    if seen is None or run.has_gained or rises(run.table, th.SCORE):
-        return None
-    first, last = seen[0].first_step or 0, seen[0].last_step
-    what = f"entropy, length and gradient norm rise together in steps {first}–{last}"
-    fixes = (fix.resume_before(first), *fix.gentler(run), *fix.correct_tokens(run))
-    found = Detection("critical", what, seen, fixes=fixes)
-    if len(run.table.series(th.SCORE)):
-        return found
-    doubt: Sure = ("medium", "three independently computed figures agree, but the reward is not logged")
-    return found.with_doubt(doubt, f"{th.SCORE} would show whether the responses get better")
 
 
 def count_of_steps(count: int) -> str:

@@ -5,7 +5,6 @@ Each function takes about 0.1 s per million values; costlier statistics use only
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Severity
 from rlctl.diagnose.table import Series, Table
-from rlctl.diagnose.thresholds import Levels, Move
+from rlctl.diagnose.thresholds import Levels
 
 _CHUNK = 1 << 12  # windows processed at once, to bound the memory for long logs
 
@@ -195,39 +194,26 @@ def growth(series: Series, factor: float, least: float = 0.0) -> Trend | None:
     return found if found and found.rises and found.end >= max(factor * found.start, least) else None
 
 
-def moved(series: Series, move: Move) -> tuple[Start, NDArray[np.bool_], NDArray[np.float64]] | None:
-    """The start; (M,) bool, whether the median around a value is so far from the start; (M,) these medians.
+class Change(NamedTuple):
+    """A series whose newest values are all nearer to their median than to its start."""
 
-    None where there is no start to compare with, or its median is not positive.
-    """
-    start = start_of(series)
-    if start is None or start.median <= 0.0:
+    start: float  # the first value, or the median of the first window if that is nearer to the end
+    end: float  # median of the newest values
+    since: int  # the first step that is beyond a tenth of the change
+
+
+def lasting_change(series: Series) -> Change | None:
+    """The change from the start of a series to its end, if every one of the newest values shows it."""
+    values = series.values
+    width = min(th.WINDOW, len(values) // 2)
+    if not width:
         return None
-    medians = smoothed(series.values)
-    limits = [move.factor * start.median, *([] if move.beyond is None else [move.beyond])]
-    has_moved = medians >= max(limits) if move.factor > 1.0 else medians <= min(limits)
-    return start, has_moved & start.is_far(medians), medians
-
-
-def together(table: Table, moves: Sequence[Move]) -> tuple[Evidence, ...] | None:
-    """Detects metrics that are all far from their starts during the same steps, for at least a window.
-
-    Returns one evidence per move, over the shared step range; None if there is no such range.
-    """
-    steps, columns = table.aligned(*(move.key for move in moves))
-    each = [moved(Series(steps, column), move) for column, move in zip(columns, moves, strict=True)]
-    known = [one for one in each if one is not None]
-    if len(known) < len(moves):
+    end = float(np.median(values[-width:]))
+    start = float(min(values[0], np.median(values[:width]), key=lambda value: -abs(value - end)))
+    done = (values - start) / ((end - start) or np.inf)
+    if done[-width:].min() <= 0.5:
         return None
-    at, length = longest_true(np.logical_and.reduce([flags for _, flags, _ in known]))
-    if length < th.WINDOW:
-        return None
-    inside = slice(at, at + length)
-    evidence = []
-    for move, (start, _, medians) in zip(moves, known, strict=True):
-        end = medians[inside].max() if move.factor > 1.0 else medians[inside].min()
-        evidence.append(change_evidence(move.key, start.median, float(end), steps[inside]))
-    return tuple(evidence)
+    return Change(start, end, int(series.steps[np.argmax(done > 0.1)]))
 
 
 def change_evidence(key: str, start: float, end: float, steps: NDArray[np.int64]) -> Evidence:

@@ -48,16 +48,6 @@ class Levels:
         return " / ".join(f"{sign} {limits[s]:g}" if s in limits else "—" for s in reversed(SEVERITIES))
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Required change of a metric since the run's start."""
-
-    key: str  # the metric
-    factor: float  # multiple of the start; a lower limit if above 1, an upper limit if below 1
-    #: value that the metric must also pass in the same direction, because small numbers may double by chance
-    beyond: float | None = None
-
-
 # --- the run's own start --------------------------------------------------------------------------
 #: Maximum and minimum number of steps in the start; with fewer steps there is no start to compare with.
 START_STEPS, START_MIN_STEPS = 20, 10
@@ -129,12 +119,11 @@ FLAT_REWARD = 0.05
 #: Rules of figures that a gap between the policies changes.
 GAP_RULES = (
     *("probability-gap", "policy-gap", "token-error", "first-step", "template", "stale-weights"),
-    *("weight-mean", "effective-samples", "hidden-tail", "chi2", "long-products", "rejected"),
-    *("clipped-on-policy", "nondeterminism", "variance-collapse", "blind-rejection", "frozen-gap"),
+    *("weight-mean", "effective-samples", "hidden-tail", "long-products", "rejected", "nondeterminism"),
 )
 #: Rules of what a damaged policy does.
 COLLAPSE_RULES = (
     *("reward-fell", "zero-reward", "zero-spread-groups", "zero-advantages", "no-gradient", "truncated"),
-    *("entropy", "entropy-rise", "gibberish", "length-growth", "flat-reward", "reward-hacking", "critic"),
+    *("entropy", "entropy-rise", "flat-reward", "reward-hacking", "critic"),
     "reward-terms",
 )

@@ -252,12 +252,6 @@ def larger_groups(run: RunLog) -> Iterator[Fix]:
         yield change(f"rollout.n={2 * size}", why="larger groups")
 
 
-def guarded(run: RunLog) -> Iterator[Fix]:
-    """Fix that lets the guardrails act on such updates during training."""
-    if run.spec and run.spec.trainer.guardrails.mode != "act":
-        yield change("trainer.guardrails.mode=act", why="let training withhold or scale such updates")
-
-
 def other_grader(run: RunLog) -> Iterator[Fix]:
     """The grader that the data names, where the run has another; otherwise advice."""
     if run.spec is not None and run.spec.reward.terms is None and run.spec.reward.name != "auto":

@@ -16,7 +16,6 @@ from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
 _ENTROPY, _FAILED = "actor/entropy", "reward/error_fraction"
-_PPO_KL, _CLIPPED = "actor/ppo_kl", "actor/pg_clipfrac"
 _TRAINING_PPL, _ROLLOUT_PPL = "rollout_corr/training_log_ppl", "rollout_corr/rollout_log_ppl"
 
 LOG_PROB_MISMATCH = Levels(th.LOG_PROB_GAP.key, (("warning", 0.03), ("critical", 0.15)), relative=True)
@@ -30,11 +29,6 @@ SURE_NATS = 0.01
 TOKEN_ERROR = Levels("mismatch/token_mult_prob_error", (("warning", 1.05), ("critical", 2.0)), relative=True)
 #: The token error rises if its part above 1 grows by this factor, to at least the second value.
 TOKEN_ERROR_RISE, TOKEN_ERROR_EXCESS = 2.0, 0.02
-#: Limits at the first step. (Tests of the frameworks require 1e-9 and 1e-10, which only deterministic kernels
-#: reach.)
-FIRST_PPO_KL, FIRST_CLIPFRAC = 1e-3, 0.01
-#: Range of |kl| per token for an instruct model prompted without its chat template (near 0.8).
-TEMPLATE_KL = (0.5, 1.2)
 #: Mean bounded weight below which the log-probs belong to other weights.
 MEAN_VANISHED = Levels("rollout_corr/rollout_is_mean", (("critical", 0.1),), is_floor=True)
 
@@ -204,60 +198,6 @@ def token_error(run: RunLog) -> Detection | None:
         return None
     crossed = replace(crossed, worst=crossed.worst + 1.0, limit=crossed.limit + 1.0)
     return of_crossing(crossed, "token probabilities differ by a factor of {worst:.3g} {where}")
-
-
-@Rule(
-    "first-step", source=th.SLIME, one_of=(_PPO_KL, _CLIPPED, th.LOG_PROB_GAP.key),
-    facts=("updates_per_batch", "bypass_mode"),
-    signal="first step of a run with one update per batch²: `actor/ppo_kl`, `actor/pg_clipfrac`, "
-    "`mismatch/log_prob_abs_diff_mean`",
-    thresholds=f"— / \\|kl\\| > {FIRST_PPO_KL:g}, > {FIRST_CLIPFRAC:g}, > {th.FIRST_LOG_PROB_GAP:g} / —",
-    cause="the engine holds other weights than the trainer, or one of them is not deterministic",
-    fixes=(fix.by_hand("stop, and correct this before you continue"), fix.FIND_THE_CAUSE),
-    sure=("high", "before the first update only the implementations can differ"), explains=_OF_A_GAP,
-)  # fmt: skip
-def first_step(run: RunLog) -> Detection | Skipped | None:
-    """At the first step trainer and engine hold the same policy."""
-    if run.table.steps[0] > th.FIRST_STEP:
-        return Skipped("the log does not begin at the run's start")
-    if run.facts.updates_per_batch != 1:
-        return Skipped("several updates per batch: the first step's figures include progress")
-    limits = {th.LOG_PROB_GAP.key: th.FIRST_LOG_PROB_GAP}
-    if not run.facts.bypass_mode:  # there π_old is another policy
-        limits |= {_PPO_KL: FIRST_PPO_KL, _CLIPPED: FIRST_CLIPFRAC}
-    if not any(key in run.table.columns for key in limits):
-        return Skipped("in bypass mode KL and clipping include the gap of the engines")
-    found = []
-    for key, limit in limits.items():
-        series = run.table.series(key)  # begins after step 0 if only a validation was logged there
-        if len(series) and series.steps[0] <= th.FIRST_STEP and abs(series.values[0]) > limit:
-            found.append(evidence_over(series.steps[:1], key, f"{series.values[0]:.3g}, over {limit:g}"))
-    what = "at the first step, before anything was learned, the two policies differ"
-    return Detection("warning", what, tuple(found)) if found else None
-
-
-@Rule(
-    "template", source=th.FIELD, needs=(th.KL.key,), uses=th.STALENESS,
-    signal="first step's `rollout_corr/kl`, where the gap is pure mismatch¹",
-    thresholds=f"— / — / between {TEMPLATE_KL[0]:g} and {TEMPLATE_KL[1]:g}",
-    cause="the chat template, or special tokens, are applied on one side only",
-    fixes=(fix.by_hand("compare the token ids of one prompt on both sides"), fix.FIND_THE_CAUSE),
-    explains=_OF_A_GAP,
-    sure=("medium", "a wrong temperature or other weights can cause a KL of this size too"),
-)  # fmt: skip
-def template(run: RunLog) -> Detection | Skipped | None:
-    """Both sides read the same prompt."""
-    series = run.table.series(th.KL.key)
-    if series.steps[0] > th.FIRST_STEP:
-        return Skipped("the log does not begin at the run's start")
-    if mixed := _mixed(run, th.KL.key):
-        return mixed
-    kl, (low, high) = float(abs(series.values[0])), TEMPLATE_KL
-    if not low <= kl <= high:
-        return None
-    figure = f"{series.values[0]:.3g}, between {low:g} and {high:g}"
-    what = f"the first step's KL is {kl:.2g} nats per token: the two sides probably read different prompts"
-    return Detection("critical", what, (evidence_over(series.steps[:1], th.KL.key, figure),))
 
 
 @Rule(

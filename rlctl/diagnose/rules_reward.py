@@ -460,7 +460,7 @@ def _move(series: Series) -> Change | None:
     "temperature", source=th.FIELD, facts=("temperature",), needs=(th.SCORE,), min_steps=th.MIN_STEPS,
     uses=(th.BEST, th.WORST, th.ZERO_SPREAD.key), explains=th.COLLAPSE_RULES,
     signal="the sampling temperature, with the reward of the first steps, or groups without spread",
-    thresholds=f"— / > {HOT:g} and mostly wrong, or < {COLD:g} and half of the groups equal / —",
+    thresholds=f"— / > {HOT:g} and nearly all wrong, or < {COLD:g} and half of the groups equal / —",
     cause="samples are nearly random: few of them show what a right response is",
     fixes=(fix.change("rollout.temperature=1.0"),),
     sure=("medium", "the task may be as hard at any temperature"),
@@ -470,8 +470,8 @@ def temperature(run: RunLog) -> Detection | None:
     heat, score = run.facts.temperature or 1.0, run.table.series(th.SCORE)
     equal = run.table.series(th.ZERO_SPREAD.key)
     position = run.reward_position(ends(score.values)[0])
-    if heat > HOT and position is not None and position < th.MOSTLY_RIGHT:
-        what, cause = f"samples are drawn at temperature {heat:g}, and most are wrong", None
+    if heat > HOT and position is not None and position < NEARLY_NONE:
+        what, cause = f"samples are drawn at temperature {heat:g}, and nearly all are wrong", None
         figure = f"{ends(score.values)[0]:.2g} in the first steps"
         seen = evidence_over(score.steps[: th.WINDOW], th.SCORE, figure)
     elif heat < COLD and len(equal) and ends(equal.values)[0] >= th.ZERO_SPREAD.tiers[0][1]:

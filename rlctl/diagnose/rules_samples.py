@@ -181,7 +181,7 @@ def _more_dropped(run: RunLog) -> Evidence | None:
     "nondeterminism", thresholds="— / difference > 0.001 / —", source=th.LOGIC,
     facts=("updates_per_batch", "bypass_mode"),
     signal="with one update per batch²: mean of π_θ/π_old, or `actor/ppo_kl`",
-    explains=("first-step", "policy-gap"),
+    explains=("policy-gap",),
     cause="two passes of the same model differ: mixture-of-experts routing, dropout, or kernels that depend "
     "on the batch",
     fixes=(

@@ -357,13 +357,15 @@ def reference_drift(run: RunLog) -> Detection | None:
     sure=("medium", "a reward that depends on nothing the policy can change stays flat too"),
     explains=("flat-reward",),
 )  # fmt: skip
-def strong_penalty(run: RunLog) -> Detection | None:
+def strong_penalty(run: RunLog) -> Detection | Skipped | None:
     """The KL penalty leaves the policy room to learn."""
-    coefficient, keys = _penalty_coefficient(run), [levels.key for levels in th.REF_KL]
-    key = run.table.most_logged(tuple(keys))
+    coefficient = _penalty_coefficient(run)
+    if coefficient is None:
+        return Skipped("the coefficient of the KL penalty is unknown", ("spec.yaml",))
+    key = run.table.most_logged(tuple(levels.key for levels in th.REF_KL))
     series = run.table.series(key)
     is_held = float(np.abs(rolling_median(series.values)).max()) < HELD_KL
-    if (coefficient or 0.0) < STRONG_PENALTY or not is_held or run.has_learned:
+    if coefficient < STRONG_PENALTY or not is_held or run.has_learned:
         return None
     usual = fix.change(f"{_COEF_OF[key]}=0.001", why="the default")
     what = f"the KL penalty has the coefficient {coefficient:g}, and the policy stays at its reference"

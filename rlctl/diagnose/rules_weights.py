@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
-from rlctl.diagnose.finding import Evidence, Skipped, Sure
-from rlctl.diagnose.rule import Detection, Rule, crossings, detect_crossing, of_crossing, worst_of
+from rlctl.diagnose.finding import Evidence, Fix, Skipped, Sure
+from rlctl.diagnose.rule import Detection, Rule, crossings, of_crossing, worst_of
 from rlctl.diagnose.rules_engines import among_survivors
 from rlctl.diagnose.signals import crossing
 from rlctl.diagnose.table import RunLog, Series
@@ -18,7 +19,6 @@ from rlctl.diagnose.thresholds import Levels
 _CORR = "rollout_corr/"
 #: What weights of a few samples cause.
 _OF_WEIGHTS = ("gradient-norm", *th.COLLAPSE_RULES)
-_SATURATED, _NORM = f"{_CORR}saturated_sequences", th.GRAD_NORM.key
 _RAW_MEAN = f"{_CORR}rollout_is_raw_mean"
 RAW_MEAN_HIGH = Levels(_RAW_MEAN, (("info", 1.2), ("critical", 2.0)))
 RAW_MEAN_LOW = Levels(_RAW_MEAN, (("info", 0.8), ("critical", 0.5)), is_floor=True)
@@ -26,9 +26,6 @@ MEAN_LOW = Levels(f"{_CORR}rollout_is_mean", (("warning", 0.5), ("critical", 0.0
 WEIGHT_STD = Levels(f"{_CORR}rollout_is_std", (("warning", 1.0),))
 #: Level of the weights → the metric with χ² at this level.
 CHI2 = {"token": f"{_CORR}chi2_token", "sequence": f"{_CORR}chi2_seq"}
-RATIO_HIGH = Levels(f"{_CORR}rollout_is_ratio_fraction_high", (("warning", 0.1),))
-#: Share of a batch's sequences with a clamped log-ratio; |Σ log ρ| from which it is clamped.
-SATURATED_SHARE, CLAMP = 0.01, 20.0
 
 
 def _no_weights(run: RunLog) -> str:
@@ -93,12 +90,27 @@ def effective_samples(run: RunLog) -> Detection | None:
     return replace(of_crossing(spread, text), sure=sure)
 
 
+def _of_tokens(run: RunLog) -> Iterator[Fix]:
+    """Weights per token, where a product of ratios grows with a long response."""
+    lengths = run.table.series(th.LENGTH).values
+    if run.facts.rollout_is == "sequence" and len(lengths) and np.median(lengths) > th.LONG_RESPONSE:
+        yield fix.change(
+            f"{fix.RC}rollout_is=token",
+            why="a product of ratios over a long response exceeds any bound",
+            trl="vllm_importance_sampling_mode=token_truncate",
+            **{
+                "ms-swift": "--rollout_importance_sampling_mode token_truncate",
+                "nemo-rl": "loss_fn.sequence_level_importance_ratios=false",
+            },
+        )
+
+
 @Rule(
     "hidden-tail", thresholds=th.RAW_ESS, source=th.OWN, needs=(th.ESS.key,),
-    one_of=(th.RAW_ESS.key, *CHI2.values()), not_applicable=_no_weights,
+    one_of=(th.RAW_ESS.key, *CHI2.values()), uses=(th.LENGTH,), not_applicable=_no_weights,
     signal="raw effective sample size, or 1 / (1 + χ²) at their level, while the applied ESS is normal",
     cause="bounded weights have a small spread; the policies themselves are far apart",
-    fixes=(fix.reject_outliers, fix.geometric, fix.gentler), explains=_OF_WEIGHTS,
+    fixes=(_of_tokens, fix.reject_outliers, fix.geometric, fix.gentler), explains=_OF_WEIGHTS,
     sure=("high", "raw and applied weights are both logged"),
 )  # fmt: skip
 def hidden_tail(run: RunLog) -> Detection | Skipped | None:
@@ -138,47 +150,3 @@ def raw_ess(run: RunLog) -> tuple[str, Series] | None:
     if not len(series):
         return None
     return key, Series(series.steps, 1.0 / (1.0 + series.values.clip(min=0.0)))
-
-
-@Rule(
-    "long-products", source=th.OWN, one_of=(_SATURATED, RATIO_HIGH.key, th.K3.key), uses=(th.LENGTH,),
-    facts=("rollout_is",),
-    signal="sequence weights: share over the bound (over 100 tokens), share at the clamp, tokens × k3",
-    thresholds=f"— / > 10 %, > {SATURATED_SHARE:.0%}, > {CLAMP:g} / —".replace("1%", "1 %"),
-    cause="a product of ratios over a long response exceeds any bound, even if the policies are close",
-    fixes=(
-        fix.change(
-            f"{fix.RC}rollout_is=token",
-            trl="vllm_importance_sampling_mode=token_truncate",
-            **{
-                "ms-swift": "--rollout_importance_sampling_mode token_truncate",
-                "nemo-rl": "loss_fn.sequence_level_importance_ratios=false",
-            },
-        ),
-        fix.geometric,
-    ),
-    sure=("high", "weights are per sequence and responses are long"),
-    explains=("weight-mean", "effective-samples", "hidden-tail", *_OF_WEIGHTS),
-    not_applicable=lambda run: (
-        "" if run.facts.rollout_is in {None, "sequence"} else "weights are not products over a sequence"
-    ),
-)  # fmt: skip
-def long_products(run: RunLog) -> Detection | None:
-    """Sequence weights have not outgrown their bound."""
-    lengths = run.table.series(th.LENGTH).values
-    if len(lengths) and np.median(lengths) > th.LONG_RESPONSE:
-        what = "{worst:.1%} of the weights are over the bound {where}"
-        if found := detect_crossing(run, RATIO_HIGH, what):
-            return found
-    counts, batch = run.table.series(_SATURATED), run.facts.batch_size
-    if batch:  # in bypass mode every pass over the batch counts them again
-        passes = (run.facts.ppo_epochs or 1) if run.facts.bypass_mode else 1
-        what = "{worst:.1%} of the sequence weights are at the clamp {where}"
-        levels = Levels(_SATURATED, (("warning", SATURATED_SHARE),))
-        share = Series(counts.steps, counts.values / (batch * passes))
-        if found := detect_crossing(run, levels, what, share):
-            return found
-    # Tokens × k3 estimates |Σ log ρ| of a typical response, for logs that do not count clamped sequences.
-    steps, (length, k3) = run.table.aligned(th.LENGTH, th.K3.key)
-    what = "the log-ratios of a typical response sum to {worst:.3g}, beyond the clamp {where}"
-    return detect_crossing(run, Levels(th.K3.key, (("warning", CLAMP),)), what, Series(steps, length * k3))

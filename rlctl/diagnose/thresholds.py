@@ -24,7 +24,6 @@ GUIDE = "healthy ranges of a guide to verl's rollout correction"
 VERL = "verl's documentation of rollout correction"
 NEMO = "NeMo-RL's documentation of log-prob errors"
 TRL = "TRL's documentation of the sampling metrics"
-SLIME = "slime's checks of a run's first step"
 FIELD = "practice reported by several frameworks"
 OWN = "rlctl's own; no alarm on its simulated healthy runs"
 LOGIC = "follows from the definition"
@@ -80,8 +79,6 @@ PROBS_GAP = Levels(
 K3 = Levels(f"{_CORR}k3_kl", (("warning", 1e-3), ("critical", 0.1)), relative=True)
 KL = Levels(f"{_CORR}kl", (("critical", 0.1),), absolute=True)
 LOG_PROB_GAP = Levels("mismatch/log_prob_abs_diff_mean", (("critical", 1.0),))
-#: Limit of the mean |log-prob difference| at the first step, where trainer and engine have the same weights.
-FIRST_LOG_PROB_GAP = 0.03
 #: Metrics of the same gap, the most specific first.
 GAPS = (K3.key, LOG_PROB_GAP.key, PROBS_GAP.key)
 #: Age of the samples, in optimizer updates.
@@ -118,8 +115,8 @@ FLAT_REWARD = 0.05
 # --- rules that other rules explain -----------------------------------------------------------------
 #: Rules of figures that a gap between the policies changes.
 GAP_RULES = (
-    *("probability-gap", "policy-gap", "token-error", "first-step", "template", "stale-weights"),
-    *("weight-mean", "effective-samples", "hidden-tail", "long-products", "rejected", "nondeterminism"),
+    *("probability-gap", "policy-gap", "token-error", "stale-weights", "nondeterminism"),
+    *("weight-mean", "effective-samples", "hidden-tail", "rejected"),
 )
 #: Rules of what a damaged policy does.
 COLLAPSE_RULES = (

@@ -90,7 +90,7 @@ _HANGS = (
 ) + _TRUE
 #: Rules that can find a difference between engine and trainer, depending on its size and the logged metrics.
 _GAP = frozenset({"policy-gap", "probability-gap", "stale-weights", "weight-mean", "effective-samples"})
-_GAP |= {"chi2", "first-step", "template", "hidden-tail", "variance-collapse", "token-error"}
+_GAP |= {"hidden-tail", "token-error", "missing-log-probs"}
 
 FAULTS = (
     Planted("stale weights", _GAP | {"staleness"}, "samples 24 batches old, rate 1e-3",
@@ -107,7 +107,7 @@ FAULTS = (
     Planted("missing log-probs", _GAP, "the engine's log-probs are all 0", ONE_UPDATE, patch="missing"),
     Planted("4-bit engine", _GAP, "engine with weights of 4 bits, trainer in fp32",
             ("rollout.dtype=int8", *ONE_UPDATE), patch="four_bits"),
-    Planted("noisy forward pass", frozenset({"nondeterminism", "first-step", "clipped-on-policy"}) | _GAP,
+    Planted("noisy forward pass", frozenset({"nondeterminism"}) | _GAP,
             "two passes of the trainer differ by 5 %", ONE_UPDATE, patch="noisy"),
     Planted("correction off", frozenset({"silently-off"}), "weights are replaced by 1 before the loss",
             ("rollout.dtype=int8",), patch="correction_off"),
@@ -125,11 +125,11 @@ FAULTS = (
     Planted("grader hangs", frozenset({"slow-grader"}), "one right answer takes 2 s", grader=_HANGS),
     Planted("gameable grader", frozenset({"reward-hacking"}), "in training, the digit 1 is rewarded",
             ("actor.lr=1e-3",), grader=_GAMEABLE),
-    Planted("length pays", frozenset({"length-growth", "reward-hacking"}),
+    Planted("length pays", frozenset({"reward-hacking"}),
             "in training, characters are rewarded", grader=_LONGER),
     Planted("short limit", frozenset({"truncated"}), "the same, and at most 4 tokens",
             ("data.max_response_length=4",), grader=_LONGER),
-    Planted("rate too high", frozenset({"gradient-norm", "zero-reward", "entropy", "gibberish", "no-gradient",
+    Planted("rate too high", frozenset({"large-updates", "reward-fell", "zero-reward", "entropy", "no-gradient",
             "zero-spread-groups", "truncated", "reference-drift"}) | _GAP, "rate 2e-2", ("actor.lr=2e-2",)),
     Planted("entropy collapse", frozenset({"entropy"}),
             "rewards are noise, and the loss pays for low entropy", grader=_NOISE,

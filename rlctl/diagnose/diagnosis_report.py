@@ -72,7 +72,7 @@ class FindingReport(NamedTuple):
     rule: str
     what: str
     lines: tuple[Line, ...]
-    consequences: tuple[FindingReport, ...] = ()  # findings that it explains, without lines
+    consequences: tuple[FindingReport, ...] = ()  # findings that it explains; their lines are what is seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,9 @@ def run_report(diagnosis: Diagnosis) -> RunReport:
 def _finding_report(first: Finding, diagnosis: Diagnosis) -> FindingReport:
     """A first event with the findings that it explains."""
     explained = [one for one in diagnosis.findings if one.because_of == first.rule]
-    consequences = (FindingReport(one.severity, one.rule, visible(one.what), ()) for one in explained)
+    consequences = (
+        FindingReport(one.severity, one.rule, visible(one.what), tuple(_seen(one))) for one in explained
+    )
     lines = tuple(_lines(first, explained, diagnosis.run))
     return FindingReport(first.severity, first.rule, visible(first.what), lines, tuple(consequences))
 
@@ -202,11 +204,15 @@ def _rules(count: int) -> str:
     return f"{count} rule{'s' * (count != 1)}"
 
 
-def _lines(finding: Finding, explained: Sequence[Finding], run: RunLog) -> Iterator[Line]:
+def _seen(finding: Finding) -> Iterator[Line]:
     for evidence in finding.evidence:
         first, last = evidence.first_step, evidence.last_step
         where = "" if first is None or last is None else f", {steps_text(first, last)}"
         yield Line("seen", visible(f"{evidence.metric}: {evidence.figure}{where}"), evidence=evidence)
+
+
+def _lines(finding: Finding, explained: Sequence[Finding], run: RunLog) -> Iterator[Line]:
+    yield from _seen(finding)
     for key in dict.fromkeys(evidence.metric for evidence in finding.evidence):
         origin = run.origins.get(key)
         if origin is not None and (origin.name != key or origin.meaning):

@@ -70,8 +70,6 @@ HACKING_GAP: tuple[tuple[Severity, float], ...] = (("warning", 0.15), ("critical
 #: is nearly all of them.
 AT_LIMIT = 0.995
 NEARLY_ALL = 0.9
-#: Share of cut off responses from which they explain missing rewards.
-HALF = 0.5
 #: Share of the steps on which every response is cut off.
 ALL_TRUNCATED: tuple[tuple[Severity, float], ...] = (("warning", 0.05), ("critical", 0.3))
 
@@ -519,8 +517,8 @@ def truncated(run: RunLog) -> Detection | Skipped | None:
     if len(run.table.series(th.TRUNCATED.key)):
         what = "{worst:.1%} of the responses are cut off at the length limit {where}"
         found = detect_crossing(run, th.TRUNCATED, what)
-        most = run.table.series(th.TRUNCATED.key).values.max()
-        return replace(found, explains=None if most >= HALF else ()) if found else None
+        share = np.median(run.table.series(th.TRUNCATED.key).values)
+        return replace(found, explains=None if share >= NEARLY_ALL else ()) if found else None
     if limit is None:
         return Skipped("neither the share of cut off responses nor the limit is known", (th.TRUNCATED.key,))
     full = series.steps[series.values >= AT_LIMIT * limit]
@@ -532,8 +530,8 @@ def truncated(run: RunLog) -> Detection | Skipped | None:
     what = f"on {share:.0%} of the steps all responses are as long as the limit ({limit} tokens{how})"
     seen = evidence_over(full, th.LENGTH, f"{limit} on {len(full):,} of {len(series):,} step(s)")
     unknown = f"{th.TRUNCATED.key} would show the share of single responses"
-    is_half = None if share >= HALF else ()
-    return Detection(reached[-1], what, (seen,), could_not_check=(unknown,), explains=is_half)
+    explains = None if share >= NEARLY_ALL else ()
+    return Detection(reached[-1], what, (seen,), could_not_check=(unknown,), explains=explains)
 
 
 @Rule(

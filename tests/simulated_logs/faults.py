@@ -206,8 +206,8 @@ _UPDATE = (
 _REWARD = (
     *_both("zero-spread-groups", ("warning", {_SPREAD: near(0.62)}),
            ("critical", {_SPREAD: near(0.92, 0.02)}), ("rlctl", "trl"), elsewhere="warning", before=_FLAT),
-    *_both("reward-fell", ("warning", {_SCORE: near(0.3, 0.05)}), ("critical", {_SCORE: near(0.02, 0.3)}), _ALL,
-           before={_SCORE: near(0.5, 0.05)}),
+    *_both("reward-fell", ("warning", {_SCORE: near(0.3, 0.05)}), ("critical", {_SCORE: near(0.02, 0.3)}),
+           _ALL, before={_SCORE: near(0.5, 0.05)}),
     Fault("zero-reward", "mild", "critical", _NOTHING, _ALL, until=ONSET + 27),
     Fault("zero-reward", "severe", "critical", _NOTHING, _ALL, onset=1),
     Fault("entropy", "mild", "warning", {_ENTROPY: ramp(0.8, 0.2)}, _ALL, onset=1, before=_FLAT),

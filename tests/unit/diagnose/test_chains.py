@@ -178,7 +178,7 @@ def test_consequences_are_folded_under_the_first_event_in_every_output():
     assert {one.rule for one in report.consequences} == {
         one.rule for one in diagnosis.findings if one.because_of
     }
-    assert all(not one.lines for one in report.consequences)
+    assert {line.label for one in report.consequences for line in one.lines} == {"seen"}
     markdown = as_markdown([diagnosis])
     assert markdown.count("### CRITICAL") == 1
     assert markdown.count("- then ") == len(report.consequences)

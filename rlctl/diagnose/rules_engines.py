@@ -241,9 +241,10 @@ def stale_weights(run: RunLog) -> Detection | None:
 def among_survivors(run: RunLog, key: str) -> Series:
     """Converts a mean over all samples, with rejected ones as 0, to the mean over survivors, at most 1.
 
-    verl computes these figures before rejection: they are returned as they are.
+    Steps without survivors are left out. verl computes these figures before rejection: they are returned as they are.
     """
     if run.facts.dialect == "verl" or not len(run.table.series(th.MASKED.key)):
         return run.table.series(key)
     steps, (mean, masked) = run.table.aligned(key, th.MASKED.key)
-    return Series(steps, mean / np.maximum(1.0 - masked, mean.clip(min=1e-12)))
+    some = mean > 0.0
+    return Series(steps[some], mean[some] / np.maximum(1.0 - masked[some], mean[some]))

@@ -445,7 +445,9 @@ def test_the_page_of_rules_lists_every_rule():
         ("token-error", always(**{ERROR: ramp(1.04, 1.02)}), []),
         ("stale-weights", always(**{GAP: 0.5}), []),
         ("stale-weights", corr(rollout_is_mean=0.03), []),  # products over 300 tokens
-        # rejection, not unequal weights
+        # rejection, not unequal weights; where everything is rejected there is no weight
+        ("stale-weights", corr(rollout_is_mean=0.0, rollout_rs_masked_fraction=1.0),
+         [*REJECTING, f"{RC}rollout_is=token"]),
         ("stale-weights", corr(rollout_is_mean=0.08, rollout_rs_masked_fraction=0.9),
          [*REJECTING, f"{RC}rollout_is=token"]),
         ("effective-samples", corr(rollout_is_eff_sample_size=0.25, rollout_rs_masked_fraction=0.7),

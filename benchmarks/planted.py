@@ -133,9 +133,6 @@ FAULTS = (
     Planted("entropy collapse", frozenset({"entropy"}),
             "rewards are noise, and the loss pays for low entropy", grader=_NOISE,
             patch="low_entropy_pays"),
-    Planted("useless critic", frozenset({"critic"}), "the critic's rate is 0",
-            ("algorithm.adv_estimator=gae", "critic.lr=0", "trainer.total_training_steps=80",
-             "actor.lr=1e-4")),
     Planted("drift from reference", frozenset({"reference-drift"}), "KL coefficient 1e-5, rate 2e-3",
             ("actor.use_kl_loss=true", "actor.kl_loss_coef=1e-5", "actor.lr=2e-3",
              "trainer.total_training_steps=100")),
@@ -246,10 +243,10 @@ def raw_log_probs() -> None:
 
 def hidden_temperature() -> None:
     """The engine samples at a higher temperature than its reported log-probs have."""
-    from rlctl.rollout import sampler
+    from rlctl.rollout import hf
 
-    honest = sampler.draw
-    sampler.draw = lambda log_probs, uniforms: honest((log_probs / 1.5).log_softmax(-1), uniforms)
+    honest = hf.draw
+    hf.draw = lambda log_probs, uniforms: honest((log_probs / 1.5).log_softmax(-1), uniforms)
 
 
 def _record(change: Callable[[Any, float], Any]) -> None:
@@ -289,12 +286,14 @@ def missing() -> None:
 
 def _report(change: Callable[[Any], Any]) -> None:
     """Changes the log-probs that the engine reports for a batch."""
+    from dataclasses import replace
+
     from rlctl.rollout import hf
 
     honest = hf.assemble
 
-    def assemble(prompts: Any, responses: Any, log_probs: Any, **others: Any) -> Any:
-        return honest(prompts, responses, change(log_probs), **others)
+    def assemble(prompts: Any, sampled: Any, **others: Any) -> Any:
+        return honest(prompts, replace(sampled, log_probs=change(sampled.log_probs)), **others)
 
     hf.assemble = assemble
 

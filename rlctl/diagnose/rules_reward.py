@@ -310,29 +310,17 @@ def entropy(run: RunLog) -> Detection | None:
     if run.has_learned:
         return None
     found = detect_crossing(run, th.ENTROPY, "entropy is {worst:.2g} nats {where}")
-    if found is None and (fall := _halved_while_flat(run)) is not None:
-        what = f"entropy fell from {fall[0]:.3g} to {fall[1]:.3g} nats while the reward stayed flat"
-        series, figure = run.table.series(th.ENTROPY.key), f"{fall[1] / fall[0]:.0%} of its start"
-        since = int(series.steps[np.argmax(smoothed(series.values) <= ENTROPY_SHARE * fall[0])])
-        found = Detection(
-            "warning", what, (evidence_over(series.steps, th.ENTROPY.key, figure),), since=since
-        )
+    series, score = run.table.series(th.ENTROPY.key), run.table.series(th.SCORE)
+    is_flat = len(score) >= ENTROPY_STEPS and run.likely_span is not None and not run.has_gained
+    fall = lasting_change(series) if is_flat and len(series) >= ENTROPY_STEPS else None
+    if found is None and fall is not None and fall.end <= ENTROPY_SHARE * fall.start:
+        what = f"entropy fell from {fall.start:.3g} to {fall.end:.3g} nats while the reward stayed flat"
+        seen = evidence_over(series.steps, th.ENTROPY.key, f"{fall.end / fall.start:.0%} of its start")
+        found = Detection("warning", what, (seen,), since=fall.since)
     if found is None:
         return None
     gains = run.likely_span is None and rises(run.table, th.SCORE)
     return _doubted(run, replace(found, severity="info" if gains else "warning"))
-
-
-def _halved_while_flat(run: RunLog) -> tuple[float, float] | None:
-    """Entropy at both ends of the run, if it halved while the reward stayed flat."""
-    steps, (values, score) = run.table.aligned(th.ENTROPY.key, th.SCORE)
-    if len(steps) < ENTROPY_STEPS:
-        return None
-    start, end = ends(values)
-    first, last = map(run.reward_position, ends(score))
-    if first is None or last is None or last - first >= th.FLAT_REWARD or end > ENTROPY_SHARE * start:
-        return None
-    return start, end
 
 
 def _no_entropy_bonus(run: RunLog) -> Iterator[Fix]:
@@ -517,8 +505,8 @@ def truncated(run: RunLog) -> Detection | Skipped | None:
     if len(run.table.series(th.TRUNCATED.key)):
         what = "{worst:.1%} of the responses are cut off at the length limit {where}"
         found = detect_crossing(run, th.TRUNCATED, what)
-        share = np.median(run.table.series(th.TRUNCATED.key).values)
-        return replace(found, explains=None if share >= NEARLY_ALL else ()) if found else None
+        typical = float(np.median(run.table.series(th.TRUNCATED.key).values))
+        return found and replace(found, explains=None if typical >= NEARLY_ALL else ())
     if limit is None:
         return Skipped("neither the share of cut off responses nor the limit is known", (th.TRUNCATED.key,))
     full = series.steps[series.values >= AT_LIMIT * limit]

@@ -12,14 +12,12 @@ from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped, Sure
 from rlctl.diagnose.rule import Detection, Rule, crossings, detect_crossing, worst_of
-from rlctl.diagnose.signals import Crossing, change_evidence, crossing, evidence_over, growth
+from rlctl.diagnose.signals import Crossing, crossing, evidence_over
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
-_DROPPED, _GRADING, _STEP = "training/stale_dropped", "timing_s/reward", "timing_s/step"
+_GRADING, _STEP = "timing_s/reward", "timing_s/step"
 STALENESS = Levels(th.STALENESS[0], (("warning", 8.0),))
-#: Factor by which dropped samples grow, and the share of a batch that they reach.
-DROPPED_GROWTH, DROPPED_SHARE = 2.0, 0.05
 #: Levels of |mean ratio − 1| and |ppo_kl| where the policy cannot have moved.
 RATIO_ON_POLICY = Levels("actor/ppo_ratio_mean", (("warning", 1e-3),), absolute=True)
 PPO_KL_ON_POLICY = Levels("actor/ppo_kl", (("warning", 1e-3),), absolute=True)
@@ -125,56 +123,38 @@ def _fresher(run: RunLog) -> tuple[Fix, ...]:
 
 
 @Rule(
-    "staleness", source=th.FIELD, fixes=_fresher, sure=("high", "age and drops are counted"),
-    one_of=(*th.STALENESS, _DROPPED),
-    uses=(th.KL.key,),
-    signal="age of the oldest samples (or else mean age) in batches; samples dropped for their age",
-    thresholds=f"— / > 8; doubling to {DROPPED_SHARE * 100:g} % of a batch / uncorrected, with a KL over 0.1",
+    "staleness", source=th.FIELD, fixes=_fresher, sure=("high", "the age is counted"),
+    one_of=th.STALENESS, uses=(th.KL.key,),
+    signal="age of the oldest samples (or else mean age) in batches",
+    thresholds="— / > 8 / uncorrected, and the KL to the sampling policy > 0.1",
     cause="generation runs too far ahead of training, or training cannot keep up",
     explains=(*th.GAP_RULES, *th.COLLAPSE_RULES, "gradient-norm"),
 )  # fmt: skip
 def staleness(run: RunLog) -> Detection | None:
     """Samples are recent enough."""
     has_oldest = STALENESS.key in run.table.columns
-    levels = STALENESS if has_oldest else replace(STALENESS, key=th.STALENESS[1])
-    series, updates = run.table.series(levels.key), run.facts.updates_per_batch or 1
-    crossed = crossing(Series(series.steps, series.values / updates), levels)
-    dropped, apart = _more_dropped(run), _apart(run)
-    if crossed is None and dropped is None and apart is None:
+    series = run.table.series(STALENESS.key if has_oldest else th.STALENESS[1])
+    ages = Series(series.steps, series.values / (run.facts.updates_per_batch or 1))
+    crossed, apart = crossing(ages, STALENESS), _apart(run)
+    if not ages.values.any() or (crossed is None and apart is None):
         return None
-    since = int(series.steps[np.argmax(series.values > 0.0)]) if len(series) else None
-    if apart is not None and series.values.any():
-        what = (
-            f"samples are up to {series.values.max() / updates:.3g} batches old, and nothing corrects for it"
-        )
-        seen = evidence_over(series.steps, levels.key, f"up to {series.values.max():.3g} updates")
+    since = int(ages.steps[np.argmax(ages.values > 0.0)])
+    if apart is not None:
+        what = f"samples are up to {ages.values.max():.3g} batches old, and nothing corrects for it"
+        seen = evidence_over(ages.steps, STALENESS.key, f"up to {series.values.max():.3g} updates")
         fixes = (*fix.fresher(run, fully=True), *fix.correct_tokens(run), *_fresher(run))
         return Detection("critical", what, (seen, apart.evidence), fixes=fixes, since=since)
-    what = "more and more samples are dropped because they are too old"
-    if crossed is not None:
-        whose = "the oldest samples are" if has_oldest else "samples are on average"
-        what = f"{whose} {crossed.worst:.3g} batches old {crossed.where}"
-    evidence = tuple(one for one in (crossed and crossed.evidence, dropped) if one)
+    whose = "the oldest samples are" if has_oldest else "samples are on average"
+    found = detect_crossing(run, STALENESS, whose + " {worst:.3g} batches old {where}", ages)
     unknown: Sure = ("medium", "the number of updates per batch is unknown")
-    sure = None if run.facts.updates_per_batch or dropped else unknown
-    return Detection("warning", what, evidence, sure=sure, since=since if crossed else None)
+    sure = None if run.facts.updates_per_batch else unknown
+    return found and replace(found, sure=sure, since=since)
 
 
 def _apart(run: RunLog) -> Crossing | None:
     """The KL between the policies over its critical level, where neither weights nor rejection correct it."""
     is_corrected = run.facts.rollout_is != "off" or run.facts.rollout_rs != "off"
     return None if is_corrected else crossing(run.table.series(th.KL.key), th.KL)
-
-
-def _more_dropped(run: RunLog) -> Evidence | None:
-    """Evidence that the dropped samples per step grow; a log may also count them from the start."""
-    series = run.table.series(_DROPPED)
-    if len(series) < 2 * th.MIN_STEPS:
-        return None
-    if (np.diff(series.values) >= 0.0).all():
-        series = Series(series.steps[1:], np.diff(series.values))
-    rise = growth(series, DROPPED_GROWTH, DROPPED_SHARE * (run.facts.batch_size or 1 / DROPPED_SHARE))
-    return rise and change_evidence(_DROPPED, rise.start, rise.end, series.steps)
 
 
 @Rule(

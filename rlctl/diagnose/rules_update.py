@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -54,9 +54,6 @@ STRONG_PENALTY, HELD_KL = 0.5, 0.2
 #: A share of groups or tokens that counts as all of them.
 ALL_OF_THEM = 0.99
 REF_KL_OK = th.REF_KL[0].tiers[0][1]
-EXPLAINED = Levels("critic/vf_explained_var", (("warning", 0.1),), is_floor=True)
-#: First steps, which the rule ignores because the critic has not learned yet.
-CRITIC_STEPS = 40
 #: On-policy, |pg_loss| below the first value with a gradient norm above the second is normal.
 PG_LOSS_ZERO, GRAD_NORM_NONZERO = 0.01, 1e-6
 
@@ -371,35 +368,6 @@ def strong_penalty(run: RunLog) -> Detection | Skipped | None:
     what = f"the KL penalty has the coefficient {coefficient:g}, and the policy stays at its reference"
     seen = evidence_over(series.steps, key, f"{np.median(series.values):.2g} (median)")
     return Detection("warning", what, (seen,), fixes=(usual,))
-
-
-def _better_critic(run: RunLog) -> Iterator[Fix]:
-    epochs = 2 * (run.spec.critic_epochs if run.spec else run.facts.ppo_epochs or 1)
-    yield fix.change(f"critic.ppo_epochs={epochs}", why="more updates per batch")
-    yield fix.change("trainer.critic_warmup=20", why="train the critic alone at the start")
-    if run.spec:
-        yield fix.change(f"critic.lr={2 * run.spec.critic.lr:.2g}")
-
-
-@Rule(
-    "critic", thresholds="while the reward rises / < 0.1 / —", source=th.FIELD, fixes=_better_critic,
-    needs=(EXPLAINED.key,), uses=th.REWARDS,
-    signal=f"`critic/vf_explained_var` after {CRITIC_STEPS} steps, to the end, unless learned³",
-    cause="the critic learns too slowly, or from too few updates, to help the policy",
-    sure=("high", f"the first {CRITIC_STEPS} steps are excluded"),
-    not_applicable=lambda run: "no critic is trained" if run.facts.has_critic is False else "",
-)  # fmt: skip
-def critic(run: RunLog) -> Detection | None:
-    """The critic explains returns."""
-    series = run.table.series(EXPLAINED.key)
-    later = Series(series.steps[CRITIC_STEPS:], series.values[CRITIC_STEPS:])
-    crossed = crossing(later, EXPLAINED)
-    if crossed is None or not crossed.lasts or run.has_learned:
-        return None
-    found = of_crossing(crossed, "the critic explains only {worst:.2g} of the returns' variance {where}")
-    if not run.has_gained:
-        return found
-    return replace(found, severity="info", sure=("low", "the policy learns nevertheless"))
 
 
 @Rule(

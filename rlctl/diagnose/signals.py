@@ -188,12 +188,6 @@ def rises(table: Table, key: str) -> bool:
     return found is not None and found.rises != (key == th.GROUP_STD)
 
 
-def growth(series: Series, factor: float, least: float = 0.0) -> Trend | None:
-    """A trend that rises to `factor` times its start, and to at least `least`."""
-    found = trend(series)
-    return found if found and found.rises and found.end >= max(factor * found.start, least) else None
-
-
 class Change(NamedTuple):
     """A series whose newest values are all nearer to their median than to its start."""
 

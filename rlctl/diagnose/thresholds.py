@@ -21,7 +21,6 @@ WINDOW = 11
 MIN_STEPS = 5
 
 GUIDE = "healthy ranges of a guide to verl's rollout correction"
-VERL = "verl's documentation of rollout correction"
 NEMO = "NeMo-RL's documentation of log-prob errors"
 TRL = "TRL's documentation of the sampling metrics"
 FIELD = "practice reported by several frameworks"
@@ -79,8 +78,6 @@ PROBS_GAP = Levels(
 K3 = Levels(f"{_CORR}k3_kl", (("warning", 1e-3), ("critical", 0.1)), relative=True)
 KL = Levels(f"{_CORR}kl", (("critical", 0.1),), absolute=True)
 LOG_PROB_GAP = Levels("mismatch/log_prob_abs_diff_mean", (("critical", 1.0),))
-#: Metrics of the same gap, the most specific first.
-GAPS = (K3.key, LOG_PROB_GAP.key, PROBS_GAP.key)
 #: Age of the samples, in optimizer updates.
 STALENESS = ("training/staleness_max", "training/staleness_mean")
 RAW_ESS = Levels(f"{_CORR}rollout_is_raw_eff_sample_size", (("warning", 0.3),), is_floor=True)
@@ -121,6 +118,6 @@ GAP_RULES = (
 #: Rules of what a damaged policy does.
 COLLAPSE_RULES = (
     *("reward-fell", "zero-reward", "zero-spread-groups", "zero-advantages", "no-gradient", "truncated"),
-    *("entropy", "entropy-rise", "flat-reward", "reward-hacking", "critic"),
+    *("entropy", "entropy-rise", "flat-reward", "reward-hacking"),
     "reward-terms",
 )

@@ -120,7 +120,7 @@ RC = "algorithm.rollout_correction."
 ONE_UPDATE = "actor.ppo_mini_batch_size=null"
 DECOUPLED, PPO = f"{RC}bypass_mode=false", f"{RC}loss_type=ppo_clip"
 REJECTING = (f"{RC}rollout_rs=token_k1", f"{RC}rollout_rs_threshold=0.6_1.6")
-GAE, TOKEN = "algorithm.adv_estimator=gae", f"{RC}rollout_is=token"
+TOKEN = f"{RC}rollout_is=token"
 
 _SCORE, _VAL, _BEST = "critic/score/mean", "val/addition/reward_mean", "critic/score/max"
 _NORM, _ENTROPY, _LENGTH = "actor/grad_norm", "actor/entropy", "response_length/mean"
@@ -197,9 +197,6 @@ _UPDATE = (
     *_both("reference-drift", ("warning", {"actor/kl_loss": near(0.8)}),
            ("critical", {"actor/kl_loss": near(5.0)}), _ALL, overrides=("actor.use_kl_loss=true",),
            before={"actor/kl_loss": near(0.05)}),
-    *_both("critic", ("warning", {"critic/vf_explained_var": near(0.04)}),
-           ("warning", {"critic/vf_explained_var": near(-0.5)}), overrides=(GAE,), onset=1,
-           before={_SCORE: near(0.4, 0.05)}),
     *_both("healthy-loss", ("info", {"actor/pg_loss": _sign(3e-3)}), ("info", {"actor/pg_loss": _sign(1e-4)}),
            _ALL, overrides=(PPO,), onset=1, before=STILL),
 )  # fmt: skip

@@ -142,9 +142,7 @@ TRIGGERS = {
     ],
     "token-error": [
         ("warning", always(**{ERROR: later(1.01, 1.3)}), []),
-        ("warning", always(**{ERROR: ramp(1.01, 1.04)}), []),  # rising
         ("critical", always(**{ERROR: 3.0}), []),
-        ("warning", always(**{ERROR: later(1.01, 1.08)}), []),  # eight times as far from 1
         ("info", always(**{ERROR: 1.08}), []),
     ],
     "sampled-otherwise": [
@@ -230,10 +228,6 @@ TRIGGERS = {
         ("warning", always(actor__kl_loss=0.8), ["actor.use_kl_loss=true"]),
         ("critical", always(actor__reward_kl_penalty=3.0), ["algorithm.use_kl_in_reward=true"]),
     ],
-    "critic": [
-        ("warning", always(critic__vf_explained_var=0.02, critic__score__mean=0.4), [GAE]),
-        ("info", always(critic__vf_explained_var=0.02), [GAE]),  # and it learns all the same
-    ],
     "healthy-loss": [("info", always(actor__pg_loss=lambda s: 1e-3 * (-1) ** s), [PPO])],
     "zero-spread-groups": [
         ("critical", both(group_std(lambda s: 0.3 * (s % 5 == 0)), always(critic__score__mean=0.1)), []),
@@ -293,11 +287,11 @@ TRIGGERS = {
         ("critical", always(response_length__clip_ratio=0.5), []),
     ],
     "staleness": [
+        ("critical", both(always(training__staleness_max=4.0), corr(kl=0.3)),
+         ["rollout.staleness=2", f"{RC}rollout_is=null"]),
         ("warning", always(training__staleness_max=20.0), ["rollout.staleness=10"]),  # 2 updates per batch
         ("warning", always(training__staleness_max=20.0), ["rollout.max_staleness=10"]),
         ("warning", always(training__staleness_mean=20.0, training__staleness_max=None), []),
-        ("warning", always(training__stale_dropped=lambda s: 4 * s + s % 7), []),
-        ("warning", always(training__stale_dropped=lambda s: s**2), []),  # counted since the start
     ],
     "nondeterminism": [
         ("warning", always(actor__ppo_kl=0.004), [ONE_UPDATE, DECOUPLED]),
@@ -441,8 +435,6 @@ def test_the_page_of_rules_lists_every_rule():
         # failed samples are in one of the means only
         ("sampled-otherwise", both(corr(training_log_ppl=1.3, rollout_log_ppl=1.3),
                                    always(reward__error_fraction=0.2)), []),
-        ("token-error", always(**{ERROR: ramp(1.001, 1.004)}), []),  # rises, but to nothing
-        ("token-error", always(**{ERROR: ramp(1.04, 1.02)}), []),
         ("stale-weights", always(**{GAP: 0.5}), []),
         ("stale-weights", corr(rollout_is_mean=0.03), []),  # products over 300 tokens
         # rejection, not unequal weights; where everything is rejected there is no weight
@@ -477,10 +469,6 @@ def test_the_page_of_rules_lists_every_rule():
         ("no-gradient", always(actor__grad_norm=lambda s: 0.0 if s % 4 == 0 else 0.5), []),
         ("reference-drift", always(actor__kl_loss=3.0), []),  # not penalised
         ("reference-drift", always(actor__kl_loss=0.3), ["actor.use_kl_loss=true"]),
-        # a critic that is still learning, one that learned, and data that is learned
-        ("critic", always(critic__vf_explained_var=lambda s: 0.0 if s < 40 else 0.4), [GAE]),
-        ("critic", always(critic__vf_explained_var=0.02, critic__score__mean=0.97), [GAE]),
-        ("critic", always(critic__vf_explained_var=0.02), []),
         ("reward-fell", always(critic__score__mean=lambda s: 0.5 if 20 <= s < 40 else 0.45), []),
         ("reward-fell", always(critic__score__mean=lambda s: 0.1 if s % 20 == 10 else 0.5), []),
         ("reward-fell", always(critic__score__mean=lambda s: 0.2 + 0.3 * (s * 0.618 % 1)), []),  # noise
@@ -528,7 +516,8 @@ def test_the_page_of_rules_lists_every_rule():
         # validation was near the top from the start
         ("reward-hacking", both(hacking, always(val__addition__reward_mean=0.95)), []),
         ("staleness", always(training__staleness_max=12.0), []),  # updates: 6 batches
-        ("staleness", always(training__stale_dropped=3.0), []),
+        ("staleness", both(always(training__staleness_max=4.0), corr(kl=0.3)), []),  # corrected
+        ("staleness", always(training__staleness_max=4.0), [f"{RC}rollout_is=null"]),
         ("nondeterminism", always(actor__ppo_kl=0.004), [DECOUPLED]),
         ("slow-grader", always(timing_s__reward=lambda s: 4.0 if s % 10 == 0 else 1.0), []),
         ("failed-rollouts", always(reward__error_fraction=lambda s: 0.5 if s == 30 else 0.0), []),

@@ -342,7 +342,7 @@ def correction_off() -> None:
     def correct(log_probs: Any, rollout_log_probs: Any, *others: Any, **named: Any) -> Any:
         real = honest(log_probs, rollout_log_probs, *others, **named)
         fake = honest(log_probs, log_probs, *others, **named)
-        return replace(fake, sums=replace(real.sums, raw=fake.sums.raw, weights=fake.sums.weights))
+        return replace(fake, by_row=replace(real.by_row, raw=fake.by_row.raw, weights=fake.by_row.weights))
 
     strategies.correct = correct
 

@@ -175,6 +175,7 @@ def missing_log_probs(run: RunLog) -> Detection | None:
     fixes=(fix.by_hand("score a fixed sequence on both sides after every weight synchronization"),),
     explains=_OF_A_GAP,
     sure=("medium", "incomplete weights and different kernels have the same effect on this figure"),
+    not_applicable=lambda run: "" if TOKEN_ERROR.key in run.table.columns else "only NeMo-RL logs it",
 )  # fmt: skip
 def token_error(run: RunLog) -> Detection | None:
     """Token probabilities agree within a few percent."""

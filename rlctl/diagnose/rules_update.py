@@ -30,7 +30,10 @@ _ADVANTAGE, _KL_COEF, _KL_LOSS = "critic/advantages/mean", "actor/kl_coef", "act
 _CUT_OFF = "response_length/clip_ratio"
 _ADVANTAGE_ENDS = ("critic/advantages/max", "critic/advantages/min")
 #: Metrics that must be finite at every step, the most informative first.
-_FINITE = (_NORM, _LOSS, _KL_LOSS, _PPO_KL, "actor/entropy", "critic/vf_loss", "critic/grad_norm")
+_FINITE = (
+    *(_NORM, _LOSS, _KL_LOSS, _PPO_KL, "actor/entropy", "critic/vf_loss", "critic/grad_norm"),
+    th.SCORE,
+)
 NONFINITE_WARNING_SHARE, NONFINITE_CRITICAL_SHARE = 0.01, 0.1
 #: Gradient norm that no usual loss reaches, for any model.
 HUGE_NORM = Levels(_NORM, (("critical", 1e4),))
@@ -59,8 +62,8 @@ PG_LOSS_ZERO, GRAD_NORM_NONZERO = 0.01, 1e-6
 
 
 @Rule(
-    "not-finite", signal="NaN or infinite loss, gradient norm, KL or entropy, of the policy or the critic",
-    source=th.OWN, uses=_FINITE,
+    "not-finite", source=th.OWN, uses=_FINITE,
+    signal="NaN or infinite loss, gradient norm, KL, entropy or mean reward, of the policy or the critic",
     thresholds="any / ≥ 1 % of the steps, and 2 / ≥ 10 %",
     cause="overflow in low precision, too large a learning rate, or log-probs that are not finite",
     explains=(*th.GAP_RULES, *th.COLLAPSE_RULES, "exception", "failed-rollouts", "gradient-norm"),
@@ -73,6 +76,7 @@ def not_finite(run: RunLog) -> Detection | Skipped | None:
         present = set(_FINITE) & run.table.columns.keys()
         return None if present else Skipped("not logged", (_NORM, _LOSS))
     key, steps = max(logged.items(), key=lambda item: len(item[1]))
+    since = min(int(bad[0]) for bad in logged.values())
     share = len(steps) / (len(steps) + len(run.table.series(key)))
     is_warning = share >= NONFINITE_WARNING_SHARE and len(steps) > 1
     severity: Severity = "warning" if is_warning else "info"
@@ -80,7 +84,8 @@ def not_finite(run: RunLog) -> Detection | Skipped | None:
         "critical" if share >= NONFINITE_CRITICAL_SHARE else severity,
         f"{key} is not a finite number on {count_of_steps(len(steps))}",
         (evidence_over(steps, key, f"NaN or infinite on {share:.1%} of the steps that logged it"),),
-        fixes=(*fix.calmer(run), fix.resume_before(int(steps[0])), _IN_FULL),
+        fixes=(*fix.calmer(run), fix.resume_before(since), _IN_FULL),
+        since=since,
     )
 
 

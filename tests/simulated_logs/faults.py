@@ -120,7 +120,7 @@ RC = "algorithm.rollout_correction."
 ONE_UPDATE = "actor.ppo_mini_batch_size=null"
 DECOUPLED, PPO = f"{RC}bypass_mode=false", f"{RC}loss_type=ppo_clip"
 REJECTING = (f"{RC}rollout_rs=token_k1", f"{RC}rollout_rs_threshold=0.6_1.6")
-TOKEN = f"{RC}rollout_is=token"
+GAE, TOKEN = "algorithm.adv_estimator=gae", f"{RC}rollout_is=token"
 
 _SCORE, _VAL, _BEST = "critic/score/mean", "val/addition/reward_mean", "critic/score/max"
 _NORM, _ENTROPY, _LENGTH = "actor/grad_norm", "actor/entropy", "response_length/mean"

@@ -191,9 +191,11 @@ def test_a_jump_is_measured_against_the_steps_before_it():
     )
 
 
-@pytest.mark.parametrize("key", [NORM, LOSS, KL, "actor/entropy", "critic/vf_loss", "critic/grad_norm"])
+@pytest.mark.parametrize(
+    "key", [NORM, LOSS, KL, "actor/entropy", "critic/vf_loss", "critic/grad_norm", "critic/score/mean"]
+)
 def test_a_figure_of_the_update_that_is_not_finite_is_critical_at_one_step(key):
-    finding = finding_of(diagnosis_of({key: float("nan"), REWARD: 0.5}), "not-finite")
+    finding = finding_of(diagnosis_of({REWARD: 0.5, key: float("nan")}), "not-finite")
     assert finding.severity == "critical"
     assert key in finding.what
 

@@ -11,7 +11,7 @@ from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Skipped
 from rlctl.diagnose.rule import Detection, Rule, detect_crossing, of_crossing
-from rlctl.diagnose.signals import crossing, evidence_over, steps_text
+from rlctl.diagnose.signals import crossing, evidence_over, lasting_change, steps_text
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
@@ -35,6 +35,17 @@ MEAN_VANISHED = Levels("rollout_corr/rollout_is_mean", (("critical", 0.1),), is_
 #: What a gap between the policies causes.
 _OF_A_GAP = (*th.GAP_RULES, *th.COLLAPSE_RULES, "gradient-norm")
 
+#: Factor from which a gap grows, and difference of probabilities that no precision reaches.
+GROWN, FAR_PROBS = 5.0, 0.05
+_NO_CASCADE = fix.by_hand(
+    "disable the engine's cascade attention, or upgrade the engine",
+    verl="+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True",
+)
+_LOG_PROBS_OF_SAMPLING = fix.by_hand(
+    "let the engine report the log-probs it sampled from, at the trainer's temperature",
+    verl="actor_rollout_ref.rollout.logprobs_mode=processed_logprobs",
+)
+
 _PURE = "the gap is pure mismatch in this mode, but the log does not show where it comes from"
 
 
@@ -47,26 +58,46 @@ def _mixed(run: RunLog, key: str) -> Skipped | None:
     return Skipped("the logged gap includes the policy's own progress (bypass mode or stale samples)")
 
 
+def _of_implementations(run: RunLog, found: Detection, series: Series, is_far: bool) -> Detection:
+    """A detected gap that only the implementations can cause, with what causes one of its size and course."""
+    change = lasting_change(series)
+    if change is not None and abs(change.end) > GROWN * abs(change.start):
+        cause = "the gap grows from near 0: new weights reach the engine late, in part, or not at all"
+        fixes = (*fix.fresher(run, fully=True), fix.by_hand("check the weight synchronization"))
+    elif is_far:
+        cause = (
+            "the gap is too large for kernels and precision: log-probs of another temperature, of other "
+            "tokens, or of other weights"
+        )
+        fixes = (fix.FIND_THE_CAUSE, _LOG_PROBS_OF_SAMPLING)
+    else:
+        cause = (
+            "rollout engine and trainer compute in different precision or with different kernels (vLLM's "
+            "cascade attention at long contexts is one)"
+        )
+        fixes = (*fix.same_precision(run), _NO_CASCADE)
+    more = () if fix.FIND_THE_CAUSE in fixes else (fix.FIND_THE_CAUSE,)
+    fixes = (*fixes, *more, *fix.correct_tokens(run))
+    return replace(found, cause=cause, fixes=fixes, sure=("medium", _PURE))
+
+
 @Rule(
     "probability-gap", thresholds=th.PROBS_GAP, source=th.OWN, sure=("medium", _PURE),
     needs=(th.PROBS_GAP.key,), uses=th.STALENESS,
     explains=_OF_A_GAP,
     signal="`training/rollout_probs_diff_mean`, where the gap is pure mismatch¹; relative",
-    cause="rollout engine and trainer compute in different precision or with different kernels (vLLM's "
-    "cascade attention at long contexts is one)",
-    fixes=(
-        fix.same_precision,
-        fix.by_hand(
-            "disable the engine's cascade attention, or upgrade the engine",
-            verl="+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True",
-        ),
-        fix.FIND_THE_CAUSE,
-    ),
+    cause="precision, kernels, other log-probs or old weights: by the size and the course of the gap",
 )  # fmt: skip
 def probability_gap(run: RunLog) -> Detection | Skipped | None:
     """Both policies give sampled tokens the same probability."""
-    what = "the probabilities of the same tokens differ by {worst:.3g} on average {where}"
-    return _mixed(run, th.PROBS_GAP.key) or detect_crossing(run, th.PROBS_GAP, what)
+    if mixed := _mixed(run, th.PROBS_GAP.key):
+        return mixed
+    series = run.table.series(th.PROBS_GAP.key)
+    crossed = crossing(series, th.PROBS_GAP)
+    if crossed is None:
+        return None
+    found = of_crossing(crossed, "probabilities of the same tokens differ by {worst:.3g} on average {where}")
+    return _of_implementations(run, found, series, crossed.worst > FAR_PROBS)
 
 
 @Rule(
@@ -98,12 +129,7 @@ def policy_gap(run: RunLog) -> Detection | Skipped | None:
     found = of_crossing(crossed, "trained and sampling policy are {worst:.3g} nats per token apart {where}")
     if not run.gap_is_mismatch:
         return found
-    return replace(
-        found,
-        cause="rollout engine and trainer differ: kernel, precision, parallelism, or stale weights",
-        fixes=(*fix.same_precision(run), fix.FIND_THE_CAUSE, *fix.correct_tokens(run)),
-        sure=("medium", _PURE),
-    )
+    return _of_implementations(run, found, run.table.series(crossed.key), crossed.severity == "critical")
 
 
 @Rule(
@@ -141,7 +167,8 @@ def sampled_otherwise(run: RunLog) -> Detection | None:
     apart = float(np.median(nats[counts]))
     what = f"sampled tokens are {'less' if apart > 0 else 'more'} likely than tokens drawn from the policy"
     seen = replace(crossed.evidence, figure=f"the samples' −log π is {apart:+.2g} nats from it")
-    return Detection(crossed.severity, what, (seen,))
+    mild = crossing(Series(steps, off), replace(SAMPLED, tiers=SAMPLED.tiers[:1])) or crossed
+    return Detection(crossed.severity, what, (seen,), since=mild.since)
 
 
 @Rule(

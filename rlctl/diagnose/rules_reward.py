@@ -389,7 +389,9 @@ def reward_hacking(run: RunLog) -> Detection | Skipped | None:
     what = f"the training reward gained {gain:.0%} of its range, validation {held_out:.0%}"
     trained = change_evidence(th.SCORE, start, end, steps)
     validated = change_evidence(th.VALIDATION, before, after, validation.steps)
-    return _doubted(run, Detection(reached[-1], what, (trained, validated)))
+    change = lasting_change(run.table.series(th.SCORE))
+    since = change.since if change else None
+    return _doubted(run, Detection(reached[-1], what, (trained, validated), since=since))
 
 
 def _lighter(run: RunLog, risen: str, fallen: str) -> Iterator[Fix]:

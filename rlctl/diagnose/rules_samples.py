@@ -161,7 +161,7 @@ def _apart(run: RunLog) -> Crossing | None:
     "nondeterminism", thresholds="— / difference > 0.001 / —", source=th.LOGIC,
     facts=("updates_per_batch", "bypass_mode"),
     signal="with one update per batch²: mean of π_θ/π_old, or `actor/ppo_kl`",
-    explains=("policy-gap",),
+    explains=("probability-gap", "policy-gap"),
     cause="two passes of the same model differ: mixture-of-experts routing, dropout, or kernels that depend "
     "on the batch",
     fixes=(

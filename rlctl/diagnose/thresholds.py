@@ -112,7 +112,7 @@ FLAT_REWARD = 0.05
 # --- rules that other rules explain -----------------------------------------------------------------
 #: Rules of figures that a gap between the policies changes.
 GAP_RULES = (
-    *("probability-gap", "policy-gap", "token-error", "stale-weights", "nondeterminism"),
+    *("sampled-otherwise", "probability-gap", "policy-gap", "token-error", "stale-weights"),
     *("weight-mean", "effective-samples", "hidden-tail", "rejected"),
 )
 #: Rules of what a damaged policy does.

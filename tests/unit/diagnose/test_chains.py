@@ -10,7 +10,7 @@ from rlctl.diagnose.rule import all_rules, examine, in_chains
 from rlctl.diagnose.spec_patch import propose_patch
 from rlctl.diagnose.table import Facts, LoggedException
 from tests.unit.diagnose.logs import run_log
-from tests.unit.diagnose.test_rules import CORR, PPO, always, both, corr, diagnose
+from tests.unit.diagnose.test_rules import CORR, ONE_UPDATE, PPO, RC, always, both, corr, diagnose
 
 CUT_OFF, NORM, SCORE = "response_length/clip_ratio", "actor/grad_norm", "critic/score/mean"
 
@@ -106,6 +106,24 @@ def test_a_run_that_collapsed_under_its_learning_rate_gets_a_lower_one():
     rate = float(propose_patch(diagnosis).changes["actor.lr"])
     assert 5e-5 < rate < 1e-4  # the size of an update grows with the rate's square: √(0.003 / 0.5)
     assert len(propose_patch(diagnosis).applied) == 1
+
+
+def test_a_gap_that_grows_from_nothing_is_of_weights_that_do_not_arrive():
+    for size, words in (
+        (lambda s: 0.002 * s, "weights reach the engine late"),
+        (lambda s: 0.02, "precision"),
+        (lambda s: 0.15, "too large for kernels and precision"),
+    ):
+        found = diagnose(always(training__rollout_probs_diff_mean=size), ONE_UPDATE).findings
+        [one] = [one for one in found if one.rule == "probability-gap"]
+        assert words in one.cause
+
+
+def test_stale_samples_without_correction_come_before_the_gap_they_make():
+    stale = both(always(training__staleness_max=lambda s: 0.0 if s < 3 else 16.0), corr(kl=0.4))
+    diagnosis = diagnose(stale, "rollout.staleness=8", f"{RC}rollout_is=null")
+    assert firsts(diagnosis) == ["staleness"]
+    assert propose_patch(diagnosis).changes == {"rollout.staleness": "0"}
 
 
 def test_dead_groups_from_the_start_are_not_blamed_on_the_learning_rate():

@@ -120,7 +120,10 @@ def test_a_gap_that_grows_from_nothing_is_of_weights_that_do_not_arrive():
 
 
 def test_stale_samples_without_correction_come_before_the_gap_they_make():
-    stale = both(always(training__staleness_max=lambda s: 0.0 if s < 3 else 16.0), corr(kl=0.4))
+    stale = both(
+        always(training__staleness_max=lambda s: 0.0 if s < 3 else 16.0),
+        corr(kl=lambda s: 0.0 if s < 4 else 0.4),
+    )
     diagnosis = diagnose(stale, "rollout.staleness=8", f"{RC}rollout_is=null")
     assert firsts(diagnosis) == ["staleness"]
     assert propose_patch(diagnosis).changes == {"rollout.staleness": "0"}

@@ -90,7 +90,7 @@ _HANGS = (
 ) + _TRUE
 #: Rules that can find a difference between engine and trainer, depending on its size and the logged metrics.
 _GAP = frozenset({"policy-gap", "probability-gap", "stale-weights", "weight-mean", "effective-samples"})
-_GAP |= {"chi2", "first-step", "template", "hidden-tail", "variance-collapse", "token-error"}
+_GAP |= {"hidden-tail", "token-error", "missing-log-probs"}
 
 FAULTS = (
     Planted("stale weights", _GAP | {"staleness"}, "samples 24 batches old, rate 1e-3",
@@ -107,7 +107,7 @@ FAULTS = (
     Planted("missing log-probs", _GAP, "the engine's log-probs are all 0", ONE_UPDATE, patch="missing"),
     Planted("4-bit engine", _GAP, "engine with weights of 4 bits, trainer in fp32",
             ("rollout.dtype=int8", *ONE_UPDATE), patch="four_bits"),
-    Planted("noisy forward pass", frozenset({"nondeterminism", "first-step", "clipped-on-policy"}) | _GAP,
+    Planted("noisy forward pass", frozenset({"nondeterminism"}) | _GAP,
             "two passes of the trainer differ by 5 %", ONE_UPDATE, patch="noisy"),
     Planted("correction off", frozenset({"silently-off"}), "weights are replaced by 1 before the loss",
             ("rollout.dtype=int8",), patch="correction_off"),
@@ -125,18 +125,14 @@ FAULTS = (
     Planted("grader hangs", frozenset({"slow-grader"}), "one right answer takes 2 s", grader=_HANGS),
     Planted("gameable grader", frozenset({"reward-hacking"}), "in training, the digit 1 is rewarded",
             ("actor.lr=1e-3",), grader=_GAMEABLE),
-    Planted("length pays", frozenset({"length-growth", "reward-hacking"}),
+    Planted("length pays", frozenset({"reward-hacking"}),
             "in training, characters are rewarded", grader=_LONGER),
     Planted("short limit", frozenset({"truncated"}), "the same, and at most 4 tokens",
             ("data.max_response_length=4",), grader=_LONGER),
-    Planted("rate too high", frozenset({"gradient-norm", "zero-reward", "entropy", "gibberish", "no-gradient",
-            "zero-spread-groups", "truncated", "reference-drift"}) | _GAP, "rate 2e-2", ("actor.lr=2e-2",)),
+    Planted("rate too high", frozenset({"large-updates", "reward-fell"}), "rate 2e-2", ("actor.lr=2e-2",)),
     Planted("entropy collapse", frozenset({"entropy"}),
             "rewards are noise, and the loss pays for low entropy", grader=_NOISE,
             patch="low_entropy_pays"),
-    Planted("useless critic", frozenset({"critic"}), "the critic's rate is 0",
-            ("algorithm.adv_estimator=gae", "critic.lr=0", "trainer.total_training_steps=80",
-             "actor.lr=1e-4")),
     Planted("drift from reference", frozenset({"reference-drift"}), "KL coefficient 1e-5, rate 2e-3",
             ("actor.use_kl_loss=true", "actor.kl_loss_coef=1e-5", "actor.lr=2e-3",
              "trainer.total_training_steps=100")),
@@ -247,10 +243,10 @@ def raw_log_probs() -> None:
 
 def hidden_temperature() -> None:
     """The engine samples at a higher temperature than its reported log-probs have."""
-    from rlctl.rollout import sampler
+    from rlctl.rollout import hf
 
-    honest = sampler.draw
-    sampler.draw = lambda log_probs, uniforms: honest((log_probs / 1.5).log_softmax(-1), uniforms)
+    honest = hf.draw
+    hf.draw = lambda log_probs, uniforms: honest((log_probs / 1.5).log_softmax(-1), uniforms)
 
 
 def _record(change: Callable[[Any, float], Any]) -> None:
@@ -290,12 +286,14 @@ def missing() -> None:
 
 def _report(change: Callable[[Any], Any]) -> None:
     """Changes the log-probs that the engine reports for a batch."""
+    from dataclasses import replace
+
     from rlctl.rollout import hf
 
     honest = hf.assemble
 
-    def assemble(prompts: Any, responses: Any, log_probs: Any, **others: Any) -> Any:
-        return honest(prompts, responses, change(log_probs), **others)
+    def assemble(prompts: Any, sampled: Any, **others: Any) -> Any:
+        return honest(prompts, replace(sampled, log_probs=change(sampled.log_probs)), **others)
 
     hf.assemble = assemble
 
@@ -344,7 +342,7 @@ def correction_off() -> None:
     def correct(log_probs: Any, rollout_log_probs: Any, *others: Any, **named: Any) -> Any:
         real = honest(log_probs, rollout_log_probs, *others, **named)
         fake = honest(log_probs, log_probs, *others, **named)
-        return replace(fake, sums=replace(real.sums, raw=fake.sums.raw, weights=fake.sums.weights))
+        return replace(fake, by_row=replace(real.by_row, raw=fake.by_row.raw, weights=fake.by_row.weights))
 
     strategies.correct = correct
 

@@ -21,16 +21,23 @@ from rlctl.errors import RlctlError
 ROW = re.compile(r"^\| *([\w.]+) *\| *([^|\n]+?) *\| *(.+?) *\|$", re.MULTILINE)
 
 
-def diagnosed(log: Path) -> tuple[str, str, str]:
-    """Numbers of steps and rules of a log, the conclusion, and the findings at a warning or worse."""
+def diagnosed(log: Path) -> tuple[str, str, str, str]:
+    """Numbers of steps and rules of a log, the conclusion, the first events, and what they explain."""
     try:
         diagnosis = examine(read_run(log, metrics_read()))
     except RlctlError as error:
-        return "—", "not read", str(error).partition("\n")[0]
-    found = [f"{one.rule}{'!' * (one.severity == 'critical')}" for one in diagnosis.findings]
-    alarms = [name for name, one in zip(found, diagnosis.findings, strict=True) if one.severity != "info"]
+        return "—", "not read", str(error).partition("\n")[0], ""
+    alarms = [one for one in diagnosis.findings if one.severity != "info"]
+    firsts, explained = (
+        ", ".join(
+            f"{one.rule}{'!' * (one.severity == 'critical')}"
+            for one in alarms
+            if bool(one.because_of) == is_explained
+        )
+        for is_explained in (False, True)
+    )
     size = f"{len(diagnosis.run.table.steps)} × {len(diagnosis.checked)}"
-    return size, diagnosis.status, ", ".join(alarms) or "—"
+    return size, diagnosis.status, firsts or "—", explained
 
 
 def main() -> int:
@@ -40,14 +47,16 @@ def main() -> int:
     folder: Path = parser.parse_args().folder
     rows = ROW.findall((folder / "README.md").read_text(encoding="utf-8"))
     wrong = 0
-    print("| log | written by | truth | steps × rules | findings | right |\n|---|---|---|---|---|---|")
+    print("| log | written by | truth | steps × rules | first events | then | right |")
+    print("|---|---|---|---|---|---|---|")
     for name, program, truth in rows:
         if not (folder / name).is_file():
             continue
-        size, status, findings = diagnosed(folder / name)
+        size, status, firsts, explained = diagnosed(folder / name)
         is_right = (status in {"warning", "critical"}) != truth.startswith("healthy")
         wrong += not is_right
-        print(f"| {name} | {program} | {truth.partition(':')[0]} | {size} | {findings} | {is_right} |")
+        found = f"{size} | {firsts} | {explained} | {is_right}"
+        print(f"| {name} | {program} | {truth.partition(':')[0]} | {found} |")
     print(f"\n{wrong} with another result", file=sys.stderr)
     return int(wrong > 0)
 

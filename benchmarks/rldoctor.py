@@ -31,16 +31,16 @@ _GAP = ("kl_drift", "clip_saturation")
 #: Rule → detectors of rldoctor that can report the same fault.
 COUNTERPARTS = {
     **dict.fromkeys(
-        ("policy-gap", "probability-gap", "stale-weights", "hidden-tail", "chi2", "sampled-otherwise"), _GAP
+        ("policy-gap", "probability-gap", "stale-weights", "hidden-tail", "sampled-otherwise"), _GAP
     ),
+    "large-updates": _GAP,
+    "reward-fell": ("reward_collapse", "plateau"),
     "staleness": _GAP,
-    "clipped-on-policy": ("clip_saturation",),
     "zero-reward": ("advantage_collapse", "plateau"),
     "zero-spread-groups": ("advantage_collapse", "plateau"),
     "no-gradient": ("gradient_pathology", "advantage_collapse"),
     "gradient-norm": ("gradient_pathology",),
     "reward-hacking": ("reward_hacking",),
-    "length-growth": ("length_pathology",),
     "truncated": ("length_pathology",),
     "entropy": ("entropy_collapse",),
     "reference-drift": ("kl_drift",),

@@ -59,7 +59,7 @@ _FACTS = {"kl_coef": "coefficient of the KL penalty", "max_response_length": "le
 class Line:
     """One labelled line of a finding."""
 
-    label: str  # `seen`, `logged`, `cause`, `try`, `or`, `confidence`, `unchecked` or `source`
+    label: str  # `seen`, `logged`, `cause`, `chain`, `try`, `or`, `confidence`, `unchecked` or `source`
     text: str  # may be empty where `code` is not
     code: str = ""  # settings, ready to paste; or empty
     evidence: Evidence | None = None  # the figure that the line is about
@@ -72,6 +72,7 @@ class FindingReport(NamedTuple):
     rule: str
     what: str
     lines: tuple[Line, ...]
+    consequences: tuple[FindingReport, ...] = ()  # findings that it explains; their lines are what is seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +84,12 @@ class RunReport:
     summary: str  # all findings in one line
     status: str  # as in `Diagnosis`
     notes: tuple[str, ...]  # problems that were tolerated when reading, and inferred facts
-    findings: tuple[FindingReport, ...]  # worst first
+    findings: tuple[FindingReport, ...]  # first events, with what they explain; then remarks
     forecasts: tuple[str, ...]  # one sentence per forecast, the soonest first
     commands: tuple[str, ...]  # commands that apply fixes
     #: (`found`, `ok`, `SKIPPED` or `n/a`; rule; its healthy state, or why it was skipped)
     rules: tuple[tuple[str, str, str], ...]
-    #: number of rules that lack metrics, and what would enable most of them, in one line; empty without any
+    #: number of rules that lack metrics or steps, and what would enable them, in one line; may be empty
     skipped: str
 
 
@@ -97,18 +98,17 @@ def run_report(diagnosis: Diagnosis) -> RunReport:
     run = diagnosis.run
     hit = {finding.rule for finding in diagnosis.findings}
     rules = [("found" if rule.name in hit else "ok", rule.name, rule.label) for rule in diagnosis.checked]
-    for skipped in sorted(diagnosis.skipped, key=lambda one: not one.missing):
-        rules.append(("SKIPPED" if skipped.missing else "n/a", skipped.rule, _why_skipped(skipped, run)))
+    waits = {one.rule: bool(one.missing or one.needs_steps) for one in diagnosis.skipped}
+    for skipped in sorted(diagnosis.skipped, key=lambda one: not waits[one.rule]):
+        rules.append(("SKIPPED" if waits[skipped.rule] else "n/a", skipped.rule, _why_skipped(skipped, run)))
     inferred = (
         f"{_FACTS.get(fact, fact)} {getattr(run.facts, fact):g}, {origin}"
         for fact, origin in run.fact_origins.items()
         if "inferred" in origin
     )
-    findings = [
-        FindingReport(one.severity, one.rule, visible(one.what), tuple(_lines(one, run)))
-        for one in diagnosis.findings
-    ]
-    has_settings = any(fix.spec for finding in diagnosis.findings for fix in finding.fixes)
+    firsts = [one for one in diagnosis.findings if not one.because_of]
+    findings = [_finding_report(one, diagnosis) for one in firsts]
+    has_settings = any(fix.spec for finding in firsts for fix in finding.fixes)
     return RunReport(
         name=run_name(run),
         about=", ".join(_about(run)),
@@ -121,6 +121,16 @@ def run_report(diagnosis: Diagnosis) -> RunReport:
         rules=tuple(rules),
         skipped=_skipped(diagnosis),
     )
+
+
+def _finding_report(first: Finding, diagnosis: Diagnosis) -> FindingReport:
+    """A first event with the findings that it explains."""
+    explained = [one for one in diagnosis.findings if one.because_of == first.rule]
+    consequences = (
+        FindingReport(one.severity, one.rule, visible(one.what), tuple(_seen(one))) for one in explained
+    )
+    lines = tuple(_lines(first, explained, diagnosis.run))
+    return FindingReport(first.severity, first.rule, visible(first.what), lines, tuple(consequences))
 
 
 def _about(run: RunLog) -> Iterator[str]:
@@ -159,7 +169,7 @@ def settings(fix: Fix, run: RunLog) -> str:
 def _summary(diagnosis: Diagnosis) -> str:
     counts = {s: sum(finding.severity == s for finding in diagnosis.findings) for s in SEVERITIES}
     rules, steps = len(diagnosis.checked), len(diagnosis.run.table.steps)
-    basis = f"{rules} rule{'s' * (rules != 1)} checked on {steps:,} step{'s' * (steps != 1)}"
+    basis = f"{_rules(rules)} checked on {steps:,} step{'s' * (steps != 1)}"
     if diagnosis.status in SEVERITIES:
         return f"{', '.join(f'{count} {s}' for s, count in counts.items() if count)} ({basis})"
     if diagnosis.status == "no warnings":
@@ -168,10 +178,12 @@ def _summary(diagnosis: Diagnosis) -> str:
 
 
 def _skipped(diagnosis: Diagnosis) -> str:
-    """Number of rules that lack metrics, and the setting or metric that would enable most of them."""
+    """Number of rules that lack metrics, with what would enable most of them, and that lack steps."""
+    short = [one for one in diagnosis.skipped if one.needs_steps]
+    steps = f"{_rules(len(short))} need more steps: {max((one.needs_steps for one in short), default=0)}"
     waiting = [one for one in diagnosis.skipped if one.missing]
     if not waiting:
-        return ""
+        return f"{steps} for all of them" if short else ""
     run = diagnosis.run
     # TRL's asynchronous GRPO, or its PPO.
     has_other_settings = run.framework == "trl" and (run.facts.bypass_mode or run.facts.has_critic)
@@ -182,20 +194,35 @@ def _skipped(diagnosis: Diagnosis) -> str:
     way, count = max(helps.items(), key=lambda item: item[1])
     if way == RUN_SPEC_FILE and run.framework in _CONFIGURED:
         way += f", or {_CONFIGURED[run.framework]}"
-    rules = f"{len(waiting)} rule{'s' * (len(waiting) != 1)}"
-    return visible(f"{rules} SKIPPED: the log lacks their metrics. {count} of them would run with: {way}")
+    lacking = (
+        f"{_rules(len(waiting))} SKIPPED: the log lacks their metrics. {count} of them would run with: {way}"
+    )
+    return visible(f"{lacking}. {steps}" if short else lacking)
 
 
-def _lines(finding: Finding, run: RunLog) -> Iterator[Line]:
+def _rules(count: int) -> str:
+    return f"{count} rule{'s' * (count != 1)}"
+
+
+def _seen(finding: Finding) -> Iterator[Line]:
     for evidence in finding.evidence:
-        where = "" if evidence.first_step is None else f", steps {evidence.first_step}–{evidence.last_step}"
+        first, last = evidence.first_step, evidence.last_step
+        where = "" if first is None or last is None else f", {steps_text(first, last)}"
         yield Line("seen", visible(f"{evidence.metric}: {evidence.figure}{where}"), evidence=evidence)
+
+
+def _lines(finding: Finding, explained: Sequence[Finding], run: RunLog) -> Iterator[Line]:
+    yield from _seen(finding)
     for key in dict.fromkeys(evidence.metric for evidence in finding.evidence):
         origin = run.origins.get(key)
         if origin is not None and (origin.name != key or origin.meaning):
             meaning = f": {origin.meaning}" if origin.meaning else ""
             yield Line("logged", visible(f"{key} as {origin.name}{meaning}"))
     yield Line("cause", visible(finding.cause))
+    if explained:
+        events = [f"{one.rule}{'' if one.since is None else f' in step {one.since:,}'}" for one in explained]
+        begin = finding.rule if finding.since is None else f"{finding.rule} in step {finding.since:,}"
+        yield Line("chain", visible(f"first {begin}, then {', '.join(events)}"))
     for place, fix in enumerate(finding.fixes):
         is_ours = bool(fix.spec) and run.framework not in {"rlctl", "unknown", *fix.others}
         why = "; ".join(filter(None, ("in rlctl's keys" if is_ours else "", visible(fix.why))))
@@ -243,11 +270,16 @@ def _run_document(diagnosis: Diagnosis) -> dict[str, Any]:
         "fact_origins": dict(run.fact_origins),
         "notes": list(run.notes),
         "unread": list(run.unread),
-        "findings": [asdict(finding) for finding in diagnosis.findings],
+        "findings": [_finding_document(finding) for finding in diagnosis.findings],
         "forecasts": [asdict(one) for one in forecasts(run)],
         "checked": [{"rule": rule.name, "label": rule.label} for rule in diagnosis.checked],
         "skipped": [asdict(skipped) for skipped in diagnosis.skipped],
     }
+
+
+def _finding_document(finding: Finding) -> dict[str, Any]:
+    content = asdict(finding)
+    return {key: value for key, value in content.items() if key not in {"explains", "is_first"}}
 
 
 def as_markdown(diagnoses: Sequence[Diagnosis]) -> str:
@@ -264,6 +296,7 @@ def _markdown(report: RunReport) -> Iterator[str]:
         for line in finding.lines:
             words = filter(None, (line.code and code(line.code), plain(line.text)))
             yield f"- {line.label}: {' '.join(words)}"
+        yield from (f"- then {one.severity}: {plain(one.what)} ({one.rule})" for one in finding.consequences)
         yield ""
     yield from (f"- forecast: {plain(one)}\n" for one in report.forecasts)
     yield from (f"{code(command)}\n" for command in report.commands)

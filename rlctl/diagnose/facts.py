@@ -64,6 +64,7 @@ def facts_of(spec: RunSpec) -> Facts:
         kl_coef=max(in_loss, in_reward),
         dtype=spec.engine.dtype,
         lr=spec.actor.lr,
+        temperature=spec.rollout.temperature,
         ess_length_weighted=in_verls_terms and correction.rollout_is in {"sequence", "geometric"},
         logs_correction=True,
         dialect=correction.dialect,
@@ -247,7 +248,9 @@ def _kl_coefficient(table: Table) -> float | None:
 
 
 def _length_limit(table: Table) -> int | None:
-    """The length limit, if many rows have exactly the same largest length."""
+    """The length limit, if many rows have exactly the same largest length, and responses are cut off."""
+    if len(shares := table.series(th.TRUNCATED.key)) and not shares.values.any():
+        return None
     mean, longest = (table.series(f"response_length/{which}").values for which in ("mean", "max"))
     _, (means, maxima) = table.aligned("response_length/mean", "response_length/max")
     if (all_at_once := means[(means == maxima) & (means > LONG_ANSWER)]).size:

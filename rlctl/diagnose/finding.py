@@ -34,6 +34,8 @@ class Fix:
     spec: tuple[str, ...] = ()
     why: str = ""  # one clause; may be empty where `spec` is not
     others: Mapping[str, str] = field(default_factory=dict)  # framework → the same change in its own keys
+    #: changes what updates do to the policy: it helps only if the fault began after the first update
+    of_updates: bool = False
 
     @property
     def settings(self) -> dict[str, str]:
@@ -58,6 +60,10 @@ class Finding:
     confidence_reason: str = ""  # one clause
     could_not_check: tuple[str, ...] = ()  # missing data that would make the finding more certain
     rule: str = ""  # name of the rule
+    since: int | None = None  # the first step of the fault; None where settings are the fault
+    explains: tuple[str, ...] = ()  # rules whose later findings this one causes
+    is_first: bool = False  # the figures exclude that another finding explains this one
+    because_of: str = ""  # rule of the first event that explains this finding; empty for a first event
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,4 +73,5 @@ class Skipped:
     why: str  # one clause
     #: metrics (or `spec.yaml`) that would enable the rule; empty: it does not apply to this run
     missing: tuple[str, ...] = ()
+    needs_steps: int = 0  # number of steps that would enable the rule, where the log has fewer
     rule: str = ""  # name of the rule; set by `Rule.apply`

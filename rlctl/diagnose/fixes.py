@@ -6,6 +6,7 @@ A change is offered unless the run is known to have it already. Functions of the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from rlctl.diagnose.finding import Fix
 from rlctl.diagnose.table import RunLog
@@ -125,17 +126,34 @@ def gentler(run: RunLog) -> Iterator[Fix]:
     yield from slower(run)
 
 
-def slower(run: RunLog) -> Iterator[Fix]:
-    """Fix that halves the peak learning rate, as configured or otherwise as logged."""
+def peak_rate(run: RunLog) -> float | None:
+    """The peak learning rate, as configured or otherwise as logged; None where unknown, or 0."""
     logged = run.table.series("actor/lr").values
-    peak = run.facts.lr or (float(logged.max()) if len(logged) else None)
-    yield change(f"actor.lr={peak / 2:.2g}") if peak else by_hand("halve the learning rate")
+    return run.facts.lr or (float(logged.max()) if len(logged) else None) or None
+
+
+def slower(run: RunLog, by: float = 2.0) -> Iterator[Fix]:
+    """Fix that divides the peak learning rate."""
+    peak = peak_rate(run)
+    fix = change(f"actor.lr={peak / by:.2g}") if peak else by_hand("lower the learning rate")
+    yield replace(fix, of_updates=True)
+
+
+def usual_rate(run: RunLog) -> Iterator[Fix]:
+    """Fix that sets the model's default learning rate; without a spec, advice."""
+    if run.spec is None:
+        yield larger("actor.lr", "raise the learning rate")
+        return
+    from rlctl.spec.load import load_spec
+
+    default = load_spec(overrides=[f"model.path={run.spec.model.path}"]).spec.actor.lr
+    yield change(f"actor.lr={default:g}", why="the default")
 
 
 def calmer(run: RunLog) -> Iterator[Fix]:
     """Fixes that make updates smaller: gradient clipping where it is off, and a lower learning rate."""
     if run.spec and run.spec.actor.grad_clip == 0.0:
-        yield change("actor.grad_clip=1.0")
+        yield replace(change("actor.grad_clip=1.0"), of_updates=True)
     yield from slower(run)
 
 
@@ -229,10 +247,11 @@ def larger_groups(run: RunLog) -> Iterator[Fix]:
         yield change(f"rollout.n={2 * size}", why="larger groups")
 
 
-def guarded(run: RunLog) -> Iterator[Fix]:
-    """Fix that lets the guardrails act on such updates during training."""
-    if run.spec and run.spec.trainer.guardrails.mode != "act":
-        yield change("trainer.guardrails.mode=act", why="let training withhold or scale such updates")
+def other_grader(run: RunLog) -> Iterator[Fix]:
+    """The grader that the data names, where the run has another; otherwise advice."""
+    if run.spec is not None and run.spec.reward.terms is None and run.spec.reward.name != "auto":
+        yield change("reward.name=auto", why="the grader that the data names")
+    yield by_hand("run the grader on stored rollouts")
 
 
 #: For a gap between the two implementations.
@@ -241,4 +260,4 @@ FIND_THE_CAUSE = by_hand("compare the two engines: `rlctl diagnose mismatch --mo
 
 def resume_before(step: int) -> Fix:
     """Advice to resume with weights from before the fault."""
-    return by_hand(f"resume from a checkpoint before step {step}")
+    return replace(by_hand(f"resume from a checkpoint before step {step}"), of_updates=True)

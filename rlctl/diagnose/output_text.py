@@ -34,7 +34,7 @@ _NEXT_TO_CHART = 38
 
 
 def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
-    """Prints findings, worst first, then the rules that were checked and those that were not."""
+    """Prints first events with what they explain, then the rules that were checked and those skipped."""
     report = run_report(diagnosis)
     console.print(Text.assemble((report.name, "bold"), f": {report.about}"), soft_wrap=True)
     for note in report.notes:
@@ -72,6 +72,11 @@ def _print_finding(console: Console, finding: FindingReport, run: RunLog) -> Non
         if line.evidence:
             for chart in _chart(line.evidence, style, run, console.width - _NEXT_TO_CHART):
                 _print_line(console, "", chart, in_one_line=True)
+    for one in finding.consequences:
+        text = Text.assemble(
+            (one.severity, _STYLES[one.severity]), f" {one.what}", (f"  [{one.rule}]", "dim")
+        )
+        _print_line(console, "then", text, in_one_line=False)
     console.print()
 
 

@@ -18,6 +18,7 @@ from typing import Literal
 
 import numpy as np
 
+from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.facts import with_inferred
 from rlctl.diagnose.finding import SEVERITIES, Evidence, Finding, Fix, Severity, Skipped, Sure
 from rlctl.diagnose.signals import Crossing, crossing
@@ -30,7 +31,14 @@ from rlctl.user_code import call_problem
 
 #: Facts of a run that a rule may need.
 Fact = Literal[
-    "bypass_mode", "updates_per_batch", "ppo_epochs", "rollout_is", "rollout_rs", "batch_size", "lr"
+    "bypass_mode",
+    "updates_per_batch",
+    "ppo_epochs",
+    "rollout_is",
+    "rollout_rs",
+    "batch_size",
+    "lr",
+    "temperature",
 ]
 
 
@@ -47,6 +55,9 @@ class Detection:
     fixes: Iterable[Fix] | None = None
     sure: Sure | None = None
     could_not_check: tuple[str, ...] = ()
+    since: int | None = None  # the first step of the fault, where it is not that of the evidence
+    explains: tuple[str, ...] | None = None  # overrides the rule's
+    is_first: bool = False  # the figures exclude that another finding explains this one
 
     def __post_init__(self) -> None:
         if self.severity not in SEVERITIES or not isinstance(self.what, str):
@@ -78,6 +89,8 @@ class Rule:
     #: confidence in the cause, and the reason
     sure: Sure = ("medium", "the rule's author states no confidence")
     fixes: Fixes = ()  # changes to try, best first
+    explains: tuple[str, ...] = ()  # rules whose later findings this fault causes
+    only_alone: bool = False  # the finding is a remark that is withheld if another is at least a warning
     needs: tuple[str, ...] = ()  # metrics without which the rule is skipped
     one_of: tuple[str, ...] = ()  # metrics of which at least one must be logged
     uses: tuple[str, ...] = ()  # further metrics that it reads where they are logged
@@ -128,16 +141,22 @@ class Rule:
         if found is None:
             found = self._skipped(run, MIN_STEPS)
         if found is None or isinstance(found, Skipped):
-            return found and Skipped(found.why, found.missing, self.name)
+            return found and replace(found, rule=self.name)
         confidence, reason = found.sure or self.sure
         count = max((_count(run, one.metric) or 0 for one in found.evidence), default=0)
         if 0 < count < MIN_STEPS:
             confidence = "medium" if confidence == "high" else confidence
             reason += f"; {'one step' if count == 1 else f'{count} steps'} only"
         cause = found.cause or self.cause
+        starts = [one.first_step for one in found.evidence if one.first_step is not None]
+        since = min(starts, default=None) if found.since is None else found.since
         fixes = self._fixes(run) if found.fixes is None else tuple(found.fixes)
+        if since is not None and since <= th.FIRST_STEP:  # before the first update, or in its batch
+            fixes = tuple(fix for fix in fixes if not fix.of_updates)
         parts = found.severity, found.what, found.evidence, cause, self.source, fixes, confidence, reason
-        return Finding(*parts, found.could_not_check, self.name)
+        explains = self.explains if found.explains is None else found.explains
+        rest = found.could_not_check, self.name, since, explains, found.is_first
+        return Finding(*parts, *rest)
 
     def _fixes(self, run: RunLog) -> tuple[Fix, ...]:
         each = (self.fixes,) if callable(self.fixes) else self.fixes
@@ -158,7 +177,7 @@ class Rule:
             key = max(keys, key=lambda one: counts[one] or 0, default=None)
             if key is not None and (count := counts[key] or 0) < min_steps:
                 why = f"{key} was logged at {count} of the {min_steps} steps that the rule needs"
-                return Skipped(why, (key,))
+                return Skipped(why, needs_steps=min_steps)
         return None
 
 
@@ -171,7 +190,7 @@ def detect_crossing(run: RunLog, levels: Levels, what: str, series: Series | Non
 def of_crossing(crossed: Crossing, what: str) -> Detection:
     """Converts a crossing to a detection; `what` may contain `{worst}` and `{where}`."""
     text = what.format(worst=crossed.worst, where=crossed.where)
-    return Detection(crossed.severity, text, (crossed.evidence,))
+    return Detection(crossed.severity, text, (crossed.evidence,), since=crossed.since)
 
 
 def worst_of(found: list[Crossing]) -> Crossing:
@@ -225,17 +244,20 @@ def metrics_read(names: tuple[str, ...] = (), *, with_others: bool = False) -> f
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The result of all rules on one run; findings worst first."""
+    """The result of all rules on one run."""
 
     run: RunLog
+    #: each first event, followed by the findings that it explains in order of their onset; the event with the
+    #: most severe finding first, of several the one that ended the run, or else the earliest; then remarks
     findings: tuple[Finding, ...]
     checked: tuple[Rule, ...]
     skipped: tuple[Skipped, ...]
 
     @property
-    def status(self) -> Literal["critical", "warning", "no warnings", "insufficient data"]:
+    def status(self) -> Literal[Severity, "no warnings", "insufficient data"]:
         """The worst severity if it is at least a warning; otherwise whether enough data was checked."""
-        if self.findings and (worst := self.findings[0].severity) != "info":
+        severities = [one.severity for one in self.findings]
+        if worst := next((one for one in SEVERITIES[:2] if one in severities), None):
             return worst
         is_enough = len(self.checked) >= MIN_RULES and len(self.run.table.steps) >= MIN_STEPS
         return "no warnings" if is_enough else "insufficient data"
@@ -249,14 +271,50 @@ class Diagnosis:
 def examine(run: RunLog, rules: Sequence[Rule] | None = None) -> Diagnosis:
     """Applies rules to a run; None: the built-in ones and those of installed packages."""
     run = with_inferred(run)
-    results = [(rule, _applied(rule, run)) for rule in (all_rules() if rules is None else rules)]
+    rules = all_rules() if rules is None else rules
+    results = [(rule, _applied(rule, run)) for rule in rules]
     found = [one for _, one in results if isinstance(one, Finding)]
+    if any(one.severity != "info" for one in found):
+        alone = {rule.name for rule in rules if rule.only_alone}
+        found = [one for one in found if one.rule not in alone]
     return Diagnosis(
         run,
-        tuple(sorted(found, key=lambda one: (SEVERITIES.index(one.severity), one.rule != "exception"))),
+        in_chains(found),
         tuple(rule for rule, one in results if not isinstance(one, Skipped)),
         tuple(one for _, one in results if isinstance(one, Skipped)),
     )
+
+
+def in_chains(found: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Orders findings as `Diagnosis.findings`, and names in each the first event that explains it.
+
+    A finding is explained by one of the same or an earlier step that says so. Remarks explain nothing and are
+    not explained.
+    """
+    remarks = [one for one in found if one.severity == "info"]
+    waiting = sorted((one for one in found if one not in remarks), key=_onset)
+    chains: dict[str, list[Finding]] = {}  # rule of the first event → it, and what it explains
+
+    def is_explained(one: Finding, by: Iterable[Finding]) -> bool:
+        return not one.is_first and any(one.rule in other.explains for other in by if other is not one)
+
+    while waiting:
+        now = [one for one in waiting if _onset(one) == _onset(waiting[0])]
+        one = next((one for one in now if not is_explained(one, now)), now[0])
+        waiting.remove(one)
+        first = next((rule for rule, chain in chains.items() if is_explained(one, chain)), "")
+        chains.setdefault(first or one.rule, []).append(replace(one, because_of=first))
+
+    def order(chain: list[Finding]) -> tuple[int, bool]:
+        has_ended = any(one.rule == "exception" for one in chain)
+        return min(SEVERITIES.index(one.severity) for one in chain), not has_ended
+
+    return (*(one for chain in sorted(chains.values(), key=order) for one in chain), *remarks)
+
+
+def _onset(one: Finding) -> float:
+    """The step at which the fault began; settings are there before the first."""
+    return -np.inf if one.since is None else one.since
 
 
 def _applied(rule: Rule, run: RunLog) -> Finding | Skipped | None:

@@ -11,13 +11,11 @@ from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Skipped
 from rlctl.diagnose.rule import Detection, Rule, detect_crossing, of_crossing
-from rlctl.diagnose.signals import change_evidence, crossing, evidence_over, growth, steps_text
+from rlctl.diagnose.signals import crossing, evidence_over, lasting_change, steps_text
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
-_LR = "actor/lr"
 _ENTROPY, _FAILED = "actor/entropy", "reward/error_fraction"
-_PPO_KL, _CLIPPED = "actor/ppo_kl", "actor/pg_clipfrac"
 _TRAINING_PPL, _ROLLOUT_PPL = "rollout_corr/training_log_ppl", "rollout_corr/rollout_log_ppl"
 
 LOG_PROB_MISMATCH = Levels(th.LOG_PROB_GAP.key, (("warning", 0.03), ("critical", 0.15)), relative=True)
@@ -28,18 +26,25 @@ SAMPLED = Levels(_ENTROPY, (("warning", 0.34), ("critical", 0.69)))
 SAMPLED_NATS, SAMPLED_GAP = 0.1, 0.25
 #: Mean −log π, in nats per token, below which engine log-probs of exactly 0 may be right.
 SURE_NATS = 0.01
-TOKEN_ERROR = Levels("mismatch/token_mult_prob_error", (("warning", 1.05), ("critical", 2.0)), relative=True)
-#: The token error rises if its part above 1 grows by this factor, to at least the second value.
-TOKEN_ERROR_RISE, TOKEN_ERROR_EXCESS = 2.0, 0.02
-#: Limits at the first step. (Tests of the frameworks require 1e-9 and 1e-10, which only deterministic kernels
-#: reach.)
-FIRST_PPO_KL, FIRST_CLIPFRAC = 1e-3, 0.01
-#: Range of |kl| per token for an instruct model prompted without its chat template (near 0.8).
-TEMPLATE_KL = (0.5, 1.2)
-#: Growth factor of a gap that grows without learning, and minimum number of steps.
-FROZEN_GROWTH, FROZEN_STEPS = 1.5, 20
+TOKEN_ERROR = Levels(
+    "mismatch/token_mult_prob_error", (("warning", 0.05), ("critical", 1.0)), relative=True
+)  # of the part above 1
 #: Mean bounded weight below which the log-probs belong to other weights.
 MEAN_VANISHED = Levels("rollout_corr/rollout_is_mean", (("critical", 0.1),), is_floor=True)
+
+#: What a gap between the policies causes.
+_OF_A_GAP = (*th.GAP_RULES, *th.COLLAPSE_RULES, "gradient-norm")
+
+#: Factor from which a gap grows, and difference of probabilities that no precision reaches.
+GROWN, FAR_PROBS = 5.0, 0.05
+_NO_CASCADE = fix.by_hand(
+    "disable the engine's cascade attention, or upgrade the engine",
+    verl="+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True",
+)
+_LOG_PROBS_OF_SAMPLING = fix.by_hand(
+    "let the engine report the log-probs it sampled from, at the trainer's temperature",
+    verl="actor_rollout_ref.rollout.logprobs_mode=processed_logprobs",
+)
 
 _PURE = "the gap is pure mismatch in this mode, but the log does not show where it comes from"
 
@@ -53,25 +58,46 @@ def _mixed(run: RunLog, key: str) -> Skipped | None:
     return Skipped("the logged gap includes the policy's own progress (bypass mode or stale samples)")
 
 
+def _of_implementations(run: RunLog, found: Detection, series: Series, is_far: bool) -> Detection:
+    """A detected gap that only the implementations can cause, with what causes one of its size and course."""
+    change = lasting_change(series)
+    if change is not None and abs(change.end) > GROWN * abs(change.start):
+        cause = "the gap grows from near 0: new weights reach the engine late, in part, or not at all"
+        fixes = (*fix.fresher(run, fully=True), fix.by_hand("check the weight synchronization"))
+    elif is_far:
+        cause = (
+            "the gap is too large for kernels and precision: log-probs of another temperature, of other "
+            "tokens, or of other weights"
+        )
+        fixes = (fix.FIND_THE_CAUSE, _LOG_PROBS_OF_SAMPLING)
+    else:
+        cause = (
+            "rollout engine and trainer compute in different precision or with different kernels (vLLM's "
+            "cascade attention at long contexts is one)"
+        )
+        fixes = (*fix.same_precision(run), _NO_CASCADE)
+    more = () if fix.FIND_THE_CAUSE in fixes else (fix.FIND_THE_CAUSE,)
+    fixes = (*fixes, *more, *fix.correct_tokens(run))
+    return replace(found, cause=cause, fixes=fixes, sure=("medium", _PURE))
+
+
 @Rule(
     "probability-gap", thresholds=th.PROBS_GAP, source=th.OWN, sure=("medium", _PURE),
     needs=(th.PROBS_GAP.key,), uses=th.STALENESS,
+    explains=_OF_A_GAP,
     signal="`training/rollout_probs_diff_mean`, where the gap is pure mismatch¹; relative",
-    cause="rollout engine and trainer compute in different precision or with different kernels (vLLM's "
-    "cascade attention at long contexts is one)",
-    fixes=(
-        fix.same_precision,
-        fix.by_hand(
-            "disable the engine's cascade attention, or upgrade the engine",
-            verl="+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True",
-        ),
-        fix.FIND_THE_CAUSE,
-    ),
+    cause="precision, kernels, other log-probs or old weights: by the size and the course of the gap",
 )  # fmt: skip
 def probability_gap(run: RunLog) -> Detection | Skipped | None:
     """Both policies give sampled tokens the same probability."""
-    what = "the probabilities of the same tokens differ by {worst:.3g} on average {where}"
-    return _mixed(run, th.PROBS_GAP.key) or detect_crossing(run, th.PROBS_GAP, what)
+    if mixed := _mixed(run, th.PROBS_GAP.key):
+        return mixed
+    series = run.table.series(th.PROBS_GAP.key)
+    crossed = crossing(series, th.PROBS_GAP)
+    if crossed is None:
+        return None
+    found = of_crossing(crossed, "probabilities of the same tokens differ by {worst:.3g} on average {where}")
+    return _of_implementations(run, found, series, crossed.worst > FAR_PROBS)
 
 
 @Rule(
@@ -80,7 +106,7 @@ def probability_gap(run: RunLog) -> Detection | Skipped | None:
     "`mismatch/log_prob_abs_diff_mean`, both relative",
     thresholds="— / k3 > 0.001, difference > 0.03 / \\|kl\\|, or k3⁴, > 0.1, difference > 0.15",
     cause="rollout engine and trainer differ, samples are stale, or the policy moves far on one batch",
-    fixes=(fix.gentler, fix.correct_tokens),
+    fixes=(fix.gentler, fix.correct_tokens), explains=_OF_A_GAP,
     sure=("medium", "the logged gap includes the policy's own progress, or this is unknown"),
     one_of=(th.KL.key, th.K3.key, th.LOG_PROB_GAP.key),
 )  # fmt: skip
@@ -103,17 +129,12 @@ def policy_gap(run: RunLog) -> Detection | Skipped | None:
     found = of_crossing(crossed, "trained and sampling policy are {worst:.3g} nats per token apart {where}")
     if not run.gap_is_mismatch:
         return found
-    return replace(
-        found,
-        cause="rollout engine and trainer differ: kernel, precision, parallelism, or stale weights",
-        fixes=(*fix.same_precision(run), fix.FIND_THE_CAUSE, *fix.correct_tokens(run)),
-        sure=("medium", _PURE),
-    )
+    return _of_implementations(run, found, run.table.series(crossed.key), crossed.severity == "critical")
 
 
 @Rule(
     "sampled-otherwise", thresholds="— / × 1.4 or ÷ 1.4 / × 2 or ÷ 2", source=th.OWN,
-    needs=(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY), uses=(_FAILED,),
+    needs=(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY), uses=(_FAILED,), explains=_OF_A_GAP,
     signal="mean −log π of the samples (`rollout_corr/training_log_ppl`) over `actor/entropy`, if they "
     f"differ by {SAMPLED_NATS:g} nats and both sides agree on the log-probs",
     cause="the engine samples at another temperature, top-p or top-k than it reports, for example from the "
@@ -146,7 +167,8 @@ def sampled_otherwise(run: RunLog) -> Detection | None:
     apart = float(np.median(nats[counts]))
     what = f"sampled tokens are {'less' if apart > 0 else 'more'} likely than tokens drawn from the policy"
     seen = replace(crossed.evidence, figure=f"the samples' −log π is {apart:+.2g} nats from it")
-    return Detection(crossed.severity, what, (seen,))
+    mild = crossing(Series(steps, off), replace(SAMPLED, tiers=SAMPLED.tiers[:1])) or crossed
+    return Detection(crossed.severity, what, (seen,), since=mild.since)
 
 
 @Rule(
@@ -160,7 +182,7 @@ def sampled_otherwise(run: RunLog) -> Detection | None:
             verl="actor_rollout_ref.rollout.calculate_log_probs=True",
         ),
     ),
-    sure=("high", "no sampled response has probability 1 at every token"),
+    sure=("high", "no sampled response has probability 1 at every token"), explains=_OF_A_GAP,
 )  # fmt: skip
 def missing_log_probs(run: RunLog) -> Detection | None:
     """The engine reports log-probs."""
@@ -175,112 +197,19 @@ def missing_log_probs(run: RunLog) -> Detection | None:
 
 @Rule(
     "token-error", source=th.NEMO, needs=(TOKEN_ERROR.key,),
-    signal="`mismatch/token_mult_prob_error`: level (relative), and a rise",
-    thresholds=f"— / > 1.05, or the part above 1 doubled to > {TOKEN_ERROR_EXCESS:g} / > 2",
+    signal="`mismatch/token_mult_prob_error`; relative", thresholds="— / > 1.05 / > 2",
     cause="weights reach the engine incompletely or late, or its tensor-parallel kernels differ",
     fixes=(fix.by_hand("score a fixed sequence on both sides after every weight synchronization"),),
+    explains=_OF_A_GAP,
     sure=("medium", "incomplete weights and different kernels have the same effect on this figure"),
-    not_applicable=lambda run: (
-        "`policy-gap` covers the same gap"
-        if th.K3.key in run.table.columns and TOKEN_ERROR.key not in run.table.columns
-        else ""
-    ),
+    not_applicable=lambda run: "" if TOKEN_ERROR.key in run.table.columns else "only NeMo-RL logs it",
 )  # fmt: skip
 def token_error(run: RunLog) -> Detection | None:
-    """Token probabilities agree within a few percent, and the error does not grow."""
+    """Token probabilities agree within a few percent."""
     series = run.table.series(TOKEN_ERROR.key)
     excess = Series(series.steps, series.values - 1.0)  # the part above 1 is compared with the start
-    tiers = tuple((severity, level - 1.0) for severity, level in TOKEN_ERROR.tiers)
-    crossed = crossing(excess, replace(TOKEN_ERROR, tiers=tiers))
-    if crossed is None or crossed.remark:
-        rise = growth(excess, TOKEN_ERROR_RISE, TOKEN_ERROR_EXCESS)
-        if rise is not None:
-            seen = change_evidence(TOKEN_ERROR.key, rise.start + 1.0, rise.end + 1.0, series.steps)
-            what = "the factor between the policies' token probabilities keeps rising"
-            return Detection("warning", what, (seen,))
-    if crossed is None:
-        return None
-    crossed = replace(crossed, worst=crossed.worst + 1.0, limit=crossed.limit + 1.0)
-    return of_crossing(crossed, "token probabilities differ by a factor of {worst:.3g} {where}")
-
-
-@Rule(
-    "first-step", source=th.SLIME, one_of=(_PPO_KL, _CLIPPED, th.LOG_PROB_GAP.key),
-    facts=("updates_per_batch", "bypass_mode"),
-    signal="first step of a run with one update per batch²: `actor/ppo_kl`, `actor/pg_clipfrac`, "
-    "`mismatch/log_prob_abs_diff_mean`",
-    thresholds=f"— / \\|kl\\| > {FIRST_PPO_KL:g}, > {FIRST_CLIPFRAC:g}, > {th.FIRST_LOG_PROB_GAP:g} / —",
-    cause="the engine holds other weights than the trainer, or one of them is not deterministic",
-    fixes=(fix.by_hand("stop, and correct this before you continue"), fix.FIND_THE_CAUSE),
-    sure=("high", "before the first update only the implementations can differ"),
-)  # fmt: skip
-def first_step(run: RunLog) -> Detection | Skipped | None:
-    """At the first step trainer and engine hold the same policy."""
-    if run.table.steps[0] > th.FIRST_STEP:
-        return Skipped("the log does not begin at the run's start")
-    if run.facts.updates_per_batch != 1:
-        return Skipped("several updates per batch: the first step's figures include progress")
-    limits = {th.LOG_PROB_GAP.key: th.FIRST_LOG_PROB_GAP}
-    if not run.facts.bypass_mode:  # there π_old is another policy
-        limits |= {_PPO_KL: FIRST_PPO_KL, _CLIPPED: FIRST_CLIPFRAC}
-    if not any(key in run.table.columns for key in limits):
-        return Skipped("in bypass mode KL and clipping include the gap of the engines")
-    found = []
-    for key, limit in limits.items():
-        series = run.table.series(key)  # begins after step 0 if only a validation was logged there
-        if len(series) and series.steps[0] <= th.FIRST_STEP and abs(series.values[0]) > limit:
-            found.append(evidence_over(series.steps[:1], key, f"{series.values[0]:.3g}, over {limit:g}"))
-    what = "at the first step, before anything was learned, the two policies differ"
-    return Detection("warning", what, tuple(found)) if found else None
-
-
-@Rule(
-    "template", source=th.FIELD, needs=(th.KL.key,), uses=th.STALENESS,
-    signal="first step's `rollout_corr/kl`, where the gap is pure mismatch¹",
-    thresholds=f"— / — / between {TEMPLATE_KL[0]:g} and {TEMPLATE_KL[1]:g}",
-    cause="the chat template, or special tokens, are applied on one side only",
-    fixes=(fix.by_hand("compare the token ids of one prompt on both sides"), fix.FIND_THE_CAUSE),
-    sure=("medium", "a wrong temperature or other weights can cause a KL of this size too"),
-)  # fmt: skip
-def template(run: RunLog) -> Detection | Skipped | None:
-    """Both sides read the same prompt."""
-    series = run.table.series(th.KL.key)
-    if series.steps[0] > th.FIRST_STEP:
-        return Skipped("the log does not begin at the run's start")
-    if mixed := _mixed(run, th.KL.key):
-        return mixed
-    kl, (low, high) = float(abs(series.values[0])), TEMPLATE_KL
-    if not low <= kl <= high:
-        return None
-    figure = f"{series.values[0]:.3g}, between {low:g} and {high:g}"
-    what = f"the first step's KL is {kl:.2g} nats per token: the two sides probably read different prompts"
-    return Detection("critical", what, (evidence_over(series.steps[:1], th.KL.key, figure),))
-
-
-@Rule(
-    "frozen-gap", thresholds=f"— / — / × {FROZEN_GROWTH:g}", source=th.LOGIC,
-    one_of=th.GAPS, uses=(_LR,), min_steps=FROZEN_STEPS,
-    signal="trend of the gap while the learning rate is 0",
-    cause="a fault of the engine or of the scoring: caches, memory, or wrong weight synchronization",
-    fixes=(fix.FIND_THE_CAUSE,),
-    sure=("high", "a policy that does not learn cannot move away from its sampler"),
-)  # fmt: skip
-def frozen_gap(run: RunLog) -> Detection | Skipped | None:
-    """The gap does not grow while nothing is learned."""
-    key = run.table.most_logged(th.GAPS)
-    series = run.table.series(key)
-    if run.facts.lr != 0.0:
-        if not len(run.table.series(_LR)):
-            return Skipped("not logged", (_LR,)) if run.facts.lr is None else Skipped("the policy learns")
-        steps, (lr, gap) = run.table.aligned(_LR, key)
-        series = Series(steps[lr == 0.0], gap[lr == 0.0])
-    if len(series) < FROZEN_STEPS:
-        return Skipped("the policy learns: a growing gap may be progress")
-    rise = growth(series, FROZEN_GROWTH, FROZEN_GROWTH * th.EXACT)
-    if rise is None:
-        return None
-    what = "the gap between the policies grows although the learning rate is 0"
-    return Detection("critical", what, (change_evidence(key, rise.start, rise.end, series.steps),))
+    what = "token probabilities differ by a factor of 1 + {worst:.3g} {where}"
+    return detect_crossing(run, TOKEN_ERROR, what, excess)
 
 
 @Rule(
@@ -298,6 +227,7 @@ def frozen_gap(run: RunLog) -> Detection | Skipped | None:
         ),
         fix.FIND_THE_CAUSE,
     ),
+    explains=_OF_A_GAP,
     sure=("medium", "old weights and the wrong kind of log-probs have the same effect on this figure"),
     not_applicable=lambda run: (
         "`policy-gap` covers the same gap"
@@ -323,9 +253,11 @@ def stale_weights(run: RunLog) -> Detection | None:
 def among_survivors(run: RunLog, key: str) -> Series:
     """Converts a mean over all samples, with rejected ones as 0, to the mean over survivors, at most 1.
 
-    verl computes these figures before rejection: they are returned as they are.
+    Steps without survivors are left out. verl computes these figures before rejection: they are returned as
+    they are.
     """
     if run.facts.dialect == "verl" or not len(run.table.series(th.MASKED.key)):
         return run.table.series(key)
     steps, (mean, masked) = run.table.aligned(key, th.MASKED.key)
-    return Series(steps, mean / np.maximum(1.0 - masked, mean.clip(min=1e-12)))
+    some = mean > 0.0
+    return Series(steps[some], mean[some] / np.maximum(1.0 - masked[some], mean[some]))

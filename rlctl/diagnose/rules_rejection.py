@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from rlctl.diagnose import fixes as fix
@@ -11,18 +9,12 @@ from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Fix, Skipped, Sure
 from rlctl.diagnose.fixes import RC
 from rlctl.diagnose.rule import Detection, Rule, detect_crossing
-from rlctl.diagnose.signals import evidence_over, start_of, together
+from rlctl.diagnose.signals import evidence_over
 from rlctl.diagnose.table import RunLog
-from rlctl.diagnose.thresholds import Levels
 
 _MASKED = th.MASKED.key
 _MEAN, _LEAST, _MOST = (f"rollout_corr/rollout_is_{which}" for which in ("mean", "min", "max"))
 _RS, _RS_THRESHOLD = f"{RC}rollout_rs", f"{RC}rollout_rs_threshold"
-CLIPPED_ON_POLICY = Levels("actor/pg_clipfrac", (("warning", 0.05),))
-#: The masked fraction falls to this share of its start, which is at least the second value ...
-BLIND_FALL, BLIND_START = 0.7, 0.02
-#: ... while the gap grows by this factor, beyond its mildest level.
-BLIND_GROWTH = 2.0
 
 
 def _less_rejection(run: RunLog) -> tuple[Fix, ...]:
@@ -50,58 +42,16 @@ def _less_rejection(run: RunLog) -> tuple[Fix, ...]:
     signal="`rollout_corr/rollout_rs_masked_fraction`",
     cause="the bounds are too tight for the distance between the policies; if a finding above names that "
     "gap, reduce it first",
-    sure=("high", "the share is counted, not estimated"),
+    sure=("high", "the share is counted, not estimated"), explains=("no-gradient", *th.COLLAPSE_RULES),
 )  # fmt: skip
 def rejected(run: RunLog) -> Detection | None:
     """Rejection keeps most tokens."""
     return detect_crossing(run, th.MASKED, "rejection drops {worst:.0%} of the training data {where}")
 
 
-def _bound_the_mean(run: RunLog) -> Iterator[Fix]:
-    in_verl = (f"{_RS}=seq_mean_k3", f"{_RS_THRESHOLD}=0.01")
-    ours = in_verl if run.facts.dialect == "verl" else (f"{_RS}=geometric", f"{_RS_THRESHOLD}=0.99_1.01")
-    yield fix.change(*ours, why="bound the mean over a response, a KL", verl=" ".join(in_verl))
-
-
-@Rule(
-    "blind-rejection", thresholds="— / together / —", source=th.OWN, fixes=_bound_the_mean, needs=(_MASKED,),
-    one_of=th.GAPS, min_steps=th.MOVE_STEPS,
-    signal="masked fraction below 70 % of its start, while the gap doubles beyond its mildest level",
-    cause="a fixed band for single ratios does not detect many small differences that add up",
-    sure=("medium", "the two figures move in opposite directions; the log does not show why"),
-)  # fmt: skip
-def blind_rejection(run: RunLog) -> Detection | None:
-    """Rejection follows the gap."""
-    start = start_of(run.table.series(_MASKED))
-    if start is None or start.median < BLIND_START:
-        return None
-    gap = run.table.most_logged(th.GAPS)
-    beyond = {one.key: one.tiers[0][1] for one in (th.K3, th.PROBS_GAP)}.get(gap, th.FIRST_LOG_PROB_GAP)
-    seen = together(run.table, (th.Move(_MASKED, BLIND_FALL), th.Move(gap, BLIND_GROWTH, beyond)))
-    what = "fewer and fewer tokens are rejected although the policies drift apart"
-    return Detection("warning", what, seen) if seen else None
-
-
-@Rule(
-    "clipped-on-policy", thresholds=CLIPPED_ON_POLICY, source=th.OWN, needs=(CLIPPED_ON_POLICY.key,),
-    uses=th.STALENESS, facts=("updates_per_batch",),
-    signal="`actor/pg_clipfrac` with one update per batch",
-    cause="rollout engine and trainer differ, in precision for example, so the ratio is not 1 at the start",
-    fixes=(fix.same_precision, fix.FIND_THE_CAUSE),
-    sure=("high", "with one update per batch only the implementations move the ratio away from 1"),
-)  # fmt: skip
-def clipped_on_policy(run: RunLog) -> Detection | Skipped | None:
-    """No clipping before the policy moves."""
-    if run.facts.updates_per_batch != 1:
-        return Skipped("several updates per batch: clipping is expected")
-    if run.facts.bypass_mode and not run.gap_is_mismatch:
-        return Skipped("stale samples are clipped relative to the policy that sampled them")
-    what = "PPO clips {worst:.1%} of the tokens although the policy has not moved yet {where}"
-    return detect_crossing(run, CLIPPED_ON_POLICY, what)
-
-
 @Rule(
     "silently-off", thresholds="— / — / always", source=th.LOGIC,
+    explains=th.COLLAPSE_RULES,
     sure=("high", "the framework always logs it"), facts=("rollout_is", "rollout_rs"),
     signal="correction is configured, but not logged, or every weight is 1 while the policies differ",
     cause="the correction is computed from the wrong log-probs, or its result is not used",
@@ -143,6 +93,7 @@ def silently_off(run: RunLog) -> Detection | Skipped | None:
 @Rule(
     "bypass-repeats", thresholds="— / always / —", source=th.LOGIC, sure=("high", "the settings show it"),
     facts=("bypass_mode", "ppo_epochs"),
+    explains=(*th.GAP_RULES, *th.COLLAPSE_RULES, "large-updates"),
     signal="bypass mode with several passes over a batch",
     cause="π_old stays the sampling policy while π_θ moves: every pass is further off-policy than the last",
     fixes=(fix.change(f"{RC}bypass_mode=false"), fix.change("actor.ppo_epochs=1")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,19 +14,33 @@ from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped, Sure
 from rlctl.diagnose.rule import Detection, Rule, detect_crossing
 from rlctl.diagnose.signals import (
+    Change,
     change_evidence,
     crossing,
+    deviation,
     evidence_over,
-    growth,
     is_frequent,
+    lasting_change,
     longest_true,
-    moved,
-    trend,
+    rises,
+    smoothed,
 )
-from rlctl.diagnose.table import RunLog, Table, ends
+from rlctl.diagnose.table import RunLog, Series, Table, ends
+from rlctl.diagnose.thresholds import EXACT
+from rlctl.metric_names import OVERLONG, key_pattern
 
 _ERRORS = "reward/error_fraction"
 ZERO_REWARD_STEPS = 20
+#: Fall of the reward, as a share of its range; share of the best level that counts as all of it, and share
+#: that counts where the range is unknown; number of standard errors that a fall exceeds.
+FALL: tuple[tuple[Severity, float], ...] = (("warning", 0.15), ("critical", 0.3))
+ALL_LOST, HALF_LOST, FALL_SIGMAS = 0.9, 0.5, 5.0
+#: Single rewards of a sum; rows below which a change counts only if every row shows it, and fewest rows; rise
+#: of one, as a share of its largest value, and fall of another, as a share of its start.
+_TERM, TERM_ROWS, FEWEST_ROWS, TERM_MOVE, TERM_LOSS = "reward/<term>/mean", 15, 3, 0.2, 0.4
+#: Temperatures above and below which samples are random, and all the same.
+HOT, COLD = 1.4, 0.6
+_TOO_COLD = "samples of a prompt are nearly equal, so they give little to compare"
 #: Metric → its value if every reward is 0, not only their mean.
 _ALL_ZERO = {
     th.BEST: 0.0, th.GROUP_STD: 0.0, th.ZERO_SPREAD.key: 1.0, "critic/advantages/max": 0.0,
@@ -36,8 +51,10 @@ ENTROPY_SHARE, ENTROPY_STEPS = 0.5, 40
 #: Share of right groups among the equal ones up to which they are mostly wrong, where single rewards are not
 #: logged; from 1 minus it they are mostly right.
 MOSTLY_WRONG = 0.3
-#: Factor by which entropy grows, and nats that it exceeds.
-ENTROPY_RISE = (2.0, 1.0)
+#: Mean reward, as a share of its range, below which larger groups find no right answer either.
+NEARLY_NONE = 0.1
+#: Factor by which entropy grows, without and with an entropy bonus, and nats that it exceeds.
+ENTROPY_RISE, ENTROPY_NATS = (2.0, 1.5), 1.0
 #: Steps that a run must cover for a constant reward to be a fault, where the rewards' range is known and
 #: where it is not; minimum number of logged rows.
 FLAT_STEPS, FLAT_STEPS_UNKNOWN, FLAT_ROWS = 500, 1000, 4
@@ -49,20 +66,78 @@ FLAT_GROWTH = 1.25
 VAL_ENDS, VAL_MIN = 2, 4
 #: Gain of the training reward minus gain of the validation reward, in shares of the reward's range.
 HACKING_GAP: tuple[tuple[Severity, float], ...] = (("warning", 0.15), ("critical", 0.30))
-#: Mean length, as a share of the limit, at which every response has reached it.
+#: Mean length, as a share of the limit, at which every response has reached it; share of the responses that
+#: is nearly all of them.
 AT_LIMIT = 0.995
+NEARLY_ALL = 0.9
 #: Share of the steps on which every response is cut off.
 ALL_TRUNCATED: tuple[tuple[Severity, float], ...] = (("warning", 0.05), ("critical", 0.3))
-#: Factor by which responses get longer while validation gains less than `FLAT_REWARD`.
-LENGTH_GROWTH = 1.5
+
+
+@Rule(
+    "reward-fell", source=th.OWN, one_of=(th.SCORE, th.VALIDATION), uses=(th.BEST, th.WORST),
+    min_steps=th.MIN_STEPS,
+    explains=("zero-reward", "zero-spread-groups", "zero-advantages", "no-gradient", "truncated", "entropy",
+              "flat-reward"),
+    signal="`critic/score/mean`, or validation where that is not logged: its newest values are below its "
+    "best, by more than its noise",
+    thresholds=f"— / {FALL[0][1]:.0%} of the rewards' range, or half of the best where that is unknown / "
+    f"{FALL[1][1]:.0%}, or nearly all of at least {FALL[0][1]:.0%}",
+    cause="updates make the policy worse: the learning rate is too high, or the data or the reward changed",
+    sure=("medium", "the log shows that the policy got worse, and no earlier event that explains it"),
+)  # fmt: skip
+def reward_fell(run: RunLog) -> Detection | None:
+    """The reward does not fall from its best."""
+    key = th.SCORE if len(run.table.series(th.SCORE)) >= th.MIN_STEPS else th.VALIDATION
+    series = run.table.series(key) if key == th.SCORE else run.validation
+    if len(series) < th.MIN_STEPS or (fall := fall_of(series)) is None:
+        return None
+    best, last, since = fall
+    span = run.likely_span if key == th.SCORE else (0.0, 1.0) if last >= 0.0 and best <= 1.0 else None
+    floor, top = span or (min(0.0, float(series.values.min())), best)
+    share = (best - last) / (top - floor)
+    levels = FALL if span else (("warning", HALF_LOST),)
+    reached = [severity for severity, least in levels if share >= least]
+    if not reached:
+        return None
+    severity = FALL[-1][0] if span and best - last >= ALL_LOST * (best - floor) else reached[-1]
+    name = "reward" if key == th.SCORE else "validation score"
+    what = f"the {name} fell from {best:.2g} to {last:.2g} after step {since:,}"
+    seen = change_evidence(key, best, last, series.steps[series.steps >= since])
+    fixes = (*fix.slower(run, 10.0), fix.resume_before(since + 1))
+    return _doubted(run, Detection(severity, what, (seen,), fixes=fixes, since=since + 1))
+
+
+def fall_of(series: Series) -> tuple[float, float, int] | None:
+    """Best and newest level, and the last step at the best, where the series fell by more than its noise.
+
+    The first value counts as a level of its own, because a policy can collapse within a few steps.
+    """
+    values = series.values
+    width = min(th.WINDOW, max(1, len(values) // 5 | 1))
+    half = width // 2
+    medians = smoothed(values, width)[half : len(values) - half]
+    last, noise = float(medians[-1]), float(deviation(np.diff(values))) / 2**0.5
+    drift = float(deviation(np.diff(medians[::width]))) if len(values) >= 5 * width else 0.0
+    error = max(noise * (np.pi / 2 / width) ** 0.5, drift)
+    later = values[1:][-len(values) // 2 :]
+    if (best := float(medians.max())) - last > FALL_SIGMAS * error:
+        levels = np.append(np.full(half, -np.inf), medians)
+    elif (best := float(values[0])) - last > th.SPIKE_SIGMAS * max(noise, float(later.std())):
+        levels = values[: int(np.argmax(values < best - (best - last) / 10.0))]
+    else:
+        return None
+    at = int(np.flatnonzero(levels >= best - (best - last) / 10.0)[-1])
+    return best, last, int(series.steps[at])
 
 
 @Rule(
     "zero-spread-groups", source=th.FIELD, cause="the prompts are too easy or too hard",
+    explains=("zero-advantages", "no-gradient", "entropy", "flat-reward"),
     one_of=(th.ZERO_SPREAD.key, th.GROUP_STD), uses=th.REWARDS,
     signal="`reward/zero_spread_groups`, or steps whose `reward/group_std` is exactly 0; reports whether all "
     "are right or all wrong",
-    thresholds="learned³ / > 0.5, or ≥ 40 % of the steps / > 0.75, where the rewards show that it is not "
+    thresholds="learned³ / ≥ 0.5, or ≥ 40 % of the steps / ≥ 0.75, where the rewards show that it is not "
     "learned",
     sure=("high", "the mean reward of these steps shows which"),
     not_applicable=lambda run: "the critic gives the baseline, not the group" if run.facts.has_critic else "",
@@ -72,7 +147,7 @@ def zero_spread_groups(run: RunLog) -> Detection | None:
     groups = _equal_groups(run)
     if groups is None:
         return None
-    severity, what, seen, equal = groups
+    severity, what, seen, equal, since = groups
     steps, (score,) = run.table.aligned(th.SCORE)
     during = score[np.isin(steps, equal)]
     position = run.reward_position(float(np.median(during)) if len(during) else None)
@@ -105,8 +180,10 @@ def zero_spread_groups(run: RunLog) -> Detection | None:
         slime="--dynamic-sampling-filter-path",
         **{"nemo-rl": "grpo.use_dynamic_sampling=true", "ms-swift": "--dynamic_sample true"},
     )
-    fixes = (*fix.larger_groups(run), filtered) if severity != "info" else ()
-    return _doubted(run, Detection(severity, what.format(which=which), (seen,), cause, fixes))
+    grader = fix.other_grader(run) if position is not None and position < NEARLY_NONE else ()
+    fixes = (*grader, *fix.larger_groups(run), filtered) if severity != "info" else ()
+    what = what.format(which=which)
+    return _doubted(run, Detection(severity, what, (seen,), cause, fixes, since=since))
 
 
 def _doubted(run: RunLog, found: Detection) -> Detection:
@@ -119,8 +196,8 @@ def _doubted(run: RunLog, found: Detection) -> Detection:
     return found.with_doubt(doubt, f"{missing} would show the range")
 
 
-def _equal_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int64]] | None:
-    """Severity, sentence, evidence and steps of such groups; with fewer than `MIN_STEPS` steps a warning."""
+def _equal_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int64], int] | None:
+    """Severity, sentence, evidence, steps and onset of such groups; with fewer than `MIN_STEPS` a warning."""
     series = run.table.series(th.ZERO_SPREAD.key)
     if len(series):
         crossed = crossing(series, th.ZERO_SPREAD)
@@ -129,7 +206,7 @@ def _equal_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int6
         what = f"{crossed.worst:.0%} of the groups have equal rewards, {{which}}: no gradient {crossed.where}"
         inside = (series.steps >= crossed.first_step) & (series.steps <= crossed.last_step)
         severity = crossed.severity if len(series) >= th.MIN_STEPS else "warning"
-        return severity, what, crossed.evidence, series.steps[inside]
+        return severity, what, crossed.evidence, series.steps[inside], crossed.since
     series = run.table.series(th.GROUP_STD)
     equal = series.steps[series.values == 0.0]
     share = len(equal) / len(series)
@@ -137,18 +214,13 @@ def _equal_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int6
         return None
     what = f"on {share:.0%} of the steps all groups have equal rewards, {{which}}: no gradient"
     seen = evidence_over(equal, th.GROUP_STD, f"exactly 0 on {len(equal):,} of {len(series):,} step(s)")
-    is_critical = len(series) >= th.MIN_STEPS and share > th.ZERO_SPREAD.tiers[-1][1]
-    return "critical" if is_critical else "warning", what, seen, equal
-
-
-def rises(table: Table, key: str) -> bool:
-    """Whether the metric rises; for the spread within groups, whether it falls, as more groups are equal."""
-    found = trend(table.series(key))
-    return found is not None and found.rises != (key == th.GROUP_STD)
+    is_critical = len(series) >= th.MIN_STEPS and share >= th.ZERO_SPREAD.tiers[-1][1]
+    return "critical" if is_critical else "warning", what, seen, equal, int(equal[0])
 
 
 @Rule(
     "zero-reward", signal="every reward exactly 0", source=th.FIELD,
+    explains=("zero-spread-groups", "zero-advantages", "no-gradient", "flat-reward", "entropy"),
     sure=("high", "the best single reward is 0 too"), needs=(th.SCORE,), uses=(th.BEST, _ERRORS, *_ALL_ZERO),
     thresholds="— / every step of the log, and no spread, advantage or loss / "
     f"{ZERO_REWARD_STEPS} steps in a row",
@@ -172,11 +244,9 @@ def zero_reward(run: RunLog) -> Detection | None:
         evidence.append(shown)
     if (columns[0][:start] > 0.0).any():
         cause: str | None = "the policy has collapsed: earlier steps were rewarded"
-        fixes: tuple[Fix, ...] = (fix.resume_before(int(during[0])), *fix.calmer(run))
+        fixes: tuple[Fix, ...] = (*fix.calmer(run), fix.resume_before(int(during[0])))
     else:
-        other = run.spec is not None and run.spec.reward.terms is None and run.spec.reward.name != "auto"
-        auto = (fix.change("reward.name=auto", why="the grader that the data names"),) if other else ()
-        cause, fixes = None, (fix.by_hand("run the grader on stored rollouts"), *auto)
+        cause, fixes = None, tuple(fix.other_grader(run))
     where = "" if length < len(steps) else ", all of the log"
     what = f"every reward is exactly 0 for {length:,} step(s){where}"
     severity: Severity = "critical" if length >= ZERO_REWARD_STEPS else "warning"
@@ -187,6 +257,22 @@ def zero_reward(run: RunLog) -> Detection | None:
         return replace(found, sure=("medium", f"{shown.metric} shows no single reward that differs"))
     doubt: Sure = ("medium", "the best single reward is not logged")
     return found.with_doubt(doubt, f"{th.BEST} would exclude rewards that average 0")
+
+
+@Rule(
+    "constant-reward", source=th.LOGIC, needs=(th.BEST, th.WORST), min_steps=ZERO_REWARD_STEPS,
+    signal="every reward is the same number other than 0, from the first step", fixes=fix.other_grader,
+    thresholds="— / — / on every step", cause="the grader does not tell responses apart",
+    explains=("zero-spread-groups", "zero-advantages", "no-gradient", "flat-reward", "entropy"),
+    sure=("high", "the best and the worst reward are equal"),
+)  # fmt: skip
+def constant_reward(run: RunLog) -> Detection | None:
+    """Responses get different rewards."""
+    steps, (best, worst) = run.table.aligned(th.BEST, th.WORST)
+    if not best.any() or (best != best[0]).any() or (worst != best[0]).any():
+        return None
+    what = f"every response of every step gets the reward {best[0]:g}"
+    return Detection("critical", what, (evidence_over(steps, th.BEST, f"{best[0]:g}, as is the smallest"),))
 
 
 def _no_signal(table: Table) -> Evidence | None:
@@ -213,6 +299,7 @@ def _explore(run: RunLog) -> Iterator[Fix]:
 
 @Rule(
     "entropy", signal="`actor/entropy`, unless learned³", source=th.FIELD, fixes=_explore,
+    explains=("reward-fell", "zero-spread-groups", "zero-advantages", "no-gradient", "flat-reward"),
     needs=(th.ENTROPY.key,), uses=th.REWARDS,
     thresholds="— / < 0.01, or halved while the reward stays flat / —",
     cause="exploration has ended: responses to a prompt are nearly equal, so groups give little to compare",
@@ -223,27 +310,17 @@ def entropy(run: RunLog) -> Detection | None:
     if run.has_learned:
         return None
     found = detect_crossing(run, th.ENTROPY, "entropy is {worst:.2g} nats {where}")
-    if found is None and (fall := _halved_while_flat(run)) is not None:
-        what = f"entropy fell from {fall[0]:.3g} to {fall[1]:.3g} nats while the reward stayed flat"
-        figure = f"{fall[1] / fall[0]:.0%} of its start"
-        seen = evidence_over(run.table.series(th.ENTROPY.key).steps, th.ENTROPY.key, figure)
-        found = Detection("warning", what, (seen,))
+    series, score = run.table.series(th.ENTROPY.key), run.table.series(th.SCORE)
+    is_flat = len(score) >= ENTROPY_STEPS and run.likely_span is not None and not run.has_gained
+    fall = lasting_change(series) if is_flat and len(series) >= ENTROPY_STEPS else None
+    if found is None and fall is not None and fall.end <= ENTROPY_SHARE * fall.start:
+        what = f"entropy fell from {fall.start:.3g} to {fall.end:.3g} nats while the reward stayed flat"
+        seen = evidence_over(series.steps, th.ENTROPY.key, f"{fall.end / fall.start:.0%} of its start")
+        found = Detection("warning", what, (seen,), since=fall.since)
     if found is None:
         return None
     gains = run.likely_span is None and rises(run.table, th.SCORE)
     return _doubted(run, replace(found, severity="info" if gains else "warning"))
-
-
-def _halved_while_flat(run: RunLog) -> tuple[float, float] | None:
-    """Entropy at both ends of the run, if it halved while the reward stayed flat."""
-    steps, (values, score) = run.table.aligned(th.ENTROPY.key, th.SCORE)
-    if len(steps) < ENTROPY_STEPS:
-        return None
-    start, end = ends(values)
-    first, last = map(run.reward_position, ends(score))
-    if first is None or last is None or last - first >= th.FLAT_REWARD or end > ENTROPY_SHARE * start:
-        return None
-    return start, end
 
 
 def _no_entropy_bonus(run: RunLog) -> Iterator[Fix]:
@@ -252,32 +329,32 @@ def _no_entropy_bonus(run: RunLog) -> Iterator[Fix]:
 
 
 @Rule(
-    "entropy-rise", thresholds=f"— / × {ENTROPY_RISE[0]:g} to > {ENTROPY_RISE[1]:g} nat / —", source=th.OWN,
+    "entropy-rise", source=th.OWN, thresholds=f"— / × {ENTROPY_RISE[0]:g} (with an entropy bonus "
+    f"× {ENTROPY_RISE[1]:g}) to > {ENTROPY_NATS:g} nat / —",
     needs=(th.ENTROPY.key,), uses=th.REWARDS, min_steps=th.MOVE_STEPS,
     signal="`actor/entropy` far above its start to the end, and the reward does not rise",
     cause="the policy becomes more random: the entropy bonus or the temperature is too high, negative "
     "advantages dominate, or the sampled tokens are not the policy's",
     fixes=(_no_entropy_bonus, fix.correct_tokens, fix.slower),
-    sure=("medium", "the reward does not gain from the exploration"),
+    sure=("medium", "the reward does not gain from the exploration"), explains=th.COLLAPSE_RULES,
 )  # fmt: skip
 def entropy_rise(run: RunLog) -> Detection | None:
     """Entropy does not grow without a gain."""
     series = run.table.series(th.ENTROPY.key)
-    risen = moved(series, th.Move(th.ENTROPY.key, *ENTROPY_RISE))
-    if risen is None or run.has_gained or rises(run.table, th.SCORE):
+    change = lasting_change(series)
+    has_bonus = run.spec is not None and run.spec.actor.entropy_coeff > 0.0
+    if change is None or change.end < max(ENTROPY_RISE[has_bonus] * change.start, ENTROPY_NATS):
         return None
-    start, flags, medians = risen
-    since = int(np.append(0, np.flatnonzero(~flags) + 1)[-1])  # the first step of the last run of flags
-    if len(flags) - since < th.WINDOW:
+    if run.has_gained or rises(run.table, th.SCORE):
         return None
-    end = float(medians[-1])
-    seen = change_evidence(th.ENTROPY.key, start.median, end, series.steps[since:])
-    what = f"entropy rose from {start.median:.2g} to {end:.2g} nats"
+    start, end, since = change
+    seen = change_evidence(th.ENTROPY.key, start, end, series.steps[series.steps >= since])
+    what = f"entropy rose from {start:.2g} to {end:.2g} nats"
     if len(run.table.series(th.SCORE)):
-        return Detection("warning", f"{what}, and the reward did not", (seen,))
+        return Detection("warning", f"{what}, and the reward did not", (seen,), since=since)
     doubt: Sure = ("low", "without the reward, this may be wanted exploration")
     unknown = f"{th.SCORE} would show whether the exploration helps"
-    return Detection("warning", what, (seen,)).with_doubt(doubt, unknown)
+    return Detection("warning", what, (seen,), since=since).with_doubt(doubt, unknown)
 
 
 @Rule(
@@ -312,7 +389,86 @@ def reward_hacking(run: RunLog) -> Detection | Skipped | None:
     what = f"the training reward gained {gain:.0%} of its range, validation {held_out:.0%}"
     trained = change_evidence(th.SCORE, start, end, steps)
     validated = change_evidence(th.VALIDATION, before, after, validation.steps)
-    return _doubted(run, Detection(reached[-1], what, (trained, validated)))
+    change = lasting_change(run.table.series(th.SCORE))
+    since = change.since if change else None
+    return _doubted(run, Detection(reached[-1], what, (trained, validated), since=since))
+
+
+def _lighter(run: RunLog, risen: str, fallen: str) -> Iterator[Fix]:
+    """Fix that gives the risen term a tenth of the weight of the fallen one; advice without a spec."""
+    terms = (run.spec.reward.terms if run.spec else None) or []
+    weights = {term.label: term.weight for term in terms}
+    if {risen, fallen} <= weights.keys():
+        weights[risen] = weights[fallen] / 10.0
+        changed = [term.model_copy(update={"weight": weights[term.label]}) for term in terms]
+        dumped = json.dumps([term.model_dump(mode="json", exclude_defaults=True) for term in changed])
+        yield fix.change(f"reward.terms={dumped}", why=f"{risen} weighs a tenth of {fallen}")
+    else:
+        yield fix.by_hand(f"lower the weight of {risen}, or pay it only to responses that also earn {fallen}")
+
+
+@Rule(
+    "reward-terms", source=th.OWN, uses=(_TERM,), explains=th.COLLAPSE_RULES,
+    signal="means of the single rewards of a sum: one rises while another falls",
+    thresholds=f"— / a rise of {TERM_MOVE:.0%} of the largest value and a fall by {TERM_LOSS:.0%}, in fewer "
+    f"than {TERM_ROWS} rows at every one / —",
+    cause="the policy earns the reward that is easier to get, at the cost of the other",
+    sure=("medium", "the two rewards move in opposite directions"),
+)  # fmt: skip
+def reward_terms(run: RunLog) -> Detection | Skipped | None:
+    """No reward of a sum rises at the cost of another."""
+    terms = {key_pattern(_TERM).fullmatch(key)["term"]: key for key in run.table.matching(_TERM)}  # type: ignore[index]
+    moves = {term: _move(run.table.series(key)) for term, key in terms.items() if term != OVERLONG}
+    if len(moves) < 2 or min(len(run.table.series(terms[term])) for term in moves) < FEWEST_ROWS:
+        return Skipped("no two rewards of a sum are logged on several steps")
+    changed = {term: (move, move.end - move.start) for term, move in moves.items() if move}
+    largest = {term: float(np.abs(run.table.series(terms[term]).values).max()) for term in changed}
+    risen = [term for term, (_, by) in changed.items() if by >= TERM_MOVE * largest[term]]
+    fallen = [term for term, (move, by) in changed.items() if -by >= TERM_LOSS * max(abs(move.start), EXACT)]
+    if not risen or not fallen:
+        return None
+    up, down = max(risen, key=lambda term: changed[term][1]), min(fallen, key=lambda term: changed[term][1])
+    evidence = tuple(
+        change_evidence(terms[term], *changed[term][0][:2], run.table.series(terms[term]).steps)
+        for term in (up, *fallen)
+    )
+    what = f"the reward {up} rises while {' and '.join(fallen)} {'fall' if fallen[1:] else 'falls'}"
+    since = min(changed[term][0].since for term in (up, *fallen))
+    return Detection("warning", what, evidence, fixes=_lighter(run, up, down), since=since)
+
+
+def _move(series: Series) -> Change | None:
+    """The change of a series that lasts; in a log of few rows, if every row shows it."""
+    steps = np.diff(series.values)
+    is_steady = (steps > 0.0).all() or (steps < 0.0).all()
+    return lasting_change(series) if len(series) >= TERM_ROWS or is_steady else None
+
+
+@Rule(
+    "temperature", source=th.FIELD, facts=("temperature",), needs=(th.SCORE,), min_steps=th.MIN_STEPS,
+    uses=(th.BEST, th.WORST, th.ZERO_SPREAD.key), explains=th.COLLAPSE_RULES,
+    signal="the sampling temperature, with the reward of the first steps, or groups without spread",
+    thresholds=f"— / > {HOT:g} and nearly all wrong, or < {COLD:g} and half of the groups equal / —",
+    cause="samples are nearly random: few of them show what a right response is",
+    fixes=(fix.change("rollout.temperature=1.0"),),
+    sure=("medium", "the task may be as hard at any temperature"),
+)  # fmt: skip
+def temperature(run: RunLog) -> Detection | None:
+    """Samples are neither random nor all the same."""
+    heat, score = run.facts.temperature or 1.0, run.table.series(th.SCORE)
+    equal = run.table.series(th.ZERO_SPREAD.key)
+    position = run.reward_position(ends(score.values)[0])
+    if heat > HOT and position is not None and position < NEARLY_NONE:
+        what, cause = f"samples are drawn at temperature {heat:g}, and nearly all are wrong", None
+        figure = f"{ends(score.values)[0]:.2g} in the first steps"
+        seen = evidence_over(score.steps[: th.WINDOW], th.SCORE, figure)
+    elif heat < COLD and len(equal) and ends(equal.values)[0] >= th.ZERO_SPREAD.tiers[0][1]:
+        what, cause = f"samples are drawn at temperature {heat:g}, and most groups are equal", _TOO_COLD
+        figure = f"{ends(equal.values)[0]:.0%} in the first steps"
+        seen = evidence_over(equal.steps[: th.WINDOW], th.ZERO_SPREAD.key, figure)
+    else:
+        return None
+    return Detection("warning", what, (seen,), cause)
 
 
 def _length_penalty(run: RunLog) -> Iterator[Fix]:
@@ -325,8 +481,11 @@ def _length_penalty(run: RunLog) -> Iterator[Fix]:
 
 
 def _higher_limit(run: RunLog) -> Iterator[Fix]:
+    """Twice the length limit, or four times where nearly every response reaches it."""
+    shares = run.table.series(th.TRUNCATED.key).values
+    times = 4 if len(shares) and np.median(shares) > NEARLY_ALL else 2
     if limit := run.facts.max_response_length:
-        yield fix.change(f"data.max_response_length={2 * limit}")
+        yield fix.change(f"data.max_response_length={times * limit}")
     else:
         yield fix.larger("data.max_response_length", "raise the length limit")
 
@@ -338,6 +497,8 @@ def _higher_limit(run: RunLog) -> Iterator[Fix]:
     "limit (> 5 % a warning, > 30 % critical)",
     cause="the limit is too short for the task, or the policy no longer ends its responses",
     fixes=(_higher_limit, _length_penalty),
+    explains=("reward-fell", "zero-reward", "zero-spread-groups", "zero-advantages", "no-gradient",
+              "flat-reward"),
     sure=("medium", "too short a limit and responses that never end have the same effect on this figure"),
 )  # fmt: skip
 def truncated(run: RunLog) -> Detection | Skipped | None:
@@ -345,7 +506,9 @@ def truncated(run: RunLog) -> Detection | Skipped | None:
     series, limit = run.table.series(th.LENGTH), run.facts.max_response_length
     if len(run.table.series(th.TRUNCATED.key)):
         what = "{worst:.1%} of the responses are cut off at the length limit {where}"
-        return detect_crossing(run, th.TRUNCATED, what)
+        found = detect_crossing(run, th.TRUNCATED, what)
+        typical = float(np.median(run.table.series(th.TRUNCATED.key).values))
+        return found and replace(found, explains=None if typical >= NEARLY_ALL else ())
     if limit is None:
         return Skipped("neither the share of cut off responses nor the limit is known", (th.TRUNCATED.key,))
     full = series.steps[series.values >= AT_LIMIT * limit]
@@ -357,40 +520,8 @@ def truncated(run: RunLog) -> Detection | Skipped | None:
     what = f"on {share:.0%} of the steps all responses are as long as the limit ({limit} tokens{how})"
     seen = evidence_over(full, th.LENGTH, f"{limit} on {len(full):,} of {len(series):,} step(s)")
     unknown = f"{th.TRUNCATED.key} would show the share of single responses"
-    return Detection(reached[-1], what, (seen,), could_not_check=(unknown,))
-
-
-def _per_token(run: RunLog) -> Iterator[Fix]:
-    if run.spec is None or run.spec.actor.loss_agg_mode != "token-mean":
-        yield fix.change("actor.loss_agg_mode=token-mean", trl="loss_type=dapo")
-
-
-@Rule(
-    "length-growth", thresholds="— / both / —", source=th.FIELD, needs=(th.LENGTH, th.VALIDATION),
-    uses=th.REWARDS, min_steps=VAL_MIN,
-    signal="`response_length/mean` rises by half and validation does not gain",
-    cause="the loss or reward favours length: with a mean per response, long wrong answers cost little",
-    fixes=(_per_token, _length_penalty),
-    sure=("medium", "the length has no benefit; the log does not show what rewards it"),
-)  # fmt: skip
-def length_growth(run: RunLog) -> Detection | Skipped | None:
-    """Longer responses improve validation."""
-    series, span = run.table.series(th.LENGTH), run.likely_span
-    if span is None:
-        return Skipped("the rewards' range is not logged", (th.BEST, th.WORST))
-    rise = growth(series, LENGTH_GROWTH)
-    if rise is None:
-        return None
-    validation = run.validation
-    if len(validation) < VAL_MIN:
-        return Skipped("data sources are never validated together", (th.VALIDATION,))
-    before, after = ends(validation.values, VAL_ENDS)
-    if (after - before) / (span[1] - span[0]) >= th.FLAT_REWARD:
-        return None
-    what = f"responses got {rise.end / rise.start - 1:.0%} longer and validation did not gain"
-    longer = change_evidence(th.LENGTH, rise.start, rise.end, series.steps)
-    validated = change_evidence(th.VALIDATION, before, after, validation.steps)
-    return _doubted(run, Detection("warning", what, (longer, validated)))
+    explains = None if share >= NEARLY_ALL else ()
+    return Detection(reached[-1], what, (seen,), could_not_check=(unknown,), explains=explains)
 
 
 @Rule(

@@ -12,14 +12,12 @@ from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped, Sure
 from rlctl.diagnose.rule import Detection, Rule, crossings, detect_crossing, worst_of
-from rlctl.diagnose.signals import change_evidence, crossing, evidence_over, growth
+from rlctl.diagnose.signals import Crossing, crossing, evidence_over
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
-_DROPPED, _GRADING, _STEP = "training/stale_dropped", "timing_s/reward", "timing_s/step"
+_GRADING, _STEP = "timing_s/reward", "timing_s/step"
 STALENESS = Levels(th.STALENESS[0], (("warning", 8.0),))
-#: Factor by which dropped samples grow, and the share of a batch that they reach.
-DROPPED_GROWTH, DROPPED_SHARE = 2.0, 0.05
 #: Levels of |mean ratio − 1| and |ppo_kl| where the policy cannot have moved.
 RATIO_ON_POLICY = Levels("actor/ppo_ratio_mean", (("warning", 1e-3),), absolute=True)
 PPO_KL_ON_POLICY = Levels("actor/ppo_kl", (("warning", 1e-3),), absolute=True)
@@ -28,22 +26,41 @@ PPO_KL_ON_POLICY = Levels("actor/ppo_kl", (("warning", 1e-3),), absolute=True)
 SLOW_GRADING_MEDIANS, SLOW_GRADING_SHARE, SLOW_GRADING_COUNT, SLOW_GRADING_STEPS = 3.0, 0.3, 3, 0.05
 IDLE = Levels("perf/trainer_idle_fraction", (("warning", 0.3),))
 FAILED = tuple(
-    Levels(key, (("warning", 0.05), ("critical", 0.25)))
+    Levels(key, (("warning", 0.05), ("critical", 0.25)), is_share=True)
     for key in ("rollout/error_fraction", "rollout/empty_fraction", "reward/error_fraction")
 )
 _TIMES = 1e-9  # seconds; lower limit of the median, so that it is never 0
 
 
-#: Pattern of an exception's text, its cause, and what to do; the first pattern that matches is used.
+#: Pattern of an error's text, its cause, and what to do; the first pattern that matches is used.
 _EXCEPTIONS: tuple[tuple[str, str, tuple[Fix, ...]], ...] = (
     (
-        r"KeyboardInterrupt|SignalException|SystemExit|SIG(?:TERM|HUP|INT)\b",
+        r"KeyboardInterrupt|SignalException|SystemExit|SIG(?:TERM|HUP|INT)\b|CANCELLED|PREEMPTION|TIME LIMIT",
         "a user or the scheduler stopped the run",
         (),
     ),
     (
-        r"out of memory|OutOfMemory|MemoryError|OOM",
-        "a device or the host ran out of memory",
+        r"(?i)no space left|disk quota|stream\w*writer failed|file write failed|inline_container|Errno 28\b",
+        "the disk is full, or a file could not be written: often a checkpoint",
+        (
+            fix.by_hand(
+                "free disk space, and keep fewer checkpoints",
+                rlctl="trainer.max_ckpt_to_keep=1",
+                verl="trainer.max_actor_ckpt_to_keep=1",
+                trl="save_total_limit=1",
+                openrlhf="--ckpt.max_num 1",
+            ),
+        ),
+    ),
+    (
+        r"(?i)\boom[-_ ]?kill|oomkilled|killed process|^killed|exit ?code:? ?-?(?:9|137)\b|SIGKILL"
+        r"|^MemoryError",
+        "the host ran out of memory, and the system ended a process",
+        (fix.by_hand("use fewer processes, less offloading to the host, or a node with more memory"),),
+    ),
+    (
+        r"out of memory|OutOfMemory|OOM",
+        "a device ran out of memory",
         (fix.by_hand("use smaller micro-batches, a shorter length limit or a smaller share for the engine"),),
     ),
     (
@@ -52,12 +69,13 @@ _EXCEPTIONS: tuple[tuple[str, str, tuple[Fix, ...]], ...] = (
         (fix.by_hand("resume from an earlier checkpoint with a lower learning rate or higher precision"),),
     ),
     (
-        r"(?i)nccl|timed? ?out|watchdog|connection|actor(?:died|unavailable)|worker.*died|broken ?pipe",
-        "a rank or a worker did not answer; the fault is in its own output, above",
+        r"(?i)nccl|timed? ?-?out|watchdog|connection|actor(?:died|unavailable)|worker.*(?:died|crashed)"
+        r"|broken ?pipe|engine\w* ?died|EngineDead",
+        "a rank or a worker did not answer: it failed, waited for something slow, or ran other collectives",
         (fix.by_hand("read the first error of every rank; the last one is only a consequence"),),
     ),
     (
-        r"CUDA error|cudaError|device-side assert|illegal memory|cublas",
+        r"CUDA error|cudaError|device-side assert|illegal memory|cublas|Segmentation fault|core dumped",
         "a kernel failed, often because of a token id beyond the vocabulary or the embedding",
         (fix.by_hand("run once with CUDA_LAUNCH_BLOCKING=1 to see which operation fails"),),
     ),
@@ -89,6 +107,7 @@ def exception(run: RunLog) -> Detection | Skipped:
         cause,
         fixes,
         sure,
+        since=int(run.table.steps[-1]) if len(run.table.steps) else None,
     )
 
 
@@ -104,46 +123,45 @@ def _fresher(run: RunLog) -> tuple[Fix, ...]:
 
 
 @Rule(
-    "staleness", source=th.FIELD, fixes=_fresher, sure=("high", "age and drops are counted"),
-    one_of=(*th.STALENESS, _DROPPED),
-    signal="age of the oldest samples (or else mean age) in batches; samples dropped for their age",
-    thresholds=f"— / > 8; doubling to {DROPPED_SHARE * 100:g} % of a batch / —",
+    "staleness", source=th.FIELD, fixes=_fresher, sure=("high", "the age is counted"),
+    one_of=th.STALENESS, uses=(th.KL.key,),
+    signal="age of the oldest samples (or else mean age) in batches",
+    thresholds="— / > 8 / uncorrected, and the KL to the sampling policy > 0.1",
     cause="generation runs too far ahead of training, or training cannot keep up",
+    explains=(*th.GAP_RULES, *th.COLLAPSE_RULES, "gradient-norm"),
 )  # fmt: skip
 def staleness(run: RunLog) -> Detection | None:
     """Samples are recent enough."""
-    oldest = STALENESS.key in run.table.columns
-    levels = STALENESS if oldest else replace(STALENESS, key=th.STALENESS[1])
-    series, updates = run.table.series(levels.key), run.facts.updates_per_batch or 1
-    crossed = crossing(Series(series.steps, series.values / updates), levels)
-    dropped = _more_dropped(run)
-    if crossed is None and dropped is None:
+    has_oldest = STALENESS.key in run.table.columns
+    series = run.table.series(STALENESS.key if has_oldest else th.STALENESS[1])
+    ages = Series(series.steps, series.values / (run.facts.updates_per_batch or 1))
+    crossed, apart = crossing(ages, STALENESS), _apart(run)
+    if not ages.values.any() or (crossed is None and apart is None):
         return None
-    what = "more and more samples are dropped because they are too old"
-    if crossed is not None:
-        whose = "the oldest samples are" if oldest else "samples are on average"
-        what = f"{whose} {crossed.worst:.3g} batches old {crossed.where}"
-    evidence = tuple(one for one in (crossed and crossed.evidence, dropped) if one)
+    since = int(ages.steps[np.argmax(ages.values > 0.0)])
+    if apart is not None:
+        what = f"samples are up to {ages.values.max():.3g} batches old, and nothing corrects for it"
+        seen = evidence_over(ages.steps, STALENESS.key, f"up to {series.values.max():.3g} updates")
+        fixes = (*fix.fresher(run, fully=True), *fix.correct_tokens(run), *_fresher(run))
+        return Detection("critical", what, (seen, apart.evidence), fixes=fixes, since=since)
+    whose = "the oldest samples are" if has_oldest else "samples are on average"
+    found = detect_crossing(run, STALENESS, whose + " {worst:.3g} batches old {where}", ages)
     unknown: Sure = ("medium", "the number of updates per batch is unknown")
-    sure = None if run.facts.updates_per_batch or dropped else unknown
-    return Detection("warning", what, evidence, sure=sure)
+    sure = None if run.facts.updates_per_batch else unknown
+    return found and replace(found, sure=sure, since=since)
 
 
-def _more_dropped(run: RunLog) -> Evidence | None:
-    """Evidence that the dropped samples per step grow; a log may also count them from the start."""
-    series = run.table.series(_DROPPED)
-    if len(series) < 2 * th.MIN_STEPS:
-        return None
-    if (np.diff(series.values) >= 0.0).all():
-        series = Series(series.steps[1:], np.diff(series.values))
-    rise = growth(series, DROPPED_GROWTH, DROPPED_SHARE * (run.facts.batch_size or 1 / DROPPED_SHARE))
-    return rise and change_evidence(_DROPPED, rise.start, rise.end, series.steps)
+def _apart(run: RunLog) -> Crossing | None:
+    """The KL between the policies over its critical level, where neither weights nor rejection correct it."""
+    is_corrected = run.facts.rollout_is != "off" or run.facts.rollout_rs != "off"
+    return None if is_corrected else crossing(run.table.series(th.KL.key), th.KL)
 
 
 @Rule(
     "nondeterminism", thresholds="— / difference > 0.001 / —", source=th.LOGIC,
     facts=("updates_per_batch", "bypass_mode"),
     signal="with one update per batch²: mean of π_θ/π_old, or `actor/ppo_kl`",
+    explains=("probability-gap", "policy-gap"),
     cause="two passes of the same model differ: mixture-of-experts routing, dropout, or kernels that depend "
     "on the batch",
     fixes=(
@@ -196,11 +214,11 @@ def slow_grader(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "failed-rollouts", thresholds="— / > 5 % / > 25 %", source=th.FIELD,
+    "failed-rollouts", thresholds="— / ≥ 5 % / ≥ 25 %", source=th.FIELD,
     sure=("high", "failures are counted"), one_of=tuple(levels.key for levels in FAILED),
     signal="failed or empty rollouts, failed gradings",
     cause="faults of the environment or of the engine: time-outs, tools, memory",
-    fixes=(fix.by_hand("read the engine's own log"),),
+    fixes=(fix.by_hand("read the engine's own log"),), explains=(*th.COLLAPSE_RULES, *th.GAP_RULES),
 )  # fmt: skip
 def failed_rollouts(run: RunLog) -> Detection | None:
     """Rollouts and grading succeed."""
@@ -210,7 +228,8 @@ def failed_rollouts(run: RunLog) -> Detection | None:
     worst, evidence = worst_of(found), tuple(one.evidence for one in found)
     figure = f"{worst.worst:.0%} of the"
     if not worst.key.startswith("reward/"):
-        return Detection(worst.severity, f"{figure} rollouts fail or are empty {worst.where}", evidence)
+        return Detection(
+            worst.severity, f"{figure} rollouts fail or are empty {worst.where}", evidence, since=worst.since
+        )
     what, cause = f"{figure} gradings fail {worst.where}", "the grader raises on some answers"
-    fixes = (fix.by_hand("run the grader on stored rollouts"),)
-    return Detection(worst.severity, what, evidence, cause, fixes)
+    return Detection(worst.severity, what, evidence, cause, fix.other_grader(run), since=worst.since)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -13,44 +13,60 @@ from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.facts import DECIMALS, is_rounded
 from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped, Sure
 from rlctl.diagnose.rule import Detection, Rule, crossings, of_crossing, worst_of
-from rlctl.diagnose.rules_reward import rises
-from rlctl.diagnose.signals import Crossing, crossing, evidence_over, is_frequent, spikes, together
+from rlctl.diagnose.signals import (
+    Crossing,
+    crossing,
+    evidence_over,
+    is_frequent,
+    rolling_median,
+    smoothed,
+    spikes,
+)
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
-_NORM, _LOSS, _PPO_KL = th.GRAD_NORM.key, "actor/pg_loss", "actor/ppo_kl"
+_NORM, _LOSS, _PPO_KL, _LR = th.GRAD_NORM.key, "actor/pg_loss", "actor/ppo_kl", "actor/lr"
 _ADVANTAGE, _KL_COEF, _KL_LOSS = "critic/advantages/mean", "actor/kl_coef", "actor/kl_loss"
 _CUT_OFF = "response_length/clip_ratio"
 _ADVANTAGE_ENDS = ("critic/advantages/max", "critic/advantages/min")
 #: Metrics that must be finite at every step, the most informative first.
-_FINITE = (_NORM, _LOSS, _KL_LOSS, _PPO_KL, "actor/entropy", "critic/vf_loss", "critic/grad_norm")
+_FINITE = (
+    *(_NORM, _LOSS, _KL_LOSS, _PPO_KL, "actor/entropy", "critic/vf_loss", "critic/grad_norm"),
+    th.SCORE,
+)
 NONFINITE_WARNING_SHARE, NONFINITE_CRITICAL_SHARE = 0.01, 0.1
 #: Gradient norm that no usual loss reaches, for any model.
 HUGE_NORM = Levels(_NORM, (("critical", 1e4),))
+#: Nats per token by which the updates on a batch usually move the policy at most, and by which they move it
+#: far: the median of three steps; one step counts from a multiple. In a tiny update nothing is learned.
+USUAL_UPDATE, TINY_UPDATE, ONE_STEP = 3e-3, 1e-6, 5.0
+LARGE_UPDATE: tuple[tuple[Severity, float], ...] = (("warning", 0.05), ("critical", 0.1))
 #: Share of the steps, and number, from which spikes are a warning instead of a remark.
 SPIKE_SHARE, SPIKE_COUNT = 0.01, 3
 _REACH = fix.by_hand(
     "check that trained parameters require a gradient and are in the optimizer; with adapters and gradient "
     "checkpointing call `model.enable_input_require_grads()`"
 )
+_IN_FULL = fix.by_hand(
+    "compute one batch in full precision, and look for the first tensor that is not finite"
+)
+#: Metric of a penalized KL to the reference → the coefficient's key.
+_COEF_OF = {_KL_LOSS: "actor.kl_loss_coef", "actor/reward_kl_penalty": "algorithm.kl_ctrl.kl_coef"}
+#: Coefficient from which the penalty may hold the policy, and the KL, in nats, below which it does.
+STRONG_PENALTY, HELD_KL = 0.5, 0.2
 #: A share of groups or tokens that counts as all of them.
 ALL_OF_THEM = 0.99
 REF_KL_OK = th.REF_KL[0].tiers[0][1]
-EXPLAINED = Levels("critic/vf_explained_var", (("warning", 0.1),), is_floor=True)
-#: First steps, which the rule ignores because the critic has not learned yet.
-CRITIC_STEPS = 40
 #: On-policy, |pg_loss| below the first value with a gradient norm above the second is normal.
 PG_LOSS_ZERO, GRAD_NORM_NONZERO = 0.01, 1e-6
-GIBBERISH = (
-    th.Move("actor/entropy", 1.5), th.Move("response_length/mean", 1.3), th.Move(th.GRAD_NORM.key, 2.0)
-)  # fmt: skip
 
 
 @Rule(
-    "not-finite", signal="NaN or infinite loss, gradient norm, KL or entropy, of the policy or the critic",
-    source=th.OWN, uses=_FINITE,
+    "not-finite", source=th.OWN, uses=_FINITE,
+    signal="NaN or infinite loss, gradient norm, KL, entropy or mean reward, of the policy or the critic",
     thresholds="any / ≥ 1 % of the steps, and 2 / ≥ 10 %",
     cause="overflow in low precision, too large a learning rate, or log-probs that are not finite",
+    explains=(*th.GAP_RULES, *th.COLLAPSE_RULES, "exception", "failed-rollouts", "gradient-norm"),
     sure=("medium", "the log shows that, not where in the computation"),
 )  # fmt: skip
 def not_finite(run: RunLog) -> Detection | Skipped | None:
@@ -60,6 +76,7 @@ def not_finite(run: RunLog) -> Detection | Skipped | None:
         present = set(_FINITE) & run.table.columns.keys()
         return None if present else Skipped("not logged", (_NORM, _LOSS))
     key, steps = max(logged.items(), key=lambda item: len(item[1]))
+    since = min(int(bad[0]) for bad in logged.values())
     share = len(steps) / (len(steps) + len(run.table.series(key)))
     is_warning = share >= NONFINITE_WARNING_SHARE and len(steps) > 1
     severity: Severity = "warning" if is_warning else "info"
@@ -67,8 +84,87 @@ def not_finite(run: RunLog) -> Detection | Skipped | None:
         "critical" if share >= NONFINITE_CRITICAL_SHARE else severity,
         f"{key} is not a finite number on {count_of_steps(len(steps))}",
         (evidence_over(steps, key, f"NaN or infinite on {share:.1%} of the steps that logged it"),),
-        fixes=(*fix.calmer(run), fix.resume_before(int(steps[0]))),
+        fixes=(*fix.calmer(run), fix.resume_before(since), _IN_FULL),
+        since=since,
     )
+
+
+def _rate_for(rates: Series, step: int, size: float) -> Fix:
+    """Fix for updates that have a size, in nats, at a step: the size grows with the square of the rate."""
+    rate = rates.values[rates.steps == step]
+    if not rate.any():
+        return fix.by_hand(f"{'lower' if size > USUAL_UPDATE else 'raise'} the learning rate")
+    why = f"for updates of about {USUAL_UPDATE:g} nats per batch: they grow with the square of the rate"
+    return fix.change(f"actor.lr={rate[0] * (USUAL_UPDATE / size) ** 0.5:.2g}", why=why)
+
+
+@Rule(
+    "large-updates", source=th.FIELD, facts=("updates_per_batch", "bypass_mode"),
+    one_of=(th.K3.key, _PPO_KL), uses=(*th.STALENESS, _LR),
+    signal="KL between the policy before and after the updates on a batch of several: in bypass mode with "
+    "fresh samples `rollout_corr/k3_kl`, otherwise \\|`actor/ppo_kl`\\|",
+    thresholds=f"— / > {LARGE_UPDATE[0][1]:g} in two of three steps / > {LARGE_UPDATE[1][1]:g}, or a step "
+    f"> {LARGE_UPDATE[1][1] * ONE_STEP:g}",
+    cause="the learning rate is too high: a batch moves the policy further than its samples can show",
+    sure=("high", "the samples are fresh, so only the updates move the policy"),
+    explains=(*th.GAP_RULES, *th.COLLAPSE_RULES, "reference-drift", "gradient-norm"),
+)  # fmt: skip
+def large_updates(run: RunLog) -> Detection | Skipped | None:
+    """One batch does not move the policy far."""
+    key = th.K3.key if run.facts.bypass_mode else _PPO_KL
+    series = run.table.series(key)
+    if (run.facts.updates_per_batch or 1) < 2 or not len(series):
+        return Skipped("one update per batch moves the policy after everything is measured")
+    if run.facts.bypass_mode and _are_stale(run):
+        return Skipped("the samples are stale")
+    sizes = np.abs(series.values)
+    lasting = np.maximum(smoothed(sizes, 3, "mirror"), sizes / ONE_STEP)
+    reached = [severity for severity, limit in LARGE_UPDATE if lasting.max() > limit]
+    if not reached:
+        return None
+    first = int(np.argmax(lasting > LARGE_UPDATE[0][1]))
+    most = first + int(np.argmax(sizes[first : first + th.WINDOW]))
+    size, step = float(sizes[most]), int(series.steps[most])
+    what = f"the updates on one batch move the policy by {size:.2g} nats per token in step {step:,}"
+    seen = replace(_update_seen(series, most), metric=key)
+    fixes = (_rate_for(run.table.series(_LR), step, size),)
+    return Detection(reached[-1], what, (seen,), fixes=fixes, since=int(series.steps[first]))
+
+
+@Rule(
+    "small-updates", source=th.OWN, needs=(_NORM,), uses=(th.K3.key, *th.STALENESS, *th.REWARDS, _LR),
+    signal="learning rate; `rollout_corr/k3_kl` in bypass mode with fresh samples, with a gradient",
+    thresholds=f"— / rate 0, or < {TINY_UPDATE:g} nats per batch and the reward does not gain / —",
+    cause="the learning rate is too low", sure=("high", "the policy stays where it is"),
+    explains=("flat-reward",),
+)  # fmt: skip
+def small_updates(run: RunLog) -> Detection | Skipped | None:
+    """The updates move the policy."""
+    series, rates = run.table.series(th.K3.key), run.table.series(_LR)
+    is_logged = len(rates) >= th.MIN_STEPS and not is_rounded(run.table)
+    if run.facts.lr == 0.0 or (run.facts.lr is None and is_logged and not rates.values.any()):
+        seen = evidence_over(run.table.steps, _LR, "exactly 0")
+        return Detection("warning", "the learning rate is 0", (seen,), fixes=fix.usual_rate(run))
+    norm = run.table.series(_NORM).values
+    moved = run.facts.bypass_mode and (run.facts.updates_per_batch or 1) > 1 and not _are_stale(run)
+    if not moved or len(series) < th.MOVE_STEPS or not len(norm):
+        return Skipped("no metric shows how far the updates of a batch move the policy")
+    most = int(np.argmax(series.values))
+    size, step = float(series.values[most]), int(series.steps[most])
+    if not 0.0 < size < TINY_UPDATE or not np.median(norm) or run.has_gained or run.has_learned:
+        return None
+    what = f"the updates hardly move the policy: by {size:.1g} nats per token and batch at most"
+    fixes = (_rate_for(rates, step, size),)
+    return Detection("warning", what, (_update_seen(series, most),), fixes=fixes, since=int(series.steps[0]))
+
+
+def _are_stale(run: RunLog) -> bool:
+    return any(run.table.series(age).values.any() for age in th.STALENESS)
+
+
+def _update_seen(series: Series, at: int) -> Evidence:
+    figure = f"{series.values[at]:.2g}, usual is about {USUAL_UPDATE:g}"
+    return evidence_over(series.steps[at : at + 1], th.K3.key, figure)
 
 
 @Rule(
@@ -77,6 +173,7 @@ def not_finite(run: RunLog) -> Detection | Skipped | None:
     "51 steps before",
     thresholds="1 or 2 jumps / > 10, or ≥ 3 jumps and 1 % of the steps, or a jump to > 1e4 / > 1e4",
     cause="the update is unstable, or the loss is a sum instead of a mean",
+    explains=("not-finite", *th.GAP_RULES, *th.COLLAPSE_RULES),
     sure=("medium", "it is also far from the run's own start, where there is one to compare with"),
 )  # fmt: skip
 def gradient_norm(run: RunLog) -> Detection | None:
@@ -113,7 +210,7 @@ def gradient_norm(run: RunLog) -> Detection | None:
     thresholds=f"— / — / ≥ {th.ZERO_SHARE * 100:g} % of the steps, or all of fewer than {th.MIN_STEPS}",
     cause="all responses of each group have the same reward, everything is rejected, or the loss does not "
     "reach the trained parameters",
-    fixes=(fix.larger_groups, _REACH),
+    fixes=(fix.larger_groups, _REACH), explains=("flat-reward",),
     sure=("medium", "the log does not show which of these it is"),
 )  # fmt: skip
 def no_gradient(run: RunLog) -> Detection | None:
@@ -134,6 +231,8 @@ def no_gradient(run: RunLog) -> Detection | None:
         ),
         th.ZERO_SPREAD.key: ("all responses of each group have the same reward", fix.larger_groups(run)),
     }
+    if run.spec is not None:  # rlctl never masks them
+        del reasons[_CUT_OFF]
     shares = {key: _typical(run, key, steps) for key in reasons}
     of_all = next((key for key, one in shares.items() if one is not None and one > ALL_OF_THEM), None)
     if of_all is not None:
@@ -155,7 +254,7 @@ def no_gradient(run: RunLog) -> Detection | None:
         unknown = f"{th.ZERO_SPREAD.key} would distinguish equal rewards from parameters without a gradient"
         return Detection("critical", what, tuple(evidence), could_not_check=(unknown,))
     sure: Sure = ("high", "another figure shows the reason")
-    return Detection("critical", what, tuple(evidence), why, tuple(fixes), sure)
+    return Detection("critical", what, tuple(evidence), why, tuple(fixes), sure, is_first=fixes == (_REACH,))
 
 
 def _typical(run: RunLog, key: str, steps: NDArray[np.int64]) -> float | None:
@@ -185,7 +284,7 @@ def _groups_differ(run: RunLog, equal: float | None, steps: NDArray[np.int64]) -
         fix.larger_groups,
         fix.by_hand("check that a prompt has several responses, and that the advantages use the rewards"),
     ),
-    sure=("high", "advantages of 0 make no policy gradient"),
+    sure=("high", "advantages of 0 make no policy gradient"), explains=("no-gradient", "flat-reward"),
 )  # fmt: skip
 def zero_advantages(run: RunLog) -> Detection | None:
     """Advantages are not all zero."""
@@ -218,7 +317,7 @@ def _penalty_coefficient(run: RunLog) -> float | None:
 def _stronger_penalty(run: RunLog, found: Crossing) -> Fix:
     """Fix that raises the coefficient by about the factor (2, 5 or 10) by which the KL is too large."""
     coefficient = _penalty_coefficient(run)
-    key = "actor.kl_loss_coef" if found.key == _KL_LOSS else "algorithm.kl_ctrl.kl_coef"
+    key = _COEF_OF[found.key]
     if not coefficient:
         return fix.larger(key, "raise the coefficient of the KL penalty")
     times = max(factor for factor in (2, 5, 10) if factor == 2 or found.worst >= factor * REF_KL_OK)
@@ -232,6 +331,7 @@ def _stronger_penalty(run: RunLog, found: Crossing) -> Fix:
     one_of=tuple(levels.key for levels in th.REF_KL), uses=(_KL_COEF,),
     signal="KL to the reference, where it is penalized",
     cause="the penalty is too weak, or another term of the loss moves the policy",
+    explains=(*th.COLLAPSE_RULES, "gradient-norm"),
     sure=("medium", "how far a policy may move depends on the task and on the KL's estimator"),
     not_applicable=lambda run: (
         "the KL to the reference is not penalized" if _penalty_coefficient(run) == 0.0 else ""
@@ -250,33 +350,29 @@ def reference_drift(run: RunLog) -> Detection | None:
     )
 
 
-def _better_critic(run: RunLog) -> Iterator[Fix]:
-    epochs = 2 * (run.spec.critic_epochs if run.spec else run.facts.ppo_epochs or 1)
-    yield fix.change(f"critic.ppo_epochs={epochs}", why="more updates per batch")
-    yield fix.change("trainer.critic_warmup=20", why="train the critic alone at the start")
-    if run.spec:
-        yield fix.change(f"critic.lr={2 * run.spec.critic.lr:.2g}")
-
-
 @Rule(
-    "critic", thresholds="while the reward rises / < 0.1 / —", source=th.FIELD, fixes=_better_critic,
-    needs=(EXPLAINED.key,), uses=th.REWARDS,
-    signal=f"`critic/vf_explained_var` after {CRITIC_STEPS} steps, to the end, unless learned³",
-    cause="the critic learns too slowly, or from too few updates, to help the policy",
-    sure=("high", f"the first {CRITIC_STEPS} steps are excluded"),
-    not_applicable=lambda run: "no critic is trained" if run.facts.has_critic is False else "",
+    "strong-penalty", source=th.OWN, one_of=tuple(levels.key for levels in th.REF_KL),
+    uses=(_KL_COEF, *th.REWARDS), min_steps=th.MOVE_STEPS,
+    signal="coefficient of the penalized KL to the reference, and the KL",
+    thresholds=f"— / ≥ {STRONG_PENALTY:g}, KL < {HELD_KL:g}, unless learned³ / —",
+    cause="the penalty holds the policy at its reference: it outweighs what a better reward is worth",
+    sure=("medium", "a reward that depends on nothing the policy can change stays flat too"),
+    explains=("flat-reward",),
 )  # fmt: skip
-def critic(run: RunLog) -> Detection | None:
-    """The critic explains returns."""
-    series = run.table.series(EXPLAINED.key)
-    later = Series(series.steps[CRITIC_STEPS:], series.values[CRITIC_STEPS:])
-    crossed = crossing(later, EXPLAINED)
-    if crossed is None or not crossed.lasts or run.has_learned:
+def strong_penalty(run: RunLog) -> Detection | Skipped | None:
+    """The KL penalty leaves the policy room to learn."""
+    coefficient = _penalty_coefficient(run)
+    if coefficient is None:
+        return Skipped("the coefficient of the KL penalty is unknown", ("spec.yaml",))
+    key = run.table.most_logged(tuple(levels.key for levels in th.REF_KL))
+    series = run.table.series(key)
+    is_held = float(np.abs(rolling_median(series.values)).max()) < HELD_KL
+    if coefficient < STRONG_PENALTY or not is_held or run.has_learned:
         return None
-    found = of_crossing(crossed, "the critic explains only {worst:.2g} of the returns' variance {where}")
-    if not run.has_gained:
-        return found
-    return replace(found, severity="info", sure=("low", "the policy learns nevertheless"))
+    usual = fix.change(f"{_COEF_OF[key]}=0.001", why="the default")
+    what = f"the KL penalty has the coefficient {coefficient:g}, and the policy stays at its reference"
+    seen = evidence_over(series.steps, key, f"{np.median(series.values):.2g} (median)")
+    return Detection("warning", what, (seen,), fixes=(usual,))
 
 
 @Rule(
@@ -285,7 +381,7 @@ def critic(run: RunLog) -> Detection | None:
     signal="`actor/pg_loss` ≈ 0 with a gradient, on-policy, advantages centred in groups",
     cause="near on-policy the ratio is 1 and advantages centred within groups sum to 0: the value cancels, "
     "the gradient does not",
-    sure=("medium", "the log does not show which loss it is"),
+    sure=("medium", "the log does not show which loss it is"), only_alone=True,
 )  # fmt: skip
 def healthy_loss(run: RunLog) -> Detection | Skipped | None:
     """Explains a loss near zero."""
@@ -307,28 +403,6 @@ def healthy_loss(run: RunLog) -> Detection | Skipped | None:
     gradient = evidence_over(steps, _NORM, f"{np.median(norm):.3g} (median)")
     sure: Sure | None = ("high", "loss and advantages are of the kind that cancels") if spec else None
     return Detection("info", what, (seen, gradient), sure=sure)
-
-
-@Rule(
-    "gibberish", thresholds="— / — / together", source=th.FIELD, needs=tuple(move.key for move in GIBBERISH),
-    uses=th.REWARDS, min_steps=th.MOVE_STEPS,
-    signal="entropy × 1.5, length × 1.3, gradient norm × 2, and the reward does not rise",
-    cause="the policy drifts into meaningless text, often because of a gap between the engines",
-    sure=("high", "three independently computed figures agree, and the reward does not rise"),
-)  # fmt: skip
-def gibberish(run: RunLog) -> Detection | None:
-    """Entropy, length and gradients do not rise together."""
-    seen = together(run.table, GIBBERISH)
-    if seen is None or run.has_gained or rises(run.table, th.SCORE):
-        return None
-    first, last = seen[0].first_step or 0, seen[0].last_step
-    what = f"entropy, length and gradient norm rise together in steps {first}–{last}"
-    fixes = (fix.resume_before(first), *fix.gentler(run), *fix.correct_tokens(run))
-    found = Detection("critical", what, seen, fixes=fixes)
-    if len(run.table.series(th.SCORE)):
-        return found
-    doubt: Sure = ("medium", "three independently computed figures agree, but the reward is not logged")
-    return found.with_doubt(doubt, f"{th.SCORE} would show whether the responses get better")
 
 
 def count_of_steps(count: int) -> str:

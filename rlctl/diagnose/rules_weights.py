@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
-from rlctl.diagnose.finding import Evidence, Skipped, Sure
-from rlctl.diagnose.rule import Detection, Rule, crossings, detect_crossing, of_crossing, worst_of
+from rlctl.diagnose.finding import Evidence, Fix, Skipped, Sure
+from rlctl.diagnose.rule import Detection, Rule, crossings, of_crossing, worst_of
 from rlctl.diagnose.rules_engines import among_survivors
-from rlctl.diagnose.signals import change_evidence, crossing, longest_true, moved, spikes
+from rlctl.diagnose.signals import crossing
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
 _CORR = "rollout_corr/"
-_SATURATED, _NORM = f"{_CORR}saturated_sequences", th.GRAD_NORM.key
+#: What weights of a few samples cause.
+_OF_WEIGHTS = ("gradient-norm", *th.COLLAPSE_RULES)
 _RAW_MEAN = f"{_CORR}rollout_is_raw_mean"
 RAW_MEAN_HIGH = Levels(_RAW_MEAN, (("info", 1.2), ("critical", 2.0)))
 RAW_MEAN_LOW = Levels(_RAW_MEAN, (("info", 0.8), ("critical", 0.5)), is_floor=True)
 MEAN_LOW = Levels(f"{_CORR}rollout_is_mean", (("warning", 0.5), ("critical", 0.01)), is_floor=True)
 WEIGHT_STD = Levels(f"{_CORR}rollout_is_std", (("warning", 1.0),))
-CHI2_TOKEN = Levels(f"{_CORR}chi2_token", (("warning", 1.0),))
 #: Level of the weights → the metric with χ² at this level.
-CHI2 = {"token": CHI2_TOKEN.key, "sequence": f"{_CORR}chi2_seq"}
-RATIO_HIGH = Levels(f"{_CORR}rollout_is_ratio_fraction_high", (("warning", 0.1),))
-#: Share of a batch's sequences with a clamped log-ratio; |Σ log ρ| from which it is clamped.
-SATURATED_SHARE, CLAMP = 0.01, 20.0
-#: The raw effective sample size falls to this share of its start and below the second value ...
-ESS_FALL = (0.7, 0.5)
-#: ... while the gradient norm grows by this factor, or has at least this many spikes.
-COLLAPSE_NORM, COLLAPSE_SPIKES = 2.0, 2
+CHI2 = {"token": f"{_CORR}chi2_token", "sequence": f"{_CORR}chi2_seq"}
 
 
 def _no_weights(run: RunLog) -> str:
@@ -44,6 +38,7 @@ def _no_weights(run: RunLog) -> str:
     thresholds="outside [0.8, 1.2] / bounded < 0.5 / outside [0.5, 2], bounded < 0.01",
     cause="missing, shifted or stale log-probs; or policies so far apart that few samples have weight",
     fixes=(fix.FIND_THE_CAUSE, fix.reject_outliers, fix.gentler),
+    explains=("effective-samples", "hidden-tail", *_OF_WEIGHTS),
     sure=("medium", "wrong log-probs and a large gap have the same effect on the mean"),
 )  # fmt: skip
 def weight_mean(run: RunLog) -> Detection | None:
@@ -68,7 +63,7 @@ def weight_mean(run: RunLog) -> Detection | None:
     signal="effective sample size among the samples that are not rejected; standard deviation",
     thresholds="< 0.5 / < 0.5 with a deviation > 1, or that alone where nothing else is logged / < 0.3",
     cause="the policies are far apart: a few samples have most of the weight",
-    fixes=(fix.reject_outliers, fix.wider_bound, fix.gentler),
+    fixes=(fix.reject_outliers, fix.wider_bound, fix.gentler), explains=_OF_WEIGHTS,
 )  # fmt: skip
 def effective_samples(run: RunLog) -> Detection | None:
     """Applied weights are spread over the samples.
@@ -95,12 +90,27 @@ def effective_samples(run: RunLog) -> Detection | None:
     return replace(of_crossing(spread, text), sure=sure)
 
 
+def _of_tokens(run: RunLog) -> Iterator[Fix]:
+    """Weights per token, where a product of ratios grows with a long response."""
+    lengths = run.table.series(th.LENGTH).values
+    if run.facts.rollout_is == "sequence" and len(lengths) and np.median(lengths) > th.LONG_RESPONSE:
+        yield fix.change(
+            f"{fix.RC}rollout_is=token",
+            why="a product of ratios over a long response exceeds any bound",
+            trl="vllm_importance_sampling_mode=token_truncate",
+            **{
+                "ms-swift": "--rollout_importance_sampling_mode token_truncate",
+                "nemo-rl": "loss_fn.sequence_level_importance_ratios=false",
+            },
+        )
+
+
 @Rule(
     "hidden-tail", thresholds=th.RAW_ESS, source=th.OWN, needs=(th.ESS.key,),
-    one_of=(th.RAW_ESS.key, *CHI2.values()), not_applicable=_no_weights,
+    one_of=(th.RAW_ESS.key, *CHI2.values()), uses=(th.LENGTH,), not_applicable=_no_weights,
     signal="raw effective sample size, or 1 / (1 + χ²) at their level, while the applied ESS is normal",
     cause="bounded weights have a small spread; the policies themselves are far apart",
-    fixes=(fix.reject_outliers, fix.geometric, fix.gentler),
+    fixes=(_of_tokens, fix.reject_outliers, fix.geometric, fix.gentler), explains=_OF_WEIGHTS,
     sure=("high", "raw and applied weights are both logged"),
 )  # fmt: skip
 def hidden_tail(run: RunLog) -> Detection | Skipped | None:
@@ -135,103 +145,8 @@ def raw_ess(run: RunLog) -> tuple[str, Series] | None:
         return th.RAW_ESS.key, series
     if run.facts.rollout_is not in {None, "off", *CHI2}:
         return None
-    key = CHI2.get(run.facts.rollout_is or "", CHI2_TOKEN.key)
+    key = CHI2.get(run.facts.rollout_is or "", CHI2["token"])
     series = run.table.series(key)
     if not len(series):
         return None
     return key, Series(series.steps, 1.0 / (1.0 + series.values.clip(min=0.0)))
-
-
-@Rule(
-    "chi2", signal="`rollout_corr/chi2_token`", thresholds=CHI2_TOKEN, source=th.VERL,
-    fixes=(fix.reject_outliers, fix.gentler), needs=(CHI2_TOKEN.key,),
-    cause="the sampled tokens no longer represent the trained policy",
-    sure=("high", "χ² is measured before anything is bounded"),
-)  # fmt: skip
-def chi2(run: RunLog) -> Detection | None:
-    """The χ² between the policies is small."""
-    return detect_crossing(run, CHI2_TOKEN, "χ² between the policies is {worst:.3g} per token {where}")
-
-
-@Rule(
-    "long-products", source=th.OWN, one_of=(_SATURATED, RATIO_HIGH.key, th.K3.key), uses=(th.LENGTH,),
-    facts=("rollout_is",),
-    signal="sequence weights: share over the bound (over 100 tokens), share at the clamp, tokens × k3",
-    thresholds=f"— / > 10 %, > {SATURATED_SHARE:.0%}, > {CLAMP:g} / —".replace("1%", "1 %"),
-    cause="a product of ratios over a long response exceeds any bound, even if the policies are close",
-    fixes=(
-        fix.change(
-            f"{fix.RC}rollout_is=token",
-            trl="vllm_importance_sampling_mode=token_truncate",
-            **{
-                "ms-swift": "--rollout_importance_sampling_mode token_truncate",
-                "nemo-rl": "loss_fn.sequence_level_importance_ratios=false",
-            },
-        ),
-        fix.geometric,
-    ),
-    sure=("high", "weights are per sequence and responses are long"),
-    not_applicable=lambda run: (
-        "" if run.facts.rollout_is in {None, "sequence"} else "weights are not products over a sequence"
-    ),
-)  # fmt: skip
-def long_products(run: RunLog) -> Detection | None:
-    """Sequence weights have not outgrown their bound."""
-    lengths = run.table.series(th.LENGTH).values
-    if len(lengths) and np.median(lengths) > th.LONG_RESPONSE:
-        what = "{worst:.1%} of the weights are over the bound {where}"
-        if found := detect_crossing(run, RATIO_HIGH, what):
-            return found
-    counts, batch = run.table.series(_SATURATED), run.facts.batch_size
-    if batch:  # in bypass mode every pass over the batch counts them again
-        passes = (run.facts.ppo_epochs or 1) if run.facts.bypass_mode else 1
-        what = "{worst:.1%} of the sequence weights are at the clamp {where}"
-        levels = Levels(_SATURATED, (("warning", SATURATED_SHARE),))
-        share = Series(counts.steps, counts.values / (batch * passes))
-        if found := detect_crossing(run, levels, what, share):
-            return found
-    # Tokens × k3 estimates |Σ log ρ| of a typical response, for logs that do not count clamped sequences.
-    steps, (length, k3) = run.table.aligned(th.LENGTH, th.K3.key)
-    what = "the log-ratios of a typical response sum to {worst:.3g}, beyond the clamp {where}"
-    return detect_crossing(run, Levels(th.K3.key, (("warning", CLAMP),)), what, Series(steps, length * k3))
-
-
-@Rule(
-    "variance-collapse", thresholds="— / — / together", source=th.OWN, needs=(_NORM,),
-    one_of=(th.RAW_ESS.key, *CHI2.values()), min_steps=th.MOVE_STEPS,
-    signal="raw effective sample size below 0.5 and 70 % of its start, while the gradient norm doubles or "
-    "spikes twice",
-    cause="the variance of the weighted gradient grows rapidly: the run is about to collapse",
-    sure=("high", "two independently computed figures agree"),
-)  # fmt: skip
-def variance_collapse(run: RunLog) -> Detection | Skipped | None:
-    """Effective samples do not fall while gradients grow."""
-    found = raw_ess(run)
-    if found is None:
-        return Skipped("not logged for this level of weights", (th.RAW_ESS.key,))
-    key, ess = found
-    fall = moved(ess, th.Move(key, *ESS_FALL))
-    if fall is None:
-        return Skipped("too few steps to compare with the run's start", (key,))
-    start, has_fallen, medians = fall
-    at, length = longest_true(has_fallen)
-    if length < th.WINDOW:
-        return None
-    steps, least = ess.steps[at : at + length], float(medians[at : at + length].min())
-    first, last = int(steps[0]), int(steps[-1])
-    norm = run.table.series(_NORM)
-    inside = (norm.steps >= first) & (norm.steps <= last)
-    growth, jumps = moved(norm, th.Move(_NORM, COLLAPSE_NORM)), spikes(norm).steps
-    has_grown = growth is not None and int((growth[1] & inside).sum()) >= th.WINDOW
-    if not has_grown and int(((jumps >= first) & (jumps <= last)).sum()) < COLLAPSE_SPIKES:
-        return None
-    figure = f"up to {norm.values[inside].max():.3g}, median of all steps {np.median(norm.values):.3g}"
-    begin, end = start.median, least
-    if key != th.RAW_ESS.key:
-        begin, end = 1.0 / begin - 1.0, 1.0 / end - 1.0
-    return Detection(
-        "critical",
-        f"effective samples fall while gradients grow in steps {first}–{last}",
-        (change_evidence(key, begin, end, steps), Evidence(_NORM, figure, first, last)),
-        fixes=(fix.resume_before(first), *fix.gentler(run), *fix.guarded(run), *fix.reject_outliers(run)),
-    )

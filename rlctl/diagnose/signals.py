@@ -5,7 +5,6 @@ Each function takes about 0.1 s per million values; costlier statistics use only
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Severity
 from rlctl.diagnose.table import Series, Table
-from rlctl.diagnose.thresholds import Levels, Move
+from rlctl.diagnose.thresholds import Levels
 
 _CHUNK = 1 << 12  # windows processed at once, to bound the memory for long logs
 
@@ -47,6 +46,7 @@ class Crossing:
     #: first_step, last_step: the steps beyond the level
     first_step: int
     last_step: int
+    since: int  # the first step beyond the level of the first window that is beyond it
     lasts: bool  # whether the newest window is beyond it
     remark: str = ""  # why it is only a remark: unchanged since the run's start, or only at the start
 
@@ -59,7 +59,7 @@ class Crossing:
     @property
     def evidence(self) -> Evidence:
         """The crossing as evidence of a finding."""
-        relation = "over" if self.worst > self.limit else "under"
+        relation = "over" if self.worst > self.limit else "under" if self.worst < self.limit else "exactly"
         of = f" (median of {steps_text(*self.window)})" if self.window[0] < self.window[1] else ""
         figure = f"{self.worst:.3g}{of}, {relation} {self.limit:g}"
         return Evidence(self.key, figure, self.first_step, self.last_step)
@@ -131,7 +131,7 @@ def crossing(series: Series, levels: Levels) -> Crossing | None:
         return None
     if levels.absolute:
         series = Series(series.steps, np.abs(series.values))
-    is_beyond = np.less if levels.is_floor else np.greater
+    is_beyond = np.less if levels.is_floor else np.greater_equal if levels.is_share else np.greater
     values, half = series.values, th.WINDOW // 2
     if not is_beyond(values, tiers[0][1]).any():
         return None
@@ -146,6 +146,7 @@ def crossing(series: Series, levels: Levels) -> Crossing | None:
     lasts = bool(beyond[-1] == len(medians) - 1)
     # From the middle of the first window beyond the level to the middle of the last; if that is the first
     # (last) window of the series, from the first (to the last) value.
+    since = int(beyond[0]) + int(np.argmax(is_beyond(values[beyond[0] :], limit)))
     first = 0 if beyond[0] == 0 else int(beyond[0]) + half
     last = len(values) - 1 if lasts else int(beyond[-1]) + half
     remark = ""
@@ -159,7 +160,8 @@ def crossing(series: Series, levels: Levels) -> Crossing | None:
     steps = series.steps
     window = int(steps[at]), int(steps[min(at + th.WINDOW, len(values)) - 1])
     first_step, last_step = int(steps[first]), int(steps[last])
-    return Crossing(levels.key, severity, worst, limit, window, first_step, last_step, lasts, remark)
+    onset = int(steps[since])
+    return Crossing(levels.key, severity, worst, limit, window, first_step, last_step, onset, lasts, remark)
 
 
 def trend(series: Series) -> Trend | None:
@@ -180,45 +182,32 @@ def trend(series: Series) -> Trend | None:
     return Trend(float(intercept), float(intercept + slope * (count - 1)))
 
 
-def growth(series: Series, factor: float, least: float = 0.0) -> Trend | None:
-    """A trend that rises to `factor` times its start, and to at least `least`."""
-    found = trend(series)
-    return found if found and found.rises and found.end >= max(factor * found.start, least) else None
+def rises(table: Table, key: str) -> bool:
+    """Whether the metric rises; for the spread within groups, whether it falls, as more groups are equal."""
+    found = trend(table.series(key))
+    return found is not None and found.rises != (key == th.GROUP_STD)
 
 
-def moved(series: Series, move: Move) -> tuple[Start, NDArray[np.bool_], NDArray[np.float64]] | None:
-    """The start; (M,) bool, whether the median around a value is so far from the start; (M,) these medians.
+class Change(NamedTuple):
+    """A series whose newest values are all nearer to their median than to its start."""
 
-    None where there is no start to compare with, or its median is not positive.
-    """
-    start = start_of(series)
-    if start is None or start.median <= 0.0:
+    start: float  # the first value, or the median of the first window if that is nearer to the end
+    end: float  # median of the newest values
+    since: int  # the first step that is beyond a tenth of the change
+
+
+def lasting_change(series: Series) -> Change | None:
+    """The change from the start of a series to its end, if every one of the newest values shows it."""
+    values = series.values
+    width = min(th.WINDOW, len(values) // 2)
+    if not width:
         return None
-    medians = smoothed(series.values)
-    limits = [move.factor * start.median, *([] if move.beyond is None else [move.beyond])]
-    has_moved = medians >= max(limits) if move.factor > 1.0 else medians <= min(limits)
-    return start, has_moved & start.is_far(medians), medians
-
-
-def together(table: Table, moves: Sequence[Move]) -> tuple[Evidence, ...] | None:
-    """Detects metrics that are all far from their starts during the same steps, for at least a window.
-
-    Returns one evidence per move, over the shared step range; None if there is no such range.
-    """
-    steps, columns = table.aligned(*(move.key for move in moves))
-    each = [moved(Series(steps, column), move) for column, move in zip(columns, moves, strict=True)]
-    known = [one for one in each if one is not None]
-    if len(known) < len(moves):
+    end = float(np.median(values[-width:]))
+    start = float(min(values[0], np.median(values[:width]), key=lambda value: -abs(value - end)))
+    done = (values - start) / ((end - start) or np.inf)
+    if done[-width:].min() <= 0.5:
         return None
-    at, length = longest_true(np.logical_and.reduce([flags for _, flags, _ in known]))
-    if length < th.WINDOW:
-        return None
-    inside = slice(at, at + length)
-    evidence = []
-    for move, (start, _, medians) in zip(moves, known, strict=True):
-        end = medians[inside].max() if move.factor > 1.0 else medians[inside].min()
-        evidence.append(change_evidence(move.key, start.median, float(end), steps[inside]))
-    return tuple(evidence)
+    return Change(start, end, int(series.steps[np.argmax(done > 0.1)]))
 
 
 def change_evidence(key: str, start: float, end: float, steps: NDArray[np.int64]) -> Evidence:

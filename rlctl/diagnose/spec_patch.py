@@ -51,7 +51,9 @@ class SpecPatch:
 
 
 def propose_patch(diagnosis: Diagnosis) -> SpecPatch:
-    """Chooses, for every finding that is at least a warning, the first compatible fix; worst finding first.
+    """Chooses, for every first event that is at least a warning, the first compatible fix; worst event first.
+
+    What the events explain should end with them, so its fixes are not applied.
 
     A fix is compatible if no fix chosen before sets one of its keys to another value, and if the spec with
     all of them passes the checks. Without a spec of the run, the fixes are checked on top of the defaults.
@@ -76,6 +78,8 @@ def _best(
     """The first compatible fix and the resulting spec; or the reason why there is none."""
     if finding.severity == "info":
         return "only a remark"
+    if finding.because_of:
+        return f"a consequence of {finding.because_of}"
     with_settings = [fix for fix in finding.fixes if fix.spec]
     if not with_settings:
         by_hand = "; ".join(fix.why for fix in finding.fixes)

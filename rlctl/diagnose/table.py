@@ -108,6 +108,7 @@ class Facts:
     kl_coef: float | None = None  # of the KL penalty to the reference, in loss or reward; 0.0 without one
     dtype: str | None = None  # of the trainer's forward pass: `bf16`, `fp16`, `fp32`
     lr: float | None = None  # the policy's peak learning rate
+    temperature: float | None = None  # of the sampling in training
     ess_length_weighted: bool | None = None  # the logged one counts a sequence's weight once per token
     logs_correction: bool | None = None  # weights and rejection are logged whenever they are configured
     dialect: Literal["rlctl", "verl"] | None = None  # the naming that `rollout_rs` and its bounds follow

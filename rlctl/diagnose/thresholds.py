@@ -21,10 +21,8 @@ WINDOW = 11
 MIN_STEPS = 5
 
 GUIDE = "healthy ranges of a guide to verl's rollout correction"
-VERL = "verl's documentation of rollout correction"
 NEMO = "NeMo-RL's documentation of log-prob errors"
 TRL = "TRL's documentation of the sampling metrics"
-SLIME = "slime's checks of a run's first step"
 FIELD = "practice reported by several frameworks"
 OWN = "rlctl's own; no alarm on its simulated healthy runs"
 LOGIC = "follows from the definition"
@@ -38,23 +36,14 @@ class Levels:
     tiers: tuple[tuple[Severity, float], ...]  # (severity, value), mildest first
     is_floor: bool = False  # the metric must stay above the levels, not below
     absolute: bool = False  # the metric's absolute value is compared
+    is_share: bool = False  # of samples, where exactly half counts as half: a value at a level is beyond it
     relative: bool = False  # levels below `critical` also require the metric to be far from the run's start
 
     def __str__(self) -> str:
         """`— / > 0.1 / > 0.3`: for info, warning and critical."""
         limits = dict(self.tiers)
-        sign = "<" if self.is_floor else ">"
+        sign = "<" if self.is_floor else "≥" if self.is_share else ">"
         return " / ".join(f"{sign} {limits[s]:g}" if s in limits else "—" for s in reversed(SEVERITIES))
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Required change of a metric since the run's start."""
-
-    key: str  # the metric
-    factor: float  # multiple of the start; a lower limit if above 1, an upper limit if below 1
-    #: value that the metric must also pass in the same direction, because small numbers may double by chance
-    beyond: float | None = None
 
 
 # --- the run's own start --------------------------------------------------------------------------
@@ -89,27 +78,25 @@ PROBS_GAP = Levels(
 K3 = Levels(f"{_CORR}k3_kl", (("warning", 1e-3), ("critical", 0.1)), relative=True)
 KL = Levels(f"{_CORR}kl", (("critical", 0.1),), absolute=True)
 LOG_PROB_GAP = Levels("mismatch/log_prob_abs_diff_mean", (("critical", 1.0),))
-#: Limit of the mean |log-prob difference| at the first step, where trainer and engine have the same weights.
-FIRST_LOG_PROB_GAP = 0.03
-#: Metrics of the same gap, the most specific first.
-GAPS = (K3.key, LOG_PROB_GAP.key, PROBS_GAP.key)
 #: Age of the samples, in optimizer updates.
 STALENESS = ("training/staleness_max", "training/staleness_mean")
 RAW_ESS = Levels(f"{_CORR}rollout_is_raw_eff_sample_size", (("warning", 0.3),), is_floor=True)
 ESS = Levels(f"{_CORR}rollout_is_eff_sample_size", (("info", 0.5), ("critical", 0.3)), is_floor=True)
-MASKED = Levels(f"{_CORR}rollout_rs_masked_fraction", (("info", 0.3), ("critical", 0.5)))
+MASKED = Levels(f"{_CORR}rollout_rs_masked_fraction", (("info", 0.3), ("critical", 0.5)), is_share=True)
 GRAD_NORM = Levels("actor/grad_norm", (("warning", 10.0),), relative=True)
 REF_KL = tuple(
     Levels(key, (("warning", 0.5), ("critical", 2.0))) for key in ("actor/kl_loss", "actor/reward_kl_penalty")
 )
 ENTROPY = Levels("actor/entropy", (("warning", 0.01),), is_floor=True)
-TRUNCATED = Levels("response_length/clip_ratio", (("info", 0.05), ("warning", 0.1), ("critical", 0.3)))
+TRUNCATED = Levels(
+    "response_length/clip_ratio", (("info", 0.05), ("warning", 0.1), ("critical", 0.3)), is_share=True
+)
 #: Mean, best and worst single reward of a batch; validation scores, one per data source; mean length.
 SCORE, BEST, WORST = REWARDS = ("critic/score/mean", "critic/score/max", "critic/score/min")
 VALIDATION, LENGTH = "val/<data_source>/reward_mean", "response_length/mean"
 #: Mean reward, as a share of its range, from which the data counts as learned, and as mostly right.
 LEARNED, MOSTLY_RIGHT = 0.9, 0.5
-ZERO_SPREAD = Levels("reward/zero_spread_groups", (("warning", 0.5), ("critical", 0.75)))
+ZERO_SPREAD = Levels("reward/zero_spread_groups", (("warning", 0.5), ("critical", 0.75)), is_share=True)
 #: Standard deviation of the rewards within a group; at 0 the group gives no learning signal.
 GROUP_STD = "reward/group_std"
 #: Share of steps with an exact zero (gradient, advantages, reward spread) from which rules report it: exact
@@ -121,3 +108,16 @@ EXACT = 1e-9
 LONG_RESPONSE = 100.0
 #: Gain below which the reward counts as flat, as a share of its range.
 FLAT_REWARD = 0.05
+
+# --- rules that other rules explain -----------------------------------------------------------------
+#: Rules of figures that a gap between the policies changes.
+GAP_RULES = (
+    *("sampled-otherwise", "probability-gap", "policy-gap", "token-error", "stale-weights"),
+    *("weight-mean", "effective-samples", "hidden-tail", "rejected"),
+)
+#: Rules of what a damaged policy does.
+COLLAPSE_RULES = (
+    *("reward-fell", "zero-reward", "zero-spread-groups", "zero-advantages", "no-gradient", "truncated"),
+    *("entropy", "entropy-rise", "flat-reward", "reward-hacking"),
+    "reward-terms",
+)

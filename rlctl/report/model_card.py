@@ -93,5 +93,8 @@ def _findings(run_dir: Path) -> str:
         found = examine(read_run(run_dir, metrics_read())).findings
     except UsageError as error:
         return f"The log was not examined: {plain(error.what)}."
-    lines = [f"- {finding.severity}: {plain(finding.what)}" for finding in found]
+    lines = [
+        f"- {one.severity}: {plain(one.what)}{one.because_of and f' (because of {one.because_of})'}"
+        for one in found
+    ]
     return "\n".join(lines) or "`rlctl diagnose` finds nothing."

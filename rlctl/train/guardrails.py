@@ -48,7 +48,7 @@ ESS_FLOOR = RAW_ESS.tiers[-1][1]
 #: halt training.
 LEAST_SCALE = 1 / 16
 #: Rules whose critical findings mean, while they persist, that the run no longer learns.
-FATAL = frozenset({"zero-reward", "gibberish"})
+FATAL = frozenset({"zero-reward", "reward-fell"})
 
 _ACTIONS = {
     "scale_lr": "scaled its learning rate by ESS / floor, and halved the rate after it",

@@ -72,10 +72,12 @@ def replay(
     batch_groups = groups_per_batch or num_groups / num_steps
     drawn = draws(int((sums.moments.counts[0] > 0).sum()))
     found = proxies(sums.moments, drawn, rules.index(_NO_WEIGHT), batch_groups)
-    notes = list(dict.fromkeys(all_notes))
+    notes, differs = list(dict.fromkeys(all_notes)), False
     if found is None:
         why = "no advantage differs from zero" if num_groups > 1 else "there is only one prompt group"
         notes.append(f"{why}: errors cannot be estimated, nothing is recommended")
+    elif not (differs := bool(np.ptp(found.error[0]) > MATERIAL * found.error[0].min())):
+        notes.append("no setting differs on these responses: trainer and engine give them the same log-probs")
     elif num_groups < FEW_GROUPS:
         notes.append(f"only {num_groups} prompt groups: intervals are rough (32 and more are better)")
     outcomes = _folded(
@@ -84,7 +86,7 @@ def replay(
     order = sorted(outcomes, key=lambda p: float(found.error[0, p]) if found else 0.0)
     return Tradeoff(
         outcomes=tuple(outcomes[place] for place in order),
-        recommended=_recommend(outcomes, found) if found else None,
+        recommended=_recommend(outcomes, found) if found and differs else None,
         num_steps=num_steps,
         num_groups=num_groups,
         num_sequences=num_sequences,

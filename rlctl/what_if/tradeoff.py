@@ -26,7 +26,7 @@ class SettingOutcome:
     """Results of one setting on the replayed responses."""
 
     setting: Setting
-    same_as: tuple[str, ...]  # other settings with identical results on these responses
+    same_as: tuple[str, ...]  # other settings with the same results, to three decimals, on these responses
     #: raw_ess, applied_ess: effective sample size divided by the number of samples, before and after bound
     #: and rejection. Samples are tokens at token level and for settings without a weight, otherwise sequences
     raw_ess: IntervalEstimate
@@ -41,11 +41,11 @@ class SettingOutcome:
     error: IntervalEstimate | None
 
     def figures(self) -> tuple[str, ...]:
-        """All values to six digits; equal for settings with identical results on these responses."""
+        """All values to three decimals; equal for settings with the same results on these responses."""
         estimates = (self.raw_ess, self.applied_ess, self.error)
         values = [value for one in estimates if one for value in (one.value, one.low, one.high)]
         values += [self.kept_tokens, self.kept_sequences, self.max_weight, self.at_bound]
-        return tuple(f"{value:.6g}" for value in values)
+        return tuple(f"{value:.3f}" for value in values)
 
 
 @dataclass(frozen=True, slots=True)

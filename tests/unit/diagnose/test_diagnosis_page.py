@@ -87,6 +87,8 @@ def test_findings_are_marked_on_plots_that_can_be_chosen(sick, shown):
     assert page.locator("figure .scatterlayer path.js-line").count() == len(before)
     assert page.locator("figure .shapelayer path").count() == 2
     assert page.locator("figure .annotation-text").all_text_contents() == ["policy-gap", "truncated"]
+    assert not page.locator("text=20.0% of the responses").is_visible()  # a consequence
+    page.click("details.then summary")
     page.click("text=20.0% of the responses")
     assert "response_length/clip_ratio" in page.locator("figure.called").inner_text()
     page.click("[data-severity=warning]")

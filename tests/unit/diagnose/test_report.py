@@ -92,7 +92,8 @@ def test_charts_fit_the_terminal(hostile, width):
     ],
 )
 def test_the_setting_that_would_enable_rules_exists_in_the_framework(framework, facts, setting):
-    table = Table(np.arange(1, 3), {"actor/grad_norm": np.ones(2)})
+    logged = ("actor/grad_norm", "critic/score/mean", "actor/entropy")
+    table = Table(np.arange(1, 3), {key: np.ones(2) for key in logged})
     text = printed(examine(RunLog(Path("a.log"), table, framework=framework, facts=facts)), width=400)
     line = next(line for line in text.splitlines() if "would run with" in line)
     assert setting in line if setting else "importance_sampling" not in line

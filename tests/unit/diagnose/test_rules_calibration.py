@@ -104,19 +104,6 @@ def test_a_short_run_is_judged_by_absolutes():
     assert found(diagnose(corr(k3_kl=0.004), ONE_UPDATE, count=15))["policy-gap"] == "warning"
 
 
-def test_figures_that_move_together_share_their_steps():
-    spoil = both(
-        corr(rollout_is_raw_eff_sample_size=later(0.95, 0.1, at=25)),
-        always(actor__grad_norm=later(0.8, 4.0, at=41)),
-    )
-    [finding] = [one for one in diagnose(spoil).findings if one.rule == "variance-collapse"]
-    fall, norm = finding.evidence
-    assert (fall.metric, norm.metric) == (f"{CORR}rollout_is_raw_eff_sample_size", "actor/grad_norm")
-    assert (fall.first_step, fall.last_step) == (norm.first_step, norm.last_step)
-    assert 23 <= fall.first_step <= 27
-    assert any("before step" in str(fix) for fix in finding.fixes)
-
-
 # --- logs of others: rules go by what is known, not by who wrote them ---------------------------------
 
 TRL = Facts(
@@ -135,7 +122,7 @@ TRL = Facts(
 
 def test_another_frameworks_user_gets_its_own_keys():
     rows = healthy_rows()
-    corr(rollout_is_eff_sample_size=0.2)(rows)
+    corr(rollout_is_eff_sample_size=later(0.97, 0.2))(rows)
     [finding] = [one for one in examine(run_log(rows, facts=TRL)).findings if one.severity == "critical"]
     assert finding.rule == "effective-samples"
     others = [fix.others for fix in finding.fixes]
@@ -219,14 +206,6 @@ def test_a_loss_near_zero_is_explained_without_a_spec_too():
     assert [(one.rule, one.severity) for one in findings] == [("healthy-loss", "info")]
 
 
-def test_a_log_that_begins_in_the_middle_has_no_first_step():
-    rows = healthy_rows()
-    both(corr(kl=0.8), always(actor__ppo_kl=0.05))(rows)
-    later_rows = [row | {"step": row["step"] + 500} for row in rows]
-    assert {"template", "first-step"} <= found(examine(run_log(rows, facts=TRL))).keys()
-    assert not {"template", "first-step"} & found(examine(run_log(later_rows, facts=TRL))).keys()
-
-
 def test_a_long_log_takes_seconds(request):
     count = 100_000
     noise = np.random.default_rng(0)
@@ -249,9 +228,8 @@ def test_data_sources_that_are_never_validated_together_are_no_error():
     for row in rows:
         row.pop("val/addition/reward_mean", None)
         row[f"val/source{row['step'] % 2}/reward_mean"] = 0.5
-        row["response_length/mean"] *= row["step"]
     skipped = {one.rule: one.missing for one in examine(run_log(rows)).skipped}
-    assert skipped["reward-hacking"] == skipped["length-growth"] == ("val/<data_source>/reward_mean",)
+    assert skipped["reward-hacking"] == ("val/<data_source>/reward_mean",)
 
 
 def test_a_rising_reward_that_validation_follows_is_no_hacking():

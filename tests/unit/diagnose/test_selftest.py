@@ -11,7 +11,7 @@ from rlctl.cli.app import run as rlctl
 from rlctl.diagnose import rules_weights, selftest, thresholds
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rule import all_rules, metrics_read
-from rlctl.diagnose.rules_weights import CHI2_TOKEN
+from rlctl.diagnose.rules_weights import RAW_MEAN_HIGH
 from rlctl.diagnose.selftest import DATA
 from rlctl.diagnose.thresholds import TRUNCATED, Levels
 from tests.simulated_logs import export, matrix
@@ -21,7 +21,8 @@ from tests.simulated_logs.simulate import healthy_rows, interrupted
 from tests.simulated_logs.writers import FORMATS, NEMO_RL, TRL, VERL, write_log
 
 #: Rules of exact values and of long runs need no simulation: `test_rules.py` tries them.
-EXACT = {"exception", "zero-advantages", "missing-log-probs", "entropy-rise", "flat-reward"}
+EXACT = {"exception", "zero-advantages", "missing-log-probs", "entropy-rise", "flat-reward", "large-updates"}
+EXACT |= {"small-updates", "strong-penalty", "constant-reward", "reward-terms", "temperature"}
 SIMULATED = {rule.name for rule in all_rules()} - EXACT
 
 
@@ -51,7 +52,7 @@ def test_every_rule_finds_its_faults_and_healthy_runs_are_quiet():
 
 
 def test_a_rule_that_goes_blind_is_seen(monkeypatch):
-    small(monkeypatch, "truncated", "chi2")
+    small(monkeypatch, "truncated", "rejected")
     monkeypatch.setattr(thresholds, "TRUNCATED", Levels(TRUNCATED.key, (("warning", 0.4),)))
     failures = matrix.run(2, lambda *counts: None).failures
     assert {(trial.rule, trial.kind) for trial in failures} == {
@@ -116,13 +117,13 @@ def test_the_command_passes_on_all_of_them(capsys):
 
 
 def test_the_command_names_a_missed_fault_and_a_false_alarm(shipped, monkeypatch, capsys):
-    shipped("truncated", "chi2", "long reasoning")
+    shipped("truncated", "weight-mean", "long reasoning")
     monkeypatch.setattr(thresholds, "TRUNCATED", Levels(TRUNCATED.key, (("warning", 0.4),)))
-    monkeypatch.setattr(rules_weights, "CHI2_TOKEN", Levels(CHI2_TOKEN.key, (("warning", 1e-9),)))
+    monkeypatch.setattr(rules_weights, "RAW_MEAN_HIGH", Levels(RAW_MEAN_HIGH.key, (("warning", 1e-9),)))
     assert rlctl(["diagnose", "--selftest"]) == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert "truncated, mild, trl: expected warning, found nothing" in shown
-    assert "healthy run, long reasoning, rlctl: expected quiet, found warning chi2" in shown
+    assert "healthy run, long reasoning, rlctl: expected quiet, found warning weight-mean" in shown
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,15 @@ import pytest
 
 from rlctl.diagnose.signals import (
     crossing,
+    lasting_change,
     longest_true,
-    moved,
     rolling_median,
     spikes,
     start_of,
-    together,
     trend,
 )
-from rlctl.diagnose.table import Series, Table
-from rlctl.diagnose.thresholds import FAR_SIGMAS, SPIKE_SIGMAS, WINDOW, Levels, Move
+from rlctl.diagnose.table import Series
+from rlctl.diagnose.thresholds import FAR_SIGMAS, SPIKE_SIGMAS, WINDOW, Levels
 
 LEVELS = Levels("some/key", (("info", 1.0), ("critical", 2.0)))
 RELATIVE = Levels("some/key", (("warning", 1.0), ("critical", 50.0)), relative=True)
@@ -118,34 +117,18 @@ def test_noise_seldom_makes_a_trend():
     assert trend(series(np.arange(20))).rises
 
 
-def test_moved_wants_factor_and_distance():
-    quiet, loud = noisy(1.0, 30), np.concatenate([noisy(1.0, 30), noisy(2.0, 30)])
-    up = Move("a", 1.5)
-    assert not moved(series(quiet), up)[1].any()
-    has_moved = moved(series(loud), up)[1]
-    assert has_moved[40:].all()
-    assert not has_moved[:20].any()
-    assert not moved(series(loud), Move("a", 1.5, beyond=5.0))[1].any()
-    assert moved(series(loud[::-1]), Move("a", 0.6))[1][45:].all()
-    assert moved(series(np.zeros(60)), up) is None
-    # twice as large, but the first values are too noisy to detect it
-    wild = np.concatenate([noisy(1.0, 30, spread=2.0), noisy(2.0, 30)])
-    assert not moved(series(wild), up)[1][40:].any()
-
-
-def test_together_means_at_the_same_steps():
-    def table(a_from, b_until):
-        a = np.where(np.arange(100) >= a_from, 2.0, 1.0) * noisy(1.0, 100, 1)
-        b = np.where(np.arange(100) >= b_until, 1.0, 3.0) * noisy(1.0, 100, 2)
-        b[:25] /= 3.0
-        return Table(np.arange(100), {"a": a, "b": b})
-
-    moves = (Move("a", 1.5), Move("b", 1.5))
-    first, second = together(table(40, 80), moves)
-    assert (first.first_step, first.last_step) == (second.first_step, second.last_step)
-    assert 36 <= first.first_step <= 44
-    assert 76 <= first.last_step <= 84
-    assert together(table(80, 75), moves) is None
+def test_a_change_lasts_to_the_end_and_has_an_onset():
+    noise = np.random.default_rng(0).normal(0, 0.02, 60)
+    risen = np.where(np.arange(60) < 30, 1.0, 3.0) + noise
+    start, end, since = lasting_change(series(risen))
+    assert (start, end) == (pytest.approx(1.0, abs=0.05), pytest.approx(3.0, abs=0.05))
+    assert since == series(risen).steps[30]
+    back = np.where((np.arange(60) > 20) & (np.arange(60) < 52), 3.0, 1.0) + noise
+    assert lasting_change(series(back)) is None
+    assert lasting_change(series(np.ones(60))) is None
+    assert lasting_change(series([5.0])) is None
+    fell_at_once = lasting_change(series([4.0, *([1.0] * 20)]))
+    assert (fell_at_once.start, fell_at_once.end) == (4.0, 1.0)
 
 
 def test_spikes_in_noise_are_found_at_their_steps():

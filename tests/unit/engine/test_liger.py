@@ -36,7 +36,6 @@ def test_log_probs_gradients_and_steps_are_those_of_plain_layers(tmp_path: Path)
     assert done.returncode == 0, done.stderr[-3000:]
     gated = {"llama": "SiLUMul", "qwen2": "SiLUMul", "gemma2": "GELUMul"}
     found = json.loads(answer.read_text())
-    assert found["doctor"].startswith("gradients within ")
     for result in found["compared"]:
         kernels = [f"Liger{name}FunctionBackward" for name in (gated[result["kind"]], "RMSNorm", "Rope")]
         assert (result["kernels"], result["plain_kernels"]) == (sorted(kernels), [])

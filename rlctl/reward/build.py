@@ -46,9 +46,11 @@ def knows_source(data_source: str) -> bool:
     return _registered(data_source) is not None
 
 
-def _scorer_of(name: str, params: dict[str, Any], spec: RewardSpec, device: torch.device) -> Scorer:
+def _scorer_of(
+    name: str, params: dict[str, Any], spec: RewardSpec, device: torch.device, tokenizer: Any
+) -> Scorer:
     if is_scorer(name):
-        scorer: Scorer = GRADERS[name](spec, device)
+        scorer: Scorer = GRADERS[name](spec, device, tokenizer)
         return scorer
     if is_ours(name) and GRADERS.part(name).in_process:
         return LocalScorer(name)
@@ -89,8 +91,8 @@ class SourceScorer(Scorer):
 
     reads_answers = True
 
-    def __init__(self, spec: RewardSpec, device: torch.device) -> None:
-        self._start = partial(_scorer_of, params={}, spec=spec, device=device)
+    def __init__(self, spec: RewardSpec, device: torch.device, tokenizer: Any = None) -> None:
+        self._start = partial(_scorer_of, params={}, spec=spec, device=device, tokenizer=tokenizer)
         self._scorers: dict[str, Scorer] = {}
 
     def grade_and_read(self, samples: Sequence[Sample], *, read_answers: bool = True) -> list[GradeAndAnswer]:
@@ -113,22 +115,26 @@ class SourceScorer(Scorer):
             scorer.close()
 
 
-def build_reward(spec: RewardSpec, *, max_response_length: int, device: torch.device) -> Reward:
-    """Builds the reward that the spec describes.
+def build_reward(
+    spec: RewardSpec, *, max_response_length: int, device: torch.device, tokenizer: Any = None
+) -> Reward:
+    """Builds the reward that the spec describes; `tokenizer` is the policy's, None: unknown.
 
     Raises:
         UsageError: a function or reward model cannot be used.
         EnvironmentFailure: a model cannot be fetched or placed, or code cannot be confined here.
     """
-    return Reward(build_terms(spec, device), spec.overlong, max_response_length)
+    return Reward(build_terms(spec, device, tokenizer), spec.overlong, max_response_length)
 
 
-def build_terms(spec: RewardSpec, device: torch.device) -> dict[str, tuple[float, Scorer]]:
+def build_terms(
+    spec: RewardSpec, device: torch.device, tokenizer: Any = None
+) -> dict[str, tuple[float, Scorer]]:
     """Returns label → (weight, scorer) for every term; raises the same errors as `build_reward`."""
     terms: dict[str, tuple[float, Scorer]] = {}
     try:
         for term in spec.all_terms:
-            terms[term.label] = (term.weight, _scorer_of(term.name, term.params, spec, device))
+            terms[term.label] = (term.weight, _scorer_of(term.name, term.params, spec, device, tokenizer))
     except BaseException:
         for _, scorer in terms.values():
             scorer.close()

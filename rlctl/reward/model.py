@@ -30,9 +30,14 @@ _FIX = (
 class ModelScorer(Scorer):
     """Scores are the classifier's logits in float32.
 
-    If the tokenizer has a chat template, the input is the prompt's messages followed by the response as the
-    assistant's turn (a prompt without messages is one user turn); otherwise it is the prompt followed by the
-    response. Inputs longer than `max_length` tokens are truncated at the start.
+    Where its tokenizer has the policy's vocabulary, and no chat template or the policy's, the input is the
+    tokens that the policy read and sampled. Elsewhere it is the prompt's messages and the response as the
+    assistant's turn (a prompt without messages is one user turn) in its chat template; without a template,
+    their contents joined by blank lines, with its start and end token. Inputs longer than `max_length` tokens
+    are truncated at the start.
+
+    Args:
+        tokenizer: the policy's; None: unknown.
 
     Raises:
         UsageError: the model or device does not exist, the model has more than one output, or the checkpoint
@@ -40,9 +45,13 @@ class ModelScorer(Scorer):
         EnvironmentFailure: the model cannot be downloaded or placed on the device.
     """
 
-    def __init__(self, section: RewardSpec, device: torch.device) -> None:
+    def __init__(self, section: RewardSpec, device: torch.device, tokenizer: Any = None) -> None:
         spec = section.model
         self._model, self._tokenizer = _load(spec)
+        own, self._policys = self._tokenizer, tokenizer
+        self._reads_tokens = tokenizer is not None and (
+            own.chat_template in (None, tokenizer.chat_template) and own.get_vocab() == tokenizer.get_vocab()
+        )
         try:
             self._device = torch.device(spec.device) if spec.device else device
         except RuntimeError as error:
@@ -115,7 +124,16 @@ class ModelScorer(Scorer):
 
     def _tokens(self, sample: Sample) -> list[int] | Failure:
         tokenizer = self._tokenizer
-        if tokenizer.chat_template:
+        if self._reads_tokens:
+            ids = tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+            sampled = sample.response_ids or self._ended(
+                tokenizer(sample.response, add_special_tokens=False)["input_ids"]
+            )
+            start = tokenizer("")["input_ids"][:1]  # that the tokenizer adds to text, if any
+            if not tokenizer.chat_template and start == [tokenizer.bos_token_id] != ids[:1]:
+                ids = [*start, *ids]
+            ids = [*ids, *sampled]
+        elif tokenizer.chat_template:
             asked = sample.messages or [{"role": "user", "content": sample.prompt}]
             turns = [*asked, {"role": "assistant", "content": sample.response}]
             try:
@@ -124,8 +142,23 @@ class ModelScorer(Scorer):
                 return Failure(f"the reward model's chat template refuses the sample: {error}")
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
-            ids = tokenizer(sample.prompt + sample.response)["input_ids"]
+            ids = self._ended(tokenizer(self._plain(sample))["input_ids"])
         return list(ids[-self._max_length :]) or Failure("neither prompt nor response has tokens")
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """The ids with one end token, if the tokenizer has one."""
+        end = self._tokenizer.eos_token_id
+        return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+    def _plain(self, sample: Sample) -> str:
+        """Prompt and response without chat markup and start token."""
+        asked = "\n\n".join(message["content"] for message in sample.messages)
+        if not sample.prompt.endswith(asked):  # it has the markup of the policy's chat template
+            return f"{asked}\n\n{sample.response}"
+        prompt = sample.prompt
+        for tokenizer in filter(None, (self._policys, self._tokenizer)):
+            prompt = prompt.removeprefix(tokenizer.bos_token or "")
+        return prompt + sample.response
 
 
 def _load(spec: RewardModelSpec) -> tuple[Any, Any]:

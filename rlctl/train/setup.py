@@ -79,7 +79,12 @@ def build(
             restored.notes.extend(writer.discard_after(restored.step))
     kl = kl_controller(spec.algorithm)
     startup.phase("starting the graders")
-    reward = build_reward(spec.reward, max_response_length=spec.data.max_response_length, device=ranks.device)
+    reward = build_reward(
+        spec.reward,
+        max_response_length=spec.data.max_response_length,
+        device=ranks.device,
+        tokenizer=tokenizer,
+    )
     stack.callback(reward.close)
     startup.stop()  # the live display follows
     tracker = stack.enter_context(_tracker(spec, run_dir, ranks, stop, watchdog, total_steps, restored.step))

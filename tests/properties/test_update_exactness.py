@@ -32,7 +32,9 @@ from tests.properties.enumerated_updates import (
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "rollout-correction.md"
-LOSSES = POLICY_LOSSES.stable()  # of the others `test_parts` asks the gradient on-policy
+LOSSES = [part.name for part in POLICY_LOSSES.parts()]
+#: Losses whose gradient is not that of the expected reward even where π_θ = π_old.
+CHANGED = [part.name for part in POLICY_LOSSES.parts() if not part.unbiased]
 MEAN_LENGTH = sum(count * len(response) for response, count in SIXTEENTHS.items()) / 16
 BAND = RejectRule("sequence", "ratio", "sum", 0.5, 2.0, "sequence")
 
@@ -50,7 +52,10 @@ def unbounded(level: str | None, *, normalize: bool = False) -> WeightRule:
 ROWS = {
     "bypass, `reinforce`": [Setting("reinforce", "rollout")],
     "bypass, a loss with a ratio": [Setting(loss, "rollout") for loss in LOSSES if loss != "reinforce"],
-    "decoupled, first update of a batch, any loss": [Setting(loss, "current") for loss in LOSSES],
+    "decoupled, first update of a batch, any loss except `clip_cov`": [
+        Setting(loss, "current") for loss in LOSSES if loss not in CHANGED
+    ],
+    "decoupled, first update of a batch, `clip_cov`": [Setting(loss, "current") for loss in CHANGED],
     "decoupled, later updates of a batch, any loss": [Setting(loss, "earlier") for loss in LOSSES],
     "`rollout_is_batch_normalize: true`": both(unbounded("sequence", normalize=True)),
     "a bound that changes weights": [

@@ -49,6 +49,9 @@ class ModelScorer(Scorer):
         spec = section.model
         self._model, self._tokenizer = _load(spec)
         own, self._policys = self._tokenizer, tokenizer
+        added = own("")["input_ids"]
+        #: the start token, in a list, if the tokenizer adds one to text
+        self._start = [token for token in added[:1] if token != own.eos_token_id]
         self._reads_tokens = tokenizer is not None and (
             own.chat_template in (None, tokenizer.chat_template) and own.get_vocab() == tokenizer.get_vocab()
         )
@@ -129,10 +132,8 @@ class ModelScorer(Scorer):
             sampled = sample.response_ids or self._ended(
                 tokenizer(sample.response, add_special_tokens=False)["input_ids"]
             )
-            start = tokenizer("")["input_ids"][:1]  # that the tokenizer adds to text, if any
-            if not tokenizer.chat_template and start == [tokenizer.bos_token_id] != ids[:1]:
-                ids = [*start, *ids]
-            ids = [*ids, *sampled]
+            is_complete = tokenizer.chat_template or ids[:1] == self._start
+            ids = [*(() if is_complete else self._start), *ids, *sampled]
         elif tokenizer.chat_template:
             asked = sample.messages or [{"role": "user", "content": sample.prompt}]
             turns = [*asked, {"role": "assistant", "content": sample.response}]
@@ -143,6 +144,8 @@ class ModelScorer(Scorer):
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
             ids = self._ended(tokenizer(self._plain(sample))["input_ids"])
+            is_doubled = self._start and ids[:2] == 2 * self._start  # the text has one, too
+            ids = ids[1:] if is_doubled else ids
         return list(ids[-self._max_length :]) or Failure("neither prompt nor response has tokens")
 
     def _ended(self, ids: list[int]) -> list[int]:
@@ -151,14 +154,12 @@ class ModelScorer(Scorer):
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
     def _plain(self, sample: Sample) -> str:
-        """Prompt and response without chat markup and start token."""
+        """Prompt and response without the policy's chat markup and start token."""
         asked = "\n\n".join(message["content"] for message in sample.messages)
         if not sample.prompt.endswith(asked):  # it has the markup of the policy's chat template
             return f"{asked}\n\n{sample.response}"
-        prompt = sample.prompt
-        for tokenizer in filter(None, (self._policys, self._tokenizer)):
-            prompt = prompt.removeprefix(tokenizer.bos_token or "")
-        return prompt + sample.response
+        start = self._policys and self._policys.bos_token
+        return sample.prompt.removeprefix(start or "") + sample.response
 
 
 def _load(spec: RewardModelSpec) -> tuple[Any, Any]:

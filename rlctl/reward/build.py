@@ -198,10 +198,10 @@ class Reward:
         answers: list[str | None] = []
         for label, (weight, scorer) in self._terms.items():
             reads = read_answers and not answers and scorer.reads_answers
-            graded = scorer.grade_and_read(samples, read_answers=reads)
-            grades = [grade for grade, _ in graded]
+            read = scorer.grade_and_read(samples, read_answers=reads)
+            grades = [grade for grade, _ in read]
             if reads:
-                answers = [answer for _, answer in graded]
+                answers = [answer for _, answer in read]
             is_skipped = [isinstance(grade, Failure) and grade.kind == "inapplicable" for grade in grades]
             skipped = torch.tensor(is_skipped, dtype=torch.bool)
             scored = [grade.score if isinstance(grade, Failure) else grade for grade in grades]
@@ -220,7 +220,9 @@ class Reward:
         if (valid & ~applies).any():
             errors.append("no term of the reward grades this response: all functions returned None")
             valid &= applies
+        graded = None
         if self._overlong.buffer_length:
+            graded = total.float()
             lengths = rollouts.response_mask.sum(-1).cpu()
             parts[OVERLONG] = overlong_penalty(lengths, self._overlong, self._max_response_length)
             total += parts[OVERLONG]
@@ -233,7 +235,14 @@ class Reward:
             answers = [None] * len(samples)
         timeouts = Counter(kind for row, kind in ended.items() if valid[row])
         return RewardResult(
-            torch.where(valid, scores, 0.0), valid, parts, errors, errors_by_term, dict(timeouts), answers
+            torch.where(valid, scores, 0.0),
+            valid,
+            parts,
+            errors,
+            errors_by_term,
+            dict(timeouts),
+            answers,
+            None if graded is None else torch.where(valid, graded, 0.0),
         )
 
     def close(self) -> None:

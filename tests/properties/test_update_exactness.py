@@ -32,6 +32,7 @@ from tests.properties.enumerated_updates import (
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "rollout-correction.md"
+STABLE = POLICY_LOSSES.stable()
 LOSSES = [part.name for part in POLICY_LOSSES.parts()]
 #: Losses whose gradient is not that of the expected reward even where π_θ = π_old.
 CHANGED = [part.name for part in POLICY_LOSSES.parts() if not part.unbiased]
@@ -51,12 +52,12 @@ def unbounded(level: str | None, *, normalize: bool = False) -> WeightRule:
 #: Row of the table → its settings.
 ROWS = {
     "bypass, `reinforce`": [Setting("reinforce", "rollout")],
-    "bypass, a loss with a ratio": [Setting(loss, "rollout") for loss in LOSSES if loss != "reinforce"],
+    "bypass, a loss with a ratio": [Setting(loss, "rollout") for loss in STABLE if loss != "reinforce"],
     "decoupled, first update of a batch, any loss except `clip_cov`": [
         Setting(loss, "current") for loss in LOSSES if loss not in CHANGED
     ],
     "decoupled, first update of a batch, `clip_cov`": [Setting(loss, "current") for loss in CHANGED],
-    "decoupled, later updates of a batch, any loss": [Setting(loss, "earlier") for loss in LOSSES],
+    "decoupled, later updates of a batch, any loss": [Setting(loss, "earlier") for loss in STABLE],
     "`rollout_is_batch_normalize: true`": both(unbounded("sequence", normalize=True)),
     "a bound that changes weights": [
         setting

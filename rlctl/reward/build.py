@@ -46,11 +46,9 @@ def knows_source(data_source: str) -> bool:
     return _registered(data_source) is not None
 
 
-def _scorer_of(
-    name: str, params: dict[str, Any], spec: RewardSpec, device: torch.device, tokenizer: Any
-) -> Scorer:
+def _scorer_of(name: str, params: dict[str, Any], spec: RewardSpec, device: torch.device) -> Scorer:
     if is_scorer(name):
-        scorer: Scorer = GRADERS[name](spec, device, tokenizer)
+        scorer: Scorer = GRADERS[name](spec, device)
         return scorer
     if is_ours(name) and GRADERS.part(name).in_process:
         return LocalScorer(name)
@@ -91,8 +89,8 @@ class SourceScorer(Scorer):
 
     reads_answers = True
 
-    def __init__(self, spec: RewardSpec, device: torch.device, tokenizer: Any = None) -> None:
-        self._start = partial(_scorer_of, params={}, spec=spec, device=device, tokenizer=tokenizer)
+    def __init__(self, spec: RewardSpec, device: torch.device) -> None:
+        self._start = partial(_scorer_of, params={}, spec=spec, device=device)
         self._scorers: dict[str, Scorer] = {}
 
     def grade_and_read(self, samples: Sequence[Sample], *, read_answers: bool = True) -> list[GradeAndAnswer]:
@@ -124,17 +122,18 @@ def build_reward(
         UsageError: a function or reward model cannot be used.
         EnvironmentFailure: a model cannot be fetched or placed, or code cannot be confined here.
     """
-    return Reward(build_terms(spec, device, tokenizer), spec.overlong, max_response_length)
+    terms = build_terms(spec, device)
+    for _, scorer in terms.values():
+        scorer.set_policy(tokenizer)
+    return Reward(terms, spec.overlong, max_response_length)
 
 
-def build_terms(
-    spec: RewardSpec, device: torch.device, tokenizer: Any = None
-) -> dict[str, tuple[float, Scorer]]:
+def build_terms(spec: RewardSpec, device: torch.device) -> dict[str, tuple[float, Scorer]]:
     """Returns label → (weight, scorer) for every term; raises the same errors as `build_reward`."""
     terms: dict[str, tuple[float, Scorer]] = {}
     try:
         for term in spec.all_terms:
-            terms[term.label] = (term.weight, _scorer_of(term.name, term.params, spec, device, tokenizer))
+            terms[term.label] = (term.weight, _scorer_of(term.name, term.params, spec, device))
     except BaseException:
         for _, scorer in terms.values():
             scorer.close()

@@ -36,25 +36,19 @@ class ModelScorer(Scorer):
     their contents joined by blank lines, with its start and end token. Inputs longer than `max_length` tokens
     are truncated at the start.
 
-    Args:
-        tokenizer: the policy's; None: unknown.
-
     Raises:
         UsageError: the model or device does not exist, the model has more than one output, or the checkpoint
             lacks the output layer.
         EnvironmentFailure: the model cannot be downloaded or placed on the device.
     """
 
-    def __init__(self, section: RewardSpec, device: torch.device, tokenizer: Any = None) -> None:
+    def __init__(self, section: RewardSpec, device: torch.device) -> None:
         spec = section.model
         self._model, self._tokenizer = _load(spec)
-        own, self._policys = self._tokenizer, tokenizer
-        added = own("")["input_ids"]
+        added = self._tokenizer("")["input_ids"]
         #: the start token, in a list, if the tokenizer adds one to text
-        self._start = [token for token in added[:1] if token != own.eos_token_id]
-        self._reads_tokens = tokenizer is not None and (
-            own.chat_template in (None, tokenizer.chat_template) and own.get_vocab() == tokenizer.get_vocab()
-        )
+        self._start = [token for token in added[:1] if token != self._tokenizer.eos_token_id]
+        self.set_policy(None)
         try:
             self._device = torch.device(spec.device) if spec.device else device
         except RuntimeError as error:
@@ -71,6 +65,13 @@ class ModelScorer(Scorer):
         self._padding: int | None = self._model.config.get_text_config().pad_token_id
         self._batch_size = spec.batch_size
         self._max_length = spec.max_length
+
+    def set_policy(self, tokenizer: Any) -> None:
+        """Compares the policy's tokenizer with its own: does it read the policy's tokens?"""
+        own, self._policys = self._tokenizer, tokenizer
+        self._reads_tokens = tokenizer is not None and (
+            own.chat_template in (None, tokenizer.chat_template) and own.get_vocab() == tokenizer.get_vocab()
+        )
 
     def grade(self, samples: Sequence[Sample]) -> list[Grade]:
         """Returns one logit per sample, in order; a `Failure` if it is not finite or there is no input.

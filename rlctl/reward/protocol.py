@@ -65,6 +65,9 @@ class Scorer:
         """Whether it can extract answers from responses."""
         return False
 
+    def set_policy(self, tokenizer: Any) -> None:
+        """Names the tokenizer of the policy whose responses it grades (None: unknown); most do not need it."""
+
     def grade(self, samples: Sequence[Sample]) -> list[Grade]:
         """Returns a finite score or a `Failure` for each sample, in order."""
         return [grade for grade, _ in self.grade_and_read(samples, read_answers=False)]

@@ -1,4 +1,4 @@
-"""Checks before a run starts or continues: files, disk space, changed settings and data.
+"""Checks before a run starts or continues: files, disk space, trackers, changed settings and data.
 
 Neither torch nor pyarrow is imported before the files are checked: errors appear within a second.
 """
@@ -11,12 +11,14 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlctl.errors import Problem, SpecError, UsageError
 from rlctl.files import matches, sha256_of, write_text
 from rlctl.model_files import check_directory
+from rlctl.registry import TRACKERS
 from rlctl.spec.keys import changes, flat
 from rlctl.spec.model_size import checkpoint_bytes
 from rlctl.spec.rollout import RewardTerm, ServerSpec
@@ -119,6 +121,21 @@ def check_functions(spec: RunSpec) -> list[Problem]:
 
     of_users = (term for term in spec.reward.all_terms if files_of(term.name))
     return [problem for term in of_users for problem in _problem("reward", check, term)]
+
+
+def check_trackers(spec: RunSpec) -> list[Problem]:
+    """Problems of trackers whose packages are not installed on this machine."""
+    return [
+        Problem(
+            "error",
+            "trainer.logger",
+            f"{package} is not installed",
+            f"pip install {package}, or leave {name} out",
+        )
+        for name in spec.trainer.logger
+        for package in sorted(TRACKERS.part(name).needs)
+        if find_spec(package) is None
+    ]
 
 
 def _problem(key: str, check: Callable[..., object], *given: Any, **options: Any) -> list[Problem]:

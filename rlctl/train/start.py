@@ -13,7 +13,7 @@ import yaml
 
 from rlctl import leftovers
 from rlctl.engine.launch import run_ranks, under_torchrun
-from rlctl.errors import SpecError, UsageError
+from rlctl.errors import EnvironmentFailure, SpecError, UsageError
 from rlctl.files import matches
 from rlctl.model_files import model_directory
 from rlctl.spec.base import seconds
@@ -24,7 +24,7 @@ from rlctl.tiny.embedded import ensure_embedded
 from rlctl.track.console import Startup
 from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import claim_default_path, open_run_dir
-from rlctl.train.preflight import masked_values, refuse_unsafe
+from rlctl.train.preflight import check_trackers, masked_values, refuse_unsafe
 from rlctl.train.stop import Watchdog, catching_signals, end_process
 from rlctl.user_code import is_file_function, split_names
 
@@ -68,6 +68,8 @@ def start_run(
     target_args = (dump_spec(spec), str(run_dir), resume is not None)
     if under_torchrun() and os.environ["RANK"] != "0":
         return run_dir, run_rank(*target_args)
+    for problem in check_trackers(spec):  # only rank 0 needs them
+        raise EnvironmentFailure(problem.what, where=problem.key, fix=problem.fix)
     with open_run_dir(run_dir, resume=resume is not None) as opened:
         if resume:
             for line in changes_of(run_dir, spec):

@@ -115,7 +115,9 @@ def scored(model, words: str, folder, policy, **sample):
 
 def scorer_of(path, policy):
     spec = RewardModelSpec(path=str(path), dtype="fp32")
-    return ModelScorer(RewardSpec(model=spec), torch.device("cpu"), policy)
+    found = ModelScorer(RewardSpec(model=spec), torch.device("cpu"))
+    found.set_policy(policy)
+    return found
 
 
 @pytest.mark.parametrize("prompt", ["<s> a b ", "a b "])

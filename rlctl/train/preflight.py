@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlctl.errors import Problem, SpecError, UsageError
 from rlctl.files import matches, sha256_of, write_text
-from rlctl.model_files import check_directory
+from rlctl.model_files import check_adapter, check_directory, looks_local
 from rlctl.registry import TRACKERS
 from rlctl.spec.keys import changes, flat
 from rlctl.spec.model_size import checkpoint_bytes
@@ -84,6 +84,9 @@ def check_inputs(spec: RunSpec) -> list[Problem]:
     others = {"critic.path": spec.critic.path, "ref.path": spec.ref.path}
     for key, path in (others | {"reward.model.path": spec.reward.model.path}).items():
         problems += _problem(key, _check_model, path) if path else []
+    adapter = spec.model.lora_adapter_path
+    if adapter and looks_local(adapter):
+        problems += _problem("model.lora_adapter_path", check_adapter, adapter, spec.model)
     files = [("data.train_files", file) for file in spec.data.train_files]
     files += [("data.val_files", file) for file in spec.data.val_files]
     per_epoch = 0

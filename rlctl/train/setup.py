@@ -67,7 +67,7 @@ def build(
     else:
         draws = PromptDraws() if spec.algorithm.filter_groups.enable else None
         restored = Restored(0, 0, None, [], draws)
-        if not spec.rollout_engine.starts_with_policy:
+        if spec.model.lora_adapter_path or not spec.rollout_engine.starts_with_policy:
             models.rollout.sync_weights(models.actor, policy_version=0)
     if ranks.is_main:
         note_in_environment(run_dir, rollout_engine=models.rollout.description, total_steps=total_steps)

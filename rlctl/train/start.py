@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 #: Exit code if the guardrails ended the run; the same as for findings under `rlctl diagnose --fail-on`.
 STOPPED_BY_GUARDRAILS = 3
 
+#: Keys of local paths.
+_PATHS = (("model", "path"), ("model", "lora_adapter_path"), ("critic", "path"), ("ref", "path"))
+
 #: Called with a step and its metrics.
 Callback = Callable[[int, Mapping[str, float]], None]
 
@@ -195,7 +198,7 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
     Paths that exist are local; everything else (a hub id, a missing path) stays unchanged.
     """
     content = spec.model_dump()
-    for section, key in (("model", "path"), ("critic", "path"), ("ref", "path")):
+    for section, key in _PATHS:
         content[section][key] = _absolute(content[section][key])
     for key in ("train_files", "val_files"):
         content["data"][key] = [_absolute(path) for path in content["data"][key]]

@@ -66,7 +66,7 @@ class Scorer:
         return False
 
     def set_policy(self, tokenizer: Any) -> None:
-        """Names the tokenizer of the policy whose responses it grades (None: unknown); most do not need it."""
+        """Sets the tokenizer of the policy whose responses it grades; None: unknown. Most need none."""
 
     def grade(self, samples: Sequence[Sample]) -> list[Grade]:
         """Returns a finite score or a `Failure` for each sample, in order."""

@@ -162,7 +162,7 @@ def test_parts_of_a_batch_are_joined_whatever_their_widths() -> None:
 @pytest.mark.parametrize("score", [0.0, 1.0, 1 / 3, 0.1, 1e-3, -0.7])
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 def test_groups_are_compared_without_the_length_penalty(score: float, factor: float) -> None:
-    """Equal grades have no spread, however long the responses are; unequal ones do, also if sums are equal."""
+    """Equal grades have no spread, however long the responses are; unequal ones have."""
     terms = {"first": (0.7, Worth(score)), "second": (0.2, Worth(score))}
     reward = Reward(terms, OverlongSpec(buffer_length=4, penalty_factor=factor), HORIZON)
     for words in ("a" * ROWS, "aabbabaabaab"):

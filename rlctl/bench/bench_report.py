@@ -1,9 +1,9 @@
 """Results of CorrectionBench: Markdown tables, and one SVG plot.
 
-Intervals are 90 % intervals of the mean over seeds by Student's t: the worlds of one seed count as one figure,
-because most of them share policies and rewards. With 5 and with 8 seeds they contain the mean in 90 % of studies
-with normal figures and in 87 % with skewed ones (log-normal, σ = 0.5; `tests/unit/bench`). Enumerated and
-learned worlds have separate tables.
+Intervals are 90 % intervals of the mean over seeds by Student's t: the worlds of one seed count as one
+figure, because most of them share policies and rewards. With 5 and with 8 seeds they contain the mean in 90 %
+of studies with normal figures and in 87 % with skewed ones (log-normal, σ = 0.5; `tests/unit/bench`).
+Enumerated and learned worlds have separate tables.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from tests.unit.train.updates import CLIP, DECOUPLED, HORIZON, ROWS, select, set
 
 MINI, EPOCHS, MICRO = 8, 2, 3
 RATIO_CLIP = (0.2, 0.3)
-#: Whose critic → its value clip. In bf16 a value at the clip falls on either side, which changes the gradient.
+#: Whose critic → its value clip. In bf16 a value near the clip falls on either side: another gradient.
 VALUE_CLIPS = {"critic": 0.1, "critic without clip": 1e6}
 #: All of them matter: every gradient is clipped, and the decay is as large as the steps.
 WEIGHT_DECAY, BETAS, GRAD_CLIP, EPS = 0.3, (0.8, 0.95), 0.05, 1e-8

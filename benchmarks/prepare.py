@@ -6,8 +6,8 @@
 The input is generated in the format of GSM8K (about 100 MB at scale 1, 5 GB at scale 50), with different
 answers, or it is `--input`, a JSONL file of that format. Each side runs in a separate process, one after the
 other; with `--repeats`, all sides alternate that many times, and the results are medians. Peak memory is that
-of the whole process tree, with shared pages counted once (PSS), sampled ten times a second, without unmapped pages
-of the page cache. Needs `datasets`; scale 50 needs about 25 GB of disk.
+of the whole process tree, with shared pages counted once (PSS), sampled ten times a second, without unmapped
+pages of the page cache. Needs `datasets`; scale 50 needs about 25 GB of disk.
 """
 
 from __future__ import annotations

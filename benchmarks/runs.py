@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.intervals import mean_interval
+
 ROOT = Path(__file__).parents[1]
 REWARD = "critic/score/mean"
 VALIDATION = re.compile(r"val/.+/reward_mean")
@@ -188,7 +190,6 @@ def _train(job: Job, run_dir: Path) -> None:
 
 
 def interval(values: np.ndarray) -> str:
-    """Formats the mean and its 90 % bootstrap interval."""
-    draws = np.random.default_rng(0).choice(values, (2000, len(values))).mean(1)
-    low, high = np.quantile(draws, [0.05, 0.95])
-    return f"{values.mean():+.3f} ({low:+.3f} to {high:+.3f})"
+    """Formats the mean and its 90 % interval by Student's t."""
+    mean, low, high = mean_interval(values.tolist(), 0.9)
+    return f"{mean:+.3f} ({low:+.3f} to {high:+.3f})"

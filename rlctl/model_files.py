@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
 import shutil
@@ -30,10 +31,20 @@ from typing import Any
 
 from rlctl.errors import EnvironmentFailure, UsageError, first_line
 from rlctl.files import cache_root, cached_directory, sha256_of
-from rlctl.spec.model import NAMED_MODELS, NamedModel
+from rlctl.spec.model import ALL_LINEAR, NAMED_MODELS, ModelSpec, NamedModel
 
 log = logging.getLogger(__name__)
 
+#: Options of PEFT's adapters beyond r, alpha and layers.
+_MORE_THAN_LORA = (
+    "use_rslora",
+    "use_dora",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_parameters",
+    "lora_bias",
+)
 #: Files in a model directory apart from its weights: configs, tokenizer, chat template, code.
 _TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 _PIP_TIMEOUT_S = 1500.0
@@ -113,10 +124,43 @@ def explained(
         raise UsageError(f"not {kind}: {words}", where=where, fix=fix) from error
 
 
+def check_adapter(path: str, model: ModelSpec) -> None:
+    """Refuses a PEFT adapter that cannot be read, or that `lora_rank` and the like do not describe.
+
+    Args:
+        path: a directory with `adapter_config.json`.
+
+    Raises:
+        UsageError: says what to write instead.
+    """
+    where, file = f"model.lora_adapter_path={path}", Path(path).expanduser() / "adapter_config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        rank, alpha, layers = (config[name] for name in ("r", "lora_alpha", "target_modules"))
+    except (OSError, ValueError, KeyError) as error:
+        fix = "name a directory with adapter_config.json and adapter_model.safetensors, or a hub id"
+        raise UsageError(f"not a LoRA adapter of PEFT: {first_line(error)}", where=where, fix=fix) from error
+    more = [name for name in _MORE_THAN_LORA if config.get(name)]
+    more += ["bias"] if config.get("bias") not in (None, "none") else []
+    if more:
+        what = f"the adapter has {', '.join(more)}, which cannot be trained here"
+        raise UsageError(what, where=where, fix="merge it into its base, and name that in model.path")
+    layers = [layers] if isinstance(layers, str) else sorted({name.rpartition(".")[2] for name in layers})
+    found, given = (rank, float(alpha)), (model.lora_rank, model.lora_alpha)
+    if found != given or (ALL_LINEAR not in model.target_modules and sorted(model.target_modules) != layers):
+        fix = f"model.lora_rank={rank} model.lora_alpha={alpha:g} model.target_modules=[{','.join(layers)}]"
+        what = f"the adapter has rank {rank}, alpha {alpha:g} and the layers {', '.join(layers)}"
+        raise UsageError(what, where=where, fix=fix)
+
+
+def looks_local(path: str) -> bool:
+    """Whether a path names a directory, even a missing one, and not a model on the hub."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
+
+
 def check_directory(path: str, where: str, fix: str | None = None) -> None:
     """Refuses a local path without config.json, instead of looking it up on the hub as an id."""
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
-    if looks_local and not (Path(path) / "config.json").is_file():
+    if looks_local(path) and not (Path(path) / "config.json").is_file():
         what = "it has no config.json" if Path(path).is_dir() else "no such directory"
         raise UsageError(
             f"not a Hugging Face model directory: {what}",

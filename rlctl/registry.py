@@ -65,7 +65,8 @@ class Part:
     label: str  # short description for users
     formula: str = ""  # what it computes, in the notation of docs/reference/algorithms.md
     source: str = ""  # the paper or the code that the formula comes from
-    #: inputs that it reads beyond those in every batch; for a grader, its requirements in words
+    #: inputs that it reads beyond those in every batch; for a grader, its requirements in words; for a
+    #: tracker, packages that must be installed
     needs: frozenset[str] = frozenset()
     #: dotted spec keys that it reads; the spec warns about other such keys that are set
     options: frozenset[str] = frozenset()

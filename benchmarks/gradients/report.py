@@ -1,7 +1,9 @@
 """Results as Markdown tables, and one SVG plot.
 
-Intervals are 90 % intervals by bootstrap over seeds: worlds of one seed are resampled together, because most
-of them share policies and rewards. Enumerated and learned worlds have separate tables.
+Intervals are 90 % intervals of the mean over seeds by Student's t: the worlds of one seed count as one
+figure, because most of them share policies and rewards. With 5 and with 8 seeds they contain the mean in 90 %
+of studies with normal figures and in 87 % with skewed ones (log-normal, σ = 0.5; `tests/unit/bench`).
+Enumerated and learned worlds have separate tables.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
 from benchmarks.gradients.exact import GradientMoments, ess_against_length
 from benchmarks.gradients.learned import length_shares
@@ -31,7 +34,6 @@ SHOWN = ("no correction", "token truncate 2.0", "sequence truncate 2.0", "exact"
 LENGTHS = [1, 4, 16, 64, 256, 1024]
 #: Mini-batch size, in groups, of tables that show only one.
 GROUPS = 64
-_DRAWS = 1000
 
 
 def error_of(row: Row, groups: float = GROUPS) -> float:
@@ -217,11 +219,12 @@ def _by_seed(figures: Figures) -> tuple[NDArray[np.float64], NDArray[np.float64]
 
 
 def _bounds(figures: Figures) -> tuple[float, float]:
-    """90 % interval of the mean, by bootstrap over seeds."""
+    """90 % interval of the mean by Student's t, with one degree of freedom less than there are seeds."""
     sums, counts = _by_seed(figures)
-    draws = np.random.default_rng(0).integers(len(sums), size=(_DRAWS, len(sums)))
-    low, high = np.quantile(sums[draws].sum(1) / counts[draws].sum(1), [0.05, 0.95])
-    return float(low), float(high)
+    mean = sums.sum() / counts.sum()
+    deviations = (sums - mean * counts) / counts.mean()  # a seed with more worlds has more weight
+    half = stats.t.ppf(0.95, len(sums) - 1) * deviations.std(ddof=1) / len(sums) ** 0.5
+    return float(mean - half), float(mean + half)
 
 
 def _interval(figures: Figures) -> str:

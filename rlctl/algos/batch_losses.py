@@ -118,7 +118,10 @@ def _largest_kept(batch: WholeBatch, rule: LossRule) -> float:
     experimental=True,
 )
 def m2po(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """One bound for the whole mini-batch, so that few tokens are dropped while π_θ is near π_old."""
+    """One bound for the whole mini-batch, so that few tokens are dropped while π_θ is near π_old.
+
+    A mean equal to the budget is within it, equal values are dropped together, and all may be dropped.
+    """
     log_r = inputs.log_ratio
     fixed = log_r.detach()
     is_far = fixed.square().double() > rule.of_batch * (1.0 + 1e-6)

@@ -21,6 +21,7 @@ from rlctl.algos.row_blocks import (
     count,
     evaluated,
     in_row_blocks,
+    total,
     zero_outside,
 )
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, RejectRule, WeightRule
@@ -52,7 +53,9 @@ def correct(
     """
     inputs = (log_probs, rollout_log_probs, response_mask, Extras(advantages, age), rules)
     weights, keep, rows = in_row_blocks(correct_rows, *inputs)
-    return Correction(weights, keep, (rows.length > 0) & (rows.finite == 0), sums_by_row(rows, rules))
+    by_row = sums_by_row(rows, rules)
+    nonfinite = (rows.length > 0) & (rows.finite == 0)
+    return Correction(weights, keep, nonfinite, by_row.saturated > 0, by_row)
 
 
 def correct_rows(
@@ -72,11 +75,11 @@ def masked_log_ratio(train: Tensor, rollout: Tensor, mask: Tensor, extras: Extra
     given = [train, rollout] if extras.advantages is None else [train, rollout, extras.advantages]
     train, rollout, *advantages = zero_outside(mask, *(x.to(train.dtype) for x in given))
     token = train - rollout
-    total = token.sum(-1, keepdim=True)  # NaN or infinite if any value of the row is
-    is_finite, length = total.isfinite(), count(mask).double()
+    sequence = total(token)[:, None]  # NaN or infinite if any value of the row is
+    is_finite, length = sequence.isfinite(), count(mask).double()
     return LogRatio(
         token=token.nan_to_num_(nan=0.0).clamp_(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP),
-        sequence=torch.where(is_finite, total, 0.0).double(),
+        sequence=torch.where(is_finite, sequence, 0.0),
         length=length,
         finite=is_finite & (length > 0),
         mask=mask,
@@ -114,8 +117,8 @@ def criterion_values(log_ratio: LogRatio, rule: RejectRule) -> Tensor:
         is_signed = rule.statistic in ("ratio", "k1")  # k2, k3 are ≥ 0, and 0 on padding
         values = values.masked_fill(~log_ratio.mask, -torch.inf) if is_signed else values
         return values.amax(-1, keepdim=True).double()
-    total = values.sum(-1, keepdim=True).double()  # (B, 1) stays unchanged
-    return total / log_ratio.length.clamp(min=1) if rule.reduction == "mean" else total
+    summed = total(values)[:, None]  # (B, 1) stays unchanged
+    return summed / log_ratio.length.clamp(min=1) if rule.reduction == "mean" else summed
 
 
 def check_criterion(log_ratio: LogRatio, rule: RejectRule) -> CriterionResult:

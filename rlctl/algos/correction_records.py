@@ -228,12 +228,14 @@ class Correction:
             level.
         keep_mask: (B, T) bool, response tokens that are not rejected.
         nonfinite: (B,) bool, sequences with a NaN or infinite log-prob (always rejected).
+        saturated: (B,) bool, sequences with |Σ log ρ| ≥ 20.
         by_row: the sums of each row; fields are (B,).
     """
 
     weights: Tensor | None
     keep_mask: Tensor
     nonfinite: Tensor
+    saturated: Tensor
     by_row: CorrectionSums[Tensor]
 
     @cached_property

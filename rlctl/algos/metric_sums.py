@@ -64,6 +64,12 @@ class Additive:
         sums, maxima = self.as_vectors()
         return cast(Self, self.with_values(sums.sum(-1).unbind(), maxima.amax(-1).unbind()))
 
+    def over(self, count: float) -> Self:
+        """The record of floats with every sum divided by `count`; maxima stay."""
+        leaves = list(_leaves(self))
+        sums = [value / count for value, is_max in leaves if not is_max]
+        return cast(Self, self.with_values(sums, [value for value, is_max in leaves if is_max]))
+
     def as_vectors(self) -> tuple[Tensor, Tensor]:
         """All sums and all maxima, one float64 vector each (that of maxima may be empty)."""
         leaves = list(_leaves(self))

@@ -86,6 +86,11 @@ def count(mask: Tensor) -> Tensor:
     return mask.sum(-1, keepdim=True, dtype=torch.int32)
 
 
+def total(values: Tensor) -> Tensor:
+    """(B,) float64: the sum of each row of (B, T)."""
+    return values.sum(-1, dtype=torch.float64)
+
+
 def in_row_blocks(
     correct_rows: CorrectRows,
     log_probs: Tensor,

@@ -1,7 +1,7 @@
 """Metrics of rollout correction: sums on the device, metrics on the host.
 
 Both ρ and ρ − 1 (expm1) are summed, so that variances near ρ = 1 survive rounding and effective sample sizes
-are correct at any magnitude. The tokens of a row are summed in float32, the rows in float64.
+are correct at any magnitude. All sums are in float64.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlctl.algos.correction_records import (
     WeightSums,
 )
 from rlctl.algos.metric_sums import Moments, ratio
-from rlctl.algos.row_blocks import beyond, count
+from rlctl.algos.row_blocks import beyond, count, total
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, RejectRule, WeightRule
 from rlctl.registry import METRIC_CONVENTIONS
 
@@ -72,7 +72,7 @@ def row_sums(
 
     `applied` is (B, T): the weights of the loss, before normalisation; None without weights.
     """
-    tokens, train_total = _Tokens(log_ratio), log_ratio.train.sum(-1)
+    tokens, train_total = _Tokens(log_ratio), total(log_ratio.train)
     if weights is None or applied is None:
         of_weights, ratio_sums = None, tokens.ratio
     else:
@@ -82,7 +82,7 @@ def row_sums(
         length=log_ratio.length[:, 0],
         sequence=log_ratio.sequence[:, 0],
         train=train_total,
-        clamped=log_ratio.token.sum(-1),
+        clamped=total(log_ratio.token),
         excess=tokens.excess,
         excess_squares=tokens.excess_squares,
         ratio=ratio_sums,
@@ -92,7 +92,7 @@ def row_sums(
             for result, rule in zip(criteria, rules.reject, strict=True)
         ),
         kept=count(keep)[:, 0],
-        probabilities=_probability_rows(log_ratio, train_total),
+        probabilities=_probability_rows(log_ratio),
     )
 
 
@@ -126,15 +126,16 @@ class _Tokens:
 
     def of(self, values: Tensor) -> Moments[Tensor]:
         """Of values (B, T), 0.0 on padding."""
-        total, squares = (x.double() for x in _powers(values))
+        total, squares = _powers(values)
         n, lowest = self.length, (values + self.padding).amin(-1)
         offset = total - n, squares - 2.0 * total + n
         return Moments(n, total, squares, *offset, (values - self.padding).amax(-1), -lowest)
 
 
 def _powers(values: Tensor) -> tuple[Tensor, Tensor]:
-    """(B,) Σ x and Σ x² over tokens; exact if every x is 1."""
-    return values.sum(-1), values.square().sum(-1)
+    """(B,) float64 Σ x and Σ x² over tokens, of squares in float64; exact if every x is 1."""
+    precise = values.double()
+    return precise.sum(-1), precise.square().sum(-1)
 
 
 def _excess(log_weight: Tensor) -> Tensor:
@@ -142,31 +143,12 @@ def _excess(log_weight: Tensor) -> Tensor:
     return log_weight.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).expm1()
 
 
-def _probability_rows(log_ratio: LogRatio, train_total: Tensor) -> ProbabilitySums[Tensor]:
-    """Sums of each row; overwrites the log-probs, which are 0 on padding.
-
-    Float32 sums of p and p² lose the variance of small or similar probabilities. Those of p − c do not, c
-    being the geometric mean of the row's π_train. The sums of p follow in float64. `train_total`: (B,)
-    Σ log π_train.
-    """
-    n, response = log_ratio.length[:, 0], log_ratio.response
-    c = (train_total / n.clamp(min=1)).clamp(min=-2.0 * LOG_RATIO_CLAMP).exp().to(response.dtype)
-    train, rollout = (x.exp_().sub_(c[:, None]).mul_(response) for x in (log_ratio.train, log_ratio.rollout))
-    centre = c.double()
-    total_of_centre = centre * n
-
-    def sums_of_p(offset: Tensor) -> tuple[Tensor, Tensor]:
-        total, squares = _sum_and_squares(offset)
-        return total + total_of_centre, squares + centre * (2.0 * total + total_of_centre)
-
-    sums = *sums_of_p(train), *sums_of_p(rollout)
+def _probability_rows(log_ratio: LogRatio) -> ProbabilitySums[Tensor]:
+    """Sums of each row; overwrites the log-probs, which are 0 on padding."""
+    train, rollout = (x.exp_().mul_(log_ratio.response) for x in (log_ratio.train, log_ratio.rollout))
+    sums = *_powers(train), *_powers(rollout)
     gap = train.sub_(rollout).abs_()
-    return ProbabilitySums(*sums, *_sum_and_squares(gap), gap.amax(-1))
-
-
-def _sum_and_squares(values: Tensor) -> tuple[Tensor, Tensor]:
-    """(B,) float64 Σ x and Σ x² over tokens, with fewer operations than `_powers`, to rounding."""
-    return values.sum(-1).double(), torch.linalg.vector_norm(values, dim=-1).double().square()
+    return ProbabilitySums(*sums, *_powers(gap), gap.amax(-1))
 
 
 def _weight_rows(
@@ -190,7 +172,7 @@ def _weight_rows(
         described=moments,
         above=above.sum(-1),
         below=below.sum(-1),
-        normalizer=moments.total if averaged is described else averaged.sum(-1),
+        normalizer=moments.total if averaged is described else total(averaged),
     )
 
 
@@ -358,9 +340,20 @@ def normalized(sums: CorrectionSums[float], factor: float, rules: CorrectionRule
 
 
 def correction_metrics(sums: CorrectionSums[float], rules: CorrectionRules) -> dict[str, float]:
-    """Every `rollout_corr/*` and `training/rollout_*` metric; definitions in `rlctl.metric_names`."""
+    """Every `rollout_corr/*` and `training/rollout_*` metric; definitions in `rlctl.metric_names`.
+
+    Without a finite token there is nothing to average: then only counts and rejected fractions.
+    """
     rule, weights = rules.weight, sums.weights
-    found = _gap_metrics(sums) | _rejection_metrics(sums, rules)
+    found = {
+        "nonfinite_sequences": sums.sequences - sums.finite_sequences,
+        "saturated_sequences": sums.saturated,
+        "rollout_rs_masked_fraction": ratio(sums.tokens - sums.kept_tokens, sums.tokens),
+        "rollout_rs_seq_masked_fraction": ratio(sums.rejected_sequences, sums.sequences),
+    }
+    if not sums.finite_tokens:
+        return {f"rollout_corr/{name}": value for name, value in found.items()}
+    found |= _gap_metrics(sums) | _criterion_metrics(sums, rules)
     found |= _unit_metrics(sums.raw, rule, "rollout_is_raw_")
     if weights is not None:
         found |= _unit_metrics(weights.described, rule, "rollout_is_")
@@ -403,8 +396,6 @@ def _gap_metrics(sums: CorrectionSums[float]) -> dict[str, float]:
         "k3_kl": ratio(gap.k3, tokens),
         "chi2_token": ratio(gap.chi2_token, tokens),
         "chi2_seq": ratio(gap.chi2_sequence, sequences),
-        "nonfinite_sequences": sums.sequences - sequences,
-        "saturated_sequences": sums.saturated,
     }
 
 
@@ -427,7 +418,7 @@ def _probability_metrics(sums: CorrectionSums[float]) -> dict[str, float]:
     pearson = 1.0 if constant else covariance / math.sqrt(spreads[0] * spreads[1])
     return {
         "training/rollout_probs_diff_mean": mean,
-        "training/rollout_probs_diff_max": found.gap_max if n else 0.0,
+        "training/rollout_probs_diff_max": found.gap_max,
         "training/rollout_probs_diff_std": math.sqrt(variance * n / (n - 1)) if n > 1 else 0.0,
         "training/rollout_actor_probs_pearson_corr": min(max(pearson, -1.0), 1.0),
     }
@@ -453,11 +444,8 @@ def _unit_metrics(moments: UnitMoments[float], rule: WeightRule, prefix: str) ->
     }
 
 
-def _rejection_metrics(sums: CorrectionSums[float], rules: CorrectionRules) -> dict[str, float]:
-    found = {
-        "rollout_rs_masked_fraction": ratio(sums.tokens - sums.kept_tokens, sums.tokens),
-        "rollout_rs_seq_masked_fraction": ratio(sums.rejected_sequences, sums.sequences),
-    }
+def _criterion_metrics(sums: CorrectionSums[float], rules: CorrectionRules) -> dict[str, float]:
+    found: dict[str, float] = {}
     for criterion, rule in zip(sums.criteria, rules.reject, strict=True):
         prefix = f"rollout_rs_{rule.name}_"
         units = sums.finite_tokens if rule.reduction == "none" else sums.finite_sequences

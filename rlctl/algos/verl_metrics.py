@@ -36,7 +36,7 @@ class VerlMetrics:
         clamped = values.clamp(0.0 if rule.lower is None else rule.lower, rule.upper)
         if rule.reduction != "none":
             return clamped[:, 0] * length, clamped[:, 0].square() * length
-        clamped = clamped.mul_(response)
+        clamped = clamped.double().mul_(response)
         return clamped.sum(-1), clamped.square_().sum(-1)
 
     def criterion_moments(self, sums: CriterionSums[float], tokens: float) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from rlctl.spec.placement import Placement
 from rlctl.spec.run_spec import RunSpec
 from rlctl.terminal import Console
 from rlctl.text_table import print_table
-from rlctl.train.preflight import check_disk, check_functions, check_inputs, count_rows
+from rlctl.train.preflight import check_disk, check_functions, check_inputs, check_trackers, count_rows
 from rlctl.user_code import is_file_function
 
 
@@ -32,7 +32,7 @@ def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = N
 
     Returns:
         The exit code: 2 if a file that the run needs is missing or cannot be used, or a resource of the
-        machine does not suffice, else 0.
+        machine does not suffice; 4 if only a tracker's package is missing; else 0.
 
     Raises:
         UsageError: no machine of this name is known.
@@ -49,16 +49,18 @@ def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = N
     _print_values(loaded, console, show_all=show_all)
     unusable = [_as_example(problem, loaded) for problem in check_inputs(spec)]
     unusable += [*check_functions(spec), *placement.problems()]
+    missing: list[Problem] = []
     if machine is None:  # free disk space may change, so it becomes an error only at the start of the run
         unusable += [replace(problem, severity="warning") for problem in check_disk(spec)]
+        missing = check_trackers(spec)
     elif placement.machine.gpus:  # the warnings of the spec are about this machine
         known = {problem.what for problem in loaded.warnings}
         unusable += [problem for problem in slow_on_a_gpu(spec) if problem.what not in known]
-    if problems := [*loaded.warnings, *unusable]:
+    if problems := [*loaded.warnings, *unusable, *missing]:
         _print_title("Before you start", console)
         print_problems(problems, console)
     console.print("\nDry run. Nothing was started.")
-    return 2 if any(problem.severity == "error" for problem in unusable) else 0
+    return 2 if any(problem.severity == "error" for problem in unusable) else 4 if missing else 0
 
 
 def _as_example(problem: Problem, loaded: LoadedSpec) -> Problem:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from rlctl.errors import UsageError, one_line
-from rlctl.spec.model import ALL_LINEAR
+from rlctl.model_files import check_adapter
+from rlctl.spec.model import ALL_LINEAR, ModelSpec
 
 if TYPE_CHECKING:
     from rlctl.batch import ModelInputs
@@ -56,6 +57,40 @@ def add_lora(model: Any, rank: int, alpha: float, target_modules: list[str]) -> 
         raise UsageError(what, where="model.target_modules", fix=f"choose from {', '.join(others)}")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
+
+
+@torch.no_grad()
+def load_adapter(model: Any, spec: ModelSpec) -> None:
+    """Sets the adapter that `add_lora` added to that of `spec.lora_adapter_path`.
+
+    Raises:
+        UsageError: it cannot be read, or has other layers, or another rank or alpha than the model's.
+    """
+    from peft import load_peft_weights
+    from peft.utils import CONFIG_NAME
+    from safetensors import SafetensorError
+    from transformers.utils import cached_file
+
+    path = str(spec.lora_adapter_path)
+    where = f"model.lora_adapter_path={path}"
+    try:
+        check_adapter(str(Path(str(cached_file(path, CONFIG_NAME))).parent), spec)
+        found: dict[str, Tensor] = load_peft_weights(path, device="cpu")
+    except (OSError, ValueError, SafetensorError) as error:
+        fix = "name a directory with adapter_config.json and adapter_model.safetensors, or a hub id"
+        raise UsageError(f"the adapter cannot be read: {one_line(error)}", where=where, fix=fix) from error
+    own = adapter_parameters(model)
+    if others := sorted(own.keys() ^ found.keys()):
+        layers = sorted({name.split(".")[-3] for name in found})
+        what = (
+            f"the adapter and model.target_modules have other layers: {others[0]} and {len(others) - 1} more"
+        )
+        raise UsageError(what, where=where, fix=f"model.target_modules=[{','.join(layers)}]")
+    for name, parameter in own.items():
+        if parameter.shape != found[name].shape:
+            shapes = f"{tuple(found[name].shape)} in the adapter, {tuple(parameter.shape)} in the model"
+            raise UsageError(f"{name} is {shapes}", where=where, fix="name the adapter's own base model")
+        parameter.copy_(found[name])
 
 
 def _targets(model: Any, wanted: list[str]) -> list[str]:

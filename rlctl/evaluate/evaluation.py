@@ -58,7 +58,7 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
 
         model = LocalModel(plan)
     started = time.monotonic()
-    with grading(plan.reward, model.sampling.max_response_length) as reward:
+    with grading(plan.reward, model.sampling.max_response_length, model.tokenizer) as reward:
         responses, num_stored = _responses(request, model, partial(progress, "sampling"))
         grades = grade(
             reward(), as_samples(model.rows, model.prompts, responses), partial(progress, "grading")
@@ -215,11 +215,14 @@ def grade(reward: Reward, samples: Sequence[EvalSample], progress: Callable[[int
 
 
 @contextmanager
-def grading(spec: RewardSpec, max_response_length: int) -> Iterator[Callable[[], Reward]]:
+def grading(
+    spec: RewardSpec, max_response_length: int, tokenizer: Any = None
+) -> Iterator[Callable[[], Reward]]:
     """Yields a function that returns the reward; on exit, closes the reward and its processes.
 
     The reward is built immediately, so that no response is sampled for an unusable reward. A reward with a
     reward model is built on the first call, so that it does not share the device with the evaluated model.
+    `tokenizer` is the policy's; None: unknown.
     """
     from rlctl.batch import torch_device
     from rlctl.reward.build import build_reward
@@ -228,8 +231,8 @@ def grading(spec: RewardSpec, max_response_length: int) -> Iterator[Callable[[],
 
         @cache
         def reward() -> Reward:
-            built = build_reward(spec, max_response_length=max_response_length, device=torch_device())
-            return stack.enter_context(closing(built))
+            given = {"max_response_length": max_response_length, "tokenizer": tokenizer}
+            return stack.enter_context(closing(build_reward(spec, device=torch_device(), **given)))
 
         if all(term.name != "model" for term in spec.all_terms):
             reward()

@@ -54,14 +54,14 @@ class LocalModel(SampledModel):
         )
         rollout = self._spec.rollout
         self._directory = local_directory(target.model_path)
-        self._tokenizer, config = load_reader(
+        self.tokenizer, config = load_reader(
             str(self._directory), trust_remote_code=self._spec.model.trust_remote_code
         )
         context = getattr(config.get_text_config(), "max_position_embeddings", None)
         self.sampling, max_prompt_length = lengths(self._request, target, context)
         self._questions = PromptDataset(
             plan.questions.rows,
-            self._tokenizer,
+            self.tokenizer,
             max_prompt_length=max_prompt_length,
             filter_overlong=True,
             chat_template_kwargs=spec.data.chat_template_kwargs if spec else None,
@@ -74,7 +74,7 @@ class LocalModel(SampledModel):
         self.about_sampling |= {name: value for name, value in options.items() if value}
         if version := engine_version(plan.engine):
             self.about_sampling["engine_sha256"] = version
-        sha256, template = files_hash(self._directory, target.checksums), template_hash(self._tokenizer)
+        sha256, template = files_hash(self._directory, target.checksums), template_hash(self.tokenizer)
         self.model = {
             "path": target.model_path,
             "run_dir": str(target.run_dir) if target.run_dir else None,
@@ -113,7 +113,7 @@ class LocalModel(SampledModel):
         return engine_outside_training(
             self._spec,
             str(self._directory),
-            self._tokenizer,
+            self.tokenizer,
             lambda: load()[0],
             max_prompt_length=max_prompt_length,
             max_response_length=self.sampling.max_response_length,

@@ -66,6 +66,7 @@ class SampledModel:
     model: dict[str, Any]  # as in `results.json`
     sampling: Sampling  # sampling distribution
     about_sampling: dict[str, Any]  # engine and dtype (None: unknown)
+    tokenizer: Any = None  # the policy's; None: unknown
 
     @property
     def notes(self) -> list[str]:

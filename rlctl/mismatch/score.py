@@ -104,9 +104,9 @@ def measure(trainer: Tensor, engine: Tensor, mask: Tensor) -> Gap:
         abs_mean=float(log_ratio.abs().clamp(max=LOG_RATIO_CLAMP).mean()),
         std=float(log_ratio.std(unbiased=False)),
         abs_max=float(log_ratio.abs().max()),
-        k3=by_token["rollout_corr/k3_kl"],
-        ess_token=by_token[_ESS],
-        ess_sequence=by_sequence[_ESS],
+        k3=by_token.get("rollout_corr/k3_kl", 0.0),
+        ess_token=by_token.get(_ESS, 0.0),
+        ess_sequence=by_sequence.get(_ESS, 0.0),
         num_tokens=int(counted.sum()),
         num_nonfinite=int(correction.nonfinite.sum()),
     )

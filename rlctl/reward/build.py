@@ -113,14 +113,19 @@ class SourceScorer(Scorer):
             scorer.close()
 
 
-def build_reward(spec: RewardSpec, *, max_response_length: int, device: torch.device) -> Reward:
-    """Builds the reward that the spec describes.
+def build_reward(
+    spec: RewardSpec, *, max_response_length: int, device: torch.device, tokenizer: Any = None
+) -> Reward:
+    """Builds the reward that the spec describes; `tokenizer` is the policy's, None: unknown.
 
     Raises:
         UsageError: a function or reward model cannot be used.
         EnvironmentFailure: a model cannot be fetched or placed, or code cannot be confined here.
     """
-    return Reward(build_terms(spec, device), spec.overlong, max_response_length)
+    terms = build_terms(spec, device)
+    for _, scorer in terms.values():
+        scorer.set_policy(tokenizer)
+    return Reward(terms, spec.overlong, max_response_length)
 
 
 def build_terms(spec: RewardSpec, device: torch.device) -> dict[str, tuple[float, Scorer]]:
@@ -192,10 +197,10 @@ class Reward:
         answers: list[str | None] = []
         for label, (weight, scorer) in self._terms.items():
             reads = read_answers and not answers and scorer.reads_answers
-            graded = scorer.grade_and_read(samples, read_answers=reads)
-            grades = [grade for grade, _ in graded]
+            read = scorer.grade_and_read(samples, read_answers=reads)
+            grades = [grade for grade, _ in read]
             if reads:
-                answers = [answer for _, answer in graded]
+                answers = [answer for _, answer in read]
             is_skipped = [isinstance(grade, Failure) and grade.kind == "inapplicable" for grade in grades]
             skipped = torch.tensor(is_skipped, dtype=torch.bool)
             scored = [grade.score if isinstance(grade, Failure) else grade for grade in grades]
@@ -214,7 +219,9 @@ class Reward:
         if (valid & ~applies).any():
             errors.append("no term of the reward grades this response: all functions returned None")
             valid &= applies
+        graded = None
         if self._overlong.buffer_length:
+            graded = total.float()
             lengths = rollouts.response_mask.sum(-1).cpu()
             parts[OVERLONG] = overlong_penalty(lengths, self._overlong, self._max_response_length)
             total += parts[OVERLONG]
@@ -227,7 +234,14 @@ class Reward:
             answers = [None] * len(samples)
         timeouts = Counter(kind for row, kind in ended.items() if valid[row])
         return RewardResult(
-            torch.where(valid, scores, 0.0), valid, parts, errors, errors_by_term, dict(timeouts), answers
+            torch.where(valid, scores, 0.0),
+            valid,
+            parts,
+            errors,
+            errors_by_term,
+            dict(timeouts),
+            answers,
+            None if graded is None else torch.where(valid, graded, 0.0),
         )
 
     def close(self) -> None:

@@ -30,9 +30,11 @@ _FIX = (
 class ModelScorer(Scorer):
     """Scores are the classifier's logits in float32.
 
-    If the tokenizer has a chat template, the input is the prompt's messages followed by the response as the
-    assistant's turn (a prompt without messages is one user turn); otherwise it is the prompt followed by the
-    response. Inputs longer than `max_length` tokens are truncated at the start.
+    Where its tokenizer has the policy's vocabulary, and no chat template or the policy's, the input is the
+    tokens that the policy read and sampled. Elsewhere it is the prompt's messages and the response as the
+    assistant's turn (a prompt without messages is one user turn) in its chat template; without a template,
+    their contents joined by blank lines, with its start and end token. Inputs longer than `max_length` tokens
+    are truncated at the start.
 
     Raises:
         UsageError: the model or device does not exist, the model has more than one output, or the checkpoint
@@ -43,6 +45,10 @@ class ModelScorer(Scorer):
     def __init__(self, section: RewardSpec, device: torch.device) -> None:
         spec = section.model
         self._model, self._tokenizer = _load(spec)
+        added = self._tokenizer("")["input_ids"]
+        #: the start token, in a list, if the tokenizer adds one to text
+        self._start = [token for token in added[:1] if token != self._tokenizer.eos_token_id]
+        self.set_policy(None)
         try:
             self._device = torch.device(spec.device) if spec.device else device
         except RuntimeError as error:
@@ -59,6 +65,13 @@ class ModelScorer(Scorer):
         self._padding: int | None = self._model.config.get_text_config().pad_token_id
         self._batch_size = spec.batch_size
         self._max_length = spec.max_length
+
+    def set_policy(self, tokenizer: Any) -> None:
+        """Compares the policy's tokenizer with its own: does it read the policy's tokens?"""
+        own, self._policys = self._tokenizer, tokenizer
+        self._reads_tokens = tokenizer is not None and (
+            own.chat_template in (None, tokenizer.chat_template) and own.get_vocab() == tokenizer.get_vocab()
+        )
 
     def grade(self, samples: Sequence[Sample]) -> list[Grade]:
         """Returns one logit per sample, in order; a `Failure` if it is not finite or there is no input.
@@ -115,7 +128,14 @@ class ModelScorer(Scorer):
 
     def _tokens(self, sample: Sample) -> list[int] | Failure:
         tokenizer = self._tokenizer
-        if tokenizer.chat_template:
+        if self._reads_tokens:
+            ids = tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+            sampled = sample.response_ids or self._ended(
+                tokenizer(sample.response, add_special_tokens=False)["input_ids"]
+            )
+            is_complete = tokenizer.chat_template or ids[:1] == self._start
+            ids = [*(() if is_complete else self._start), *ids, *sampled]
+        elif tokenizer.chat_template:
             asked = sample.messages or [{"role": "user", "content": sample.prompt}]
             turns = [*asked, {"role": "assistant", "content": sample.response}]
             try:
@@ -124,8 +144,23 @@ class ModelScorer(Scorer):
                 return Failure(f"the reward model's chat template refuses the sample: {error}")
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
-            ids = tokenizer(sample.prompt + sample.response)["input_ids"]
+            ids = self._ended(tokenizer(self._plain(sample))["input_ids"])
+            is_doubled = self._start and ids[:2] == 2 * self._start  # the text has one, too
+            ids = ids[1:] if is_doubled else ids
         return list(ids[-self._max_length :]) or Failure("neither prompt nor response has tokens")
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """The ids with one end token, if the tokenizer has one."""
+        end = self._tokenizer.eos_token_id
+        return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+    def _plain(self, sample: Sample) -> str:
+        """Prompt and response without the policy's chat markup and start token."""
+        asked = "\n\n".join(message["content"] for message in sample.messages)
+        if not sample.prompt.endswith(asked):  # it has the markup of the policy's chat template
+            return f"{asked}\n\n{sample.response}"
+        start = self._policys and self._policys.bos_token
+        return sample.prompt.removeprefix(start or "") + sample.response
 
 
 def _load(spec: RewardModelSpec) -> tuple[Any, Any]:

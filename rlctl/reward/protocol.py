@@ -65,6 +65,9 @@ class Scorer:
         """Whether it can extract answers from responses."""
         return False
 
+    def set_policy(self, tokenizer: Any) -> None:
+        """Sets the tokenizer of the policy whose responses it grades; None: unknown. Most need none."""
+
     def grade(self, samples: Sequence[Sample]) -> list[Grade]:
         """Returns a finite score or a `Failure` for each sample, in order."""
         return [grade for grade, _ in self.grade_and_read(samples, read_answers=False)]
@@ -112,15 +115,19 @@ class RewardResult:
     #: (B,) answers of the responses, as text that is equal for equal answers (for majority votes). Empty
     #: unless requested; None without an answer, or if no term can extract answers.
     answers: list[str | None] = field(default_factory=list)
+    #: (B,) float32 `scores` without the overlong penalty, not rounded twice; None: there is no penalty
+    before_penalty: Tensor | None = None
 
     def pick(self, rows: slice | Tensor) -> RewardResult:
         """Scores of some rows, without failures and answers."""
         parts = {term: scores[rows] for term, scores in self.parts.items()}
-        return RewardResult(self.scores[rows], self.valid[rows], parts)
+        before = None if self.before_penalty is None else self.before_penalty[rows]
+        return RewardResult(self.scores[rows], self.valid[rows], parts, before_penalty=before)
 
     @classmethod
     def joined(cls, results: Sequence[RewardResult]) -> RewardResult:
         """All rows, with the failures of all results, without answers."""
+        before = [result.before_penalty for result in results if result.before_penalty is not None]
         return cls(
             torch.cat([result.scores for result in results]),
             torch.cat([result.valid for result in results]),
@@ -128,10 +135,16 @@ class RewardResult:
             [error for result in results for error in result.errors],
             sum((Counter(result.errors_by_term) for result in results), Counter()),
             sum((Counter(result.timeouts) for result in results), Counter()),
+            before_penalty=torch.cat(before) if before else None,
         )
 
     @property
     def graded(self) -> Tensor:
-        """(B,) `scores` without the overlong penalty, as evaluation and validation report them."""
+        """(B,) `scores` without the overlong penalty: the graders' scores.
+
+        Evaluation and validation report them, and groups are compared by them.
+        """
+        if self.before_penalty is not None:
+            return self.before_penalty
         penalty = self.parts.get(OVERLONG)
         return self.scores if penalty is None else self.scores - penalty * self.valid

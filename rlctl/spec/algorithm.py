@@ -41,7 +41,7 @@ class RolloutCorrectionSpec(Section):
 
     dialect: Annotated[Literal["rlctl", "verl"], Aliases({"guide": "rlctl"})] = "rlctl"
     """Whose names of rejection criteria and default bound: those of rlctl (alias `guide`) or of verl 0.9."""
-    rollout_is: Annotated[Annotated[str, Registered(CORRECTION_WEIGHTS)] | None, NullWord] = "sequence"
+    rollout_is: Annotated[Annotated[str, Registered(CORRECTION_WEIGHTS)] | None, NullWord] = None
     """Importance-sampling weight; null: no weight is applied, but ratios are still measured."""
     rollout_is_params: OpenMapping = Field(default={})
     """Parameters that the weight declares."""
@@ -60,10 +60,10 @@ class RolloutCorrectionSpec(Section):
     """Parameters of the criteria; each is passed to the criteria that declare it."""
     rollout_rs_threshold: Annotated[Threshold | None, NullWord] = None
     """Thresholds of the criteria in `rollout_rs`, comma separated, in the same order."""
-    bypass_mode: bool = True
+    bypass_mode: bool = False
     """Use the rollout log-probs as π_old, without an extra forward pass; false: decoupled mode, in which the
     trainer computes π_old before the updates."""
-    loss_type: Annotated[str, Registered(POLICY_LOSSES)] = "reinforce"
+    loss_type: Annotated[str, Registered(POLICY_LOSSES)] = "ppo_clip"
     """Policy loss. In bypass mode, its ratio, if it has one, is π_θ/π_rollout and acts as the correction."""
     loss_params: OpenMapping = Field(default={})
     """Parameters that the loss declares."""

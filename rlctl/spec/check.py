@@ -210,6 +210,13 @@ def adapters_have_layers(spec: RunSpec) -> Problems:
     if spec.model.lora_rank and not spec.model.target_modules:
         what = "LoRA without layers to adapt trains nothing"
         yield error("model.target_modules", what, "name layers, or write all-linear")
+    if spec.model.lora_adapter_path and not spec.model.lora_rank:
+        what = "training starts from an adapter, and model.lora_rank: 0 means that there is none"
+        yield error("model.lora_rank", what, "write that of the adapter: `r` in its adapter_config.json")
+    if spec.model.lora_adapter_path and spec.needs_reference and not spec.ref.path:
+        what = "the reference of the KL is the base model without the adapter, not the model that training "
+        what += "starts from"
+        yield warning("ref.path", what, "name a directory with the merged model to compare with that one")
 
 
 @spec_check

@@ -78,6 +78,9 @@ class ModelSpec(Section):
     """LoRA scaling: the output of the adapters is multiplied by lora_alpha / lora_rank."""
     target_modules: StrList = Field(default=[ALL_LINEAR])
     """Names of the layers with LoRA adapters; `all-linear`: every linear layer except the output head."""
+    lora_adapter_path: Annotated[str | None, NullWord] = None
+    """Directory or hub id of a PEFT adapter with which training starts, such as `adapter/` of a checkpoint.
+    `lora_rank`, `lora_alpha` and `target_modules` must be those of the adapter. null: a new adapter."""
 
 
 #: Characters of the task, in the order of their token ids (after the special tokens).

@@ -178,7 +178,7 @@ def console(inputs: SinkInputs) -> Sink:
     return ConsoleSink(title, inputs.total_steps, inputs.start_step, is_stopping=inputs.is_stopping)
 
 
-@TRACKERS.register(label="Weights & Biases")
+@TRACKERS.register(label="Weights & Biases", needs={"wandb"})
 def wandb(inputs: SinkInputs) -> Sink:
     """A W&B run, online or offline depending on `WANDB_MODE`."""
     from rlctl.track.wandb import WandbSink
@@ -186,7 +186,7 @@ def wandb(inputs: SinkInputs) -> Sink:
     return BackgroundSink(WandbSink(inputs))
 
 
-@TRACKERS.register(label="trackio, if it is installed")
+@TRACKERS.register(label="trackio, if it is installed", needs={"trackio"})
 def trackio(inputs: SinkInputs) -> Sink:
     """A local dashboard, `trackio show`; the run is named after its directory."""
     from rlctl.track.trackio import TrackioSink
@@ -194,7 +194,7 @@ def trackio(inputs: SinkInputs) -> Sink:
     return BackgroundSink(TrackioSink(inputs))
 
 
-@TRACKERS.register(label="MLflow, if it is installed")
+@TRACKERS.register(label="MLflow, if it is installed", needs={"mlflow"})
 def mlflow(inputs: SinkInputs) -> Sink:
     """A run in the MLflow experiment with the project's name, on the server in `MLFLOW_TRACKING_URI`."""
     from rlctl.track.mlflow import MlflowSink
@@ -202,7 +202,7 @@ def mlflow(inputs: SinkInputs) -> Sink:
     return BackgroundSink(MlflowSink(inputs))
 
 
-@TRACKERS.register(label="TensorBoard")
+@TRACKERS.register(label="TensorBoard", needs={"tensorboard"})
 def tensorboard(inputs: SinkInputs) -> Sink:
     """Event files in `tensorboard/` of the run directory."""
     from rlctl.track.tensorboard import TensorboardSink

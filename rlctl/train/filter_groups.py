@@ -1,4 +1,4 @@
-"""Dynamic sampling: a batch of groups whose rewards differ, and its sampling cost.
+"""Dynamic sampling: a batch of groups whose grades differ, and its sampling cost.
 
 Rounds of prompts are sampled and graded until rewards differ within `data.train_batch_size` groups (DAPO,
 Yu et al. 2025, arXiv 2503.14476). Prompts are drawn in the order of the data, over as many
@@ -64,8 +64,9 @@ def filtered_batch(
 ) -> tuple[Rollouts, RewardResult, dict[str, float]]:
     """This rank's share of a batch of groups with spread, their grades, and `filter_groups/*` metrics.
 
-    A group has spread if two of its graded scores differ. After `max_num_gen_batches` rounds, the batch is
-    completed with groups without spread in the order in which they were drawn.
+    A group has spread if two of its graded scores differ, without the overlong penalty. After
+    `max_num_gen_batches` rounds, the batch is completed with groups without spread in the order in which they
+    were drawn.
 
     Raises:
         RunFailure: a whole epoch has too few groups with spread, or too many responses could not be graded.
@@ -168,7 +169,7 @@ class _Rounds:
 
 
 def _group(drawn: DrawnPrompt, rollouts: Rollouts, graded: RewardResult) -> _Group:
-    scores, valid = graded.scores, graded.valid & ~rollouts.aborted.cpu()
+    scores, valid = graded.graded, graded.valid & ~rollouts.aborted.cpu()
     differs = bool(has_spread(scores, torch.zeros(len(scores), dtype=torch.int64), valid).any())
     mean = float(scores[valid].mean()) if valid.any() else 0.0
     tokens = int(rollouts.response_mask.sum())

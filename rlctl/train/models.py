@@ -16,7 +16,7 @@ from rlctl.engine.deepspeed import (
     PartitionedLoading,
 )
 from rlctl.engine.deepspeed_setup import Settings, frozen_settings
-from rlctl.engine.lora import BasePolicy, OffloadedBase, add_lora
+from rlctl.engine.lora import BasePolicy, OffloadedBase, add_lora, load_adapter
 from rlctl.engine.model import load_other_model, load_policy
 from rlctl.engine.protocol import ReferencePolicy
 from rlctl.engine.ranks import Ranks
@@ -134,6 +134,8 @@ def build_models(
             alpha=spec.model.lora_alpha,
             target_modules=spec.model.target_modules,
         )
+        if spec.model.lora_adapter_path:
+            load_adapter(model, spec.model)
     training = _training(spec, spec.actor)
     training["sequence"] = sequence
     actor = DeepSpeedEngine(model, ranks, temperature=spec.rollout.temperature, **training)

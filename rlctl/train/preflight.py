@@ -1,4 +1,4 @@
-"""Checks before a run starts or continues: files, disk space, changed settings and data.
+"""Checks before a run starts or continues: files, disk space, trackers, changed settings and data.
 
 Neither torch nor pyarrow is imported before the files are checked: errors appear within a second.
 """
@@ -11,12 +11,14 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlctl.errors import Problem, SpecError, UsageError
 from rlctl.files import matches, sha256_of, write_text
-from rlctl.model_files import check_directory
+from rlctl.model_files import check_adapter, check_directory, looks_local
+from rlctl.registry import TRACKERS
 from rlctl.spec.keys import changes, flat
 from rlctl.spec.model_size import checkpoint_bytes
 from rlctl.spec.rollout import RewardTerm, ServerSpec
@@ -82,6 +84,9 @@ def check_inputs(spec: RunSpec) -> list[Problem]:
     others = {"critic.path": spec.critic.path, "ref.path": spec.ref.path}
     for key, path in (others | {"reward.model.path": spec.reward.model.path}).items():
         problems += _problem(key, _check_model, path) if path else []
+    adapter = spec.model.lora_adapter_path
+    if adapter and looks_local(adapter):
+        problems += _problem("model.lora_adapter_path", check_adapter, adapter, spec.model)
     files = [("data.train_files", file) for file in spec.data.train_files]
     files += [("data.val_files", file) for file in spec.data.val_files]
     num_rows, size = count_rows(spec.data.train_files) or 0, spec.data.train_batch_size
@@ -118,6 +123,21 @@ def check_functions(spec: RunSpec) -> list[Problem]:
 
     of_users = (term for term in spec.reward.all_terms if files_of(term.name))
     return [problem for term in of_users for problem in _problem("reward", check, term)]
+
+
+def check_trackers(spec: RunSpec) -> list[Problem]:
+    """Problems of trackers whose packages are not installed on this machine."""
+    return [
+        Problem(
+            "error",
+            "trainer.logger",
+            f"{package} is not installed",
+            f"pip install {package}, or leave {name} out",
+        )
+        for name in spec.trainer.logger
+        for package in sorted(TRACKERS.part(name).needs)
+        if find_spec(package) is None
+    ]
 
 
 def _problem(key: str, check: Callable[..., object], *given: Any, **options: Any) -> list[Problem]:

@@ -128,8 +128,12 @@ def validation_score(metrics: Mapping[str, float]) -> float | None:
 
 
 def best_validation(history: Iterable[Mapping[str, float]]) -> tuple[int, float] | None:
-    """Step and score of the best validation; the earliest if several are equal."""
-    scored = [(int(m["step"]), score) for m in history if (score := validation_score(m)) is not None]
+    """Step and score of the best validation of trained weights; the earliest if several are equal.
+
+    The one before training is not among them: its weights are in no checkpoint.
+    """
+    trained = (metrics for metrics in history if metrics["step"] > 0)
+    scored = [(int(m["step"]), score) for m in trained if (score := validation_score(m)) is not None]
     return max(scored, key=lambda pair: pair[1], default=None)
 
 

@@ -113,4 +113,5 @@ def shared_rewards(
     whole = RewardResult.joined(parts)
     rows = torch.arange(len(whole.scores))
     ordered = whole.pick(rows.view(len(parts), mini_batches, -1).transpose(0, 1).flatten())
-    return replace(whole, scores=ordered.scores, valid=ordered.valid, parts=ordered.parts)
+    names = ("scores", "valid", "parts", "before_penalty")
+    return replace(whole, **{name: getattr(ordered, name) for name in names})

@@ -70,7 +70,7 @@ def build(
     else:
         draws = PromptDraws() if spec.algorithm.filter_groups.enable else None
         restored = Restored(0, 0, None, [], draws)
-        if not spec.rollout_engine.starts_with_policy:
+        if spec.model.lora_adapter_path or not spec.rollout_engine.starts_with_policy:
             models.rollout.sync_weights(models.actor, policy_version=0)
     if ranks.is_main:
         note_in_environment(run_dir, rollout_engine=models.rollout.description, total_steps=total_steps)
@@ -82,7 +82,12 @@ def build(
             restored.notes.extend(writer.discard_after(restored.step))
     kl = kl_controller(spec.algorithm)
     startup.phase("starting the graders")
-    reward = build_reward(spec.reward, max_response_length=spec.data.max_response_length, device=ranks.device)
+    reward = build_reward(
+        spec.reward,
+        max_response_length=spec.data.max_response_length,
+        device=ranks.device,
+        tokenizer=tokenizer,
+    )
     stack.callback(reward.close)
     startup.stop()  # the live display follows
     tracker = stack.enter_context(_tracker(spec, run_dir, ranks, stop, watchdog, total_steps, restored.step))

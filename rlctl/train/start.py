@@ -13,7 +13,7 @@ import yaml
 
 from rlctl import leftovers
 from rlctl.engine.launch import run_ranks, under_torchrun
-from rlctl.errors import SpecError, UsageError
+from rlctl.errors import EnvironmentFailure, SpecError, UsageError
 from rlctl.files import matches
 from rlctl.model_files import model_directory
 from rlctl.spec.base import seconds
@@ -24,7 +24,7 @@ from rlctl.tiny.embedded import ensure_embedded
 from rlctl.track.console import Startup
 from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import claim_default_path, open_run_dir
-from rlctl.train.preflight import masked_values, refuse_unsafe
+from rlctl.train.preflight import check_trackers, masked_values, refuse_unsafe
 from rlctl.train.stop import Watchdog, catching_signals, end_process
 from rlctl.user_code import is_file_function, split_names
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 #: Exit code if the guardrails ended the run; the same as for findings under `rlctl diagnose --fail-on`.
 STOPPED_BY_GUARDRAILS = 3
+
+#: Keys of local paths.
+_PATHS = (("model", "path"), ("model", "lora_adapter_path"), ("critic", "path"), ("ref", "path"))
 
 #: Called with a step and its metrics.
 Callback = Callable[[int, Mapping[str, float]], None]
@@ -68,6 +71,8 @@ def start_run(
     target_args = (dump_spec(spec), str(run_dir), resume is not None)
     if under_torchrun() and os.environ["RANK"] != "0":
         return run_dir, run_rank(*target_args)
+    for problem in check_trackers(spec):  # only rank 0 needs them
+        raise EnvironmentFailure(problem.what, where=problem.key, fix=problem.fix)
     with open_run_dir(run_dir, resume=resume is not None) as opened:
         if resume:
             for line in changes_of(run_dir, spec):
@@ -193,7 +198,7 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
     Paths that exist are local; everything else (a hub id, a missing path) stays unchanged.
     """
     content = spec.model_dump()
-    for section, key in (("model", "path"), ("critic", "path"), ("ref", "path")):
+    for section, key in _PATHS:
         content[section][key] = _absolute(content[section][key])
     for key in ("train_files", "val_files"):
         content["data"][key] = [_absolute(path) for path in content["data"][key]]

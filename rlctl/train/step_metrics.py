@@ -42,7 +42,7 @@ class BatchSums(Additive, Generic[V]):
         advantages: of the response tokens.
         values, returns: of the response tokens; None without a critic.
         full_prompts, truncated, aborted, invalid, timeouts: numbers of responses.
-        flat_groups, groups: groups with equal rewards, and all groups.
+        flat_groups, groups: groups with equal grades (without the overlong penalty), and all groups.
         terms: term of the reward → its sums.
     """
 
@@ -73,7 +73,8 @@ def batch_sums(
     everyone = torch.ones_like(rollouts.truncated)
     lengths, prompts = (tokens.sum(-1).double() for tokens in (rollouts.response_mask, rollouts.prompt_mask))
     rewards = scored.token_level_rewards.double().sum(-1)
-    flat_groups, groups = zero_spread_fraction(scored.scores, rollouts.group_ids, valid)
+    grades = graded.graded.to(valid.device)
+    flat_groups, groups = zero_spread_fraction(grades, rollouts.group_ids, valid)
 
     def constant(number: int) -> Tensor:
         return torch.full_like(groups, number, dtype=torch.float64)
@@ -217,7 +218,8 @@ def step_warnings(
         why = "loss or gradient was not finite; lower critic.lr"
         yield "critic", f"{missed:.0f} updates of the critic withheld: {why}"
     if metrics.get("reward/zero_spread_groups") == 1.0:
-        yield "flat", "within every group all rewards are equal, so group-relative advantages are zero"
+        what = "within every group all grades are equal: group-relative advantages are zero"
+        yield "flat", f"{what}, or come from the penalties alone"
     if metrics.get("response_length/clip_ratio") == 1.0:
         yield (
             "endless",

@@ -151,7 +151,11 @@ class KnownCorrection:
         for rows, micro, output in self._outputs or self._mini.outputs():
             weights = None if whole.weights is None else whole.weights[rows]
             part = replace(
-                whole, weights=weights, keep_mask=whole.keep_mask[rows], nonfinite=whole.nonfinite[rows]
+                whole,
+                weights=weights,
+                keep_mask=whole.keep_mask[rows],
+                nonfinite=whole.nonfinite[rows],
+                saturated=whole.saturated[rows],
             )
             yield Pass(rows, micro, output, part)
 

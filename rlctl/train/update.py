@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
 
 import torch
@@ -102,11 +102,10 @@ def update(
             result = _step(mini, strategy, lr, dumped_rows, guard, lr_scale, hold=hold)
             lr_scale = lr_scale if result.decision is None else result.decision.next_scale
             results.append(result)
-    distinct = results[: len(fixed)] if fixed else results  # fixed corrections repeat with every epoch
-    metrics = _metrics(results, distinct, settings)
+    metrics = _metrics(results, settings)
     # Each sequence is counted once, although every epoch trains on it.
-    [num_nonfinite] = ranks.sum([float(dumped.nonfinite.sum())])
-    metrics["rollout_corr/nonfinite_sequences"] = num_nonfinite
+    counts = ranks.sum([float(dumped.nonfinite.sum()), float(dumped.saturated.sum())])
+    metrics["rollout_corr/nonfinite_sequences"], metrics["rollout_corr/saturated_sequences"] = counts
     return Updated(
         metrics=metrics,
         num_updates=sum(result.applied for result in results),
@@ -194,26 +193,26 @@ class RolloutDump:
             weight is applied.
         keep_mask: (B, T) bool, of the last pass.
         nonfinite: (B,) bool, rows with a NaN or infinite log-prob under any policy, in any pass.
+        saturated: (B,) bool, rows with |Σ log ρ| ≥ 20 in any pass.
     """
 
     training_log_probs: Tensor
     weights: Tensor
     keep_mask: Tensor
     nonfinite: Tensor
+    saturated: Tensor
 
     @classmethod
     def like(cls, batch: TrainBatch) -> RolloutDump:
         """Empty buffers for the rows of `batch`."""
         zeros = torch.zeros_like(batch.rollout_log_probs)
-        masks = torch.zeros_like(batch.response_mask), torch.zeros_like(batch.sample_mask)
-        return cls(zeros, zeros.clone(), *masks)
+        none = torch.zeros_like(batch.sample_mask)
+        return cls(zeros, zeros.clone(), torch.zeros_like(batch.response_mask), none, none.clone())
 
     def rows(self, start: int, count: int) -> RolloutDump:
         """`count` rows from `start`, as views."""
         rows = slice(start, start + count)
-        return RolloutDump(
-            self.training_log_probs[rows], self.weights[rows], self.keep_mask[rows], self.nonfinite[rows]
-        )
+        return RolloutDump(*(getattr(self, part.name)[rows] for part in fields(self)))
 
     def divide(self, factor: float, settings: UpdateSettings) -> None:
         """Divides applied weights by a factor that was not known when they were written."""
@@ -227,18 +226,18 @@ class RolloutDump:
         weights = correction.weights if settings.weights_are_applied else None
         self.weights[rows] = correction.keep_mask.float() if weights is None else weights / factor
         self.keep_mask[rows] = correction.keep_mask
+        self.saturated[rows] |= correction.saturated
         self.nonfinite[rows] |= correction.nonfinite | nonfinite_rows(output.log_probs, micro.valid_mask)
 
 
-def _metrics(
-    results: list[_MiniResult], distinct: list[_MiniResult], settings: UpdateSettings
-) -> dict[str, float]:
-    correction = reduce(operator.add, (result.correction for result in distinct))
+def _metrics(results: list[_MiniResult], settings: UpdateSettings) -> dict[str, float]:
+    # Every epoch has the same sequences: their mean, so that deviations with n − 1 count each once.
+    correction = reduce(operator.add, (result.correction for result in results)).over(settings.ppo_epochs)
     losses = reduce(operator.add, (result.losses for result in results))
     count = len(results)
     metrics = correction_metrics(correction, settings.rules)
     if settings.rules.weight.normalize and settings.rules.weight.level is not None:
-        factor = sum(result.factor for result in distinct) / len(distinct)
+        factor = sum(result.factor for result in results) / count
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = factor
     if losses.listed_mass is not None:
         metrics["rollout_corr/listed_mass"] = ratio(losses.listed_mass, losses.tokens)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
+from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
 from rlctl.batch import TokenLists, TrainBatch
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.protocol import StepResult
@@ -24,7 +24,7 @@ from rlctl.engine.ranks import Ranks
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.update import update
 from tests.models import naive_log_probs, tiny_model
-from tests.properties.batches import estimate
+from tests.properties.batches import estimate, loss_rule
 
 PROMPT, END, HORIZON = 1, 0, 2
 #: Response → sixteenths of π_rollout's probability.
@@ -60,7 +60,7 @@ class Setting:
         return UpdateSettings(
             rules=CorrectionRules(self.weight, self.reject, denominator),
             bypass=self.old == "rollout",
-            loss=LossRule(self.loss),
+            loss=loss_rule(self.loss),
             agg_mode=agg_mode,
             horizon=HORIZON,
             ppo_epochs=1,
@@ -254,6 +254,9 @@ def enumerate_updates(ranks: Ranks, settings: list[Setting]) -> dict[tuple[Setti
     def gradients(setting: Setting, agg_mode: str, groups: list[tuple[int, int]], rows: int) -> list[Tensor]:
         actor.gradients = []
         batch = groups_of(groups, setting.old)
+        if setting.old == "current":  # to the last bit: the sign of a log-ratio of 1e-7 is noise
+            own = [actor.policy(part.inputs).log_probs.detach() for part in batch.split(rows)]
+            batch = replace(batch, old_log_probs=torch.cat(own))
         update(batch, actor, ranks, setting.update_settings(agg_mode, rows), lambda _: 0.0, 0)
         return actor.gradients
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,6 +60,23 @@ def test_a_bad_number_costs_its_own_sequence_and_nothing_else(weight, value: flo
             assert figure == pytest.approx(metrics_alone[name], rel=1e-12), name
 
 
+@pytest.mark.parametrize("weight", [rule for rule in weight_rules() if rule.metrics is None], ids=str)
+def test_a_bad_sequence_is_a_rejected_one_for_the_applied_weights(weight) -> None:
+    """One rule: its weight in the loss is 0 like that of every rejected sequence; it has no ratio."""
+    batch, row = make_batch(8, rows=8), 5
+    rejects = CorrectionRules(weight, (RejectRule("only", "ratio", "sum", None, 30.0, "sequence"),))
+    far = batch.log_probs.clone()
+    far[row] += 8.0
+    _, rejected = factor_and_metrics(replace(batch, log_probs=far).correct(rejects), rejects)
+    _, bad = factor_and_metrics(spoil(batch, row, math.nan, "log_probs").correct(rejects), rejects)
+    names = {name for name in bad if name.startswith("rollout_corr/rollout_is_")}
+    names = {name for name in names if "raw" not in name and "fraction" not in name}
+    names |= {"rollout_corr/rollout_rs_masked_fraction", "rollout_corr/rollout_rs_seq_masked_fraction"}
+    assert weight.level is None or len(names) > 10
+    if weight.normalize_over == "survivors":
+        assert {name: bad[name] for name in names} == pytest.approx({name: rejected[name] for name in names})
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("loss_type", POLICY_LOSSES)
 @pytest.mark.parametrize("mode", MODES)
@@ -102,6 +120,10 @@ def test_nothing_survives(level, convention, why: str) -> None:
     assert host.kept_tokens == host.kept_sequences == 0.0
     assert factor == 1.0
     assert all(math.isfinite(value) for value in metrics.values())
+    if why != "rejected":  # no ratio is known, so nothing is averaged: not a correlation of 1, or an ESS of 0
+        known = {"nonfinite_sequences", "saturated_sequences"}
+        known |= {"rollout_rs_masked_fraction", "rollout_rs_seq_masked_fraction"}
+        assert {name.removeprefix("rollout_corr/") for name in metrics} == known
     expected = 0.0 if why == "empty" else 1.0
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == expected
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == expected

@@ -17,12 +17,16 @@ import torch
 from rlctl.algos.estimators import has_spread, spread_probability
 from rlctl.batch import Rollouts, TokenLists
 from rlctl.engine.ranks import Ranks
+from rlctl.reward.build import Reward
+from rlctl.reward.protocol import RewardResult, Scorer
 from rlctl.spec.load import load_spec
-from rlctl.train.filter_groups import draw_next_prompts
+from rlctl.spec.rollout import OverlongSpec
+from rlctl.train.filter_groups import DrawnPrompt, _group, draw_next_prompts
 from rlctl.train.score_batch import with_advantages
+from rlctl.train.step_metrics import batch_sums
 from rlctl.train.stream import PromptDraws
 from tests.properties.batches import estimate
-from tests.unit.train.scored import rollouts_of, scored_batch
+from tests.unit.train.scored import HORIZON, ROWS, rollouts_of, scored_batch
 
 ONE_RANK = Ranks(0, 1, torch.device("cpu"))
 
@@ -153,6 +157,37 @@ def test_parts_of_a_batch_are_joined_whatever_their_widths() -> None:
     assert torch.equal(joined.kept.counts, counts)
     assert torch.equal(joined.kept.ids, whole.kept.ids)
     assert joined.prompt_texts == whole.prompt_texts
+
+
+@pytest.mark.parametrize("score", [0.0, 1.0, 1 / 3, 0.1, 1e-3, -0.7])
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_groups_are_compared_without_the_length_penalty(score: float, factor: float) -> None:
+    """Equal grades have no spread, however long the responses are; unequal ones have."""
+    terms = {"first": (0.7, Worth(score)), "second": (0.2, Worth(score))}
+    reward = Reward(terms, OverlongSpec(buffer_length=4, penalty_factor=factor), HORIZON)
+    for words in ("a" * ROWS, "aabbabaabaab"):
+        rollouts, is_mixed = replace(rollouts_of(), response_texts=tuple(words)), "b" in words
+        graded = reward.score(rollouts)
+        assert graded.scores.unique().numel() > 2  # the penalties differ
+        group = _group(DrawnPrompt(0, 0, 1.0), rollouts, graded)
+        assert group.has_spread == is_mixed
+        assert group.mean == pytest.approx(0.9 * (score + 0.25 * words.count("b") / ROWS), abs=1e-6)
+        scored = replace(scored_batch(), rollouts=rollouts, scores=graded.scores)
+        batch = with_advantages(scored, load_spec([], [], []).spec.algorithm, ONE_RANK)
+        sums = batch_sums(scored, batch, graded, 0, 99).to_host()
+        assert sums.flat_groups == pytest.approx(0.0 if is_mixed else sums.groups)
+        halves = [graded.pick(slice(0, 6)), graded.pick(slice(6, None))]
+        assert torch.equal(RewardResult.joined(halves).graded, graded.graded)
+
+
+class Worth(Scorer):
+    """`b` is worth 0.25 more than any other response."""
+
+    def __init__(self, score: float) -> None:
+        self._score = score
+
+    def grade(self, samples) -> list[float]:
+        return [self._score + 0.25 * (sample.response == "b") for sample in samples]
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])

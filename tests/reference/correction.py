@@ -196,12 +196,17 @@ def all_metrics(nonempty: list[Sequence], rules) -> dict[str, float]:
     Those with bad numbers are rejected, so they have an applied weight, 0; they have no other figure.
     """
     finite = [s for s in nonempty if s.finite]
-    found = {f"rollout_corr/{k}": v for k, v in policy_gap(finite).items()}
-    found |= {f"rollout_corr/{k}": v for k, v in weight_metrics(nonempty, rules.weight).items()}
-    found |= {f"rollout_corr/{k}": v for k, v in rejection_metrics(nonempty, finite, rules).items()}
-    found["rollout_corr/nonfinite_sequences"] = float(len(nonempty) - len(finite))
-    found["rollout_corr/saturated_sequences"] = float(sum(abs(sum(s.log_ratio)) >= CLAMP for s in finite))
-    return found | probability_metrics(finite)
+    found = {
+        "nonfinite_sequences": float(len(nonempty) - len(finite)),
+        "saturated_sequences": float(sum(abs(sum(s.log_ratio)) >= CLAMP for s in finite)),
+        "rollout_rs_masked_fraction": mean([float(not k) for s in nonempty for k in s.keep]),
+        "rollout_rs_seq_masked_fraction": mean([float(not all(s.keep)) for s in nonempty]),
+    }
+    if finite:  # without, nothing else can be averaged
+        found |= policy_gap(finite) | weight_metrics(nonempty, rules.weight)
+        found |= criterion_metrics(finite, rules)
+    metrics = {f"rollout_corr/{name}": value for name, value in found.items()}
+    return metrics | (probability_metrics(finite) if finite else {})
 
 
 def policy_gap(finite: list[Sequence]) -> dict[str, float]:
@@ -305,11 +310,8 @@ def verl_weight_metrics(weights: list[list[float]], raw: list[list[float]], rule
     return found
 
 
-def rejection_metrics(nonempty: list[Sequence], finite: list[Sequence], rules) -> dict[str, float]:
-    found = {
-        "rollout_rs_masked_fraction": mean([float(not k) for s in nonempty for k in s.keep]),
-        "rollout_rs_seq_masked_fraction": mean([float(not all(s.keep)) for s in nonempty]),
-    }
+def criterion_metrics(finite: list[Sequence], rules) -> dict[str, float]:
+    found: dict[str, float] = {}
     for index, rule in enumerate(rules.reject):
         prefix = f"rollout_rs_{rule.name}_"
         values = [v for s in finite for v in s.judged[index][0]]

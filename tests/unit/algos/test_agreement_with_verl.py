@@ -250,10 +250,13 @@ def test_optimal_token_baseline(seed: int) -> None:
     squares = probability**2 + 0.5 * (1 - probability) ** 2
     norms = score_norms(probability.log(), squares)
     ours = optimal_token_baseline(rewards, mask, GROUPS, EVERYONE, norms)
-    theirs, _ = verl.compute_optimal_token_baseline_advantage(
-        rewards, mask.float(), GROUPS.numpy(), probability.log(), squares
-    )
+    given = (rewards, mask.float(), GROUPS.numpy(), probability.log(), squares)
+    theirs, _ = verl.compute_optimal_token_baseline_advantage(*given)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    # docs/reference/conformance.md: with weights it is another baseline, which rlctl does not have.
+    weights = 0.5 + torch.rand(mask.shape, generator=generator)
+    weighted, _ = verl.compute_optimal_token_baseline_advantage(*given, rollout_is_weights=weights)
+    assert not torch.allclose(ours, weighted, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])

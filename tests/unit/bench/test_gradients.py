@@ -16,6 +16,7 @@ from benchmarks.gradients.exact import BenchRule, ess_against_length
 from benchmarks.gradients.learned import LearnedWorld, length_shares
 from benchmarks.gradients.report import (
     SHOWN,
+    _bounds,
     decision_table,
     error_of,
     markdown,
@@ -256,9 +257,27 @@ def test_intervals_draw_whole_seeds() -> None:
     table = decision_table(rows_of({"one": [[error] * 20 for error in seeds]}), best=1)
     low, high = (float(x) for x in table.splitlines()[2].split("(")[1].split(")")[0].split("–"))
     assert "0.250" in table
-    assert high - low == pytest.approx(2 * 1.645 * np.std(seeds) / 2, rel=0.15)
+    assert high - low == pytest.approx(2 * 2.353 * np.std(seeds, ddof=1) / 2, abs=2e-3)  # t of 3 degrees
     alone = decision_table(rows_of({"one": [[0.2, 0.3]]}), best=1)
     assert "`one` 0.250 |" in alone
+
+
+@pytest.mark.parametrize("num_seeds", [5, 8])
+@pytest.mark.parametrize(("spread", "least"), [(0.0, 0.89), (0.5, 0.86)])
+def test_the_interval_covers_as_often_as_it_says(num_seeds: int, spread: float, least: float) -> None:
+    """Of 2,000 studies; three worlds of a seed share most of their deviation. `spread` 0: normal figures."""
+    draw = np.random.default_rng(num_seeds)
+    covered = 0
+    for _ in range(2000):
+        shared = draw.normal(size=num_seeds)
+        figures = {
+            (f"world {place}", seed): float(np.exp(spread * x) if spread else x)
+            for seed, shift in enumerate(shared)
+            for place, x in enumerate(shift + 0.3 * draw.normal(size=3))
+        }
+        low, high = _bounds(figures)
+        covered += low <= (np.exp(0.5 * spread**2 * 1.09) if spread else 0.0) <= high
+    assert least <= covered / 2000 <= 0.92  # 0.9 ± three standard errors
 
 
 def test_rules_as_good_as_the_best_are_counted_in_pairs() -> None:

@@ -6,19 +6,22 @@ import copy
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, load_peft_weights
+from safetensors.torch import save_file
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from rlctl.engine.lora import OffloadedBase, add_lora, plain_weights
+from rlctl.engine.lora import OffloadedBase, add_lora, load_adapter, plain_weights
 from rlctl.errors import UsageError
-from rlctl.spec.model import ALL_LINEAR
+from rlctl.model_files import check_adapter
+from rlctl.spec.model import ALL_LINEAR, ModelSpec
 from tests.models import naive_log_probs, tiny_batch, tiny_model
 from tests.processes import on_ranks
 from tests.unit.engine import lora_jobs
 from tests.unit.engine.engine_jobs import ROWS
 from tests.unit.rollout.test_weights import mixture
 
+FILE = "adapter_model.safetensors"
 CASES = {
     1: [(0, "fp32"), (2, "bf16"), (3, "fp32")],
     2: [(1, "fp32"), (3, "bf16")],
@@ -111,6 +114,84 @@ def test_a_router_that_is_a_kind_of_linear_layer_gets_no_adapter() -> None:
     model = Llama4ForCausalLM(Llama4TextConfig(vocab_size=9, num_local_experts=2, **shape, **heads))
     add_lora(model, 2, 4.0, [ALL_LINEAR])
     assert model(input_ids=torch.arange(4)[None]).logits.isfinite().all()
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """An adapter that PEFT itself wrote, with random values, and the model with it merged."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, lora_alpha=6.0, target_modules=["q_proj", "down_proj"], lora_dropout=0.1)
+    torch.manual_seed(3)
+    theirs = get_peft_model(tiny_model(), config)
+    for name, parameter in theirs.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(parameter)
+    theirs.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter", theirs.merge_and_unload()
+
+
+def model_spec(path, **more) -> ModelSpec:
+    fields = {"lora_rank": 2, "lora_alpha": 6.0, "target_modules": ["down_proj", "q_proj"]} | more
+    return ModelSpec(path="a/b", lora_adapter_path=str(path), **fields)
+
+
+def test_training_starts_from_an_adapter_that_peft_wrote(adapter) -> None:
+    path, merged = adapter
+    model, spec = tiny_model(), model_spec(path)
+    add_lora(model, 2, 6.0, spec.target_modules)
+    load_adapter(model, spec)
+    batch = tiny_batch(merged)
+    own, theirs = (naive_log_probs(each, batch)[0] for each in (model, merged))
+    torch.testing.assert_close(own, theirs, rtol=1e-5, atol=2e-5)
+    assert (naive_log_probs(tiny_model(), batch)[0] - theirs).abs().max() > 0.1
+    for weight in plain_weights(model):
+        torch.testing.assert_close(weight.value(), merged.state_dict()[weight.name])
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"lora_rank": 3}, "has rank 2, alpha 6"),
+        ({"lora_alpha": 2.0}, "has rank 2, alpha 6"),
+        ({"target_modules": ["q_proj"]}, "the layers down_proj, q_proj"),
+        ({"target_modules": ["all-linear"]}, "have other layers"),
+    ],
+)
+def test_an_adapter_of_another_form_says_what_to_write(adapter, more, said: str) -> None:
+    spec = model_spec(adapter[0], **more)
+    model = tiny_model()
+    add_lora(model, spec.lora_rank, spec.lora_alpha, spec.target_modules)
+    with pytest.raises(UsageError, match=said) as caught:
+        load_adapter(model, spec)
+    assert "model.target_modules=[down_proj,q_proj]" in str(caught.value.fix)
+    assert caught.value.where == f"model.lora_adapter_path={adapter[0]}"
+
+
+@pytest.mark.parametrize("spoil", ["missing", "no weights", "dora", "another size", "json"])
+def test_an_adapter_that_cannot_be_used_is_refused(adapter, spoil: str) -> None:
+    path, _ = adapter
+    config = path / "adapter_config.json"
+    said = {"missing": "not a LoRA", "json": "not a LoRA", "dora": "use_dora"}.get(spoil, "")
+    if spoil == "no weights":
+        (path / FILE).unlink()
+        said = "cannot be read"
+    elif spoil == "dora":
+        config.write_text(config.read_text().replace('"use_dora": false', '"use_dora": true'))
+    elif spoil == "json":
+        config.write_text("{")
+    elif spoil == "another size":
+        tensors = {name: tensor[..., :1] for name, tensor in load_peft_weights(str(path)).items()}
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / FILE)
+        said = "in the adapter, "
+    model = tiny_model()
+    spec = model_spec(path / "nothing" if spoil == "missing" else path)
+    add_lora(model, 2, 6.0, spec.target_modules)
+    if said.startswith(("not", "use")):  # also found before the model is loaded
+        with pytest.raises(UsageError, match=said):
+            check_adapter(spec.lora_adapter_path, spec)
+    with pytest.raises(UsageError, match="cannot be read" if spoil == "missing" else said):
+        load_adapter(model, spec)
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import (
 )
 
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
+from rlctl.reward.build import build_reward
 from rlctl.reward.model import ModelScorer
 from rlctl.reward.protocol import Failure, Sample
 from rlctl.spec.rollout import RewardModelSpec, RewardSpec
@@ -69,7 +71,7 @@ def logits(model, words):
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 def test_scores_do_not_depend_on_the_batch(saved, batch_size):
     model, folders = saved
-    texts = ["<s> ab c", "<s> a b c d e fd", "<s> h", "<s> g ga b c"]
+    texts = ["<s> ab c </s>", "<s> a b c d e fd </s>", "<s> h </s>", "<s> g ga b c </s>"]
     wanted = [logits(model, " ".join(w if w in WORDS else "<unk>" for w in text.split())) for text in texts]
     assert scorer(folders["plain"], batch_size=batch_size).grade(SAMPLES) == pytest.approx(wanted, abs=1e-5)
 
@@ -100,6 +102,95 @@ def test_messages_go_through_the_reward_models_own_template(saved):
     asked = Sample("d", "", "<s> other markup", messages=(*turns, {"role": "user", "content": "e"}))
     wanted = logits(model, "user a b </s> assistant c </s> user e </s> assistant d </s>")
     assert scorer(folders["chat"]).grade([asked]) == pytest.approx([wanted], abs=1e-5)
+
+
+MARKED = "{% for m in messages %}<|{{ m.role }}|> {{ m.content }} {% endfor %}<|assistant|> "
+ASKED = ({"role": "assistant", "content": "h"}, {"role": "user", "content": "a b"})
+
+
+def scored(model, words: str, folder, policy, **sample):
+    found = scorer_of(folder, policy).grade([Sample(ground_truth="", **sample)])
+    assert found == pytest.approx([logits(model, words)], abs=1e-5)
+
+
+def scorer_of(path, policy):
+    spec = RewardModelSpec(path=str(path), dtype="fp32")
+    found = ModelScorer(RewardSpec(model=spec), torch.device("cpu"))
+    found.set_policy(policy)
+    return found
+
+
+@pytest.mark.parametrize("prompt", ["<s> a b ", "a b "])
+def test_there_is_one_start_token_and_one_end_token(saved, prompt):
+    """Whether or not the policy's text starts with one, and whether or not the policy is known."""
+    model, folders = saved
+    for policy in (None, tokenizer(), tokenizer(MARKED)):
+        scored(model, "<s> a b c </s>", folders["plain"], policy, prompt=prompt, response="c")
+    ended = tokenizer(None)
+    ended._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    own = scorer_of(folders["plain"], None)
+    own._tokenizer = ended
+    wanted = logits(model, "<s> a b c </s>")
+    assert own.grade([Sample("c", "", prompt)]) == pytest.approx([wanted], abs=1e-5)
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_a_policy_with_the_same_tokens_gives_its_tokens(saved, template):
+    """Those sampled, not those of their text: `d d` could be one token, and a cut-off response has no end."""
+    model, folders = saved
+    policy, folder = tokenizer(template), folders["plain" if template is None else "chat"]
+    ids = {word: place for place, word in enumerate(WORDS)}
+    given = {"prompt": "<s> user a b </s> assistant ", "messages": ASKED}
+    for sampled in ("d <unk> </s>", "d c", "</s>"):
+        response = [ids[word] for word in sampled.split()]
+        words = f"<s> user a b </s> assistant {sampled}"
+        scored(model, words, folder, policy, response="another text", response_ids=response, **given)
+    words = "<s> user a b </s> assistant d </s>"  # in an evaluation only the text is known
+    scored(model, words, folder, policy, response="d", **given)
+
+
+def test_a_policy_with_other_tokens_gives_its_messages(saved):
+    """The markup of its chat template would be read as text."""
+    model, folders = saved
+    policy = tokenizer(MARKED)
+    policy.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>"]})
+    prompt = policy.apply_chat_template(list(ASKED), tokenize=False)
+    given = {"prompt": prompt, "messages": ASKED, "response": "c", "response_ids": [8, 2]}
+    turns = "assistant h </s> user a b </s> assistant c </s>"
+    scored(model, turns, folders["chat"], policy, **given)
+    scored(model, "<s> h a b c </s>", folders["plain"], policy, **given)
+    scored(model, turns, folders["chat"], None, **given)
+    scored(model, "<s> h a b c </s>", folders["plain"], None, **given)
+
+
+def test_a_template_of_its_own_is_used_although_the_tokens_are_the_same(saved):
+    model, folders = saved
+    given = {"prompt": "<|user|> a b <|assistant|> ", "messages": ASKED[1:], "response": "c"}
+    words = "user a b </s> assistant c </s>"
+    scored(model, words, folders["chat"], tokenizer(MARKED), response_ids=[8, 2], **given)
+
+
+def test_the_reward_of_a_run_knows_the_policys_tokenizer(saved):
+    model, folders = saved
+    spec = RewardSpec(name="model", model=RewardModelSpec(path=str(folders["plain"]), dtype="fp32"))
+    reward = build_reward(spec, max_response_length=4, device=torch.device("cpu"), tokenizer=tokenizer())
+    tokens = torch.tensor([[WORDS.index("d"), WORDS.index("c"), 0]])
+    nothing = torch.zeros(1, 0, dtype=torch.int64)
+    rollouts = SimpleNamespace(
+        response_texts=["another text"],
+        ground_truths=[""],
+        prompt_texts=["<s> a"],
+        data_sources=[""],
+        extra_infos=(),
+        messages=(),
+        responses=tokens,
+        response_mask=tokens > 0,
+        input_ids=nothing,
+    )
+    wanted = logits(model, "<s> a d c")
+    assert reward.score(rollouts).scores.tolist() == pytest.approx([wanted], abs=1e-5)
 
 
 def test_what_is_too_long_loses_its_start(saved):

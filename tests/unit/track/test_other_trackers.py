@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from rlctl.cli.app import run
 from rlctl.track.sink import SinkInputs
 from rlctl.track.tracker import build_tracker
 
@@ -55,13 +55,31 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert [(log["step"], log["critic/score/mean"]) for log in logs] == [(n, n / 4) for n in range(1, 7)]
 
 
-@pytest.mark.parametrize("logger", ["mlflow", "trackio"])
-def test_one_that_is_not_installed_does_not_stop_training(
+@pytest.mark.parametrize("logger", ["mlflow", "trackio", "wandb", "tensorboard"])
+def test_one_that_is_not_installed_is_found_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], logger: str
 ) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == logger] or [logger]:
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, f"rlctl.track.{logger}", raising=False)
-    train(tmp_path / "run", logger, 1, 2)
-    assert f"warning: {logger} failed and is disabled" in capsys.readouterr().err
-    assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])["step"] == 1
+    monkeypatch.setitem(sys.modules, logger, None)  # as if it were not there
+    given = (f"trainer.logger=[console,{logger}]", f"trainer.run_dir={tmp_path}/run")
+    for dry_run in ((), ("--dry-run",)):
+        assert run(["train", *given, *dry_run]) == 4
+        shown = capsys.readouterr()
+        text = " ".join((shown.out + shown.err).split())
+        assert f"{logger} is not installed" in text
+        assert f"pip install {logger}, or leave {logger} out" in text
+        assert "trainer.logger" in text
+        assert not (tmp_path / "run").exists()
+    assert run(["train", *given, "--dry-run", "--machine", "8xh100"]) == 0  # that machine may have it
+
+
+def test_a_tracker_of_ones_own_names_its_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from rlctl.registry import TRACKERS\n"
+        "@TRACKERS.register(label='mine', needs={'neptune_of_nobody'})\n"
+        "def mine(inputs): ...\n"
+    )
+    assert run(["train", f"trainer.logger={file}:mine", f"trainer.run_dir={tmp_path}/run"]) == 4
+    assert "pip install neptune_of_nobody" in " ".join(capsys.readouterr().err.split())

@@ -78,6 +78,16 @@ def test_validation_better_than_all_before_is_saved_also_after_a_resume(clock: l
     resumed = Saver(run)  # type: ignore[arg-type]
     assert not run.saved(resumed, 4, a=0.1, b=0.5)
     assert best_validation(run.history) == (3, 0.35)
+    worse = Run("trainer.test_freq=1")  # than the model that it started from: still the best of its own
+    worse.history.append({"step": 0.0, "val/a/reward_mean": 0.9})
+    saver = Saver(worse)  # type: ignore[arg-type]
+    assert [worse.saved(saver, step, a=value) for step, value in ((1, 0.2), (2, 0.5), (3, 0.4))] == [
+        True,
+        True,
+        False,
+    ]
+    assert saver._best_step() == 2
+    assert best_validation(worse.history) == (2, 0.5)
     rarely = Run("trainer.test_freq=3", "rollout.sync_every=4")
     assert rarely.saved(Saver(rarely), 3, a=0.2)  # type: ignore[arg-type]
     never = Run("trainer.test_freq=1", "trainer.keep_best=false")

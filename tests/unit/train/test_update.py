@@ -122,6 +122,39 @@ def test_figures_of_several_steps_are_their_means() -> None:
     assert found == pytest.approx(sum(factors) / 4, rel=1e-5)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_every_epoch_has_the_same_sequences(name: str) -> None:
+    """Without a change of the weights, three epochs measure what one does: each sequence counts once."""
+    batch = batch_of(tiny_model())
+    far = batch.rollout_log_probs.clone()
+    far[2] -= torch.where(batch.response_mask[2], 12.0, 0.0)  # out of the clamp
+    old = far if CASES[name].correction["bypass_mode"] else batch.old_log_probs
+    batch = replaced(batch, rollout_log_probs=far, old_log_probs=old)
+    found = []
+    for epochs in (1, 3):
+        settings = settings_of(CASES[name].correction, epochs=epochs, mini_rows=8)
+        outcome = update(batch, PlainEngine(tiny_model()), alone(), settings, lambda _: 0.0, 0)
+        found.append(outcome.metrics)
+    once, thrice = found
+    assert once["rollout_corr/saturated_sequences"] == 1.0
+    names = [key for key in once if key.startswith(("rollout_corr/", "training/"))]
+    assert len(names) > 25
+    for key in names:
+        assert thrice[key] == pytest.approx(once[key], rel=1e-9, abs=1e-12), key
+
+
+def test_a_sequence_that_saturates_in_one_epoch_is_counted() -> None:
+    """In bypass mode its ratio changes from epoch to epoch."""
+    batch = batch_of(tiny_model())
+    settings = settings_of(BYPASS | REINFORCE | {"rollout_is": "token"}, epochs=2)
+    saturated = {}
+    for lr in (0.0, 300.0):  # the second epoch finds a policy far away
+        outcome = update(batch, PlainEngine(tiny_model()), alone(), settings, lambda _, lr=lr: lr, 0)
+        saturated[lr] = outcome.metrics["rollout_corr/saturated_sequences"]
+    assert saturated[0.0] == 0.0
+    assert saturated[300.0] == int(saturated[300.0]) > 0
+
+
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.correction["bypass_mode"]])
 def test_logged_metrics_are_the_oracles(name: str) -> None:
     model = tiny_model()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
-from rlctl.diagnose.readers.collect import STEP_KEYS
 from rlctl.diagnose.readers.printed_content import Row
 
 #: Regular expression of a number as text.
@@ -125,7 +124,9 @@ class PrintedTable:
         self._steps = [int(match[1]) for match in found if match] if all(found) else []
 
     @classmethod
-    def begin(cls, text: str, wants: Callable[[str], bool]) -> PrintedTable | None:
+    def begin(
+        cls, text: str, wants: Callable[[str], bool], step_keys: Collection[str]
+    ) -> PrintedTable | None:
         """Begins a table if the line is a header with metrics or steps; otherwise returns None."""
         delimiter = "|" if _has_bars(text) else "\t" if "\t" in text else None
         if delimiter is None and not ("  " in text and ("step" in text.lower() or "loss" in text)):
@@ -134,7 +135,7 @@ class PrintedTable:
         if len(names) < 2 or any(printed_number(name) is not None for name in names):
             return None
         table, wanted = cls(delimiter, names), sum(map(wants, names))
-        has_step = any(name in STEP_KEYS for name in names)
+        has_step = any(name in step_keys for name in names)
         return table if table._steps or (wanted and (has_step or wanted > 1)) else None
 
     def take(self, text: str) -> list[Row] | None:

@@ -441,11 +441,57 @@ def test_an_exception_that_ends_the_run_again_after_a_restart(tmp_path, rows):
     assert read(tmp_path, text).exception is None
 
 
-def test_a_log_without_rows_is_refused_with_its_exception(tmp_path):
-    with pytest.raises(
-        UsageError, match=r"ends with KeyError: 'x' in actor\.py, line 585, in update_policy \(line 6\)"
-    ):
-        read(tmp_path, f"{TRACEBACK}KeyError: 'x'\n")
+def test_a_log_without_rows_is_read_for_its_error(tmp_path):
+    run = read(tmp_path, f"Loading the model\n{TRACEBACK}KeyError: 'x'\n")
+    assert (run.exception.text, run.exception.line) == ("KeyError: 'x'", 7)
+    assert (run.framework, len(run.table.steps)) == ("unknown", 0)
+    assert run.notes == ("the log contains no step, only an error",)
+    [finding] = examine(run).findings
+    assert finding.what == "the log ends before its first step with KeyError: 'x'"
+
+
+WRAPPERS = """Error executing job with overrides: ['trainer.total_training_steps=700']
+ray.exceptions.RayTaskError(RuntimeError): ray::TaskRunner.run() (pid=46086, ip=10.0.0.2)
+ray.exceptions.RayTaskError(RuntimeError): ray::WorkerDict.save_checkpoint() (pid=46408, ip=10.0.0.2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        # The first error, not the last, nor a wrapper's.
+        (f"{TRACEBACK}{WRAPPERS}RuntimeError: write failed\nRuntimeError: unexpected pos 3\n",
+         "RuntimeError: write failed"),
+        (f"{TRACEBACK}ValueError: a\n\nDuring handling of the above exception, another exception occurred:\n"
+         f"\n{TRACEBACK.replace('585', '7')}KeyError: 'b'\n", "ValueError: a"),
+        (f"{TRACEBACK}ray.exceptions.ActorDiedError: The actor died unexpectedly.\n",
+         "ray.exceptions.ActorDiedError: The actor died unexpectedly."),
+        # Deaths that Python does not report.
+        ("OSError: [Errno 28] No space left on device\n", "OSError: [Errno 28] No space left on device"),
+        ("[rank3]:[E1126 ProcessGroupNCCL.cpp:616] [Rank 3] Watchdog caught collective operation timeout: "
+         "WorkNCCL(SeqNum=7) ran for 600000 milliseconds before timing out.\n" + TRACEBACK
+         + "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n",
+         "[rank3]:[E1126 ProcessGroupNCCL.cpp:616] [Rank 3] Watchdog caught collective operation timeout: "
+         "WorkNCCL(SeqNum=7) ran for 600000 milliseconds before timing out."),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0.\n",
+         "slurmstepd: error: Detected 1 oom_kill event in StepId=1.0."),
+        ("E1126 api.py:869] failed (exitcode: -9) local_rank: 0 (pid: 7) of binary: python\n",
+         "E1126 api.py:869] failed (exitcode: -9) local_rank: 0 (pid: 7) of binary: python"),
+        ("run.sh: line 9: 4321 Killed\n", "run.sh: line 9: 4321 Killed"),
+        ("Segmentation fault (core dumped)\n", "Segmentation fault (core dumped)"),
+        ("2026-01-01 ERROR engine: request timed out after 600 s\n",
+         "2026-01-01 ERROR engine: request timed out after 600 s"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("above", ["", VERL.format(step=3, x=0.5) + "\n"])
+def test_what_ended_the_run_is_the_first_error(tmp_path, above, lines, expected):
+    assert read(tmp_path, f"{above}{lines}").exception.text == expected
+    assert read(tmp_path, f"{lines}{VERL.format(step=4, x=0.5)}\n").exception is None  # it went on
+
+
+def test_a_scheduler_that_ends_a_run_is_no_failure(tmp_path):
+    line = "slurmstepd: error: *** JOB 17 ON node3 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***"
+    assert read(tmp_path, f"{VERL.format(step=3, x=0.5)}\n{line}\n").exception.is_stop
 
 
 def test_settings_in_a_launch_line_and_where_each_fact_comes_from(tmp_path):

@@ -32,23 +32,35 @@ class KeyRule(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    to: str = ""  # spec key that gets the value; empty if only formulas read the key, or it is not translated
+    #: spec key that gets the value, unless a formula computes it; empty if only formulas read the key, or it
+    #: is not translated
+    to: str = ""
     default: Any = None  # the framework's default; None if it has none or computes it
     #: the framework's value → spec value; an unlisted value has no equivalent, `*` accepts all others
     #: unchanged. None: any value, unchanged
     values: dict[str, Any] | None = None
     #: how its meaning differs; a mapping states it per value, `*` for all others
     differs: str | dict[str, str] = ""
+    when: str = ""  # expression over `{keys}`: whether `differs` holds
+    note: str | dict[str, str] = ""  # a remark on a value that loses nothing
     unsupported: str = ""  # why no spec key corresponds to it
     neutral: list[Any] = []  # values for which an unsupported key has no effect
     #: not an option of the version in `title`, but of an older version or of a library of the framework
     outside: bool = False
 
-    def difference(self, value: Any) -> str:
-        """How the meaning of this value differs; empty if it does not."""
-        if isinstance(self.differs, str):
-            return self.differs
-        return self.differs.get(word(value), self.differs.get("*", ""))
+    def difference(self, value: Any, values: dict[str, Any] | None = None) -> str:
+        """How the meaning of this value differs; empty if it does not. `values`: those of all keys."""
+        if self.when and values is not None and not compute(self.when, values):
+            return ""
+        return _of_value(self.differs, value)
+
+    def remark(self, value: Any) -> str:
+        """The remark on this value."""
+        return _of_value(self.note, value)
+
+
+def _of_value(texts: str | dict[str, str], value: Any) -> str:
+    return texts if isinstance(texts, str) else texts.get(word(value), texts.get("*", ""))
 
 
 class Variant(BaseModel):
@@ -59,6 +71,15 @@ class Variant(BaseModel):
     command: str  # what a launch command names it, see `KeyTable.commands`
     defaults: dict[str, Any] = {}  # key → default, where it differs
     lacks: list[str] = []  # prefixes of keys that it does not have
+
+
+class Base(BaseModel):
+    """The configuration from which a framework's others inherit."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    file: str  # its name
+    values: dict[str, Any]  # key → value, of the keys that are translated
 
 
 class KeyTable(BaseModel):
@@ -75,6 +96,7 @@ class KeyTable(BaseModel):
     classes: dict[str, str] = {}  # Python classes that take its keys as arguments → prefix of these keys
     marks: list[str]  # key prefixes that identify the framework
     aliases: dict[str, str] = {}  # other spelling of a key → the key
+    base: Base | None = None
     constants: dict[str, Any] = {}  # spec keys that every run of this framework has
     keys: dict[str, KeyRule]  # key → rule; a string is short for `to`
     unsupported: dict[str, str] = {}  # key, or prefix that ends in a dot, dash or underscore → why
@@ -216,11 +238,16 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "len": len,
     "round": round,
     "ceil": math.ceil,
-    "only": lambda values, allowed: [
-        value for value in (values if isinstance(values, list) else [values]) if value in allowed
-    ],
+    "only": lambda values, allowed: [value for value in _listed(values) if value in allowed],
+    "drops": lambda values, allowed: any(value not in allowed for value in _listed(values)),
     "is_parquet": lambda name: str(name).endswith(".parquet"),
 }
+
+
+def _listed(values: Any) -> list[Any]:
+    return values if isinstance(values, list) else [values]
+
+
 #: The most often that an expression may repeat a text or list.
 _MAX_REPEATS = 10_000
 

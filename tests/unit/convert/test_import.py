@@ -732,7 +732,8 @@ def test_a_recipe_has_the_values_of_the_base_that_is_not_here(tmp_path: Path) ->
         result,
         {
             "actor.lr": 5e-6, "actor.kl_loss_coef": 0.01, "trainer.save_freq": 10,
-            "data.train_batch_size": 32, "rollout.gpu_memory_utilization": 0.6, "actor.clip_ratio_low": 0.2, "actor.clip_ratio_high": 0.28,
+            "data.train_batch_size": 32, "rollout.gpu_memory_utilization": 0.6,
+            "actor.clip_ratio_low": 0.2, "actor.clip_ratio_high": 0.28,
         },
     )  # fmt: skip
     assert result.origins["actor.lr"].endswith("../../grpo_math_1B.yaml")
@@ -766,7 +767,8 @@ def test_a_function_of_slime_replaces_its_weights(tmp_path: Path) -> None:
         ("GRPOConfig(report_to=['trackio', 'mlflow'])", "t.py", "report_to", "same"),
         ("GRPOConfig(report_to='none')", "t.py", "report_to", "same"),
         ("GRPOConfig(report_to='comet_ml')", "t.py", "report_to", "different"),
-        (NEMO.replace("base", "grpo_math_1B") + "logger: {mlflow_enabled: true}\n", "grpo.yaml", "logger.mlflow_enabled", "same"),
+        (NEMO.replace("base", "grpo_math_1B") + "logger: {mlflow_enabled: true}\n", "grpo.yaml",
+         "logger.mlflow_enabled", "same"),
     ],
 )  # fmt: skip
 def test_trackers_that_exist_here_are_kept(

@@ -32,7 +32,8 @@ def diagnose(
         typer.Argument(
             metavar="PATH…",
             help="Run directories or logs, of rlctl, verl, TRL, ms-swift, LLaMA-Factory, OpenRLHF, slime, "
-            "prime-rl, NeMo-RL, SkyRL, AReaL or torchforge; directories or ZIP archives of several; `-` for "
+            "prime-rl, NeMo-RL, SkyRL, AReaL, torchforge, ROLL, Oat or "
+            "open-instruct; directories or ZIP archives of several; `-` for "
             "standard input: one pasted step is enough.",
         ),
     ] = None,

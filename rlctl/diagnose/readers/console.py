@@ -30,6 +30,11 @@ _COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 #: Colour codes without the escape character, which pasting often removes.
 _LOST_COLOUR = re.compile(r"\ufffd?\[(?:0|1|3\d|9\d|[01];\d+|\d+;\d+)?m")
 _QUOTE = re.compile(r"\s*>(?:\s?>)*\s?")
+#: What another process prints into a row, up to the end of the line.
+_OTHER_PROCESS = re.compile(
+    r"(?<![\s|>\]-])(?:\((?:\w+ )?pid=\d+|\[rank\d+\]:|\d{4}-\d\d-\d\d \d\d:\d\d"
+    r"|(?:INFO|WARNING|ERROR|DEBUG)(?: \d\d-\d\d|:\w+:))"
+)
 _FENCE = re.compile(r"\s*(?:```|~~~)")
 _RAY = re.compile(r"\([^()]*\bpid=\d+[^()]*\)\s?")
 _DICTIONARY = re.compile(r"\{\s*['\"][^{}]*\}")
@@ -108,7 +113,8 @@ class Console:
         self._listing = Listing()
         self._table: PrintedTable | None = None
         self._heading: tuple[Framework, str, int] | None = None
-        self._next_step: int | None = None
+        self._next_step: int | None = None  # as the line before states, for the lines below it
+        self._list_step: int | None = None
 
     @property
     def is_full(self) -> bool:
@@ -158,6 +164,10 @@ class Console:
         text = text[len(prefix) :]
         if not text.strip():
             return self._blank()
+        if other := _OTHER_PROCESS.search(text, 1):
+            head = text[: other.start()]
+            if self._wrapped or prefix in self._braces or self._may_be_row(head):
+                text = head
         wrapped = self._take_wrapped(text)
         if wrapped is not None:
             return wrapped
@@ -194,7 +204,8 @@ class Console:
         elif not any("/" in name for name in row):
             return False
         clock = form.clocks.get(match["clock"], form.clocks["*"]) if form.clocks else "step"
-        row[clock] = int(match["step"])
+        if "step" in match.groupdict():
+            row[clock] = int(match["step"])
         return self._rows.add(framework, row, None if framework == UNKNOWN else framework)
 
     def _take_wrapped(self, text: str) -> bool | None:
@@ -232,6 +243,8 @@ class Console:
             return True
         if self._listing.is_other(text):
             self._end_listing()
+        if self._listing.is_empty:
+            self._list_step = step
         if entry := self._listing.take(text):
             has_metric = any(map(self._rows.wants, entry))
             if not has_metric:
@@ -281,6 +294,9 @@ class Console:
         state = braces.take(text)
         if state == "open":
             return False
+        if state == "not its own" and braces.may_go_on and not self._may_be_row(text):
+            self._remark(text)  # of another process
+            return False
         del self._braces[prefix]
         if state == "not its own":
             found = self.add(braces.cut_off(), braces.step)
@@ -289,6 +305,9 @@ class Console:
             return True
         self._reading.config |= braces.value()
         return False
+
+    def _may_be_row(self, text: str) -> bool:
+        return "{" in text or any(form.contains in text and form.line.search(text) for _, form in self._forms)
 
     # --- tables and lists ------------------------------------------------------------------------
 
@@ -309,4 +328,6 @@ class Console:
         if wanted and self._heading and self._heading[1] == style:
             kind, _, step = self._heading
             return self._rows.add(kind, {**row, "step": step}, kind)
+        if self._list_step is not None and not row.keys() & set(self._reading.collector.step_keys):
+            row["step"] = self._list_step
         return wanted > 1 and self._rows.add("list", row)

@@ -31,8 +31,8 @@ from rlctl.spec.load import RUN_SPEC_FILE, spec_or_note
 
 _KNOWN_LOGS = (
     "name a run directory, or a log: metrics.jsonl, trainer_state.json, files of TensorBoard or W&B, what "
-    "verl, TRL, ms-swift, LLaMA-Factory, OpenRLHF, slime, prime-rl, NeMo-RL, SkyRL, AReaL or torchforge "
-    "print, or a table of steps (CSV, JSONL, Parquet, or with pipes)"
+    "verl, TRL, ms-swift, LLaMA-Factory, OpenRLHF, slime, prime-rl, NeMo-RL, SkyRL, AReaL, torchforge, "
+    "ROLL, Oat or open-instruct print, or a table of steps (CSV, JSONL, Parquet, or with pipes)"
 )
 _PASTED = (
     "paste a line of metrics as the trainer prints it, a printed dictionary, `name: value` lines, or a table "

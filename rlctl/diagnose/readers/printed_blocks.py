@@ -52,7 +52,7 @@ def _plain(number: str) -> float:
 _OPENING = re.compile(r"\s*(?:\{\s*['\"][^'\"]+['\"]\s*:|\{\s*$)")
 _CONTINUES = re.compile(r"[\s'\"}]|[\w/.()-]+['\"]: |[\d.e+-]+['\"]?[,}]")
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
-_MOST_LINES = 20_000
+_MOST_LINES, _MOST_OTHERS = 20_000, 5
 
 
 class Braces:
@@ -62,6 +62,7 @@ class Braces:
         self.step = step  # as the line above it states, if any
         self._lines = [text]
         self._depth = depth
+        self._num_others = 0
 
     @classmethod
     def begin(cls, text: str, step: int | None) -> Braces | None:
@@ -78,10 +79,16 @@ class Braces:
     def take(self, text: str) -> Literal["open", "closed", "not its own"]:
         """Adds the next line if it continues the dictionary."""
         if not _CONTINUES.match(text) or len(self._lines) > _MOST_LINES:
+            self._num_others += 1
             return "not its own"
         self._lines.append(text)
         self._depth += _depth(text)
         return "open" if self._depth > 0 else "closed"
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether few other lines are between its lines: another process may print there."""
+        return self._num_others <= _MOST_OTHERS
 
     def cut_off(self) -> Row:
         """The complete pairs of a dictionary that was cut off; without the last, which may be incomplete."""

@@ -17,11 +17,12 @@ from rlctl.diagnose.table import Framework, LoggedException
 
 Row = dict[str, float | None]
 
-#: A printed dictionary is a trainer's row only with one of these keys; graders and data loaders print
-#: dictionaries without them.
+#: A printed dictionary is a trainer's row only with one of these keys, or several known names with `/`;
+#: graders and data loaders print dictionaries without them.
 _TRAINER_KEYS = frozenset(
     {*STEP_KEYS, "epoch", "loss", "train_loss", "eval_loss", "grad_norm", "learning_rate", "lr"}
 )
+_MANY_PATHS = 3
 #: Keys that occur in configurations as well as in rows.
 _SETTINGS = frozenset({"learning_rate", "lr"})
 _OF_ANY_ROW = frozenset({*STEP_KEYS, "epoch"})
@@ -79,9 +80,9 @@ class PrintedRows:
         names = row.keys() - _SETTINGS
         if step is not None and any(map(self.wants, names)):
             return self.add("numbered dictionary", {**row, "step": step})
-        if names.isdisjoint(_TRAINER_KEYS) or not any(
-            self.wants(name) or name.startswith("eval_") for name in names
-        ):
+        known = [name for name in names if self.wants(name) or name.startswith("eval_")]
+        is_trainers = not names.isdisjoint(_TRAINER_KEYS) or sum("/" in name for name in known) >= _MANY_PATHS
+        if not (known and is_trainers):
             return False
         step_key = next((key for key in self._reading.collector.step_keys if key in row), "")
         return self.add(f"dictionary {step_key}", row)

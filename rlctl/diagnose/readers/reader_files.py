@@ -37,7 +37,7 @@ _DIRECTORY = Path(__file__).parent / "frameworks"
 #: Built-in files; the first framework of those that match a log equally well is used.
 _BUILT_IN = (
     *("verl", "rlctl", "trl", "openrlhf", "slime", "prime_rl", "nemo_rl", "trl_async", "trl_ppo"),
-    *("ms_swift", "llama_factory", "skyrl", "areal", "torchforge"),
+    *("ms_swift", "llama_factory", "skyrl", "areal", "torchforge", "roll", "oat", "open_instruct"),
 )
 #: What `names` lead to besides canonical metrics: the step.
 STEP = "step"
@@ -67,8 +67,8 @@ class RowForm(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     contains: str = ""  # a text in every such line, to pass over others quickly
-    #: pattern that is searched in a line; its groups are `step`, `body` where the figures are in the line,
-    #: and `clock` where the framework counts several things
+    #: pattern that is searched in a line; its groups are `step` (a row in a line may do without, and is
+    #: counted), `body` where the figures are in the line, `clock` where the framework counts several things
     line: re.Pattern[str]
     #: form of the figures in `body`: `dictionary` (as Python or JSON prints one), `dashes` (`a:1 - b:2`),
     #: `bars` (`a: 1 | b 2`), `pairs` (`a=1, b: 2`); or of the lines below: `bullets` (`• a: 1`), `table`
@@ -79,8 +79,8 @@ class RowForm(BaseModel):
 
     @model_validator(mode="after")
     def _has_groups(self) -> RowForm:
-        in_line = {"step", "body"} if self.figures in IN_LINE else {"step"}
-        if missing := in_line - self.line.groupindex.keys():
+        needed = {"body"} if self.figures in IN_LINE else {"step"}
+        if missing := needed - self.line.groupindex.keys():
             raise ValueError(f"`line` has no group (?P<{sorted(missing)[0]}>…)")
         return self
 

@@ -70,6 +70,16 @@ FRAMEWORKS = {
               "├───────────────────────┼──────┼────────────────────────────────┼─────┤\n"
               "│ ppo_actor/prompt_len  │ 5.00 │ ppo_actor/update/grad_norm     │ 0.5 │\n"
               "╘═══════════════════════╧══════╧════════════════════════════════╧═════╛", ENTROPY),
+    "torchforge": ("=== [global_logger_r0] - METRICS STEP {step} ===\n  main/rollout/avg_advantage: 0.0\n"
+                   "  reward/evaluate_response/avg_total_reward: {x}\n  rl_trainer/learning_rate: 1e-06\n"
+                   "==============================", SCORE),
+    "roll": ("[2026-01-01 00:00:00,123] [INFO] [rlvr_pipeline.py (838)]: {{\"critic/score/mean\": {x}, "
+             "\"actor/pg_loss@sum\": 0.1, \"tokens/response_length/mean\": 9.5, \"system/n\": 64}}\n"
+             "[2026-01-01 00:00:00,124] [INFO] [rlvr_pipeline.py (840)]: pipeline step {step} finished", SCORE),
+    "oat": ("{{\n    'train/policy_grad_norm': 0.5,\n    'train/entropy': {x},\n"
+            "    'train/pg_loss': 0.1,\n    'actor/rewards': 0.5,\n    'misc/query_step': 128.0\n}}", ENTROPY),
+    "open-instruct": ('{{"training_step": {step}, "scores": 0.5, "policy/entropy_avg": {x}, '
+                      '"optim/grad_norm": 0.5, "val/stop_rate": 0.9, "loss/policy_avg": 0.1}}', ENTROPY),
 }  # fmt: skip
 
 
@@ -301,6 +311,50 @@ def test_lines_that_any_script_may_print(tmp_path):
         "INFO step=100 loss=0.5 reward=0.25 lr=1e-6\nINFO step=110/900 loss=0.25 reward=0.5 lr=1e-6\n",
     )
     assert logged(run, SCORE) == {100: 0.25, 110: 0.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "loss: 0.5, reward: 0.25, grad_norm: 1.5\nloss: 0.5, reward: 0.5, grad_norm: 1.5\n",
+            {1: 0.25, 2: 0.5},
+        ),
+        ("reward=0.25 grad_norm=1.5\n", {1: 0.25}),
+        ("It collapses at step 120:\nreward: 0.25\ngrad_norm: 35.2\n", {120: 0.25}),
+        ("* **reward**: 0.25\n* **grad_norm**: 35.2\n", {1: 0.25}),
+    ],
+)
+def test_pasted_names_and_values(tmp_path, text, expected):
+    assert logged(read(tmp_path, text), SCORE) == expected
+
+
+OTHER = "(WorkerDict pid=22) INFO 01-01 10:00:00 loader.py:20] loading weights: 3 of 9"
+WHOLE = "{'loss': 0.1, 'reward': 0.5, 'reward_std': 0.5, 'completion_length': 9.5, 'epoch': 0.2}\n"
+
+
+@pytest.mark.parametrize(
+    "other", [OTHER, "[rank1]:[W1126] Warning: slow", "2026-01-01 10:00:00 INFO saved 3"]
+)
+@pytest.mark.parametrize("place", [20, 34, 47, 60])
+def test_a_row_that_another_process_printed_into(tmp_path, place, other):
+    row = WHOLE.replace("0.5", "0.25", 1).replace("0.2}", "0.1}")
+    run = read(tmp_path, f"{row[:place]}{other}\n{row[place:]}{WHOLE}")
+    assert (logged(run, SCORE), len(run.table.steps)) == ({1: 0.25, 2: 0.5}, 2)
+    assert run.unread == ()
+    begin, end = row.split(" 'reward_std'")
+    run = read(tmp_path, f"{begin}\n{other}\n 'reward_std'{end}{WHOLE}")
+    assert (logged(run, SCORE), len(run.table.steps)) == ({1: 0.25, 2: 0.5}, 2)
+
+
+@pytest.mark.parametrize("other", [OTHER, "[rank1]:[W1126] Warning: slow"])
+@pytest.mark.parametrize("place", [60, 75, 90])
+def test_a_row_of_verls_that_another_process_printed_into(tmp_path, place, other):
+    rows = [f"(TaskRunner pid=1) {VERL.format(step=step, x=0.25)} - actor/grad_norm:0.5\n" for step in (3, 4)]
+    text = f"{rows[0][:place]}{other}\n(TaskRunner pid=1) {rows[0][place:]}{rows[1]}"
+    run = read(tmp_path, text)
+    assert (logged(run, ENTROPY), logged(run, NORM)) == ({3: 0.25, 4: 0.25}, {3: 0.5, 4: 0.5})
+    assert run.unread == ()
 
 
 def test_figures_beside_a_progress_bar_count_when_it_is_full(tmp_path):

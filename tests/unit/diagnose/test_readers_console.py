@@ -75,9 +75,9 @@ FRAMEWORKS = {
                    "==============================", SCORE),
     "roll": ("[2026-01-01 00:00:00,123] [INFO] [rlvr_pipeline.py (838)]: {{\"critic/score/mean\": {x}, "
              "\"actor/pg_loss@sum\": 0.1, \"tokens/response_length/mean\": 9.5, \"system/n\": 64}}\n"
-             "[2026-01-01 00:00:00,124] [INFO] [rlvr_pipeline.py (840)]: pipeline step {step} finished", SCORE),
+             "[2026-01-01 00:00:00,124] [INFO] [rlvr_pipeline.py]: pipeline step {step} finished", SCORE),
     "oat": ("{{\n    'train/policy_grad_norm': 0.5,\n    'train/entropy': {x},\n"
-            "    'train/pg_loss': 0.1,\n    'actor/rewards': 0.5,\n    'misc/query_step': 128.0\n}}", ENTROPY),
+            "    'train/pg_loss': 0.1,\n    'actor/rewards': 0.5,\n    'misc/query_step': 8.0\n}}", ENTROPY),
     "open-instruct": ('{{"training_step": {step}, "scores": 0.5, "policy/entropy_avg": {x}, '
                       '"optim/grad_norm": 0.5, "val/stop_rate": 0.9, "loss/policy_avg": 0.1}}', ENTROPY),
 }  # fmt: skip

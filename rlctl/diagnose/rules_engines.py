@@ -216,7 +216,7 @@ def token_error(run: RunLog) -> Detection | None:
 )  # fmt: skip
 def first_step(run: RunLog) -> Detection | Skipped | None:
     """At the first step trainer and engine hold the same policy."""
-    if not len(run.table.steps) or run.table.steps[0] > th.FIRST_STEP:
+    if run.table.steps[0] > th.FIRST_STEP:
         return Skipped("the log does not begin at the run's start")
     if run.facts.updates_per_batch != 1:
         return Skipped("several updates per batch: the first step's figures include progress")

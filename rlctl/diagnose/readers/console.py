@@ -29,6 +29,7 @@ from rlctl.diagnose.table import Framework
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 #: Colour codes without the escape character, which pasting often removes.
 _LOST_COLOUR = re.compile(r"\ufffd?\[(?:0|1|3\d|9\d|[01];\d+|\d+;\d+)?m")
+_STRAIGHT_QUOTES = str.maketrans("‘’“”", "''\"\"")
 _QUOTE = re.compile(r"\s*>(?:\s?>)*\s?")
 #: What another process prints into a row, up to the end of the line.
 _OTHER_PROCESS = re.compile(
@@ -133,6 +134,8 @@ class Console:
         """Reads one line; False if it contains no row."""
         self._line = number
         text = line.decode("utf-8", "replace").rstrip("\r\n")
+        if not text.isascii():
+            text = text.translate(_STRAIGHT_QUOTES)
         if "\x1b" in text:
             text = _COLOUR.sub("", text)
         if "[" in text and ("m(" in text or "[0m" in text or "[3" in text):

@@ -92,8 +92,11 @@ def read_document(stream: IO[bytes], reading: LogReading) -> bool:
             document, is_cut = from_json(content, cache_strings="keys", allow_partial=True), True
         except ValueError:
             return False
-    if isinstance(document, Mapping) and isinstance(document.get("log_history"), list):
-        document = document["log_history"]
+    if isinstance(document, Mapping):
+        lists = [
+            one for one in document.values() if isinstance(one, list) and isinstance(next(iter(one), 0), dict)
+        ]
+        document = document.get("log_history", lists[0] if len(lists) == 1 else document)
     if is_cut:
         if not isinstance(document, list):
             return False

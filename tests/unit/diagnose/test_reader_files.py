@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from rlctl.api import diagnose
 from rlctl.cli.app import run as run_command
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.readers.reader_files import BUILT_IN
@@ -117,6 +118,17 @@ def test_a_wrong_reader_is_refused_with_its_place(read, reader, said):
 def test_a_wrong_map_is_refused(read, map_, said):
     with pytest.raises(UsageError, match=said):
         read("step 1: loss=0.5 reward=0.5\n", map_=map_)
+
+
+def test_both_in_python(tmp_path):
+    (tmp_path / "map.toml").write_text(MAP)
+    (tmp_path / "reader.toml").write_text(READER)
+    (tmp_path / "run.log").write_text("<update 1> opt/gnorm: 1.5 | ent: 0.5\n")
+    found = diagnose(
+        tmp_path / "run.log", maps=tmp_path / "map.toml", readers=[str(tmp_path / "reader.toml")]
+    )
+    assert found.run.framework == "my-trainer"
+    assert found.run.table.series("actor/entropy").values.tolist() == [0.5]
 
 
 def test_both_on_the_command_line(tmp_path, capsys):

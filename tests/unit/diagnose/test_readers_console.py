@@ -329,6 +329,17 @@ def test_pasted_names_and_values(tmp_path, text, expected):
     assert logged(read(tmp_path, text), SCORE) == expected
 
 
+def test_a_row_behind_a_progress_bar_and_curly_quotes(tmp_path):
+    bar = "Training Progress:   1%|          | 3/700 [00:30<1:00:00, 16.20s/it]"
+    assert logged(read(tmp_path, f"{bar}{VERL.format(step=3, x=0.5)}\n"), ENTROPY) == {3: 0.5}
+    assert logged(read(tmp_path, trl(0.25, 0.1).replace(" '", " ‘").replace("':", "’:")), SCORE) == {1: 0.25}
+
+
+def test_a_list_of_rows_within_a_document(tmp_path):
+    rows = [{"_step": step, "actor/entropy": 0.5} for step in (3, 4)]
+    assert logged(read(tmp_path, json.dumps({"name": "x", "history": rows})), ENTROPY) == {3: 0.5, 4: 0.5}
+
+
 OTHER = "(WorkerDict pid=22) INFO 01-01 10:00:00 loader.py:20] loading weights: 3 of 9"
 WHOLE = "{'loss': 0.1, 'reward': 0.5, 'reward_std': 0.5, 'completion_length': 9.5, 'epoch': 0.2}\n"
 

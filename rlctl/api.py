@@ -281,8 +281,8 @@ def diagnose(
         readers: TOML files that describe formats of logs.
 
     Raises:
-        UsageError: the log does not exist, contains nothing readable or several runs, or a rule, map or reader
-            cannot be used.
+        UsageError: the log does not exist, contains nothing readable or several runs, or a rule, map or
+            reader cannot be used.
     """
     from rlctl.diagnose.readers.detect import read_run
     from rlctl.diagnose.readers.reader_files import BUILT_IN

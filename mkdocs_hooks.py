@@ -365,7 +365,7 @@ TABLES: dict[str, Callable[[], str]] = {
         f"names in logs of {framework}": partial(_log_names, framework)
         for framework in (
             *("verl", "trl", "trl_async", "trl_ppo", "ms_swift", "llama_factory", "openrlhf", "slime"),
-            *("prime_rl", "nemo_rl", "skyrl", "areal"),
+            *("prime_rl", "nemo_rl", "skyrl", "areal", "torchforge", "roll", "oat", "open_instruct"),
         )
     },
 }

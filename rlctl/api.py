@@ -259,7 +259,13 @@ def evaluate(
     return EvaluationRecord(path, json.loads((path / RESULTS_FILE).read_text(encoding="utf-8")))
 
 
-def diagnose(log: str | Path | RunRecord, *, rules: str | Sequence[str] = ()) -> Diagnosis:
+def diagnose(
+    log: str | Path | RunRecord,
+    *,
+    rules: str | Sequence[str] = (),
+    maps: str | Path | Sequence[str | Path] = (),
+    readers: str | Path | Sequence[str | Path] = (),
+) -> Diagnosis:
     """Find faults in a run from its logged metrics, with spec changes to try.
 
     The result's `status` is `critical`, `warning`, `no warnings` or `insufficient data`.
@@ -267,17 +273,22 @@ def diagnose(log: str | Path | RunRecord, *, rules: str | Sequence[str] = ()) ->
     Args:
         log: a run directory, or a log of any framework that `rlctl diagnose` reads.
         rules: user-defined rules in addition, as `path/to/file.py:function`.
+        maps: TOML files of lines `"name in the log" = "metric"`.
+        readers: TOML files that describe formats of logs.
 
     Raises:
-        UsageError: the log does not exist, contains nothing readable, or a rule cannot be imported.
+        UsageError: the log does not exist, contains nothing readable or several runs, or a rule, map or
+            reader cannot be used.
     """
     from rlctl.diagnose.readers.detect import read_run
+    from rlctl.diagnose.readers.reader_files import BUILT_IN
     from rlctl.diagnose.rule import all_rules, examine, metrics_read
 
     Registry.forget_changed_files()
     path, own = _path_of(log, "log"), tuple(map(str, _listed(rules)))
     with _names_of_arguments():
-        return examine(read_run(path, metrics_read(own)), all_rules(own))
+        known = BUILT_IN.with_files(*(list(map(Path, _listed(names))) for names in (readers, maps)))
+        return examine(read_run(path, metrics_read(own), readers=known), all_rules(own))
 
 
 def _checked(kind: Any, value: object, *name: str) -> Any:

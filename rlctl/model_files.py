@@ -30,8 +30,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlctl.errors import EnvironmentFailure, UsageError, first_line
-from rlctl.files import cache_root, cached_directory, sha256_of
+from rlctl.files import cached_directory, sha256_of
 from rlctl.spec.model import ALL_LINEAR, NAMED_MODELS, ModelSpec, NamedModel
+from rlctl.spec.model_size import named_directory
 
 log = logging.getLogger(__name__)
 
@@ -193,11 +194,11 @@ def model_directory(path: str, cache_dir: Path | None = None) -> str:
         UsageError: the path in the environment variable is not that of the expected wheel.
         RunFailure: another process holds the lock for half an hour.
     """
-    named = NAMED_MODELS.get(path)
-    if named is None:
+    entry = named_directory(path, cache_dir)
+    if entry is None:
         return path
-    entry = (cache_dir or cache_root()) / "models" / f"{path}-{named.version}"
-    return str(cached_directory(entry, partial(_fetch, path, named), what=f"the model {path}"))
+    fetch = partial(_fetch, path, NAMED_MODELS[path])
+    return str(cached_directory(entry, fetch, what=f"the model {path}"))
 
 
 def wheel_variable(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -14,6 +14,7 @@ from rlctl.cli.command import Out, echo, refuse_options
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
+    from rlctl.diagnose.readers.reader_files import Readers
     from rlctl.diagnose.rule import Diagnosis
     from rlctl.diagnose.selftest import SelftestResult
     from rlctl.diagnose.table import RunLog
@@ -29,7 +30,9 @@ def diagnose(
         typer.Argument(
             metavar="PATH…",
             help="Run directories or logs, of rlctl, verl, TRL, ms-swift, LLaMA-Factory, OpenRLHF, slime, "
-            "prime-rl, NeMo-RL, SkyRL or AReaL; `-` for standard input: one pasted step is enough.",
+            "prime-rl, NeMo-RL, SkyRL, AReaL, torchforge, ROLL, Oat or "
+            "open-instruct; directories or ZIP archives of several; `-` for "
+            "standard input: one pasted step is enough.",
         ),
     ] = None,
     output_format: Annotated[
@@ -54,6 +57,22 @@ def diagnose(
         list[str] | None,
         typer.Option(
             "--rules", metavar="FILE.py:FUNCTION", help="Also apply your own diagnosis rule; may be repeated."
+        ),
+    ] = None,
+    map_: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--map",
+            metavar="FILE.toml",
+            help='Names of your own for metrics: lines of `"my name" = "metric"`; may be repeated.',
+        ),
+    ] = None,
+    reader: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--reader",
+            metavar="FILE.toml",
+            help="Also read the log format that this file describes; may be repeated.",
         ),
     ] = None,
     what_if: Annotated[
@@ -88,23 +107,27 @@ def diagnose(
     """
     if selftest:
         why = "applies to a run; --selftest uses simulated logs"
-        refuse_options(context, ("paths", "what_if", "rules", "fix", "fail_on"), why)
+        refuse_options(context, ("paths", "what_if", "rules", "fix", "fail_on", "map_", "reader"), why)
         report_selftest(output_format, out)
         return
     if not paths:
         raise UsageError("no log is given", where="rlctl diagnose", fix="name a run directory, or a log")
     if what_if:
         why = "applies to findings, and --what-if computes none: it replays rollouts"
-        refuse_options(context, ("rules", "fix", "fail_on"), why)
+        refuse_options(context, ("rules", "fix", "fail_on", "map_", "reader"), why)
         replay(paths, output_format, out)
         return
-    _check(paths, output_format, out, fix)
+    _check(paths, output_format, out)
+    from rlctl.diagnose.readers.reader_files import BUILT_IN
     from rlctl.diagnose.rule import all_rules, examine, metrics_read
 
     own = tuple(rules or ())
     applied = all_rules(own)
     wanted = metrics_read(own, with_others=output_format == "html")
-    diagnoses = [examine(run, applied) for run in read_runs(paths, wanted)]
+    readers = BUILT_IN.with_files(reader or (), map_ or ())
+    diagnoses = [examine(run, applied) for run in read_all(paths, wanted, readers)]
+    if fix is not None:
+        _check_fix(fix, len(diagnoses))
     _write(diagnoses, output_format, out)
     if fix is not None:
         _write_fix(diagnoses[0], fix)
@@ -112,23 +135,24 @@ def diagnose(
         raise typer.Exit(3)
 
 
-def read_runs(paths: Sequence[Path], wanted: frozenset[str]) -> list[RunLog]:
-    """Reads the runs one by one, with a progress bar on a terminal."""
+def read_all(
+    paths: Sequence[Path], wanted: frozenset[str], readers: Readers | None = None
+) -> Iterator[RunLog]:
+    """Reads the runs at all paths one by one, with a progress bar on a terminal."""
     from rich.progress import TaskProgressColumn, TimeRemainingColumn
 
     from rlctl.cli.output import progress_bar
     from rlctl.diagnose.diagnosis_report import visible
-    from rlctl.diagnose.readers.detect import read_run
+    from rlctl.diagnose.readers.detect import read_runs
+    from rlctl.diagnose.readers.reader_files import BUILT_IN
 
-    runs = []
     for path in paths:
         bar = progress_bar(TaskProgressColumn(), TimeRemainingColumn())
         bar.disable |= path == Path("-")  # it would disturb what is being pasted
         with bar:
             task = bar.add_task(visible(f"reading {path}"), total=None)
             tracked = partial(bar.open, mode="rb", task_id=task)
-            runs.append(read_run(path, wanted, tracked))  # type: ignore[arg-type]
-    return runs
+            yield from read_runs(path, wanted, tracked, readers or BUILT_IN)  # type: ignore[arg-type]
 
 
 def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None) -> None:
@@ -159,7 +183,7 @@ def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
     write_report(output_format, out, text, lambda: documents, html=partial(page, found))
 
 
-def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None, fix: Path | None) -> None:
+def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None) -> None:
     """Refuse invalid combinations of paths and options before anything is read."""
     if paths.count(Path("-")) > 1:
         raise UsageError("standard input is given twice but can be read only once", where="-")
@@ -168,12 +192,13 @@ def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
     from rlctl.cli.output import check_out
 
     check_out(paths, out, is_page=output_format == "html")
-    if fix is None:
-        return
-    if len(paths) > 1:
-        raise UsageError(
-            f"--fix writes the spec of one run, but {len(paths)} are given", where="--fix", fix="give one run"
-        )
+
+
+def _check_fix(fix: Path, num_runs: int) -> None:
+    """Refuses to fix several runs, and to overwrite a file."""
+    if num_runs > 1:
+        what = f"--fix writes the spec of one run, but {num_runs} are given"
+        raise UsageError(what, where="--fix", fix="give one run")
     from rlctl.diagnose.spec_patch import check_free
 
     check_free(fix)
@@ -183,11 +208,13 @@ def _write(diagnoses: list[Diagnosis], output_format: DiagnosisFormat, out: Path
     from rlctl.cli.output import write_report
     from rlctl.diagnose.diagnosis_page import diagnosis_page
     from rlctl.diagnose.diagnosis_report import as_markdown, diagnosis_document
-    from rlctl.diagnose.output_text import print_diagnosis
+    from rlctl.diagnose.output_text import print_diagnosis, print_overview
 
     def text(console: Console) -> None:
+        if len(diagnoses) > 1:
+            print_overview(console, diagnoses)
         for place, diagnosis in enumerate(diagnoses):
-            console.print(end="\n" * bool(place))
+            console.print(end="\n" * (place or len(diagnoses) > 1))
             print_diagnosis(console, diagnosis)
 
     pages = {"markdown": partial(as_markdown, diagnoses), "html": partial(diagnosis_page, diagnoses)}

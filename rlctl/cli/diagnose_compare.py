@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 import typer
 
 from rlctl.cli.command import Out
-from rlctl.cli.diagnose import read_runs
+from rlctl.cli.diagnose import read_all
+from rlctl.errors import UsageError
 
 
 def compare(
@@ -40,7 +41,10 @@ def compare(
     from rlctl.diagnose.output_text import print_comparison
     from rlctl.diagnose.rule import examine, metrics_read
 
-    found = run_comparison(*map(examine, read_runs([a, b], metrics_read(with_others=True))))
+    runs = list(read_all([a, b], metrics_read(with_others=True)))
+    if len(runs) > 2:
+        raise UsageError(f"{len(runs)} runs in {a} and {b}", fix="name two logs, or directories of one run")
+    found = run_comparison(*map(examine, runs))
     write_report(
         output_format,
         out,

@@ -10,19 +10,26 @@ from typing import Any
 from rlctl.convert.table import word
 from rlctl.convert.translate import STATUSES, KeyOutcome, Translation
 from rlctl.errors import visible
+from rlctl.spec.keys import known_leaves
+from rlctl.spec.load import NO_VALUE
 
 
 def spec_yaml(result: Translation, name: str) -> str:
-    """Formats the spec as YAML, with the origin of every value and missing keys as comments."""
+    """Formats the spec as YAML, with the origin of every value; missing values are `???`."""
     lines = [f"# {name}, a configuration of {result.table.title}, translated by `rlctl import`."]
-    missing = [problem for problem in result.problems if problem.severity == "error"]
-    lines += [f"# Missing: {problem.key}: {visible(problem.what, keep='')}" for problem in missing]
+    missing = {problem.key: problem.what for problem in result.problems if problem.severity == "error"}
+    given = {key: f"{key}: {_yaml(value)}  # {visible(result.origins[key], keep='')}"
+             for key, value in result.spec.items()}  # fmt: skip
     section = ""
-    for key, value in result.spec.items():
+    for key in dict.fromkeys((*known_leaves(), *given, *missing)):
+        if key not in given and key not in missing:
+            continue
         if key.split(".")[0] != section:
             section = key.split(".")[0]
             lines.append("")
-        lines.append(f"{key}: {_yaml(value)}  # {visible(result.origins[key], keep='')}")
+        if key in missing:
+            lines.append(f"# Missing: {key}: {visible(missing[key], keep='')}")
+        lines += [given[key]] if key in given else [f"{key}: {NO_VALUE}"] if key in known_leaves() else []
     return "\n".join(lines) + "\n"
 
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import translate
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from rlctl.convert.shell_syntax import Compound, Parser, ShellCommand, ShellNode, ShellWord, end_of
 from rlctl.convert.table import evaluate
+
+if TYPE_CHECKING:
+    from tree_sitter import Node, Parser
 
 _MAX_BYTES = 1 << 20
 _MAX_COMMANDS, _MAX_DEPTH = 5_000, 50
@@ -24,6 +28,9 @@ _PARAMETER = re.compile(r"(#?)(!?)(\w+|[@*#?$!])(\[[^\]]*\])?(.*)", re.DOTALL)
 _COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 #: Variables with known values: programs that read a path expand `~`.
 _ENVIRONMENT = {"HOME": "~", "PWD": ".", "USER": "user", "RANDOM": "0"}
+#: Types of nodes of conditions, and of statements that are not evaluated.
+_CONDITIONS = {"binary_expression", "unary_expression", "parenthesized_expression", "negated_command"}
+_UNREAD = {"while_statement", "case_statement", "c_style_for_statement", "select_statement"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +54,10 @@ def commands(
         notes: list to which notes about unsupported parts are added.
     """
     shell = _Shell(path, dict(_ENVIRONMENT) | dict(environment), arguments, notes)
-    shell.run(text)
+    try:
+        shell.run(text)
+    except RecursionError:
+        notes.append("the script nests too deeply: it is read up to there")
     return shell.started
 
 
@@ -56,111 +66,213 @@ def is_unresolved(text: str) -> bool:
     return bool(re.search(r"\$\{?[A-Za-z_@*0-9]|\$\(|`", text))
 
 
+@cache
+def _parser() -> Parser:
+    import tree_sitter_bash
+    from tree_sitter import Language, Parser
+
+    return Parser(Language(tree_sitter_bash.language()))
+
+
+def _parsed(text: str) -> Node:
+    return _parser().parse(text.encode("utf-8", "replace")).root_node
+
+
+def _raw(node: Node) -> str:
+    return (node.text or b"").decode("utf-8", "replace")
+
+
+class _Word(NamedTuple):
+    """A word as it is written, with quotes, and its line."""
+
+    raw: str
+    line: int
+
+
+def _words(node: Node, after: str = "") -> list[_Word]:
+    """Words of a command, of an array, or of a `for` after `in`.
+
+    The parser divides some words; nothing is between their parts.
+    """
+    words: list[_Word] = []
+    end = -1
+    is_read = not after
+    for part in node.children:
+        is_read = is_read or part.type == after
+        is_other = part.type in {"(", ")", ";", "comment", "do_group", after}
+        if is_other or not is_read or part.type.endswith("redirect"):
+            continue
+        raw = _raw(part)
+        if part.start_byte == end:
+            words[-1] = _Word(words[-1].raw + raw, words[-1].line)
+        else:
+            words.append(_Word(raw, part.start_point.row + 1))
+        end = part.end_byte
+    return words
+
+
 class _Shell:
     def __init__(self, path: Path, variables: dict[str, str], arguments: list[str], notes: list[str]) -> None:
         self.path, self.notes = path, notes
         self.variables: dict[str, str | list[Arg]] = dict(variables)
         self.arguments = arguments
-        self.functions: dict[str, list[ShellNode]] = {}
+        self.functions: dict[str, Node] = {}
         self.started: list[list[Arg]] = []
         self.depth = self.steps = 0
 
     def run(self, text: str) -> None:
-        self._run(Parser(text).block(set()))
+        """Runs a script in this shell."""
+        self._run(_parsed(text.replace("\r\n", "\n")).children)
 
-    def _note(self, line: int, what: str) -> None:
-        note = f"line {line}: {what}"
+    def _note(self, node: Node, what: str) -> None:
+        note = f"line {node.start_point.row + 1}: {what}"
         if note not in self.notes:
             self.notes.append(note)
 
-    def _run(self, nodes: list[ShellNode]) -> bool | None:
-        """Evaluates nodes in order; returns the success of the last one, None if unknown."""
+    def _run(self, nodes: Iterable[Node]) -> bool | None:
+        """Runs statements in order; returns the success of the last one, None if unknown."""
         status: bool | None = None
         self.depth += 1
         for node in nodes:
             self.steps += 1
             if self.depth > _MAX_DEPTH or self.steps > _MAX_COMMANDS:
                 break
-            if isinstance(node, Compound):
-                self._run_block(node)
-                status = None
-                continue
-            needed = {"&&": status is not False, "||": status is False}
-            if needed.get(node.before, True):
-                status = self._run_command(node)
+            if node.is_named and node.type not in {"comment", "heredoc_body"}:
+                status = self._statement(node)
         self.depth -= 1
         return status
 
-    def _run_block(self, block: Compound) -> None:
-        if block.kind == "if":
-            for condition, body in block.branches:
-                success = self._run(condition) if condition else True
-                if success is None:
-                    self._note(block.line, "this condition depends on the machine; its first branch is read")
-                if success is not False:
-                    self._run(body)
-                    return
-        elif block.kind == "for":
-            values = [arg for word in block.words[1:] for arg in self._expand(word)]
-            if values:
-                self.variables[block.words[0].raw] = values[0].text
-                if len(values) > 1:
-                    turn = f"{block.words[0].raw}={values[0].text}"
-                    self._note(block.line, f"a loop: only its first iteration is read, {turn}")
-                self._run(block.body)
-        elif block.kind == "function":
-            self.functions[block.words[0].raw] = block.body
-        else:
-            self._note(block.line, f"`{block.kind}` is not evaluated")
+    def _statement(self, node: Node, document: str | None = None) -> bool | None:  # noqa: PLR0911, PLR0912
+        match node.type:
+            case "command":
+                return self._command(node, document)
+            case "variable_assignment":
+                self._assign(node)
+                return True
+            case "declaration_command":
+                for one in node.named_children:
+                    self._assign(one)
+                return True
+            case "test_command":
+                return _test(list(self._condition(node)))
+            case "negated_command":
+                success = self._run(node.children)
+                return None if success is None else not success
+            case "list":
+                left, sign, right = node.children[0], node.children[1].type, node.children[-1]
+                success = self._run([left])
+                return success if success is (sign == "||") else self._run([right])
+            case "redirected_statement":
+                bodies = [one for part in node.named_children for one in part.named_children
+                          if one.type == "heredoc_body"]  # fmt: skip
+                lines = _raw(bodies[0]).removesuffix("\n") if bodies else document
+                return self._statement(node.children[0], lines)
+            case "if_statement":
+                self._branches(node)
+            case "for_statement":
+                self._loop(node)
+            case "function_definition":
+                name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
+                if name and body:
+                    self.functions[_raw(name)] = body
+            case one if one in _UNREAD:
+                self._note(
+                    node, f"`{one.removesuffix('_statement').removeprefix('c_style_')}` is not evaluated"
+                )
+            case _:  # a pipeline, a block, or what the parser did not understand
+                return self._run(node.children)
+        return None
 
-    def _run_command(self, command: ShellCommand) -> bool | None:
-        words = list(command.words)
-        if words and words[0].raw in {"export", "declare", "local", "readonly", "typeset", "exec", "eval"}:
-            words = [word for word in words[1:] if not word.raw.startswith("-")]
+    def _branches(self, node: Node) -> bool:
+        """Runs the first branch of an `if` whose condition does not fail; False if there is none."""
+        condition: list[Node] = []
+        body: list[Node] = []
+        others: list[Node] = []
+        is_body = False
+        for child in node.children:
+            if child.type in {"elif_clause", "else_clause"}:
+                others.append(child)
+            elif child.type in {"then", "else"}:
+                is_body = True
+            elif child.is_named:
+                (body if is_body else condition).append(child)
+        success = self._run(condition) if condition else True
+        if success is None:
+            self._note(node, "this condition depends on the machine; its first branch is read")
+        if success is not False:
+            self._run(body)
+            return True
+        return any(map(self._branches, others))
+
+    def _loop(self, node: Node) -> None:
+        """Runs the first iteration of a `for`."""
+        variable, body = node.child_by_field_name("variable"), node.child_by_field_name("body")
+        values = [arg for word in _words(node, after="in") for arg in self._expand(word)]
+        if not (values and variable and body):
+            return
+        self.variables[_raw(variable)] = values[0].text
+        if len(values) > 1:
+            turn = f"{_raw(variable)}={values[0].text}"
+            self._note(node, f"a loop: only its first iteration is read, {turn}")
+        self._run(body.children)
+
+    def _command(self, node: Node, document: str | None) -> bool | None:
+        words = _words(node)
         while words and (assigned := _ASSIGNMENT.fullmatch(words[0].raw)):
-            self._assign(assigned, words.pop(0))
+            self._set(*assigned.groups())
+            words.pop(0)
         if not words:
             return True
         args = [arg for word in words for arg in self._expand(word)]
+        if args and args[0].text in {"exec", "eval"}:
+            args = [arg for arg in args[1:] if not arg.text.startswith("-")]
         if not args:
             return None
         name = args[0].text
-        if name in {"[", "[[", "test"}:
-            return _test([arg.text for arg in args[1:] if arg.text not in {"]", "]]"}])
+        if name == "test":
+            return _test([arg.text for arg in args[1:]])
         if name in {"true", ":", "false"}:
             return name != "false"
         if name in {"source", "."} and len(args) > 1:
             self._source(args[1])
-        elif name == "read" and command.document is not None:
-            self.variables[args[-1].text] = command.document
+        elif name == "read" and document is not None:
+            self.variables[args[-1].text] = document
         elif name == "shift":
             self.arguments = self.arguments[1:]
         elif name in self.functions:
             outer, self.arguments = self.arguments, [arg.text for arg in args[1:]]
-            self._run(self.functions[name])
+            self._run(self.functions[name].children)
             self.arguments = outer
         else:
             self.started.append(args)
         return None
 
-    def _assign(self, assigned: re.Match[str], word: ShellWord) -> None:
+    def _assign(self, node: Node) -> None:
+        """Sets the variable of an assignment; an array, or a text."""
+        value, assigned = node.child_by_field_name("value"), _ASSIGNMENT.fullmatch(_raw(node))
+        if assigned is None:
+            return
         name, plus, raw = assigned.groups()
+        if value is None or value.type != "array":
+            self._set(name, plus, raw)
+            return
         before = self.variables.get(name, "")
-        if word.elements is not None:
-            values = [arg for element in word.elements for arg in self._expand(element)]
-            self.variables[name] = (before if isinstance(before, list) and plus else []) + values
-        else:
-            value = self._text(raw, quoted=False)
-            self.variables[name] = f"{before}{value}" if plus and isinstance(before, str) else value
+        values = [arg for word in _words(value) for arg in self._expand(word)]
+        self.variables[name] = [*before, *values] if isinstance(before, list) and plus else values
+
+    def _set(self, name: str, plus: str, raw: str) -> None:
+        before, value = self.variables.get(name, ""), self._text(raw, quoted=False)
+        self.variables[name] = f"{before}{value}" if plus and isinstance(before, str) else value
 
     def _source(self, arg: Arg) -> None:
         file = Path(arg.text) if Path(arg.text).is_absolute() else self.path.parent / arg.text
         if is_unresolved(arg.text) or not file.is_file() or file.stat().st_size > _MAX_BYTES:
-            self._note(arg.line, f"`source {arg.text}` is not read: no such file next to this file")
+            note = f"line {arg.line}: `source {arg.text}` is not read: no such file next to this file"
+            self.notes += [] if note in self.notes else [note]
             return
         self.run(file.read_text(encoding="utf-8", errors="replace"))
 
-    def _expand(self, word: ShellWord) -> list[Arg]:
+    def _expand(self, word: _Word) -> list[Arg]:
         """Expands a word to arguments; elements of an array keep their lines."""
         args: list[Arg] = []
         current: str | None = None  # text of an argument that is not complete yet
@@ -189,13 +301,13 @@ class _Shell:
                 yield ("" if following == "\n" else following if is_escape else f"\\{following}"), True
             elif not quoted and (char == "'" or char + following == "$'"):
                 start = at + 1 + (char == "$")
-                end = end_of(raw, start - 1)
+                end = _end_of(raw, start - 1)
                 yield raw[start : end - 1], True
             elif not quoted and char == '"':
-                end = end_of(raw, at)
+                end = _end_of(raw, at)
                 yield "", True
                 yield from self._parts(raw[at + 1 : end - 1], quoted=True)
-            elif char in "$`" and (end := end_of(raw, at)) > at + 1:
+            elif char in "$`" and (end := _end_of(raw, at)) > at + 1:
                 found = self._value(raw[at:end])
                 yield found, quoted or isinstance(found, list) or is_unresolved(found)
             else:
@@ -205,6 +317,16 @@ class _Shell:
     def _text(self, raw: str, *, quoted: bool = True) -> str:
         """Expands `raw` to one text, as if in double quotes if `quoted`."""
         return "".join(_joined(part) for part, _ in self._parts(raw, quoted=quoted))
+
+    def _condition(self, node: Node) -> Iterator[str]:
+        """Words of a `[ … ]`."""
+        for part in node.children:
+            if part.type in _CONDITIONS:
+                yield from self._condition(part)
+            elif part.is_named and part.type != "test_operator":
+                yield self._text(_raw(part), quoted=False)
+            elif part.type not in {"(", ")", "[", "]", "[[", "]]"}:
+                yield _raw(part)
 
     def _value(self, raw: str) -> str | list[Arg]:
         """Value of `$NAME`, `${…}`, `$((…))` or `$(…)`; `raw` itself if unknown."""
@@ -268,9 +390,9 @@ class _Shell:
             start = self.path.parent
             up = re.search(r"(?:/\.\.)+", inner)
             return str((start / up[0].lstrip("/")).resolve() if up else start)
-        nodes = Parser(inner).block(set())
-        if len(nodes) == 1 and isinstance(nodes[0], ShellCommand):
-            args = [arg.text for word in nodes[0].words for arg in self._expand(word) if arg.text != "--"]
+        nodes = _parsed(inner).named_children
+        if len(nodes) == 1 and nodes[0].type == "command":
+            args = [arg.text for word in _words(nodes[0]) for arg in self._expand(word) if arg.text != "--"]
             if len(args) == 2 and args[0] in {"dirname", "basename"}:
                 found = Path(args[1])
                 return str(found.parent) if args[0] == "dirname" else found.name
@@ -325,3 +447,43 @@ def _test(words: list[str]) -> bool | None:  # noqa: PLR0911
         return bool(_COMPARISONS[symbol](int(left_text), int(right_text)))
     except (KeyError, ValueError):
         return None
+
+
+def _end_of(text: str, at: int) -> int:
+    """End position of the quoted or `$` piece that starts at `at`; `at + 1` for a single character."""
+    char = text[at]
+    if char == "'":
+        end = text.find("'", at + 1)
+        return len(text) if end < 0 else end + 1
+    if char in '"`':
+        position = at + 1
+        while position < len(text) and text[position] != char:
+            if text[position] == "\\":
+                position += 1
+            elif text[position] == "$" and char == '"':
+                position = _end_of(text, position) - 1
+            position += 1
+        return min(position + 1, len(text))
+    following = text[at + 1 : at + 2]
+    if following in {"(", "{"}:
+        return _closing(text, at + 1, following, ")" if following == "(" else "}")
+    name = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!]").match(text, at + 1)
+    return name.end() if name else at + 1
+
+
+def _closing(text: str, at: int, opening: str, closing: str) -> int:
+    depth = 0
+    while at < len(text):
+        char = text[at]
+        if char == "\\":
+            at += 1
+        elif char in "'\"" and not (char == "'" and opening == "{"):
+            at = _end_of(text, at) - 1
+        elif char == opening:
+            depth += 1
+        elif char == closing:
+            depth -= 1
+            if depth == 0:
+                return at + 1
+        at += 1
+    return len(text)

@@ -28,6 +28,8 @@ _PRODUCT = re.compile(r"\$\{mul:\s*(\d+)\s*,\s*(\d+)\s*\}")
 _LAUNCHER_FILES = ("config_file", "accelerate_config")
 _PROGRAMS = {"python", "python3", "accelerate", "torchrun", "trl", "uv"}
 _KINDS = {".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell", ".py": "python"}
+#: End of a note on a configuration that the file names.
+_ABSENT = ": this configuration is not read: no such file next to this file"
 _KINDS |= {".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
 
 
@@ -87,7 +89,24 @@ def read(
         what = f"no launch command, configuration class or keys of {known} in it"
         fix = "name the framework with --from" if framework is None else "is it another framework's?"
         raise UsageError(what, where=str(path), fix=fix)
-    return ForeignConfig(found[0], _interpolated(_last(*found)), notes)
+    one, settings = found
+    return ForeignConfig(one, _interpolated(_last(one, [*_inherited(one, notes), *settings])), notes)
+
+
+def _inherited(one: KeyTable, notes: list[str]) -> list[ForeignSetting]:
+    """What the configuration inherits from a file that is not here: known values, or the unknown file."""
+    absent = [note.removesuffix(_ABSENT) for note in notes if note.endswith(_ABSENT)]
+    if one.base is None or not absent:
+        return []
+    unknown = Unresolved(f"the values of {absent[-1]}")
+    is_known = Path(absent[-1]).name == one.base.file
+    values = {key: _open(value) if is_known else unknown for key, value in one.base.values.items()}
+    return [ForeignSetting(key, value, absent[-1]) for key, value in values.items()]
+
+
+def _open(value: Any) -> Any:
+    """A value of YAML; one that refers to others is not resolved yet."""
+    return Unresolved(value) if isinstance(value, str) and "${" in value else value
 
 
 def _text_of(path: Path) -> str:
@@ -249,7 +268,7 @@ def _other_file(path: Path, name: str, notes: list[str]) -> list[ForeignSetting]
     tried = [path.parent / name, *(parent / name for parent in path.resolve().parents)]
     file = next((one for one in tried if one.suffix in {".yaml", ".yml", ".toml"} and one.is_file()), None)
     if file is None or is_unresolved(name):
-        notes.append(f"{name}: this configuration is not read: no such file next to this file")
+        notes.append(f"{name}{_ABSENT}")
         return []
     return _settings_of(file, f"{file.name}:", notes)
 

@@ -32,23 +32,35 @@ class KeyRule(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    to: str = ""  # spec key that gets the value; empty if only formulas read the key, or it is not translated
+    #: spec key that gets the value, unless a formula computes it; empty if only formulas read the key, or it
+    #: is not translated
+    to: str = ""
     default: Any = None  # the framework's default; None if it has none or computes it
     #: the framework's value → spec value; an unlisted value has no equivalent, `*` accepts all others
     #: unchanged. None: any value, unchanged
     values: dict[str, Any] | None = None
     #: how its meaning differs; a mapping states it per value, `*` for all others
     differs: str | dict[str, str] = ""
+    when: str = ""  # expression over `{keys}`: whether `differs` holds
+    note: str | dict[str, str] = ""  # a remark on a value that loses nothing
     unsupported: str = ""  # why no spec key corresponds to it
     neutral: list[Any] = []  # values for which an unsupported key has no effect
     #: not an option of the version in `title`, but of an older version or of a library of the framework
     outside: bool = False
 
-    def difference(self, value: Any) -> str:
-        """How the meaning of this value differs; empty if it does not."""
-        if isinstance(self.differs, str):
-            return self.differs
-        return self.differs.get(word(value), self.differs.get("*", ""))
+    def difference(self, value: Any, values: dict[str, Any] | None = None) -> str:
+        """How the meaning of this value differs; empty if it does not. `values`: those of all keys."""
+        if self.when and values is not None and not compute(self.when, values):
+            return ""
+        return _of_value(self.differs, value)
+
+    def remark(self, value: Any) -> str:
+        """The remark on this value."""
+        return _of_value(self.note, value)
+
+
+def _of_value(texts: str | dict[str, str], value: Any) -> str:
+    return texts if isinstance(texts, str) else texts.get(word(value), texts.get("*", ""))
 
 
 class Variant(BaseModel):
@@ -60,6 +72,15 @@ class Variant(BaseModel):
     defaults: dict[str, Any] = {}  # key → default, where it differs
 
 
+class Base(BaseModel):
+    """The configuration from which a framework's others inherit."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    file: str  # its name
+    values: dict[str, Any]  # key → value, of the keys that are translated
+
+
 class KeyTable(BaseModel):
     """Table of one framework."""
 
@@ -68,14 +89,21 @@ class KeyTable(BaseModel):
     name: str  # name on the command line
     title: str  # name and version of the framework that the keys belong to
     style: Style  # syntax of its options in a command: `a.b=c` or `--a.b c`
-    commands: list[str]  # regular expressions of the launch command; the group `variant` names the class
+    option: str = ""  # beginning of an option in advice
+    commands: list[
+        str
+    ] = []  # none: no import; regular expressions of the launch command; the group `variant` names the class
     launcher: list[str] = []  # options of the preceding launcher that are read, for example `num_processes`
     variants: dict[str, Variant] = {}  # `_class` → its differences
     classes: dict[str, str] = {}  # Python classes that take its keys as arguments → prefix of these keys
-    marks: list[str]  # key prefixes that identify the framework
+    marks: list[str] = []  # key prefixes that identify the framework
     aliases: dict[str, str] = {}  # other spelling of a key → the key
+    base: Base | None = None
     constants: dict[str, Any] = {}  # spec keys that every run of this framework has
-    keys: dict[str, KeyRule]  # key → rule; a string is short for `to`
+    keys: dict[str, KeyRule] = {}  # key → rule; a string is short for `to`
+    #: spec key, or name of a fix in `rlctl.diagnose.fixes` → the framework's key or settings; for a spec key
+    #: only where `keys` have none with the same meaning
+    fixes: dict[str, str] = {}
     unsupported: dict[str, str] = {}  # key, or prefix that ends in a dot, dash or underscore → why
     formulas: dict[str, str] = {}  # spec key → expression over `{keys}`
     note: str = ""  # note added to every import
@@ -84,6 +112,26 @@ class KeyTable(BaseModel):
         """The default of every key that has one, in this class."""
         found = {key: rule.default for key, rule in self.keys.items() if rule.default is not None}
         return found | (self.variants[str(variant)].defaults if str(variant) in self.variants else {})
+
+    def fix(self, name: str, value: str | None = None) -> str:
+        """The framework's key of a spec key, with a value if one is given, or its settings of a named fix.
+
+        Empty if it has none, or none for this value.
+        """
+        known = {} if name in self.fixes else self.keys
+        found = {self.fixes.get(name, ""): KeyRule()} | {
+            self.option + key: rule
+            for key, rule in known.items()
+            if rule.to == name and not (rule.unsupported or rule.outside or rule.differs)
+        }
+        for key, rule in found.items():
+            if not key or value is None:
+                continue
+            values = rule.values or {"*": "*"}
+            theirs = [one for one, ours in values.items() if ours != "*" and word(ours) == value]
+            if theirs or "*" in values:
+                return f"{key}{' ' if key[0] == '-' else '='}{theirs[0] if theirs else value}"
+        return "" if value is not None else next(filter(None, found), "")
 
     def canonical(self, key: str) -> str:
         """The table's spelling of a key: resolves aliases and exchanged dashes and underscores."""
@@ -155,23 +203,32 @@ def compute(formula: str, values: dict[str, Any]) -> Any:
     return evaluate(_PLACEHOLDER.sub(lambda found: f"_{keys.index(found[1])}", formula), names)
 
 
-def names() -> list[str]:
-    """Names of all frameworks."""
-    return sorted(path.stem for path in _DIRECTORY.glob("*.toml"))
-
-
 @cache
+def tables() -> dict[str, KeyTable]:
+    """The tables of all frameworks, by name."""
+    return {path.stem: _load(path) for path in sorted(_DIRECTORY.glob("*.toml"))}
+
+
+def names() -> list[str]:
+    """Names of the frameworks whose configurations can be imported."""
+    return [name for name, one in tables().items() if one.commands]
+
+
 def table(name: str) -> KeyTable:
-    """Loads the table of a framework.
+    """The table of a framework whose configurations can be imported.
 
     Raises:
         UsageError: there is no such framework.
     """
-    path = _DIRECTORY / f"{name}.toml"
     if name not in names():
         raise UsageError(f"no framework `{name}`", fix=f"one of {', '.join(names())}")
+    return tables()[name]
+
+
+def _load(path: Path) -> KeyTable:
     content = tomllib.loads(path.read_text(encoding="utf-8"))
-    keys = {key: {"to": rule} if isinstance(rule, str) else rule for key, rule in content["keys"].items()}
+    rules = content.get("keys", {}).items()
+    keys = {key: {"to": rule} if isinstance(rule, str) else rule for key, rule in rules}
     reasons = content.get("unsupported", {}).items()  # why → a key, or a list of keys
     unsupported = {
         key: why for why, those in reasons for key in ([those] if isinstance(those, str) else those)
@@ -179,7 +236,7 @@ def table(name: str) -> KeyTable:
     for term, expression in content.pop("terms", {}).items():
         for target, formula in content["formulas"].items():
             content["formulas"][target] = formula.replace(f"<{term}>", f"({expression})")
-    return KeyTable.model_validate(content | {"name": name, "keys": keys, "unsupported": unsupported})
+    return KeyTable.model_validate(content | {"name": path.stem, "keys": keys, "unsupported": unsupported})
 
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
@@ -212,11 +269,16 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "len": len,
     "round": round,
     "ceil": math.ceil,
-    "only": lambda values, allowed: [
-        value for value in (values if isinstance(values, list) else [values]) if value in allowed
-    ],
+    "only": lambda values, allowed: [value for value in _listed(values) if value in allowed],
+    "drops": lambda values, allowed: any(value not in allowed for value in _listed(values)),
     "is_parquet": lambda name: str(name).endswith(".parquet"),
 }
+
+
+def _listed(values: Any) -> list[Any]:
+    return values if isinstance(values, list) else [values]
+
+
 #: The most often that an expression may repeat a text or list.
 _MAX_REPEATS = 10_000
 

@@ -121,14 +121,14 @@ def _add_row(
         note = f"did you mean {nearest}?" if nearest else ""
         result.rows.append(KeyOutcome(key, setting.value, "unknown", {}, note, setting.where))
         return
-    targets = computed | ({rule.to: _mapped(rule, values[key])} if rule.to else {})
+    targets = ({rule.to: _mapped(rule, values[key])} if rule.to else {}) | computed
     targets = {target: value for target, value in targets.items() if value is not _LEFT_OUT}
     lost = [target for target, value in targets.items() if value is _MISSING]
     unknown = {target: value for target, value in targets.items() if isinstance(value, Unresolved)}
     became = {target: value for target, value in targets.items() if target not in (*lost, *unknown)}
-    difference = rule.difference(setting.value)
+    difference = rule.difference(setting.value, values)
     status: Status = "different" if difference else "same"
-    note = difference
+    note = difference or rule.remark(setting.value)
     if rule.unsupported:
         off = _is_neutral(rule, setting.value)
         status, note = ("same", "off here too") if off else ("not supported", rule.unsupported)
@@ -189,9 +189,11 @@ def _add_defaults(
             continue
         result.spec |= became
         result.origins |= dict.fromkeys(became, f"default of {key}")
-        difference = rule.difference(default)
+        difference = rule.difference(default, defaults | given)
         status: Status = "different" if difference else "same"
-        result.implied.append(KeyOutcome(key, default, status, became, difference, ""))
+        result.implied.append(
+            KeyOutcome(key, default, status, became, difference or rule.remark(default), "")
+        )
 
 
 def _is_equal(value: Any, ours: Any) -> bool:

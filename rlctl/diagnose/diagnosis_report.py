@@ -136,7 +136,7 @@ def _finding_report(first: Finding, diagnosis: Diagnosis) -> FindingReport:
 def _about(run: RunLog) -> Iterator[str]:
     """Steps, framework, and where known the experiment, the model and the dates."""
     steps = run.table.steps
-    yield steps_text(int(steps[0]), int(steps[-1]))
+    yield steps_text(int(steps[0]), int(steps[-1])) if len(steps) else "no step"
     yield f"logged by {run.framework}"
     if run.spec is not None:
         yield visible(f"experiment {run.spec.trainer.experiment_name}, model {run.spec.model.path}")
@@ -258,11 +258,12 @@ def diagnosis_document(diagnoses: Sequence[Diagnosis]) -> dict[str, Any]:
 
 
 def _run_document(diagnosis: Diagnosis) -> dict[str, Any]:
-    run, steps = diagnosis.run, diagnosis.run.table.steps
+    run = diagnosis.run
+    steps: list[int] = run.table.steps.tolist() or [None]
     return {
         "log": str(run.path),
         "framework": run.framework,
-        "steps": {"first": int(steps[0]), "last": int(steps[-1]), "count": len(steps)},
+        "steps": {"first": steps[0], "last": steps[-1], "count": len(run.table.steps)},
         "status": diagnosis.status,
         "summary": _summary(diagnosis),
         "has_spec": run.spec is not None,

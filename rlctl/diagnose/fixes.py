@@ -8,56 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from rlctl.convert.table import tables
 from rlctl.diagnose.finding import Fix
 from rlctl.diagnose.table import RunLog
 
 RC = "algorithm.rollout_correction."
-_ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
-_TRL_IS, _OPENRLHF_IS = "vllm_importance_sampling_", "--algo.advantage.is_correction_"
-_NEMO_IS, _SWIFT_IS = "loss_fn.truncated_importance_sampling_", "--rollout_importance_sampling_"
-_NEMO_MASK, _NEMO_TRUNCATE = (
-    f"loss_fn.use_importance_sampling_correction=true {_NEMO_IS}type={kind}" for kind in ("icepop", "tis")
-)
-
-#: rlctl's key → the same setting in each of `_FRAMEWORKS`, `–` where there is none. The keys of rollout
-#: correction are the same in verl. LLaMA-Factory and ms-swift use TRL's keys.
-_FRAMEWORKS = ("verl", "trl", "openrlhf", "slime", "nemo-rl", "prime-rl", "skyrl", "areal")
-KEYS = {
-    "actor.lr":
-        f"{_ACTOR}optim.lr learning_rate --actor.adam.lr --lr policy.optimizer.kwargs.lr "
-        "trainer.optim.lr trainer.policy.optimizer_config.lr actor.optimizer.lr",
-    "actor.ppo_epochs":
-        f"{_ACTOR}ppo_epochs num_iterations --train.max_epochs – – – trainer.update_epochs_per_batch",
-    "actor.grad_clip":
-        f"{_ACTOR}optim.clip_grad max_grad_norm --actor.max_norm --clip-grad policy.max_grad_norm "
-        "trainer.optim.max_norm trainer.policy.optimizer_config.max_grad_norm "
-        "actor.optimizer.gradient_clipping",
-    "actor.clip_ratio_high":
-        f"{_ACTOR}clip_ratio_high epsilon_high – --eps-clip-high loss_fn.ratio_clip_max – "
-        "trainer.algorithm.eps_clip_high actor.eps_clip_higher",
-    "actor.kl_loss_coef":
-        f"{_ACTOR}kl_loss_coef beta --algo.kl.init_coef --kl-loss-coef "
-        "loss_fn.reference_policy_kl_penalty – trainer.algorithm.kl_loss_coef actor.kl_ctl",
-    "algorithm.kl_ctrl.kl_coef":
-        "algorithm.kl_ctrl.kl_coef beta --algo.kl.init_coef --kl-coef – – "
-        "trainer.algorithm.kl_loss_coef actor.kl_ctl",
-    "actor.loss_agg_mode": f"{_ACTOR}loss_agg_mode",
-    "rollout.n":
-        f"{_ROLLOUT}n num_generations --rollout.n_samples_per_prompt --n-samples-per-prompt "
-        "grpo.num_generations_per_prompt orchestrator.group_size generator.n_samples_per_prompt "
-        "gconfig.n_samples",
-    "rollout.temperature":
-        f"{_ROLLOUT}temperature temperature --rollout.temperature --rollout-temperature "
-        "policy.generation.temperature orchestrator.train.sampling.temperature "
-        "generator.sampling_params.temperature gconfig.temperature",
-    "data.max_response_length":
-        "data.max_response_length max_completion_length --rollout.max_new_tokens "
-        "--rollout-max-response-len policy.generation.max_new_tokens "
-        "orchestrator.train.sampling.max_completion_tokens "
-        "generator.sampling_params.max_generate_length gconfig.max_new_tokens",
-    "critic.ppo_epochs": "critic.ppo_epochs",
-    "trainer.critic_warmup": "trainer.critic_warmup – --critic.freezing_steps --num-critic-only-steps",
-}  # fmt: skip
 
 
 def _with_trls_users(others: dict[str, str]) -> dict[str, str]:
@@ -68,35 +23,32 @@ def _with_trls_users(others: dict[str, str]) -> dict[str, str]:
     return {"llama-factory": others["trl"], "ms-swift": " ".join(options)} | others
 
 
-def _keys_elsewhere(key: str) -> dict[str, str]:
-    """Framework → its key of the same setting."""
-    if key.startswith(RC):
-        return {"verl": key}
-    keys = zip(_FRAMEWORKS, KEYS.get(key, "").split(), strict=False)
-    return {framework: other for framework, other in keys if other != "–"}
+def elsewhere(name: str, value: str | None = None) -> dict[str, str]:
+    """Framework → its key of a spec key, with the value if one is given, or its settings of a named fix.
+
+    They are in the tables of `rlctl import`, `convert/frameworks/*.toml`.
+    """
+    return {one.name: found for one in tables().values() if (found := one.fix(name, value))}
 
 
-def change(*settings: str, why: str = "", **others: str) -> Fix:
+def change(*settings: str, why: str = "", named: str = "", **others: str) -> Fix:
     """A fix of `key=value` settings that are applied together.
 
-    `others`: framework → its settings, where renaming the keys is not enough.
+    Where renaming the keys is not enough for other frameworks, `named` is the name of the fix in their
+    tables; `others`: framework → its settings.
     """
-    pairs = [setting.partition("=")[::2] for setting in settings]
-    renamed = {}
-    for framework in _FRAMEWORKS:
-        named = [(_keys_elsewhere(key).get(framework, ""), value) for key, value in pairs]
-        if all(key for key, _ in named):
-            renamed[framework] = " ".join(f"{key}{' ' if key[0] == '-' else '='}{v}" for key, v in named)
-    return Fix(settings, why, _with_trls_users({**renamed, **others}))
+    each = [elsewhere(*setting.split("=", 1)) for setting in settings]
+    renamed = {name: " ".join(one[name] for one in each) for name in set(each[0]).intersection(*each)}
+    others = renamed | (elsewhere(named) if named else {}) | others
+    return Fix(settings, why, _with_trls_users(others))
 
 
-def _correction(run: RunLog, *settings: str, why: str = "", swift: str, **others: str) -> Fix:
-    """A change of rlctl's and verl's rollout correction; `swift`, `others`: the same in other frameworks.
+def _correction(run: RunLog, *settings: str, why: str = "", named: str) -> Fix:
+    """A change of rlctl's and verl's rollout correction, which other frameworks have under a name.
 
     These correct the gap to π_old, so they do nothing where the loss has its ratio to the sampler.
     """
-    elsewhere = {} if run.facts.bypass_mode else {**others, "ms-swift": swift}
-    return change(*settings, why=why, **elsewhere)
+    return change(*settings, why=why, named="" if run.facts.bypass_mode else named)
 
 
 def by_hand(why: str, **others: str) -> Fix:
@@ -106,7 +58,7 @@ def by_hand(why: str, **others: str) -> Fix:
 
 def larger(key: str, why: str) -> Fix:
     """Advice to raise the value of a key, without a concrete value."""
-    return Fix((), f"{why} (`{key}`)", _with_trls_users(_keys_elsewhere(key)))
+    return Fix((), f"{why} (`{key}`)", _with_trls_users(elsewhere(key)))
 
 
 def gentler(run: RunLog) -> Iterator[Fix]:
@@ -116,13 +68,8 @@ def gentler(run: RunLog) -> Iterator[Fix]:
     if epochs > 1:
         yield change("actor.ppo_epochs=1", why="sample more often")
     if (run.facts.updates_per_batch or 1) > epochs:
-        yield change(
-            "actor.ppo_mini_batch_size=null",
-            why="one update per pass over the batch",
-            verl=f"{_ACTOR}ppo_mini_batch_size=<data.train_batch_size>",
-            trl="steps_per_generation=<gradient_accumulation_steps>",
-            openrlhf="--train.batch_size <rollout.batch_size × rollout.n_samples_per_prompt>",
-        )
+        why = "one update per pass over the batch"
+        yield change("actor.ppo_mini_batch_size=null", why=why, named="one_update")
     yield from slower(run)
 
 
@@ -173,25 +120,14 @@ def reject_outliers(run: RunLog) -> Iterator[Fix]:
             f"{RC}rollout_rs=token_k1",
             f"{RC}rollout_rs_threshold=0.6_1.6",
             why="reject responses with extreme tokens",
-            trl=f"{_TRL_IS}mode=token_mask {_TRL_IS}clip_min=0.6 {_TRL_IS}clip_max=1.6",
-            swift=f"{_SWIFT_IS}mode token_mask {_SWIFT_IS}threshold 1.6",
-            openrlhf=f"{_OPENRLHF_IS}level token {_OPENRLHF_IS}mode mask {_OPENRLHF_IS}threshold 0.6 1.6",
-            **{"nemo-rl": f"{_NEMO_MASK} {_NEMO_IS}ratio_min=0.6 {_NEMO_IS}ratio=1.6"},
+            named="reject_outliers",
         )
 
 
 def wider_bound(run: RunLog) -> Iterator[Fix]:
     """Fix that raises the bound of the weights to 5 where it is lower or unknown, to truncate fewer."""
     if run.facts.rollout_is != "off" and (run.facts.rollout_is_threshold or 0.0) < 5.0:
-        yield _correction(
-            run,
-            f"{RC}rollout_is_threshold=5",
-            trl=f"{_TRL_IS}clip_max=5.0",
-            swift=f"{_SWIFT_IS}threshold 5",
-            openrlhf=f"{_OPENRLHF_IS}threshold 0.5 5",
-            slime="--tis-clip 5",
-            **{"nemo-rl": f"{_NEMO_IS}ratio=5"},
-        )
+        yield _correction(run, f"{RC}rollout_is_threshold=5", named="wider_bound")
 
 
 def correct_tokens(run: RunLog) -> Iterator[Fix]:
@@ -209,12 +145,7 @@ def correct_tokens(run: RunLog) -> Iterator[Fix]:
         *((f"{RC}bypass_mode=false",) if only_measured else ()),
         f"{RC}rollout_is=token",
         why="correct for the gap",
-        trl=f"{_TRL_IS}correction=True {_TRL_IS}mode=token_truncate",
-        swift=f"{_SWIFT_IS}mode token_truncate",
-        openrlhf=f"{_OPENRLHF_IS}level token {_OPENRLHF_IS}mode clip",
-        slime="--use-tis",
-        skyrl="trainer.algorithm.off_policy_correction.tis_ratio_type=token",
-        **{"nemo-rl": f"{_NEMO_TRUNCATE} {_NEMO_IS}ratio=2"},
+        named="correct_tokens",
     )
 
 
@@ -223,9 +154,8 @@ def geometric(run: RunLog) -> Iterator[Fix]:
     if run.facts.rollout_is == "geometric":
         return
     settings = ("rollout_is=geometric", "rollout_is_bound=mask", "rollout_is_threshold=0.99_1.01")
-    masked = f"{_OPENRLHF_IS}level seq {_OPENRLHF_IS}mode mask {_OPENRLHF_IS}threshold 0.99 1.01"
-    keys = tuple(RC + setting for setting in settings)
-    yield Fix(keys, "a weight that does not grow with the length", {"openrlhf": masked})
+    keys = tuple(RC + one for one in settings)
+    yield change(*keys, why="a weight that does not grow with the length", named="geometric")
 
 
 def same_precision(run: RunLog) -> Iterator[Fix]:
@@ -236,8 +166,7 @@ def same_precision(run: RunLog) -> Iterator[Fix]:
         yield change(
             "engine.dtype=fp32",
             why="higher precision (FP16 on both sides costs less, where available)",
-            verl=f"{_ROLLOUT}dtype=float16 {_ACTOR}fsdp_config.dtype=float16",
-            trl="bf16=False fp16=True",
+            named="higher_precision",
         )
 
 

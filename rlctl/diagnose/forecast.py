@@ -79,8 +79,9 @@ class Forecast:
 def forecasts(run: RunLog, slope_errors: float = SLOPE_ERRORS) -> tuple[Forecast, ...]:
     """Forecasts of all metrics with a trend towards their critical level, the soonest first."""
     each = (forecast(run.table.series(level.key), level, slope_errors) for level in levels_of(run))
-    now = run.table.steps[-1]  # a metric that is no longer logged may have a forecast before the last step
-    return tuple(sorted((one for one in each if one and one.step >= now), key=lambda one: one.step))
+    # A metric that is no longer logged may have a forecast before the last step.
+    found = (one for one in each if one and one.step >= run.table.steps[-1])
+    return tuple(sorted(found, key=lambda one: one.step))
 
 
 def levels_of(run: RunLog) -> Iterator[Level]:

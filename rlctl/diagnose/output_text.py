@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from rlctl.diagnose.compare import METRIC_COLUMNS, RunComparison, metric_rows, sentences, shown
 from rlctl.diagnose.diagnosis_report import FindingReport, run_name, run_report, visible
-from rlctl.diagnose.finding import Evidence
+from rlctl.diagnose.finding import SEVERITIES, Evidence
 from rlctl.diagnose.rule import Diagnosis
 from rlctl.diagnose.spec_patch import SpecPatch
 from rlctl.diagnose.table import RunLog, Series
@@ -31,6 +31,17 @@ _CHART_WIDTH, _BLOCKS = 60, "▁▂▃▄▅▆▇█"
 _LABEL_WIDTH, _LEAST_ROOM = 12, 20
 #: Terminal columns next to a chart: indent, labels, and the range of its values.
 _NEXT_TO_CHART = 38
+
+
+def print_overview(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
+    """Prints one line per run: its log, its steps, its status, and its first finding."""
+    rows: list[list[str | Text]] = []
+    for one in diagnoses:
+        worst = one.findings[0].what if one.findings and one.status in SEVERITIES else ""
+        status = Text(one.status, style=_STYLES[one.status])
+        rows.append([run_name(one.run), one.run.framework, str(len(one.run.table.steps)), status, worst])
+    headings = ("run", "logged by", "steps", "status", "first finding")
+    print_table(console, headings, rows, right=range(2, 3), whole=range(3, 4))
 
 
 def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
@@ -127,7 +138,7 @@ def print_comparison(console: Console, found: RunComparison) -> None:
     """Prints sentences, then spec differences, metrics by size of difference, and metrics of one run only."""
     for name, diagnosis in (("A", found.a), ("B", found.b)):
         steps = diagnosis.run.table.steps
-        about = f": steps {steps[0]}–{steps[-1]}"
+        about = f": steps {steps[0]}–{steps[-1]}" if len(steps) else ": no step"
         console.print(Text.assemble((f"{name}  ", "bold"), run_name(diagnosis.run), about), soft_wrap=True)
     console.print()
     for sentence in sentences(found):

@@ -97,12 +97,14 @@ def exception(run: RunLog) -> Detection | Skipped:
     known = next((one for one in _EXCEPTIONS if re.search(one[0], raised.text)), None)
     cause, fixes = known[1:] if known else (None, None)
     where = f" ({raised.where})" if raised.where else ""
+    steps = run.table.steps
+    when = f"after step {steps[-1]}" if len(steps) else "before its first step"
     seen = Evidence("line of the log", f"{raised.line}{where}")
     severity: Severity = "info" if raised.is_stop or known is _EXCEPTIONS[0] else "critical"
     sure: Sure | None = None if known else ("low", "the exception matches no known kind of failure")
     return Detection(
         severity,
-        f"the log ends after step {run.table.steps[-1]} with {raised.text}",
+        f"the log ends {when} with {raised.text}",
         (seen,),
         cause,
         fixes,

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 #: Stands for standard input.
 STDIN = Path("-")
-Framework = Literal[
-    "rlctl", "verl", "trl", "ms-swift", "llama-factory", "openrlhf", "slime", "prime-rl", "nemo-rl", "skyrl",
-    "areal", "unknown",
-]  # fmt: skip
+Framework = str  # as a reader's file names it, or `unknown`
 
 
 @dataclass(frozen=True, slots=True)

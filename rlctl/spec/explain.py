@@ -28,9 +28,15 @@ class Band:
     @property
     def interval(self) -> str:
         """E.g. `0.6 ≤ ρ ≤ 1.6`."""
-        lower = f"{self.lower:.4g} ≤ " if self.lower > 0 else ""
-        upper = f" ≤ {self.upper:.4g}" if self.upper < math.inf else ""
+        lower = f"{_bound(self.lower)} ≤ " if self.lower > 0 else ""
+        upper = f" ≤ {_bound(self.upper)}" if self.upper < math.inf else ""
         return f"{lower}{self.symbol}{upper}" if lower or upper else f"any {self.symbol}"
+
+
+def _bound(value: float) -> str:
+    """The value with four digits, or as many more as show its distance from 1: `1.0004`."""
+    texts = (f"{value:.{digits}g}" for digits in range(4, 17))
+    return next(text for text in texts if abs(float(text) - value) <= 1e-3 * abs(value - 1.0))
 
 
 class BatchArithmetic:

@@ -60,6 +60,8 @@ _DTYPE = "engine.dtype"
 #: Maximum number of characters of an invalid value that a message shows.
 _SHOWN = 200
 
+#: In a spec file: a value that is to be written before the spec can be used.
+NO_VALUE = "???"
 #: Keys that model presets leave to the user.
 LEFT_TO_THE_USER = frozenset({"data.train_files"})
 
@@ -135,6 +137,12 @@ def load_spec(
     if _DTYPE not in leaves:
         dtype, why = native_dtype()
         leaves[_DTYPE] = Leaf(dtype, None, Origin("hardware", why))
+    missing_keys = {key for key, leaf in leaves.items() if leaf.value == NO_VALUE}
+    for key in sorted(missing_keys):
+        leaf = leaves.pop(key)
+        if key not in left_open:
+            missing = Problem("error", key, f"has no value yet: `{NO_VALUE}`", "write one, or give KEY=VALUE")
+            problems.append(_located(missing, {key: leaf}, {}))
     spec, invalid = _validated(leaves, problems)
     origins = dict.fromkeys(known_leaves(), DEFAULT) | {
         known: leaf.origin for key, leaf in leaves.items() if (known := leaf_of(key))
@@ -153,7 +161,7 @@ def load_spec(
         return is_presets and len(deciding) == 1 and deciding <= all_presets().keys()
 
     # Contradictions with an invalid value are not reported.
-    contradictions = check_spec(spec, left_open | invalid, is_meant)
+    contradictions = check_spec(spec, left_open | invalid | missing_keys, is_meant)
     problems += [_located(problem, leaves, origins) for problem in contradictions]
     if any(problem.severity == "error" for problem in problems):
         raise SpecError(problems)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.spec.model import EMBEDDED, RECIPE, VOCABULARY, ModelSpec
+from rlctl.files import cache_root
+from rlctl.spec.model import EMBEDDED, NAMED_MODELS, RECIPE, VOCABULARY, ModelSpec
 from rlctl.spec.run_spec import RunSpec
 
 _SIZE_IN_NAME = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BbMm])(?![A-Za-z0-9])")
@@ -141,7 +142,7 @@ def checkpoint_bytes(spec: RunSpec) -> int | None:
 
 def _local_directory(spec: ModelSpec) -> Path | None:
     """The model's directory, or its snapshot in the hub's cache; None: neither exists."""
-    path = Path(spec.path).expanduser()
+    path = named_directory(spec.path) or Path(spec.path).expanduser()
     if path.is_dir():
         return path
     repository = hub_cache() / f"models--{spec.path.replace('/', '--')}"
@@ -152,10 +153,18 @@ def _local_directory(spec: ModelSpec) -> Path | None:
     return snapshot if snapshot.is_dir() else None
 
 
+def named_directory(name: str, root: Path | None = None) -> Path | None:
+    """The directory in the cache where a model with a short name is, or will be; None for other paths."""
+    named = NAMED_MODELS.get(name)
+    return (root or cache_root()) / "models" / f"{name}-{named.version}" if named else None
+
+
 def hub_cache() -> Path:
     """The directory of downloads from the Hugging Face hub."""
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    caches = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    home = Path(os.environ.get("HF_HOME", caches / "huggingface")).expanduser()
+    older = os.environ.get("HUGGINGFACE_HUB_CACHE", home / "hub")
+    return Path(os.environ.get("HF_HUB_CACHE", older)).expanduser()
 
 
 def _read_shapes(directory: Path) -> dict[str, list[int]]:

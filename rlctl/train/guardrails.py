@@ -22,7 +22,7 @@ from rlctl.algos.rules import CorrectionRules
 from rlctl.algos.statistics import correction_metrics
 from rlctl.diagnose.facts import facts_of
 from rlctl.diagnose.forecast import forecasts
-from rlctl.diagnose.readers.framework_names import MetricFilter
+from rlctl.diagnose.readers.reader_files import MetricFilter
 from rlctl.diagnose.rule import examine, metrics_read
 from rlctl.diagnose.table import RunLog, Table
 from rlctl.diagnose.thresholds import KL, RAW_ESS, WINDOW

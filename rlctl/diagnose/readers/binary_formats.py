@@ -11,7 +11,7 @@ from typing import IO, Any
 import numpy as np
 from pydantic_core import from_json
 
-from rlctl.diagnose.readers.collect import MAIN, OWN_CLOCKS, STEP_KEYS, LogReading
+from rlctl.diagnose.readers.collect import MAIN, OWN_CLOCKS, LogReading
 from rlctl.diagnose.readers.console import Console
 
 PARQUET_MARK, WANDB_MARK = b"PAR1", b":W&B"
@@ -36,7 +36,7 @@ def read_parquet(path: Path, reading: LogReading) -> bool:
 
     file = pq.ParquetFile(path)
     names = file.schema_arrow.names
-    step_keys = [key for key in STEP_KEYS if key in names]
+    step_keys = [key for key in reading.collector.step_keys if key in names]
     if not step_keys:
         return False
     # With several clocks, a row has the steps of the others as nulls; rollouts are logged before updates.
@@ -45,7 +45,7 @@ def read_parquet(path: Path, reading: LogReading) -> bool:
     reading.collector.names.update(names)
     checks = (pa.types.is_floating, pa.types.is_integer, pa.types.is_boolean)
     numeric = [one.name for one in file.schema_arrow if any(check(one.type) for check in checks)]
-    wanted = [name for name in numeric if name not in STEP_KEYS and reading.collector.keeps(name)]
+    wanted = [name for name in numeric if name not in step_keys and reading.collector.keeps(name)]
     num_without = 0
     for batch in file.iter_batches(columns=[*clocks, *wanted]):
         is_without = np.ones(batch.num_rows, dtype=bool)

@@ -12,7 +12,7 @@ import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,10 @@ from numpy.typing import NDArray
 from rlctl.diagnose.readers.source import OpenFile
 from rlctl.diagnose.table import Framework, LoggedException
 
-#: Names of the step; the first one that a row has is used.
+if TYPE_CHECKING:
+    from rlctl.diagnose.readers.reader_files import Readers
+
+#: Usual names of the step.
 STEP_KEYS = (
     *("step", "train/global_step", "eval/global_step", "train/step", "rollout/step", "eval/step"),
     *("global_step", "training/global_step", "trainer/global_step", "_step", "Step", "iteration", "iter"),
@@ -90,8 +93,9 @@ class Collected:
 class Collector:
     """Collects the values of rows under wanted names; memory grows only with these and the number of rows."""
 
-    def __init__(self, keeps: Callable[[str], bool]) -> None:
+    def __init__(self, keeps: Callable[[str], bool], step_keys: Sequence[str] = STEP_KEYS) -> None:
         self.keeps = keeps  # whether a name is wanted
+        self.step_keys = step_keys  # names of the step; the first one that a row has is used
         self.names: set[str] = set()  # every name in the rows
         self.null_is_nan = False  # whether null means NaN (which JSON cannot express), not "not logged"
         self.num_rows = 0
@@ -201,11 +205,11 @@ class Collector:
         return Collected(axis, columns, nonfinite, names, ratio, tuple(notes))
 
     def _layout(self, row: Mapping[str, Any]) -> _Layout | None:
-        step_key = next((key for key in STEP_KEYS if key in row), None)
+        step_key = next((key for key in self.step_keys if key in row), None)
         if step_key is None:
             return None
         self.names.update(row)
-        metrics = [key for key in row if key not in STEP_KEYS]
+        metrics = [key for key in row if key not in self.step_keys]
         clock = self._clocks.setdefault(_clock_of(step_key, metrics), _Clock())
         names = filter(self.keeps, metrics)
         kept = tuple((name, clock.columns.setdefault(name, _Column())) for name in names)
@@ -342,12 +346,13 @@ class LogReading:
     """State of reading one log, which the readers fill."""
 
     collector: Collector  # collects the rows
+    readers: Readers  # the frameworks whose rows and settings are looked for
     open_file: OpenFile = io.FileIO
     limit: int | None = None  # rows after which a reader may stop, for a preview; None reads everything
     hint: Framework | None = None  # the framework, where the format shows it
     config: dict[str, Any] = field(default_factory=dict)  # the run's configuration, where the log has one
     stated: dict[str, Any] = field(default_factory=dict)  # single settings that the log states
-    exception: LoggedException | None = None  # the exception at the end of the log
+    exception: LoggedException | None = None  # the error that ends the log
     notes: list[str] = field(default_factory=list)  # problems that were tolerated
 
     @property

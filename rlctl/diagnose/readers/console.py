@@ -8,27 +8,34 @@ contains the output of graders, agents and models.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 from rlctl.diagnose.readers.collect import LogReading
 from rlctl.diagnose.readers.printed_blocks import (
     BARS,
     BULLETS,
     NUMBER,
+    PLAIN,
     Braces,
     Listing,
     PrintedTable,
     pairs,
     printed_number,
 )
-from rlctl.diagnose.readers.printed_content import LastException, PrintedRows, Row, keep_settings
+from rlctl.diagnose.readers.printed_content import FirstError, PrintedRows, Row, keep_settings
+from rlctl.diagnose.readers.reader_files import UNKNOWN, RowForm
 from rlctl.diagnose.table import Framework
 
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 #: Colour codes without the escape character, which pasting often removes.
 _LOST_COLOUR = re.compile(r"\ufffd?\[(?:0|1|3\d|9\d|[01];\d+|\d+;\d+)?m")
+_STRAIGHT_QUOTES = str.maketrans("‘’“”", "''\"\"")
 _QUOTE = re.compile(r"\s*>(?:\s?>)*\s?")
+#: What another process prints into a row, up to the end of the line.
+_OTHER_PROCESS = re.compile(
+    r"(?<![\s|>\]-])(?:\((?:\w+ )?pid=\d+|\[rank\d+\]:|\d{4}-\d\d-\d\d \d\d:\d\d"
+    r"|(?:INFO|WARNING|ERROR|DEBUG)(?: \d\d-\d\d|:\w+:))"
+)
 _FENCE = re.compile(r"\s*(?:```|~~~)")
 _RAY = re.compile(r"\([^()]*\bpid=\d+[^()]*\)\s?")
 _DICTIONARY = re.compile(r"\{\s*['\"][^{}]*\}")
@@ -42,11 +49,6 @@ _CELL = re.compile(
     re.IGNORECASE,
 )
 _VERL_CELL = re.compile(r"[^\s:]+(?::[^\s:]+)+")
-#: Lines that state the step of the list below them.
-_HEADINGS: tuple[tuple[str, Framework, str, re.Pattern[str]], ...] = (
-    ("= Step ", "nemo-rl", BULLETS, re.compile(r"={3,} Step (\d+)/\S+ ={3,}")),
-    ("Train step ", "areal", BARS, re.compile(r"\bTrain step (\d+)/\d+ done")),
-)
 _NEXT_IS_STEP = re.compile(
     r"(?:^|\s)(?:global[ _])?(?:step|iteration)\s*[:#=]?\s*(\d+)\s*:?\s*$", re.IGNORECASE
 )
@@ -80,44 +82,21 @@ def _piped_cells(text: str) -> Row:
     return row
 
 
-def _megatron_cells(text: str) -> Row:
-    """Cells between pipes, with spaces in names replaced: ms-swift's Megatron trainer prints some."""
-    return {name.replace(" ", "_"): value for name, value in _piped_cells(text).items()}
-
-
 def _listed_cells(text: str) -> Row:
     """`name=value`, `name: value` or `name value`, with commas, pipes or spaces between."""
     cells = re.finditer(rf"([A-Za-z_][\w/.-]*)\s*[:=]\s*({NUMBER}%?)(?=[\s,;|)\]]|$)", text)
     return {cell[1]: printed_number(cell[2]) for cell in cells}
 
 
-_SLIME_CLOCKS = "step|rollout|perf|eval|passrate|multi_turn"
-_STEP_WORDS = "(?:global[ _])?step|iter(?:ation)?|update"
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """One form of a line that is a row."""
-
-    kind: Framework | None  # the framework that prints it; None for a form that any script may print
-    mark: str  # a text that every such line contains
-    pattern: str  # groups `step`, `body`, and `clock` where the framework has several clocks
-    cells: Callable[[str], Row]  # returns the body's numbers by name
-    least: int  # minimum number of wanted names in a row
-
-
-_FORMS = (
-    _Form("verl", "step:", r"(?:^|\s)step:(?P<step>-?\d+) - (?P<body>\S.*)", _verl_cells, 0),
-    _Form("openrlhf", "lobal step ", r"Global step (?P<step>\d+): (?P<body>\{.*)", pairs, 1),
-    _Form("openrlhf", "eval_metrics", r"global_step (?P<step>\d+), eval_metrics: (?P<body>\{.*)", pairs, 1),
-    _Form("slime", ": {", rf"(?:^|\s|-)(?P<clock>{_SLIME_CLOCKS}) (?P<step>\d+): (?P<body>\{{.*)", pairs, 0),
-    _Form("prime-rl", "Step ", r"(?:^|\s)Step (?P<step>\d+) \| (?P<body>.*)", _piped_cells, 1),
-    _Form("ms-swift", "iteration ", r"\biteration\s+(?P<step>\d+)\s*/\s*\d+ \| (?P<body>.*)",
-          _megatron_cells, 1),
-    _Form(None, "te", rf"(?i)\b(?:{_STEP_WORDS})\s*[:=#]?\s*(?P<step>\d+)(?:\s*/\s*\d+)?\b"
-          r"(?P<body>.*\w\s*[:=]\s*[-+\d.].*)", _listed_cells, 2),
-)  # fmt: skip
-_CLOCKS = {"step": "train/step", "eval": "eval/step"}
+#: Form of the figures in a line (see `RowForm.figures`) → their reader.
+_IN_LINE: Mapping[str, Callable[[str], Row]] = {
+    "dictionary": pairs,
+    "dashes": _verl_cells,
+    "bars": _piped_cells,
+    "pairs": _listed_cells,
+}
+#: Form of the figures below a line → style of the list.
+_BELOW = {"bullets": BULLETS, "table": BARS, "list": PLAIN}
 
 
 class Console:
@@ -125,16 +104,18 @@ class Console:
 
     def __init__(self, reading: LogReading) -> None:
         self._reading = reading
+        self._forms = reading.readers.forms
         self._rows = PrintedRows(reading)
-        self._exception = LastException()
+        self._exception = FirstError()
         self._line = 0
         # A row that the next line may continue: its form, text, and the match of the form's pattern.
-        self._wrapped: tuple[_Form, str, re.Match[str] | None] | None = None
+        self._wrapped: tuple[Framework, RowForm, str, re.Match[str] | None] | None = None
         self._braces: dict[str, Braces] = {}  # by the process prefix of the line
         self._listing = Listing()
         self._table: PrintedTable | None = None
         self._heading: tuple[Framework, str, int] | None = None
-        self._next_step: int | None = None
+        self._next_step: int | None = None  # as the line before states, for the lines below it
+        self._list_step: int | None = None
 
     @property
     def is_full(self) -> bool:
@@ -146,13 +127,15 @@ class Console:
         return self._rows.add_dictionary(row, step)
 
     def pass_row(self, has_restarted: bool) -> None:
-        """Discards the exceptions found so far, because a row follows them; its step may go back."""
+        """Discards the errors found so far, because a row follows them; its step may go back."""
         self._exception.clear(has_restarted)
 
     def read(self, line: bytes, number: int = 0) -> bool:
         """Reads one line; False if it contains no row."""
         self._line = number
         text = line.decode("utf-8", "replace").rstrip("\r\n")
+        if not text.isascii():
+            text = text.translate(_STRAIGHT_QUOTES)
         if "\x1b" in text:
             text = _COLOUR.sub("", text)
         if "[" in text and ("m(" in text or "[0m" in text or "[3" in text):
@@ -165,7 +148,7 @@ class Console:
         return False
 
     def finish(self) -> None:
-        """Passes the rows and the last exception to the reading."""
+        """Passes the rows and the first error to the reading."""
         self._end_wrapped()
         self._end_listing()
         for braces in self._braces.values():
@@ -184,6 +167,10 @@ class Console:
         text = text[len(prefix) :]
         if not text.strip():
             return self._blank()
+        if other := _OTHER_PROCESS.search(text, 1):
+            head = text[: other.start()]
+            if self._wrapped or prefix in self._braces or self._may_be_row(head):
+                text = head
         wrapped = self._take_wrapped(text)
         if wrapped is not None:
             return wrapped
@@ -194,50 +181,54 @@ class Console:
     # --- rows of one line ------------------------------------------------------------------------
 
     def _form(self, text: str) -> bool:
-        if ":" not in text and "=" not in text and "|" not in text:
-            return False
-        for form in _FORMS:
-            if form.mark not in text or (form.kind is None and len(text) > _LONGEST):
+        for framework, form in self._forms:
+            if form.contains not in text or (framework == UNKNOWN and len(text) > _LONGEST):
                 continue
-            if not (match := re.search(form.pattern, text)):
+            if not (match := form.line.search(text)):
                 continue
-            if form.kind == "verl" and "/" in match["body"]:
-                self._wrapped = form, text, match
+            if form.figures in _BELOW:
+                self._end_listing()
+                self._heading = framework, _BELOW[form.figures], int(match["step"])
+                return False
+            if form.figures == "dashes" and "/" in match["body"]:
+                self._wrapped = framework, form, text, match
                 self._rows.advance("step", int(match["step"]))
                 return True
-            if self._row(form, match):
+            if self._row(framework, form, match):
                 return True
         return False
 
-    def _row(self, form: _Form, match: re.Match[str]) -> bool:
-        row = form.cells(match["body"])
-        if form.least:
+    def _row(self, framework: Framework, form: RowForm, match: re.Match[str]) -> bool:
+        row = _IN_LINE[form.figures](match["body"])
+        if form.at_least:
             wanted = sum(map(self._rows.wants, row))
-            if wanted < form.least or (form.kind is None and 2 * wanted <= len(row)):
+            if wanted < form.at_least or (framework == UNKNOWN and 2 * wanted <= len(row)):
                 return False
         elif not any("/" in name for name in row):
             return False
-        clock = _CLOCKS.get(match["clock"], "rollout/step") if form.kind == "slime" else "step"
-        row[clock] = int(match["step"])
-        return self._rows.add(form.kind or "step", row, form.kind)
+        clock = form.clocks.get(match["clock"], form.clocks["*"]) if form.clocks else "step"
+        if "step" in match.groupdict():
+            row[clock] = int(match["step"])
+        return self._rows.add(framework, row, None if framework == UNKNOWN else framework)
 
     def _take_wrapped(self, text: str) -> bool | None:
-        """Joins a row of verl with the line that continues it; None if the line does not continue it."""
+        """Joins a row between dashes with the line that continues it; None if the line does not."""
         if self._wrapped is None:
             return None
-        form, before, _ = self._wrapped
-        if "step:" not in text and _continues_verl(before, text):
+        framework, form, before, _ = self._wrapped
+        if form.contains not in text and _continues_verl(before, text):
             lost_space = text.startswith("- ") or before.endswith(" -")
-            self._wrapped = form, before + " " * (lost_space and not text.startswith(" ")) + text, None
+            joined = before + " " * (lost_space and not text.startswith(" ")) + text
+            self._wrapped = framework, form, joined, None
             return True
         self._end_wrapped()
         return None
 
     def _end_wrapped(self) -> None:
         if self._wrapped is not None:
-            (form, text, match), self._wrapped = self._wrapped, None
-            if match or (match := re.search(form.pattern, text)):
-                self._row(form, match)
+            (framework, form, text, match), self._wrapped = self._wrapped, None
+            if match or (match := form.line.search(text)):
+                self._row(framework, form, match)
 
     # --- dictionaries ----------------------------------------------------------------------------
 
@@ -255,6 +246,8 @@ class Console:
             return True
         if self._listing.is_other(text):
             self._end_listing()
+        if self._listing.is_empty:
+            self._list_step = step
         if entry := self._listing.take(text):
             has_metric = any(map(self._rows.wants, entry))
             if not has_metric:
@@ -272,20 +265,16 @@ class Console:
         return sum(map(self._rows.wants, row)) > 1 and self._rows.add("progress bar", row)
 
     def _remark(self, text: str) -> None:
-        """Reads a heading, settings or an exception from a line without a row."""
-        if "te" in text:
-            for mark, kind, style, pattern in _HEADINGS:
-                if mark in text and (match := pattern.search(text)):
-                    self._heading = kind, style, int(match[1])
-            if text.rstrip()[-1:] in ":0123456789" and (match := _NEXT_IS_STEP.search(text)):
-                self._next_step = int(match[1])
+        """Reads a step, settings or an error from a line without a row."""
+        if "te" in text and text.rstrip()[-1:] in ":0123456789" and (match := _NEXT_IS_STEP.search(text)):
+            self._next_step = int(match[1])
         self._settings(text)
         self._exception.take(text, self._line)
 
     def _settings(self, text: str) -> None:
         """Reads settings before the first row; later lines of this form may be what the model wrote."""
         if not self._rows.num_rows:
-            keep_settings(text, self._reading.stated)
+            keep_settings(text, self._reading.readers.setting_names, self._reading.stated)
 
     def _dictionaries(self, prefix: str, text: str, step: int | None) -> bool | None:
         """Reads the dictionaries of a line, or begins one; True if one is a row, None if there is none."""
@@ -308,6 +297,9 @@ class Console:
         state = braces.take(text)
         if state == "open":
             return False
+        if state == "not its own" and braces.may_go_on and not self._may_be_row(text):
+            self._remark(text)  # of another process
+            return False
         del self._braces[prefix]
         if state == "not its own":
             found = self.add(braces.cut_off(), braces.step)
@@ -317,6 +309,9 @@ class Console:
         self._reading.config |= braces.value()
         return False
 
+    def _may_be_row(self, text: str) -> bool:
+        return "{" in text or any(form.contains in text and form.line.search(text) for _, form in self._forms)
+
     # --- tables and lists ------------------------------------------------------------------------
 
     def _take_table(self, text: str) -> bool:
@@ -325,7 +320,7 @@ class Console:
             if rows is not None:
                 return sum(self._rows.add("table", row) for row in rows) > 0
             self._table = None
-        self._table = PrintedTable.begin(text, self._rows.wants)
+        self._table = PrintedTable.begin(text, self._rows.wants, self._reading.collector.step_keys)
         return False
 
     def _end_listing(self) -> bool:
@@ -336,4 +331,6 @@ class Console:
         if wanted and self._heading and self._heading[1] == style:
             kind, _, step = self._heading
             return self._rows.add(kind, {**row, "step": step}, kind)
+        if self._list_step is not None and not row.keys() & set(self._reading.collector.step_keys):
+            row["step"] = self._list_step
         return wanted > 1 and self._rows.add("list", row)

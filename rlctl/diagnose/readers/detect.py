@@ -1,37 +1,38 @@
-"""Reads a path as a `RunLog`; format and framework are recognized by the content, not by the file's name."""
+"""Reads paths as `RunLog`s; format and framework are recognized by the content, not by the file's name."""
 
 from __future__ import annotations
 
 import io
-import os
 import re
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import yaml
 
 from rlctl.diagnose.facts import facts_of
 from rlctl.diagnose.readers import binary_formats as binary
 from rlctl.diagnose.readers import text_formats as text
 from rlctl.diagnose.readers.collect import Collected, Collector, LogReading, is_step_or_time
-from rlctl.diagnose.readers.framework_names import (
-    RLCTL,
+from rlctl.diagnose.readers.reader_files import (
+    BUILT_IN,
     FrameworkNames,
     MetricFilter,
+    Readers,
     canonical_table,
-    framework_of,
 )
-from rlctl.diagnose.readers.source import LogSource, OpenFile, opened
+from rlctl.diagnose.readers.runs import Log, Preview, runs_in
+from rlctl.diagnose.readers.source import LogSource, OpenFile, is_archive, opened, unpacked
 from rlctl.diagnose.table import STDIN, RunLog
 from rlctl.errors import UsageError
 from rlctl.spec.load import RUN_SPEC_FILE, spec_or_note
-from rlctl.track.jsonl import DISCARDED_FILE, METRICS_FILE
 
 _KNOWN_LOGS = (
     "name a run directory, or a log: metrics.jsonl, trainer_state.json, files of TensorBoard or W&B, what "
-    "verl, TRL, ms-swift, LLaMA-Factory, OpenRLHF, slime, prime-rl, NeMo-RL, SkyRL or AReaL print, or a "
-    "table of steps (CSV, JSONL, Parquet, or with pipes)"
+    "verl, TRL, ms-swift, LLaMA-Factory, OpenRLHF, slime, prime-rl, NeMo-RL, SkyRL, AReaL, torchforge, "
+    "ROLL, Oat or open-instruct print, or a table of steps (CSV, JSONL, Parquet, or with pipes)"
 )
 _PASTED = (
     "paste a line of metrics as the trainer prints it, a printed dictionary, `name: value` lines, or a table "
@@ -43,71 +44,90 @@ _FIRST_ROWS = 50
 _USAGE = re.compile(
     r"time|timing|speed|throughput|per_(?:sec|gpu)|memory|mfu|seqlen|percentage|epoch|episode", re.I
 )
-_ANY_METRIC = MetricFilter(("<any>",))
 _CONFIG_FILES = ("config.yaml", "args.json", ".hydra/config.yaml")
 _CONTROLS = bytes({*range(1, 8), *range(14, 27), *range(28, 32)})
 _BINARY_SHARE = 0.02
-#: Suffixes of the files in a directory that may be logs.
-_SUFFIXES = frozenset(
-    {".jsonl", ".wandb", ".json", ".csv", ".tsv", ".parquet", ".log", ".txt", ".out", ".err", ".gz"}
-)
-_EVENTS = "tfevents"
-_DEEPEST = 5
-#: Maximum number of logs of a directory that are examined; logs in deeper directories are left out first.
-_MOST = 200
+#: More rows with the same step are samples, not a log.
+_MOST_PER_STEP = 8
 
 
-class _Candidate(NamedTuple):
-    """One log."""
-
-    files: tuple[Path, ...]  # its files: several for TensorBoard, one otherwise
-    shown: Path  # the path to report
-
-
-def read_run(path: Path, wanted: Collection[str], open_file: OpenFile = io.FileIO) -> RunLog:
-    """Reads one run's log, of any framework.
+def read_runs(
+    path: Path,
+    wanted: Collection[str],
+    open_file: OpenFile = io.FileIO,
+    readers: Readers = BUILT_IN,
+) -> Iterator[RunLog]:
+    """Reads the logs of all runs at a path, of any framework, one after another.
 
     Args:
-        path: a log file, plain or gzipped; a directory, searched to a depth of five for the log with the most
-            content; or `-` for standard input. A `spec.yaml` next to the log is taken as the spec of the run.
+        path: a log file, plain or gzipped; a directory or a ZIP archive, searched to a depth of five for
+            runs, of which the log with the most content is read; or `-` for standard input. A `spec.yaml`
+            next to a log is taken as the spec of its run.
         wanted: canonical metrics to keep, where `<…>` stands for any text; memory grows only with the number
             of these and of rows.
         open_file: opens a text log for reading, for example to show the progress.
+        readers: the readers' files that apply.
 
     Raises:
-        UsageError: the file does not exist, is not a known log, or contains no step or no known metric.
+        UsageError: the file does not exist, is not a known log, or contains no step and no error, or no known
+            metric.
     """
-    metrics = MetricFilter(wanted)
-    notes: list[str] = []
-    candidate = _Candidate((path,), path)
-    if path != STDIN and path.is_dir():
-        candidate, notes = _chosen(path)
-    elif path != STDIN and not path.exists():
+    metrics = MetricFilter(wanted, readers)
+    if path != STDIN and not path.exists():
         raise UsageError("no such file or directory", where=str(path), fix="name a run directory, or a log")
-    reading = LogReading(Collector(metrics.by_any_name), open_file)
-    _read_files(candidate.files, reading)
+    if path == STDIN or not (path.is_dir() or is_archive(path)):
+        yield _read_log(Log((path,), path), metrics, open_file, ())
+        return
+    with unpacked(path) as directory:
+        for log, notes in runs_in(directory, path, partial(_preview, readers=readers)):
+            yield _read_log(log, metrics, open_file, notes)
+
+
+def read_run(
+    path: Path,
+    wanted: Collection[str],
+    open_file: OpenFile = io.FileIO,
+    readers: Readers = BUILT_IN,
+) -> RunLog:
+    """Reads the log of the only run at a path, as `read_runs` does.
+
+    Raises:
+        UsageError: as `read_runs`; or there are several runs.
+    """
+    runs = read_runs(path, wanted, open_file, readers)
+    first, second = next(runs), next(runs, None)
+    if second is not None:
+        shown = f"{first.path}, {second.path}"
+        raise UsageError(f"several runs, such as {shown}", where=str(path), fix="name one of them")
+    return first
+
+
+def _read_log(log: Log, metrics: MetricFilter, open_file: OpenFile, notes: Sequence[str]) -> RunLog:
+    readers = metrics.readers
+    reading = LogReading(Collector(metrics.by_any_name, readers.step_keys), readers, open_file)
+    _read_files(log.files, reading)
     collected = reading.collector.finish()
-    run_spec = candidate.shown.parent / RUN_SPEC_FILE
-    has_spec = candidate.shown != STDIN and run_spec.is_file()
+    run_spec = log.files[0].parent / RUN_SPEC_FILE
+    has_spec = log.shown != STDIN and run_spec.is_file()
     spec, spec_notes = spec_or_note(run_spec) if has_spec else (None, [])
-    reading.config = reading.config or _config_next_to(candidate.shown)
-    framework = _recognized(collected, reading, candidate.shown)
+    reading.config = reading.config or _config_next_to(log.files[0])
+    framework = _recognized(collected, reading, log.shown)
     if spec is not None and framework.uses_rlctl_names:
-        framework = RLCTL
+        framework = readers.named("rlctl")
     known = facts_of(spec) if spec else None
     unread = tuple(
         name
         for name in sorted(collected.names)
         if not (framework.translate(name) or is_step_or_time(name) or _USAGE.search(name))
     )
-    if candidate.shown == STDIN and unread:
-        notes.append(f"unknown metric names: {_some(unread)}")
+    own_notes = [] if len(collected.steps) else ["the log contains no step, only an error"]
+    own_notes += [f"unknown metric names: {_some(unread)}"] if log.shown == STDIN and unread else []
     table, origins, facts, fact_origins = canonical_table(collected, framework, metrics, reading, known)
     return RunLog(
-        path=candidate.shown,
+        path=log.shown,
         table=table,
         spec=spec,
-        notes=tuple(dict.fromkeys((*notes, *reading.notes, *collected.notes, *spec_notes))),
+        notes=tuple(dict.fromkeys((*notes, *own_notes, *reading.notes, *collected.notes, *spec_notes))),
         framework=framework.framework,
         origins=origins,
         facts=facts,
@@ -122,77 +142,49 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _recognized(collected: Collected, reading: LogReading, log: Path) -> FrameworkNames:
-    """The framework that wrote the log.
+    """The framework that wrote the log; that of a log with an error only may be unknown.
 
     Raises:
-        UsageError: the log contains no step, or no known metric.
+        UsageError: the log contains no step and no error, or no known metric.
     """
-    found = framework_of(collected.names, reading.hint)
+    found = reading.readers.of(collected.names, reading.hint)
+    if not len(collected.steps) and reading.exception is not None:
+        return found or reading.readers.unknown
     if not len(collected.steps):
-        what = "not a known log format: no line or row with a step"
-    elif found is None:
+        what = "not a known log format: no line or row with a step, and no error"
+        raise UsageError(what, where=str(log), fix=_PASTED if log == STDIN else _KNOWN_LOGS)
+    if found is None:
         what = f"not a known log format: it has no known metric, only {_some(sorted(collected.names))}"
-    else:
-        return found
-    if error := reading.exception:
-        where = f" in {error.where}" if error.where else ""
-        what += f"; it ends with {error.text}{where} (line {error.line})"
-    raise UsageError(what, where=str(log), fix=_PASTED if log == STDIN else _KNOWN_LOGS)
+        fix = f"{_PASTED if log == STDIN else _KNOWN_LOGS}; name your own metrics with --map FILE"
+        raise UsageError(what, where=str(log), fix=fix)
+    return found
 
 
-def _chosen(directory: Path) -> tuple[_Candidate, list[str]]:
-    """The log with the most content, the newest of several with equally much, and notes that name it.
-
-    A `metrics.jsonl` next to a `spec.yaml` directly in the directory is always chosen, without a note.
-
-    Raises:
-        UsageError: there is no log in the directory.
-    """
-    log = directory / METRICS_FILE
-    if log.is_file() and (directory / RUN_SPEC_FILE).is_file():
-        return _Candidate((log,), log), []
-    candidates = sorted(_candidates(directory), key=lambda one: len(one.shown.parts))[:_MOST]
-    known = [(content, _age(one), one) for one in candidates if (content := _content(one))]
-    if not known:
-        what = f"no log in this directory: it holds no {METRICS_FILE} and no other known log"
-        raise UsageError(what, where=str(directory), fix="name a run directory, or a log")
-    best = max(known, key=lambda found: found[:2])[2]
-    if len(known) == 1:
-        return best, [f"read: {best.shown}"]
-    return best, [f"{len(known)} logs in {directory}: {best.shown} was read; to read another one, name it"]
-
-
-def _candidates(directory: Path) -> Iterator[_Candidate]:
-    depth = len(directory.parts)
-    for root, folders, names in os.walk(directory):
-        here = Path(root)
-        is_deepest = len(here.parts) - depth >= _DEEPEST
-        folders[:] = [] if is_deepest else sorted(f for f in folders if not f.startswith("."))
-        events = tuple(here / name for name in sorted(names) if _EVENTS in name)
-        if events:
-            yield _Candidate(events, here if len(events) > 1 else events[0])
-        for name in sorted(names):
-            if Path(name).suffix in _SUFFIXES and name != DISCARDED_FILE and _EVENTS not in name:
-                yield _Candidate((here / name,), here / name)
-
-
-def _age(candidate: _Candidate) -> float:
-    return max(file.stat().st_mtime for file in candidate.files if file.exists())
-
-
-def _content(candidate: _Candidate) -> tuple[int, int, int] | None:
-    """Number of metrics and of rows at a log's begin, and the newest step there; None where it is no log."""
-    reading = LogReading(Collector(_ANY_METRIC.by_any_name), limit=_FIRST_ROWS)
+def _preview(files: Sequence[Path], readers: Readers) -> Preview | None:
+    """The beginning of a log; None where it is no log."""
+    reading = LogReading(
+        Collector(MetricFilter(("<any>",), readers).by_any_name, readers.step_keys),
+        readers,
+        limit=_FIRST_ROWS,
+    )
     try:
-        _read_files(candidate.files, reading)
+        _read_files(files, reading)
     except UsageError:
         return None
-    collected, num_rows = reading.collector.finish(), reading.collector.num_rows
-    framework = framework_of(collected.names, reading.hint)
-    if framework is None or not num_rows:
+    num_rows, last_step = reading.collector.num_rows, reading.collector.last_step
+    collected = reading.collector.finish()
+    if not num_rows:
+        return Preview((0, 0, 0), {}) if reading.exception else None
+    framework = readers.of(collected.names, reading.hint)
+    if framework is None or num_rows > _MOST_PER_STEP * len(collected.steps):
         return None
+    columns = {
+        named.key: named.scale * values[np.isfinite(values)]
+        for name, values in collected.columns.items()
+        if (named := framework.translate(name))
+    }
     known = {named.key for name in collected.names if (named := framework.translate(name))}
-    return len(known), min(num_rows, _FIRST_ROWS), reading.collector.last_step
+    return Preview((len(known), min(num_rows, _FIRST_ROWS), last_step), columns)
 
 
 def _config_next_to(log: Path) -> dict[str, Any]:
@@ -260,7 +252,7 @@ def _is_binary(head: bytes) -> bool:
 
 
 def _read_text(source: LogSource, reading: LogReading) -> None:
-    if header := text.csv_header(source.head):
+    if header := text.csv_header(source.head, reading.collector.step_keys):
         with source.open() as stream:
             text.read_csv(stream, *header, reading)
         return

@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
-from rlctl.diagnose.readers.collect import STEP_KEYS
 from rlctl.diagnose.readers.printed_content import Row
 
 #: Regular expression of a number as text.
@@ -53,7 +52,7 @@ def _plain(number: str) -> float:
 _OPENING = re.compile(r"\s*(?:\{\s*['\"][^'\"]+['\"]\s*:|\{\s*$)")
 _CONTINUES = re.compile(r"[\s'\"}]|[\w/.()-]+['\"]: |[\d.e+-]+['\"]?[,}]")
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
-_MOST_LINES = 20_000
+_MOST_LINES, _MOST_OTHERS = 20_000, 5
 
 
 class Braces:
@@ -63,6 +62,7 @@ class Braces:
         self.step = step  # as the line above it states, if any
         self._lines = [text]
         self._depth = depth
+        self._num_others = 0
 
     @classmethod
     def begin(cls, text: str, step: int | None) -> Braces | None:
@@ -79,10 +79,16 @@ class Braces:
     def take(self, text: str) -> Literal["open", "closed", "not its own"]:
         """Adds the next line if it continues the dictionary."""
         if not _CONTINUES.match(text) or len(self._lines) > _MOST_LINES:
+            self._num_others += 1
             return "not its own"
         self._lines.append(text)
         self._depth += _depth(text)
         return "open" if self._depth > 0 else "closed"
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether few other lines are between its lines: another process may print there."""
+        return self._num_others <= _MOST_OTHERS
 
     def cut_off(self) -> Row:
         """The complete pairs of a dictionary that was cut off; without the last, which may be incomplete."""
@@ -125,7 +131,9 @@ class PrintedTable:
         self._steps = [int(match[1]) for match in found if match] if all(found) else []
 
     @classmethod
-    def begin(cls, text: str, wants: Callable[[str], bool]) -> PrintedTable | None:
+    def begin(
+        cls, text: str, wants: Callable[[str], bool], step_keys: Collection[str]
+    ) -> PrintedTable | None:
         """Begins a table if the line is a header with metrics or steps; otherwise returns None."""
         delimiter = "|" if _has_bars(text) else "\t" if "\t" in text else None
         if delimiter is None and not ("  " in text and ("step" in text.lower() or "loss" in text)):
@@ -134,7 +142,7 @@ class PrintedTable:
         if len(names) < 2 or any(printed_number(name) is not None for name in names):
             return None
         table, wanted = cls(delimiter, names), sum(map(wants, names))
-        has_step = any(name in STEP_KEYS for name in names)
+        has_step = any(name in step_keys for name in names)
         return table if table._steps or (wanted and (has_step or wanted > 1)) else None
 
     def take(self, text: str) -> list[Row] | None:

@@ -1,4 +1,4 @@
-"""Content of console output: rows grouped by their form, settings of the run, and the last exception.
+"""Content of console output: rows grouped by their form, settings of the run, and the first error.
 
 The rows of the form with the most metrics are used as the log.
 """
@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from rlctl.diagnose.readers.collect import STEP_KEYS, Collector, LogReading
-from rlctl.diagnose.readers.framework_names import setting_names
 from rlctl.diagnose.table import Framework, LoggedException
 
 Row = dict[str, float | None]
 
-#: A printed dictionary is a trainer's row only with one of these keys; graders and data loaders print
-#: dictionaries without them.
+#: A printed dictionary is a trainer's row only with one of these keys, or several known names with `/`;
+#: graders and data loaders print dictionaries without them.
 _TRAINER_KEYS = frozenset(
     {*STEP_KEYS, "epoch", "loss", "train_loss", "eval_loss", "grad_norm", "learning_rate", "lr"}
 )
+_MANY_PATHS = 3
 #: Keys that occur in configurations as well as in rows.
 _SETTINGS = frozenset({"learning_rate", "lr"})
 _OF_ANY_ROW = frozenset({*STEP_KEYS, "epoch"})
@@ -79,11 +80,11 @@ class PrintedRows:
         names = row.keys() - _SETTINGS
         if step is not None and any(map(self.wants, names)):
             return self.add("numbered dictionary", {**row, "step": step})
-        if names.isdisjoint(_TRAINER_KEYS) or not any(
-            self.wants(name) or name.startswith("eval_") for name in names
-        ):
+        known = [name for name in names if self.wants(name) or name.startswith("eval_")]
+        is_trainers = not names.isdisjoint(_TRAINER_KEYS) or sum("/" in name for name in known) >= _MANY_PATHS
+        if not (known and is_trainers):
             return False
-        step_key = next((key for key in STEP_KEYS if key in row), "")
+        step_key = next((key for key in self._reading.collector.step_keys if key in row), "")
         return self.add(f"dictionary {step_key}", row)
 
     def advance(self, clock: str, place: float | None) -> None:
@@ -95,9 +96,9 @@ class PrintedRows:
     def add(self, kind: str, row: Row, framework: Framework | None = None) -> bool:
         """Adds a row; a row without a step is numbered by counting."""
         if kind not in self._forms:
-            self._forms[kind] = _Form(Collector(self.wants), framework)
+            self._forms[kind] = _Form(Collector(self.wants, self._reading.collector.step_keys), framework)
         form = self._forms[kind]
-        clock = next((key for key in STEP_KEYS if key in row), "epoch")
+        clock = next((key for key in self._reading.collector.step_keys if key in row), "epoch")
         self.advance(clock, row.get(clock))
         if clock == "epoch":
             if not all(name.startswith("eval_") or name == "epoch" for name in row):
@@ -177,8 +178,8 @@ _LINE = re.compile(
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
-def keep_settings(text: str, stated: dict[str, Any]) -> None:
-    """Adds to `stated` a line's settings that a framework's facts depend on; the first value counts.
+def keep_settings(text: str, names: Collection[str], stated: dict[str, Any]) -> None:
+    """Adds to `stated` a line's settings of these names; the first value counts.
 
     Numbers stay texts, which `Config` reads.
     """
@@ -189,12 +190,12 @@ def keep_settings(text: str, stated: dict[str, Any]) -> None:
         found.append(_LINE.match(text))
     for match in filter(None, found):
         key = match["key"].replace("-", "_") if match.re is _FLAG else match["key"]
-        if key in setting_names():
+        if key in names:
             value = match["value"] or "true"  # a flag without a value
             stated.setdefault(key, _WORDS.get(value.lower(), value))
 
 
-# --- the last exception ------------------------------------------------------------------------------
+# --- the first error ---------------------------------------------------------------------------------
 
 _TRACEBACK = "Traceback (most recent call last)"
 _FRAME = re.compile(r"File \"(?P<file>[^\"]+)\", line (?P<line>\d+)(?:, in (?P<function>\S+))?")
@@ -202,46 +203,60 @@ _EXCEPTION = re.compile(
     r"(?:\[?rank\d+\]?:?\s*)?(?:[\w.]+::\S+.*?:\s)?"
     r"(?P<text>(?:\w+\.)*(?P<type>\w*(?:Error|Exception|Interrupt|Exit|Timeout|Died\w*))(?:\(\w+\))?(?::\s.*)?)\s*$"
 )
-_KILLED = re.compile(r"(?:.*\s)?(?P<text>(?:Killed|Segmentation fault|Bus error)(?:\s*\(core dumped\))?)\s*$")
-#: An exception that ends a run even if no traceback is printed.
-_FATAL = "OutOfMemoryError"
-#: Exceptions that launchers raise when a child process has failed; its exception is printed above.
-_OF_LAUNCHERS = frozenset({"ChildFailedError", "CalledProcessError", "SystemExit", "RayTaskError"})
+#: Ends of a run that Python does not report: full disks, the out-of-memory killer, collectives that time out,
+#: signals, schedulers. The group `stop`: from outside.
+_DEATH = re.compile(
+    r"No space left on device|Disk quota exceeded|\boom[-_ ]?kill|OOMKilled|Killed process \d"
+    r"|(?:^|\s)Killed\s*$|exit ?code:? ?-?(?:9|137)\b|\bSIG(?:KILL|SEGV|BUS|ABRT)\b|Segmentation fault"
+    r"|Bus error|\(core dumped\)"
+    r"|Watchdog caught collective|watchdog (?:thread terminated|got stuck)|nccl\w+Error\b|NCCL error"
+    r"|CUDA error: |CUDA out of memory|OutOfMemoryError|terminate called after|Fatal Python error"
+    r"|Engine core proc\w* died|(?:ERROR|FATAL|CRITICAL)\b.*\btimed? ?-?out\b"
+    r"|(?P<stop>\*\*\*.* CANCELLED AT .*|DUE TO (?:TIME LIMIT|PREEMPTION)|\bSIGTERM\b.*(?:received|death))"
+)
+#: Errors that follow the failure of another process, whose own error may be printed, too.
+_OF_LAUNCHERS = frozenset(
+    {"ChildFailedError", "CalledProcessError", "SystemExit", "RayTaskError", "ActorDiedError"}
+    | {"ActorUnavailableError", "WorkerCrashedError", "EngineDeadError", "BrokenPipeError"}
+    | {"ProcessRaisedException", "ProcessExitedException"}
+)
 #: Exceptions of a run that was stopped from outside.
 _STOPS = frozenset({"KeyboardInterrupt", "SignalException"})
 _LONGEST = 500
-_LINES_AFTER = 200
+_LINES_BETWEEN = 200
 
 
-class LastException:
-    """Collects exceptions from the lines that are not rows.
+class FirstError:
+    """Collects errors from the lines that are not rows.
 
-    A handled exception may be printed without a traceback, or far from the log's end; neither counts. Nor
-    does an exception that was already printed before a row, because training continued after it; but one
-    after which the steps go back ended the run, which was then restarted.
+    What ends a run is followed by its consequences: errors of other ranks, of launchers, of cleaning up. So
+    the first one since the last row counts, and a launcher's only if there is no other. A handled exception
+    may be printed without a traceback, or far from the log's end; neither counts. Nor does an exception that
+    was already printed before a row, because training continued after it; but one after which the steps go
+    back ended the run, which was then restarted.
     """
 
     def __init__(self) -> None:
-        self._found: LoggedException | None = None
+        self._found: list[tuple[LoggedException, bool]] = []  # since the last row; whether it is a launcher's
+        self._last_line = 0  # of the newest error
         self._frame = ""
         self._in_traceback = False
         self._since_row: set[str] = set()
         self._survived: set[str] = set()
 
     def clear(self, has_restarted: bool) -> None:
-        """Discards the exceptions found so far: a row follows, so training continued or was restarted."""
+        """Discards the errors found so far: a row follows, so training continued or was restarted."""
         if not has_restarted:
             self._survived |= self._since_row
         self._since_row.clear()
-        self._found, self._in_traceback = None, False
+        self._found.clear()
+        self._in_traceback = False
 
     def at_end(self, last_line: int) -> LoggedException | None:
-        """The last exception since the last row, if it is near the end of the log.
-
-        A launcher's exception counts only if there is no other.
-        """
-        found = self._found
-        return found if found and last_line - found.line <= _LINES_AFTER else None
+        """The first error since the last row, if the errors go on to near the end of the log."""
+        if not self._found or last_line - self._last_line > _LINES_BETWEEN:
+            return None
+        return next((error for error, is_launcher in self._found if not is_launcher), self._found[0][0])
 
     def take(self, text: str, line: int) -> None:
         """Processes one line that is not a row."""
@@ -251,11 +266,15 @@ class LastException:
             function = f", in {frame['function']}" if frame["function"] else ""
             self._in_traceback = True
             self._frame = f"{frame['file'].rpartition('/')[2]}, line {frame['line']}{function}"
-        elif not self._in_traceback and _FATAL not in text:
-            if text.rstrip()[-1:] in "dr)" and (match := _KILLED.match(text)):
-                self._keep(match["text"], "", line)
-        elif not text[:1].isspace() and (match := _EXCEPTION.match(text)):
+        elif match := not text[:1].isspace() and self._may_raise and _EXCEPTION.match(text):
             self._keep(match["text"], match["type"], line)
+        elif match := _DEATH.search(text):
+            self._keep(text.strip(), "SignalException" if match["stop"] else "", line)
+
+    @property
+    def _may_raise(self) -> bool:
+        """Whether a line may be an exception: below a traceback, or below another error."""
+        return self._in_traceback or bool(self._found)
 
     def _keep(self, text: str, kind: str, line: int) -> None:
         where, self._in_traceback = self._frame if self._in_traceback else "", False
@@ -263,6 +282,8 @@ class LastException:
         self._since_row |= known
         if known & self._survived:
             return
-        if self._found is not None and (kind in _OF_LAUNCHERS or self._found.text == text[:_LONGEST]):
-            return
-        self._found = LoggedException(text[:_LONGEST], where, line, kind in _STOPS)
+        if self._found and line - self._last_line > _LINES_BETWEEN:
+            self._found.clear()  # it was handled
+        self._last_line = line
+        error = LoggedException(text[:_LONGEST], where, line, kind in _STOPS)
+        self._found.append((error, kind in _OF_LAUNCHERS))

@@ -7,6 +7,7 @@ import io
 import shutil
 import sys
 import tempfile
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,9 +15,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlctl.diagnose.table import STDIN
+from rlctl.errors import UsageError
 
 OpenFile = Callable[[Path], io.RawIOBase]
-_GZIP = b"\x1f\x8b"
+_GZIP, _ZIP = b"\x1f\x8b", b"PK\x03\x04"
+#: Limits of an archive: bytes and files when unpacked.
+_LARGEST_UNPACKED, _MOST_FILES = 2 << 30, 10_000
 _CHUNK_BYTES = 1 << 16
 
 
@@ -61,6 +65,47 @@ def opened(path: Path, open_file: OpenFile) -> Iterator[LogSource]:
         return
     with nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb") as pipe, _copied(pipe) as copy:
         yield LogSource(path, copy, open_file)
+
+
+def is_archive(path: Path) -> bool:
+    """Whether the path is a ZIP archive."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as stream:
+        return stream.read(len(_ZIP)) == _ZIP
+
+
+@contextmanager
+def unpacked(path: Path) -> Iterator[Path]:
+    """The directory itself, or a temporary one with the files of a ZIP archive.
+
+    Raises:
+        UsageError: the archive is damaged, encrypted, or larger than a log when unpacked.
+    """
+    if path.is_dir():
+        yield path
+        return
+    left = _LARGEST_UNPACKED
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with zipfile.ZipFile(path) as archive:
+                for number, member in enumerate(archive.infolist()):
+                    inside = Path(
+                        folder, *(part for part in Path(member.filename).parts if part.strip("./\\"))
+                    )
+                    if member.is_dir() or number >= _MOST_FILES:
+                        continue
+                    inside.parent.mkdir(parents=True, exist_ok=True)
+                    with archive.open(member) as packed, inside.open("wb") as file:
+                        while chunk := packed.read(min(_CHUNK_BYTES, left + 1)):
+                            left -= len(chunk)
+                            if left < 0:  # the sizes that the archive states may be wrong
+                                what = f"unpacks to more than {_LARGEST_UNPACKED >> 30} GiB"
+                                raise UsageError(what, where=str(path), fix="unpack it, and name a log")
+                            file.write(chunk)
+        except (zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError, EOFError) as error:
+            raise UsageError(f"a ZIP archive that cannot be read: {error}", where=str(path)) from error
+        yield Path(folder)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import csv
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from typing import IO, Any
@@ -13,7 +13,7 @@ from typing import IO, Any
 import numpy as np
 from pydantic_core import from_json
 
-from rlctl.diagnose.readers.collect import STEP_KEYS, LogReading, as_number
+from rlctl.diagnose.readers.collect import LogReading, as_number
 from rlctl.diagnose.readers.console import Console
 from rlctl.diagnose.readers.printed_blocks import column_name
 
@@ -92,8 +92,11 @@ def read_document(stream: IO[bytes], reading: LogReading) -> bool:
             document, is_cut = from_json(content, cache_strings="keys", allow_partial=True), True
         except ValueError:
             return False
-    if isinstance(document, Mapping) and isinstance(document.get("log_history"), list):
-        document = document["log_history"]
+    if isinstance(document, Mapping):
+        lists = [
+            one for one in document.values() if isinstance(one, list) and isinstance(next(iter(one), 0), dict)
+        ]
+        document = document.get("log_history", lists[0] if len(lists) == 1 else document)
     if is_cut:
         if not isinstance(document, list):
             return False
@@ -103,8 +106,8 @@ def read_document(stream: IO[bytes], reading: LogReading) -> bool:
         return _add_rows(document, reading)
     if not isinstance(document, Mapping):
         return False
-    if any(isinstance(document.get(key), list | Mapping) for key in STEP_KEYS):
-        return _add_rows(_transposed(document), reading)
+    if any(isinstance(document.get(key), list | Mapping) for key in reading.collector.step_keys):
+        return _add_rows(_transposed(document, reading.collector.step_keys), reading)
     return _add_by_step(document, reading)
 
 
@@ -113,14 +116,14 @@ def _add_rows(rows: Iterable[Any], reading: LogReading) -> bool:
     return any(found)
 
 
-def _transposed(columns: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+def _transposed(columns: Mapping[str, Any], step_keys: Iterable[str]) -> Iterable[dict[str, Any]]:
     """Converts column → list, or column → index → value, to rows."""
     indexed = {
         name: values if isinstance(values, Mapping) else dict(enumerate(values))
         for name, values in columns.items()
         if isinstance(values, list | Mapping)
     }
-    step = next(values for key in STEP_KEYS if (values := indexed.get(key)) is not None)
+    step = next(values for key in step_keys if (values := indexed.get(key)) is not None)
     for index in step:
         yield {name: values.get(index) for name, values in indexed.items()}
 
@@ -140,7 +143,7 @@ def _add_by_step(document: Mapping[str, Any], reading: LogReading) -> bool:
     return found
 
 
-def csv_header(head: bytes) -> tuple[list[str], str] | None:
+def csv_header(head: bytes, step_keys: Collection[str]) -> tuple[list[str], str] | None:
     """(names, delimiter) if the first line has column names with a step; None otherwise."""
     line = head.partition(b"\n")[0].decode("utf-8-sig", "replace").strip("\r")
     delimiter = max(_DELIMITERS, key=line.count)
@@ -151,7 +154,7 @@ def csv_header(head: bytes) -> tuple[list[str], str] | None:
     except csv.Error:
         return None
     names = [column_name(name) for name in names]
-    return (names, delimiter) if any(name in STEP_KEYS for name in names) else None
+    return (names, delimiter) if any(name in step_keys for name in names) else None
 
 
 def read_csv(stream: IO[bytes], names: list[str], delimiter: str, reading: LogReading) -> None:
@@ -182,7 +185,7 @@ def _columns_of_one_run(names: list[str], reading: LogReading) -> dict[str, int]
     An export of several runs has a column per run and metric; only the first run is read.
     """
     plain = {name: place for place, name in enumerate(names) if name}
-    steps = {name: place for name, place in plain.items() if name in STEP_KEYS}
+    steps = {name: place for name, place in plain.items() if name in reading.collector.step_keys}
     others = {name: place for name, place in plain.items() if name not in steps}
     if not others or not all(_RUN_SEPARATOR in name for name in others):
         return plain

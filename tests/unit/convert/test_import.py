@@ -60,7 +60,7 @@ def test_verl_script(tmp_path: Path) -> None:
             "model.enable_gradient_checkpointing": True,
         },
     )
-    assert row(result, "actor_rollout_ref.actor.clip_ratio").status == "different"
+    assert "verl reads it only where" in row(result, "actor_rollout_ref.actor.clip_ratio").note
     assert (
         row(result, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size").status == "not supported"
     )
@@ -106,7 +106,7 @@ def test_trl_python(tmp_path: Path) -> None:
     )
     wrong = row(result, "lerning_rate")
     assert (wrong.status, wrong.note) == ("unknown", "did you mean learning_rate?")
-    assert row(result, "per_device_train_batch_size").status == "different"
+    assert "TRL counts responses" in row(result, "per_device_train_batch_size").note
     assert row(result, "reward_funcs").status == "not supported"
 
 
@@ -652,3 +652,180 @@ def test_a_spec_is_not_another_frameworks(tmp_path: Path) -> None:
             imported(text, "spec.yaml", tmp_path, framework=framework)
     of_both = "data: {train_files: [a.parquet]}\nalgorithm: {adv_estimator: grpo}\n"
     assert imported(of_both, "spec.yaml", tmp_path).table.name == "verl"
+
+
+# --- values that are easily taken for others --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("framework", "coefficient", "status"),
+    [
+        # A factor on the reward of responses that are cut off: 0 removes it, 1 leaves it.
+        ("openrlhf", "0.0", "not supported"),
+        ("openrlhf", "1.0", "same"),
+        ("openrlhf", "-0.5", "not supported"),
+        ("nemo-rl", "0", "not supported"),
+        ("nemo-rl", "1", "same"),
+    ],
+)
+def test_a_factor_of_zero_is_not_off(framework: str, coefficient: str, status: str, tmp_path: Path) -> None:
+    if framework == "openrlhf":
+        key, text, name = "reward.stop_properly_penalty_coef", OPENRLHF, "run.sh"
+        text = text.replace("--train.colocate_all", f"--{key} {coefficient}")
+    else:
+        key, name = "grpo.reward_shaping.stop_properly_penalty_coef", "grpo.yaml"
+        text = NEMO.replace(
+            "grpo:\n", f"grpo:\n  reward_shaping: {{enabled: true, {key[20:]}: {coefficient}}}\n"
+        )
+    result = imported(text, name, tmp_path, framework)
+    assert row(result, key).status == status
+    if framework == "nemo-rl":  # the buffer has no effect beside it
+        assert result.spec.get("reward.overlong.buffer_length", 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("peft_config=LoraConfig()", (8, 8, ["q_proj", "v_proj"])),
+        ("peft_config=LoraConfig(r=4, target_modules='all-linear')", (4, 8, "all-linear")),
+        ("peft_config=LoraConfig(lora_alpha=64)", (8, 64, ["q_proj", "v_proj"])),
+        ("use_peft=True", (16, 32, ["q_proj", "v_proj"])),
+        ("lora_alpha=64", (0, "absent", "absent")),
+    ],
+)
+def test_adapters_have_their_own_classs_defaults(text: str, expected: Any, tmp_path: Path) -> None:
+    is_peft = "Lora" in text
+    called = f"GRPOTrainer(args=GRPOConfig(), {text})" if is_peft else f"GRPOConfig({text})"
+    result = imported(called + "\n", "t.py", tmp_path)
+    rank, alpha, targets = expected
+    expect(result, {"model.lora_alpha": alpha, "model.target_modules": targets})
+    assert result.spec.get("model.lora_rank", 0) == rank
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("python3 -m verl.trainer.main_ppo actor_rollout_ref.model.lora_alpha=16", "run.sh"),
+        (
+            "python3 -m openrlhf.cli.train_ppo_ray --ds.lora.alpha 16 --ds.lora.target_modules q_proj",
+            "run.sh",
+        ),
+    ],
+)
+def test_an_alpha_without_adapters_is_left_out(text: str, name: str, tmp_path: Path) -> None:
+    result = imported(text, name, tmp_path)
+    expect(result, {"model.lora_alpha": "absent", "model.target_modules": "absent"})
+    assert all(one.status == "same" for one in result.rows)
+
+
+def test_a_batch_of_zero_is_that_of_the_asynchronous_trainer(tmp_path: Path) -> None:
+    script = VERL.replace("train_batch_size=$prompts", "train_batch_size=0")
+    expect(imported(script, "run.sh", tmp_path), {"data.train_batch_size": 16})
+    script = script.replace("my.own_key=3", "async_training.require_batches=4")
+    result = imported(script, "run.sh", tmp_path)
+    expect(result, {"data.train_batch_size": 64, "actor.ppo_mini_batch_size": 16})
+    assert not [one for one in result.problems if one.severity == "error"]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "option"),
+    [
+        (VERL, "run.sh", ("actor.clip_ratio_high=0.28", "actor.clip_ratio_low=10")),
+        (NEMO.replace("base", "grpo_math_1B"), "grpo.yaml", ("ratio_clip_max: 0.28", "ratio_clip_min: 1.0")),
+        (OPENRLHF, "run.sh", ("--actor.eps_clip_low_high 0.2 0.27", "--actor.eps_clip 1.0")),
+        (SLIME, "run.sh", ("--eps-clip 0.2", "--eps-clip 1.0")),
+    ],
+)
+def test_a_clip_that_bounds_nothing_below(
+    text: str, name: str, option: tuple[str, str], tmp_path: Path
+) -> None:
+    result = imported(text.replace(*option), name, tmp_path, "nemo-rl" if name[-4:] == "yaml" else None)
+    expect(result, {"actor.clip_ratio_low": 0.999999})
+    assert "actor.clip_ratio_low" not in {one.key for one in result.problems}
+
+
+def test_a_recipe_has_the_values_of_the_base_that_is_not_here(tmp_path: Path) -> None:
+    text = NEMO.replace("base.yaml", "../../grpo_math_1B.yaml")
+    result = imported(text, "grpo.yaml", tmp_path)
+    expect(
+        result,
+        {
+            "actor.lr": 5e-6, "actor.kl_loss_coef": 0.01, "trainer.save_freq": 10,
+            "data.train_batch_size": 32, "rollout.gpu_memory_utilization": 0.6,
+            "actor.clip_ratio_low": 0.2, "actor.clip_ratio_high": 0.28,
+        },
+    )  # fmt: skip
+    assert result.origins["actor.lr"].endswith("../../grpo_math_1B.yaml")
+    assert "actor.lr" not in {one.key for one in result.problems}
+
+
+def test_a_recipe_of_an_unknown_base_is_not_complete(tmp_path: Path) -> None:
+    result = imported(NEMO, "grpo.yaml", tmp_path)
+    assert "actor.lr" in {one.key for one in result.problems if one.severity == "error"}
+    assert "actor.lr" not in result.spec
+
+
+def test_a_function_of_slime_replaces_its_weights(tmp_path: Path) -> None:
+    script = SLIME.replace("--use-tis", "--use-tis --custom-tis-function-path mis.py:compute_mis_weights")
+    result = imported(script, "run.sh", tmp_path)
+    key = "algorithm.rollout_correction.rollout_is"
+    assert key in {one.key for one in result.problems if one.severity == "error"}
+    assert row(result, "custom-tis-function-path").status == "not supported"
+    script = script.replace("--use-tis", "--get-mismatch-metrics")
+    result = imported(script, "run.sh", tmp_path)  # only measured
+    assert key not in {one.key for one in result.problems}
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "key", "status"),
+    [
+        ("python3 -m verl.trainer.main_ppo trainer.logger='[console,mlflow,trackio]'", "run.sh",
+         "trainer.logger", "same"),
+        ("python3 -m verl.trainer.main_ppo trainer.logger='[console,swanlab]'", "run.sh",
+         "trainer.logger", "different"),
+        ("GRPOConfig(report_to=['trackio', 'mlflow'])", "t.py", "report_to", "same"),
+        ("GRPOConfig(report_to='none')", "t.py", "report_to", "same"),
+        ("GRPOConfig(report_to='comet_ml')", "t.py", "report_to", "different"),
+        (NEMO.replace("base", "grpo_math_1B") + "logger: {mlflow_enabled: true}\n", "grpo.yaml",
+         "logger.mlflow_enabled", "same"),
+    ],
+)  # fmt: skip
+def test_trackers_that_exist_here_are_kept(
+    text: str, name: str, key: str, status: str, tmp_path: Path
+) -> None:
+    result = imported(text, name, tmp_path)
+    assert row(result, key).status == status
+    kept = [one for one in ("mlflow", "trackio") if one in text]
+    assert set(kept) <= set(result.spec.get("trainer.logger", []))
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "key"),
+    [
+        ("python3 -m verl.trainer.main_ppo trainer.save_freq=20", "run.sh", "trainer.save_freq"),
+        ("python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.strategy=fsdp2", "run.sh",
+         "actor_rollout_ref.actor.strategy"),
+        (OPENRLHF, "run.sh", "train.batch_size"),
+        (SLIME, "run.sh", "num-steps-per-rollout"),
+        (TRL, "t.py", "per_device_train_batch_size"),
+    ],
+)  # fmt: skip
+def test_what_loses_nothing_has_the_same_meaning(text: str, name: str, key: str, tmp_path: Path) -> None:
+    found = row(imported(text, name, tmp_path), key)
+    assert found.status == "same"
+    assert found.note
+
+
+def test_an_import_with_an_error_does_not_pass_a_dry_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = VERL.replace("adv_estimator=grpo", "adv_estimator=gdpo")
+    (tmp_path / "run.sh").write_text(script, encoding="utf-8")
+    spec = tmp_path / "spec.yaml"
+    assert run(["import", str(tmp_path / "run.sh"), "--output", str(spec)]) == 0
+    capsys.readouterr()
+    assert run(["train", "--spec", str(spec), "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert "algorithm.adv_estimator: has no value yet: `???`" in error
+    loaded = load_spec([], [spec], ["algorithm.adv_estimator=grpo"])  # takes its place
+    assert loaded.spec.algorithm.adv_estimator == "grpo"

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from functools import cache
 from typing import Any
 
 import pytest
 import yaml
 
-from rlctl.convert.table import KeyTable, names, placeholders, table, word
-from rlctl.diagnose.fixes import KEYS, _keys_elsewhere
+from rlctl.convert.table import KeyTable, names, placeholders, table, tables, word
 from rlctl.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.keys import leaf_of
 from tests.reference.verl_helper import SIDE
@@ -144,18 +144,30 @@ def test_values_that_a_table_writes_exist_here(name: str) -> None:
             assert set(rule.values.values()) <= set(parts[rule.to])
 
 
-@pytest.mark.parametrize("framework", names())
-def test_the_fixes_of_diagnose_name_the_same_keys(framework: str) -> None:
-    num_named = 0
-    for key in KEYS:
-        rules = [
-            (other, rule)
-            for other, rule in table(framework).keys.items()
-            if rule.to == key and not rule.unsupported
+@pytest.mark.parametrize("framework", tables())
+def test_the_fixes_of_diagnose_have_keys_of_the_table(framework: str) -> None:
+    """What `fixes` says of a spec key is a key of the table, and no other has the same meaning."""
+    one = tables()[framework]
+    for name, text in one.fixes.items():
+        if "." not in name:  # of several settings
+            settings = re.findall(r"(?<=--)[\w.-]+|(?:^|(?<=\s))[\w.]+(?==)", text)
+            assert settings
+            assert all(one.rule(key) for key in settings if one.commands), settings
+            continue
+        assert leaf_of(name)
+        same = [
+            key
+            for key, rule in one.keys.items()
+            if rule.to == name and not (rule.unsupported or rule.differs)
         ]
-        named = _keys_elsewhere(key).get(framework, "").removeprefix("--")
-        is_probability = (framework, key) == ("prime-rl", "actor.clip_ratio_high")  # no bound of a ratio
-        assert named or is_probability or all(rule.differs for _, rule in rules), (key, rules)
-        assert not (named and rules) or named in dict(rules), (key, named)
-        num_named += bool(named and rules)
-    assert num_named
+        assert not same or framework == "prime-rl" or text.removeprefix(one.option) in same
+        assert not text or not one.commands or text.removeprefix(one.option) in one.keys
+
+
+def test_a_fix_has_the_frameworks_value() -> None:
+    verl, openrlhf, nemo = (tables()[name] for name in ("verl", "openrlhf", "nemo-rl"))
+    assert verl.fix("actor.lr", "1e-6") == "actor_rollout_ref.actor.optim.lr=1e-6"
+    assert openrlhf.fix("rollout.n", "8") == "--rollout.n_samples_per_prompt 8"
+    assert nemo.fix("engine.dtype", "fp32") == "policy.precision=float32"
+    assert openrlhf.fix("engine.dtype", "fp32") == ""  # has no such value
+    assert openrlhf.fix("rollout.n") == "--rollout.n_samples_per_prompt"

@@ -38,7 +38,12 @@ def started(
         ("for s in 3 4; do run $s; done", ["3"]),
         ("while [[ $# -gt 0 ]]; do case $1 in a) x=1;; esac; shift; done\nrun ok", ["ok"]),
         ("run a > log.txt 2>&1 | tee b & ", ["a"]),
-        ("run x${10} y${²}", ["x", "y${²}"]),
+        ("run x${10} y", ["x", "y"]),
+        ("d=$HOME/a/$n_m/$k_l; n_m=1\nd=$HOME/a/$n_m/$HOME\nrun $d", ["~/a/1/~"]),
+        (
+            "A=(--m [0]*$N_D+[1]*$M http://h:$N_D/x)\nN_D=2 M=3\nrun ${A[@]}",
+            ["--m", "[0]*$N_D+[1]*$M", "http://h:$N_D/x"],
+        ),
         ("cat <<EOF > x\nrun hidden\nEOF\nrun seen", ["seen"]),
         ("run 'actor=${model.path}'", ["actor=${model.path}"]),
         ("export N=3 M=4\nX=1 run $N$M", ["34"]),
@@ -105,7 +110,12 @@ def test_lines_are_those_of_array_elements(tmp_path: Path) -> None:
         "${",
         "`",
         "run \\",
+        "[[ " + "( " * 5000 + "a ]]",
+        "run " + "${a:-" * 5000,
+        "run $(" * 5000,
+        "if true; then " * 5000,
     ],
+    ids=lambda script: script[:20],
 )
 def test_a_broken_script_does_not_crash(script: str, tmp_path: Path) -> None:
     started(script, tmp_path)

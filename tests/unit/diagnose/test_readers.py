@@ -255,7 +255,7 @@ def test_the_log_that_says_most_is_chosen_and_named(tmp_path):
     run = read_run(tmp_path, KEYS)
     assert run.path == tmp_path / "a" / "run.log"
     assert run.framework == "verl"
-    assert run.notes == (f"3 logs in {tmp_path}: {run.path} was read; to read another one, name it",)
+    assert run.notes == (f"2 logs of this run: {run.path} was read; to read another one, name it",)
 
 
 def test_the_newest_checkpoints_history_is_chosen(tmp_path):

@@ -70,6 +70,16 @@ FRAMEWORKS = {
               "├───────────────────────┼──────┼────────────────────────────────┼─────┤\n"
               "│ ppo_actor/prompt_len  │ 5.00 │ ppo_actor/update/grad_norm     │ 0.5 │\n"
               "╘═══════════════════════╧══════╧════════════════════════════════╧═════╛", ENTROPY),
+    "torchforge": ("=== [global_logger_r0] - METRICS STEP {step} ===\n  main/rollout/avg_advantage: 0.0\n"
+                   "  reward/evaluate_response/avg_total_reward: {x}\n  rl_trainer/learning_rate: 1e-06\n"
+                   "==============================", SCORE),
+    "roll": ("[2026-01-01 00:00:00,123] [INFO] [rlvr_pipeline.py (838)]: {{\"critic/score/mean\": {x}, "
+             "\"actor/pg_loss@sum\": 0.1, \"tokens/response_length/mean\": 9.5, \"system/n\": 64}}\n"
+             "[2026-01-01 00:00:00,124] [INFO] [rlvr_pipeline.py]: pipeline step {step} finished", SCORE),
+    "oat": ("{{\n    'train/policy_grad_norm': 0.5,\n    'train/entropy': {x},\n"
+            "    'train/pg_loss': 0.1,\n    'actor/rewards': 0.5,\n    'misc/query_step': 8.0\n}}", ENTROPY),
+    "open-instruct": ('{{"training_step": {step}, "scores": 0.5, "policy/entropy_avg": {x}, '
+                      '"optim/grad_norm": 0.5, "val/stop_rate": 0.9, "loss/policy_avg": 0.1}}', ENTROPY),
 }  # fmt: skip
 
 
@@ -303,6 +313,61 @@ def test_lines_that_any_script_may_print(tmp_path):
     assert logged(run, SCORE) == {100: 0.25, 110: 0.5}
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "loss: 0.5, reward: 0.25, grad_norm: 1.5\nloss: 0.5, reward: 0.5, grad_norm: 1.5\n",
+            {1: 0.25, 2: 0.5},
+        ),
+        ("reward=0.25 grad_norm=1.5\n", {1: 0.25}),
+        ("It collapses at step 120:\nreward: 0.25\ngrad_norm: 35.2\n", {120: 0.25}),
+        ("* **reward**: 0.25\n* **grad_norm**: 35.2\n", {1: 0.25}),
+    ],
+)
+def test_pasted_names_and_values(tmp_path, text, expected):
+    assert logged(read(tmp_path, text), SCORE) == expected
+
+
+def test_a_row_behind_a_progress_bar_and_curly_quotes(tmp_path):
+    bar = "Training Progress:   1%|          | 3/700 [00:30<1:00:00, 16.20s/it]"
+    assert logged(read(tmp_path, f"{bar}{VERL.format(step=3, x=0.5)}\n"), ENTROPY) == {3: 0.5}
+    assert logged(read(tmp_path, trl(0.25, 0.1).replace(" '", " ‘").replace("':", "’:")), SCORE) == {1: 0.25}
+
+
+def test_a_list_of_rows_within_a_document(tmp_path):
+    rows = [{"_step": step, "actor/entropy": 0.5} for step in (3, 4)]
+    assert logged(read(tmp_path, json.dumps({"name": "x", "history": rows})), ENTROPY) == {3: 0.5, 4: 0.5}
+
+
+OTHER = "(WorkerDict pid=22) INFO 01-01 10:00:00 loader.py:20] loading weights: 3 of 9"
+WHOLE = "{'loss': 0.1, 'reward': 0.5, 'reward_std': 0.5, 'completion_length': 9.5, 'epoch': 0.2}\n"
+
+
+@pytest.mark.parametrize(
+    "other", [OTHER, "[rank1]:[W1126] Warning: slow", "2026-01-01 10:00:00 INFO saved 3"]
+)
+@pytest.mark.parametrize("place", [20, 34, 47, 60])
+def test_a_row_that_another_process_printed_into(tmp_path, place, other):
+    row = WHOLE.replace("0.5", "0.25", 1).replace("0.2}", "0.1}")
+    run = read(tmp_path, f"{row[:place]}{other}\n{row[place:]}{WHOLE}")
+    assert (logged(run, SCORE), len(run.table.steps)) == ({1: 0.25, 2: 0.5}, 2)
+    assert run.unread == ()
+    begin, end = row.split(" 'reward_std'")
+    run = read(tmp_path, f"{begin}\n{other}\n 'reward_std'{end}{WHOLE}")
+    assert (logged(run, SCORE), len(run.table.steps)) == ({1: 0.25, 2: 0.5}, 2)
+
+
+@pytest.mark.parametrize("other", [OTHER, "[rank1]:[W1126] Warning: slow"])
+@pytest.mark.parametrize("place", [60, 75, 90])
+def test_a_row_of_verls_that_another_process_printed_into(tmp_path, place, other):
+    rows = [f"(TaskRunner pid=1) {VERL.format(step=step, x=0.25)} - actor/grad_norm:0.5\n" for step in (3, 4)]
+    text = f"{rows[0][:place]}{other}\n(TaskRunner pid=1) {rows[0][place:]}{rows[1]}"
+    run = read(tmp_path, text)
+    assert (logged(run, ENTROPY), logged(run, NORM)) == ({3: 0.25, 4: 0.25}, {3: 0.5, 4: 0.5})
+    assert run.unread == ()
+
+
 def test_figures_beside_a_progress_bar_count_when_it_is_full(tmp_path):
     figures = "act_loss=-0.5, reward={}, kl=0.01, act_lr=5e-7"
     bar = "Train epoch [1/1]: {}%|██| {}/16 [01:23<00:00,  5.22s/it, " + figures + "]\n"
@@ -441,11 +506,57 @@ def test_an_exception_that_ends_the_run_again_after_a_restart(tmp_path, rows):
     assert read(tmp_path, text).exception is None
 
 
-def test_a_log_without_rows_is_refused_with_its_exception(tmp_path):
-    with pytest.raises(
-        UsageError, match=r"ends with KeyError: 'x' in actor\.py, line 585, in update_policy \(line 6\)"
-    ):
-        read(tmp_path, f"{TRACEBACK}KeyError: 'x'\n")
+def test_a_log_without_rows_is_read_for_its_error(tmp_path):
+    run = read(tmp_path, f"Loading the model\n{TRACEBACK}KeyError: 'x'\n")
+    assert (run.exception.text, run.exception.line) == ("KeyError: 'x'", 7)
+    assert (run.framework, len(run.table.steps)) == ("unknown", 0)
+    assert run.notes == ("the log contains no step, only an error",)
+    [finding] = examine(run).findings
+    assert finding.what == "the log ends before its first step with KeyError: 'x'"
+
+
+WRAPPERS = """Error executing job with overrides: ['trainer.total_training_steps=700']
+ray.exceptions.RayTaskError(RuntimeError): ray::TaskRunner.run() (pid=46086, ip=10.0.0.2)
+ray.exceptions.RayTaskError(RuntimeError): ray::WorkerDict.save_checkpoint() (pid=46408, ip=10.0.0.2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        # The first error, not the last, nor a wrapper's.
+        (f"{TRACEBACK}{WRAPPERS}RuntimeError: write failed\nRuntimeError: unexpected pos 3\n",
+         "RuntimeError: write failed"),
+        (f"{TRACEBACK}ValueError: a\n\nDuring handling of the above exception, another exception occurred:\n"
+         f"\n{TRACEBACK.replace('585', '7')}KeyError: 'b'\n", "ValueError: a"),
+        (f"{TRACEBACK}ray.exceptions.ActorDiedError: The actor died unexpectedly.\n",
+         "ray.exceptions.ActorDiedError: The actor died unexpectedly."),
+        # Deaths that Python does not report.
+        ("OSError: [Errno 28] No space left on device\n", "OSError: [Errno 28] No space left on device"),
+        ("[rank3]:[E1126 ProcessGroupNCCL.cpp:616] [Rank 3] Watchdog caught collective operation timeout: "
+         "WorkNCCL(SeqNum=7) ran for 600000 milliseconds before timing out.\n" + TRACEBACK
+         + "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n",
+         "[rank3]:[E1126 ProcessGroupNCCL.cpp:616] [Rank 3] Watchdog caught collective operation timeout: "
+         "WorkNCCL(SeqNum=7) ran for 600000 milliseconds before timing out."),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0.\n",
+         "slurmstepd: error: Detected 1 oom_kill event in StepId=1.0."),
+        ("E1126 api.py:869] failed (exitcode: -9) local_rank: 0 (pid: 7) of binary: python\n",
+         "E1126 api.py:869] failed (exitcode: -9) local_rank: 0 (pid: 7) of binary: python"),
+        ("run.sh: line 9: 4321 Killed\n", "run.sh: line 9: 4321 Killed"),
+        ("Segmentation fault (core dumped)\n", "Segmentation fault (core dumped)"),
+        ("2026-01-01 ERROR engine: request timed out after 600 s\n",
+         "2026-01-01 ERROR engine: request timed out after 600 s"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("above", ["", VERL.format(step=3, x=0.5) + "\n"])
+def test_what_ended_the_run_is_the_first_error(tmp_path, above, lines, expected):
+    assert read(tmp_path, f"{above}{lines}").exception.text == expected
+    assert read(tmp_path, f"{lines}{VERL.format(step=4, x=0.5)}\n").exception is None  # it went on
+
+
+def test_a_scheduler_that_ends_a_run_is_no_failure(tmp_path):
+    line = "slurmstepd: error: *** JOB 17 ON node3 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***"
+    assert read(tmp_path, f"{VERL.format(step=3, x=0.5)}\n{line}\n").exception.is_stop
 
 
 def test_settings_in_a_launch_line_and_where_each_fact_comes_from(tmp_path):

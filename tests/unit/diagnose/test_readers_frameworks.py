@@ -14,7 +14,7 @@ from mkdocs_hooks import with_tables
 from rlctl.diagnose.facts import configured_facts
 from rlctl.diagnose.readers.collect import Collector, LogReading
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.readers.framework_names import FRAMEWORKS, MetricFilter, canonical_table
+from rlctl.diagnose.readers.reader_files import BUILT_IN, STEP, MetricFilter, canonical_table
 from rlctl.diagnose.rule import examine
 from rlctl.diagnose.table import Facts, RunLog
 from rlctl.metric_names import ELSEWHERE, METRICS, describe
@@ -193,7 +193,7 @@ def test_verls_figures_that_are_summed_over_a_response_are_not_read(tmp_path, mo
     ],
 )
 def test_verls_correction_under_its_present_and_older_keys(algorithm, level, threshold):
-    facts = configured_facts("verl", FRAMEWORKS[0].config, {**VERL_CONFIG, "algorithm": algorithm})
+    facts = configured_facts("verl", BUILT_IN.named("verl").config, {**VERL_CONFIG, "algorithm": algorithm})
     assert (facts.rollout_is, facts.rollout_is_threshold, facts.rollout_rs) == (level, threshold, "off")
 
 
@@ -209,7 +209,7 @@ def test_verls_correction_under_its_present_and_older_keys(algorithm, level, thr
 )
 def test_verls_kl_coefficient(actor, algorithm, expected):
     config = {**VERL_CONFIG, "algorithm": algorithm, "actor_rollout_ref": {"actor": actor}}
-    assert configured_facts("verl", FRAMEWORKS[0].config, config).kl_coef == expected
+    assert configured_facts("verl", BUILT_IN.named("verl").config, config).kl_coef == expected
 
 
 def test_verls_correction_in_bypass_mode(tmp_path):
@@ -264,7 +264,7 @@ def test_trls_sampling_metrics_and_training_arguments(tmp_path):
     run = read(tmp_path, json.dumps(row) + "\n")
     assert values(run, "rollout_corr/rollout_is_mean") == [0.9]
     assert values(run, "mismatch/log_prob_abs_diff_mean") == [0.01]
-    trl = next(each for each in FRAMEWORKS if each.framework == "trl")
+    trl = BUILT_IN.named("trl")
     arguments = {"num_generations": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 8,
                  "num_iterations": 2, "use_vllm": True, "vllm_importance_sampling_correction": True,
                  "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 3.0,
@@ -325,7 +325,7 @@ def test_openrlhf(tmp_path):
     ],
 )
 def test_openrlhfs_correction_under_its_present_and_older_options(settings, level, threshold):
-    [names] = [each for each in FRAMEWORKS if each.framework == "openrlhf"]
+    names = BUILT_IN.named("openrlhf")
     config = {"rollout": {"batch_size": 4, "n_samples_per_prompt": 2}, "train": {"async_enable": True},
               "algo": {"advantage": settings}}  # fmt: skip
     facts = configured_facts("openrlhf", names.config, config)
@@ -338,7 +338,7 @@ def test_openrlhfs_correction_under_its_present_and_older_options(settings, leve
 )
 def test_ms_swifts_correction_has_its_own_keys(mode, level):
     """Its sequence ratios are geometric means; as a mask, they leave the tokens' ratios as weights."""
-    [names] = [each for each in FRAMEWORKS if each.framework == "ms-swift"]
+    names = BUILT_IN.named("ms-swift")
     arguments = {"num_generations": 8, "use_vllm": True, "vllm_importance_sampling_correction": True,
                  "rollout_importance_sampling_mode": mode,
                  "rollout_importance_sampling_threshold": 2.0}  # fmt: skip
@@ -542,11 +542,11 @@ def test_nemo_rl_by_step_and_on_the_console(tmp_path):
 
 
 def test_figures_summed_over_updates_are_divided_where_their_number_is_known():
-    [nemo] = [each for each in FRAMEWORKS if each.framework == "nemo-rl"]
+    nemo = BUILT_IN.named("nemo-rl")
     wanted = MetricFilter(EVERYTHING)
     config = {"grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4},
               "policy": {"train_global_batch_size": 16, "precision": "bfloat16"}}  # fmt: skip
-    reading = LogReading(Collector(wanted.by_any_name), config=config)
+    reading = LogReading(Collector(wanted.by_any_name), BUILT_IN, config=config)
     reading.collector.add(
         {"step": 1, "train/token_mult_prob_error": 2.04, "train/reward": 0.5, "train/avg_trajectory_age": 0.5}
     )
@@ -560,10 +560,10 @@ def test_figures_summed_over_updates_are_divided_where_their_number_is_known():
 
 @pytest.mark.parametrize(("kind", "read_as"), [("k3", [0.25]), ("k1", []), ("k2", [])])
 def test_nemos_generation_kl_has_the_estimator_of_the_reference_kl(kind, read_as):
-    [nemo] = [each for each in FRAMEWORKS if each.framework == "nemo-rl"]
+    nemo = BUILT_IN.named("nemo-rl")
     wanted = MetricFilter(EVERYTHING)
     config = {"loss_fn": {"reference_policy_kl_type": kind}}
-    reading = LogReading(Collector(wanted.by_any_name), config=config)
+    reading = LogReading(Collector(wanted.by_any_name), BUILT_IN, config=config)
     reading.collector.add({"step": 1, "train/gen_kl_error": 0.25, "train/reward": 0.5})
     table, *_ = canonical_table(reading.collector.finish(), nemo, wanted, reading, None)
     assert table.series("rollout_corr/k3_kl").values.tolist() == read_as
@@ -579,15 +579,15 @@ def test_an_unknown_log_is_read_by_its_plain_names_only(tmp_path):
 
 
 def test_every_name_leads_to_a_described_metric():
-    for framework in FRAMEWORKS:
+    for framework in BUILT_IN.frameworks:
         for name, named in framework.names.items():
-            assert describe(named.key), (framework.framework, name)
+            assert named.key == STEP or describe(named.key), (framework.framework, name)
 
 
 def test_the_page_lists_every_name_with_its_meaning():
     path = Path(__file__).parents[3] / "docs" / "reference" / "diagnose-inputs.md"
     page = with_tables(path.read_text(encoding="utf-8"))
-    for framework in FRAMEWORKS:
+    for framework in BUILT_IN.frameworks:
         for name, named in framework.names.items():
             row = f"| `{name}` | `{named.key}` | {named.meaning or '—'} |\n"
             assert row in page, (framework.framework, name)

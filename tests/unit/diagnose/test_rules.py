@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mkdocs_hooks import with_tables
-from rlctl.convert.table import table
-from rlctl.diagnose.fixes import KEYS, change
+from rlctl.convert.table import table, tables
+from rlctl.diagnose.fixes import change
 from rlctl.diagnose.rule import Detection, Rule, all_rules, examine, metrics_read
 from rlctl.diagnose.table import Facts
 from rlctl.errors import UsageError
@@ -332,13 +332,17 @@ def test_every_rule_is_tried():
     assert all(describe(key) or "<" in key for key in metrics_read())
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", sorted({key for one in tables().values() for key in one.fixes if "." in key}))
 def test_a_fix_names_the_keys_that_other_frameworks_read(key):
     for framework, setting in change(f"{key}=1").others.items():
         if framework not in OTHERS.keys() | {"llama-factory"}:  # TRL's keys
             rule = table(framework).rule(setting.removeprefix("--").replace("=", " ").partition(" ")[0])
             assert rule is not None
             assert (rule.unsupported, rule.to or key) == ("", key)
+
+
+def test_a_fix_for_the_learning_rate_is_in_every_framework():
+    assert change("actor.lr=1e-06").others.keys() == tables().keys() | {"llama-factory"}
 
 
 #: Options that fixes name, of frameworks that `rlctl import` does not read: of ms-swift 4 (`args_mixin.py`,

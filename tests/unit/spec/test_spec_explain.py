@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from rlctl.spec.explain import BatchArithmetic, bands, notes
 from rlctl.spec.load import load_spec
 from rlctl.spec.memory import MemoryPart, adapter_parameters, memory_parts, memory_total
-from rlctl.spec.model import ModelSpec
+from rlctl.spec.model import NAMED_MODELS, ModelSpec
 from rlctl.spec.model_size import PUBLISHED, ModelSize, Shape, model_size
 
 RC = "algorithm.rollout_correction."
@@ -107,6 +107,40 @@ def test_batches_that_train_the_critic_alone_have_no_step_of_the_policy():
     gae = ["algorithm.adv_estimator=gae", "trainer.total_training_steps=10", "trainer.critic_warmup=4"]
     batch = BatchArithmetic(spec_of(*gae, "actor.ppo_mini_batch_size=null", "actor.ppo_epochs=3"))
     assert (batch.num_batches, batch.total_steps) == (10, 18)
+
+
+@pytest.mark.parametrize(("high", "shown"), [("4e-4", "0.9997 ≤ ρ ≤ 1.0004"), ("0.28", "0.9997 ≤ ρ ≤ 1.28")])
+def test_a_narrow_band_shows_its_distance_from_1(high, shown):
+    rule = "algorithm.rollout_correction.loss_type=gspo"
+    spec = spec_of(rule, "actor.clip_ratio_low=3e-4", f"actor.clip_ratio_high={high}")
+    assert shown in [band.interval for band in bands(spec)]
+
+
+@pytest.mark.parametrize(
+    ("path", "place", "variables"),
+    [
+        ("smollm2-135m", "rlctl/models/{name}", {"RLCTL_CACHE": "rlctl"}),
+        (
+            "org/model-7b",
+            "xdg/huggingface/hub/models--org--model-7b/snapshots/main",
+            {"XDG_CACHE_HOME": "xdg"},
+        ),
+        ("org/model-7b", "old/models--org--model-7b/snapshots/main", {"HUGGINGFACE_HUB_CACHE": "old"}),
+        ("org/model-7b", "home/hub/models--org--model-7b/snapshots/main", {"HF_HOME": "home"}),
+    ],
+)
+def test_a_cached_model_is_on_this_machine(path, place, variables, tmp_path, monkeypatch):
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, folder in variables.items():
+        monkeypatch.setenv(name, str(tmp_path / folder))
+    named = NAMED_MODELS.get(path)
+    directory = tmp_path / place.format(name=f"{path}-{named.version}" if named else "")
+    spec = ModelSpec(path=path)
+    assert "not on this machine" in model_size(spec).source
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    assert "not on this machine" not in model_size(spec).source
 
 
 def test_memory_by_hand():

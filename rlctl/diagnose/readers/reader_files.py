@@ -1,0 +1,386 @@
+"""Readers: what a framework calls its metrics, and how it prints its rows, one TOML file per framework.
+
+The built-in files are in `frameworks/`; `Readers.with_files` adds those of users, which have the same form:
+
+- `marks`: patterns of names that only this framework uses, at the beginning of a name;
+- `names`, `patterns` (of whole names): the canonical metric, and its definition there if it is another; the
+  metric `step` marks the name of the step;
+- `rows`: forms of the lines that it prints (see `RowForm`);
+- `other_quantities`: names that are not read under some values of a setting, because they are others then;
+- `facts` that are true of all its runs, `implied_facts` that follow from a name, and `config`, where the
+  configuration states the others (see `rlctl.diagnose.facts`).
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rlctl.diagnose.facts import Config, configured_facts, setting_keys
+from rlctl.diagnose.readers.collect import STEP_KEYS, Collected, LogReading
+from rlctl.diagnose.table import Facts, Framework, MetricOrigin, Table
+from rlctl.errors import UsageError, in_words
+from rlctl.metric_names import ELSEWHERE, METRICS, describe, key_pattern
+from rlctl.spec.keys import closest
+
+_MARK_WEIGHT = 20
+_DIRECTORY = Path(__file__).parent / "frameworks"
+#: Built-in files; the first framework of those that match a log equally well is used.
+_BUILT_IN = (
+    *("verl", "rlctl", "trl", "openrlhf", "slime", "prime_rl", "nemo_rl", "trl_async", "trl_ppo"),
+    *("ms_swift", "llama_factory", "skyrl", "areal", "torchforge", "roll", "oat", "open_instruct"),
+)
+#: What `names` lead to besides canonical metrics: the step.
+STEP = "step"
+UNKNOWN = "unknown"
+#: Forms of figures that are in the line itself, see `RowForm`.
+IN_LINE = frozenset({"dictionary", "dashes", "bars", "pairs"})
+
+
+@dataclass(frozen=True, slots=True)
+class NamedMetric:
+    """The canonical metric of a name in a log."""
+
+    key: str  # the canonical metric; in patterns `\\1` is the first group
+    meaning: str = ""  # definition of the figure where it differs from rlctl's, one clause
+    scale: float = 1.0  # factor on the values
+    #: `sum`: the canonical metric is the sum of the names with this key that differ only in their last part
+    #: (not of those of several agents); otherwise it is the first one logged
+    aggregate: Literal["", "sum"] = ""
+    #: `update`: the figure is a sum over the batch's updates, and is divided by their number if it is known;
+    #: `batch`: the figure counts batches instead of updates, and is multiplied by it
+    per: Literal["", "update", "batch"] = ""
+
+
+class RowForm(BaseModel):
+    """One form of a line that is a row, or that states the step of the list below it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    contains: str = ""  # a text in every such line, to pass over others quickly
+    #: pattern that is searched in a line; its groups are `step` (a row in a line may do without, and is
+    #: counted), `body` where the figures are in the line, `clock` where the framework counts several things
+    line: re.Pattern[str]
+    #: form of the figures in `body`: `dictionary` (as Python or JSON prints one), `dashes` (`a:1 - b:2`),
+    #: `bars` (`a: 1 | b 2`), `pairs` (`a=1, b: 2`); or of the lines below: `bullets` (`• a: 1`), `table`
+    #: (cells between bars), `list` (`a: 1`)
+    figures: Literal["dictionary", "dashes", "bars", "pairs", "bullets", "table", "list"]
+    at_least: int = Field(1, ge=0)  # fewer known names are no row; 0: one name with `/` is enough
+    clocks: dict[str, str] = {}  # value of the group `clock` → name of its step; `*`: any other value
+
+    @model_validator(mode="after")
+    def _has_groups(self) -> RowForm:
+        needed = {"body"} if self.figures in IN_LINE else {"step"}
+        if missing := needed - self.line.groupindex.keys():
+            raise ValueError(f"`line` has no group (?P<{sorted(missing)[0]}>…)")
+        return self
+
+
+class ReaderFile(BaseModel):
+    """Content of a reader's file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    framework: str
+    extends: str = ""  # a built-in file; what this file states is added, or replaces it
+    prefix: str = ""  # optional beginning of every name
+    uses_rlctl_names: bool = False  # rlctl's own names are known, too
+    marks: list[re.Pattern[str]] = []
+    names: dict[str, str | NamedMetric] = {}
+    patterns: dict[re.Pattern[str], str | NamedMetric] = {}
+    rows: list[RowForm] = []
+    facts: Facts = Facts()
+    implied_facts: list[dict[str, Any]] = []
+    other_quantities: list[dict[str, Any]] = []
+    config: dict[str, Any] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class FrameworkNames:
+    """One reader."""
+
+    framework: Framework
+    marks: re.Pattern[str]
+    names: Mapping[str, NamedMetric]
+    patterns: tuple[tuple[re.Pattern[str], NamedMetric], ...]
+    rows: tuple[RowForm, ...]
+    prefix: str
+    uses_rlctl_names: bool
+    facts: Facts
+    implied_facts: tuple[tuple[re.Pattern[str], Facts], ...]
+    other_quantities: tuple[Mapping[str, Any], ...]  # `pattern` of the name, under `values` of a `setting`
+    config: Mapping[str, Any]
+
+    def translate(self, name: str) -> NamedMetric | None:
+        """The canonical metric of the name; None if unknown."""
+        return _translate(self, name)
+
+    def is_marked(self, name: str) -> bool:
+        """Whether only this framework uses the name."""
+        return self.marks.match(name.removeprefix(self.prefix)) is not None
+
+
+@lru_cache(maxsize=1 << 16)
+def _translate(framework: FrameworkNames, name: str) -> NamedMetric | None:
+    short = name.removeprefix(framework.prefix)
+    for one in (name, short):
+        if one in framework.names:
+            return framework.names[one]
+    for pattern, named in framework.patterns:
+        if match := pattern.fullmatch(short):
+            return replace(named, key=match.expand(named.key))
+    return NamedMetric(name) if framework.uses_rlctl_names and describe(name) else None
+
+
+def _load(path: Path) -> FrameworkNames:
+    """Reads one file.
+
+    Raises:
+        UsageError: it cannot be read, or is not of this form.
+    """
+    content = _content(path)
+    try:
+        file = ReaderFile.model_validate(content)
+        implied = [(re.compile(one.pop("pattern")), Facts(**one)) for one in map(dict, file.implied_facts)]
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UsageError(in_words(first), where=f"{path}: {key}" if key else str(path), fix=_HELP) from None
+    except (TypeError, KeyError, re.error) as error:
+        raise UsageError(f"implied_facts: {error}", where=str(path), fix=_HELP) from None
+    return FrameworkNames(
+        file.framework,
+        re.compile("|".join(one.pattern for one in file.marks) or "(?!)"),
+        {name: _named(value, path, name) for name, value in file.names.items()},
+        tuple((key, _named(value, path, key.pattern)) for key, value in file.patterns.items()),
+        tuple(file.rows),
+        file.prefix,
+        file.uses_rlctl_names,
+        file.facts,
+        tuple(implied),
+        tuple(file.other_quantities),
+        file.config,
+    )
+
+
+_HELP = "the form of a reader's file is described in docs/reference/diagnose-inputs.md"
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"not valid TOML: {error}", where=str(path), fix=_HELP) from error
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """Content of a file, merged over that of the built-in one that it `extends`."""
+    own = _toml(path)
+    parent = str(own.get("extends") or "").replace("-", "_")
+    if not parent:
+        return own
+    if parent not in _BUILT_IN:
+        fix = f"one of {', '.join(_BUILT_IN)}"
+        raise UsageError(f"no built-in reader `{parent}`", where=f"{path}: extends", fix=fix)
+    content = _content(_DIRECTORY / f"{parent}.toml")
+    for key, value in own.items():
+        if isinstance(value, dict) and isinstance(content.get(key), dict):
+            content[key] |= value
+        else:
+            content[key] = content.get(key, []) + value if isinstance(value, list) else value
+    return content
+
+
+def _named(value: str | NamedMetric, path: Path, name: str) -> NamedMetric:
+    """Checks that the metric exists; with a group of a pattern in it, only the log's names can tell."""
+    named = NamedMetric(value) if isinstance(value, str) else value
+    if named.key != STEP and "\\" not in named.key and not describe(named.key):
+        near = closest(named.key, [*METRICS, *ELSEWHERE])
+        fix = f"did you mean {near}?" if near else "docs/reference/metrics.md lists the metrics"
+        raise UsageError(f"no metric `{named.key}`", where=f"{path}: {name}", fix=fix)
+    return named
+
+
+@dataclass(frozen=True, eq=False)
+class Readers:
+    """The readers that a log is compared with."""
+
+    #: the first of those that match a log equally well is used
+    frameworks: tuple[FrameworkNames, ...]
+    unknown: FrameworkNames  # plain names, and forms that any script may print
+
+    def with_files(self, files: Sequence[Path] = (), maps: Sequence[Path] = ()) -> Readers:
+        """Adds readers' files in front, and files of `"name in the log" = "metric"` pairs to every reader.
+
+        Raises:
+            UsageError: a file cannot be read, or has another form.
+        """
+        found = tuple(map(_load, files)) + self.frameworks
+        own: dict[str, NamedMetric] = {}
+        for path in maps:
+            for name, value in _toml(path).items():
+                if not isinstance(value, str):
+                    fix = 'write lines of the form "name in the log" = "metric"'
+                    raise UsageError("is not the name of a metric", where=f"{path}: {name}", fix=fix)
+                own[name] = _named(value, path, name)
+        if not own:
+            return Readers(found, self.unknown)
+        mapped = [replace(one, names=own | {**one.names, **own}) for one in (*found, self.unknown)]
+        return Readers(tuple(mapped[:-1]), mapped[-1])
+
+    @cached_property
+    def step_keys(self) -> tuple[str, ...]:
+        """Names of the step; the first one that a row has is used."""
+        each = (
+            (name, named) for one in (*self.frameworks, self.unknown) for name, named in one.names.items()
+        )
+        return tuple(dict.fromkeys((*(name for name, named in each if named.key == STEP), *STEP_KEYS)))
+
+    @cached_property
+    def forms(self) -> tuple[tuple[Framework, RowForm], ...]:
+        """Every form of a printed row."""
+        return tuple((one.framework, row) for one in (*self.frameworks, self.unknown) for row in one.rows)
+
+    @cached_property
+    def setting_names(self) -> frozenset[str]:
+        """Every configuration key on which a fact, or the meaning of a name, of any framework depends."""
+        others = (one["setting"] for framework in self.frameworks for one in framework.other_quantities)
+        return frozenset(others).union(*(setting_keys(one.config) for one in self.frameworks))
+
+    def named(self, framework: Framework) -> FrameworkNames:
+        """The first reader of a framework."""
+        return next(one for one in self.frameworks if one.framework == framework)
+
+    def of(self, names: Collection[str], hint: Framework | None) -> FrameworkNames | None:
+        """The framework that best matches the names; `hint`, from the log's format, decides ties.
+
+        `unknown` if only generic names are known, and None if no name is known.
+        """
+
+        def score(framework: FrameworkNames) -> int:
+            known = sum(framework.translate(name) is not None for name in names)
+            marks = sum(map(framework.is_marked, names))
+            return known and 2 * (known + _MARK_WEIGHT * marks) + (framework.framework == hint)
+
+        found = max(self.frameworks, key=score)
+        if not score(self.unknown):
+            return found if score(found) else None
+        # A few generic names alone, such as `loss` and `reward`, do not identify a framework.
+        marked = found.framework == hint or any(map(found.is_marked, names)) or found.uses_rlctl_names
+        return found if score(found) and marked else self.unknown
+
+
+BUILT_IN = Readers(
+    tuple(_load(_DIRECTORY / f"{name}.toml") for name in _BUILT_IN), _load(_DIRECTORY / "unknown.toml")
+)
+
+
+class MetricFilter:
+    """Canonical metrics to keep; `<…>` in a key stands for any text."""
+
+    def __init__(self, keys: Collection[str], readers: Readers = BUILT_IN) -> None:
+        self.readers = readers
+        self._exact = frozenset(key for key in keys if "<" not in key)
+        self._patterns = [key_pattern(key) for key in keys if "<" in key]
+        self._names: dict[str, bool] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._exact or any(pattern.fullmatch(key) for pattern in self._patterns)
+
+    def by_any_name(self, name: str) -> bool:
+        """Whether any framework uses this name for a wanted metric."""
+        if name not in self._names:
+            each = (*self.readers.frameworks, self.readers.unknown)
+            found = [framework.translate(name) for framework in each]
+            self._names[name] = any(named is not None and named.key in self for named in found)
+        return self._names[name]
+
+
+def canonical_table(
+    collected: Collected,
+    framework: FrameworkNames,
+    wanted: MetricFilter,
+    reading: LogReading,
+    known: Facts | None,
+) -> tuple[Table, dict[str, MetricOrigin], Facts, dict[str, str]]:
+    """Canonical columns of the wanted metrics and their origins, facts of the run and their origins.
+
+    Columns are taken out of `collected`. `known`: the facts from the run's spec, if there is one.
+    """
+    name_of, table = framework.framework, framework.config
+    configured = configured_facts(name_of, table, reading.config)
+    stated = configured_facts(name_of, table, reading.stated, is_complete=False)
+    sources = [
+        (configured, "the configuration in the log, or next to it"),
+        (stated, "a setting in the log"),
+        (Facts(updates_per_batch=collected.updates_per_rollout), "the log's counts of updates and rollouts"),
+        *(
+            (facts, f"the name {name} in the log")
+            for pattern, facts in framework.implied_facts
+            for name in sorted(collected.names)
+            if pattern.match(name.removeprefix(framework.prefix))
+        ),
+        (framework.facts, f"fixed in {name_of}"),
+    ]
+    facts, fact_origins = _first_known([(known, "the run's spec")] if known else sources)
+    updates = facts.updates_per_batch or 1
+    scales = {"update": 1 / updates, "batch": updates}
+    settings = Config(reading.stated | reading.config)
+    others = {
+        one["pattern"]: f"{one['setting']}={value}"
+        for one in framework.other_quantities
+        if (value := settings.get(one["setting"])) in one["values"]
+    }
+    columns: dict[str, NDArray[np.float64]] = {}
+    nonfinite: dict[str, NDArray[np.int64]] = {}
+    origins: dict[str, MetricOrigin] = {}
+    for name, named in _in_order(collected.names, framework):
+        before = origins.get(named.key)
+        is_sibling = before and before.name.rpartition("/")[0] == name.rpartition("/")[0]
+        if named.key not in wanted or (before and not (is_sibling and named.aggregate == "sum")):
+            continue
+        if why := next((why for pattern, why in others.items() if re.fullmatch(pattern, name)), ""):
+            reading.notes.append(f"{name} is left out: with {why} it is another quantity")
+            continue
+        column = collected.columns.pop(name, None)
+        bad = collected.nonfinite.get(name, collected.steps[:0])
+        if column is None or (not len(bad) and np.isnan(column).all()):
+            continue
+        column *= named.scale * scales.get(named.per, 1)
+        if before:  # sum the two where at least one was logged
+            both = np.array([columns[named.key], column])
+            column = np.where(np.isnan(both).all(axis=0), np.nan, np.nansum(both, axis=0))
+        columns[named.key] = column
+        if len(bad):
+            nonfinite[named.key] = bad
+        origins.setdefault(named.key, MetricOrigin(name, named.meaning))
+    return Table(collected.steps, columns, nonfinite), origins, facts, fact_origins
+
+
+def _first_known(sources: Sequence[tuple[Facts, str]]) -> tuple[Facts, dict[str, str]]:
+    """Every fact from the first source that states it, and the origin of that source."""
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for source, origin in reversed(sources):
+        known = {fact: value for fact, value in asdict(source).items() if value is not None}
+        values |= known
+        origins |= dict.fromkeys(known, origin)
+    return Facts(**values), origins
+
+
+def _in_order(names: Collection[str], framework: FrameworkNames) -> list[tuple[str, NamedMetric]]:
+    """The known names, in the order of the framework's file."""
+    places = {name: place for place, name in enumerate(framework.names)}
+    known = [(name, named) for name in sorted(names) if (named := framework.translate(name)) is not None]
+    return sorted(known, key=lambda one: places.get(one[0].removeprefix(framework.prefix), len(places)))

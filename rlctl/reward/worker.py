@@ -34,7 +34,16 @@ MEMORY_LIMIT_BYTES = 4 << 30
 MAX_ERROR_CHARS = 4000
 _PR_SET_CHILD_SUBREAPER = 36
 #: Parameters of a function of one response: fields of `Sample`, and verl's name of the response.
-_KNOWN = ("response", "solution_str", "ground_truth", "prompt", "data_source", "extra_info", "messages")
+_KNOWN = (
+    "response",
+    "solution_str",
+    "ground_truth",
+    "prompt",
+    "data_source",
+    "extra_info",
+    "messages",
+    "response_ids",
+)
 #: Parameters of TRL's reward functions that are not columns of the data; logged values are discarded.
 _OF_TRAINER = {"trainer_state": None, "log_extra": lambda *_: None, "log_metric": lambda *_: None}
 #: Parameters that get the ground truth if the data has no column of that name.

@@ -125,12 +125,12 @@ def unknown_end(tokenizer: Any, ends: Sequence[int]) -> str | None:
 
 
 def _decode(tokenizer: Any, responses: Tensor, lengths: Tensor) -> tuple[str, ...]:
-    """Texts of the first `lengths` (B,) tokens of each row."""
+    """Texts of the first `lengths` (B,) tokens of each row, with special tokens: they may mark an answer."""
     rows = zip(responses.tolist(), lengths.tolist(), strict=True)
     return tuple(
         tokenizer.batch_decode(
             [row[:length] for row, length in rows],
-            skip_special_tokens=True,
+            skip_special_tokens=False,
             clean_up_tokenization_spaces=False,
         )
     )

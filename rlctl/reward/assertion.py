@@ -1,0 +1,111 @@
+"""Whether a sentence states the value in it as its answer, by the text before and after the value.
+
+A value is not stated if it is denied ("can't be 42", "42 is wrong"), doubted or supposed ("I don't think it is
+42", "if x = 42"), or a bound that stands for the answer ("is at most 42", "> 42"). Denials and bounds in other
+languages are in `languages.toml`.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+_LANGUAGES = tomllib.loads(Path(__file__).with_name("languages.toml").read_text(encoding="utf-8"))
+
+
+def in_languages(key: str) -> str:
+    """The alternatives of a key of `languages.toml` over all languages."""
+    return "|".join(one[key] for one in _LANGUAGES.values() if key in one)
+
+
+#: Characters between words and a value.
+_GAP = r"[\s*_\"'`]*(?:\\[(\[]|[($€£¥\[{-])*\s*"
+_NOT = (
+    r"(?:\w+n['’]t|\b(?:is|was|are|were|ca|could|wo|would|should|do|does|did|must|ai)nt|\bcannot|\bnever|\bnot"
+    r"|\bno longer)"
+)
+_IS = rf"(?:(?<![A-Za-z])(?:is|are|was|were|be|been|being|equals?|lies?|{in_languages('is')})|['’]s|=|:)"
+_COMPARATIVE = r"(?:less|more|fewer|greater|smaller|larger|bigger|higher|lower)"
+_BOUND = (
+    rf"(?:at (?:least|most)|not? {_COMPARATIVE} than|up to|over|under|above|below|beyond|bounded by|{in_languages('bound')})"
+)
+_BEFORE = re.compile(
+    r"(?:"
+    # "is not 42", "can't possibly be equal to 42"
+    rf"{_NOT}(?:\s+(?:be|been|have|has|equal|equals?|to|exactly|simply|just|actually|really|quite|possibly"
+    r"|necessarily|likely|even|the|a|value|number|answer|result|correct|right|come|work|turn|out|give|get|yield"
+    r"|make))*"
+    # "I don't think the answer is 42", "suppose x = 42"
+    rf"|(?:{_NOT}\s+(?:think|believe|suppose|agree|say|claim|conclude|know|sure|certain|convinced|confident|true"
+    r"|correct|right|possible|likely|clear|the case)|(?<!no )\bdoubt\w*|\b(?:unsure|no way|no chance|nobody|no one"
+    r"|if|whether|unless|suppos\w+|assum\w+|pretend|imagine|unlikely"
+    r"|(?:impossible|false|wrong|incorrect) (?:that|for|to)))\b"
+    r"(?:\s+(?!(?:but|so|then|hence|thus|therefore|and|because|since|while|as|why)\b)[\w'’]+){0,6}?"
+    r"\s*(?:\b(?:is|was|are|were|be|equals?|being|to)|['’]s|=)"
+    # bounds: an answer, but not "it takes at least 42 days"
+    rf"|(?:^\W*|(?:{_IS}|{in_languages('answer')})\s*|\b(?:number|value|integer|amount)\s+){_BOUND}"
+    rf"|\bexceed\w*|(?<!no )(?<!not )\b{_COMPARATIVE} than|\bbetween\s+\S+\s+and"
+    r"|(?<![=-])[<>≤≥≠]=?|!=|\\(?:[lg]eq?|[lg]t|neq?|not\s*=|not\\in)(?:slant)?(?![a-z])"
+    rf"|(?:{in_languages('not_before')})"
+    rf"){_GAP}$",
+    re.IGNORECASE,
+)
+_WRONG = (
+    r"(?:wrong|incorrect|false|invalid|impossible|rejected|extraneous|(?:a|an|the|my) (?:wrong|mistake|error|typo)"
+    r"|not (?:right|correct|true|possible|valid|it\b|(?:the|my|our) (?:\w+ )?answer|an? (?:\w+ )?(?:solution|answer)))"
+)
+_IS_WRONG = (
+    rf"(?:(?:(?:is|was|are|seems?|looks?|(?:must|would|has to|ha[sd] to|should) be)(?: \w+ly)?|['’]s) {_WRONG}"
+    r"|(?:(?:is|was|are)n['’]t|(?:can|could|would|should|might) ?(?:n['’]t|not)|can['’]t|won['’]t) (?:be )?"
+    r"(?:right|correct|true|possible|valid|it\b|work|the answer|the case)"
+    r"|(?:does|do|did)(?:n['’]t| not) (?:work|hold|fit|satisfy|make sense|check out|add up)|fails\b)"
+)
+_AFTER = re.compile(
+    r"(?:\\[)\]]|[\s$)\]}*_\"'`.]|</\w+>)*"
+    r"(?:(?<=[\s$)\]}*`>])(?:(?:is|was|are|can|could|would|does|should|must|will)\s*(?:n['’]t|not)\b"
+    rf"|can['’]t\b|won['’]t\b|{_IS_WRONG}"
+    r"|(?:is|was|are|seems?) (?:too|a wrong|the wrong)\b"
+    rf"|(?:and|or) (?:above|below|up|over|{_COMPARATIVE})\b|at (?:most|least)\b)"
+    rf"|[\s,;(–—-]*(?:but |and |so )?(?:(?:which|that|this|it|no),?\s?)*(?:{_IS_WRONG}|(?<=\(){_WRONG})"
+    r"|\s*(?:≠|!=|\\neq?(?![a-z]))"
+    r"|\s*[,(]?\s*(?:or|and)?\s*\(?(?:maybe|perhaps|possibly|else)\b[^.;]*\d|\s*\(or\b"
+    r"|\s*(?:[-+/×÷=^(]|(?<=\s)\*|\\(?:cdot|times|div)(?![a-z]))[\s.]*$"
+    rf"|[^\w.!?\n]*(?:{in_languages('not_after')}))",
+    re.IGNORECASE,
+)
+#: A sentence that withdraws what precedes it.
+_RETRACTION = re.compile(
+    r"(?:\b(?:no|nope|wait|hmm+|hm|oh|oops|sorry|actually|but|however|hold on|unfortunately)\b[\s,.!:–—-]*)*"
+    r"(?:\b(?:that|this|it|(?:this|that|the|my)(?: \w+)? (?:answer|result|value))\s?"
+    rf"{_IS_WRONG}|\bI(?:['’]ve| have)? made (?:a|an)(?: \w+)? (?:mistake|error))|(?<=\?) No\b\.?(?=\s*$)",
+    re.IGNORECASE,
+)
+#: The end of a text after which a sentence begins.
+_ENDED = re.compile(r"(?:\A|[.!?:;–—)\]}$>*]\s*|\n\s*)\Z")
+_TAG = re.compile(r"</?[A-Za-z]\w*>")
+#: A question by its word order, which states nothing.
+_QUESTION = re.compile(
+    r"(?:^|(?<=[.!?]\s)|(?<=\n))\s*(?:(?:so|but|then|now|wait|and),? )?(?:is|are|was|were|does|do|did|can|could|would|will|might|may|should|what if"
+    r"|how about)\b(?:[^.!?\n]|\.(?=\d))*\?",
+    re.IGNORECASE,
+)
+#: Maximum characters before and after a value that are read.
+MAX_CHARS = 200
+#: Maximum blanks between two sentences.
+MAX_GAP = 20
+
+
+def is_asserted(before: str, after: str) -> bool:
+    """Whether a sentence states a value, given the sentence's text before and after it."""
+    before = _TAG.sub(" ", before[-MAX_CHARS:])
+    return not (_BEFORE.search(before) or _AFTER.match(after[:MAX_CHARS]))
+
+
+def asserted_part(text: str) -> str:
+    """A text without questions, and without what one of its sentences withdraws ("No, that is wrong")."""
+    text, end = _QUESTION.sub("", text), 0
+    for found in _RETRACTION.finditer(text):
+        if _ENDED.search(text, max(0, found.start() - MAX_GAP), found.start()):
+            end = found.end()
+    return text[end:]

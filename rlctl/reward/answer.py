@@ -143,7 +143,7 @@ def places(response: str) -> Iterator[Place]:
             break
         yield from _announced(text[end:], is_label)
     if _is_terse(text) and not _DANGLING.search(plain(text)):
-        yield Place(text, True)
+        yield Place(text.rstrip("!"), True)
     yield from _conclusion(text)
 
 

@@ -28,35 +28,41 @@ _NOT = (
 _IS = rf"(?:(?<![A-Za-z])(?:is|are|was|were|be|been|being|equals?|lies?|{in_languages('is')})|['’]s|=|:)"
 _COMPARATIVE = r"(?:less|more|fewer|greater|smaller|larger|bigger|higher|lower)"
 _BOUND = (
-    rf"(?:at (?:least|most)|not? {_COMPARATIVE} than|up to|over|under|above|below|beyond|bounded by|{in_languages('bound')})"
+    r"(?:(?:a little|a bit|just|slightly|somewhat|way|well|far|strictly|always|not|go)\s+)*"
+    rf"(?:at (?:the (?:very )?)?(?:least|most|minimum|maximum)|an? (?:minimum|maximum) of|m(?:ax|in)imally|upwards of|(?:from\s+)?[\d.,]+\s*(?:to|–|—)|not? {_COMPARATIVE} than|up to|over|under|above|below|beyond|bounded (?:above |below |from above |from below )?by|{in_languages('bound')})"
 )
 _BEFORE = re.compile(
     r"(?:"
     # "is not 42", "can't possibly be equal to 42"
     rf"{_NOT}(?:\s+(?:be|been|have|has|equal|equals?|to|exactly|simply|just|actually|really|quite|possibly"
-    r"|necessarily|likely|even|the|a|value|number|answer|result|correct|right|come|work|turn|out|give|get|yield"
-    r"|make))*"
+    r"|necessarily|likely|even|the|a|value|number|answer|result|correct|right|come|work|turn|out|going|give|get|yield"
+    r"|make))*\s*:?"
+    # "other than 42", "we reject x = 42"
+    r"|(?<!none )\bother than|\b(?:anything but|rather than|instead of|different from|differs from|far from|nowhere near"
+    r"|contrary to|as opposed to|except(?: for)?|unlike)"
+    r"|\b(?:reject|discard|exclud|eliminat|dismiss|rule out)\w*(?:\s+[a-z]\s*=|(?:\s+(?:the|value|answer|option|of))+)?"
     # "I don't think the answer is 42", "suppose x = 42"
     rf"|(?:{_NOT}\s+(?:think|believe|suppose|agree|say|claim|conclude|know|sure|certain|convinced|confident|true"
-    r"|correct|right|possible|likely|clear|the case)|(?<!no )\bdoubt\w*|\b(?:unsure|no way|no chance|nobody|no one"
+    r"|correct|right|possible|likely|clear|the case)|(?<!no )\bdoubt\w*|\b(?:refuse to believe|unsure|no way|no chance|nobody|no one"
     r"|if|whether|unless|suppos\w+|assum\w+|pretend|imagine|unlikely"
-    r"|(?:impossible|false|wrong|incorrect) (?:that|for|to)))\b"
+    r"|(?:impossible|false|wrong|incorrect|mistake) (?:that|for|to)))\b"
     r"(?:\s+(?!(?:but|so|then|hence|thus|therefore|and|because|since|while|as|why)\b)[\w'’]+){0,6}?"
-    r"\s*(?:\b(?:is|was|are|were|be|equals?|being|to)|['’]s|=)"
+    r"\s*(?:\b(?:is|was|are|were|be|equals?|being|to|say|answer)|['’]s|=)"
+    rf"|{_NOT}\s+(?:think|believe)(?:\s+that)?|(?:{in_languages('doubt')})[^\d.;]{{0,40}}"
     # bounds: an answer, but not "it takes at least 42 days"
-    rf"|(?:^\W*|(?:{_IS}|{in_languages('answer')})\s*|\b(?:number|value|integer|amount)\s+){_BOUND}"
-    rf"|\bexceed\w*|(?<!no )(?<!not )\b{_COMPARATIVE} than|\bbetween\s+\S+\s+and"
+    rf"|(?:^\W*|(?:{_IS}|{in_languages('answer')})\s*|\b(?:number|value|integer|amount|anything|something|somewhere)\s+){_BOUND}"
+    rf"|\b(?:exceed\w*|in excess of)|(?<!no )(?<!not )\b{_COMPARATIVE} than(?: or equal to)?|\bbetween(?:\s+\S+\s+and)?"
     r"|(?<![=-])[<>≤≥≠]=?|!=|\\(?:[lg]eq?|[lg]t|neq?|not\s*=|not\\in)(?:slant)?(?![a-z])"
     rf"|(?:{in_languages('not_before')})"
     rf"){_GAP}$",
     re.IGNORECASE,
 )
 _WRONG = (
-    r"(?:wrong|incorrect|false|invalid|impossible|rejected|extraneous|(?:a|an|the|my) (?:wrong|mistake|error|typo)"
+    r"(?:wrong|incorrect|false|invalid|impossible|rejected|excluded|discarded|eliminated|dismissed|extraneous|(?:ruled )?out\b|(?:a|an|the|my) (?:wrong|mistake|error|typo)"
     r"|not (?:right|correct|true|possible|valid|it\b|(?:the|my|our) (?:\w+ )?answer|an? (?:\w+ )?(?:solution|answer)))"
 )
 _IS_WRONG = (
-    rf"(?:(?:(?:is|was|are|seems?|looks?|(?:must|would|has to|ha[sd] to|should) be)(?: \w+ly)?|['’]s) {_WRONG}"
+    rf"(?:(?:(?:is|was|are|seems?|looks?|(?:must|would|has to|had to|should|can) be)(?: \w+ly)?|['’]s) {_WRONG}"
     r"|(?:(?:is|was|are)n['’]t|(?:can|could|would|should|might) ?(?:n['’]t|not)|can['’]t|won['’]t) (?:be )?"
     r"(?:right|correct|true|possible|valid|it\b|work|the answer|the case)"
     r"|(?:does|do|did)(?:n['’]t| not) (?:work|hold|fit|satisfy|make sense|check out|add up)|fails\b)"
@@ -66,10 +72,10 @@ _AFTER = re.compile(
     r"(?:(?<=[\s$)\]}*`>])(?:(?:is|was|are|can|could|would|does|should|must|will)\s*(?:n['’]t|not)\b"
     rf"|can['’]t\b|won['’]t\b|{_IS_WRONG}"
     r"|(?:is|was|are|seems?) (?:too|a wrong|the wrong)\b"
-    rf"|(?:and|or) (?:above|below|up|over|{_COMPARATIVE})\b|at (?:most|least)\b)"
+    rf"|(?:and|or) (?:above|below|up|over|{_COMPARATIVE})\b|upwards\b|at (?:most|least)\b)"
     rf"|[\s,;(–—-]*(?:but |and |so )?(?:(?:which|that|this|it|no),?\s?)*(?:{_IS_WRONG}|(?<=\(){_WRONG})"
     r"|\s*(?:≠|!=|\\neq?(?![a-z]))"
-    r"|\s*[,(]?\s*(?:or|and)?\s*\(?(?:maybe|perhaps|possibly|else)\b[^.;]*\d|\s*\(or\b"
+    r"|\s*[,(]?\s*(?:or|and)?\s*\(?(?:maybe|perhaps|possibly|alternatively|else)\b[^.;]*\d|\s*\(or\b"
     r"|\s*(?:[-+/×÷=^(]|(?<=\s)\*|\\(?:cdot|times|div)(?![a-z]))[\s.]*$"
     rf"|[^\w.!?\n]*(?:{in_languages('not_after')}))",
     re.IGNORECASE,
@@ -78,7 +84,7 @@ _AFTER = re.compile(
 _RETRACTION = re.compile(
     r"(?:\b(?:no|nope|wait|hmm+|hm|oh|oops|sorry|actually|but|however|hold on|unfortunately)\b[\s,.!:–—-]*)*"
     r"(?:\b(?:that|this|it|(?:this|that|the|my)(?: \w+)? (?:answer|result|value))\s?"
-    rf"{_IS_WRONG}|\bI(?:['’]ve| have)? made (?:a|an)(?: \w+)? (?:mistake|error))|(?<=\?) No\b\.?(?=\s*$)",
+    rf"{_IS_WRONG}(?! (?:that|for|to)\b)|\bI(?:['’]ve| have)? made (?:a|an)(?: \w+)? (?:mistake|error))|(?<=\?) No\b\.?(?=\s*$)",
     re.IGNORECASE,
 )
 #: The end of a text after which a sentence begins.

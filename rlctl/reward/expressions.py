@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -243,6 +244,12 @@ def _point(expression: Any) -> Any:
 def is_closed_number(expression: Any) -> bool:
     """Whether an expression is a number without symbols, not a set, a matrix or a relation."""
     return bool(getattr(expression, "is_number", False)) and isinstance(expression, sympy.Expr)
+
+
+def value_of(expression: Any) -> Fraction | None:
+    """The value of a real number, to 30 digits; None for any other expression."""
+    value = sympy.N(expression, 30) if is_closed_number(expression) else None
+    return Fraction(str(value)) if isinstance(value, sympy.Float | sympy.Integer) else None
 
 
 def from_number(number: Number) -> Any:

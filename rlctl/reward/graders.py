@@ -65,6 +65,8 @@ _OPTIONS = (
     re.compile(rf"(?<!or )(?<!and )\(([A-J])\){_ONE}"),
     re.compile(r"^\W*([A-Ja-j])\W*$"),
 )
+#: The value of an option, between its letter and what is said about it.
+_VALUE = re.compile(r"^\W*\d[\d.,/]*")
 _CAPITAL = re.compile(r"\b[A-J]\b")
 
 
@@ -74,7 +76,8 @@ def chosen_option(response: str) -> str | None:
     for pattern in _OPTIONS:
         for match in reversed(list(pattern.finditer(text))):
             group = match.lastindex or 0
-            if is_asserted(*sentence_around(text, match.start(group), match.end(group))):
+            before, after = sentence_around(text, match.start(group), match.end(group))
+            if is_asserted(before, after) and is_asserted("", _VALUE.sub("", after)):
                 return match[group].upper()
     return None
 

@@ -45,7 +45,7 @@ _WRAPPER = re.compile(
 _FRACTION = re.compile(r"\\[dtc]?frac(?![A-Za-z])")
 _COMMAND = re.compile(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?")
 _WORD = re.compile(
-    rf"(?<![^\W\d_])(?<!\\)[^\W\d_]{{3,}}|{FOREIGN}|(?<!\S)(?i:is|it|so|in|of|to|we|he|if|my)(?=[\s,])"
+    rf"(?<![^\W\d_])(?<!\\)[^\W\d_]{{3,}}|{FOREIGN}|(?<!\S)(?i:is|it|so|in|no|of|to|we|he|if|my)(?=[\s,]|$)"
     r"|\b(?i:it|that|there|i)['’][a-z]"
 )
 _TIME = re.compile(r"\d:\d\d")
@@ -56,6 +56,8 @@ _NAMES = re.compile(
 _EQUALS = re.compile(rf"(?<![<>!\\])=>?|->|(?<=[^\W\d_]):\s|(?<={FOREIGN}):\s|(?<=[^\W\d_] ):\s")
 _SEVERAL = re.compile(r",(?!\d{3}(?!\d))|;|\b(?:and|or)\b")
 _BOLD = re.compile(r"\*\*(?=[^*]*\d)([^*\n]+[^*\n:])\*\*")
+_FUNCTION = re.compile(r"\\sqrt|\^|!")
+_VERB = re.compile(" (?:is|are|has|have) ")
 _EXCLAMATION = re.compile(r"(?<=\w)!+\s*$")
 _ASIDE = re.compile(r"(?<=\S)\s+\([^()]*\)[.\s]*$")
 #: Text before a formula that is only a reason or circumstance of what precedes: "is 7, attained at $x = 5$".
@@ -186,10 +188,13 @@ def grade(response: str, ground_truth: str) -> float:
 
 
 def _last_statement(response: str) -> str:
-    """What the last sentence states, in words: "Tuesday" of "So it is a Tuesday."; else an empty text."""
+    """What the last sentence states, in words: "Tuesday" of "So it is a Tuesday"; else an empty text."""
     sentence = asserted_part(own_part(response)).rstrip().rpartition("\n")[2]
-    subject, verb, stated = re.split(r"[.!?]\s+", sentence)[-1].rpartition(" is ")
-    is_sure = verb and is_asserted(subject + verb, "") and not re.search(r"\b(?:or|and|no|not|never)\b", subject)
+    verbs = list(_VERB.finditer(re.split(r"[.!?]\s+", sentence)[-1]))
+    if not verbs:
+        return ""
+    subject, stated = verbs[-1].string[: verbs[-1].end()], verbs[-1].string[verbs[-1].end() :]
+    is_sure = is_asserted(subject, "") and not re.search(r"\b(?:or|and|no|not|never)\b", subject)
     return re.sub(r"^(?:an?|the|therefore|thus|on)\s", "", stated.strip()) if is_sure else ""
 
 
@@ -253,10 +258,10 @@ def _whole(text: str, *, is_number: bool) -> Number | Any | None:
     text = _unwrapped(_OPTION.sub("", text))
     if is_number and (number := _amount(text)):
         return number
-    shown = in_figures(plain(text)) if is_number else plain(text)
+    shown = plain(text)
     num_words = len(_WORD.findall(shown))
     is_sentence = num_words > 1 or (num_words == 1 and not re.search(r"\d", shown))
-    if is_number and is_sentence and "\\" not in shown and not _SEVERAL.search(shown):
+    if is_number and is_sentence and "\\" not in shown and not _SEVERAL.search(in_figures(shown)):
         if MATHS.search(text):
             return _prose(text, is_number=True)
         if number := number_in(plain(_statement(text, is_number=True)), words=True):
@@ -324,6 +329,8 @@ def _amount(text: str) -> Number | None:
         if re.search(r"\d", outside) and _LETTER.search(outside):
             return None
         value = calculate(side)
+        if value is None and _FUNCTION.search(side):
+            value = expressions.value_of(_expression(side))
         if value is not None and not number.rounds(value):
             return None
     return number

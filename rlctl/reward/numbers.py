@@ -202,7 +202,7 @@ _MEASURED = re.compile(
 #: Text after a number that is an operand, not a result.
 _OPERAND_OF = re.compile(
     r"\s*(?:[A-Za-z]+(?:/[a-z]+)?\s+|[A-Za-z]+(?=/))?[)\]]*\s*(?:[-+*/×÷·^=]|x(?=[\s\d]))\s*[(\[$€£-]*\s*\.?\d|\(\s*\.?\d"
-    r"|\s+(?:more|less|fewer|greater|smaller|larger) than\s+[$€£]?(?:\d|[a-z]\b)"
+    r"|\s+of\s+[$€£]?\d|\s+(?:more|less|fewer|greater|smaller|larger) than\s+[$€£]?(?:\d|[a-z]\b)"
 )
 #: Text before such a number.
 _OPERATOR = re.compile(

@@ -27,7 +27,6 @@ from rlctl.data.schema import Row
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError, typed_line
 from rlctl.evaluate.request import KEY_VARIABLE, SERVER, EvaluateRequest, Target, check_url, lengths
 from rlctl.evaluate.samples import Pair, Response, SampledModel
-from rlctl.reward.thoughts import without_thoughts
 from rlctl.rollout.protocol import step_seed
 
 #: Attempts per request, and seconds between them: doubled each time, plus up to 25 % random jitter.
@@ -162,8 +161,7 @@ class ServedModel(SampledModel):
                 if answer.is_success:
                     try:
                         response = _read(answer.json())
-                        answer_text = without_thoughts(response.text).strip()
-                        self._num_empty += not answer_text and not response.truncated
+                        self._num_empty += not response.text and not response.truncated
                         return replace(response, text=_without_key(response.text))
                     except (ValueError, KeyError, IndexError, TypeError) as error:
                         problem = f"an answer that cannot be read ({typed_line(error)}): {_said(answer)}"
@@ -256,10 +254,9 @@ def _read(answer: Any) -> Response:
     """
     choice = answer["choices"][0]
     reason, message = choice["finish_reason"], choice["message"]
-    thoughts = _text(message.get("reasoning_content") or message.get("reasoning"))
-    text = _text(message.get("content") if thoughts else message["content"])
-    if thoughts:  # as the policy writes them, so that graders and readers find them
-        text = f"<think>\n{thoughts}" + (f"\n</think>\n\n{text}" if text or reason != "length" else "")
+    # Some servers omit `content` if all text is in a field for reasoning, which is not the answer.
+    has_reasoning = message.get("reasoning_content") or message.get("reasoning")
+    text = _text(message.get("content") if has_reasoning else message["content"])
     num_tokens = answer["usage"]["completion_tokens"]
     if reason in _UNFINISHED:
         raise ValueError(f"finish_reason is {reason}")
@@ -269,23 +266,16 @@ def _read(answer: Any) -> Response:
 
 
 def _text(content: Any) -> str:
-    """The text of `content`: null, a text, or a list of parts, of which those of thoughts are marked as such.
+    """The text of `content`: null, a text, or a list of parts, of which those without text are thoughts.
 
     Raises:
         TypeError: it is none of these.
     """
     if isinstance(content, list):
-        return "".join(map(_part, content))
+        return "".join(_text(part.get("text") if isinstance(part, dict) else part) for part in content)
     if not isinstance(content, str | None):
         raise TypeError(f"`content` is of type {type(content).__name__}, not text")
     return content or ""
-
-
-def _part(part: Any) -> str:
-    if not isinstance(part, dict):
-        return _text(part)
-    thoughts = part.get("thinking", part.get("reasoning"))
-    return _text(part.get("text")) if thoughts is None else f"<think>\n{_text(thoughts)}\n</think>\n\n"
 
 
 def _retry_after(answer: httpx.Response, where: str) -> float:

@@ -143,7 +143,7 @@ def places(response: str) -> Iterator[Place]:
             break
         yield from _announced(text[end:], is_label)
     if _is_terse(text) and not _DANGLING.search(plain(text)):
-        yield Place(text.rstrip("!"), True)
+        yield Place(text, True)
     yield from _conclusion(text)
 
 
@@ -180,7 +180,7 @@ def _first(pattern: re.Pattern[str], text: str) -> int:
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
-    """Starts, ends and contents of boxes; boxes next to each other, or joined by "and" or a comma, are one."""
+    """Starts, ends and contents of boxes; boxes side by side, or joined by "and" or a comma, are one."""
     boxes: list[tuple[int, int, str]] = []
     for match in _last(_BOX, text):
         limit = match.end() + MAX_CHARS

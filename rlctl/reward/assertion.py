@@ -1,8 +1,8 @@
 """Whether a sentence states the value in it as its answer, by the text before and after the value.
 
-A value is not stated if it is denied ("can't be 42", "42 is wrong"), doubted or supposed ("I don't think it is
-42", "if x = 42"), or a bound that stands for the answer ("is at most 42", "> 42"). Denials and bounds in other
-languages are in `languages.toml`.
+A value is not stated if it is denied ("can't be 42", "42 is wrong"), doubted or supposed ("I don't think it
+is 42", "if x = 42"), or a bound that stands for the answer ("is at most 42", "> 42"). Denials and bounds in
+other languages are in `languages.toml`.
 """
 
 from __future__ import annotations
@@ -25,66 +25,83 @@ _NOT = (
     r"(?:\w+n['’]t|\b(?:is|was|are|were|ca|could|wo|would|should|do|does|did|must|ai)nt|\bcannot|\bnever|\bnot"
     r"|\bno longer)"
 )
-_IS = rf"(?:(?<![A-Za-z])(?:is|are|was|were|be|been|being|equals?|lies?|{in_languages('is')})|['’]s|=|:)"
+_IS = (
+    r"(?:(?<![A-Za-z])(?:is|are|was|were|be|been|being|equals?|lies?"
+    rf"|{in_languages('is')})|['’]s|=|:|{in_languages('answer')})"
+)
 _COMPARATIVE = r"(?:less|more|fewer|greater|smaller|larger|bigger|higher|lower)"
 _BOUND = (
     r"(?:(?:a little|a bit|just|slightly|somewhat|way|well|far|strictly|always|not|go)\s+)*"
-    rf"(?:at (?:the (?:very )?)?(?:least|most|minimum|maximum)|an? (?:minimum|maximum) of|m(?:ax|in)imally|upwards of|(?:from\s+)?[\d.,]+\s*(?:to|–|—)|not? {_COMPARATIVE} than|up to|over|under|above|below|beyond|bounded (?:above |below |from above |from below )?by|{in_languages('bound')})"
+    r"(?:at (?:the (?:very )?)?(?:least|most|minimum|maximum)|an? (?:minimum|maximum) of|m(?:ax|in)imally"
+    rf"|upwards of|(?:from\s+)?[\d.,]+\s*(?:to|–|—)|not? {_COMPARATIVE} than|up to|over|under|above|below"
+    rf"|beyond|bounded (?:(?:from )?(?:above|below) )?by|{in_languages('bound')})"
 )
-_BEFORE = re.compile(
-    r"(?:"
+#: Text before a value that is not stated.
+_BEFORE = (
     # "is not 42", "can't possibly be equal to 42"
     rf"{_NOT}(?:\s+(?:be|been|have|has|equal|equals?|to|exactly|simply|just|actually|really|quite|possibly"
-    r"|necessarily|likely|even|the|a|value|number|answer|result|correct|right|come|work|turn|out|going|give|get|yield"
-    r"|make))*\s*:?"
+    r"|necessarily|likely|even|the|a|value|number|answer|result|correct|right|come|work|turn|out|going|give|get"
+    r"|yield|make))*\s*:?",
     # "other than 42", "we reject x = 42"
-    r"|(?<!none )\bother than|\b(?:anything but|rather than|instead of|different from|differs from|far from|nowhere near"
-    r"|contrary to|as opposed to|except(?: for)?|unlike)"
-    r"|\b(?:reject|discard|exclud|eliminat|dismiss|rule out)\w*(?:\s+[a-z]\s*=|(?:\s+(?:the|value|answer|option|of))+)?"
+    r"(?<!none )\bother than|\b(?:anything but|rather than|instead of|different from|differs from|far from"
+    r"|nowhere near|contrary to|as opposed to|except(?: for)?|unlike)",
+    r"\b(?:reject|discard|exclud|eliminat|dismiss|rule out)\w*"
+    r"(?:\s+[a-z]\s*=|(?:\s+(?:the|value|answer|option|of))+)?",
     # "I don't think the answer is 42", "suppose x = 42"
-    rf"|(?:{_NOT}\s+(?:think|believe|suppose|agree|say|claim|conclude|know|sure|certain|convinced|confident|true"
-    r"|correct|right|possible|likely|clear|the case)|(?<!no )\bdoubt\w*|\b(?:refuse to believe|unsure|no way|no chance|nobody|no one"
-    r"|if|whether|unless|suppos\w+|assum\w+|pretend|imagine|unlikely"
+    rf"(?:{_NOT}\s+(?:think|believe|suppose|agree|say|claim|conclude|know|sure|certain|convinced|confident|true"
+    r"|correct|right|possible|likely|clear|the case)|(?<!no )\bdoubt\w*|\b(?:refuse to believe|unsure|no way"
+    r"|no chance|nobody|no one|if|whether|unless|suppos\w+|assum\w+|pretend|imagine|unlikely"
     r"|(?:impossible|false|wrong|incorrect|mistake) (?:that|for|to)))\b"
     r"(?:\s+(?!(?:but|so|then|hence|thus|therefore|and|because|since|while|as|why)\b)[\w'’]+){0,6}?"
-    r"\s*(?:\b(?:is|was|are|were|be|equals?|being|to|say|answer)|['’]s|=)"
-    rf"|{_NOT}\s+(?:think|believe)(?:\s+that)?|(?:{in_languages('doubt')})[^\d.;]{{0,40}}"
-    # bounds: an answer, but not "it takes at least 42 days"
-    rf"|(?:^\W*|(?:{_IS}|{in_languages('answer')})\s*|\b(?:number|value|integer|amount|anything|something|somewhere)\s+){_BOUND}"
-    rf"|\b(?:exceed\w*|in excess of)|(?<!no )(?<!not )\b{_COMPARATIVE} than(?: or equal to)?|\bbetween(?:\s+\S+\s+and)?"
-    r"|(?<![=-])[<>≤≥≠]=?|!=|\\(?:[lg]eq?|[lg]t|neq?|not\s*=|not\\in)(?:slant)?(?![a-z])"
-    rf"|(?:{in_languages('not_before')})"
-    rf"){_GAP}$",
-    re.IGNORECASE,
+    r"\s*(?:\b(?:is|was|are|were|be|equals?|being|to|say|answer)|['’]s|=)",
+    rf"{_NOT}\s+(?:think|believe)(?:\s+that)?|(?:{in_languages('doubt')})[^\d.;]{{0,40}}",
+    # a bound that stands for the answer, unlike "it takes at least 42 days"
+    rf"(?:^\W*|{_IS}\s*|\b(?:number|value|integer|amount|anything|something|somewhere)\s+){_BOUND}",
+    rf"\b(?:exceed\w*|in excess of)|(?<!no )(?<!not )\b{_COMPARATIVE} than(?: or equal to)?",
+    r"\bbetween(?:\s+\S+\s+and)?",
+    r"(?<![=-])[<>≤≥≠]=?|!=|\\(?:[lg]eq?|[lg]t|neq?|not\s*=|not\\in)(?:slant)?(?![a-z])",
+    rf"(?:{in_languages('not_before')})",
 )
 _WRONG = (
-    r"(?:wrong|incorrect|false|invalid|impossible|rejected|excluded|discarded|eliminated|dismissed|extraneous|(?:ruled )?out\b|(?:a|an|the|my) (?:wrong|mistake|error|typo)"
-    r"|not (?:right|correct|true|possible|valid|it\b|(?:the|my|our) (?:\w+ )?answer|an? (?:\w+ )?(?:solution|answer)))"
+    r"(?:wrong|incorrect|false|invalid|impossible|rejected|excluded|discarded|eliminated|dismissed|extraneous"
+    r"|(?:ruled )?out\b|(?:a|an|the|my) (?:wrong|mistake|error|typo)"
+    r"|not (?:right|correct|true|possible|valid|it\b|(?:the|my|our) (?:\w+ )?answer"
+    r"|an? (?:\w+ )?(?:solution|answer)))"
 )
 _IS_WRONG = (
-    rf"(?:(?:(?:is|was|are|seems?|looks?|(?:must|would|has to|had to|should|can) be)(?: \w+ly)?|['’]s) {_WRONG}"
+    r"(?:(?:(?:is|was|are|seems?|looks?|(?:must|would|has to|had to|should|can) be)(?: \w+ly)?|['’]s)"
+    rf" {_WRONG}"
     r"|(?:(?:is|was|are)n['’]t|(?:can|could|would|should|might) ?(?:n['’]t|not)|can['’]t|won['’]t) (?:be )?"
     r"(?:right|correct|true|possible|valid|it\b|work|the answer|the case)"
     r"|(?:does|do|did)(?:n['’]t| not) (?:work|hold|fit|satisfy|make sense|check out|add up)|fails\b)"
 )
-_AFTER = re.compile(
-    r"(?:\\[)\]]|[\s$)\]}*_\"'`.]|</\w+>)*"
-    r"(?:(?<=[\s$)\]}*`>])(?:(?:is|was|are|can|could|would|does|should|must|will)\s*(?:n['’]t|not)\b"
-    rf"|can['’]t\b|won['’]t\b|{_IS_WRONG}"
-    r"|(?:is|was|are|seems?) (?:too|a wrong|the wrong)\b"
-    rf"|(?:and|or) (?:above|below|up|over|{_COMPARATIVE})\b|upwards\b|at (?:most|least)\b)"
-    rf"|[\s,;(–—-]*(?:but |and |so )?(?:(?:which|that|this|it|no),?\s?)*(?:{_IS_WRONG}|(?<=\(){_WRONG})"
-    r"|\s*(?:≠|!=|\\neq?(?![a-z]))"
-    r"|\s*[,(]?\s*(?:or|and)?\s*\(?(?:maybe|perhaps|possibly|alternatively|else)\b[^.;]*\d|\s*\(or\b"
-    r"|\s*(?:[-+/×÷=^(]|(?<=\s)\*|\\(?:cdot|times|div)(?![a-z]))[\s.]*$"
-    rf"|[^\w.!?\n]*(?:{in_languages('not_after')}))",
+#: Text after such a value.
+_AFTER = (
+    # "42 is not", "42 or more", next to the value
+    r"(?<=[\s$)\]}*`>])(?:(?:is|was|are|can|could|would|does|should|must|will)\s*(?:n['’]t|not)\b"
+    rf"|can['’]t\b|won['’]t\b|(?:is|was|are|seems?) (?:too|a wrong|the wrong)\b"
+    rf"|(?:and|or) (?:above|below|up|over|{_COMPARATIVE})\b|upwards\b|at (?:most|least)\b)",
+    # "42 fails", "42, which is wrong", "42 (wrong)"
+    r"[\s,;(–—-]*+(?:but |and |so )?(?:(?:which|that|this|it|no),?\s?)*"
+    rf"(?:{_IS_WRONG}|(?<=\(){_WRONG})",
+    r"\s*(?:≠|!=|\\neq?(?![a-z]))",
+    # "42 (or maybe 43)", a calculation that is cut off
+    r"\s*[,(]?\s*(?:or|and)?\s*\(?(?:maybe|perhaps|possibly|alternatively|else)\b[^.;]*\d|\s*\(or\b",
+    r"\s*(?:[-+/×÷=^(]|(?<=\s)\*|\\(?:cdot|times|div)(?![a-z]))[\s.]*$",
+    rf"[^\w.!?\n]*+(?:{in_languages('not_after')})",
+)
+_IS_DENIED = re.compile(
+    rf"(?:(?<![A-Za-z])|(?=[^A-Za-z]))(?:{'|'.join(_BEFORE)}){_GAP}$",
     re.IGNORECASE,
 )
+_CLOSING = r"(?:\\[)\]]|[\s$)\]}*_\"'`.]|</\w+>)*+"
+_IS_DENIED_AFTER = re.compile(rf"{_CLOSING}(?:{'|'.join(_AFTER)})", re.IGNORECASE)
 #: A sentence that withdraws what precedes it.
 _RETRACTION = re.compile(
     r"(?:\b(?:no|nope|wait|hmm+|hm|oh|oops|sorry|actually|but|however|hold on|unfortunately)\b[\s,.!:–—-]*)*"
     r"(?:\b(?:that|this|it|(?:this|that|the|my)(?: \w+)? (?:answer|result|value))\s?"
-    rf"{_IS_WRONG}(?! (?:that|for|to)\b)|\bI(?:['’]ve| have)? made (?:a|an)(?: \w+)? (?:mistake|error))|(?<=\?) No\b\.?(?=\s*$)",
+    rf"{_IS_WRONG}(?! (?:that|for|to)\b)|\bI(?:['’]ve| have)? made (?:a|an)(?: \w+)? (?:mistake|error))"
+    r"|(?<=\?) No\b\.?(?=\s*$)",
     re.IGNORECASE,
 )
 #: The end of a text after which a sentence begins.
@@ -92,12 +109,13 @@ _ENDED = re.compile(r"(?:\A|[.!?:;–—)\]}$>*]\s*|\n\s*)\Z")
 _TAG = re.compile(r"</?[A-Za-z]\w*>")
 #: A question by its word order, which states nothing.
 _QUESTION = re.compile(
-    r"(?:^|(?<=[.!?]\s)|(?<=\n))\s*(?:(?:so|but|then|now|wait|and),? )?(?:is|are|was|were|does|do|did|can|could|would|will|might|may|should|what if"
-    r"|how about)\b(?:[^.!?\n]|\.(?=\d))*\?",
+    r"(?:^|(?<=[.!?]\s)|(?<=\n))\s*(?:(?:so|but|then|now|wait|and),? )?"
+    r"(?:is|are|was|were|does|do|did|can|could|would|will|might|may|should|what if|how about)\b"
+    r"(?:[^.!?\n]|\.(?=\d))*\?",
     re.IGNORECASE,
 )
 #: Maximum characters before and after a value that are read.
-MAX_CHARS = 200
+MAX_CHARS = 120
 #: Maximum blanks between two sentences.
 MAX_GAP = 20
 
@@ -105,7 +123,7 @@ MAX_GAP = 20
 def is_asserted(before: str, after: str) -> bool:
     """Whether a sentence states a value, given the sentence's text before and after it."""
     before = _TAG.sub(" ", before[-MAX_CHARS:])
-    return not (_BEFORE.search(before) or _AFTER.match(after[:MAX_CHARS]))
+    return not (_IS_DENIED.search(before) or _IS_DENIED_AFTER.match(after[:MAX_CHARS]))
 
 
 def asserted_part(text: str) -> str:

@@ -42,8 +42,8 @@ _PRODUCT = re.compile(
 )
 #: A system of equations, and the ends of its lines.
 _SYSTEM = re.compile(
-    r"(?:\\left\s*)?(?:\\\{\s*)?\\begin\{(?:cases|array|aligned)\}(?:\{[lcr]+\})?([^&]*?)\\end\{(?:cases|array|aligned)\}"
-    r"(?:\s*\\right\s*\.)?"
+    r"(?:\\left\s*)?(?:\\\{\s*)?\\begin\{(?:cases|array|aligned)\}(?:\{[lcr]+\})?"
+    r"([^&]*?)\\end\{(?:cases|array|aligned)\}(?:\s*\\right\s*\.)?"
 )
 _ROW_END = re.compile(r"[,;\s]*\\\\\s*(?=\S)")
 _OR = re.compile(r"\s*(?:\bor\b|\\(?:text\w*|mbox|hbox|mathrm)\s*\{\s*or\s*\})\s*")
@@ -195,15 +195,15 @@ def equal(gold: Any, answer: Any) -> bool:
             requested quantity ("m + n = 7") or equals the gold; "y - 3 = 0" does not equal 0.
     """
     try:
+        if _is_system(gold) != _is_system(answer):
+            points = _point(gold) or [], _point(answer) or []
+            return len(points[0]) == len(points[1]) > 0 and all(map(_verify, *points))
         return _equal(gold, answer)
     except (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError):
         return False  # sympy cannot compare them
 
 
 def _equal(gold: Any, answer: Any) -> bool:
-    if _is_system(gold) != _is_system(answer):
-        points = [_point(gold), _point(answer)]
-        return None not in points and len(points[0]) == len(points[1]) and all(map(_verify, *points))
     if isinstance(gold, sympy.Interval | sympy.Union):
         answer = _solutions(answer)
     elif isinstance(answer, sympy.Interval | sympy.Union):
@@ -232,8 +232,8 @@ def _is_system(expression: Any) -> bool:
     return len(parts) == len(names) > 1
 
 
-def _point(expression: Any) -> Any:
-    """The coordinates of a point, also of (3, 5) that is read as an interval, or of x = 3, y = 5; else None."""
+def _point(expression: Any) -> list[Any] | None:
+    """The coordinates of a point: of (3, 5), also read as an interval, or of x = 3, y = 5; else None."""
     if _is_system(expression):
         return [one.rhs for one in sorted(expression.args, key=lambda one: str(one.lhs))]
     if isinstance(expression, sympy.Interval) and expression.left_open and expression.right_open:

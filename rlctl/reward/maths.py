@@ -24,7 +24,17 @@ from rlctl.registry import GRADERS
 from rlctl.reward.answer import MATHS, MAX_WORDS, Place, own_part, places
 from rlctl.reward.assertion import asserted_part, is_asserted
 from rlctl.reward.graders import chosen_option
-from rlctl.reward.numbers import FOREIGN, Number, calculate, in_figures, legible, measure, number_in, plain, units_of
+from rlctl.reward.numbers import (
+    FOREIGN,
+    Number,
+    calculate,
+    in_figures,
+    legible,
+    measure,
+    number_in,
+    plain,
+    units_of,
+)
 from rlctl.reward.protocol import same_and_changed
 
 if TYPE_CHECKING:
@@ -35,8 +45,8 @@ else:
 ANSWER_MARK = "####"
 #: The letter of an option before its value: `\textbf{(B)}\ 5`, `B. 5`.
 _OPTION = re.compile(
-    r"^\s*(?:\\(?:text|math)\w*\s*\{\s*)?(?:\([A-J]\)|[A-J](?:[.)]|:(?=\s)))[~.:\s]*\}?(?:\\[ ,;:!]|\\q?quad|[~:.\s])*"
-    r"(?=[\d$-]|[A-Za-z](?![A-Za-z])|\\(?!text|math|mbox)[A-Za-z])"
+    r"^\s*(?:\\(?:text|math)\w*\s*\{\s*)?(?:\([A-J]\)|[A-J](?:[.)]|:(?=\s)))[~.:\s]*\}?"
+    r"(?:\\[ ,;:!]|\\q?quad|[~:.\s])*(?=[\d$-]|[A-Za-z](?![A-Za-z])|\\(?!text|math|mbox)[A-Za-z])"
 )
 _LETTER_GOLD = re.compile("[A-J]")
 _WRAPPER = re.compile(
@@ -94,10 +104,14 @@ _LETTER = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _SYNONYMS = [
     (re.compile(rf"^\s*(?:{pattern})\s*$", re.IGNORECASE), symbol)
     for pattern, symbol in (
-        (r"(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?empty set|\\varnothing|\\\{\s*\\\}", r"\\emptyset"),
         (
-            r"(?:[a-z]\s*(?:\\in|=)\s*)?(?:\\(?:mathbb|Bbb)\s*\{?\s*R\s*\}?|ℝ|(?:(?:the )?set of )?(?:(?:all|any)(?: the)? )?reals?"
-            r"(?: numbers?)?|\(-\s*\\infty\s*[,;]\s*\+?\s*\\infty\s*\))",
+            r"(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?empty set|\\varnothing|\\\{\s*\\\}",
+            r"\\emptyset",
+        ),
+        (
+            r"(?:[a-z]\s*(?:\\in|=)\s*)?(?:\\(?:mathbb|Bbb)\s*\{?\s*R\s*\}?|ℝ"
+            r"|(?:(?:the )?set of )?(?:(?:all|any)(?: the)? )?reals?(?: numbers?)?"
+            r"|\(-\s*\\infty\s*[,;]\s*\+?\s*\\infty\s*\))",
             r"\\mathbb R",
         ),
         (r"(\d+)\s*(?:to|:|\\colon|∶)\s*(\d+)", r"\1:\2"),
@@ -322,7 +336,8 @@ def _amount(text: str) -> Number | None:
         *left, shown = _EQUALS.split(shown)
     aside = _ASIDE.search(shown)
     number = _number(_ASIDE.sub("", shown).strip())
-    if number is None or (left and not is_asserted(f"{'='.join(left)}=", "")) or (aside and not is_asserted("", aside[0])):
+    before = f"{'='.join(left)}=" if left else ""
+    if number is None or not is_asserted(before, aside[0] if aside else ""):
         return None
     for side in map(plain, left):
         outside = _BRACKETED.sub("", side)
@@ -373,9 +388,9 @@ def _bare_formulas(sentence: str, *, is_number: bool) -> Iterator[tuple[int, int
         formula = run[0].rstrip(" ,;:=\n")
         end = run.start() + len(formula)
         is_part = re.search(r"\d", sentence[end:]) or sentence[end : end + 1].isalpha()
-        if re.search(r"\\(?:pi|sqrt)", formula) if is_number else re.search(r"\d|\\", formula):
-            if not (is_number and is_part):
-                yield run.start(), end, formula
+        has_value = re.search(r"\\(?:pi|sqrt)" if is_number else r"\d|\\", formula)
+        if has_value and not (is_number and is_part):
+            yield run.start(), end, formula
 
 
 def _unwrapped(text: str) -> str:

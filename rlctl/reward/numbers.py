@@ -96,11 +96,11 @@ _IN_WORDS = [
     )
 ]
 #: A base in words: "2516 in base 8", `2516_{\\text{eight}}`.
-_BASES = dict(zip("two three four five six seven eight nine ten eleven twelve".split(), range(2, 13), strict=True))
-_IN_BASE = rf"(\d+|{'|'.join(_BASES)})\b"
+_IN_BASE = r"(\d+|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve)\b"
 _BASE = re.compile(
-    rf"(?<=\d)(?:\s*\\text\w*\s*\{{\s*\(?(?:in )?base[ -]{_IN_BASE}\)?\s*\}}|\s*\\text\s*\{{\s*base\s*\}}\s*{_IN_BASE}"
-    rf"|\s*\(?(?:in )?base[ -]{_IN_BASE}\)?|_\s*\{{\s*(?:\(|\\text\s*\{{\s*){_IN_BASE}\s*[)}}]\s*\}})",
+    rf"(?<=\d)(?:\s*\\text\w*\s*\{{\s*\(?(?:in )?base[ -]{_IN_BASE}\)?\s*\}}"
+    rf"|\s*\\text\s*\{{\s*base\s*\}}\s*{_IN_BASE}|\s*\(?(?:in )?base[ -]{_IN_BASE}\)?"
+    rf"|_\s*\{{\s*(?:\(|\\text\s*\{{\s*){_IN_BASE}\s*[)}}]\s*\}})",
     re.IGNORECASE,
 )
 _ROOT = re.compile(
@@ -169,7 +169,10 @@ _UNITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 _TEENS = ["twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _WORDS = dict(zip([*_UNITS, *_TEENS, *_TENS], [*range(20), *range(20, 100, 10)], strict=True))
-_BELOW_100 = rf"(?:(?:{'|'.join(_TENS)})(?:[- ](?:{'|'.join(_UNITS[1:10])})\b)?|{'|'.join([*_TEENS, *reversed(_UNITS)])})"
+_BELOW_100 = (
+    rf"(?:(?:{'|'.join(_TENS)})(?:[- ](?:{'|'.join(_UNITS[1:10])})\b)?"
+    rf"|{'|'.join([*_TEENS, *reversed(_UNITS)])})"
+)
 _BELOW_1000 = rf"{_BELOW_100}(?:[- ]hundred(?:(?: and|-)? {_BELOW_100})?)?"
 #: A number in words.
 SPELLED = re.compile(
@@ -202,7 +205,7 @@ _MEASURED = re.compile(
 #: Text after a number that is an operand, not a result.
 _OPERAND_OF = re.compile(
     r"\s*(?:[A-Za-z]+(?:/[a-z]+)?\s+|[A-Za-z]+(?=/))?[)\]]*\s*(?:[-+*/×÷·^=]|x(?=[\s\d]))\s*[(\[$€£-]*\s*\.?\d|\(\s*\.?\d"
-    r"|\s+of\s+[$€£]?\d|\s+(?:more|less|fewer|greater|smaller|larger) than\s+[$€£]?(?:\d|[a-z]\b)"
+    r"|\s+(?:more|less|fewer|greater|smaller|larger) than\s+[$€£]?(?:\d|[a-z]\b)"
 )
 #: Text before such a number.
 _OPERATOR = re.compile(
@@ -288,7 +291,7 @@ def _in_symbols(text: str) -> str:
 
 def _index(base: re.Match[str]) -> str:
     name = next(filter(None, base.groups())).lower()
-    return "" if name in {"10", "ten"} else f"_{{{_BASES.get(name, name)}}}"
+    return "" if name in {"10", "ten"} else f"_{{{_WORDS.get(name, name)}}}"
 
 
 def _power(raised: re.Match[str]) -> str:
@@ -395,8 +398,8 @@ def _rank(sentence: str, match: re.Match[str], *, found: int, previous: int) -> 
     since = max(0, match.start() - MAX_CHARS_BEFORE)
     before, after = sentence[since : match.start()], sentence[match.end() : match.end() + MAX_CHARS_BEFORE]
     is_operand = _OPERAND_OF.match(after) or _OPERATOR.search(sentence[since : match.start("digits")])
-    is_denied = _NAMED.search(before) or _UNSOLVED.search(before) or not is_asserted(before, after)
-    if match["stuck"] or is_operand or is_denied:
+    is_named = _NAMED.search(before) or _UNSOLVED.search(before)
+    if match["stuck"] or is_operand or is_named or not is_asserted(before, after):
         return _NEVER
     if _RESULT.search(before):
         return _RESULT_OF

@@ -34,7 +34,8 @@ class Sample:
 
     def without_thoughts(self) -> Sample:
         """What built-in graders read: the response after its thoughts, which the prompt may open."""
-        return replace(self, response=without_thoughts(self.response, self.prompt), prompt="", response_ids=())
+        text = without_thoughts(self.response, self.prompt)
+        return replace(self, response=text, prompt="", response_ids=())
 
 
 #: Reason why a grading gave no score; see `Failure.kind`.

@@ -29,7 +29,10 @@ _MARKS = re.compile(
 )
 #: The last thing of a prompt that begins a line or follows a token of the chat template, up to its end: a
 #: mark within a sentence, such as an instruction, opens nothing.
-_BEGUN = re.compile(rf"(?:\A|(?<=[\n>\]▷])|(?<=assistant)|(?<=assistant:))[ \t]*(?:{_OPENING})(?!.*(?:{_OPENING}))", re.IGNORECASE | re.DOTALL)
+_BEGUN = re.compile(
+    rf"(?:\A|(?<=[\n>\]▷])|(?<=assistant)|(?<=assistant:))[ \t]*(?:{_OPENING})(?!.*(?:{_OPENING}))",
+    re.IGNORECASE | re.DOTALL,
+)
 
 
 def without_thoughts(response: str, prompt: str = "") -> str:

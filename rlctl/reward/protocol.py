@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Sample:
     """One response and the information available to its grader."""
 
-    response: str  # with special tokens, without the one that ends it
+    response: str  # with special tokens except start, end, padding, unknown
     ground_truth: str
     prompt: str = ""  # as the policy reads it, chat template included
     data_source: str = ""

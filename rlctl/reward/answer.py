@@ -64,7 +64,7 @@ _BOX = re.compile(
     r"\\(?:boxed|fbox)(?:\s*\{|\s*(?=[-+.]?\d|\\[A-Za-z])(?P<bare>(?:[^$\n\\.]|\.(?=\d)|\\[^)\]])+))"
 )
 #: A sign before a box: `$x=-\\boxed{5}$`. After white space at the start of a line it is a bullet.
-_SIGN = re.compile(r"(?:[=$]|\\[\[(])\s*(-|\\pm)\s*$|^(-)$", re.MULTILINE)
+_SIGN = re.compile(r"(?:[=$]|\\[\[(])\s*(-|\\pm)\s*\Z|^(-)\Z", re.MULTILINE)
 #: Text between boxes that form one answer: "\\boxed{1} and \\boxed{2}".
 _BETWEEN = re.compile(
     r"(?:[\s,;.$]|\\[,;:! ()\[\]]|\\q?quad|\\text\w*\s*\{\W*(?:and|or)?\W*\}"

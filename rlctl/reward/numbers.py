@@ -182,13 +182,14 @@ SPELLED = re.compile(
 
 _SHORT_UNIT = r"(?:[cdkm]m|ft|in|mi|yd|k?g|mg|lbs?|oz|m[lL]|[lL]|hr?s?|mins?|s|[ap]m|[AP]M|mph|kph)\b"
 #: Text after a number that is only its unit. Two letters that are not a unit are a product: 5 xy.
+_LETTERS = rf"(?:[^\W\d_]|{FOREIGN})*+"  # possessive: the words of a unit are found in one way only
 _POWER = r"(?:\s*\^\s*\{?\d\}?)?"
 _UNIT = re.compile(
     r"(?!\s*(?:pi|sqrt|or|and|log|ln|sin|cos|tan|mod|x|i|e)\b)"
     r"(?!.*\b(?:not|never|cannot|than|wrong|incorrect)\b|.*n['’]t\b)"
     rf"(?:(?:\s*[/$¢%€£'\"]|{_SHORT_UNIT}{_POWER}"
-    rf"|[\s-]+(?:(?:[^\W\d_]{{3,}}\b|sq\b)\.?|{FOREIGN}+|{_SHORT_UNIT}|[cCdgGhKLlmsVWN]\b){_POWER})"
-    rf"(?:\s*(?:[/$%¢-]\s*)?(?:[^\W\d_]{{2,}}\b|{FOREIGN}+)\.?{_POWER}|\s*/\s*[A-Za-z]\b{_POWER}|\s*[/$¢%€£'\"])*)?"
+    rf"|[\s-]+(?:(?:(?:[^\W\d_]{{3}}|{FOREIGN}){_LETTERS}|sq\b)\.?|{_SHORT_UNIT}|[cCdgGhKLlmsVWN]\b){_POWER})"
+    rf"(?:\s*(?:[/$%¢-]\s*)?(?:[^\W\d_]{{2}}|{FOREIGN}){_LETTERS}\.?{_POWER}|\s*/\s*[A-Za-z]\b{_POWER}|\s*[/$¢%€£'\"])*)?"
     r"[\s.$*\u2600-\U0001faff]*"
 )
 _END = re.compile(r"[\s.$*%]*")

@@ -27,10 +27,12 @@ _MARKS = re.compile(
     "|".join(f"(?P<open{n}>{pair[0]})|(?P<close{n}>{pair[1]})" for n, pair in enumerate(FORMATS)),
     re.IGNORECASE,
 )
-#: The last thing of a prompt that begins a line or follows a token of the chat template, up to its end: a
-#: mark within a sentence, such as an instruction, opens nothing.
+_OF_TEMPLATE = r"<[|｜][^<>|｜]+[|｜]>|</?s>|\[/?INST\]|<(?:start|end)_of_turn>"
+#: An opening mark in the last turn of a prompt that begins a line or follows a token of the chat template. A
+#: mark within a sentence, or before another turn, is part of an instruction and opens nothing.
 _BEGUN = re.compile(
-    rf"(?:\A|(?<=[\n>\]▷])|(?<=assistant)|(?<=assistant:))[ \t]*(?:{_OPENING})(?!.*(?:{_OPENING}))",
+    r"(?:\A|(?<=[\n>\]▷])|(?<=assistant)|(?<=assistant:))[ \t]*"
+    rf"(?:{_OPENING})(?!.*(?:{_OPENING}|{_OF_TEMPLATE}))",
     re.IGNORECASE | re.DOTALL,
 )
 

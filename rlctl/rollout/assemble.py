@@ -127,7 +127,7 @@ def unknown_end(tokenizer: Any, ends: Sequence[int]) -> str | None:
 def _decode(tokenizer: Any, responses: Tensor, lengths: Tensor) -> tuple[str, ...]:
     """Texts of the first `lengths` (B,) tokens of each row.
 
-    Special tokens may mark an answer or thoughts, so only start, end, padding and unknown tokens are left out.
+    Special tokens may mark an answer or thoughts: only start, end, padding and unknown tokens are left out.
     """
     left_out = {getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")}
     rows = zip(responses.tolist(), lengths.tolist(), strict=True)

@@ -57,7 +57,7 @@ def test_what_follows_the_last_thoughts_is_read(opening, closing):
 
 @pytest.mark.parametrize(("opening", "closing"), MARKS)
 def test_an_instruction_opens_no_thoughts(opening, closing):
-    for said in (f"Reason in {opening} and {closing} tags.", f"Start with {opening} please.", "3*4?"):
+    for said in (f"Reason in {opening} and {closing} tags.", f"Start with\n{opening} please.", "3*4?"):
         assert without_thoughts("13", f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n") == "13"
 
 

@@ -100,7 +100,7 @@ _SENTENCE_END = re.compile(
 )
 #: A sentence that is cut off before its number: "20 cups in the final meal, the total number of cups".
 _BROKEN_OFF = re.compile(r",\s+[A-Za-z']+\s+[A-Za-z']+\s+[^\d,.!?]*[A-Za-z]\s*$")
-_DANGLING = re.compile(r"[-+*/×÷=^(]\s*$")
+_DANGLING = re.compile(r"[-+*/×÷·=^(]\s*$")
 
 
 #: Formulas in prose: \\( \\), \\[ \\], $$ $$, and $ $ where the dollar signs are not currency.

@@ -23,7 +23,7 @@ def in_languages(key: str) -> str:
 _GAP = r"[\s*_\"'`]*(?:\\[(\[]|[($€£¥\[{-])*\s*"
 _NOT = (
     r"(?:\w+n['’]t|\b(?:is|was|are|were|ca|could|wo|would|should|do|does|did|must|ai)nt|\bcannot|\bnever|\bnot"
-    r"|\bno longer)"
+    r"|\bno longer|\bhardly|\bneither|\bnor)"
 )
 _IS = (
     r"(?:(?<![A-Za-z])(?:is|are|was|were|be|been|being|equals?|lies?"
@@ -41,14 +41,14 @@ _BEFORE = (
     # "is not 42", "can't possibly be equal to 42"
     rf"{_NOT}(?:\s+(?:be|been|have|has|equal|equals?|to|exactly|simply|just|actually|really|quite|possibly"
     r"|necessarily|likely|even|the|a|value|number|answer|result|correct|right|come|work|turn|out|going|give|get"
-    r"|yield|make))*\s*:?",
+    r"|yield|make))*\s*[:=]?",
     # "other than 42", "we reject x = 42"
-    r"(?<!none )\bother than|\b(?:anything but|rather than|instead of|different from|differs from|far from"
-    r"|nowhere near|contrary to|as opposed to|except(?: for)?|unlike)",
-    r"\b(?:reject|discard|exclud|eliminat|dismiss|rule out)\w*"
+    r"(?<!none )(?<!nothing )(?<!anything )\bother than|\b(?:anything but|rather than|instead of"
+    r"|different from|differs from|far from|nowhere near|contrary to|as opposed to|except(?: for)?|unlike)",
+    r"(?:^\W*|\b(?:we|I|can|must|should|to|so|and) )(?:reject|discard|exclude|eliminate|dismiss|rule out)"
     r"(?:\s+[a-z]\s*=|(?:\s+(?:the|value|answer|option|of))+)?",
     # "I don't think the answer is 42", "suppose x = 42"
-    rf"(?:{_NOT}\s+(?:think|believe|suppose|agree|say|claim|conclude|know|sure|certain|convinced|confident|true"
+    rf"(?:{_NOT}\s+(?:think|believe|suppose|agree|sa(?:y|ying|id)|claim|conclude|know|sure|certain|convinced|confident|true"
     r"|correct|right|possible|likely|clear|the case)|(?<!no )\bdoubt\w*|\b(?:refuse to believe|unsure|no way"
     r"|no chance|nobody|no one|if|whether|unless|suppos\w+|assum\w+|pretend|imagine|unlikely"
     r"|(?:impossible|false|wrong|incorrect|mistake) (?:that|for|to)))\b"
@@ -63,8 +63,9 @@ _BEFORE = (
     rf"(?:{in_languages('not_before')})",
 )
 _WRONG = (
-    r"(?:wrong|incorrect|false|invalid|impossible|rejected|excluded|discarded|eliminated|dismissed|extraneous"
-    r"|(?:ruled )?out\b|(?:a|an|the|my) (?:wrong|mistake|error|typo)"
+    r"(?:(?:an? |the )?(?:wrong|incorrect)|false|invalid|impossible|rejected|excluded|discarded|eliminated"
+    r"|dismissed|extraneous"
+    r"|(?:ruled )?out\b|(?:a|an|the|my) (?:mistake|error|typo)"
     r"|not (?:right|correct|true|possible|valid|it\b|(?:the|my|our) (?:\w+ )?answer"
     r"|an? (?:\w+ )?(?:solution|answer)))"
 )
@@ -72,8 +73,9 @@ _IS_WRONG = (
     r"(?:(?:(?:is|was|are|seems?|looks?|(?:must|would|has to|had to|should|can) be)(?: \w+ly)?|['’]s)"
     rf" {_WRONG}"
     r"|(?:(?:is|was|are)n['’]t|(?:can|could|would|should|might) ?(?:n['’]t|not)|can['’]t|won['’]t) (?:be )?"
-    r"(?:right|correct|true|possible|valid|it\b|work|the answer|the case)"
-    r"|(?:does|do|did)(?:n['’]t| not) (?:work|hold|fit|satisfy|make sense|check out|add up)|fails\b)"
+    r"(?:right|correct|true|possible|valid|it\b|work|the answer|the case)|(?:can['’]t|cannot) be(?=[.!])"
+    r"|(?:does|do|did)(?:n['’]t| not) (?:work|hold|fit|satisfy|make sense|check out|add up)"
+    r"|fails\b|makes no sense|contradicts)"
 )
 #: Text after such a value.
 _AFTER = (
@@ -82,8 +84,8 @@ _AFTER = (
     rf"|can['’]t\b|won['’]t\b|(?:is|was|are|seems?) (?:too|a wrong|the wrong)\b"
     rf"|(?:and|or) (?:above|below|up|over|{_COMPARATIVE})\b|upwards\b|at (?:most|least)\b)",
     # "42 fails", "42, which is wrong", "42 (wrong)"
-    r"[\s,;(–—-]*+(?:but |and |so )?(?:(?:which|that|this|it|no),?\s?)*"
-    rf"(?:{_IS_WRONG}|(?<=\(){_WRONG})",
+    r"[\s,;(–—-]*+(?:but |and |so )?(?:(?:which|that|this|it|no|wait),?\s?)*"
+    rf"(?:{_IS_WRONG}|(?:(?<=\()|(?<=[–—-] )){_WRONG})",
     r"\s*(?:≠|!=|\\neq?(?![a-z]))",
     # "42 (or maybe 43)", a calculation that is cut off
     r"\s*[,(]?\s*(?:or|and)?\s*\(?(?:maybe|perhaps|possibly|alternatively|else)\b[^.;]*\d|\s*\(or\b",
@@ -100,8 +102,8 @@ _IS_DENIED_AFTER = re.compile(rf"{_CLOSING}(?:{'|'.join(_AFTER)})", re.IGNORECAS
 _RETRACTION = re.compile(
     r"(?:\b(?:no|nope|wait|hmm+|hm|oh|oops|sorry|actually|but|however|hold on|unfortunately)\b[\s,.!:–—-]*)*"
     r"(?:\b(?:that|this|it|(?:this|that|the|my)(?: \w+)? (?:answer|result|value))\s?"
-    rf"{_IS_WRONG}(?! (?:that|for|to)\b)|\bI(?:['’]ve| have)? made (?:a|an)(?: \w+)? (?:mistake|error))"
-    r"|(?<=\?) No\b\.?(?=\s*$)",
+    rf"{_IS_WRONG}(?! (?:that|for|to)\b)|\bI(?:['’]ve| have)? made (?:a|an)(?: \w+)? (?:mistake|error)"
+    r"|\bI was wrong|\bscratch that)|(?<=[.?] )Nop?e?\b[.!]?(?=\s*$)",
     re.IGNORECASE,
 )
 #: The end of a text after which a sentence begins.

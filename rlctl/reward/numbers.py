@@ -159,7 +159,7 @@ _DIGITS = (
 )
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _NUMBER = re.compile(
-    r"(?<![\w.])(?P<minus>(?:(?<![\w)])-(?=[$€£¥₹\d.]))?)(?:US)?[$€£¥₹]*\s?(?P<inner>-?)"
+    r"(?<![\w.])(?<!_\{)(?P<minus>(?:(?<![\w)])-(?=[$€£¥₹\d.]))?)(?:US)?[$€£¥₹]*\s?(?P<inner>-?)"
     rf"(?P<digits>{_DIGITS})(?:(?P<mixed>\s+\d+)?\s?/\s?(?P<under>\d+)(?!\d|\.\d))?"
     rf"(?:\s*(?P<scale>{'|'.join(SCALES)})s?\b)?(?P<percent>\s?(?:%|per ?cent\b))?"
     r"(?P<stuck>(?:st|nd|rd|th|k)\b|:\d|\s?\\(?:pi|sqrt|infty)(?![a-z]))?",

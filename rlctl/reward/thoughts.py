@@ -28,10 +28,11 @@ _MARKS = re.compile(
     re.IGNORECASE,
 )
 _OF_TEMPLATE = r"<[|｜][^<>|｜]+[|｜]>|</?s>|\[/?INST\]|<(?:start|end)_of_turn>"
-#: An opening mark in the last turn of a prompt that begins a line or follows a token of the chat template. A
-#: mark within a sentence, or before another turn, is part of an instruction and opens nothing.
+#: An opening mark in the last turn of a prompt that begins a line, follows a token of the chat template, or
+#: follows "Answer:" and ends the prompt. A mark within a sentence, or before another turn, is part of an
+#: instruction and opens nothing.
 _BEGUN = re.compile(
-    r"(?:\A|(?<=[\n>\]▷])|(?<=assistant)|(?<=assistant:))[ \t]*"
+    r"(?:\A|(?<=[\n>\]▷])|(?<=assistant)|(?<=:)(?=[ \t]*\S+\s*\Z))[ \t]*"
     rf"(?:{_OPENING})(?!.*(?:{_OPENING}|{_OF_TEMPLATE}))",
     re.IGNORECASE | re.DOTALL,
 )

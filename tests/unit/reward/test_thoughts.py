@@ -29,6 +29,7 @@ MARKS = [
 ]
 #: Ends of prompts before the opening mark.
 TURNS = [
+    "Question: 3*4?\nAnswer: ",
     "",
     "<|im_start|>assistant\n",
     "<|start|>assistant",

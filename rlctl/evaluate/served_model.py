@@ -255,14 +255,29 @@ def _read(answer: Any) -> Response:
         ValueError, KeyError, IndexError, TypeError: it is not a chat completion, or is unfinished.
     """
     choice = answer["choices"][0]
-    reason = choice["finish_reason"]
-    text = choice["message"]["content"]
+    reason, message = choice["finish_reason"], choice["message"]
+    # Some servers omit `content` if all text is in a field for reasoning, which is not the answer.
+    has_reasoning = message.get("reasoning_content") or message.get("reasoning")
+    text = _text(message.get("content") if has_reasoning else message["content"])
     num_tokens = answer["usage"]["completion_tokens"]
     if reason in _UNFINISHED:
         raise ValueError(f"finish_reason is {reason}")
-    if not isinstance(num_tokens, int) or not isinstance(text, str | None):
-        raise TypeError("`content` is not text, or `completion_tokens` is not a number")
-    return Response(text or "", truncated=reason == "length", num_tokens=num_tokens)
+    if not isinstance(num_tokens, int):
+        raise TypeError("`completion_tokens` is not a number")
+    return Response(text, truncated=reason == "length", num_tokens=num_tokens)
+
+
+def _text(content: Any) -> str:
+    """The text of `content`: null, a text, or a list of parts, of which those without text are thoughts.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if isinstance(content, list):
+        return "".join(_text(part.get("text") if isinstance(part, dict) else part) for part in content)
+    if not isinstance(content, str | None):
+        raise TypeError(f"`content` is of type {type(content).__name__}, not text")
+    return content or ""
 
 
 def _retry_after(answer: httpx.Response, where: str) -> float:

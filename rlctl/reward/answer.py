@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlctl.markup import group_end
-from rlctl.reward.numbers import legible, plain
+from rlctl.reward.assertion import asserted_part, in_languages, is_asserted
+from rlctl.reward.numbers import FOREIGN, SPELLED, legible, plain
+from rlctl.reward.thoughts import without_thoughts
 
 #: Maximum characters read from one place, because patterns backtrack on long texts.
 MAX_CHARS = 2000
@@ -38,7 +40,7 @@ _CONTENT = re.compile(r"\w")
 #: Special tokens of chat templates, written as text; the first one ends the response.
 _TURN_END = re.compile(
     r"<\|(?:eot_id|im_end|im_start|endoftext|end_of_text|end|eom_id|start_header_id|user|assistant)\|>"
-    r"|</s>|<eos>|<(?:end|start)_of_turn>|\[/?INST\]"
+    r"|<\|(?:return|call)\|>|</s>|<eos>|<(?:end|start)_of_turn>|\[/?INST\]"
 )
 #: A line that starts another exercise, which some models write after their answer.
 _NEXT_QUESTION = re.compile(
@@ -61,23 +63,25 @@ _CORRECTION = re.compile(
 _BOX = re.compile(
     r"\\(?:boxed|fbox)(?:\s*\{|\s*(?=[-+.]?\d|\\[A-Za-z])(?P<bare>(?:[^$\n\\.]|\.(?=\d)|\\[^)\]])+))"
 )
+#: A sign before a box: `$x=-\\boxed{5}$`. After white space at the start of a line it is a bullet.
+_SIGN = re.compile(r"(?:[=$]|\\[\[(])\s*(-|\\pm)\s*\Z|^(-)\Z", re.MULTILINE)
 #: Text between boxes that form one answer: "\\boxed{1} and \\boxed{2}".
 _BETWEEN = re.compile(
     r"(?:[\s,;.$]|\\[,;:! ()\[\]]|\\q?quad|\\text\w*\s*\{\W*(?:and|or)?\W*\}"
-    r"|\b(?:and|or)\b|\b[a-z](?:_\w)?\s*=)*"
+    r"|\(?\b(?:and|or|maybe|perhaps|possibly|else)\b|\b[a-z](?:_\w)?\s*=)*"
 )
 _HASH = re.compile(r"####+(?!#)[ \t]*(?:\n\s*)?(?P<line>[^\n]*)")
 #: `#### Step 2` and `#### 2. Add them up` are headings.
 _HEADING = re.compile(r"\s*(?:\d+[.):]\s+\S|\**[A-Za-z]+[a-z ]*\d*\**\s*:?\**\s*$|[A-Za-z]{2,})")
 _TAG = re.compile(r"<answer>(?P<text>.*?)(?:</answer>|$)", re.DOTALL | re.IGNORECASE)
-_WORD = re.compile(r"[A-Za-z]{2,}")
+_WORD = re.compile(rf"[^\W\d_]{{2,}}|{FOREIGN}+")
 _JOINT = r"[\"'*_`\s]*"
 _IS = re.compile(
     r"(?<!\bif )(?<!\bif the )(?<!whether )(?<!whether the )\banswers?(?:\s+(?:to|for|of)\b[^.\n:]{0,100}?)?"
     + _JOINT
-    + r"(?:\bis\b|\bwas\b|\b(?:would|will|should|must) be\b|\bequals\b|=)(?!\s+(?:not|in|wrong|correct)\b)"
+    + r"(?:\bis\b|\bwas\b|\b(?:would|will|should|must) be\b|\bequals\b|=)(?!\s+(?:in|wrong|correct)\b)"
     + _JOINT
-    + r":?|答案\s*(?:[是为]\s*:?|:)",
+    + rf":?|(?:{in_languages('answer')})\s*(?:{in_languages('is')}|[—–-])?[\s:*]*(?=[$\\]*-?\d|[$\\])",
     re.IGNORECASE,
 )
 _LABEL = re.compile(
@@ -85,6 +89,7 @@ _LABEL = re.compile(
     + _JOINT
     + r":"
     + _JOINT
+    + rf"|(?:{in_languages('answer')}){_JOINT}:{_JOINT}"
     + r"|^[#*_ ]*(?:the\s+)?(?:final\s+)?answer[*_ ]*\n|^[*_ ]*A[*_ ]*[:.]"
     + _JOINT,
     re.IGNORECASE | re.MULTILINE,
@@ -95,7 +100,7 @@ _SENTENCE_END = re.compile(
 )
 #: A sentence that is cut off before its number: "20 cups in the final meal, the total number of cups".
 _BROKEN_OFF = re.compile(r",\s+[A-Za-z']+\s+[A-Za-z']+\s+[^\d,.!?]*[A-Za-z]\s*$")
-_DANGLING = re.compile(r"[-+*/×÷=^(]\s*$")
+_DANGLING = re.compile(r"[-+*/×÷·=^(]\s*$")
 
 
 #: Formulas in prose: \\( \\), \\[ \\], $$ $$, and $ $ where the dollar signs are not currency.
@@ -112,19 +117,40 @@ def places(response: str) -> Iterator[Place]:
     Explicit marks come before prose, and later marks before earlier ones. Text after the answer, such as the
     next exercise of a few-shot prompt, is ignored.
     """
-    text = own_part(response)
-    marked = sorted([*_boxes(text), *_hashes(text), *_tags(text)], key=lambda found: -found[0])
-    for _, found in marked:
-        if len(found) <= MAX_LABELLED_CHARS:
-            yield Place(found, True, is_marked=bool(_CONTENT.search(found)))
+    text = asserted_part(own_part(response))
+    found: list[str] = []
+    since = denied = 0  # where the sentence of the last denied answer begins, and where that answer ends
+    for start, end, answer in sorted([*_boxes(text), *_hashes(text), *_tags(text)], reverse=True):
+        before, after = sentence_around(text, start, end)
+        if start < since:
+            break
+        if is_asserted(before, after):
+            found.append(answer)
+        elif not denied:
+            since, denied = start - len(before), end
+    text = text[denied:]
+    for answer in found:
+        if len(answer) <= MAX_LABELLED_CHARS:
+            yield Place(answer, True, is_marked=bool(_CONTENT.search(answer)))
         else:
-            yield from _conclusion(found)
-    announced = [(m.end(), False) for m in _last(_IS, text)] + [(m.end(), True) for m in _last(_LABEL, text)]
-    for start, is_label in sorted(announced, reverse=True):
-        yield from _announced(text[start:], is_label)
-    if _is_terse(text):
+            yield from _conclusion(answer)
+    announced = [(m.start(), m.end(), False) for m in _last(_IS, text)]
+    announced += [(m.start(), m.end(), True) for m in _last(_LABEL, text)]
+    for start, end, is_label in sorted(announced, reverse=True):
+        before, after = sentence_around(text, start, end)
+        if not is_asserted(before + text[start:end], ""):
+            text = text[end + len(after) :]
+            break
+        yield from _announced(text[end:], is_label)
+    if _is_terse(text) and not _DANGLING.search(plain(text)):
         yield Place(text, True)
     yield from _conclusion(text)
+
+
+def sentence_around(text: str, start: int, end: int) -> tuple[str, str]:
+    """The text before and after `text[start:end]` in its sentence."""
+    before = text[max(0, start - MAX_LABELLED_CHARS) : start]
+    return _SENTENCE_END.split(before)[-1], _SENTENCE_END.split(text[end : end + MAX_LABELLED_CHARS])[0]
 
 
 def own_part(response: str, evidence: re.Pattern[str] = _DIGIT) -> str:
@@ -132,7 +158,7 @@ def own_part(response: str, evidence: re.Pattern[str] = _DIGIT) -> str:
 
     A further exercise is removed only if a match of `evidence` precedes it.
     """
-    text = legible(without_thoughts(response[-MAX_RESPONSE_CHARS:].replace("\r\n", "\n")))
+    text = legible(without_thoughts(response)[-MAX_RESPONSE_CHARS:].replace("\r\n", "\n"))
     text = re.sub(r"<<[^<>\n]*>>", "", text).strip()
     end = next((m.start() for m in _TURN_END.finditer(text) if m.start() > 0), len(text))
     text = text[:end]
@@ -141,12 +167,6 @@ def own_part(response: str, evidence: re.Pattern[str] = _DIGIT) -> str:
         starts = [] if starts[0]["number"] else starts[1:]
     first = _first(evidence, text)
     return text[: next((m.start() for m in starts if m.start() > first), len(text))]
-
-
-def without_thoughts(response: str) -> str:
-    """The text after the last `</think>`; nothing if the response is cut off inside its thoughts."""
-    is_cut_off = response.lstrip().startswith("<think>") and "</think>" not in response
-    return "" if is_cut_off else response.rpartition("</think>")[2]
 
 
 def _last(mark: re.Pattern[str], text: str) -> list[re.Match[str]]:
@@ -159,10 +179,9 @@ def _first(pattern: re.Pattern[str], text: str) -> int:
     return found.start() if found else len(text)
 
 
-def _boxes(text: str) -> list[tuple[int, str]]:
-    """Boxes with their positions; boxes next to each other, or joined by "and" or a comma, are one."""
-    boxes: list[tuple[int, str]] = []
-    last_end = 0
+def _boxes(text: str) -> list[tuple[int, int, str]]:
+    """Starts, ends and contents of boxes; boxes side by side, or joined by "and" or a comma, are one."""
+    boxes: list[tuple[int, int, str]] = []
     for match in _last(_BOX, text):
         limit = match.end() + MAX_CHARS
         if match["bare"] is not None:
@@ -173,19 +192,19 @@ def _boxes(text: str) -> list[tuple[int, str]]:
             content = text[match.end() : limit].partition("\n\n")[0]
             end = match.end() + len(content)
             content = content or match[0]  # cut off: no earlier box is the answer
-        between = text[max(last_end, match.start() - MAX_LABELLED_CHARS) : match.start()]
-        if boxes and "\n\n" not in between and _BETWEEN.fullmatch(between):
-            start, before = boxes.pop()
-            content = before if content in before.split(", ") else f"{before}, {content}"
-            boxes.append((start, content))
-        else:
-            boxes.append((match.start(), content))
-        last_end = end
+        before = text[max(boxes[-1][1] if boxes else 0, match.start() - MAX_LABELLED_CHARS) : match.start()]
+        if sign := _SIGN.search(before):
+            content = f"{sign[1] or sign[2]}{content}"
+        start = match.start()
+        if boxes and "\n\n" not in before and _BETWEEN.fullmatch(before):
+            start, _, others = boxes.pop()
+            content = others if content in others.split(", ") else f"{others}, {content}"
+        boxes.append((start, end, content))
     return boxes
 
 
-def _hashes(text: str) -> Iterator[tuple[int, str]]:
-    """Yields lines after `####` that are not headings.
+def _hashes(text: str) -> Iterator[tuple[int, int, str]]:
+    """Yields starts, ends and texts of lines after `####` that are not headings.
 
     Stops when text without a correction such as "wait" lies between such a line and the next `####`.
     """
@@ -199,12 +218,12 @@ def _hashes(text: str) -> Iterator[tuple[int, str]]:
             if between.strip() and not _CORRECTION.search(between):
                 return
         last_end = match.end()
-        yield match.start(), line
+        yield match.start(), match.end(), line
 
 
-def _tags(text: str) -> Iterator[tuple[int, str]]:
+def _tags(text: str) -> Iterator[tuple[int, int, str]]:
     for match in _last(_TAG, text):
-        yield match.start(), match["text"].strip()
+        yield match.start(), match.end(), match["text"].strip()
 
 
 def _announced(rest: str, is_label: bool) -> Iterator[Place]:
@@ -212,7 +231,7 @@ def _announced(rest: str, is_label: bool) -> Iterator[Place]:
     formula = MATHS.match(start)
     formula_end = formula.end() if formula else 0
     first = (start[:formula_end] + _SENTENCE_END.split(start[formula_end:], maxsplit=1)[0]).strip()
-    if not first:
+    if not first or _DANGLING.search(plain(first)):
         return
     if not is_label:
         yield Place(first, False, is_announced=True)
@@ -237,8 +256,9 @@ def _conclusion(text: str) -> Iterator[Place]:
     if _DANGLING.search(plain(tail)):
         return
     sentences = [sentence for sentence in _SENTENCE_END.split(tail) if sentence.strip()]
+    number = _NUMBER if _NUMBER.search(tail) else SPELLED
     for place, sentence in enumerate(reversed(sentences)):
-        if _NUMBER.search(sentence) or MATHS.search(sentence):
+        if number.search(sentence) or MATHS.search(sentence):
             if place > 0 or not _BROKEN_OFF.search(sentence):
                 yield Place(sentence, False)
             return

@@ -70,7 +70,8 @@ class LocalScorer(Scorer):
     def grade_and_read(self, samples: Sequence[Sample], *, read_answers: bool = True) -> list[GradeAndAnswer]:
         """Returns grades and answers."""
         read = (self._answer_of if read_answers else None) or (lambda _: None)
-        return [(self._grade(sample), read(sample.response)) for sample in samples]
+        asked = [sample.without_thoughts() for sample in samples]
+        return [(self._grade(sample), read(sample.response)) for sample in asked]
 
     def _grade(self, sample: Sample) -> Grade:
         try:

@@ -18,7 +18,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rlctl.registry import GRADERS
-from rlctl.reward.answer import without_thoughts
 from rlctl.reward.pool import share_of_cores
 from rlctl.reward.protocol import Failure, Grade, KnownResponses, Sample, Scorer
 from rlctl.reward.sandbox.jail import encode, same
@@ -30,6 +29,7 @@ from rlctl.reward.sandbox.run_program import (
     check_sandbox,
     run_program,
 )
+from rlctl.reward.thoughts import without_thoughts
 
 if TYPE_CHECKING:
     from rlctl.spec.rollout import RewardSpec
@@ -86,7 +86,7 @@ class CodeScorer(Scorer):
         except ValueError as error:
             return Failure(f"the ground truth contains no tests: {error}")
         try:
-            passes = tests.pass_with(program_of(sample.response), self._limits)
+            passes = tests.pass_with(program_of(sample.without_thoughts().response), self._limits)
             if passes and _pass_without_a_program(sample.ground_truth, self._limits):
                 return Failure("the tests of the ground truth pass without a program")
         except NotRun as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -39,6 +40,12 @@ _PRODUCT = re.compile(
     r"((?:(?<![\w.^_\\])|(?<=\\cdot)|(?<=\\times))\d+|\))\s*"
     rf"(?=(?:\\left\s*)?\(\s*(?:\d+(?:\s*/\s*\d+)?|{_INTEGERS})\s*(?:\\right\s*)?\))"
 )
+#: A system of equations, and the ends of its lines.
+_SYSTEM = re.compile(
+    r"(?:\\left\s*)?(?:\\\{\s*)?\\begin\{(?:cases|array|aligned)\}(?:\{[lcr]+\})?"
+    r"([^&]*?)\\end\{(?:cases|array|aligned)\}(?:\s*\\right\s*\.)?"
+)
+_ROW_END = re.compile(r"[,;\s]*\\\\\s*(?=\S)")
 _OR = re.compile(r"\s*(?:\bor\b|\\(?:text\w*|mbox|hbox|mathrm)\s*\{\s*or\s*\})\s*")
 _PRIMES = re.compile(r"([A-Za-z])\s*('+)")
 #: Notations that the parser does not know, and the same in a notation that it knows. In order: thousands
@@ -50,7 +57,13 @@ _NOTATIONS = [
     for pattern, text in (
         (r"(?<=\d)(?:\\[,!: ]|\{,\}|~)+(?=\d{3}(?!\d))", ""),
         (r"\\(?:bf|rm|it|tiny|small|large|Large|huge)(?![A-Za-z])|(?<=\\\\)\s*\[\d*\.?\d+[a-z]{2}\]", ""),
+        (r"\\lbrace(?![a-z])", r"\\{"),
+        (r"\\rbrace(?![a-z])", r"\\}"),
         (r"\\math(?:rm|bf|it)\s*\{([ei])\}", r"\1"),
+        (r"\\(?:left|right)\s*(?=[\[\]()])", ""),
+        (r"\](\s*[^\[\](),;]+[,;][^\[\](),;]+[\[\])])", r"(\1"),
+        (r"([\[(]\s*[^\[\](),;]+[,;][^\[\](),;]+)\[", r"\1)"),
+        (r"(?<=^[\[(])([^,;]+);(?=[^,;]+[\])]$)", r"\1,"),
         (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
         (r"(?<![\\A-Za-z])(exp|log|ln|sin|cos|tan|cot|sec|csc|gcd|lcm)(?=\s*[\d(^_\\]|\s+[a-z]\b)", r"\\\1"),
         (r"\\log_(?:\{e\}|e(?![a-z]))", r"\\ln"),
@@ -112,7 +125,7 @@ def read(latex: str) -> Any | None:
     text = latex.strip().strip("$").rstrip(". ")
     for pattern, known in _NOTATIONS:
         text = pattern.sub(known, text)
-    text = in_digits(text).strip()
+    text = _SYSTEM.sub(lambda system: _ROW_END.sub(", ", system[1]), in_digits(text)).strip()
     text = _PRODUCT.sub(r"\1\\cdot ", _MIXED.sub(r"(\1+\2)", text))
     if not text or _NO_EXPRESSION.match(text) or is_too_large(text):
         return None
@@ -182,6 +195,9 @@ def equal(gold: Any, answer: Any) -> bool:
             requested quantity ("m + n = 7") or equals the gold; "y - 3 = 0" does not equal 0.
     """
     try:
+        if _is_system(gold) != _is_system(answer):
+            points = _point(gold) or [], _point(answer) or []
+            return len(points[0]) == len(points[1]) > 0 and all(map(_verify, *points))
         return _equal(gold, answer)
     except (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError):
         return False  # sympy cannot compare them
@@ -209,9 +225,31 @@ def _equal(gold: Any, answer: Any) -> bool:
     return True
 
 
+def _is_system(expression: Any) -> bool:
+    """Whether an expression gives each of several names a value: x = 3, y = 5."""
+    parts = expression.args if isinstance(expression, sympy.FiniteSet) else ()
+    names = {one.lhs for one in parts if isinstance(one, sympy.Eq) and one.lhs.is_Symbol}
+    return len(parts) == len(names) > 1
+
+
+def _point(expression: Any) -> list[Any] | None:
+    """The coordinates of a point: of (3, 5), also read as an interval, or of x = 3, y = 5; else None."""
+    if _is_system(expression):
+        return [one.rhs for one in sorted(expression.args, key=lambda one: str(one.lhs))]
+    if isinstance(expression, sympy.Interval) and expression.left_open and expression.right_open:
+        return [expression.start, expression.end]
+    return list(expression) if isinstance(expression, sympy.Tuple) else None
+
+
 def is_closed_number(expression: Any) -> bool:
     """Whether an expression is a number without symbols, not a set, a matrix or a relation."""
     return bool(getattr(expression, "is_number", False)) and isinstance(expression, sympy.Expr)
+
+
+def value_of(expression: Any) -> Fraction | None:
+    """The value of a real number, to 30 digits; None for any other expression."""
+    value = sympy.N(expression, 30) if is_closed_number(expression) else None
+    return Fraction(str(value)) if isinstance(value, sympy.Float | sympy.Integer) else None
 
 
 def from_number(number: Number) -> Any:

@@ -7,17 +7,15 @@ A grader is a function (response, ground_truth) → score, or a `Scorer` class w
 
 from __future__ import annotations
 
-import ast
 import json
-import operator
 import re
-from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
 
 from rlctl.registry import GRADERS
-from rlctl.reward.answer import Place, own_part, places
-from rlctl.reward.numbers import plain
+from rlctl.reward.answer import Place, own_part, places, sentence_around
+from rlctl.reward.assertion import asserted_part, in_languages, is_asserted
+from rlctl.reward.numbers import SIGNS, calculate, plain
 from rlctl.reward.protocol import KnownResponses
 
 
@@ -41,15 +39,13 @@ _ONE = r"(?!(?:\)?\s*+(?:,?\s*+(?:or|and)\b|[,/&])\s*+\(?[A-J]\b\)?){1,9}+[ \t.;
 #: All quantifiers are possessive: after "answer" and a thousand blanks, backtracking would not finish.
 _LETTER = (
     r"(?:[\s*_\"'({\[$`]|\\[(\[])*+(?:\\(?:text\w*|math\w+)\s*\{)?[\s*_(]*+"
-    r"(?:(?!I\s+[a-z])([A-J])(?!'?\w|\s*+[=^_])|([a-j])\)|([b-hj])(?=[.*_\"'`]*+(?:\n|$)))"
+    r"(?:(?!I\s+[a-z])([A-J])(?!'?\w|\s*+[=^_+/])|([a-j])\)|([b-hj])(?=[.*_\"'`]*+(?:\n|$)))"
     + _ONE  # "the answer I choose" names no option
 )
 _IS = (
     r"[\s*_\"']*+(?:(?i:is|was|(?:would|should|must|seems to|appears to) be)\b"
     r"(?:\s++(?i:indeed|therefore|thus|hence|clearly|likely|most likely|probably))?[\s*_\"']*+[:=]?|[:=→–-])"
 )
-#: Text after an option that denies it.
-_NOT = r"(?!\W*\s(?i:is|was|seems|appears|can)\s*(?i:not\b|n['’]t\b|incorrect|wrong|false|invalid|too\b))"
 #: Patterns of an option, the most reliable first; the last match of a pattern is used. In order: an option
 #: named as the answer, an option that is chosen or called correct, an option that is mentioned ("option A is
 #: wrong" may follow the answer), a line that starts with an option, an option in brackets, only a letter.
@@ -57,28 +53,32 @@ _OPTIONS = (
     re.compile(
         rf"(?:\\(?:boxed|fbox)(?:\s*\{{|\s++|(?=\\))|####+|<answer>"
         rf"|\b(?i:(?:answers?|antwort|choice|option|letter|solution|selection|correct)\b{_IS}|answers?\b)"
-        rf"[\s*_\"']*+(?i:option|choice|letter)?|(?:答案[是为]?|选(?!项)择?)[\s:]*+){_LETTER}{_NOT}"
+        rf"[\s*_\"']*+(?i:option|choice|letter)?|(?i:{in_languages('answer')})(?:{in_languages('is')}|[\s:])*+|选(?!项)择?[\s:]*+){_LETTER}"
     ),
     re.compile(
         rf"(?<!not )(?<!n't )\b(?i:choose|select|pick|go with|must be)\b{_LETTER}"
         r"|\b([A-J])[)*_]*\s++is\s++(?:(?:the|my)\s++)?(?i:correct|right|best|answer)\b"
         r"|\b(?i:so|thus|hence|therefore|it's|it is),?\s++[*_(]*+([A-J])[*_). \t]*+(?:\n|$)"
     ),
-    re.compile(rf"\b(?i:choice|option)\b{_LETTER}{_NOT}"),
-    re.compile(r"^[ \t*_(\[]*(?:([A-J])[ \t*_]*(?:[).:\]]|$)|([a-j])\))", re.MULTILINE),
+    re.compile(rf"\b(?i:choice|option)\b{_LETTER}"),
+    re.compile(r"^[ \t*_(\[]*(?:([A-J])[ \t*_]*(?:[).:\]]|$)|([a-j])\))(?![^\n]*\([B-J]\))", re.MULTILINE),
     re.compile(rf"(?<!or )(?<!and )\(([A-J])\){_ONE}"),
     re.compile(r"^\W*([A-Ja-j])\W*$"),
 )
+#: The value of an option, between its letter and what is said about it.
+_VALUE = re.compile(r"^\W*\d[\d.,/]*")
 _CAPITAL = re.compile(r"\b[A-J]\b")
 
 
 def chosen_option(response: str) -> str | None:
     """The letter of the option that a response chooses; None when it names none."""
-    text = own_part(response, evidence=_CAPITAL)
+    text = asserted_part(own_part(response, evidence=_CAPITAL))
     for pattern in _OPTIONS:
-        found = [next(filter(None, match.groups())) for match in pattern.finditer(text)]
-        if found:
-            return str(found[-1]).upper()
+        for match in reversed(list(pattern.finditer(text))):
+            group = match.lastindex or 0
+            before, after = sentence_around(text, match.start(group), match.end(group))
+            if is_asserted(before, after) and is_asserted("", _VALUE.sub("", after)):
+                return match[group].upper()
     return None
 
 
@@ -107,13 +107,6 @@ def multiple_choice(response: str, ground_truth: str) -> float:
 
 #: Maximum characters of an equation that are read.
 MAX_EQUATION_CHARS = 1000
-_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "[": "(", "]": ")", "{": "(", "}": ")"})
 #: A product without its sign, or with a letter for it: 4(25-3), 4 x 5.
 _PRODUCT = re.compile(r"(?<=[\d)])\s*(?:x\s*(?=[\d(])|(?=\())")
 _OPERATION = re.compile(r"[\d)]\s*[-+*/]")
@@ -155,11 +148,7 @@ def countdown(response: str, ground_truth: str) -> float:
         if equation is None:
             continue
         numbers: list[Fraction] = []
-        try:
-            value = _value(ast.parse(equation, mode="eval").body, numbers)
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-            return 0.0
-        return float(sorted(numbers) == expected and value == target)
+        return float(calculate(equation, numbers) == target and sorted(numbers) == expected)
     return 0.0
 
 
@@ -183,21 +172,8 @@ def _equation(place: Place) -> str | None:
     If the text has equals signs, the expression is the first side with an operator, otherwise the first side
     with a number.
     """
-    shown = _PRODUCT.sub("*", plain(place.text).translate(_SIGNS)[:MAX_EQUATION_CHARS])
+    shown = _PRODUCT.sub("*", plain(place.text).translate(SIGNS)[:MAX_EQUATION_CHARS])
     sides = [
         text.lstrip(" .").rstrip(" .(+-*/") for side in shown.split("=") for text in _ARITHMETIC.findall(side)
     ]
     return next((side for side in sides if _OPERATION.search(side)), sides[0] if sides else None)
-
-
-def _value(node: ast.expr, numbers: list[Fraction]) -> Fraction:
-    """Evaluates plain arithmetic and appends its numbers to `numbers`."""
-    match node:
-        case ast.Constant(value=int() | float() as value):
-            numbers.append(Fraction(str(value)))
-            return numbers[-1]
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand, numbers)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_value(left, numbers), _value(right, numbers))
-    raise ValueError(f"not plain arithmetic: {ast.dump(node)[:80]}")

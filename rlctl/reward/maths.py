@@ -14,6 +14,7 @@ not detect every expression on which sympy never finishes, so untrusted response
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,19 @@ from typing import TYPE_CHECKING, Any
 from rlctl.lazy import LazyModule
 from rlctl.registry import GRADERS
 from rlctl.reward.answer import MATHS, MAX_WORDS, Place, own_part, places
-from rlctl.reward.numbers import Number, legible, measure, number_in, plain, units_of
+from rlctl.reward.assertion import asserted_part, is_asserted
+from rlctl.reward.graders import chosen_option
+from rlctl.reward.numbers import (
+    FOREIGN,
+    Number,
+    calculate,
+    in_figures,
+    legible,
+    measure,
+    number_in,
+    plain,
+    units_of,
+)
 from rlctl.reward.protocol import same_and_changed
 
 if TYPE_CHECKING:
@@ -30,27 +43,32 @@ else:
     expressions = LazyModule("rlctl.reward.expressions")
 
 ANSWER_MARK = "####"
-#: The letter of an option before its value: `\textbf{(B)}\ 5`.
+#: The letter of an option before its value: `\textbf{(B)}\ 5`, `B. 5`.
 _OPTION = re.compile(
-    r"^\s*\\(?:text|math)\w*\s*\{\s*\(([A-J])\)\s*\}(?:\\[ ,;:!]|\\q?quad|[~:.\s])*"
-    r"(?=[\d$-]|[A-Za-z](?![A-Za-z])|\\(?!text|math|mbox)[A-Za-z])"
+    r"^\s*(?:\\(?:text|math)\w*\s*\{\s*)?(?:\([A-J]\)|[A-J](?:[.)]|:(?=\s)))[~.:\s]*\}?"
+    r"(?:\\[ ,;:!]|\\q?quad|[~:.\s])*(?=[\d$-]|[A-Za-z](?![A-Za-z])|\\(?!text|math|mbox)[A-Za-z])"
 )
+_LETTER_GOLD = re.compile("[A-J]")
 _WRAPPER = re.compile(
     r"\\(?:text\w*|mbox|hbox|math(?:rm|bf|it)|boldsymbol|underline|operatorname)\s*\{([^{}]*)\}"
 )
 _FRACTION = re.compile(r"\\[dtc]?frac(?![A-Za-z])")
 _COMMAND = re.compile(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?")
 _WORD = re.compile(
-    r"(?<![\\A-Za-z])[A-Za-z]{3,}|[\u4e00-\u9fff]|(?<!\S)(?i:is|it|so|in|of|to|we|he|if|my)(?=[\s,])"
+    rf"(?<![^\W\d_])(?<!\\)[^\W\d_]{{3,}}|{FOREIGN}|(?<!\S)(?i:is|it|so|in|no|of|to|we|he|if|my)(?=[\s,]|$)"
+    r"|\b(?i:it|that|there|i)['’][a-z]"
 )
 _TIME = re.compile(r"\d:\d\d")
 #: Words of three or more letters that are mathematical notation.
 _NAMES = re.compile(
     r"and|sqrt|a?(?:sin|cos|tan)h?|cot|sec|csc|log|exp|lim|min|max|mod|gcd|lcm|det|inf(?:inity)?"
 )
-_EQUALS = re.compile(r"(?<![<>!\\])=|(?<=[A-Za-z]):\s")
+_EQUALS = re.compile(rf"(?<![<>!\\])=>?|->|(?<=[^\W\d_]):\s|(?<={FOREIGN}):\s|(?<=[^\W\d_] ):\s")
 _SEVERAL = re.compile(r",(?!\d{3}(?!\d))|;|\b(?:and|or)\b")
 _BOLD = re.compile(r"\*\*(?=[^*]*\d)([^*\n]+[^*\n:])\*\*")
+_FUNCTION = re.compile(r"\\sqrt|\^|!")
+_VERB = re.compile(" (?:is|are|has|have) ")
+_EXCLAMATION = re.compile(r"(?<=\w)!+\s*$")
 _ASIDE = re.compile(r"(?<=\S)\s+\([^()]*\)[.\s]*$")
 #: Text before a formula that is only a reason or circumstance of what precedes: "is 7, attained at $x = 5$".
 _ADJUNCT = re.compile(
@@ -71,14 +89,10 @@ _NO_NUMBER = re.compile(
 )
 #: A unit in plain letters after an expression: 2 sqrt(3) units.
 _UNIT_WORD = re.compile(r"(?<=[\w})])(?:\s+(?!(?:and|or)\b)(?:[A-Za-z]{3,}|[cdkm]m|ft|in)\.?)+\s*$")
-#: A part of a sentence with roots or multiples of π that is not marked as a formula: "The area is 25\pi."
+#: A part of a sentence that is a formula without marks: "The area is 25\pi", "The solution is (3, 5)".
 _BARE = re.compile(
-    r"(?<![A-Za-z\\])(?:(?:\d++(?:\.\d++)?+|\\pi(?![a-z])|\\sqrt\s*+\{[^{}]*+\}|[-+*/()^{}])\s*+)++"
-)
-#: A sentence's list of numbers, which ends it: "The solutions are -2, 1 and 3."
-_LIST = re.compile(
-    r"(?:\b(?:are|is)|[:=])\s+((?:[a-z] = )?-?\d+(?:[./]\d+)?"
-    r"(?:(?:,\s*(?:(?:and|or)\s+)?|\s+(?:and|or)\s+)(?:[a-z] = )?-?\d+(?:[./]\d+)?)+)[.\s]*$"
+    r"(?<![A-Za-z\\])(?:(?:\d++(?:\.\d++)?+|\\(?:pi|infty|cup|cap|in|le|ge|leq|geq|pm)(?![a-z])|\\sqrt\s*+\{[^{}]*+\}"
+    r"|\\[dt]?frac\s*+\{[^{}]*+\}\s*+\{[^{}]*+\}|\\[{}]|[A-Za-z](?![A-Za-z'’])|[-+*/^_()\[\]{}=<>≤≥,;:|])\s*+)++"
 )
 #: Text between formulas that form one answer: "$x = 1$ or $x = 2$".
 _JOINT = re.compile(r"\s*(?:,?\s*(?:and|or)|,)\s*")
@@ -86,11 +100,23 @@ _JOINT = re.compile(r"\s*(?:,?\s*(?:and|or)|,)\s*")
 #: side does not name the right side.
 _BRACKETED = re.compile(r"\([^()]*\)|\[[^\[\]]*\]|_\{[^{}]*\}|_\w|(?<=\d)\s*x(?=\s*\d)")
 _LETTER = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
-#: An empty set of solutions.
-_EMPTY = re.compile(
-    r"^\s*(?:(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?empty set|\\varnothing|\\\{\s*\\\})\s*$",
-    re.IGNORECASE,
-)
+#: Texts and symbols of one meaning, with the symbol that stands for all.
+_SYNONYMS = [
+    (re.compile(rf"^\s*(?:{pattern})\s*$", re.IGNORECASE), symbol)
+    for pattern, symbol in (
+        (
+            r"(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?empty set|\\varnothing|\\\{\s*\\\}",
+            r"\\emptyset",
+        ),
+        (
+            r"(?:[a-z]\s*(?:\\in|=)\s*)?(?:\\(?:mathbb|Bbb)\s*\{?\s*R\s*\}?|ℝ"
+            r"|(?:(?:the )?set of )?(?:(?:all|any)(?: the)? )?reals?(?: numbers?)?"
+            r"|\(-\s*\\infty\s*[,;]\s*\+?\s*\\infty\s*\))",
+            r"\\mathbb R",
+        ),
+        (r"(\d+)\s*(?:to|:|\\colon|∶)\s*(\d+)", r"\1:\2"),
+    )
+]
 #: A number in a base, which may be missing; its digits include one from 0 to 9.
 _BASED = re.compile(r"\(?((?=[A-F]*\d)[0-9A-F]+)\)?(?:_\{?(\d+)\}?)?", re.IGNORECASE)
 
@@ -110,6 +136,8 @@ class _Gold:
 
     @property
     def is_number(self) -> bool:
+        if ":" in self.spelling:  # a ratio
+            return False
         return self.number is not None or expressions.is_closed_number(self.expression)
 
 
@@ -154,12 +182,16 @@ def grade(response: str, ground_truth: str) -> float:
         ValueError: the ground truth is not an answer: it is a sentence, or has neither letters nor digits.
     """
     gold = _gold(ground_truth)
+    if _LETTER_GOLD.fullmatch(gold.spelling):
+        place = next(places(response), None)
+        marked = boxed(plain(place.text)) if place and place.is_marked else response
+        return float(chosen_option(marked) == gold.spelling)
     for place in places(response):
-        option = _OPTION.match(place.text) if place.is_whole else None
-        text = (
-            _unwrapped(_OPTION.sub("", place.text)) if place.is_whole else _formula(place.text) or place.text
-        )
-        if gold.spelling in (_spelling(place.text), _spelling(text), option and option[1]):
+        if place.is_whole:
+            text = _unwrapped(_OPTION.sub("", place.text))
+        else:
+            text = _formula(place.text, is_number=gold.is_number) or place.text
+        if gold.spelling in (_spelling(place.text), _spelling(text)):
             return 1.0
         answer = None if gold.is_text else _reading(place, is_number=gold.is_number)
         if answer is not None:
@@ -170,10 +202,13 @@ def grade(response: str, ground_truth: str) -> float:
 
 
 def _last_statement(response: str) -> str:
-    """What the last sentence states, in words: "Tuesday" of "So it is a Tuesday."; else an empty text."""
-    sentence = own_part(response).rstrip().rpartition("\n")[2]
-    subject, verb, stated = re.split(r"[.!?]\s+", sentence)[-1].rpartition(" is ")
-    is_sure = verb and not re.search(r"n['’]t\b|\b(?:not|never|if|whether|or|and|cannot|no)\b", subject)
+    """What the last sentence states, in words: "Tuesday" of "So it is a Tuesday"; else an empty text."""
+    sentence = asserted_part(own_part(response)).rstrip().rpartition("\n")[2]
+    verbs = list(_VERB.finditer(re.split(r"[.!?]\s+", sentence)[-1]))
+    if not verbs:
+        return ""
+    subject, stated = verbs[-1].string[: verbs[-1].end()], verbs[-1].string[verbs[-1].end() :]
+    is_sure = is_asserted(subject, "") and not re.search(r"\b(?:or|and|no|not|never)\b", subject)
     return re.sub(r"^(?:an?|the|therefore|thus|on)\s", "", stated.strip()) if is_sure else ""
 
 
@@ -240,26 +275,26 @@ def _whole(text: str, *, is_number: bool) -> Number | Any | None:
     shown = plain(text)
     num_words = len(_WORD.findall(shown))
     is_sentence = num_words > 1 or (num_words == 1 and not re.search(r"\d", shown))
-    if is_number and is_sentence and "\\" not in shown and not _SEVERAL.search(shown):
+    if is_number and is_sentence and "\\" not in shown and not _SEVERAL.search(in_figures(shown)):
         if MATHS.search(text):
             return _prose(text, is_number=True)
         if number := number_in(plain(_statement(text, is_number=True)), words=True):
             return number
-    elif is_number:
-        text = _UNIT_WORD.sub("", text)
+    elif is_number and (unit := _UNIT_WORD.search(text)) and is_asserted("", unit[0]):
+        text = text[: unit.start()]
     return None if _is_words(text) else _expression(text)
 
 
 def _prose(sentence: str, *, is_number: bool) -> Number | Any | None:
     """Parses the number or formula that a sentence states."""
-    sentence = _statement(sentence, is_number=is_number)
+    sentence = _EXCLAMATION.sub("", _statement(sentence, is_number=is_number))
     if is_number:
         if number := _amount(sentence.strip().rstrip(".")):
             return number
-        bold = _BOLD.findall(sentence)
-        if bold and (number := number_in(plain(bold[-1]))):
-            return number
-    formula = _formula(sentence)
+        bold = list(_BOLD.finditer(sentence))
+        if bold and (number := number_in(plain(bold[-1][1]))):
+            return number if _is_stated(sentence, bold[-1]) else None
+    formula = _formula(sentence, is_number=is_number)
     before, found, after = sentence.rpartition(formula or "\0")
     if is_number and found and _STATED.search(after):  # "The value of $x$ is 5."
         formula, sentence = None, after
@@ -269,12 +304,13 @@ def _prose(sentence: str, *, is_number: bool) -> Number | Any | None:
         is_last = not found or not re.search(r"\d", after)
         if not is_number or is_last or re.search(r"[A-Za-z\[\](\\^{]", plain(formula)):
             return _whole(formula, is_number=is_number)
-    if not is_number:
-        listed = _LIST.search(plain(sentence))
-        return _expression(listed[1]) if listed else None
-    if "\\begin" in sentence:
+    if not is_number or "\\begin" in sentence:
         return None
     return number_in(plain(sentence), words=True)
+
+
+def _is_stated(sentence: str, value: re.Match[str]) -> bool:
+    return is_asserted(sentence[: value.start()], sentence[value.end() :])
 
 
 def _statement(sentence: str, *, is_number: bool) -> str:
@@ -295,13 +331,24 @@ def _number(text: str) -> Number | None:
 def _amount(text: str) -> Number | None:
     """Parses an answer that states only one number: "$18 per day", "x = 5", "20 + 6 = 26 apples"."""
     shown = text.strip().strip("$")
+    left: list[str] = []
     if not _SEVERAL.search(plain(shown)):
         *left, shown = _EQUALS.split(shown)
-        for side in left:
-            outside = _BRACKETED.sub("", plain(side))
-            if re.search(r"\d", outside) and _LETTER.search(outside):
-                return None
-    return _number(_ASIDE.sub("", shown).strip())
+    aside = _ASIDE.search(shown)
+    number = _number(_ASIDE.sub("", shown).strip())
+    before = f"{'='.join(left)}=" if left else ""
+    if number is None or not is_asserted(before, aside[0] if aside else ""):
+        return None
+    for side in map(plain, left):
+        outside = _BRACKETED.sub("", side)
+        if re.search(r"\d", outside) and _LETTER.search(outside):
+            return None
+        value = calculate(side)
+        if value is None and _FUNCTION.search(side):
+            value = expressions.value_of(_expression(side))
+        if value is not None and not number.rounds(value):
+            return None
+    return number
 
 
 def _expression(text: str) -> Any | None:
@@ -310,8 +357,12 @@ def _expression(text: str) -> Any | None:
     return expressions.read(text) if answer is None and bare != text else answer
 
 
-def _formula(sentence: str) -> str | None:
-    """The last formula of a sentence, with formulas joined to it; a sentence without words; else None."""
+def _formula(sentence: str, *, is_number: bool) -> str | None:
+    """The last formula that a sentence states, with formulas joined to it; else None.
+
+    A sentence without words is a formula, and so are its parts that look like one. In the answer to a ground
+    truth that `is_number`, these parts have a root or π, and no number follows them.
+    """
     formulas: list[tuple[int, int, str]] = [
         (match.start(), match.end(), next(filter(None, match.groups()))) for match in MATHS.finditer(sentence)
     ]
@@ -320,23 +371,26 @@ def _formula(sentence: str) -> str | None:
         bare = sentence.strip().rstrip(".")
         if not _WORD.search(_COMMAND.sub("", _UNIT_WORD.sub("", bare))):
             return bare
-        return _bare_formula(sentence)
-    start, _, formula = found.pop()
+        found = list(_bare_formulas(sentence, is_number=is_number))
+        if not found:
+            return None
+    start, end, formula = found.pop()
+    after = sentence[end:]
     while found and _JOINT.fullmatch(sentence[found[-1][1] : start]):
         start, _, earlier = found.pop()
         formula = f"{earlier}, {formula}"
-    return formula
+    return formula if is_asserted(sentence[:start], after) else None
 
 
-def _bare_formula(sentence: str) -> str | None:
-    """The last formula with a root or π that is not marked as one; None if a number follows it."""
-    for run in reversed(list(_BARE.finditer(sentence))):
-        formula, after = run[0].rstrip(), sentence[run.start() + len(run[0].rstrip()) :]
-        if re.search(r"\d", after) or after[:1].isalpha():
-            return None
-        if "\\pi" in formula or "\\sqrt" in formula:
-            return formula
-    return None
+def _bare_formulas(sentence: str, *, is_number: bool) -> Iterator[tuple[int, int, str]]:
+    """Starts, ends and texts of the formulas that are not marked as such."""
+    for run in _BARE.finditer(sentence):
+        formula = run[0].rstrip(" ,;:=\n")
+        end = run.start() + len(formula)
+        is_part = re.search(r"\d", sentence[end:]) or sentence[end : end + 1].isalpha()
+        has_value = re.search(r"\\(?:pi|sqrt)" if is_number else r"\d|\\", formula)
+        if has_value and not (is_number and is_part):
+            yield run.start(), end, formula
 
 
 def _unwrapped(text: str) -> str:
@@ -354,7 +408,9 @@ def _spelling(text: str) -> str:
     text = re.sub(r"(?<=\\)[dtc](?=frac|binom)", "", text).replace("**", "^")
     text = re.sub(r"\\(?:cdot|times)(?![a-z])", "*", text)
     text = re.sub(r"\\[lcd]?dots|\.\.\.(?=[,+])", r"\\dots", text)
-    text = _EMPTY.sub(r"\\emptyset", re.sub(r"(\\[a-z]+)\s*\{(\w)\}", r"\1 \2", text))
+    text = re.sub(r"(\\[a-z]+)\s*\{(\w)\}", r"\1 \2", text)
+    for pattern, symbol in _SYNONYMS:
+        text = pattern.sub(symbol, text)
     if _is_words(text) or _TIME.search(text):
         text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|(?<=[a-z]{3})s\b|[\"()]", "", text.casefold())
         text = re.sub(r",?\s+and\s+", ", ", text)

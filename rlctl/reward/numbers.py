@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 import unicodedata
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+
+from rlctl.reward.assertion import is_asserted
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,11 @@ class Number:
             return True
         return self._is_close(other.value / 100 if other.is_percent else other.value * 100, other)
 
+    def rounds(self, value: Fraction) -> bool:
+        """Whether it is `value`, or a decimal or integer that rounds it."""
+        scale = next((10**n for n in range(10) if (self.value * 10**n).denominator == 1), None)
+        return value == self.value or (scale is not None and abs(value - self.value) * scale < 1)
+
     def _is_close(self, value: Fraction, other: Number) -> bool:
         gap = abs(self.value - value)
         is_rounded = self.is_decimal or other.is_decimal
@@ -45,19 +55,21 @@ class Number:
 
 
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
-_INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u00ad"))
+_INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\u00ad"))
 _SPACES = dict.fromkeys(map(ord, "\u00a0\u2007\u2009\u202f\u3000"), " ")
-_PUNCTUATION = {0x3002: ". ", 0x3001: ", ", 0xFF0C: ", "}  # in Chinese
+_PUNCTUATION = {0x3002: ". ", 0x3001: ", ", 0xFF0C: ", ", 0x060C: ", ", 0x061F: "? ", 0x0964: ". "}
+_ARROWS = dict.fromkeys(map(ord, "⇒⟹→⟶"), "=>")
 _SIGNS = dict.fromkeys(map(ord, "\u2212\u2010\u2011\ufe63"), "-") | {0x2044: "/"}
 _VULGAR = {ord(c): " " + unicodedata.normalize("NFKC", c).replace("\u2044", "/") for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 #: Mathematical characters, in LaTeX.
 _NAMES = {"π": "pi", "∞": "infty", "∪": "cup", "∩": "cap", "∈": "in", "∅": "emptyset"}
 _SYMBOLS = {ord(symbol): f"\\{name} " for symbol, name in _NAMES.items()}
-#: Between a Chinese character and a number, formula or letter.
-_CHINESE = re.compile(
-    r"(?<=[\u4e00-\u9fff])(?=[-+.$\\\w])(?![\u4e00-\u9fff])|(?<=[\d$}A-Za-z])(?=[\u4e00-\u9fff])"
-)
-_CHARACTERS = _FULL_WIDTH | _INVISIBLE | _SPACES | _PUNCTUATION | _SIGNS | _VULGAR | _SYMBOLS
+#: A letter or vowel sign of a script that is neither Latin nor Greek.
+FOREIGN = r"[\u0400-\u1dff\u2e80-\ud7ff\uf900-\ufdff\ufe70-\ufefe]"
+#: Between such a letter and a number, formula or letter.
+_SCRIPTS = re.compile(rf"(?<={FOREIGN})(?=[-+.$\\\w])(?!{FOREIGN})|(?<=[\d$}}A-Za-z])(?={FOREIGN})")
+_DIGIT = re.compile(r"(?![0-9])\d")
+_CHARACTERS = _FULL_WIDTH | _INVISIBLE | _SPACES | _PUNCTUATION | _ARROWS | _SIGNS | _VULGAR | _SYMBOLS
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n")
 _EXPONENT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+")
 _COLOR = re.compile(r"\\(?:text)?color\s*\{\w+\}")
@@ -74,10 +86,23 @@ _IN_WORDS = [
         (r"(?<=\d)\s+factorial\b", "!"),
         (r"(?<=\d)\s+and (?:a|one) half\b", " 1/2"),
         (r"(?<![\\a-z])pi(?![a-z])", r"\\pi "),
+        (r"(?<=\d)\{,\}(?=(?:\d{1,2}|\d{4,})(?!\d))", "."),
+        (r"\((\d+)\)(?=_\{?\d)", r"\1"),
+        (r"(?:\\therefore(?![a-z])|∴)\s*", ""),
+        (r"\\(?:implies|Rightarrow|Longrightarrow)(?![a-z])", "=>"),
+        (r"(\bratio\b[^.\d]{0,40}\d+) to (?=\d)", r"\1:"),
         (r"\$\s*\^\s*\{?(\d|\\circ)\}?\s*\$", r"^{\1}"),
         (r"(?:\\text\s*\{\s*)?(?<![\\a-z])infinity\b(?:\s*\})?", r"\\infty "),
     )
 ]
+#: A base in words: "2516 in base 8", `2516_{\\text{eight}}`.
+_IN_BASE = r"(\d+|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve)\b"
+_BASE = re.compile(
+    rf"(?<=\d)(?:\s*\\text\w*\s*\{{\s*\(?(?:in )?base[ -]{_IN_BASE}\)?\s*\}}"
+    rf"|\s*\\text\s*\{{\s*base\s*\}}\s*{_IN_BASE}|\s*\(?(?:in )?base[ -]{_IN_BASE}\)?"
+    rf"|_\s*\{{\s*(?:\(|\\text\s*\{{\s*){_IN_BASE}\s*[)}}]\s*\}})",
+    re.IGNORECASE,
+)
 _ROOT = re.compile(
     r"(?:√|(?<![\\a-z])sqrt(?=\s*[\d({]))\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})"
 )
@@ -93,7 +118,7 @@ _PLAIN = [
         (r"\\(?:text\w*|math\w+|mbox|boldsymbol|underline|operatorname|boxed|fbox)\s*\{([^{}]*)\}", r" \1 "),
         (r"\\(?:times|cdot|ast)(?![a-z])", " * "),
         (r"\\div(?![a-z])", "/"),
-        (r"\\(?:approx|simeq|implies|to|[Rr]ightarrow|Longrightarrow)(?![a-z])|[≈→⇒]|=>|->", "="),
+        (r"\\(?:approx|simeq|implies|to|[Rr]ightarrow|Longrightarrow)(?![a-z])|≈|=>|->", "="),
         (r"(?:\^\{?\\circ\}?|\\degree|°)(?:\s?[CF]\b)?", " degrees "),
         (r"\\([$%#&])", r"\1"),
         (r"\\(?:left|right|quad|qquad|displaystyle|textbf)(?![a-z])|\\[\[\](),;:!> ]", " "),
@@ -104,13 +129,23 @@ _PLAIN = [
     )
 ]
 
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+#: Signs of arithmetic as Python writes them.
+SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "[": "(", "]": ")", "{": "(", "}": ")"})
+
 #: Numbers such as 1.5e3 and 1e-05, as programs print them; 2e-3 may be 2e − 3.
 _SCIENTIFIC = re.compile(
     r"(?<![\w.\\])(?:\d+\.\d+[eE][-+]?\d{1,3}|\d+[eE](?:\d{1,3}|[-+]\d{2,3})|1[eE][-+]\d)(?![\w^\\{(]|\.\d)"
 )
 #: A repeating decimal: 0.1\overline{6}.
 _REPEATING = re.compile(
-    r"(?<![\w.])(\d{0,30})\.(\d{0,9})\\(?:overline|bar|dot(?=\s*\{\s*\d\s*\}))\s*\{\s*(\d{1,9})\s*\}"
+    r"(?<![\w.])(\d{0,30})\.(?:(\d{0,9})\\(?:overline|bar|dot(?=\s*\{\s*\d\s*\}))\s*\{\s*(\d{1,9})\s*\}"
+    r"|(\d{0,9}?)(\d{1,9}?)\5{2,9}(?:…|\.\.\.|\\[lc]?dots(?![a-z])))"
 )
 #: 1.5 × 10^3, in LaTeX or plain text.
 _POWER_OF_TEN = re.compile(
@@ -124,7 +159,7 @@ _DIGITS = (
 )
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _NUMBER = re.compile(
-    r"(?<![\w.])(?P<minus>(?:(?<![\w)])-(?=[$€£¥₹\d.]))?)(?:US)?[$€£¥₹]*\s?(?P<inner>-?)"
+    r"(?<![\w.])(?<!_\{)(?P<minus>(?:(?<![\w)])-(?=[$€£¥₹\d.]))?)(?:US)?[$€£¥₹]*\s?(?P<inner>-?)"
     rf"(?P<digits>{_DIGITS})(?:(?P<mixed>\s+\d+)?\s?/\s?(?P<under>\d+)(?!\d|\.\d))?"
     rf"(?:\s*(?P<scale>{'|'.join(SCALES)})s?\b)?(?P<percent>\s?(?:%|per ?cent\b))?"
     r"(?P<stuck>(?:st|nd|rd|th|k)\b|:\d|\s?\\(?:pi|sqrt|infty)(?![a-z]))?",
@@ -134,17 +169,27 @@ _UNITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 _TEENS = ["twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _WORDS = dict(zip([*_UNITS, *_TEENS, *_TENS], [*range(20), *range(20, 100, 10)], strict=True))
-_WORD = re.compile(rf"\b({'|'.join(_WORDS)})(?:[- ]({'|'.join(_UNITS[1:10])}))?\b", re.IGNORECASE)
+_BELOW_100 = (
+    rf"(?:(?:{'|'.join(_TENS)})(?:[- ](?:{'|'.join(_UNITS[1:10])})\b)?"
+    rf"|{'|'.join([*_TEENS, *reversed(_UNITS)])})"
+)
+_BELOW_1000 = rf"{_BELOW_100}(?:[- ]hundred(?:(?: and|-)? {_BELOW_100})?)?"
+#: A number in words.
+SPELLED = re.compile(
+    rf"\b{_BELOW_1000}(?:[- ](?:{'|'.join(list(SCALES)[1:])})(?:(?:,| and)? {_BELOW_1000})?)*\b(?! point\b)",
+    re.IGNORECASE,
+)
 
 _SHORT_UNIT = r"(?:[cdkm]m|ft|in|mi|yd|k?g|mg|lbs?|oz|m[lL]|[lL]|hr?s?|mins?|s|[ap]m|[AP]M|mph|kph)\b"
 #: Text after a number that is only its unit. Two letters that are not a unit are a product: 5 xy.
+_LETTERS = rf"(?:[^\W\d_]|{FOREIGN})*+"  # possessive: the words of a unit are found in one way only
 _POWER = r"(?:\s*\^\s*\{?\d\}?)?"
 _UNIT = re.compile(
     r"(?!\s*(?:pi|sqrt|or|and|log|ln|sin|cos|tan|mod|x|i|e)\b)"
     r"(?!.*\b(?:not|never|cannot|than|wrong|incorrect)\b|.*n['’]t\b)"
     rf"(?:(?:\s*[/$¢%€£'\"]|{_SHORT_UNIT}{_POWER}"
-    rf"|[\s-]+(?:(?:[A-Za-z]{{3,}}\b|sq\b)\.?|[\u4e00-\u9fff]+|{_SHORT_UNIT}|[cCdgGhKLlmsVWN]\b){_POWER})"
-    rf"(?:\s*(?:[/$%¢-]\s*)?[A-Za-z]{{2,}}\b\.?{_POWER}|\s*/\s*[A-Za-z]\b{_POWER}|\s*[/$¢%€£'\"])*)?"
+    rf"|[\s-]+(?:(?:(?:[^\W\d_]{{3}}|{FOREIGN}){_LETTERS}|sq\b)\.?|{_SHORT_UNIT}|[cCdgGhKLlmsVWN]\b){_POWER})"
+    rf"(?:\s*(?:[/$%¢-]\s*)?(?:[^\W\d_]{{2}}|{FOREIGN}){_LETTERS}\.?{_POWER}|\s*/\s*[A-Za-z]\b{_POWER}|\s*[/$¢%€£'\"])*)?"
     r"[\s.$*\u2600-\U0001faff]*"
 )
 _END = re.compile(r"[\s.$*%]*")
@@ -161,7 +206,7 @@ _MEASURED = re.compile(
 #: Text after a number that is an operand, not a result.
 _OPERAND_OF = re.compile(
     r"\s*(?:[A-Za-z]+(?:/[a-z]+)?\s+|[A-Za-z]+(?=/))?[)\]]*\s*(?:[-+*/×÷·^=]|x(?=[\s\d]))\s*[(\[$€£-]*\s*\.?\d|\(\s*\.?\d"
-    r"|\s+(?:more|less|fewer|greater|smaller|larger) than [$€£]?\d"
+    r"|\s+(?:more|less|fewer|greater|smaller|larger) than\s+[$€£]?(?:\d|[a-z]\b)"
 )
 #: Text before such a number.
 _OPERATOR = re.compile(
@@ -170,37 +215,20 @@ _OPERATOR = re.compile(
     r"|\b(?i:times|plus|half(?: of)?|twice|double|triple|(?:root|square|cube|factorial) of|log|ln)\b"
     r"\s*[($€£]*)\s*$"
 )
-#: Text before a number that is a bound or is denied. A bound within a sentence may be an answer: "It takes at
-#: least 5 days".
-_DENIED = re.compile(
-    r"(?:^\W*(?:at (?:least|most)|not? (?:more|less|fewer) than|up to|over|under|above|below|exceed\w*)\b"
-    r"|[<>≤≥≠]|\\(?:[lg]eq?|[lg]t|neq?)(?:slant)?\s"
-    r"|\b(?:not|never|(?:is|was|are|were|can|could|would|does|did)n['’]?t|cannot"
-    r"|(?<!no )(?<!not )(?:less|more|fewer|greater|smaller|larger|higher|lower) than)\b"
-    r"(?:\s+(?:be|equal|equal to|exactly|simply|just|actually))*"
-    r"|\b(?:if|whether)\s+(?:\w+\s+){1,3}(?:is|was|equals))\s*[($€£-]*\s*$",
-    re.IGNORECASE,
-)
-#: Text after such a number.
-_DENIED_AFTER = re.compile(
-    r"[\s$)\]}.]*\s(?:(?:is|was|are|can?|could|would|does)(?:n['’]t|\s*not)\b"
-    r"|(?:is|was|are) (?:wrong|incorrect|too|invalid|impossible)\b"
-    r"|(?:and|or) (?:above|below|up|over|more|less|fewer|higher|lower)\b)",
-    re.IGNORECASE,
-)
 #: Text before a number: an equation that is not solved for its letter, such as 2x + 3 = 7. In 5 m = 500 cm
 #: the letter is a unit.
 _UNSOLVED = re.compile(
     r"(?:(?<![A-Za-z])[a-z]\s*[-+*/^]\s*[\d.]+|\d\s*[-+*/^]?\s*[a-fi-kn-rt-z])\s*=\s*[($€£-]*\s*$"
 )
-_NAMED = re.compile(  # June 20
+_NAMED = re.compile(  # June 20, Chapter 12
+    r"(?:Chapter|Section|Figure|Table|Exercise|Problem|Question|Step|Example|Theorem|Lemma|Equation|Appendix)\s+$|"
     r"\b(?:is|was|on|by|until)[\s$]+[A-Z][a-z]+\s+$"
     r"|\b(?:January|February|March|April|May|June|July|August|September|October|November|December)\s+$"
 )
 #: Text before and after a number in a list: "41 and 42", "3, 4 or 5".
 _NUMBER_AND = re.compile(
     r"(?:\d[%)]?|(?:^|\b(?:is|are)\s)[\s$]*\d\S*(?:\s+[a-z]+){1,2})"
-    r"\s*,?\s*(?:[,;]|\b(?:and|or)\b|&)\s*[($€£-]*$"
+    r"\s*,?\s*\(?(?:[,;]|\b(?:and|or)(?: (?:also|else|even|maybe|perhaps|possibly))?\b|&)\s*[($€£-]*$"
 )
 #: Text before a number in a list of values of one name: "x = 41 and x = 42".
 _ALSO = re.compile(
@@ -252,7 +280,8 @@ def legible(text: str) -> str:
     removes colours and invisible characters."""
     text = _COLOR.sub("", text)
     text = _EXPONENT.sub(_power, _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", text))
-    return _in_symbols(_CHINESE.sub(" ", text.translate(_CHARACTERS)))
+    text = _DIGIT.sub(lambda digit: str(unicodedata.decimal(digit[0])), text.translate(_CHARACTERS))
+    return _in_symbols(_BASE.sub(_index, _SCRIPTS.sub(" ", text)))
 
 
 def _in_symbols(text: str) -> str:
@@ -261,18 +290,23 @@ def _in_symbols(text: str) -> str:
     return text
 
 
+def _index(base: re.Match[str]) -> str:
+    name = next(filter(None, base.groups())).lower()
+    return "" if name in {"10", "ten"} else f"_{{{_WORDS.get(name, name)}}}"
+
+
 def _power(raised: re.Match[str]) -> str:
     exponent = raised[0].translate(_RAISED)
     return f"^{exponent}" if len(exponent) == 1 else f"^{{{exponent}}}"
 
 
 def in_digits(text: str) -> str:
-    r"""Writes 1.5e3 as 1500, and 0.1\overline{6} as \frac{1}{6}."""
+    r"""Writes 1.5e3 as 1500, and 0.1\overline{6} and 0.1666… as \frac{1}{6}."""
     return _REPEATING.sub(_fraction, _SCIENTIFIC.sub(lambda number: f"{Decimal(number[0]):f}", text))
 
 
 def _fraction(decimal: re.Match[str]) -> str:
-    whole, once, repeated = decimal.groups()
+    whole, once, repeated = decimal[1], decimal[2] or decimal[4] or "", decimal[3] or decimal[5]
     value = Fraction(int(repeated), 10 ** len(repeated) - 1) + int((whole + once) or 0)
     value /= 10 ** len(once)
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
@@ -296,12 +330,7 @@ def number_in(sentence: str, *, words: bool = False) -> Number | None:
 
     `sentence` is the output of `plain`. `words` also parses "twenty-six", if there are no digits.
     """
-    if words and not re.search(r"\d", sentence):
-        sentence = _in_symbols(
-            _WORD.sub(
-                lambda word: str(_WORDS[word[1].lower()] + _WORDS.get((word[2] or "").lower(), 0)), sentence
-            )
-        )
+    sentence = in_figures(sentence) if words else sentence
     best: tuple[int, int, re.Match[str]] | None = None
     previous = _NEVER
     for place, match in enumerate(list(_NUMBER.finditer(sentence))[-MAX_NUMBERS:]):
@@ -321,6 +350,26 @@ def number_in(sentence: str, *, words: bool = False) -> Number | None:
     return _value(match, sentence)
 
 
+def in_figures(text: str) -> str:
+    """A text with its numbers in words in digits, if it has no digits."""
+    if re.search(r"\d", text):
+        return text
+    return _in_symbols(SPELLED.sub(lambda spelled: str(_spelled(spelled[0])), text))
+
+
+def _spelled(text: str) -> int:
+    """The value of a match of `SPELLED`."""
+    total = part = 0
+    for word in re.findall("[a-z]+", text.lower()):
+        if word in _WORDS:
+            part += _WORDS[word]
+        elif word == "hundred":
+            part *= 100
+        elif word in SCALES:
+            total, part = total + part * SCALES[word], 0
+    return total + part
+
+
 def measure(text: str, *, has_unit: bool = True) -> Number | None:
     """Parses a text that is only a number, perhaps with a unit, such as "$18 per day."; else None.
 
@@ -331,7 +380,8 @@ def measure(text: str, *, has_unit: bool = True) -> Number | None:
     if match is None or match["stuck"]:
         return None
     rest = _UNIT if has_unit else _END
-    return _value(match, text) if rest.fullmatch(text, match.end()) else None
+    is_only = rest.fullmatch(text, match.end()) and is_asserted("", text[match.end() :])
+    return _value(match, text) if is_only else None
 
 
 def units_of(text: str) -> tuple[str, ...]:
@@ -349,8 +399,8 @@ def _rank(sentence: str, match: re.Match[str], *, found: int, previous: int) -> 
     since = max(0, match.start() - MAX_CHARS_BEFORE)
     before, after = sentence[since : match.start()], sentence[match.end() : match.end() + MAX_CHARS_BEFORE]
     is_operand = _OPERAND_OF.match(after) or _OPERATOR.search(sentence[since : match.start("digits")])
-    is_denied = _DENIED_AFTER.match(after) or any(one.search(before) for one in (_DENIED, _NAMED, _UNSOLVED))
-    if match["stuck"] or is_operand or is_denied:
+    is_named = _NAMED.search(before) or _UNSOLVED.search(before)
+    if match["stuck"] or is_operand or is_named or not is_asserted(before, after):
         return _NEVER
     if _RESULT.search(before):
         return _RESULT_OF
@@ -379,3 +429,28 @@ def _value(match: re.Match[str], text: str) -> Number | None:
     value *= SCALES.get((match["scale"] or "").lower(), 1)
     value = -value if match["minus"] or match["inner"] else value
     return Number(value, bool(match["percent"]), units_of(text[match.end() :]))
+
+
+def calculate(expression: str, numbers: list[Fraction] | None = None) -> Fraction | None:
+    """The value of plain arithmetic, whose numbers are appended to `numbers`; None for any other text.
+
+    `expression` is the output of `plain`; signs of currency are ignored.
+    """
+    shown = re.sub(r"^\s*-\s+|[$€£¥]|(?<=\d),(?=\d{3})", "", expression).translate(SIGNS).strip()
+    try:
+        return _value_of(ast.parse(shown, mode="eval").body, [] if numbers is None else numbers)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _value_of(node: ast.expr, numbers: list[Fraction]) -> Fraction:
+    """Evaluates plain arithmetic and appends its numbers to `numbers`."""
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            numbers.append(Fraction(str(value)))
+            return numbers[-1]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value_of(operand, numbers)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value_of(left, numbers), _value_of(right, numbers))
+    raise ValueError(f"not plain arithmetic: {ast.dump(node)[:80]}")

@@ -99,6 +99,8 @@ class GradingPool(Scorer):
 
     def grade_and_read(self, samples: Sequence[Sample], *, read_answers: bool = True) -> list[GradeAndAnswer]:
         """Returns grades and answers, in order (None: no answer, or the grader cannot extract answers)."""
+        if self._is_ours:
+            samples = [sample.without_thoughts() for sample in samples]
         graded = self._grade(samples, read_answers and self.reads_answers)
         if not self._is_ours:
             # Nothing is cached, because a server that the function uses may become available later.
@@ -266,8 +268,6 @@ class _GradingProcess:
             self.start()
         except UsageError as error:  # it was loadable when the run started
             return [(Failure(str(error), "machine"), None)] * len(samples)
-        if not self._takes_groups:  # other forms of functions do not read tokens
-            samples = [replace(sample, response_ids=()) for sample in samples]
         asked = {"samples": [asdict(sample) for sample in samples]}
         reply = self._ask(asked, self._deadline_s * len(samples), MAX_REPLY_BYTES * len(samples))
         if isinstance(reply, Failure):

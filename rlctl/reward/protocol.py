@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlctl.errors import visible
 from rlctl.lazy import torch
 from rlctl.metric_names import OVERLONG
+from rlctl.reward.thoughts import without_thoughts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,13 +24,18 @@ if TYPE_CHECKING:
 class Sample:
     """One response and the information available to its grader."""
 
-    response: str
+    response: str  # with special tokens except start, end, padding, unknown
     ground_truth: str
     prompt: str = ""  # as the policy reads it, chat template included
     data_source: str = ""
     extra_info: Mapping[str, Any] = field(default_factory=dict)  # of the row, JSON-serialisable
     messages: Sequence[Mapping[str, str]] = ()  # the prompt as {role, content}, if known
     response_ids: Sequence[int] = ()  # tokens of the response, if known
+
+    def without_thoughts(self) -> Sample:
+        """What built-in graders read: the response after its thoughts, which the prompt may open."""
+        text = without_thoughts(self.response, self.prompt)
+        return replace(self, response=text, prompt="", response_ids=())
 
 
 #: Reason why a grading gave no score; see `Failure.kind`.

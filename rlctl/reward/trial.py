@@ -17,7 +17,7 @@ import numpy as np
 
 from rlctl.registry import GRADERS
 from rlctl.reward.build import grader_for
-from rlctl.reward.pool import GradingPool
+from rlctl.reward.pool import GradingPool, is_ours
 from rlctl.reward.protocol import Failure, Grade, KnownResponses, Sample, Scorer, same_and_changed
 from rlctl.user_code import is_file_function
 
@@ -264,7 +264,9 @@ def _case_for(grader: str, case: Case) -> Case | None:
     if response is None:
         return None
     expected = case.expected if known else None
-    return replace(case, sample=replace(case.sample, response=response), expected=expected)
+    sample = replace(case.sample, response=response)
+    # The prompt may open thoughts, in which the response would be.
+    return replace(case, sample=replace(sample, prompt="") if is_ours(actual) else sample, expected=expected)
 
 
 def _compare(trial: Trial, counts: TrialCounts, case: Case, got: float) -> None:

@@ -35,6 +35,8 @@ MAX_ERROR_CHARS = 4000
 _PR_SET_CHILD_SUBREAPER = 36
 #: Parameters of a function of one response: fields of `Sample`, and verl's name of the response.
 _KNOWN = ("response", "solution_str", "ground_truth", "prompt", "data_source", "extra_info", "messages")
+#: And one that a function must name: `**kwargs` does not get it.
+_NAMED_ONLY = "response_ids"
 #: Parameters of TRL's reward functions that are not columns of the data; logged values are discarded.
 _OF_TRAINER = {"trainer_state": None, "log_extra": lambda *_: None, "log_metric": lambda *_: None}
 #: Parameters that get the ground truth if the data has no column of that name.
@@ -211,17 +213,18 @@ def _bound(
             named += [known for known in _KNOWN if known not in {"solution_str", *named, *positional}]
         elif parameter.kind is parameter.VAR_POSITIONAL or parameter.name in fixed:
             continue
-        elif parameter.name in _KNOWN:
+        elif parameter.name in {*_KNOWN, _NAMED_ONLY}:
             (positional if parameter.kind is parameter.POSITIONAL_ONLY else named).append(parameter.name)
         elif parameter.default is parameter.empty:
             raise UsageError(
                 f"rlctl has no value for the parameter `{parameter.name}`",
                 where=name,
-                fix=f"give it a default, or use {', '.join(_KNOWN)}",
+                fix=f"give it a default, or use {', '.join(_KNOWN)}, {_NAMED_ONLY}",
             )
 
     def call(sample: Sample) -> object:
-        given = {known: getattr(sample, known.replace("solution_str", "response")) for known in _KNOWN}
+        names = (*_KNOWN, _NAMED_ONLY)
+        given = {known: getattr(sample, known.replace("solution_str", "response")) for known in names}
         values = [given[known] for known in positional]
         return _result(function(*values, **{known: given[known] for known in named}, **fixed))
 

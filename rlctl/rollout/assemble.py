@@ -125,12 +125,16 @@ def unknown_end(tokenizer: Any, ends: Sequence[int]) -> str | None:
 
 
 def _decode(tokenizer: Any, responses: Tensor, lengths: Tensor) -> tuple[str, ...]:
-    """Texts of the first `lengths` (B,) tokens of each row."""
+    """Texts of the first `lengths` (B,) tokens of each row.
+
+    Special tokens may mark an answer or thoughts: only start, end, padding and unknown tokens are left out.
+    """
+    left_out = {getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")}
     rows = zip(responses.tolist(), lengths.tolist(), strict=True)
     return tuple(
         tokenizer.batch_decode(
-            [row[:length] for row, length in rows],
-            skip_special_tokens=True,
+            [[token for token in row[:length] if token not in left_out] for row, length in rows],
+            skip_special_tokens=False,
             clean_up_tokenization_spaces=False,
         )
     )

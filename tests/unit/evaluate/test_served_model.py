@@ -284,6 +284,20 @@ def test_responses_that_are_all_reasoning_are_reported(server, request_for):
     assert note.startswith("1 response ended without content")
 
 
+def test_content_in_parts_is_one_text(server, request_for):
+    parts = [
+        {"type": "thinking", "thinking": [{"type": "text", "text": "is it 1?"}]},
+        {"type": "text", "text": "#### "},
+        {"type": "text", "text": "2"},
+    ]
+    server.trouble = [
+        (200, completion("#### 2", message={"role": "assistant", "content": parts})),
+        (200, completion("#### 2", message={"role": "assistant", "reasoning": "#### 1"})),
+    ]
+    _, found = ask(request_for(concurrency=1))
+    assert [found[0, i].text for i in range(2)] == ["#### 2", ""]
+
+
 def test_a_server_that_names_the_length_limit_otherwise(server, request_for):
     said = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
     server.trouble = [(400, {"error": {"message": said}})]

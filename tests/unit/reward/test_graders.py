@@ -16,7 +16,7 @@ from rlctl.reward.build import grader_for, knows_source
 from rlctl.reward.graders import chosen_option, countdown, exact, multiple_choice
 
 LABELLED = Path(__file__).with_name("labelled.jsonl")
-AGREEMENT = 0.99
+AGREEMENT = 0.998
 
 
 def labelled():

@@ -22,6 +22,7 @@ SAMPLE = Sample(
     data_source="d",
     extra_info={"index": 7, "difficulty": 0.5, "tags": ["a", "b"], "split": None},
     messages=({"role": "system", "content": "s"}, {"role": "user", "content": "u"}),
+    response_ids=(4, 2),
 )
 
 MINE = """
@@ -44,6 +45,7 @@ def scoreless(): return {"acc": 1.0}
 def only(prompt, /, *, response): return DOUBLE * (prompt == "p" and response == "r")
 ALL = ["data_source", "extra_info", "ground_truth", "messages", "prompt", "response"]
 def anything(**row): return sorted(row) == ALL
+def ids(response, response_ids): return response_ids == [4, 2]
 def scalar(): return np.float32(0.25)
 def truth(): return np.bool_(True)
 def chatty(): print("score: 1"); return 3
@@ -84,6 +86,7 @@ def graded(name, deadline_s=5.0):
         ("verl", 1.0),
         ("only", 2.0),
         ("anything", 1.0),
+        ("ids", 1.0),
         ("scalar", 0.25),
         ("truth", 1.0),
         ("chatty", 3.0),

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlctl.reward import maths, trial
-from rlctl.reward.trial import check_ground_truths, known_responses
+from rlctl.reward.build import LocalScorer
+from rlctl.reward.protocol import Sample
+from rlctl.reward.trial import Case, check_ground_truths, known_responses, try_reward
 from tests.packages import install_package
 
 GOOD = [
@@ -79,6 +81,15 @@ def test_every_plain_number_can_be_graded(number):
 )
 def test_the_right_and_the_wrong_response(grader, truth, right, wrong):
     assert known_responses(grader, truth) == (right, wrong)
+
+
+def test_responses_made_of_ground_truths_are_no_thoughts() -> None:
+    """The prompt opens thoughts; a stored response that does not close them has no answer."""
+    sample = Sample("The answer is B.", "B", "<|assistant|>\n<think>\n")
+    cases = [Case("ground truth", sample, 1.0, "row 1"), Case("stored response", sample, 0.0, "row 2")]
+    names = {"multiple_choice": "multiple_choice"}
+    terms = {"multiple_choice": (1.0, LocalScorer("multiple_choice"))}
+    assert try_reward(terms, names, cases, lambda *_: None).num_disagreements == 0
 
 
 PACKAGE = """

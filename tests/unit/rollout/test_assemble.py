@@ -34,6 +34,18 @@ def test_an_end_token_inside_a_response_ends_nothing() -> None:
     assert rollouts.response_texts[1] == TOKENIZER.decode([5, 6])
 
 
+def test_special_tokens_within_a_response_are_a_part_of_its_text() -> None:
+    """They may be tags of an answer, or marks of thoughts."""
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>"]})
+    ids = tokenizer("<answer>42</answer>", add_special_tokens=False)["input_ids"]
+    tokens = torch.tensor([[*ids, EOS]])
+    reasons = torch.tensor([FINISH_REASONS.index("stop")], dtype=torch.int8)
+    sampled = Sampled(tokens, torch.zeros(tokens.shape), torch.tensor([len(ids) + 1]), reasons)
+    rollouts = assemble(take(make_prompts(), [0]), sampled, n=1, tokenizer=tokenizer, policy_version=0)
+    assert rollouts.response_texts == ("<answer>42</answer>",)
+
+
 def test_a_token_outside_of_what_the_engine_kept_is_refused() -> None:
     tokens, reasons = torch.tensor([[5, 6]]), torch.zeros(1, dtype=torch.int8)
     for ids, is_fine in ([5, 7, 6], True), ([5, 7, 8], False):

@@ -199,11 +199,9 @@ def clock_jumps(*jumps: float) -> None:
 
 def forked_ranks() -> None:
     """Starts ranks as forks of their launcher, with its imports; for tests of ranks after their start."""
-    from functools import partial
+    from rlctl.engine import launch
 
-    from torch.distributed.launcher import api
-
-    api.LaunchConfig = partial(api.LaunchConfig, start_method="fork")
+    launch._START_METHOD = "fork"
 
 
 def forked_ranks_with_vllm() -> None:

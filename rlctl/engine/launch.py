@@ -165,7 +165,9 @@ def _outcome(codes: dict[int, int], records: dict[int, dict[str, Any]], signals:
     errors = sorted((each["order"], rank) for rank, each in records.items() if "what" in each)
     has_own = bool(errors) and errors[0][0] == _OWN_FAULT
     silent = {rank: code for rank, code in codes.items() if code and rank not in records}
-    killed = {rank: code for rank, code in silent.items() if code <= 128 and not (signals and -code in _STOPS)}
+    killed = {
+        rank: code for rank, code in silent.items() if code <= 128 and not (signals and -code in _STOPS)
+    }
     if killed and not has_own:
         rank, code = next(iter(killed.items()))
         raise RunFailure(

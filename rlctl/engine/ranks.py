@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore, HashStore, Store
 
 from rlctl.algos.metric_sums import Additive
 from rlctl.engine.launch import STORE, LostRank
@@ -144,11 +145,11 @@ def join_ranks(timeout_s: float = 1500.0, *, on_loopback: bool = True) -> Ranks:
     return current_ranks(device)
 
 
-def _store(world_size: int) -> dist.Store | None:
+def _store(world_size: int) -> Store | None:
     """Where the ranks exchange their addresses; None: at the launcher's port."""
     if path := os.environ.get(STORE):
-        return dist.FileStore(path, world_size)
-    return dist.HashStore() if _IS_ALONE in os.environ else None
+        return FileStore(path, world_size)
+    return HashStore() if _IS_ALONE in os.environ else None
 
 
 def refuse_idle_gpu() -> None:

@@ -9,11 +9,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
+from rlctl.rollout.server_access import KEY
 from tests import hooks, runs
 from tests.forked_python import run_in
+from tests.listeners import assert_on_loopback
 from tests.processes import Job
 
 pytestmark = [
@@ -109,6 +112,26 @@ def start_on_a_server(tmp_path: Path, *trained: str, before: Callable[[], None] 
     )
 
 
+def check_doors(job: Job) -> None:
+    """The server serves only who has the key, whatever the path, and nothing listens beyond this machine."""
+    assert_on_loopback(job)
+    (server,) = servers(job)
+    key = server.environ()[KEY]
+    assert not any(key in word for process in job.family() for word in process.cmdline())
+    arguments = server.cmdline()
+    url = f"http://127.0.0.1:{arguments[arguments.index('--port') + 1]}"
+    known = {"Authorization": f"Bearer {key}"}
+    paths = httpx.get(f"{url}/openapi.json", headers=known, trust_env=False).json()["paths"]
+    assert {"/health", "/collective_rpc", "/pause", "/v1/completions"} <= paths.keys()
+    strangers = ({}, {"Authorization": "Bearer x"}, known | {"Origin": "null"}, known | {"Host": "a.example"})
+    for path in {*paths, "/metrics", "/docs", "/openapi.json", "/nothing"}:
+        for method in ("GET", "POST", "OPTIONS"):
+            for headers in strangers:
+                answer = httpx.request(method, url + path, headers=headers, trust_env=False)
+                assert answer.status_code == 401, (method, path, headers)
+    assert httpx.get(f"{url}/health", headers=known, trust_env=False).is_success
+
+
 def check_end(tmp_path: Path, job: Job) -> None:
     """It ended well, and left nothing behind."""
     assert job.wait() == 0, job.output[-4000:]
@@ -117,14 +140,17 @@ def check_end(tmp_path: Path, job: Job) -> None:
     assert list((tmp_path / "weights").iterdir()) == []
 
 
-def test_a_server_that_is_killed_starts_again_with_the_newest_weights(
+def test_a_server_that_is_killed_or_hangs_starts_again_with_the_newest_weights(
     tmp_path: Path, forked_vllm: Path
 ) -> None:
+    """First its process is killed; then its engine's process stops, while the server answers `/health`."""
     before = partial(hooks.servers_are_forks, str(forked_vllm / "python"), after=1)
-    job = start_on_a_server(tmp_path, *ALL_WEIGHTS, before=before)
-    job.wait_for(lambda: len(runs.metrics(tmp_path / "run")) >= 1)
-    (server,) = servers(job)
-    server.send_signal(signal.SIGKILL)
+    job = start_on_a_server(tmp_path, *ALL_WEIGHTS, "rollout.server.answer_timeout=20", before=before)
+    for step, number in ((1, signal.SIGKILL), (2, signal.SIGSTOP)):
+        job.wait_for(lambda step=step: len(runs.metrics(tmp_path / "run")) >= step)
+        (server,) = servers(job)
+        engines = [child for child in server.children() if "Engine" in child.name()]
+        (engines[0] if number == signal.SIGSTOP else server).send_signal(number)
     check_end(tmp_path, job)
 
 
@@ -138,6 +164,7 @@ def test_a_server_gets_weights_by_broadcast(tmp_path: Path, forked: Callable[[],
     job = start_on_a_server(tmp_path, "rollout.server.weight_transfer=broadcast", before=forked)
     job.wait_for(lambda: len(runs.metrics(tmp_path / "run")) >= 1)
     assert not list((tmp_path / "weights").rglob("*.safetensors"))
+    check_doors(job)
     check_end(tmp_path, job)
     environment = (tmp_path / "run/environment.json").read_text()
     assert "1 vLLM servers, weights by broadcast" in environment

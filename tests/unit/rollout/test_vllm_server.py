@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 import threading
 import time
@@ -205,19 +206,40 @@ def test_no_server_loads_weights_while_another_rank_still_samples(
     assert server.paths()[-3:] == RELOAD
 
 
+@pytest.mark.parametrize("hangs", ["is_awake", "engine_works"])
 @pytest.mark.parametrize("moment", ["sampling", "syncing"])
-def test_a_server_that_listens_and_does_not_answer_is_named(
-    servers: list[Server], tmp_path: Path, moment: str
-) -> None:
+def test_a_server_that_hangs_is_named(servers: list[Server], tmp_path: Path, moment: str, hangs: str) -> None:
+    """The whole server, or its engine alone: then the server still answers what needs no engine."""
     engine, model = engine_on(servers, tmp_path)
     engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
     engine._answer_timeout = 1.0
-    servers[1].is_awake.clear()
+    getattr(servers[1], hangs).clear()
     sync = partial(engine.sync_weights, PlainWeights(model.state_dict().items()), policy_version=2)
-    with pytest.raises(RunFailure, match="listens but has not answered for") as caught:
+    with pytest.raises(RunFailure, match="engine has not answered for") as caught:
         sync() if moment == "syncing" else generate(engine)
-    servers[1].is_awake.set()
+    getattr(servers[1], hangs).set()
     assert caught.value.where == servers[1].url
+    engine.close()
+
+
+def test_an_engine_too_busy_for_a_probe_works_while_it_produces_tokens(
+    servers: list[Server], tmp_path: Path
+) -> None:
+    """Its responses may take longer than `answer_timeout`."""
+    [server] = servers[:1]
+    engine, model = engine_on([server], tmp_path)
+    engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
+    engine._answer_timeout = 0.8
+    server.engine_works.clear()
+    produced = itertools.count()
+
+    def tokens() -> int:
+        if (number := next(produced)) == 12:  # checks, four of which fit into the timeout
+            server.engine_works.set()
+        return number
+
+    server.tokens = tokens
+    assert len(generate(engine).response_texts) == 6
     engine.close()
 
 

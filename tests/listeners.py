@@ -12,9 +12,10 @@ from tests.processes import Job
 
 def assert_on_loopback(job: Job) -> None:
     """Asserts that no process of the job can be reached from another machine, over TCP or UDP."""
+    main = psutil.Process(job.pid)
     open_ports = [
-        (process.pid, each.laddr)
-        for process in job.family()
+        (process.cmdline(), each.laddr)
+        for process in (main, *main.children(recursive=True))
         for each in process.net_connections("inet")
         if each.status == psutil.CONN_LISTEN or (each.type == socket.SOCK_DGRAM and each.laddr)
     ]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import hooks, runs
+from tests.listeners import assert_on_loopback
 from tests.processes import Job
 
 pytestmark = pytest.mark.usefixtures("embedded")
@@ -163,6 +164,7 @@ def running(run: Path, *arguments: str) -> Job:
     """A long run that has made a few steps."""
     job = runs.start_train(run, *LONG, *arguments, before=hooks.pauses)
     job.wait_for(lambda: len(runs.metrics(run)) >= 3)
+    assert_on_loopback(job)
     return job
 
 

@@ -78,7 +78,7 @@ def guarded() -> int:
     return Path(os.environ[STORE]).parent.stat().st_mode & 0o077
 
 
-def launched(target)def launched(target) -> int:
+def launched(target) -> int:
     """The exit code as `rlctl` would have it; what was raised is printed."""
     from rlctl.engine.launch import run_ranks
     from rlctl.errors import RlctlError

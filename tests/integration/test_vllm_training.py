@@ -17,7 +17,7 @@ from rlctl.rollout.server_access import KEY
 from tests import hooks, runs
 from tests.forked_python import run_in
 from tests.listeners import assert_on_loopback
-from tests.processes import Job
+from tests.processes import TIMEOUT_S, Job
 
 pytestmark = [
     pytest.mark.usefixtures("embedded"),
@@ -122,10 +122,10 @@ def check_doors(job: Job) -> None:
     arguments = server.cmdline()
     url = f"http://127.0.0.1:{arguments[arguments.index('--port') + 1]}"
     known = {"Authorization": f"Bearer {key}"}
-    paths = httpx.get(f"{url}/openapi.json", headers=known, trust_env=False).json()["paths"]
-    assert {"/health", "/collective_rpc", "/pause", "/v1/completions"} <= paths.keys()
     strangers = ({"Authorization": "Bearer x"}, known | {"Origin": "null"}, known | {"Host": "a.example"})
-    with httpx.Client(base_url=url, trust_env=False) as client:
+    with httpx.Client(base_url=url, trust_env=False, timeout=TIMEOUT_S) as client:
+        paths = client.get("/openapi.json", headers=known).json()["paths"]
+        assert {"/health", "/collective_rpc", "/pause", "/v1/completions"} <= paths.keys()
         asked = [(path, {}) for path in {*paths, "/metrics", "/docs", "/openapi.json", "/nothing"}]
         asked += [(path, headers) for path in ("/health", "/collective_rpc") for headers in strangers]
         for path, headers in asked:

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 #: Names with which Python, torch, vLLM and web frameworks open a port or a socket for others.
 OPENS = {
     *("bind", "listen", "create_server", "start_server", "start_unix_server", "serve_forever"),
-    *("HTTPServer", "ThreadingHTTPServer", "TCPServer", "UDPServer", "UnixStreamServer", "Listener", "Uvicorn"),
+    *("HTTPServer", "ThreadingHTTPServer", "TCPServer", "UDPServer", "UnixStreamServer", "Listener"),
     *("TCPStore", "FileStore", "HashStore", "init_process_group", "init_rpc", "ProcessGroupGloo"),
     *("ncclGetUniqueId", "LLM", "BaseManager", "SyncManager", "run_app", "make_server", "elastic_launch"),
     *("webbrowser", "uvicorn", "flask", "aiohttp", "fastapi", "starlette", "websockets", "zmq", "xmlrpc"),

@@ -21,7 +21,8 @@ _ADDRESS = f'--master-addr "${{MASTER_ADDR:?the address of node 0}}" --master-po
 
 _PORTS = """\
 # Node 0 listens on all its interfaces at MASTER_PORT; ranks and vLLM servers listen at further ports. Use a
-# network that only this run's users can reach; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose it. See SECURITY.md
+# network that only this run's users can reach; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose it.
+# SECURITY.md lists who can use what.
 """
 
 

@@ -84,6 +84,18 @@ def test_killed_while_saving(tmp_path: Path, whole: Path, moment: str, from_step
     assert_same_run(run, whole)
 
 
+def test_killed_during_a_validation(tmp_path: Path, whole: Path) -> None:
+    run = tmp_path / "run"
+    job = runs.start_train(run, *RUN, "trainer.test_freq=3", before=partial(hooks.kill_in_validation, 3))
+    assert job.wait() == -signal.SIGKILL, job.output[-4000:]
+    assert "resuming after step 2" in finish(run)
+    lines = [line for line in runs.reproducible(run) if line["step"] > 0]
+    assert [line["step"] for line in lines if any(key.startswith("val/") for key in line)] == [3, 6]
+    trained = [{key: value for key, value in line.items() if not key.startswith("val/")} for line in lines]
+    assert trained == runs.reproducible(whole)
+    assert all((run / f"evaluations/step_{step:06d}/samples.parquet").exists() for step in (3, 6))
+
+
 def test_killed_right_after_the_metrics_of_a_saved_step(tmp_path: Path, whole: Path) -> None:
     run = tmp_path / "run"
     killed(run, partial(hooks.kill_after_logging, 4))

@@ -61,7 +61,7 @@ def clear(parent: Path | None = None) -> None:
     for place in [parent] if parent else {Path(tempfile.gettempdir()), SHARED_MEMORY}:
         for path in place.glob(f"rlctl-*-{socket.gethostname()}-*"):
             pid = path.name.rsplit("-", 2)[-2]
-            if not pid.isdigit() or psutil.pid_exists(int(pid)) or not _is_ours(path) or _is_locked(path):
+            if not pid.isdecimal() or psutil.pid_exists(int(pid)) or not _is_ours(path) or _is_locked(path):
                 continue
             with contextlib.suppress(OSError):
                 _free((path / _SEGMENTS).read_text().split())

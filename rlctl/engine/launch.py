@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, memory_failure
+from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, memory_failure, visible
 from rlctl.files import write_text
 from rlctl.leftovers import temporary_directory
 from rlctl.processes import end_with_parent
@@ -210,7 +210,7 @@ def end_rank(error: RlctlError) -> NoReturn:
     """Ends this process from any thread; reports the error to the launcher, or to the terminal."""
     if _ERRORS in os.environ:
         _report_error(error, _OWN_FAULT)
-    sys.stderr.write(f"error: {error}\n")
+    sys.stderr.write(visible(f"error: {error}\n"))
     sys.stderr.flush()
     os._exit(error.exit_code)
 

@@ -48,6 +48,6 @@ def opened() -> set[tuple[str, str]]:
 
 
 def test_every_endpoint_is_known_and_described() -> None:
-    assert opened() == set(KNOWN)
+    assert opened() - KNOWN.keys() == set()
     text = " ".join((ROOT / "SECURITY.md").read_text(encoding="utf-8").split())
     assert [words for words in KNOWN.values() if words not in text] == []

@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import time
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,11 @@ def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0) -> list[st
     for url in (given.rstrip("/") for given in urls):
         while True:
             try:
-                if ask("GET", f"{url}/health", 5).is_success:
+                health = ask("GET", f"{url}/health", 5)
+                if health.status_code == HTTPStatus.UNAUTHORIZED:
+                    what, fix = "the server has another key", f"set {KEY} to the one that it was started with"
+                    raise EnvironmentFailure(what, where=f"rollout.server.urls: {url}", fix=fix)
+                if health.is_success:
                     backends.append(_check_settings(url, lora_rank))
                     break
                 words = "it is not healthy"

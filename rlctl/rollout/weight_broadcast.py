@@ -35,6 +35,7 @@ CHUNK_BYTES = 2**29
 _CONNECT_S, _LOAD_S = 120.0, 600.0
 #: Timeout of a broadcast over gloo, in seconds.
 _GLOO_S = 60.0
+_NOT_FORMED = "the group for weight transfer was not formed"
 _Result = TypeVar("_Result")
 
 
@@ -63,8 +64,12 @@ class WeightBroadcast:
         """
         self.close()
         sizes = [int(_ask(url, "/get_world_size")["world_size"]) for url in self._urls]
-        kind = _NcclGroup if self._device.type == "cuda" else _GlooGroup
-        group = kind(1 + sum(sizes), self._urls, self._device)
+        kind: Callable[..., _NcclGroup | _GlooGroup] = (
+            _NcclGroup if self._device.type == "cuda" else _GlooGroup
+        )
+        created = _in_background(kind, 1 + sum(sizes), self._urls, self._device)
+        _all_done([created], _CONNECT_S, _NOT_FORMED)
+        group = created.result()
         opened = _in_background(group.join)
         offsets = accumulate([1, *sizes[:-1]])  # group rank of each server's first worker; rank 0 is this one
         # Each update request is one packed broadcast of any size.
@@ -74,7 +79,7 @@ class WeightBroadcast:
             _post(url, "/init_weight_transfer_engine", {"init_info": common | {"rank_offset": offset}})
             for url, offset in zip(self._urls, offsets, strict=True)
         ]
-        _all_done([opened, *joined], _CONNECT_S, "the group for weight transfer was not formed")
+        _all_done([opened, *joined], _CONNECT_S, _NOT_FORMED)
         self._group = group
 
     def send(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -32,7 +32,7 @@ def known_inputs(run_dir: Path, part: _Part) -> dict[str, str] | None:
     return found
 
 
-def check_inputs(run_dir: Path, part: _Part, now: Mapping[str, str], *, accepts: bool) -> list[str]:
+def compare_inputs(run_dir: Path, part: _Part, now: Mapping[str, str], *, accepts: bool) -> list[str]:
     """Stores fingerprints; in a resumed run first compares them with those stored.
 
     Args:
@@ -114,7 +114,7 @@ def _code(spec: RunSpec) -> set[Path]:
 def check_rows(
     spec: RunSpec, prompts: Mapping[str, PromptDataset | None], run_dir: Path, ranks: Ranks
 ) -> list[str]:
-    """`check_inputs` of training and validation rows; a collective.
+    """`compare_inputs` of training and validation rows; a collective.
 
     Raises:
         UsageError: a resumed run has other rows, or they are rendered differently.
@@ -123,7 +123,7 @@ def check_rows(
     with failing_together(ranks.first):
         if ranks.is_main:
             rows = {key: rows_fingerprint(each) for key, each in prompts.items() if each}
-            notes = check_inputs(run_dir, "rows", rows, accepts=spec.trainer.accept_changed_inputs)
+            notes = compare_inputs(run_dir, "rows", rows, accepts=spec.trainer.accept_changed_inputs)
     return notes
 
 

@@ -24,7 +24,7 @@ from rlctl.tiny.embedded import ensure_embedded
 from rlctl.track.console import Startup
 from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import claim_default_path, open_run_dir
-from rlctl.train.inputs import check_inputs, file_fingerprints
+from rlctl.train.inputs import compare_inputs, file_fingerprints
 from rlctl.train.preflight import masked_values, refuse_unsafe
 from rlctl.train.stop import Watchdog, catching_signals, end_process
 from rlctl.user_code import is_file_function, split_names
@@ -73,7 +73,7 @@ def start_run(
         spec = _updated(spec, "model", revision=hub_commit(spec.model.path, spec.model.revision))
     inputs = file_fingerprints(spec)
     with open_run_dir(run_dir, resume=resume is not None) as opened:
-        lines += check_inputs(run_dir, "files", inputs, accepts=spec.trainer.accept_changed_inputs)
+        lines += compare_inputs(run_dir, "files", inputs, accepts=spec.trainer.accept_changed_inputs)
         for line in lines:
             note(line)
         opened.write_spec(dump_spec(_updated(spec, "trainer", accept_changed_inputs=False)))

@@ -34,6 +34,7 @@ class Server(ThreadingHTTPServer):
         self.is_awake.set()
         self.engine_works = threading.Event()  # cleared: it answers what needs no engine, `/health` included
         self.engine_works.set()
+        self.key = ""
         self.tokens = lambda: 0  # produced so far, in its metrics
         self.logprobs_mode: str | None = "processed_logprobs"  # None: development mode is off
         self.trouble: list[int] = []  # HTTP codes to answer the next completions with; 0: hang up
@@ -61,7 +62,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.is_awake.wait(120)
-        if self.path == "/v1/models":
+        if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
+            self.answer(401, {})
+        elif self.path == "/v1/models":
             self.answer(200, {"data": [{"id": name} for name in ["policy", *self.server.adapters]]})
         elif self.path == "/weight_info":
             self.answer(200, {"weight_version": self.server.weight_version})

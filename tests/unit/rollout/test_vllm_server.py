@@ -21,6 +21,7 @@ from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.rollout import vllm_server, weights
 from rlctl.rollout.build_vllm import reachable, replica_settings
 from rlctl.rollout.engine_lock import EngineLock, LockedRollout
+from rlctl.rollout.server_access import KEY
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weights import PlainWeights, PublishedWeights
 from rlctl.spec.load import load_spec
@@ -342,6 +343,16 @@ def test_a_server_started_otherwise_than_a_run_needs_is_refused(
         reachable(urls, seconds=60)
     assert urls[1] in str(caught.value.where)
     assert option in str(caught.value.fix)
+
+
+def test_a_server_with_another_key_is_named(servers: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    servers[1].key = "the key"
+    urls = [server.url for server in servers]
+    with pytest.raises(EnvironmentFailure, match="another key") as caught:
+        reachable(urls, seconds=60)
+    assert urls[1] in str(caught.value.where)
+    monkeypatch.setenv(KEY, "the key")
+    reachable(urls, seconds=60)
 
 
 def test_servers_without_a_gpu_beside_the_trainers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

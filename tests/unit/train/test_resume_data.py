@@ -14,7 +14,7 @@ from rlctl.data.prompts import PromptDataset
 from rlctl.data.schema import Message, Row
 from rlctl.errors import UsageError
 from rlctl.spec.run_spec import RunSpec
-from rlctl.train.inputs import check_inputs, file_fingerprints, rows_fingerprint
+from rlctl.train.inputs import compare_inputs, file_fingerprints, rows_fingerprint
 from tests.own_model import save_tiny_qwen2
 from tests.unit.rollout.test_hf_rollout import TOKENIZER
 
@@ -93,16 +93,32 @@ def test_a_changed_file_is_refused_by_name_or_accepted(
     given: dict[str, Any] = {key: {"path": f"{root}/{name}"} for key, name in paths.items()}
     reward = {"name": f"{root}/mine/reward.py:score", "model": {"path": f"{root}/scorer"}}
     spec = RunSpec.model_validate(given | {"reward": reward})
-    assert check_inputs(tmp_path, "files", file_fingerprints(spec), accepts=False) == []
+    assert compare_inputs(tmp_path, "files", file_fingerprints(spec), accepts=False) == []
     append(root / "mine/unused.py")
-    assert check_inputs(tmp_path, "files", file_fingerprints(spec), accepts=False) == []
+    assert compare_inputs(tmp_path, "files", file_fingerprints(spec), accepts=False) == []
     change(root)
     now = file_fingerprints(spec)
     with pytest.raises(UsageError, match="not as at the start of the run") as caught:
-        check_inputs(tmp_path, "files", now, accepts=False)
+        compare_inputs(tmp_path, "files", now, accepts=False)
     assert named in caught.value.what
     assert caught.value.what.count(",") == 0
     assert "trainer.accept_changed_inputs=true" in str(caught.value.fix)
-    (line,) = check_inputs(tmp_path, "files", now, accepts=True)
+    (line,) = compare_inputs(tmp_path, "files", now, accepts=True)
     assert named in line
-    assert check_inputs(tmp_path, "files", now, accepts=False) == []
+    assert compare_inputs(tmp_path, "files", now, accepts=False) == []
+
+
+def test_a_model_on_the_hub_is_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def download(name: str, file: str, revision: str | None) -> str:
+        asked.append((name, file, revision))
+        return f"/cache/snapshots/{len(asked)}/config.json"
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    paths = {"model": {"path": "org/policy", "revision": "v1"}, "ref": {"path": "org/policy"}}
+    spec = RunSpec.model_validate(paths | {"critic": {"path": "org/critic"}})
+    found = file_fingerprints(spec)
+    assert found == {"model.path: commit": "1", "critic.path: commit": "2", "ref.path: commit": "3"}
+    expected = (("policy", "v1"), ("critic", None), ("policy", "v1"))
+    assert asked == [(f"org/{name}", "config.json", revision) for name, revision in expected]

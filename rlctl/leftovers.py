@@ -14,6 +14,7 @@ import fcntl
 import os
 import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,7 +61,7 @@ def clear(parent: Path | None = None) -> None:
     for place in [parent] if parent else {Path(tempfile.gettempdir()), SHARED_MEMORY}:
         for path in place.glob(f"rlctl-*-{socket.gethostname()}-*"):
             pid = path.name.rsplit("-", 2)[-2]
-            if not pid.isdecimal() or psutil.pid_exists(int(pid)) or not path.is_dir() or _is_locked(path):
+            if not pid.isdecimal() or psutil.pid_exists(int(pid)) or not _is_ours(path) or _is_locked(path):
                 continue
             with contextlib.suppress(OSError):
                 _free((path / _SEGMENTS).read_text().split())
@@ -100,6 +101,14 @@ def _held(pid: int) -> set[str]:
         names += [line.split(maxsplit=5)[-1] for line in (place / "maps").read_text().splitlines()]
         names += [str(link.readlink()) for link in (place / "fd").iterdir()]
     return {Path(name).name for name in names if name.startswith(f"{SHARED_MEMORY}/")}
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it is a directory of this user; anyone can create one with such a name."""
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return False
 
 
 def _is_locked(path: Path) -> bool:

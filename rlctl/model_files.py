@@ -48,6 +48,8 @@ _MORE_THAN_LORA = (
 )
 #: Files in a model directory apart from its weights: configs, tokenizer, chat template, code.
 _TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+#: All files that loading a model or tokenizer reads.
+LOADED_FILES = [*_TEXT_FILES, "*.safetensors", "*.bin", "additional_chat_templates/*"]
 _PIP_TIMEOUT_S = 1500.0
 #: Files to download from the hub; the repository also contains other formats.
 _HUB_FILES = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
@@ -84,6 +86,24 @@ def config_directory(path: str) -> Path:
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(found, "config.json")).parent
+
+
+def hub_commit(path: str, revision: str | None, key: str = "model.path") -> str | None:
+    """The commit of a model on the hub, downloaded or not; None: `path` is a directory or a short name.
+
+    Args:
+        revision: branch, tag or commit; None: the main branch.
+        key: the spec key that names the model.
+
+    Raises:
+        UsageError, EnvironmentFailure: as `local_directory`.
+    """
+    with explained(path, key) as found:
+        if Path(found).expanduser().is_dir():
+            return None
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(found, "config.json", revision=revision)).parent.name
 
 
 @contextmanager

@@ -22,6 +22,20 @@ def kill_after_logging(step: int) -> None:
     JsonlSink.log = log
 
 
+def kill_in_validation(step: int) -> None:
+    """SIGKILL while the validation of `step` is graded, its responses sampled and nothing of it written."""
+    from rlctl.train import validate
+
+    original = validate._about
+
+    def about(run, number, *counts):
+        if number == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(run, number, *counts)
+
+    validate._about = about
+
+
 def kill_in_save(step: int, moment: str) -> None:
     """SIGKILL while `step` is saved: during `writing`, or `before` or `after` it is published."""
     from rlctl.train import saving
@@ -199,11 +213,9 @@ def clock_jumps(*jumps: float) -> None:
 
 def forked_ranks() -> None:
     """Starts ranks as forks of their launcher, with its imports; for tests of ranks after their start."""
-    from functools import partial
+    from rlctl.engine import launch
 
-    from torch.distributed.launcher import api
-
-    api.LaunchConfig = partial(api.LaunchConfig, start_method="fork")
+    launch._START_METHOD = "fork"
 
 
 def forked_ranks_with_vllm() -> None:

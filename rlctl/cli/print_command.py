@@ -18,6 +18,12 @@ _MODULE = "rlctl"
 _PORT = "${MASTER_PORT:-29500}"
 _ADDRESS = f'--master-addr "${{MASTER_ADDR:?the address of node 0}}" --master-port "{_PORT}"'
 
+_PORTS = """\
+# Node 0 listens on all its interfaces at MASTER_PORT; ranks and vLLM servers listen at further ports. Use a
+# network that only this run's users can reach; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose it.
+# SECURITY.md lists who can use what.
+"""
+
 
 class Launch(NamedTuple):
     """One way to start a run."""
@@ -46,10 +52,10 @@ def launches(spec: RunSpec, arguments: list[str]) -> list[Launch]:
     servers = spec.rollout.server
     is_beside = spec.has_rollout_servers and not (servers.urls or servers.is_placed_by_ray)
     taken = gpus + is_beside * servers.replicas * spec.rollout.tensor_model_parallel_size
-    slurm = (
-        f"srun --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {taken} --kill-on-bad-exit torchrun "
-        f'{shape} --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$HEAD:{_PORT}" -m {train}'
-    )
+    # Not torchrun's c10d rendezvous, which unpickles what anyone can store at its port.
+    each = f'torchrun {shape} --node-rank "$SLURM_NODEID" --master-addr "$HEAD" --master-port "{_PORT}"'
+    slurm = f"srun --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {taken} --kill-on-bad-exit "
+    slurm += f"bash -c {shlex.quote(f'{each} -m {train}')}"
     found = [
         Launch(
             "torchrun",
@@ -64,7 +70,7 @@ def launches(spec: RunSpec, arguments: list[str]) -> list[Launch]:
         Launch(
             "srun",
             "in a batch script, or after salloc",
-            ('HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)', slurm),
+            ('export HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)', slurm),
         ),
     ]
     # DeepSpeed's launcher hides all GPUs except one per rank, so servers on the same nodes would have none.
@@ -93,5 +99,7 @@ def _for_pdsh(argument: str) -> str:
 
 def print_commands(spec: RunSpec, arguments: list[str]) -> None:
     """Prints the commands of all launchers to stdout."""
+    if spec.trainer.nnodes > 1:
+        echo(_PORTS)
     for launch in launches(spec, arguments):
         echo("\n".join([f"# {launch.launcher}: {launch.where}", *launch.commands, ""]))

@@ -187,7 +187,7 @@ class PromptDataset:
     ) -> None:
         self._pad_id = pad_id_of(tokenizer)
         self.rows: list[Row] = []  # those kept, in order
-        self._ids: list[list[int]] = []
+        self.token_ids: list[list[int]] = []
         self.texts: list[str] = []  # their rendered prompts
         renderer = Renderer(tokenizer, chat_template_kwargs)
         for start in range(0, len(rows), TOKENISE_AT_ONCE):
@@ -197,7 +197,7 @@ class PromptDataset:
                 renderer.check_start(row, ids)
                 if len(ids) <= max_prompt_length:
                     self.rows.append(row)
-                    self._ids.append(ids)
+                    self.token_ids.append(ids)
                     self.texts.append(text)
                 elif not filter_overlong:
                     limit = f"data.max_prompt_length = {max_prompt_length}"
@@ -245,7 +245,7 @@ class PromptDataset:
         `group_ids`: position of each prompt in the batch over all ranks.
         """
         rows, texts = [self.rows[i] for i in indices], [self.texts[i] for i in indices]
-        return prompt_batch(rows, [self._ids[i] for i in indices], texts, group_ids, self._pad_id)
+        return prompt_batch(rows, [self.token_ids[i] for i in indices], texts, group_ids, self._pad_id)
 
 
 @lru_cache(maxsize=2)

@@ -1,33 +1,41 @@
 """Starts and monitors the ranks of this machine, and reports which one failed and why.
 
-Ranks are started by torch's elastic agent, on which torchrun is based: if one rank dies, the agent stops
-the others within seconds.
+The ranks form their process group through a file in a directory that only their user can read, so that the
+launcher opens no port. If one rank fails, the others are stopped within seconds.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, memory_failure, visible
+from rlctl.files import write_text
 from rlctl.leftovers import temporary_directory
 from rlctl.processes import end_with_parent
 
 _KINDS = {kind.exit_code: kind for kind in (RunFailure, UsageError, EnvironmentFailure)}
 _ERRORS = "RLCTL_RANK_ERRORS"
-_STOPPING_S = 3600
-_WATCH_S = 0.5
+#: Environment variable with the file through which ranks that were started here form their process group.
+STORE = "RLCTL_RANK_STORE"
+_START_METHOD = "spawn"
+#: Seconds: after a failure, in which other ranks may end by themselves; then, after SIGTERM.
+_SETTLE_S, _STOP_S = 1.0, 30.0
 _OWN_FAULT, _BUG, _LOST = range(3)
+_STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 class LostRank(RunFailure):
@@ -60,82 +68,142 @@ def refuse_in_import() -> None:
 def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
     """Runs `target(*args)` on `count` ranks of this machine.
 
+    SIGINT and SIGTERM are passed on to the ranks, which save and end.
+
     Args:
         target: a module-level function; an `RlctlError` that it raises on any rank is raised here.
 
     Returns:
-        The return value of the target on rank 0: the run's exit code.
+        The return value of the target on rank 0: the run's exit code; or 128 + the signal that stopped it.
 
     Raises:
         RlctlError: the error that a rank raised, with the number of the rank.
         RunFailure: a rank died without an error message (killed, out of memory).
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    # Suppress the agent's long report on a failed rank; the rank's own error is clearer.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    # On a stop signal, ranks finish their step and save, which may take long; by default torch kills them
-    # after half a minute.
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_STOPPING_S))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        run_id=f"rlctl-{os.getpid()}",
-        max_restarts=0,
-        monitor_interval=_WATCH_S,
-    )
-    with temporary_directory("ranks") as directory:
-        os.environ[_ERRORS] = str(directory)
+    with temporary_directory("ranks") as directory, _passing_signals() as (ranks, signals):
+        sizes = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+        shared = sizes | {_ERRORS: str(directory), STORE: str(directory / "store")}
+        context: Any = multiprocessing.get_context(_START_METHOD)
+        # Also blocked in a rank until `_rank_main`: Ctrl-C must not end its imports with a traceback.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
         try:
-            codes: dict[int, int] = elastic_launch(config, _rank_main)(os.getpid(), target, *args)
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            # A killed rank reports nothing; other ranks may already have reported that they lost it.
-            reported = _reported(directory, but_lost=failure.exitcode < 0)
-            if reported is None and failure.exitcode > 128:  # the rank ended itself on a signal
-                return int(failure.exitcode)
-            raise reported or RunFailure(
-                f"rank {rank} ended without an error message (exit code {failure.exitcode}); "
-                "the others were stopped",
-                fix="check the system log for an out-of-memory kill; resume with --resume",
-            ) from error
-        except SignalException as stop:
-            if reported := _reported(directory):  # such as no disk space for the last checkpoint
-                raise reported from None
-            return 128 + int(stop.sigval)
+            for number in range(count):
+                os.environ |= shared | {"RANK": str(number), "LOCAL_RANK": str(number)}
+                rank = context.Process(target=_rank_main, args=(os.getpid(), target, *args))
+                rank.start()
+                ranks.append(rank)
         finally:
-            os.environ.pop(_ERRORS, None)
-    return codes[0]
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+            for name in (*shared, "RANK", "LOCAL_RANK"):
+                os.environ.pop(name, None)
+        codes = _wait(ranks)
+        records = {int(path.stem): json.loads(path.read_text()) for path in directory.glob("*.json")}
+    return _outcome(codes, records, signals)
 
 
-def _rank_main(launcher: int, target: Callable[..., int], *args: object) -> int:
-    """Runs one rank; writes an error where the parent reads it, then exits so that the others are stopped."""
+@contextmanager
+def _passing_signals() -> Iterator[tuple[list[BaseProcess], list[int]]]:
+    """Context in which SIGINT and SIGTERM reach the ranks as SIGTERM; ranks that are left are killed.
+
+    Yields:
+        The ranks, to be filled by the caller, and the signals received.
+    """
+    ranks: list[BaseProcess] = []
+    signals: list[int] = []
+
+    def on_signal(number: int, _: Any) -> None:
+        signals.append(number)
+        for rank in ranks:
+            rank.terminate()
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, on_signal) for number in _STOPS if is_main}
+    try:
+        yield ranks, signals
+    finally:
+        for rank in ranks:
+            rank.kill()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(ranks: list[BaseProcess]) -> dict[int, int]:
+    """Waits until all ranks have ended; after a failure stops the others.
+
+    Returns:
+        Rank → exit code, of the ranks that were not stopped.
+    """
+    deadline = None
+    while running := [rank for rank in ranks if rank.exitcode is None]:
+        if deadline is None and any(rank.exitcode for rank in ranks):
+            deadline = time.monotonic() + _SETTLE_S
+        seconds = None if deadline is None else deadline - time.monotonic()
+        if seconds is not None and seconds <= 0:
+            break
+        connection.wait([rank.sentinel for rank in running], seconds)
+    codes = {number: rank.exitcode for number, rank in enumerate(ranks) if rank.exitcode is not None}
+    for rank in running:
+        rank.terminate()
+    deadline = time.monotonic() + _STOP_S
+    for rank in running:
+        rank.join(max(0.0, deadline - time.monotonic()))
+    return codes
+
+
+def _outcome(codes: dict[int, int], records: dict[int, dict[str, Any]], signals: list[int]) -> int:
+    """The run's exit code.
+
+    Args:
+        codes: see `_wait`.
+        records: rank → what it returned or raised.
+        signals: those that the launcher received.
+
+    Raises:
+        RlctlError: in this order: a rank's own error; a rank that was killed; a bug; a `LostRank`.
+    """
+    errors = sorted((each["order"], rank) for rank, each in records.items() if "what" in each)
+    has_own = bool(errors) and errors[0][0] == _OWN_FAULT
+    silent = {rank: code for rank, code in codes.items() if code and rank not in records}
+    killed = {
+        rank: code for rank, code in silent.items() if code <= 128 and not (signals and -code in _STOPS)
+    }
+    if killed and not has_own:
+        rank, code = next(iter(killed.items()))
+        raise RunFailure(
+            f"rank {rank} ended without an error message (exit code {code}); the others were stopped",
+            fix="check the system log for an out-of-memory kill; resume with --resume",
+        )
+    if errors and (has_own or not silent):
+        record = records[errors[0][1]]
+        kind = _KINDS.get(record["code"], RunFailure)
+        what = f"{record['what']} (rank {errors[0][1]})"
+        raise kind(what, where=record["where"], fix=record["fix"])
+    if silent:  # by a signal, before they could save
+        return 128 + signals[0] if signals else max(silent.values())
+    code = int(records[0]["code"])
+    return 128 + signals[0] if signals and code > 128 else code
+
+
+def _rank_main(launcher: int, target: Callable[..., int], *args: object) -> None:
+    """Runs one rank; writes what it returns or raises where the launcher reads it."""
     # A killed launcher releases the run's lock, so its ranks must end with it or not start at all.
     end_with_parent(signal.SIGKILL, launcher)
+    for number in _STOPS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
     try:
         code = target(*args)
-        if code > 128:  # on a signal; the agent got it too and ignores return values
-            sys.stdout.flush()
-            os._exit(code)
-        return code
     except LostRank as error:
-        time.sleep(4 * _WATCH_S)  # let the agent detect the lost rank first
         _report_error(error, _LOST)
     except RlctlError as error:
         _report_error(error, _OWN_FAULT)
-    except Exception as error:  # a bug: otherwise the parent would only see that a rank ended
-        time.sleep(4 * _WATCH_S)  # a killed rank may be the cause: let the agent detect it first
+    except Exception as error:  # a bug: otherwise the launcher would only see that a rank ended
         if failure := memory_failure(error):
             _report_error(failure, _OWN_FAULT)
         what = f"{type(error).__name__}: {error}"
         _report_error(RunFailure(what, fix=f"this is a bug; {_keep_traceback()}"), _BUG)
+    _record({"code": code})
 
 
 def end_rank(error: RlctlError) -> NoReturn:
@@ -148,37 +216,17 @@ def end_rank(error: RlctlError) -> NoReturn:
 
 
 def _report_error(error: RlctlError, order: int) -> NoReturn:
-    rank = os.environ.get("RANK", "0")
-    record = {
-        "what": error.what,
-        "where": error.where,
-        "fix": error.fix,
-        "code": error.exit_code,
-        "rank": int(rank),
-        "order": order,
-    }
-    (Path(os.environ[_ERRORS]) / f"{rank}.json").write_text(json.dumps(record))
+    words = {"what": error.what, "where": error.where, "fix": error.fix}
+    _record(words | {"code": error.exit_code, "order": order})
     sys.stdout.flush()
     os._exit(error.exit_code)
+
+
+def _record(record: dict[str, Any]) -> None:
+    write_text(Path(os.environ[_ERRORS]) / f"{os.environ.get('RANK', '0')}.json", json.dumps(record))
 
 
 def _keep_traceback() -> str:
     with tempfile.NamedTemporaryFile("w", prefix="rlctl-traceback-", suffix=".txt", delete=False) as file:
         traceback.print_exc(file=file)
     return f"the traceback is in {file.name}"
-
-
-def _reported(directory: Path, *, but_lost: bool = False) -> RlctlError | None:
-    """The lowest rank's `RlctlError`; else a bug; else a `LostRank`; None if no rank reported an error.
-
-    Args:
-        directory: where ranks write their errors.
-        but_lost: ignore `LostRank`.
-    """
-    records = [json.loads(path.read_text()) for path in directory.glob("*.json")]
-    records = [record for record in records if not but_lost or record["order"] != _LOST]
-    if not records:
-        return None
-    record = min(records, key=lambda record: (record["order"], record["rank"]))
-    kind = _KINDS.get(record["code"], RunFailure)
-    return kind(f"{record['what']} (rank {record['rank']})", where=record["where"], fix=record["fix"])

@@ -123,6 +123,13 @@ class PolicyModule(nn.Module):
         return (*tensors, *([] if most_likely_ids is None else [most_likely.T]))
 
     def _probe(self) -> None:
+        for name, weight in self.model.named_parameters():
+            if not weight.detach().sum().isfinite():  # a sum needs no memory
+                what, where = (
+                    f"{name} contains NaN or infinite numbers",
+                    f"model.path={self.model.name_or_path}",
+                )
+                raise UsageError(what, where=where, fix="use another copy of the model")
         self.head.is_linear = _head_is_linear(self.model)
         self.packs = can_pack(body_of(self.model))
         self._is_probed = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,11 +15,11 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore, HashStore, Store
 
 from rlctl.algos.metric_sums import Additive
-from rlctl.engine.launch import LostRank
+from rlctl.engine.launch import STORE, LostRank
 from rlctl.errors import EnvironmentFailure, UsageError
-from rlctl.processes import free_port
 from rlctl.spec.machine import gpus, gpus_are_hidden
 
 _Value = TypeVar("_Value")
@@ -26,7 +27,9 @@ _Value = TypeVar("_Value")
 #: Added to the run's own time limit, whose error is more informative than a timeout of torch.
 _GRACE = timedelta(minutes=5)
 #: Environment variables that torchrun would set for a single rank.
-_SINGLE_RANK_ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+_SINGLE_RANK_ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+#: Name of the loopback interface.
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 #: Set if a single rank set these variables itself.
 _IS_ALONE = "RLCTL_ALONE"
 
@@ -97,14 +100,16 @@ class Ranks:
         return [value for part in parts for value in part]
 
 
-def join_ranks(timeout_s: float = 1500.0) -> Ranks:
-    """Joins the process group that torchrun describes in the environment, or creates one of one rank.
+def join_ranks(timeout_s: float = 1500.0, *, on_loopback: bool = True) -> Ranks:
+    """Joins the process group that a launcher describes in the environment, or creates one of one rank.
 
-    DeepSpeed requires a process group even for one process, and searches for MPI without torchrun's
-    variables; a single rank therefore sets these variables itself.
+    Only a launcher of several machines has ranks meet at a port. For DeepSpeed and vLLM, a single rank sets
+    the variables that torchrun would set.
 
     Args:
         timeout_s: maximum time that ranks should wait for one another.
+        on_loopback: all processes that take part in collectives, rollout servers included, are on this
+            machine: gloo and NCCL use its loopback interface, unless the environment names another one.
 
     Raises:
         UsageError: there are more ranks on this machine than GPUs.
@@ -112,7 +117,7 @@ def join_ranks(timeout_s: float = 1500.0) -> Ranks:
     """
     refuse_idle_gpu()
     if "RANK" not in os.environ:
-        os.environ |= _SINGLE_RANK_ENV | {"MASTER_PORT": str(free_port()), _IS_ALONE: "1"}
+        os.environ |= _SINGLE_RANK_ENV | {_IS_ALONE: "1"}
     local_rank = int(os.environ["LOCAL_RANK"])
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
@@ -130,8 +135,21 @@ def join_ranks(timeout_s: float = 1500.0) -> Ranks:
         timeout, module = timedelta(seconds=timeout_s) + _GRACE, cast(Any, dist.distributed_c10d)
         # Groups that DeepSpeed and vLLM form would have 10 minutes with NCCL.
         module.default_pg_timeout = module.default_pg_nccl_timeout = timeout
-        dist.init_process_group(backend, timeout=timeout)
+        if on_loopback:
+            for library in ("GLOO", "NCCL"):
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", _LOOPBACK)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(
+            backend, timeout=timeout, store=_store(world_size), rank=rank, world_size=world_size
+        )
     return current_ranks(device)
+
+
+def _store(world_size: int) -> Store | None:
+    """Where the ranks exchange their addresses; None: at the launcher's port."""
+    if path := os.environ.get(STORE):
+        return FileStore(path, world_size)
+    return HashStore() if _IS_ALONE in os.environ else None
 
 
 def refuse_idle_gpu() -> None:
@@ -196,7 +214,7 @@ def leave_ranks() -> None:
 def clear_single_rank_env() -> None:
     """Removes the variables of a single rank: the next run in this process may have more ranks."""
     if os.environ.pop(_IS_ALONE, None):
-        for name in (*_SINGLE_RANK_ENV, "MASTER_PORT"):
+        for name in _SINGLE_RANK_ENV:
             os.environ.pop(name, None)
 
 

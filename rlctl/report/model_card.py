@@ -16,7 +16,7 @@ from rlctl.report.run_page import validation_rows
 from rlctl.spec.load import RUN_SPEC_FILE
 from rlctl.spec.rollout import DataSpec
 from rlctl.track.open_run import open_run, read_state
-from rlctl.train.preflight import known_data
+from rlctl.train.inputs import known_inputs
 
 _FIGURES = {
     "critic/score/mean": "mean reward of a batch",
@@ -77,7 +77,7 @@ def _figures(rows: Sequence[dict[str, object]]) -> list[list[str]]:
 
 def _data(run_dir: Path, data: DataSpec) -> str:
     """File names without directories, and hashes of the rows."""
-    prints = known_data(run_dir)
+    prints = known_inputs(run_dir, "rows") or {}
     lines = []
     for what, name in (("training", "train_files"), ("validation", "val_files")):
         key, files = f"data.{name}", getattr(data, name)

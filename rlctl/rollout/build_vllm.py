@@ -6,7 +6,9 @@ import contextlib
 import importlib.util
 import json
 import os
+import secrets
 import time
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from rlctl.prefix import reads_more_than_text
 from rlctl.rollout.completions import LOGPROBS_MODE, MERGE_LORA, listed_tokens, vllm_missing, vllm_options
 from rlctl.rollout.protocol import EngineContext, sampling_of
 from rlctl.rollout.replicas import Replicas, ReplicaSettings
+from rlctl.rollout.server_access import KEY, ask
 from rlctl.rollout.server_process import RayHost, ray_hosts
 from rlctl.rollout.vllm import TrainedVLLMRollout, VLLMRollout
 from rlctl.rollout.vllm_server import VLLMServerRollout
@@ -132,6 +135,8 @@ def _on_servers(context: EngineContext) -> VLLMServerRollout:
     published = adapters = replicas = broadcast = None
     directory = Path(server.weights_dir).expanduser() if server.weights_dir else None
     held = contextlib.ExitStack()
+    if not server.urls:
+        os.environ[KEY] = context.agree(os.environ.get(KEY) or secrets.token_hex(32))
     if is_main and server.urls:
         rank = spec.model.lora_rank * spec.syncs_adapter
         backends = reachable(server.urls, server.start_timeout, lora_rank=rank)
@@ -223,7 +228,11 @@ def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0) -> list[st
     for url in (given.rstrip("/") for given in urls):
         while True:
             try:
-                if httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success:
+                health = ask("GET", f"{url}/health", 5)
+                if health.status_code == HTTPStatus.UNAUTHORIZED:
+                    what, fix = "the server has another key", f"set {KEY} to the one that it was started with"
+                    raise EnvironmentFailure(what, where=f"rollout.server.urls: {url}", fix=fix)
+                if health.is_success:
                     backends.append(_check_settings(url, lora_rank))
                     break
                 words = "it is not healthy"
@@ -246,7 +255,7 @@ def _check_settings(url: str, lora_rank: int) -> str:
     """
     where = f"rollout.server.urls: {url}"
     fix = "start it with the options in docs/how-to/rollout-engines.md"
-    answer = httpx.get(f"{url}/server_info?config_format=json", timeout=_INFO_S, trust_env=False)
+    answer = ask("GET", f"{url}/server_info?config_format=json", _INFO_S)
     if not answer.is_success:
         what = "the server does not accept weight updates: vLLM's development mode is off"
         raise EnvironmentFailure(what, where=where, fix=f"{fix}, VLLM_SERVER_DEV_MODE=1 among them")

@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,19 @@ import httpx
 
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.rollout.completions import MERGE_LORA
+from rlctl.rollout.server_access import (
+    HOST,
+    KEY,
+    MODEL_NAME,
+    EngineProgress,
+    RequireKey,
+    ask,
+    probe_interval,
+)
 from rlctl.rollout.server_process import SERVE, LocalServer, RayHost, server_port
 
-MODEL_NAME = "policy"
 _WATCH_S = 0.5
-#: Seconds between two health checks of a server, and timeout of a check.
-_PROBE_S = 5.0
+_HEALTH_S = 5.0
 _LOG_LINES = 3
 
 
@@ -38,7 +45,7 @@ class ReplicaSettings:
         first_gpu: first GPU of the replicas; lower ones belong to the trainer. None: there are no GPUs.
         host: address of this machine at which every rank reaches the replicas.
         start_timeout: seconds within which a replica must respond after its start.
-        answer_timeout: seconds after which a replica that does not respond is stopped and restarted.
+        answer_timeout: seconds after which a replica whose engine produces no token is stopped and restarted.
         max_restarts: limit for all replicas together.
     """
 
@@ -52,6 +59,7 @@ class ReplicaSettings:
     def arguments(self, model: Path | str) -> list[str]:
         """Arguments of `vllm serve`, except host and port."""
         arguments = [str(model), "--served-model-name", MODEL_NAME]
+        arguments += ["--middleware", f"{RequireKey.__module__}.{RequireKey.__name__}"]
         if self.first_gpu is None:
             # The worker runs in the engine's process: a separate one would only delay the start.
             arguments += ["--distributed-executor-backend", "uni"]
@@ -65,14 +73,22 @@ class _Replica:
     port: int
     log: Path
     process: LocalServer | RayHost | None = None
+    progress: EngineProgress = field(init=False)
     is_ready: threading.Event = field(default_factory=threading.Event)
-    heard: float = 0.0  # monotonic time of the last response, and of the next health check
+    heard: float = 0.0  # monotonic time of the engine's last progress, and of the next check
     ask_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.progress = EngineProgress(self.url)
+
+    @property
+    def address(self) -> str:
+        """Host and port, as in the URL."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"http://{self.address}"
 
     def log_tail(self) -> str:
         """The last lines of its log, preferably those that contain an error."""
@@ -110,7 +126,7 @@ class Replicas:
             _Replica(index, host, port, log_dir / f"engine-{index}.log")
             for index, (host, port) in enumerate(where)
         ]
-        self._restarts_left = settings.max_restarts
+        self._restarts_left, self._patience = settings.max_restarts, settings.answer_timeout
         self._failure: RunFailure | None = None
         self._is_closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="replicas", daemon=True)
@@ -146,6 +162,17 @@ class Replicas:
                         where=str(replica.log),
                         fix="see its log; or sample with rollout.name=hf",
                     )
+
+    @contextlib.contextmanager
+    def loading(self, seconds: float) -> Iterator[None]:
+        """Context in which engines load weights, and may produce no tokens for this long."""
+        self._patience = max(seconds, self._settings.answer_timeout)
+        try:
+            yield
+        finally:
+            for replica in self._replicas:
+                replica.heard = time.monotonic()
+            self._patience = self._settings.answer_timeout
 
     def check(self) -> None:
         """Raises the failure of the monitoring thread, if there is one.
@@ -186,12 +213,14 @@ class Replicas:
             now = time.monotonic()
             if was_ready and now < replica.ask_at:
                 return
-            if _answers(replica.url):
+            interval = probe_interval(self._settings.answer_timeout)
+            if _works(replica, interval):
                 replica.is_ready.set()
-                replica.heard, replica.ask_at = now, now + _PROBE_S
-            if not was_ready or now - replica.heard < self._settings.answer_timeout:
+                replica.heard = now
+            replica.ask_at = now + interval
+            if not was_ready or now - replica.heard < self._patience:
                 return
-            what = f"listens but has not answered for {now - replica.heard:.0f} s"
+            what = f"runs, but its engine has not answered for {now - replica.heard:.0f} s"
         else:
             what = f"ended with code {code}"
         replica.is_ready.clear()
@@ -206,8 +235,9 @@ class Replicas:
     def _launch(self, replica: _Replica) -> None:
         settings, model = self._settings, self._model()
         arguments = [*SERVE, *settings.arguments(model), "--host", replica.host, "--port", str(replica.port)]
-        # Weight sync is an endpoint of vLLM's development mode: anyone who can reach the port can use it.
+        # Weight sync is an endpoint of vLLM's development mode.
         environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        environment |= {KEY: os.environ[KEY], HOST: replica.address}
         if settings.options.get("enable_lora"):
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if settings.first_gpu is None:
@@ -228,9 +258,12 @@ class Replicas:
         return names[first + index * size : first + (index + 1) * size]
 
 
-def _answers(url: str) -> bool:
+def _works(replica: _Replica, timeout: float) -> bool:
+    """Whether the server answers; once it is ready: whether its engine works."""
     with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(f"{url}/health", timeout=_PROBE_S, trust_env=False).status_code == 200
+        if replica.is_ready.is_set():
+            return replica.progress.is_seen(timeout)
+        return ask("GET", f"{replica.url}/health", _HEALTH_S).is_success
     return False
 
 

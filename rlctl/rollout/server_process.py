@@ -239,7 +239,8 @@ def _ready(references: list[Any], seconds: float, whose: str) -> None:
 
 
 def main() -> None:
-    """Runs vLLM's command line; ends with its parent."""
+    """Runs vLLM's command line; ends with its parent. Its sockets and files are for its user alone."""
+    os.umask(0o077)
     end_with_parent(signal.SIGTERM, int(os.environ.pop(PARENT)))  # a killed trainer leaves no server behind
     _name_the_build()
     from vllm.entrypoints.cli.main import main as vllm_main

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -27,7 +28,8 @@ from rlctl.rollout.completions import (
     listed_tokens,
 )
 from rlctl.rollout.protocol import EngineContext, Policy, Sampling, SavedAdapter
-from rlctl.rollout.replicas import MODEL_NAME, Replicas
+from rlctl.rollout.replicas import Replicas
+from rlctl.rollout.server_access import MODEL_NAME, ONE_TOKEN, EngineProgress, authorization, probe_interval
 from rlctl.rollout.weight_broadcast import WeightBroadcast
 from rlctl.rollout.weights import PublishedWeights, VersionedDir
 
@@ -37,7 +39,6 @@ CONNECTIONS = 128
 _SYNC_S = 600.0
 _RETRY_S = 1.0
 _TRIES = 3
-_PROBE_S = 5.0
 _Result = TypeVar("_Result")
 
 
@@ -124,6 +125,15 @@ class VLLMServerRollout(CompletionRollout):
         """
         self._policy_version = None
         self._agree("")  # waits until all ranks have their batches: the shared servers may still be sampling
+        with failing_together(self._agree):
+            if self._rank == 0 and self._newest.tag:  # an engine that hangs is found before it should load
+                _result_of(self._everywhere(self._probe, self._answer_timeout))
+        with contextlib.ExitStack() as stack:
+            if self._replicas:  # broadcasts have a time limit per chunk
+                stack.enter_context(self._replicas.loading(math.inf if self._starts_empty else _SYNC_S))
+            self._sync(policy, policy_version)
+
+    def _sync(self, policy: Policy, policy_version: int) -> None:
         adapter = policy.adapter() if self._takes_adapter else None
         weights = None  # the base of an adapter does not change
         if adapter is None or not self._newest.weights:
@@ -173,7 +183,9 @@ class VLLMServerRollout(CompletionRollout):
 
             for _ in range(_TRIES):
                 places = self._places(index for index in range(len(requests)) if index not in answers)
-                found = await self._unless_silent(ask(index, url) for index, url in places.items())
+                found = await self._unless_silent(
+                    (ask(index, url) for index, url in places.items()), self._answer_timeout
+                )
                 current = await self._with_newest(client, set(places.values()))
                 answers |= {
                     index: answer
@@ -245,7 +257,8 @@ class VLLMServerRollout(CompletionRollout):
             newest = replace(newest, adapter=str(self._adapters.publish(name, adapter.save)))
         if starts:
             starts.start()  # each server loads the newest weights on start
-        _result_of(self._load_everywhere(newest, with_weights=not (weights is None or starts)))
+        load = partial(self._load, newest=newest, with_weights=not (weights is None or starts))
+        _result_of(self._everywhere(load, max(self._answer_timeout, _SYNC_S)))
         return newest
 
     def _forms_group(self, broadcast: WeightBroadcast) -> bool:
@@ -255,7 +268,12 @@ class VLLMServerRollout(CompletionRollout):
             RunFailure: the group cannot be formed, and a broadcast is required.
         """
         try:
-            if not (broadcast.is_connected and _result_of(self._have_newest())):
+            tags = (
+                _result_of(self._everywhere(self._tag, self._answer_timeout))
+                if broadcast.is_connected
+                else []
+            )
+            if set(tags) != {self._newest.tag}:  # a restarted server is not in the group any more
                 broadcast.connect()
         except RunFailure as error:
             if self._needs_broadcast:
@@ -264,27 +282,24 @@ class VLLMServerRollout(CompletionRollout):
             self._broadcast = None
         return self._broadcast is not None
 
-    async def _have_newest(self) -> bool:
-        """Whether no server was restarted since the last sync; a restart removes it from the group."""
+    async def _everywhere(
+        self, call: Callable[[httpx.AsyncClient, str], Awaitable[_Result]], patience: float
+    ) -> list[_Result]:
         async with self._client(timeout=_SYNC_S) as client:
-            tags = await self._unless_silent(self._tag(client, url) for url in self._urls)
-        return set(tags) == {self._newest.tag}
+            return await self._unless_silent((call(client, url) for url in self._urls), patience)
 
-    async def _load_everywhere(self, newest: PublishedPaths, *, with_weights: bool) -> None:
-        async with self._client(timeout=_SYNC_S) as client:
-            await self._unless_silent(
-                self._load(client, url, newest, with_weights=with_weights) for url in self._urls
-            )
+    async def _probe(self, client: httpx.AsyncClient, url: str) -> None:
+        await self._send(client, url, "/v1/completions", ONE_TOKEN)
 
-    async def _unless_silent(self, work: Iterable[Awaitable[_Result]]) -> list[_Result]:
-        """Returns the results; meanwhile checks regularly that every server responds.
+    async def _unless_silent(self, work: Iterable[Awaitable[_Result]], patience: float) -> list[_Result]:
+        """Returns the results; meanwhile checks regularly that every server's engine works.
 
         Raises:
-            RunFailure: a server listens but does not respond.
+            RunFailure: an engine has produced no token for `patience` seconds.
         """
         together: asyncio.Future[list[_Result]] = asyncio.gather(*work)
         tasks: list[asyncio.Future[Any]] = [together]
-        tasks += [asyncio.create_task(_until_silent(url, self._answer_timeout)) for url in self._urls]
+        tasks += [asyncio.create_task(_until_silent(url, patience)) for url in self._urls]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if together not in done:
@@ -390,8 +405,12 @@ class VLLMServerRollout(CompletionRollout):
     @staticmethod
     def _client(timeout: float | None) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS)
-        # trust_env=False: proxies of the environment are for external hosts, not for engines.
-        return httpx.AsyncClient(timeout=httpx.Timeout(timeout, connect=30), limits=limits, trust_env=False)
+        return httpx.AsyncClient(
+            headers=authorization(),
+            timeout=httpx.Timeout(timeout, connect=30),
+            limits=limits,
+            trust_env=False,  # proxies of the environment are for external hosts, not for engines
+        )
 
 
 def _result_of(work: Coroutine[Any, Any, _Result]) -> _Result:
@@ -405,26 +424,24 @@ def _result_of(work: Coroutine[Any, Any, _Result]) -> _Result:
 
 
 async def _until_silent(url: str, patience: float) -> None:
-    """Checks a server's health every few seconds. `_send` handles servers that refuse connections.
+    """Checks every few seconds that a server's engine works. `_send` handles servers that refuse connections.
 
     Raises:
-        RunFailure: the server has not responded for `patience` seconds.
+        RunFailure: the engine has produced no token for `patience` seconds.
     """
-    interval = min(_PROBE_S, patience / 4)
-    async with httpx.AsyncClient(timeout=interval, trust_env=False) as client:
-        heard = time.monotonic()
-        while (silence := time.monotonic() - heard) < patience:
-            await asyncio.sleep(interval)
-            try:
-                if (await client.get(f"{url}/health")).is_success:
-                    note_progress()  # sampling may take longer than the watchdog's limit
-            except (httpx.ReadTimeout, httpx.WriteTimeout):
+    interval, progress = probe_interval(patience), EngineProgress(url)
+    heard = time.monotonic()
+    while (silence := time.monotonic() - heard) < patience:
+        await asyncio.sleep(interval)
+        try:
+            if not await asyncio.to_thread(progress.is_seen, interval):
                 continue
-            except httpx.HTTPError:
-                pass
-            heard = time.monotonic()
+            note_progress()  # sampling may take longer than the watchdog's limit
+        except httpx.HTTPError:
+            pass
+        heard = time.monotonic()
     raise RunFailure(
-        f"a vLLM server listens but has not answered for {silence:.0f} s",
+        f"a vLLM server runs, but its engine has not answered for {silence:.0f} s",
         where=url,
         fix="see its log and start it again; rollout.server.answer_timeout sets this limit",
     )

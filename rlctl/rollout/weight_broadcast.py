@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
@@ -19,11 +20,13 @@ from urllib.parse import urlsplit
 import httpx
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, TCPStore
 
 from rlctl.errors import RunFailure, one_line
+from rlctl.leftovers import temporary_directory
 from rlctl.processes import free_port
 from rlctl.rollout.process_state import IsolatedState
+from rlctl.rollout.server_access import ask
 from rlctl.rollout.weights import ExpectedWeights
 
 #: Weights are sent in chunks of about this size; the main rank temporarily holds a chunk twice.
@@ -32,6 +35,7 @@ CHUNK_BYTES = 2**29
 _CONNECT_S, _LOAD_S = 120.0, 600.0
 #: Timeout of a broadcast over gloo, in seconds.
 _GLOO_S = 60.0
+_NOT_FORMED = "the group for weight transfer was not formed"
 _Result = TypeVar("_Result")
 
 
@@ -60,22 +64,23 @@ class WeightBroadcast:
         """
         self.close()
         sizes = [int(_ask(url, "/get_world_size")["world_size"]) for url in self._urls]
-        host = own_address(self._urls)
-        port, world_size = free_port(host), 1 + sum(sizes)
         kind: Callable[..., _NcclGroup | _GlooGroup] = (
             _NcclGroup if self._device.type == "cuda" else _GlooGroup
         )
-        opened = _in_background(kind, host, port, world_size, self._device)
+        created = _in_background(kind, 1 + sum(sizes), self._urls, self._device)
+        _all_done([created], _CONNECT_S, _NOT_FORMED)
+        group = created.result()
+        opened = _in_background(group.join)
         offsets = accumulate([1, *sizes[:-1]])  # group rank of each server's first worker; rank 0 is this one
         # Each update request is one packed broadcast of any size.
-        common = {"master_address": host, "master_port": port, "world_size": world_size, "packed": True}
+        common = group.meeting | {"world_size": group.world_size, "packed": True}
         common |= {"packed_buffer_size_bytes": 2**62, "packed_num_buffers": 1}
         joined = [
             _post(url, "/init_weight_transfer_engine", {"init_info": common | {"rank_offset": offset}})
             for url, offset in zip(self._urls, offsets, strict=True)
         ]
-        _all_done([opened, *joined], _CONNECT_S, "the group for weight transfer was not formed")
-        self._group = opened.result()
+        _all_done([opened, *joined], _CONNECT_S, _NOT_FORMED)
+        self._group = group
 
     def send(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Loads new weights into every server.
@@ -134,17 +139,27 @@ def _chunks(
 
 
 class _NcclGroup:
-    """The main rank of a group that sends (N,) uint8 to every worker, and leaves without waiting for them."""
+    """The main rank of a group that sends (N,) uint8 to every worker, and leaves without waiting for them.
 
-    def __init__(self, host: str, port: int, world_size: int, device: torch.device) -> None:
-        self._device = device
-        with IsolatedState().running(), torch.cuda.device(device):
-            from vllm.distributed.weight_transfer.nccl_common import trainer_init
+    Attributes:
+        meeting: where the workers find the group, for vLLM. The id of an NCCL group goes through the servers'
+            protected port; vLLM's alternative is a port that everyone can use, whose content it unpickles.
+    """
 
-            where = {"master_address": host, "master_port": port, "world_size": world_size}
-            self._communicator = trainer_init(where)
-        if self._communicator.disabled:  # its broadcasts would have no effect
-            raise RunFailure("vLLM cannot load NCCL in the trainer's process")
+    def __init__(self, world_size: int, urls: list[str], device: torch.device) -> None:
+        del urls
+        self.world_size, self._device = world_size, device
+        with IsolatedState().running():
+            from vllm.distributed.device_communicators.pynccl import NCCLLibrary
+
+            self._id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
+        self.meeting = {"nccl_unique_id_b64": b64encode(self._id).decode()}
+
+    def join(self) -> None:
+        with IsolatedState().running(), torch.cuda.device(self._device):
+            from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+
+            self._communicator = uid_init_process_group(self._id, 0, self.world_size, self._device)
 
     def broadcast(self, data: Tensor) -> None:
         with torch.cuda.device(self._device):  # set per thread
@@ -163,31 +178,45 @@ _LEFT: list[Any] = []
 
 
 class _GlooGroup:
-    """The same over gloo."""
+    """The same over gloo; on one machine, its members meet at a file that only their user can read."""
 
-    def __init__(self, host: str, port: int, world_size: int, device: torch.device) -> None:
+    def __init__(self, world_size: int, urls: list[str], device: torch.device) -> None:
         del device
-        self._group = join_gloo(host, port, 0, world_size)
+        self.world_size, self._held = world_size, contextlib.ExitStack()
+        host = own_address(urls)
+        if host in {"127.0.0.1", "::1"}:
+            directory = self._held.enter_context(temporary_directory("weights"))
+            self._where, self._port = str(directory / "store"), 0
+        else:
+            self._where, self._port = host, free_port(host)
+        self.meeting = {"master_address": self._where, "master_port": self._port}
+
+    def join(self) -> None:
+        self._group = join_gloo(self._where, self._port, 0, self.world_size)
 
     def broadcast(self, data: Tensor) -> None:
         self._group.broadcast(data, 0).wait()
 
     def abort(self) -> None:
         _LEFT.append(self._group)
+        self._held.close()
 
 
-def join_gloo(host: str, port: int, rank: int, world_size: int) -> Any:
-    """A gloo group separate from torch's default one; rank 0 listens at the port."""
-    listener = socket.create_server((host, port)).detach() if rank == 0 else None  # at this address only
-    store = TCPStore(
-        host,
-        port,
-        None,
-        rank == 0,
-        timedelta(seconds=_CONNECT_S),
-        wait_for_workers=False,
-        master_listen_fd=listener,
-    )
+def join_gloo(where: str, port: int, rank: int, world_size: int) -> Any:
+    """A gloo group separate from torch's default one.
+
+    Args:
+        where: path of the file at which the ranks meet, or address at which rank 0 listens at the port.
+    """
+    store: FileStore | TCPStore
+    if where.startswith("/"):
+        store = FileStore(where, world_size)
+    else:
+        listener = socket.create_server((where, port)).detach() if rank == 0 else None  # at this address only
+        timeout = timedelta(seconds=_CONNECT_S)
+        store = TCPStore(
+            where, port, None, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listener
+        )
     return ProcessGroupGloo(store, rank, world_size, timedelta(seconds=_GLOO_S))
 
 
@@ -214,7 +243,7 @@ def _post(url: str, path: str, body: dict[str, Any]) -> Future[Any]:
 def _ask(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
     method = "GET" if body is None else "POST"
     try:
-        answer = httpx.request(method, url + path, json=body, timeout=_LOAD_S, trust_env=False)
+        answer = ask(method, url + path, _LOAD_S, body)
     except httpx.HTTPError as error:
         raise RunFailure(f"a vLLM server fails at {path}: {one_line(error)}", where=url) from error
     if not answer.is_success:

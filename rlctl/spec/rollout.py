@@ -103,7 +103,7 @@ class ServerSpec(Section):
     start_timeout: float = Field(default=600.0, gt=0)
     """Maximum seconds for the start or restart of an engine."""
     answer_timeout: float = Field(default=120.0, gt=0)
-    """Seconds after which an engine that does not respond counts as crashed."""
+    """Seconds after which an engine that produces no token counts as crashed."""
     max_restarts: int = Field(default=3, ge=0)
     """Maximum number of restarts of crashed engines in one run, over all engines."""
 

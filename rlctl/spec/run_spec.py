@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field
 
@@ -14,6 +15,7 @@ from rlctl.spec.rollout import DataSpec, EngineCapabilities, RewardSpec, Rollout
 
 Logger = Annotated[str, Registered(TRACKERS)]
 Loggers = Annotated[list[Logger], BeforeValidator(one_or_many, json_schema_input_type=list[Logger] | str)]
+_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 #: A valid directory name: no separators, neither hidden nor `..`.
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 
@@ -114,6 +116,9 @@ class TrainerSpec(Section):
     """Seed of data order, sampling and initialisation."""
     run_dir: Annotated[str | None, NullWord] = None
     """Run directory; null: `runs/<project_name>/<experiment_name>-<time>`."""
+    accept_changed_inputs: bool = False
+    """With `--resume`: continue although models, prompts or your files are not as at the start of the run.
+    Not recorded: each resume needs it again."""
 
 
 class RunSpec(Section):
@@ -212,6 +217,14 @@ class RunSpec(Section):
     def has_rollout_servers(self) -> bool:
         """Whether rollout engines run in separate processes."""
         return self.rollout.mode == "server" and "server" in self.rollout_engine.modes
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether all ranks and rollout servers are on one machine."""
+        server = self.rollout.server
+        is_local = all(urlsplit(url).hostname in _LOOPBACK for url in server.urls)
+        is_beside = not self.has_rollout_servers or (is_local and not server.is_placed_by_ray)
+        return self.trainer.nnodes == 1 and is_beside
 
     def broadcasts_weights(self, *, on_gpus: bool) -> bool:
         """Whether servers receive new weights by broadcast; an adapter is always sent as files."""

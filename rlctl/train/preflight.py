@@ -1,4 +1,4 @@
-"""Checks before a run starts or continues: files, disk space, trackers, changed settings and data.
+"""Checks before a run starts or continues: files, disk space, trackers, changed settings.
 
 Neither torch nor pyarrow is imported before the files are checked: errors appear within a second.
 """
@@ -6,17 +6,16 @@ Neither torch nor pyarrow is imported before the files are checked: errors appea
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlctl.errors import Problem, SpecError, UsageError
-from rlctl.files import matches, sha256_of, write_text
+from rlctl.files import matches
 from rlctl.model_files import check_adapter, check_directory, looks_local
 from rlctl.registry import TRACKERS
 from rlctl.spec.keys import changes, flat
@@ -27,9 +26,7 @@ from rlctl.track.redaction import is_masked
 from rlctl.user_code import files_of
 
 if TYPE_CHECKING:
-    from rlctl.data.prompts import PromptDataset
-    from rlctl.data.schema import Row
-    from rlctl.engine.ranks import Ranks
+    pass
 
 #: At least one of these must exist for a tokenizer to load.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -66,14 +63,12 @@ _SAFE = frozenset(
         "trainer.max_ckpt_to_keep",
         "trainer.rollouts_per_step",
         "trainer.run_dir",
+        "trainer.accept_changed_inputs",
     }
 )
 
 #: Safe if the learning rate does not depend on the length of the run.
 _LENGTH = frozenset({"trainer.total_epochs", "trainer.total_training_steps"})
-
-#: File in a run directory: fingerprints of its training and validation rows, and of users' files with parts.
-DATA_FILE = "data.json"
 
 
 def check_inputs(spec: RunSpec) -> list[Problem]:
@@ -230,76 +225,6 @@ def masked_values(spec: RunSpec) -> list[Problem]:
 
 
 # --- a run that continues ---------------------------------------------------------------------------
-
-
-def check_data(
-    spec: RunSpec, prompts: Mapping[str, PromptDataset | None], run_dir: Path, ranks: Ranks, *, resume: bool
-) -> list[str]:
-    """Stores the fingerprints of rows and users' files; a resumed run first compares them with stored ones.
-
-    Returns warnings about changed files.
-
-    Raises:
-        UsageError: a resumed run has other rows.
-    """
-    rows = {key: data_fingerprint(each.rows) for key, each in prompts.items() if each}
-    code, before = code_fingerprints(spec), known_data(run_dir) if resume else {}
-    refuse_changed_data(before, rows, run_dir)
-    ranks.barrier()  # every rank has read the old file
-    if ranks.is_main:
-        write_text(run_dir / DATA_FILE, json.dumps(before | rows | code, indent=2) + "\n")
-    return [
-        f"warning: {file} has changed since the run began: steps before and after differ in more than data"
-        for file, fingerprint in code.items()
-        if before.get(file, fingerprint) != fingerprint
-    ]
-
-
-def data_fingerprint(rows: Iterable[Row]) -> str:
-    """SHA-256 of sources, prompts, ground truths and other fields, in order.
-
-    Shipped graders do not read the other fields, but user-defined graders may.
-    """
-    digest = hashlib.sha256()
-    for row in rows:
-        messages = [[message.role, message.content] for message in row.prompt]
-        content = [row.data_source, messages, row.ground_truth, row.extra]
-        digest.update(json.dumps(content, sort_keys=True, default=str).encode())
-    return digest.hexdigest()
-
-
-def code_fingerprints(spec: RunSpec) -> dict[str, str]:
-    """Absolute path of each user's file that the spec names as `file.py:function` → its SHA-256."""
-
-    def texts(value: Any) -> Iterator[str]:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, list | dict):
-            for part in value.values() if isinstance(value, dict) else value:
-                yield from texts(part)
-
-    return {str(file): sha256_of(file) for file in files_of(*texts(spec.model_dump(mode="json")))}
-
-
-def known_data(run_dir: Path) -> dict[str, str]:
-    """Key of the spec, or file → fingerprint when the run began; empty for runs of older versions."""
-    path = run_dir / DATA_FILE
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-
-
-def refuse_changed_data(before: Mapping[str, str], now: Mapping[str, str], run_dir: Path) -> None:
-    """Refuses to continue with other rows, because batches are drawn by row number.
-
-    Raises:
-        UsageError: rows differ from those that the run began with.
-    """
-    for key, fingerprint in now.items():
-        if before.get(key, fingerprint) != fingerprint:
-            raise UsageError(
-                "the rows are not those at the start of the run",
-                where=key,
-                fix=f"restore the files; to continue with the new rows, delete {run_dir / DATA_FILE}",
-            )
 
 
 def refuse_unsafe(before: RunSpec, after: RunSpec) -> list[str]:

@@ -25,8 +25,9 @@ from rlctl.track.rollouts import RolloutWriter
 from rlctl.track.run_dir import note_in_environment
 from rlctl.track.sink import SinkInputs
 from rlctl.track.tracker import Tracker, build_tracker
+from rlctl.train.inputs import check_rows
 from rlctl.train.models import Models, build_models
-from rlctl.train.preflight import check_data, num_batches
+from rlctl.train.preflight import num_batches
 from rlctl.train.run import Run, past_metrics
 from rlctl.train.saving import Restored, restore
 from rlctl.train.score_batch import kl_controller
@@ -61,7 +62,7 @@ def build(
     train_prompts = _prompts(train_files, tokenizer, spec)
     val_prompts = _prompts(val_files, tokenizer, spec) if val_files else None
     prompts = {"data.train_files": train_prompts, "data.val_files": val_prompts}
-    code_notes = check_data(spec, prompts, run_dir, ranks, resume=resume)
+    changes = check_rows(spec, prompts, run_dir, ranks)
     train_prompts.check_batch_size(spec.data.train_batch_size)
     total_steps = num_batches(spec, len(train_prompts))
     stream = _stream(spec, ranks, train_prompts, models, total_steps, stack)
@@ -93,7 +94,7 @@ def build(
     tracker = stack.enter_context(_tracker(spec, run_dir, ranks, stop, watchdog, total_steps, restored.step))
     if writer:
         stack.callback(writer.flush)
-    notes = [*restored.notes, *code_notes]
+    notes = [*restored.notes, *changes]
     if count := train_prompts.num_dropped:
         limit = f"data.max_prompt_length = {spec.data.max_prompt_length}"
         notes.append(f"training prompts of more than {limit} tokens are excluded: {count:,}")

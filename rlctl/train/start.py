@@ -15,7 +15,7 @@ from rlctl import leftovers
 from rlctl.engine.launch import run_ranks, under_torchrun
 from rlctl.errors import EnvironmentFailure, SpecError, UsageError
 from rlctl.files import matches
-from rlctl.model_files import model_directory
+from rlctl.model_files import hub_commit, model_directory
 from rlctl.spec.base import seconds
 from rlctl.spec.load import RUN_SPEC_FILE, dump_spec, recorded_spec
 from rlctl.spec.model import EMBEDDED, NAMED_MODELS
@@ -24,6 +24,7 @@ from rlctl.tiny.embedded import ensure_embedded
 from rlctl.track.console import Startup
 from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import claim_default_path, open_run_dir
+from rlctl.train.inputs import compare_inputs, file_fingerprints
 from rlctl.train.preflight import check_trackers, masked_values, refuse_unsafe
 from rlctl.train.stop import Watchdog, catching_signals, end_process
 from rlctl.user_code import is_file_function, split_names
@@ -68,18 +69,22 @@ def start_run(
     if masked := masked_values(spec):
         raise SpecError(masked)
     run_dir = resume or _path_of(spec)
-    target_args = (dump_spec(spec), str(run_dir), resume is not None)
     if under_torchrun() and os.environ["RANK"] != "0":
-        return run_dir, run_rank(*target_args)
+        return run_dir, run_rank(dump_spec(spec), str(run_dir), resume is not None)
     for problem in check_trackers(spec):  # only rank 0 needs them
         raise EnvironmentFailure(problem.what, where=problem.key, fix=problem.fix)
+    lines = [f"changed: {line}" for line in changes_of(run_dir, spec)] if resume else []
+    if not spec.is_embedded:
+        spec = _updated(spec, "model", revision=hub_commit(spec.model.path, spec.model.revision))
+    inputs = file_fingerprints(spec)
     with open_run_dir(run_dir, resume=resume is not None) as opened:
-        if resume:
-            for line in changes_of(run_dir, spec):
-                note(f"changed: {line}")
-        opened.write_spec(spec.model_dump(mode="json"))
+        lines += compare_inputs(run_dir, "files", inputs, accepts=spec.trainer.accept_changed_inputs)
+        for line in lines:
+            note(line)
+        opened.write_spec(_updated(spec, "trainer", accept_changed_inputs=False).model_dump(mode="json"))
         opened.write_environment()
         note(f"run directory: {run_dir}")
+        target_args = (dump_spec(spec), str(run_dir), resume is not None)
         try:
             exit_code = _run(spec, target_args, note, callbacks, on_second_signal)
             if exit_code > 128 and not resume:
@@ -155,9 +160,10 @@ def run_rank(
             with missing_ranks():
                 if spec.world_size > 1:
                     startup.phase(f"waiting for all {spec.world_size} ranks")
-                ranks = join_ranks(seconds(spec.trainer.hang_timeout))
+                timeout = seconds(spec.trainer.hang_timeout)
+                ranks = join_ranks(timeout, on_loopback=spec.is_on_one_machine)
                 stop.at_once = False
-                spec = _with_main_dtype(spec, ranks)
+                spec = _as_on_main(spec, ranks)
                 with contextlib.ExitStack() as stack:
                     run = build(spec, Path(run_dir), ranks, stop, startup, watchdog, stack, resume=is_resumed)
                     run.callbacks.extend(callbacks if ranks.is_main else ())
@@ -174,10 +180,17 @@ def run_rank(
             clear_single_rank_env()
 
 
-def _with_main_dtype(spec: RunSpec, ranks: Ranks) -> RunSpec:
-    """The spec with the main rank's dtype, which depends on its hardware unless the spec sets it."""
-    dtype = ranks.first(spec.engine.dtype if ranks.is_main else "")
-    return spec.model_copy(update={"engine": spec.engine.model_copy(update={"dtype": dtype})})
+def _as_on_main(spec: RunSpec, ranks: Ranks) -> RunSpec:
+    """The spec with what the main rank resolved: dtype, which depends on its hardware, and model's commit."""
+    dtype, revision = (
+        ranks.first((value or "") if ranks.is_main else "")
+        for value in (spec.engine.dtype, spec.model.revision)
+    )
+    return _updated(_updated(spec, "engine", dtype=dtype), "model", revision=revision or None)
+
+
+def _updated(spec: RunSpec, section: str, **values: Any) -> RunSpec:
+    return spec.model_copy(update={section: getattr(spec, section).model_copy(update=values)})
 
 
 def _path_of(spec: RunSpec) -> Path:

@@ -78,7 +78,7 @@ def test_responses_of_the_built_in_task_are_explained_without_a_validation_too(t
 
 def test_a_model_card_says_what_was_trained_on_what_with_which_result(tmp_path: Path) -> None:
     path = a_run(tmp_path / "a", "model.path=someone/base-1b", "data.train_files=/secret/place/own.parquet")
-    (path / "data.json").write_text(json.dumps({"data.train_files": "ab12"}))
+    (path / "inputs.json").write_text(json.dumps({"rows": {"data.train_files": "ab12"}}))
     card = model_card(path, step=4)
     head = yaml.safe_load(card.split("---")[1])
     assert head["base_model"] == "someone/base-1b"

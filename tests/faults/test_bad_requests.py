@@ -123,17 +123,20 @@ def test_read_only_parent(tmp_path: Path) -> None:
 
 
 def test_a_resume_with_other_rows(copy: Path) -> None:
-    kept = copy / "data.json"
+    kept = copy / "inputs.json"
     content = json.loads(kept.read_text())
-    assert list(content) == ["data.train_files", "data.val_files"]
-    kept.write_text(json.dumps(content | {"data.train_files": "0" * 64}))
+    assert list(content["rows"]) == ["data.train_files", "data.val_files"]
+    changed = content["rows"] | {"data.train_files": "0" * 64}
+    kept.write_text(json.dumps(content | {"rows": changed}))
     lines = runs.metrics(copy)
     job = runs.resume(copy, "trainer.total_training_steps=3")
-    refused(job, 2, "data.train_files", "not those at the start of the run", f"delete {kept}")
+    refused(job, 2, "not as at the start of the run: data.train_files", "trainer.accept_changed_inputs=true")
     assert runs.metrics(copy) == lines
-    kept.unlink()
-    assert runs.resume(copy, "trainer.total_training_steps=3").wait() == 0
+    job = runs.resume(copy, "trainer.total_training_steps=3", "trainer.accept_changed_inputs=true")
+    assert job.wait() == 0
+    assert "data.train_files has changed since the run began" in " ".join(job.output.split())
     assert json.loads(kept.read_text()) == content
+    assert "accept_changed_inputs: false" in (copy / "spec.yaml").read_text()
 
 
 # --- data and model ---------------------------------------------------------------------------------

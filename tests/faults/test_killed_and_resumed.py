@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import hooks, runs
+from tests.listeners import assert_on_loopback
 from tests.processes import Job
 
 pytestmark = pytest.mark.usefixtures("embedded")
@@ -81,6 +82,18 @@ def test_killed_while_saving(tmp_path: Path, whole: Path, moment: str, from_step
     assert f"resuming after step {from_step}" in said
     assert ("set aside" in said) == (moment != "after")
     assert_same_run(run, whole)
+
+
+def test_killed_during_a_validation(tmp_path: Path, whole: Path) -> None:
+    run = tmp_path / "run"
+    job = runs.start_train(run, *RUN, "trainer.test_freq=3", before=partial(hooks.kill_in_validation, 3))
+    assert job.wait() == -signal.SIGKILL, job.output[-4000:]
+    assert "resuming after step 2" in finish(run)
+    lines = [line for line in runs.reproducible(run) if line["step"] > 0]
+    assert [line["step"] for line in lines if any(key.startswith("val/") for key in line)] == [3, 6]
+    trained = [{key: value for key, value in line.items() if not key.startswith("val/")} for line in lines]
+    assert trained == runs.reproducible(whole)
+    assert all((run / f"evaluations/step_{step:06d}/samples.parquet").exists() for step in (3, 6))
 
 
 def test_killed_right_after_the_metrics_of_a_saved_step(tmp_path: Path, whole: Path) -> None:
@@ -163,6 +176,7 @@ def running(run: Path, *arguments: str) -> Job:
     """A long run that has made a few steps."""
     job = runs.start_train(run, *LONG, *arguments, before=hooks.pauses)
     job.wait_for(lambda: len(runs.metrics(run)) >= 3)
+    assert_on_loopback(job)
     return job
 
 

@@ -8,10 +8,11 @@ import pytest
 
 from rlctl.evaluate import local_model
 from rlctl.evaluate.evaluation import evaluate
-from rlctl.evaluate.request import EvaluateRequest
+from rlctl.evaluate.request import KEY_VARIABLE, EvaluateRequest
 from rlctl.rollout import server_process
 from rlctl.rollout.completions import vllm_options
-from rlctl.rollout.replicas import MODEL_NAME, Replicas, ReplicaSettings
+from rlctl.rollout.replicas import Replicas, ReplicaSettings
+from rlctl.rollout.server_access import KEY, MODEL_NAME
 from tests import hooks
 from tests.unit.evaluate.runs import QUICK, quick_task
 
@@ -32,6 +33,8 @@ def task(tmp_path, monkeypatch):
 def url(task, tmp_path, forked_vllm, monkeypatch):
     """Of a server of the embedded model whose chat template is the message alone, as without a template."""
     monkeypatch.setattr(server_process, "subprocess", subprocess)  # taken back after the test
+    for name in (KEY, KEY_VARIABLE):
+        monkeypatch.setenv(name, "a key")
     hooks.servers_are_forks(str(forked_vllm / "python"))
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0]['content'] }}")

@@ -186,7 +186,7 @@ def test_every_launcher_starts_every_rank(capsys: pytest.CaptureFixture[str]) ->
     torchruns = [shlex.split(line) for line in commands if line.startswith("torchrun")]
     assert [words[words.index("--node-rank") + 1] for words in torchruns] == ["0", "1", "2"]
     [deepspeed] = [shlex.split(line) for line in commands if line.startswith("deepspeed")]
-    [srun] = [shlex.split(line) for line in commands if line.startswith("srun")]
+    [srun] = [shlex.split(shlex.split(line)[-1]) for line in commands if line.startswith("srun")]
     for words in [*torchruns, srun]:
         assert words[-len(given + shape) :] == [*given, *shape]
     over_ssh = deepspeed[-len(given + shape) :]  # a shell more reads what has no space

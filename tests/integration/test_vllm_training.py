@@ -9,12 +9,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
+from rlctl.rollout.server_access import KEY
 from tests import hooks, runs
 from tests.forked_python import run_in
-from tests.processes import Job
+from tests.listeners import assert_on_loopback
+from tests.processes import TIMEOUT_S, Job
 
 pytestmark = [
     pytest.mark.usefixtures("embedded"),
@@ -109,6 +112,28 @@ def start_on_a_server(tmp_path: Path, *trained: str, before: Callable[[], None] 
     )
 
 
+def check_doors(job: Job) -> None:
+    """The server serves only who has the key, whatever the path, and nothing listens beyond this machine."""
+    assert_on_loopback(job)
+    (server,) = servers(job)
+    key = server.environ()[KEY]
+    commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    assert not any(key in word for words in commands for word in words)
+    arguments = server.cmdline()
+    url = f"http://127.0.0.1:{arguments[arguments.index('--port') + 1]}"
+    known = {"Authorization": f"Bearer {key}"}
+    strangers = ({"Authorization": "Bearer x"}, known | {"Origin": "null"}, known | {"Host": "a.example"})
+    with httpx.Client(base_url=url, trust_env=False, timeout=TIMEOUT_S) as client:
+        paths = client.get("/openapi.json", headers=known).json()["paths"]
+        assert {"/health", "/collective_rpc", "/pause", "/v1/completions"} <= paths.keys()
+        asked = [(path, {}) for path in {*paths, "/metrics", "/docs", "/openapi.json", "/nothing"}]
+        asked += [(path, headers) for path in ("/health", "/collective_rpc") for headers in strangers]
+        for path, headers in asked:
+            for method in ("GET", "POST", "OPTIONS"):
+                assert client.request(method, path, headers=headers).status_code == 401, (method, path)
+        assert client.get("/health", headers=known).is_success
+
+
 def check_end(tmp_path: Path, job: Job) -> None:
     """It ended well, and left nothing behind."""
     assert job.wait() == 0, job.output[-4000:]
@@ -117,14 +142,23 @@ def check_end(tmp_path: Path, job: Job) -> None:
     assert list((tmp_path / "weights").iterdir()) == []
 
 
-def test_a_server_that_is_killed_starts_again_with_the_newest_weights(
+def test_a_server_that_is_killed_or_hangs_starts_again_with_the_newest_weights(
     tmp_path: Path, forked_vllm: Path
 ) -> None:
+    """First its engine's process stops, while the server answers `/health`; then the server is killed."""
     before = partial(hooks.servers_are_forks, str(forked_vllm / "python"), after=1)
-    job = start_on_a_server(tmp_path, *ALL_WEIGHTS, before=before)
+    job = start_on_a_server(tmp_path, *ALL_WEIGHTS, "rollout.server.answer_timeout=20", before=before)
     job.wait_for(lambda: len(runs.metrics(tmp_path / "run")) >= 1)
+    job.signal(signal.SIGSTOP)
+    check_doors(job)
+    job.signal(signal.SIGCONT)
     (server,) = servers(job)
-    server.send_signal(signal.SIGKILL)
+    (engine,) = (child for child in server.children() if "VLLM::Engine" in child.name())
+    engine.send_signal(signal.SIGSTOP)
+    job.wait_for(lambda: len(runs.metrics(tmp_path / "run")) >= 2)
+    (restarted,) = servers(job)
+    assert restarted.pid != server.pid
+    restarted.send_signal(signal.SIGKILL)
     check_end(tmp_path, job)
 
 

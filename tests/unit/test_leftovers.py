@@ -63,3 +63,29 @@ def test_what_a_killed_process_left_is_cleared_and_what_another_holds_is_not(
     assert (leftovers.SHARED_MEMORY / others.name).exists()
     others.close()
     others.unlink()
+
+
+def test_a_directory_that_another_user_planted_frees_nothing(
+    holder: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the name of one that a killed process of this user left."""
+    assert holder.stdout
+    directory, name = holder.stdout.readline().split()
+    holder.kill()
+    holder.wait()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/shared-memory").write_text(name)
+    link = Path(f"{directory}x")
+    link.symlink_to(tmp_path / "other")
+    own, others = os.getuid(), os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: others)
+    leftovers.clear()
+    assert Path(directory).is_dir()
+    monkeypatch.setattr(os, "getuid", lambda: own)
+    (Path(directory) / "shared-memory").unlink()
+    leftovers.clear()
+    assert not Path(directory).exists()
+    assert link.is_symlink()
+    segment = leftovers.SHARED_MEMORY / name
+    assert segment.exists()
+    segment.unlink()

@@ -1,4 +1,4 @@
-"""What becomes of ranks that fail, each really started by torch's elastic agent."""
+"""What becomes of ranks that fail, and who can reach their launcher."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import hooks
@@ -65,6 +66,18 @@ def broken() -> int:
     raise ZeroDivisionError("ours")
 
 
+def guarded() -> int:
+    """Whether other users can use no store of the ranks: the launcher has no port, the file is private."""
+    from rlctl.engine.launch import STORE
+    from rlctl.engine.ranks import join_ranks
+
+    join_ranks().barrier()
+    own, launchers = (psutil.Process(pid).net_connections("inet") for pid in (os.getpid(), os.getppid()))
+    assert launchers == []
+    assert {each.laddr.ip for each in own} == {"127.0.0.1"}  # gloo's
+    return Path(os.environ[STORE]).parent.stat().st_mode & 0o077
+
+
 def launched(target) -> int:
     """The exit code as `rlctl` would have it; what was raised is printed."""
     from rlctl.engine.launch import run_ranks
@@ -96,6 +109,7 @@ def test_a_rank_that_is_still_starting_when_its_launcher_is_killed_does_not_begi
     ("target", "code", "said"),
     [
         (fine, 7, ""),
+        (guarded, 0, ""),
         (usage_error_on_one, 2, "UsageError here: cannot do that (rank 1) (do this)"),
         (killed, 1, "RunFailure rank 1 ended without an error message"),
         (killed_and_missed, 1, "rank 1 ended without an error message"),

@@ -10,6 +10,7 @@ import torch
 from rlctl.batch import ModelInputs
 from rlctl.engine.inputs import used_columns
 from rlctl.engine.log_probs import PolicyModule
+from rlctl.errors import UsageError
 from rlctl.spec import memory
 from tests.models import naive_log_probs, tiny_batch, tiny_model
 
@@ -107,6 +108,14 @@ def test_a_soft_cap_that_does_not_act_yet_is_found() -> None:
     model.lm_head.weight.data *= 300.0  # tied to the embedding, which the model normalises
     found, _ = forward(policy, batch)
     torch.testing.assert_close(found.double(), naive_log_probs(model, batch)[0], rtol=1e-5, atol=2e-6)
+
+
+def test_weights_that_are_not_numbers_are_named() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        next(iter(model.model.layers[0].parameters()))[0, 0] = torch.nan
+    with pytest.raises(UsageError, match=r"model\.layers\.0\.\S+ contains NaN or infinite numbers"):
+        PolicyModule(model, 1.0)
 
 
 def test_wrong_temperature_would_show() -> None:

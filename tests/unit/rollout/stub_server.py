@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rlctl.rollout.protocol import EngineContext, Sampling
+from rlctl.rollout.server_access import ONE_TOKEN
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weights import PublishedWeights
 from rlctl.spec.load import load_spec
@@ -31,6 +32,10 @@ class Server(ThreadingHTTPServer):
         self.may_answer.set()
         self.is_awake = threading.Event()  # cleared: it listens, and answers nothing at all
         self.is_awake.set()
+        self.engine_works = threading.Event()  # cleared: it answers what needs no engine, `/health` included
+        self.engine_works.set()
+        self.key = ""
+        self.tokens = lambda: 0  # produced so far, in its metrics
         self.logprobs_mode: str | None = "processed_logprobs"  # None: development mode is off
         self.trouble: list[int] = []  # HTTP codes to answer the next completions with; 0: hang up
         self.lora: dict[str, Any] | None = None  # settings of its start; None: it takes no adapters
@@ -57,12 +62,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.is_awake.wait(120)
-        if self.path == "/v1/models":
+        if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
+            self.answer(401, {})
+        elif self.path == "/v1/models":
             self.answer(200, {"data": [{"id": name} for name in ["policy", *self.server.adapters]]})
         elif self.path == "/weight_info":
             self.answer(200, {"weight_version": self.server.weight_version})
         elif self.path == "/get_world_size":
             self.answer(200, {"world_size": self.server.workers})
+        elif self.path == "/metrics":
+            self.answer(200, f"vllm:generation_tokens_total{{}} {self.server.tokens()}\n")
         elif not self.path.startswith("/server_info"):
             self.answer(200, {})
         elif mode := self.server.logprobs_mode:
@@ -74,6 +83,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
+        if body == ONE_TOKEN:
+            self.server.engine_works.wait(120)
+            self.server.is_awake.wait(120)
+            self.answer(200, {})
+            return
         self.server.asked.append((self.path, body))
         self.server.is_awake.wait(120)
         if self.path.endswith("lora_adapter"):
@@ -99,6 +113,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.server.is_asked.set()
             self.server.may_answer.wait(120)
+            self.server.engine_works.wait(120)
             token = body["prompt"][-1]
             end = TOKENIZER.eos_token_id
             names = (f"token_id:{token}", f"token_id:{end}", "token_id:3")
@@ -132,8 +147,8 @@ class Handler(BaseHTTPRequestHandler):
             (known.remove if name in known else known.append)(name)
             self.answer(200, {})
 
-    def answer(self, code: int, body: dict[str, Any]) -> None:
-        text = json.dumps(body).encode()
+    def answer(self, code: int, body: dict[str, Any] | str) -> None:
+        text = (body if isinstance(body, str) else json.dumps(body)).encode()
         self.send_response(code)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()

@@ -16,6 +16,7 @@ from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.rollout import replicas
 from rlctl.rollout.build_vllm import _ray_hosts
 from rlctl.rollout.replicas import Replicas, ReplicaSettings
+from rlctl.rollout.server_access import KEY
 from rlctl.rollout.server_process import ray_hosts
 from rlctl.spec.load import load_spec
 
@@ -28,6 +29,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 host, port = sys.argv[sys.argv.index("--host") + 1], sys.argv[sys.argv.index("--port") + 1]
 class Fine(BaseHTTPRequestHandler):
     def do_GET(self):
+        assert self.path == "/" or self.headers["Authorization"] == f"Bearer {os.environ['RLCTL_SERVER_KEY']}"
         self.send_response(200); self.end_headers()
         self.wfile.write(f"{os.getpid()} {sorted(os.listdir(sys.argv[1]))}".encode())
 print("an Error of the server", flush=True)
@@ -92,6 +94,7 @@ def test_servers_are_placed_restarted_and_missed(
     import ray
 
     monkeypatch.setattr(replicas, "SERVE", ("-c", STUB))
+    monkeypatch.setenv(KEY, "a key")
     model = tmp_path / "config"
     model.mkdir()
     (model / "config.json").write_text("{}")

@@ -15,12 +15,18 @@ from typing import Any
 import pytest
 
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
-from rlctl.rollout import replicas, server_process
+from rlctl.rollout import server_process
 from rlctl.rollout.build_vllm import replica_settings
 from rlctl.rollout.replicas import Replicas, ReplicaSettings
+from rlctl.rollout.server_access import KEY
 from rlctl.spec.load import load_spec
 
 OPTIONS = {"dtype": "float32", "max_model_len": 8}
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, "a key")
 
 
 def test_a_machine_that_starts_no_process_ends_the_run_at_once(
@@ -46,17 +52,23 @@ def test_further_arguments_come_last() -> None:
 
 
 STUB = """
-import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import signal, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+hangs = []
 class Fine(BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200); self.end_headers()
-HTTPServer(("127.0.0.1", int(sys.argv[1])), Fine).serve_forever()
+        self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
+    def do_POST(self):  # what needs the engine
+        while hangs: time.sleep(1)
+        self.do_GET()
+signal.signal(signal.SIGUSR1, lambda number, frame: hangs.append(number))
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Fine).serve_forever()
 """
 
 
-def test_a_stopped_server_is_ended_and_started_again_as_often_as_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGUSR1], ids=["server", "engine"])
+def test_a_server_that_hangs_is_ended_and_started_again_as_often_as_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     started, popen = [], subprocess.Popen
 
@@ -66,7 +78,6 @@ def test_a_stopped_server_is_ended_and_started_again_as_often_as_allowed(
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", stub)
-    monkeypatch.setattr(replicas, "_PROBE_S", 0.2)
     monkeypatch.setattr(server_process, "_STOP_S", 0.5)
     settings = ReplicaSettings(OPTIONS, answer_timeout=1.0, max_restarts=1)
     servers = Replicas(1, settings, lambda: tmp_path, tmp_path / "logs")
@@ -74,11 +85,11 @@ def test_a_stopped_server_is_ended_and_started_again_as_often_as_allowed(
     try:
         for attempt in (0, 1):
             wait_for(servers._replicas[0].is_ready.is_set)
-            os.kill(started[attempt].pid, signal.SIGSTOP)
+            os.kill(started[attempt].pid, number)
             wait_for(lambda attempt=attempt: started[attempt].poll() is not None)
         wait_for(lambda: servers._failure)
         assert len(started) == 2
-        with pytest.raises(RunFailure, match="listens but has not answered"):
+        with pytest.raises(RunFailure, match="its engine has not answered"):
             servers.check()
     finally:
         servers.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -73,6 +74,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
             if self.name in found.failing:
                 raise EnvironmentFailure("a vLLM server does not start: out of memory")
             self.is_started = True
+
+        def loading(self, seconds: float) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()
 
         def check(self) -> None:
             pass

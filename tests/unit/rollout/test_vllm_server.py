@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 import threading
 import time
@@ -20,6 +21,7 @@ from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.rollout import vllm_server, weights
 from rlctl.rollout.build_vllm import reachable, replica_settings
 from rlctl.rollout.engine_lock import EngineLock, LockedRollout
+from rlctl.rollout.server_access import KEY
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weights import PlainWeights, PublishedWeights
 from rlctl.spec.load import load_spec
@@ -205,19 +207,40 @@ def test_no_server_loads_weights_while_another_rank_still_samples(
     assert server.paths()[-3:] == RELOAD
 
 
+@pytest.mark.parametrize("hangs", ["is_awake", "engine_works"])
 @pytest.mark.parametrize("moment", ["sampling", "syncing"])
-def test_a_server_that_listens_and_does_not_answer_is_named(
-    servers: list[Server], tmp_path: Path, moment: str
-) -> None:
+def test_a_server_that_hangs_is_named(servers: list[Server], tmp_path: Path, moment: str, hangs: str) -> None:
+    """The whole server, or its engine alone: then the server still answers what needs no engine."""
     engine, model = engine_on(servers, tmp_path)
     engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
     engine._answer_timeout = 1.0
-    servers[1].is_awake.clear()
+    getattr(servers[1], hangs).clear()
     sync = partial(engine.sync_weights, PlainWeights(model.state_dict().items()), policy_version=2)
-    with pytest.raises(RunFailure, match="listens but has not answered for") as caught:
+    with pytest.raises(RunFailure, match="engine has not answered for") as caught:
         sync() if moment == "syncing" else generate(engine)
-    servers[1].is_awake.set()
+    getattr(servers[1], hangs).set()
     assert caught.value.where == servers[1].url
+    engine.close()
+
+
+def test_an_engine_too_busy_for_a_probe_works_while_it_produces_tokens(
+    servers: list[Server], tmp_path: Path
+) -> None:
+    """Its responses may take longer than `answer_timeout`."""
+    [server] = servers[:1]
+    engine, model = engine_on([server], tmp_path)
+    engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
+    engine._answer_timeout = 0.8
+    server.engine_works.clear()
+    produced = itertools.count()
+
+    def tokens() -> int:
+        if (number := next(produced)) == 12:  # checks, four of which fit into the timeout
+            server.engine_works.set()
+        return number
+
+    server.tokens = tokens
+    assert len(generate(engine).response_texts) == 6
     engine.close()
 
 
@@ -320,6 +343,16 @@ def test_a_server_started_otherwise_than_a_run_needs_is_refused(
         reachable(urls, seconds=60)
     assert urls[1] in str(caught.value.where)
     assert option in str(caught.value.fix)
+
+
+def test_a_server_with_another_key_is_named(servers: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    servers[1].key = "the key"
+    urls = [server.url for server in servers]
+    with pytest.raises(EnvironmentFailure, match="another key") as caught:
+        reachable(urls, seconds=60)
+    assert urls[1] in str(caught.value.where)
+    monkeypatch.setenv(KEY, "the key")
+    reachable(urls, seconds=60)
 
 
 def test_servers_without_a_gpu_beside_the_trainers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from rlctl.spec import machine as machine_module
 from rlctl.spec.load import dump_spec, load_spec
-from rlctl.train.start import _with_main_dtype
+from rlctl.train.start import _as_on_main
 
 MODEL = ("model.path=org/name", "data.train_files=train.parquet")
 GPUS = {"H100": "9.0", "T4": "7.5"}
@@ -74,6 +74,6 @@ def test_all_ranks_have_the_precision_of_the_main_one(is_main: bool) -> None:
     spec = load_spec([], [], [*MODEL, "engine.dtype=bf16", "engine.zero_stage=2"]).spec
     said = "bf16" if is_main else "fp32"  # by the main rank
     ranks = SimpleNamespace(is_main=is_main, first=lambda text: text or said)
-    found = _with_main_dtype(spec, ranks)
+    found = _as_on_main(spec, ranks)
     assert found.engine.dtype == said
     assert found.engine.zero_stage == 2

@@ -27,6 +27,7 @@ from rlctl.engine.inputs import (
     widened,
 )
 from rlctl.engine.protocol import PolicyOutput
+from rlctl.engine.routing import RoutedBody
 from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.errors import UsageError
 from rlctl.prefix import UNSUPPORTED, base_name, body_of, can_share_prefix, evaluating
@@ -77,6 +78,7 @@ class PolicyModule(nn.Module):
         *,
         entropy_grad: bool = False,
         sum_pi_squared: bool = False,
+        routing: bool = False,
     ) -> tuple[Tensor, ...]:
         """Log-probs and entropy of the responses; on request Σ_v π(v)².
 
@@ -85,6 +87,7 @@ class PolicyModule(nn.Module):
                 log-probs of the tokens in `most_likely` are returned too.
             entropy_grad: compute the entropy with gradient.
             sum_pi_squared: also return the collision probability of the next-token distribution.
+            routing: also return the routing of the scored tokens to experts, last.
 
         Returns:
             Two or three (B, T) float32, 0.0 where not scored: log-probs (with gradient), entropy (with
@@ -94,13 +97,18 @@ class PolicyModule(nn.Module):
         if not self._is_probed:
             self._probe()
         scored = inputs.scored
+        body = body_of(self.model)
         states, own = scored_states(
-            body_of(self.model),
+            RoutedBody(body) if routing else body,
             inputs,
             packs=self.packs,
             share_prompts=self.shares_prompts,
             split=self.sequence.own_tokens if self.sequence else None,
         )
+        routes: list[Tensor] = []
+        if routing:
+            width = self.model.config.get_text_config().hidden_size
+            states, routes = states[:, :width].to(self.model.dtype), [states[:, width:]]
         tokens = inputs.responses[scored]
         listed = inputs.most_likely
         most_likely_ids = None if listed is None else listed.padded(scored)[0]
@@ -120,7 +128,7 @@ class PolicyModule(nn.Module):
         found = (chosen, entropy if entropy_grad else entropy.detach(), *(part.detach() for part in squared))
         empty = torch.zeros(scored.shape, dtype=torch.float32, device=scored.device)
         tensors = [empty.masked_scatter(scored, values) for values in found]
-        return (*tensors, *([] if most_likely_ids is None else [most_likely.T]))
+        return (*tensors, *([] if most_likely_ids is None else [most_likely.T]), *routes)
 
     def _probe(self) -> None:
         for name, weight in self.model.named_parameters():
@@ -234,9 +242,10 @@ def policy_output(
         asked: `entropy_grad`, `sum_pi_squared`, see `PolicyModule.forward`.
     """
     found = list(policy(inputs=used_columns(inputs), **asked))
+    routing = found.pop() if asked.get("routing") else None
     most_likely = None if inputs.most_likely is None else found.pop()
     log_probs, entropy, *more = (widened(values, inputs) for values in found)
-    return PolicyOutput(log_probs, entropy, more[0] if more else None, most_likely)
+    return PolicyOutput(log_probs, entropy, more[0] if more else None, most_likely, routing)
 
 
 def _dropped(counts: Tensor, ids: Tensor, logits: Tensor) -> Tensor:

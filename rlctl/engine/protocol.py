@@ -24,6 +24,9 @@ class PolicyOutput:
             gradient only on request.
         sum_pi_squared: (B, T) float32, Σ_v π(v)² of the same distribution in (0, 1], detached, 0.0
             on padding; None unless requested.
+        routing: (N, 2·E) float32, for each of the N scored tokens in row order the router's probability of
+            each expert, with gradient, and the share of layers that chose it, without; means over layers.
+            None unless requested.
         most_likely: (N, M) float32, log-probs of `ModelInputs.most_likely` at the N scored tokens in row
             order, padded as by `TokenLists.padded`; carries gradient as `log_probs` does. None: no lists.
     """
@@ -32,6 +35,7 @@ class PolicyOutput:
     entropy: Tensor
     sum_pi_squared: Tensor | None = None
     most_likely: Tensor | None = None
+    routing: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +96,14 @@ class TrainEngine(Trained, Protocol):
         *,
         entropy_grad: bool = False,
         sum_pi_squared: bool = False,
+        routing: bool = False,
     ) -> PolicyOutput:
         """Log-probs and entropy of the scored tokens.
 
         Args:
             entropy_grad: compute the entropy with gradient, for an entropy bonus.
             sum_pi_squared: also compute Σ_v π(v)².
+            routing: also return the routing of tokens to experts.
         """
 
     def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:

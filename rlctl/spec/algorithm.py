@@ -170,6 +170,9 @@ class ActorSpec(Section):
     kl_loss_type: Annotated[str, Registered(KL_ESTIMATORS), KLNames] = "k3"
     """Estimator of the KL in the loss; `unbiased` is k3 weighted by the token's π_θ/π_rollout
     (DeepSeek-V3.2), `sequence` is k3 weighted by the product of these ratios up to the token."""
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the load-balancing loss of a mixture of experts (Switch Transformer), over the response
+    tokens of the mini-batch. 0: none, as in verl; TRL takes that of the model's config, often 0.001."""
     loss_agg_mode: AggMode = "token-mean"
     """Aggregation of token losses over the mini-batch on all ranks: mean over tokens, or mean over sequences
     of each sequence's sum, mean, or sum divided by `data.max_response_length` (`…-sum-norm`)."""

@@ -32,6 +32,7 @@ class UpdateSettings:
         lr_ess_scaling: multiply the learning rate by √ESS of the raw weights.
         centers_scores: subtract the expected score under the sampler, see `rlctl.algos.score_centering`.
         kl_loss_type: KL estimator of the KL loss; None: no KL in the loss.
+        router_aux_loss_coef: coefficient of the auxiliary loss of a mixture of experts.
     """
 
     rules: CorrectionRules
@@ -49,6 +50,7 @@ class UpdateSettings:
     micro_tokens: int | None = None
     lr_ess_scaling: bool = False
     centers_scores: bool = False
+    router_aux_loss_coef: float = 0.0
 
     @classmethod
     def of(cls, spec: RunSpec) -> UpdateSettings:
@@ -70,6 +72,7 @@ class UpdateSettings:
             micro_tokens=spec.pass_tokens,
             lr_ess_scaling=actor.lr_ess_scaling,
             centers_scores=correction.score_centering is not None,
+            router_aux_loss_coef=actor.router_aux_loss_coef,
         )
 
     def tightened(self) -> UpdateSettings:
@@ -88,15 +91,21 @@ class UpdateSettings:
         return self.rules.weight.level is not None and not (self.bypass and self.loss.has_ratio)
 
     @property
+    def reads_batch(self) -> bool:
+        """Whether the loss reads statistics of the whole mini-batch that depend on π_θ."""
+        return self.loss.reads_batch or bool(self.router_aux_loss_coef)
+
+    @property
     def needs_batch_statistics(self) -> bool:
         """Whether the loss needs statistics of the whole mini-batch that depend on the correction."""
         normalizes = self.weights_are_applied and self.rules.weight.normalize
-        return normalizes or self.rules.loss_denominator == "after_rejection" or self.loss.reads_batch
+        after = self.rules.loss_denominator == "after_rejection"
+        return normalizes or after or self.reads_batch
 
     @property
     def needs_advantage(self) -> bool:
         """Whether rows with zero advantage have no gradient: no other term of the loss applies to them."""
-        has_terms = bool(self.entropy_coeff) or self.kl_loss_type is not None
+        has_terms = bool(self.entropy_coeff or self.router_aux_loss_coef) or self.kl_loss_type is not None
         return POLICY_LOSSES.part(self.loss.name).needs_advantage and not has_terms
 
     @property
@@ -106,7 +115,7 @@ class UpdateSettings:
         Denominators divide all terms equally. The mean weight divides only the policy-gradient term, which
         is proportional to the weights for every loss.
         """
-        if self.loss.reads_batch:
+        if self.reads_batch:
             return False
         if not (self.weights_are_applied and self.rules.weight.normalize):
             return True

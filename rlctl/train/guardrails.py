@@ -48,7 +48,7 @@ ESS_FLOOR = RAW_ESS.tiers[-1][1]
 #: halt training.
 LEAST_SCALE = 1 / 16
 #: Rules whose critical findings mean, while they persist, that the run no longer learns.
-FATAL = frozenset({"zero-reward", "reward-fell"})
+FATAL = frozenset({"zero-reward"})
 
 _ACTIONS = {
     "scale_lr": "scaled its learning rate by ESS / floor, and halved the rate after it",
@@ -130,7 +130,8 @@ class BatchObservation:
         updates: the decisions on its updates.
         tail_is_heavy: the median raw effective sample size of `WINDOW` batches is below the floor.
         is_idle: no update was applied in `WINDOW` batches, although each batch planned updates.
-        findings: of the diagnosis rules, worst first, without severity `info`; empty between examinations.
+        findings: of the diagnosis rules, first events first, without severity `info`; empty between
+            examinations.
         ahead: critical levels that are forecast before the end of the run; None between examinations.
         forecast_scale: the value from the last decision.
     """
@@ -220,7 +221,7 @@ def _notices(
         does = _SLOWED if spec.on_forecast == "scale_lr" else ""
         yield notice(f"forecast {one.level.key}", str(one), spec.on_forecast, does)
     for finding in observed.findings:
-        if not _is_fatal(finding, observed.step):
+        if not finding.because_of and not _is_fatal(finding, observed.step):
             tried = f"; try {finding.fixes[0]}" if finding.fixes else ""
             yield f"{finding.rule} {finding.severity}", f"{finding.what} [{finding.rule}]{tried}"
     if reason:

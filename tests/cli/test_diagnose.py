@@ -42,7 +42,7 @@ def test_what_could_not_be_checked_is_told_with_the_key(tmp_path, capsys):
     assert run(["diagnose", str(run_dir / "metrics.jsonl")]) == 0
     out = capsys.readouterr().out
     assert re.search(
-        r"\d+ rules SKIPPED: the log lacks their metrics. 8 of them would run with: spec.yaml", out
+        r"\d+ rules SKIPPED: the log lacks their metrics. 6 of them would run with: spec.yaml", out
     )
     assert run(["diagnose", str(run_dir / "metrics.jsonl"), "--format", "json"]) == 0
     [document] = json.loads(capsys.readouterr().out)["runs"]
@@ -54,9 +54,10 @@ def test_exit_code_follows_fail_on(sick, fail_on, code, capsys):
     assert run(["diagnose", str(sick), *(["--fail-on", fail_on] if fail_on else [])]) == code
     out = capsys.readouterr().out
     assert "CRITICAL  trained and sampling policy are 0.2 nats per token apart in steps 1–60" in out
-    assert "WARNING" in out
     assert "1 critical, 1 warning" in out
-    assert "try         data.max_response_length=" in out
+    assert "then        warning 20.0% of the responses are cut off" in out
+    assert "try         actor.ppo_mini_batch_size=null" in out
+    assert "data.max_response_length" not in out  # it is a consequence
 
 
 def test_a_warning_is_not_critical(tmp_path):
@@ -126,7 +127,8 @@ def test_the_fixed_spec_can_be_trained_with(sick, tmp_path, capsys):
     assert run(["diagnose", str(sick), "--fix", str(fixed), "--format", "json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)
-    assert "applied  data.max_response_length=12" in captured.err
+    assert "applied  actor.ppo_mini_batch_size=null" in captured.err
+    assert "truncated: a consequence of policy-gap" in captured.err
     assert run(["train", str(fixed), "--dry-run"]) == 0
     assert run(["diagnose", str(sick), "--fix", str(fixed)]) == 2
     assert "does not overwrite" in capsys.readouterr().err

@@ -33,8 +33,8 @@ _STRAIGHT_QUOTES = str.maketrans("‘’“”", "''\"\"")
 _QUOTE = re.compile(r"\s*>(?:\s?>)*\s?")
 #: What another process prints into a row, up to the end of the line.
 _OTHER_PROCESS = re.compile(
-    r"(?<![\s|>\]-])(?:\((?:\w+ )?pid=\d+|\[rank\d+\]:|\d{4}-\d\d-\d\d \d\d:\d\d"
-    r"|(?:INFO|WARNING|ERROR|DEBUG)(?: \d\d-\d\d|:\w+:))"
+    r"\((?:\w+ )?pid=\d+|\[rank\d+\]:|(?<![\s|>\]'\":-])\d{4}-\d\d-\d\d \d\d:\d\d"
+    r"|(?<![\s|>\]-])(?:INFO|WARNING|ERROR|DEBUG)(?: \d\d-\d\d|:\w+:)"
 )
 _FENCE = re.compile(r"\s*(?:```|~~~)")
 _RAY = re.compile(r"\([^()]*\bpid=\d+[^()]*\)\s?")
@@ -97,6 +97,11 @@ _IN_LINE: Mapping[str, Callable[[str], Row]] = {
 }
 #: Form of the figures below a line → style of the list.
 _BELOW = {"bullets": BULLETS, "table": BARS, "list": PLAIN}
+
+
+def _step_of(match: re.Match[str]) -> int | None:
+    text = match.groupdict().get("step") or ""
+    return int(text) if text.removeprefix("-").isdecimal() else None
 
 
 class Console:
@@ -186,20 +191,21 @@ class Console:
                 continue
             if not (match := form.line.search(text)):
                 continue
-            if form.figures in _BELOW:
+            step = _step_of(match)
+            if form.figures in _BELOW and step is not None:
                 self._end_listing()
-                self._heading = framework, _BELOW[form.figures], int(match["step"])
+                self._heading = framework, _BELOW[form.figures], step
                 return False
-            if form.figures == "dashes" and "/" in match["body"]:
+            if form.figures == "dashes" and step is not None and "/" in match["body"]:
                 self._wrapped = framework, form, text, match
-                self._rows.advance("step", int(match["step"]))
+                self._rows.advance("step", step)
                 return True
             if self._row(framework, form, match):
                 return True
         return False
 
     def _row(self, framework: Framework, form: RowForm, match: re.Match[str]) -> bool:
-        row = _IN_LINE[form.figures](match["body"])
+        row = _IN_LINE[form.figures](match["body"] or "")
         if form.at_least:
             wanted = sum(map(self._rows.wants, row))
             if wanted < form.at_least or (framework == UNKNOWN and 2 * wanted <= len(row)):
@@ -207,8 +213,8 @@ class Console:
         elif not any("/" in name for name in row):
             return False
         clock = form.clocks.get(match["clock"], form.clocks["*"]) if form.clocks else "step"
-        if "step" in match.groupdict():
-            row[clock] = int(match["step"])
+        if (step := _step_of(match)) is not None:
+            row[clock] = step
         return self._rows.add(framework, row, None if framework == UNKNOWN else framework)
 
     def _take_wrapped(self, text: str) -> bool | None:

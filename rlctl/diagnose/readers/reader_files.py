@@ -82,7 +82,21 @@ class RowForm(BaseModel):
         needed = {"body"} if self.figures in IN_LINE else {"step"}
         if missing := needed - self.line.groupindex.keys():
             raise ValueError(f"`line` has no group (?P<{sorted(missing)[0]}>…)")
+        if self.clocks and not ("clock" in self.line.groupindex and "*" in self.clocks):
+            raise ValueError("`clocks` needs a group (?P<clock>…) in `line`, and a name for `*`")
+        if unknown := [name for name in self.clocks.values() if name not in STEP_KEYS]:
+            raise ValueError(f"`clocks`: no step is named {unknown[0]}")
         return self
+
+
+class OtherQuantity(BaseModel):
+    """Names that are left out under some values of a setting, because they are other quantities then."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pattern: str  # of the names
+    setting: str
+    values: list[Any]
 
 
 class ReaderFile(BaseModel):
@@ -100,7 +114,7 @@ class ReaderFile(BaseModel):
     rows: list[RowForm] = []
     facts: Facts = Facts()
     implied_facts: list[dict[str, Any]] = []
-    other_quantities: list[dict[str, Any]] = []
+    other_quantities: list[OtherQuantity] = []
     config: dict[str, Any] = {}
 
 
@@ -117,7 +131,7 @@ class FrameworkNames:
     uses_rlctl_names: bool
     facts: Facts
     implied_facts: tuple[tuple[re.Pattern[str], Facts], ...]
-    other_quantities: tuple[Mapping[str, Any], ...]  # `pattern` of the name, under `values` of a `setting`
+    other_quantities: tuple[OtherQuantity, ...]
     config: Mapping[str, Any]
 
     def translate(self, name: str) -> NamedMetric | None:
@@ -150,26 +164,27 @@ def _load(path: Path) -> FrameworkNames:
     content = _content(path)
     try:
         file = ReaderFile.model_validate(content)
-        implied = [(re.compile(one.pop("pattern")), Facts(**one)) for one in map(dict, file.implied_facts)]
+        setting_keys(file.config)
+        return FrameworkNames(
+            file.framework,
+            re.compile("|".join(one.pattern for one in file.marks) or "(?!)"),
+            {name: _named(value, path, name) for name, value in file.names.items()},
+            tuple((key, _named(value, path, key.pattern, key)) for key, value in file.patterns.items()),
+            tuple(file.rows),
+            file.prefix,
+            file.uses_rlctl_names,
+            file.facts,
+            tuple((re.compile(one.pop("pattern")), Facts(**one)) for one in map(dict, file.implied_facts)),
+            tuple(file.other_quantities),
+            file.config,
+        )
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise UsageError(in_words(first), where=f"{path}: {key}" if key else str(path), fix=_HELP) from None
-    except (TypeError, KeyError, re.error) as error:
-        raise UsageError(f"implied_facts: {error}", where=str(path), fix=_HELP) from None
-    return FrameworkNames(
-        file.framework,
-        re.compile("|".join(one.pattern for one in file.marks) or "(?!)"),
-        {name: _named(value, path, name) for name, value in file.names.items()},
-        tuple((key, _named(value, path, key.pattern)) for key, value in file.patterns.items()),
-        tuple(file.rows),
-        file.prefix,
-        file.uses_rlctl_names,
-        file.facts,
-        tuple(implied),
-        tuple(file.other_quantities),
-        file.config,
-    )
+    except (TypeError, KeyError, AttributeError, re.error) as error:
+        what = f"`marks`, `implied_facts` or `config` has another form: {error}"
+        raise UsageError(what, where=str(path), fix=_HELP) from None
 
 
 _HELP = "the form of a reader's file is described in docs/reference/diagnose-inputs.md"
@@ -202,10 +217,15 @@ def _content(path: Path) -> dict[str, Any]:
     return content
 
 
-def _named(value: str | NamedMetric, path: Path, name: str) -> NamedMetric:
-    """Checks that the metric exists; with a group of a pattern in it, only the log's names can tell."""
+def _named(
+    value: str | NamedMetric, path: Path, name: str, pattern: re.Pattern[str] | None = None
+) -> NamedMetric:
+    """Checks that the metric exists; with groups of a pattern in it, that the pattern has them."""
     named = NamedMetric(value) if isinstance(value, str) else value
-    if named.key != STEP and "\\" not in named.key and not describe(named.key):
+    groups = [int(group) for group in re.findall(r"\\(\d+)", named.key)]
+    if groups and max(groups) > (pattern.groups if pattern else 0):
+        raise UsageError(f"no group {max(groups)} in the pattern", where=f"{path}: {name}", fix=_HELP)
+    if named.key != STEP and not groups and not describe(named.key):
         near = closest(named.key, [*METRICS, *ELSEWHERE])
         fix = f"did you mean {near}?" if near else "docs/reference/metrics.md lists the metrics"
         raise UsageError(f"no metric `{named.key}`", where=f"{path}: {name}", fix=fix)
@@ -255,7 +275,7 @@ class Readers:
     @cached_property
     def setting_names(self) -> frozenset[str]:
         """Every configuration key on which a fact, or the meaning of a name, of any framework depends."""
-        others = (one["setting"] for framework in self.frameworks for one in framework.other_quantities)
+        others = (one.setting for framework in self.frameworks for one in framework.other_quantities)
         return frozenset(others).union(*(setting_keys(one.config) for one in self.frameworks))
 
     def named(self, framework: Framework) -> FrameworkNames:
@@ -338,9 +358,9 @@ def canonical_table(
     scales = {"update": 1 / updates, "batch": updates}
     settings = Config(reading.stated | reading.config)
     others = {
-        one["pattern"]: f"{one['setting']}={value}"
+        one.pattern: f"{one.setting}={value}"
         for one in framework.other_quantities
-        if (value := settings.get(one["setting"])) in one["values"]
+        if (value := settings.get(one.setting)) in one.values
     }
     columns: dict[str, NDArray[np.float64]] = {}
     nonfinite: dict[str, NDArray[np.int64]] = {}

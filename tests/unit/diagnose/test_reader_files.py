@@ -84,6 +84,12 @@ def test_a_reader_of_ones_own(read):
     assert run.facts.has_critic is False
 
 
+def test_a_step_that_is_no_number_and_a_line_without_figures(read):
+    form = 'framework = "x"\nuses_rlctl_names = true\n[[rows]]\nline = "^(?P<step>[^ ]+) *(?P<body>.*)?"\n'
+    run = read("one thing\n2 actor/entropy=0.5\n3\n", reader=f'{form}figures = "pairs"\n')
+    assert (run.table.steps.tolist(), run.framework) == ([2], "x")
+
+
 def test_a_reader_extends_a_built_in_one(read):
     run = read("{'loss': 0.5, 'mine': 0.25, 'reward_std': 0.1, 'step': 4}\n",
                reader='framework = "trl"\nextends = "trl"\n[names]\n"mine" = "actor/entropy"\n')  # fmt: skip
@@ -104,6 +110,16 @@ def test_a_reader_extends_a_built_in_one(read):
         ('framework = "x"\n[[rows]]\nline = "(?P<step>1)"\nfigures = "pairs"', "rows.0: .*body"),
         ('framework = "x"\n[facts]\nhas_critics = true', "facts.has_critics"),
         ('framework = "x"\n[[implied_facts]]\npattern = "a"\nno_fact = 1', "implied_facts"),
+        ('framework = "x"\n[[implied_facts]]\nhas_critic = true', "implied_facts"),
+        ('framework = "x"\n[[other_quantities]]\npattern = "a"', "other_quantities.0.setting"),
+        ('framework = "x"\n[patterns]\n"a" = \'reward/\\1/mean\'', "no group 1 in the pattern"),
+        ('framework = "x"\nmarks = ["a", "(?i)b"]', "marks"),
+        ('framework = "x"\n[config]\nlr = 3', "config"),
+        (
+            'framework = "x"\n[[rows]]\nline = "(?P<step>1)(?P<body>.)"\nfigures = "pairs"\n'
+            'clocks = {a = "eval/step"}',
+            "rows.0: `clocks`",
+        ),
     ],
 )
 def test_a_wrong_reader_is_refused_with_its_place(read, reader, said):

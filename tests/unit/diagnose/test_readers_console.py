@@ -353,13 +353,15 @@ def test_a_row_that_another_process_printed_into(tmp_path, place, other):
     run = read(tmp_path, f"{row[:place]}{other}\n{row[place:]}{WHOLE}")
     assert (logged(run, SCORE), len(run.table.steps)) == ({1: 0.25, 2: 0.5}, 2)
     assert run.unread == ()
+    stamped = row.replace("'epoch'", "'time': '2026-01-01 10:00:00', 'epoch'")
+    assert logged(read(tmp_path, stamped), SCORE) == {1: 0.25}
     begin, end = row.split(" 'reward_std'")
     run = read(tmp_path, f"{begin}\n{other}\n 'reward_std'{end}{WHOLE}")
     assert (logged(run, SCORE), len(run.table.steps)) == ({1: 0.25, 2: 0.5}, 2)
 
 
 @pytest.mark.parametrize("other", [OTHER, "[rank1]:[W1126] Warning: slow"])
-@pytest.mark.parametrize("place", [60, 75, 90])
+@pytest.mark.parametrize("place", [60, 75, 90, 107])
 def test_a_row_of_verls_that_another_process_printed_into(tmp_path, place, other):
     rows = [f"(TaskRunner pid=1) {VERL.format(step=step, x=0.25)} - actor/grad_norm:0.5\n" for step in (3, 4)]
     text = f"{rows[0][:place]}{other}\n(TaskRunner pid=1) {rows[0][place:]}{rows[1]}"

@@ -3,11 +3,12 @@
     python benchmarks/prepare.py [--scales 1 10 50] [--input FILE] [--repeats N] [--workers N] [--dir DIR]
     [--json FILE]
 
-The input is generated in the format of GSM8K (about 100 MB at scale 1, 5 GB at scale 50), with different
-answers, or it is `--input`, a JSONL file of that format. Each side runs in a separate process, one after the
-other; with `--repeats`, all sides alternate that many times, and the results are medians. Peak memory is that
-of the whole process tree, with shared pages counted once (PSS), sampled ten times a second, without unmapped
-pages of the page cache. Needs `datasets`; scale 50 needs about 25 GB of disk.
+The input is generated in the format of GSM8K (about 100 MB at scale 1, about 5 GB at scale 50), with
+different answers, or it is `--input`, a JSONL file of that format. Each side runs in a separate process, one
+after the other; with `--repeats`, all sides alternate that many times, and the results are medians. Ratios
+are those of `datasets.map` to each side: above 1 the side is faster. Peak memory is that of the
+whole process tree, with shared pages counted once (PSS), sampled ten times a second, without unmapped pages
+of the page cache. Needs `datasets`; scale 50 needs about 25 GB of disk.
 """
 
 from __future__ import annotations

@@ -155,8 +155,13 @@ _PLACEHOLDER = re.compile(
     r"|missing|placeholder)|None|[-–—?.…_]+"
 )
 _WRAPPED = re.compile(r"\\(?:boxed|text|mathrm|textbf)\s*\{(.*)\}|[\[({<](.*)[\])}>]|\$(.*)\$", re.DOTALL)
-#: Numbers that `TruthChecks` groups by form: without leading zeros, with at most 15 digits.
-_PLAIN_NUMBER = re.compile(
+#: Numbers that `TruthChecks` ignores: no leading zeros, thousands separators, exponents, factorials.
+_ANY_NUMBER = re.compile(
+    r"(?<![\d.,^_])(?<!\^\{)(?<!\^\{-)(?:[1-9]\d{0,14}|0(?=\.))(?:\.\d{1,6})?(?![\d.,!])", re.ASCII
+)
+#: Ground truths of each form that are checked, characters of a form, and number of forms that are counted.
+CHECKED_PER_FORM, FORM_CHARS, MAX_FORMS = 100, 60, 20_000
+_NUMBER = re.compile(
     r"(?P<whole>-?[1-9]\d{0,14})|(?P<decimal>-?(?:0|[1-9]\d{0,8})\.\d{1,6})"
     r"|(?P<fraction>-?[1-9]\d{0,8}/[1-9]\d{0,8})|(?P<latex>-?\\[dt]?frac\{[1-9]\d{0,8}\}\{[1-9]\d{0,8}\})",
     re.ASCII,
@@ -337,26 +342,40 @@ def placeholder_notes(rows_of: Mapping[str, Iterable[Row]]) -> list[str]:
 class TruthChecks:
     """Checks ground truths with their graders, for one run.
 
-    The mathematics grader reads all plain numbers of one form alike, so only the first of each are checked.
+    The mathematics grader reads texts that differ only in numbers alike. So of each such form only the first
+    are checked, and the others if one of these cannot be graded.
     """
 
     def __init__(self) -> None:
-        self._checked: Counter[str] = Counter()  # form → different numbers checked
+        self._checked: Counter[str] = Counter()  # form → ground truths checked
+        self._failed: set[str] = set()  # forms with a ground truth that cannot be graded
 
     def problems(self, pairs: Sequence[tuple[str, str]]) -> list[str]:
         """The problem of each (data source, ground truth), "" if there is none; see `check_ground_truths`."""
         from rlctl.reward.trial import check_ground_truths
 
-        asked = [pair for pair in dict.fromkeys(pairs) if self._is_needed(*pair)]
-        found = dict(zip(asked, check_ground_truths(asked), strict=True))
+        forms = {pair: self._form(*pair) for pair in pairs}
+        found: dict[tuple[str, str], str] = {}
+        for _ in range(2):  # again for forms that failed
+            asked = [pair for pair, form in forms.items() if pair not in found and self._is_needed(form)]
+            found |= zip(asked, check_ground_truths(asked), strict=True)
+            self._failed |= {forms[pair] for pair in asked if found[pair]}
         return [found.get(pair, "") for pair in pairs]
 
-    def _is_needed(self, source: str, truth: str) -> bool:
-        number = _PLAIN_NUMBER.fullmatch(truth)
-        if not number or grader_for(source) != "maths":
+    @staticmethod
+    def _form(source: str, truth: str) -> str:
+        """The ground truth without its numbers; "" if it must be checked."""
+        if len(truth) > FORM_CHARS or grader_for(source) != "maths":
+            return ""
+        form, count = _ANY_NUMBER.subn("#", truth)
+        return form if count else ""
+
+    def _is_needed(self, form: str) -> bool:
+        is_new = form not in self._checked and len(self._checked) >= MAX_FORMS
+        if not form or form in self._failed or is_new:
             return True
-        self._checked[number.lastgroup or ""] += 1
-        return self._checked[number.lastgroup or ""] <= CHECKED_PER_FORM
+        self._checked[form] += 1
+        return self._checked[form] <= CHECKED_PER_FORM
 
 
 def specifies_answer_form(row: Row) -> bool:

@@ -220,16 +220,32 @@ def test_numbers_of_one_form_are_checked_only_at_first(monkeypatch):
 
     def check_all(pairs):
         asked.extend(pairs)
-        return ["bad" if truth in {"==", "1/0"} else "" for _, truth in pairs]
+        return ["bad" if truth in {"==", "1/0"} or truth.endswith("?x") else "" for _, truth in pairs]
 
     monkeypatch.setattr("rlctl.reward.trial.check_ground_truths", check_all)
     numbers = [("gsm8k", str(number)) for number in range(1, 1001)]
-    others = [("gsm8k", text) for text in ("==", "1/0", "007", "1,000", "10^6", "x", "1e5", "1" * 16)]
+    numbers += [("gsm8k", rf"\frac{{{number}}}{{7}}") for number in range(2, 1001)]
+    alone = (
+        "==",
+        "1/0",
+        "007",
+        "1,000",
+        "10^6",
+        "x",
+        "1" * 16,
+        "5!",
+        "2^{30}",
+        *(f"{n}^n" * 20 for n in "23"),
+    )
+    others = [("gsm8k", text) for text in alone]
     of_others = [("countdown", str(number)) for number in range(1, 301)]
     checks = TruthChecks()
-    problems = checks.problems([*numbers, *others, *of_others]) + checks.problems([("gsm8k", "5000")])
-    assert [problem for problem in problems if problem] == ["bad", "bad"]
-    assert problems[1000:1002] == ["bad", "bad"]
-    assert len([pair for pair in asked if pair in numbers]) == CHECKED_PER_FORM
+    problems = checks.problems([*others, *numbers, *of_others]) + checks.problems([("gsm8k", "5000")])
+    assert problems[:2] == ["bad", "bad"]
+    assert not any(problems[2:])
+    assert len([pair for pair in asked if pair in numbers]) == 2 * CHECKED_PER_FORM
     assert set(others + of_others) <= set(asked)
     assert ("gsm8k", "5000") not in asked
+    assert len(asked) == len(set(asked))
+    failing = [("gsm8k", f"{number}?x") for number in range(1, 501)]
+    assert checks.problems(failing) == 500 * ["bad"], "all of a form that cannot be graded are checked"

@@ -134,7 +134,7 @@ def policy_gap(run: RunLog) -> Detection | Skipped | None:
 
 @Rule(
     "sampled-otherwise", thresholds="— / × 1.4 or ÷ 1.4 / × 2 or ÷ 2", source=th.OWN,
-    needs=(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY), uses=(_FAILED,), explains=_OF_A_GAP,
+    needs=(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY), uses=(_FAILED,), explains=(*_OF_A_GAP, "large-updates"),
     signal="mean −log π of the samples (`rollout_corr/training_log_ppl`) over `actor/entropy`, if they "
     f"differ by {SAMPLED_NATS:g} nats and both sides agree on the log-probs",
     cause="the engine samples at another temperature, top-p or top-k than it reports, for example from the "
@@ -182,7 +182,8 @@ def sampled_otherwise(run: RunLog) -> Detection | None:
             verl="actor_rollout_ref.rollout.calculate_log_probs=True",
         ),
     ),
-    sure=("high", "no sampled response has probability 1 at every token"), explains=_OF_A_GAP,
+    sure=("high", "no sampled response has probability 1 at every token"),
+    explains=(*_OF_A_GAP, "large-updates"),
 )  # fmt: skip
 def missing_log_probs(run: RunLog) -> Detection | None:
     """The engine reports log-probs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +26,6 @@ from rlctl.diagnose.signals import (
     smoothed,
 )
 from rlctl.diagnose.table import RunLog, Series, Table, ends
-from rlctl.diagnose.thresholds import EXACT
 from rlctl.metric_names import OVERLONG, key_pattern
 
 _ERRORS = "reward/error_fraction"
@@ -409,9 +408,9 @@ def _lighter(run: RunLog, risen: str, fallen: str) -> Iterator[Fix]:
 
 @Rule(
     "reward-terms", source=th.OWN, uses=(_TERM,), explains=th.COLLAPSE_RULES,
-    signal="means of the single rewards of a sum: one rises while another falls",
-    thresholds=f"— / a rise of {TERM_MOVE:.0%} of the largest value and a fall by {TERM_LOSS:.0%}, in fewer "
-    f"than {TERM_ROWS} rows at every one / —",
+    signal="means of the single rewards of a sum: one rises while another falls, or one is constant",
+    thresholds=f"constant / a rise of {TERM_MOVE:.0%} of the largest value and a fall by {TERM_LOSS:.0%}, in "
+    f"fewer than {TERM_ROWS} rows at every one / —",
     cause="the policy earns the reward that is easier to get, at the cost of the other",
     sure=("medium", "the two rewards move in opposite directions"),
 )  # fmt: skip
@@ -424,9 +423,10 @@ def reward_terms(run: RunLog) -> Detection | Skipped | None:
     changed = {term: (move, move.end - move.start) for term, move in moves.items() if move}
     largest = {term: float(np.abs(run.table.series(terms[term]).values).max()) for term in changed}
     risen = [term for term, (_, by) in changed.items() if by >= TERM_MOVE * largest[term]]
-    fallen = [term for term, (move, by) in changed.items() if -by >= TERM_LOSS * max(abs(move.start), EXACT)]
+    # A penalty, which is not positive, may grow while the policy learns.
+    fallen = [term for term, (move, by) in changed.items() if -by >= TERM_LOSS * move.start > 0.0]
     if not risen or not fallen:
-        return None
+        return _constant_terms(run, terms)
     up, down = max(risen, key=lambda term: changed[term][1]), min(fallen, key=lambda term: changed[term][1])
     evidence = tuple(
         change_evidence(terms[term], *changed[term][0][:2], run.table.series(terms[term]).steps)
@@ -435,6 +435,19 @@ def reward_terms(run: RunLog) -> Detection | Skipped | None:
     what = f"the reward {up} rises while {' and '.join(fallen)} {'fall' if fallen[1:] else 'falls'}"
     since = min(changed[term][0].since for term in (up, *fallen))
     return Detection("warning", what, evidence, fixes=_lighter(run, up, down), since=since)
+
+
+def _constant_terms(run: RunLog, terms: Mapping[str, str]) -> Detection | None:
+    """Reports rewards of a sum that are the same on every step of a longer log."""
+    each = {term: run.table.series(key) for term, key in terms.items()}
+    same = [term for term, series in each.items() if len(series) >= TERM_ROWS and not np.ptp(series.values)]
+    if not same or len(same) == len(each):
+        return None
+    values = ", ".join(f"{term} {each[term].values[0]:g}" for term in same)
+    evidence = tuple(evidence_over(each[term].steps, terms[term], "the same on every step") for term in same)
+    cause = "every response earns it, or none does: it teaches nothing, or its grader is wrong"
+    check = (fix.by_hand("grade some stored responses by hand"),)
+    return Detection("info", f"a reward of the sum is constant: {values}", evidence, cause, check)
 
 
 def _move(series: Series) -> Change | None:

@@ -118,6 +118,8 @@ def large_updates(run: RunLog) -> Detection | Skipped | None:
     if run.facts.bypass_mode and _are_stale(run):
         return Skipped("the samples are stale")
     sizes = np.abs(series.values)
+    if _ignores_the_rate(run, Series(series.steps, sizes)):
+        return Skipped("the figure does not depend on the learning rate, so it is not of the updates")
     lasting = np.maximum(smoothed(sizes, 3, "mirror"), sizes / ONE_STEP)
     reached = [severity for severity, limit in LARGE_UPDATE if lasting.max() > limit]
     if not reached:
@@ -127,8 +129,22 @@ def large_updates(run: RunLog) -> Detection | Skipped | None:
     size, step = float(sizes[most]), int(series.steps[most])
     what = f"the updates on one batch move the policy by {size:.2g} nats per token in step {step:,}"
     seen = replace(_update_seen(series, most), metric=key)
-    fixes = (_rate_for(run.table.series(_LR), step, size),)
+    fixes = (_rate_for(run.table.series(_LR), step, size), fix.FIND_THE_CAUSE)
     return Detection(reached[-1], what, (seen,), fixes=fixes, since=int(series.steps[first]))
+
+
+def _ignores_the_rate(run: RunLog, sizes: Series) -> bool:
+    """Whether, up to the largest of the first steps, sizes are the same at half of the learning rate or less.
+
+    After the largest, a policy that has collapsed no longer moves.
+    """
+    rates = run.table.series(_LR)
+    _, at_rate, at_size = np.intersect1d(rates.steps, sizes.steps, return_indices=True)
+    early = sizes.values[at_size][: th.START_STEPS]
+    early = early[: int(np.argmax(early)) + 1] if len(early) else early
+    rate = rates.values[at_rate][: len(early)]
+    is_low = rate <= rate.max(initial=0.0) / 2.0
+    return bool(is_low.any() and not is_low.all() and np.median(early[is_low]) > early[~is_low].max() / 2.0)
 
 
 @Rule(

@@ -191,7 +191,7 @@ def rises(table: Table, key: str) -> bool:
 class Change(NamedTuple):
     """A series whose newest values are all nearer to their median than to its start."""
 
-    start: float  # the first value, or the median of the first window if that is nearer to the end
+    start: float  # median of the first three values, or of the first window if that is further from the end
     end: float  # median of the newest values
     since: int  # the first step that is beyond a tenth of the change
 
@@ -203,7 +203,8 @@ def lasting_change(series: Series) -> Change | None:
     if not width:
         return None
     end = float(np.median(values[-width:]))
-    start = float(min(values[0], np.median(values[:width]), key=lambda value: -abs(value - end)))
+    starts = (float(np.median(values[:count])) for count in (min(3, width), width))
+    start = max(starts, key=lambda value: abs(value - end))
     done = (values - start) / ((end - start) or np.inf)
     if done[-width:].min() <= 0.5:
         return None

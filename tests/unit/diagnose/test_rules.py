@@ -253,6 +253,7 @@ TRIGGERS = {
     ],
     "reward-terms": [
         ("warning", of_terms(ramp(0.5, 0.05), ramp(0.1, 0.9)), [terms]),
+        ("info", of_terms(ramp(0.1, 0.5), 0.0), [terms]),
         ("warning", of_terms(lambda s: 0.4 if s < 4 else 0.0, lambda s: 0.1 if s < 4 else 0.9), [terms]),
     ],
     "temperature": [
@@ -463,6 +464,8 @@ def test_the_page_of_rules_lists_every_rule():
         # a jump that is large in deviations only
         ("gradient-norm", always(actor__grad_norm=lambda s: 1.0 if s == 40 else 0.8 + 1e-4 * (s % 3)), []),
         ("large-updates", corr(k3_kl=0.03), []),
+        # as large while the rate is small: it is not of the updates
+        ("large-updates", both(corr(k3_kl=later(0.2, 0.2)), always(actor__lr=lambda s: 1e-6 * s)), []),
         ("large-updates", corr(k3_kl=lambda s: 0.2 if s == 30 else 1e-3), []),
         ("large-updates", corr(k3_kl=0.3), [DECOUPLED, PPO]),  # of the engines
         ("large-updates", both(large_updates, always(training__staleness_max=2.0)), []),
@@ -480,6 +483,7 @@ def test_the_page_of_rules_lists_every_rule():
         ("constant-reward", always(critic__score__mean=1.0, critic__score__min=lambda s: float(s > 5)), []),
         ("reward-terms", of_terms(ramp(0.1, 0.5), ramp(0.1, 0.9)), [terms]),
         ("reward-terms", of_terms(ramp(0.5, 0.4), ramp(0.1, 0.9)), [terms]),
+        ("reward-terms", of_terms(ramp(-0.1, -0.5), ramp(0.1, 0.9)), [terms]),  # a penalty that grows
         ("temperature", always(critic__score__mean=0.05), []),
         ("temperature", always(), ["rollout.temperature=2"]),
         ("temperature", always(), ["rollout.temperature=0.2"]),

@@ -127,7 +127,8 @@ def test_a_change_lasts_to_the_end_and_has_an_onset():
     assert lasting_change(series(back)) is None
     assert lasting_change(series(np.ones(60))) is None
     assert lasting_change(series([5.0])) is None
-    fell_at_once = lasting_change(series([4.0, *([1.0] * 20)]))
+    assert lasting_change(series([4.0, *([1.0] * 20)])) is None  # one value
+    fell_at_once = lasting_change(series([4.0, 4.0, *([1.0] * 20)]))
     assert (fell_at_once.start, fell_at_once.end) == (4.0, 1.0)
 
 

@@ -117,7 +117,7 @@ def diagnose(
         refuse_options(context, ("rules", "fix", "fail_on", "map_", "reader"), why)
         replay(paths, output_format, out)
         return
-    _check(paths, output_format, out)
+    _check(paths, output_format, out, fix)
     from rlctl.diagnose.readers.reader_files import BUILT_IN
     from rlctl.diagnose.rule import all_rules, examine, metrics_read
 
@@ -127,7 +127,7 @@ def diagnose(
     readers = BUILT_IN.with_files(reader or (), map_ or ())
     diagnoses = [examine(run, applied) for run in read_all(paths, wanted, readers)]
     if fix is not None:
-        _check_fix(fix, len(diagnoses))
+        _check_fix(fix, len(diagnoses))  # a path may hold several runs
     _write(diagnoses, output_format, out)
     if fix is not None:
         _write_fix(diagnoses[0], fix)
@@ -183,7 +183,7 @@ def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
     write_report(output_format, out, text, lambda: documents, html=partial(page, found))
 
 
-def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None) -> None:
+def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None, fix: Path | None) -> None:
     """Refuse invalid combinations of paths and options before anything is read."""
     if paths.count(Path("-")) > 1:
         raise UsageError("standard input is given twice but can be read only once", where="-")
@@ -192,6 +192,8 @@ def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
     from rlctl.cli.output import check_out
 
     check_out(paths, out, is_page=output_format == "html")
+    if fix is not None:
+        _check_fix(fix, len(paths))
 
 
 def _check_fix(fix: Path, num_runs: int) -> None:

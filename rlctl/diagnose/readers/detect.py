@@ -18,8 +18,8 @@ from rlctl.diagnose.readers import text_formats as text
 from rlctl.diagnose.readers.collect import Collected, Collector, LogReading, is_step_or_time
 from rlctl.diagnose.readers.reader_files import (
     BUILT_IN,
-    FrameworkNames,
     MetricFilter,
+    Reader,
     Readers,
     canonical_table,
 )
@@ -141,7 +141,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMES_SHOWN]) + (", …" if len(names) > _NAMES_SHOWN else "")
 
 
-def _recognized(collected: Collected, reading: LogReading, log: Path) -> FrameworkNames:
+def _recognized(collected: Collected, reading: LogReading, log: Path) -> Reader:
     """The framework that wrote the log; that of a log with an error only may be unknown.
 
     Raises:

@@ -15,15 +15,25 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from rlctl.diagnose.facts import Config, configured_facts, setting_keys
 from rlctl.diagnose.readers.collect import STEP_KEYS, Collected, LogReading
@@ -59,6 +69,24 @@ class NamedMetric:
     #: `update`: the figure is a sum over the batch's updates, and is divided by their number if it is known;
     #: `batch`: the figure counts batches instead of updates, and is multiplied by it
     per: Literal["", "update", "batch"] = ""
+
+
+def _known(named: NamedMetric) -> NamedMetric:
+    """Checks that the metric exists, except for groups of a pattern in it."""
+    if named.key != STEP and not _GROUP.search(named.key) and not describe(named.key):
+        near = closest(named.key, [*METRICS, *ELSEWHERE])
+        hint = f": did you mean {near}?" if near else "; docs/reference/metrics.md lists them"
+        raise ValueError(f"no metric `{named.key}`{hint}")
+    return named
+
+
+_GROUP = re.compile(r"\\(\d+)")
+#: In a file, a text is short for its key.
+KnownMetric = Annotated[
+    NamedMetric,
+    BeforeValidator(lambda value: {"key": value} if isinstance(value, str) else value),
+    AfterValidator(_known),
+]
 
 
 class RowForm(BaseModel):
@@ -99,92 +127,77 @@ class OtherQuantity(BaseModel):
     values: list[Any]
 
 
-class ReaderFile(BaseModel):
-    """Content of a reader's file."""
+class Reader(BaseModel):
+    """One reader: the content of its file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    framework: str
+    framework: Framework
     extends: str = ""  # a built-in file; what this file states is added, or replaces it
     prefix: str = ""  # optional beginning of every name
     uses_rlctl_names: bool = False  # rlctl's own names are known, too
     marks: list[re.Pattern[str]] = []
-    names: dict[str, str | NamedMetric] = {}
-    patterns: dict[re.Pattern[str], str | NamedMetric] = {}
+    names: dict[str, KnownMetric] = {}
+    patterns: dict[re.Pattern[str], KnownMetric] = {}
     rows: list[RowForm] = []
     facts: Facts = Facts()
-    implied_facts: list[dict[str, Any]] = []
+    implied_facts: dict[re.Pattern[str], Facts] = {}
     other_quantities: list[OtherQuantity] = []
     config: dict[str, Any] = {}
 
+    __hash__, __eq__ = object.__hash__, object.__eq__
 
-@dataclass(frozen=True, eq=False)
-class FrameworkNames:
-    """One reader."""
+    @field_validator("config")
+    @classmethod
+    def _states_facts(cls, config: dict[str, Any]) -> dict[str, Any]:
+        try:
+            setting_keys(config)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"a fact has another form than those of the built-in files: {error}") from None
+        return config
 
-    framework: Framework
-    marks: re.Pattern[str]
-    names: Mapping[str, NamedMetric]
-    patterns: tuple[tuple[re.Pattern[str], NamedMetric], ...]
-    rows: tuple[RowForm, ...]
-    prefix: str
-    uses_rlctl_names: bool
-    facts: Facts
-    implied_facts: tuple[tuple[re.Pattern[str], Facts], ...]
-    other_quantities: tuple[OtherQuantity, ...]
-    config: Mapping[str, Any]
+    @field_validator("patterns")
+    @classmethod
+    def _has_groups(cls, patterns: dict[re.Pattern[str], NamedMetric]) -> dict[re.Pattern[str], NamedMetric]:
+        for pattern, named in patterns.items():
+            if any(int(group) > pattern.groups for group in _GROUP.findall(named.key)):
+                raise ValueError(f"{pattern.pattern} has fewer groups than {named.key}")
+        return patterns
 
+    @lru_cache(maxsize=1 << 16)  # noqa: B019 - the readers live as long as the program
     def translate(self, name: str) -> NamedMetric | None:
         """The canonical metric of the name; None if unknown."""
-        return _translate(self, name)
+        short = name.removeprefix(self.prefix)
+        for one in (name, short):
+            if one in self.names:
+                return self.names[one]
+        for pattern, named in self.patterns.items():
+            if match := pattern.fullmatch(short):
+                return replace(named, key=match.expand(named.key))
+        return NamedMetric(name) if self.uses_rlctl_names and describe(name) else None
 
     def is_marked(self, name: str) -> bool:
         """Whether only this framework uses the name."""
-        return self.marks.match(name.removeprefix(self.prefix)) is not None
+        return any(mark.match(name.removeprefix(self.prefix)) for mark in self.marks)
 
 
-@lru_cache(maxsize=1 << 16)
-def _translate(framework: FrameworkNames, name: str) -> NamedMetric | None:
-    short = name.removeprefix(framework.prefix)
-    for one in (name, short):
-        if one in framework.names:
-            return framework.names[one]
-    for pattern, named in framework.patterns:
-        if match := pattern.fullmatch(short):
-            return replace(named, key=match.expand(named.key))
-    return NamedMetric(name) if framework.uses_rlctl_names and describe(name) else None
-
-
-def _load(path: Path) -> FrameworkNames:
+def _load(path: Path) -> Reader:
     """Reads one file.
 
     Raises:
         UsageError: it cannot be read, or is not of this form.
     """
-    content = _content(path)
+    found: Reader = _checked(Reader, _content(path), path)
+    return found
+
+
+def _checked(kind: Any, content: Any, path: Path) -> Any:
     try:
-        file = ReaderFile.model_validate(content)
-        setting_keys(file.config)
-        return FrameworkNames(
-            file.framework,
-            re.compile("|".join(one.pattern for one in file.marks) or "(?!)"),
-            {name: _named(value, path, name) for name, value in file.names.items()},
-            tuple((key, _named(value, path, key.pattern, key)) for key, value in file.patterns.items()),
-            tuple(file.rows),
-            file.prefix,
-            file.uses_rlctl_names,
-            file.facts,
-            tuple((re.compile(one.pop("pattern")), Facts(**one)) for one in map(dict, file.implied_facts)),
-            tuple(file.other_quantities),
-            file.config,
-        )
+        return TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise UsageError(in_words(first), where=f"{path}: {key}" if key else str(path), fix=_HELP) from None
-    except (TypeError, KeyError, AttributeError, re.error) as error:
-        what = f"`marks`, `implied_facts` or `config` has another form: {error}"
-        raise UsageError(what, where=str(path), fix=_HELP) from None
 
 
 _HELP = "the form of a reader's file is described in docs/reference/diagnose-inputs.md"
@@ -217,28 +230,13 @@ def _content(path: Path) -> dict[str, Any]:
     return content
 
 
-def _named(
-    value: str | NamedMetric, path: Path, name: str, pattern: re.Pattern[str] | None = None
-) -> NamedMetric:
-    """Checks that the metric exists; with groups of a pattern in it, that the pattern has them."""
-    named = NamedMetric(value) if isinstance(value, str) else value
-    groups = [int(group) for group in re.findall(r"\\(\d+)", named.key)]
-    if groups and max(groups) > (pattern.groups if pattern else 0):
-        raise UsageError(f"no group {max(groups)} in the pattern", where=f"{path}: {name}", fix=_HELP)
-    if named.key != STEP and not groups and not describe(named.key):
-        near = closest(named.key, [*METRICS, *ELSEWHERE])
-        fix = f"did you mean {near}?" if near else "docs/reference/metrics.md lists the metrics"
-        raise UsageError(f"no metric `{named.key}`", where=f"{path}: {name}", fix=fix)
-    return named
-
-
 @dataclass(frozen=True, eq=False)
 class Readers:
     """The readers that a log is compared with."""
 
     #: the first of those that match a log equally well is used
-    frameworks: tuple[FrameworkNames, ...]
-    unknown: FrameworkNames  # plain names, and forms that any script may print
+    frameworks: tuple[Reader, ...]
+    unknown: Reader  # plain names, and forms that any script may print
 
     def with_files(self, files: Sequence[Path] = (), maps: Sequence[Path] = ()) -> Readers:
         """Adds readers' files in front, and files of `"name in the log" = "metric"` pairs to every reader.
@@ -249,14 +247,12 @@ class Readers:
         found = tuple(map(_load, files)) + self.frameworks
         own: dict[str, NamedMetric] = {}
         for path in maps:
-            for name, value in _toml(path).items():
-                if not isinstance(value, str):
-                    fix = 'write lines of the form "name in the log" = "metric"'
-                    raise UsageError("is not the name of a metric", where=f"{path}: {name}", fix=fix)
-                own[name] = _named(value, path, name)
+            own |= _checked(dict[str, KnownMetric], _toml(path), path)
         if not own:
             return Readers(found, self.unknown)
-        mapped = [replace(one, names=own | {**one.names, **own}) for one in (*found, self.unknown)]
+        mapped = [
+            one.model_copy(update={"names": own | {**one.names, **own}}) for one in (*found, self.unknown)
+        ]
         return Readers(tuple(mapped[:-1]), mapped[-1])
 
     @cached_property
@@ -278,17 +274,17 @@ class Readers:
         others = (one.setting for framework in self.frameworks for one in framework.other_quantities)
         return frozenset(others).union(*(setting_keys(one.config) for one in self.frameworks))
 
-    def named(self, framework: Framework) -> FrameworkNames:
+    def named(self, framework: Framework) -> Reader:
         """The first reader of a framework."""
         return next(one for one in self.frameworks if one.framework == framework)
 
-    def of(self, names: Collection[str], hint: Framework | None) -> FrameworkNames | None:
+    def of(self, names: Collection[str], hint: Framework | None) -> Reader | None:
         """The framework that best matches the names; `hint`, from the log's format, decides ties.
 
         `unknown` if only generic names are known, and None if no name is known.
         """
 
-        def score(framework: FrameworkNames) -> int:
+        def score(framework: Reader) -> int:
             known = sum(framework.translate(name) is not None for name in names)
             marks = sum(map(framework.is_marked, names))
             return known and 2 * (known + _MARK_WEIGHT * marks) + (framework.framework == hint)
@@ -329,7 +325,7 @@ class MetricFilter:
 
 def canonical_table(
     collected: Collected,
-    framework: FrameworkNames,
+    framework: Reader,
     wanted: MetricFilter,
     reading: LogReading,
     known: Facts | None,
@@ -347,7 +343,7 @@ def canonical_table(
         (Facts(updates_per_batch=collected.updates_per_rollout), "the log's counts of updates and rollouts"),
         *(
             (facts, f"the name {name} in the log")
-            for pattern, facts in framework.implied_facts
+            for pattern, facts in framework.implied_facts.items()
             for name in sorted(collected.names)
             if pattern.match(name.removeprefix(framework.prefix))
         ),
@@ -399,7 +395,7 @@ def _first_known(sources: Sequence[tuple[Facts, str]]) -> tuple[Facts, dict[str,
     return Facts(**values), origins
 
 
-def _in_order(names: Collection[str], framework: FrameworkNames) -> list[tuple[str, NamedMetric]]:
+def _in_order(names: Collection[str], framework: Reader) -> list[tuple[str, NamedMetric]]:
     """The known names, in the order of the framework's file."""
     places = {name: place for place, name in enumerate(framework.names)}
     known = [(name, named) for name in sorted(names) if (named := framework.translate(name)) is not None]

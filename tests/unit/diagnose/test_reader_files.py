@@ -109,11 +109,10 @@ def test_a_reader_extends_a_built_in_one(read):
         ('framework = "x"\n[[rows]]\nline = "a"\nfigures = "list"', "rows.0: .*step"),
         ('framework = "x"\n[[rows]]\nline = "(?P<step>1)"\nfigures = "pairs"', "rows.0: .*body"),
         ('framework = "x"\n[facts]\nhas_critics = true', "facts.has_critics"),
-        ('framework = "x"\n[[implied_facts]]\npattern = "a"\nno_fact = 1', "implied_facts"),
-        ('framework = "x"\n[[implied_facts]]\nhas_critic = true', "implied_facts"),
+        ('framework = "x"\n[implied_facts]\na = {no_fact = 1}', "implied_facts.*no_fact"),
+        ('framework = "x"\n[implied_facts]\n"(" = {has_critic = true}', "implied_facts"),
         ('framework = "x"\n[[other_quantities]]\npattern = "a"', "other_quantities.0.setting"),
-        ('framework = "x"\n[patterns]\n"a" = \'reward/\\1/mean\'', "no group 1 in the pattern"),
-        ('framework = "x"\nmarks = ["a", "(?i)b"]', "marks"),
+        ('framework = "x"\n[patterns]\n"a" = \'reward/\\1/mean\'', "patterns: a has fewer groups"),
         ('framework = "x"\n[config]\nlr = 3', "config"),
         (
             'framework = "x"\n[[rows]]\nline = "(?P<step>1)(?P<body>.)"\nfigures = "pairs"\n'
@@ -129,7 +128,7 @@ def test_a_wrong_reader_is_refused_with_its_place(read, reader, said):
 
 
 @pytest.mark.parametrize(
-    ("map_", "said"), [('"a" = "no/such"', "no metric `no/such`"), ("[a]\nb = 1", "a: ")]
+    ("map_", "said"), [('"a" = "no/such"', "no metric `no/such`"), ("[a]\nb = 1", r"a\.key: ")]
 )
 def test_a_wrong_map_is_refused(read, map_, said):
     with pytest.raises(UsageError, match=said):

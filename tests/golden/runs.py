@@ -1,0 +1,212 @@
+"""Golden figures of whole runs on stored responses, to rewrite the core number by number.
+
+    python -m tests.golden.runs [--only WORD]                        # writes runs.json anew, or those of WORD
+    python -m tests.golden.runs --compare [--only WORD] [--rel 1e-6] # prints the largest difference per case
+
+Recorded per step: every metric that does not depend on the clock, and how the weights changed (norm, three
+projections); in some cases also the sums of the dump's weights and masks, per token. The model is random and
+fixed by its seed, see `first_updates.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests import runs
+from tests.golden.cases import BASE, Case, cases
+from tests.processes import Job, free_port
+
+FILE = Path(__file__).with_suffix(".json")
+#: Case → one record per step: metric → figure.
+Figure = float | list[float]
+Figures = dict[str, list[dict[str, Figure]]]
+CHANGES = ("norm", "a", "b", "c")
+#: Prefix of a metric → size below which a difference is absolute: where terms of either sign cancel, their
+#: rounding is left.
+FLOORS = {"": 1e-3}
+
+
+def write_models(where: Path) -> Path:
+    """Writes the models and the prompts."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    from rlctl.data.schema import Message, Row, write_rows
+    from tests.golden.stored import FILE as STORED
+    from tests.models import tiny_model
+    from tests.unit.engine.sequence_jobs import a_model
+
+    letters = {letter: place for place, letter in enumerate(["<pad>", "<end>", *"abcdefghijklmnopqrstu"])}
+    backend = Tokenizer(models.BPE(letters, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<end>")
+    ref = tiny_model()
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in ref.parameters():
+            weight += 0.02 * torch.randn(weight.shape, generator=draw)
+    for name, model in {
+        "tiny": tiny_model(),
+        "ref": ref,
+        "gemma2": tiny_model("gemma2"),
+        "heads": a_model(),
+    }.items():
+        model.save_pretrained(where / name)
+        tokenizer.save_pretrained(where / name)
+    names = list(letters)
+    texts = ["".join(names[token] for token in entry["prompt"]) for entry in json.loads(STORED.read_text())]
+    rows = [
+        Row("golden", (Message("user", text),), "klmnopq"[i % 7], index=i) for i, text in enumerate(texts)
+    ]
+    write_rows(where / "train.parquet", "train", rows)
+    return where
+
+
+def figures(names: Iterable[str]) -> Figures:
+    """Runs cases, one after the other: those of one rank in one process, which is a fork.
+
+    Raises:
+        AssertionError: a run failed; its output is in the message.
+    """
+    chosen = {name: cases()[name] for name in names}
+    with tempfile.TemporaryDirectory() as directory:
+        where = Path(directory)
+        write_models(where)
+        alone = [name for name, case in chosen.items() if case.ranks == 1]
+        _finish([Job(_run, alone, str(where), 0, log=where / "log")])
+        for name in (name for name in chosen if name not in alone):
+            shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            envs = [shared | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(2)]
+            log = where / f"{name}.log"
+            _finish([Job(_run, [name], str(where), rank, log=log, env=env) for rank, env in enumerate(envs)])
+        return {name: _recorded(where / name, chosen[name]) for name in chosen}
+
+
+def _finish(jobs: list[Job]) -> None:
+    codes = [job.wait(timeout=3600) for job in jobs]
+    assert not any(codes), jobs[0].output[-4000:]
+
+
+def _run(names: list[str], directory: str, rank: int) -> int:
+    """Trains; returns the exit code."""
+    for name in names:
+        case = cases()[name]
+        given = (f"model.path={directory}/tiny", f"data.train_files={directory}/train.parquet", *BASE)
+        settings = [text.replace("{models}", directory) for text in (*given, *case.settings)]
+        presets = [word for preset in case.presets for word in ("--preset", preset)]
+        where = (f"trainer.run_dir={directory}/{name}", f"trainer.n_gpus_per_node={case.ranks}")
+        with contextlib.ExitStack() as stack:
+            for function, value in case.patches.items():
+                stack.enter_context(mock.patch(function, lambda *_, value=value: value))
+            if code := runs._rlctl(["train", *presets, *settings, *where]):
+                print(f"failed: {name}")
+                return code
+    return 0
+
+
+def _recorded(run_dir: Path, case: Case) -> list[dict[str, Figure]]:
+    """Metrics, changes and dumps of a run; a change belongs to the last steps, one to each."""
+    found: list[dict[str, Figure]] = [{**metrics} for metrics in runs.reproducible(run_dir)]
+    changes = [json.loads(line) for line in (run_dir / "change.jsonl").read_text().splitlines()]
+    for number, change in enumerate(changes):
+        found[number] |= {f"change/{name}": value for name, value in zip(CHANGES, change, strict=True)}
+    rows = runs.rollouts(run_dir) if case.dumps else []
+    rows.sort(key=lambda row: (row["step"], row["group_id"], row["response_ids"]))
+    for metrics in found if rows else ():
+        mine = [row for row in rows if row["step"] == metrics["step"]]
+        metrics["dump/rollout_is_weights"] = [value for row in mine for value in row["rollout_is_weights"]]
+        metrics["dump/keep_mask"] = [int(value) for row in mine for value in row["keep_mask"]]
+    return found
+
+
+def difference(now: Figures, golden: Figures, name: str) -> tuple[float, str]:
+    """The largest relative difference of a case, and where it is; a metric that is new is no difference."""
+    worst = (0.0, "")
+    if len(now[name]) != len(golden[name]):
+        return math.inf, "number of steps"
+    for step, (ours, theirs) in enumerate(zip(now[name], golden[name], strict=True), 1):
+        for key, value in theirs.items():
+            worst = max(worst, (_distance(ours.get(key), value, key), f"step {step}, {key}"))
+    return worst
+
+
+def _distance(ours: Figure | None, golden: Figure, key: str) -> float:
+    if isinstance(golden, list):
+        if not isinstance(ours, list) or len(ours) != len(golden):
+            return math.inf
+        return max(_distance(a, b, key) for a, b in zip(ours, golden, strict=True))
+    if not isinstance(ours, float | int) or math.isnan(ours) != math.isnan(golden):
+        return math.inf
+    if ours == golden or math.isnan(golden):
+        return 0.0
+    return abs(ours - golden) / max(
+        abs(golden), next(v for prefix, v in FLOORS.items() if key.startswith(prefix))
+    )
+
+
+def read() -> Figures:
+    """The figures of the file."""
+    stored = json.loads(FILE.read_text())
+    return {
+        name: [{stored["names"][place]: v for place, v in zip(*step, strict=True)} for step in steps]
+        for name, steps in stored["cases"].items()
+    }
+
+
+def write(found: Figures) -> None:
+    """Writes all figures, to nine digits: for every step the places of its metrics' names, and their values."""
+    names = list(dict.fromkeys(key for steps in found.values() for step in steps for key in step))
+    places = {name: place for place, name in enumerate(names)}
+    lines = (
+        f"{json.dumps(name)}:"
+        + _compact([[[places[key] for key in step], list(step.values())] for step in steps])
+        for name, steps in found.items()
+    )
+    FILE.write_text(f'{{"names":{_compact(names)},\n"cases":{{\n' + ",\n".join(lines) + "\n}}\n")
+
+
+def _compact(value: object) -> str:
+    return json.dumps(_rounded(value), separators=(",", ":"))
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e9
+    return int(value) if is_whole else float(f"{value:.9g}") if isinstance(value, float) else value
+
+
+def main() -> None:
+    """The command line, see above."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="", metavar="WORD", help="cases whose names contain it")
+    parser.add_argument("--compare", action="store_true", help="write nothing")
+    parser.add_argument("--rel", type=float, default=1e-6, help="largest relative difference allowed")
+    given = parser.parse_args()
+    chosen = [name for name in cases() if given.only in name]
+    now = figures(chosen)
+    golden = read() if FILE.exists() else {}
+    if not given.compare:
+        merged = {name: now.get(name) or golden[name] for name in cases() if name in now or name in golden}
+        write(merged)
+        print(f"wrote {len(now)} cases of {len(merged)} to {FILE}")
+        return
+    worst = {name: difference(now, golden, name) for name in chosen}
+    for name, (found, where) in sorted(worst.items(), key=lambda item: item[1]):
+        print(f"{found:9.1e}  {'differs' if found > given.rel else 'equal  '}  {name}  ({where})")
+    sys.exit(any(found > given.rel for found, _ in worst.values()))
+
+
+if __name__ == "__main__":
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    main()

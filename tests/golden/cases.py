@@ -49,6 +49,7 @@ PARAMS = {
     "kl_cov": {"fraction": 0.1},
     "clip_cov": {"fraction": 0.05, "low": -1.0, "high": 1.0},
     "drpo": {"epsilon": 0.5},
+    "gmpo": {"low": 0.05, "high": 0.05},
 }
 #: Thresholds at which some responses are rejected, where the examples of the spec reject none or all.
 THRESHOLDS = {
@@ -143,7 +144,8 @@ def _params(key: str, name: str) -> tuple[str, ...]:
 
 def _losses() -> Iterator[tuple[str, Case]]:
     for name in (part.name for part in POLICY_LOSSES.parts()):
-        loss = (f"{RC}loss_type={name}", *_params(f"{RC}loss_params", name), *REJECTING)
+        own = (f"{RC}loss_type={name}", *_params(f"{RC}loss_params", name))
+        loss = (*own, "actor.clip_ratio=0.03", *REJECTING)
         yield f"loss {name}, bypass", Case((*loss, "actor.loss_agg_mode=seq-mean-token-mean"))
         yield f"loss {name}, decoupled", Case((*loss, *DECOUPLED, f"{RC}rollout_is=token"))
 
@@ -155,10 +157,8 @@ def _estimators() -> Iterator[tuple[str, Case]]:
         more = ("algorithm.gamma=0.9", "algorithm.lam=0.8", "reward.max_error_fraction=0.9")
         failing = f"reward.name={HERE}/graders.py:failing"
         yield f"estimator {name}, some ungraded", Case((*settings, *more, failing, *CLIP))
-    yield (
-        "grpo, not divided",
-        Case(("algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=false")),
-    )
+    not_divided = "algorithm.norm_adv_by_std_in_grpo=false"
+    yield "estimator grpo, not divided", Case(("algorithm.adv_estimator=grpo", not_divided))
 
 
 def _corrections() -> Iterator[tuple[str, Case]]:
@@ -166,9 +166,8 @@ def _corrections() -> Iterator[tuple[str, Case]]:
     weights = [part.name for part in CORRECTION_WEIGHTS.parts()]
     for dialect in ("rlctl", "verl"):
         pairs = cycle(product(weights, ("clip", "truncate", "mask")))
-        criteria = [
-            (name, text) for name in criteria_names() for own, text, _ in examples(name) if own == dialect
-        ]
+        known = [(name, *example) for name in criteria_names() for example in examples(name)]
+        criteria = [(name, threshold) for name, own, threshold, _ in known if own == dialect]
         missing = max(0, 3 * len(weights) - len(criteria))
         for place, (name, example) in enumerate([*criteria, *criteria[:missing]]):
             weight, bound = next(pairs)
@@ -211,7 +210,7 @@ TERMS = {
         "algorithm.adv_estimator=gae",
         "algorithm.lam=0.9",
         "critic.ppo_epochs=2",
-        "critic.ppo_mini_batch_size=2",
+        "critic.ppo_mini_batch_size=8",
         "critic.ppo_max_token_len_per_gpu=60",
         "critic.cliprange_value=0.01",
         "critic.loss_agg_mode=seq-mean-token-mean",
@@ -279,9 +278,9 @@ ENGINES = {
     "lora, base as reference": Case((*LORA, "algorithm.use_kl_in_reward=true", *CLIP)),
     **{f"zero {stage}": Case((*MANY, f"engine.zero_stage={stage}")) for stage in (1, 2, 3)},
     **{
-        f"zero {stage}, two ranks": Case((*MANY, f"engine.zero_stage={stage}"), ranks=2) for stage in range(4)
+        f"two ranks, zero {stage}": Case((*MANY, f"engine.zero_stage={stage}"), ranks=2) for stage in range(4)
     },
-    "two ranks, rloo-seq-is": Case(presets=("rloo-seq-is",), ranks=2, dumps=True),
+    "two ranks, rloo-seq-is": Case(presets=("rloo-seq-is",), ranks=2),
     "two ranks, ppo-seq-is-token-rs": Case(presets=("ppo-seq-is-token-rs",), ranks=2),
     "two ranks, remax": Case(("algorithm.adv_estimator=remax", *REJECTING), ranks=2),
     "two ranks, clip_cov": Case(
@@ -297,6 +296,6 @@ ENGINES = {
     "two ranks, stale": Case(DATA["stale"], ranks=2),
     "two ranks, damaged": Case(DATA["damaged"], ranks=2),
     "sequence parallel": Case((*KV2, *REJECTING), ranks=2),
-    "sequence parallel, gae": Case((*KV2, "algorithm.adv_estimator=gae", *CLIP), ranks=2),
+    "sequence parallel, kl": Case((*KV2, "algorithm.use_kl_in_reward=true", *CLIP), ranks=2),
     "sequence parallel, centered": Case((*KV2, *DATA["exact sampling, centered"]), ranks=2),
 }

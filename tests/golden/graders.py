@@ -1,4 +1,4 @@
-"""Graders of the golden runs. Grading processes import this file, so it imports no torch."""
+"""Graders of the golden runs."""
 
 
 def share(response: str, ground_truth: str) -> float:
@@ -8,7 +8,7 @@ def share(response: str, ground_truth: str) -> float:
 
 def whole(response: str, ground_truth: str) -> float:
     """1 or 0, so that groups without spread exist."""
-    return float(share(response, ground_truth) > 0.6)
+    return float(share(response, ground_truth) > 0.5)
 
 
 def failing(response: str, ground_truth: str) -> float:

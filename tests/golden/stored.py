@@ -3,10 +3,10 @@
     python -m tests.golden.stored      # writes stored.json anew; all golden figures change with it
 
 One entry per prompt: `prompt` (token ids), `responses`, and `greedy`, the response to a greedy request. A
-response has one entry per sampled token in every list, and no padding. `log_probs` are those of a sampler that
-differs from the policy by noise of its logits; a few tokens differ much. `listed` are its most likely tokens,
-`listed_log_probs` theirs. `lag`: updates by which the weights that sampled the response are older than the
-engine's.
+response has one entry per sampled token in every list, and no padding. `log_probs` are those of a sampler
+that differs from the policy by noise of its logits; a few tokens differ much. `listed` are its most likely
+tokens, `listed_log_probs` theirs. `lag`: updates by which the weights that sampled the response are older
+than the engine's.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ HERE = Path(__file__).parent
 RC = "algorithm.rollout_correction."
 #: On top of a preset: everything small, and in several mini-batches and micro-batches.
 BASE = (
+    "model.path={models}/tiny",
+    "data.train_files={models}/train.parquet",
     f"rollout.name={HERE}/stored.py:engine",
     f"reward.name={HERE}/graders.py:share",
     "rollout.n=4",
@@ -129,6 +131,7 @@ OTHER_PRESETS: dict[str, tuple[str, ...]] = {
     "smollm2-135m-sums": (),
     "1gpu-lora": (),
     "8gpu": (),
+    "1gpu-80gb": ("engine.offload=none",),
 }
 MODES = (
     "token-mean",

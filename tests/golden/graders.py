@@ -8,7 +8,7 @@ def share(response: str, ground_truth: str) -> float:
 
 def whole(response: str, ground_truth: str) -> float:
     """1 or 0, so that groups without spread exist."""
-    return float(share(response, ground_truth) > 0.5)
+    return float(share(response, ground_truth) > 0.4)
 
 
 def failing(response: str, ground_truth: str) -> float:

@@ -15,6 +15,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -74,7 +75,6 @@ def write_models(where: Path) -> None:
         Row("golden", messages, "fghijkl"[place % 7], index=place) for place, messages in enumerate(asked)
     ]
     write_rows(where / "train.parquet", "train", rows)
-    return where
 
 
 def figures(names: Iterable[str]) -> Figures:
@@ -87,12 +87,12 @@ def figures(names: Iterable[str]) -> Figures:
         where = Path(directory)
         write_models(where / "models")
         alone = [name for name, case in chosen.items() if case.ranks == 1]
-        _finish([Job(_run, alone, str(where), 0, log=where / "log")])
+        _finish([Job(_run, alone, directory, log=where / "log")])
         for name in (name for name in chosen if name not in alone):
             shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             envs = [shared | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(2)]
             log = where / f"{name}.log"
-            _finish([Job(_run, [name], str(where), rank, log=log, env=env) for rank, env in enumerate(envs)])
+            _finish([Job(_run, [name], directory, log=log, env=env) for env in envs])
         done = [name for name in chosen if (where / name / SUMMARY_FILE).exists()]
         return {name: _recorded(where / name, chosen[name]) for name in done}
 
@@ -123,20 +123,21 @@ def _finish(jobs: list[Job]) -> None:
         print(jobs[0].output[-4000:])
 
 
-def _run(names: list[str], directory: str, rank: int) -> int:
+def _run(names: list[str], directory: str) -> int:
     """Trains; returns the number of runs that failed."""
     failed = []
     for name in names:
         case = cases()[name]
-        given = [*BASE, *case.settings, f"trainer.run_dir={directory}/{name}"]
-        settings = [text.replace("{models}", f"{directory}/models") for text in given]
-        presets = [word for preset in case.presets for word in ("--preset", preset)]
-        ranks = f"trainer.n_gpus_per_node={case.ranks}"
+        places = {"models": f"{directory}/models", "here": FILE.parent}
+        words = (BASE + case.settings).format(**places).split()
+        settings = [re.sub(r"^rc\.", "algorithm.rollout_correction.", word) for word in words]
+        preset = ["--preset", case.preset] if case.preset else []
+        own = [f"trainer.run_dir={directory}/{name}", f"trainer.n_gpus_per_node={case.ranks}"]
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch("rlctl.reward.build.GradingPool", InProcess))
             for function, value in case.patches.items():
                 stack.enter_context(mock.patch(function, lambda *_, value=value: value))
-            if runs.rlctl(["train", *presets, *settings, ranks]):
+            if runs.rlctl(["train", *preset, *settings, *own]):
                 failed.append(name)
     print(f"failed: {failed}")
     return len(failed)

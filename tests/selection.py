@@ -87,7 +87,8 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
         "integration/test_gsm8k_commands.py": (),
         "integration/test_examples.py": ("test_a_run_with_parts_from_files",),
     },
-    "benchmarks, faults planted in whole runs, the GPU check without a GPU": {
+    "golden figures, benchmarks, faults planted in whole runs, the GPU check without a GPU": {
+        "golden/test_all_runs.py": (),
         "integration/test_pathologies.py": (),
         "unit/bench/test_card.py": ("test_phases_are_those_of_the_run_and_of_the_plan",),
         "unit/test_gpu_offline.py": ("test_a_case_that_fails_hangs_or_lacks_memory_does_not_end_the_others",),

@@ -1,0 +1,61 @@
+"""A dozen golden runs, of every kind one; `test_all_runs.py` has the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.golden.cases import cases
+from tests.golden.runs import Figures, difference, figures, read
+
+#: Of the same machine 1e-6 is expected (`python -m tests.golden.runs --compare`), of another one this.
+TOLERANCE = 1e-4
+#: As many as 25 seconds of one processor allow.
+FEW = (
+    "preset rloo-seq-is",
+    "preset grpo-token-is-multi-rs",
+    "preset ppo-seq-is-token-rs",
+    "loss gspo, decoupled",
+    "loss clip_cov, bypass",
+    "estimator optimal_token_baseline, some ungraded",
+    "seq-mean-token-mean, after",
+    "kl loss unbiased, decoupled",
+    "kl reward, adaptive",
+    "exact sampling, centered",
+    "groups filtered",
+    "damaged, survivors",
+)
+GOLDEN = read()
+
+
+@pytest.fixture(scope="module")
+def now() -> Figures:
+    return figures(FEW)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_figures_are_as_they_were(now: Figures, name: str) -> None:
+    found, where = difference(now, GOLDEN, name)
+    assert found < TOLERANCE, where
+
+
+def test_every_case_is_recorded() -> None:
+    assert list(GOLDEN) == list(cases())
+    assert set(FEW) <= set(GOLDEN)
+
+
+@pytest.mark.parametrize(
+    ("changed", "where"),
+    [
+        ({"actor/pg_loss": 0.1002, "dump/keep_mask": [1, 1]}, "step 1, actor/pg_loss"),
+        ({"actor/pg_loss": 0.1, "dump/keep_mask": [1, 0]}, "step 1, dump/keep_mask"),
+        ({"actor/pg_loss": float("nan"), "dump/keep_mask": [1, 1]}, "step 1, actor/pg_loss"),
+        ({"dump/keep_mask": [1, 1]}, "step 1, actor/pg_loss"),
+        ({"actor/pg_loss": 0.1, "dump/keep_mask": [1]}, "step 1, dump/keep_mask"),
+    ],
+)
+def test_a_difference_is_found(changed: dict[str, float | list[float]], where: str) -> None:
+    golden: Figures = {"a": [{"actor/pg_loss": 0.1, "dump/keep_mask": [1, 1]}]}
+    assert difference(golden, golden, "a") == (0.0, "")
+    found, place = difference({"a": [changed]}, golden, "a")
+    assert found > TOLERANCE
+    assert place == where

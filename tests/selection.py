@@ -42,7 +42,7 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
     "pages in Chromium": {
         "unit/evaluate/test_page.py": ("test_hostile_text_is_only_text",),
         "unit/what_if/test_what_if_page.py": (
-            "test_every_setting_is_a_dot_that_can_be_pointed_at_and_a_row",
+            "test_every_setting_is_a_row_and_the_recommended_one_is_marked",
         ),
         "unit/diagnose/test_diagnosis_page.py": ("test_hostile_text_is_only_text",),
     },

@@ -32,7 +32,7 @@ _OF_TEMPLATE = r"<[|｜][^<>|｜]+[|｜]>|</?s>|\[/?INST\]|<(?:start|end)_of_tur
 #: follows "Answer:" and ends the prompt. A mark within a sentence, or before another turn, is part of an
 #: instruction and opens nothing.
 _BEGUN = re.compile(
-    r"(?:\A|(?<=[\n>\]▷])|(?<=assistant)|(?<=:)(?=[ \t]*\S+\s*\Z))[ \t]*"
+    r"(?:\A|(?<=[\n>\]▷])|(?<=assistant)|(?<=assistant:)|(?<=:)(?=[ \t]*\S+\s*\Z))[ \t]*"
     rf"(?:{_OPENING})(?!.*(?:{_OPENING}|{_OF_TEMPLATE}))",
     re.IGNORECASE | re.DOTALL,
 )

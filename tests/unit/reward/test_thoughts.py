@@ -29,7 +29,6 @@ MARKS = [
 ]
 #: Ends of prompts before the opening mark.
 TURNS = [
-    "Question: 3*4?\nAnswer: ",
     "",
     "<|im_start|>assistant\n",
     "<|start|>assistant",
@@ -60,6 +59,11 @@ def test_what_follows_the_last_thoughts_is_read(opening, closing):
 def test_an_instruction_opens_no_thoughts(opening, closing):
     for said in (f"Reason in {opening} and {closing} tags.", f"Start with\n{opening} please.", "3*4?"):
         assert without_thoughts("13", f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n") == "13"
+
+
+def test_a_mark_after_a_colon_ends_the_prompt():
+    assert without_thoughts("13", "Question: 3*4?\nAnswer: <think>\n") == ""
+    assert without_thoughts("13", "Reason in this format: <think> thoughts\nQuestion: 3*4?\nAnswer: ") == "13"
 
 
 def test_every_format_is_tested():

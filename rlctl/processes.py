@@ -75,6 +75,12 @@ def _first_outgoing_port() -> int:
         return 32_768
 
 
+def use_loopback() -> None:
+    """Makes gloo and NCCL use the loopback interface, unless the environment names another one."""
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+
+
 def environment_without_ranks() -> dict[str, str]:
     """The environment for a child that is no rank: with the variables of a rank it would wait for others."""
     return {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store
 from rlctl.algos.metric_sums import Additive
 from rlctl.engine.launch import STORE, LostRank
 from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.processes import use_loopback
 from rlctl.spec.machine import gpus, gpus_are_hidden
 
 _Value = TypeVar("_Value")
@@ -28,8 +28,6 @@ _Value = TypeVar("_Value")
 _GRACE = timedelta(minutes=5)
 #: Environment variables that torchrun would set for a single rank.
 _SINGLE_RANK_ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-#: Name of the loopback interface.
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 #: Set if a single rank set these variables itself.
 _IS_ALONE = "RLCTL_ALONE"
 
@@ -136,8 +134,7 @@ def join_ranks(timeout_s: float = 1500.0, *, on_loopback: bool = True) -> Ranks:
         # Groups that DeepSpeed and vLLM form would have 10 minutes with NCCL.
         module.default_pg_timeout = module.default_pg_nccl_timeout = timeout
         if on_loopback:
-            for library in ("GLOO", "NCCL"):
-                os.environ.setdefault(f"{library}_SOCKET_IFNAME", _LOOPBACK)
+            use_loopback()
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(
             backend, timeout=timeout, store=_store(world_size), rank=rank, world_size=world_size

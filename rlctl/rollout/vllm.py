@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, in_words, one_line
+from rlctl.processes import use_loopback
 from rlctl.rollout.completions import (
     MERGE_LORA,
     Completion,
@@ -264,6 +265,8 @@ def _trained(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _set_environment() -> None:
     """Sets the environment variables that vLLM reads on import."""
+    if not torch.distributed.is_initialized():  # else they are set for all of the run's ranks
+        use_loopback()
     # Within this process vLLM's scheduler is deterministic, and its errors are raised here.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)

@@ -35,7 +35,7 @@ class Band:
 
 def _bound(value: float) -> str:
     """The value with four digits, or as many more as show its distance from 1: `1.0004`."""
-    texts = (f"{value:.{digits}g}" for digits in range(4, 17))
+    texts = (f"{value:.{digits}g}" for digits in range(4, 18))
     return next(text for text in texts if abs(float(text) - value) <= 1e-3 * abs(value - 1.0))
 
 

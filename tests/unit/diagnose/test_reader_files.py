@@ -1,6 +1,8 @@
 """Files of users: names of metrics (`--map`), and readers of a framework's logs (`--reader`)."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -155,3 +157,15 @@ def test_both_on_the_command_line(tmp_path, capsys):
     assert "logged by my-trainer" in capsys.readouterr().out
     assert run_command(["diagnose", str(tmp_path / "run.log"), "--map", str(tmp_path / "none")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_the_examples_of_the_page_are_read(read):
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "diagnose-inputs.md").read_text(
+        encoding="utf-8"
+    )
+    map_, reader = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    run = read("<update 3> opt/gnorm: 0.5 | solved 25\n", reader=reader)
+    assert (run.framework, run.table.steps.tolist()) == ("my-trainer", [3])
+    assert run.table.series("critic/score/mean").values.tolist() == [0.25]
+    run = read('{"env/update": 7, "env/solved": 0.5, "policy/ent": 0.25}\n', map_=map_)
+    assert (run.table.steps.tolist(), len(run.table.columns)) == ([7], 2)

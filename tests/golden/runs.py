@@ -180,9 +180,8 @@ def _distance(ours: Figure | None, golden: Figure, key: str) -> float:
         return math.inf
     if ours == golden or math.isnan(golden):
         return 0.0
-    return abs(ours - golden) / max(
-        abs(golden), next(v for prefix, v in FLOORS.items() if key.startswith(prefix))
-    )
+    floor = next((size for word, size in FLOORS.items() if word in key), 1e-3)
+    return abs(ours - golden) / max(abs(golden), floor)
 
 
 def read() -> Figures:
@@ -216,8 +215,10 @@ def _compact(value: object) -> str:
 def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(item) for item in value]
-    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e9
-    return int(value) if is_whole else float(f"{value:.9g}") if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    nine = float(f"{value:.9g}")
+    return int(nine) if nine.is_integer() else nine
 
 
 def main() -> None:

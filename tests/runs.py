@@ -26,12 +26,19 @@ SMALL = (
     "actor.lr_scheduler_type=constant",
 )
 
+#: Without a preset: a correction that has something to do.
+CORRECTED = (
+    "algorithm.rollout_correction.rollout_is=sequence",
+    "algorithm.rollout_correction.loss_type=reinforce",
+    "algorithm.rollout_correction.bypass_mode=true",
+)
+
 
 def start(
     *arguments: str, log: Path, env: dict[str, str] | None = None, before: Callable[[], None] | None = None
 ) -> Job:
     """Starts `rlctl ARGUMENTS`."""
-    return Job(rlctl, list(arguments), log=log, env=env, before=before)
+    return Job(_rlctl, list(arguments), log=log, env=env, before=before)
 
 
 def start_train(
@@ -42,7 +49,13 @@ def start_train(
 ) -> Job:
     """Starts a small run of the embedded model in `run_dir`; its output goes to `run_dir`.log."""
     log = run_dir.with_suffix(".log")
-    return start("train", f"trainer.run_dir={run_dir}", *SMALL, *arguments, log=log, env=env, before=before)
+    given = ("train", f"trainer.run_dir={run_dir}", *_small(arguments))
+    return start(*given, log=log, env=env, before=before)
+
+
+def _small(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    has_preset = {"-p", "--preset", "-s", "--spec"} & set(arguments)
+    return (*SMALL, *(() if has_preset else CORRECTED), *arguments)
 
 
 def train(run_dir: Path, *arguments: str, env: dict[str, str] | None = None) -> Path:
@@ -64,9 +77,9 @@ def start_ranks(run_dir: Path, count: int, *arguments: str) -> list[Job]:
     jobs = []
     for rank in range(count):
         env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
-        command = ["train", f"trainer.run_dir={run_dir}", *SMALL, f"trainer.n_gpus_per_node={count}"]
+        command = ["train", f"trainer.run_dir={run_dir}", f"trainer.n_gpus_per_node={count}"]
         log = run_dir.with_suffix(f".rank{rank}.log")
-        jobs.append(Job(rlctl, [*command, *arguments], log=log, env=env))
+        jobs.append(Job(_rlctl, [*command, *_small(arguments)], log=log, env=env))
     return jobs
 
 
@@ -120,7 +133,7 @@ def checkpoints(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir() if not path.is_symlink())
 
 
-def rlctl(arguments: list[str]) -> int:
+def _rlctl(arguments: list[str]) -> int:
     from rlctl.cli.app import run
 
     return run(arguments)

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from rlctl.algos.losses import widened
 from rlctl.algos.rules import LOG_RATIO_CLAMP
 from rlctl.lazy import torch
 from rlctl.registry import KL_ESTIMATORS
@@ -96,7 +97,7 @@ def kl_loss(
     the docstring of each estimator for its expected gradient.
     """
     given = (log_probs, ref_log_probs.detach(), rollout_log_probs.detach())
-    found: Tensor = KL_ESTIMATORS[kind](*(torch.where(loss_mask, x, 0.0) for x in given))
+    found: Tensor = KL_ESTIMATORS[kind](*(torch.where(loss_mask, widened(x), 0.0) for x in given))
     KL_ESTIMATORS.check_returned(kind, found, tuple(loss_mask.shape))
     KL_ESTIMATORS.check_gradient(kind, found, log_probs, "log_probs")
     return torch.where(loss_mask, found, 0.0)

@@ -75,7 +75,7 @@ def policy_loss(
     loss_mask: Tensor,
     weights: Tensor | None,
 ) -> TokenLoss:
-    """w times the loss of every token, 0.0 outside the mask.
+    """w times the loss of every token, 0.0 outside the mask; float32 for inputs in half precision.
 
     Args:
         rule: which loss, and its parameters.
@@ -83,13 +83,18 @@ def policy_loss(
         weights: (B, T) importance weights w; None means 1. No gradient flows into them.
     """
     new, old, given = (
-        torch.where(loss_mask, x, 0.0) for x in (log_probs, old_log_probs.detach(), advantages)
+        torch.where(loss_mask, widened(x), 0.0) for x in (log_probs, old_log_probs.detach(), advantages)
     )
     loss: TokenLoss = POLICY_LOSSES[rule.name](rule, LossInputs(new, old, given, loss_mask))
     _check_returned(loss, new, rule.name)
     values = loss.values if weights is None else loss.values * torch.where(loss_mask, weights.detach(), 0.0)
     clipped, lower = (x if x is None else x & loss_mask for x in (loss.clipped, loss.clipped_lower))
     return TokenLoss(torch.where(loss_mask, values, 0.0), clipped, lower)
+
+
+def widened(values: Tensor) -> Tensor:
+    """Half precision as float32, so that nothing but the input is rounded; other tensors stay."""
+    return values.float() if values.itemsize < 4 else values
 
 
 def _check_returned(loss: object, log_probs: Tensor, name: str) -> None:
@@ -270,7 +275,8 @@ def value_loss(
         mask: (B, T) bool; the loss is 0.0 where it is False, even if other inputs are NaN there.
         clip: `critic.cliprange_value`, in units of reward.
     """
-    new, old, target = (torch.where(mask, x, 0.0) for x in (values, old_values.detach(), returns.detach()))
+    given = (values, old_values.detach(), returns.detach())
+    new, old, target = (torch.where(mask, widened(x), 0.0) for x in given)
     unclipped = (new - target).square()
     bounded = (new.clamp(old - clip, old + clip) - target).square()
     return TokenLoss(0.5 * torch.maximum(unclipped, bounded), clipped=bounded > unclipped)

@@ -28,6 +28,7 @@ from rlctl.engine.inputs import (
     widened,
 )
 from rlctl.engine.protocol import PolicyOutput
+from rlctl.engine.routing import RoutedBody
 from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.errors import UsageError
 from rlctl.prefix import UNSUPPORTED, base_name, body_of, can_share_prefix, evaluating
@@ -82,6 +83,7 @@ class PolicyModule(nn.Module):
         entropy_grad: bool = False,
         sum_pi_squared: bool = False,
         sketch: bool = False,
+        routing: bool = False,
     ) -> tuple[Tensor, ...]:
         """Log-probs and entropy of the responses; on request Σ_v π(v)² and sketches of ∇ log π.
 
@@ -91,6 +93,7 @@ class PolicyModule(nn.Module):
             entropy_grad: compute the entropy with gradient.
             sum_pi_squared: also return the collision probability of the next-token distribution.
             sketch: also return a sketch of the gradient of each log-prob with respect to the output head.
+            routing: also return the routing of the scored tokens to experts, last.
 
         Raises:
             UsageError: a sketch is requested for a model without a separate output head.
@@ -104,13 +107,18 @@ class PolicyModule(nn.Module):
         if not self._is_probed:
             self._probe()
         scored = inputs.scored
+        body = body_of(self.model)
         states, own = scored_states(
-            body_of(self.model),
+            RoutedBody(body) if routing else body,
             inputs,
             packs=self.packs,
             share_prompts=self.shares_prompts,
             split=self.sequence.own_tokens if self.sequence else None,
         )
+        routes: list[Tensor] = []
+        if routing:
+            width = self.model.config.get_text_config().hidden_size
+            states, routes = states[:, :width].to(self.model.dtype), [states[:, width:]]
         tokens = inputs.responses[scored]
         listed = inputs.most_likely
         most_likely_ids = None if listed is None else listed.padded(scored)[0]
@@ -137,7 +145,7 @@ class PolicyModule(nn.Module):
         empty = torch.zeros(scored.shape, dtype=torch.float32, device=scored.device)
         tensors = [empty.masked_scatter(scored, values) for values in found]
         tensors += [] if most_likely_ids is None else [most_likely.T]
-        return (*tensors, *([sketches.detach().T] if sketch else []))
+        return (*tensors, *([sketches.detach().T] if sketch else []), *routes)
 
     def _probe(self) -> None:
         self.head.is_linear = _head_is_linear(self.model)
@@ -251,10 +259,11 @@ def policy_output(
         asked: `entropy_grad`, `sum_pi_squared`, `sketch`, see `PolicyModule.forward`.
     """
     found = list(policy(inputs=used_columns(inputs), **asked))
+    routing = found.pop() if asked.get("routing") else None
     sketch = found.pop() if asked.get("sketch") else None
     most_likely = None if inputs.most_likely is None else found.pop()
     log_probs, entropy, *more = (widened(values, inputs) for values in found)
-    return PolicyOutput(log_probs, entropy, more[0] if more else None, sketch, most_likely)
+    return PolicyOutput(log_probs, entropy, more[0] if more else None, sketch, most_likely, routing)
 
 
 def _dropped(counts: Tensor, ids: Tensor, logits: Tensor) -> Tensor:

@@ -26,6 +26,9 @@ class PolicyOutput:
             on padding; None unless requested.
         sketch: (N, K) float32, detached: sketches of ∇ log π with respect to the output head, for the N
             scored tokens in row order; None unless requested.
+        routing: (N, 2·E) float32, for each of the N scored tokens in row order the router's probability of
+            each expert, with gradient, and the share of layers that chose it, without; means over layers.
+            None unless requested.
         most_likely: (N, M) float32, log-probs of `ModelInputs.most_likely` at the N scored tokens in row
             order, padded as by `TokenLists.padded`; carries gradient as `log_probs` does. None: no lists.
     """
@@ -35,6 +38,7 @@ class PolicyOutput:
     sum_pi_squared: Tensor | None = None
     sketch: Tensor | None = None
     most_likely: Tensor | None = None
+    routing: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,7 @@ class TrainEngine(Trained, Protocol):
         entropy_grad: bool = False,
         sum_pi_squared: bool = False,
         sketch: bool = False,
+        routing: bool = False,
     ) -> PolicyOutput:
         """Log-probs and entropy of the scored tokens.
 
@@ -103,6 +108,7 @@ class TrainEngine(Trained, Protocol):
             entropy_grad: compute the entropy with gradient, for an entropy bonus.
             sum_pi_squared: also compute Σ_v π(v)².
             sketch: also sketch the gradient of each log-prob with respect to the output head.
+            routing: also return the routing of tokens to experts.
 
         Raises:
             UsageError: a sketch is requested for a model without a separate output head.

@@ -41,7 +41,7 @@ class RolloutCorrectionSpec(Section):
 
     dialect: Annotated[Literal["rlctl", "verl"], Aliases({"guide": "rlctl"})] = "rlctl"
     """Whose names of rejection criteria and default bound: those of rlctl (alias `guide`) or of verl 0.9."""
-    rollout_is: Annotated[Annotated[str, Registered(CORRECTION_WEIGHTS)] | None, NullWord] = "sequence"
+    rollout_is: Annotated[Annotated[str, Registered(CORRECTION_WEIGHTS)] | None, NullWord] = None
     """Importance-sampling weight; null: no weight is applied, but ratios are still measured."""
     rollout_is_params: OpenMapping = Field(default={})
     """Parameters that the weight declares."""
@@ -60,10 +60,10 @@ class RolloutCorrectionSpec(Section):
     """Parameters of the criteria; each is passed to the criteria that declare it."""
     rollout_rs_threshold: Annotated[Threshold | None, NullWord] = None
     """Thresholds of the criteria in `rollout_rs`, comma separated, in the same order."""
-    bypass_mode: bool = True
+    bypass_mode: bool = False
     """Use the rollout log-probs as π_old, without an extra forward pass; false: decoupled mode, in which the
     trainer computes π_old before the updates."""
-    loss_type: Annotated[str, Registered(POLICY_LOSSES)] = "reinforce"
+    loss_type: Annotated[str, Registered(POLICY_LOSSES)] = "ppo_clip"
     """Policy loss. In bypass mode, its ratio, if it has one, is π_θ/π_rollout and acts as the correction."""
     loss_params: OpenMapping = Field(default={})
     """Parameters that the loss declares."""
@@ -178,6 +178,9 @@ class ActorSpec(Section):
     kl_loss_type: Annotated[str, Registered(KL_ESTIMATORS), KLNames] = "k3"
     """Estimator of the KL in the loss; `unbiased` is k3 weighted by the token's π_θ/π_rollout
     (DeepSeek-V3.2), `sequence` is k3 weighted by the product of these ratios up to the token."""
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the load-balancing loss of a mixture of experts (Switch Transformer), over the response
+    tokens of the mini-batch. 0: none, as in verl; TRL takes that of the model's config, often 0.001."""
     loss_agg_mode: AggMode = "token-mean"
     """Aggregation of token losses over the mini-batch on all ranks: mean over tokens, or mean over sequences
     of each sequence's sum, mean, or sum divided by `data.max_response_length` (`…-sum-norm`)."""

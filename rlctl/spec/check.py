@@ -132,6 +132,9 @@ def rows_can_be_shared(spec: RunSpec) -> Problems:
     if spec.trainer.n_gpus_per_node % size:
         what = f"{spec.trainer.n_gpus_per_node} ranks of a node cannot form groups of {size}"
         yield error(key, what, "use a divisor of trainer.n_gpus_per_node")
+    if spec.actor.router_aux_loss_coef:
+        what = "the routing of rows that ranks share is not collected"
+        yield error("actor.router_aux_loss_coef", what, f"write 0, or set {key}: 1")
     if spec.trains_critic:
         yield error(
             key, "a critic does not support sequence parallelism", "use an estimator without a critic, or 1"

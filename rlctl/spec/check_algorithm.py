@@ -240,9 +240,10 @@ def staleness_is_corrected(spec: RunSpec) -> Problems:
     """
     rollout, correction = spec.rollout, spec.algorithm.rollout_correction
     age, key = max((rollout.staleness, "rollout.staleness"), (rollout.max_staleness, "rollout.max_staleness"))
-    if _has_ratio(spec):
+    if _has_ratio(spec) and correction.bypass_mode:  # its ratio is that to the sampling policy
         return
-    if rollout.max_staleness > 1 and correction.rollout_is == "sequence" and not correction.rollout_rs:
+    is_product = correction.rollout_is == "sequence" and not correction.rollout_rs
+    if rollout.max_staleness > 1 and is_product and not _has_ratio(spec):
         what = f"responses are up to {age} batches old; with such data, runs of the built-in model with "
         what += "sequence weights alone ended below those with token weights or rejection"
         yield warning(key, what, "set rollout_is: token, or reject responses with rollout_rs")

@@ -64,9 +64,9 @@ def filtered_batch(
 ) -> tuple[Rollouts, RewardResult, dict[str, float]]:
     """This rank's share of a batch of groups with spread, their grades, and `filter_groups/*` metrics.
 
-    A group has spread if two of its graded scores differ, without the overlong penalty.
-    After `max_num_gen_batches` rounds, the batch is
-    completed with groups without spread in the order in which they were drawn.
+    A group has spread if two of its graded scores differ, without the overlong penalty. After
+    `max_num_gen_batches` rounds, the batch is completed with groups without spread in the order in which they
+    were drawn.
 
     Raises:
         RunFailure: a whole epoch has too few groups with spread, or too many responses could not be graded.

@@ -16,6 +16,7 @@ from rlctl.algos.rules import LossRule
 from rlctl.algos.score_centering import expected_score
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import PolicyOutput
+from rlctl.engine.routing import balance_loss
 from rlctl.errors import RunFailure
 from rlctl.train.settings import UpdateSettings
 
@@ -27,6 +28,20 @@ class BatchNormalizers:
     denominators: Denominators
     factor: float  # mean weight; weights are divided by it
     loss: LossRule  # with the statistics that the loss function reads
+    experts: ExpertShares | None = None  # None: there is no auxiliary loss
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShares:
+    """Routing of the response tokens of a whole mini-batch.
+
+    Attributes:
+        shares: (E,) share of the tokens that goes to each expert.
+        num_tokens: number of these tokens.
+    """
+
+    shares: Tensor
+    num_tokens: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +55,7 @@ class LossSums(Additive, Generic[V]):
             score centering.
         tokens, clipped, clipped_lower: numbers of tokens.
         entropy, ppo_kl: Σ over tokens, in nats.
+        router_aux_loss: the auxiliary loss of a mixture of experts; None without it.
     """
 
     loss: V
@@ -52,6 +68,7 @@ class LossSums(Additive, Generic[V]):
     clipped_lower: V
     entropy: V
     ppo_kl: V
+    router_aux_loss: V | None = None
 
     def scaled(self: LossSums[float], scale: float) -> LossSums[float]:
         """With the loss and its terms times `scale`."""
@@ -101,6 +118,12 @@ def actor_loss(
         policies = (output.log_probs, micro.ref_log_probs, micro.rollout_log_probs)
         kl = mean(kl_loss(settings.kl_loss_type, *policies, loss_mask))
         loss = loss + settings.kl_loss_coef * kl
+    balance = None
+    if normalizers.experts is not None:
+        assert output.routing is not None
+        routing = output.routing[mask[micro.response_mask]]
+        balance = balance_loss(routing, normalizers.experts.shares, normalizers.experts.num_tokens)
+        loss = loss + settings.router_aux_loss_coef * balance
     # Rows that the correction did not detect: in decoupled mode it does not read π_θ.
     nonfinite = nonfinite_rows(output.log_probs, mask) & ~correction.nonfinite
     drift = (micro.old_log_probs - output.log_probs).detach()
@@ -115,6 +138,7 @@ def actor_loss(
         clipped_lower=_count(policy.clipped_lower, mask),
         entropy=_total(output.entropy.detach(), mask),
         ppo_kl=_total(drift, mask),
+        router_aux_loss=None if balance is None else balance.detach().double(),
     )
 
 

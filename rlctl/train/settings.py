@@ -35,6 +35,7 @@ class UpdateSettings:
         auto: estimate it for the weights that `rollout_correction.auto` chooses from, too.
         centers_scores: subtract the expected score under the sampler, see `rlctl.algos.score_centering`.
         kl_loss_type: KL estimator of the KL loss; None: no KL in the loss.
+        router_aux_loss_coef: coefficient of the auxiliary loss of a mixture of experts.
     """
 
     rules: CorrectionRules
@@ -55,6 +56,7 @@ class UpdateSettings:
     measure_grad_error: bool = False
     auto: bool = False
     centers_scores: bool = False
+    router_aux_loss_coef: float = 0.0
 
     @classmethod
     def of(cls, spec: RunSpec) -> UpdateSettings:
@@ -78,6 +80,7 @@ class UpdateSettings:
             measure_grad_error=correction.measure_grad_error or correction.auto,
             auto=correction.auto,
             centers_scores=correction.score_centering is not None,
+            router_aux_loss_coef=actor.router_aux_loss_coef,
         )
 
     def tightened(self) -> UpdateSettings:
@@ -96,15 +99,22 @@ class UpdateSettings:
         return self.rules.weight.level is not None and not (self.bypass and self.loss.has_ratio)
 
     @property
+    def reads_batch(self) -> bool:
+        """Whether the loss reads statistics of the whole mini-batch that depend on π_θ."""
+        return self.loss.reads_batch or bool(self.router_aux_loss_coef)
+
+    @property
     def needs_batch_statistics(self) -> bool:
         """Whether the loss needs statistics of the whole mini-batch that depend on the correction."""
         normalizes = self.weights_are_applied and self.rules.weight.normalize
-        return normalizes or self.rules.loss_denominator == "after_rejection" or self.loss.reads_batch
+        after = self.rules.loss_denominator == "after_rejection"
+        return normalizes or after or self.reads_batch
 
     @property
     def needs_advantage(self) -> bool:
         """Whether rows with zero advantage have no gradient: no other term of the loss applies to them."""
         has_terms = bool(self.entropy_coeff) or self.kl_loss_type is not None or self.measure_grad_error
+        has_terms = has_terms or bool(self.router_aux_loss_coef)
         return POLICY_LOSSES.part(self.loss.name).needs_advantage and not has_terms
 
     @property
@@ -114,7 +124,7 @@ class UpdateSettings:
         Denominators divide all terms equally. The mean weight divides only the policy-gradient term, which
         is proportional to the weights for every loss.
         """
-        if self.loss.reads_batch:
+        if self.reads_batch:
             return False
         if not (self.weights_are_applied and self.rules.weight.normalize):
             return True

@@ -31,7 +31,7 @@ from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import PolicyOutput, TrainEngine
 from rlctl.engine.ranks import Ranks
 from rlctl.train.micro_batches import in_batch_order, micro_batches
-from rlctl.train.objective import BatchNormalizers
+from rlctl.train.objective import BatchNormalizers, ExpertShares
 from rlctl.train.settings import UpdateSettings
 
 if TYPE_CHECKING:
@@ -85,8 +85,9 @@ class MiniBatch:
     def policy(self, micro: TrainBatch) -> PolicyOutput:
         """The policy's output for one micro-batch."""
         settings = self.settings
+        asked = {"routing": True} if settings.router_aux_loss_coef else {}
         return self.actor.policy(
-            micro.inputs, entropy_grad=settings.entropy_coeff > 0, sketch=settings.measure_grad_error
+            micro.inputs, entropy_grad=settings.entropy_coeff > 0, sketch=settings.measure_grad_error, **asked
         )
 
     def outputs(self) -> Iterator[MicroOutput]:
@@ -103,6 +104,19 @@ class MiniBatch:
     def log_probs(self, outputs: Sequence[PolicyOutput]) -> Tensor:
         """(B, T) log-probs of all rows under π_θ, without gradient."""
         return in_batch_order([output.log_probs for output in outputs], self.row_groups)
+
+    def expert_shares(self, outputs: Sequence[PolicyOutput]) -> ExpertShares | None:
+        """Routing over all micro-batches and ranks; None without an auxiliary loss."""
+        if not self.settings.router_aux_loss_coef:
+            return None
+        parts = []
+        for (_, micro), output in zip(self.micros(), outputs, strict=True):
+            assert output.routing is not None
+            parts.append(output.routing.detach()[micro.valid_mask[micro.response_mask]])
+        routing = torch.cat(parts)
+        chosen = routing[:, routing.shape[1] // 2 :].double().sum(0)
+        *counts, num_tokens = self.ranks.sum([*chosen.tolist(), float(len(routing))])
+        return ExpertShares(torch.tensor(counts, device=routing.device) / max(num_tokens, 1.0), num_tokens)
 
     def loss_rule(self, log_probs: Tensor, correction: Correction) -> LossRule:
         """The loss with the statistics that it reads of the whole mini-batch, over all ranks."""
@@ -138,6 +152,7 @@ class KnownCorrection:
         correction: Correction,
         loss: LossRule,
         outputs: list[MicroOutput] | None = None,
+        experts: ExpertShares | None = None,
     ) -> None:
         self._mini, self._correction, self._outputs = mini, correction, outputs
         settings = mini.settings
@@ -146,7 +161,7 @@ class KnownCorrection:
         after = settings.rules.loss_denominator == "after_rejection"
         counts = (sums.kept_tokens, sums.kept_sequences) if after else (sums.tokens, sums.sequences)
         factor = normalization_factor(sums, settings.rules) if settings.weights_are_applied else 1.0
-        self.normalizers = BatchNormalizers(Denominators(*counts), factor, loss)
+        self.normalizers = BatchNormalizers(Denominators(*counts), factor, loss, experts)
 
     def passes(self) -> Iterator[Pass]:
         """Yields one forward pass per micro-batch, computed lazily, with gradient if needed."""
@@ -217,17 +232,19 @@ def strategy_of(mini: MiniBatch, fixed: Correction | None) -> Strategy:
         fixed: its correction with π_old in decoupled mode; None in bypass mode.
     """
     settings = mini.settings
-    if fixed is not None and not settings.loss.reads_batch:
+    if fixed is not None and not settings.reads_batch:
         return KnownCorrection(mini, fixed, settings.loss)
     if len(mini.row_groups) == 1:
         outputs = list(mini.outputs())
-        log_probs = mini.log_probs([output for *_, output in outputs])
+        found = [output for *_, output in outputs]
     else:
         scales = mini.actor.scales_gradients and settings.scales_with_statistics
         if scales or not settings.needs_batch_statistics:
             return PerMicroBatch(mini)
         outputs = None
         with torch.no_grad():
-            log_probs = mini.log_probs([mini.policy(micro) for _, micro in mini.micros()])
+            found = [mini.policy(micro) for _, micro in mini.micros()]
+    log_probs = mini.log_probs(found)
     correction = fixed or correct_part(mini.batch, log_probs, settings)
-    return KnownCorrection(mini, correction, mini.loss_rule(log_probs, correction), outputs)
+    loss, experts = mini.loss_rule(log_probs, correction), mini.expert_shares(found)
+    return KnownCorrection(mini, correction, loss, outputs, experts)

@@ -253,6 +253,8 @@ def _metrics(results: list[_MiniResult], settings: UpdateSettings) -> dict[str, 
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = factor
     if losses.listed_mass is not None:
         metrics["rollout_corr/listed_mass"] = ratio(losses.listed_mass, losses.tokens)
+    if losses.router_aux_loss is not None:
+        metrics["actor/router_aux_loss"] = losses.router_aux_loss / count
     if settings.kl_loss_type is not None:
         metrics["actor/kl_loss"] = losses.kl_loss / count
         metrics["actor/kl_coef"] = settings.kl_loss_coef

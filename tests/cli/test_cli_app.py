@@ -283,8 +283,8 @@ def test_a_dry_run_shows_changed_keys_and_all_on_request(capsys):
     assert run(["train", "actor.lr=2e-3", "--dry-run", "--all"]) == 0
     every = capsys.readouterr().out
     assert re.search(r"^ +lr +0\.002 +command line$", changed, re.MULTILINE)
-    assert "clip_ratio_c" in every
-    assert "clip_ratio_c" not in changed
+    assert "tau_neg" in every
+    assert "tau_neg" not in changed
     assert int(re.search(r"(\d+) more keys", changed)[1]) == every.count(" default\n")
 
 

@@ -65,7 +65,9 @@ def test_the_spec_is_compared_with_its_preset_for_the_same_model(tmp_path: Path)
     assert spec_rows(open_run(path)) == ("rloo-seq-is", changed)
     (path / "environment.json").write_text(json.dumps({"command": ["rlctl", "train", "-p", "gone.yaml"]}))
     than, rows = spec_rows(open_run(path))
-    assert (than, rows[1]) == ("the defaults", changed[1])
+    assert than == "the defaults"
+    assert ("algorithm.rollout_correction.loss_type", "ppo_clip", "reinforce") in rows
+    assert changed[1] in rows
 
 
 def test_responses_of_the_built_in_task_are_explained_without_a_validation_too(tmp_path: Path) -> None:

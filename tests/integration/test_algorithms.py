@@ -141,7 +141,7 @@ def test_the_plans_leave_nothing_out() -> None:
 
 
 def spec_of(plan: Plan) -> RunSpec:
-    return load_spec([], [], [*runs.SMALL, *plan.arguments]).spec
+    return load_spec([], [], [*runs.SMALL, *runs.CORRECTED, *plan.arguments]).spec
 
 
 @pytest.fixture(scope="module")

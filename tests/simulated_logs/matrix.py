@@ -203,7 +203,7 @@ def simulated(planned: Fault | Kind, seed: int) -> list[Row]:
 @cache
 def spec_of(overrides: tuple[str, ...]) -> RunSpec:
     """The default spec with these changes."""
-    return load_spec([], [], list(overrides)).spec
+    return load_spec(["rloo-seq-is"], [], list(overrides)).spec
 
 
 def until(run: RunLog, count: int) -> RunLog:

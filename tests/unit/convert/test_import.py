@@ -47,8 +47,6 @@ def test_verl_script(tmp_path: Path) -> None:
             "rollout.n": 4,
             "algorithm.adv_estimator": "grpo",
             "algorithm.rollout_correction.dialect": "verl",
-            "algorithm.rollout_correction.loss_type": "ppo_clip",
-            "algorithm.rollout_correction.bypass_mode": False,
             "algorithm.rollout_correction.rollout_is_batch_normalize": False,
             "algorithm.rollout_correction.loss_denominator": "after_rejection",
             # clip_ratio alone changes nothing in verl: clip_ratio_low keeps its default.

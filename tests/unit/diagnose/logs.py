@@ -21,14 +21,14 @@ def write_run(run_dir, rows, *overrides, has_spec=True):
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (run_dir / "metrics.jsonl").write_text(lines, encoding="utf-8")
     if has_spec:
-        spec = load_spec([], [], list(overrides)).spec
+        spec = load_spec(["rloo-seq-is"], [], list(overrides)).spec
         (run_dir / RUN_SPEC_FILE).write_text(dump_spec(spec), encoding="utf-8")
     return run_dir
 
 
 @cache
 def spec_of(*overrides):
-    return load_spec([], [], list(overrides)).spec
+    return load_spec(["rloo-seq-is"], [], list(overrides)).spec
 
 
 def run_log(rows, *overrides, facts=None):

@@ -229,7 +229,7 @@ def test_every_page_shows_reward_validation_effective_samples_kl_entropy_and_len
 
 def test_the_header_names_experiment_model_steps_and_dates(healthy):
     text = page_text([healthy])
-    assert "steps 1–60, logged by rlctl, experiment run, model embedded, 2025-01-31 12:00" in text
+    assert "steps 1–60, logged by rlctl, experiment rloo-seq-is, model embedded, 2025-01-31 12:00" in text
 
 
 def test_a_remark_shades_nothing_and_captions_say_what_was_logged(tmp_path):

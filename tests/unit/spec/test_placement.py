@@ -240,6 +240,7 @@ def test_weights_are_gathered_once_per_pass_that_is_made() -> None:
         "data.max_prompt_length=512",
         "data.max_response_length=512",
         "actor.ppo_max_token_len_per_gpu=8192",
+        "algorithm.rollout_correction.bypass_mode=true",
     )
     tokens = 128 * 8 / 8 * (512 / 2 + 512 * 0.75)  # of a rank, at the mean lengths
     once = tokens / 8192 * 2 * P

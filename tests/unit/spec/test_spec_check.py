@@ -25,7 +25,7 @@ REAL = ("model.path=a/b", "data.train_files=t.parquet")
 def problems_of(*overrides: str) -> dict[str, str]:
     """Key → severity of everything found."""
     try:
-        problems = load_spec([], [], list(overrides)).warnings
+        problems = load_spec(["rloo-seq-is"], [], list(overrides)).warnings
     except SpecError as error:
         problems = error.problems
     assert all(problem.fix for problem in problems)
@@ -228,7 +228,7 @@ IN_REWARD, IN_LOSS = "algorithm.use_kl_in_reward=true", "actor.use_kl_loss=true"
 
 
 def test_repeated_passes_without_weights_are_not_blamed_on_weights():
-    overrides = ["actor.ppo_epochs=2", f"{RC}bypass_mode=false", f"{RC}rollout_is=null"]
+    overrides = ["actor.ppo_epochs=2", f"{RC}loss_type=reinforce"]
     (what,) = [p.what for p in load_spec([], [], overrides).warnings if p.key == "actor.ppo_epochs"]
     assert "no ratio" in what
     assert "weights" not in what
@@ -354,6 +354,10 @@ def test_stale_data_want_correction(loss):
     rejecting = [f"{RC}rollout_is=null", f"{RC}rollout_rs=token_k1", f"{RC}rollout_rs_threshold=2"]
     assert problems_of(*stale, *narrow, *rejecting) == {}
     assert problems_of(*stale, *narrow) == ({} if loss == "reinforce" else {f"{RC}rollout_is": "warning"})
+    # In decoupled mode the ratio is that to π_old, which is as new as π_θ.
+    decoupled = [*stale, *narrow, f"{RC}bypass_mode=false"]
+    assert problems_of(*decoupled, f"{RC}rollout_is=null") == {"rollout.staleness": "warning"}
+    assert problems_of(*decoupled, f"{RC}rollout_is=token") == {}
 
 
 @pytest.mark.parametrize(

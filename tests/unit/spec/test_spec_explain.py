@@ -45,7 +45,7 @@ def test_the_same_words_in_verls_dialect():
     ],
 )
 def test_bands_say_what_they_bound(overrides, words):
-    [band] = bands(spec_of(*overrides))
+    [band] = bands(spec_of(*overrides, preset="rloo-seq-is"))
     assert words in band.bounds
     assert "divided by their mean" in band.outside
 

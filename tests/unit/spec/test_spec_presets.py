@@ -139,3 +139,29 @@ def test_complete_runs_for_gpus_sample_with_vllm() -> None:
         assert spec.rollout.name == "vllm"
         assert spec.rollout.max_num_seqs is None
         assert memory_total(memory_parts(spec, model_size(spec.model), 80 * 2**30)) < 76 * 2**30
+
+
+RC = "algorithm.rollout_correction."
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "gae"])
+def test_without_a_preset_any_estimator_is_ppos_clip_without_weights(estimator):
+    """As in TRL and verl: π_old of the trainer, no importance weights, nothing rejected."""
+    spec = load_spec([], [], [f"algorithm.adv_estimator={estimator}"]).spec
+    correction = spec.algorithm.rollout_correction
+    assert (correction.loss_type, correction.rollout_is, correction.rollout_rs) == ("ppo_clip", None, None)
+    assert not correction.bypass_mode
+    if estimator == "grpo":
+        named = load_spec(["grpo-uncorrected"], [], []).spec
+        assert named.algorithm == spec.algorithm
+        assert named.actor == spec.actor
+
+
+@pytest.mark.parametrize("kind", ["algorithms", "examples"])
+def test_a_preset_of_an_algorithm_depends_on_no_default_of_the_correction(kind):
+    for name, preset in all_presets().items():
+        if preset.kind == kind:
+            origins = load_spec([name], [], []).origins
+            for key in ("loss_type", "rollout_is", "rollout_rs", "bypass_mode"):
+                assert origins[f"{RC}{key}"].layer == "preset", (name, key)
+            assert origins["algorithm.adv_estimator"].layer == "preset"

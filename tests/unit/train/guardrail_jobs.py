@@ -73,7 +73,7 @@ def skipping(ranks: Ranks, micro: int):
 
 def run_of(ranks: Ranks, *overrides: str, history=(), notes: list[str] | None = None) -> SimpleNamespace:
     """The part of a run that the guardrails observe."""
-    spec = load_spec([], [], list(overrides)).spec
+    spec = load_spec(["rloo-seq-is"], [], list(overrides)).spec
     note = (lambda _: None) if notes is None else notes.append
     return SimpleNamespace(
         spec=spec,

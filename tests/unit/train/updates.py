@@ -190,7 +190,7 @@ def settings_of(
     **terms: object,
 ) -> UpdateSettings:
     """`numbers` are the loss's own, `terms` the entropy bonus and the KL loss."""
-    spec = RolloutCorrectionSpec.model_validate(correction)
+    spec = RolloutCorrectionSpec.model_validate(BYPASS | REINFORCE | {"rollout_is": "sequence"} | correction)
     return UpdateSettings(
         rules=correction_rules(spec),
         bypass=spec.bypass_mode,

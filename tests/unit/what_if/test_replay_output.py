@@ -80,7 +80,7 @@ def test_equal_rules_share_a_row(found: Tradeoff) -> None:
 
 def test_settings_that_do_the_same_share_a_row_led_by_the_runs_own() -> None:
     """Ratios so near 1 that no threshold binds: few rows are left, and no name is lost."""
-    settings = grid(RolloutCorrectionSpec())
+    settings = grid(load_spec(["rloo-seq-is"], [], []).spec.algorithm.rollout_correction)
     found = replay([make_step(seed, groups=8, scale=1e-4) for seed in range(4)], settings)
     assert len(found.outcomes) < len(settings) / 3
     names = [n for outcome in found.outcomes for n in (outcome.setting.name, *outcome.same_as)]

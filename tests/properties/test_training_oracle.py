@@ -1,0 +1,180 @@
+"""Policy and critic updates on DeepSpeed against float64 steps from the papers: ranks, ZeRO stages, bf16.
+
+Also the losses and advantages with inputs in bf16, and the adaptive KL coefficient in a closed loop.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlctl.algos.kl import kl_loss
+from rlctl.algos.losses import policy_loss, value_loss
+from rlctl.algos.token_advantages import gae, whiten
+from rlctl.registry import KL_ESTIMATORS, POLICY_LOSSES
+from rlctl.spec.algorithm import AlgorithmSpec
+from rlctl.train.score_batch import kl_controller, with_advantages, with_kl_in_reward
+from tests.processes import on_ranks
+from tests.properties.batches import loss_rule, make_batch
+from tests.properties.training_oracle import OBJECTIVES, Trained, steps, trained
+from tests.unit.train.scored import GROUPS, INVALID, LENGTHS, ROWS, scored_batch
+from tests.unit.train.updates import alone
+
+FP32, BF16 = torch.float32, torch.bfloat16
+#: Ranks → whose steps, ZeRO stage and dtype.
+CASES = {
+    1: [(who, 0, FP32) for who in OBJECTIVES] + [("actor", 2, BF16), ("critic without clip", 1, BF16)],
+    2: [(who, stage, FP32) for who in ("actor", "critic") for stage in (0, 1, 2, 3)] + [("actor", 3, BF16)],
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory):
+    where = tmp_path_factory.mktemp("oracle")
+    return {count: on_ranks(count, trained, cases, where=where) for count, cases in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(found) -> dict[str, Trained]:
+    first = found[1][0]
+    return {who: steps(first[who, 0, FP32].start, objective) for who, objective in OBJECTIVES.items()}
+
+
+@pytest.mark.parametrize(("world_size", "case"), [(n, case) for n, cases in CASES.items() for case in cases])
+def test_steps_are_those_of_the_papers(found, expected, world_size: int, case: tuple) -> None:
+    """Loss, gradient clip, weight decay and AdamW together, after four steps."""
+    who, _, dtype = case
+    wanted = expected[who]
+    assert wanted.norm > 0.1  # the clip, at 0.05, is in force
+    for result in found[world_size]:
+        got = result[case]
+        assert got.end.keys() == wanted.end.keys()
+        gaps = torch.cat([(got.end[n] - x).abs().flatten() for n, x in wanted.end.items()])
+        moved = torch.cat([(wanted.start[n] - x).abs().flatten() for n, x in wanted.end.items()])
+        assert moved.mean() > 5e-3
+        if dtype == FP32:
+            assert got.norm == pytest.approx(wanted.norm, rel=1e-4)
+            # Where a gradient is rounding error, AdamW makes a step of it.
+            assert (gaps > 2e-5).double().mean() < 2e-3
+            assert gaps.mean() < 2e-6
+        else:
+            assert got.norm == pytest.approx(wanted.norm, rel=0.05)
+            assert gaps.mean() < 0.15 * moved.mean()
+
+
+# --- inputs in half precision -----------------------------------------------------------------------
+
+
+def half(values: torch.Tensor) -> torch.Tensor:
+    return values.to(BF16)
+
+
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
+def test_policy_losses_of_bf16_inputs_round_nothing_else(name: str) -> None:
+    """Value and gradient are those of the rounded inputs in float64."""
+    batch = make_batch(8, rows=8)
+    given = [half(x) for x in (batch.log_probs, batch.rollout_log_probs, batch.advantages)]
+    results = []
+    for dtype in (torch.float64, BF16):
+        new, old, advantages = (x.to(dtype) for x in given)
+        new.requires_grad_()
+        rest = (old.double(), advantages.double(), batch.mask)
+        rule = loss_rule(name, given[0].double(), *rest)
+        loss = policy_loss(rule, new, old, advantages, batch.mask, None)
+        (gradient,) = torch.autograd.grad(loss.values.sum(), new)
+        results.append((loss.values.detach(), gradient))
+    (values, gradient), (of_half, half_gradient) = results
+    torch.testing.assert_close(of_half.double(), values, rtol=1e-4, atol=1e-5)
+    # A gradient has the dtype of its input: it is rounded once.
+    torch.testing.assert_close(half_gradient.double(), gradient, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", list(KL_ESTIMATORS))
+def test_kl_losses_of_bf16_inputs_round_nothing_else(kind: str) -> None:
+    draw = torch.Generator().manual_seed(1)
+    mask = torch.arange(9) < torch.arange(1, 10)[:, None]
+    policies = [half(-0.5 - torch.rand(9, 9, generator=draw)) for _ in range(3)]
+    exact, found = (kl_loss(kind, *(x.to(d) for x in policies), mask) for d in (torch.float64, BF16))
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_value_loss_and_advantages_of_bf16_inputs_round_nothing_else() -> None:
+    draw = torch.Generator().manual_seed(2)
+    mask = torch.arange(7) < torch.tensor([7, 3, 0, 1, 5])[:, None]
+    new, old, returns, rewards = (half(3 + torch.randn(5, 7, generator=draw)) for _ in range(4))
+    found = value_loss(new, old, returns, mask, clip=0.2).values
+    v, o, r = (x.double() for x in (new, old, returns))
+    exact = 0.5 * torch.maximum((v - r) ** 2, (o + (v - o).clamp(-0.2, 0.2) - r) ** 2)
+    torch.testing.assert_close(found.double(), torch.where(mask, exact, 0.0), rtol=1e-5, atol=1e-6)
+
+    advantages, targets = gae(rewards, new, mask, 0.9, 0.8)
+    for row, length in enumerate(mask.sum(-1).tolist()):
+        for t in range(length):
+            deltas = [
+                float(rewards[row, k])
+                + (0.9 * float(new[row, k + 1]) if k + 1 < length else 0.0)
+                - float(new[row, k])
+                for k in range(t, length)
+            ]
+            wanted = math.fsum((0.9 * 0.8) ** j * delta for j, delta in enumerate(deltas))
+            assert float(advantages[row, t]) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+            assert float(targets[row, t]) == pytest.approx(wanted + float(new[row, t]), rel=1e-5, abs=1e-6)
+    known = rewards.double()[mask]
+    white = (known - known.mean()) / known.std()
+    torch.testing.assert_close(whiten(rewards, mask)[mask].double(), white, rtol=1e-5, atol=1e-6)
+
+
+# --- the adaptive KL coefficient --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [0.02, 5.0])
+def test_the_adaptive_coefficient_holds_the_kl_at_its_target(start: float) -> None:
+    """Ziegler et al. 2019, section 2.2, with a policy whose KL per token is 0.1 / coefficient.
+
+    The rewards, advantages and the next coefficient of every batch are computed here in float64.
+    """
+    horizon, target = 60, 0.2
+    algorithm = AlgorithmSpec.model_validate(
+        {
+            "adv_estimator": "rloo",
+            "use_kl_in_reward": True,
+            "kl_penalty": "k1",
+            "kl_ctrl": {"type": "adaptive", "kl_coef": start, "target_kl": target, "horizon": horizon},
+        }
+    )
+    controller, coefficient = kl_controller(algorithm), start
+    counted = [row for row in range(ROWS) if row != INVALID and LENGTHS[row]]
+    for step in range(120):
+        scored = scored_batch(step)
+        draw = torch.Generator().manual_seed(step)
+        noise = 0.3 * torch.randn(scored.old_log_probs.shape, generator=draw)
+        gaps = 0.1 / coefficient + noise
+        scored = replace(scored, ref_log_probs=scored.old_log_probs - gaps)
+        gaps = (scored.old_log_probs - scored.ref_log_probs).double()  # as rounded
+        after, controller, metrics = with_kl_in_reward(scored, algorithm, controller, alone())
+
+        rewards = scored.token_level_rewards.double().clone()
+        for row in counted:
+            for t in range(LENGTHS[row]):
+                rewards[row, t] -= coefficient * float(gaps[row, t])
+        mask = scored.rollouts.response_mask
+        torch.testing.assert_close(
+            torch.where(mask, after.token_level_rewards, 0.0).double(), rewards * mask, rtol=1e-5, atol=1e-5
+        )
+        assert metrics["actor/reward_kl_penalty_coeff"] == pytest.approx(coefficient, rel=1e-9)
+        totals = [float(rewards[row][mask[row]].sum()) for row in range(ROWS)]
+        advantages = with_advantages(after, algorithm, alone()).advantages
+        for row in counted:
+            others = [totals[j] for j in range(ROWS) if GROUPS[j] == GROUPS[row] and j not in (row, INVALID)]
+            wanted = totals[row] - math.fsum(others) / len(others)
+            assert float(advantages[row, 0]) == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+
+        means = [math.fsum(gaps[row, : LENGTHS[row]].tolist()) / LENGTHS[row] for row in counted]
+        kl = math.fsum(means) / len(means)
+        assert metrics["actor/reward_kl_penalty"] == pytest.approx(kl, rel=1e-5, abs=1e-7)
+        error = min(max(kl / target - 1.0, -0.2), 0.2)
+        coefficient *= 1.0 + error * len(means) / horizon
+    assert coefficient == pytest.approx(0.1 / target, rel=0.15)

@@ -35,7 +35,7 @@ from rlctl.reward.protocol import Failure, Grade, GradeAndAnswer, Sample, Scorer
 from rlctl.track.run_dir import SUMMARY_FILE
 from tests import runs
 from tests.golden import graders
-from tests.golden.cases import BASE, Case, cases
+from tests.golden.cases import BASE, PLAIN, Case, cases
 from tests.processes import Job
 
 FILE = Path(__file__).with_suffix(".json")
@@ -139,14 +139,14 @@ def _run(names: list[str], directory: str) -> int:
         places = {"models": f"{directory}/models", "here": FILE.parent}
         words = (BASE + case.settings).format(**places).split()
         settings = [re.sub(r"^rc\.", "algorithm.rollout_correction.", word) for word in words]
-        preset = ["--preset", case.preset] if case.preset else []
+        presets = [word for preset in dict.fromkeys((PLAIN, case.preset)) for word in ("--preset", preset)]
         own = [f"trainer.run_dir={directory}/{name}", f"trainer.n_gpus_per_node={case.ranks}"]
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(mock.patch("rlctl.reward.build.GradingPool", InProcess))
                 for function, value in case.patches.items():
                     stack.enter_context(mock.patch(function, lambda *_, value=value: value))
-                if run(["train", *preset, *settings, *own]):
+                if run(["train", *presets, *settings, *own]):
                     failed.append(name)
         except Exception:  # a function to patch is no more, for example
             traceback.print_exc()

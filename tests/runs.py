@@ -38,7 +38,7 @@ def start(
     *arguments: str, log: Path, env: dict[str, str] | None = None, before: Callable[[], None] | None = None
 ) -> Job:
     """Starts `rlctl ARGUMENTS`."""
-    return Job(rlctl, list(arguments), log=log, env=env, before=before)
+    return Job(_rlctl, list(arguments), log=log, env=env, before=before)
 
 
 def start_train(
@@ -79,7 +79,7 @@ def start_ranks(run_dir: Path, count: int, *arguments: str) -> list[Job]:
         env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
         command = ["train", f"trainer.run_dir={run_dir}", f"trainer.n_gpus_per_node={count}"]
         log = run_dir.with_suffix(f".rank{rank}.log")
-        jobs.append(Job(rlctl, [*command, *_small(arguments)], log=log, env=env))
+        jobs.append(Job(_rlctl, [*command, *_small(arguments)], log=log, env=env))
     return jobs
 
 
@@ -133,7 +133,7 @@ def checkpoints(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir() if not path.is_symlink())
 
 
-def rlctl(arguments: list[str]) -> int:
+def _rlctl(arguments: list[str]) -> int:
     from rlctl.cli.app import run
 
     return run(arguments)

@@ -13,7 +13,9 @@ from itertools import cycle, product
 from rlctl.registry import ADVANTAGE_ESTIMATORS, CORRECTION_WEIGHTS, KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.resolve import criteria_names, examples
 
-#: On top of a preset: everything small, and in several mini-batches and micro-batches.
+#: The preset below all others, so that the defaults of the spec can change.
+PLAIN = "rloo-seq-is"
+#: On top of the presets: everything small, and in several mini-batches and micro-batches.
 BASE = """
 model.path={models}/tiny data.train_files={models}/train.parquet data.val_files=[]
 rollout.name={here}/stored.py:engine reward.name={here}/graders.py:share rollout.n=4
@@ -66,14 +68,14 @@ class Case:
     """One run.
 
     Attributes:
-        preset: on which the settings are laid; empty: none.
+        preset: on top of PLAIN, below the settings.
         ranks: number of processes.
         patches: function of rlctl → what it returns.
         dumps: the weights and masks of all tokens are recorded, too.
     """
 
     settings: str = ""
-    preset: str = ""
+    preset: str = PLAIN
     ranks: int = 1
     patches: dict[str, object] = field(default_factory=dict)
     dumps: bool = False

@@ -157,7 +157,7 @@ _PLACEHOLDER = re.compile(
 _WRAPPED = re.compile(r"\\(?:boxed|text|mathrm|textbf)\s*\{(.*)\}|[\[({<](.*)[\])}>]|\$(.*)\$", re.DOTALL)
 #: Numbers that `TruthChecks` ignores: no leading zeros, thousands separators, exponents, factorials.
 _ANY_NUMBER = re.compile(
-    r"(?<![\d.,^_])(?<!\^\{)(?<!\^\{-)(?:[1-9]\d{0,14}|0(?=\.))(?:\.\d{1,6})?(?![\d.,!])", re.ASCII
+    r"(?<![\d.,^_])(?<!\^\{)(?<!\^\{-)(?:[1-9]\d{0,14}|0(?=\.))(?:\.\d{1,6})?(?!\d|!|[.,]\d)", re.ASCII
 )
 #: Ground truths of each form that are checked, characters of a form, and number of forms that are counted.
 CHECKED_PER_FORM, FORM_CHARS, MAX_FORMS = 100, 60, 20_000

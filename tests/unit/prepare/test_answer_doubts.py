@@ -224,6 +224,7 @@ def test_numbers_of_one_form_are_checked_only_at_first(monkeypatch):
 
     monkeypatch.setattr("rlctl.reward.trial.check_ground_truths", check_all)
     numbers = [("gsm8k", str(number)) for number in range(1, 1001)]
+    numbers += [("gsm8k", f"({number}, -0.5]") for number in range(2, 1001)]
     numbers += [("gsm8k", rf"\frac{{{number}}}{{7}}") for number in range(2, 1001)]
     alone = (
         "==",
@@ -243,7 +244,7 @@ def test_numbers_of_one_form_are_checked_only_at_first(monkeypatch):
     problems = checks.problems([*others, *numbers, *of_others]) + checks.problems([("gsm8k", "5000")])
     assert problems[:2] == ["bad", "bad"]
     assert not any(problems[2:])
-    assert len([pair for pair in asked if pair in numbers]) == 2 * CHECKED_PER_FORM
+    assert len([pair for pair in asked if pair in numbers]) == 3 * CHECKED_PER_FORM
     assert set(others + of_others) <= set(asked)
     assert ("gsm8k", "5000") not in asked
     assert len(asked) == len(set(asked))

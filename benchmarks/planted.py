@@ -118,8 +118,8 @@ FAULTS = (
             (f"{RC}bypass_mode=true", "actor.ppo_epochs=4")),
     Planted("all wrong", frozenset({"zero-reward", "zero-spread-groups", "no-gradient"}),
             "no answer is ever right", grader=_NEVER),
-    Planted("all right", frozenset({"no-gradient", "zero-spread-groups"}), "every answer is right",
-            grader=_ALWAYS),
+    Planted("all right", frozenset({"constant-reward", "no-gradient", "zero-spread-groups"}),
+            "every answer is right", grader=_ALWAYS),
     Planted("grader raises", frozenset({"failed-rollouts"}), "an exception for answers not 3 characters long",
             ("reward.max_error_fraction=1.0",), grader=_RAISES),
     Planted("grader hangs", frozenset({"slow-grader"}), "one right answer takes 2 s", grader=_HANGS),
@@ -133,8 +133,8 @@ FAULTS = (
     Planted("entropy collapse", frozenset({"entropy"}),
             "rewards are noise, and the loss pays for low entropy", grader=_NOISE,
             patch="low_entropy_pays"),
-    Planted("drift from reference", frozenset({"reference-drift"}), "KL coefficient 1e-5, rate 2e-3",
-            ("actor.use_kl_loss=true", "actor.kl_loss_coef=1e-5", "actor.lr=2e-3",
+    Planted("drift from reference", frozenset({"reference-drift"}), "KL coefficient 1e-5, rate 4e-3",
+            ("actor.use_kl_loss=true", "actor.kl_loss_coef=1e-5", "actor.lr=4e-3",
              "trainer.total_training_steps=100")),
 )  # fmt: skip
 

@@ -119,13 +119,16 @@ def fall_of(series: Series) -> tuple[float, float, int] | None:
     last, noise = float(medians[-1]), float(deviation(np.diff(values))) / 2**0.5
     drift = float(deviation(np.diff(medians[::width]))) if len(values) >= 5 * width else 0.0
     error = max(noise * (np.pi / 2 / width) ** 0.5, drift)
+    falls = []
+    if medians.max() - last > FALL_SIGMAS * error:
+        falls.append(np.append(np.full(half, -np.inf), medians))
     later = values[1:][-len(values) // 2 :]
-    if (best := float(medians.max())) - last > FALL_SIGMAS * error:
-        levels = np.append(np.full(half, -np.inf), medians)
-    elif (best := float(values[0])) - last > th.SPIKE_SIGMAS * max(noise, float(later.std())):
-        levels = values[: int(np.argmax(values < best - (best - last) / 10.0))]
-    else:
+    if (fall := values[0] - last) > th.SPIKE_SIGMAS * max(noise, float(later.std())):
+        falls.append(values[: int(np.argmax(values < values[0] - fall / 10.0))])
+    if not falls:
         return None
+    levels = max(falls, key=lambda level: float(level.max()))
+    best = float(levels.max())
     at = int(np.flatnonzero(levels >= best - (best - last) / 10.0)[-1])
     return best, last, int(series.steps[at])
 

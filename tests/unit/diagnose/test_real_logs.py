@@ -94,7 +94,8 @@ def test_remedies_fit_what_happened():
         pytest.skip("the real logs are not here")
     first = {
         name: examine(read_run(LOGS / name, metrics_read())).findings[0]
-        for name in ("hotpot_grpo.log", "agentr1_30.log")
+        for name in ("hotpot_grpo.log", "agentr1_30.log", "verl_econ_700_diskfull.log")
     }
     assert first["hotpot_grpo.log"].fixes[0].settings == {"actor.kl_loss_coef": "0.05"}  # five times
     assert not any("length" in str(fix) for fix in first["agentr1_30.log"].fixes)
+    assert "disk" in first["verl_econ_700_diskfull.log"].cause

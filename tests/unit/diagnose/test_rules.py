@@ -244,6 +244,7 @@ TRIGGERS = {
         ("critical", always(**FELL), []),
         ("warning", always(critic__score__mean=lambda s: 0.5 if s <= 30 else 0.3), []),
         ("critical", always(critic__score__mean=lambda s: 0.27 if s == 1 else 0.0), []),  # at once
+        ("critical", always(critic__score__mean=lambda s: max(0.0, 0.4 - 0.05 * s)), []),  # within a window
         ("warning", both(no_score_range, always(critic__score__mean=lambda s: 9.0 - 0.1 * s)), []),
         ("critical", both(without("critic/score/mean"),
                           always(val__addition__reward_mean=lambda s: 0.9 - s / 100)), []),

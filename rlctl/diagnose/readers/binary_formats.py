@@ -11,8 +11,9 @@ from typing import IO, Any
 import numpy as np
 from pydantic_core import from_json
 
-from rlctl.diagnose.readers.collect import MAIN, OWN_CLOCKS, LogReading
+from rlctl.diagnose.readers.collect import MAIN, OWN_CLOCKS
 from rlctl.diagnose.readers.console import Console
+from rlctl.diagnose.readers.reading import LogReading
 
 PARQUET_MARK, WANDB_MARK = b"PAR1", b":W&B"
 #: Part of the first record of every event file.

@@ -7,21 +7,14 @@ stores every metric separately.
 
 from __future__ import annotations
 
-import io
 import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from rlctl.diagnose.readers.source import OpenFile
-from rlctl.diagnose.table import Framework, LoggedException
-
-if TYPE_CHECKING:
-    from rlctl.diagnose.readers.reader_files import Readers
 
 #: Usual names of the step.
 STEP_KEYS = (
@@ -339,23 +332,3 @@ def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from _flat(value, "" if is_wrapper else f"{prefix}{key}/")
         else:
             yield f"{prefix}{key}", value
-
-
-@dataclass(slots=True)
-class LogReading:
-    """State of reading one log, which the readers fill."""
-
-    collector: Collector  # collects the rows
-    readers: Readers  # the frameworks whose rows and settings are looked for
-    open_file: OpenFile = io.FileIO
-    limit: int | None = None  # rows after which a reader may stop, for a preview; None reads everything
-    hint: Framework | None = None  # the framework, where the format shows it
-    config: dict[str, Any] = field(default_factory=dict)  # the run's configuration, where the log has one
-    stated: dict[str, Any] = field(default_factory=dict)  # single settings that the log states
-    exception: LoggedException | None = None  # the error that ends the log
-    notes: list[str] = field(default_factory=list)  # problems that were tolerated
-
-    @property
-    def is_full(self) -> bool:
-        """Whether a preview has read enough rows."""
-        return self.limit is not None and self.collector.num_rows >= self.limit

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from rlctl.diagnose.readers.collect import LogReading
 from rlctl.diagnose.readers.printed_blocks import (
     BARS,
     BULLETS,
@@ -24,6 +23,7 @@ from rlctl.diagnose.readers.printed_blocks import (
 )
 from rlctl.diagnose.readers.printed_content import FirstError, PrintedRows, Row, keep_settings
 from rlctl.diagnose.readers.reader_files import UNKNOWN, RowForm
+from rlctl.diagnose.readers.reading import LogReading
 from rlctl.diagnose.table import Framework
 
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")

@@ -15,14 +15,14 @@ import yaml
 from rlctl.diagnose.facts import facts_of
 from rlctl.diagnose.readers import binary_formats as binary
 from rlctl.diagnose.readers import text_formats as text
-from rlctl.diagnose.readers.collect import Collected, Collector, LogReading, is_step_or_time
+from rlctl.diagnose.readers.collect import Collected, Collector, is_step_or_time
 from rlctl.diagnose.readers.reader_files import (
     BUILT_IN,
     MetricFilter,
     Reader,
     Readers,
-    canonical_table,
 )
+from rlctl.diagnose.readers.reading import LogReading, canonical_table
 from rlctl.diagnose.readers.runs import Log, Preview, runs_in
 from rlctl.diagnose.readers.source import LogSource, OpenFile, is_archive, opened, unpacked
 from rlctl.diagnose.table import STDIN, RunLog

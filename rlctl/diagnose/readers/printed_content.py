@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from rlctl.diagnose.readers.collect import STEP_KEYS, Collector, LogReading
+from rlctl.diagnose.readers.collect import STEP_KEYS, Collector
+from rlctl.diagnose.readers.reading import LogReading
 from rlctl.diagnose.table import Framework, LoggedException
 
 Row = dict[str, float | None]

@@ -13,9 +13,10 @@ from typing import IO, Any
 import numpy as np
 from pydantic_core import from_json
 
-from rlctl.diagnose.readers.collect import LogReading, as_number
+from rlctl.diagnose.readers.collect import as_number
 from rlctl.diagnose.readers.console import Console
 from rlctl.diagnose.readers.printed_blocks import column_name
+from rlctl.diagnose.readers.reading import LogReading
 
 _LONGEST_LINE = 1 << 26
 _VERL_KEYS = {"step", "data"}

@@ -12,9 +12,10 @@ import pytest
 
 from mkdocs_hooks import with_tables
 from rlctl.diagnose.facts import configured_facts
-from rlctl.diagnose.readers.collect import Collector, LogReading
+from rlctl.diagnose.readers.collect import Collector
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.readers.reader_files import BUILT_IN, STEP, MetricFilter, canonical_table
+from rlctl.diagnose.readers.reader_files import BUILT_IN, STEP, MetricFilter
+from rlctl.diagnose.readers.reading import LogReading, canonical_table
 from rlctl.diagnose.rule import examine
 from rlctl.diagnose.table import Facts, RunLog
 from rlctl.metric_names import ELSEWHERE, METRICS, describe

@@ -65,10 +65,11 @@ class RunDir:
         write_text(file, json.dumps(record, indent=2) + "\n")
 
     def write_failure(self, error: Exception) -> None:
-        """Writes the reason of a failure to `failure.json`; the next start of the run removes the file."""
+        """Writes the reason of a failure to `failure.json`, if it can; the next start removes the file."""
         fields = error if isinstance(error, RlctlError) else RlctlError(f"{type(error).__name__}: {error}")
         record = {"what": fields.what, "where": fields.where, "fix": fields.fix}
-        write_text(self.path / FAILURE_FILE, json.dumps(record, indent=2) + "\n")
+        with contextlib.suppress(OSError):  # a full disk must not hide the failure
+            write_text(self.path / FAILURE_FILE, json.dumps(record, indent=2) + "\n")
 
     def release(self) -> None:
         """Releases the lock; can be called twice."""

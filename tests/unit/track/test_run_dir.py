@@ -1,5 +1,6 @@
 """One run per directory, refused early, recorded without secrets."""
 
+import errno
 import json
 import os
 import subprocess
@@ -166,3 +167,15 @@ def test_the_commit_of_the_working_directory(tmp_path: Path, monkeypatch: pytest
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "m"], check=True)
     assert len(environment_record([])["git_commit"]) == 40
+
+
+def test_a_failure_that_cannot_be_recorded_is_not_replaced_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with open_run_dir(tmp_path / "run", resume=False) as run:
+        monkeypatch.setattr("rlctl.track.run_dir.write_text", full)
+        run.write_failure(ValueError("the first"))
+    assert not (tmp_path / "run" / "failure.json").exists()

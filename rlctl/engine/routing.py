@@ -35,20 +35,16 @@ class RoutedBody:
 
     def __call__(self, **inputs: Any) -> Any:
         """The output of the body, reduced to states and cache."""
-        try:
-            output = self._body(**inputs, output_router_logits=True)
-            logits = [layer for layer in output.router_logits if layer is not None]
-            routing = torch.stack([_routing(layer, self._experts_per_token) for layer in logits]).mean(0)
-        except (AttributeError, TypeError, RuntimeError) as error:
+        output = self._body(**inputs, output_router_logits=True)
+        layers = [layer for layer in getattr(output, "router_logits", None) or () if layer is not None]
+        count = getattr(self._body.config.get_text_config(), "num_experts_per_tok", None)
+        if not layers or count is None:
             what = f"{type(self._body).__name__} reports no routing of its tokens to experts"
-            raise UsageError(what, where=_KEY, fix="set it to 0") from error
+            raise UsageError(what, where=_KEY, fix="set it to 0")
+        routing = torch.stack([_routing(layer, count) for layer in layers]).mean(0)
         states, cache = output.last_hidden_state, getattr(output, "past_key_values", None)
         joined = torch.cat([states.float(), routing.view(*states.shape[:-1], -1)], -1)
         return SimpleNamespace(last_hidden_state=joined, past_key_values=cache)
-
-    @property
-    def _experts_per_token(self) -> int:
-        return int(self._body.config.get_text_config().num_experts_per_tok)
 
 
 def _routing(logits: Tensor, experts_per_token: int) -> Tensor:

@@ -17,7 +17,7 @@ FEW = (
     "loss gspo, decoupled",
     "loss clip_cov, bypass",
     "estimator optimal_token_baseline, some ungraded",
-    "seq-mean-token-mean, after",
+    "seq-mean-token-mean, after rejecting tokens",
     "kl loss unbiased, decoupled",
     "kl reward, adaptive",
     "exact sampling, centered",

@@ -25,6 +25,7 @@ engine.dtype=fp32 trainer.total_training_steps=2 trainer.test_freq=-1 trainer.sa
 trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.guardrails.mode=off trainer.rollouts_per_step=-1
 """
 REJECTING = "rc.rollout_rs=token_k1,seq_max_k2 rc.rollout_rs_threshold=0.6_1.6,2.0 "
+VERL = "rc.dialect=verl rc.rollout_rs=token_k1 rc.rollout_rs_threshold=0.7_1.4 "
 DECOUPLED = "rc.bypass_mode=false "
 CLIP = DECOUPLED + "rc.loss_type=ppo_clip "
 SURVIVORS = REJECTING + "rc.loss_denominator=after_rejection "
@@ -152,9 +153,10 @@ def _corrections() -> Iterator[tuple[str, Case]]:
 
 def _denominators() -> Iterator[tuple[str, Case]]:
     modes = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-    for mode, when in product(modes, ("before", "after")):
-        settings = f"{REJECTING} actor.loss_agg_mode={mode} rc.loss_denominator={when}_rejection"
-        yield f"{mode}, {when}", Case(settings)
+    rejecting = {"sequences": REJECTING, "tokens": VERL}
+    for (what, reject), mode, when in product(rejecting.items(), modes, ("before", "after")):
+        settings = f"{reject} actor.loss_agg_mode={mode} rc.loss_denominator={when}_rejection"
+        yield f"{mode}, {when} rejecting {what}", Case(settings)
 
 
 def _kl() -> Iterator[tuple[str, Case]]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
 from rlctl.errors import RunFailure, UsageError, failing_together, in_words
-from rlctl.registry import Registry
 from rlctl.track.open_run import RunRecord, open_run
 from rlctl.user_code import call_problem
 
@@ -74,7 +73,6 @@ def load_spec(
     """
     from rlctl.spec import load
 
-    Registry.forget_changed_files()
     if not isinstance(values or {}, Mapping):
         what = f"values is a {type(values).__name__}"
         raise UsageError(what, fix='give a mapping of dotted keys, {"actor.lr": 1e-6}')
@@ -118,7 +116,6 @@ def train(
     refuse_in_import()
     if not isinstance(spec, RunSpec):
         raise UsageError(f"spec is a {type(spec).__name__}", fix="give what load_spec returns")
-    Registry.forget_changed_files()
     spec = load.load_spec(overrides=spec.model_dump(mode="json")).spec  # `model_copy` checks nothing
     callbacks = _checked_callbacks(callbacks)
     if callbacks and spec.world_size > 1 and not under_torchrun():
@@ -251,7 +248,6 @@ def evaluate(
     known = [field.name for field in fields(EvaluateRequest)]
     if unknown := [name for name in options if name not in known]:
         raise UsageError(f"evaluate has no option {unknown[0]}", fix=f"one of {', '.join(known[2:])}")
-    Registry.forget_changed_files()
     given = {"model_or_run": target, "data": [str(name) for name in _listed(data)], **options}
     request = _checked(EvaluateRequest, given)
     with _names_of_arguments():
@@ -284,7 +280,6 @@ def diagnose(
     from rlctl.diagnose.readers.reader_files import BUILT_IN
     from rlctl.diagnose.rule import all_rules, examine, metrics_read
 
-    Registry.forget_changed_files()
     path, own = _path_of(log, "log"), tuple(map(str, _listed(rules)))
     with _names_of_arguments():
         known = BUILT_IN.with_files(*(list(map(Path, _listed(names))) for names in (readers, maps)))

@@ -35,7 +35,6 @@ from rlctl.user_code import (
     call_problem,
     is_file_function,
     load_function,
-    version_of,
 )
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ class Part:
 
     name: str  # in the spec
     function: Callable[..., Any]  # the implementation; the registry defines its signature
-    label: str  # short description for users
+    label: str = ""  # short description for users; default: of the function's docstring, or its name
     formula: str = ""  # what it computes, in the notation of docs/reference/algorithms.md
     source: str = ""  # the paper or the code that the formula comes from
     #: inputs that it reads beyond those in every batch; for a grader, its requirements in words; for a
@@ -129,8 +128,6 @@ class Registry(Mapping[str, Callable[..., Any]]):
 
     #: every registry: a user's file may define parts of several
     all: ClassVar[list[Registry]] = []
-    #: absolute path of each imported user's file → its version, as `version_of`
-    _versions: ClassVar[dict[str, str]] = {}
     #: `path/to/file.py:` while that user's file is imported, `module.py:` for a package's module
     _prefix: ClassVar[str] = ""
     #: warnings that were shown
@@ -159,86 +156,19 @@ class Registry(Mapping[str, Callable[..., Any]]):
         self._is_loaded = False
         Registry.all.append(self)
 
-    @staticmethod
-    def forget_changed_files() -> None:
-        """Forgets the parts of users' files that changed after their import: the next use imports them again.
-
-        Called where a command or a function of the Python API begins, so that all of it uses one version.
-        """
-        for path, version in list(Registry._versions.items()):
-            if version_of(path) not in {version, None}:  # the parts of a deleted file remain
-                Registry._forget(path)
-
-    @staticmethod
-    def _forget(path: str) -> None:
-        """Forgets the parts of a user's file."""
-        Registry._versions.pop(path, None)
-        for registry in Registry.all:
-            for name in [name for name in registry._parts if name.startswith(f"{path}:")]:
-                del registry._parts[name]
-                registry._checked.discard(name)
-
-    def register(
-        self,
-        name: str | None = None,
-        *,
-        label: str = "",
-        formula: str = "",
-        source: str = "",
-        needs: Iterable[str] = (),
-        options: Iterable[str] = (),
-        params: type[BaseModel] | None = None,
-        capabilities: Any = None,
-        unit: Unit = "token",
-        thresholds: Iterable[str] = (),
-        of_batch: Callable[..., Any] | None = None,
-        unbiased: bool = False,
-        needs_advantage: bool = False,
-        clip: ClipBand | None = None,
-        experimental: bool = False,
-        answer_of: Callable[[str], str | None] | None = None,
-        known_responses: Callable[[str], tuple[str | None, str | None] | None] | None = None,
-        data_sources: str = "",
-        in_process: bool = False,
-    ) -> Callable[[Function], Function]:
+    def register(self, name: str | None = None, **arguments: Any) -> Callable[[Function], Function]:
         """Decorator that registers a function; arguments as in `Part`, the default name is the function's.
 
         A function that is defined again, as in a notebook cell that is run again, replaces the earlier one.
 
         Raises:
+            TypeError: there is no such argument.
             ValueError: the name is taken, an argument has the wrong type, or such parts cannot have this
                 input or parameters.
         """
         if callable(name):
             raise ValueError("write the decorator with parentheses: @….register()")
-        if unit not in get_args(Unit):
-            raise ValueError(f"unit={unit!r}: write {' or '.join(map(repr, get_args(Unit)))}")
-        if params is not None and not hasattr(params, "model_fields"):
-            raise ValueError(f"params={params!r}: give a subclass of pydantic.BaseModel")
-        _check_type("a text", str, label=label, formula=formula, source=source, data_sources=data_sources)
-        flags = {"unbiased": unbiased, "needs_advantage": needs_advantage}
-        _check_type("True or False", bool, **flags, experimental=experimental, in_process=in_process)
-        _check_type("a ClipBand", ClipBand | None, clip=clip)
-        functions = {"of_batch": of_batch, "answer_of": answer_of, "known_responses": known_responses}
-        _check_type("a function", Callable | None, **functions)
-        if self.capabilities and capabilities and type(capabilities).__name__ != self.capabilities:
-            raise ValueError(f"capabilities={capabilities!r}: give {self.capabilities}(…)")
-        try:
-            re.compile(data_sources)
-        except re.error as error:
-            raise ValueError(f"data_sources={data_sources!r} is no regular expression: {error}") from error
-        thresholds = _texts("thresholds", thresholds)
-        if wrong := [text for text in thresholds if not _THRESHOLD.fullmatch(text)]:
-            raise ValueError(f'thresholds={wrong}: write positive numbers as in a spec, "2.0" or "0.5_2.0"')
-        options = _texts("options", options)
-        if wrong := [key for key in options if "." not in key]:
-            raise ValueError(f'options={wrong}: write keys of the spec, "actor.clip_ratio_low"')
-        needs = frozenset([needs] if isinstance(needs, str) else _texts("needs", needs))
-        if self.inputs is not None and (unknown := sorted(needs - set(self.inputs.split()))):
-            known_inputs = ", ".join(self.inputs.split()) or "nothing"
-            raise ValueError(f"needs={unknown}: {self._a_kind} can need {known_inputs}")
-        if params is not None and not self.takes_params:
-            raise ValueError(f"params: {self._a_kind} has no parameters in a spec; use constants of its file")
+        part = self._described(Part("", _undefined, **arguments))
 
         def decorate(function: Function) -> Function:
             if not callable(function):
@@ -252,31 +182,41 @@ class Registry(Mapping[str, Callable[..., Any]]):
                 raise ValueError(f"{self.kind} {known} is registered twice")
             if not is_builtin(function):
                 USER_MODULES.add(function.__module__)
-            self._parts[known] = Part(
-                name=known,
-                function=function,
-                label=label or _first_line(function) or known.removeprefix(prefix),
-                formula=formula,
-                source=source,
-                needs=needs,
-                options=frozenset(options),
-                params=params,
-                capabilities=capabilities,
-                unit=unit,
-                thresholds=thresholds,
-                of_batch=of_batch,
-                unbiased=unbiased,
-                needs_advantage=needs_advantage,
-                clip=clip,
-                experimental=experimental,
-                answer_of=answer_of,
-                known_responses=known_responses,
-                data_sources=data_sources,
-                in_process=in_process,
-            )
+            label = part.label or _first_line(function) or known.removeprefix(prefix)
+            self._parts[known] = replace(part, name=known, function=function, label=label)
             return function
 
         return decorate
+
+    def _described(self, part: Part) -> Part:
+        """The part, with its arguments checked and its lists as sets and tuples."""
+        for names, (kind, expected) in _ARGUMENTS.items():
+            for name in names.split():
+                if not isinstance(value := getattr(part, name), kind):
+                    raise ValueError(f"{name}={value!r}: give {expected}")
+        if part.unit not in get_args(Unit):
+            raise ValueError(f"unit={part.unit!r}: write {' or '.join(map(repr, get_args(Unit)))}")
+        if part.params is not None and not hasattr(part.params, "model_fields"):
+            raise ValueError(f"params={part.params!r}: give a subclass of pydantic.BaseModel")
+        if part.params is not None and not self.takes_params:
+            raise ValueError(f"params: {self._a_kind} has no parameters in a spec; use constants of its file")
+        if self.capabilities and part.capabilities and type(part.capabilities).__name__ != self.capabilities:
+            raise ValueError(f"capabilities={part.capabilities!r}: give {self.capabilities}(…)")
+        try:
+            re.compile(part.data_sources)
+        except re.error as error:
+            what = f"data_sources={part.data_sources!r} is no regular expression: {error}"
+            raise ValueError(what) from error
+        thresholds, options = _texts("thresholds", part.thresholds), _texts("options", part.options)
+        if wrong := [text for text in thresholds if not _THRESHOLD.fullmatch(text)]:
+            raise ValueError(f'thresholds={wrong}: write positive numbers as in a spec, "2.0" or "0.5_2.0"')
+        if wrong := [key for key in options if "." not in key]:
+            raise ValueError(f'options={wrong}: write keys of the spec, "actor.clip_ratio_low"')
+        needs = frozenset([part.needs] if isinstance(part.needs, str) else _texts("needs", part.needs))
+        if self.inputs is not None and (unknown := sorted(needs - set(self.inputs.split()))):
+            known_inputs = ", ".join(self.inputs.split()) or "nothing"
+            raise ValueError(f"needs={unknown}: {self._a_kind} can need {known_inputs}")
+        return replace(part, thresholds=thresholds, options=frozenset(options), needs=needs)
 
     def part(self, name: str) -> Part:
         """The part of that name; a user's file is imported at the first call.
@@ -389,12 +329,13 @@ class Registry(Mapping[str, Callable[..., Any]]):
     def _load_file(self, name: str) -> None:
         file = name.rpartition(":")[0]
         try:
-            version = version_of(file)
             with _registered_under(f"{file}:"):
                 function = load_function(name, key=self.key)
-            Registry._versions[file] = version or ""
         except UsageError:
-            Registry._forget(file)  # what it registered before the error
+            for registry in Registry.all:
+                for known in [known for known in registry._parts if known.startswith(f"{file}:")]:
+                    del registry._parts[known]  # it was registered before the error
+                    registry._checked.discard(known)
             raise
         self._add(name, function, name)
 
@@ -458,10 +399,17 @@ class PartWarning(UserWarning):
 _THRESHOLD = re.compile(r"(?=.*[1-9])[0-9.e+-]+(_[0-9.e+-]+)?")
 
 
-def _check_type(expected: str, kind: Any, **values: object) -> None:
-    for name, value in values.items():
-        if not isinstance(value, kind):
-            raise ValueError(f"{name}={value!r}: give {expected}")
+#: Arguments of `register` → their type, and what to give, for messages.
+_ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "label formula source data_sources": (str, "a text"),
+    "unbiased needs_advantage experimental in_process": (bool, "True or False"),
+    "clip": (ClipBand | None, "a ClipBand"),
+    "of_batch answer_of known_responses": (Callable | None, "a function"),
+}
+
+
+def _undefined() -> None:
+    """The function of a part until its decorator is applied."""
 
 
 def _texts(name: str, values: Iterable[str]) -> tuple[str, ...]:

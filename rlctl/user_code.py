@@ -41,14 +41,6 @@ def absolute_name(name: str) -> str:
     return f"{_path_of(name)}:{function}" if is_file_function(name) and file[0] != "/" else name
 
 
-def version_of(file: str) -> str | None:
-    """SHA-256 of a file's content; None: there is no such file."""
-    try:
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    except OSError:
-        return None
-
-
 def files_of(*names: str | None) -> list[Path]:
     """The users' files in `names`, of which each may be several joined with commas: absolute and sorted."""
     parts = [part for joined in names if joined for part in split_names(joined)]
@@ -121,7 +113,9 @@ def _import_file(path: Path) -> ModuleType:
     add_to_import_path(path.parent)
     try:
         # Not by the loader: its bytecode can be that of an earlier version, of equal size in the same second.
-        exec(compile(path.read_bytes(), path, "exec"), vars(module))
+        source = path.read_bytes()
+        vars(module)["__sha256__"] = hashlib.sha256(source).hexdigest()  # the file may change
+        exec(compile(source, path, "exec"), vars(module))
     except (Exception, SystemExit) as error:
         what = visible(f"importing it failed: {type(error).__name__}: {error}")
         raise UsageError(what, where=_line_of(error, path), fix="correct the file") from error

@@ -7,6 +7,7 @@ import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 Request = TypeVar("Request", bound="DataclassInstance")
 
+#: An option for a positive integer.
+count_option = partial(typer.Option, min=1, metavar="N")
 #: Option of every command that lists something.
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 #: Option of every command that writes a report.
@@ -184,6 +187,17 @@ def complete_run(incomplete: str) -> list[str]:
     return [str(path) for path in found if str(path).startswith(incomplete)]
 
 
+#: The presets of commands that train.
+Presets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--preset",
+        "-p",
+        metavar="NAME",
+        help="A preset by name or path; several are layered left to right.",
+        autocompletion=complete_preset,
+    ),
+]
 #: The run directory of commands about one run.
 RunDirectory = Annotated[
     Path,

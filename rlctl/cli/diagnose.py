@@ -41,23 +41,17 @@ def diagnose(
     out: Out = None,
     fail_on: Annotated[
         Literal["warning", "critical"] | None,
-        typer.Option(
-            "--fail-on", help="Exit with 3 if a finding is at least this severe.", show_default="never"
-        ),
+        typer.Option(help="Exit with 3 if a finding is at least this severe.", show_default="never"),
     ] = None,
     fix: Annotated[
         Path | None,
         typer.Option(
-            "--fix",
-            metavar="FILE",
-            help="Write the run's spec with the fixes applied, for `rlctl train --spec FILE`.",
+            metavar="FILE", help="Write the run's spec with the fixes applied, for `rlctl train --spec FILE`."
         ),
     ] = None,
     rules: Annotated[
         list[str] | None,
-        typer.Option(
-            "--rules", metavar="FILE.py:FUNCTION", help="Also apply your own diagnosis rule; may be repeated."
-        ),
+        typer.Option(metavar="FILE.py:FUNCTION", help="Also apply your own diagnosis rule; may be repeated."),
     ] = None,
     map_: Annotated[
         list[Path] | None,
@@ -70,9 +64,7 @@ def diagnose(
     reader: Annotated[
         list[Path] | None,
         typer.Option(
-            "--reader",
-            metavar="FILE.toml",
-            help="Also read the log format that this file describes; may be repeated.",
+            metavar="FILE.toml", help="Also read the log format that this file describes; may be repeated."
         ),
     ] = None,
     what_if: Annotated[

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.command import AsJson, echo, refuse_options, request
+from rlctl.cli.command import AsJson, count_option, echo, refuse_options, request
 from rlctl.cli.evaluate_compare import numbers
 from rlctl.cli.prepare_data import (
     AnswerKey,
@@ -47,7 +47,6 @@ def evaluate(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            "--data",
             metavar="NAME|FILE",
             help="A benchmark (see `rlctl evaluate list`) or a file that `prepare-data` reads. Repeatable.",
             show_default="the run's validation files",
@@ -68,9 +67,9 @@ def evaluate(
             show_default="the hub and its cache",
         ),
     ] = None,
-    n: Annotated[int, typer.Option("--n", min=1, metavar="N", help="Responses per question.")] = 8,
+    n: Annotated[int, count_option(help="Responses per question.")] = 8,
     k: Annotated[
-        str | None, typer.Option("--k", metavar="K,…", help="The k of pass@k.", show_default="1,4,8, up to n")
+        str | None, typer.Option(metavar="K,…", help="The k of pass@k.", show_default="1,4,8, up to n")
     ] = None,
     temperature: Annotated[
         float, typer.Option(min=0.0, metavar="T", help="0: the most likely token, with --n 1.")
@@ -79,14 +78,10 @@ def evaluate(
         float, typer.Option(min=0.0, max=1.0, metavar="P", help="Nucleus sampling; 1: all tokens.")
     ] = 1.0,
     max_response_length: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Tokens of a response at most.", show_default="the run's, or 512"
-        ),
+        int | None, count_option(help="Tokens of a response at most.", show_default="the run's, or 512")
     ] = None,
     limit: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Only the first questions of each source.", show_default="all"),
+        int | None, count_option(help="Only the first questions of each source.", show_default="all")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of sampling.")] = 1,
     reward: Annotated[
@@ -113,9 +108,7 @@ def evaluate(
             "OPENAI_API_KEY.",
         ),
     ] = None,
-    concurrency: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Concurrent requests to the server.")
-    ] = 32,
+    concurrency: Annotated[int, count_option(help="Concurrent requests to the server.")] = 32,
     timeout: Annotated[
         float, typer.Option(min=1.0, metavar="S", help="Seconds the server may take for one response.")
     ] = 600.0,
@@ -134,10 +127,7 @@ def evaluate(
         ),
     ] = None,
     batch_size: Annotated[
-        int,
-        typer.Option(
-            min=1, metavar="N", help="Sequences sampled at once; affects memory and speed, not the result."
-        ),
+        int, count_option(help="Sequences sampled at once; affects memory and speed, not the result.")
     ] = 256,
     as_json: AsJson = False,
 ) -> None:

@@ -22,9 +22,7 @@ def compare(
     b: Annotated[Path, typer.Argument(metavar="B", help="Directory of another one.")],
     k: Annotated[
         str | None,
-        typer.Option(
-            "--k", metavar="K,…", help="The k of pass@k.", show_default="1,4,8, up to the smaller n"
-        ),
+        typer.Option(metavar="K,…", help="The k of pass@k.", show_default="1,4,8, up to the smaller n"),
     ] = None,
     output_format: Annotated[
         Literal["text", "json", "html"],

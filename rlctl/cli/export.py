@@ -26,8 +26,7 @@ def export(
         bool, typer.Option("--adapter", help="Of a LoRA run: the adapter alone, in PEFT's format.")
     ] = False,
     push_to_hub: Annotated[
-        str | None,
-        typer.Option("--push-to-hub", metavar="OWNER/NAME", help="Upload it too, with a model card."),
+        str | None, typer.Option(metavar="OWNER/NAME", help="Upload it too, with a model card.")
     ] = None,
     public: Annotated[
         bool, typer.Option("--public", help="With --push-to-hub: a new repository is public.")

@@ -25,13 +25,12 @@ Answer = TypeVar("Answer", str, int)
 def init(
     out: Annotated[Path, typer.Argument(metavar="FILE", help="The spec file to write.")] = Path("run.yaml"),
     model: Annotated[
-        str | None, typer.Option("--model", help="Model directory or hub id; `embedded`: the built-in one.")
+        str | None, typer.Option(help="Model directory or hub id; `embedded`: the built-in one.")
     ] = None,
     data: Annotated[
-        str | None,
-        typer.Option("--data", metavar="FILE", help="Training Parquet, as prepare-data writes it."),
+        str | None, typer.Option(metavar="FILE", help="Training Parquet, as prepare-data writes it.")
     ] = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", min=0, help="GPUs of this machine; 0: CPU.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of this machine; 0: CPU.")] = None,
     preset: Annotated[
         str | None,
         typer.Option("--preset", "-p", metavar="NAME", help="The algorithm.", show_default="rloo-seq-is"),

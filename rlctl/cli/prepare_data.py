@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
-from rlctl.cli.command import AsJson, echo, print_json, request
+from rlctl.cli.command import AsJson, count_option, echo, print_json, request
 from rlctl.errors import UsageError, visible
 from rlctl.prepare.recipe_names import RecipeChoice, RecipeName
 from rlctl.prepare.request import (
@@ -41,6 +41,7 @@ RecipeOption = Annotated[
         help=f"How columns become rows: {', '.join(get_args(RecipeName))}; auto: by the first row.",
     ),
 ]
+_policy = partial(typer.Option, metavar="POLICY")
 _column = partial(typer.Option, metavar="COLUMN", show_default="the recipe's")
 PromptKey = Annotated[str | None, _column(help="Column of the prompt; a dot separates nested fields.")]
 AnswerKey = Annotated[str | None, _column(help="Column of the answer; a dot separates nested fields.")]
@@ -130,52 +131,40 @@ def parquet(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the split.")] = 1,
     bad_rows: Annotated[
-        BadRows,
-        typer.Option(
-            metavar="POLICY", help="refuse the input, or quarantine: move bad rows to quarantine.jsonl."
-        ),
+        BadRows, _policy(help="refuse the input, or quarantine: move bad rows to quarantine.jsonl.")
     ] = "refuse",
     duplicates: Annotated[
         Duplicates,
-        typer.Option(
-            metavar="POLICY",
-            help="Rows with the question of an earlier row: check (refuse more than 5 %), keep or drop.",
-        ),
+        _policy(help="Rows with the question of an earlier row: check (refuse more than 5 %), keep or drop."),
     ] = "check",
     near_duplicates: Annotated[
         NearDuplicates,
-        typer.Option(
-            metavar="POLICY",
-            help="Rows similar to an earlier row (MinHash, Jaccard similarity of 0.8): count, drop or off.",
+        _policy(
+            help="Rows similar to an earlier row (MinHash, Jaccard similarity of 0.8): count, drop or off."
         ),
     ] = "count",
     against: Against = None,
     leakage: Annotated[
         Leakage,
-        typer.Option(
-            metavar="POLICY",
+        _policy(
             help="Training rows that occur in the test split or in --against (the same words, other numbers, "
-            "or 13 words in a row): report, drop, refuse or off.",
+            "or 13 words in a row): report, drop, refuse or off."
         ),
     ] = "report",
     model: Model = None,
     max_prompt_length: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Tokens a prompt may have; needs --model.")
+        int | None, count_option(help="Tokens a prompt may have; needs --model.")
     ] = None,
     overlong: Annotated[
-        Overlong,
-        typer.Option(
-            metavar="POLICY", help="Longer prompts: keep, drop, or cut-left, cut-right: cut the question."
-        ),
+        Overlong, _policy(help="Longer prompts: keep, drop, or cut-left, cut-right: cut the question.")
     ] = "keep",
     trust_remote_code: TrustRemoteCode = False,
     chat_template_kwargs: TemplateKwargs = None,
     continue_final_message: ContinueFinalMessage = False,
     placeholders: Annotated[
         Placeholders,
-        typer.Option(
-            metavar="POLICY",
-            help="Rows graded as mathematics whose answer is a placeholder, such as 'proof': drop or keep.",
+        _policy(
+            help="Rows graded as mathematics whose answer is a placeholder, such as 'proof': drop or keep."
         ),
     ] = "drop",
     check_graders: Annotated[
@@ -185,9 +174,7 @@ def parquet(
             help="Check that the grader gives each ground truth 1, a wrong one 0.",
         ),
     ] = True,
-    rows_per_shard: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Rows of one output file.")
-    ] = 1_000_000,
+    rows_per_shard: Annotated[int, count_option(help="Rows of one output file.")] = 1_000_000,
     to: Annotated[
         OutputFormat,
         typer.Option(metavar="NAME", help="Columns of the output: verl (read by rlctl too), trl, openrlhf."),
@@ -197,10 +184,7 @@ def parquet(
         typer.Option(metavar="NAME", help="local processes, or ray: Ray Data on one machine or many."),
     ] = "local",
     workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Local processes.", show_default="one per core, none for a small input"
-        ),
+        int | None, count_option(help="Local processes.", show_default="one per core, none for a small input")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")] = False,
     as_json: AsJson = False,
@@ -260,8 +244,7 @@ def check(
     model: Model = None,
     against: Against = None,
     max_prompt_length: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Tokens a prompt may have (characters without --model)."),
+        int | None, count_option(help="Tokens a prompt may have (characters without --model).")
     ] = None,
     fail_on: Annotated[
         Literal["warning", "error", "never"],
@@ -314,8 +297,8 @@ def check(
 def show(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Anything `parquet` or `check` reads.")],
     model: Model = None,
-    number: Annotated[int, typer.Option("-n", min=1, metavar="N", help="How many rows.")] = 3,
-    row: Annotated[int, typer.Option(min=1, metavar="N", help="The first row, counted from 1.")] = 1,
+    number: Annotated[int, count_option("-n", help="How many rows.")] = 3,
+    row: Annotated[int, count_option(help="The first row, counted from 1.")] = 1,
     ids: Annotated[bool, typer.Option("--ids", help="Also the token ids; needs --model.")] = False,
     as_json: AsJson = False,
     trust_remote_code: TrustRemoteCode = False,

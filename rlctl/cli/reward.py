@@ -28,13 +28,11 @@ def try_out(
         ),
     ],
     data: Annotated[
-        list[str],
-        typer.Option("--data", metavar="FILE", help="Parquet as `prepare-data` writes it; may be repeated."),
+        list[str], typer.Option(metavar="FILE", help="Parquet as `prepare-data` writes it; may be repeated.")
     ],
     responses: Annotated[
         list[str] | None,
         typer.Option(
-            "--responses",
             metavar="FILE",
             help="Responses with rewards: an evaluation's samples.parquet, or a run's rollouts. Repeatable.",
         ),

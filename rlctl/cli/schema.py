@@ -21,9 +21,7 @@ _RANGES = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 def schema(
     section: Annotated[
         str | None,
-        typer.Option(
-            "--section", metavar="NAME", help="One section only: actor, algorithm.rollout_correction …"
-        ),
+        typer.Option(metavar="NAME", help="One section only: actor, algorithm.rollout_correction …"),
     ] = None,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="A table for reading instead of JSON Schema.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.command import AsJson, complete_override, complete_preset, echo, print_json
+from rlctl.cli.command import AsJson, Presets, complete_override, echo, print_json
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,10 +25,7 @@ def sweep(
             autocompletion=complete_override,
         ),
     ] = None,
-    preset: Annotated[
-        list[str] | None,
-        typer.Option("--preset", "-p", metavar="NAME", help="A preset.", autocompletion=complete_preset),
-    ] = None,
+    preset: Presets = None,
     directory: Annotated[
         Path | None,
         typer.Option(
@@ -43,12 +40,11 @@ def sweep(
         bool, typer.Option("--slurm", help="Write a Slurm job array and print how to submit it; run nothing.")
     ] = False,
     sbatch: Annotated[
-        list[str] | None,
-        typer.Option("--sbatch", metavar="OPTION", help="An option of sbatch: --sbatch=--gpus=1."),
+        list[str] | None, typer.Option(metavar="OPTION", help="An option of sbatch: --sbatch=--gpus=1.")
     ] = None,
     table_only: Annotated[bool, typer.Option("--table", help="Print the table; run nothing.")] = False,
     as_json: AsJson = False,
-    only: Annotated[int | None, typer.Option("--only", min=0, hidden=True)] = None,
+    only: Annotated[int | None, typer.Option(min=0, hidden=True)] = None,
 ) -> None:
     """Train every combination of some values and compare the settings.
 

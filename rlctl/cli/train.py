@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlctl.cli.command import complete_override, complete_preset, complete_run, echo
+from rlctl.cli.command import Presets, complete_override, complete_run, echo
 from rlctl.errors import EnvironmentFailure, SpecError, UsageError
 
 if TYPE_CHECKING:
@@ -27,16 +27,7 @@ def train(
             autocompletion=complete_override,
         ),
     ] = None,
-    preset: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--preset",
-            "-p",
-            metavar="NAME",
-            help="A preset by name or path; several are layered left to right.",
-            autocompletion=complete_preset,
-        ),
-    ] = None,
+    preset: Presets = None,
     spec: Annotated[
         list[Path] | None,
         typer.Option(
@@ -56,7 +47,6 @@ def train(
     machine: Annotated[
         str | None,
         typer.Option(
-            "--machine",
             metavar="NAME",
             help="With --dry-run: plan for 1xh100, 8xh100, 2x8h100, 1xh200 or 1x24gb, not this machine.",
         ),
@@ -74,7 +64,6 @@ def train(
     resume: Annotated[
         Path | None,
         typer.Option(
-            "--resume",
             metavar="RUN_DIR",
             help="Continue a run from its last checkpoint, with its own spec.",
             autocompletion=complete_run,

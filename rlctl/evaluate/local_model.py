@@ -25,7 +25,6 @@ from rlctl.rollout.hf import DTYPES
 from rlctl.rollout.protocol import step_seed
 from rlctl.spec.machine import native_dtype
 from rlctl.spec.run_spec import EngineSpec, RunSpec
-from rlctl.user_code import version_of
 
 if TYPE_CHECKING:
     from rlctl.rollout.protocol import ResponseSampler, Sampling
@@ -121,10 +120,13 @@ class LocalModel(SampledModel):
 
 
 def engine_version(name: str) -> str | None:
-    """SHA-256 of the file that defines a user's rollout engine; None: a built-in engine."""
+    """SHA-256 of the imported file that defines a user's rollout engine; None: a built-in engine."""
     engine = ROLLOUT_ENGINES[name]
-    file = getattr(sys.modules.get(engine.__module__), "__file__", None)
-    return None if file is None or is_builtin(engine) else version_of(file)
+    module = sys.modules.get(engine.__module__)
+    file = getattr(module, "__file__", None)
+    if file is None or is_builtin(engine):
+        return None
+    return getattr(module, "__sha256__", None) or sha256_of(Path(file))
 
 
 def files_hash(directory: Path, known: Mapping[str, str]) -> str:

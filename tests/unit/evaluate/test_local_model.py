@@ -235,7 +235,9 @@ def test_a_users_engine_samples_with_the_models_weights(task, tmp_path, own_engi
     again = replace(request, fresh=False, out=tmp_path / "again")
     assert evaluate(again, quiet)[1].num_stored == 6
     Path(own_engine.partition(":")[0]).write_text(OWN_ENGINE + "# another version\n")
-    Registry.forget_changed_files()
+    _, unchanged = evaluate(replace(again, out=tmp_path / "unchanged"), quiet)
+    assert unchanged.num_stored == 6, "the imported version sampled"
+    ROLLOUT_ENGINES._parts.pop(own_engine)  # as in a new process
     _, changed = evaluate(replace(again, out=tmp_path / "changed"), quiet)
     assert changed.num_stored == 0, "another version of the engine may sample other responses"
     assert changed.about["sampling"]["engine_sha256"] != about["engine_sha256"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any, Literal
 
 from rlctl.algos.rules import CorrectionRules
@@ -26,8 +28,8 @@ _KEYS = (
     "rollout_rs_threshold",
     "score_centering",
 )
-#: Bounds without effect, because weights are clamped to e^±20.
-NO_UPPER, NO_LOWER = "1e9", "1e-9"
+#: A bound without effect, because weights are clamped to e^±20.
+NO_UPPER = "1e9"
 #: Extra inputs of rules that dumps have.
 _IN_DUMPS = {"advantages"}
 
@@ -144,43 +146,13 @@ def _rejections(normalize: bool, run: RolloutCorrectionSpec | None) -> list[Sett
     return found
 
 
-#: Name; family; weight, its bound (`verl`: determined by the dialect `verl`), its threshold; rejection
-#: criterion and its threshold. Thresholds are defaults or recommended values; see
-#: docs/reference/conformance.md.
-_FRAMEWORKS: tuple[tuple[str, Family, str | None, str, str, str, str], ...] = (
-    ("verl token TIS", "verl", "token", "verl", "", "", ""),
-    ("verl sequence TIS", "verl", "sequence", "verl", "", "", ""),
-    ("verl token IcePop", "verl", "token", "verl", "0.5_5.0", "", ""),
-    ("verl sequence TIS + RS", "verl", "sequence", "verl", "", "seq_sum_k1", "0.5_2.0"),
-    ("verl geometric RS", "verl", None, "verl", "", "seq_mean_k1", "0.999_1.001"),
-    ("verl k3 RS", "verl", None, "verl", "", "seq_mean_k3", "0.01"),
-    ("TRL sequence_mask", "TRL", "sequence", "mask", f"{NO_LOWER}_3.0", "", ""),
-    ("TRL sequence_truncate", "TRL", "sequence", "truncate", "3.0", "", ""),
-    ("TRL token_mask", "TRL", "token", "mask", f"{NO_LOWER}_3.0", "", ""),
-    ("TRL token_truncate", "TRL", "token", "truncate", "3.0", "", ""),
-    ("OpenRLHF tis", "OpenRLHF", "token", "clip", "0.5_5.0", "", ""),
-    ("OpenRLHF icepop", "OpenRLHF", "token", "mask", "0.5_5.0", "", ""),
-    ("OpenRLHF seq-mask-tis", "OpenRLHF", "token", "truncate", NO_UPPER, "geometric", "0.5_5.0"),
-    ("slime TIS", "slime", "token", "truncate", "2.0", "", ""),
-    ("slime IcePop", "slime", "token", "mask", f"{NO_LOWER}_2.0", "", ""),
-    ("SkyRL token TIS", "SkyRL", "token", "truncate", "2.0", "", ""),
-    ("SkyRL sequence TIS", "SkyRL", "sequence", "truncate", "5.0", "", ""),
-    ("SkyRL geometric mask", "SkyRL", None, "", "", "geometric", "0.99_1.01"),
-    ("SkyRL product mask", "SkyRL", None, "", "", "sequence", "0.5_2.0"),
-    ("SkyRL outlier mask", "SkyRL", None, "", "", "token_k1", "1e-4_100"),
-    ("SkyRL token mask", "SkyRL", None, "verl", "", "token_k1", "0.5_2.0"),
-    ("TRL off-policy mask", "TRL", None, "", "", "off_policy", "0.5"),
-    ("slime OPSM", "slime", None, "", "", "off_policy", "1e-4"),
-)
+#: Name → family, and keys of the section.
+_FRAMEWORKS = tomllib.loads(Path(__file__).with_name("frameworks.toml").read_text(encoding="utf-8"))
 
 
 def frameworks() -> list[Setting]:
     """Returns the rules of other frameworks."""
-    found = []
-    for name, family, level, bound, threshold, criterion, rs_threshold in _FRAMEWORKS:
-        given = {"dialect": bound} if bound == "verl" else {"rollout_is_bound": bound}
-        given |= {"rollout_is_threshold": threshold}
-        given |= {"rollout_rs": criterion, "rollout_rs_threshold": rs_threshold}
-        fields = {key: value for key, value in given.items() if value}
-        found.append(Setting(name, family, _spec(False, rollout_is=level, **fields)))
-    return found
+    return [
+        Setting(name, family, _spec(False, **{"rollout_is": None, **fields}))
+        for name, (family, fields) in _FRAMEWORKS.items()
+    ]

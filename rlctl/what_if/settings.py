@@ -30,6 +30,8 @@ _KEYS = (
 )
 #: A bound without effect, because weights are clamped to e^±20.
 NO_UPPER = "1e9"
+#: Rejection criteria, and the rules of other frameworks; see the file.
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 #: Extra inputs of rules that dumps have.
 _IN_DUMPS = {"advantages"}
 
@@ -104,33 +106,16 @@ def _weights(normalize: bool, run: RolloutCorrectionSpec | None) -> list[Setting
     return [Setting(name, "rlctl", _spec(normalize, **fields)) for name, fields in named.items()]
 
 
-#: Rejection criterion → thresholds, by dialect.
-_CRITERIA: dict[Literal["rlctl", "verl"], dict[str, tuple[str, ...]]] = {
-    "rlctl": {
-        "token_k1": ("0.6_1.6", "0.5_2.0"),
-        "seq_max_k2": ("2.5",),
-        "sequence": ("0.5_2.0", "0.2_5.0"),
-        "geometric": ("0.99_1.01", "0.9_1.1"),
-        "token_veto": ("1e-4",),
-    },
-    "verl": {
-        "token_k1": ("0.6_1.6",),
-        "seq_mean_k1": ("0.999_1.001",),
-        "seq_mean_k3": ("0.01",),
-        "seq_max_k2": ("2.5",),
-    },
-}
-
-
 def _rejections(normalize: bool, run: RolloutCorrectionSpec | None) -> list[Setting]:
     """Returns every criterion without a weight, and with a truncated weight at token and sequence level."""
     of_files = _of_files(run.rollout_rs if run else None)
     parts = [REJECTION_CRITERIA.part(name) for name in (*registered_criteria(), *of_files)]
     registered = {part.name: part.thresholds for part in parts if part.needs <= _IN_DUMPS}
+    criteria = _TABLE["criteria"]
     rules = [
         (dialect, name, threshold)
-        for dialect, criteria in (_CRITERIA | {"rlctl": _CRITERIA["rlctl"] | registered}).items()
-        for name, thresholds in criteria.items()
+        for dialect, of_dialect in (criteria | {"rlctl": criteria["rlctl"] | registered}).items()
+        for name, thresholds in of_dialect.items()
         for threshold in thresholds
     ]
     found = []
@@ -146,13 +131,9 @@ def _rejections(normalize: bool, run: RolloutCorrectionSpec | None) -> list[Sett
     return found
 
 
-#: Name → family, and keys of the section.
-_FRAMEWORKS = tomllib.loads(Path(__file__).with_name("frameworks.toml").read_text(encoding="utf-8"))
-
-
 def frameworks() -> list[Setting]:
     """Returns the rules of other frameworks."""
     return [
         Setting(name, family, _spec(False, **{"rollout_is": None, **fields}))
-        for name, (family, fields) in _FRAMEWORKS.items()
+        for name, (family, fields) in _TABLE["frameworks"].items()
     ]

@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-GSM8K_SOURCE = "openai/gsm8k"
 #: Fields of `extra_info` with a separate Arrow column; the others are stored as JSON text in `OTHER`.
 EXTRA_COLUMNS = ("split", "index", "question", "answer")
 OTHER = "other"

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+import tomllib
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlctl import errors
@@ -23,34 +25,8 @@ from rlctl.spec.load import RUN_SPEC_FILE
 
 #: Timestamp of rlctl's rows, to the minute; searched in the first row and in the last `_TAIL_BYTES` bytes.
 _STAMP, _TAIL_BYTES = re.compile(r'"timestamp": "(\d{4}-\d\d-\d\dT\d\d:\d\d)'), 1 << 16
-#: Framework → where its log contains the settings that a `spec.yaml` contains.
-_CONFIGURED = {
-    "verl": "the configuration that verl prints first",
-    "trl": "the training arguments, which are in TensorBoard's and W&B's logs",
-    **dict.fromkeys(("openrlhf", "slime", "nemo-rl"), "the configuration, which is in W&B's log"),
-}
-
-
-#: Framework → setting → pattern of the metrics that the framework logs with this setting.
-_ENABLING: Mapping[str, Mapping[str, str]] = {
-    "verl": {
-        "actor_rollout_ref.rollout.calculate_log_probs=True": "rollout_corr/|mismatch/|training/roll",
-        "trainer.test_freq": "val/",
-    },
-    "trl": {
-        "use_vllm=True with vllm_importance_sampling_correction=True": (
-            r"rollout_corr/rollout_is_(?:mean|min|max)|mismatch/"
-        ),
-        "eval_strategy=steps": "val/",
-    },
-    "ms-swift": {
-        "--use_vllm true --rollout_importance_sampling_mode token_truncate": (
-            r"rollout_corr/(?:k3?_?kl|chi2_token|\w+_log_ppl|rollout_is_(?:mean|eff))"
-        ),
-        "--eval_strategy steps": "val/",
-    },
-    "openrlhf": {"--algo.advantage.is_correction_level token": "rollout_corr/kl"},
-}
+#: Framework → what would enable skipped rules; see the file.
+_ENABLING = tomllib.loads(Path(__file__).with_name("enabling.toml").read_text(encoding="utf-8"))
 #: Fact → its name in a sentence.
 _FACTS = {"kl_coef": "coefficient of the KL penalty", "max_response_length": "length limit"}
 
@@ -187,13 +163,13 @@ def _skipped(diagnosis: Diagnosis) -> str:
     run = diagnosis.run
     # TRL's asynchronous GRPO, or its PPO.
     has_other_settings = run.framework == "trl" and (run.facts.bypass_mode or run.facts.has_critic)
-    settings = {} if has_other_settings else _ENABLING.get(run.framework, {})
+    settings = {} if has_other_settings else _ENABLING.get(run.framework, {}).get("settings", {})
     ways = {setting: re.compile(pattern) for setting, pattern in settings.items()}
     ways |= {key: re.compile(re.escape(key)) for one in waiting for key in one.missing}
     helps = {way: sum(any(map(key.match, one.missing)) for one in waiting) for way, key in ways.items()}
     way, count = max(helps.items(), key=lambda item: item[1])
-    if way == RUN_SPEC_FILE and run.framework in _CONFIGURED:
-        way += f", or {_CONFIGURED[run.framework]}"
+    if way == RUN_SPEC_FILE:
+        way += _or_configured(run)
     lacking = (
         f"{_rules(len(waiting))} SKIPPED: the log lacks their metrics. {count} of them would run with: {way}"
     )
@@ -238,10 +214,14 @@ def _why_skipped(skipped: Skipped, run: RunLog) -> str:
     """The reason, and what would enable the rule."""
     if not skipped.missing:
         return visible(skipped.why)
-    enabling = ", ".join(skipped.missing)
-    if RUN_SPEC_FILE in skipped.missing and run.framework in _CONFIGURED:
-        enabling += f", or {_CONFIGURED[run.framework]}"
-    return visible(f"{skipped.why}: {enabling}")
+    configured = _or_configured(run) if RUN_SPEC_FILE in skipped.missing else ""
+    return visible(f"{skipped.why}: {', '.join(skipped.missing)}{configured}")
+
+
+def _or_configured(run: RunLog) -> str:
+    """Where the log may contain the settings of a spec; an empty text where that is unknown."""
+    where = _ENABLING.get(run.framework, {}).get("configured")
+    return f", or {where}" if where else ""
 
 
 def _commands(run: RunLog) -> tuple[str, ...]:

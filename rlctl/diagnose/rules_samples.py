@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,54 +35,8 @@ FAILED = tuple(
 _TIMES = 1e-9  # seconds; lower limit of the median, so that it is never 0
 
 
-#: Pattern of an error's text, its cause, and what to do; the first pattern that matches is used.
-_EXCEPTIONS: tuple[tuple[str, str, tuple[Fix, ...]], ...] = (
-    (
-        r"KeyboardInterrupt|SignalException|SystemExit|SIG(?:TERM|HUP|INT)\b|CANCELLED|PREEMPTION|TIME LIMIT",
-        "a user or the scheduler stopped the run",
-        (),
-    ),
-    (
-        r"(?i)no space left|disk quota|stream\w*writer failed|file write failed|inline_container|Errno 28\b",
-        "the disk is full, or a file could not be written: often a checkpoint",
-        (
-            fix.by_hand(
-                "free disk space, and keep fewer checkpoints",
-                rlctl="trainer.max_ckpt_to_keep=1",
-                verl="trainer.max_actor_ckpt_to_keep=1",
-                trl="save_total_limit=1",
-                openrlhf="--ckpt.max_num 1",
-            ),
-        ),
-    ),
-    (
-        r"(?i)\boom[-_ ]?kill|oomkilled|killed process|^killed|exit ?code:? ?-?(?:9|137)\b|SIGKILL"
-        r"|^MemoryError",
-        "the host ran out of memory, and the system ended a process",
-        (fix.by_hand("use fewer processes, less offloading to the host, or a node with more memory"),),
-    ),
-    (
-        r"out of memory|OutOfMemory|OOM",
-        "a device ran out of memory",
-        (fix.by_hand("use smaller micro-batches, a shorter length limit or a smaller share for the engine"),),
-    ),
-    (
-        r"(?i)\bnan\b|\binf\b|overflow|non-?finite",
-        "numbers overflowed: weights or log-probs are no longer finite",
-        (fix.by_hand("resume from an earlier checkpoint with a lower learning rate or higher precision"),),
-    ),
-    (
-        r"(?i)nccl|timed? ?-?out|watchdog|connection|actor(?:died|unavailable)|worker.*(?:died|crashed)"
-        r"|broken ?pipe|engine\w* ?died|EngineDead",
-        "a rank or a worker did not answer: it failed, waited for something slow, or ran other collectives",
-        (fix.by_hand("read the first error of every rank; the last one is only a consequence"),),
-    ),
-    (
-        r"CUDA error|cudaError|device-side assert|illegal memory|cublas|Segmentation fault|core dumped",
-        "a kernel failed, often because of a token id beyond the vocabulary or the embedding",
-        (fix.by_hand("run once with CUDA_LAUNCH_BLOCKING=1 to see which operation fails"),),
-    ),
-)
+#: Kinds of exceptions, which the file explains.
+_EXCEPTIONS = tomllib.loads(Path(__file__).with_name("exceptions.toml").read_text(encoding="utf-8"))
 
 
 @Rule(
@@ -94,20 +51,22 @@ def exception(run: RunLog) -> Detection | Skipped:
     raised = run.exception
     if raised is None:
         return Skipped("the log does not end with an exception")
-    known = next((one for one in _EXCEPTIONS if re.search(one[0], raised.text)), None)
-    cause, fixes = known[1:] if known else (None, None)
+    known: dict[str, Any] = next(
+        (one for one in _EXCEPTIONS.values() if re.search(one["pattern"], raised.text)), {}
+    )
+    fixes = (fix.by_hand(known["fix"], **known.get("settings", {})),) if "fix" in known else ()
     where = f" ({raised.where})" if raised.where else ""
     steps = run.table.steps
     when = f"after step {steps[-1]}" if len(steps) else "before its first step"
     seen = Evidence("line of the log", f"{raised.line}{where}")
-    severity: Severity = "info" if raised.is_stop or known is _EXCEPTIONS[0] else "critical"
+    severity: Severity = "info" if raised.is_stop or known is _EXCEPTIONS["stopped"] else "critical"
     sure: Sure | None = None if known else ("low", "the exception matches no known kind of failure")
     return Detection(
         severity,
         f"the log ends {when} with {raised.text}",
         (seen,),
-        cause,
-        fixes,
+        known.get("cause"),
+        fixes if known else None,
         sure,
         since=int(run.table.steps[-1]) if len(run.table.steps) else None,
     )

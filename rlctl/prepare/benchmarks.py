@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from rlctl.errors import EnvironmentFailure, UsageError, first_line
 from rlctl.prepare.recipe_names import RecipeName
-from rlctl.prepare.recipes import BOX_INSTRUCTION, LAYOUTS, Recipe
+from rlctl.prepare.recipes import LAYOUTS, Recipe
 from rlctl.prepare.sources import HUB, Source, find_sources
 
 #: Environment variable that names a directory of benchmark files.
@@ -58,7 +58,7 @@ class Benchmark:
 def _table() -> Iterator[tuple[str, Benchmark]]:
     text = Path(__file__).with_name("benchmarks.toml").read_text(encoding="utf-8")
     for name, entry in tomllib.loads(text).items():
-        instruction = LAYOUTS[entry.get("recipe", "generic")].instruction or BOX_INSTRUCTION
+        instruction = LAYOUTS[entry.get("recipe", "generic")].instruction or LAYOUTS["math"].instruction
         found = entry | {"columns": tuple(entry["columns"])}
         yield name, Benchmark(name, instruction=instruction, **found)
 

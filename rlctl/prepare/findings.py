@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 from rlctl.data.schema import Row
@@ -25,112 +27,8 @@ EXAMPLES_SHOWN = 5
 _SINGULAR = {"have": "has", "are": "is", "were": "was", "cannot": "cannot"}
 _RANKS: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 
-_FIRST_KEPT = "`rlctl prepare-data parquet … --duplicates drop` keeps the first of each"
-_LEAK_FIX = (
-    "`rlctl prepare-data parquet … --leakage drop` leaves them out: scores on that file would be inflated"
-)
-_TEST_LEAK_FIX = "the test split then repeats that file: remove these rows from the input"
-_NO_FORM = r"are graded as mathematics, and the prompt requests no form of the answer (\boxed{{}}, ####, …)"
-_NO_FORM_FIX = (
-    r"add --instruction 'Put the final answer in \boxed{}.': else right answers may not be recognised"
-)
-_EXACT, _MASKED = "ask a question of {file}", "ask a question of {file} with other numbers"
-_NGRAM = "share 13 words in a row with a question of {file}"
-
-#: Kind → severity; predicate of the sentence, starting with a plural verb; and the fix.
-_ROW_FINDINGS: dict[str, tuple[Severity, str, str]] = {
-    "duplicates": ("warning", "repeat the question of an earlier row", _FIRST_KEPT),
-    "conflicting-answers": (
-        "warning",
-        "repeat the question of an earlier row, with another ground truth",
-        "find out which answer is right, and remove the other row",
-    ),
-    "near-duplicates": (
-        "info",
-        "repeat the question of an earlier row with small changes",
-        "`--near-duplicates drop` keeps the first of each",
-    ),
-    "leak-exact": ("error", _EXACT, _LEAK_FIX),
-    "leak-masked": ("warning", _MASKED, _LEAK_FIX),
-    "leak-ngram": ("warning", _NGRAM, _LEAK_FIX),
-    "test-leak-exact": ("warning", _EXACT, _TEST_LEAK_FIX),
-    "test-leak-masked": ("warning", _MASKED, _TEST_LEAK_FIX),
-    "test-leak-ngram": ("warning", _NGRAM, _TEST_LEAK_FIX),
-    "overlong": (
-        "warning",
-        "have prompts of more than {limit:,} {unit}",
-        "raise data.max_prompt_length, or prepare with --overlong drop, cut-left or cut-right",
-    ),
-    "overlong-changed": ("info", "were {done} for prompts of more than {limit:,} tokens", ""),
-    "beyond-context": (
-        "error",
-        "have prompts that fill or exceed the model's context of {context:,} tokens",
-        "no response fits after them: drop or cut them with --max-prompt-length and --overlong",
-    ),
-    "ground-truth": (
-        "error",
-        "have a ground truth that their grader cannot read or compare",
-        "their rewards would be wrong: fix the ground truth, or name another data_source or reward",
-    ),
-    "no-answer-form": ("warning", _NO_FORM, _NO_FORM_FIX),
-    "no-answer-form-unknown": ("info", _NO_FORM, _NO_FORM_FIX),
-    "contradicted-answer": (
-        "warning",
-        "have a ground truth that contradicts the last calculation <<…=n>> of the worked solution",
-        "find out which is right, and correct or remove the row",
-    ),
-    "media": (
-        "error",
-        "have pictures, videos or sound, of which training reads nothing: their prompts are only the text",
-        "remove these rows, or what the questions can do without",
-    ),
-    "no-grader": (
-        "warning",
-        "have data_source {source!r}, for which no grader is registered",
-        "`reward.name: auto` grades them as mathematics: name the reward, or rename the source",
-    ),
-    "bad-rows": (
-        "error",
-        "cannot be used: {reason}",
-        "correct them, or let `rlctl prepare-data parquet … --bad-rows quarantine` move them",
-    ),
-    "uncalled-tests": (
-        "error",
-        "have tests in a function that nothing calls",
-        "every program would pass: call it, as in check(f)",
-    ),
-    "control-characters": (
-        "warning",
-        "have control characters in the prompt or the ground truth",
-        "clean the source",
-    ),
-    "lost-characters": (
-        "warning",
-        "have U+FFFD, which replaces a character that was lost",
-        "decode the source as UTF-8",
-    ),
-    "style": (
-        "info",
-        "have reward_model.style {style!r}, which is graded as `rule`",
-        "write rule, model or code",
-    ),
-    "placeholder": (
-        "error",
-        "have no answer, or a placeholder in place of one, as ground truth",
-        "a response that repeats it would score 1: `rlctl prepare-data parquet` leaves these rows out",
-    ),
-    "placeholder-dropped": (
-        "warning",
-        "had no answer, or a placeholder in place of one, as ground truth, and were dropped",
-        "`--placeholders keep` keeps those with a text",
-    ),
-}
-#: Kinds reported under the code of another kind.
-_CODES = {
-    "placeholder-dropped": "placeholder",
-    "overlong-changed": "overlong",
-    "no-answer-form-unknown": "no-answer-form",
-}
+#: Kind → `severity`, `what`, `fix` and `code`, which the file explains.
+_ROW_FINDINGS = tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encoding="utf-8"))
 
 #: Kind of a finding about rows, and a detail about this row.
 Doubt = tuple[str, str]
@@ -161,13 +59,6 @@ _ANY_NUMBER = re.compile(
 )
 #: Ground truths of each form that are checked, characters of a form, and number of forms that are counted.
 CHECKED_PER_FORM, FORM_CHARS, MAX_FORMS = 100, 60, 20_000
-_NUMBER = re.compile(
-    r"(?P<whole>-?[1-9]\d{0,14})|(?P<decimal>-?(?:0|[1-9]\d{0,8})\.\d{1,6})"
-    r"|(?P<fraction>-?[1-9]\d{0,8}/[1-9]\d{0,8})|(?P<latex>-?\\[dt]?frac\{[1-9]\d{0,8}\}\{[1-9]\d{0,8}\})",
-    re.ASCII,
-)
-#: Different numbers of each form that are checked.
-CHECKED_PER_FORM = 100
 _NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+", re.ASCII)
 
 
@@ -194,19 +85,20 @@ def row_finding(
 ) -> list[DataFinding]:
     """A list with one finding about rows; empty if `count` is 0.
 
-    `kind` is a key of `_ROW_FINDINGS`, and `values` fill in its sentence. With `total`, the number of all
+    `kind` is a key of `findings.toml`, and `values` fill in its sentence. With `total`, the number of all
     rows, the sentence also gives the share.
     """
     if not count:
         return []
-    severity, what, fix = _ROW_FINDINGS[kind]
-    what = what.format(**values)
+    found = _ROW_FINDINGS[kind]
+    what = found["what"].format(**values)
     if kind.startswith("test-leak"):
         sentence = f"{rows(count)} of the test split {agree(count, what)}"
     else:
         sentence = f"{rows(count)} {agree(count, what)}" if total is None else share(count, total, what)
     first = tuple(examples[:EXAMPLES_SHOWN])
-    return [DataFinding(_CODES.get(kind, kind), severity, sentence, count, first, fix)]
+    code, fix = found.get("code", kind), found.get("fix", "")
+    return [DataFinding(code, found["severity"], sentence, count, first, fix)]
 
 
 class RowFindings:

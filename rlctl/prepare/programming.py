@@ -26,7 +26,6 @@ from rlctl.data.records import (
 from rlctl.data.schema import Message, Row
 from rlctl.errors import first_line
 
-CODE_INSTRUCTION = "Write the solution in Python, with its imports, in one block that starts with ```python."
 #: Maximum bytes of the tests of one problem, after decompression.
 MAX_TEST_BYTES = 256 << 20
 #: All that a pickled text consists of.

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
+from pathlib import Path
 from typing import Any
 
 from rlctl.data.records import (
@@ -29,19 +31,14 @@ from rlctl.data.records import (
     source_named,
     text_of,
 )
-from rlctl.data.schema import GSM8K_SOURCE, Message, Row
+from rlctl.data.schema import Message, Row
 from rlctl.errors import UsageError
 from rlctl.markup import group_end
 from rlctl.prepare.blocks import Record
-from rlctl.prepare.programming import CODE_INSTRUCTION, apps, humaneval, live_code_bench, mbpp
+from rlctl.prepare.programming import apps, humaneval, live_code_bench, mbpp
 from rlctl.prepare.recipe_names import RecipeChoice
 from rlctl.prepare.sources import Source, read_records
 
-GSM8K_INSTRUCTION = 'Think step by step, and put the final number on a last line after "####".'
-BOX_INSTRUCTION = r"Think step by step, and put the final answer in \boxed{}."
-LETTER_INSTRUCTION = (
-    'Think step by step, and end with "Answer: X", where X is the letter of the right choice.'
-)
 ANSWER_MARK = "####"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[^a-zA-Z\s])|\\(?:boxed|fbox)\s+")
@@ -203,124 +200,67 @@ def _openrlhf(values: Values, prompt_key: str, answer_key: str) -> Row:
 class Layout:
     """One column layout."""
 
+    read: Reader
     #: prompt_key, answer_key: columns read; a dot selects a nested value, `|` separates alternatives
     prompt_key: str
     answer_key: str
-    recognises: Callable[[Values], bool]  # whether a record has this layout
-    read: Reader
+    has_form: Callable[[Values], bool]  # whether the values have the form of its records
+    columns: Sequence[str] = ()  # columns that its records have
+    one_of: Sequence[str] = ()  # columns of which they have at least one
     data_source: str = ""  # of rows from records that name none; "": the file's name
     instruction: str = ""  # follows the question, unless the user gives another one
+
+    def recognises(self, values: Values) -> bool:
+        """Whether a record has this layout."""
+        has_one = not self.one_of or any(name in values for name in self.one_of)
+        return values.keys() >= {*self.columns} and has_one and self.has_form(values)
 
 
 def _is_verl(values: Values) -> bool:
     return values.keys() >= {"prompt", "data_source"} and isinstance(values.get("reward_model"), Mapping)
 
 
-#: Layouts by name, the more specific first: `auto` selects the first that recognises the record.
-LAYOUTS: dict[RecipeChoice, Layout] = {
-    "gsm8k": Layout(
-        "question",
-        "answer",
-        lambda values: "question" in values and ANSWER_MARK in str(values.get("answer")),
-        _answered("math", _final_number),
-        GSM8K_SOURCE,
-        GSM8K_INSTRUCTION,
-    ),
-    "dapo-math": Layout(
-        "prompt",
-        "reward_model.ground_truth",
-        lambda values: _is_verl(values) and str(values["data_source"]).startswith("math_dapo"),
-        _dapo_math,
-        "math_dapo",
-    ),
-    "verl": Layout("prompt", "reward_model.ground_truth", _is_verl, _verl),
-    "countdown": Layout(
-        "nums|numbers",
-        "target",
-        lambda values: "target" in values and isinstance(values.get("nums", values.get("numbers")), list),
-        _countdown,
-        "countdown",
-        "Use only +, -, * and /, and each number exactly once. Think step by step, and put the equation in "
-        "<answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>.",
-    ),
-    "multiple-choice": Layout(
-        "question",
-        "answer|answerKey|answer_idx",
-        lambda values: (
-            "question" in values
-            and isinstance(values.get("choices") or values.get("options"), list | Mapping)
-            and bool({"answer", "answerKey", "answer_idx"} & values.keys())
-        ),
-        _multiple_choice,
-        "multiple_choice",
-        LETTER_INSTRUCTION,
-    ),
-    "humaneval": Layout(
-        "prompt",
-        "test",
-        lambda values: values.keys() >= {"prompt", "test", "entry_point"},
-        humaneval,
-        "humaneval",
-        CODE_INSTRUCTION,
-    ),
-    "mbpp": Layout(
-        "text|prompt", "test_list", lambda values: "test_list" in values, mbpp, "mbpp", CODE_INSTRUCTION
-    ),
-    "apps": Layout(
-        "question",
-        "input_output",
-        lambda values: values.keys() >= {"question", "input_output"},
-        apps,
-        "apps",
-        CODE_INSTRUCTION,
-    ),
-    "livecodebench": Layout(
-        "question_content",
-        "public_test_cases",
-        lambda values: values.keys() >= {"question_content", "public_test_cases"},
-        live_code_bench,
-        "livecodebench",
-        CODE_INSTRUCTION,
-    ),
-    "orz": Layout(  # also a list of two turns, see `blocks`
-        "0",
-        "1.ground_truth.value",
-        lambda values: "0" in values and isinstance(values.get("1"), Mapping),
-        _answered("math"),
-        "orz",
-        BOX_INSTRUCTION,
-    ),
-    "aime": Layout(
-        "problem",
-        "answer",
-        lambda values: "problem" in values and isinstance(values.get("answer"), str | int | float | list),
-        _answered("math", columns=("level", "type", "subject", "year")),
-        instruction=BOX_INSTRUCTION,
-    ),
-    "math": Layout(
-        "problem",
-        "solution",
-        lambda values: "problem" in values and r"\boxed" in str(values.get("solution")),
-        _answered("math", last_boxed, ("level", "type", "subject")),
-        "DigitalLearningGmbH/MATH-lighteval",
-        BOX_INSTRUCTION,
-    ),
-    "openrlhf": Layout(
-        "input|context_messages|prompt",
-        "label|answer",
-        lambda values: "label" in values and bool({"input", "context_messages"} & values.keys()),
-        _openrlhf,
-    ),
-    "trl": Layout(
-        "prompt",
-        "ground_truth|solution|answer|label",
-        lambda values: "prompt" in values and bool({"ground_truth", "solution", "label"} & values.keys()),
-        _trl,
-    ),
-    "generic": Layout(
-        "prompt|question|problem|messages|conversations", "answer|ground_truth", lambda _: True, _generic
-    ),
+_READERS: dict[str, Reader] = {
+    "gsm8k": _answered("math", _final_number),
+    "dapo-math": _dapo_math,
+    "verl": _verl,
+    "countdown": _countdown,
+    "multiple-choice": _multiple_choice,
+    "humaneval": humaneval,
+    "mbpp": mbpp,
+    "apps": apps,
+    "livecodebench": live_code_bench,
+    "orz": _answered("math"),
+    "aime": _answered("math", columns=("level", "type", "subject", "year")),
+    "math": _answered("math", last_boxed, ("level", "type", "subject")),
+    "openrlhf": _openrlhf,
+    "trl": _trl,
+    "generic": _generic,
 }
+#: Form of a layout's records, where their columns are not enough to recognise them.
+_FORMS: dict[str, Callable[[Values], bool]] = {
+    "gsm8k": lambda values: ANSWER_MARK in str(values.get("answer")),
+    "dapo-math": lambda values: _is_verl(values) and str(values["data_source"]).startswith("math_dapo"),
+    "verl": _is_verl,
+    "countdown": lambda values: isinstance(values.get("nums", values.get("numbers")), list),
+    "multiple-choice": lambda values: isinstance(
+        values.get("choices") or values.get("options"), list | Mapping
+    ),
+    "orz": lambda values: isinstance(values.get("1"), Mapping),
+    "aime": lambda values: isinstance(values.get("answer"), str | int | float | list),
+    "math": lambda values: r"\boxed" in str(values.get("solution")),
+}
+
+
+def _table() -> Iterator[tuple[RecipeChoice, Layout]]:
+    table = tomllib.loads(Path(__file__).with_name("layouts.toml").read_text(encoding="utf-8"))
+    for name, fields in table["layouts"].items():
+        given = fields | {"instruction": table["instructions"].get(fields.get("instruction"), "")}
+        yield name, Layout(_READERS[name], has_form=_FORMS.get(name, lambda _: True), **given)
+
+
+#: Layouts by name, the more specific first: `auto` selects the first that recognises the record.
+LAYOUTS = dict(_table())
 
 
 @dataclass(frozen=True, slots=True)

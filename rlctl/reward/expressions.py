@@ -20,7 +20,7 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from math_verify import grader
 
 from rlctl.reward.limits import is_too_large
-from rlctl.reward.numbers import SCALES, Number, in_digits
+from rlctl.reward.numbers import SCALES, Number, in_digits, replaced, replacements
 
 #: Texts that the parser misreads: times of day (6:30 as 1/5), ratios (1:2:3 as 1/6), ranges (3-5 as -2),
 #: feet and arc minutes (5'6'' as 56), sums with dots (it drops the dots), numbers side by side (3 4 as 7).
@@ -48,36 +48,7 @@ _SYSTEM = re.compile(
 _ROW_END = re.compile(r"[,;\s]*\\\\\s*(?=\S)")
 _OR = re.compile(r"\s*(?:\bor\b|\\(?:text\w*|mbox|hbox|mathrm)\s*\{\s*or\s*\})\s*")
 _PRIMES = re.compile(r"([A-Za-z])\s*('+)")
-#: Notations that the parser does not know, and the same in a notation that it knows. In order: thousands
-#: separators, fonts and the distance of rows, upright constants, operators in plain letters, logarithms, a
-#: fraction without braces, lists with "and", binomial coefficients, the set of all x with a property, and a
-#: constant of integration: +c is the same as +C.
-_NOTATIONS = [
-    (re.compile(pattern), text)
-    for pattern, text in (
-        (r"(?<=\d)(?:\\[,!: ]|\{,\}|~)+(?=\d{3}(?!\d))", ""),
-        (r"\\(?:bf|rm|it|tiny|small|large|Large|huge)(?![A-Za-z])|(?<=\\\\)\s*\[\d*\.?\d+[a-z]{2}\]", ""),
-        (r"\\lbrace(?![a-z])", r"\\{"),
-        (r"\\rbrace(?![a-z])", r"\\}"),
-        (r"\\math(?:rm|bf|it)\s*\{([ei])\}", r"\1"),
-        (r"\\(?:left|right)\s*(?=[\[\]()])", ""),
-        (r"\](\s*[^\[\](),;]+[,;][^\[\](),;]+[\[\])])", r"(\1"),
-        (r"([\[(]\s*[^\[\](),;]+[,;][^\[\](),;]+)\[", r"\1)"),
-        (r"(?<=^[\[(])([^,;]+);(?=[^,;]+[\])]$)", r"\1,"),
-        (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
-        (r"(?<![\\A-Za-z])(exp|log|ln|sin|cos|tan|cot|sec|csc|gcd|lcm)(?=\s*[\d(^_\\]|\s+[a-z]\b)", r"\\\1"),
-        (r"\\log_(?:\{e\}|e(?![a-z]))", r"\\ln"),
-        (r"\\lg(?![a-z])", r"\\log_{10}"),
-        (r"(\\[dtc]?frac)\s*(\\(?!sqrt|frac|text|math)[a-z]+)", r"\1{\2}"),
-        (r",?(?:\s+and\s+|\s*\\(?:text\w*|mbox|hbox|mathrm)\s*\{\s*(?:and|,)\s*\}\s*)", ", "),
-        (r"^(\d+)\s*\\choose\s*(\d+)$", r"\\binom{\1}{\2}"),
-        (r"(?<![\\A-Za-z])C\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
-        (r"(?:\{\})?_\{?(\d+)\}?\s*C_\{?(\d+)\}?", r"\\binom{\1}{\2}"),
-        (r"(?<![\\A-Za-z])C_\{?(\d+)\}?\^\{?(\d+)\}?", r"\\binom{\1}{\2}"),
-        (r"^\\\{\s*([a-z])\s*(?:\\in\s*\\mathbb\s*\{?R\}?)?\s*(?:\\mid|\||:)(.*\1.*)\\\}$", r"\2"),
-        (r"(?<=\+)\s*c$", "C"),
-    )
-]
+_NOTATIONS = replacements("of_parser")
 #: Upright text that may be a unit, with its power; "or more" is not one.
 _UPRIGHT = (
     rf"\\(?:text\w*|mbox|hbox|mathrm)\s*\{{(?!\W*(?:or|and|{'|'.join(SCALES)})\b)"
@@ -122,9 +93,7 @@ def read(latex: str) -> Any | None:
 
     Returns None if the text does not parse, has no value (1/0), or is too large to compute.
     """
-    text = latex.strip().strip("$").rstrip(". ")
-    for pattern, known in _NOTATIONS:
-        text = pattern.sub(known, text)
+    text = replaced(latex.strip().strip("$").rstrip(". "), _NOTATIONS)
     text = _SYSTEM.sub(lambda system: _ROW_END.sub(", ", system[1]), in_digits(text)).strip()
     text = _PRODUCT.sub(r"\1\\cdot ", _MIXED.sub(r"(\1+\2)", text))
     if not text or _NO_EXPRESSION.match(text) or is_too_large(text):

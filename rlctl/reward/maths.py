@@ -33,6 +33,8 @@ from rlctl.reward.numbers import (
     measure,
     number_in,
     plain,
+    replaced,
+    replacements,
     units_of,
 )
 from rlctl.reward.protocol import same_and_changed
@@ -101,22 +103,7 @@ _JOINT = re.compile(r"\s*(?:,?\s*(?:and|or)|,)\s*")
 _BRACKETED = re.compile(r"\([^()]*\)|\[[^\[\]]*\]|_\{[^{}]*\}|_\w|(?<=\d)\s*x(?=\s*\d)")
 _LETTER = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 #: Texts and symbols of one meaning, with the symbol that stands for all.
-_SYNONYMS = [
-    (re.compile(rf"^\s*(?:{pattern})\s*$", re.IGNORECASE), symbol)
-    for pattern, symbol in (
-        (
-            r"(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?empty set|\\varnothing|\\\{\s*\\\}",
-            r"\\emptyset",
-        ),
-        (
-            r"(?:[a-z]\s*(?:\\in|=)\s*)?(?:\\(?:mathbb|Bbb)\s*\{?\s*R\s*\}?|ℝ"
-            r"|(?:(?:the )?set of )?(?:(?:all|any)(?: the)? )?reals?(?: numbers?)?"
-            r"|\(-\s*\\infty\s*[,;]\s*\+?\s*\\infty\s*\))",
-            r"\\mathbb R",
-        ),
-        (r"(\d+)\s*(?:to|:|\\colon|∶)\s*(\d+)", r"\1:\2"),
-    )
-]
+_SYNONYMS = replacements("synonyms", re.IGNORECASE, r"^\s*(?:{})\s*$")
 #: A number in a base, which may be missing; its digits include one from 0 to 9.
 _BASED = re.compile(r"\(?((?=[A-F]*\d)[0-9A-F]+)\)?(?:_\{?(\d+)\}?)?", re.IGNORECASE)
 
@@ -409,8 +396,7 @@ def _spelling(text: str) -> str:
     text = re.sub(r"\\(?:cdot|times)(?![a-z])", "*", text)
     text = re.sub(r"\\[lcd]?dots|\.\.\.(?=[,+])", r"\\dots", text)
     text = re.sub(r"(\\[a-z]+)\s*\{(\w)\}", r"\1 \2", text)
-    for pattern, symbol in _SYNONYMS:
-        text = pattern.sub(symbol, text)
+    text = replaced(text, _SYNONYMS)
     if _is_words(text) or _TIME.search(text):
         text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|(?<=[a-z]{3})s\b|[\"()]", "", text.casefold())
         text = re.sub(r",?\s+and\s+", ", ", text)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import operator
 import re
+import tomllib
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 
 from rlctl.reward.assertion import is_asserted
 
@@ -54,6 +56,22 @@ class Number:
         return gap == 0 or (is_rounded and 2_000_000 * gap <= 1 and 10_000 * gap <= abs(self.value))
 
 
+_NOTATIONS = tomllib.loads(Path(__file__).with_name("notations.toml").read_text(encoding="utf-8"))
+Replacements = list[tuple[re.Pattern[str], str]]
+
+
+def replacements(key: str, flags: int = 0, form: str = "{}") -> Replacements:
+    """The replacements of a key of `notations.toml`; `form` is what stands around each pattern."""
+    return [(re.compile(form.format(pattern), flags), text) for pattern, text in _NOTATIONS[key]]
+
+
+def replaced(text: str, by: Replacements) -> str:
+    """The text after all replacements, in their order."""
+    for pattern, shown in by:
+        text = pattern.sub(shown, text)
+    return text
+
+
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\u00ad"))
 _SPACES = dict.fromkeys(map(ord, "\u00a0\u2007\u2009\u202f\u3000"), " ")
@@ -74,27 +92,7 @@ _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n")
 _EXPONENT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+")
 _COLOR = re.compile(r"\\(?:text)?color\s*\{\w+\}")
 #: Arithmetic in words, next to digits, and its symbols.
-_IN_WORDS = [
-    (re.compile(pattern, re.IGNORECASE), symbol)
-    for pattern, symbol in (
-        (r"\b(?:minus|negative)\s+(?=[$\d.])", "-"),
-        (r"(?<=\d)\s+plus\s+(?=[$\d.])", " + "),
-        (r"(?<=\d)\s+times\s+(?=[$\d.])", " * "),
-        (r"(?<=\d)\s+(?:divided by|over)\s+(?=\d)", "/"),
-        (r"(?<=\d)\s+squared\b(?!\s+[a-z])", "^2"),
-        (r"(?<=\d)\s+cubed\b", "^3"),
-        (r"(?<=\d)\s+factorial\b", "!"),
-        (r"(?<=\d)\s+and (?:a|one) half\b", " 1/2"),
-        (r"(?<![\\a-z])pi(?![a-z])", r"\\pi "),
-        (r"(?<=\d)\{,\}(?=(?:\d{1,2}|\d{4,})(?!\d))", "."),
-        (r"\((\d+)\)(?=_\{?\d)", r"\1"),
-        (r"(?:\\therefore(?![a-z])|∴)\s*", ""),
-        (r"\\(?:implies|Rightarrow|Longrightarrow)(?![a-z])", "=>"),
-        (r"(\bratio\b[^.\d]{0,40}\d+) to (?=\d)", r"\1:"),
-        (r"\$\s*\^\s*\{?(\d|\\circ)\}?\s*\$", r"^{\1}"),
-        (r"(?:\\text\s*\{\s*)?(?<![\\a-z])infinity\b(?:\s*\})?", r"\\infty "),
-    )
-]
+_IN_WORDS = replacements("in_words", re.IGNORECASE)
 #: A base in words: "2516 in base 8", `2516_{\\text{eight}}`.
 _IN_BASE = r"(\d+|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve)\b"
 _BASE = re.compile(
@@ -107,27 +105,7 @@ _ROOT = re.compile(
     r"(?:√|(?<![\\a-z])sqrt(?=\s*[\d({]))\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})"
 )
 
-#: Replacements of LaTeX and Markdown by plain text, applied in this order.
-_PLAIN = [
-    (re.compile(pattern), text)
-    for pattern, text in (
-        (r"(?<=\d)(?:\\[,!: ]|\{,\}|,\\!|~)(?=\d{3}(?!\d))", ""),
-        (r"\\[dtc]?frac\s*(?:\{\s*([\d.,]+)\s*\}|(\d))\s*(?:\{\s*([\d.,]+)\s*\}|(\d))", r" \1\2/\3\4 "),
-        (r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" (\1)/(\2) "),
-        (r"(?<![\w)])-\s+(?=\(?\d+\)?/\(?\d)", "-"),
-        (r"\\(?:text\w*|math\w+|mbox|boldsymbol|underline|operatorname|boxed|fbox)\s*\{([^{}]*)\}", r" \1 "),
-        (r"\\(?:times|cdot|ast)(?![a-z])", " * "),
-        (r"\\div(?![a-z])", "/"),
-        (r"\\(?:approx|simeq|implies|to|[Rr]ightarrow|Longrightarrow)(?![a-z])|≈|=>|->", "="),
-        (r"(?:\^\{?\\circ\}?|\\degree|°)(?:\s?[CF]\b)?", " degrees "),
-        (r"\\([$%#&])", r"\1"),
-        (r"\\(?:left|right|quad|qquad|displaystyle|textbf)(?![a-z])|\\[\[\](),;:!> ]", " "),
-        (r"\*\*+|__+|`+|~~|(?<!\S)\*(?=\S)|(?<=\S)\*(?!\S)", ""),
-        (r"(\d) dollars? and (\d\d) cents?\b", r"\1.\2 dollars"),
-        (r"(?<=\d):00\b", ""),
-        (r"(?<![\w.])\s?\u2013(?=[$\d])", " -"),
-    )
-]
+_PLAIN = replacements("plain")
 
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -281,13 +259,7 @@ def legible(text: str) -> str:
     text = _COLOR.sub("", text)
     text = _EXPONENT.sub(_power, _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", text))
     text = _DIGIT.sub(lambda digit: str(unicodedata.decimal(digit[0])), text.translate(_CHARACTERS))
-    return _in_symbols(_BASE.sub(_index, _SCRIPTS.sub(" ", text)))
-
-
-def _in_symbols(text: str) -> str:
-    for pattern, symbol in _IN_WORDS:
-        text = pattern.sub(symbol, text)
-    return text
+    return replaced(_BASE.sub(_index, _SCRIPTS.sub(" ", text)), _IN_WORDS)
 
 
 def _index(base: re.Match[str]) -> str:
@@ -317,9 +289,7 @@ def plain(text: str) -> str:
     text = _POWER_OF_TEN.sub(
         lambda found: f"{Decimal(f'{found[1]}e{found[2] or found[3]}'):f}", in_digits(text)
     )
-    for pattern, shown in _PLAIN:
-        text = pattern.sub(shown, text)
-    return text
+    return replaced(text, _PLAIN)
 
 
 def number_in(sentence: str, *, words: bool = False) -> Number | None:
@@ -354,7 +324,7 @@ def in_figures(text: str) -> str:
     """A text with its numbers in words in digits, if it has no digits."""
     if re.search(r"\d", text):
         return text
-    return _in_symbols(SPELLED.sub(lambda spelled: str(_spelled(spelled[0])), text))
+    return replaced(SPELLED.sub(lambda spelled: str(_spelled(spelled[0])), text), _IN_WORDS)
 
 
 def _spelled(text: str) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any, Literal
 
 from rlctl.algos.rules import CorrectionRules
@@ -26,8 +28,10 @@ _KEYS = (
     "rollout_rs_threshold",
     "score_centering",
 )
-#: Bounds without effect, because weights are clamped to e^±20.
-NO_UPPER, NO_LOWER = "1e9", "1e-9"
+#: A bound without effect, because weights are clamped to e^±20.
+NO_UPPER = "1e9"
+#: Rejection criteria, and the rules of other frameworks; see the file.
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 #: Extra inputs of rules that dumps have.
 _IN_DUMPS = {"advantages"}
 
@@ -102,33 +106,16 @@ def _weights(normalize: bool, run: RolloutCorrectionSpec | None) -> list[Setting
     return [Setting(name, "rlctl", _spec(normalize, **fields)) for name, fields in named.items()]
 
 
-#: Rejection criterion → thresholds, by dialect.
-_CRITERIA: dict[Literal["rlctl", "verl"], dict[str, tuple[str, ...]]] = {
-    "rlctl": {
-        "token_k1": ("0.6_1.6", "0.5_2.0"),
-        "seq_max_k2": ("2.5",),
-        "sequence": ("0.5_2.0", "0.2_5.0"),
-        "geometric": ("0.99_1.01", "0.9_1.1"),
-        "token_veto": ("1e-4",),
-    },
-    "verl": {
-        "token_k1": ("0.6_1.6",),
-        "seq_mean_k1": ("0.999_1.001",),
-        "seq_mean_k3": ("0.01",),
-        "seq_max_k2": ("2.5",),
-    },
-}
-
-
 def _rejections(normalize: bool, run: RolloutCorrectionSpec | None) -> list[Setting]:
     """Returns every criterion without a weight, and with a truncated weight at token and sequence level."""
     of_files = _of_files(run.rollout_rs if run else None)
     parts = [REJECTION_CRITERIA.part(name) for name in (*registered_criteria(), *of_files)]
     registered = {part.name: part.thresholds for part in parts if part.needs <= _IN_DUMPS}
+    criteria = _TABLE["criteria"]
     rules = [
         (dialect, name, threshold)
-        for dialect, criteria in (_CRITERIA | {"rlctl": _CRITERIA["rlctl"] | registered}).items()
-        for name, thresholds in criteria.items()
+        for dialect, of_dialect in (criteria | {"rlctl": criteria["rlctl"] | registered}).items()
+        for name, thresholds in of_dialect.items()
         for threshold in thresholds
     ]
     found = []
@@ -144,43 +131,9 @@ def _rejections(normalize: bool, run: RolloutCorrectionSpec | None) -> list[Sett
     return found
 
 
-#: Name; family; weight, its bound (`verl`: determined by the dialect `verl`), its threshold; rejection
-#: criterion and its threshold. Thresholds are defaults or recommended values; see
-#: docs/reference/conformance.md.
-_FRAMEWORKS: tuple[tuple[str, Family, str | None, str, str, str, str], ...] = (
-    ("verl token TIS", "verl", "token", "verl", "", "", ""),
-    ("verl sequence TIS", "verl", "sequence", "verl", "", "", ""),
-    ("verl token IcePop", "verl", "token", "verl", "0.5_5.0", "", ""),
-    ("verl sequence TIS + RS", "verl", "sequence", "verl", "", "seq_sum_k1", "0.5_2.0"),
-    ("verl geometric RS", "verl", None, "verl", "", "seq_mean_k1", "0.999_1.001"),
-    ("verl k3 RS", "verl", None, "verl", "", "seq_mean_k3", "0.01"),
-    ("TRL sequence_mask", "TRL", "sequence", "mask", f"{NO_LOWER}_3.0", "", ""),
-    ("TRL sequence_truncate", "TRL", "sequence", "truncate", "3.0", "", ""),
-    ("TRL token_mask", "TRL", "token", "mask", f"{NO_LOWER}_3.0", "", ""),
-    ("TRL token_truncate", "TRL", "token", "truncate", "3.0", "", ""),
-    ("OpenRLHF tis", "OpenRLHF", "token", "clip", "0.5_5.0", "", ""),
-    ("OpenRLHF icepop", "OpenRLHF", "token", "mask", "0.5_5.0", "", ""),
-    ("OpenRLHF seq-mask-tis", "OpenRLHF", "token", "truncate", NO_UPPER, "geometric", "0.5_5.0"),
-    ("slime TIS", "slime", "token", "truncate", "2.0", "", ""),
-    ("slime IcePop", "slime", "token", "mask", f"{NO_LOWER}_2.0", "", ""),
-    ("SkyRL token TIS", "SkyRL", "token", "truncate", "2.0", "", ""),
-    ("SkyRL sequence TIS", "SkyRL", "sequence", "truncate", "5.0", "", ""),
-    ("SkyRL geometric mask", "SkyRL", None, "", "", "geometric", "0.99_1.01"),
-    ("SkyRL product mask", "SkyRL", None, "", "", "sequence", "0.5_2.0"),
-    ("SkyRL outlier mask", "SkyRL", None, "", "", "token_k1", "1e-4_100"),
-    ("SkyRL token mask", "SkyRL", None, "verl", "", "token_k1", "0.5_2.0"),
-    ("TRL off-policy mask", "TRL", None, "", "", "off_policy", "0.5"),
-    ("slime OPSM", "slime", None, "", "", "off_policy", "1e-4"),
-)
-
-
 def frameworks() -> list[Setting]:
     """Returns the rules of other frameworks."""
-    found = []
-    for name, family, level, bound, threshold, criterion, rs_threshold in _FRAMEWORKS:
-        given = {"dialect": bound} if bound == "verl" else {"rollout_is_bound": bound}
-        given |= {"rollout_is_threshold": threshold}
-        given |= {"rollout_rs": criterion, "rollout_rs_threshold": rs_threshold}
-        fields = {key: value for key, value in given.items() if value}
-        found.append(Setting(name, family, _spec(False, rollout_is=level, **fields)))
-    return found
+    return [
+        Setting(name, family, _spec(False, **{"rollout_is": None, **fields}))
+        for name, (family, fields) in _TABLE["frameworks"].items()
+    ]

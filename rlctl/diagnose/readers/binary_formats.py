@@ -12,7 +12,7 @@ import numpy as np
 from pydantic_core import from_json
 
 from rlctl.diagnose.readers.collect import MAIN, OWN_CLOCKS
-from rlctl.diagnose.readers.console import Console
+from rlctl.diagnose.readers.console import ConsoleReader
 from rlctl.diagnose.readers.reading import LogReading
 
 PARQUET_MARK, WANDB_MARK = b"PAR1", b":W&B"
@@ -148,7 +148,7 @@ def read_wandb(stream: IO[bytes], reading: LogReading) -> None:
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
-    console, cut, number = Console(reading), "", 0
+    console, cut, number = ConsoleReader(reading), "", 0
     for content in _wandb_records(stream, reading):
         try:
             record = Record.FromString(content)

@@ -104,7 +104,7 @@ def _step_of(match: re.Match[str]) -> int | None:
     return int(text) if text.removeprefix("-").isdecimal() else None
 
 
-class Console:
+class ConsoleReader:
     """Converts printed lines to rows; `finish` adds the rows to the reading."""
 
     def __init__(self, reading: LogReading) -> None:

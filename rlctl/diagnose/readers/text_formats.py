@@ -14,7 +14,7 @@ import numpy as np
 from pydantic_core import from_json
 
 from rlctl.diagnose.readers.collect import as_number
-from rlctl.diagnose.readers.console import Console
+from rlctl.diagnose.readers.console import ConsoleReader
 from rlctl.diagnose.readers.printed_blocks import column_name
 from rlctl.diagnose.readers.reading import LogReading
 
@@ -27,7 +27,7 @@ _RUN_SEPARATOR = " - "  # W&B's export: "run name - metric", with __MIN and __MA
 def read_lines(stream: IO[bytes], reading: LogReading) -> None:
     """Reads one JSON object per line, or rows that a framework prints; skips other lines."""
     collector = reading.collector
-    console = Console(reading)
+    console = ConsoleReader(reading)
     num_objects = num_others = num_with_nul = number = 0
     lines = iter(partial(stream.readline, _LONGEST_LINE), b"")
     first = next(lines, b"").removeprefix(codecs.BOM_UTF8).removeprefix(codecs.BOM_UTF16_LE)

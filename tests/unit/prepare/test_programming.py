@@ -13,8 +13,7 @@ from rlctl.data.schema import Message, Row
 from rlctl.prepare.check import CheckRequest, check
 from rlctl.prepare.findings import uncalled_tests
 from rlctl.prepare.pipeline import prepare
-from rlctl.prepare.programming import CODE_INSTRUCTION
-from rlctl.prepare.recipes import Recipe, recognise
+from rlctl.prepare.recipes import LAYOUTS, Recipe, recognise
 from rlctl.prepare.request import PrepareRequest
 from rlctl.reward.code import CodeScorer
 from rlctl.reward.protocol import Sample
@@ -40,7 +39,9 @@ def test_right_programs_pass_the_tests_that_the_recipe_writes_and_wrong_ones_do_
 
 def test_prompts_of_programs():
     prompts = {name: read(record).prompt[-1].content for name, (_, record, _) in PROGRAMS.items()}
-    assert all(prompt.endswith(f"\n{CODE_INSTRUCTION}") for prompt in prompts.values())
+    instructions = {name: LAYOUTS[recipe].instruction for name, (recipe, *_) in PROGRAMS.items()}
+    assert all(prompt.endswith(f"\n{instructions[name]}") for name, prompt in prompts.items())
+    assert "in Python" in instructions["mbpp"]
     assert '"""Returns twice n."""' in prompts["humaneval"]
     assert "canonical" not in prompts["humaneval"]
     assert "assert double(2) == 4" in prompts["mbpp"], "the name of the function is only in the tests"

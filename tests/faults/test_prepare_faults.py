@@ -68,10 +68,8 @@ def test_a_broken_file_is_refused_by_name(tmp_path, capfd, name):
 
 BAD_ROWS = {
     "null-prompt": (b'{"prompt": null, "answer": "1"}', "the prompt is null"),
-    "null-answer": (b'{"prompt": "q", "answer": null}', "answer' is null"),
     "mixed-types": (b'{"prompt": {"text": "q"}, "answer": "1"}', "the prompt is of type dict"),
-    "list-answer": (b'{"prompt": "q", "answer": [1]}', "of type list"),
-    "nan": (b'{"prompt": "q", "answer": NaN}', "answer"),
+    "list-answer": (b'{"prompt": "q", "answer": [1, 2]}', "of type list"),
     "not-utf8": (b'{"prompt": "caf\xe9", "answer": "1"}', "not valid UTF-8 at byte 16"),
     "half-a-pair": (rb'{"prompt": "\ud83d", "answer": "1"}', "not valid UTF-8"),
     "cut-off": (b'{"prompt": "q", "ans', "invalid JSON"),
@@ -100,6 +98,18 @@ def test_a_bad_row_is_named_when_refused_and_kept_when_set_aside(tmp_path, capfd
     counts = json.loads((tmp_path / "out/manifest.json").read_text())["counts"]
     assert counts["input"] == 202
     assert counts["train"] + counts["test"] == 201
+
+
+@pytest.mark.parametrize("answer", ["null", "NaN", '""', '"proof"'])
+def test_a_row_without_an_answer_is_dropped_and_counted(tmp_path, capfd, answer):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(LINES + b'{"prompt": "q", "answer": %s}\n' % answer.encode())
+    command = ["prepare-data", "parquet", str(source), "--no-check-graders", "--out", str(tmp_path / "out")]
+    assert run(command) == 0
+    assert "in.jsonl:201" in capfd.readouterr().out
+    counts = json.loads((tmp_path / "out/manifest.json").read_text())["counts"]
+    assert counts["input"] == 201
+    assert counts["train"] + counts["test"] == 200
 
 
 def test_a_column_that_changes_its_type_midway(tmp_path, capfd):
@@ -131,7 +141,7 @@ def test_ground_truths_no_grader_accepts_are_bad_rows(tmp_path, capfd):
     good = write_jsonl(tmp_path / "in.jsonl", rows)
     command = ["prepare-data", "parquet", str(good), "--val-size", "0", "--out", str(tmp_path / "out")]
     assert run(command) == 0
-    rows[3] = {"prompt": "Which?", "answer": "???"}
+    rows[3] = {"prompt": "Which?", "answer": ";"}
     wrong = [{"prompt": row.get("question", "Which?"), "answer": row["answer"][-1]} for row in rows]
     source = write_jsonl(tmp_path / "wrong.jsonl", wrong)
     command = ["prepare-data", "parquet", str(source), "--val-size", "0", "--out", str(tmp_path / "wrong")]

@@ -436,7 +436,8 @@ def correct(
         advantages: (B, T), for criteria that depend on their sign (`off_policy`).
         age: (B,), optimizer updates since the weights that sampled each response, for the criterion `age`.
         options: keys of `algorithm.rollout_correction`: rollout_is, rollout_is_threshold,
-            rollout_rs, rollout_rs_threshold, dialect …; their defaults are those of a spec.
+            rollout_rs, rollout_rs_threshold, dialect …; their defaults are those of a spec, but for
+            `rollout_is`: "sequence".
 
     Raises:
         UsageError: an unknown or impossible setting, or one without effect here.
@@ -456,7 +457,7 @@ def correct(
     from rlctl.spec.resolve import correction_rules
 
     try:
-        spec = RolloutCorrectionSpec(**options)
+        spec = RolloutCorrectionSpec(**({"rollout_is": "sequence"} | options))
     except ValidationError as error:
         found, names = error.errors()[0], list(CorrectOptions.__annotations__)
         where = ".".join(map(str, found["loc"]))

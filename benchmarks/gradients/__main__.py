@@ -76,7 +76,8 @@ def rule_of(text: str) -> BenchRule:
     if not words or not all("=" in word for word in words):
         fix = "for example --rule 'rollout_is=token rollout_is_threshold=2'"
         raise UsageError(f"`{text}` is not KEY=VALUE", where="--rule", fix=fix)
-    given = ["rollout_is=null", "rollout_is_batch_normalize=false", *words]
+    base = ["rollout_is=null", "rollout_is_batch_normalize=false", "bypass_mode=true", "loss_type=reinforce"]
+    given = [*base, *words]
     whole_batch = "actor.ppo_mini_batch_size=null"  # one update per batch
     spec = load_spec(overrides=[whole_batch, *(CORRECTION + word for word in given)]).spec
     return BenchRule(spec.algorithm.rollout_correction)

@@ -77,8 +77,12 @@ class BenchRule:
 
     @classmethod
     def of(cls, **fields: Any) -> BenchRule:
-        """Constructs a rule from spec keys, without batch normalisation, which only scales the gradient."""
-        return cls(RolloutCorrectionSpec(**({"rollout_is_batch_normalize": False} | fields)))
+        """Constructs a rule from spec keys; default: sequence weights with REINFORCE in bypass mode.
+
+        Batch normalisation is off, because it only scales the gradient.
+        """
+        base = {"rollout_is": "sequence", "bypass_mode": True, "loss_type": "reinforce"}
+        return cls(RolloutCorrectionSpec(**(base | {"rollout_is_batch_normalize": False} | fields)))
 
     @property
     def correction(self) -> CorrectionRules:

@@ -73,7 +73,7 @@ def start_run(
         return run_dir, run_rank(dump_spec(spec), str(run_dir), resume is not None)
     for problem in check_trackers(spec):  # only rank 0 needs them
         raise EnvironmentFailure(problem.what, where=problem.key, fix=problem.fix)
-    lines = [f"changed: {line}" for line in changes_of(run_dir, spec)] if resume else []
+    lines = [f"changed: {line}" for line in changes_of(run_dir, spec)] if _is_there(resume) else []
     if not spec.is_embedded:
         spec = _updated(spec, "model", revision=hub_commit(spec.model.path, spec.model.revision))
     inputs = file_fingerprints(spec)
@@ -95,6 +95,11 @@ def start_run(
             if isinstance(error, Exception) and not is_removed:
                 opened.write_failure(error)
             raise
+
+
+def _is_there(resume: Path | None) -> bool:
+    """Whether there may be a run to resume; otherwise `open_run_dir` says so."""
+    return resume is not None and resume.is_dir() and any(resume.iterdir())
 
 
 def changes_of(run_dir: Path, spec: RunSpec) -> list[str]:

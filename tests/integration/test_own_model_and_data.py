@@ -51,4 +51,4 @@ def test_gsm8k_like_rows_to_a_trained_model(tmp_path: Path) -> None:
     truths = {row["ground_truth"] for row in runs.rollouts(run)}
     assert truths <= {str(a + b) for a in range(3, 7) for b in range(4, 8)}
     assert all("Tom has" in str(row["prompt"]) for row in runs.rollouts(run))
-    assert "all rewards are equal" in run.with_suffix(".log").read_text()
+    assert "all grades are equal" in run.with_suffix(".log").read_text()

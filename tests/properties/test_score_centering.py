@@ -244,7 +244,8 @@ RC = "algorithm.rollout_correction."
     ],
 )
 def test_what_it_does_not_fit_is_refused(settings: list[str], words: str) -> None:
-    overrides = [RC + setting for setting in ("score_centering=128", *settings)]
+    given = ("bypass_mode=true", "loss_type=reinforce", "score_centering=128", *settings)
+    overrides = [RC + setting for setting in given]
     try:
         found = load_spec([], [], overrides).warnings
     except SpecError as error:
@@ -254,7 +255,7 @@ def test_what_it_does_not_fit_is_refused(settings: list[str], words: str) -> Non
 
 
 def test_stale_data_count_as_corrected() -> None:
-    settings = ["rollout.staleness=8", f"{RC}rollout_is=null"]
+    settings = ["rollout.staleness=8", f"{RC}rollout_is=null", f"{RC}bypass_mode=true", f"{RC}loss_type=reinforce"]
     bare, centered = (
         load_spec([], [], [*settings, *more]).warnings for more in ([], [f"{RC}score_centering=8"])
     )

@@ -89,7 +89,7 @@ def test_mistakes_are_named() -> None:
     assert (
         rlctl.correct(*given, rollout_is=None, rollout_is_batch_normalize=False).keep_mask[batch.mask].all()
     )
-    for key, value in {"loss_type": "ppo_clip", "max_nonfinite_fraction": 0.0}.items():
+    for key, value in {"loss_type": "reinforce", "max_nonfinite_fraction": 0.0}.items():
         with pytest.raises(rlctl.RlctlError, match=key):
             rlctl.correct(*given, **{key: value})
 

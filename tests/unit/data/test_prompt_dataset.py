@@ -50,7 +50,7 @@ def numbered(count):
 
 def test_left_padding_and_what_travels_along():
     data = dataset(make_rows("1", "123", "12"))
-    one = data._ids[0][0]
+    one = data.token_ids[0][0]
     prompts = data.prompts([1, 0], group_ids=[8, 9])
     assert prompts.prompt_ids.dtype == torch.int64
     assert prompts.prompt_ids.tolist() == [[one, one + 1, one + 2], [0, 0, one]]
@@ -72,7 +72,7 @@ def test_what_user_functions_ask_for_travels_along():
 def test_chat_template_with_generation_prompt_and_one_start_token():
     data = dataset(make_rows("hi"), make_tokenizer(TEMPLATE, adds_bos=True))
     assert data.prompts([0], [0]).texts == ("<bos>[user]hi[assistant]",)
-    assert data._ids[0].count(1) == 1
+    assert data.token_ids[0].count(1) == 1
 
 
 def test_two_start_tokens_are_refused():
@@ -86,7 +86,7 @@ def test_without_template_contents_are_joined_after_the_tokenizers_own_start():
     assert dataset([row]).prompts([0], [0]).texts == ("a\n\nb",)
     data = dataset([row], make_tokenizer(adds_bos=True))
     assert data.prompts([0], [0]).texts == ("<bos>a\n\nb",)
-    assert data._ids[0].count(1) == 1
+    assert data.token_ids[0].count(1) == 1
 
 
 def test_a_template_that_refuses_names_the_row():

@@ -341,7 +341,7 @@ def test_each_kind_is_said_once_with_figures() -> None:
 def test_what_diagnosis_finds_is_told_with_its_remedy() -> None:
     rows = rows_with(40, **{"rollout_corr/kl": 0.3, "rollout_corr/k3_kl": 0.3})
     _, run, notes, _ = followed(rows)
-    assert any("[policy-gap]; try " in note for note in notes), notes
+    assert any("[large-updates]; try " in note for note in notes), notes
     assert run.stopped_because == ""
 
 

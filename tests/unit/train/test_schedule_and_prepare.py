@@ -127,15 +127,15 @@ def test_a_critic_warm_up_of_the_whole_run_is_refused_before_it_starts() -> None
 
 def test_a_masked_value_must_be_given_again(tmp_path: Path) -> None:
     """Some parameters have keys or values like those of secrets."""
-    mapping = ("data.chat_template_kwargs.end_token=x", "data.chat_template_kwargs.commit=" + "a1" * 20)
+    mapping = ("data.chat_template_kwargs.judge_token=x", "data.chat_template_kwargs.commit=" + "a1" * 20)
     given = spec(*mapping, "data.chat_template_kwargs.version=" + "a1" * 20)
     with open_run_dir(tmp_path, resume=False) as run:
         run.write_spec(given.model_dump(mode="json"))
     recorded = load_spec(files=[tmp_path / "spec.yaml"]).spec
-    keys = [f"data.chat_template_kwargs.{name}" for name in ("end_token", "version")]
+    keys = [f"data.chat_template_kwargs.{name}" for name in ("judge_token", "version")]
     assert [problem.key for problem in check_inputs(recorded)] == keys
     assert check_inputs(given) == []
-    with pytest.raises(SpecError, match="end_token"):
+    with pytest.raises(SpecError, match="judge_token"):
         start_run(recorded, resume=None, note=print)
     assert refuse_unsafe(recorded, given) == []
 

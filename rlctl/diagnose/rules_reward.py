@@ -120,7 +120,8 @@ def fall_of(series: Series) -> tuple[float, float, int] | None:
     drift = float(deviation(np.diff(medians[::width]))) if len(values) >= 5 * width else 0.0
     error = max(noise * (np.pi / 2 / width) ** 0.5, drift)
     falls = []
-    if medians.max() - last > FALL_SIGMAS * error:
+    # Few steps tell their own noise badly, and the best of their levels is high by chance.
+    if medians.max() - last > FALL_SIGMAS * (1.0 + 8.0 / len(values)) * error:
         falls.append(np.append(np.full(half, -np.inf), medians))
     later = values[1:][-len(values) // 2 :]
     if (fall := values[0] - last) > th.SPIKE_SIGMAS * max(noise, float(later.std())):

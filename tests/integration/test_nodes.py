@@ -71,7 +71,9 @@ def assert_ends_well(logs: dict[Path, subprocess.Popen[bytes]]) -> None:
 @pytest.mark.usefixtures("tools")
 def test_torchrun(tmp_path: Path, one_node: Path, embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = tmp_path / "two nodes"  # a space, which must survive the shell
-    commands = printed(capsys, *runs.SMALL, *STEPS, *TWO_NODES, f"trainer.run_dir={where}")[:2]
+    commands = printed(capsys, *runs.SMALL, *runs.CORRECTED, *STEPS, *TWO_NODES, f"trainer.run_dir={where}")[
+        :2
+    ]
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     logs = [tmp_path / f"node{node}.log" for node in range(2)]
     assert_ends_well({log: shell(command, log, address) for command, log in zip(commands, logs, strict=True)})
@@ -85,7 +87,7 @@ def test_deepspeed_over_ssh(
     where = tmp_path / 'its\' $HOME 100% %h `id` \\ "mine"'  # DeepSpeed puts this between double quotes,
     weights = tmp_path / "it's{a,b}$HOME;*%n%%\\n"  # and leaves this bare: there is no space in it
     paths = (f"trainer.run_dir={where}", f"rollout.server.weights_dir={weights}")
-    command = printed(capsys, *runs.SMALL, *STEPS, *TWO_NODES, *paths)[2]
+    command = printed(capsys, *runs.SMALL, *runs.CORRECTED, *STEPS, *TWO_NODES, *paths)[2]
     (tmp_path / "hostfile").write_text("node0 slots=1\nnode1 slots=1\n")
     carried = {"RLCTL_CACHE": str(embedded), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     (tmp_path / ".deepspeed_env").write_text("".join(f"{key}={value}\n" for key, value in carried.items()))
@@ -101,7 +103,9 @@ def test_deepspeed_over_ssh(
 @pytest.mark.usefixtures("tools")
 def test_slurm(tmp_path: Path, one_node: Path, embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = tmp_path / "it's two nodes"
-    commands = printed(capsys, *runs.SMALL, *STEPS, *TWO_NODES, f"trainer.run_dir={where}")[3:]
+    commands = printed(capsys, *runs.SMALL, *runs.CORRECTED, *STEPS, *TWO_NODES, f"trainer.run_dir={where}")[
+        3:
+    ]
     job = shlex.join(["salloc", "--nodes", "2", "--gpus-per-node", "1", "bash", "-ec", "\n".join(commands)])
     (tmp_path / "slurm").mkdir()
     with slurm_nodes(tmp_path / "slurm") as env:

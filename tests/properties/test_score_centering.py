@@ -255,7 +255,12 @@ def test_what_it_does_not_fit_is_refused(settings: list[str], words: str) -> Non
 
 
 def test_stale_data_count_as_corrected() -> None:
-    settings = ["rollout.staleness=8", f"{RC}rollout_is=null", f"{RC}bypass_mode=true", f"{RC}loss_type=reinforce"]
+    settings = [
+        "rollout.staleness=8",
+        f"{RC}rollout_is=null",
+        f"{RC}bypass_mode=true",
+        f"{RC}loss_type=reinforce",
+    ]
     bare, centered = (
         load_spec([], [], [*settings, *more]).warnings for more in ([], [f"{RC}score_centering=8"])
     )

@@ -32,7 +32,7 @@ train-llm: setup  ## Fetch a real language model (SmolLM2-135M), train it on sum
 	for step in 1 40; do $(BIN)/rlctl samples $$run --step $$step -n 4; done
 
 # The number of workers is the number of CI cores plus one, because a worker waits a third of its time.
-PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10
+PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 PEERS := verl $(VENV)/.installed-peers $(VENV)/.installed-lm-eval system
 
 test: setup-dev $(PEERS) check  ## Set everything up; lint, types, import directions, and the tests (12 minutes)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,8 @@ import typer.main
 from tests.selection import is_thorough
 
 TESTS = Path(__file__).parent
+#: Seconds of tests from which on the slowest files are printed.
+LONG_RUN_S = 60.0
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -131,3 +135,15 @@ def whole_embedded(whole_embedded_cache: Path, monkeypatch: pytest.MonkeyPatch) 
     """Sets `RLCTL_CACHE` to the cache with all data, for runs that must learn; returns the cache."""
     monkeypatch.setenv("RLCTL_CACHE", str(whole_embedded_cache))
     return whole_embedded_cache
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints the ten slowest files of a long run: where to look first when the tests get slow."""
+    seconds: dict[str, float] = defaultdict(float)
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.split("::")[0]] += report.duration
+    if sum(seconds.values()) > LONG_RUN_S:
+        terminalreporter.write_line("slowest files:")
+        for file, total in sorted(seconds.items(), key=lambda item: -item[1])[:10]:
+            terminalreporter.write_line(f"{total:7.0f} s  {file}")

@@ -171,7 +171,8 @@ def _check_in_full(directory: Path) -> None:
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_a_published_size_is_that_of_the_architecture(family: str, monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    for cache in ("HF_HUB_CACHE", "RLCTL_CACHE"):  # without the model itself
+        monkeypatch.setenv(cache, str(tmp_path))
     path = read_yaml_file(all_presets()[family].path, ("model.path",)).leaves["model.path"].value
     size = model_size(ModelSpec(path=str(path)))
     published = PUBLISHED[str(path)]

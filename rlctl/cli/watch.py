@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from rlctl.cli.command import RunDirectory, echo
-from rlctl.errors import visible
 
 #: Seconds between two reads of a watched log.
 _POLL_S = 0.5
@@ -49,7 +48,7 @@ def watch(
     finally:
         sink.close("watched")
     state = read_state(run_dir)
-    echo(f"{state.state} after step {state.step}" + (f": {visible(state.reason)}" if state.reason else ""))
+    echo(f"{state.state} after step {state.step}" + (f": {state.reason}" if state.reason else ""))
 
 
 def _seconds_since(moment: str | None) -> float:

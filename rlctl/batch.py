@@ -1,14 +1,15 @@
-"""The records of a batch, in order of computation: Prompts → Rollouts → ScoredBatch → TrainBatch.
+"""The records of a step, in order of computation: Task → Turn → Sequence → Episode → Group → TokenBatch.
 
-Letters: N prompts, B = N × n responses, P prompt tokens, T response tokens, L = P + T.
-Log-probs are nats in float32 at the sampling temperature; index t is response token t itself
-(already shifted); padding holds 0.0 and is never read.
+Letters: E episodes of S sequences have N tokens, of which M were sampled by the policy. All that is computed is
+a column of the M sampled tokens, in order: whatever was not sampled (prompt, output of a tool) is read by
+attention only. Log-probs are nats in float32 at the sampling temperature, of the token itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence as Many
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from rlctl.lazy import torch
@@ -16,285 +17,330 @@ from rlctl.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    #: Row index of a tensor: a slice selects views, an (N,) int64 tensor selects copies.
-    Rows = slice | Tensor
+    from rlctl.algos.segments import Segments, Units
 
-
-class Rowwise:
-    """Base of records whose fields have one entry per row: tensors, tuples, or None."""
-
-    __slots__ = ()
-
-    def pick(self, rows: Rows) -> Self:
-        """Returns the given rows, in that order; a slice returns views."""
-        return self._each(lambda value: value[rows])
-
-    def to(self, device: Any) -> Self:
-        """Returns the same data on `device`."""
-        return self._each(lambda value: value if isinstance(value, tuple) else value.to(device))
-
-    def _each(self, change: Callable[[Any], Any]) -> Self:
-        """The record with every field changed that is not None."""
-        given = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
-        return type(self)(**{name: None if x is None else change(x) for name, x in given})
-
-
-#: Why a sampler ends a response: an end-of-sequence token, the length limit, or a fault of the engine.
+#: Why a sampler ends a turn: an end-of-sequence token, the length limit, or a fault of the engine.
 FINISH_REASONS = ("stop", "length", "abort")
 
 
 @dataclass(frozen=True, slots=True)
-class Prompts:
-    """The prompts of a batch, before sampling.
-
-    Example: two prompts of 3 and 2 tokens give `prompt_ids` of shape (2, 3), the second row
-    starting with one padding token.
-    """
-
-    prompt_ids: Tensor  # (N, P) int64, left-padded
-    prompt_mask: Tensor  # (N, P) bool
-    group_ids: Tensor  # (N,) int64, the prompt's index in the whole batch, over all ranks
-    data_sources: tuple[str, ...]  # (N,) selects the grader of the response
-    ground_truths: tuple[str, ...]  # (N,)
-    texts: tuple[str, ...]  # (N,) the rendered prompt text that is tokenized, for dumps and graders
-    extra_infos: tuple[Mapping[str, Any], ...] = ()  # (N,) or none: the row's `extra_info`, JSON-able
-    messages: tuple[tuple[Mapping[str, str], ...], ...] = ()  # (N,) or none: the prompt as {role, content}
-
-
-@dataclass(frozen=True, slots=True)
 class TokenLists:
-    """Tokens that the sampler lists at each response position.
+    """A list of tokens at each of n places: a column of lists.
 
     Either those that truncation (top-p, top-k, min-p) kept, or the most likely ones with their log-probs.
 
-    Example: two tokens sampled from {3, 7} and {5} have `counts` [[2, 1]] and `ids` [3, 7, 5].
+    Example: two tokens sampled from {3, 7} and {5} have `counts` [2, 1] and `ids` [3, 7, 5].
     """
 
-    counts: Tensor  # (B, T) int32, 0: the whole vocabulary, or no sampled token
-    ids: Tensor  # (Σ counts,) int32: the concatenated lists, row by row
+    counts: Tensor  # (n,) int32, 0: the whole vocabulary
+    ids: Tensor  # (Σ counts,) int32: the concatenated lists
     log_probs: Tensor | None = None  # (Σ counts,) float32 nats under the sampling distribution
 
-    def __getitem__(self, rows: Rows) -> TokenLists:
-        """Returns the given rows, in that order; a slice returns views."""
-        counts = self.counts[rows]
-        if isinstance(rows, slice) and rows.step in (None, 1):
-            first = int(self.counts[: rows.indices(len(self.counts))[0]].sum())
-            taken: Rows = slice(first, first + int(counts.sum()))
-        else:
-            every = torch.arange(self.counts.numel(), device=counts.device).view_as(self.counts)
-            taken = self._taken(every[rows].flatten(), counts.flatten())
-        return TokenLists(counts, self.ids[taken], None if self.log_probs is None else self.log_probs[taken])
+    def __len__(self) -> int:
+        return len(self.counts)
 
-    def at(self, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Sizes (N,) and concatenated ids of the lists at the N True positions of `mask` (B, t), t ≤ T."""
-        counts, taken = self._at(mask)
-        return counts, self.ids[taken]
+    def __getitem__(self, places: Tensor) -> TokenLists:
+        """The lists at these places: (k,) int64 indices, in that order, or an (n,) bool mask."""
+        from rlctl.algos.segments import Segments
 
-    def padded(self, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids (N, K) int64 and log-probs (N, K) of the lists at the N True positions of `mask`.
+        chosen = places.nonzero().squeeze(1) if places.dtype == torch.bool else places
+        taken = Segments(self.counts.long()).entries_of(chosen)
+        log_probs = None if self.log_probs is None else self.log_probs[taken]
+        return TokenLists(self.counts[chosen], self.ids[taken], log_probs)
 
-        K is the longest list. Shorter ones are padded with id 0 and log-prob −∞.
-        """
+    def padded(self) -> tuple[Tensor, Tensor]:
+        """Ids (n, K) int64 and log-probs (n, K); shorter lists are padded with id 0 and log-prob −∞."""
+        from rlctl.algos.segments import Segments
+
         assert self.log_probs is not None
-        counts, taken = self._at(mask)
-        longest = int(self.counts.max()) if self.counts.numel() else 0
-        listed = torch.arange(longest, device=counts.device) < counts[:, None]
-        ids = torch.zeros(listed.shape, dtype=torch.int64, device=counts.device)
-        log_probs = torch.full(listed.shape, -torch.inf, device=counts.device)
-        return (
-            ids.masked_scatter(listed, self.ids[taken].long()),
-            log_probs.masked_scatter(listed, self.log_probs[taken]),
-        )
+        lists = Segments(self.counts.long())
+        return lists.padded(self.ids.long(), 0), lists.padded(self.log_probs, -torch.inf)
 
-    def _at(self, mask: Tensor) -> tuple[Tensor, Tensor]:
-        rows, columns = mask.nonzero(as_tuple=True)
-        counts = self.counts[rows, columns]
-        return counts, self._taken(rows * self.counts.shape[1] + columns, counts)
+    def without(self, tokens: Tensor) -> Tensor:
+        """(n,) bool: the list does not contain the token (n,) of its place, and is not the vocabulary."""
+        from rlctl.algos.segments import Segments
 
-    def _taken(self, places: Tensor, counts: Tensor) -> Tensor:
-        """Indices into `ids` of the lists at these indices of the flattened (B, T), with these sizes."""
-        sizes = self.counts.flatten().long()
-        starts = (sizes.cumsum(0) - sizes)[places] - (counts.cumsum(0) - counts)
-        offsets = starts.repeat_interleave(counts.long())
-        return offsets + torch.arange(len(offsets), device=offsets.device)
-
-    def without(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """(B, T) bool: `mask` is True, and the set does not contain the token of this position."""
-        counts, ids = self.at(mask)
-        owner = torch.arange(len(counts), device=ids.device).repeat_interleave(counts.long())
-        found = counts == 0
-        found[owner[ids == tokens[mask][owner]]] = True
-        return torch.zeros_like(mask).masked_scatter(mask, ~found)
+        lists = Segments(self.counts.long())
+        return (self.counts > 0) & ~lists.any(self.ids == lists.spread(tokens))
 
     @classmethod
-    def joined(cls, parts: Sequence[TokenLists]) -> TokenLists:
-        """Concatenates the rows of all parts, padded to the largest width."""
-        width = max(part.counts.shape[1] for part in parts)
-        pad = torch.nn.functional.pad
-        counts = [pad(part.counts, (0, width - part.counts.shape[1])) for part in parts]
+    def joined(cls, parts: Many[TokenLists]) -> TokenLists:
+        """The places of all parts, one part after the other."""
         log_probs = [part.log_probs for part in parts if part.log_probs is not None]
-        ids = torch.cat([part.ids for part in parts])
-        return cls(torch.cat(counts), ids, torch.cat(log_probs) if log_probs else None)
+        columns = torch.cat([part.counts for part in parts]), torch.cat([part.ids for part in parts])
+        return cls(*columns, torch.cat(log_probs) if log_probs else None)
 
     def to(self, device: Any) -> TokenLists:
-        """Returns the same data on `device`."""
+        """The same data on `device`."""
         log_probs = None if self.log_probs is None else self.log_probs.to(device)
         return TokenLists(self.counts.to(device), self.ids.to(device), log_probs)
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInputs(Rowwise):
-    """Input of a forward pass of any model: B rows that end with T response columns."""
+class Task:
+    """One row of the data, as an environment reads it."""
 
-    input_ids: Tensor  # (B, L) int64
-    attention_mask: Tensor  # (B, L) bool: False for padding
-    position_ids: Tensor  # (B, L) int64
-    scored: Tensor  # (B, T) bool: response positions whose log-probs or values are computed
-    kept: TokenLists | None = None  # tokens that log-probs are normalised over; None: the vocabulary
-    most_likely: TokenLists | None = None  # further tokens whose log-probs are computed
-
-    @property
-    def responses(self) -> Tensor:
-        """(B, T) int64: the last T columns of `input_ids`."""
-        return self.input_ids[:, self.input_ids.shape[1] - self.scored.shape[1] :]
-
-    def __len__(self) -> int:
-        return int(self.input_ids.shape[0])
+    prompt_ids: Many[int]  # the rendered prompt as tokens
+    text: str  # the rendered prompt, for dumps and graders
+    group_id: int = 0  # index of the prompt in the whole batch, over all ranks
+    row: int = 0  # index of the row in the data
+    data_source: str = ""  # selects the grader
+    ground_truth: str = ""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)  # of the row, JSON-able
+    messages: tuple[Mapping[str, Any], ...] = ()  # the prompt as {role, content}
+    weight: float = 1.0  # factor of the advantages: 1 / P(prompt drawn)
 
 
 @dataclass(frozen=True, slots=True)
-class Rollouts(Rowwise):
-    """n sampled responses per prompt.
+class Turn:
+    """What one call of an engine sampled; t tokens, end of sequence included."""
 
-    Responses of one prompt are adjacent, but only `group_ids` define which rows belong together.
+    token_ids: Tensor  # (t,) int64
+    log_probs: Tensor  # (t,) float32, under the sampling distribution
+    versions: Tensor  # (t,) int64, number of optimizer updates in the weights that sampled the token
+    finish_reason: str  # one of `FINISH_REASONS`
+    kept: TokenLists | None = None  # (t) with exact sampling: the set that each token was sampled from
+    most_likely: TokenLists | None = None  # (t) with score centering: the sampler's most likely tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One stream of L tokens that is trained on; m of them were sampled. It begins with a token that was not.
+
+    All but the first two fields are columns of the m sampled tokens.
     """
 
-    input_ids: Tensor  # (B, L) int64: prompt left-padded, response right-padded
-    attention_mask: Tensor  # (B, L) bool
-    position_ids: Tensor  # (B, L) int64, 0 at the first real token
-    responses: Tensor  # (B, T) int64
-    response_mask: Tensor  # (B, T) bool: tokens the policy sampled, end-of-sequence included
-    rollout_log_probs: Tensor  # (B, T) float32, under the sampling distribution
-    finish_reason: Tensor  # (B,) int8, index into `FINISH_REASONS`
-    group_ids: Tensor  # (B,) int64
-    policy_version: Tensor  # (B,) int64, number of optimizer updates in the sampling weights
-    data_sources: tuple[str, ...]
-    ground_truths: tuple[str, ...]
-    prompt_texts: tuple[str, ...]
-    response_texts: tuple[str, ...]
-    extra_infos: tuple[Mapping[str, Any], ...] = ()  # (B,) or none, see `Prompts`
-    messages: tuple[tuple[Mapping[str, str], ...], ...] = ()  # (B,) or none, see `Prompts`
-    kept: TokenLists | None = None  # with exact sampling: the set that each token was sampled from
-    most_likely: TokenLists | None = None  # with score centering: the sampler's most likely tokens
-    prompt_weights: Tensor | None = None  # (B,) float32 factor of the advantages: 1 / P(prompt drawn)
+    token_ids: Tensor  # (L,) int64
+    sampled: Tensor  # (L,) bool
+    log_probs: Tensor  # (m,) float32
+    versions: Tensor  # (m,) int64
+    turns: Tensor  # (m,) int64, number of the turn within its episode, ascending
+    rewards: Tensor | None = None  # (m,) float32, of the environment; None: the episode has a score only
+    kept: TokenLists | None = None  # (m)
+    most_likely: TokenLists | None = None  # (m)
 
     @classmethod
-    def joined(cls, parts: Sequence[Rollouts]) -> Rollouts:
-        """Concatenates the rows of all parts, padded to the longest prompt and the longest response."""
-        prompt = max(part.prompt_mask.shape[1] for part in parts)
-        length = max(part.responses.shape[1] for part in parts)
+    def of_turn(cls, prompt_ids: Many[int], turn: Turn, number: int = 0) -> Sequence:
+        """A prompt and what was sampled after it."""
+        prompt = torch.as_tensor(prompt_ids, dtype=torch.int64)
+        token_ids = torch.cat([prompt, turn.token_ids])
+        return cls(
+            token_ids=token_ids,
+            sampled=torch.arange(len(token_ids)) >= len(prompt),
+            log_probs=turn.log_probs,
+            versions=turn.versions,
+            turns=torch.full_like(turn.token_ids, number),
+            kept=turn.kept,
+            most_likely=turn.most_likely,
+        )
 
-        def padded(part: Rollouts, value: Tensor) -> Tensor:
-            right = length - part.responses.shape[1]
-            is_whole = value.shape[1] == part.input_ids.shape[1]  # prompt and response
-            left = prompt - part.prompt_mask.shape[1] if is_whole else 0
-            return torch.nn.functional.pad(value, (left, right))
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What an environment made of a task: sequences to train on, and what graders, dumps and metrics read."""
+
+    task: Task
+    member: int  # index within its group
+    sequences: tuple[Sequence, ...]
+    response: str  # text that graders read
+    stop_reason: str = "completed"  # or max_tokens, aborted, …
+    reward: float | None = None  # of the environment itself, added to the graders'; None: it gives none
+    error: str = ""  # why the episode is excluded from training; empty: it is not
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()  # the conversation, for display; empty: prompt and response
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit of tokens ended it."""
+        return self.stop_reason == "max_tokens"
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the engine ended it; it is excluded from training."""
+        return self.stop_reason == "aborted"
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens that the policy sampled."""
+        return sum(len(sequence.log_probs) for sequence in self.sequences)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all sequences."""
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+
+#: The episodes of one task: unit of the queue, of filtering, of staleness.
+Group = tuple[Episode, ...]
+
+
+def _column(of: str, **default: Any) -> Any:
+    """A field of `TokenBatch`: a column of `token` (N,), `sampled` (M,), `sequence` (S,) or `episode` (E,)."""
+    return field(metadata={"of": of}, **default)
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """E episodes as one flat run of tokens; what is None was not computed, or does not exist in this run."""
+
+    token_ids: Tensor = _column("token")  # (N,) int64
+    sampled: Tensor = _column("token")  # (N,) bool
+    lengths: Tensor = _column("sequence")  # (S,) int64: tokens of each sequence
+    owners: Tensor = _column("sequence")  # (S,) int64: its episode's index in this batch, ascending
+    group_ids: Tensor = _column("episode")  # (E,) int64, see `Task`
+    members: Tensor = _column("episode")  # (E,) int64: index within its group
+    prompt_weights: Tensor = _column("episode")  # (E,) float32, see `Task.weight`
+    rollout_log_probs: Tensor = _column("sampled")  # (M,) float32
+    versions: Tensor = _column("sampled")  # (M,) int64
+    turns: Tensor = _column("sampled")  # (M,) int64
+    kept: TokenLists | None = _column("sampled", default=None)
+    most_likely: TokenLists | None = _column("sampled", default=None)
+    rewards: Tensor | None = _column("sampled", default=None)  # (M,) float32: token-level rewards
+    baseline_scores: Tensor | None = _column("episode", default=None)  # (E,) of the greedy response; ReMax
+    old_log_probs: Tensor | None = _column("sampled", default=None)  # (M,) π_old; in bypass mode π_rollout
+    ref_log_probs: Tensor | None = _column("sampled", default=None)  # (M,) π_ref
+    values: Tensor | None = _column("sampled", default=None)  # (M,) of the critic before its updates
+    score_norms: Tensor | None = _column("sampled", default=None)  # (M,) ‖∇_logits log π‖²
+    sequence_weights: Tensor | None = _column("episode", default=None)  # (E,) Π π/π_rollout
+    advantages: Tensor | None = _column("sampled", default=None)  # (M,) float32
+    returns: Tensor | None = _column("sampled", default=None)  # (M,) float32: targets of the values
+
+    @classmethod
+    def of(cls, episodes: Many[Episode], device: Any = "cpu") -> TokenBatch:
+        """The tokens of these episodes, in order, on `device`."""
+        sequences = [sequence for episode in episodes for sequence in episode.sequences]
+
+        def joined(name: str, dtype: Any) -> Tensor:
+            parts = [getattr(sequence, name) for sequence in sequences]
+            return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
+
+        def lists(name: str) -> TokenLists | None:
+            found = [getattr(sequence, name) for sequence in sequences]
+            return TokenLists.joined(found) if found and found[0] is not None else None
+
+        rewards = None
+        if any(sequence.rewards is not None for sequence in sequences):
+            given = [torch.zeros(len(s.log_probs)) if s.rewards is None else s.rewards for s in sequences]
+            rewards = torch.cat(given)
+        owners = [place for place, episode in enumerate(episodes) for _ in episode.sequences]
+        batch = cls(
+            token_ids=joined("token_ids", torch.int64),
+            sampled=joined("sampled", torch.bool),
+            lengths=torch.tensor([len(sequence.token_ids) for sequence in sequences], dtype=torch.int64),
+            owners=torch.tensor(owners, dtype=torch.int64),
+            group_ids=torch.tensor([e.task.group_id for e in episodes], dtype=torch.int64),
+            members=torch.tensor([e.member for e in episodes], dtype=torch.int64),
+            prompt_weights=torch.tensor([e.task.weight for e in episodes], dtype=torch.float32),
+            rollout_log_probs=joined("log_probs", torch.float32),
+            versions=joined("versions", torch.int64),
+            turns=joined("turns", torch.int64),
+            kept=lists("kept"),
+            most_likely=lists("most_likely"),
+            rewards=rewards,
+        )
+        return batch.to(device)
+
+    @property
+    def num_episodes(self) -> int:
+        """E."""
+        return len(self.group_ids)
+
+    @cached_property
+    def sequences(self) -> Segments:
+        """The tokens (N,) of each sequence."""
+        from rlctl.algos.segments import Segments
+
+        return Segments(self.lengths)
+
+    @cached_property
+    def sequences_of_episodes(self) -> Segments:
+        """The sequences (S,) of each episode."""
+        from rlctl.algos.segments import Segments
+
+        return Segments.of_index(self.owners, self.num_episodes)
+
+    @cached_property
+    def units(self) -> Units:
+        """The sampled tokens (M,) of each turn, sequence and episode.
+
+        A turn whose tokens are in several sequences is one turn in each of them.
+        """
+        from rlctl.algos.segments import Segments, Units
+
+        sequence = Segments(self.sequences.sum(self.sampled).long())
+        episode = Segments(self.sequences_of_episodes.sum(sequence.lengths).long())
+        inside = sequence.index
+        if not len(inside):
+            return Units(sequence, sequence, episode)
+        starts = torch.ones_like(inside, dtype=torch.bool)
+        starts[1:] = (inside[1:] != inside[:-1]) | (self.turns[1:] != self.turns[:-1])
+        turn = Segments(torch.bincount(starts.cumsum(0) - 1))
+        return Units(turn, sequence, episode)
+
+    @property
+    def inputs(self) -> ModelInputs:
+        """Input of a forward pass over these tokens."""
+        return ModelInputs(self.token_ids, self.sampled, self.lengths, self.kept, self.most_likely)
+
+    def pick(self, episodes: Tensor | Many[int]) -> TokenBatch:
+        """The episodes with these indices (k,), in that order."""
+        chosen = torch.as_tensor(episodes, dtype=torch.int64, device=self.group_ids.device)
+        of_sequences = self.sequences_of_episodes.entries_of(chosen)
+        places = {
+            "episode": chosen,
+            "sequence": of_sequences,
+            "token": self.sequences.entries_of(of_sequences),
+            "sampled": self.units.episode.entries_of(chosen),
+        }
+        picked = self._each(lambda value, of: value[places[of]])
+        counts = self.sequences_of_episodes.lengths[chosen]
+        owners = torch.arange(len(chosen), device=chosen.device).repeat_interleave(counts)
+        return replace(picked, owners=owners)
+
+    @classmethod
+    def joined(cls, parts: Many[Self]) -> Self:
+        """The episodes of all parts, one part after the other."""
+        if len(parts) == 1:
+            return parts[0]
 
         def together(name: str) -> Any:
             values = [getattr(part, name) for part in parts]
             if values[0] is None:
                 return None
-            if isinstance(values[0], tuple):
-                return tuple(item for value in values for item in value)
-            if isinstance(values[0], TokenLists):
-                return TokenLists.joined(values)
-            if values[0].ndim == 2:
-                values = [padded(part, value) for part, value in zip(parts, values, strict=True)]
-            return torch.cat(values)
+            return TokenLists.joined(values) if isinstance(values[0], TokenLists) else torch.cat(values)
 
-        return cls(**{f.name: together(f.name) for f in fields(cls)})
+        found = cls(**{part.name: together(part.name) for part in fields(cls)})
+        sizes = torch.tensor([0, *(part.num_episodes for part in parts[:-1])]).cumsum(0).tolist()
+        owners = torch.cat([part.owners + first for part, first in zip(parts, sizes, strict=True)])
+        return replace(found, owners=owners)
 
-    @property
-    def inputs(self) -> ModelInputs:
-        """Input of a forward pass over these rows."""
-        columns = (self.input_ids, self.attention_mask, self.position_ids, self.response_mask)
-        return ModelInputs(*columns, self.kept)
+    def to(self, device: Any) -> TokenBatch:
+        """The same data on `device`."""
+        return self._each(lambda value, _: value.to(device))
 
-    @property
-    def prompt_mask(self) -> Tensor:
-        """(B, P) bool: prompt tokens, without padding."""
-        return self.attention_mask[:, : self.input_ids.shape[1] - self.responses.shape[1]]
-
-    @property
-    def truncated(self) -> Tensor:
-        """(B,) bool: ended by the length limit."""
-        return self.finish_reason == FINISH_REASONS.index("length")
-
-    @property
-    def aborted(self) -> Tensor:
-        """(B,) bool: ended by the engine, not by the policy or the length limit; excluded from training."""
-        return self.finish_reason == FINISH_REASONS.index("abort")
+    def _each(self, change: Any) -> TokenBatch:
+        """The batch with every field changed by (value, what it is a column of) → value, unless it is None."""
+        given = [(part.name, part.metadata["of"], getattr(self, part.name)) for part in fields(self)]
+        return TokenBatch(**{name: None if x is None else change(x, of) for name, of, x in given})
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredBatch:
-    """Rollouts with their grades and the outputs of policy, reference and critic."""
+class ModelInputs:
+    """Input of a forward pass of any model: S sequences of N tokens, M of which are scored.
 
-    rollouts: Rollouts
-    scores: Tensor  # (B,) float32 grader output; 0.0 where not `score_valid`
-    score_valid: Tensor  # (B,) bool: False where the grader failed; such samples are excluded
-    token_level_rewards: Tensor  # (B, T) float32: the score at the last token, minus any KL penalty
-    old_log_probs: Tensor  # (B, T) float32, π_old; in bypass mode equal to `rollout_log_probs`
-    score_norms: Tensor | None = None  # (B, T) ‖∇_logits log π‖² = 1 − 2π + Σπ²; for optimal baselines
-    sequence_weights: Tensor | None = None  # (B,) Π π/π_rollout of the response tokens
-    ref_log_probs: Tensor | None = None  # (B, T) float32, π_ref; None: no KL penalty
-    values: Tensor | None = None  # (B, T) float32, from the critic before its updates; None: no critic
-    baseline_scores: Tensor | None = None  # (B,) score of the prompt's greedy response; for ReMax
+    The first token of a sequence is never scored, because nothing predicts it.
+    """
+
+    token_ids: Tensor  # (N,) int64
+    scored: Tensor  # (N,) bool: tokens whose log-probs or values are computed
+    lengths: Tensor  # (S,) int64: tokens of each sequence
+    kept: TokenLists | None = None  # (M) tokens that log-probs are normalised over; None: the vocabulary
+    most_likely: TokenLists | None = None  # (M) further tokens whose log-probs are computed
 
     @property
-    def valid_mask(self) -> Tensor:
-        """(B, T) bool: response tokens of samples that were graded."""
-        return self.rollouts.response_mask & self.score_valid[:, None]
-
-
-@dataclass(frozen=True, slots=True)
-class TrainBatch(Rowwise):
-    """The tensors that the update reads, each with B rows."""
-
-    input_ids: Tensor  # (B, L) int64
-    attention_mask: Tensor  # (B, L) bool
-    position_ids: Tensor  # (B, L) int64
-    responses: Tensor  # (B, T) int64
-    response_mask: Tensor  # (B, T) bool, never mutated
-    sample_mask: Tensor  # (B,) bool: False for a sample whose grader failed
-    rollout_log_probs: Tensor  # (B, T) float32
-    old_log_probs: Tensor  # (B, T) float32
-    advantages: Tensor  # (B, T) float32, 0.0 off-mask
-    ref_log_probs: Tensor | None = None  # (B, T) float32; None: no KL in the loss
-    values: Tensor | None = None  # (B, T) float32, from the critic before its updates; None: no critic
-    returns: Tensor | None = None  # (B, T) float32, regression targets of the values; 0.0 off-mask
-    age: Tensor | None = None  # (B,) optimizer updates since the sampling weights
-    kept: TokenLists | None = None  # see `Rollouts`
-    most_likely: TokenLists | None = None  # see `Rollouts`
-    group_ids: Tensor | None = None  # (B,) int64, see `Rollouts`
-
-    @property
-    def valid_mask(self) -> Tensor:
-        """(B, T) bool: response tokens of samples that were graded."""
-        return self.response_mask & self.sample_mask[:, None]
-
-    @property
-    def inputs(self) -> ModelInputs:
-        """Input of a forward pass over these rows."""
-        columns = (self.input_ids, self.attention_mask, self.position_ids, self.response_mask)
-        return ModelInputs(*columns, self.kept, self.most_likely)
-
-    def split(self, size: int) -> list[TrainBatch]:
-        """Splits into consecutive parts of `size` rows (the last may be smaller)."""
-        return [self.pick(slice(start, start + size)) for start in range(0, len(self), size)]
-
-    def __len__(self) -> int:
-        return int(self.responses.shape[0])
+    def tokens(self) -> Tensor:
+        """(M,) int64: the scored tokens."""
+        return self.token_ids[self.scored]
 
 
 def torch_device() -> torch.device:

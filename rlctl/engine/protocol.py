@@ -15,20 +15,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PolicyOutput:
-    """Output of the policy for the sampled tokens.
+    """Output of the policy for the M scored tokens, in order.
 
     Attributes:
-        log_probs: (B, T) float32 at the sampling temperature, 0.0 on padding; carries gradient
-            unless grad is disabled.
-        entropy: (B, T) float32 of the next-token distribution, nats, 0.0 on padding; carries
-            gradient only on request.
-        sum_pi_squared: (B, T) float32, Σ_v π(v)² of the same distribution in (0, 1], detached, 0.0
-            on padding; None unless requested.
-        routing: (N, 2·E) float32, for each of the N scored tokens in row order the router's probability of
-            each expert, with gradient, and the share of layers that chose it, without; means over layers.
-            None unless requested.
-        most_likely: (N, M) float32, log-probs of `ModelInputs.most_likely` at the N scored tokens in row
-            order, padded as by `TokenLists.padded`; carries gradient as `log_probs` does. None: no lists.
+        log_probs: (M,) float32 at the sampling temperature; carries gradient unless grad is disabled.
+        entropy: (M,) float32 of the next-token distribution, nats; carries gradient only on request.
+        sum_pi_squared: (M,) float32, Σ_v π(v)² of the same distribution in (0, 1], detached; None unless
+            requested.
+        most_likely: (M, K) float32, log-probs of `ModelInputs.most_likely`, padded as by
+            `TokenLists.padded`; carries gradient as `log_probs` does. None: no lists.
+        routing: (M, 2·E) float32, for each scored token the router's probability of each expert, with
+            gradient, and the share of layers that chose it, without; means over layers. None unless
+            requested.
     """
 
     log_probs: Tensor
@@ -124,11 +122,11 @@ class CriticEngine(Trained, Protocol):
     """A value model under training."""
 
     def values(self, inputs: ModelInputs) -> Tensor:
-        """(B, T) float32 with gradient: value of the state before token t is sampled, 0.0 on padding."""
+        """(M,) float32 with gradient: value of the state before each scored token is sampled."""
 
 
 class ReferencePolicy(Protocol):
     """A policy that is not trained."""
 
     def log_probs(self, inputs: ModelInputs) -> Tensor:
-        """(B, T) float32 of the scored tokens at the sampling temperature, 0.0 elsewhere."""
+        """(M,) float32 of the scored tokens at the sampling temperature."""

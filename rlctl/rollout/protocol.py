@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from rlctl.batch import Prompts, Rollouts, TokenLists
+    from rlctl.batch import Turn
     from rlctl.spec.run_spec import RunSpec
 
 
@@ -57,41 +57,27 @@ def sampling_of(spec: RunSpec) -> Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """Output of an engine before it is converted to `Rollouts`: B responses of up to T tokens.
+class Request:
+    """A call of an engine: the tokens so far, and the seed of the random numbers of what follows them.
 
     Attributes:
-        tokens: (B, T) int64; values after a row's length are arbitrary.
-        log_probs: (B, T) float32 of these tokens under the sampling distribution.
-        lengths: (B,) int64 number of tokens the policy sampled, including end of sequence; reported by the
-            engine, never inferred from the tokens.
-        finish_reason: (B,) int8, indices into `rlctl.batch.FINISH_REASONS`.
-        kept: the tokens that each token was sampled from, if `Sampling.with_kept`.
-        most_likely: the most likely tokens of these distributions, if `Sampling.num_most_likely`.
+        token_ids: tokens so far, at least one.
+        seed: the same seed gives the same tokens, whatever else is sampled at the same time.
+        max_tokens: limit of this turn; None: `Sampling.max_response_length`.
     """
 
-    tokens: Tensor
-    log_probs: Tensor
-    lengths: Tensor
-    finish_reason: Tensor
-    kept: TokenLists | None = None
-    most_likely: TokenLists | None = None
+    token_ids: Sequence[int]
+    seed: int
+    max_tokens: int | None = None
 
 
 class ResponseSampler(Protocol):
-    """Samples responses from a model."""
+    """Samples from a model."""
 
-    def generate(
-        self, prompts: Prompts, sampling: Sampling, *, n: int, step_seed: int, num_groups_total: int
-    ) -> Rollouts:
-        """Samples n responses per prompt; those of prompt i are rows i·n … i·n + n − 1.
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Turn]:
+        """One turn per request, in order, on the CPU.
 
-        The same `step_seed` gives the same responses for any distribution of the batch over ranks: a row's
-        random numbers depend only on its prompt's `group_ids` and its index among its siblings.
-
-        Args:
-            prompts: this rank's share, N prompts.
-            num_groups_total: prompts in the batch over all ranks; every group id is below it.
+        Requests with the same tokens should be adjacent, because an engine may compute these once.
 
         Raises:
             RunFailure: the last weight sync did not finish, so old and new weights are mixed.
@@ -171,6 +157,11 @@ class EngineContext:
 def step_seed(seed: int, step: int, purpose: str = "train") -> int:
     """An independent 63-bit seed for every step and purpose of a run."""
     return derived_seed(seed, step, purpose)
+
+
+def turn_seed(step_seed: int, group: int, member: int, turn: int = 0) -> int:
+    """The seed of one turn of one episode; the same for any distribution of the batch over ranks."""
+    return derived_seed(step_seed, group, member, turn)
 
 
 def derived_seed(*parts: int | str) -> int:

@@ -1,0 +1,137 @@
+"""Segments: consecutive runs of a column, such as the sampled tokens of each turn, sequence or episode.
+
+Sums are in float64 and do not depend on how a batch is divided: each segment is reduced on its own. Padding
+exists here and in `rlctl.engine.layout` only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+class Segments:
+    """K consecutive segments of a column of M entries; a segment may be empty.
+
+    Args:
+        lengths: (K,) int64, entries of each segment.
+
+    Raises:
+        ValueError: lengths are not int64 or negative.
+    """
+
+    def __init__(self, lengths: Tensor) -> None:
+        if lengths.ndim != 1 or lengths.dtype != torch.int64 or bool((lengths < 0).any()):
+            raise ValueError("lengths of segments must be (K,) int64, none negative")
+        self.lengths = lengths
+
+    @classmethod
+    def of_index(cls, index: Tensor, count: int) -> Segments:
+        """From the segment (M,) of each entry, ascending, and the number of segments."""
+        return cls(torch.bincount(index, minlength=count))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def total(self) -> int:
+        """Number of entries, M."""
+        return int(self.lengths.sum())
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """(K,) int64: index of the first entry of each segment."""
+        return self.lengths.cumsum(0) - self.lengths
+
+    @cached_property
+    def index(self) -> Tensor:
+        """(M,) int64: the segment of each entry."""
+        places = torch.arange(len(self.lengths), device=self.lengths.device)
+        return places.repeat_interleave(self.lengths, output_size=self.total)
+
+    @cached_property
+    def places(self) -> Tensor:
+        """(M,) int64: position of each entry within its segment, from 0."""
+        return torch.arange(self.total, device=self.lengths.device) - self.spread(self.starts)
+
+    def _reduced(self, values: Tensor, how: str) -> Tensor:
+        if len(values) != self.total:
+            raise ValueError(f"a column of {len(values)} entries does not fit segments of {self.total}")
+        # `unsafe`: the lengths were checked, against this column too
+        return torch.segment_reduce(values.double(), how, lengths=self.lengths, axis=0, unsafe=True)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """(K,) float64: sum of each segment of `values` (M,); 0.0 for an empty one."""
+        return self._reduced(values, "sum")
+
+    def mean(self, values: Tensor) -> Tensor:
+        """(K,) float64: mean of each segment; 0.0 for an empty one."""
+        return self.sum(values) / self.lengths.clamp(min=1)
+
+    def max(self, values: Tensor) -> Tensor:
+        """(K,) float64: largest value of each segment; −∞ for an empty one."""
+        return self._reduced(values, "max")
+
+    def any(self, flags: Tensor) -> Tensor:
+        """(K,) bool: whether a flag (M,) is True within the segment."""
+        return self.sum(flags) > 0
+
+    def spread(self, values: Tensor) -> Tensor:
+        """(M,): each segment's value (K,) at all of its entries."""
+        return values.repeat_interleave(self.lengths, output_size=self.total)
+
+    def padded(self, values: Tensor, fill: float = 0.0) -> Tensor:
+        """(K, T): one row per segment, filled on the right; T is the longest segment."""
+        longest = int(self.lengths.max()) if len(self.lengths) else 0
+        rows = values.new_full((len(self.lengths), longest), fill)
+        rows[self.index, self.places] = values
+        return rows
+
+    def flat(self, rows: Tensor) -> Tensor:
+        """(M,): the column whose `padded` form is `rows` (K, T)."""
+        return rows[self.index, self.places]
+
+    def cumsum(self, values: Tensor) -> Tensor:
+        """(M,) float64: running sum within each segment, this entry included."""
+        return self.flat(self.padded(values.double()).cumsum(1))
+
+    def entries_of(self, chosen: Tensor) -> Tensor:
+        """(m,) int64: indices of all entries of the chosen segments (k,) int64, in that order."""
+        lengths = self.lengths[chosen]
+        found = Segments(lengths)
+        return found.spread(self.starts[chosen]) + found.places
+
+    def kept(self, mask: Tensor) -> Segments:
+        """The segments of the column `values[mask]`, mask (M,) bool."""
+        return Segments(self.sum(mask).long())
+
+
+@dataclass(frozen=True)
+class Units:
+    """The nested segments of the M sampled tokens of a batch: turns in sequences in episodes.
+
+    Where a formula speaks of a response or sequence, `algorithm.unit` chooses `sequence` or `episode`. With
+    one turn and one sequence per episode all three are equal.
+    """
+
+    turn: Segments
+    sequence: Segments
+    episode: Segments
+
+    @classmethod
+    def of_responses(cls, lengths: Tensor) -> Units:
+        """One turn and one sequence per episode, of these numbers (B,) int64 of sampled tokens."""
+        same = Segments(lengths)
+        return cls(same, same, same)
+
+    def of(self, level: str) -> Segments:
+        """The segments of `turn`, `sequence` or `episode`."""
+        found: Segments = getattr(self, level)
+        return found
+
+    def kept(self, mask: Tensor) -> Units:
+        """The units of the tokens where `mask` (M,) is True."""
+        return Units(self.turn.kept(mask), self.sequence.kept(mask), self.episode.kept(mask))

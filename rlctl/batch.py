@@ -204,6 +204,7 @@ class TokenBatch:
     sequence_weights: Tensor | None = _column("episode", default=None)  # (E,) Π π/π_rollout
     advantages: Tensor | None = _column("sampled", default=None)  # (M,) float32
     returns: Tensor | None = _column("sampled", default=None)  # (M,) float32: targets of the values
+    age: Tensor | None = _column("sampled", default=None)  # (M,) optimizer updates since the sampling weights
 
     @classmethod
     def of(cls, episodes: Many[Episode], device: Any = "cpu") -> TokenBatch:

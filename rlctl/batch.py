@@ -7,7 +7,8 @@ attention only. Log-probs are nats in float32 at the sampling temperature, of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Many
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self

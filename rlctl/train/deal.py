@@ -102,12 +102,18 @@ def _described(batch: TokenBatch, rank: int, groups_per_mini: int) -> list[Dealt
 
 def _moved(batch: TokenBatch, ranks: Ranks, every: list[Dealt], takers: list[list[int]]) -> TokenBatch:
     """The episodes that arrive at this rank, in the order of their sources."""
-    of_mine = [(one.place, where) for one, where in zip(every, takers, strict=True) if one.source == ranks.rank]
+    of_mine = [
+        (one.place, where) for one, where in zip(every, takers, strict=True) if one.source == ranks.rank
+    ]
     outgoing = [
         batch.pick([place for place, where in of_mine if rank in where]) for rank in range(ranks.world_size)
     ]
     incoming = [
-        [one for one, where in zip(every, takers, strict=True) if one.source == source and ranks.rank in where]
+        [
+            one
+            for one, where in zip(every, takers, strict=True)
+            if one.source == source and ranks.rank in where
+        ]
         for source in range(ranks.world_size)
     ]
     sizes = {

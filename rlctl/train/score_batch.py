@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     from rlctl.train.sample_and_grade import Graded
 
 
-def train_batch(
-    spec: RunSpec, ranks: Ranks, graded: Graded, policy_version: int
-) -> TokenBatch:
+def train_batch(spec: RunSpec, ranks: Ranks, graded: Graded, policy_version: int) -> TokenBatch:
     """The episodes that this rank trains on, with rewards: those that were graded, dealt to ranks by tokens.
 
     Args:

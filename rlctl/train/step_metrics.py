@@ -42,7 +42,10 @@ def episode_sums(graded: Graded, policy_version: int, max_prompt_length: int) ->
         return torch.tensor(float(count), dtype=torch.float64)
 
     prompts = of_each(len(episode.task.prompt_ids) for episode in episodes)
-    oldest = (min((int(s.versions.min()) for s in e.sequences if len(s.versions)), default=policy_version) for e in episodes)
+    oldest = (
+        min((int(s.versions.min()) for s in e.sequences if len(s.versions)), default=policy_version)
+        for e in episodes
+    )
     groups = torch.tensor([episode.task.group_id for episode in episodes], dtype=torch.int64)[valid]
     spread = has_spread(rewards.graded[valid], groups)
     sums = moments("score", rewards.scores[valid])
@@ -56,7 +59,9 @@ def episode_sums(graded: Graded, policy_version: int, max_prompt_length: int) ->
         "full_prompts": (prompts >= max_prompt_length).double().sum(),
         "truncated": number(sum(episode.truncated for episode in episodes)),
         "aborted": number(sum(episode.aborted for episode in episodes)),
-        "invalid": number(sum(not ok and not e.aborted for e, ok in zip(episodes, valid.tolist(), strict=True))),
+        "invalid": number(
+            sum(not ok and not e.aborted for e, ok in zip(episodes, valid.tolist(), strict=True))
+        ),
         "timeouts": number(sum(rewards.timeouts.values())),
         "groups": number(len(graded.groups)),
         "flat_groups": number(len(graded.groups) - len(groups[spread].unique())),

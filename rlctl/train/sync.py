@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlctl.errors import RunFailure
-from rlctl.rollout.completions import MERGE_LORA
 from rlctl.batch import TokenBatch
 from rlctl.environment.single_turn import sample_episodes
+from rlctl.errors import RunFailure
+from rlctl.rollout.completions import MERGE_LORA
 from rlctl.rollout.protocol import Sampling, step_seed
 from rlctl.train.deal import deal
 from rlctl.train.settings import is_sync_due

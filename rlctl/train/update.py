@@ -26,8 +26,8 @@ from rlctl.algos.correction import (
     normalized,
     parts_with_nan,
 )
-from rlctl.algos.sums import LARGEST, HostSums, Sums, added, ratio
 from rlctl.algos.rules import LossRule
+from rlctl.algos.sums import LARGEST, HostSums, Sums, added, ratio
 from rlctl.batch import TokenBatch
 from rlctl.engine.layout import idle_inputs
 from rlctl.engine.protocol import PolicyOutput, TrainEngine
@@ -410,7 +410,17 @@ def _of_nothing(mini: MiniBatch) -> tuple[Sums, Sums]:
     assert not mini.batch.num_episodes
     correction = mini.correct(mini.batch, mini.batch.rollout_log_probs)
     zero = torch.zeros((), dtype=torch.float64, device=mini.batch.token_ids.device)
-    names = ["loss", "pg_loss", "kl_loss", "nonfinite", "tokens", "clipped", "clipped_lower", "entropy", "ppo_kl"]
+    names = [
+        "loss",
+        "pg_loss",
+        "kl_loss",
+        "nonfinite",
+        "tokens",
+        "clipped",
+        "clipped_lower",
+        "entropy",
+        "ppo_kl",
+    ]
     names += ["listed_mass"] if mini.settings.centers_scores else []
     names += ["router_aux_loss"] if mini.settings.router_aux_loss_coef else []
     return correction.sums, dict.fromkeys(names, zero)

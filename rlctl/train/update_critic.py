@@ -63,7 +63,8 @@ def _backward(mini: TokenBatch, critic: CriticEngine, ranks: Ranks, settings: Cr
     lengths, idle = mini.units.of(settings.unit).lengths, idle_inputs(mini.token_ids.device)
     counts = ranks.sum([float(lengths.sum()), float((lengths > 0).sum())])
     parts = [
-        mini.pick(episodes) for episodes in micro_batches(mini, settings.micro_sequences, settings.micro_tokens)
+        mini.pick(episodes)
+        for episodes in micro_batches(mini, settings.micro_sequences, settings.micro_tokens)
     ]
     critic.plan([part.inputs for part in parts] or [idle])
     num_passes = int(ranks.max(float(max(len(parts), 1))))
@@ -85,7 +86,11 @@ def _backward(mini: TokenBatch, critic: CriticEngine, ranks: Ranks, settings: Cr
             )
             loss = (c * per_token.values).sum()
             clipped = zero if per_token.clipped is None else per_token.clipped.sum()
-            figures = {"vf_loss": loss.detach(), "tokens": zero + len(values), "values": values.detach().sum()}
+            figures = {
+                "vf_loss": loss.detach(),
+                "tokens": zero + len(values),
+                "values": values.detach().sum(),
+            }
             sums.append({name: value.double() for name, value in (figures | {"clipped": clipped}).items()})
         critic.backward(loss, last=index == num_passes - 1)
     return ranks.to_host(added(sums))

@@ -114,23 +114,23 @@ def _tiny() -> tuple[Any, Any]:
 
 def _sampled(engine: ResponseSampler, tokenizer: Any) -> str:
     """Samples two responses to each of two prompts and checks their log-probs."""
+    from rlctl.batch import TokenBatch, torch_device
     from rlctl.data.prompts import PromptDataset
     from rlctl.data.schema import Message, Row
+    from rlctl.environment.single_turn import sample_episodes
     from rlctl.rollout.protocol import Sampling
 
     rows = [Row("", (Message("user", prompt),), "") for prompt in _PROMPTS]
-    prompts = PromptDataset(rows, tokenizer, max_prompt_length=64, filter_overlong=False).prompts(
-        [0, 1], [0, 1]
-    )
+    tasks = PromptDataset(rows, tokenizer, max_prompt_length=64, filter_overlong=False).tasks([0, 1], [0, 1])
     sampling = Sampling(max_response_length=_RESPONSE_LENGTH)
-    rollouts = engine.generate(prompts, sampling, n=2, step_seed=1, num_groups_total=len(_PROMPTS))
-    log_probs = rollouts.rollout_log_probs[rollouts.response_mask]
+    episodes = sample_episodes(engine, tasks, 2, sampling, 1, tokenizer)
+    log_probs = TokenBatch.of(episodes).rollout_log_probs
     if not (log_probs.isfinite() & (log_probs <= 0)).all():
         raise RunFailure(
             "sampled tokens have log-probs that are not finite or not negative",
             fix="compare engines: see docs/how-to/mismatch",
         )
-    return f"{len(log_probs)} tokens sampled on {rollouts.responses.device}"
+    return f"{len(log_probs)} tokens sampled on {torch_device()}"
 
 
 def _batch(model: Any, device: Any) -> Any:
@@ -139,12 +139,10 @@ def _batch(model: Any, device: Any) -> Any:
 
     from rlctl.batch import ModelInputs
 
-    rows, prompt, length = 4, len(_PROMPTS[0]), _RESPONSE_LENGTH
-    ids = torch.randint(model.config.vocab_size, (rows, prompt + length), device=device)
-    mask = torch.ones_like(ids, dtype=torch.bool)
+    episodes, prompt = 4, len(_PROMPTS[0])
+    length = prompt + _RESPONSE_LENGTH
     return ModelInputs(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=torch.arange(prompt + length, device=device).expand_as(ids),
-        scored=mask[:, prompt:],
+        token_ids=torch.randint(model.config.vocab_size, (episodes * length,), device=device),
+        scored=torch.arange(episodes * length, device=device) % length >= prompt,
+        lengths=torch.full((episodes,), length, device=device),
     )

@@ -32,7 +32,11 @@ class Corrected:
 
 
 def corrected(
-    log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, rules: CorrectionRules, **columns: Tensor | None
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    rules: CorrectionRules,
+    **columns: Tensor | None,
 ) -> Corrected:
     """`correct` of padded rows (B, T); further columns (B, T), or (B,) of all tokens of a row."""
     lengths = mask.sum(1)
@@ -146,7 +150,9 @@ def reject_rules() -> list[RejectRule]:
     return rules
 
 
-def factor_and_metrics(correction: Corrected | Correction, rules: CorrectionRules) -> tuple[float, dict[str, float]]:
+def factor_and_metrics(
+    correction: Corrected | Correction, rules: CorrectionRules
+) -> tuple[float, dict[str, float]]:
     """What one mini-batch logs, from its merged sums."""
     host = to_host(correction.sums)
     factor = normalization_factor(host, rules)

@@ -14,7 +14,8 @@ from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.algos.segments import Segments, Units
 from rlctl.algos.sums import to_host
 from rlctl.registry import POLICY_LOSSES
-from tests.properties.batches import Batch, corrected, factor_and_metrics, loss_rule, make_batch, weight_rules
+from tests.properties.batches import loss_rule, weight_rules
+from tests.properties.padded_batches import Batch, corrected, factor_and_metrics, make_batch
 
 RULES = (
     RejectRule("token", "k1", "none", -0.5, 0.5, "token"),

@@ -68,7 +68,7 @@ def corrected_gradient(train: Tensor, rollout: Tensor, rules: CorrectionRules) -
 def _gradient(train: Tensor, loss: str, shares: Tensor, keep: Tensor, weights: Tensor | None) -> Tensor:
     """∇ of a loss on the policy's own old log-probs, of which each sequence has its share (15,)."""
     log_probs = log_probs_of(train)[MASK]
-    advantages = UNITS.episode.spread((shares.detach() * REWARDS))
+    advantages = UNITS.episode.spread(shares.detach() * REWARDS)
     given = (log_probs[keep], log_probs[keep].detach(), advantages[keep], UNITS.episode.kept(keep))
     values = policy_loss(LossRule(loss), *given, None if weights is None else weights[keep]).values
     return torch.autograd.grad(values.sum(), train)[0]  # the shares already average

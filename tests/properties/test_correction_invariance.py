@@ -14,13 +14,8 @@ from rlctl.algos.losses import coefficients, policy_loss
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.algos.segments import Segments
 from rlctl.algos.sums import added, to_host
-from tests.properties.batches import (
-    Batch,
-    factor_and_metrics,
-    make_batch,
-    reject_rules,
-    weight_rules,
-)
+from tests.properties.batches import reject_rules, weight_rules
+from tests.properties.padded_batches import Batch, factor_and_metrics, make_batch
 
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 HORIZON = 8

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
-from tests.properties.batches import corrected, factor_and_metrics
+from tests.properties.padded_batches import corrected, factor_and_metrics
 
 #: ρ from 1e-5 to 1e5, none of them exactly on a bound.
 LOG_RATIOS = torch.linspace(-11.5, 11.5, 20_011)

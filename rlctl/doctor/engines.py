@@ -47,8 +47,8 @@ def hf_samples() -> str:
     from rlctl.batch import torch_device
     from rlctl.rollout.hf import HFRollout
 
-    model, tokenizer = _tiny()
-    return _sampled(HFRollout(model, tokenizer, torch_device()), tokenizer)
+    (model, tokenizer), device = _tiny(), torch_device()
+    return f"{_sampled(HFRollout(model, tokenizer, device), tokenizer)} on {device}"
 
 
 def vllm_samples() -> str:
@@ -114,17 +114,14 @@ def _tiny() -> tuple[Any, Any]:
 
 def _sampled(engine: ResponseSampler, tokenizer: Any) -> str:
     """Samples two responses to each of two prompts and checks their log-probs."""
-    from rlctl.batch import TokenBatch, torch_device
-    from rlctl.data.prompts import PromptDataset
-    from rlctl.data.schema import Message, Row
-    from rlctl.environment.single_turn import sample_episodes
-    from rlctl.rollout.protocol import Sampling
+    import torch
 
-    rows = [Row("", (Message("user", prompt),), "") for prompt in _PROMPTS]
-    tasks = PromptDataset(rows, tokenizer, max_prompt_length=64, filter_overlong=False).tasks([0, 1], [0, 1])
-    sampling = Sampling(max_response_length=_RESPONSE_LENGTH)
-    episodes = sample_episodes(engine, tasks, 2, sampling, 1, tokenizer)
-    log_probs = TokenBatch.of(episodes).rollout_log_probs
+    from rlctl.batch import torch_device
+    from rlctl.rollout.protocol import Request, Sampling
+
+    requests = [Request(ids, seed) for ids in tokenizer(list(_PROMPTS))["input_ids"] for seed in (1, 2)]
+    turns = engine.sample(requests, Sampling(max_response_length=_RESPONSE_LENGTH))
+    log_probs = torch.cat([turn.log_probs for turn in turns])
     if not (log_probs.isfinite() & (log_probs <= 0)).all():
         raise RunFailure(
             "sampled tokens have log-probs that are not finite or not negative",

@@ -11,13 +11,41 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.batch_losses import WholeBatch
-from rlctl.algos.correction import correct, normalization_factor
-from rlctl.algos.correction_records import Correction, CorrectionSums
+from rlctl.algos.correction import Correction, correct, correction_metrics, normalization_factor, normalized
 from rlctl.algos.estimators import AdvantageInputs
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
-from rlctl.algos.statistics import correction_metrics, normalized
+from rlctl.algos.segments import Units
+from rlctl.algos.sums import Sums, to_host
 from rlctl.algos.token_advantages import whiten
 from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """A correction in padded form; outside the mask weights are 0.0, and tokens are not kept."""
+
+    weights: Tensor | None  # (B, T)
+    keep_mask: Tensor  # (B, T)
+    nonfinite: Tensor  # (B,)
+    saturated: Tensor  # (B,)
+    sums: Sums
+
+
+def corrected(
+    log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, rules: CorrectionRules, **columns: Tensor | None
+) -> Corrected:
+    """`correct` of padded rows (B, T); further columns (B, T), or (B,) of all tokens of a row."""
+    lengths = mask.sum(1)
+    flat = {
+        name: x if x is None else (x[mask] if x.ndim == 2 else x.repeat_interleave(lengths))
+        for name, x in columns.items()
+    }
+    found = correct(log_probs[mask], rollout_log_probs[mask], Units.of_responses(lengths), rules, **flat)
+    weights = None
+    if found.weights is not None:
+        weights = torch.zeros(mask.shape).masked_scatter(mask, found.weights)
+    keep = torch.zeros_like(mask).masked_scatter(mask, found.keep)
+    return Corrected(weights, keep, found.nonfinite, found.saturated, found.sums)
 
 
 @dataclass(frozen=True)
@@ -46,10 +74,9 @@ class Batch:
             self.age,
         )
 
-    def correct(self, rules: CorrectionRules) -> Correction:
-        return correct(
-            self.log_probs, self.rollout_log_probs, self.mask, rules, advantages=self.advantages, age=self.age
-        )
+    def correct(self, rules: CorrectionRules) -> Corrected:
+        columns = {"advantages": self.advantages, "age": self.age}
+        return corrected(self.log_probs, self.rollout_log_probs, self.mask, rules, **columns)
 
 
 def make_batch(
@@ -119,8 +146,8 @@ def reject_rules() -> list[RejectRule]:
     return rules
 
 
-def factor_and_metrics(correction: Correction, rules: CorrectionRules) -> tuple[float, dict[str, float]]:
+def factor_and_metrics(correction: Corrected | Correction, rules: CorrectionRules) -> tuple[float, dict[str, float]]:
     """What one mini-batch logs, from its merged sums."""
-    host: CorrectionSums[float] = correction.sums.to_host()
+    host = to_host(correction.sums)
     factor = normalization_factor(host, rules)
     return factor, correction_metrics(normalized(host, factor, rules), rules)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Unit = Literal["token", "sequence"]
+Unit = Literal["token", "turn", "sequence", "episode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,9 +508,6 @@ REJECTION_CRITERIA = Registry(
     module="rlctl.algos.rejection_criteria",
     takes="log_ratio params",
     inputs="advantages age",
-)
-METRIC_CONVENTIONS = Registry(
-    "metric convention", key="algorithm.rollout_correction.dialect", module="rlctl.algos.verl_metrics"
 )
 KL_ESTIMATORS = Registry(
     "KL estimator",

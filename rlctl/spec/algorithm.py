@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rlctl.algos.rules import AggMode
+from rlctl.algos.rules import AggMode, ResponseUnit
 from rlctl.registry import ADVANTAGE_ESTIMATORS, CORRECTION_WEIGHTS, KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.base import Aliases, NullWord, OpenMapping, Registered, Section
 
@@ -115,6 +115,9 @@ class AlgorithmSpec(Section):
     `reinforce_plus_plus` the batch; the others compare the responses of one prompt."""
     adv_params: OpenMapping = Field(default={})
     """Parameters that the estimator declares."""
+    unit: ResponseUnit = "episode"
+    """What is one response where a formula speaks of a sequence: weights and criteria of whole sequences,
+    `seq-mean-…` and GSPO. Episodes of one sequence, such as a single answer, are the same either way."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount factor (`gae`, `reinforce_plus_plus`)."""
     lam: float = Field(default=1.0, ge=0, le=1)

@@ -355,9 +355,3 @@ def has_spread(scores: Tensor, group_ids: Tensor) -> Tensor:
 def spread_probability(rate: float, n: int) -> float:
     """Probability that the rewards of n responses differ, if each is 1 with probability `rate`, else 0."""
     return 1.0 - rate**n - (1.0 - rate) ** n
-
-
-def zero_spread(scores: Tensor, group_ids: Tensor) -> tuple[int, int]:
-    """Numbers of groups whose rewards are equal (no signal), and of groups; arguments as of `has_spread`."""
-    flat = group_ids[~has_spread(scores, group_ids)]
-    return len(torch.unique(flat)), len(torch.unique(group_ids))

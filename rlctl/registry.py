@@ -109,6 +109,19 @@ class Part:
         return self.params(**{name: (f.examples or [None])[0] for name, f in fields if f.is_required()})
 
 
+class PartInputs:
+    """Base of the inputs of parts; an attribute of an earlier version is an error that says what to do."""
+
+    __slots__ = ()
+    #: name of such an attribute → what to do instead
+    removed: ClassVar[dict[str, str]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        fix = self.removed.get(name)
+        what = f"{type(self).__name__} has no attribute {name}"
+        raise AttributeError(f"{what}: {fix} (see docs/how-to/extend.md)" if fix else what)
+
+
 class Registry(Mapping[str, Callable[..., Any]]):
     """Mapping name → function for one kind of part; `part` returns the full record.
 
@@ -500,7 +513,7 @@ KL_ESTIMATORS = Registry(
     "KL estimator",
     key="actor.kl_loss_type",
     module="rlctl.algos.kl",
-    takes="log_probs ref_log_probs rollout_log_probs",
+    takes="log_probs ref_log_probs rollout_log_probs unit",
     inputs="rollout_log_probs",
     takes_params=False,
 )

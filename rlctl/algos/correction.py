@@ -341,7 +341,9 @@ def _criterion_sums(log_ratio: LogRatio, result: _Result, rule: RejectRule, rule
     of_values = None if by_token or segments is None else segments.lengths
     tokens = rejected if segments is None else segments.spread(rejected)
     sums = moments(name, values, None if of_values is None else of_values > 0) | {
-        f"{name}.units": torch.tensor(len(values), device=values.device) if of_values is None else (of_values > 0).sum(),
+        f"{name}.units": torch.tensor(len(values), device=values.device)
+        if of_values is None
+        else (of_values > 0).sum(),
         f"{name}.above": above.sum(),
         f"{name}.below": below.sum(),
         f"{name}.masked_tokens": tokens.sum(),

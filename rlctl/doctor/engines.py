@@ -116,6 +116,7 @@ def _sampled(engine: ResponseSampler, tokenizer: Any) -> str:
     """Samples two responses to each of two prompts and checks their log-probs."""
     import torch
 
+    from rlctl.batch import torch_device
     from rlctl.rollout.protocol import Request, Sampling
 
     requests = [Request(ids, seed) for ids in tokenizer(list(_PROMPTS))["input_ids"] for seed in (1, 2)]
@@ -126,7 +127,7 @@ def _sampled(engine: ResponseSampler, tokenizer: Any) -> str:
             "sampled tokens have log-probs that are not finite or not negative",
             fix="compare engines: see docs/how-to/mismatch",
         )
-    return f"{len(log_probs)} tokens sampled"
+    return f"{len(log_probs)} tokens sampled on {torch_device()}"
 
 
 def _batch(model: Any, device: Any) -> Any:
@@ -135,8 +136,10 @@ def _batch(model: Any, device: Any) -> Any:
 
     from rlctl.batch import ModelInputs
 
-    rows, prompt, length = 4, len(_PROMPTS[0]), _RESPONSE_LENGTH
-    lengths = torch.full((rows,), prompt + length, device=device)
-    ids = torch.randint(model.config.vocab_size, (rows * (prompt + length),), device=device)
-    scored = torch.arange(prompt + length, device=device).repeat(rows) >= prompt
-    return ModelInputs(ids, scored, lengths)
+    episodes, prompt = 4, len(_PROMPTS[0])
+    length = prompt + _RESPONSE_LENGTH
+    return ModelInputs(
+        token_ids=torch.randint(model.config.vocab_size, (episodes * length,), device=device),
+        scored=torch.arange(episodes * length, device=device) % length >= prompt,
+        lengths=torch.full((episodes,), length, device=device),
+    )

@@ -59,6 +59,9 @@ SCHEMA = pa.schema(
 #: token was not sampled.
 KEPT = pa.field("kept_ids", pa.list_(pa.list_(pa.int32())), nullable=False)
 
+#: Column of the sampled tokens in schema 1, which had one row per response and no tokens of prompts.
+FIRST_TOKENS = "response_ids"
+
 #: A file is written after this many steps or bytes, and at every checkpoint.
 FLUSH_STEPS = 64
 FLUSH_BYTES = 64 * 2**20
@@ -178,7 +181,7 @@ def _damage(path: Path, schema: pa.Schema) -> str:
     """Reason why a part cannot be read; empty if it can."""
     try:
         found = pq.ParquetFile(path).schema_arrow
-        if not found.equals(schema) and _V1_TOKENS not in found.names:
+        if not found.equals(schema) and FIRST_TOKENS not in found.names:
             return "it has other columns"
     except (OSError, pa.ArrowInvalid) as error:
         return first_line(error)
@@ -288,10 +291,6 @@ def _write(directory: Path, first: int, last: int, table: pa.Table) -> None:
         pq.write_table(table, temporary, compression="zstd")
 
 
-#: Column of the sampled tokens in schema 1, which had one row per response and no tokens of prompts.
-_V1_TOKENS = "response_ids"
-
-
 def read_part(path: Path, **options: Any) -> pa.Table:
     """Rows of a part of any version, with the columns of `SCHEMA`.
 
@@ -307,9 +306,9 @@ def read_part(path: Path, **options: Any) -> pa.Table:
 def current(table: pa.Table) -> pa.Table:
     """Rows of schema 1, whole steps, as those of schema 2; only tokens of responses are known. Columns that
     `table` does not have are not made up."""
-    if _V1_TOKENS not in table.column_names:
+    if FIRST_TOKENS not in table.column_names:
         return table
-    names = ["token_ids" if name == _V1_TOKENS else name for name in table.column_names]
+    names = ["token_ids" if name == FIRST_TOKENS else name for name in table.column_names]
     table = table.rename_columns(names)
     ids = table["token_ids"].combine_chunks()
     lengths = np.diff(ids.offsets.to_numpy())

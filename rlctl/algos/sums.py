@@ -56,7 +56,7 @@ def moments(name: str, values: Tensor, n: Tensor | None = None, *, zeros: Tensor
     count = x.new_tensor(len(x)) if n is None else n.double().sum()
     there = x if n is None else x[n > 0]
     edge = torch.where(torch.as_tensor(zeros, device=x.device) > 0, 0.0, -math.inf).double()
-    low, high = there.aminmax() if len(there) else (edge, edge)
+    low, high = there.aminmax() if len(there) else (-edge, edge)
     found = count + zeros, weighted.sum(), weighted @ x, high.maximum(edge), (-low).maximum(edge)
     return {f"{name}{part}": value for part, value in zip(_MOMENTS, found, strict=True)}
 

@@ -35,7 +35,7 @@ from rlctl.engine.deepspeed_setup import (
     unrounded_weights,
     zero_stage_of,
 )
-from rlctl.engine.inputs import used_columns, widened
+from rlctl.engine.layout import Reader, idle_inputs
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
 from rlctl.engine.protocol import PolicyOutput, StepResult
@@ -102,6 +102,14 @@ class _Engine:
         self.scales_gradients = plain or any(hasattr(self._engine.optimizer, way) for way in ways)
         # No dropout: with it, π_θ would differ from the sampling policy, and from one pass to the next.
         self._engine.eval()
+
+    def plan(self, passes: Sequence[ModelInputs]) -> str:
+        """See `Trained.plan`."""
+        reader: Reader = self._engine.module.reader
+        if reader.packs is None:
+            with torch.no_grad():
+                self._engine(inputs=idle_inputs(self.ranks.device))
+        return reader.plan(passes)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Adds the gradient of one share of the mini-batch loss."""
@@ -206,8 +214,13 @@ class DeepSpeedEngine(_Engine):
     """A causal language model under DeepSpeed; see `TrainEngine`. `temperature`: that of sampling."""
 
     def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
-        sequence = settings.get("sequence")
-        wrap = partial(PolicyModule, temperature=temperature, sequence=sequence, **module_options(settings))
+        wrap = partial(
+            PolicyModule,
+            temperature=temperature,
+            sequence=settings.get("sequence"),
+            ranks=ranks,
+            **module_options(settings),
+        )
         super().__init__(model, wrap, ranks, **settings)
         self._policy: PolicyModule = self._engine.module
 
@@ -249,11 +262,14 @@ class DeepSpeedCritic(_Engine):
     """
 
     def __init__(self, model: Any, ranks: Ranks, **settings: Unpack[Settings]) -> None:
-        super().__init__(model, partial(ValueModule, **module_options(settings)), ranks, **settings)
+        super().__init__(
+            model, partial(ValueModule, ranks=ranks, **module_options(settings)), ranks, **settings
+        )
 
     def values(self, inputs: ModelInputs) -> Tensor:
         """See `CriticEngine.values`."""
-        return widened(self._engine(inputs=used_columns(inputs)), inputs)
+        values: Tensor = self._engine(inputs=inputs)
+        return values
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter in full, `body.…` and `head.weight` (under ZeRO-3 a collective)."""
@@ -288,7 +304,7 @@ class FrozenPolicy:
         with keeping_buffers(model), _quiet():
             placed = model.to(device=ranks.device, dtype=dtype)
             policy: Any = PolicyModule(
-                placed, temperature, share_prompts=is_whole, probe=is_whole, sequence=sequence
+                placed, temperature, share_prompts=is_whole, probe=is_whole, sequence=sequence, ranks=ranks
             )
             if not is_whole:
                 _ready_for_stage_3(policy, dtype)

@@ -1,9 +1,8 @@
-"""Log-probs of sampled tokens without a (B, T, V) tensor in float32.
+"""Log-probs of sampled tokens without an (N, V) tensor in float32.
 
-The model's body runs once, over packed rows (a prompt that several responses share is computed once). Its
-output head, and what the architecture does to logits after it, such as scaling or soft-capping, run over the
-scored tokens only, in chunks: the float32 logits of a chunk are freed before the next one, and recomputed in
-the backward pass.
+The model's body runs over rows that `rlctl.engine.layout` makes. Its output head, and what the architecture
+does to logits after it, such as scaling or soft-capping, run over the scored tokens only, in chunks: the
+float32 logits of a chunk are freed before the next one, and recomputed in the backward pass.
 """
 
 from __future__ import annotations
@@ -11,42 +10,36 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rlctl.batch import ModelInputs, TokenLists
-from rlctl.engine.inputs import (
-    can_pack,
-    reads_past_only,
-    same_values,
-    scored_states,
-    used_columns,
-    widened,
-)
+from rlctl.batch import ModelInputs
+from rlctl.engine.layout import Reader, reads_past_only, same_values
 from rlctl.engine.protocol import PolicyOutput
-from rlctl.engine.routing import RoutedBody
 from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.errors import UsageError
-from rlctl.prefix import UNSUPPORTED, base_name, body_of, can_share_prefix, evaluating
+from rlctl.prefix import UNSUPPORTED, base_name, body_of, evaluating
 from rlctl.spec.memory import logits_at_once
+
+if TYPE_CHECKING:
+    from rlctl.engine.ranks import Ranks
 
 
 class PolicyModule(nn.Module):
-    """A causal language model that returns log-probs of given responses.
+    """A causal language model that returns log-probs of given tokens.
 
     Args:
         temperature: logits are divided by it, as when sampling.
-        share_prompts: if rows cannot be packed, compute a prompt that adjacent rows share once, if the model
-            supports this.
         probe: test now what the model supports; False: in the first pass, because until then its weights are
             partitioned among the ranks. Then `share_prompts` must be False.
-        sequence: this rank's sequence-parallel group; None: each rank processes its own rows.
+        share_prompts, sequence, ranks: as in `Reader`.
 
     Attributes:
         head: applies the output head to scored states.
+        reader: runs the body.
 
     Raises:
         UsageError: log-probs of the model cannot be computed in this way, or it does not support sequence
@@ -61,14 +54,12 @@ class PolicyModule(nn.Module):
         share_prompts: bool = True,
         probe: bool = True,
         sequence: SequenceParallel | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.head = ChunkedHead(model, temperature)
-        self.shares_prompts = share_prompts and can_share_prefix(model)
-        self.sequence = sequence
-        self._is_probed = False
-        self.packs = False
+        self.reader = Reader(model, share_prompts=share_prompts, sequence=sequence, ranks=ranks)
         if probe:
             self._probe()
 
@@ -80,55 +71,49 @@ class PolicyModule(nn.Module):
         sum_pi_squared: bool = False,
         routing: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Log-probs and entropy of the responses; on request Σ_v π(v)².
+        """Log-probs and entropy of the M scored tokens; on request more.
 
         Args:
-            inputs: any number of rows. Distributions are restricted to their sets in `kept` and renormalised;
-                log-probs of the tokens in `most_likely` are returned too.
+            inputs: any number of sequences. Distributions are restricted to their sets in `kept` and
+                renormalised; log-probs of the tokens in `most_likely` are returned too.
             entropy_grad: compute the entropy with gradient.
             sum_pi_squared: also return the collision probability of the next-token distribution.
             routing: also return the routing of the scored tokens to experts, last.
 
         Returns:
-            Two or three (B, T) float32, 0.0 where not scored: log-probs (with gradient), entropy (with
-            gradient only with `entropy_grad`) and on request Σ_v π(v)² (without gradient). Then, if there are
-            `most_likely` tokens, their (N, M) log-probs (with gradient) for the N scored tokens in row order.
+            Two or three (M,) float32: log-probs (with gradient), entropy (with gradient only with
+            `entropy_grad`) and on request Σ_v π(v)² (without gradient). Then, if there are `most_likely`
+            tokens, their (M, K) log-probs (with gradient).
         """
-        if not self._is_probed:
+        if self.reader.packs is None:
             self._probe()
-        scored = inputs.scored
-        body = body_of(self.model)
-        states, own = scored_states(
-            RoutedBody(body) if routing else body,
-            inputs,
-            packs=self.packs,
-            share_prompts=self.shares_prompts,
-            split=self.sequence.own_tokens if self.sequence else None,
-        )
+        states, own = self.reader.states(inputs, routing=routing)
         routes: list[Tensor] = []
         if routing:
             width = self.model.config.get_text_config().hidden_size
             states, routes = states[:, :width].to(self.model.dtype), [states[:, width:]]
-        tokens = inputs.responses[scored]
-        listed = inputs.most_likely
-        most_likely_ids = None if listed is None else listed.padded(scored)[0]
-        kept = None
-        if inputs.kept is not None:
-            counts, ids = inputs.kept.at(scored)
-            kept = TokenLists(counts[:, None], ids)
+        tokens, kept = inputs.tokens, inputs.kept
+        listed = None if inputs.most_likely is None else inputs.most_likely.padded()[0]
         if own is not None:
-            tokens, kept = tokens[own], kept and kept[own]
-            most_likely_ids = None if most_likely_ids is None else most_likely_ids[own]
-        given = (states, tokens, most_likely_ids, *((kept.counts[:, 0], kept.ids) if kept else ()))
+            tokens, kept, listed = tokens[own], kept and kept[own], None if listed is None else listed[own]
+        given = (states, tokens, listed, *((kept.counts, kept.ids) if kept else ()))
         figures = self.head(*given, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared)
-        if own is not None and self.sequence:
-            figures = self.sequence.of_all(figures, own, int(scored.sum()))
+        if own is not None and self.reader.sequence:
+            figures = self.reader.sequence.of_all(figures, own, len(inputs.tokens))
         per_token, most_likely = figures.tensor_split([3 if sum_pi_squared else 2])
-        chosen, entropy, *squared = per_token
-        found = (chosen, entropy if entropy_grad else entropy.detach(), *(part.detach() for part in squared))
-        empty = torch.zeros(scored.shape, dtype=torch.float32, device=scored.device)
-        tensors = [empty.masked_scatter(scored, values) for values in found]
-        return (*tensors, *([] if most_likely_ids is None else [most_likely.T]), *routes)
+        log_probs, entropy, *squared = per_token
+        found = (
+            log_probs,
+            entropy if entropy_grad else entropy.detach(),
+            *(part.detach() for part in squared),
+        )
+        return (*found, *([] if listed is None else [most_likely.T]), *routes)
+
+    @torch.no_grad()
+    def logits(self, inputs: ModelInputs) -> Tensor:
+        """(M, V) float32 logits that predict the scored tokens, before temperature."""
+        states, _ = self.reader.states(inputs)
+        return self.head.function()(states).float()
 
     def _probe(self) -> None:
         for name, weight in self.model.named_parameters():
@@ -139,16 +124,16 @@ class PolicyModule(nn.Module):
                 )
                 raise UsageError(what, where=where, fix="use another copy of the model")
         self.head.is_linear = _head_is_linear(self.model)
-        self.packs = can_pack(body_of(self.model))
-        self._is_probed = True
-        if not self.packs and not reads_past_only(self.model):
-            what = f"{type(self.model).__name__} reads padding, or tokens after those that it predicts"
+        reader = self.reader
+        reader.probe()
+        if not reader.packs and not reader.agree(reads_past_only(self.model)):
+            what = f"{type(self.model).__name__} reads tokens after those that it predicts"
             raise UsageError(what, where="model.path", fix="name a model of another architecture")
-        if self.sequence:
-            if not self.packs:
+        if reader.sequence:
+            if not reader.packs:
                 what = f"{type(self.model).__name__} does not support packed rows, so ranks cannot share them"
                 raise UsageError(what, where="engine.sequence_parallel", fix="set it to 1")
-            self.sequence.install(self.model)
+            reader.sequence.install(self.model)
 
 
 class ChunkedHead(nn.Module):
@@ -172,6 +157,12 @@ class ChunkedHead(nn.Module):
         self._vocabulary: int = model.config.get_text_config().vocab_size
         self._unregistered = [model]
 
+    def function(self) -> Callable[[Tensor], Tensor]:
+        """From states (N, H) to logits (N, V)."""
+        [model] = self._unregistered
+        function: Callable[[Tensor], Tensor] = model.get_output_embeddings().forward
+        return function if self.is_linear else logits_after_body(model)
+
     def forward(
         self,
         states: Tensor,
@@ -188,12 +179,11 @@ class ChunkedHead(nn.Module):
         Args:
             states: (N, H), of the model's body.
             tokens: (N,) int64, the tokens chosen.
-            most_likely_ids: (N, M) int64, tokens whose log-probs are computed too.
-            kept_counts, kept_ids: the sets to which the distributions are restricted, see `TokenLists.at`.
+            most_likely_ids: (N, K) int64, tokens whose log-probs are computed too.
+            kept_counts, kept_ids: the sets to which the distributions are restricted, see `TokenLists`.
             entropy_grad, sum_pi_squared: as in `PolicyModule.forward`.
         """
-        [model] = self._unregistered
-        head = model.get_output_embeddings().forward if self.is_linear else logits_after_body(model)
+        head = self.function()
 
         def token_outputs(
             states: Tensor,
@@ -235,16 +225,15 @@ class ChunkedHead(nn.Module):
 def policy_output(
     policy: Callable[..., tuple[Tensor, ...]], inputs: ModelInputs, **asked: bool
 ) -> PolicyOutput:
-    """The policy's output for the scored tokens, computed over the columns that at least one row uses.
+    """The policy's output for the scored tokens.
 
     Args:
         policy: a `PolicyModule`, or the engine that wraps it.
-        asked: `entropy_grad`, `sum_pi_squared`, see `PolicyModule.forward`.
+        asked: `entropy_grad`, `sum_pi_squared`, `routing`, see `PolicyModule.forward`.
     """
-    found = list(policy(inputs=used_columns(inputs), **asked))
-    routing = found.pop() if asked.get("routing") else None
-    most_likely = None if inputs.most_likely is None else found.pop()
-    log_probs, entropy, *more = (widened(values, inputs) for values in found)
+    log_probs, entropy, *more = policy(inputs=inputs, **asked)
+    routing = more.pop() if asked.get("routing") else None
+    most_likely = None if inputs.most_likely is None else more.pop()
     return PolicyOutput(log_probs, entropy, more[0] if more else None, most_likely, routing)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -59,6 +59,15 @@ class Trained(Protocol):
 
     zero_stage: int
     scales_gradients: bool
+
+    def plan(self, passes: Sequence[ModelInputs]) -> str:
+        """Chooses how the model reads these inputs, the passes of a mini-batch; called on all ranks.
+
+        Until the next call the choice holds for all passes of this engine. Without a call each pass chooses.
+
+        Returns:
+            The choice in words, the same on every rank.
+        """
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Adds this micro-batch's gradient; `last` marks the last micro-batch of the mini-batch.

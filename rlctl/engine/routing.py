@@ -58,7 +58,7 @@ def balance_loss(routing: Tensor, shares: Tensor, num_tokens: float) -> Tensor:
     """() the part of the mini-batch's auxiliary loss that some of its tokens have, with gradient.
 
     Args:
-        routing: (N, 2·E) of these tokens, as in `PolicyOutput.routing`.
+        routing: (m, 2·E) of these tokens, as in `PolicyOutput.routing`.
         shares: (E,) f, of all tokens of the mini-batch.
         num_tokens: their number.
     """

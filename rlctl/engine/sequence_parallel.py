@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from rlctl.engine.inputs import PackedRows
+from rlctl.engine.layout import Rows, has_no_mask
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class SequenceParallel:
             )
             raise UsageError(what, where=_KEY, fix="use a number that divides both")
         kernel = str(config._attn_implementation)
-        if kernel != "sdpa" and "flash" not in kernel:
+        if kernel != "sdpa" and not has_no_mask(kernel):
             what = f"attention {kernel} does not work on parts of a sequence"
             raise UsageError(
                 what, where=_KEY, fix="set model.attn_implementation to sdpa or flash_attention_2"
@@ -90,7 +90,7 @@ class SequenceParallel:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def own_tokens(self, rows: PackedRows) -> PackedRows:
+    def own_tokens(self, rows: Rows) -> Rows:
         """This rank's part of packed rows; all ranks of the group call it with the same rows."""
         inputs, width = rows.inputs, rows.inputs["input_ids"].shape[1]
         more = -width % self.size
@@ -110,10 +110,10 @@ class SequenceParallel:
         states_at = row[scored_at] * share + column[scored_at] - mine.start
         given = {"input_ids": ids[:, mine], "position_ids": positions[:, mine], "attention_mask": mask}
         own = inputs | given | ({"all_position_ids": positions} if mask is None else {})
-        return PackedRows(own, states_at, scored_at)
+        return Rows(own, states_at, scored_at)
 
     def of_all(self, values: Tensor, scored_at: Tensor, count: int) -> Tensor:
-        """(F, N) of all scored tokens from each rank's (F, M); gradients reach only the rank's own tokens.
+        """(F, M) of all scored tokens from each rank's (F, m); gradients reach only the rank's own tokens.
 
         Each rank computes the whole loss, so the gradient of its own tokens is complete.
         """

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from rlctl.batch import ModelInputs
-from rlctl.engine.inputs import can_pack, scored_states
+from rlctl.engine.layout import Reader
 from rlctl.errors import UsageError
-from rlctl.prefix import body_of, can_share_prefix
+from rlctl.prefix import body_of
+
+if TYPE_CHECKING:
+    from rlctl.engine.ranks import Ranks
 
 
 class ValueHead(nn.Linear):
@@ -31,19 +34,20 @@ class ValueHead(nn.Linear):
 
 
 class ValueModule(nn.Module):
-    """V(prompt, tokens so far) at every response position.
+    """V(tokens so far) before every scored token.
 
     Args:
         model: a Hugging Face causal language model; its body is used, its output head is not.
-        share_prompts: if rows cannot be packed, compute a prompt that adjacent rows share once, if the model
-            supports this.
+        share_prompts, ranks: as in `Reader`.
         probe: as in `PolicyModule`.
 
     Raises:
         UsageError: the model has no body separate from its output head.
     """
 
-    def __init__(self, model: Any, *, share_prompts: bool = True, probe: bool = True) -> None:
+    def __init__(
+        self, model: Any, *, share_prompts: bool = True, probe: bool = True, ranks: Ranks | None = None
+    ) -> None:
         super().__init__()
         body = body_of(model)
         if body is None:
@@ -52,23 +56,18 @@ class ValueModule(nn.Module):
                 where="critic.path",
                 fix="name a model of another architecture",
             )
-        self.packs: bool | None = can_pack(body) if probe else None
-        self.shares_prompts = share_prompts and can_share_prefix(model)
+        self.reader = Reader(model, share_prompts=share_prompts, ranks=ranks)
+        if probe:
+            self.reader.probe()
         self.body = body
         config = model.config.get_text_config()
         width = getattr(config, "word_embed_proj_dim", config.hidden_size)  # OPT projects its states
         self.head = ValueHead(width, next(body.parameters()).device)
 
     def forward(self, inputs: ModelInputs) -> Tensor:
-        """Values of the states before each response token.
-
-        Returns:
-            (B, T) float32 with gradient; index t is the value before token t is sampled, computed from the
-            state that predicts it. 0.0 where not scored.
-        """
-        if self.packs is None:
-            self.packs = can_pack(self.body)
-        states, _ = scored_states(self.body, inputs, packs=self.packs, share_prompts=self.shares_prompts)
-        values = self.head(states)
-        empty = torch.zeros(inputs.scored.shape, dtype=torch.float32, device=values.device)
-        return empty.masked_scatter(inputs.scored, values)
+        """(M,) float32 with gradient: value of the state before each scored token, which predicts it."""
+        if self.reader.packs is None:
+            self.reader.probe()
+        states, _ = self.reader.states(inputs)
+        values: Tensor = self.head(states)
+        return values

@@ -210,12 +210,13 @@ def estimate(batch: TokenBatch, algorithm: AlgorithmSpec) -> Estimate:
     assert batch.rewards is not None
     found = part.function(
         AdvantageInputs(
-            rewards=batch.rewards,
+            token_rewards=batch.rewards,
             units=units,
             group_ids=batch.group_ids,
             gamma=algorithm.gamma,
             lam=algorithm.lam,
             divide_by_std=algorithm.norm_adv_by_std_in_grpo,
+            gamma_per=algorithm.gamma_per,
             values=batch.values,
             baseline_scores=batch.baseline_scores,
             score_norms=batch.score_norms,

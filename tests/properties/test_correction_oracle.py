@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
-from tests.properties.batches import Batch, corrected, factor_and_metrics, make_batch, reject_rules, weight_rules
+from tests.properties.batches import reject_rules, weight_rules
+from tests.properties.padded_batches import Batch, corrected, factor_and_metrics, make_batch
 from tests.reference.correction import reference
 
 RULES = reject_rules()

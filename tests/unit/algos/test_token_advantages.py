@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rlctl.algos.metric_sums import Moments
 from torch import Tensor
 
-from rlctl.algos.metric_sums import Moments
 from rlctl.algos.token_advantages import (
     explained_variance,
     gae,

@@ -24,7 +24,7 @@ from rlctl.registry import POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules
 from rlctl.train.update import update
-from tests.models import replaced, tiny_model
+from tests.models import tiny_model
 from tests.processes import on_ranks
 from tests.properties.batches import by_response, estimate, loss_rule, make_batch
 from tests.unit.train.updates import BYPASS, DECOUPLED, PlainEngine, alone, batch_of, settings_of
@@ -248,13 +248,11 @@ def gradients(ranks, loss: str, mode: dict[str, object], micro: int) -> list[Ten
     model = tiny_model()
     batch = batch_of(model)
     if mode["bypass_mode"]:
-        batch = replaced(batch, old_log_probs=batch.rollout_log_probs)
-    share = len(batch) // ranks.world_size
-    batch = batch.pick(slice(ranks.rank * share, (ranks.rank + 1) * share))
+        batch = replace(batch, old_log_probs=batch.rollout_log_probs)
+    share = batch.num_episodes // ranks.world_size
+    batch = batch.pick(range(ranks.rank * share, (ranks.rank + 1) * share))
     engine = PlainEngine(model)
-    settings = settings_of(
-        mode | {"loss_type": loss, "rollout_is": "token"}, micro_rows=micro, mini_rows=share
-    )
+    settings = settings_of(mode | {"loss_type": loss, "rollout_is": "token"}, micro_sequences=micro)
     update(batch, engine, ranks, settings, lambda _: 0.0, 0)
     found = [gradient for _, gradient in sorted(engine.gradient.items())]
     if ranks.world_size > 1:
@@ -292,7 +290,7 @@ def test_with_one_update_per_batch_bypass_is_the_ratio_pinned_to_one() -> None:
     found = []
     for mode, loss in ((DECOUPLED, "ppo_clip"), (BYPASS, "reinforce")):
         engine = PlainEngine(tiny_model())
-        given = replaced(batch, old_log_probs=old if mode is DECOUPLED else batch.rollout_log_probs)
+        given = replace(batch, old_log_probs=old if mode is DECOUPLED else batch.rollout_log_probs)
         update(given, engine, alone(), settings_of(mode | {"loss_type": loss}), lambda _: 0.0, 0)
         found.append(engine.gradient)
     for name, gradient in found[0].items():

@@ -323,7 +323,8 @@ class TokenBatch:
     def _each(self, change: Any) -> TokenBatch:
         """The batch with every field changed by (value, what it is a column of) → value, unless it is None."""
         given = [(part.name, part.metadata["of"], getattr(self, part.name)) for part in fields(self)]
-        return TokenBatch(**{name: None if x is None else change(x, of) for name, of, x in given})
+        columns: dict[str, Any] = {name: None if x is None else change(x, of) for name, of, x in given}
+        return TokenBatch(**columns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,7 +135,7 @@ def _moved(batch: TokenBatch, ranks: Ranks, every: list[Dealt], takers: list[lis
         arrived = torch.cat(ranks.all_to_all(log_probs, totals)) if log_probs else None
         return TokenLists(torch.cat(counts), torch.cat(ids), arrived)
 
-    columns = {}
+    columns: dict[str, Any] = {}
     for part in fields(TokenBatch):
         values, of = [getattr(one, part.name) for one in outgoing], part.metadata["of"]
         if values[0] is None:

@@ -64,7 +64,7 @@ def episode_sums(graded: Graded, policy_version: int, max_prompt_length: int) ->
         ),
         "timeouts": number(sum(rewards.timeouts.values())),
         "groups": number(len(graded.groups)),
-        "flat_groups": number(len(graded.groups) - len(groups[spread].unique())),
+        "flat_groups": number(len(graded.groups) - len(set(groups[spread].tolist()))),
     }
 
 

@@ -1,7 +1,7 @@
 """Advantage estimators, registered by their name in the spec with the batch fields that each one reads.
 
-Every estimator is `estimator(inputs: AdvantageInputs) -> Tensor | Estimate`. A returned tensor holds the
-advantages: (E,) one per episode, or (M,) one per sampled token. Recurrences over tokens are in
+Every estimator is `estimator(inputs: AdvantageInputs) -> Tensor | Estimate`: a tensor (E,) of one advantage
+per episode, or an `Estimate` of one per sampled token. Recurrences over tokens are in
 `rlctl.algos.token_advantages`.
 
 The batch holds the episodes that were graded, of all ranks. Group estimators compare the episodes of one

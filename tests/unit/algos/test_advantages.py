@@ -241,14 +241,15 @@ def test_one_advantage_per_episode_is_that_of_its_tokens() -> None:
     found = returning(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)).advantages
     assert found.tolist() == [1.0] * 5 + [2.0] * 2 + [3.0] * 4
     assert found.dtype == torch.float32
-    assert torch.equal(returning(torch.arange(11.0)).advantages, torch.arange(11.0))
+    assert torch.equal(returning(Estimate(torch.arange(11.0))).advantages, torch.arange(11.0))
 
 
 @pytest.mark.parametrize(
     ("found", "needs", "words"),
     [
         (None, (), "returned NoneType, not a tensor"),
-        (torch.zeros(3, 5), (), r"shape \(3, 5\).*|return a tensor of shape \(3,\) or \(11,\)"),
+        (torch.zeros(3, 5), (), r"shape \(3, 5\)"),
+        (torch.zeros(11), (), r"shape \(11,\)"),
         (Estimate(torch.zeros(3)), (), r"shape \(3,\)"),
         (Estimate(torch.zeros(11), torch.zeros(3)), (), "returns"),
         (torch.zeros(3), ("values",), "no target values"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from rlctl.algos.correction_records import LogRatio
+from rlctl.algos.correction import LogRatio
 from rlctl.registry import CORRECTION_WEIGHTS, REJECTION_CRITERIA
 
 
@@ -32,8 +32,8 @@ class Tempered(BaseModel, extra="forbid"):
     experimental=True,
 )
 def tempered(log_ratio: LogRatio, params: Tempered) -> Tensor:
-    """(B, 1) log w: the exact weight flattened towards 1, less variance for more bias."""
-    return params.exponent * log_ratio.sequence
+    """(R,) log w: the exact weight flattened towards 1, less variance for more bias."""
+    return params.exponent * log_ratio.total
 
 
 @REJECTION_CRITERIA.register(
@@ -45,6 +45,6 @@ def tempered(log_ratio: LogRatio, params: Tempered) -> Tensor:
     experimental=True,
 )
 def worst_tokens(log_ratio: LogRatio, params: None) -> Tensor:
-    """(B, 1): one number per response, compared with the threshold; padding is 0 in `token`."""
-    gap = log_ratio.token.abs()
-    return gap.topk(min(2, gap.shape[-1])).values.sum(-1, keepdim=True) / 2
+    """(R,): one number per response, compared with the threshold."""
+    gap = log_ratio.unit.padded(log_ratio.token.abs())
+    return gap.topk(min(2, gap.shape[-1])).values.sum(-1) / 2

@@ -7,31 +7,32 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from pydantic import BaseModel, Field
 
-from rlctl.batch import FINISH_REASONS, Prompts, Rollouts
+from rlctl.batch import Turn
 from rlctl.registry import ROLLOUT_ENGINES
-from rlctl.rollout.assemble import assemble, positions, sample_ids, synced
 from rlctl.rollout.engines import EngineCapabilities, EngineContext
-from rlctl.rollout.protocol import Policy, Sampled, Sampling
+from rlctl.rollout.protocol import Policy, Request, Sampling, synced
 
 
 class Options(BaseModel, extra="forbid"):
     """Parameters of the engine: `rollout.engine_params.*`."""
 
     max_rows: int = Field(default=256, ge=1)
-    """Responses sampled at once."""
+    """Requests sampled at once."""
 
 
 class PlainSampling:
-    """Samples token by token; every row has a separate random generator."""
+    """Samples token by token; every request has a separate random generator."""
 
     def __init__(self, context: EngineContext) -> None:
         self.model = copy.deepcopy(context.model).to(context.device).eval().requires_grad_(False)
         self.weights = dict(self.model.named_parameters())
-        self.tokenizer, self.device = context.tokenizer, context.device
+        self.end, self.device = context.tokenizer.eos_token_id, context.device
         self.max_rows = context.params.max_rows
         self.version: int | None = 0
 
@@ -43,44 +44,45 @@ class PlainSampling:
                 self.weights[name].copy_(tensor)
         self.version = policy_version
 
-    @torch.no_grad()
-    def generate(
-        self, prompts: Prompts, sampling: Sampling, *, n: int, step_seed: int, num_groups_total: int
-    ) -> Rollouts:
-        """Samples n responses per prompt; a response depends only on its seed and its prompt."""
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Turn]:
+        """Samples one turn per request; requests with the same tokens are adjacent, and sampled together."""
         version = synced(self.version)  # raises RunFailure if the last sync did not finish
-        ids = prompts.prompt_ids.to(self.device).repeat_interleave(n, dim=0)
-        mask = prompts.prompt_mask.to(self.device).repeat_interleave(n, dim=0)
-        seeds = [step_seed % 2**31 + place for place in sample_ids(prompts.group_ids, n).tolist()]
-        length = sampling.max_response_length
-        tokens = torch.full((len(ids), length), self.tokenizer.pad_token_id, device=self.device)
-        log_probs = torch.zeros(len(ids), length, device=self.device)
-        lengths = torch.zeros(len(ids), dtype=torch.int64, device=self.device)
-        stopped = torch.zeros(len(ids), dtype=torch.bool, device=self.device)
-        for start in range(0, len(ids), self.max_rows):
-            rows = slice(start, start + self.max_rows)
-            generators = [torch.Generator().manual_seed(seed) for seed in seeds[rows]]
-            text, attention = ids[rows], mask[rows]
-            for place in range(length):
-                logits = self.model(
-                    input_ids=text, attention_mask=attention.long(), position_ids=positions(attention)
-                ).logits[:, -1]
-                scores = (logits.float() / sampling.temperature).log_softmax(-1)
-                if sampling.greedy:
-                    drawn = scores.argmax(-1, keepdim=True)
-                else:
-                    noise = torch.stack([torch.rand(scores.shape[1], generator=g) for g in generators])
-                    drawn = (scores - (-noise.log()).log().to(scores)).argmax(-1, keepdim=True)
-                running = ~stopped[rows]
-                tokens[rows, place] = torch.where(running, drawn[:, 0], tokens[rows, place])
-                log_probs[rows, place] = torch.where(running, scores.gather(1, drawn)[:, 0], 0.0)
-                lengths[rows] += running
-                stopped[rows] |= running & (drawn[:, 0] == self.tokenizer.eos_token_id)
-                text = torch.cat([text, drawn], dim=1)
-                attention = torch.cat([attention, running[:, None]], dim=1)
-        reason = torch.where(stopped, FINISH_REASONS.index("stop"), FINISH_REASONS.index("length"))
-        sampled = Sampled(tokens, log_probs, lengths, reason.to(torch.int8))
-        return assemble(prompts, sampled, n=n, tokenizer=self.tokenizer, policy_version=version)
+        turns: list[Turn] = []
+        for _, equal in groupby(requests, key=lambda request: tuple(request.token_ids)):
+            siblings = list(equal)
+            for start in range(0, len(siblings), self.max_rows):
+                turns += self._sample(siblings[start : start + self.max_rows], sampling, version)
+        return turns
+
+    @torch.no_grad()
+    def _sample(self, requests: list[Request], sampling: Sampling, version: int) -> list[Turn]:
+        """One turn per request; all have the same tokens."""
+        text = torch.tensor([list(request.token_ids) for request in requests], device=self.device)
+        generators = [torch.Generator().manual_seed(request.seed) for request in requests]
+        limits = [request.limit(sampling) for request in requests]
+        prompt_length, columns = text.shape[1], []
+        for _ in range(max(limits)):
+            logits = self.model(input_ids=text).logits[:, -1]
+            scores = (logits.float() / sampling.temperature).log_softmax(-1)
+            if sampling.greedy:
+                drawn = scores.argmax(-1, keepdim=True)
+            else:
+                noise = torch.stack([torch.rand(scores.shape[1], generator=g) for g in generators])
+                drawn = (scores - (-noise.log()).log().to(scores)).argmax(-1, keepdim=True)
+            columns.append(scores.gather(1, drawn))
+            text = torch.cat([text, drawn], dim=1)
+            if (text[:, prompt_length:] == self.end).any(1).all():
+                break
+        turns = []
+        rows = zip(text[:, prompt_length:].cpu(), torch.cat(columns, dim=1).cpu(), limits, strict=True)
+        for tokens, log_probs, limit in rows:
+            ends = (tokens[:limit] == self.end).nonzero()
+            length = int(ends[0]) + 1 if len(ends) else limit
+            token_ids = tokens[:length].clone()
+            reason = "stop" if len(ends) else "length"
+            versions = torch.full_like(token_ids, version)
+            turns.append(Turn(token_ids, log_probs[:length].clone(), versions, reason))
+        return turns
 
     def close(self) -> None:
         """Frees the memory."""

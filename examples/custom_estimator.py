@@ -1,4 +1,4 @@
-"""An advantage estimator in one file: the reward minus the best reward of the other responses to the prompt.
+"""An advantage estimator in one file: the reward minus the best reward of the prompt's other episodes.
 
 rlctl train --preset rloo-seq-is algorithm.adv_estimator=examples/custom_estimator.py:minus_best
 """
@@ -14,16 +14,15 @@ from rlctl.registry import ADVANTAGE_ESTIMATORS
 
 @ADVANTAGE_ESTIMATORS.register(
     label="Reward minus the best sibling's",
-    formula="A_i = r_i − max over the other valid responses to the prompt",
+    formula="A_i = r_i − max over the other episodes of the prompt",
     source="an example",
     needs={"group_ids"},
     experimental=True,
 )
 def minus_best(inputs: AdvantageInputs) -> Tensor:
-    """(B,) one advantage per response; 0.0 without a valid sibling."""
-    rewards = inputs.rewards
-    index = torch.arange(len(rewards), device=rewards.device)
-    others = (index[:, None] != index[None, :]) & inputs.valid[None, :]
-    siblings = (inputs.group_ids[:, None] == inputs.group_ids[None, :]) & others
+    """(E,) one advantage per episode; 0.0 without a sibling."""
+    rewards, groups = inputs.rewards, inputs.group_ids
+    itself = torch.eye(len(rewards), dtype=torch.bool, device=rewards.device)
+    siblings = (groups[:, None] == groups[None, :]) & ~itself
     best = torch.where(siblings, rewards[None, :], -torch.inf).amax(-1)
-    return torch.where(inputs.valid & siblings.any(-1), rewards - best, 0.0)
+    return torch.where(siblings.any(-1), rewards - best, 0.0)

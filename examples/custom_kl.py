@@ -2,10 +2,13 @@
 
 from torch import Tensor
 
+from rlctl.algos.segments import Segments
 from rlctl.registry import KL_ESTIMATORS
 
 
 @KL_ESTIMATORS.register(label="Half squared log-ratio", formula="½ (log π_θ − log π_ref)²")
-def half_square(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
-    """(B, T), with gradient through `log_probs`; values outside the mask are ignored."""
+def half_square(
+    log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor, unit: Segments
+) -> Tensor:
+    """(m,), one value per token of the loss, with gradient through `log_probs`."""
     return 0.5 * (log_probs - ref_log_probs).square()

@@ -30,7 +30,7 @@ class SoftPPO(BaseModel, extra="forbid"):
     experimental=True,
 )
 def soft_ppo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """(B, T) loss per token, with gradient through `inputs.log_probs`."""
+    """(m,) loss per token, with gradient through `inputs.log_probs`."""
     ratio = inputs.ratio
     penalty = 0.5 * rule.params.beta * (ratio - 1.0).square()
     return TokenLoss(-(ratio * inputs.advantages - penalty))

@@ -7,7 +7,8 @@ attention only. Log-probs are nats in float32 at the sampling temperature, of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Many
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -204,6 +205,7 @@ class TokenBatch:
     sequence_weights: Tensor | None = _column("episode", default=None)  # (E,) Π π/π_rollout
     advantages: Tensor | None = _column("sampled", default=None)  # (M,) float32
     returns: Tensor | None = _column("sampled", default=None)  # (M,) float32: targets of the values
+    age: Tensor | None = _column("sampled", default=None)  # (M,) optimizer updates since the sampling weights
 
     @classmethod
     def of(cls, episodes: Many[Episode], device: Any = "cpu") -> TokenBatch:
@@ -321,7 +323,8 @@ class TokenBatch:
     def _each(self, change: Any) -> TokenBatch:
         """The batch with every field changed by (value, what it is a column of) → value, unless it is None."""
         given = [(part.name, part.metadata["of"], getattr(self, part.name)) for part in fields(self)]
-        return TokenBatch(**{name: None if x is None else change(x, of) for name, of, x in given})
+        columns: dict[str, Any] = {name: None if x is None else change(x, of) for name, of, x in given}
+        return TokenBatch(**columns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Unit = Literal["token", "sequence"]
+Unit = Literal["token", "turn", "sequence", "episode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,19 @@ class Part:
             return None
         fields = self.params.model_fields.items()
         return self.params(**{name: (f.examples or [None])[0] for name, f in fields if f.is_required()})
+
+
+class PartInputs:
+    """Base of the inputs of parts; an attribute of an earlier version is an error that says what to do."""
+
+    __slots__ = ()
+    #: name of such an attribute → what to do instead
+    removed: ClassVar[dict[str, str]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        fix = self.removed.get(name)
+        what = f"{type(self).__name__} has no attribute {name}"
+        raise AttributeError(f"{what}: {fix} (see docs/how-to/extend.md)" if fix else what)
 
 
 class Registry(Mapping[str, Callable[..., Any]]):
@@ -496,14 +509,11 @@ REJECTION_CRITERIA = Registry(
     takes="log_ratio params",
     inputs="advantages age",
 )
-METRIC_CONVENTIONS = Registry(
-    "metric convention", key="algorithm.rollout_correction.dialect", module="rlctl.algos.verl_metrics"
-)
 KL_ESTIMATORS = Registry(
     "KL estimator",
     key="actor.kl_loss_type",
     module="rlctl.algos.kl",
-    takes="log_probs ref_log_probs rollout_log_probs",
+    takes="log_probs ref_log_probs rollout_log_probs unit",
     inputs="rollout_log_probs",
     takes_params=False,
 )

@@ -23,14 +23,16 @@ from rlctl.registry import POLICY_LOSSES
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlctl.algos.segments import Segments
+
 
 @dataclass(frozen=True, slots=True)
 class WholeBatch(LossInputs):
-    """Inputs of an `of_batch` function: this rank's rows as constants, and collectives over all ranks.
+    """Inputs of an `of_batch` function: this rank's tokens as constants, and collectives over all ranks.
 
     Attributes:
         total: numbers of this rank → their sums over all ranks.
-        all_gather: (N,) values of this rank → those of all ranks, in any order.
+        all_gather: (n,) values of this rank → those of all ranks, in any order.
     """
 
     total: Callable[[list[float]], list[float]]
@@ -42,13 +44,12 @@ class WholeBatch(LossInputs):
         log_probs: Tensor,
         old_log_probs: Tensor,
         advantages: Tensor,
-        mask: Tensor,
+        unit: Segments,
         total: Callable[[list[float]], list[float]] = list,
         all_gather: Callable[[Tensor], Tensor] = lambda values: values,
     ) -> WholeBatch:
-        """Detaches the tensors and sets them to 0.0 outside the mask; the defaults are for a single rank."""
-        new, old, given = (torch.where(mask, x.detach(), 0.0) for x in (log_probs, old_log_probs, advantages))
-        return cls(new, old, given, mask, total, all_gather)
+        """Detaches the columns; the defaults are for a single rank."""
+        return cls(log_probs.detach(), old_log_probs.detach(), advantages.detach(), unit, total, all_gather)
 
     def with_statistics(self, rule: LossRule) -> LossRule:
         """The rule with `of_batch` set to the statistics that its loss needs of this mini-batch."""
@@ -58,10 +59,8 @@ class WholeBatch(LossInputs):
 
 def _effective_sample_size(batch: WholeBatch, rule: LossRule) -> float:
     """(Σr)² / (n Σr²) over tokens; 1 without tokens."""
-    ratio = torch.where(batch.mask, batch.ratio, 0.0).double()
-    total, squares, n = batch.total(
-        [float(ratio.sum()), float(ratio.square().sum()), float(batch.mask.sum())]
-    )
+    ratio = batch.ratio.double()
+    total, squares, n = batch.total([float(ratio.sum()), float(ratio.square().sum()), float(len(ratio))])
     return total * total / (n * squares) if squares > 0 else 1.0
 
 
@@ -99,7 +98,7 @@ def _largest_kept(batch: WholeBatch, rule: LossRule) -> float:
     Equal values are kept or dropped together.
     """
     log_r = batch.log_ratio
-    squares = log_r[batch.mask & _pushed_out(log_r, batch.advantages)].square().double()
+    squares = log_r[_pushed_out(log_r, batch.advantages)].square().double()
     values, counts = torch.unique(batch.all_gather(squares), return_counts=True)  # ascending
     means = (values * counts).cumsum(0) / counts.cumsum(0)
     kept = values[means <= rule.params.budget]
@@ -199,16 +198,15 @@ def _covariance(batch_log_probs: Tensor, advantages: Tensor, means: tuple[float,
 
 def _means(batch: WholeBatch) -> tuple[tuple[float, float], float]:
     """Mean advantage and mean log-prob of the tokens, and their number."""
-    sums = [float(x[batch.mask].double().sum()) for x in (batch.advantages, batch.log_probs)]
-    advantage, log_prob, n = batch.total([*sums, float(batch.mask.sum())])
+    sums = [float(x.double().sum()) for x in (batch.advantages, batch.log_probs)]
+    advantage, log_prob, n = batch.total([*sums, float(len(batch.log_probs))])
     return (advantage / max(n, 1.0), log_prob / max(n, 1.0)), n
 
 
 def _covariance_bound(batch: WholeBatch, rule: LossRule) -> tuple[tuple[float, float], float]:
     """Means as in `_means`, and the k-th largest covariance, k = max(1, fraction · tokens)."""
     means, _ = _means(batch)
-    own = _covariance(batch.log_probs[batch.mask], batch.advantages[batch.mask], means)
-    values = batch.all_gather(own)
+    values = batch.all_gather(_covariance(batch.log_probs, batch.advantages, means))
     k = max(1, int(len(values) * rule.params.fraction))
     return means, float(values.topk(min(k, len(values))).values[-1]) if len(values) else float("inf")
 
@@ -254,7 +252,7 @@ def _survival(batch: WholeBatch, rule: LossRule) -> tuple[tuple[float, float], f
     """Means as in `_means`, and the share of the tokens in the range that is not dropped."""
     means, n = _means(batch)
     _, chosen = _clip_and_choose(rule, batch, means)
-    [candidates] = batch.total([float((chosen & batch.mask).sum())])
+    [candidates] = batch.total([float(chosen.sum())])
     dropped = max(1, int(n * rule.params.fraction))
     return means, max(0.0, 1.0 - dropped / max(candidates, 1.0))
 

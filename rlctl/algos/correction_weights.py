@@ -1,8 +1,8 @@
 """Importance weights: compute token weights from the ratios ρ_t of a response.
 
-Every weight is `weight(log_ratio, params) -> log w`, registered by its name (`rlctl.registry`): (B, T) with
-`unit="token"`, (B, 1) float64 with `unit="sequence"`. `log_ratio` is a `LogRatio`; rows are independent.
-`rlctl.algos.correction` clamps log w to ±20, takes `exp`, applies bound and rejection, and computes the
+Every weight is `weight(log_ratio, params) -> log w`, registered by its name (`rlctl.registry`): (M,) with
+`unit="token"`, else one float64 per segment of its `unit`: `turn`, `sequence` (a response) or `episode`.
+`log_ratio` is a `LogRatio`; responses are independent. `rlctl.algos.correction` clamps log w to ±20, takes `exp`, applies bound and rejection, and computes the
 normalisation factor.
 """
 
@@ -17,7 +17,7 @@ from rlctl.registry import CORRECTION_WEIGHTS
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.algos.correction_records import LogRatio
+    from rlctl.algos.correction import LogRatio
 
 
 @CORRECTION_WEIGHTS.register(
@@ -41,7 +41,35 @@ def token(log_ratio: LogRatio, params: Any) -> Tensor:
 )
 def sequence(log_ratio: LogRatio, params: Any) -> Tensor:
     """w = Π_t ρ_t, the same for all tokens: unbiased without a bound; its variance grows with the length."""
-    return log_ratio.sequence
+    return log_ratio.total
+
+
+@CORRECTION_WEIGHTS.register(
+    label="the product of a turn's ρ",
+    formula="Π_{t in turn} ρ_t",
+    source="by definition",
+    unit="turn",
+    thresholds=("1.2", "1.5", "2.0", "3.0", "5.0"),
+)
+def turn(log_ratio: LogRatio, params: Any) -> Tensor:
+    """w = Π ρ_t over a turn, the same for all of its tokens; biased if the policies differ on earlier turns.
+
+    With one turn per response it is `sequence`.
+    """
+    return log_ratio.units.turn.sum(log_ratio.train - log_ratio.rollout)
+
+
+@CORRECTION_WEIGHTS.register(
+    label="the product of an episode's ρ",
+    formula="Π_{t in episode} ρ_t",
+    source="Kahn and Marshall 1953",
+    unit="episode",
+    thresholds=("1.2", "1.5", "2.0", "3.0", "5.0"),
+    unbiased=True,
+)
+def episode(log_ratio: LogRatio, params: Any) -> Tensor:
+    """w = Π ρ_t over all sequences of an episode, however its tokens are divided among them."""
+    return log_ratio.units.episode.sum(log_ratio.train - log_ratio.rollout)
 
 
 @CORRECTION_WEIGHTS.register(
@@ -68,7 +96,7 @@ def prefix(log_ratio: LogRatio, params: Any) -> Tensor:
 
     With one advantage per response it is biased, because the tokens after t are sampled from π_rollout.
     """
-    return log_ratio.token.cumsum(-1)
+    return log_ratio.unit.cumsum(log_ratio.token)
 
 
 class SelectiveParams(BaseModel, extra="forbid"):

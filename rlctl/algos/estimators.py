@@ -1,108 +1,145 @@
 """Advantage estimators, registered by their name in the spec with the batch fields that each one reads.
 
 Every estimator is `estimator(inputs: AdvantageInputs) -> Tensor | Estimate`. A returned tensor holds the
-advantages: (B,) one per response, or (B, T) one per token. Formulas per token are in
+advantages: (E,) one per episode, or (M,) one per sampled token. Recurrences over tokens are in
 `rlctl.algos.token_advantages`.
 
-A response whose grader failed (`valid` False) is excluded and gets 0. Group estimators compare the responses
-to one prompt; there a response without a valid sibling gets 0.
+The batch holds the episodes that were graded, of all ranks. Group estimators compare the episodes of one
+prompt. A group may have any number of members; the only member of its group gets 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from rlctl.errors import RunFailure
 from rlctl.lazy import torch
-from rlctl.registry import ADVANTAGE_ESTIMATORS
+from rlctl.registry import ADVANTAGE_ESTIMATORS, PartInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_GAMMA, _LAM = "algorithm.gamma", "algorithm.lam"
+    from rlctl.algos.segments import Segments, Units
+
+_DISCOUNT = {"algorithm.gamma", "algorithm.gamma_per"}
 
 
 @dataclass(frozen=True, slots=True)
-class AdvantageInputs:
-    """Inputs of an advantage estimator.
+class AdvantageInputs(PartInputs):
+    """Inputs of an advantage estimator: the E episodes of the whole batch, of which M tokens were sampled.
 
     Attributes:
-        token_level_rewards: (B, T) float32, the score at the last token, minus any KL penalty.
-        response_mask: (B, T) bool.
-        group_ids: (B,) int64, equal for the responses to one prompt.
-        valid: (B,) bool, False where the grader failed: such a response is excluded and gets 0.
-        gamma, lam: discount per token, and GAE's λ.
+        token_rewards: (M,) float32, the score at an episode's last token and rewards of the environment,
+            minus any KL penalty.
+        units: the tokens of each turn, sequence and episode.
+        group_ids: (E,) int64, equal for the episodes of one prompt.
+        gamma, lam: discount, and GAE's λ.
         divide_by_std: `algorithm.norm_adv_by_std_in_grpo`.
-        whiten: (values (B, T), mask (B, T)) → (B, T) with zero mean and unit variance over the masked
-            tokens of the whole batch, on all ranks.
-        total: numbers of this rank → their sums over all ranks.
-        values: (B, T) the critic's values before the updates; set if the estimator needs `values`.
-        baseline_scores: (B,) score of the prompt's greedy response; set if `baseline_scores` is needed.
-        score_norms: (B, T) squared norm of ∇ log π with respect to the logits; set if `score_norms` is
+        gamma_per: whether γ and λ apply at every token, or only at the first token of a turn that follows
+            another.
+        values: (M,) the critic's values before the updates; set if the estimator needs `values`.
+        baseline_scores: (E,) score of the prompt's greedy response; set if `baseline_scores` is needed.
+        score_norms: (M,) squared norm of ∇ log π with respect to the logits; set if `score_norms` is
             needed.
-        sequence_weights: (B,) W = Π ρ of each response; set if `sequence_weights` is needed.
+        sequence_weights: (E,) W = Π ρ of each episode; set if `sequence_weights` is needed.
         params: parameters of the estimator; None: it has none.
     """
 
-    token_level_rewards: Tensor
-    response_mask: Tensor
+    token_rewards: Tensor
+    units: Units
     group_ids: Tensor
-    valid: Tensor
     gamma: float
     lam: float
     divide_by_std: bool
-    whiten: Callable[[Tensor, Tensor], Tensor]
-    total: Callable[[list[float]], list[float]] = list
+    gamma_per: Literal["token", "turn"] = "token"
     values: Tensor | None = None
     baseline_scores: Tensor | None = None
     score_norms: Tensor | None = None
     sequence_weights: Tensor | None = None
     params: Any = None
 
-    @property
-    def rewards(self) -> Tensor:
-        """(B,) reward of each response."""
-        return self.token_level_rewards.sum(-1)
+    removed: ClassVar = {
+        "token_level_rewards": "read token_rewards, a column (M,) of the sampled tokens",
+        "response_mask": "each entry of a column is a sampled token; `unit` has the tokens of each episode",
+        "valid": "all episodes of the batch were graded",
+        "valid_mask": "each entry of a column is a sampled token of a graded episode",
+        "whiten": "call rlctl.algos.token_advantages.whiten, because the batch is that of all ranks",
+        "total": "the batch is that of all ranks",
+    }
 
     @property
-    def valid_mask(self) -> Tensor:
-        """(B, T) bool: response tokens of responses that were graded."""
-        return self.response_mask & self.valid[:, None]
+    def unit(self) -> Segments:
+        """The sampled tokens (M,) of each episode."""
+        return self.units.episode
+
+    @property
+    def rewards(self) -> Tensor:
+        """(E,) float64 reward of each episode, the sum over all its tokens."""
+        return self.unit.sum(self.token_rewards)
+
+    @property
+    def discounts(self) -> tuple[Tensor, Tensor]:
+        """γ and λ, each (M,) float64, between the token before and this one; per turn, 1 within a turn."""
+        places = self.units.turn.places
+        applies = (torch.ones_like(places) if self.gamma_per == "token" else places == 0).double()
+        return 1.0 - applies * (1.0 - self.gamma), 1.0 - applies * (1.0 - self.lam)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Advantages and, with a critic, its target values; both (B, T) float32, 0.0 off-mask."""
+    """Advantages and, with a critic, its target values; both (M,) float32."""
 
     advantages: Tensor
     returns: Tensor | None = None
 
 
-def _group_sums(values: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """For each response: sum of `values` and number of responses over the valid responses of its group."""
-    _, index = torch.unique(group_ids, return_inverse=True)
-    valid_values = torch.where(valid, values, 0.0)
-    size = int(index.max()) + 1 if len(index) else 0
-    sums = torch.zeros(size, dtype=values.dtype, device=values.device).index_add_(0, index, valid_values)
-    counts = torch.zeros_like(sums).index_add_(0, index, valid.to(values.dtype))
-    return sums[index], counts[index]
+def estimate(name: str, inputs: AdvantageInputs) -> Estimate:
+    """What the registered estimator of that name returns, with one advantage per sampled token.
 
+    A plain tensor is (E,), one advantage per episode; one per token is an `Estimate`.
 
-def _compared(scores: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Three (B,) float64: reward minus the mean of its group, that mean, number of valid rewards."""
-    rewards = scores.double()
-    sums, counts = _group_sums(rewards, group_ids, valid)
-    mean = sums / counts.clamp(min=1)
-    return without_rounding(rewards - mean, rewards), mean, counts
-
-
-def without_rounding(advantages: Tensor, rewards: Tensor) -> Tensor:
-    """Sets float64 differences of float32 rewards and their baseline to 0.0 if they are rounding error.
-
-    The mean of equal rewards differs from them by about 1e-16 of their size, which must not become a signal.
+    Raises:
+        RunFailure: the estimator returns a wrong shape, no target values for the critic, or NaN or infinite
+            advantages.
     """
-    return torch.where(advantages.abs() > 1e-9 * rewards.abs(), advantages, 0.0)
+    part = ADVANTAGE_ESTIMATORS.part(name)
+    found = part.function(inputs)
+    per_episode, per_token = inputs.group_ids.shape, inputs.token_rewards.shape
+    if not isinstance(found, Estimate):
+        ADVANTAGE_ESTIMATORS.check_returned(name, found, per_episode)
+        found = Estimate(inputs.unit.spread(found))
+    ADVANTAGE_ESTIMATORS.check_returned(name, found.advantages, per_token)
+    if found.returns is not None:
+        ADVANTAGE_ESTIMATORS.check_returned(f"{name} (returns)", found.returns, per_token)
+    elif "values" in part.needs:
+        what = f"advantage estimator {name} returned no target values for the critic"
+        fix = "return Estimate(advantages, returns)"
+        raise RunFailure(what, where=ADVANTAGE_ESTIMATORS.key, fix=fix)
+    num_bad = int(inputs.unit.any(~found.advantages.isfinite()).sum())
+    if num_bad:
+        what = f"advantage estimator {name} gives NaN or infinite advantages to {num_bad} episodes"
+        raise RunFailure(what, fix="for example, do not divide by a deviation of 0")
+    return replace(found, advantages=found.advantages.float())
+
+
+def group_sums(values: Tensor, group_ids: Tensor) -> Tensor:
+    """Float64, for each episode: sum of `values` (E,) or (E, …) over its group."""
+    from rlctl.algos.segments import Segments
+
+    _, index, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    members = index.argsort(stable=True)  # each group's, in order: sums do not depend on the device
+    return Segments(sizes).sum(values[members])[index]
+
+
+def _compared(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Three (E,) float64: reward minus the mean of its group, that mean, number of members."""
+    from rlctl.algos.token_advantages import without_rounding
+
+    rewards = rewards.double()
+    sizes = group_sums(torch.ones_like(rewards), group_ids)
+    mean = group_sums(rewards, group_ids) / sizes
+    return without_rounding(rewards - mean, rewards), mean, sizes
 
 
 @ADVANTAGE_ESTIMATORS.register(
@@ -113,10 +150,9 @@ def without_rounding(advantages: Tensor, rewards: Tensor) -> Tensor:
     unbiased=True,
 )
 def rloo(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per response."""
-    centred, _, counts = _compared(inputs.rewards, inputs.group_ids, inputs.valid)
-    advantage = centred * counts / (counts - 1).clamp(min=1)
-    return torch.where(inputs.valid & (counts > 1), advantage, 0.0).float()
+    """One advantage per episode."""
+    centred, _, sizes = _compared(inputs.rewards, inputs.group_ids)
+    return (centred * sizes / (sizes - 1).clamp(min=1)).float()
 
 
 @ADVANTAGE_ESTIMATORS.register(
@@ -127,13 +163,12 @@ def rloo(inputs: AdvantageInputs) -> Tensor:
     options={"algorithm.norm_adv_by_std_in_grpo"},
 )
 def grpo(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per response; std with n − 1. A group of equal rewards gets exactly 0."""
-    centred, _, counts = _compared(inputs.rewards, inputs.group_ids, inputs.valid)
-    squares, _ = _group_sums(centred.square(), inputs.group_ids, inputs.valid)
-    std = (squares / (counts - 1).clamp(min=1)).sqrt()
+    """One advantage per episode; std with n − 1. A group of equal rewards gets exactly 0."""
+    centred, _, sizes = _compared(inputs.rewards, inputs.group_ids)
     if inputs.divide_by_std:
-        centred = centred / (std + 1e-6)
-    return torch.where(inputs.valid & (counts > 1), centred, 0.0).float()
+        squares = group_sums(centred.square(), inputs.group_ids)
+        centred = centred / ((squares / (sizes - 1).clamp(min=1)).sqrt() + 1e-6)
+    return centred.float()
 
 
 @ADVANTAGE_ESTIMATORS.register(
@@ -143,7 +178,7 @@ def grpo(inputs: AdvantageInputs) -> Tensor:
     needs={"group_ids"},
 )
 def dr_grpo(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per response."""
+    """One advantage per episode."""
     return grpo(replace(inputs, divide_by_std=False))
 
 
@@ -156,9 +191,8 @@ def dr_grpo(inputs: AdvantageInputs) -> Tensor:
 )
 def maxrl(inputs: AdvantageInputs) -> Tensor:
     """For rewards ≥ 0: rarer successes get larger advantages, as under maximum likelihood."""
-    centred, mean, counts = _compared(inputs.rewards, inputs.group_ids, inputs.valid)
-    usable = inputs.valid & (counts > 1) & (mean > 0)
-    return torch.where(usable, centred / torch.where(usable, mean, 1.0), 0.0).float()
+    centred, mean, _ = _compared(inputs.rewards, inputs.group_ids)
+    return torch.where(mean > 0, centred / mean.where(mean > 0, 1.0), 0.0).float()
 
 
 @ADVANTAGE_ESTIMATORS.register(
@@ -169,11 +203,9 @@ def maxrl(inputs: AdvantageInputs) -> Tensor:
     experimental=True,
 )
 def gpg(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per response; GPG is this estimator with the loss `reinforce`."""
-    graded, paid = inputs.total(
-        [float(inputs.valid.sum()), float((inputs.valid & (inputs.rewards != 0)).sum())]
-    )
-    return dr_grpo(inputs) * (graded / max(paid, 1.0))
+    """One advantage per episode; GPG is this estimator with the loss `reinforce`."""
+    paid = (inputs.rewards != 0).sum().clamp(min=1)
+    return dr_grpo(inputs) * (len(inputs.group_ids) / paid)
 
 
 @ADVANTAGE_ESTIMATORS.register(
@@ -184,7 +216,7 @@ def gpg(inputs: AdvantageInputs) -> Tensor:
 )
 def opo(inputs: AdvantageInputs) -> Tensor:
     """The baseline of least variance if the gradients of tokens have equal norms and are uncorrelated."""
-    return weighted_baseline(inputs, inputs.response_mask.sum(-1))
+    return weighted_baseline(inputs, inputs.unit.lengths)
 
 
 @ADVANTAGE_ESTIMATORS.register(
@@ -202,23 +234,24 @@ def off_policy_optimal_baseline(inputs: AdvantageInputs) -> Tensor:
     """
     assert inputs.score_norms is not None
     assert inputs.sequence_weights is not None
-    norms = torch.where(inputs.response_mask, inputs.score_norms.double().clamp(min=0.0), 0.0).sum(-1)
+    norms = inputs.unit.sum(inputs.score_norms.double().clamp(min=0.0))
     return weighted_baseline(inputs, inputs.sequence_weights.double().square() * norms)
 
 
 def weighted_baseline(inputs: AdvantageInputs, weights: Tensor) -> Tensor:
-    """(B,) A_i = r_i − Σ_j c_j r_j / Σ_j c_j over the group; with c_j ∝ E|g_j|² its gradient varies least.
+    """(E,) A_i = r_i − Σ_j c_j r_j / Σ_j c_j over the group; with c_j ∝ E|g_j|² its gradient varies least.
 
-    g_j is the gradient of response j for reward 1. In a group with Σ c = 0, or of equal rewards, A is 0.
+    g_j is the gradient of episode j for reward 1. In a group with Σ c = 0, or of equal rewards, A is 0.
 
     Args:
-        weights: (B,) c ≥ 0.
+        weights: (E,) c ≥ 0.
     """
-    rewards, weights = inputs.rewards.double(), weights.double()
-    weighted, _ = _group_sums(rewards * weights, inputs.group_ids, inputs.valid)
-    total, _ = _group_sums(weights, inputs.group_ids, inputs.valid)
-    advantage = without_rounding(rewards - weighted / total.where(total > 0, 1.0), rewards)
-    return torch.where(inputs.valid & (total > 0), advantage, 0.0).float()
+    from rlctl.algos.token_advantages import without_rounding
+
+    rewards, weights = inputs.rewards, weights.double()
+    weighted, total = (group_sums(x, inputs.group_ids) for x in (rewards * weights, weights))
+    advantages = without_rounding(rewards - weighted / total.where(total > 0, 1.0), rewards)
+    return torch.where(total > 0, advantages, 0.0).float()
 
 
 @ADVANTAGE_ESTIMATORS.register(
@@ -229,23 +262,22 @@ def weighted_baseline(inputs: AdvantageInputs, weights: Tensor) -> Tensor:
     unbiased=True,
 )
 def remax(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per response; `valid`: both responses were graded."""
+    """One advantage per episode."""
     assert inputs.baseline_scores is not None
-    return torch.where(inputs.valid, inputs.rewards.double() - inputs.baseline_scores.double(), 0.0).float()
+    return (inputs.rewards - inputs.baseline_scores.double()).float()
 
 
 @ADVANTAGE_ESTIMATORS.register(
     label="REINFORCE++",
     formula="G_t = r_t + γ·G_{t+1}, whitened over the batch",
     source="Hu et al. 2025, REINFORCE++",
-    options={_GAMMA},
+    options=_DISCOUNT,
 )
-def reinforce_plus_plus(inputs: AdvantageInputs) -> Tensor:
+def reinforce_plus_plus(inputs: AdvantageInputs) -> Estimate:
     """One advantage per token, see `token_advantages.reward_to_go`."""
-    from rlctl.algos import token_advantages
+    from rlctl.algos.token_advantages import reward_to_go, whiten
 
-    returns = token_advantages.reward_to_go(inputs.token_level_rewards, inputs.response_mask, inputs.gamma)
-    return inputs.whiten(returns, inputs.valid_mask)
+    return Estimate(whiten(reward_to_go(inputs.token_rewards, inputs.unit, inputs.discounts[0])))
 
 
 @ADVANTAGE_ESTIMATORS.register(
@@ -254,9 +286,11 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> Tensor:
     source="Hu et al. 2025, REINFORCE++",
     needs={"group_ids"},
 )
-def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per token, equal within a response."""
-    return inputs.whiten(spread(dr_grpo(inputs), inputs.response_mask), inputs.valid_mask)
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Estimate:
+    """One advantage per token, equal within an episode."""
+    from rlctl.algos.token_advantages import whiten
+
+    return Estimate(whiten(inputs.unit.spread(dr_grpo(inputs))))
 
 
 @ADVANTAGE_ESTIMATORS.register(
@@ -265,14 +299,27 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
     source="Li et al. 2026, The Optimal Token Baseline (logit-gradient proxy)",
     needs={"group_ids", "score_norms"},
 )
-def optimal_token_baseline(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per token, see `token_advantages.optimal_token_baseline`."""
-    from rlctl.algos import token_advantages
+def optimal_token_baseline(inputs: AdvantageInputs) -> Estimate:
+    """One advantage per token, and one baseline per prompt and timestep.
+
+    W_t is the squared norm of the gradient of log π with respect to the logits, summed over the episode so
+    far: a baseline close to an episode's return reduces the variance most where its gradient is large. An
+    episode contributes at t if it has a token t. Where only one does, the baseline is 0, as in the authors'
+    code: the tail of the longest episode keeps its plain return.
+    """
+    from rlctl.algos.token_advantages import reward_to_go, without_rounding
 
     assert inputs.score_norms is not None
-    return token_advantages.optimal_token_baseline(
-        inputs.token_level_rewards, inputs.response_mask, inputs.group_ids, inputs.valid, inputs.score_norms
-    )
+    unit, group_ids = inputs.unit, inputs.group_ids
+    norms = inputs.score_norms.double().clamp(min=0.0)  # ≥ 0 except for rounding
+    plain = reward_to_go(inputs.token_rewards, unit, 1.0).double()
+    returns, energy, present = (unit.padded(x) for x in (plain, unit.cumsum(norms), torch.ones_like(norms)))
+    weighted, total, alive = (group_sums(x, group_ids) for x in (energy * returns, energy, present))
+    compared = (alive > 1) & (total > 0)
+    baseline = torch.where(compared, weighted / total.where(compared, 1.0), 0.0)
+    members = group_sums(torch.ones_like(group_ids), group_ids)[:, None]
+    advantages = torch.where(members > 1, without_rounding(returns - baseline, returns), 0.0)
+    return Estimate(unit.flat(advantages).float())
 
 
 @ADVANTAGE_ESTIMATORS.register(
@@ -280,32 +327,29 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> Tensor:
     formula="A_t = δ_t + γλ·A_{t+1}, δ_t = r_t + γ·V_{t+1} − V_t, whitened over the batch",
     source="Schulman et al. 2016, High-Dimensional Continuous Control Using GAE",
     needs={"values"},
-    options={_GAMMA, _LAM},
+    options=_DISCOUNT | {"algorithm.lam"},
 )
 def gae(inputs: AdvantageInputs) -> Estimate:
     """One advantage per token and the critic's targets, see `token_advantages.gae`."""
     from rlctl.algos import token_advantages
 
     assert inputs.values is not None
-    plain, returns = token_advantages.gae(
-        inputs.token_level_rewards, inputs.values, inputs.response_mask, inputs.gamma, inputs.lam
-    )
-    return Estimate(inputs.whiten(plain, inputs.valid_mask), returns)
-
-
-def spread(per_response: Tensor, response_mask: Tensor) -> Tensor:
-    """Expands one advantage per response (B,) to (B, T): the same for each of its tokens, 0.0 off-mask."""
-    return torch.where(response_mask, per_response[:, None], 0.0)
+    plain, returns = token_advantages.gae(inputs.token_rewards, inputs.values, inputs.unit, *inputs.discounts)
+    return Estimate(token_advantages.whiten(plain), returns)
 
 
 # --- whether a group gives a signal ------------------------------------------------------------------
 
 
-def has_spread(scores: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
-    """(B,) bool: the valid rewards of the row's group differ, so that the group gives a learning signal."""
-    centred, _, _ = _compared(scores, group_ids, valid)
-    squares, _ = _group_sums(centred.square(), group_ids, valid)
-    return squares > 0
+def has_spread(scores: Tensor, group_ids: Tensor) -> Tensor:
+    """(E,) bool: the rewards of the episode's group differ, so that the group gives a learning signal.
+
+    Args:
+        scores: (E,) of graded episodes.
+        group_ids: (E,) equal for the episodes of one prompt.
+    """
+    centred, _, _ = _compared(scores, group_ids)
+    return group_sums(centred.square(), group_ids) > 0
 
 
 def spread_probability(rate: float, n: int) -> float:
@@ -313,8 +357,7 @@ def spread_probability(rate: float, n: int) -> float:
     return 1.0 - rate**n - (1.0 - rate) ** n
 
 
-def zero_spread_fraction(scores: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of groups whose valid rewards are equal (no signal), and number of groups; two () float64."""
-    _, all_counts = _group_sums(torch.ones_like(scores.double()), group_ids, torch.ones_like(valid))
-    share = 1.0 / all_counts  # the shares of a group's members add up to 1
-    return torch.where(has_spread(scores, group_ids, valid), 0.0, share).sum(), share.sum()
+def zero_spread(scores: Tensor, group_ids: Tensor) -> tuple[int, int]:
+    """Numbers of groups whose rewards are equal (no signal), and of groups; arguments as of `has_spread`."""
+    flat = group_ids[~has_spread(scores, group_ids)]
+    return len(torch.unique(flat)), len(torch.unique(group_ids))

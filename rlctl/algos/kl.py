@@ -1,8 +1,9 @@
 """KL divergence to the reference policy: estimators for reward and loss, and the coefficient's controller.
 
 Every value is a one-sample estimate per token of KL(π_θ ‖ π_ref) given the preceding tokens, in nats;
-shapes are (B, T). Every estimator is `estimator(log_probs, ref_log_probs, rollout_log_probs) -> Tensor`,
-registered by its name (`rlctl.registry`); one that reads π_rollout can be used as a loss only.
+all are columns of m tokens. Every estimator is `estimator(log_probs, ref_log_probs, rollout_log_probs, unit)
+-> Tensor`, registered by its name (`rlctl.registry`); one that reads π_rollout, or `unit`, the tokens of each
+response, can be used as a loss only.
 """
 
 from __future__ import annotations
@@ -13,31 +14,47 @@ from typing import TYPE_CHECKING
 
 from rlctl.algos.losses import widened
 from rlctl.algos.rules import LOG_RATIO_CLAMP
-from rlctl.lazy import torch
 from rlctl.registry import KL_ESTIMATORS
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rlctl.algos.segments import Segments
 
 
 _SCHULMAN = 'Schulman 2020, "Approximating KL Divergence"'
 
 
 @KL_ESTIMATORS.register(label="log-ratio", formula="log π − log π_ref", source=_SCHULMAN)
-def k1(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor | None = None) -> Tensor:
+def k1(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    rollout_log_probs: Tensor | None = None,
+    unit: Segments | None = None,
+) -> Tensor:
     """Unbiased as a value, of either sign. As a loss it has no effect: its expected gradient is zero."""
     return log_probs - ref_log_probs
 
 
 @KL_ESTIMATORS.register(label="squared log-ratio", formula="½ (log π − log π_ref)²", source=_SCHULMAN)
-def k2(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor | None = None) -> Tensor:
+def k2(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    rollout_log_probs: Tensor | None = None,
+    unit: Segments | None = None,
+) -> Tensor:
     """Biased as a value, with low variance while the policies are close. As a loss, for tokens sampled from
     π_θ, its expected gradient is ∇ KL(π_θ ‖ π_ref), the reverse KL."""
     return 0.5 * (log_probs - ref_log_probs).square()
 
 
 @KL_ESTIMATORS.register(label="never negative", formula="π_ref/π − 1 − log(π_ref/π)", source=_SCHULMAN)
-def k3(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor | None = None) -> Tensor:
+def k3(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    rollout_log_probs: Tensor | None = None,
+    unit: Segments | None = None,
+) -> Tensor:
     """Unbiased as a value and never negative; its log-ratio is clamped to ±20. As a loss, for tokens sampled
     from π_θ, its expected gradient is ∇ KL(π_ref ‖ π_θ), the forward KL."""
     gap = (log_probs - ref_log_probs).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
@@ -50,7 +67,7 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor | Non
     source='DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1',
     needs={"rollout_log_probs"},
 )
-def unbiased(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
+def unbiased(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor, unit: Segments) -> Tensor:
     """The gradient also flows through the ratio; its expectation is ∇ KL(π_θ ‖ π_ref) of each token's
     distribution, for any policy π_rollout that sampled the token. It is not the KL gradient of whole
     sequences, because the preceding tokens follow π_rollout and carry no gradient. The log-ratio is clamped
@@ -64,43 +81,48 @@ def unbiased(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor
     source='Precup, Sutton and Singh 2000, "Eligibility Traces for Off-Policy Policy Evaluation"',
     needs={"rollout_log_probs"},
 )
-def sequence(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
+def sequence(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor, unit: Segments) -> Tensor:
     """The gradient also flows through the product; its expectation, summed over a sequence, is
     ∇ KL(π_θ ‖ π_ref) of whole sequences, for any policy π_rollout that sampled them, if none is rejected.
-    Its variance grows with the length, as with sequence weights. Needs complete rows. The log of the product
-    is clamped to ±20."""
-    return _exp((log_probs - rollout_log_probs).cumsum(-1)) * k3(log_probs, ref_log_probs)
+    Its variance grows with the length, as with sequence weights. Needs complete responses. The log of the
+    product is clamped to ±20."""
+    log_product = unit.cumsum(log_probs - rollout_log_probs).to(log_probs.dtype)
+    return _exp(log_product) * k3(log_probs, ref_log_probs)
 
 
 def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Per-token estimate (B, T) of the KL of tokens sampled from π, for rewards and metrics.
-
-    Applies no mask; the caller masks padding.
+    """Per-token estimate (m,) of the KL of tokens sampled from π, for rewards and metrics.
 
     Args:
-        kind: an estimator that needs no `rollout_log_probs`.
+        kind: an estimator that needs neither `rollout_log_probs` nor `unit`, which are None.
 
     Raises:
         RunFailure: the estimator returns no tensor of that shape.
     """
-    found: Tensor = KL_ESTIMATORS[kind](log_probs, ref_log_probs, None)
+    found: Tensor = KL_ESTIMATORS[kind](log_probs, ref_log_probs, None, None)
     KL_ESTIMATORS.check_returned(kind, found, tuple(log_probs.shape))
     return found
 
 
 def kl_loss(
-    kind: str, log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor
+    kind: str, log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor, unit: Segments
 ) -> Tensor:
-    """Per-token penalty (B, T) with gradient through π_θ; 0.0 outside the mask, whatever the inputs there.
+    """Per-token penalty (m,) with gradient through π_θ, for the m tokens of the loss.
 
     The gradient of an unbiased KL estimate is not necessarily an unbiased estimate of the KL's gradient; see
     the docstring of each estimator for its expected gradient.
+
+    Args:
+        unit: the tokens (m,) of each response.
+
+    Raises:
+        RunFailure: the estimator returns no tensor of that shape, or one without gradient.
     """
-    given = (log_probs, ref_log_probs.detach(), rollout_log_probs.detach())
-    found: Tensor = KL_ESTIMATORS[kind](*(torch.where(loss_mask, widened(x), 0.0) for x in given))
-    KL_ESTIMATORS.check_returned(kind, found, tuple(loss_mask.shape))
+    given = (widened(x) for x in (log_probs, ref_log_probs.detach(), rollout_log_probs.detach()))
+    found: Tensor = KL_ESTIMATORS[kind](*given, unit)
+    KL_ESTIMATORS.check_returned(kind, found, tuple(log_probs.shape))
     KL_ESTIMATORS.check_gradient(kind, found, log_probs, "log_probs")
-    return torch.where(loss_mask, found, 0.0)
+    return found
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

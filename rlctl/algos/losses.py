@@ -1,23 +1,25 @@
-"""Losses of policy and critic: per-token values (B, T), and their aggregation to one number.
+"""Losses of policy and critic: a column of the m tokens of the loss, and the coefficients that add them up.
 
 Every policy loss is `loss(rule, inputs) -> TokenLoss`, registered by its name (`rlctl.registry`). A loss that
-uses the ratio r = π_θ/π_old declares `needs={"old_log_probs"}`. `policy_loss` calls the loss, multiplies its
-values by the importance weights w, which are constants, and sets values outside the mask to 0.0. sg(·) is the
-stop-gradient operator.
+uses the ratio r = π_θ/π_old declares `needs={"old_log_probs"}`. `policy_loss` calls the loss and multiplies
+its values by the importance weights w, which are constants. Rejected tokens are in no column. sg(·) is the
+stop-gradient operator. The loss of a mini-batch is Σ_t c_t · ℓ_t, see `coefficients`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
 
 from rlctl.algos.rules import LOG_RATIO_CLAMP, AggMode, LossRule
 from rlctl.errors import RunFailure
 from rlctl.lazy import torch
-from rlctl.registry import POLICY_LOSSES, ClipBand
+from rlctl.registry import POLICY_LOSSES, ClipBand, PartInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rlctl.algos.segments import Segments
 
 #: What a loss with the ratio r needs.
 RATIO = frozenset({"old_log_probs"})
@@ -25,29 +27,31 @@ CLIP_OPTIONS = frozenset({"actor.clip_ratio_low", "actor.clip_ratio_high"})
 
 
 @dataclass(frozen=True, slots=True)
-class LossInputs:
-    """Inputs of a loss; 0.0 outside the mask, so that NaN there affects neither value nor gradient.
+class LossInputs(PartInputs):
+    """Inputs of a loss: columns of its m tokens, those of one response after those of the other.
 
     Attributes:
-        log_probs: (B, T) log π_θ of the tokens, nats, with gradient.
-        old_log_probs: (B, T) log π_old, a constant; log π_rollout in bypass mode.
-        advantages: (B, T), constants.
-        mask: (B, T) bool, the tokens included in the loss.
+        log_probs: (m,) log π_θ of the tokens, nats, with gradient.
+        old_log_probs: (m,) log π_old, a constant; log π_rollout in bypass mode.
+        advantages: (m,), constants.
+        unit: the tokens of each response, for losses of whole responses; a response may have none.
     """
 
     log_probs: Tensor
     old_log_probs: Tensor
     advantages: Tensor
-    mask: Tensor
+    unit: Segments
+
+    removed: ClassVar = {"mask": "each entry of a column is a token of the loss"}
 
     @property
     def log_ratio(self) -> Tensor:
-        """(B, T): log r, clamped to ±20; 0.0 outside the mask."""
+        """(m,): log r, clamped to ±20."""
         return (self.log_probs - self.old_log_probs).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
 
     @property
     def ratio(self) -> Tensor:
-        """(B, T): r = π_θ/π_old; 1.0 outside the mask."""
+        """(m,): r = π_θ/π_old."""
         return self.log_ratio.exp()
 
 
@@ -56,9 +60,9 @@ class TokenLoss:
     """A loss before aggregation.
 
     Attributes:
-        values: (B, T) per-token loss; a registered loss may return any number outside the mask.
-        clipped: (B, T) bool, where the clip is active (None: the loss has no clip).
-        clipped_lower: (B, T) bool, where the second bound is active: `ppo_clip`'s dual clip, `dppo`'s
+        values: (m,) per-token loss.
+        clipped: (m,) bool, where the clip is active (None: the loss has no clip).
+        clipped_lower: (m,) bool, where the second bound is active: `ppo_clip`'s dual clip, `dppo`'s
             truncated ratio (None: there is none).
     """
 
@@ -72,24 +76,23 @@ def policy_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
-    loss_mask: Tensor,
+    unit: Segments,
     weights: Tensor | None,
 ) -> TokenLoss:
-    """w times the loss of every token, 0.0 outside the mask; float32 for inputs in half precision.
+    """w times the loss of every token; float32 for inputs in half precision.
 
     Args:
         rule: which loss, and its parameters.
-        log_probs, old_log_probs, advantages, loss_mask: as in `LossInputs`; read within the mask only.
-        weights: (B, T) importance weights w; None means 1. No gradient flows into them.
+        log_probs, old_log_probs, advantages, unit: as in `LossInputs`.
+        weights: (m,) importance weights w; None means 1. No gradient flows into them.
+
+    Raises:
+        RunFailure: the loss returns something else than one value per token, or has no gradient.
     """
-    new, old, given = (
-        torch.where(loss_mask, widened(x), 0.0) for x in (log_probs, old_log_probs.detach(), advantages)
-    )
-    loss: TokenLoss = POLICY_LOSSES[rule.name](rule, LossInputs(new, old, given, loss_mask))
+    new, old, given = (widened(x) for x in (log_probs, old_log_probs.detach(), advantages))
+    loss: TokenLoss = POLICY_LOSSES[rule.name](rule, LossInputs(new, old, given, unit))
     _check_returned(loss, new, rule.name)
-    values = loss.values if weights is None else loss.values * torch.where(loss_mask, weights.detach(), 0.0)
-    clipped, lower = (x if x is None else x & loss_mask for x in (loss.clipped, loss.clipped_lower))
-    return TokenLoss(torch.where(loss_mask, values, 0.0), clipped, lower)
+    return loss if weights is None else replace(loss, values=loss.values * weights.detach())
 
 
 def widened(values: Tensor) -> Tensor:
@@ -154,13 +157,12 @@ def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 
     Token t's ratio is sg(s) · π_θ(t)/sg(π_θ(t)): its value is s, its gradient s · ∇log π_θ(t), so
     that `seq-mean-token-mean` yields GSPO's gradient where a sequence's advantages are equal, and
-    GSPO-token's where they are not. The mean is over the row's tokens in `loss_mask`: prompts, tool
-    output and rejected tokens change neither s nor its length. Needs complete rows.
+    GSPO-token's where they are not. The mean is over the tokens of the loss: prompts, tool output and
+    rejected tokens change neither s nor its length. Needs complete responses.
     """
     fixed = inputs.log_probs.detach()
-    length = inputs.mask.sum(-1, keepdim=True).clamp(min=1)
-    mean_gap = (fixed - inputs.old_log_probs).sum(-1, keepdim=True) / length
-    log_s = mean_gap + inputs.log_probs - fixed
+    mean_gap = inputs.unit.mean(fixed - inputs.old_log_probs).to(fixed.dtype)
+    log_s = inputs.unit.spread(mean_gap) + inputs.log_probs - fixed
     ratio = log_s.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
     return clipped_surrogate(ratio, inputs.advantages, *rule.interval)
 
@@ -237,7 +239,7 @@ def clipped_surrogate(
 
 
 def larger_of(unclipped: Tensor, bounded: Tensor, advantages: Tensor, bound: Tensor | None) -> TokenLoss:
-    """The larger of a loss and its clipped form, all (B, T); with `bound`, at most that where A < 0."""
+    """The larger of a loss and its clipped form, all (m,); with `bound`, at most that where A < 0."""
     values, clipped = torch.maximum(unclipped, bounded), bounded > unclipped
     if bound is None:
         return TokenLoss(values, clipped)
@@ -246,7 +248,7 @@ def larger_of(unclipped: Tensor, bounded: Tensor, advantages: Tensor, bound: Ten
 
 
 def _binary_divergence(rule: LossRule, log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """Divergence between the distributions {sampled token, any other} of both policies, (B, T)."""
+    """Divergence between the distributions {sampled token, any other} of both policies, (m,)."""
     prob, old = log_probs.exp(), old_log_probs.exp()
     if rule.divergence == "tv":
         return (prob - old).abs()
@@ -260,23 +262,19 @@ def _binary_divergence(rule: LossRule, log_probs: Tensor, old_log_probs: Tensor)
 # --- the critic --------------------------------------------------------------------------------------
 
 
-def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float
-) -> TokenLoss:
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> TokenLoss:
     """Squared error with PPO's value clip: ½ · max((v − R)², (clip(v, v_old ± clip) − R)²).
 
     A value that has moved by more than `clip` towards its return gets no further gradient. The paper does
     not contain this clip; OpenAI's PPO code (`baselines/ppo2`, Schulman et al. 2017) does.
 
     Args:
-        values: (B, T) the critic's predictions, with gradient.
-        old_values: (B, T) its predictions before the first update on this batch; constants.
-        returns: (B, T) target values; constants.
-        mask: (B, T) bool; the loss is 0.0 where it is False, even if other inputs are NaN there.
+        values: (m,) the critic's predictions, with gradient.
+        old_values: (m,) its predictions before the first update on this batch; constants.
+        returns: (m,) target values; constants.
         clip: `critic.cliprange_value`, in units of reward.
     """
-    given = (values, old_values.detach(), returns.detach())
-    new, old, target = (torch.where(mask, widened(x), 0.0) for x in given)
+    new, old, target = (widened(x) for x in (values, old_values.detach(), returns.detach()))
     unclipped = (new - target).square()
     bounded = (new.clamp(old - clip, old + clip) - target).square()
     return TokenLoss(0.5 * torch.maximum(unclipped, bounded), clipped=bounded > unclipped)
@@ -285,43 +283,37 @@ def value_loss(
 # --- aggregation -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Denominators:
-    """Counts over a whole mini-batch: all of its micro-batches, on all ranks.
-
-    Attributes:
-        num_tokens: response tokens in the denominator.
-        num_sequences: responses with at least one such token.
-    """
-
-    num_tokens: float
-    num_sequences: float
-
-
-def aggregate(
-    values: Tensor, denominator_mask: Tensor, denominators: Denominators, mode: AggMode, *, horizon: int
+def coefficients(
+    mode: AggMode,
+    kept: Tensor,
+    counted: Tensor,
+    unit: Segments,
+    num_tokens: float,
+    num_units: float,
+    *,
+    horizon: int,
 ) -> Tensor:
-    """This part's share of the mini-batch loss, a () tensor.
+    """(M,) float32: c_t, such that Σ_t c_t · ℓ_t over all micro-batches and ranks is the mini-batch loss.
 
-    The mean of micro-batch means is not the mean: tokens of short micro-batches would weigh more. Every mode
-    is therefore a sum over tokens of loss × coefficient. The coefficients use counts over the whole
-    mini-batch on all ranks, so the parts' sums add up to the same number for any division of the mini-batch.
+    The mean of micro-batch means is not the mean: tokens of short micro-batches would weigh more. The
+    coefficients therefore use counts over the whole mini-batch on all ranks, so the shares add up to the
+    same number for any division of the mini-batch that leaves responses whole.
 
     Args:
-        values: (B, T) per-token losses, 0.0 outside the loss mask.
-        denominator_mask: (B, T) bool, the tokens that the denominators count.
-        denominators: counts of the whole mini-batch.
-        mode: `token-mean` Σ/tokens (DAPO); `seq-mean-token-sum` Σ/sequences; `seq-mean-token-mean`
-            mean over sequences of each sequence's mean (GRPO); `seq-mean-token-sum-norm`
-            Σ/(sequences · horizon) (Dr. GRPO).
+        mode: `token-mean` Σ/tokens (DAPO); `seq-mean-token-sum` Σ/responses; `seq-mean-token-mean`
+            mean over responses of each response's mean (GRPO); `seq-mean-token-sum-norm`
+            Σ/(responses · horizon) (Dr. GRPO).
+        kept: (M,) bool, tokens of the loss; c_t is 0.0 for all others.
+        counted: (M,) bool, tokens that the denominators count: those kept, or all before rejection.
+        unit: the tokens (M,) of each response.
+        num_tokens: number of counted tokens of the mini-batch, on all ranks.
+        num_units: number of its responses with at least one such token.
         horizon: the constant length of `seq-mean-token-sum-norm`, `data.max_response_length`.
     """
     if mode == "token-mean":
-        return values.sum() / max(denominators.num_tokens, 1.0)
-    num_sequences = max(denominators.num_sequences, 1.0)
-    if mode == "seq-mean-token-sum":
-        return values.sum() / num_sequences
+        return kept.float() / max(num_tokens, 1.0)
     if mode == "seq-mean-token-mean":
-        lengths = denominator_mask.sum(-1).clamp(min=1)
-        return (values.sum(-1) / lengths).sum() / num_sequences
-    return values.sum() / (num_sequences * horizon)
+        lengths = unit.sum(counted).clamp(min=1.0)
+    else:
+        lengths = torch.full_like(unit.lengths, horizon if mode.endswith("norm") else 1, dtype=torch.float64)
+    return torch.where(kept, unit.spread(1.0 / (lengths * max(num_units, 1.0))), 0.0).float()

@@ -1,4 +1,4 @@
-"""Recent policy losses that are not yet validated on real runs; rows are independent.
+"""Recent policy losses that are not yet validated on real runs; responses are independent.
 
 Symbols as in `rlctl.algos.losses`: r = π_θ/π_old per token, W = Π r over the response. In bypass mode π_old
 is π_rollout, μ in the papers. "From NAME's code" means that the formula was taken from there.
@@ -125,8 +125,8 @@ def ctpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     p: CtpoParams = rule.params
     token, advantages = inputs.log_ratio, inputs.advantages
     own = token - token.detach()
-    log_r = token.detach().cumsum(-1).clamp(-LOG_RATIO_CLAMP, 10.0) + own
-    scale = inputs.mask.cumsum(-1).clamp(min=1).to(log_r.dtype) ** p.power
+    log_r = inputs.unit.cumsum(token.detach()).to(token.dtype).clamp(-LOG_RATIO_CLAMP, 10.0) + own
+    scale = (inputs.unit.places + 1).to(token.dtype) ** p.power
     unclipped = -advantages * log_r.exp()
     bounded = -advantages * torch.minimum(torch.maximum(log_r, -p.low * scale), p.high * scale).exp()
     return larger_of(unclipped, bounded, advantages, bound=-advantages * (p.dual * scale).exp())
@@ -155,7 +155,7 @@ def gmpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     token, advantages = inputs.log_ratio, inputs.advantages
     inside = token.clamp(-p.low, p.high)
     bounded = torch.where(advantages > 0, torch.minimum(token, inside), torch.maximum(token, inside))
-    mean = bounded.detach().sum(-1, keepdim=True) / inputs.mask.sum(-1, keepdim=True).clamp(min=1)
+    mean = inputs.unit.spread(inputs.unit.mean(bounded.detach()).to(token.dtype))
     return TokenLoss(-advantages * (mean + bounded - bounded.detach()).exp(), bounded != token)
 
 
@@ -229,7 +229,7 @@ def sampler_penalty(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     gap, advantages = inputs.log_ratio, inputs.advantages
     new, old = inputs.log_probs.detach().exp(), inputs.old_log_probs.exp()
     threshold = p.threshold or (0.2 if p.region == "dppo" else 0.1)
-    outside = torch.zeros_like(inputs.mask)
+    outside = torch.zeros_like(gap, dtype=torch.bool)
     if p.region == "dppo":
         outside = torch.where(advantages > 0, new - old > threshold, old - new > threshold)
     elif p.region == "ipo":
@@ -240,12 +240,14 @@ def sampler_penalty(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 
 
 def symmetric_binary_kl(new: Tensor, old: Tensor) -> Tensor:
-    """The larger KL of both directions between {sampled token, any other}; from probabilities (B, T)."""
+    """The larger KL of both directions between {sampled token, any other}; from probabilities (m,)."""
     new, old = (x.clamp(1e-6, 1.0 - 1e-6) for x in (new, old))
     odds, others = (new / old).log(), ((1.0 - new) / (1.0 - old)).log()
     return torch.maximum(new * odds + (1.0 - new) * others, -old * odds - (1.0 - old) * others)
 
 
 def _log_product(inputs: LossInputs) -> Tensor:
-    """(B, 1) log W, clamped; a constant."""
-    return inputs.log_ratio.detach().sum(-1, keepdim=True).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    """(m,) log W of the token's response, clamped; a constant."""
+    log_ratio = inputs.log_ratio.detach()
+    log_w = inputs.unit.sum(log_ratio).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return inputs.unit.spread(log_w.to(log_ratio.dtype))

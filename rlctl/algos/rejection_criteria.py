@@ -1,7 +1,7 @@
 """Rejection criteria: statistics that are compared with thresholds.
 
-Every criterion is `criterion(log_ratio, params) -> values`, registered by its name (`rlctl.registry`): (B, T)
-with `unit="token"`, (B, 1) with `unit="sequence"`. `log_ratio` is a `LogRatio`; rows are independent.
+Every criterion is `criterion(log_ratio, params) -> values`, registered by its name (`rlctl.registry`): (M,)
+with `unit="token"`, (R,) with `unit="sequence"`. `log_ratio` is a `LogRatio`; responses are independent.
 `rlctl.algos.correction` compares the values with the bounds and rejects the token or the sequence.
 """
 
@@ -15,7 +15,7 @@ from rlctl.registry import REJECTION_CRITERIA
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.algos.correction_records import LogRatio
+    from rlctl.algos.correction import LogRatio
 
 _SCHULMAN = "Schulman 2020, Approximating KL divergence"
 
@@ -49,7 +49,7 @@ def k2(log_ratio: LogRatio, params: Any) -> Tensor:
 )
 def k3(log_ratio: LogRatio, params: Any) -> Tensor:
     """ρ_t − 1 − log ρ_t; 0 where the policies agree, never negative."""
-    return log_ratio.excess - log_ratio.token
+    return log_ratio.token.expm1() - log_ratio.token
 
 
 @REJECTION_CRITERIA.register(
@@ -86,8 +86,7 @@ def probability_gap(log_ratio: LogRatio, params: Any) -> Tensor:
 )
 def mult_prob_error(log_ratio: LogRatio, params: Any) -> Tensor:
     """1 where the policies agree; larger if they differ in either direction."""
-    errors = log_ratio.token.abs().exp() - 1.0  # 0 on padding
-    return 1.0 + errors.sum(-1, keepdim=True) / log_ratio.length.clamp(min=1)
+    return log_ratio.unit.mean(log_ratio.token.abs().exp())
 
 
 @REJECTION_CRITERIA.register(
@@ -100,6 +99,6 @@ def mult_prob_error(log_ratio: LogRatio, params: Any) -> Tensor:
     experimental=True,
 )
 def age(log_ratio: LogRatio, params: Any) -> Tensor:
-    """One age per response, because every engine samples a whole response with one weight version."""
+    """The age of a response is that of its oldest token."""
     assert log_ratio.age is not None
-    return log_ratio.age.double()[:, None]
+    return log_ratio.unit.max(log_ratio.age)

@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
+
+if TYPE_CHECKING:
+    from rlctl.algos.segments import Segments, Units
 
 #: Log-ratios, and sums of them, are clamped to ±this before `exp`.
 LOG_RATIO_CLAMP = 20.0
 
 Bound = Literal["clip", "truncate", "mask"]
 Reduction = Literal["none", "sum", "mean", "max", "given"]
-Scope = Literal["token", "sequence"]
+#: What one violation rejects; `sequence` is a response, see `CorrectionRules.unit`.
+Scope = Literal["token", "turn", "sequence", "episode"]
+ResponseUnit = Literal["episode", "sequence"]
 #: How token losses become one number; see `rlctl.algos.losses.aggregate`.
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 LossDenominator = Literal["before_rejection", "after_rejection"]
@@ -218,6 +223,11 @@ class CorrectionRules:
     weight: WeightRule
     reject: tuple[RejectRule, ...] = ()
     loss_denominator: LossDenominator = "before_rejection"
+    unit: ResponseUnit = "episode"  # what is one response where a rule speaks of a sequence
+
+    def segments(self, units: Units, level: str) -> Segments:
+        """The segments of a level `turn`, `sequence` (a response) or `episode`."""
+        return units.of(self.unit if level == "sequence" else level)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.correction import bound
-from rlctl.algos.row_blocks import clamped_exp
-from rlctl.algos.rules import WeightRule
+from rlctl.algos.rules import LOG_RATIO_CLAMP, WeightRule
 
 #: Lower bound of the probability outside H: 1 − Σ_H can be 0, or negative by rounding.
 _MIN_TAIL = 1e-6
@@ -31,13 +30,13 @@ def expected_score(log_probs: Tensor, rollout_log_probs: Tensor, rule: WeightRul
     """Σ_{v∈H} sg(c_v) · log π(v) of each token: its gradient is E_μ[w · ∇ log π], its value has no meaning.
 
     Args:
-        log_probs: (N, K) log π of the listed tokens H, nats, with gradient.
-        rollout_log_probs: (N, K) log μ of the same tokens, a constant; −∞: not listed. Without any listed
+        log_probs: (m, K) log π of the listed tokens H, nats, with gradient.
+        rollout_log_probs: (m, K) log μ of the same tokens, a constant; −∞: not listed. Without any listed
             token the result is 0.
         rule: the weight w(ρ) of a token, before normalisation; without a level w = 1.
 
     Returns:
-        (N,) float32.
+        (m,) float32.
     """
     factors = score_factors(log_probs, rollout_log_probs, rule)
     return (factors * torch.where(rollout_log_probs.isfinite(), log_probs, 0.0)).sum(-1)
@@ -45,7 +44,7 @@ def expected_score(log_probs: Tensor, rollout_log_probs: Tensor, rule: WeightRul
 
 @torch.no_grad()
 def score_factors(log_probs: Tensor, rollout_log_probs: Tensor, rule: WeightRule) -> Tensor:
-    """(N, K): c_v = μ(v)·w(ρ_v) − α·w(1/α)·π(v) of the listed tokens; arguments as of `expected_score`."""
+    """(m, K): c_v = μ(v)·w(ρ_v) − α·w(1/α)·π(v) of the listed tokens; arguments as of `expected_score`."""
     is_listed = rollout_log_probs.isfinite()
     trained, sampled = torch.where(is_listed, log_probs, -torch.inf).exp(), rollout_log_probs.exp()
     tails = [(1.0 - share.sum(-1)).clamp(min=_MIN_TAIL) for share in (trained, sampled)]
@@ -56,4 +55,5 @@ def score_factors(log_probs: Tensor, rollout_log_probs: Tensor, rule: WeightRule
 
 
 def _weight(log_ratio: Tensor, rule: WeightRule) -> Tensor:
-    return torch.ones_like(log_ratio) if rule.level is None else bound(clamped_exp(log_ratio), rule)
+    ratio = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    return torch.ones_like(ratio) if rule.level is None else bound(ratio, rule)

@@ -1,26 +1,19 @@
-"""Advantages per token, and operations over the whole batch: whitening, explained variance.
+"""Advantages per token, and statistics of a whole column: whitening, explained variance.
 
-All tensors are (B, T); results are float32 and 0.0 outside the mask, whatever the inputs contain there.
-A mask may have gaps: tool output is skipped, as if the tokens before and after it were adjacent.
+Columns are (M,), one entry per sampled token; results are float32. What was not sampled, such as the output
+of a tool, is in no column: the tokens before and after it are neighbours.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from rlctl.algos.metric_sums import Moments, moments_of
-
-#: Merges the moments of all ranks, so that a result is that of the whole batch; `Moments.to_host`: one rank.
-ToHost = Callable[[Moments[Tensor]], Moments[float]]
+from rlctl.algos.segments import Segments
 
 
-@torch.no_grad()
 def gae(
-    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
+    rewards: Tensor, values: Tensor, unit: Segments, gamma: Tensor | float, lam: Tensor | float
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation: A_t = δ_t + γλ·A_{t+1}, δ_t = r_t + γ·V_{t+1} − V_t.
 
@@ -29,39 +22,41 @@ def gae(
     Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE".
 
     Args:
-        token_level_rewards: after KL penalty and shaping; values outside the mask are ignored.
-        values: V(s_t), the critic's prediction before token t.
-        gamma: discount per response token.
-        lam: λ; 1 uses all later rewards and no later value, 0 uses the next value only.
+        rewards: (M,) after KL penalty and shaping.
+        values: (M,) V(s_t), the critic's prediction before token t.
+        unit: the tokens of each response.
+        gamma: discount of what follows a token, seen from that token. A column (M,) has at token t + 1 the
+            discount between t and t + 1.
+        lam: λ; 1 uses all later rewards and no later value, 0 uses the next value only. A column as `gamma`.
 
     Returns:
-        advantages, not whitened; and returns A_t + V_t, the critic's target values.
+        advantages (M,), not whitened; and returns (M,) A_t + V_t, the critic's target values.
     """
-    rewards, masked_values = (
-        torch.where(response_mask, x.double(), 0.0) for x in (token_level_rewards, values)
-    )
-    advantages = torch.zeros_like(rewards)
-    next_value = next_advantage = rewards.new_zeros(len(rewards))
-    for t in reversed(range(rewards.shape[1])):
-        here = response_mask[:, t]
-        delta = rewards[:, t] + gamma * next_value - masked_values[:, t]
-        next_advantage = torch.where(here, delta + gamma * lam * next_advantage, next_advantage)
-        next_value = torch.where(here, masked_values[:, t], next_value)
-        advantages[:, t] = torch.where(here, next_advantage, 0.0)
-    return advantages.float(), (advantages + masked_values).float()
+    rewards, values = rewards.double(), values.double()
+    discounts, traces = (torch.zeros_like(values) + rate for rate in (gamma, lam))
+    # a column of rows is (K,), and what follows the last one is 0
+    columns = [unit.padded(x).unbind(1) for x in (rewards, values, discounts, discounts * traces)]
+    advantages: list[Tensor] = []
+    later_value = later_advantage = later_discount = later_trace = rewards.new_zeros(len(unit))
+    for reward, value, discount, trace in reversed(list(zip(*columns, strict=True))):
+        delta = reward + later_discount * later_value - value
+        later_advantage = delta + later_trace * later_advantage
+        later_value, later_discount, later_trace = value, discount, trace
+        advantages.append(later_advantage)
+    found = unit.flat(torch.stack(advantages[::-1], 1)) if advantages else torch.zeros_like(values)
+    return found.float(), (found + values).float()
 
 
-def reward_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """Discounted sum of this and all later rewards, G_t = r_t + γ·G_{t+1}.
+def reward_to_go(rewards: Tensor, unit: Segments, gamma: Tensor | float) -> Tensor:
+    """(M,) discounted sum of this and all later rewards, G_t = r_t + γ·G_{t+1}; arguments as of `gae`.
 
     Source: Hu et al. 2025, "REINFORCE++" (whitened over the batch, it is that estimator's advantage).
     """
-    nothing = torch.zeros_like(token_level_rewards)
-    return gae(token_level_rewards, nothing, response_mask, gamma, lam=1.0)[0]
+    return gae(rewards, torch.zeros_like(rewards), unit, gamma, 1.0)[0]
 
 
 def score_norms(log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
-    """‖∇ log π‖² of each sampled token with respect to the logits, (B, T): 1 − 2π + Σ_v π(v)².
+    """‖∇ log π‖² of each sampled token with respect to the logits, (M,): 1 − 2π + Σ_v π(v)².
 
     Args:
         log_probs: log-probs of the sampled tokens.
@@ -70,65 +65,29 @@ def score_norms(log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
     return 1.0 - 2.0 * log_probs.exp() + sum_pi_squared
 
 
-@torch.no_grad()
-def optimal_token_baseline(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    group_ids: Tensor,
-    valid: Tensor,
-    norms: Tensor,
-) -> Tensor:
-    """A_t = G_t − B_t, with one baseline per prompt and timestep: B_t = Σ G_t·W_t / Σ W_t over its group.
+def without_rounding(differences: Tensor, values: Tensor) -> Tensor:
+    """Sets float64 differences of float32 values and their mean to 0.0 if they are rounding error.
 
-    W_t = Σ_{j≤t} (1 − 2π_j + Σ_v π_j(v)²) is the squared norm of the gradient of log π with respect to
-    the logits, summed over the response so far: a baseline close to a response's return reduces the variance
-    most where its gradient is large. A response contributes at t if it is valid and t is one of its tokens.
-    Where only one does, the baseline is 0, as in the authors' code: the tail of the longest response
-    keeps its plain return. A response without a valid sibling gets 0, as in every group estimator.
-
-    Source: Li et al. 2026, "The Optimal Token Baseline" (logit-gradient proxy).
-
-    Args:
-        group_ids, valid: (B,), as in `rlctl.algos.estimators`.
-        norms: `score_norms` of the policy that is about to be updated.
+    The mean of equal values differs from them by about 1e-16 of their size, which must not become a signal.
     """
-    present = response_mask & valid[:, None]
-    returns = reward_to_go(token_level_rewards, present, 1.0).double()
-    energy = torch.where(present, norms.double().clamp(min=0.0), 0.0).cumsum(-1)  # ≥ 0 except for rounding
-
-    _, index = torch.unique(group_ids, return_inverse=True)
-    energy = torch.where(present, energy, 0.0)
-    weighted, total, alive = (
-        torch.zeros_like(returns).index_add_(0, index, x)[index]
-        for x in (energy * returns, energy, present.double())
-    )
-    members = torch.zeros_like(returns[:, 0]).index_add_(0, index, valid.double())[index]
-    compared = (alive > 1) & (total > 0)
-    baseline = torch.where(compared, weighted / total.where(compared, 1.0), 0.0)
-    advantages = returns - baseline
-    differs = advantages.abs() > 1e-9 * returns.abs()  # beyond rounding, see `estimators.without_rounding`
-    return torch.where(present & differs & (members > 1)[:, None], advantages, 0.0).float()
+    return torch.where(differences.abs() > 1e-9 * values.abs(), differences, 0.0)
 
 
-# --- over the whole batch -------------------------------------------------------------------------
+def whiten(values: Tensor) -> Tensor:
+    """(x − mean) / √(std² + 1e-8) of the whole column, float32; std with n − 1."""
+    values = values.double()
+    centred = without_rounding(values - values.mean(), values)
+    variance = centred.square().sum() / max(len(values) - 1, 1)
+    return (centred / (variance + 1e-8).sqrt()).float()
 
 
-def whiten(values: Tensor, mask: Tensor, to_host: ToHost = Moments.to_host) -> Tensor:
-    """(x − mean) / √(std² + 1e-8), float32, 0.0 outside the mask; std with n − 1."""
-    moments = to_host(moments_of(values, mask))
-    std = moments.sample_std
-    whitened = (values.double() - moments.mean) / math.sqrt(std * std + 1e-8)
-    return torch.where(mask, whitened, 0.0).float()
-
-
-@torch.no_grad()
-def explained_variance(returns: Tensor, values: Tensor, mask: Tensor, to_host: ToHost) -> float:
+def explained_variance(returns: Tensor, values: Tensor) -> float:
     """1 − Var(returns − values)/Var(returns): 1 for a perfect critic, 0 for a constant prediction.
 
-    0.0 if the returns do not vary.
+    0.0 if the returns do not vary. Both arguments are the whole column, over all ranks.
     """
-    target = to_host(moments_of(returns, mask))
-    residuals = to_host(moments_of(returns.double() - values.double(), mask))
-    if target.std**2 <= 1e-12 * target.mean_square:  # rounding error only
-        return 0.0
-    return 1.0 - (residuals.std / target.std) ** 2
+    returns, residuals = returns.double(), returns.double() - values.double()
+    spread = (returns - returns.mean()).square().sum()
+    unexplained = (residuals - residuals.mean()).square().sum()
+    varies = bool(spread > 1e-12 * returns.square().sum())  # by more than rounding
+    return 1.0 - float(unexplained / spread) if varies else 0.0

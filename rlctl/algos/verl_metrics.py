@@ -1,4 +1,4 @@
-"""The metric convention `verl`: verl 0.9's formulas for the metric names that both frameworks log.
+"""verl 0.9's formulas for the metric names that both frameworks log (`WeightRule.metrics = "verl"`).
 
 They differ from the default formulas in three ways: metrics describe weights after the bound but before
 rejection and normalisation; they are taken over tokens at every level, so that a sequence counts by its
@@ -10,51 +10,43 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from rlctl.algos.metric_sums import ratio
-from rlctl.registry import METRIC_CONVENTIONS
+from rlctl.algos.sums import HostSums, Moments, Sums, ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.algos.correction_records import CorrectionSums, CriterionSums
     from rlctl.algos.rules import RejectRule, WeightRule
 
 
-@METRIC_CONVENTIONS.register("verl", label="verl 0.9's metrics")
-class VerlMetrics:
-    """A `rlctl.algos.statistics.MetricConvention`."""
+def criterion_sums(name: str, values: Tensor, lengths: Tensor | None, rule: RejectRule) -> Sums:
+    """Sums over tokens of a statistic (K,), as it is and clamped to the bounds.
 
-    def clamped_rows(
-        self, values: Tensor, response: Tensor, length: Tensor, rule: RejectRule
-    ) -> tuple[Tensor, Tensor]:
-        """(B,) Σx and Σx² per sequence over its tokens, x being the statistic clamped to the bounds.
+    Args:
+        lengths: (K,) tokens for which each value counts; None: values are per token.
+    """
+    x = values.double()
+    clamped = x.clamp(0.0 if rule.lower is None else rule.lower, rule.upper)
+    n = x.new_ones(len(x)) if lengths is None else lengths.double()
+    return {
+        f"{name}.verl_n": n.sum(),
+        f"{name}.verl_x": x @ n,
+        f"{name}.verl_clamped": clamped @ n,
+        f"{name}.verl_clamped_squares": clamped.square() @ n,
+    }
 
-        Args:
-            values: (B, T), or (B, 1) for a reduced statistic, which counts once per token (`length`, (B,)).
-            response: (B, T) float32, 1 on response tokens, else 0.
-        """
-        clamped = values.clamp(0.0 if rule.lower is None else rule.lower, rule.upper)
-        if rule.reduction != "none":
-            return clamped[:, 0] * length, clamped[:, 0].square() * length
-        clamped = clamped.double().mul_(response)
-        return clamped.sum(-1), clamped.square_().sum(-1)
 
-    def criterion_moments(self, sums: CriterionSums[float], tokens: float) -> tuple[float, float]:
-        """Mean of the statistic over tokens, and standard deviation of the clamped statistic."""
-        clamped, squares = ratio(sums.clamped, tokens), ratio(sums.clamped_squares, tokens)
-        return ratio(sums.token_total, tokens), math.sqrt(max(squares - clamped**2, 0.0))
+def criterion_moments(sums: HostSums, name: str) -> tuple[float, float]:
+    """Mean of the statistic over tokens, and standard deviation of the clamped statistic."""
+    n = sums[f"{name}.verl_n"]
+    clamped, squares = ratio(sums[f"{name}.verl_clamped"], n), ratio(sums[f"{name}.verl_clamped_squares"], n)
+    return ratio(sums[f"{name}.verl_x"], n), math.sqrt(max(squares - clamped**2, 0.0))
 
-    def weight_metrics(self, sums: CorrectionSums[float], rule: WeightRule) -> dict[str, float]:
-        """`rollout_is_*` metrics; extremes of sequence weights are those before the bound."""
-        if sums.weights is None:
-            return {}
-        token = sums.weights.described.token
-        found = {
-            "rollout_is_mean": token.mean,
-            "rollout_is_std": token.std,
-            "rollout_is_eff_sample_size": token.ess,
-        }
-        if not rule.by_token:
-            raw = sums.raw.sequence
-            found |= {"rollout_is_max": raw.max, "rollout_is_min": raw.min}
-        return found
+
+def weight_metrics(sums: HostSums, rule: WeightRule) -> HostSums:
+    """`rollout_is_*` metrics that replace the default ones; extremes of sequence weights: before the bound."""
+    token = Moments.read(sums, "weight.token")
+    names = {"mean": token.mean, "std": token.std, "eff_sample_size": token.ess}
+    if not rule.by_token:
+        raw = Moments.read(sums, "raw.unit")
+        names |= {"max": raw.max, "min": raw.min}
+    return {f"rollout_is_{name}": value for name, value in names.items()}

@@ -115,9 +115,9 @@ def _of_parts(name: str) -> Iterator[dict[str, Any]]:
 
 def _registries() -> list[Registry]:
     """Registries of the parts that a spec or an option names; their modules import no torch."""
-    from rlctl.registry import METRIC_CONVENTIONS, Registry
+    from rlctl.registry import Registry
 
-    return [registry for registry in Registry.all if registry is not METRIC_CONVENTIONS]
+    return list(Registry.all)
 
 
 def _nearest(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Renders rows with the chat template, tokenises them, and groups them in batches.
+"""Renders rows with the chat template, tokenises them, and chooses those of each step.
 
 Training, evaluation and data preparation share this module, so that measured lengths are those in training.
 Rendering does not import torch.
@@ -10,19 +10,15 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.batch import Prompts
+from rlctl.batch import Task
 from rlctl.data.read import check_batch_size
 from rlctl.data.schema import Row
 from rlctl.errors import UsageError
-from rlctl.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TOKENISE_AT_ONCE = 1024
 
@@ -124,48 +120,6 @@ def place_of(row: Row) -> str:
     return row.where or f"row {row.index}"
 
 
-def pad_id_of(tokenizer: Any) -> int:
-    """Id of the tokenizer's padding token, or else of its end token.
-
-    Raises:
-        UsageError: it has neither.
-    """
-    for number in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if number is not None:
-            return int(number)
-    what = "the tokenizer has neither a padding nor an end-of-sequence token"
-    raise UsageError(what, where=tokenizer.name_or_path)
-
-
-def left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Token ids (B, P) int64 and their mask (B, P) bool; P is the longest length."""
-    tokens = [torch.tensor(row, dtype=torch.int64) for row in rows]
-    ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=pad_id, padding_side="left")
-    lengths = torch.tensor([len(row) for row in rows])
-    return ids, torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None]
-
-
-def prompt_batch(
-    rows: Sequence[Row],
-    token_ids: Sequence[Sequence[int]],
-    texts: Sequence[str],
-    group_ids: Sequence[int],
-    pad_id: int,
-) -> Prompts:
-    """The prompts of some rows as a left-padded batch; all arguments have one entry per row."""
-    ids, mask = left_padded(token_ids, pad_id)
-    return Prompts(
-        prompt_ids=ids,
-        prompt_mask=mask,
-        group_ids=torch.tensor(list(group_ids), dtype=torch.int64),
-        data_sources=tuple(row.data_source for row in rows),
-        ground_truths=tuple(row.ground_truth for row in rows),
-        texts=tuple(texts),
-        extra_infos=tuple(row.extra for row in rows),
-        messages=tuple(messages_of(row) for row in rows),
-    )
-
-
 class PromptDataset:
     """Prompts for a model, as token ids.
 
@@ -173,7 +127,7 @@ class PromptDataset:
 
     Raises:
         UsageError: a prompt cannot be rendered, starts with two start tokens or is too long (if not
-            filtered; names the row), no prompt is left, or the tokenizer has no padding or end token.
+            filtered; names the row), or no prompt is left.
     """
 
     def __init__(
@@ -185,7 +139,6 @@ class PromptDataset:
         filter_overlong: bool,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self._pad_id = pad_id_of(tokenizer)
         self.rows: list[Row] = []  # those kept, in order
         self.token_ids: list[list[int]] = []
         self.texts: list[str] = []  # their rendered prompts
@@ -239,13 +192,21 @@ class PromptDataset:
         epoch, place = divmod(position, len(self))
         return int(_permutation(len(self), seed, epoch)[place]) if shuffle else place
 
-    def prompts(self, indices: Sequence[int], group_ids: Sequence[int]) -> Prompts:
-        """Returns the prompts at `indices` as a left-padded batch (N, P).
-
-        `group_ids`: position of each prompt in the batch over all ranks.
-        """
-        rows, texts = [self.rows[i] for i in indices], [self.texts[i] for i in indices]
-        return prompt_batch(rows, [self.token_ids[i] for i in indices], texts, group_ids, self._pad_id)
+    def tasks(self, indices: Sequence[int], group_ids: Sequence[int]) -> list[Task]:
+        """The prompts at `indices`; `group_ids` are their positions in the batch over all ranks."""
+        return [
+            Task(
+                prompt_ids=self.token_ids[index],
+                text=self.texts[index],
+                group_id=group_id,
+                row=index,
+                data_source=self.rows[index].data_source,
+                ground_truth=self.rows[index].ground_truth,
+                extra_info=self.rows[index].extra,
+                messages=messages_of(self.rows[index]),
+            )
+            for index, group_id in zip(indices, group_ids, strict=True)
+        ]
 
 
 @lru_cache(maxsize=2)

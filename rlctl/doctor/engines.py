@@ -47,8 +47,8 @@ def hf_samples() -> str:
     from rlctl.batch import torch_device
     from rlctl.rollout.hf import HFRollout
 
-    model, tokenizer = _tiny()
-    return _sampled(HFRollout(model, tokenizer, torch_device()), tokenizer)
+    (model, tokenizer), device = _tiny(), torch_device()
+    return f"{_sampled(HFRollout(model, tokenizer, device), tokenizer)} on {device}"
 
 
 def vllm_samples() -> str:
@@ -114,23 +114,20 @@ def _tiny() -> tuple[Any, Any]:
 
 def _sampled(engine: ResponseSampler, tokenizer: Any) -> str:
     """Samples two responses to each of two prompts and checks their log-probs."""
-    from rlctl.data.prompts import PromptDataset
-    from rlctl.data.schema import Message, Row
-    from rlctl.rollout.protocol import Sampling
+    import torch
 
-    rows = [Row("", (Message("user", prompt),), "") for prompt in _PROMPTS]
-    prompts = PromptDataset(rows, tokenizer, max_prompt_length=64, filter_overlong=False).prompts(
-        [0, 1], [0, 1]
-    )
-    sampling = Sampling(max_response_length=_RESPONSE_LENGTH)
-    rollouts = engine.generate(prompts, sampling, n=2, step_seed=1, num_groups_total=len(_PROMPTS))
-    log_probs = rollouts.rollout_log_probs[rollouts.response_mask]
+    from rlctl.batch import torch_device
+    from rlctl.rollout.protocol import Request, Sampling
+
+    requests = [Request(ids, seed) for ids in tokenizer(list(_PROMPTS))["input_ids"] for seed in (1, 2)]
+    turns = engine.sample(requests, Sampling(max_response_length=_RESPONSE_LENGTH))
+    log_probs = torch.cat([turn.log_probs for turn in turns])
     if not (log_probs.isfinite() & (log_probs <= 0)).all():
         raise RunFailure(
             "sampled tokens have log-probs that are not finite or not negative",
             fix="compare engines: see docs/how-to/mismatch",
         )
-    return f"{len(log_probs)} tokens sampled on {rollouts.responses.device}"
+    return f"{len(log_probs)} tokens sampled on {torch_device()}"
 
 
 def _batch(model: Any, device: Any) -> Any:
@@ -139,12 +136,10 @@ def _batch(model: Any, device: Any) -> Any:
 
     from rlctl.batch import ModelInputs
 
-    rows, prompt, length = 4, len(_PROMPTS[0]), _RESPONSE_LENGTH
-    ids = torch.randint(model.config.vocab_size, (rows, prompt + length), device=device)
-    mask = torch.ones_like(ids, dtype=torch.bool)
+    episodes, prompt = 4, len(_PROMPTS[0])
+    length = prompt + _RESPONSE_LENGTH
     return ModelInputs(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=torch.arange(prompt + length, device=device).expand_as(ids),
-        scored=mask[:, prompt:],
+        token_ids=torch.randint(model.config.vocab_size, (episodes * length,), device=device),
+        scored=torch.arange(episodes * length, device=device) % length >= prompt,
+        lengths=torch.full((episodes,), length, device=device),
     )

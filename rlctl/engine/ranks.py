@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, HashStore, Store
 
-from rlctl.algos.metric_sums import Additive
+from rlctl.algos.sums import LARGEST, HostSums, Sums
 from rlctl.engine.launch import STORE, LostRank
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.processes import use_loopback
@@ -57,14 +57,17 @@ class Ranks:
         if self.world_size > 1:
             dist.barrier(self.group)
 
-    def to_host(self, record: Additive) -> Any:
-        """The same record of sums over all ranks, as floats: two collectives, one transfer."""
-        sums, maxima = record.as_vectors()
-        if self.world_size > 1:
-            dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.group)
-            if len(maxima):
-                dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.group)
-        return record.to_host((sums, maxima))
+    def to_host(self, sums: Sums) -> HostSums:
+        """The sums over all ranks as floats: two collectives, one transfer. All ranks have the same names."""
+        found = {}
+        for largest, op in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
+            names = [name for name in sums if name.endswith(LARGEST) is largest]
+            if names:
+                values = torch.stack([sums[name].double() for name in names])
+                if self.world_size > 1:
+                    dist.all_reduce(values, op=op, group=self.group)
+                found |= dict(zip(names, values.tolist(), strict=True))
+        return found
 
     def max(self, value: float) -> float:
         """Maximum of the values of all ranks."""
@@ -87,8 +90,30 @@ class Ranks:
         return next(filter(None, self.exchange([text])), "")
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """Concatenated (N,) values of all ranks, in rank order; N may differ between ranks."""
-        return torch.cat(self.exchange([values.cpu()])).to(values.device)
+        """Concatenated values (N, …) of all ranks, in rank order; N may differ between ranks."""
+        if self.world_size == 1:
+            return values
+        sizes = [int(size) for size in self.exchange([len(values)])]
+        padded = values.new_zeros((max(sizes), *values.shape[1:]))
+        padded[: len(values)] = values
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=self.group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def all_to_all(self, parts: list[Tensor], sizes: list[int]) -> list[Tensor]:
+        """Sends part r (N_r, …) to rank r, and returns what each rank sends to this one.
+
+        Args:
+            sizes: number of entries that each rank sends to this one.
+        """
+        if self.world_size == 1:
+            return parts
+        sent = torch.cat(parts)
+        if is_bool := sent.dtype == torch.bool:
+            sent = sent.to(torch.uint8)
+        received = sent.new_empty((sum(sizes), *sent.shape[1:]))
+        dist.all_to_all_single(received, sent.contiguous(), sizes, [len(x) for x in parts], group=self.group)
+        return list((received.bool() if is_bool else received).split(sizes))
 
     def exchange(self, values: list[_Value]) -> list[_Value]:
         """Values of all ranks, in rank order, on every rank."""

@@ -19,6 +19,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlctl.batch import Episode, Task
 from rlctl.errors import RunFailure, UsageError
 from rlctl.evaluate.evaluate_report import Evaluation, default_out, read_evaluation, write_evaluation
 from rlctl.evaluate.request import SERVER, EvaluateRequest, check_request, checked_ks, chosen_reward
@@ -29,7 +30,6 @@ from rlctl.files import cache_root, check_vacant
 from rlctl.spec.rollout import RewardSpec
 
 if TYPE_CHECKING:
-    from rlctl.batch import Rollouts
     from rlctl.reward.build import Reward
 
 #: Samples graded between two progress reports.
@@ -201,7 +201,7 @@ def grade(reward: Reward, samples: Sequence[EvalSample], progress: Callable[[int
     progress(0, len(samples))
     for start in range(0, len(samples), _AT_ONCE):
         chunk = samples[start : start + _AT_ONCE]
-        result = reward.score(_as_rollouts(chunk), read_answers=True)
+        result = reward.score([_as_episode(sample) for sample in chunk], read_answers=True)
         answers = result.answers or [None] * len(chunk)
         graded_chunk = zip(chunk, result.graded.tolist(), result.valid.tolist(), answers, strict=True)
         graded += [
@@ -239,28 +239,15 @@ def grading(
         yield reward
 
 
-def _as_rollouts(samples: Sequence[EvalSample]) -> Rollouts:
-    """Rollouts as input for graders: texts only, no tokens."""
-    import torch
-
-    from rlctl.batch import Rollouts
-
-    ids = torch.zeros((len(samples), 0), dtype=torch.int64)
-    mask = ids.bool()
-    return Rollouts(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=ids,
-        responses=ids,
-        response_mask=mask,
-        rollout_log_probs=ids.float(),
-        finish_reason=torch.tensor([int(sample.truncated) for sample in samples], dtype=torch.int8),
-        group_ids=torch.tensor([sample.question_index for sample in samples]),
-        policy_version=torch.zeros(len(samples), dtype=torch.int64),
-        data_sources=tuple(sample.data_source for sample in samples),
-        ground_truths=tuple(sample.ground_truth for sample in samples),
-        prompt_texts=tuple(sample.prompt for sample in samples),
-        response_texts=tuple(sample.response for sample in samples),
-        extra_infos=tuple(sample.extra_info for sample in samples),
-        messages=tuple(tuple(sample.messages) for sample in samples),
+def _as_episode(sample: EvalSample) -> Episode:
+    """What graders read of an episode: texts only, no tokens."""
+    task = Task(
+        prompt_ids=(),
+        text=sample.prompt,
+        group_id=sample.question_index,
+        data_source=sample.data_source,
+        ground_truth=sample.ground_truth,
+        extra_info=sample.extra_info,
+        messages=tuple(sample.messages),
     )
+    return Episode(task, sample.sample_index, (), sample.response)

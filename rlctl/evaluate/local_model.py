@@ -9,12 +9,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import compress, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.data.prompts import PromptDataset, template_sha256
 from rlctl.engine.model import load_policy, load_reader
+from rlctl.environment.single_turn import sample_members
 from rlctl.evaluate.request import Plan, lengths
 from rlctl.evaluate.samples import Pair, Response, SampledModel
 from rlctl.files import sha256_of
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 #: Files of a model directory that do not affect its responses.
 _IRRELEVANT = re.compile(r"\..*|.*\.(md|png|gitattributes)|LICENSE.*", re.IGNORECASE)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-#: Number of questions that share one random seed.
-BLOCK = 256
+#: Number of questions per call of an engine that forms its own batches.
+QUESTIONS_AT_ONCE = 256
 
 
 class LocalModel(SampledModel):
@@ -86,13 +87,19 @@ class LocalModel(SampledModel):
     def sample(self, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Response]]:
         """See `SampledModel.sample`."""
         request = self._request
-        longest = max(self._questions.prompts([question], [0]).prompt_ids.shape[1] for question, _ in pairs)
+        longest = max(len(self._questions.token_ids[question]) for question, _ in pairs)
         with self._sampling_engine(longest) as engine:
             # An engine that forms its own batches is faster with more sequences per call.
             forms_batches = self._spec.rollout_engine.forms_batches
-            size = BLOCK * request.n if forms_batches else request.batch_size
+            size = QUESTIONS_AT_ONCE * request.n if forms_batches else request.batch_size
             yield from sample_responses(
-                engine, self._questions, pairs, self.sampling, seed=request.seed, batch_size=size
+                engine,
+                self._questions,
+                pairs,
+                self.sampling,
+                self.tokenizer,
+                seed=request.seed,
+                batch_size=size,
             )
 
     def _sampling_engine(self, max_prompt_length: int) -> AbstractContextManager[ResponseSampler]:
@@ -154,46 +161,41 @@ def sample_responses(
     questions: PromptDataset,
     pairs: Sequence[Pair],
     sampling: Sampling,
+    tokenizer: Any,
     *,
     seed: int,
     batch_size: int,
 ) -> Iterator[dict[Pair, Response]]:
     """Samples responses in batches; each depends only on the seed, its question index and its sample index.
 
-    Each block of `BLOCK` questions has a separate seed. Within a block, random numbers are assigned first to
-    sample 0 of every question, then to sample 1, and so on. Sample i of question q is therefore the same for
-    any n, number of questions, batch size, number of ranks and set of stored responses.
+    Sample i of question q is therefore the same for any n, number of questions, batch size, number of ranks
+    and set of stored responses.
 
-    `pairs` are ascending. `batch_size` is in sequences; responses to one question stay in one batch.
+    `pairs` are ascending. `batch_size` is in episodes; responses to one question stay in one batch.
     Responses that the engine aborted are omitted: they are not what the policy would say.
     """
-    for batch in _batches(pairs, batch_size, block=len(questions) if sampling.greedy else BLOCK):
-        if sampling.greedy:  # no random numbers
-            block, places = 0, list(range(len(batch)))
-        else:
-            block = batch[0][0] // BLOCK
-            places = [sample * BLOCK + question % BLOCK for question, sample in batch]
-        rollouts = engine.generate(
-            questions.prompts([question for question, _ in batch], places),
-            sampling,
-            n=1,
-            step_seed=step_seed(seed, block, "evaluation"),
-            num_groups_total=max(places) + 1,
-        )
-        sizes = rollouts.response_mask.sum(-1).tolist()
-        is_whole = (~rollouts.aborted).tolist()
-        sampled = zip(batch, rollouts.response_texts, rollouts.truncated.tolist(), sizes, strict=True)
-        yield {pair: Response(*values) for pair, *values in compress(sampled, is_whole)}
+    own_seed = step_seed(seed, 0, "evaluation")
+    for batch in _batches(pairs, batch_size):
+        asked = [question for question, _ in batch]
+        members = list(zip(questions.tasks(asked, asked), (sample for _, sample in batch), strict=True))
+        episodes = sample_members(engine, members, sampling, own_seed, tokenizer)
+        yield {
+            (episode.task.group_id, episode.member): Response(
+                episode.response, episode.truncated, episode.num_sampled
+            )
+            for episode in episodes
+            if not episode.aborted
+        }
 
 
-def _batches(pairs: Sequence[Pair], size: int, block: int) -> Iterator[list[Pair]]:
-    """Splits pairs into batches of about `size` sequences, never across blocks or within a question."""
-    for _, of_block in groupby(pairs, key=lambda pair: pair[0] // block):
-        batch: list[Pair] = []
-        for _, siblings in groupby(of_block, key=lambda pair: pair[0]):
-            more = list(siblings)
-            if batch and len(batch) + len(more) > size:
-                yield batch
-                batch = []
-            batch += more
+def _batches(pairs: Sequence[Pair], size: int) -> Iterator[list[Pair]]:
+    """Splits pairs into batches of about `size` episodes, never within a question."""
+    batch: list[Pair] = []
+    for _, siblings in groupby(pairs, key=lambda pair: pair[0]):
+        more = list(siblings)
+        if batch and len(batch) + len(more) > size:
+            yield batch
+            batch = []
+        batch += more
+    if batch:
         yield batch

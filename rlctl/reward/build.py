@@ -21,10 +21,12 @@ from rlctl.reward.pool import GradingPool, is_ours, is_scorer
 from rlctl.reward.protocol import Failure, FailureKind, Grade, GradeAndAnswer, RewardResult, Sample, Scorer
 
 if TYPE_CHECKING:
-    from rlctl.batch import Rollouts
+    from rlctl.batch import Episode
     from rlctl.spec.rollout import OverlongSpec, RewardSpec
 
 MAX_ERRORS_KEPT = 5
+#: In place of the grade of an episode that the environment excludes.
+_NOT_GRADED: GradeAndAnswer = (Failure("the environment failed", "inapplicable"), None)
 
 
 @lru_cache(maxsize=1024)
@@ -172,7 +174,8 @@ def overlong_penalty(lengths: torch.Tensor, overlong: OverlongSpec, max_length: 
 
 
 class Reward:
-    """Grades responses: a weighted sum of terms, plus the penalty for overlong responses."""
+    """Grades episodes: a weighted sum of terms, plus the environment's reward, if it gives one, and the
+    penalty for overlong responses."""
 
     def __init__(
         self, terms: dict[str, tuple[float, Scorer]], overlong: OverlongSpec, max_response_length: int
@@ -181,16 +184,18 @@ class Reward:
         self._overlong = overlong
         self._max_response_length = max_response_length
 
-    def score(self, rollouts: Rollouts, *, read_answers: bool = False) -> RewardResult:
-        """Returns one score per response, in order. Failures are returned, not raised: see `refuse_errors`.
+    def score(self, episodes: Sequence[Episode], *, read_answers: bool = False) -> RewardResult:
+        """Returns one score per episode, in order. Failures are returned, not raised: see `refuse_errors`.
 
-        `read_answers` fills `RewardResult.answers`, from the first term that can extract them.
+        An episode with an `error` is not graded and not valid. `read_answers` fills `RewardResult.answers`,
+        from the first term that can extract them.
         """
-        samples = _samples(rollouts)
+        samples = [_sample(episode) for episode in episodes if not episode.error]
         # float64, because in float32 the weights 0.15, 0.65 and 0.2 sum to less than 1.
-        total = torch.zeros(len(samples), dtype=torch.float64)
-        valid = torch.ones(len(samples), dtype=torch.bool)
-        applies = torch.zeros(len(samples), dtype=torch.bool)  # at least one term grades it
+        total = torch.tensor([episode.reward or 0.0 for episode in episodes], dtype=torch.float64)
+        valid = torch.tensor([not episode.error for episode in episodes], dtype=torch.bool)
+        # at least one term grades it, or the environment
+        applies = torch.tensor([episode.reward is not None for episode in episodes], dtype=torch.bool)
         parts: dict[str, torch.Tensor] = {}
         errors: list[str] = []
         errors_by_term: dict[str, int] = {}
@@ -198,7 +203,8 @@ class Reward:
         answers: list[str | None] = []
         for label, (weight, scorer) in self._terms.items():
             reads = read_answers and not answers and scorer.reads_answers
-            read = scorer.grade_and_read(samples, read_answers=reads)
+            found = iter(scorer.grade_and_read(samples, read_answers=reads) if samples else ())
+            read = [_NOT_GRADED if episode.error else next(found) for episode in episodes]
             grades = [grade for grade, _ in read]
             if reads:
                 answers = [answer for _, answer in read]
@@ -223,7 +229,7 @@ class Reward:
         graded = None
         if self._overlong.buffer_length:
             graded = total.float()
-            lengths = rollouts.response_mask.sum(-1).cpu()
+            lengths = torch.tensor([episode.num_sampled for episode in episodes])
             parts[OVERLONG] = overlong_penalty(lengths, self._overlong, self._max_response_length)
             total += parts[OVERLONG]
         scores = total.float()
@@ -232,7 +238,7 @@ class Reward:
             errors.append(f"the weighted sum is {scores[unbounded][0]} in float32")
             valid &= ~unbounded
         if read_answers and not answers:  # no term extracts answers
-            answers = [None] * len(samples)
+            answers = [None] * len(episodes)
         timeouts = Counter(kind for row, kind in ended.items() if valid[row])
         return RewardResult(
             torch.where(valid, scores, 0.0),
@@ -251,15 +257,14 @@ class Reward:
             scorer.close()
 
 
-def _samples(rollouts: Rollouts) -> list[Sample]:
-    count = len(rollouts.response_texts)
-    fields = (
-        rollouts.response_texts,
-        rollouts.ground_truths,
-        rollouts.prompt_texts,
-        rollouts.data_sources,
-        rollouts.extra_infos or ({},) * count,
-        rollouts.messages or ((),) * count,
-        [ids[kept].tolist() for ids, kept in zip(rollouts.responses, rollouts.response_mask, strict=True)],
+def _sample(episode: Episode) -> Sample:
+    task = episode.task
+    return Sample(
+        episode.response,
+        task.ground_truth,
+        task.text,
+        task.data_source,
+        task.extra_info,
+        task.messages,
+        [token for part in episode.sequences for token in part.token_ids[part.sampled].tolist()],
     )
-    return [Sample(*values) for values in zip(*fields, strict=True)]

@@ -106,11 +106,13 @@ def same_and_changed(response: str) -> KnownResponses:
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """Scores of a batch of B responses, the terms they consist of, and failures."""
+    """Scores of E episodes, the terms they consist of, and failures."""
 
-    scores: Tensor  # (B,) float32: weighted sum of the terms plus any overlong penalty; 0.0 where not `valid`
-    valid: Tensor  # (B,) bool: every applicable term graded it; other responses are excluded, not scored 0
-    #: term → its scores (B,) float32 before weighting, and `overlong` if that penalty is on. Only meaningful
+    #: (E,) float32: weighted sum of the terms, plus the environment's reward and any overlong penalty; 0.0
+    #: where not `valid`
+    scores: Tensor
+    valid: Tensor  # (E,) bool: every applicable term graded it; other episodes are excluded, not scored 0
+    #: term → its scores (E,) float32 before weighting, and `overlong` if that penalty is on. Only meaningful
     #: where `valid`; 0.0 where this term failed, NaN where it does not apply.
     parts: dict[str, Tensor] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)  # the first few failures, as text
@@ -118,21 +120,22 @@ class RewardResult:
     errors_by_term: dict[str, int] = field(default_factory=dict)
     #: kind → number of failures caused by responses; these responses have a score and are valid
     timeouts: dict[FailureKind, int] = field(default_factory=dict)
-    #: (B,) answers of the responses, as text that is equal for equal answers (for majority votes). Empty
+    #: (E,) answers of the responses, as text that is equal for equal answers (for majority votes). Empty
     #: unless requested; None without an answer, or if no term can extract answers.
     answers: list[str | None] = field(default_factory=list)
-    #: (B,) float32 `scores` without the overlong penalty, not rounded twice; None: there is no penalty
+    #: (E,) float32 `scores` without the overlong penalty, not rounded twice; None: there is no penalty
     before_penalty: Tensor | None = None
 
-    def pick(self, rows: slice | Tensor) -> RewardResult:
-        """Scores of some rows, without failures and answers."""
-        parts = {term: scores[rows] for term, scores in self.parts.items()}
-        before = None if self.before_penalty is None else self.before_penalty[rows]
-        return RewardResult(self.scores[rows], self.valid[rows], parts, before_penalty=before)
+    def pick(self, episodes: Tensor | Sequence[int]) -> RewardResult:
+        """Scores of the episodes with these indices (k,), in that order, without failures and answers."""
+        chosen = torch.as_tensor(episodes, dtype=torch.int64)
+        parts = {term: scores[chosen] for term, scores in self.parts.items()}
+        before = None if self.before_penalty is None else self.before_penalty[chosen]
+        return RewardResult(self.scores[chosen], self.valid[chosen], parts, before_penalty=before)
 
     @classmethod
     def joined(cls, results: Sequence[RewardResult]) -> RewardResult:
-        """All rows, with the failures of all results, without answers."""
+        """All episodes, with the failures of all results, without answers."""
         before = [result.before_penalty for result in results if result.before_penalty is not None]
         return cls(
             torch.cat([result.scores for result in results]),
@@ -146,7 +149,7 @@ class RewardResult:
 
     @property
     def graded(self) -> Tensor:
-        """(B,) `scores` without the overlong penalty: the graders' scores.
+        """(E,) `scores` without the overlong penalty: the graders' scores.
 
         Evaluation and validation report them, and groups are compared by them.
         """

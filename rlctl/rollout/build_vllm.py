@@ -60,7 +60,6 @@ def build_vllm(context: EngineContext) -> VLLMRollout | VLLMServerRollout:
         seed=spec.trainer.seed,
         revision=None if spec.is_embedded else spec.model.revision,
         sleeps=rollout.free_cache_engine,
-        device=context.device,
     )
 
 

@@ -1,24 +1,22 @@
-"""Base of all vLLM engines: one request per prompt, which returns tokens and log-probs."""
+"""Base of all vLLM engines: one request per turn; the lists that vLLM returns become columns in bulk."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.utils.rnn import pad_sequence
 
-from rlctl.batch import FINISH_REASONS, Prompts, Rollouts, TokenLists
+from rlctl.batch import FINISH_REASONS, TokenLists, Turn
 from rlctl.errors import EnvironmentFailure, RunFailure, one_line
-from rlctl.rollout.assemble import assemble, end_ids, synced
-from rlctl.rollout.protocol import Sampled, Sampling, derived_seed
+from rlctl.rollout.ends import end_ids
+from rlctl.rollout.protocol import Request, Sampling, synced
 
-Int32s = NDArray[np.int32]
-Floats = NDArray[np.float32]
+Column = NDArray[Any]
 VLLMDtype = Literal["fp32", "bf16"]
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 #: vLLM's mode for log-probs of the sampling distribution: after temperature, top-k, top-p and min-p.
@@ -32,143 +30,128 @@ MERGE_LORA = "set rollout.merge_lora=true, and rollouts get all weights with the
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A request for responses to one prompt.
-
-    Attributes:
-        prompt_ids: the prompt's tokens, without padding.
-        seed: random seed of the first response; the other responses use the seeds that follow.
-    """
-
-    prompt_ids: list[int]
-    seed: int
-    n: int
-
-
-@dataclass(frozen=True, slots=True)
 class Completion:
-    """One response.
+    """What vLLM returns for one request: t sampled tokens.
 
     Attributes:
-        token_ids: tokens that the policy sampled, including end of sequence.
-        log_probs: log-prob of each token under the distribution it was sampled from.
+        token_ids: (t,) int64, end of sequence included.
+        log_probs: (t,) float32, log-prob of each token under the distribution it was sampled from.
         finish_reason: as reported by vLLM; values that are not in `FINISH_REASONS` count as `abort`.
-        most_likely: for each token, ids and log-probs of the most likely tokens of its distribution, see
-            `listed`; empty where the engine lists none.
+        listed: for each token, those that are listed at its place: their numbers (t,), ids (Σ,) int64 and
+            log-probs (Σ,) float32. The sampled token may be the first one and occur a second time. None: the
+            engine lists none.
+        versions: (t,) int64, updates in the weights that sampled each token; None: those of the last sync.
     """
 
-    token_ids: Sequence[int]
-    log_probs: Sequence[float]
+    token_ids: Column
+    log_probs: Column
     finish_reason: str | None
-    most_likely: Sequence[tuple[Int32s, Floats]] = ()
+    listed: tuple[Column, Column, Column] | None = None
+    versions: Column | None = None
 
-    def kept(self) -> list[list[int]]:
-        """For each token, the tokens it was sampled from; [] where the listed ones are not all of them."""
-        is_whole = [np.exp(log_probs).sum() >= 1.0 - _MISSING for _, log_probs in self.most_likely]
-        return [ids.tolist() if ok else [] for (ids, _), ok in zip(self.most_likely, is_whole, strict=True)]
+    def turn(self, sampling: Sampling, policy_version: int) -> Turn:
+        """The same as tensors; a turn with an incomplete kept set counts as aborted and is not trained on."""
+        token_ids, log_probs = torch.from_numpy(self.token_ids), torch.from_numpy(self.log_probs)
+        versions = torch.full_like(token_ids, policy_version)
+        if self.versions is not None:
+            versions = torch.from_numpy(self.versions)
+        reason = self.finish_reason if self.finish_reason in FINISH_REASONS else "abort"
+        kept = most_likely = None
+        if listed_tokens(sampling):
+            place, ids, listed = self._sorted()
+            size = len(token_ids)
+            if sampling.with_kept:
+                is_whole = np.bincount(place, np.exp(listed), size) >= 1.0 - _MISSING
+                kept = _lists(place, ids, listed, is_whole[place], size)
+                kept = TokenLists(kept.counts, kept.ids)
+                reason = reason if is_whole.all() else "abort"
+            if count := sampling.num_most_likely:
+                rank = np.arange(len(place)) - np.searchsorted(place, place)
+                most_likely = _lists(place, ids, listed, rank < count, size)
+        return Turn(token_ids, log_probs, versions, reason, kept, most_likely)
+
+    def _sorted(self) -> tuple[Column, Column, Column]:
+        """Place, id and log-prob of each listed token, the most likely first, without impossible tokens."""
+        if self.listed is None:
+            return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32)
+        counts, ids, log_probs = self.listed
+        place = np.repeat(np.arange(len(counts)), counts)
+        is_first, is_sampled = np.diff(place, prepend=-1) > 0, ids == self.token_ids[place]
+        occurs_again = np.zeros(len(counts), dtype=bool)
+        occurs_again[place[is_sampled & ~is_first]] = True
+        is_double = is_sampled & is_first & occurs_again[place]
+        chosen = np.flatnonzero((log_probs > _NOT_ALLOWED) & ~is_double)
+        chosen = chosen[np.lexsort((-log_probs[chosen], place[chosen]))]
+        return place[chosen], ids[chosen], log_probs[chosen]
 
 
-def listed(entry: Mapping[int, float]) -> tuple[Int32s, Floats]:
-    """Token → log-prob as ids and log-probs, the most likely first, without impossible tokens.
-
-    Arrays take about a fifth of a mapping's memory.
-    """
-    ids, log_probs = np.fromiter(entry, np.int32), np.fromiter(entry.values(), np.float32)
-    order = np.argsort(-log_probs, kind="stable")
-    order = order[log_probs[order] > _NOT_ALLOWED]
-    return ids[order], log_probs[order]
+def _lists(place: Column, ids: Column, log_probs: Column, chosen: Column, size: int) -> TokenLists:
+    """(size) the chosen ones (bool) of tokens at ascending places."""
+    counts = np.bincount(place[chosen], minlength=size).astype(np.int32)
+    columns = counts, ids[chosen].astype(np.int32), log_probs[chosen]
+    return TokenLists(*map(torch.from_numpy, columns))
 
 
 class CompletionRollout(ABC):
     """A `ResponseSampler` on an engine that accepts individual requests, in any order.
 
     Args:
-        tokenizer: decodes responses; defines padding and end of sequence.
+        tokenizer: defines end of sequence.
         generation_config: of the model; may define further end-of-sequence tokens.
         policy_version: number of optimizer updates in the engine's weights; None: a sync will provide them.
-        device: device of the tensors that `generate` returns.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        generation_config: Any,
-        policy_version: int | None,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._device = device
+    def __init__(self, tokenizer: Any, generation_config: Any, policy_version: int | None) -> None:
+        self._vocabulary = len(tokenizer)
         self._eos_ids = end_ids(tokenizer, generation_config)
-        self._pad_id = self._eos_ids[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
         self._policy_version = policy_version
 
-    def generate(
-        self, prompts: Prompts, sampling: Sampling, *, n: int, step_seed: int, num_groups_total: int
-    ) -> Rollouts:
-        """See `ResponseSampler.generate`; T is the longest response of this call.
-
-        Greedy log-probs are those at temperature 1.
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Turn]:
+        """See `ResponseSampler.sample`. Greedy log-probs are those at temperature 1.
 
         Raises:
-            RunFailure: the engine failed (with its message), or it never reports all tokens it sampled from.
+            RunFailure: the engine failed (with its message), it never reports all tokens it sampled from, or
+                it does not list the most likely tokens.
         """
-        del num_groups_total  # seeds depend on each prompt's group id only
         policy_version = synced(self._policy_version)
-        rows = [ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)]
-        # Greedy responses are requested one by one: vLLM refuses n > 1 with greedy sampling.
-        each = 1 if sampling.greedy else n
-        requests = [
-            Request(row, derived_seed(step_seed, group), each)
-            for row, group in zip(rows, prompts.group_ids.tolist(), strict=True)
-            for _ in range(n // each)
-        ]
-        completions = self._complete(requests, sampling)
-        sampled = self._tensors(completions)
-        if sampling.with_kept:
-            sampled = _with_kept(sampled, completions)
-        if sampling.num_most_likely:
-            sampled = replace(
-                sampled, most_likely=_most_likely(sampled, completions, sampling.num_most_likely)
+        found = self._complete(requests, sampling)
+        turns = [completion.turn(sampling, policy_version) for completion in found]
+        if turns and not any(turn.kept is None or turn.kept.counts.all() for turn in turns):
+            raise RunFailure(
+                "the log-probs that the engine lists never add up to a probability of 1",
+                where="rollout.exact_sampling",
+                fix="lower rollout.top_k; servers that you started need --logprobs-mode processed_logprobs",
             )
-        return assemble(prompts, sampled, n=n, tokenizer=self._tokenizer, policy_version=policy_version)
+        for number, turn in enumerate(turns, 1):
+            if turn.most_likely is not None and not turn.most_likely.counts.all():
+                raise RunFailure(
+                    f"the engine does not list the most likely tokens at every position of response {number}",
+                    where="algorithm.rollout_correction.score_centering",
+                    fix=f"servers that you started need --max-logprobs {sampling.num_most_likely} or more",
+                )
+        return turns
 
     @abstractmethod
     def close(self) -> None:
         """Stops the engine and frees its memory."""
 
     @abstractmethod
-    def _complete(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
+    def _complete(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """The completions of all requests, in the order of the requests."""
 
     def _parameters(self, sampling: Sampling, request: Request) -> dict[str, Any]:
         """vLLM's sampling parameters of one request, by name."""
         return {
-            "n": request.n,
             "temperature": 0.0 if sampling.greedy else sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "repetition_penalty": 1.0,  # a server may default to the model's value
-            "max_tokens": sampling.max_response_length,
+            "max_tokens": request.limit(sampling),
             "seed": request.seed,
             "stop_token_ids": self._eos_ids,
-            "logprobs": min(listed_tokens(sampling), len(self._tokenizer)),
+            "logprobs": min(listed_tokens(sampling), self._vocabulary),
         }
-
-    def _tensors(self, completions: list[Completion]) -> Sampled:
-        """Converts completions to right-padded tensors."""
-        tokens = [torch.tensor(completion.token_ids, dtype=torch.int64) for completion in completions]
-        log_probs = [torch.tensor(completion.log_probs, dtype=torch.float32) for completion in completions]
-        lengths = torch.tensor([len(completion.token_ids) for completion in completions])
-        known = {reason: place for place, reason in enumerate(FINISH_REASONS)}
-        reasons = [known.get(completion.finish_reason or "", known["abort"]) for completion in completions]
-        finish_reason, device = torch.tensor(reasons, dtype=torch.int8), self._device
-        return Sampled(
-            pad_sequence(tokens, batch_first=True, padding_value=self._pad_id).to(device),
-            pad_sequence(log_probs, batch_first=True).to(device),
-            lengths.to(device),
-            finish_reason.to(device),
-        )
 
 
 def vllm_options(
@@ -208,52 +191,6 @@ def listed_tokens(sampling: Sampling) -> int:
     """Number of log-probs per token to request from vLLM; 0: of the sampled token only."""
     # Ties can keep more than top_k tokens: requests twice as many.
     return max(2 * sampling.top_k if sampling.with_kept else 0, sampling.num_most_likely)
-
-
-def _with_kept(sampled: Sampled, completions: list[Completion]) -> Sampled:
-    """Adds the kept tokens; a response with an incomplete set counts as aborted and is not trained on.
-
-    Raises:
-        RunFailure: every response has an incomplete set.
-    """
-    sets = [completion.kept() for completion in completions]
-    whole = torch.tensor([all(row) for row in sets], device=sampled.lengths.device)
-    if not whole.any():
-        raise RunFailure(
-            "the log-probs that the engine lists never add up to a probability of 1",
-            where="rollout.exact_sampling",
-            fix="lower rollout.top_k; servers that you started need --logprobs-mode processed_logprobs",
-        )
-    counts = torch.zeros(sampled.tokens.shape, dtype=torch.int32)
-    for row, kept in enumerate(sets):
-        counts[row, : len(kept)] = torch.tensor([len(tokens) for tokens in kept], dtype=torch.int32)
-    ids = torch.tensor([t for kept in sets for tokens in kept for t in tokens], dtype=torch.int32)
-    abort = FINISH_REASONS.index("abort")
-    reasons = torch.where(whole, sampled.finish_reason, abort).to(torch.int8)
-    return replace(sampled, finish_reason=reasons, kept=TokenLists(counts, ids).to(sampled.tokens.device))
-
-
-def _most_likely(sampled: Sampled, completions: list[Completion], count: int) -> TokenLists:
-    """The `count` most likely tokens of each position.
-
-    Raises:
-        RunFailure: a position has none.
-    """
-    counts = torch.zeros(sampled.tokens.shape, dtype=torch.int32)
-    for row, completion in enumerate(completions):
-        sizes = [min(len(ids), count) for ids, _ in completion.most_likely]
-        if len(sizes) != len(completion.token_ids) or 0 in sizes:
-            raise RunFailure(
-                f"the engine does not list the most likely tokens at every position of response {row + 1}",
-                where="algorithm.rollout_correction.score_centering",
-                fix=f"servers that you started need --max-logprobs {count} or more",
-            )
-        counts[row, : len(sizes)] = torch.tensor(sizes, dtype=torch.int32)
-    lists = [pair for completion in completions for pair in completion.most_likely]
-    ids = np.concatenate([tokens[:count] for tokens, _ in lists])
-    log_probs = np.concatenate([values[:count] for _, values in lists])
-    found = TokenLists(counts, torch.from_numpy(ids), torch.from_numpy(log_probs))
-    return found.to(sampled.tokens.device)
 
 
 def vllm_missing(error: Exception) -> EnvironmentFailure:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from rlctl.batch import Prompts, Rollouts
+from rlctl.batch import FINISH_REASONS, TokenLists, Turn
 from rlctl.errors import RunFailure
-from rlctl.rollout.protocol import Policy, RolloutEngine, Sampling
+from rlctl.rollout.protocol import Policy, Request, RolloutEngine, Sampling
 
-#: (B, T) field of `Rollouts` → its possible types.
-_DTYPES = {"rollout_log_probs": (torch.float32, torch.float64), "response_mask": (torch.bool,)}
+#: (t,) field of `Turn` → its type.
+_DTYPES = {"token_ids": torch.int64, "log_probs": torch.float32, "versions": torch.int64}
 
 
 class EngineLock:
@@ -77,25 +77,23 @@ class LockedRollout:
         """The engine's messages to the user, if any."""
         return list(getattr(self._engine, "notes", []))
 
-    def generate(
-        self, prompts: Prompts, sampling: Sampling, *, n: int, step_seed: int, num_groups_total: int
-    ) -> Rollouts:
-        """See `ResponseSampler.generate`."""
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Turn]:
+        """See `ResponseSampler.sample`; also checks the result.
+
+        Raises:
+            RunFailure: the engine does not return one valid turn per request.
+        """
         with self._in_use():
-            found = self._engine.generate(
-                prompts, sampling, n=n, step_seed=step_seed, num_groups_total=num_groups_total
-            )
-        if not isinstance(found, Rollouts):
-            what = f"{type(self._engine).__name__}.generate returned {type(found).__name__}"
-            raise RunFailure(what, where="rollout.name", fix="return Rollouts; `assemble` makes them")
-        shape = (n * len(prompts.group_ids), found.responses.shape[-1])
-        for name, dtypes in _DTYPES.items():
-            values = getattr(found, name)
-            if tuple(values.shape) != shape or values.dtype not in dtypes:
-                of = f"{type(self._engine).__name__}.generate returned {name}"
-                what = f"{of} of shape {tuple(values.shape)} and type {values.dtype}"
-                raise RunFailure(what, where="rollout.name", fix=f"return {dtypes[0]} of shape {shape}")
-        return found
+            turns = self._engine.sample(requests, sampling)
+        if what := wrong_turns(turns, len(requests), sampling):
+            raise RunFailure(f"{type(self._engine).__name__}.sample returned {what}", where="rollout.name")
+        if turns and sampling.with_kept:
+            tokens = torch.cat([turn.token_ids for turn in turns])
+            outside = TokenLists.joined([turn.kept for turn in turns if turn.kept]).without(tokens)
+            if outside.any():
+                what = f"token {tokens[outside][0]} was sampled, but the rollout engine did not keep it"
+                raise RunFailure(what, where="rollout.exact_sampling")
+        return turns
 
     def finish(self) -> None:
         """Declares that this rank has no further requests for now.
@@ -131,3 +129,27 @@ class LockedRollout:
         """See `RolloutEngine.close`."""
         with self._lock.held(first=self._first):
             self._engine.close()
+
+
+def wrong_turns(turns: Any, count: int, sampling: Sampling) -> str:
+    """What is wrong with the result of an engine for `count` requests; empty: nothing."""
+    if not isinstance(turns, list) or len(turns) != count:
+        size = f" of {len(turns)}" if isinstance(turns, list) else ""
+        return f"{type(turns).__name__}{size} instead of a list of {count} turns"
+    asked = {"kept": sampling.with_kept, "most_likely": sampling.num_most_likely > 0}
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, Turn):
+            return f"{type(turn).__name__} instead of turn {number}"
+        shape = (len(turn.token_ids),)
+        for name, dtype in _DTYPES.items():
+            values = getattr(turn, name)
+            if (tuple(values.shape), values.dtype, values.device.type) != (shape, dtype, "cpu"):
+                found = f"{name} of turn {number} of shape {tuple(values.shape)} and type {values.dtype}"
+                return f"{found} on {values.device}, instead of {shape}, {dtype}, on the CPU"
+        for name, is_asked in asked.items():
+            lists = getattr(turn, name)
+            if is_asked and (lists is None or len(lists) != len(turn.token_ids)):
+                return f"no list for each of the {len(turn.token_ids)} tokens in {name} of turn {number}"
+        if turn.finish_reason not in FINISH_REASONS:
+            return f"finish_reason {turn.finish_reason!r} of turn {number}; it is one of {FINISH_REASONS}"
+    return ""

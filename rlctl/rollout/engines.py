@@ -48,12 +48,12 @@ def build_rollout(context: EngineContext) -> RolloutEngine:
     part = ROLLOUT_ENGINES.part(context.spec.rollout.name)
     params = params_of(part, context.spec.rollout.engine_params)
     engine: RolloutEngine = part.function(replace(context, params=params))
-    methods = ["generate", "close"] if context.model is None else ["generate", "sync_weights", "close"]
+    methods = ["sample", "close"] if context.model is None else ["sample", "sync_weights", "close"]
     if what := missing_methods(engine, *methods):
         raise RunFailure(what, where=f"rollout.name: {part.name}", fix="see rlctl/rollout/protocol.py")
-    if problem := call_problem(engine.generate, [], None, n=1, step_seed=0, num_groups_total=1):
-        fix = "def generate(self, prompts, sampling, *, n, step_seed, num_groups_total)"
-        raise RunFailure(f"generate: {problem}", where=f"rollout.name: {part.name}", fix=fix)
+    if problem := call_problem(engine.sample, [], None):
+        fix = "def sample(self, requests, sampling)"
+        raise RunFailure(f"sample: {problem}", where=f"rollout.name: {part.name}", fix=fix)
     return engine
 
 

@@ -1,8 +1,8 @@
 """Rollouts with Hugging Face `generate`, in the trainer's process, from a copy of its model.
 
 Tokens are sampled inside `generate` from precomputed random numbers, and their log-probs recorded. Each token
-is sampled by inverse CDF: the first whose cumulative probability exceeds the uniform number of this (sample,
-position). The result depends neither on torch's global random state nor on the other rows of the batch.
+is sampled by inverse CDF: the first whose cumulative probability exceeds the uniform number of this (request,
+position). The result depends neither on torch's global random state nor on the other requests of the batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -24,10 +24,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from rlctl.batch import FINISH_REASONS, Prompts, Rollouts, TokenLists
+from rlctl.batch import TokenLists, Turn
 from rlctl.prefix import body_of, can_share_prefix, shared_prefix
-from rlctl.rollout.assemble import assemble, end_ids, positions, sample_ids, synced
-from rlctl.rollout.protocol import Policy, Sampled, Sampling
+from rlctl.rollout.ends import end_ids
+from rlctl.rollout.protocol import Policy, Request, Sampling, synced
 from rlctl.rollout.weights import ExpectedWeights
 
 RolloutDtype = Literal["fp32", "bf16", "int8"]
@@ -54,8 +54,8 @@ class HFRollout:
 
         Args:
             model: a causal language model, not yet wrapped by a training engine.
-            tokenizer: decodes responses; defines padding and end of sequence.
-            device: device of the copy and of every tensor that `generate` returns.
+            tokenizer: defines padding and end of sequence.
+            device: device of the copy.
             max_num_seqs: sequences generated at once; None: the whole batch.
             dtype: precision of the copy; None: that of the model. `int8` samples like an engine with
                 weight-only quantisation, see `_round_to_int8`.
@@ -67,7 +67,6 @@ class HFRollout:
         self._is_int8 = dtype == "int8"
         if dtype is not None:
             into_precision(self._model, dtype)
-        self._tokenizer = tokenizer
         self._device = torch.device(device)
         self._max_num_seqs = max_num_seqs
         self._eos_ids = end_ids(tokenizer, model.generation_config)
@@ -80,31 +79,12 @@ class HFRollout:
         self._expected = ExpectedWeights(self._model)
         self._policy_version: int | None = 0  # None during a sync and after a failed one
 
-    def generate(
-        self, prompts: Prompts, sampling: Sampling, *, n: int, step_seed: int, num_groups_total: int
-    ) -> Rollouts:
-        """See `RolloutEngine.generate`; T is the longest response of this call."""
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Turn]:
+        """See `RolloutEngine.sample`; adjacent requests with equal tokens share their computation."""
         policy_version = synced(self._policy_version)
-        prompt_ids = prompts.prompt_ids.to(self._device).repeat_interleave(n, dim=0)
-        prompt_mask = prompts.prompt_mask.to(self._device).repeat_interleave(n, dim=0)
-        places = sample_ids(prompts.group_ids.to(self._device), n)
-        uniforms = global_uniforms(step_seed, places, num_groups_total * n, sampling.max_response_length)
-        size = self._max_num_seqs or len(places)
-        chunks = [
-            self._sample(prompt_ids[rows], prompt_mask[rows], uniforms[rows], sampling)
-            for start in range(0, len(places), size)
-            for rows in [slice(start, start + size)]
-        ]
-        width = max(chunk.tokens.shape[1] for chunk in chunks)
-        sampled = Sampled(
-            tokens=torch.cat([_widen(chunk.tokens, width, self._pad_id) for chunk in chunks]),
-            log_probs=torch.cat([_widen(chunk.log_probs, width, 0.0) for chunk in chunks]),
-            lengths=torch.cat([chunk.lengths for chunk in chunks]),
-            finish_reason=torch.cat([chunk.finish_reason for chunk in chunks]),
-            kept=_joined([chunk.kept for chunk in chunks]),
-            most_likely=_joined([chunk.most_likely for chunk in chunks]),
-        )
-        return assemble(prompts, sampled, n=n, tokenizer=self._tokenizer, policy_version=policy_version)
+        size = self._max_num_seqs or max(len(requests), 1)
+        chunks = (requests[start : start + size] for start in range(0, len(requests), size))
+        return [turn for chunk in chunks for turn in self._sample(chunk, sampling, policy_version)]
 
     @torch.no_grad()
     def sync_weights(self, policy: Policy, policy_version: int) -> None:
@@ -120,36 +100,25 @@ class HFRollout:
         """See `RolloutEngine.close`."""
         del self._model, self._weights
 
-    def _sample(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, uniforms: Tensor, sampling: Sampling
-    ) -> Sampled:
-        """Samples the responses of one chunk; T is its longest response."""
-        prompt_length = prompt_ids.shape[1]
-        sampler = RecordingSampler(uniforms, prompt_length, sampling, self._eos_ids)
+    def _sample(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> list[Turn]:
+        """Samples the turns of one chunk."""
+        prompt_ids, prompt_mask = _left_padded([request.token_ids for request in requests], self._pad_id)
+        prompt_ids, prompt_mask = prompt_ids.to(self._device), prompt_mask.to(self._device)
+        sampler = RecordingSampler(requests, sampling, prompt_ids.shape[1], self._eos_ids, self._device)
         config = GenerationConfig(
-            max_new_tokens=sampling.max_response_length,
+            max_new_tokens=sampler.tokens.shape[1],
             do_sample=False,  # the sampler has already chosen the token
             eos_token_id=self._eos_ids,
             pad_token_id=self._pad_id,
         )
-        sequences = self._model.generate(
+        self._model.generate(
             prompt_ids,
             attention_mask=prompt_mask.long(),
             generation_config=config,
             logits_processor=processors(sampling, sampler),
             past_key_values=self._prefix(prompt_ids, prompt_mask),
         )
-        responses = sequences[:, prompt_length:]
-        return Sampled(
-            tokens=responses,
-            log_probs=sampler.log_probs[:, : responses.shape[1]],
-            lengths=sampler.lengths,
-            finish_reason=torch.where(
-                sampler.stopped, FINISH_REASONS.index("stop"), FINISH_REASONS.index("length")
-            ).to(torch.int8),
-            kept=sampler.kept(responses.shape[1]),
-            most_likely=sampler.most_likely(responses.shape[1]),
-        )
+        return sampler.turns(policy_version)
 
     @torch.no_grad()
     def _prefix(self, prompt_ids: Tensor, prompt_mask: Tensor) -> Any:
@@ -157,7 +126,8 @@ class HFRollout:
         if not self._shares_prompts:
             return None
         ids, mask = prompt_ids[:, :-1], prompt_mask[:, :-1]
-        return shared_prefix(body_of(self._model), ids, mask, positions(mask))
+        positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)
+        return shared_prefix(body_of(self._model), ids, mask, positions)
 
 
 def into_precision(model: nn.Module, dtype: RolloutDtype) -> None:
@@ -186,84 +156,107 @@ def _round_to_int8(model: nn.Module) -> None:
             module.weight.copy_((weight / step).round() * step)
 
 
-def _joined(parts: list[TokenLists | None]) -> TokenLists | None:
-    lists = [part for part in parts if part is not None]
-    return TokenLists.joined(lists) if lists else None
-
-
-def _widen(values: Tensor, width: int, fill: float) -> Tensor:
-    """Pad (B, t) on the right to (B, width)."""
-    return functional.pad(values, (0, width - values.shape[1]), value=fill)
+def _left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Token ids (B, P) int64, and the mask (B, P) bool of those that are not padding."""
+    ids = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
+    padded = pad_sequence(ids, batch_first=True, padding_value=pad_id, padding_side="left")
+    num_padded = padded.shape[1] - torch.tensor([len(row) for row in rows])
+    return padded, torch.arange(padded.shape[1]) >= num_padded[:, None]
 
 
 class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped
-    """The last logits processor: samples the token, records its log-prob, and makes it the argmax.
+    """The last logits processor: samples the token, records it, and makes it the argmax.
 
     Attributes:
-        log_probs: (B, T) float32, log-prob of each chosen token under the processed distribution;
-            columns not generated stay 0. No more than one step's (B, V) is in memory at a time.
-        lengths: (B,) int64, number of tokens of each row up to and including its end of sequence.
-        stopped: (B,) bool, the row has reached an end of sequence.
+        tokens: (B, T) int64, the chosen tokens; T is the largest limit of a request.
+        log_probs: (B, T) float32, log-prob of each chosen token under the processed distribution. No more
+            than one step's (B, V) is in memory at a time.
+        lengths: (B,) int64, number of tokens of each turn, end of sequence included.
+        stopped: (B,) bool, the turn has reached an end of sequence.
     """
 
     def __init__(
-        self, uniforms: Tensor, prompt_length: int, sampling: Sampling, end_ids: Sequence[int]
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        prompt_length: int,
+        end_ids: Sequence[int],
+        device: torch.device | str = "cpu",
     ) -> None:
-        """Takes (B, T) float64 `uniforms` in [0, 1); `prompt_length` includes padding."""
-        self.log_probs = torch.zeros(uniforms.shape, dtype=torch.float32, device=uniforms.device)
-        self.lengths = torch.zeros(len(uniforms), dtype=torch.int64, device=uniforms.device)
-        self.stopped = torch.zeros(len(uniforms), dtype=torch.bool, device=uniforms.device)
-        self._end_ids = torch.tensor(list(end_ids), device=uniforms.device)
-        self._uniforms = uniforms
-        self._prompt_length = prompt_length
-        self._greedy = sampling.greedy
-        self._with_kept = sampling.with_kept
-        self._sizes = torch.zeros(uniforms.shape, dtype=torch.int32, device=uniforms.device)
+        """Draws all random numbers; `prompt_length` includes padding."""
+        limits = [request.limit(sampling) for request in requests]
+        drawn = [uniforms(request.seed, limit) for request, limit in zip(requests, limits, strict=True)]
+        self._uniforms = pad_sequence(drawn, batch_first=True).to(device)
+        self._limits = torch.tensor(limits, device=device)
+        self._end_ids = torch.tensor(list(end_ids), device=device)
+        self._prompt_length, self._sampling = prompt_length, sampling
+        self.tokens = torch.zeros(self._uniforms.shape, dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros(self._uniforms.shape, dtype=torch.float32, device=device)
+        self.lengths = torch.zeros_like(self._limits)
+        self.stopped = torch.zeros_like(self._limits, dtype=torch.bool)
+        self._sizes = torch.zeros_like(self.tokens, dtype=torch.int32)
         self._sets: list[Tensor] = []  # per step, (2, kept): flattened indices in (B, T), tokens
-        self._num_most_likely = sampling.num_most_likely
         self._most_likely: list[tuple[Tensor, Tensor]] = []  # per step, (B, K): tokens, log-probs
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Sets (B, V) `scores` in place to zero at the chosen token and to -inf elsewhere."""
         position = input_ids.shape[1] - self._prompt_length
-        if self._with_kept:
-            self._keep(position, scores)
+        running = ~self.stopped & (position < self._limits)
+        if self._sampling.with_kept:
+            self._keep(position, scores, running)
         log_probs = scores.float().log_softmax(dim=-1)
-        if self._greedy:
+        if self._sampling.greedy:
             tokens = log_probs.argmax(dim=-1, keepdim=True)
         else:
             tokens = draw(log_probs, self._uniforms[:, position, None])
+        self.tokens[:, position] = tokens.squeeze(1)
         self.log_probs[:, position] = log_probs.gather(1, tokens).squeeze(1)
-        if self._num_most_likely:
-            highest = log_probs.topk(min(self._num_most_likely, log_probs.shape[-1]))
+        if count := self._sampling.num_most_likely:
+            highest = log_probs.topk(min(count, log_probs.shape[-1]))
             self._most_likely.append((highest.indices.int(), highest.values))
-        self.lengths += ~self.stopped
-        self.stopped |= torch.isin(tokens.squeeze(1), self._end_ids)
+        self.lengths += running
+        self.stopped |= running & torch.isin(tokens.squeeze(1), self._end_ids)
+        tokens = torch.where(running[:, None], tokens, self._end_ids[0])  # ends a row at its limit
         return scores.fill_(-torch.inf).scatter_(1, tokens, 0.0)
 
-    def _keep(self, position: int, scores: Tensor) -> None:
-        """Records the tokens that unfinished rows sample from; none for rows whose scores are all finite."""
+    def _keep(self, position: int, scores: Tensor, running: Tensor) -> None:
+        """Records the tokens that running rows sample from; none for rows whose scores are all finite."""
         kept = scores > -torch.inf
-        kept &= ~(self.stopped | kept.all(-1))[:, None]
+        kept &= (running & ~kept.all(-1))[:, None]
         self._sizes[:, position] = kept.sum(-1)
         rows, tokens = kept.nonzero(as_tuple=True)
         self._sets.append(torch.stack([rows * self._sizes.shape[1] + position, tokens]).int())
 
-    def kept(self, length: int) -> TokenLists | None:
-        """The tokens that each of the first `length` tokens was sampled from; None unless `with_kept`."""
-        if not self._with_kept:
-            return None
-        places, tokens = torch.cat(self._sets, dim=1)
-        return TokenLists(self._sizes[:, :length], tokens[places.argsort(stable=True)])
+    def turns(self, policy_version: int) -> list[Turn]:
+        """One turn per request, on the CPU."""
+        columns = [self._columns(self.tokens), self._columns(self.log_probs)]
+        kept = self._kept() if self._sampling.with_kept else [None] * len(self.lengths)
+        listed = self._listed() if self._sampling.num_most_likely else [None] * len(self.lengths)
+        reasons = ["stop" if stopped else "length" for stopped in self.stopped.tolist()]
+        return [
+            Turn(tokens, log_probs, torch.full_like(tokens, policy_version), reason, sets, lists)
+            for tokens, log_probs, reason, sets, lists in zip(*columns, reasons, kept, listed, strict=True)
+        ]
 
-    def most_likely(self, length: int) -> TokenLists | None:
-        """The most likely tokens at each of the first `length` positions; None unless `num_most_likely`."""
-        if not self._num_most_likely:
-            return None
-        tokens, log_probs = (torch.stack(steps[:length], 1) for steps in zip(*self._most_likely, strict=True))
-        is_sampled = torch.arange(length, device=tokens.device) < self.lengths[:, None]
-        listed = (log_probs > -torch.inf) & is_sampled[..., None]
-        return TokenLists(listed.sum(-1, dtype=torch.int32), tokens[listed], log_probs[listed])
+    def _columns(self, rows: Tensor) -> list[Tensor]:
+        """Of (B, T, …), what belongs to sampled tokens: for each turn (t, …)."""
+        return [row[:length].clone() for row, length in zip(rows.cpu(), self.lengths.tolist(), strict=True)]
+
+    def _kept(self) -> list[TokenLists]:
+        """For each turn, the tokens that each of its tokens was sampled from."""
+        places, tokens = torch.cat(self._sets, dim=1)
+        sets = tokens[places.argsort(stable=True)].cpu().split(self._sizes.sum(1).tolist())
+        return [
+            TokenLists(*pair) for pair in zip(self._columns(self._sizes), map(torch.clone, sets), strict=True)
+        ]
+
+    def _listed(self) -> list[TokenLists]:
+        """For each turn, the most likely tokens at each of its positions."""
+        pairs = zip(
+            *(self._columns(torch.stack(s, 1)) for s in zip(*self._most_likely, strict=True)), strict=True
+        )
+        listed = [(ids, log_probs, log_probs > -torch.inf) for ids, log_probs in pairs]
+        return [TokenLists(mask.sum(-1, dtype=torch.int32), ids[mask], p[mask]) for ids, p, mask in listed]
 
 
 def draw(log_probs: Tensor, uniforms: Tensor) -> Tensor:
@@ -278,14 +271,9 @@ def draw(log_probs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cdf, target, right=True).clamp_(max=log_probs.shape[-1] - 1)
 
 
-def global_uniforms(step_seed: int, sample_ids: Tensor, num_samples: int, length: int) -> Tensor:
-    """(B, length) float64: the rows of these samples in the random numbers of the whole batch.
-
-    `sample_ids` (B,) int64 are indices in the whole batch of `num_samples`, over all ranks.
-    """
-    generator = torch.Generator().manual_seed(step_seed)
-    of_all_samples = torch.rand(num_samples, length, dtype=torch.float64, generator=generator)
-    return of_all_samples[sample_ids.cpu()].to(sample_ids.device)
+def uniforms(seed: int, count: int) -> Tensor:
+    """(count,) float64 in [0, 1): the random numbers of one request."""
+    return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def processors(sampling: Sampling, sampler: RecordingSampler) -> LogitsProcessorList:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rlctl.errors import RunFailure
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -69,6 +71,10 @@ class Request:
     token_ids: Sequence[int]
     seed: int
     max_tokens: int | None = None
+
+    def limit(self, sampling: Sampling) -> int:
+        """Maximum number of tokens of this turn."""
+        return sampling.max_response_length if self.max_tokens is None else self.max_tokens
 
 
 class ResponseSampler(Protocol):
@@ -135,7 +141,7 @@ class EngineContext:
             ZeRO-3 its weights are partitioned among the ranks (`ds_shape` is the full shape) unless the
             engine starts with the policy. None: the engine reads the weights of `model_path`, see
             `EngineCapabilities.reads_model_files`.
-        device: device of the tensors of `Rollouts`.
+        device: device of the policy.
         rank, world_size: rank of this process and number of ranks; rank 0 is the main one.
         agree: returns on every rank the first text among all ranks' that is not empty (a collective).
         run_dir: directory of the run; outside training a temporary one.
@@ -152,6 +158,17 @@ class EngineContext:
     agree: Callable[[str], str]
     run_dir: Path
     params: Any = None
+
+
+def synced(policy_version: int | None) -> int:
+    """Returns the version of an engine's weights.
+
+    Raises:
+        RunFailure: it is None, because the last weight sync did not finish.
+    """
+    if policy_version is None:
+        raise RunFailure("the last weight sync to the rollout engine failed: it holds old and new weights")
+    return policy_version
 
 
 def step_seed(seed: int, step: int, purpose: str = "train") -> int:

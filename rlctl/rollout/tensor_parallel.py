@@ -90,6 +90,6 @@ def _digest(outputs: list[Any]) -> str:
     """Hash of all sampled tokens, in order."""
     found = hashlib.sha256()
     for output in outputs:
-        for response in output.outputs:
-            found.update(array("q", [len(response.token_ids), *response.token_ids]).tobytes())
+        tokens = output.outputs[0].token_ids
+        found.update(array("q", [len(tokens), *tokens]).tobytes())
     return found.hexdigest()

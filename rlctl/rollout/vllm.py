@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import ValidationError
 from torch import Tensor
@@ -19,12 +20,11 @@ from rlctl.rollout.completions import (
     MERGE_LORA,
     Completion,
     CompletionRollout,
-    Request,
-    listed,
+    listed_tokens,
     vllm_missing,
 )
 from rlctl.rollout.process_state import IsolatedState
-from rlctl.rollout.protocol import Policy, Sampling, SavedAdapter
+from rlctl.rollout.protocol import Policy, Request, Sampling, SavedAdapter
 from rlctl.rollout.tensor_parallel import Asked, TensorParallelGroup
 from rlctl.rollout.weights import ExpectedWeights, VersionedDir
 from rlctl.spec.keys import closest
@@ -47,7 +47,6 @@ class VLLMRollout(CompletionRollout):
         revision: str | None = None,
         reads_weights: bool = True,
         sleeps: bool = False,
-        device: torch.device | str = "cpu",
     ) -> None:
         """Loads the model into a new engine.
 
@@ -61,7 +60,6 @@ class VLLMRollout(CompletionRollout):
                 ranks of torch's process group create such an engine, and later sync weights, release and
                 finish together.
             sleeps: free the GPU's memory between sampling phases, see `release`.
-            device: device of the tensors that `generate` returns.
 
         Raises:
             EnvironmentFailure: vLLM is not installed, or does not start on this machine.
@@ -93,7 +91,7 @@ class VLLMRollout(CompletionRollout):
                 self._llm: Any = LLM(**arguments | dict(options))
         except Exception as error:
             raise _not_started(model_path, error) from error
-        super().__init__(tokenizer, config, policy_version=0 if reads_weights else None, device=device)
+        super().__init__(tokenizer, config, policy_version=0 if reads_weights else None)
         self._adapter: Any = None  # vLLM's request object of the adapter to sample with
         self._asleep: set[str] = set()
         self.sleeping_bytes = 0  # GPU memory that it frees while it sleeps
@@ -114,13 +112,13 @@ class VLLMRollout(CompletionRollout):
             self._llm.llm_engine.engine_core.shutdown()
         del self._llm
 
-    def _complete(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
-        asked = [(request.prompt_ids, self._parameters(sampling, request)) for request in requests]
+    def _complete(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        asked = [(list(request.token_ids), self._parameters(sampling, request)) for request in requests]
         if self._group:
             outputs = self._group.ask(asked, self._answer, self._policy_version)
         else:
             outputs = self._answer(asked)
-        return [_completion(response) for output in outputs for response in output.outputs]
+        return [completion_of(output.outputs[0], has_lists=listed_tokens(sampling) > 0) for output in outputs]
 
     def finish(self) -> None:
         """Under tensor parallelism, processes requests until no rank of the group has any left."""
@@ -131,7 +129,7 @@ class VLLMRollout(CompletionRollout):
         from vllm import SamplingParams
 
         prompts = [{"prompt_token_ids": ids} for ids, _ in asked]
-        parameters = [SamplingParams(**options, detokenize=False) for _, options in asked]
+        parameters = [SamplingParams(**options, detokenize=False, flat_logprobs=True) for _, options in asked]
         try:
             with self._isolated.running():
                 self._wake("weights", "kv_cache")
@@ -274,14 +272,19 @@ def _set_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
-def _completion(output: Any) -> Completion:
-    tokens = list(output.token_ids)
-    entries = zip(tokens, output.logprobs, strict=True)
-    log_probs = [entry[token].logprob for token, entry in entries]
-    most_likely = [
-        listed({token: each.logprob for token, each in entry.items()}) for entry in output.logprobs
-    ]
-    return Completion(tokens, log_probs, output.finish_reason, most_likely)
+def completion_of(output: Any, *, has_lists: bool) -> Completion:
+    """Converts vLLM's output, whose log-probs are `FlatLogprobs`; at each place, the sampled token is first.
+
+    Raises:
+        RunFailure: log-probs are not those of the sampled tokens.
+    """
+    token_ids = np.array(output.token_ids, dtype=np.int64)
+    flat, starts = output.logprobs, np.array(output.logprobs.start_indices, dtype=np.int64)
+    ids, log_probs = np.array(flat.token_ids, dtype=np.int64), np.array(flat.logprobs, dtype=np.float32)
+    if not np.array_equal(ids[starts], token_ids):
+        raise RunFailure("vLLM's log-probs are not those of the tokens that it sampled", where="engine vllm")
+    listed = (np.diff(starts, append=len(ids)), ids, log_probs) if has_lists else None
+    return Completion(token_ids, log_probs[starts], output.finish_reason, listed)
 
 
 def _generation_config(model_path: str, revision: str | None, trust_remote_code: bool) -> Any:

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import chain, count, groupby
 from typing import Any, TypeVar
 
 import httpx
+import numpy as np
 from torch import Tensor
 
 from rlctl.errors import RunFailure, UsageError, failing_together
 from rlctl.processes import note_progress
-from rlctl.rollout.completions import (
-    MERGE_LORA,
-    Completion,
-    CompletionRollout,
-    Request,
-    listed,
-    listed_tokens,
-)
-from rlctl.rollout.protocol import EngineContext, Policy, Sampling, SavedAdapter
+from rlctl.rollout.completions import MERGE_LORA, Completion, CompletionRollout, listed_tokens
+from rlctl.rollout.protocol import EngineContext, Policy, Request, Sampling, SavedAdapter
 from rlctl.rollout.replicas import Replicas
 from rlctl.rollout.server_access import MODEL_NAME, ONE_TOKEN, EngineProgress, authorization, probe_interval
 from rlctl.rollout.weight_broadcast import WeightBroadcast
@@ -95,7 +90,7 @@ class VLLMServerRollout(CompletionRollout):
         held: contextlib.ExitStack | None = None,
     ) -> None:
         names = context.model.generation_config
-        super().__init__(context.tokenizer, names, policy_version=None, device=context.device)
+        super().__init__(context.tokenizer, names, policy_version=None)
         self._urls, self._rank, self._agree = urls, context.rank, context.agree
         self._published, self._replicas = published, replicas
         settings = context.spec.rollout.server
@@ -166,23 +161,29 @@ class VLLMServerRollout(CompletionRollout):
                 versions.close()
         self._held.close()
 
-    def _complete(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
+    def _complete(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         return _result_of(self._complete_all(requests, sampling))
 
-    async def _complete_all(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
+    async def _complete_all(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         turn = asyncio.Semaphore(CONNECTIONS)  # the client's own queue is slow when long
         answers: dict[int, httpx.Response] = {}
+        runs = groupby(requests, key=lambda request: request.token_ids)  # a server computes its prompts once
+        prompts = dict(enumerate(number for number, (_, run) in enumerate(runs) for _ in run))
         async with self._client(timeout=None) as client:
 
             async def ask(index: int, url: str) -> httpx.Response | None:
                 request = requests[index]
-                body = {"model": self._newest.model, "prompt": request.prompt_ids, "return_token_ids": True}
-                body["return_tokens_as_token_ids"] = listed_tokens(sampling) > 0
+                body = {
+                    "model": self._newest.model,
+                    "prompt": list(request.token_ids),
+                    "return_token_ids": True,
+                    "return_tokens_as_token_ids": True,
+                }
                 async with turn:
                     return await self._ask(client, url, body | self._parameters(sampling, request))
 
             for _ in range(_TRIES):
-                places = self._places(index for index in range(len(requests)) if index not in answers)
+                places = self._places(number for number in prompts.items() if number[0] not in answers)
                 found = await self._unless_silent(
                     (ask(index, url) for index, url in places.items()), self._answer_timeout
                 )
@@ -196,14 +197,11 @@ class VLLMServerRollout(CompletionRollout):
                     break
             else:
                 raise RunFailure("vLLM servers fail and are restarted repeatedly", where=" ".join(self._urls))
-        return [
-            _completion(choice)
-            for index in range(len(requests))
-            for choice in sorted(answers[index].json()["choices"], key=lambda choice: int(choice["index"]))
-        ]
+        has_lists = listed_tokens(sampling) > 0
+        return [completion_of(answers[index].content, has_lists=has_lists) for index in range(len(requests))]
 
-    def _places(self, indices: Iterable[int]) -> dict[int, str]:
-        """Maps each request to a server, round-robin over those with the newest weights.
+    def _places(self, prompts: Iterable[tuple[int, int]]) -> dict[int, str]:
+        """Maps each request to a server; its prompts go round those with the newest weights.
 
         Raises:
             RunFailure: no server has them.
@@ -216,7 +214,7 @@ class VLLMServerRollout(CompletionRollout):
                 fix="continue with --resume RUN_DIR; with rollout.server.weight_transfer=files a restarted "
                 "server loads the weights itself",
             )
-        return {index: urls[(self._rank + index) % len(urls)] for index in indices}
+        return {index: urls[(self._rank + prompt) % len(urls)] for index, prompt in prompts}
 
     async def _with_newest(self, client: httpx.AsyncClient, urls: set[str]) -> set[str]:
         """The servers with the newest weights; the others are updated, or not used until the next sync."""
@@ -447,14 +445,22 @@ async def _until_silent(url: str, patience: float) -> None:
     )
 
 
-def _completion(choice: dict[str, Any]) -> Completion:
-    logprobs = choice["logprobs"]
-    entries = logprobs.get("top_logprobs") or [None] * len(choice["token_ids"])
-    named = (entry if entry and next(iter(entry)).startswith("token_id:") else {} for entry in entries)
-    most_likely = [
-        listed({int(name.removeprefix("token_id:")): value for name, value in entry.items()})
-        for entry in named
-    ]
-    return Completion(
-        choice["token_ids"], logprobs["token_logprobs"], choice.get("finish_reason"), most_likely
-    )
+def completion_of(answer: bytes, *, has_lists: bool) -> Completion:
+    """Converts a server's answer to one request."""
+    [choice] = json.loads(answer)["choices"]
+    token_ids, log_probs = np.array(choice["token_ids"], dtype=np.int64), choice["logprobs"]
+    lists = log_probs.get("top_logprobs") if has_lists else None
+    listed = versions = None
+    if lists and all(lists) and next(iter(lists[0])).startswith("token_id:"):
+        names = " ".join(chain.from_iterable(lists)).replace("token_id:", "")
+        values = chain.from_iterable(map(dict.values, lists))
+        listed = (
+            np.fromiter(map(len, lists), dtype=np.int64),
+            np.fromstring(names, dtype=np.int64, sep=" "),
+            np.fromiter(values, dtype=np.float32),
+        )
+    if spans := choice.get("weight_versions"):  # tags of `PublishedPaths`
+        numbers = [int(span["version"].partition("-")[0]) for span in spans]
+        versions = np.repeat(numbers, [span["end"] - span["start"] for span in spans])
+    of_tokens = np.array(log_probs["token_logprobs"], dtype=np.float32)
+    return Completion(token_ids, of_tokens, choice.get("finish_reason"), listed, versions)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rlctl.algos.rules import AggMode
+from rlctl.algos.rules import AggMode, ResponseUnit
 from rlctl.registry import ADVANTAGE_ESTIMATORS, CORRECTION_WEIGHTS, KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.base import Aliases, NullWord, OpenMapping, Registered, Section
 
@@ -115,10 +115,15 @@ class AlgorithmSpec(Section):
     `reinforce_plus_plus` the batch; the others compare the responses of one prompt."""
     adv_params: OpenMapping = Field(default={})
     """Parameters that the estimator declares."""
+    unit: ResponseUnit = "episode"
+    """What is one response where a formula speaks of a sequence: weights and criteria of whole sequences,
+    `seq-mean-…` and GSPO. Episodes of one sequence, such as a single answer, are the same either way."""
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount factor per token (`gae`, `reinforce_plus_plus`)."""
+    """Discount factor (`gae`, `reinforce_plus_plus`)."""
     lam: float = Field(default=1.0, ge=0, le=1)
     """λ of GAE."""
+    gamma_per: Literal["token", "turn"] = "token"
+    """Where `gamma` and `lam` apply: at every token, or at the first token of each turn after the first."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide GRPO's advantages by the standard deviation of the group."""
     use_kl_in_reward: bool = False

@@ -45,7 +45,12 @@ _READ: dict[str, tuple[Callable[[RunSpec], bool], str]] = {
 _ERRORS = {"critic.enable", "critic.path"}
 _CLIPS = ("actor.clip_ratio_low", "actor.clip_ratio_high")
 _LOSS_OPTIONS = (*_CLIPS, "actor.clip_ratio_c", "actor.tau_pos", "actor.tau_neg", "actor.dppo_divergence")
-_ESTIMATOR_OPTIONS = ("algorithm.gamma", "algorithm.lam", "algorithm.norm_adv_by_std_in_grpo")
+_ESTIMATOR_OPTIONS = (
+    "algorithm.gamma",
+    "algorithm.lam",
+    "algorithm.gamma_per",
+    "algorithm.norm_adv_by_std_in_grpo",
+)
 
 
 def _graders(spec: RunSpec) -> set[str]:

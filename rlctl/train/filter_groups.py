@@ -8,8 +8,6 @@ epochs as needed. The groups that are used depend only on that order, not on the
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,15 +15,16 @@ import numpy as np
 import torch
 
 from rlctl.algos.estimators import has_spread
-from rlctl.batch import Rollouts
+from rlctl.environment.single_turn import sample_episodes
 from rlctl.errors import RunFailure
-from rlctl.reward.protocol import FailureKind, RewardResult
+from rlctl.reward.protocol import RewardResult
 from rlctl.rollout.protocol import sampling_of, step_seed
 from rlctl.train.run import refuse_ungraded
 from rlctl.train.step_metrics import StepTimer
-from rlctl.train.stream import PromptDraws, rank_positions
+from rlctl.train.stream import PromptDraws, grouped
 
 if TYPE_CHECKING:
+    from rlctl.batch import Group
     from rlctl.train.run import Run
 
 _KEY = "algorithm.filter_groups"
@@ -49,20 +48,24 @@ class DrawnPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """Summary of a group, shared by all ranks after a round."""
+class _Summary:
+    """What all ranks know of a group after a round."""
 
     prompt: DrawnPrompt
     has_spread: bool
-    mean: float
-    graded: int
-    tokens: int
+    mean: float  # of the graded scores
+    graded: int  # number of episodes
+    failed: int  # number of episodes that could not be graded
+    tokens: int  # sampled
 
 
-def filtered_batch(
+def filtered_groups(
     run: Run, step: int, draws: PromptDraws, timer: StepTimer
-) -> tuple[Rollouts, RewardResult, dict[str, float]]:
-    """This rank's share of a batch of groups with spread, their grades, and `filter_groups/*` metrics.
+) -> tuple[list[Group], RewardResult, dict[str, float]]:
+    """The groups of a batch with spread that this rank sampled, their grades, and `filter_groups/*` metrics.
+
+    Their `group_id` is their place in the batch over all ranks, in the order of drawing; their `weight` is
+    1 / P(prompt drawn).
 
     A group has spread if two of its graded scores differ, without the overlong penalty. After
     `max_num_gen_batches` rounds, the batch is completed with groups without spread in the order in which they
@@ -90,33 +93,41 @@ def filtered_batch(
     # stable.
     used = sorted(rounds.groups, key=lambda group: not group.has_spread)[: rounds.wanted]
     prompts = sorted((group.prompt for group in used), key=lambda prompt: prompt.place)
-    rollouts, rewards = _shared_out(run, rounds.own, prompts)
-    rewards = replace(
-        rewards, errors=rounds.errors, timeouts=rounds.timeouts, errors_by_term=rounds.errors_by_term
-    )
-    drawn = draws.position - start
-    return rollouts, rewards, _metrics(rounds.groups, used, rounds.count, run.spec.rollout.n, drawn)
+    places = {prompt.place: place for place, prompt in enumerate(prompts)}
+    groups: list[Group] = []
+    chosen: list[int] = []
+    first = 0
+    for prompt, sampled in rounds.own:
+        if prompt.place in places:
+            groups.append(_placed(sampled, places[prompt.place], 1.0 / prompt.chance))
+            chosen += range(first, first + len(sampled))
+        first += len(sampled)
+    graded = RewardResult.joined(rounds.graded)
+    failures = {name: getattr(graded, name) for name in ("errors", "errors_by_term", "timeouts")}
+    cost = _metrics(rounds.groups, used, rounds.count, run.spec.rollout.n, draws.position - start)
+    return groups, replace(graded.pick(chosen), **failures), cost
 
 
 class _Rounds:
     """The rounds of one batch.
 
     Attributes:
-        count: number of rounds so far.
         groups: of all ranks.
-        own: place → responses and grades of a group that this rank sampled.
-        errors, timeouts, errors_by_term: of this rank's responses, as in `RewardResult`.
+        own: those that this rank sampled.
+        graded: per round, the grades of this rank's episodes.
     """
 
     def __init__(self, run: Run, step: int, draws: PromptDraws) -> None:
         self._run, self._step, self._draws = run, step, draws
         self.wanted = run.spec.data.train_batch_size
-        self.count, self._ungraded = 0, 0.0
-        self.groups: list[_Group] = []
-        self.own: dict[int, tuple[Rollouts, RewardResult]] = {}
-        self.errors: list[str] = []
-        self.timeouts: Counter[FailureKind] = Counter()
-        self.errors_by_term: Counter[str] = Counter()
+        self.groups: list[_Summary] = []
+        self.own: list[tuple[DrawnPrompt, Group]] = []
+        self.graded: list[RewardResult] = []
+
+    @property
+    def count(self) -> int:
+        """Number of rounds so far."""
+        return len(self.graded)
 
     @property
     def num_missing(self) -> int:
@@ -136,44 +147,43 @@ class _Rounds:
         count = min(math.ceil(self.num_missing / share), self.wanted)
         drawn = draw_next_prompts(run, self._draws, count, first=first)
         mine = drawn[ranks.rank * count // ranks.world_size : (ranks.rank + 1) * count // ranks.world_size]
+        tasks = run.train_prompts.tasks([prompt.row for prompt in mine], [prompt.place for prompt in mine])
+        seed, n = step_seed(run.spec.trainer.seed, self._step), run.spec.rollout.n
         with timer("gen"):  # in a small round some ranks have no prompts
-            rollouts = self._generate(mine, first, count) if mine else None
+            episodes = sample_episodes(run.rollout, tasks, n, sampling_of(run.spec), seed, run.tokenizer)
             run.rollout.finish()
-        num_ungraded = 0.0
-        if rollouts:
-            with timer("reward"):
-                graded = run.reward.score(rollouts)
-            num_ungraded = float((~graded.valid & ~rollouts.aborted.cpu()).sum())
-            n = run.spec.rollout.n
-            for index, prompt in enumerate(mine):
-                rows = slice(index * n, (index + 1) * n)
-                self.own[prompt.place] = rollouts.pick(rows), graded.pick(rows)
-            self.errors += graded.errors
-            self.timeouts.update(graded.timeouts)
-            self.errors_by_term.update(graded.errors_by_term)
-        self._ungraded += ranks.sum([num_ungraded])[0]
-        self.groups += ranks.exchange([_group(prompt, *self.own[prompt.place]) for prompt in mine])
-        self.count += 1
-        refuse_ungraded(run, self._ungraded, len(self.groups) * run.spec.rollout.n, self.errors)
-
-    def _generate(self, mine: list[DrawnPrompt], first: int, count: int) -> Rollouts:
-        run, spec = self._run, self._run.spec
-        prompts = run.train_prompts.prompts(
-            [prompt.row for prompt in mine], [prompt.place - first for prompt in mine]
-        )
-        purpose = f"train/{self.count}" if self.count else "train"
-        seed = step_seed(spec.trainer.seed, self._step, purpose)
-        return run.rollout.generate(
-            prompts, sampling_of(spec), n=spec.rollout.n, step_seed=seed, num_groups_total=count
-        )
+        with timer("reward"):
+            graded = run.reward.score(episodes)
+        own = list(zip(mine, grouped(episodes), strict=True))
+        summaries = [
+            _summary(prompt, group, graded.pick(range(index * n, (index + 1) * n)))
+            for index, (prompt, group) in enumerate(own)
+        ]
+        self.own += own
+        self.graded.append(graded)
+        self.groups += ranks.exchange(summaries)
+        errors = [error for result in self.graded for error in result.errors]
+        refuse_ungraded(run, sum(group.failed for group in self.groups), len(self.groups) * n, errors)
 
 
-def _group(drawn: DrawnPrompt, rollouts: Rollouts, graded: RewardResult) -> _Group:
-    scores, valid = graded.graded, graded.valid & ~rollouts.aborted.cpu()
-    differs = bool(has_spread(scores, torch.zeros(len(scores), dtype=torch.int64), valid).any())
-    mean = float(scores[valid].mean()) if valid.any() else 0.0
-    tokens = int(rollouts.response_mask.sum())
-    return _Group(drawn, differs, mean, int(valid.sum()), tokens)
+def _summary(drawn: DrawnPrompt, group: Group, graded: RewardResult) -> _Summary:
+    aborted = torch.tensor([episode.aborted for episode in group])
+    scores = graded.graded[graded.valid & ~aborted]
+    differs = bool(has_spread(scores, torch.zeros(len(scores), dtype=torch.int64)).any())
+    return _Summary(
+        prompt=drawn,
+        has_spread=differs,
+        mean=float(scores.mean()) if len(scores) else 0.0,
+        graded=len(scores),
+        failed=int((~graded.valid & ~aborted).sum()),
+        tokens=sum(episode.num_sampled for episode in group),
+    )
+
+
+def _placed(group: Group, place: int, weight: float) -> Group:
+    """The group with its place in the batch as `group_id`."""
+    task = replace(group[0].task, group_id=place, weight=weight)
+    return tuple(replace(episode, task=task) for episode in group)
 
 
 def draw_next_prompts(run: Run, draws: PromptDraws, count: int, first: int) -> list[DrawnPrompt]:
@@ -195,37 +205,9 @@ def draw_next_prompts(run: Run, draws: PromptDraws, count: int, first: int) -> l
     return drawn
 
 
-def _shared_out(
-    run: Run, own: Mapping[int, tuple[Rollouts, RewardResult]], used: list[DrawnPrompt]
-) -> tuple[Rollouts, RewardResult]:
-    """The groups that this rank trains on; groups sampled on other ranks are transferred."""
-    spec, ranks = run.spec, run.ranks
-    sizes = (spec.data.train_batch_size, spec.ppo_mini_batch_size)
-    takes = {
-        place: rank
-        for rank in range(ranks.world_size)
-        for place in rank_positions(*sizes, rank=rank, world_size=ranks.world_size)
-    }
-    leaving = {
-        place: (own[prompt.place][0].to("cpu"), own[prompt.place][1])
-        for place, prompt in enumerate(used)
-        if takes[place] != ranks.rank and prompt.place in own
-    }
-    arrived = dict(ranks.exchange(list(leaving.items())))
-    parts, grades = [], []
-    for place in rank_positions(*sizes, rank=ranks.rank, world_size=ranks.world_size):
-        prompt = used[place]
-        part, graded = own[prompt.place] if prompt.place in own else arrived[place]
-        weight = None
-        if spec.algorithm.filter_groups.curriculum:
-            weight = torch.full((len(part.group_ids),), 1.0 / prompt.chance, device=ranks.device)
-        ids = torch.full_like(part.group_ids, place)
-        parts.append(replace(part.to(ranks.device), group_ids=ids.to(ranks.device), prompt_weights=weight))
-        grades.append(graded)
-    return Rollouts.joined(parts), RewardResult.joined(grades)
-
-
-def _metrics(groups: list[_Group], used: list[_Group], rounds: int, n: int, drawn: int) -> dict[str, float]:
+def _metrics(
+    groups: list[_Summary], used: list[_Summary], rounds: int, n: int, drawn: int
+) -> dict[str, float]:
     generated_tokens, used_tokens = (float(sum(group.tokens for group in some)) for some in (groups, used))
     without, used_without = (sum(not group.has_spread for group in some) for some in (groups, used))
     graded = sum(group.graded for group in groups)

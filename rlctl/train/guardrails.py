@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlctl.algos.correction_records import CorrectionSums
+from rlctl.algos.correction import correction_metrics
 from rlctl.algos.rules import CorrectionRules
-from rlctl.algos.statistics import correction_metrics
+from rlctl.algos.sums import HostSums
 from rlctl.diagnose.facts import facts_of
 from rlctl.diagnose.forecast import forecasts
 from rlctl.diagnose.readers.reader_files import MetricFilter
@@ -90,7 +90,7 @@ class UpdateDecision:
 
 
 def decide_update(
-    correction: CorrectionSums[float], rules: CorrectionRules, scale: float, spec: GuardrailsSpec
+    correction: HostSums, rules: CorrectionRules, scale: float, spec: GuardrailsSpec
 ) -> UpdateDecision | None:
     """Decides whether one update is scaled or withheld; None if its mini-batch has no finite token.
 
@@ -99,7 +99,7 @@ def decide_update(
         rules: the rules that produced the sums.
         scale: `next_scale` of the previous update; 1 at the start.
     """
-    if not correction.finite_tokens:
+    if not correction["finite_tokens"]:
         return None
     measured = correction_metrics(correction, rules)
     ess, drift = measured[RAW_ESS.key], abs(measured[KL.key])

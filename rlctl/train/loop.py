@@ -1,11 +1,12 @@
 """The training loop.
 
-    prompts ──▶ rollouts ──▶ scores ──▶ ScoredBatch ──▶ TrainBatch ──▶ update ──▶ sync ──▶ log
-    Prompts     Rollouts     (B,)       + old, ref      + advantages   correction   weights
-                + rollout_   + valid      log-probs     (+ returns)    loss, step   back to
-                  log_probs             + values                       (+ critic)   the rollout
+    tasks ──▶ episodes ──▶ scores ──▶ TokenBatch ──▶ + columns ──▶ update ──▶ sync ──▶ log
+    of the    of turns     of the     dealt to       old, ref      correction   weights
+    data      (tokens,     graders    ranks by       log-probs,    loss, step   back to
+              log-probs)              tokens         values,       (+ critic)   the engine
+                                                     advantages
 
-One batch per step. Every rank runs this loop on its share of each batch; sums are merged over ranks
+One batch per step. Every rank runs this loop on its episodes of each batch; sums are merged over ranks
 before they are divided. All randomness derives from the seed and the step. Besides the state of the
 models, a resumed run therefore needs only the last step, the number of updates, the KL coefficient, batches
 sampled ahead, the draws of dynamic sampling, and the log, which guardrails read.
@@ -13,6 +14,7 @@ sampled ahead, the draws of dynamic sampling, and the log, which guardrails read
 
 from __future__ import annotations
 
+import math
 import resource
 from typing import TYPE_CHECKING
 
@@ -22,7 +24,7 @@ from rlctl.train.guardrails import Guardrails
 from rlctl.train.run import Run, refuse_ungraded
 from rlctl.train.sample_and_grade import sample_and_grade
 from rlctl.train.saving import Saver
-from rlctl.train.score_batch import score_batch, with_advantages, with_kl_in_reward
+from rlctl.train.score_batch import score_batch, train_batch, with_advantages, with_kl_in_reward
 from rlctl.train.settings import (
     CriticSettings,
     UpdateSettings,
@@ -31,16 +33,25 @@ from rlctl.train.settings import (
     is_validation_due,
     planned_updates,
 )
-from rlctl.train.step_metrics import Notices, StepTimer, batch_metrics, batch_sums, step_warnings
+from rlctl.train.step_metrics import (
+    Notices,
+    StepTimer,
+    batch_metrics,
+    episode_sums,
+    step_warnings,
+    token_sums,
+)
 from rlctl.train.sync import sync_weights
 from rlctl.train.update import update
 from rlctl.train.update_critic import update_critic
 from rlctl.train.validate import validate
 
 if TYPE_CHECKING:
-    from rlctl.batch import ScoredBatch, TrainBatch
+    from torch import Tensor
+
+    from rlctl.batch import Episode, TokenBatch
     from rlctl.engine.ranks import Ranks
-    from rlctl.train.sample_and_grade import GradedRollouts
+    from rlctl.train.sample_and_grade import Graded
     from rlctl.train.update import Updated
 
 
@@ -51,6 +62,7 @@ def train(run: Run) -> None:
     guardrails, saver = Guardrails(run, UpdateSettings.of(spec)), Saver(run)
     lr_at, critic_lr_at = actor_schedule(spec, run.total_steps), critic_schedule(spec, run.total_steps)
     phases = run.tracker.begin_phase
+    layouts = Notices(run.tracker.note, "layout of the tokens")
     warnings, saving = Notices(run.tracker.note, "warning"), StepTimer(ranks.device, phases)
     if run.start_step == 0 and spec.trainer.test_freq > 0:
         log(run, 0, validate(run, 0))
@@ -61,14 +73,14 @@ def train(run: Run) -> None:
         with timer("step"):
             graded = sample_and_grade(run, step, timer)
             metrics = dict(graded.sampling_cost)
-            scored = score_batch(run, graded.rollouts, graded.rewards, graded.baseline, timer)
+            batch = score_batch(run, train_batch(spec, run.ranks, graded, run.policy_version), timer)
             if algorithm.use_kl_in_reward:
-                scored, steered, penalty = with_kl_in_reward(scored, algorithm, run.kl, ranks)
+                batch, steered, penalty = with_kl_in_reward(batch, algorithm, run.kl, ranks)
                 run.kl = run.kl if hold else steered  # an unchanged policy gives no KL to adapt to
                 metrics |= penalty
             with timer("adv"):
-                batch = with_advantages(scored, algorithm, ranks, run.policy_version)
-            metrics |= describe_batch(run, scored, batch, graded)
+                batch = with_advantages(batch, algorithm, ranks)
+            metrics |= describe_batch(run, batch, graded)
             if run.critic:
                 first = (step - 1) * spec.critic_updates_per_batch
                 with timer("update_critic"):
@@ -86,12 +98,13 @@ def train(run: Run) -> None:
                     hold=hold,
                 )
             run.policy_version += outcome.num_updates
+            layouts.once(outcome.layout.partition(";")[0], outcome.layout)
             metrics |= sync_weights(run, step, timer)
 
-        dump(run, step, scored, outcome)
+        dump(run, step, graded, batch, outcome)
         metrics |= outcome.metrics
         metrics |= {"training/global_step": float(step), "training/epoch": epoch_of(run, step)}
-        for kind, text in step_warnings(metrics, outcome.dumped.nonfinite, graded.rewards.timeouts):
+        for kind, text in step_warnings(metrics, names_of(batch, outcome), graded.rewards.timeouts):
             warnings.doubling(kind, f"step {step}: {text}")
         if is_validation_due(run, step):
             with timer("testing"):
@@ -116,36 +129,65 @@ def train(run: Run) -> None:
             break
 
 
-def describe_batch(
-    run: Run, scored: ScoredBatch, batch: TrainBatch, graded: GradedRollouts
-) -> dict[str, float]:
+def describe_batch(run: Run, batch: TokenBatch, graded: Graded) -> dict[str, float]:
     """Metrics of the batch over all ranks.
 
     Raises:
         RunFailure: too many responses could not be graded.
     """
     spec = run.spec
-    reduced = run.data_ranks.to_host(
-        batch_sums(scored, batch, graded.rewards, run.policy_version, spec.data.max_prompt_length)
-    )
-    metrics = batch_metrics(reduced, compares_siblings=spec.algorithm.estimator_needs("group_ids"))
+    sampled = episode_sums(graded, run.policy_version, spec.data.max_prompt_length)
+    sums = run.ranks.to_host({name: value.to(run.ranks.device) for name, value in sampled.items()})
+    sums |= run.data_ranks.to_host(token_sums(batch))
+    metrics = batch_metrics(sums, compares_siblings=spec.algorithm.estimator_needs("group_ids"))
     errors = graded.rewards.errors + (graded.baseline.errors if graded.baseline else [])
     refuse_ungraded(run, metrics["reward/num_errors"], spec.data.train_batch_size * spec.rollout.n, errors)
     return metrics
 
 
-def dump(run: Run, step: int, scored: ScoredBatch, outcome: Updated) -> None:
-    """Stores responses with log-probs, weights and mask of the update, if rollouts are kept."""
+def names_of(batch: TokenBatch, outcome: Updated) -> list[str]:
+    """Group and member of this rank's responses with NaN or infinite log-probs, as `3/0`."""
+    responses = outcome.seen.nonfinite.nonzero().squeeze(1)
+    episodes = responses if len(outcome.seen.nonfinite) == batch.num_episodes else batch.owners[responses]
+    return [f"{batch.group_ids[place]}/{batch.members[place]}" for place in sorted(set(episodes.tolist()))]
+
+
+def dump(run: Run, step: int, graded: Graded, batch: TokenBatch, outcome: Updated) -> None:
+    """Stores the first whole groups of the batch with what the update used, if rollouts are kept.
+
+    Episodes are on the rank that sampled them, log-probs and weights on the rank that trained on them: both
+    go to the main rank. An episode that was not trained on has log-probs of NaN.
+    """
+    limit, n = run.spec.trainer.rollouts_per_step, run.spec.rollout.n
+    if not limit:
+        return
+    count = run.spec.data.train_batch_size if limit < 0 else max(limit // n, 1)
+    scores, valid = graded.rewards.scores.tolist(), graded.rewards.valid.tolist()
+    mine = [
+        (episode, score if ok else None)
+        for episode, score, ok in zip(graded.episodes, scores, valid, strict=True)
+        if episode.task.group_id < count
+    ]
+    seen, found = outcome.seen, dict[tuple[int, int], Tensor]()
+    columns = torch.stack([seen.training_log_probs, seen.weights, seen.keep.float()]).cpu()
+    keys = zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True)
+    tokens = torch.split(columns, batch.units.episode.lengths.tolist(), 1)
+    for key, part in zip(keys, tokens, strict=True):
+        if key[0] < count:
+            found[key] = part
+    episodes = run.ranks.exchange(mine)
+    trained: dict[tuple[int, int], Tensor] = dict(run.data_ranks.exchange(list(found.items())))
     if run.rollout_writer:
-        run.rollout_writer.add(
-            step,
-            scored.rollouts,
-            scored.scores,
-            scored.score_valid,
-            outcome.dumped.training_log_probs,
-            outcome.dumped.weights,
-            outcome.dumped.keep_mask,
-        )
+        episodes.sort(key=lambda pair: (pair[0].task.group_id, pair[0].member))
+
+        def of(episode: Episode) -> Tensor:
+            unknown = torch.tensor([[math.nan], [0.0], [0.0]]).expand(3, episode.num_sampled)
+            return trained.get((episode.task.group_id, episode.member), unknown)
+
+        joined = torch.cat([of(episode) for episode, _ in episodes], 1)
+        names = ("training_log_probs", "rollout_is_weights", "keep_mask")
+        values = dict(zip(names, (*joined[:2], joined[2] > 0), strict=True))
+        run.rollout_writer.add(step, [one for one, _ in episodes], [score for _, score in episodes], values)
 
 
 def epoch_of(run: Run, step: int) -> float:

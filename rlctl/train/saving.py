@@ -194,7 +194,7 @@ def restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path,
     if models.critic:
         models.critic.load(checkpoint.path / "critic")
     models.rollout.sync_weights(actor, policy_version=state.policy_version)
-    stream.resume(state.step, checkpoint.path / "waiting", ranks.rank, ranks.device)
+    stream.resume(state.step, checkpoint.path / "waiting", ranks.rank)
     notes.append(f"resuming after step {state.step}")
     draws = PromptDraws.load(checkpoint.path / _DRAWS) if spec.algorithm.filter_groups.enable else None
     return Restored(state.step, state.policy_version, state.kl_coef, notes, draws)

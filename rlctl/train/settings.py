@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from rlctl.algos.rules import AggMode, CorrectionRules, LossRule, RejectRule, WeightRule
+from rlctl.algos.rules import AggMode, CorrectionRules, LossRule, RejectRule, ResponseUnit, WeightRule
 from rlctl.registry import POLICY_LOSSES
 from rlctl.spec.algorithm import ActorSpec, CriticSpec
 from rlctl.spec.resolve import correction_rules, loss_rule
@@ -26,9 +26,10 @@ class UpdateSettings:
     """Settings of the actor's updates.
 
     Attributes:
-        mini_rows: sequences per mini-batch on this rank.
-        micro_rows: sequences per forward pass on this rank.
-        micro_tokens: tokens per forward pass, see `micro_batches`; None: `micro_rows` applies.
+        mini_groups: prompts per mini-batch, over all ranks.
+        num_minis: mini-batches per batch.
+        micro_sequences: sequences per forward pass on this rank.
+        micro_tokens: tokens per forward pass, see `micro_batches`; None: `micro_sequences` applies.
         lr_ess_scaling: multiply the learning rate by √ESS of the raw weights.
         centers_scores: subtract the expected score under the sampler, see `rlctl.algos.score_centering`.
         kl_loss_type: KL estimator of the KL loss; None: no KL in the loss.
@@ -41,8 +42,9 @@ class UpdateSettings:
     agg_mode: AggMode
     horizon: int
     ppo_epochs: int
-    mini_rows: int
-    micro_rows: int
+    mini_groups: int
+    num_minis: int
+    micro_sequences: int
     max_nonfinite_fraction: float
     entropy_coeff: float = 0.0
     kl_loss_type: str | None = None
@@ -57,14 +59,15 @@ class UpdateSettings:
         """Reads the settings from the spec."""
         correction, actor = spec.algorithm.rollout_correction, spec.actor
         return cls(
-            rules=correction_rules(correction),
+            rules=replace(correction_rules(correction), unit=spec.algorithm.unit),
             bypass=correction.bypass_mode,
             loss=loss_rule(spec),
             agg_mode=actor.loss_agg_mode,
             horizon=spec.data.max_response_length,
             ppo_epochs=actor.ppo_epochs,
-            mini_rows=spec.ppo_mini_batch_size * spec.rollout.n // spec.data_ranks,
-            micro_rows=actor.ppo_micro_batch_size_per_gpu,
+            mini_groups=spec.ppo_mini_batch_size,
+            num_minis=spec.data.train_batch_size // spec.ppo_mini_batch_size,
+            micro_sequences=actor.ppo_micro_batch_size_per_gpu,
             max_nonfinite_fraction=correction.max_nonfinite_fraction,
             entropy_coeff=actor.entropy_coeff,
             kl_loss_type=actor.kl_loss_type if actor.use_kl_loss else None,
@@ -128,10 +131,12 @@ class CriticSettings:
 
     cliprange_value: float
     agg_mode: AggMode
+    unit: ResponseUnit
     horizon: int
     ppo_epochs: int
-    mini_rows: int
-    micro_rows: int
+    mini_groups: int
+    num_minis: int
+    micro_sequences: int
     micro_tokens: int | None = None
 
     @classmethod
@@ -143,8 +148,10 @@ class CriticSettings:
             agg_mode=critic.loss_agg_mode,
             horizon=spec.data.max_response_length,
             ppo_epochs=spec.critic_epochs,
-            mini_rows=spec.critic_mini_batch_size * spec.rollout.n // spec.world_size,
-            micro_rows=spec.critic_micro_batch_size,
+            unit=spec.algorithm.unit,
+            mini_groups=spec.critic_mini_batch_size,
+            num_minis=spec.data.train_batch_size // spec.critic_mini_batch_size,
+            micro_sequences=spec.critic_micro_batch_size,
             micro_tokens=spec.critic_max_token_len,
         )
 

@@ -33,7 +33,7 @@ from rlctl.train.saving import Restored, restore
 from rlctl.train.score_batch import kl_controller
 from rlctl.train.settings import is_sync_due
 from rlctl.train.stop import StopRequest, Watchdog
-from rlctl.train.stream import PromptDraws, RolloutStream, sample_batch
+from rlctl.train.stream import PromptDraws, RolloutStream, sample_groups
 from rlctl.train.sync import confirm_sync
 
 
@@ -145,7 +145,7 @@ def _stream(
 ) -> RolloutStream:
     """Batches sampled in this thread or, with `rollout.max_staleness`, in another one during training."""
     if not spec.rollout.max_staleness:
-        sample = partial(sample_batch, spec, ranks, prompts, models.rollout)
+        sample = partial(sample_groups, spec, ranks, prompts, models.rollout, models.tokenizer)
         return RolloutStream(sample, ahead=spec.rollout.staleness, last_step=total_steps)
 
     def enter() -> None:
@@ -154,7 +154,7 @@ def _stream(
 
     executor = ThreadPoolExecutor(1, thread_name_prefix="rollouts", initializer=enter)
     stack.callback(executor.shutdown, wait=True, cancel_futures=True)
-    sample = partial(sample_batch, spec, ranks, prompts, models.sampling_ahead)
+    sample = partial(sample_groups, spec, ranks, prompts, models.sampling_ahead, models.tokenizer)
     return RolloutStream(sample, ahead=spec.rollout.max_staleness, last_step=total_steps, executor=executor)
 
 

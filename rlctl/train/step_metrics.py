@@ -7,137 +7,113 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Generic
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rlctl.algos.estimators import zero_spread_fraction
-from rlctl.algos.metric_sums import Additive, Moments, V, moments_of, ratio
-from rlctl.batch import ScoredBatch, TrainBatch
-from rlctl.reward.protocol import FailureKind, RewardResult
+from rlctl.algos.estimators import has_spread
+from rlctl.algos.sums import HostSums, Moments, Sums, moments, ratio
+from rlctl.batch import TokenBatch
+from rlctl.reward.protocol import FailureKind
+
+if TYPE_CHECKING:
+    from rlctl.train.sample_and_grade import Graded
 
 _MAX_NAMED = 8
 
 
-@dataclass(frozen=True, slots=True)
-class TermSums(Additive, Generic[V]):
-    """One term of the reward: moments of its scores, and how many responses it could not grade."""
+def episode_sums(graded: Graded, policy_version: int, max_prompt_length: int) -> Sums:
+    """Sums over the episodes that this rank sampled; `policy_version` is the trainer's.
 
-    scores: Moments[V]
-    errors: V
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSums(Additive, Generic[V]):
-    """Sums over the rows of a batch.
-
-    Attributes:
-        scores, rewards: of the graded responses; rewards include the KL penalty.
-        response_length, prompt_length: tokens per response.
-        staleness: optimizer updates between the policy that sampled a response and the trained one.
-        advantages: of the response tokens.
-        values, returns: of the response tokens; None without a critic.
-        full_prompts, truncated, aborted, invalid, timeouts: numbers of responses.
-        flat_groups, groups: groups with equal grades (without the overlong penalty), and all groups.
-        terms: term of the reward → its sums.
+    Moments: `score` of the graded ones, `response_length` and `prompt_length` in tokens, `staleness` in
+    optimizer updates between the weights that sampled the oldest token and the trained policy, and
+    `term.NAME` per term of the reward. Counts: full_prompts, truncated, aborted, invalid, timeouts, groups,
+    and flat_groups, whose grades (without the overlong penalty) are equal.
     """
+    episodes, rewards, valid = graded.episodes, graded.rewards, graded.valid
 
-    scores: Moments[V]
-    rewards: Moments[V]
-    response_length: Moments[V]
-    prompt_length: Moments[V]
-    staleness: Moments[V]
-    advantages: Moments[V]
-    values: Moments[V] | None
-    returns: Moments[V] | None
-    full_prompts: V
-    truncated: V
-    aborted: V
-    invalid: V
-    timeouts: V
-    flat_groups: V
-    groups: V
-    terms: dict[str, TermSums[V]]
+    def of_each(values: Iterable[float]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.float64)
 
+    def number(count: float) -> Tensor:
+        return torch.tensor(float(count), dtype=torch.float64)
 
-@torch.no_grad()
-def batch_sums(
-    scored: ScoredBatch, batch: TrainBatch, graded: RewardResult, policy_version: int, max_prompt_length: int
-) -> BatchSums[Tensor]:
-    """Sums over this rank's rows; `policy_version` is the trainer's."""
-    rollouts, valid, mask = scored.rollouts, scored.score_valid, batch.valid_mask
-    everyone = torch.ones_like(rollouts.truncated)
-    lengths, prompts = (tokens.sum(-1).double() for tokens in (rollouts.response_mask, rollouts.prompt_mask))
-    rewards = scored.token_level_rewards.double().sum(-1)
-    grades = graded.graded.to(valid.device)
-    flat_groups, groups = zero_spread_fraction(grades, rollouts.group_ids, valid)
-
-    def constant(number: int) -> Tensor:
-        return torch.full_like(groups, number, dtype=torch.float64)
-
-    def of_term(term: str, scores: Tensor) -> TermSums[Tensor]:
-        applies = ~scores.isnan().to(valid.device)
-        moments = moments_of(scores.nan_to_num().to(rewards), valid & applies)
-        return TermSums(moments, constant(graded.errors_by_term.get(term, 0)))
-
-    return BatchSums(
-        scores=moments_of(scored.scores, valid),
-        rewards=moments_of(rewards, valid),
-        response_length=moments_of(lengths, everyone),
-        prompt_length=moments_of(prompts, everyone),
-        staleness=moments_of(policy_version - rollouts.policy_version, everyone),
-        advantages=moments_of(batch.advantages, batch.response_mask),
-        values=None if batch.values is None else moments_of(batch.values, mask),
-        returns=None if batch.returns is None else moments_of(batch.returns, mask),
-        full_prompts=(prompts >= max_prompt_length).double().sum(),
-        truncated=rollouts.truncated.double().sum(),
-        aborted=rollouts.aborted.double().sum(),
-        invalid=(~valid & ~rollouts.aborted).double().sum(),
-        timeouts=constant(sum(graded.timeouts.values())),
-        flat_groups=flat_groups,
-        groups=groups,
-        terms={term: of_term(term, scores) for term, scores in graded.parts.items()},
+    prompts = of_each(len(episode.task.prompt_ids) for episode in episodes)
+    oldest = (
+        min((int(s.versions.min()) for s in e.sequences if len(s.versions)), default=policy_version)
+        for e in episodes
     )
+    groups = torch.tensor([episode.task.group_id for episode in episodes], dtype=torch.int64)[valid]
+    spread = has_spread(rewards.graded[valid], groups)
+    sums = moments("score", rewards.scores[valid])
+    sums |= moments("response_length", of_each(episode.num_sampled for episode in episodes))
+    sums |= moments("prompt_length", prompts)
+    sums |= moments("staleness", policy_version - of_each(oldest))
+    for term, scores in rewards.parts.items():
+        sums |= moments(f"term.{term}", scores.nan_to_num(), valid & ~scores.isnan())
+        sums[f"errors.{term}"] = number(rewards.errors_by_term.get(term, 0))
+    return sums | {
+        "full_prompts": (prompts >= max_prompt_length).double().sum(),
+        "truncated": number(sum(episode.truncated for episode in episodes)),
+        "aborted": number(sum(episode.aborted for episode in episodes)),
+        "invalid": number(
+            sum(not ok and not e.aborted for e, ok in zip(episodes, valid.tolist(), strict=True))
+        ),
+        "timeouts": number(sum(rewards.timeouts.values())),
+        "groups": number(len(graded.groups)),
+        "flat_groups": number(len(graded.groups) - len(set(groups[spread].tolist()))),
+    }
 
 
-def batch_metrics(sums: BatchSums[float], *, compares_siblings: bool) -> dict[str, float]:
-    """Metrics of the whole batch, under verl's names.
+def token_sums(batch: TokenBatch) -> Sums:
+    """Moments over the episodes that this rank trains on: `reward`, and per token `advantage`, `value`, `return`."""
+    assert batch.rewards is not None
+    assert batch.advantages is not None
+    sums = moments("reward", batch.units.episode.sum(batch.rewards)) | moments("advantage", batch.advantages)
+    if batch.values is not None and batch.returns is not None:
+        sums |= moments("value", batch.values) | moments("return", batch.returns)
+    return sums
+
+
+def batch_metrics(sums: HostSums, *, compares_siblings: bool) -> dict[str, float]:
+    """Metrics of the whole batch, under verl's names, from `episode_sums` and `token_sums`.
 
     `reward/zero_spread_groups` is included only if the estimator compares the responses of a group.
     """
     logged = {
-        "critic/score": sums.scores,
-        "critic/rewards": sums.rewards,
-        "critic/advantages": sums.advantages,
-        "critic/values": sums.values,
-        "critic/returns": sums.returns,
-        "response_length": sums.response_length,
-        "prompt_length": sums.prompt_length,
+        "critic/score": "score",
+        "critic/rewards": "reward",
+        "critic/advantages": "advantage",
+        "critic/values": "value",
+        "critic/returns": "return",
+        "response_length": "response_length",
+        "prompt_length": "prompt_length",
     }
     metrics: dict[str, float] = {}
-    for name, values in logged.items():
-        if values:
+    for name, key in logged.items():
+        if f"{key}.n" in sums:
+            values = Moments.read(sums, key)
             metrics |= {f"{name}/mean": values.mean, f"{name}/max": values.max, f"{name}/min": values.min}
-    for name, term in sums.terms.items() if len(sums.terms) > 1 else ():  # one term equals `critic/score`
-        metrics[f"reward/{name}/mean"] = term.scores.mean
-        metrics[f"reward/{name}/num_errors"] = term.errors
+    terms = [name.removeprefix("errors.") for name in sums if name.startswith("errors.")]
+    for term in terms if len(terms) > 1 else ():  # one term equals `critic/score`
+        metrics[f"reward/{term}/mean"] = Moments.read(sums, f"term.{term}").mean
+        metrics[f"reward/{term}/num_errors"] = sums[f"errors.{term}"]
     if compares_siblings:
-        metrics["reward/zero_spread_groups"] = ratio(sums.flat_groups, sums.groups)
-    num_rows = sums.response_length.count
+        metrics["reward/zero_spread_groups"] = ratio(sums["flat_groups"], sums["groups"])
+    lengths, staleness = Moments.read(sums, "response_length"), Moments.read(sums, "staleness")
     return metrics | {
-        "response_length/clip_ratio": ratio(sums.truncated, num_rows),
-        "prompt_length/clip_ratio": ratio(sums.full_prompts, num_rows),
-        "response/num_aborted": sums.aborted,
-        "reward/num_errors": sums.invalid,
-        "reward/num_timeouts": sums.timeouts,
-        "reward/error_fraction": ratio(sums.invalid, num_rows),
-        "training/staleness_mean": sums.staleness.mean,
-        "training/staleness_max": sums.staleness.max,
-        "perf/total_num_tokens": sums.response_length.total + sums.prompt_length.total,
+        "response_length/clip_ratio": ratio(sums["truncated"], lengths.count),
+        "prompt_length/clip_ratio": ratio(sums["full_prompts"], lengths.count),
+        "response/num_aborted": sums["aborted"],
+        "reward/num_errors": sums["invalid"],
+        "reward/num_timeouts": sums["timeouts"],
+        "reward/error_fraction": ratio(sums["invalid"], lengths.count),
+        "training/staleness_mean": staleness.mean,
+        "training/staleness_max": staleness.max,
+        "perf/total_num_tokens": lengths.total + sums["prompt_length.x"],
     }
 
 
@@ -196,12 +172,12 @@ class Notices:
 
 
 def step_warnings(
-    metrics: Mapping[str, float], nonfinite: Tensor, timeouts: Mapping[FailureKind, int]
+    metrics: Mapping[str, float], nonfinite: Sequence[str], timeouts: Mapping[FailureKind, int]
 ) -> Iterator[tuple[str, str]]:
     """Yields (kind, text) for every problem in one step.
 
     Args:
-        nonfinite: (B,) bool, this rank's sequences with non-finite log-probs.
+        nonfinite: this rank's responses with non-finite log-probs, as group and member.
         timeouts: of this rank, see `RewardResult.timeouts`.
     """
     if skipped := metrics["rollout_corr/skipped_updates"]:
@@ -210,9 +186,8 @@ def step_warnings(
             why = "every response was rejected; widen rollout_rs_threshold or fix the mismatch"
         yield "skipped", f"{skipped:.0f} updates withheld: {why}"
     if count := metrics["rollout_corr/nonfinite_sequences"]:
-        rows = nonfinite.nonzero().flatten().tolist()
-        named = ", ".join(map(str, rows[:_MAX_NAMED])) + (", …" if len(rows) > _MAX_NAMED else "")
-        where = f" (on this rank rows {named})" if rows else ""
+        named = ", ".join(nonfinite[:_MAX_NAMED]) + (", …" if len(nonfinite) > _MAX_NAMED else "")
+        where = f" (on this rank those of group and member {named})" if nonfinite else ""
         yield "nonfinite", f"{count:.0f} sequences with NaN or infinite log-probs{where}"
     if missed := metrics.get("critic/skipped_updates", 0.0):
         why = "loss or gradient was not finite; lower critic.lr"

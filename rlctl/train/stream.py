@@ -1,6 +1,6 @@
-"""Prompts and responses of each step: batches sampled ahead, and the draws of dynamic sampling.
+"""Groups of each step: the queue of those sampled ahead, and the draws of dynamic sampling.
 
-Batches are sampled ahead in the same thread or concurrently. A checkpoint contains those that wait, and the
+Groups are sampled ahead in the same thread or concurrently. A checkpoint contains those that wait, and the
 draws.
 """
 
@@ -9,44 +9,50 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import asdict, dataclass, field, fields
-from itertools import takewhile
+from dataclasses import asdict, dataclass, field
+from itertools import groupby, takewhile
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from rlctl.algos.estimators import spread_probability
-from rlctl.batch import Prompts, Rollouts, TokenLists
+from rlctl.batch import Episode, Group, Task, TokenLists
+from rlctl.batch import Sequence as TokenSequence
 from rlctl.data.prompts import PromptDataset
 from rlctl.engine.ranks import Ranks
+from rlctl.environment.single_turn import sample_episodes
 from rlctl.errors import RunFailure, first_line
 from rlctl.rollout.protocol import RolloutEngine, sampling_of, step_seed
 from rlctl.spec.run_spec import RunSpec
 
 _STATE = "rollouts_rank_{rank:05d}.pt"
+#: What a group consists of, besides tensors and plain data.
+_RECORDS = (Episode, Task, TokenSequence, TokenLists)
 
 
-def sample_batch(
-    spec: RunSpec, ranks: Ranks, prompts: PromptDataset, rollout: RolloutEngine, step: int
-) -> Rollouts:
-    """Samples this rank's responses of one step, `rollout.n` per prompt."""
-    return rollout.generate(
-        step_prompts(spec, ranks, prompts, step),
-        sampling_of(spec),
-        n=spec.rollout.n,
-        step_seed=step_seed(spec.trainer.seed, step),
-        num_groups_total=spec.data.train_batch_size,
-    )
+def sample_groups(
+    spec: RunSpec, ranks: Ranks, prompts: PromptDataset, rollout: RolloutEngine, tokenizer: Any, step: int
+) -> list[Group]:
+    """Samples this rank's groups of one step, of `rollout.n` episodes each."""
+    tasks = step_tasks(spec, ranks, prompts, step)
+    seed = step_seed(spec.trainer.seed, step)
+    return grouped(sample_episodes(rollout, tasks, spec.rollout.n, sampling_of(spec), seed, tokenizer))
 
 
-def step_prompts(spec: RunSpec, ranks: Ranks, prompts: PromptDataset, step: int) -> Prompts:
-    """This rank's prompts of one step; `group_ids` are their indices in the whole batch."""
+def step_tasks(spec: RunSpec, ranks: Ranks, prompts: PromptDataset, step: int) -> list[Task]:
+    """This rank's tasks of one step; `group_id` is their index in the whole batch."""
     batch_size = spec.data.train_batch_size
     indices = prompts.batch_indices(step - 1, batch_size, seed=spec.trainer.seed, shuffle=spec.data.shuffle)
     mine = rank_positions(batch_size, spec.ppo_mini_batch_size, rank=ranks.rank, world_size=ranks.world_size)
-    return prompts.prompts([indices[place] for place in mine], mine)
+    return prompts.tasks([indices[place] for place in mine], mine)
+
+
+def grouped(episodes: Sequence[Episode]) -> list[Group]:
+    """Episodes by group; siblings are adjacent."""
+    return [tuple(group) for _, group in groupby(episodes, key=lambda episode: episode.task.group_id)]
 
 
 def rank_positions(
@@ -66,24 +72,24 @@ def rank_positions(
 
 
 class RolloutStream:
-    """A queue of batches that are sampled but not yet trained on.
+    """A queue of groups that are sampled but not yet trained on.
 
-    With `ahead` 0 it is empty between steps; with k it holds k batches. Without an executor, the batch of
-    a step was sampled exactly k steps earlier, with the weights of that time; only the first k batches
-    are fresher. With an executor, batches are sampled during training, each with the
+    With `ahead` 0 it is empty between steps; with k it holds the groups of k steps. Without an executor,
+    those of a step were sampled exactly k steps earlier, with the weights of that time; only those of the
+    first k steps are fresher. With an executor, they are sampled during training, each step's with the
     newest weights when its sampling starts: none is older than k steps, and which are fresher depends on
     timing.
 
     Args:
-        sample: samples the batch of a step with the rollout engine's current weights.
-        ahead: maximum number of batches sampled ahead.
-        last_step: the run's last step; no batch is sampled for later steps.
-        executor: samples in a separate thread, one batch after the other; None: in the calling thread.
+        sample: samples the groups of a step with the rollout engine's current weights.
+        ahead: maximum number of steps whose groups are sampled ahead.
+        last_step: the run's last step; nothing is sampled for later steps.
+        executor: samples in a separate thread, one step after the other; None: in the calling thread.
     """
 
     def __init__(
         self,
-        sample: Callable[[int], Rollouts],
+        sample: Callable[[int], list[Group]],
         *,
         ahead: int,
         last_step: int,
@@ -94,15 +100,15 @@ class RolloutStream:
         self._last_step = last_step
         self._next_step = 1  # the first step that is not sampled yet
         self._executor = executor
-        self._waiting: deque[Future[Rollouts]] = deque()
+        self._waiting: deque[Future[list[Group]]] = deque()  # one entry per step
 
     @property
     def is_ahead(self) -> bool:
-        """Whether batches may be waiting, which must then be saved."""
+        """Whether groups may be waiting, which must then be saved."""
         return self._ahead > 0
 
-    def take(self, step: int) -> Rollouts:
-        """Returns the batch of `step`, which must follow the last step taken.
+    def take(self, step: int) -> list[Group]:
+        """Returns the groups of `step`, which must follow the last step taken.
 
         Raises:
             ValueError: the step is out of order.
@@ -110,7 +116,7 @@ class RolloutStream:
         """
         if step != self._next_step - len(self._waiting):
             raise ValueError(
-                f"step {step} is out of order: batches up to step {self._next_step - 1} were started"
+                f"step {step} is out of order: sampling up to step {self._next_step - 1} was started"
             )
         while self._next_step <= min(step + self._ahead, self._last_step):
             self._waiting.append(self._start(self._next_step))
@@ -118,25 +124,25 @@ class RolloutStream:
         return self._waiting.popleft().result()
 
     def drain(self) -> None:
-        """Finishes the batch being sampled and cancels later ones, which are sampled again when due."""
-        kept = [batch for batch in self._waiting if not batch.cancel()]
+        """Finishes the step being sampled and cancels later ones, which are sampled again when due."""
+        kept = [groups for groups in self._waiting if not groups.cancel()]
         self._next_step -= len(self._waiting) - len(kept)
         self._waiting = deque(kept)
-        for batch in kept:
-            batch.exception()  # waits; `take` raises the error
+        for groups in kept:
+            groups.exception()  # waits; `take` raises the error
 
     def save(self, directory: Path, rank: int) -> None:
-        """Writes the waiting batches, after `drain`, so that a resumed run trains on the same ones."""
+        """Writes the waiting groups, after `drain`, so that a resumed run trains on the same ones."""
         if not self._ahead:
             return
-        ready = takewhile(lambda batch: batch.done() and not batch.exception(), self._waiting)
-        waiting = [{f.name: getattr(batch.result(), f.name) for f in fields(Rollouts)} for batch in ready]
+        ready = takewhile(lambda groups: groups.done() and not groups.exception(), self._waiting)
+        waiting = [groups.result() for groups in ready]
         next_step = self._next_step - len(self._waiting) + len(waiting)
         state = {"next_step": next_step, "waiting": waiting}
         torch.save(state, directory / _STATE.format(rank=rank))
 
-    def resume(self, step: int, directory: Path, rank: int, device: torch.device) -> None:
-        """Continues after `step`, with the batches that `save` wrote on this rank.
+    def resume(self, step: int, directory: Path, rank: int) -> None:
+        """Continues after `step`, with the groups that `save` wrote on this rank.
 
         Raises:
             RunFailure: they are missing or cannot be read.
@@ -146,21 +152,23 @@ class RolloutStream:
             return
         path = directory / _STATE.format(rank=rank)
         try:
-            with torch.serialization.safe_globals([TokenLists]):
-                state = torch.load(path, map_location=device, weights_only=True)
-            waiting = deque(_done(Rollouts(**tensors)) for tensors in state["waiting"])
-            self._next_step, self._waiting = state["next_step"], waiting
+            with torch.serialization.safe_globals(list(_RECORDS)):
+                state = torch.load(path, weights_only=True)
+            steps = [[tuple(group) for group in groups] for groups in state["waiting"]]
+            if not all(isinstance(e, Episode) for groups in steps for group in groups for e in group):
+                raise ValueError("another version of rlctl wrote it")
+            self._next_step, self._waiting = state["next_step"], deque(map(_done, steps))
         except Exception as error:  # damaged files raise various errors in torch and pickle
-            what = f"the batches waiting to be trained on cannot be read: {first_line(error)}"
+            what = f"the groups waiting to be trained on cannot be read: {first_line(error)}"
             raise RunFailure(what, where=str(path)) from error
 
-    def _start(self, step: int) -> Future[Rollouts]:
+    def _start(self, step: int) -> Future[list[Group]]:
         return self._executor.submit(self._sample, step) if self._executor else _done(self._sample(step))
 
 
-def _done(rollouts: Rollouts) -> Future[Rollouts]:
-    future: Future[Rollouts] = Future()
-    future.set_result(rollouts)
+def _done(groups: list[Group]) -> Future[list[Group]]:
+    future: Future[list[Group]] = Future()
+    future.set_result(groups)
     return future
 
 

@@ -6,17 +6,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rlctl.batch import TokenBatch
+from rlctl.environment.single_turn import sample_episodes
 from rlctl.errors import RunFailure
 from rlctl.rollout.completions import MERGE_LORA
 from rlctl.rollout.protocol import Sampling, step_seed
-from rlctl.train.sample_and_grade import shared_rollouts
+from rlctl.train.deal import deal
 from rlctl.train.settings import is_sync_due
 from rlctl.train.step_metrics import StepTimer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.batch import Rollouts
     from rlctl.engine.ranks import Ranks
     from rlctl.train.run import Run
 
@@ -50,24 +51,26 @@ def confirm_sync(run: Run, step: int) -> dict[str, float]:
     ranks, prompts = run.ranks, run.train_prompts
     first = ranks.rank * PROBE_PROMPTS
     places = [(first + i) % len(prompts) for i in range(PROBE_PROMPTS)]
-    rollouts = run.rollout.generate(
-        prompts.prompts(places, list(range(first, first + PROBE_PROMPTS))),
+    episodes = sample_episodes(
+        run.rollout,
+        prompts.tasks(places, list(range(first, first + PROBE_PROMPTS))),
+        1,
         Sampling(
             max_response_length=min(PROBE_TOKENS, run.spec.data.max_response_length),
             temperature=run.spec.rollout.temperature,
         ),
-        n=1,
-        step_seed=step_seed(run.spec.trainer.seed, step, "probe"),
-        num_groups_total=ranks.world_size * PROBE_PROMPTS,
+        step_seed(run.spec.trainer.seed, step, "probe"),
+        run.tokenizer,
     )
     if run.rollout.shares_device:
         run.rollout.release(weights_follow=False)
-    rollouts = shared_rollouts(run.sequence, rollouts, 1)
+    count = ranks.world_size * PROBE_PROMPTS
+    batch = deal(TokenBatch.of(episodes, ranks.device), ranks, count, run.spec.engine.sequence_parallel)
     with torch.no_grad():
-        gap = _gap(ranks, rollouts, run.actor.policy(rollouts.inputs).log_probs)
+        gap = _gap(ranks, batch, run.actor.policy(batch.inputs).log_probs)
     if run.base and run.spec.syncs_adapter:
         # An adapter that the engine ignores shows long before the gap to the policy is large.
-        base_gap = _gap(ranks, rollouts, run.base.log_probs(rollouts.inputs))
+        base_gap = _gap(ranks, batch, run.base.log_probs(batch.inputs))
         if gap > SMALLEST_GAP and gap > 2 * base_gap:
             raise RunFailure(
                 f"the rollout engine samples without the adapter: its log-probs are {gap:.3g} nats per token "
@@ -85,11 +88,10 @@ def confirm_sync(run: Run, step: int) -> dict[str, float]:
     return {"rollout/sync_gap": gap}
 
 
-def _gap(ranks: Ranks, rollouts: Rollouts, log_probs: Tensor) -> float:
-    """Mean |log π − log π_rollout| over the response tokens of all ranks, nats."""
-    mask = rollouts.response_mask
-    gaps = (log_probs - rollouts.rollout_log_probs)[mask].abs()
-    total, count = ranks.sum([gaps.sum().item(), float(mask.sum())])
+def _gap(ranks: Ranks, batch: TokenBatch, log_probs: Tensor) -> float:
+    """Mean |log π − log π_rollout| over the sampled tokens of all ranks, nats."""
+    gaps = (log_probs - batch.rollout_log_probs).abs()
+    total, count = ranks.sum([gaps.sum().item(), float(len(gaps))])
     if not count:
         raise RunFailure("the rollout engine sampled no token after a weight sync", where="rollout.name")
     return total / count

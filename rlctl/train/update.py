@@ -1,34 +1,44 @@
 """The optimizer steps on one batch: correction → loss → backward → step, per mini-batch.
 
-A mini-batch is one optimizer step, however it is divided into micro-batches and among ranks. How and when its
-correction is computed: `rlctl.train.strategies`.
+A mini-batch is one optimizer step, however it is divided into micro-batches and among ranks. There is one
+fork. The correction compares π_rollout with π_old, known before the updates (decoupled mode), or with π_θ
+(bypass mode), known after a forward pass; and a loss may need statistics of the whole mini-batch, such as the
+mean weight. Where such statistics only scale the loss, each micro-batch is corrected from its own pass, and
+the accumulated gradient is scaled before the step. Otherwise they are known before the passes with gradient:
+from π_old, from the only micro-batch's own pass, or from passes without gradient.
 """
 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import reduce
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rlctl.algos.correction import normalization_factor
-from rlctl.algos.correction_records import CorrectionSums
-from rlctl.algos.metric_sums import ratio
-from rlctl.algos.statistics import correction_metrics, normalized, parts_with_nan
-from rlctl.batch import TrainBatch
-from rlctl.engine.protocol import TrainEngine
+from rlctl.algos.batch_losses import WholeBatch
+from rlctl.algos.correction import (
+    Correction,
+    correct,
+    correction_metrics,
+    normalization_factor,
+    normalized,
+    parts_with_nan,
+)
+from rlctl.algos.rules import LossRule
+from rlctl.algos.sums import LARGEST, HostSums, Sums, added, ratio
+from rlctl.batch import TokenBatch
+from rlctl.engine.layout import idle_inputs
+from rlctl.engine.protocol import PolicyOutput, TrainEngine
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
 from rlctl.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.run_spec import GuardrailsSpec
 from rlctl.train.guardrails import UpdateDecision, decide_update
-from rlctl.train.objective import LossSums, actor_loss, nonfinite_rows
+from rlctl.train.micro_batches import micro_batches
+from rlctl.train.objective import BatchNormalizers, actor_loss
 from rlctl.train.settings import UpdateSettings
-from rlctl.train.strategies import MiniBatch, Pass, Strategy, correct_part, strategy_of
 from rlctl.user_code import USER_MODULES
 
 
@@ -39,22 +49,52 @@ class Updated:
     Attributes:
         metrics: of the whole batch, all ranks.
         num_updates: optimizer steps that changed the weights.
-        dumped: log-probs, weights and masks of this rank's rows.
+        seen: log-probs, weights and masks of this rank's tokens.
         decisions: decisions of the guardrails, one per checked update.
         lr_scale: learning-rate factor with which the guardrails start the next update.
+        layout: how the model read the last mini-batch, in words.
     """
 
     metrics: dict[str, float]
     num_updates: int
-    dumped: RolloutDump
+    seen: SeenTokens
     decisions: list[UpdateDecision]
     lr_scale: float
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class SeenTokens:
+    """What the loss used, for the rollout dump; columns of the batch's M tokens and E episodes.
+
+    Attributes:
+        training_log_probs: (M,) nats, under the policy in the numerator of ρ: π_old in decoupled mode, in
+            bypass mode π_θ in the last pass.
+        weights: (M,) factors of the loss in the last pass: 0 where rejected, 1 where a token is kept and no
+            weight is applied.
+        keep: (M,) bool, of the last pass.
+        nonfinite: (R,) bool, responses with a NaN or infinite log-prob under any policy, in any pass.
+        saturated: (R,) bool, responses with |Σ log ρ| ≥ 20 in any pass.
+    """
+
+    training_log_probs: Tensor
+    weights: Tensor
+    keep: Tensor
+    nonfinite: Tensor
+    saturated: Tensor
+
+    @classmethod
+    def of(cls, batch: TokenBatch, settings: UpdateSettings) -> SeenTokens:
+        """Nothing seen yet."""
+        zeros = torch.zeros_like(batch.rollout_log_probs)
+        none = torch.zeros_like(settings.rules.segments(batch.units, "sequence").lengths, dtype=torch.bool)
+        return cls(zeros, zeros.clone(), zeros.bool(), none, none.clone())
 
 
 @dataclass(frozen=True, slots=True)
 class _MiniResult:
-    correction: CorrectionSums[float]
-    losses: LossSums[float]
+    correction: HostSums
+    losses: HostSums
     factor: float
     grad_norm: float
     lr: float
@@ -63,8 +103,165 @@ class _MiniResult:
     decision: UpdateDecision | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A micro-batch, and the indices of its episodes, tokens and responses in its mini-batch."""
+
+    batch: TokenBatch
+    episodes: Tensor
+    tokens: Tensor
+    responses: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """The episodes of one optimizer step on this rank, and their division into forward passes.
+
+    Attributes:
+        num_passes: forward passes of every rank: under ZeRO they are collectives. A rank with fewer parts
+            makes idle ones.
+        num_forward_only: number of leading passes that need no backward pass on any rank.
+        layout: how the model reads the passes, in words.
+    """
+
+    batch: TokenBatch
+    parts: list[_Part]
+    num_passes: int
+    num_forward_only: int
+    layout: str
+    actor: TrainEngine
+    ranks: Ranks
+    settings: UpdateSettings
+
+    @classmethod
+    def of(cls, batch: TokenBatch, actor: TrainEngine, ranks: Ranks, settings: UpdateSettings) -> MiniBatch:
+        """Divides `batch` into micro-batches (all ranks call this)."""
+        no_gradient = None
+        if settings.needs_advantage and batch.advantages is not None:
+            no_gradient = ~batch.units.episode.any(batch.advantages != 0.0)
+        parts = [
+            _Part(
+                batch.pick(episodes),
+                episodes,
+                batch.units.episode.entries_of(episodes),
+                _responses(batch, episodes, settings),
+            )
+            for episodes in micro_batches(
+                batch, settings.micro_sequences, settings.micro_tokens, first=no_gradient
+            )
+        ]
+        num_passes = int(ranks.max(float(max(len(parts), 1))))
+        without = 0
+        if no_gradient is not None and num_passes > 1:
+            # The step needs the backward pass of the last one.
+            flags = [bool(no_gradient[part.episodes].all()) for part in parts]
+            flags += [True] * (num_passes - len(parts))
+            without = -int(ranks.max(-float([*flags[:-1], False].index(False))))
+        idle = idle_inputs(batch.token_ids.device)
+        layout = actor.plan([part.batch.inputs for part in parts] or [idle])
+        return cls(batch, parts, num_passes, without, layout, actor, ranks, settings)
+
+    def policy(self, part: _Part | None) -> PolicyOutput:
+        """The policy's output for one micro-batch; None: for a token that nothing is computed from."""
+        inputs = part.batch.inputs if part else idle_inputs(self.batch.token_ids.device)
+        asked = {"routing": True} if self.settings.router_aux_loss_coef else {}
+        return self.actor.policy(inputs, entropy_grad=self.settings.entropy_coeff > 0, **asked)
+
+    def outputs(self) -> Iterator[tuple[_Part | None, PolicyOutput]]:
+        """Yields each micro-batch, None for an idle pass, and its output, with gradient if needed."""
+        for place in range(self.num_passes):
+            part = self.parts[place] if place < len(self.parts) else None
+            with torch.set_grad_enabled(torch.is_grad_enabled() and place >= self.num_forward_only):
+                output = self.policy(part)
+            yield part, output
+
+    def joined(self, outputs: list[tuple[_Part | None, PolicyOutput]], name: str) -> Tensor:
+        """A field (m, …) of all outputs as (M, …), in the order of the batch, detached."""
+        found = [(part.tokens, getattr(output, name).detach()) for part, output in outputs if part]
+        like: Tensor = getattr(outputs[0][1], name)
+        whole = like.new_empty((len(self.batch.rollout_log_probs), *like.shape[1:])).detach()
+        for tokens, values in found:
+            whole[tokens] = values
+        return whole
+
+    def correct(self, batch: TokenBatch, log_probs: Tensor) -> Correction:
+        """Corrects the tokens of `batch` with their log-probs (m,) under π_old or π_θ."""
+        given = (log_probs, batch.rollout_log_probs, batch.units, self.settings.rules)
+        return correct(*given, advantages=batch.advantages, age=batch.age)
+
+
+def _responses(batch: TokenBatch, episodes: Tensor, settings: UpdateSettings) -> Tensor:
+    return episodes if settings.rules.unit == "episode" else batch.sequences_of_episodes.entries_of(episodes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of a mini-batch before its passes with gradient.
+
+    Attributes:
+        correction: of all of its tokens; None: each micro-batch is corrected from its own pass.
+        sums: those of the correction, over all ranks.
+        outputs: of all micro-batches; None: not computed yet.
+    """
+
+    normalizers: BatchNormalizers
+    correction: Correction | None = None
+    sums: HostSums | None = None
+    outputs: list[tuple[_Part | None, PolicyOutput]] | None = None
+
+
+def _known(mini: MiniBatch, fixed: Correction | None) -> _Known:
+    """The cheapest way to what the loss needs; the same on every rank.
+
+    Args:
+        fixed: the correction with π_old in decoupled mode; None in bypass mode.
+    """
+    settings, ranks, batch = mini.settings, mini.ranks, mini.batch
+    outputs, correction, loss = None, fixed, settings.loss
+    shares: tuple[Tensor | None, float] = (None, 0.0)
+    if fixed is None or settings.reads_batch:
+        scales = mini.actor.scales_gradients and settings.scales_with_statistics
+        if mini.num_passes > 1 and (scales or not settings.needs_batch_statistics):
+            lengths = settings.rules.segments(batch.units, "sequence").lengths
+            tokens, responses = ranks.sum([float(lengths.sum()), float((lengths > 0).sum())])
+            return _Known(BatchNormalizers(tokens, responses, 1.0, loss))
+        with torch.set_grad_enabled(mini.num_passes == 1):
+            found = list(mini.outputs())
+        outputs = found if mini.num_passes == 1 else None
+        log_probs = mini.joined(found, "log_probs")
+        correction = fixed or mini.correct(batch, log_probs)
+        if settings.loss.reads_batch:
+            loss = _with_statistics(mini, log_probs, correction.keep)
+        if settings.router_aux_loss_coef:
+            shares = _expert_shares(mini, mini.joined(found, "routing"))
+    assert correction is not None
+    sums = ranks.to_host(correction.sums)
+    which = "kept_" if settings.rules.loss_denominator == "after_rejection" else ""
+    counts = sums[f"{which}tokens"], sums[f"{which}sequences"]
+    factor = normalization_factor(sums, settings.rules) if settings.weights_are_applied else 1.0
+    normalizers = BatchNormalizers(*counts, factor, loss, *shares)
+    return _Known(normalizers, correction, sums, outputs)
+
+
+def _with_statistics(mini: MiniBatch, log_probs: Tensor, keep: Tensor) -> LossRule:
+    """The loss with the statistics that it reads of the kept tokens of the whole mini-batch, over all ranks."""
+    batch, ranks, settings = mini.batch, mini.ranks, mini.settings
+    assert batch.old_log_probs is not None
+    assert batch.advantages is not None
+    policies = (log_probs[keep], batch.old_log_probs[keep], batch.advantages[keep])
+    unit = settings.rules.segments(batch.units, "sequence").kept(keep)
+    return WholeBatch.of(*policies, unit, ranks.sum, ranks.all_gather).with_statistics(settings.loss)
+
+
+def _expert_shares(mini: MiniBatch, routing: Tensor) -> tuple[Tensor, float]:
+    """(E,) share of the tokens of all micro-batches and ranks that goes to each expert; number of tokens."""
+    chosen = routing[:, routing.shape[1] // 2 :].double().sum(0)
+    *counts, num_tokens = mini.ranks.sum([*chosen.tolist(), float(len(routing))])
+    return torch.tensor(counts, device=routing.device) / max(num_tokens, 1.0), num_tokens
+
+
 def update(
-    batch: TrainBatch,
+    batch: TokenBatch,
     actor: TrainEngine,
     ranks: Ranks,
     settings: UpdateSettings,
@@ -78,7 +275,7 @@ def update(
     """Takes all optimizer steps of one batch.
 
     Args:
-        batch: this rank's rows, mini-batches in order.
+        batch: this rank's episodes, with old log-probs and advantages.
         lr_at: learning rate by the number of the planned update.
         first_update: number of planned updates before this batch.
         guard: settings of the checks before every step; None: no checks.
@@ -86,73 +283,99 @@ def update(
         hold: compute all metrics, but take no step (while a critic warms up).
 
     Raises:
-        RunFailure: too many sequences have non-finite log-probs.
+        RunFailure: too many responses have non-finite log-probs.
     """
     guard = guard or GuardrailsSpec(mode="off")
-    dumped = RolloutDump.like(batch)
-    parts = batch.split(settings.mini_rows)
-    fixed = [] if settings.bypass else [correct_part(part, part.old_log_probs, settings) for part in parts]
+    seen = SeenTokens.of(batch, settings)
+    of_minis = mini_batches(batch, settings.mini_groups, settings.num_minis)
     results: list[_MiniResult] = []
+    fixed: dict[int, Correction] = {}
     for _ in range(settings.ppo_epochs):
-        for place, part in enumerate(parts):
-            mini = MiniBatch.of(part, actor, ranks, settings)
-            strategy = strategy_of(mini, fixed[place] if fixed else None)
-            dumped_rows = dumped.rows(place * settings.mini_rows, len(part))
+        for number, episodes in enumerate(of_minis):
+            mini = MiniBatch.of(batch.pick(episodes), actor, ranks, settings)
+            if not settings.bypass and number not in fixed:
+                assert mini.batch.old_log_probs is not None
+                fixed[number] = mini.correct(mini.batch, mini.batch.old_log_probs)
+            where = batch.units.episode.entries_of(episodes), _responses(batch, episodes, settings)
             lr = lr_at(first_update + len(results))
-            result = _step(mini, strategy, lr, dumped_rows, guard, lr_scale, hold=hold)
+            result = _step(mini, fixed.get(number), lr, seen, where, guard, lr_scale, hold=hold)
             lr_scale = lr_scale if result.decision is None else result.decision.next_scale
             results.append(result)
     metrics = _metrics(results, settings)
-    # Each sequence is counted once, although every epoch trains on it.
-    counts = ranks.sum([float(dumped.nonfinite.sum()), float(dumped.saturated.sum())])
+    # Each response is counted once, although every epoch trains on it.
+    counts = ranks.sum([float(seen.nonfinite.sum()), float(seen.saturated.sum())])
     metrics["rollout_corr/nonfinite_sequences"], metrics["rollout_corr/saturated_sequences"] = counts
     return Updated(
         metrics=metrics,
         num_updates=sum(result.applied for result in results),
-        dumped=dumped,
+        seen=seen,
         decisions=[result.decision for result in results if result.decision is not None],
         lr_scale=lr_scale,
+        layout=mini.layout,
     )
+
+
+def mini_batches(batch: TokenBatch, groups: int, count: int) -> list[Tensor]:
+    """Indices (k,) of the episodes of each mini-batch, which has this number of prompts over all ranks."""
+    return [(batch.group_ids // groups == number).nonzero().squeeze(1) for number in range(count)]
 
 
 def _step(
     mini: MiniBatch,
-    strategy: Strategy,
+    fixed: Correction | None,
     lr: float,
-    dumped: RolloutDump,
+    seen: SeenTokens,
+    where: tuple[Tensor, Tensor],
     guard: GuardrailsSpec,
     lr_scale: float,
     *,
     hold: bool,
 ) -> _MiniResult:
-    """One optimizer step; with `hold`, everything except the step itself."""
-    settings, normalizers = mini.settings, strategy.normalizers
-    parts: list[LossSums[Tensor]] = []
-    for done in strategy.passes():
-        loss, part = actor_loss(done.micro, done.output, done.correction, normalizers, settings)
-        parts.append(part)
-        if loss.requires_grad:
-            mini.actor.backward(loss, last=len(parts) == len(mini.row_groups))
-        dumped.write(done, settings, normalizers.factor)
+    """One optimizer step; with `hold`, everything except the step itself.
 
-    sums = strategy.sums()
-    scale, factor = strategy.scale(sums), normalization_factor(sums, settings.rules)
-    losses: LossSums[float] = mini.ranks.to_host(LossSums.merged(parts)).scaled(scale)
-    dumped.divide(factor / normalizers.factor, settings)
-    _refuse_nonfinite(sums, losses, settings)
-    is_possible = sums.kept_tokens > 0 and math.isfinite(losses.loss)
+    `where`: indices of the tokens and responses of the mini-batch in `seen`.
+    """
+    settings, known = mini.settings, _known(mini, fixed)
+    normalizers = known.normalizers
+    losses: list[Sums] = []
+    corrections: list[Sums] = []
+    for done, (part, output) in enumerate(known.outputs or mini.outputs(), start=1):
+        if part is None:
+            loss = 0.0 * (output.log_probs.sum() + output.entropy.sum())
+        else:
+            log_probs = output.log_probs.detach()
+            if known.correction is None:
+                correction = mini.correct(part.batch, log_probs)
+                corrections.append(correction.sums)
+            else:
+                correction = known.correction.of(part.tokens, part.responses)
+            loss, sums_of_part = actor_loss(part.batch, output, correction, normalizers, settings)
+            losses.append(sums_of_part)
+            _write(seen, part, correction, log_probs, where, settings, normalizers.factor)
+        if loss.requires_grad:
+            mini.actor.backward(loss, last=done == mini.num_passes)
+
+    sums = known.sums or mini.ranks.to_host(added(corrections) if corrections else _of_nothing(mini)[0])
+    factor = normalization_factor(sums, settings.rules)
+    scale = 1.0 if known.sums else _scale(sums, normalizers, settings)
+    loss_sums = mini.ranks.to_host(added(losses) if losses else _of_nothing(mini)[1])
+    loss_sums |= {name: loss_sums[name] * scale for name in ("loss", "pg_loss", "kl_loss")}
+    if settings.weights_are_applied and factor != normalizers.factor:
+        seen.weights[where[0]] /= factor / normalizers.factor
+    _refuse_nonfinite(sums, loss_sums, settings)
+    is_possible = sums["kept_tokens"] > 0 and math.isfinite(loss_sums["loss"])
     decision = None
     if is_possible and not hold and guard.mode != "off":
         decision = decide_update(sums, settings.rules, lr_scale, guard)
     lr *= decision.lr_scale if decision else 1.0
     if settings.lr_ess_scaling:  # Huang et al. 2026, VCPO, arXiv 2602.17616: lr × √ESS
-        raw = sums.raw.token if settings.rules.weight.by_token else sums.raw.sequence
-        lr *= math.sqrt(raw.ess)
+        name = "rollout_is_raw_eff_sample_size"
+        lr *= math.sqrt(correction_metrics(sums, settings.rules).get(f"rollout_corr/{name}", 0.0))
     is_withheld = hold or (decision is not None and decision.skip)
     result = mini.actor.step(lr=lr, skip=is_withheld or not is_possible, grad_scale=scale)
     return _MiniResult(
         correction=normalized(sums, factor, settings.rules),
-        losses=losses,
+        losses=loss_sums,
         factor=factor,
         grad_norm=result.grad_norm,
         lr=lr,
@@ -162,10 +385,62 @@ def _step(
     )
 
 
-def _refuse_nonfinite(sums: CorrectionSums[float], losses: LossSums[float], settings: UpdateSettings) -> None:
-    """Refuses too many sequences that are not finite, and parts that return NaN for the other sequences."""
-    total = sums.sequences
-    bad = total - sums.finite_sequences + losses.nonfinite
+def _write(
+    seen: SeenTokens,
+    part: _Part,
+    correction: Correction,
+    log_probs: Tensor,
+    where: tuple[Tensor, Tensor],
+    settings: UpdateSettings,
+    factor: float,
+) -> None:
+    """Stores what one micro-batch used; if no weights are applied, kept tokens have weight 1."""
+    tokens, responses = where[0][part.tokens], where[1][part.responses]
+    assert part.batch.old_log_probs is not None
+    seen.training_log_probs[tokens] = log_probs if settings.bypass else part.batch.old_log_probs
+    weights = correction.weights if settings.weights_are_applied else None
+    seen.weights[tokens] = correction.keep.float() if weights is None else weights / factor
+    seen.keep[tokens] = correction.keep
+    unit = settings.rules.segments(part.batch.units, "sequence")
+    seen.nonfinite[responses] |= correction.nonfinite | unit.any(~log_probs.isfinite())
+    seen.saturated[responses] |= correction.saturated
+
+
+def _of_nothing(mini: MiniBatch) -> tuple[Sums, Sums]:
+    """Sums of the correction and the loss of a rank without episodes: with the names of the other ranks."""
+    assert not mini.batch.num_episodes
+    correction = mini.correct(mini.batch, mini.batch.rollout_log_probs)
+    zero = torch.zeros((), dtype=torch.float64, device=mini.batch.token_ids.device)
+    names = [
+        "loss",
+        "pg_loss",
+        "kl_loss",
+        "nonfinite",
+        "tokens",
+        "clipped",
+        "clipped_lower",
+        "entropy",
+        "ppo_kl",
+    ]
+    names += ["listed_mass"] if mini.settings.centers_scores else []
+    names += ["router_aux_loss"] if mini.settings.router_aux_loss_coef else []
+    return correction.sums, dict.fromkeys(names, zero)
+
+
+def _scale(sums: HostSums, normalizers: BatchNormalizers, settings: UpdateSettings) -> float:
+    """Factor of the accumulated loss and its gradient, from statistics that were not known before."""
+    factor = normalization_factor(sums, settings.rules) if settings.weights_are_applied else 1.0
+    if settings.rules.loss_denominator == "before_rejection":
+        return 1.0 / factor
+    if settings.agg_mode == "token-mean":
+        return normalizers.num_tokens / max(sums["kept_tokens"], 1.0) / factor
+    return normalizers.num_responses / max(sums["kept_sequences"], 1.0) / factor
+
+
+def _refuse_nonfinite(sums: HostSums, losses: HostSums, settings: UpdateSettings) -> None:
+    """Refuses too many responses that are not finite, and parts that return NaN for the other ones."""
+    total = sums["sequences"]
+    bad = total - sums["finite_sequences"] + losses["nonfinite"]
     if bad > settings.max_nonfinite_fraction * total:
         raise RunFailure(
             f"{bad:.0f} of {total:.0f} sequences have NaN or infinite log-probs",
@@ -173,7 +448,7 @@ def _refuse_nonfinite(sums: CorrectionSums[float], losses: LossSums[float], sett
             fix="lower actor.lr, use engine.dtype=fp32, or resume from an earlier checkpoint",
         )
     found = parts_with_nan(sums, settings.rules)
-    if math.isnan(losses.loss) and not losses.nonfinite:
+    if math.isnan(losses["loss"]) and not losses["nonfinite"]:
         for registry, name in ((POLICY_LOSSES, settings.loss.name), (KL_ESTIMATORS, settings.kl_loss_type)):
             if name and registry[name].__module__ in USER_MODULES:
                 found.append(f"{registry.kind} {name}")
@@ -182,77 +457,32 @@ def _refuse_nonfinite(sums: CorrectionSums[float], losses: LossSums[float], sett
         raise RunFailure(what, where="algorithm.rollout_correction", fix=fix)
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutDump:
-    """Values that the loss used, for the rollout dump.
-
-    Attributes:
-        training_log_probs: (B, T) nats, under the policy in the numerator of ρ: π_old in decoupled mode, in
-            bypass mode π_θ in the last pass over each row.
-        weights: (B, T) factors of the loss in the last pass: 0 where rejected, 1 where a token is kept and no
-            weight is applied.
-        keep_mask: (B, T) bool, of the last pass.
-        nonfinite: (B,) bool, rows with a NaN or infinite log-prob under any policy, in any pass.
-        saturated: (B,) bool, rows with |Σ log ρ| ≥ 20 in any pass.
-    """
-
-    training_log_probs: Tensor
-    weights: Tensor
-    keep_mask: Tensor
-    nonfinite: Tensor
-    saturated: Tensor
-
-    @classmethod
-    def like(cls, batch: TrainBatch) -> RolloutDump:
-        """Empty buffers for the rows of `batch`."""
-        zeros = torch.zeros_like(batch.rollout_log_probs)
-        none = torch.zeros_like(batch.sample_mask)
-        return cls(zeros, zeros.clone(), torch.zeros_like(batch.response_mask), none, none.clone())
-
-    def rows(self, start: int, count: int) -> RolloutDump:
-        """`count` rows from `start`, as views."""
-        rows = slice(start, start + count)
-        return RolloutDump(*(getattr(self, part.name)[rows] for part in fields(self)))
-
-    def divide(self, factor: float, settings: UpdateSettings) -> None:
-        """Divides applied weights by a factor that was not known when they were written."""
-        if settings.weights_are_applied and factor != 1.0:
-            self.weights.div_(factor)
-
-    def write(self, done: Pass, settings: UpdateSettings, factor: float) -> None:
-        """Stores one micro-batch; if no weights are applied, kept tokens have weight 1."""
-        rows, micro, output, correction = done.rows, done.micro, done.output, done.correction
-        self.training_log_probs[rows] = output.log_probs.detach() if settings.bypass else micro.old_log_probs
-        weights = correction.weights if settings.weights_are_applied else None
-        self.weights[rows] = correction.keep_mask.float() if weights is None else weights / factor
-        self.keep_mask[rows] = correction.keep_mask
-        self.saturated[rows] |= correction.saturated
-        self.nonfinite[rows] |= correction.nonfinite | nonfinite_rows(output.log_probs, micro.valid_mask)
-
-
 def _metrics(results: list[_MiniResult], settings: UpdateSettings) -> dict[str, float]:
-    # Every epoch has the same sequences: their mean, so that deviations with n − 1 count each once.
-    correction = reduce(operator.add, (result.correction for result in results)).over(settings.ppo_epochs)
-    losses = reduce(operator.add, (result.losses for result in results))
-    count = len(results)
+    # Every epoch has the same responses: their mean, so that deviations with n − 1 count each once.
+    correction = {
+        name: value if name.endswith(LARGEST) else value / settings.ppo_epochs
+        for name, value in added([result.correction for result in results]).items()
+    }
+    losses, count = added([result.losses for result in results]), len(results)
+    tokens = losses["tokens"]
     metrics = correction_metrics(correction, settings.rules)
     if settings.rules.weight.normalize and settings.rules.weight.level is not None:
         factor = sum(result.factor for result in results) / count
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = factor
-    if losses.listed_mass is not None:
-        metrics["rollout_corr/listed_mass"] = ratio(losses.listed_mass, losses.tokens)
-    if losses.router_aux_loss is not None:
-        metrics["actor/router_aux_loss"] = losses.router_aux_loss / count
+    if "listed_mass" in losses:
+        metrics["rollout_corr/listed_mass"] = ratio(losses["listed_mass"], tokens)
+    if "router_aux_loss" in losses:
+        metrics["actor/router_aux_loss"] = losses["router_aux_loss"] / count
     if settings.kl_loss_type is not None:
-        metrics["actor/kl_loss"] = losses.kl_loss / count
+        metrics["actor/kl_loss"] = losses["kl_loss"] / count
         metrics["actor/kl_coef"] = settings.kl_loss_coef
     return metrics | {
         "rollout_corr/skipped_updates": float(sum(result.could_not_step for result in results)),
-        "actor/pg_loss": losses.pg_loss / count,
-        "actor/pg_clipfrac": ratio(losses.clipped, losses.tokens),
-        "actor/pg_clipfrac_lower": ratio(losses.clipped_lower, losses.tokens),
-        "actor/ppo_kl": ratio(losses.ppo_kl, losses.tokens),
-        "actor/entropy": ratio(losses.entropy, losses.tokens),
+        "actor/pg_loss": losses["pg_loss"] / count,
+        "actor/pg_clipfrac": ratio(losses["clipped"], tokens),
+        "actor/pg_clipfrac_lower": ratio(losses["clipped_lower"], tokens),
+        "actor/ppo_kl": ratio(losses["ppo_kl"], tokens),
+        "actor/entropy": ratio(losses["entropy"], tokens),
         "actor/grad_norm": sum(result.grad_norm for result in results) / count,
         "actor/lr": results[-1].lr,
     }

@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import reduce
-from typing import Generic
 
 import torch
-from torch import Tensor
 
-from rlctl.algos.losses import Denominators, aggregate, value_loss
-from rlctl.algos.metric_sums import Additive, V, ratio
+from rlctl.algos.losses import coefficients, value_loss
+from rlctl.algos.sums import HostSums, Sums, added, ratio
 from rlctl.algos.token_advantages import explained_variance
-from rlctl.batch import TrainBatch
+from rlctl.batch import TokenBatch
+from rlctl.engine.layout import idle_inputs
 from rlctl.engine.protocol import CriticEngine, StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.train.micro_batches import micro_batches
 from rlctl.train.settings import CriticSettings
-
-
-@dataclass(frozen=True, slots=True)
-class CriticSums(Additive, Generic[V]):
-    """Sums over micro-batches: loss, tokens, their predicted values, tokens where the clip is active."""
-
-    vf_loss: V
-    tokens: V
-    values: V
-    clipped: V
+from rlctl.train.update import mini_batches
 
 
 def update_critic(
-    batch: TrainBatch,
+    batch: TokenBatch,
     critic: CriticEngine,
     ranks: Ranks,
     settings: CriticSettings,
@@ -43,28 +30,27 @@ def update_critic(
     """Takes all optimizer steps of the critic on one batch; returns `critic/*` metrics over all ranks.
 
     Args:
-        batch: this rank's rows, mini-batches in order, with `values` and `returns`.
+        batch: this rank's episodes, with `values` and `returns`.
         lr_at: learning rate by the number of the critic's update.
         first_update: number of the first update of this batch.
     """
     assert batch.values is not None
     assert batch.returns is not None
-    values, returns = batch.values, batch.returns
-    explained = explained_variance(returns, values, batch.valid_mask, ranks.to_host)
-    sums: list[CriticSums[float]] = []
+    explained = explained_variance(ranks.all_gather(batch.returns), ranks.all_gather(batch.values))
+    sums: list[HostSums] = []
     steps: list[StepResult] = []
     for _ in range(settings.ppo_epochs):
-        for mini in batch.split(settings.mini_rows):
+        for episodes in mini_batches(batch, settings.mini_groups, settings.num_minis):
             lr = lr_at(first_update + len(steps))
-            found = _backward(mini, critic, ranks, settings)
-            skip = not math.isfinite(found.vf_loss) or found.tokens == 0
+            found = _backward(batch.pick(episodes), critic, ranks, settings)
+            skip = not math.isfinite(found["vf_loss"]) or found["tokens"] == 0
             steps.append(critic.step(lr=lr, skip=skip))
             sums.append(found)
-    total = reduce(operator.add, sums)
+    total = added(sums)
     return {
-        "critic/vf_loss": total.vf_loss / len(steps),
-        "critic/vf_clipfrac": ratio(total.clipped, total.tokens),
-        "critic/vpred_mean": ratio(total.values, total.tokens),
+        "critic/vf_loss": total["vf_loss"] / len(steps),
+        "critic/vf_clipfrac": ratio(total["clipped"], total["tokens"]),
+        "critic/vpred_mean": ratio(total["values"], total["tokens"]),
         "critic/vf_explained_var": explained,
         "critic/grad_norm": sum(step.grad_norm for step in steps) / len(steps),
         "critic/lr": lr,
@@ -72,31 +58,39 @@ def update_critic(
     }
 
 
-def _backward(
-    mini: TrainBatch, critic: CriticEngine, ranks: Ranks, settings: CriticSettings
-) -> CriticSums[float]:
+def _backward(mini: TokenBatch, critic: CriticEngine, ranks: Ranks, settings: CriticSettings) -> HostSums:
     """Accumulates the gradient of one mini-batch; returns its sums over all ranks."""
-    counts = ranks.sum([float(mini.valid_mask.sum()), float(mini.valid_mask.any(-1).sum())])
-    denominators = Denominators(*counts)
-    parts = micro_batches(mini.inputs, settings.micro_rows, settings.micro_tokens, ranks)
-    sums: list[CriticSums[Tensor]] = []
-    for index, rows in enumerate(parts):
-        micro = mini.pick(rows)
-        mask, old_values, returns = micro.valid_mask, micro.values, micro.returns
-        assert old_values is not None
-        assert returns is not None
-        values = critic.values(micro.inputs)
-        per_token = value_loss(values, old_values, returns, mask, clip=settings.cliprange_value)
-        loss = aggregate(per_token.values, mask, denominators, settings.agg_mode, horizon=settings.horizon)
-        critic.backward(loss, last=index == len(parts) - 1)
-        clipped = torch.zeros_like(mask) if per_token.clipped is None else per_token.clipped
-        sums.append(
-            CriticSums(
-                vf_loss=loss.detach().double(),
-                tokens=mask.sum().double(),
-                values=torch.where(mask, values.detach(), 0.0).sum().double(),
-                clipped=clipped.sum().double(),
+    lengths, idle = mini.units.of(settings.unit).lengths, idle_inputs(mini.token_ids.device)
+    counts = ranks.sum([float(lengths.sum()), float((lengths > 0).sum())])
+    parts = [
+        mini.pick(episodes)
+        for episodes in micro_batches(mini, settings.micro_sequences, settings.micro_tokens)
+    ]
+    critic.plan([part.inputs for part in parts] or [idle])
+    num_passes = int(ranks.max(float(max(len(parts), 1))))
+    zero = torch.zeros((), dtype=torch.float64, device=mini.token_ids.device)
+    sums: list[Sums] = [dict.fromkeys(("vf_loss", "tokens", "values", "clipped"), zero)]
+    for index in range(num_passes):
+        if index >= len(parts):
+            loss = 0.0 * critic.values(idle).sum()
+        else:
+            part = parts[index]
+            values = critic.values(part.inputs)
+            assert part.values is not None
+            assert part.returns is not None
+            per_token = value_loss(values, part.values, part.returns, clip=settings.cliprange_value)
+            all_of_them = torch.ones_like(part.turns, dtype=torch.bool)
+            unit = part.units.of(settings.unit)
+            c = coefficients(
+                settings.agg_mode, all_of_them, all_of_them, unit, *counts, horizon=settings.horizon
             )
-        )
-    merged: CriticSums[float] = ranks.to_host(CriticSums.merged(sums))
-    return merged
+            loss = (c * per_token.values).sum()
+            clipped = zero if per_token.clipped is None else per_token.clipped.sum()
+            figures = {
+                "vf_loss": loss.detach(),
+                "tokens": zero + len(values),
+                "values": values.detach().sum(),
+            }
+            sums.append({name: value.double() for name, value in (figures | {"clipped": clipped}).items()})
+        critic.backward(loss, last=index == num_passes - 1)
+    return ranks.to_host(added(sums))

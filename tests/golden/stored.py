@@ -14,21 +14,22 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel
-from torch import Tensor
 
-from rlctl.batch import FINISH_REASONS, Prompts, Rollouts, TokenLists
+from rlctl.batch import TokenLists, Turn
 from rlctl.registry import ROLLOUT_ENGINES
-from rlctl.rollout.assemble import assemble
 from rlctl.rollout.engines import EngineCapabilities, EngineContext
-from rlctl.rollout.protocol import Policy, Sampled, Sampling
+from rlctl.rollout.protocol import Policy, Request, Sampling, step_seed, turn_seed
 
 FILE = Path(__file__).with_suffix(".json")
+STEPS = 4
 PROMPTS, SIBLINGS, LONGEST, LISTED, LETTERS, END = 24, 4, 12, 8, range(2, 23), 1
 #: Log-probs at the second token of the responses of these places, if the engine is told to damage some.
 DAMAGE = {3: math.nan, 17: -math.inf, 30: -45.0}
@@ -41,40 +42,45 @@ class Params(BaseModel, extra="forbid"):
 
 
 class Stored:
-    """Ignores the policy's weights, but writes how they change to `change.jsonl` in the run directory."""
+    """Ignores the policy's weights, but writes how they change to `change.jsonl` in the run directory.
+
+    Attributes:
+        places: seed of a request → index of its response in the batch over all ranks.
+    """
 
     def __init__(self, context: EngineContext) -> None:
         self.context, self.version = context, 0
+        spec = context.spec
+        self.places = {
+            turn_seed(step_seed(spec.trainer.seed, step), group, member): group * spec.rollout.n + member
+            for step in range(1, 1 + STEPS)
+            for group in range(spec.data.train_batch_size)
+            for member in range(spec.rollout.n)
+        }
         self.of_prompt = {tuple(entry["prompt"]): entry for entry in json.loads(FILE.read_text())}
         self.weights = {name: tensor.detach().clone() for name, tensor in context.model.state_dict().items()}
 
-    def generate(
-        self, prompts: Prompts, sampling: Sampling, *, n: int, step_seed: int, num_groups_total: int
-    ) -> Rollouts:
-        """The stored responses, whatever the seed."""
-        pairs = zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
-        entries = [self.of_prompt[tuple(ids[mask].tolist())] for ids, mask in pairs]
-        kind = "greedy" if sampling.greedy else "responses"
-        found = [response for entry in entries for response in entry[kind][:n]]
-        places = [group * n + i for group in prompts.group_ids.tolist() for i in range(n)]
-        fault = "none" if sampling.greedy else self.context.params.fault
-        rollouts = assemble(
-            prompts,
-            _sampled(found, sampling),
-            n=n,
-            tokenizer=self.context.tokenizer,
-            policy_version=self.version,
-        )
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Turn]:
+        """Request number k with a prompt gets stored response number k, for any seed."""
+        kind, asked = "greedy" if sampling.greedy else "responses", Counter[tuple[int, ...]]()
+        turns = []
+        for request in requests:
+            prompt = tuple(request.token_ids)
+            response = self.of_prompt[prompt][kind][asked[prompt]]
+            asked[prompt] += 1
+            turns.append(_turn(response, sampling, self.version))
+            if not sampling.greedy and self.context.params.fault != "none":
+                turns[-1] = self._faulty(turns[-1], response, request.seed)
+        return turns
+
+    def _faulty(self, turn: Turn, response: dict[str, Any], seed: int) -> Turn:
+        fault, place = self.context.params.fault, self.places[seed]
         if fault == "lag":
-            lags = torch.tensor([response["lag"] for response in found])
-            return replace(rollouts, policy_version=rollouts.policy_version - lags)
+            return replace(turn, versions=turn.versions - response["lag"])
         if fault == "abort":
-            finish = rollouts.finish_reason.clone()
-            finish[torch.tensor(places) % 7 == 5] = FINISH_REASONS.index("abort")
-            return replace(rollouts, finish_reason=finish)
-        for row, place in enumerate(places if fault == "damage" else ()):
-            rollouts.rollout_log_probs[row, 1] = DAMAGE.get(place, rollouts.rollout_log_probs[row, 1])
-        return rollouts
+            return replace(turn, finish_reason="abort" if place % 7 == 5 else turn.finish_reason)
+        turn.log_probs[1] = DAMAGE.get(place, turn.log_probs[1])
+        return turn
 
     def sync_weights(self, policy: Policy, policy_version: int) -> None:
         """Writes the norm of the change since the last sync, and three projections on random signs."""
@@ -105,30 +111,22 @@ def engine(context: EngineContext) -> Stored:
     return Stored(context)
 
 
-def _sampled(found: list[dict[str, Any]], sampling: Sampling) -> Sampled:
-    """The responses padded, with the lists that are asked for."""
-    lengths = torch.tensor([len(response["tokens"]) for response in found])
-
-    def padded(name: str, dtype: torch.dtype) -> Tensor:
-        rows = [torch.tensor(response[name], dtype=dtype) for response in found]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-
-    def lists(count: int, shift: bool) -> TokenLists:
-        ids = [ids[:count] for response in found for ids in response["listed"]]
-        log_probs = torch.tensor([p[:count] for response in found for p in response["listed_log_probs"]])
-        log_probs -= log_probs.logsumexp(-1, keepdim=True) if shift else 0.0
-        counts = (torch.arange(int(lengths.max())) < lengths[:, None]).int() * count
-        return TokenLists(counts, torch.tensor(ids).flatten().int(), log_probs.flatten())
-
-    log_probs = padded("log_probs", torch.float32)
-    kept = None
+def _turn(response: dict[str, Any], sampling: Sampling, version: int) -> Turn:
+    """A response, with the lists that are asked for."""
+    tokens, log_probs = torch.tensor(response["tokens"]), torch.tensor(response["log_probs"])
+    ids = torch.tensor(response["listed"], dtype=torch.int32)
+    listed = torch.tensor(response["listed_log_probs"])
+    kept = most_likely = None
     if sampling.with_kept:
-        totals = [torch.tensor(response["listed_log_probs"]).logsumexp(-1) for response in found]
-        log_probs = log_probs - torch.nn.utils.rnn.pad_sequence(totals, batch_first=True)
-        kept = replace(lists(LISTED, shift=False), log_probs=None)
-    most_likely = lists(sampling.num_most_likely, sampling.with_kept) if sampling.num_most_likely else None
-    reasons = torch.tensor([FINISH_REASONS.index(response["finish"]) for response in found], dtype=torch.int8)
-    return Sampled(padded("tokens", torch.int64), log_probs, lengths, reasons, kept, most_likely)
+        log_probs = log_probs - listed.logsumexp(-1)
+        kept = TokenLists(torch.full_like(tokens, LISTED, dtype=torch.int32), ids.flatten())
+    if count := sampling.num_most_likely:
+        ids, listed = ids[:, :count], listed[:, :count]
+        listed = listed - listed.logsumexp(-1, keepdim=True) if sampling.with_kept else listed
+        counts = torch.full_like(tokens, count, dtype=torch.int32)
+        most_likely = TokenLists(counts, ids.flatten(), listed.flatten())
+    versions = torch.full_like(tokens, version)
+    return Turn(tokens, log_probs, versions, response["finish"], kept, most_likely)
 
 
 @torch.no_grad()

@@ -1,61 +1,72 @@
-"""Small hostile batches: ragged, with an empty row, a single token, holes, and NaN in the padding."""
+"""Small hostile batches: ragged, with a response of one token and one of none."""
 
 from __future__ import annotations
 
 import itertools
-import math
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rlctl.algos.batch_losses import WholeBatch
-from rlctl.algos.correction import correct, normalization_factor
-from rlctl.algos.correction_records import Correction, CorrectionSums
 from rlctl.algos.estimators import AdvantageInputs
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
-from rlctl.algos.statistics import correction_metrics, normalized
-from rlctl.algos.token_advantages import whiten
+from rlctl.algos.segments import Segments, Units
 from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+
+if TYPE_CHECKING:
+    from rlctl.algos.correction import Correction
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a correction reads, all (B, T)."""
+    """What a correction reads, columns (M,) of the tokens of each response."""
 
     log_probs: Tensor
     rollout_log_probs: Tensor
-    mask: Tensor
+    unit: Segments
     advantages: Tensor
-    age: Tensor | None = None  # (B,)
+    age: Tensor | None = None
 
-    def select(self, rows) -> Batch:
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{name: None if x is None else x[rows] for name, x in given.items()})
+    @property
+    def units(self) -> Units:
+        return Units(self.unit, self.unit, self.unit)
 
-    def padded(self, columns: int) -> Batch:
-        """Further padding columns on the right, filled with NaN."""
-        shape = (len(self.mask), columns)
-        nan = torch.full(shape, math.nan)
-        return Batch(
-            torch.cat([self.log_probs, nan], 1),
-            torch.cat([self.rollout_log_probs, nan], 1),
-            torch.cat([self.mask, torch.zeros(shape, dtype=torch.bool)], 1),
-            torch.cat([self.advantages, torch.zeros(shape)], 1),
-            self.age,
-        )
+    @property
+    def policies(self) -> tuple[Tensor, Tensor, Tensor, Segments]:
+        """π_θ, π_old and advantages as `WholeBatch.of` and `policy_loss` take them."""
+        return self.log_probs, self.rollout_log_probs, self.advantages, self.unit
+
+    def double(self) -> Batch:
+        columns = (self.log_probs.double(), self.rollout_log_probs.double())
+        return Batch(*columns, self.unit, self.advantages.double(), self.age)
+
+    def of_tokens(self, kept: Tensor) -> Batch:
+        """Only the tokens where `kept` (M,) is True."""
+        columns = (self.log_probs[kept], self.rollout_log_probs[kept])
+        age = None if self.age is None else self.age[kept]
+        return Batch(*columns, self.unit.kept(kept), self.advantages[kept], age)
+
+    def select(self, responses: Tensor | list[int]) -> Batch:
+        """These responses, in that order."""
+        chosen = torch.as_tensor(responses)
+        places = self.unit.entries_of(chosen)
+        columns = (self.log_probs[places], self.rollout_log_probs[places])
+        age = None if self.age is None else self.age[places]
+        return Batch(*columns, Segments(self.unit.lengths[chosen]), self.advantages[places], age)
 
     def correct(self, rules: CorrectionRules) -> Correction:
-        return correct(
-            self.log_probs, self.rollout_log_probs, self.mask, rules, advantages=self.advantages, age=self.age
-        )
+        from rlctl.algos.correction import correct
+
+        columns = (self.log_probs, self.rollout_log_probs)
+        return correct(*columns, self.units, rules, advantages=self.advantages, age=self.age)
 
 
 def make_batch(
     seed: int, rows: int = 7, horizon: int = 6, scale: float = 0.4, *, empty: bool = True
 ) -> Batch:
-    """Log-ratios about N(0, scale²); row 0 has one token, row 1 none (if `empty`), row 2 has holes."""
+    """Log-ratios about N(0, scale²); response 0 has one token, response 1 none (if `empty`)."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, horizon + 1, (rows,), generator=generator)
     lengths[0] = 1
@@ -64,27 +75,40 @@ def make_batch(
     mask = torch.arange(horizon) < lengths[:, None]
     if rows > 2:
         mask[2] = torch.rand(horizon, generator=generator) < 0.6
-        mask[2, -1] = True  # a row may begin with tool output
+        mask[2, -1] = True
     rollout = -torch.rand(rows, horizon, generator=generator) * (3 + 4 * scale) - 0.01
     train = (rollout + torch.randn(rows, horizon, generator=generator) * scale).clamp(max=-0.001)
-    advantages = torch.randn(rows, 1, generator=generator).expand(rows, horizon) * mask
-    return Batch(train.masked_fill(~mask, math.nan), rollout.masked_fill(~mask, math.nan), mask, advantages)
+    unit = Segments(mask.sum(1))
+    return Batch(train[mask], rollout[mask], unit, unit.spread(torch.randn(rows, generator=generator)))
 
 
-def loss_rule(name: str, *rest: Tensor, **numbers: object) -> LossRule:
+def by_response(unit: Segments, *columns: Tensor) -> list[tuple[list[Any], ...]]:
+    """For each response, the numbers of each column as a list."""
+    parts = [column.split(unit.lengths.tolist()) for column in columns]
+    return [tuple(part.tolist() for part in each) for each in zip(*parts, strict=True)]
+
+
+def loss_rule(name: str, *rest: Any, **numbers: object) -> LossRule:
     """A loss with the examples of its parameters; `rest` as `WholeBatch.of`: what it reads of the batch."""
     rule = LossRule(name, params=POLICY_LOSSES.part(name).example_params(), **numbers)
     return WholeBatch.of(*rest).with_statistics(rule) if rest else rule
 
 
+def advantage_inputs(scores: Tensor, group_ids: Tensor, lengths: Tensor, **more: Any) -> AdvantageInputs:
+    """Episodes of these lengths with a score at their last token; `more` as in `AdvantageInputs`."""
+    unit = Segments(lengths)
+    last = unit.places == unit.spread(lengths) - 1
+    given = {"gamma": 1.0, "lam": 1.0, "divide_by_std": True} | more
+    rewards = torch.where(last, unit.spread(scores), 0.0)
+    return AdvantageInputs(rewards, Units(unit, unit, unit), group_ids, **given)
+
+
 def estimate(
-    name: str, scores: Tensor, group_ids: Tensor, valid: Tensor, lengths: Tensor | None = None, **more: Any
+    name: str, scores: Tensor, group_ids: Tensor, lengths: Tensor | None = None, **more: Any
 ) -> Tensor:
-    """(B,) advantages of a registered estimator with one per response; `more` as in `AdvantageInputs`."""
+    """(E,) advantages of a registered estimator with one per episode."""
     lengths = torch.ones_like(group_ids) if lengths is None else lengths
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    given = {"gamma": 1.0, "lam": 1.0, "divide_by_std": True, "whiten": whiten} | more
-    return ADVANTAGE_ESTIMATORS[name](AdvantageInputs(scores[:, None], mask, group_ids, valid, **given))
+    return ADVANTAGE_ESTIMATORS[name](advantage_inputs(scores, group_ids, lengths, **more))
 
 
 def weight_rules() -> list[WeightRule]:
@@ -121,6 +145,8 @@ def reject_rules() -> list[RejectRule]:
 
 def factor_and_metrics(correction: Correction, rules: CorrectionRules) -> tuple[float, dict[str, float]]:
     """What one mini-batch logs, from its merged sums."""
-    host: CorrectionSums[float] = correction.sums.to_host()
+    from rlctl.algos.correction import correction_metrics, normalization_factor, normalized
+
+    host = {name: float(value) for name, value in correction.sums.items()}
     factor = normalization_factor(host, rules)
     return factor, correction_metrics(normalized(host, factor, rules), rules)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from rlctl.algos.correction_records import Correction
 
 from rlctl.algos.correction import correct
-from rlctl.algos.correction_records import Correction
 from rlctl.what_if.settings import Setting, frameworks
 from tests.properties.batches import factor_and_metrics
 from tests.reference import peers, verl_helper

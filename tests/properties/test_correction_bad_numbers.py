@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from rlctl.algos.correction import correct
-from rlctl.algos.losses import Denominators, aggregate, policy_loss
+from rlctl.algos.losses import coefficients, policy_loss
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
+from rlctl.algos.segments import Segments, Units
+from rlctl.algos.sums import to_host
 from rlctl.registry import POLICY_LOSSES
-from tests.properties.batches import Batch, factor_and_metrics, loss_rule, make_batch, weight_rules
+from tests.properties.batches import loss_rule, weight_rules
+from tests.properties.padded_batches import Batch, corrected, factor_and_metrics, make_batch
 
 RULES = (
     RejectRule("token", "k1", "none", -0.5, 0.5, "token"),
@@ -86,14 +89,15 @@ def test_bad_numbers_never_reach_value_or_gradient(level, loss_type: str, mode: 
         spoil(batch, row, value, which)
     batch.advantages[3] = math.nan
     correction = batch.correct(CorrectionRules(WeightRule(level, normalize=True), RULES))
-    log_probs = batch.log_probs.clone().requires_grad_()
-    loss_mask = batch.mask & correction.keep_mask
-    given = (batch.rollout_log_probs, batch.advantages, loss_mask)
-    rule = loss_rule(loss_type, log_probs, *given, clip_high=0.3, clip_c=3.0)
-    loss = policy_loss(rule, log_probs, *given, correction.weights)
-    if loss.clipped is not None:
-        assert not (loss.clipped & ~loss_mask).any()
-    total = aggregate(loss.values, batch.mask, Denominators(20.0, 6.0), mode, horizon=6)
+    log_probs, mask = batch.log_probs.clone().requires_grad_(), batch.mask
+    keep, unit = correction.keep_mask[mask], Segments(mask.sum(1))
+    columns = [x[mask][keep] for x in (log_probs, batch.rollout_log_probs, batch.advantages)]
+    rule = loss_rule(loss_type, *columns, unit.kept(keep), clip_high=0.3, clip_c=3.0)
+    weights = None if correction.weights is None else correction.weights[mask][keep]
+    loss = policy_loss(rule, *columns, unit.kept(keep), weights)
+    c = coefficients(mode, keep, torch.ones_like(keep), unit, 20.0, 6.0, horizon=6)
+    total = (c[keep] * loss.values).sum()
+    loss_mask = correction.keep_mask
     total.backward()
     assert total.isfinite()
     assert log_probs.grad.isfinite().all()
@@ -116,8 +120,8 @@ def test_nothing_survives(level, convention, why: str) -> None:
         batch.mask[:, :] = False
     found = batch.correct(rules)
     factor, metrics = factor_and_metrics(found, rules)
-    host = found.sums.to_host()
-    assert host.kept_tokens == host.kept_sequences == 0.0
+    host = to_host(found.sums)
+    assert host["kept_tokens"] == host["kept_sequences"] == 0.0
     assert factor == 1.0
     assert all(math.isfinite(value) for value in metrics.values())
     if why != "rejected":  # no ratio is known, so nothing is averaged: not a correlation of 1, or an ESS of 0
@@ -128,19 +132,13 @@ def test_nothing_survives(level, convention, why: str) -> None:
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == expected
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == expected
 
-    log_probs = batch.log_probs.clone().requires_grad_()
-    weights = None if found.weights is None else found.weights / factor
-    loss = policy_loss(
-        LossRule("reinforce"),
-        log_probs,
-        batch.rollout_log_probs,
-        batch.advantages,
-        batch.mask & found.keep_mask,
-        weights,
-    )
-    denominators = Denominators(host.kept_tokens, host.kept_sequences)
+    log_probs, mask = batch.log_probs.clone().requires_grad_(), batch.mask
+    keep, unit = found.keep_mask[mask], Segments(mask.sum(1))
+    columns = [x[mask][keep] for x in (log_probs, batch.rollout_log_probs, batch.advantages)]
+    loss = policy_loss(LossRule("reinforce"), *columns, unit.kept(keep), None)
     for mode in MODES:
-        total = aggregate(loss.values, batch.mask & found.keep_mask, denominators, mode, horizon=6)
+        c = coefficients(mode, keep, keep, unit, host["kept_tokens"], host["kept_sequences"], horizon=6)
+        total = (c[keep] * loss.values).sum()
         assert total.item() == 0.0
         assert not torch.autograd.grad(total, log_probs, retain_graph=True)[0].any()
 
@@ -163,7 +161,7 @@ def test_products_that_leave_the_clamp_are_counted(per_token: float, saturated: 
     train[1] += per_token  # four tokens: ±19.6, ±20.4, 20
     mask = torch.ones(3, 4, dtype=torch.bool)
     rules = CorrectionRules(WeightRule("sequence", "truncate", upper=1e30))
-    found = correct(train, rollout, mask, rules)
+    found = corrected(train, rollout, mask, rules)
     _, metrics = factor_and_metrics(found, rules)
     assert metrics["rollout_corr/saturated_sequences"] == saturated
     total = min(max(4 * per_token, -20.0), 20.0)
@@ -173,24 +171,27 @@ def test_products_that_leave_the_clamp_are_counted(per_token: float, saturated: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_log_probs_are_refused(dtype: torch.dtype) -> None:
     batch = make_batch(1)
+    half = replace(batch, log_probs=batch.log_probs.to(dtype))
     with pytest.raises(ValueError, match="float32"):
-        correct(
-            batch.log_probs.to(dtype), batch.rollout_log_probs, batch.mask, CorrectionRules(WeightRule(None))
-        )
+        half.correct(CorrectionRules(WeightRule(None)))
 
 
 def test_wrong_inputs_are_refused() -> None:
     batch = make_batch(1)
-    rules = CorrectionRules(WeightRule("token"), RULES)
+    rules, units = CorrectionRules(WeightRule("token"), RULES), Units.of_responses(batch.mask.sum(1))
+    columns = [x[batch.mask] for x in (batch.log_probs, batch.rollout_log_probs, batch.advantages)]
     with pytest.raises(ValueError, match="needs `advantages`"):
-        correct(batch.log_probs, batch.rollout_log_probs, batch.mask, rules)
+        correct(*columns[:2], units, rules)
     with pytest.raises(ValueError, match="shapes differ"):
-        correct(
-            batch.log_probs[:, 1:], batch.rollout_log_probs, batch.mask, rules, advantages=batch.advantages
-        )
-    with pytest.raises(ValueError, match="bool"):
-        correct(
-            batch.log_probs, batch.rollout_log_probs, batch.mask.float(), rules, advantages=batch.advantages
-        )
-    with pytest.raises(ValueError, match="batch is empty"):
-        batch.select(slice(0, 0)).correct(rules)
+        correct(columns[0][1:], columns[1], units, rules, advantages=columns[2])
+    with pytest.raises(ValueError, match="do not fit"):
+        correct(*(x[1:] for x in columns[:2]), units, rules, advantages=columns[2][1:])
+
+
+def test_no_token_at_all() -> None:
+    """A rank without episodes contributes sums of the same names as the others."""
+    rules = CorrectionRules(WeightRule("sequence", normalize=True), RULES)
+    batch = make_batch(1)
+    nothing = batch.select(slice(0, 0)).correct(rules)
+    assert list(nothing.sums) == list(batch.correct(rules).sums)
+    assert not any(value for name, value in to_host(nothing.sums).items() if not name.endswith(".max"))

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.correction import correct
-from rlctl.algos.losses import Denominators, aggregate, policy_loss
+from rlctl.algos.losses import policy_loss
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
+from rlctl.algos.segments import Units
 
 VOCABULARY, HORIZON, END = 3, 3, 0
 HUGE = WeightRule("sequence", "truncate", upper=1e9)
@@ -33,6 +34,7 @@ def all_sequences() -> tuple[Tensor, Tensor]:
 
 
 IDS, MASK = all_sequences()
+UNITS = Units.of_responses(MASK.sum(1))
 #: One state per position and previous token.
 STATES = torch.cat([torch.full((len(IDS), 1), VOCABULARY), IDS[:, :-1]], 1)
 REWARDS = torch.randn(len(IDS), generator=torch.Generator().manual_seed(9), dtype=torch.float64)
@@ -59,14 +61,17 @@ def corrected_gradient(train: Tensor, rollout: Tensor, rules: CorrectionRules) -
     """∇ of −E_rollout[w · A · Σ log π], through the code that trains."""
     log_probs = log_probs_of(train)
     rollout_log_probs = log_probs_of(rollout).detach()
-    found = correct(log_probs.detach(), rollout_log_probs, MASK, rules)
-    share = probabilities(rollout_log_probs) * REWARDS
-    advantages = share[:, None].expand_as(MASK)
-    rule, keep = LossRule("reinforce"), MASK & found.keep_mask
-    loss = policy_loss(rule, log_probs, log_probs.detach(), advantages, keep, found.weights)
-    whole = Denominators(num_tokens=float(MASK.sum()), num_sequences=1.0)  # the shares already average
-    total = aggregate(loss.values, MASK, whole, "seq-mean-token-sum", horizon=HORIZON)
-    return torch.autograd.grad(total, train)[0]
+    found = correct(log_probs[MASK].detach(), rollout_log_probs[MASK], UNITS, rules)
+    return _gradient(train, "reinforce", probabilities(rollout_log_probs), found.keep, found.weights)
+
+
+def _gradient(train: Tensor, loss: str, shares: Tensor, keep: Tensor, weights: Tensor | None) -> Tensor:
+    """∇ of a loss on the policy's own old log-probs, of which each sequence has its share (15,)."""
+    log_probs = log_probs_of(train)[MASK]
+    advantages = UNITS.episode.spread(shares.detach() * REWARDS)
+    given = (log_probs[keep], log_probs[keep].detach(), advantages[keep], UNITS.episode.kept(keep))
+    values = policy_loss(LossRule(loss), *given, None if weights is None else weights[keep]).values
+    return torch.autograd.grad(values.sum(), train)[0]  # the shares already average
 
 
 def exact_gradient(train: Tensor, factor: Tensor | None = None) -> Tensor:
@@ -126,9 +131,6 @@ def test_rejection_is_a_weight_of_zero() -> None:
 def test_ppo_at_the_sampling_policy_is_the_policy_gradient() -> None:
     """r = π_θ/π_old has the gradient of log π_θ at π_θ = π_old, per token."""
     train = policy(2)
-    log_probs = log_probs_of(train)
-    share = (probabilities(log_probs).detach() * REWARDS)[:, None].expand_as(MASK)
-    loss = policy_loss(LossRule("ppo_clip"), log_probs, log_probs.detach(), share, MASK, None)
-    total = aggregate(loss.values, MASK, Denominators(1.0, 1.0), "seq-mean-token-sum", horizon=HORIZON)
-    found = torch.autograd.grad(total, train)[0]
+    shares, keep = probabilities(log_probs_of(train)), torch.ones(int(MASK.sum()), dtype=torch.bool)
+    found = _gradient(train, "ppo_clip", shares, keep, None)
     torch.testing.assert_close(found, exact_gradient(train), rtol=1e-10, atol=1e-12)

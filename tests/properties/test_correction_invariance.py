@@ -9,17 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.algos.correction import normalization_factor
-from rlctl.algos.losses import Denominators, aggregate, policy_loss
+from rlctl.algos.correction import correction_metrics, normalization_factor, normalized
+from rlctl.algos.losses import coefficients, policy_loss
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
-from rlctl.algos.statistics import correction_metrics, normalized
-from tests.properties.batches import (
-    Batch,
-    factor_and_metrics,
-    make_batch,
-    reject_rules,
-    weight_rules,
-)
+from rlctl.algos.segments import Segments
+from rlctl.algos.sums import added, to_host
+from tests.properties.batches import reject_rules, weight_rules
+from tests.properties.padded_batches import Batch, factor_and_metrics, make_batch
 
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 HORIZON = 8
@@ -31,15 +27,12 @@ class Update:
 
     def __init__(self, parts: list[Batch], rules: CorrectionRules, mode: str) -> None:
         corrections = [part.correct(rules) for part in parts]
-        sums = corrections[0].sums
-        for correction in corrections[1:]:
-            sums = sums + correction.sums
-        host = sums.to_host()
+        host = to_host(added([correction.sums for correction in corrections]))
         self.factor = normalization_factor(host, rules)
         self.metrics = correction_metrics(normalized(host, self.factor, rules), rules)
         after = rules.loss_denominator == "after_rejection"
-        counts = (host.kept_tokens, host.kept_sequences) if after else (host.tokens, host.sequences)
-        whole = Denominators(*counts)
+        names = ("kept_tokens", "kept_sequences") if after else ("tokens", "sequences")
+        counts = [host[name] for name in names]
         self.loss = 0.0
         self.gradients: list[Tensor] = []
         self.keep = [c.keep_mask & part.mask for c, part in zip(corrections, parts, strict=True)]
@@ -48,12 +41,16 @@ class Update:
             for c, part in zip(corrections, parts, strict=True)
         ]
         for part, correction, keep in zip(parts, corrections, self.keep, strict=True):
-            log_probs = part.log_probs.clone().requires_grad_()
-            weights = None if correction.weights is None else correction.weights / self.factor
-            values = policy_loss(
-                RULE, log_probs, part.rollout_log_probs, part.advantages, keep, weights
-            ).values
-            loss = aggregate(values, keep if after else part.mask, whole, mode, horizon=HORIZON)
+            log_probs, mask = part.log_probs.clone().requires_grad_(), part.mask
+            kept, unit = keep[mask], Segments(mask.sum(1))
+            columns = [x[mask][kept] for x in (log_probs, part.rollout_log_probs, part.advantages)]
+            weights = None
+            if correction.weights is not None:
+                weights = correction.weights[mask][kept] / self.factor
+            values = policy_loss(RULE, *columns, unit.kept(kept), weights).values
+            counted = kept if after else torch.ones_like(kept)
+            c = coefficients(mode, kept, counted, unit, *counts, horizon=HORIZON)
+            loss = (c[kept] * values).sum()
             loss.backward()
             assert log_probs.grad is not None
             self.loss += loss.item()

@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
-from rlctl.algos.correction import correct
 from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
-from tests.properties.batches import Batch, factor_and_metrics, make_batch, reject_rules, weight_rules
+from tests.properties.batches import reject_rules, weight_rules
+from tests.properties.padded_batches import Batch, corrected, factor_and_metrics, make_batch
 from tests.reference.correction import reference
 
 RULES = reject_rules()
@@ -134,7 +134,7 @@ def test_deviations_of_values_that_hardly_differ(level, convention, mean: float,
     names = ("ratio", "k1", "k2", "k3")
     rejects = tuple(RejectRule(name, name, "none", -1e9, 1e9, "token") for name in names)
     rules = CorrectionRules(WeightRule(level, "truncate", upper=1e9, metrics=convention), rejects)
-    _, found = factor_and_metrics(correct(train, rollout, mask, rules), rules)
+    _, found = factor_and_metrics(corrected(train, rollout, mask, rules), rules)
 
     gap = (train - rollout).double()
     weights = gap.cumsum(1) if level == "prefix" else gap
@@ -159,27 +159,3 @@ def test_bad_numbers_and_other_shapes(seed: int) -> None:
         which[row, draw.randrange(which.shape[1])] = bad
     for weight in draw.sample(weight_rules(), 6):
         assert_equals_reference(batch, CorrectionRules(weight, tuple(draw.sample(RULES, 2))))
-
-
-def test_blocks_of_rows_join_seamlessly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlctl.algos.row_blocks.BLOCK_CPU", 12)  # two rows at a time
-    rules = CorrectionRules(WeightRule("token", "clip", 0.6, 1.7, True), (RULES[0], RULES[20]))
-    assert_equals_reference(make_batch(5, rows=13), rules)
-
-
-def test_blocks_of_rows_equal_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`correct` in blocks of two rows against one block of all rows."""
-    for weight in weight_rules()[::5]:
-        rules = CorrectionRules(weight, (RULES[0], RULES[20]))
-        batch = make_batch(6, rows=13)
-        monkeypatch.setattr("rlctl.algos.row_blocks.BLOCK_CPU", 1 << 17)
-        whole = batch.correct(rules)
-        monkeypatch.setattr("rlctl.algos.row_blocks.BLOCK_CPU", 12)
-        blocks = batch.correct(rules)
-        assert torch.equal(blocks.keep_mask, whole.keep_mask)
-        assert torch.equal(blocks.nonfinite, whole.nonfinite)
-        if whole.weights is not None:
-            assert torch.equal(blocks.weights, whole.weights)
-        _, expected = factor_and_metrics(whole, rules)
-        _, found = factor_and_metrics(blocks, rules)
-        assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)

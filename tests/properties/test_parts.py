@@ -13,13 +13,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rlctl.algos.statistics import correction_metrics, normalized
 from torch import Tensor
 
 from rlctl.algos.correction import correct, normalization_factor
 from rlctl.algos.estimators import AdvantageInputs, Estimate, spread
 from rlctl.algos.losses import policy_loss
 from rlctl.algos.rules import BASIC_STATISTICS, CorrectionRules, RejectRule, WeightRule
-from rlctl.algos.statistics import correction_metrics, normalized
 from rlctl.algos.token_advantages import whiten
 from rlctl.registry import ADVANTAGE_ESTIMATORS, CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.algorithm import RolloutCorrectionSpec

@@ -9,9 +9,8 @@ import random
 import pytest
 import torch
 
-from rlctl.algos.correction import correct
 from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
-from tests.properties.batches import factor_and_metrics
+from tests.properties.padded_batches import corrected, factor_and_metrics
 
 #: ρ from 1e-5 to 1e5, none of them exactly on a bound.
 LOG_RATIOS = torch.linspace(-11.5, 11.5, 20_011)
@@ -23,7 +22,7 @@ MASK = torch.ones(len(LOG_RATIOS), 1, dtype=torch.bool)
 
 def scanned(rule: CorrectionRules) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Kept, and the weight, of one-token sequences at every ρ."""
-    found = correct(ROLLOUT + LOG_RATIOS[:, None], ROLLOUT, MASK, rule)
+    found = corrected(ROLLOUT + LOG_RATIOS[:, None], ROLLOUT, MASK, rule)
     return found.keep_mask[:, 0], None if found.weights is None else found.weights[:, 0]
 
 
@@ -104,7 +103,7 @@ def test_a_bound_belongs_to_what_it_accepts(statistic, reduction) -> None:
         ]:
             rule = RejectRule("rule", statistic, reduction, lower, upper, scope)
             rules = CorrectionRules(WeightRule(None), (rule,))
-            found = correct(rollout + torch.tensor([log_ratios]), rollout, mask, rules)
+            found = corrected(rollout + torch.tensor([log_ratios]), rollout, mask, rules)
             assert found.keep_mask.all().item() == kept, (scope, lower, upper)
             _, metrics = factor_and_metrics(found, rules)
             sides = [metrics[f"rollout_corr/rollout_rs_rule_fraction_{side}"] for side in ("high", "low")]
@@ -118,7 +117,7 @@ def test_a_weight_on_its_bound_is_not_changed(level, bound) -> None:
     mask = torch.ones(2, 2, dtype=torch.bool)
     for lower, upper in [(0.5, 1.0), (1.0, 2.0), (1.0, 1.0)]:
         rules = CorrectionRules(WeightRule(level, bound, lower, upper))
-        found = correct(rollout, rollout, mask, rules)
+        found = corrected(rollout, rollout, mask, rules)
         assert (found.weights == 1.0).all()
         _, metrics = factor_and_metrics(found, rules)
         names = [f"{seq}fraction_{side}" for seq in ("ratio_", "seq_") for side in ("high", "low")]
@@ -190,7 +189,7 @@ def kept(rule: RejectRule, ratios: torch.Tensor, lengths: torch.Tensor) -> torch
     rollout = torch.full_like(ratios, -20.0)
     advantages = -torch.ones_like(ratios)
     rules = CorrectionRules(WeightRule(None), (rule,))
-    return correct(rollout + ratios, rollout, mask, rules, advantages=advantages).keep_mask | ~mask
+    return corrected(rollout + ratios, rollout, mask, rules, advantages=advantages).keep_mask | ~mask
 
 
 @pytest.mark.slow

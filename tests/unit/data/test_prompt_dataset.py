@@ -1,9 +1,8 @@
-"""Prompts as tensors, and which of them a step gets."""
+"""Prompts as tasks, and which of them a step gets."""
 
 from dataclasses import replace
 
 import pytest
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -17,7 +16,7 @@ TEMPLATE = (
 )
 
 
-def make_tokenizer(chat_template=None, *, adds_bos=False, pad="<pad>"):
+def make_tokenizer(chat_template=None, *, adds_bos=False):
     vocab = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", *map(chr, range(32, 127))])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -26,7 +25,7 @@ def make_tokenizer(chat_template=None, *, adds_bos=False, pad="<pad>"):
             single="<bos> $A", special_tokens=[("<bos>", 1)]
         )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token=pad, bos_token="<bos>", eos_token="<eos>"
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
     )
     tokenizer.chat_template = chat_template
     return tokenizer
@@ -48,30 +47,29 @@ def numbered(count):
     return dataset(make_rows(*(f"prompt {i}" for i in range(count))))
 
 
-def test_left_padding_and_what_travels_along():
+def test_tokens_and_what_travels_along():
     data = dataset(make_rows("1", "123", "12"))
     one = data.token_ids[0][0]
-    prompts = data.prompts([1, 0], group_ids=[8, 9])
-    assert prompts.prompt_ids.dtype == torch.int64
-    assert prompts.prompt_ids.tolist() == [[one, one + 1, one + 2], [0, 0, one]]
-    assert prompts.prompt_mask.tolist() == [[True, True, True], [False, False, True]]
-    assert prompts.group_ids.tolist() == [8, 9]
-    assert (prompts.texts, prompts.ground_truths) == (("123", "1"), ("1", "0"))
-    assert prompts.data_sources == ("src", "src")
+    first, second = data.tasks([1, 0], group_ids=[8, 9])
+    assert (first.prompt_ids, second.prompt_ids) == ([one, one + 1, one + 2], [one])
+    assert (first.group_id, second.group_id) == (8, 9)
+    assert (first.row, second.row) == (1, 0)
+    assert (first.text, second.text, first.ground_truth, second.ground_truth) == ("123", "1", "1", "0")
+    assert (first.data_source, first.weight) == ("src", 1.0)
 
 
 def test_what_user_functions_ask_for_travels_along():
     extra = {"difficulty": 0.5}
     row = Row("s", (Message("system", "a"), Message("user", "b")), "1", extra=extra)
-    prompts = dataset([row, *make_rows("c")]).prompts([1, 0], [0, 1])
-    assert prompts.extra_infos == ({}, extra)
-    assert prompts.messages[0] == ({"role": "user", "content": "c"},)
-    assert prompts.messages[1] == ({"role": "system", "content": "a"}, {"role": "user", "content": "b"})
+    first, second = dataset([row, *make_rows("c")]).tasks([1, 0], [0, 1])
+    assert (first.extra_info, second.extra_info) == ({}, extra)
+    assert first.messages == ({"role": "user", "content": "c"},)
+    assert second.messages == ({"role": "system", "content": "a"}, {"role": "user", "content": "b"})
 
 
 def test_chat_template_with_generation_prompt_and_one_start_token():
     data = dataset(make_rows("hi"), make_tokenizer(TEMPLATE, adds_bos=True))
-    assert data.prompts([0], [0]).texts == ("<bos>[user]hi[assistant]",)
+    assert data.tasks([0], [0])[0].text == "<bos>[user]hi[assistant]"
     assert data.token_ids[0].count(1) == 1
 
 
@@ -83,9 +81,9 @@ def test_two_start_tokens_are_refused():
 
 def test_without_template_contents_are_joined_after_the_tokenizers_own_start():
     row = Row("s", (Message("system", "a"), Message("user", "b")), "1")
-    assert dataset([row]).prompts([0], [0]).texts == ("a\n\nb",)
+    assert dataset([row]).tasks([0], [0])[0].text == "a\n\nb"
     data = dataset([row], make_tokenizer(adds_bos=True))
-    assert data.prompts([0], [0]).texts == ("<bos>a\n\nb",)
+    assert data.tasks([0], [0])[0].text == "<bos>a\n\nb"
     assert data.token_ids[0].count(1) == 1
 
 
@@ -106,12 +104,6 @@ def test_overlong_prompts_are_counted_or_refused():
     assert "raise data.max_prompt_length to 13" in caught.value.fix
     with pytest.raises(UsageError, match="no prompt remains"):
         dataset(rows, limit=2)
-
-
-def test_padding_falls_back_to_the_end_token():
-    assert (
-        dataset(make_rows("1", "22"), make_tokenizer(pad=None)).prompts([0, 1], [0, 1]).prompt_ids[0, 0] == 2
-    )
 
 
 def test_no_texts_are_rendered_to_no_ids():

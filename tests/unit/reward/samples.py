@@ -1,28 +1,24 @@
-"""What a reward reads of `Rollouts`."""
-
-from types import SimpleNamespace
+"""What a reward reads of episodes."""
 
 import torch
 
+from rlctl.batch import Episode, Task, Turn
+from rlctl.batch import Sequence as TokenSequence
 from rlctl.reward.build import build_reward
 from rlctl.reward.protocol import Sample
 from rlctl.spec.rollout import RewardSpec
 
 
-def rollouts(*samples, lengths=None, extra_infos=()):
+def episodes(*samples, lengths=None, extra_infos=None):
     """From (response, ground truth, data source), and response lengths in tokens (1 unless given)."""
-    responses, truths, sources = zip(*samples, strict=True)
-    counts = torch.tensor(lengths or [1] * len(samples))
-    return SimpleNamespace(
-        response_texts=responses,
-        ground_truths=truths,
-        data_sources=sources,
-        prompt_texts=tuple(f"prompt {i}" for i in range(len(samples))),
-        extra_infos=extra_infos,
-        messages=(),
-        responses=torch.ones(len(samples), int(counts.max()), dtype=torch.int64),
-        response_mask=torch.arange(int(counts.max())) < counts[:, None],
-    )
+    found = []
+    for place, (response, truth, source) in enumerate(samples):
+        ones = torch.ones(lengths[place] if lengths else 1, dtype=torch.int64)
+        turn = Turn(ones, ones.float(), ones, "stop")
+        extra = extra_infos[place] if extra_infos else {}
+        task = Task((2, 3), f"prompt {place}", place, place, source, truth, extra)
+        found.append(Episode(task, 0, (TokenSequence.of_turn(task.prompt_ids, turn),), response))
+    return found
 
 
 def pairs(*texts):

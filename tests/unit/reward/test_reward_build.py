@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ import torch
 from rlctl.errors import RunFailure
 from rlctl.reward.build import overlong_penalty, refuse_errors
 from rlctl.reward.pool import GradingPool
+from rlctl.reward.protocol import RewardResult
 from rlctl.spec.rollout import OverlongSpec
-from tests.unit.reward.samples import built, pairs, rollouts
+from tests.unit.reward.samples import built, episodes, pairs
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,7 @@ def pool():
 def test_auto_grades_each_row_by_its_source_and_keeps_the_order():
     reward = built(name="auto")
     result = reward.score(
-        rollouts(
+        episodes(
             ("640", "640", "embedded/addition"),
             ("#### 72.0", "72", "openai/gsm8k"),
             ("640.0", "640", "embedded/addition"),
@@ -43,7 +45,7 @@ def test_auto_grades_each_row_by_its_source_and_keeps_the_order():
 def test_answers_are_read_when_asked_for(tmp_path):
     (tmp_path / "f.py").write_text("def f(): return 1.0\n")
     reward = built(terms=[{"name": f"{tmp_path}/f.py:f"}, {"name": "auto", "weight": 2.0}])
-    batch = rollouts(
+    batch = episodes(
         (" 640\n", "640", "embedded/addition"),
         ("The answer is 1/2.", "0.5", "openai/gsm8k"),
         ("no idea at all", "72", "openai/gsm8k"),
@@ -60,7 +62,7 @@ def test_answers_are_read_when_asked_for(tmp_path):
 def test_a_reward_that_reads_no_answers_has_none(tmp_path):
     (tmp_path / "f.py").write_text("def f(): return 1.0\n")
     reward = built(name=f"{tmp_path}/f.py:f")
-    result = reward.score(rollouts(("a", "a", "x"), ("b", "a", "x")), read_answers=True)
+    result = reward.score(episodes(("a", "a", "x"), ("b", "a", "x")), read_answers=True)
     reward.close()
     assert result.answers == [None, None]
 
@@ -69,7 +71,7 @@ def test_auto_runs_programs_where_the_source_is_code():
     reward = built(name="auto")
     program = "```python\ndef f(x): return x + 1\n```"
     result = reward.score(
-        rollouts((program, "assert f(1) == 2", "codecontests"), ("2", "2", "embedded/addition"))
+        episodes((program, "assert f(1) == 2", "codecontests"), ("2", "2", "embedded/addition"))
     )
     reward.close()
     assert result.scores.tolist() == [1.0, 1.0]
@@ -80,7 +82,7 @@ def test_a_function_gets_its_rows_extra_info(tmp_path):
     file.write_text("def f(solution_str, extra_info): return extra_info['bonus'] * len(solution_str)\n")
     reward = built(name=f"{file}:f")
     extras = ({"bonus": 0.5, "nested": {"a": [1, None]}}, {"bonus": 2, "nested": None})
-    result = reward.score(rollouts(("ab", "", "x"), ("abc", "", "x"), extra_infos=extras))
+    result = reward.score(episodes(("ab", "", "x"), ("abc", "", "x"), extra_infos=extras))
     reward.close()
     assert result.scores.tolist() == [1.0, 6.0]
 
@@ -89,7 +91,7 @@ def test_weights_that_sum_up_to_1_make_a_right_response_exactly_1():
     """pass@k asks for 1 or more; in float32 these three sum up to 0.99999994."""
     weights = {"exact": 0.15, "multiple_choice": 0.65, "auto": 0.2}
     reward = built(terms=[{"name": name, "weight": weight} for name, weight in weights.items()])
-    result = reward.score(rollouts(("A", "A", "embedded/addition")))
+    result = reward.score(episodes(("A", "A", "embedded/addition")))
     reward.close()
     assert result.scores.tolist() == [1.0]
 
@@ -99,7 +101,7 @@ def test_terms_are_weighted_and_a_failure_of_one_invalidates_the_sum(tmp_path):
     file.write_text("def half(response):\n    return {'a': 0.5, 'b': -3}[response]\n")
     terms = [{"name": "exact", "weight": 2.0}, {"name": f"{file}:half", "weight": -0.5}]
     reward = built(terms=terms)
-    result = reward.score(rollouts(("a", "a", "x"), ("b", "a", "x"), ("c", "c", "x")))
+    result = reward.score(episodes(("a", "a", "x"), ("b", "a", "x"), ("c", "c", "x")))
     reward.close()
     assert result.scores.tolist() == [2.0 * 1.0 - 0.5 * 0.5, 2.0 * 0.0 - 0.5 * -3.0, 0.0]
     assert result.valid.tolist() == [True, True, False]
@@ -117,7 +119,7 @@ def test_a_sum_beyond_float32_is_a_failure(tmp_path):
     huge = tmp_path / "huge.py"
     huge.write_text("def huge(response, ground_truth): return 1e300 if response == 'a' else 1.0")
     reward = built(name=f"{huge}:huge")
-    result = reward.score(rollouts(("a", "a", "x"), ("b", "b", "x")))
+    result = reward.score(episodes(("a", "a", "x"), ("b", "b", "x")))
     reward.close()
     assert result.valid.tolist() == [False, True]
     assert result.scores.tolist() == [0.0, 1.0]
@@ -145,7 +147,7 @@ def test_overlong_penalty_by_hand():
 def test_the_penalty_is_added_to_the_sum_and_kept_apart():
     overlong = {"buffer_length": 4, "penalty_factor": 2.0}
     reward = built(terms=[{"name": "exact", "weight": 3.0}], overlong=overlong, max_response_length=10)
-    result = reward.score(rollouts(("a", "a", "x"), ("b", "a", "x"), ("a", "a", "x"), lengths=[6, 8, 10]))
+    result = reward.score(episodes(("a", "a", "x"), ("b", "a", "x"), ("a", "a", "x"), lengths=[6, 8, 10]))
     assert result.scores.tolist() == [3.0, -1.0, 1.0]
     assert result.parts["overlong"].tolist() == [0.0, -1.0, -2.0]
     assert result.graded.tolist() == [3.0, 0.0, 3.0]
@@ -154,15 +156,75 @@ def test_the_penalty_is_added_to_the_sum_and_kept_apart():
 def test_an_ungraded_sample_gets_no_penalty_either(tmp_path):
     (tmp_path / "f.py").write_text("def f(): raise ValueError('always')\n")
     reward = built(name=f"{tmp_path}/f.py:f", overlong={"buffer_length": 4}, max_response_length=8)
-    result = reward.score(rollouts(("a", "a", "x"), lengths=[8]))
+    result = reward.score(episodes(("a", "a", "x"), lengths=[8]))
     reward.close()
     assert result.scores.tolist() == result.graded.tolist() == [0.0]
     assert not result.valid.any()
 
 
+def test_the_environments_reward_is_added_to_the_sum(tmp_path):
+    """A response that no term grades counts too, if the environment rewards it."""
+    (tmp_path / "f.py").write_text("def f(completions): return [{'a': 1.0}.get(c) for c in completions]\n")
+    overlong = {"buffer_length": 4}
+    reward = built(terms=[{"name": f"{tmp_path}/f.py:f", "weight": 2.0}], overlong=overlong)
+    batch = episodes(*[(text, "a", "x") for text in "aabb"], lengths=[1, 16, 1, 1])
+    given = [0.25, None, -0.5, None]
+    result = reward.score([replace(e, reward=r) for e, r in zip(batch, given, strict=True)])
+    assert result.scores.tolist() == [2.25, 1.0, -0.5, 0.0]
+    assert result.graded.tolist() == [2.25, 2.0, -0.5, 0.0]
+    assert result.valid.tolist() == [True, True, True, False]
+    endless = reward.score([replace(batch[0], reward=float("inf"))])
+    reward.close()
+    assert not endless.valid.any()
+    assert "inf in float32" in endless.errors[0]
+
+
+def test_an_episode_with_an_error_is_not_graded_and_not_valid(tmp_path):
+    (tmp_path / "f.py").write_text("def f(response): return {'a': 0.5}[response]\n")
+    terms = [{"name": f"{tmp_path}/f.py:f"}, {"name": "exact"}]
+    reward = built(terms=terms, overlong={"buffer_length": 4})
+    batch = episodes(("bad", "bad", "x"), ("a", "a", "x"), ("bad", "bad", "x"), lengths=[16, 16, 1])
+    broken = replace(batch[0], error="its tool is gone", reward=3.0)
+    result = reward.score([broken, *batch[1:]], read_answers=True)
+    assert result.scores.tolist() == [0.0, 0.5, 0.0]
+    assert result.graded.tolist() == [0.0, 1.5, 0.0]
+    assert result.valid.tolist() == [False, True, False]
+    assert result.errors_by_term == {"f": 1, "exact": 0}, "a grader's failures only"
+    assert len(result.errors) == 1
+    assert result.answers == [None, "a", "bad"]
+    alone = reward.score([broken])
+    assert (alone.valid.tolist(), alone.errors) == ([False], [])
+    reward.close()
+
+
+def test_no_episodes_have_the_same_terms(tmp_path):
+    """A rank without groups takes part in sums over ranks, by term."""
+    (tmp_path / "f.py").write_text("def f(response): raise ValueError('nothing to grade')\n")
+    reward = built(terms=[{"name": f"{tmp_path}/f.py:f"}, {"name": "exact"}], overlong={"buffer_length": 4})
+    empty = reward.score([], read_answers=True)
+    assert list(empty.parts) == ["f", "exact", "overlong"]
+    assert [len(values) for values in (empty.scores, empty.valid, empty.graded, empty.answers)] == [0] * 4
+    assert empty.errors == []
+    one = reward.score(episodes(("a", "a", "x")))
+    reward.close()
+    joined = RewardResult.joined([empty, one])
+    assert joined.parts.keys() == one.parts.keys()
+    assert joined.scores.tolist() == one.scores.tolist()
+
+
+def test_scores_of_some_episodes_in_any_order():
+    reward = built(name="exact", overlong={"buffer_length": 4}, max_response_length=10)
+    whole = reward.score(episodes(*[(text, "a", "x") for text in "abab"], lengths=[10, 6, 1, 8]))
+    picked = whole.pick([3, 0, 3])
+    assert picked.scores.tolist() == [-0.5, 0.0, -0.5]
+    assert picked.graded.tolist() == [0.0, 1.0, 0.0]
+    assert picked.parts["overlong"].tolist() == [-0.5, -1.0, -0.5]
+    assert len(whole.pick([]).scores) == 0
+
+
 def test_a_failed_grading_is_left_out_and_counted():
     reward = built(name="maths")
-    result = reward.score(rollouts(("#### 1", "1", "x"), ("#### 1", "€", "x")))
+    result = reward.score(episodes(("#### 1", "1", "x"), ("#### 1", "€", "x")))
     reward.close()
     assert result.scores.tolist() == [1.0, 0.0]
     assert result.valid.tolist() == [True, False]

@@ -13,7 +13,7 @@ from rlctl.errors import UsageError
 from rlctl.registry import GRADERS
 from rlctl.reward.pool import GradingPool
 from rlctl.reward.protocol import Failure, Sample
-from tests.unit.reward.samples import built, rollouts
+from tests.unit.reward.samples import built, episodes
 
 SAMPLE = Sample(
     response="r",
@@ -443,13 +443,13 @@ def test_what_does_not_fit_trls_form_is_said(trl):
 def test_none_of_one_term_leaves_the_others(trl):
     terms = [{"name": f"{trl}:some", "weight": 2.0}, {"name": "exact", "weight": 1.0}]
     reward = built(terms=terms)
-    result = reward.score(rollouts(("skip", "skip", "x"), ("a", "a", "x")))
+    result = reward.score(episodes(("skip", "skip", "x"), ("a", "a", "x")))
     reward.close()
     assert result.scores.tolist() == [1.0, 3.0]
     assert result.valid.all()
     assert result.parts["some"].isnan().tolist() == [True, False]
     alone = built(name=f"{trl}:some")
-    result = alone.score(rollouts(("skip", "skip", "x"), ("a", "a", "x")))
+    result = alone.score(episodes(("skip", "skip", "x"), ("a", "a", "x")))
     alone.close()
     assert result.valid.tolist() == [False, True]
 
@@ -475,7 +475,7 @@ def test_a_registered_function_has_parameters_and_reads_answers(tmp_path):
     name = f"{tmp_path}/short.py:short"
     (tmp_path / "short.py").write_text(REGISTERED)
     reward = built(name=name, params={"limit": 2})
-    batch = rollouts(("abc", "", "x"), ("ab", "", "x"))
+    batch = episodes(("abc", "", "x"), ("ab", "", "x"))
     result = reward.score(batch, read_answers=True)
     reward.close()
     assert result.scores.tolist() == [0.0, 1.0]
@@ -490,6 +490,6 @@ def test_a_registered_function_has_parameters_and_reads_answers(tmp_path):
 
 def test_the_example_of_the_docs_works():
     reward = built(name="examples/custom_grader.py:brevity", params={"scale": 2})
-    result = reward.score(rollouts(("abcd", "", "x"), ("ab", "", "x")))
+    result = reward.score(episodes(("abcd", "", "x"), ("ab", "", "x")))
     reward.close()
     assert result.scores.tolist() == [0.5, 1.0]

@@ -2,7 +2,6 @@
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +13,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from rlctl.batch import Episode, Task, Turn
+from rlctl.batch import Sequence as TokenSequence
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.reward.build import build_reward
 from rlctl.reward.model import ModelScorer
@@ -176,21 +177,11 @@ def test_the_reward_of_a_run_knows_the_policys_tokenizer(saved):
     model, folders = saved
     spec = RewardSpec(name="model", model=RewardModelSpec(path=str(folders["plain"]), dtype="fp32"))
     reward = build_reward(spec, max_response_length=4, device=torch.device("cpu"), tokenizer=tokenizer())
-    tokens = torch.tensor([[WORDS.index("d"), WORDS.index("c"), 0]])
-    nothing = torch.zeros(1, 0, dtype=torch.int64)
-    rollouts = SimpleNamespace(
-        response_texts=["another text"],
-        ground_truths=[""],
-        prompt_texts=["<s> a"],
-        data_sources=[""],
-        extra_infos=(),
-        messages=(),
-        responses=tokens,
-        response_mask=tokens > 0,
-        input_ids=nothing,
-    )
+    tokens = torch.tensor([WORDS.index("d"), WORDS.index("c")])
+    turn = Turn(tokens, torch.zeros(2), torch.zeros(2), "length")
+    episode = Episode(Task((1,), "<s> a"), 0, (TokenSequence.of_turn((1,), turn),), "another text")
     wanted = logits(model, "<s> a d c")
-    assert reward.score(rollouts).scores.tolist() == pytest.approx([wanted], abs=1e-5)
+    assert reward.score([episode]).scores.tolist() == pytest.approx([wanted], abs=1e-5)
 
 
 def test_what_is_too_long_loses_its_start(saved):

@@ -4,7 +4,7 @@ import pytest
 
 from rlctl.reward.pool import GradingPool
 from rlctl.reward.protocol import Failure
-from tests.unit.reward.samples import built, pairs, rollouts
+from tests.unit.reward.samples import built, episodes, pairs
 
 #: Seconds of work for sympy, and every part of it small.
 HANGS = "\\boxed{" + "+".join(f"\\frac{{x^{{{280 + i}}}-1}}{{x^{{{7 + i}}}-1}}" for i in range(12)) + "}"
@@ -238,7 +238,7 @@ def test_a_batch_of_them_is_scored_and_counted(tmp_path):
     (tmp_path / "grader.py").write_text(GRADER)
     reward = built(terms=[{"name": f"{tmp_path}/grader.py:grade", "weight": 2.0}])
     bad = [(word, "gold", "x") for word in ("segfault", "exit", "memory")]
-    result = reward.score(rollouts(("gold", "gold", "x"), *bad, ("raise", "gold", "x")))
+    result = reward.score(episodes(("gold", "gold", "x"), *bad, ("raise", "gold", "x")))
     reward.close()
     assert result.scores.tolist() == [2.0, 0.0, 0.0, 0.0, 0.0]
     assert result.valid.tolist() == [True, True, True, True, False]

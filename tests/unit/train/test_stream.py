@@ -1,4 +1,4 @@
-"""Batches sampled ahead: which weights sampled what, where sampling ends, and what a resumed run finds."""
+"""Groups sampled ahead: which weights sampled what, where sampling ends, and what a resumed run finds."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from rlctl.batch import Rollouts, TokenLists
+from rlctl.batch import Episode, Group, Task, TokenLists
+from rlctl.batch import Sequence as TokenSequence
 from rlctl.errors import RunFailure
 from rlctl.train.stream import RolloutStream
-from tests.unit.train.scored import rollouts_of
+from tests.episodes import groups_of, same
 
-CPU = torch.device("cpu")
 LAST = 7
 
 
@@ -28,23 +28,19 @@ class Sampler:
         self.version = 0
         self.asked: list[int] = []
 
-    def __call__(self, step: int) -> Rollouts:
+    def __call__(self, step: int) -> list[Group]:
         self.asked.append(step)
-        return rollouts_of(seed=step, policy_version=self.version)
+        return groups_of(seed=step, version=self.version)
 
 
 def stream_of(sampler: Sampler, staleness: int, last_step: int = LAST) -> RolloutStream:
     return RolloutStream(sampler, ahead=staleness, last_step=last_step)
 
 
-def version_of(rollouts: Rollouts) -> int:
-    [version] = set(rollouts.policy_version.tolist())
+def version_of(groups: list[Group]) -> int:
+    sequences = [sequence for group in groups for episode in group for sequence in episode.sequences]
+    [version] = {version for sequence in sequences for version in sequence.versions.tolist()}
     return version
-
-
-def same(a: Rollouts, b: Rollouts) -> bool:
-    pairs = [(getattr(a, f.name), getattr(b, f.name)) for f in fields(Rollouts)]
-    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in pairs)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3, LAST - 1, 20])
@@ -55,9 +51,9 @@ def test_a_batch_is_as_old_as_asked(staleness: int) -> None:
     stream = stream_of(sampler, staleness)
     for step in range(1, LAST + 1):
         sampler.version = step - 1
-        rollouts = stream.take(step)
-        assert same(rollouts, rollouts_of(seed=step, policy_version=version_of(rollouts)))  # in order
-        assert version_of(rollouts) == max(0, step - 1 - staleness)
+        groups = stream.take(step)
+        assert same(groups, groups_of(seed=step, version=version_of(groups)))  # in order
+        assert version_of(groups) == max(0, step - 1 - staleness)
         assert sampler.asked == list(range(1, min(step + staleness, LAST) + 1))  # and none beyond the end
 
 
@@ -73,7 +69,7 @@ def test_resumed_it_goes_on_with_the_same_batches(tmp_path: Path, staleness: int
 
     other = Sampler()
     resumed = stream_of(other, staleness)
-    resumed.resume(stop, tmp_path, 3, CPU)
+    resumed.resume(stop, tmp_path, 3)
     already = len(sampler.asked)
     for step in range(stop + 1, LAST + 1):
         sampler.version = other.version = step - 1
@@ -82,23 +78,44 @@ def test_resumed_it_goes_on_with_the_same_batches(tmp_path: Path, staleness: int
 
 
 def test_what_tokens_were_sampled_from_waits_with_them(tmp_path: Path) -> None:
-    def sample(step: int) -> Rollouts:
-        rollouts = rollouts_of(seed=step)
-        counts = rollouts.response_mask.int() * step
-        ids = torch.arange(int(counts.sum()), dtype=torch.int32)
-        return replace(
-            rollouts, kept=TokenLists(counts, ids), most_likely=TokenLists(counts, ids, -ids.float())
-        )
+    def sample(step: int) -> list[Group]:
+        return groups_of(seed=step, with_kept=True, num_most_likely=3)
 
     stream, resumed = (RolloutStream(sample, ahead=1, last_step=LAST) for _ in range(2))
     stream.take(1)
     stream.save(tmp_path, rank=0)
-    resumed.resume(1, tmp_path, 0, CPU)
+    resumed.resume(1, tmp_path, 0)
     before, after = stream.take(2), resumed.take(2)
-    assert torch.equal(before.kept.counts, after.kept.counts)
-    assert torch.equal(before.kept.ids, after.kept.ids)
-    assert before.most_likely.log_probs.any()
-    assert torch.equal(before.most_likely.log_probs, after.most_likely.log_probs)
+    [sequence] = after[0][0].sequences
+    assert sequence.kept.ids.any()
+    assert sequence.most_likely.log_probs.any()
+    assert same(before, after)
+
+
+def test_whatever_an_environment_makes_waits_unchanged(tmp_path: Path) -> None:
+    """Several sequences and turns, versions and rewards per token, an error, a group without members."""
+    turns = torch.tensor([0, 0, 1])
+    sequence = TokenSequence(
+        token_ids=torch.arange(6),
+        sampled=torch.tensor([0, 1, 1, 0, 0, 1]).bool(),
+        log_probs=torch.tensor([-0.5, float("nan"), -float("inf")]),
+        versions=torch.tensor([7, 7, 9]),
+        turns=turns,
+        rewards=torch.tensor([0.0, 0.25, 1.0]),
+        kept=TokenLists(torch.tensor([1, 0, 2]).int(), torch.tensor([1, 5, 6]).int()),
+    )
+    task = Task((0,), "p", 3, 5, "s", "t", {"a": {"b": [1, None, "é"]}}, ({"role": "user"},), 1.5)
+    whole = Episode(task, 0, (sequence, replace(sequence, turns=turns + 1)), "r", "max_turns", 0.5)
+    failed = Episode(task, 1, (), "", "error", error="no", metrics={"calls": 2.0}, messages=({"role": "x"},))
+    groups: list[Group] = [(whole, failed), ()]
+    stream = RolloutStream(lambda step: groups, ahead=1, last_step=LAST)
+    stream.take(1)
+    stream.save(tmp_path, rank=0)
+    stream.resume(1, tmp_path, 0)
+    (found, other), empty = stream.take(2)
+    assert empty == ()
+    assert repr((found, other)) == repr(groups[0])
+    assert found.sequences[1].log_probs.isnan().tolist() == [False, True, False]
 
 
 @pytest.fixture
@@ -112,7 +129,7 @@ def test_meanwhile_it_is_never_older_than_asked(executor: ThreadPoolExecutor, ah
     """Independent of timing: trainer and sampler are slowed down alternately."""
     sampler = Sampler()
 
-    def sample(step: int) -> Rollouts:
+    def sample(step: int) -> list[Group]:
         time.sleep(0.02 * (step % 2))
         return sampler(step)
 
@@ -130,10 +147,10 @@ def test_meanwhile_it_is_never_older_than_asked(executor: ThreadPoolExecutor, ah
 def test_it_samples_while_the_trainer_trains(executor: ThreadPoolExecutor) -> None:
     began = threading.Event()
 
-    def sample(step: int) -> Rollouts:
+    def sample(step: int) -> list[Group]:
         if step == 2:
             began.set()
-        return rollouts_of(seed=step, policy_version=0)
+        return groups_of(seed=step)
 
     RolloutStream(sample, ahead=1, last_step=LAST, executor=executor).take(1)
     assert began.wait(60)  # batch 2 has not been requested yet
@@ -144,7 +161,7 @@ def test_drained_it_saves_what_is_sampled_and_repeats_or_skips_nothing(
 ) -> None:
     sampler, began, may_go = Sampler(), threading.Event(), threading.Event()
 
-    def sample(step: int) -> Rollouts:
+    def sample(step: int) -> list[Group]:
         if step == 3:
             began.set()
             may_go.wait(60)
@@ -163,17 +180,17 @@ def test_drained_it_saves_what_is_sampled_and_repeats_or_skips_nothing(
 
     other = Sampler()
     resumed = RolloutStream(other, ahead=4, last_step=LAST, executor=executor)
-    resumed.resume(1, tmp_path, 0, CPU)
+    resumed.resume(1, tmp_path, 0)
     for step in range(2, LAST + 1):
-        assert same(resumed.take(step), rollouts_of(seed=step, policy_version=0))
+        assert same(resumed.take(step), groups_of(seed=step))
     assert other.asked == list(range(4, LAST + 1))
 
 
 def test_a_batch_that_could_not_be_sampled_is_heard_of_when_it_is_due(executor: ThreadPoolExecutor) -> None:
-    def sample(step: int) -> Rollouts:
+    def sample(step: int) -> list[Group]:
         if step == 2:
             raise RunFailure("the engine is gone")
-        return rollouts_of(seed=step)
+        return groups_of(seed=step)
 
     stream = RolloutStream(sample, ahead=2, last_step=LAST, executor=executor)
     stream.take(1)
@@ -198,8 +215,8 @@ def test_nobody_gets_another_steps_batch() -> None:
             stream.take(1)
 
 
-@pytest.mark.parametrize("fault", ["missing", "empty", "truncated", "garbage", "another rank's"])
-def test_waiting_batches_that_cannot_be_read(tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize("fault", ["missing", "empty", "truncated", "garbage", "padded", "another rank's"])
+def test_waiting_groups_that_cannot_be_read(tmp_path: Path, fault: str) -> None:
     stream = stream_of(Sampler(), 2)
     stream.take(1)
     stream.save(tmp_path, rank=0)
@@ -212,8 +229,10 @@ def test_waiting_batches_that_cannot_be_read(tmp_path: Path, fault: str) -> None
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     elif fault == "garbage":
         path.write_bytes(b"garbage" * 100)
+    elif fault == "padded":  # as before the records were flat
+        torch.save({"next_step": 4, "waiting": [{"responses": torch.zeros(2, 3)}]}, path)
     with pytest.raises(RunFailure, match="waiting to be trained on") as caught:
-        stream_of(Sampler(), 2).resume(1, tmp_path, int(fault == "another rank's"), CPU)
+        stream_of(Sampler(), 2).resume(1, tmp_path, int(fault == "another rank's"))
     assert str(tmp_path) in str(caught.value.where)
 
 
@@ -222,7 +241,7 @@ def test_no_code_is_run_from_a_file(tmp_path: Path) -> None:
     stream.take(1)
     stream.save(tmp_path, rank=0)
     [path] = tmp_path.iterdir()
-    state = torch.load(path, weights_only=True)
-    torch.save({**state, "next_step": rollouts_of()}, path)  # a record: needs a pickle's freedom
+    state = torch.load(path, weights_only=False)
+    torch.save({**state, "next_step": Sampler()}, path)  # an object: needs a pickle's freedom
     with pytest.raises(RunFailure, match="waiting to be trained on"):
-        stream_of(Sampler(), 1).resume(1, tmp_path, 0, CPU)
+        stream_of(Sampler(), 1).resume(1, tmp_path, 0)

@@ -1,0 +1,148 @@
+"""Deals the episodes of a step to ranks, so that every rank computes about the same number of tokens.
+
+Within each mini-batch whole groups are dealt, because siblings share the computation of their prompt, unless
+this leaves a rank with over `LARGEST` times the mean; then episodes. The largest goes first, to the rank with
+the fewest tokens so far. Every rank computes the same assignment from the sizes of all episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlctl.algos.segments import Segments
+from rlctl.batch import TokenBatch, TokenLists
+from rlctl.engine.ranks import Ranks
+
+#: Largest share of a rank in a mini-batch, relative to the mean, at which groups are kept together.
+LARGEST = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """An episode of any rank: what the assignment depends on, and the sizes of its columns."""
+
+    mini: int
+    group: int
+    member: int
+    source: int  # the rank that sampled it
+    tokens: int
+    prompt: int  # tokens that it shares with its siblings
+    sampled: int
+    sequences: int
+    place: int  # index in its source's batch
+
+
+def assigned(episodes: Sequence[Dealt], num_parts: int) -> list[int]:
+    """The part, of `num_parts`, of every episode."""
+    found: dict[tuple[int, int], int] = {}
+    for mini in sorted({one.mini for one in episodes}):
+        some = [one for one in episodes if one.mini == mini]
+        groups: dict[int, list[Dealt]] = {}
+        for one in some:
+            groups.setdefault(one.group, []).append(one)
+        parts, worst = _dealt(list(groups.values()), num_parts)
+        if worst > LARGEST:
+            parts, _ = _dealt([[one] for one in some], num_parts)
+        found |= parts
+    return [found[one.group, one.member] for one in episodes]
+
+
+def _dealt(units: list[list[Dealt]], num_parts: int) -> tuple[dict[tuple[int, int], int], float]:
+    """Part of each episode by group and member, and the largest part's tokens relative to the mean."""
+    loads, found = [0] * num_parts, dict[tuple[int, int], int]()
+
+    def cost(unit: list[Dealt]) -> int:
+        return sum(one.tokens for one in unit) - sum(one.prompt for one in unit[1:])
+
+    for unit in sorted(units, key=lambda unit: (-cost(unit), unit[0].group, unit[0].member)):
+        part = loads.index(min(loads))
+        loads[part] += cost(unit)
+        found |= {(one.group, one.member): part for one in unit}
+    mean = sum(loads) / num_parts
+    return found, max(loads) / mean if mean else 1.0
+
+
+def deal(batch: TokenBatch, ranks: Ranks, groups_per_mini: int, group_size: int = 1) -> TokenBatch:
+    """The episodes that this rank trains on, ordered by group and member (all ranks call this).
+
+    Args:
+        batch: the episodes that this rank sampled, on its device.
+        groups_per_mini: prompts per mini-batch, over all ranks: group g belongs to mini-batch
+            g // groups_per_mini.
+        group_size: ranks of a sequence-parallel group, which all get the same episodes.
+    """
+    every = [one for part in ranks.exchange([_described(batch, ranks.rank, groups_per_mini)]) for one in part]
+    parts = assigned(every, ranks.world_size // group_size)
+    if ranks.world_size > 1:
+        batch = _moved(batch, ranks, every, [[p * group_size + i for i in range(group_size)] for p in parts])
+    order = sorted(range(batch.num_episodes), key=lambda i: (int(batch.group_ids[i]), int(batch.members[i])))
+    return batch.pick(order)
+
+
+def _described(batch: TokenBatch, rank: int, groups_per_mini: int) -> list[Dealt]:
+    sequences = batch.sequences_of_episodes
+    prompts = (batch.sequences.lengths - batch.units.sequence.lengths).tolist()
+    columns = (
+        batch.group_ids.tolist(),
+        batch.members.tolist(),
+        sequences.sum(batch.lengths).long().tolist(),
+        batch.units.episode.lengths.tolist(),
+        sequences.lengths.tolist(),
+        sequences.starts.tolist(),
+    )
+    return [
+        Dealt(g // groups_per_mini, g, m, rank, tokens, prompts[start] if count else 0, sampled, count, place)
+        for place, (g, m, tokens, sampled, count, start) in enumerate(zip(*columns, strict=True))
+    ]
+
+
+def _moved(batch: TokenBatch, ranks: Ranks, every: list[Dealt], takers: list[list[int]]) -> TokenBatch:
+    """The episodes that arrive at this rank, in the order of their sources."""
+    of_mine = [
+        (one.place, where) for one, where in zip(every, takers, strict=True) if one.source == ranks.rank
+    ]
+    outgoing = [
+        batch.pick([place for place, where in of_mine if rank in where]) for rank in range(ranks.world_size)
+    ]
+    incoming = [
+        [
+            one
+            for one, where in zip(every, takers, strict=True)
+            if one.source == source and ranks.rank in where
+        ]
+        for source in range(ranks.world_size)
+    ]
+    sizes = {
+        "episode": [len(some) for some in incoming],
+        "sequence": [sum(one.sequences for one in some) for some in incoming],
+        "token": [sum(one.tokens for one in some) for some in incoming],
+        "sampled": [sum(one.sampled for one in some) for some in incoming],
+    }
+
+    def exchanged(parts: list[Tensor], of: str) -> list[Tensor]:
+        return ranks.all_to_all(parts, sizes[of])
+
+    def lists(parts: list[TokenLists], of: str) -> TokenLists:
+        counts = exchanged([part.counts for part in parts], of)
+        totals = [int(count.sum()) for count in counts]
+        ids = ranks.all_to_all([part.ids for part in parts], totals)
+        log_probs = [part.log_probs for part in parts if part.log_probs is not None]
+        arrived = torch.cat(ranks.all_to_all(log_probs, totals)) if log_probs else None
+        return TokenLists(torch.cat(counts), torch.cat(ids), arrived)
+
+    columns: dict[str, Any] = {}
+    for part in fields(TokenBatch):
+        values, of = [getattr(one, part.name) for one in outgoing], part.metadata["of"]
+        if values[0] is None:
+            columns[part.name] = None
+        elif isinstance(values[0], TokenLists):
+            columns[part.name] = lists(values, of)
+        else:
+            columns[part.name] = torch.cat(exchanged(values, of))
+    counts = torch.tensor([one.sequences for some in incoming for one in some], dtype=torch.int64)
+    return replace(TokenBatch(**columns), owners=Segments(counts).index.to(batch.owners.device))

@@ -170,7 +170,7 @@ def test_a_rule_that_reads_ages_is_omitted(tmp_path: Path) -> None:
     source = (
         "from rlctl.registry import CORRECTION_WEIGHTS\n\n"
         '@CORRECTION_WEIGHTS.register(needs={"age"}, thresholds=["2.0"])\n'
-        "def part(log_ratio, params):\n    return log_ratio.token / (1 + log_ratio.age[:, None])\n"
+        "def part(log_ratio, params):\n    return log_ratio.token / (1 + log_ratio.age)\n"
     )
     (tmp_path / "mine.py").write_text(source)
     weight = f"{OWN}rollout_is={tmp_path}/mine.py:part"

@@ -80,8 +80,9 @@ def test_rejection_against_a_loop() -> None:
 
 def slow_error(step: Step, weigh: str, groups: int) -> float:
     """The error of a setting, token by token, from the formulas of docs/how-to/what-if.md."""
-    advantage = slow.rloo(step.rewards.tolist(), step.group_ids.tolist(), [True] * len(step.rewards))
-    kept = full = squares = products = 0.0
+    there = (step.lengths > 0).tolist()
+    advantage = slow.rloo(step.rewards.tolist(), step.group_ids.tolist(), there)
+    products = 0.0
     tokens, episodes, cells = 0, 0, []
     for row, place in enumerate(rows_of(step)):
         ratios = (step.log_probs[place] - step.rollout_log_probs[place]).astype(float)

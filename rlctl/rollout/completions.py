@@ -37,9 +37,9 @@ class Completion:
         token_ids: (t,) int64, end of sequence included.
         log_probs: (t,) float32, log-prob of each token under the distribution it was sampled from.
         finish_reason: as reported by vLLM; values that are not in `FINISH_REASONS` count as `abort`.
-        listed: for each token, further ones of its distribution: their numbers (t,), ids (Σ,) int64 and
-            log-probs (Σ,) float32. The first one at each place is the sampled token, which may occur a second
-            time. None: the engine lists none.
+        listed: for each token, those that are listed at its place: their numbers (t,), ids (Σ,) int64 and
+            log-probs (Σ,) float32. The sampled token may be the first one and occur a second time. None: the
+            engine lists none.
         versions: (t,) int64, updates in the weights that sampled each token; None: those of the last sync.
     """
 
@@ -76,10 +76,11 @@ class Completion:
             return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32)
         counts, ids, log_probs = self.listed
         place = np.repeat(np.arange(len(counts)), counts)
-        is_first = np.diff(place, prepend=-1) > 0
+        is_first, is_sampled = np.diff(place, prepend=-1) > 0, ids == self.token_ids[place]
         occurs_again = np.zeros(len(counts), dtype=bool)
-        occurs_again[place[~is_first & (ids == self.token_ids[place])]] = True
-        chosen = np.flatnonzero((log_probs > _NOT_ALLOWED) & ~(is_first & occurs_again[place]))
+        occurs_again[place[is_sampled & ~is_first]] = True
+        is_double = is_sampled & is_first & occurs_again[place]
+        chosen = np.flatnonzero((log_probs > _NOT_ALLOWED) & ~is_double)
         chosen = chosen[np.lexsort((-log_probs[chosen], place[chosen]))]
         return place[chosen], ids[chosen], log_probs[chosen]
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, count
+from itertools import chain, count, groupby
 from typing import Any, TypeVar
 
 import httpx
@@ -167,6 +167,8 @@ class VLLMServerRollout(CompletionRollout):
     async def _complete_all(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         turn = asyncio.Semaphore(CONNECTIONS)  # the client's own queue is slow when long
         answers: dict[int, httpx.Response] = {}
+        runs = groupby(requests, key=lambda request: request.token_ids)  # a server computes its prompts once
+        prompts = dict(enumerate(number for number, (_, run) in enumerate(runs) for _ in run))
         async with self._client(timeout=None) as client:
 
             async def ask(index: int, url: str) -> httpx.Response | None:
@@ -181,7 +183,7 @@ class VLLMServerRollout(CompletionRollout):
                     return await self._ask(client, url, body | self._parameters(sampling, request))
 
             for _ in range(_TRIES):
-                places = self._places(index for index in range(len(requests)) if index not in answers)
+                places = self._places(number for number in prompts.items() if number[0] not in answers)
                 found = await self._unless_silent(
                     (ask(index, url) for index, url in places.items()), self._answer_timeout
                 )
@@ -198,8 +200,8 @@ class VLLMServerRollout(CompletionRollout):
         has_lists = listed_tokens(sampling) > 0
         return [completion_of(answers[index].content, has_lists=has_lists) for index in range(len(requests))]
 
-    def _places(self, indices: Iterable[int]) -> dict[int, str]:
-        """Maps each request to a server, round-robin over those with the newest weights.
+    def _places(self, prompts: Iterable[tuple[int, int]]) -> dict[int, str]:
+        """Maps each request to a server; its prompts go round those with the newest weights.
 
         Raises:
             RunFailure: no server has them.
@@ -212,7 +214,7 @@ class VLLMServerRollout(CompletionRollout):
                 fix="continue with --resume RUN_DIR; with rollout.server.weight_transfer=files a restarted "
                 "server loads the weights itself",
             )
-        return {index: urls[(self._rank + index) % len(urls)] for index in indices}
+        return {index: urls[(self._rank + prompt) % len(urls)] for index, prompt in prompts}
 
     async def _with_newest(self, client: httpx.AsyncClient, urls: set[str]) -> set[str]:
         """The servers with the newest weights; the others are updated, or not used until the next sync."""
@@ -444,7 +446,7 @@ async def _until_silent(url: str, patience: float) -> None:
 
 
 def completion_of(answer: bytes, *, has_lists: bool) -> Completion:
-    """Converts a server's answer to one request; the first token in each list is the sampled one."""
+    """Converts a server's answer to one request."""
     [choice] = json.loads(answer)["choices"]
     token_ids, log_probs = np.array(choice["token_ids"], dtype=np.int64), choice["logprobs"]
     lists = log_probs.get("top_logprobs") if has_lists else None

@@ -61,7 +61,7 @@ class Stored:
         self.weights = {name: tensor.detach().clone() for name, tensor in context.model.state_dict().items()}
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Turn]:
-        """The stored responses: request number k with the same prompt gets response number k, for any seed."""
+        """Request number k with a prompt gets stored response number k, for any seed."""
         kind, asked = "greedy" if sampling.greedy else "responses", Counter[tuple[int, ...]]()
         turns = []
         for request in requests:

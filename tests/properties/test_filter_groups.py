@@ -7,7 +7,10 @@ one logit per prompt and token, so that a gradient says which prompt it is of.
 from __future__ import annotations
 
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,18 +18,23 @@ import pytest
 import torch
 
 from rlctl.algos.estimators import has_spread, spread_probability
-from rlctl.batch import Rollouts, TokenLists
+from rlctl.batch import Group, TokenBatch
+from rlctl.data.prompts import PromptDataset
+from rlctl.data.schema import Message, Row
 from rlctl.engine.ranks import Ranks
 from rlctl.reward.build import Reward
-from rlctl.reward.protocol import RewardResult, Scorer
+from rlctl.reward.protocol import Failure, RewardResult, Scorer
 from rlctl.spec.load import load_spec
+from rlctl.spec.model import RECIPE
 from rlctl.spec.rollout import OverlongSpec
-from rlctl.train.filter_groups import DrawnPrompt, _group, draw_next_prompts
+from rlctl.tiny.model import build_tokenizer
+from rlctl.train.filter_groups import DrawnPrompt, _summary, draw_next_prompts, filtered_groups
+from rlctl.train.sample_and_grade import Graded
 from rlctl.train.score_batch import with_advantages
-from rlctl.train.step_metrics import batch_sums
+from rlctl.train.step_metrics import StepTimer, episode_sums
 from rlctl.train.stream import PromptDraws
+from tests.episodes import RandomEngine, groups_of, same
 from tests.properties.batches import estimate
-from tests.unit.train.scored import HORIZON, ROWS, rollouts_of, scored_batch
 
 ONE_RANK = Ranks(0, 1, torch.device("cpu"))
 
@@ -52,14 +60,13 @@ def enumerated(prompt: int, n: int, estimator: str) -> Enumerated:
     for group in itertools.product(range(3), repeat=n):
         chance = float(np.prod(policy[list(group)]))
         scores, ids = REWARDS[list(group)], torch.zeros(n, dtype=torch.int64)
-        valid = torch.ones(n, dtype=torch.bool)
-        advantages = estimate(estimator, scores, ids, valid).numpy()
+        advantages = estimate(estimator, scores, ids).numpy()
         gradient = np.zeros(9)
         for response, advantage in zip(group, advantages, strict=True):
             score = (np.arange(3) == response) - policy  # ∇ log softmax
             gradient[3 * prompt : 3 * prompt + 3] += advantage * score / n
         total += chance * gradient
-        if has_spread(scores, ids, valid).all():
+        if has_spread(scores, ids).all():
             alive += chance
             found += chance * gradient
         else:
@@ -128,35 +135,32 @@ def test_prompts_are_drawn_with_the_chance_that_their_advantages_are_divided_by(
 
 
 def test_advantages_are_multiplied_by_the_weights_of_their_prompts() -> None:
-    scored, algorithm = scored_batch(), load_spec([], [], []).spec.algorithm
-    weights = torch.arange(1.0, len(scored.scores) + 1)
-    weighted = replace(scored, rollouts=replace(scored.rollouts, prompt_weights=weights))
-    plain, found = (with_advantages(each, algorithm, ONE_RANK).advantages for each in (scored, weighted))
+    algorithm = load_spec([], [], []).spec.algorithm
+    groups = groups_of(sizes=(3, 2, 4))
+
+    def advantages(weights: list[float]) -> torch.Tensor:
+        episodes = [
+            replace(episode, task=replace(episode.task, weight=weight))
+            for group, weight in zip(groups, weights, strict=True)
+            for episode in group
+        ]
+        batch = TokenBatch.of(episodes)
+        batch = replace(batch, rewards=-batch.rollout_log_probs, old_log_probs=batch.rollout_log_probs)
+        return with_advantages(batch, algorithm, ONE_RANK).advantages
+
+    plain, found = advantages([1.0] * 3), advantages([1.0, 2.5, 4.0])
+    tokens = [sum(episode.num_sampled for episode in group) for group in groups]
     assert plain.any()
-    torch.testing.assert_close(found, plain * weights[:, None])
+    factors = torch.tensor([1.0, 2.5, 4.0]).repeat_interleave(torch.tensor(tokens))
+    torch.testing.assert_close(found, plain * factors)
 
 
-def test_parts_of_a_batch_are_joined_whatever_their_widths() -> None:
-    whole = rollouts_of()
-    counts = whole.response_mask.int() * 2
-    whole = replace(whole, kept=TokenLists(counts, torch.arange(int(counts.sum()), dtype=torch.int32)))
-    first, second = whole.pick(slice(0, 3)), whole.pick(slice(3, None))
-    length = int(first.response_mask.sum(1).max())
-    narrow = replace(
-        first,
-        **{name: getattr(first, name)[:, : getattr(first, name).shape[1] - whole.responses.shape[1] + length]
-           for name in ("input_ids", "attention_mask", "position_ids", "responses", "response_mask",
-                        "rollout_log_probs")},
-        kept=TokenLists(first.kept.counts[:, :length], first.kept.ids),
-    )  # fmt: skip
-    joined = Rollouts.joined([narrow, second])
-    for name in ("attention_mask", "response_mask", "rollout_log_probs", "group_ids", "prompt_mask"):
-        assert torch.equal(getattr(joined, name), getattr(whole, name)), name
-    mask = whole.attention_mask
-    assert torch.equal(joined.input_ids[mask], whole.input_ids[mask])
-    assert torch.equal(joined.kept.counts, counts)
-    assert torch.equal(joined.kept.ids, whole.kept.ids)
-    assert joined.prompt_texts == whole.prompt_texts
+def test_parts_of_a_batch_are_the_whole_batch() -> None:
+    episodes = [episode for group in groups_of(with_kept=True, num_most_likely=3) for episode in group]
+    whole = TokenBatch.of(episodes)
+    joined = TokenBatch.joined([TokenBatch.of(episodes[:4]), TokenBatch.of(episodes[4:])])
+    assert same(joined, whole)
+    assert same(TokenBatch.joined([whole.pick(range(4)), whole.pick(range(4, len(episodes)))]), whole)
 
 
 @pytest.mark.parametrize("score", [0.0, 1.0, 1 / 3, 0.1, 1e-3, -0.7])
@@ -164,20 +168,131 @@ def test_parts_of_a_batch_are_joined_whatever_their_widths() -> None:
 def test_groups_are_compared_without_the_length_penalty(score: float, factor: float) -> None:
     """Equal grades have no spread, however long the responses are; unequal ones have."""
     terms = {"first": (0.7, Worth(score)), "second": (0.2, Worth(score))}
-    reward = Reward(terms, OverlongSpec(buffer_length=4, penalty_factor=factor), HORIZON)
-    for words in ("a" * ROWS, "aabbabaabaab"):
-        rollouts, is_mixed = replace(rollouts_of(), response_texts=tuple(words)), "b" in words
-        graded = reward.score(rollouts)
+    reward = Reward(terms, OverlongSpec(buffer_length=4, penalty_factor=factor), 6)
+    [group] = groups_of(sizes=(12,))
+    for words in ("a" * 12, "aabbabaabaab"):
+        is_mixed = "b" in words
+        told = tuple(replace(episode, response=word) for episode, word in zip(group, words, strict=True))
+        graded = reward.score(told)
         assert graded.scores.unique().numel() > 2  # the penalties differ
-        group = _group(DrawnPrompt(0, 0, 1.0), rollouts, graded)
-        assert group.has_spread == is_mixed
-        assert group.mean == pytest.approx(0.9 * (score + 0.25 * words.count("b") / ROWS), abs=1e-6)
-        scored = replace(scored_batch(), rollouts=rollouts, scores=graded.scores)
-        batch = with_advantages(scored, load_spec([], [], []).spec.algorithm, ONE_RANK)
-        sums = batch_sums(scored, batch, graded, 0, 99).to_host()
-        assert sums.flat_groups == pytest.approx(0.0 if is_mixed else sums.groups)
-        halves = [graded.pick(slice(0, 6)), graded.pick(slice(6, None))]
+        summary = _summary(DrawnPrompt(0, 0, 1.0), told, graded)
+        assert summary.has_spread == is_mixed
+        assert summary.mean == pytest.approx(0.9 * (score + 0.25 * words.count("b") / 12), abs=1e-6)
+        assert summary.tokens == sum(episode.num_sampled for episode in told)
+        sums = episode_sums(Graded([told], graded, None, {}), 0, 99)
+        assert sums["flat_groups"] == (0.0 if is_mixed else 1.0)
+        halves = [graded.pick(range(6)), graded.pick(range(6, 12))]
         assert torch.equal(RewardResult.joined(halves).graded, graded.graded)
+
+
+def test_only_graded_episodes_count() -> None:
+    """One that the engine aborted, or that could not be graded, neither makes spread nor changes the mean."""
+    [group] = groups_of(sizes=(4,))
+    told = (replace(group[0], stop_reason="aborted"), *group[1:])
+    graded = RewardResult(torch.tensor([9.0, 1.0, 0.0, 1.0]), torch.tensor([True, True, False, True]))
+    summary = _summary(DrawnPrompt(3, 5, 1.0), told, graded)
+    assert (summary.has_spread, summary.mean, summary.graded, summary.failed) == (False, 1.0, 2, 1)
+    nothing = RewardResult(torch.zeros(4), torch.zeros(4, dtype=torch.bool))
+    summary = _summary(DrawnPrompt(3, 5, 1.0), told, nothing)
+    assert (summary.has_spread, summary.mean, summary.graded, summary.failed) == (False, 0.0, 0, 3)
+
+
+class Together:
+    """One of several ranks, each of which is a thread."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, values: list) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._barrier, self._values = barrier, values
+
+    def exchange(self, values: list) -> list:
+        self._values[self.rank] = values
+        self._barrier.wait(60)
+        found = list(chain(*self._values))
+        self._barrier.wait(60)
+        return found
+
+
+@dataclass
+class Filtered:
+    """Some steps of a run with dynamic sampling: by step, the groups of all ranks in order, with scores."""
+
+    groups: list[list[tuple[Group, list[float]]]]
+    costs: list[dict[str, float]]  # by rank and step
+    draws: list[PromptDraws]  # by rank
+    rewards: list[RewardResult]  # by rank and step
+
+
+def filtered(world_size: int, batch_size: int = 4) -> Filtered:
+    steps = range(1, 4)
+    options = [f"algorithm.filter_groups.{name}" for name in ("enable=true", "curriculum=true")]
+    options += [f"{key}={batch_size}" for key in ("data.train_batch_size", "actor.ppo_mini_batch_size")]
+    options += ["rollout.n=3", "data.max_response_length=5", "reward.max_error_fraction=0.9"]
+    spec = load_spec([], [], options).spec
+    rows = [Row("s", (Message("user", f"{place + 10}+1="),), str(place)) for place in range(47)]
+    tokenizer = build_tokenizer(RECIPE)
+    prompts = PromptDataset(rows, tokenizer, max_prompt_length=50, filter_overlong=True)
+    barrier, values = threading.Barrier(world_size), [[]] * world_size
+
+    def work(rank: int) -> tuple[list, PromptDraws]:
+        run = SimpleNamespace(
+            spec=spec,
+            ranks=Together(rank, world_size, barrier, values),
+            rollout=RandomEngine(),
+            tokenizer=tokenizer,
+            train_prompts=prompts,
+            reward=Reward({"long": (1.0, Long())}, OverlongSpec(), 5),
+        )
+        draws, timer = PromptDraws(), StepTimer(torch.device("cpu"))
+        for row in range(0, len(rows), 2):
+            draws.note(row, row % 3 / 2, 3)
+        return [filtered_groups(run, step, draws, timer) for step in steps], draws
+
+    with ThreadPoolExecutor(world_size) as threads:
+        found, draws = zip(*threads.map(work, range(world_size)), strict=True)
+    of_steps = [[pair for groups, rewards, _ in of_ranks for pair in _by_group(groups, rewards)]
+                for of_ranks in zip(*found, strict=True)]  # fmt: skip
+    for of_step in of_steps:
+        of_step.sort(key=lambda pair: pair[0][0].task.group_id)
+    costs, rewards = ([part[index] for of_rank in found for part in of_rank] for index in (2, 1))
+    return Filtered(of_steps, costs, list(draws), rewards)
+
+
+def _by_group(groups: list[Group], rewards: RewardResult) -> list[tuple[Group, list[float]]]:
+    parts = rewards.scores.split([len(group) for group in groups])
+    return list(zip(groups, (part.tolist() for part in parts), strict=True))
+
+
+class Long(Scorer):
+    """Responses of at least three tokens are worth 1, others 0; some of the longest cannot be graded."""
+
+    def grade(self, samples) -> list[float | Failure]:
+        ids = [sample.response_ids for sample in samples]
+        bad = [len(each) == 5 and each[0] < 6 for each in ids]
+        return [Failure(f"bad {x}") if b else float(len(x) >= 3) for b, x in zip(bad, ids, strict=True)]
+
+
+@pytest.mark.parametrize("batch_size", [4, 1])
+def test_the_groups_are_the_same_on_any_number_of_ranks(batch_size: int) -> None:
+    """A rank keeps what it sampled, also if that is nothing: it knows all terms, and its failures count."""
+    alone, together = filtered(1, batch_size), filtered(3, batch_size)
+    for of_step in alone.groups:
+        assert [group[0].task.group_id for group, _ in of_step] == list(range(batch_size))
+        for group, scores in of_step:
+            assert len(set(scores)) == 2
+            assert all(episode.task is group[0].task for episode in group)
+    assert same(together.groups, alone.groups)
+    assert together.costs == alone.costs * 3
+    assert together.draws == alone.draws * 3
+    assert max(group[0].task.weight for step in alone.groups for group, _ in step) > 1.0
+    assert max(cost["filter_groups/rounds"] for cost in alone.costs) > 1
+    assert any(not len(rewards.scores) for rewards in together.rewards) or batch_size > 1
+    assert all(rewards.parts.keys() == {"long"} for rewards in together.rewards)
+    failures = [
+        sum(rewards.errors_by_term["long"] for rewards in all_of.rewards) for all_of in (alone, together)
+    ]
+    assert failures[0] == failures[1] > 0
 
 
 class Worth(Scorer):

@@ -47,7 +47,7 @@ def test_engines_that_work_do(tmp_path: Path) -> None:
     assert job.wait() == 0, job.output
     found = json.loads((tmp_path / "said").read_text())
     assert [works for works, _ in found.values()] == [True, True], found
-    assert "tokens sampled on" in found["hf_samples"][1]
+    assert "tokens sampled on cpu" in found["hf_samples"][1]
 
 
 def test_engines_that_do_not_work_are_told(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def told(monkeypatch):
         def __init__(self, _path, _tokenizer, given):
             options.update(given)
 
-        def generate(self, prompts, sampling, *, n, step_seed, num_groups_total):
+        def sample(self, requests, sampling):
             raise NotImplementedError
 
         def close(self):
@@ -124,11 +124,11 @@ def test_vllm_gets_the_model_and_is_closed(task, tmp_path, monkeypatch, fails):
             )
             self._engine = HFRollout(model, tokenizer, "cpu")
 
-        def generate(self, *arguments, **options):
+        def sample(self, requests, sampling):
             if fails:
                 raise KeyboardInterrupt
-            told["rows"] = len(arguments[0].texts)
-            return self._engine.generate(*arguments, **options)
+            told["rows"] = len(requests)
+            return self._engine.sample(requests, sampling)
 
         def close(self):
             told["closed"] = True
@@ -189,10 +189,10 @@ class Own(HFRollout):
         super().sync_weights(policy, policy_version)
         CALLS.append("sync")
 
-    def generate(self, prompts, *arguments, **options):
+    def sample(self, requests, sampling):
         assert CALLS[-1] != "close"
-        CALLS.append(len(prompts.texts))
-        return super().generate(prompts, *arguments, **options)
+        CALLS.append(len(requests))
+        return super().sample(requests, sampling)
 
     def close(self):
         super().close()
@@ -277,19 +277,18 @@ def test_an_engine_that_is_none(task, tmp_path, own_engine, engine, says):
 #: An engine that aborts the first response of the calls in ABORTS, numbered from 1.
 ABORTING = """
 from dataclasses import replace
-from rlctl.batch import FINISH_REASONS
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.rollout.hf import HFRollout
 
 CALLS = []
 
 class Aborting(HFRollout):
-    def generate(self, *arguments, **options):
-        found = super().generate(*arguments, **options)
-        CALLS.append(len(found.responses))
-        reasons = found.finish_reason.clone()
-        reasons[: 1 if len(CALLS) in ABORTS else 0] = FINISH_REASONS.index("abort")
-        return replace(found, finish_reason=reasons)
+    def sample(self, requests, sampling):
+        turns = super().sample(requests, sampling)
+        CALLS.append(len(turns))
+        if len(CALLS) in ABORTS:
+            turns[0] = replace(turns[0], finish_reason="abort")
+        return turns
 
 @ROLLOUT_ENGINES.register()
 def engine(context):

@@ -164,7 +164,7 @@ def test_an_ungraded_sample_gets_no_penalty_either(tmp_path):
 
 def test_the_environments_reward_is_added_to_the_sum(tmp_path):
     """A response that no term grades counts too, if the environment rewards it."""
-    (tmp_path / "f.py").write_text("def f(response): return None if response == 'b' else 1.0\n")
+    (tmp_path / "f.py").write_text("def f(completions): return [{'a': 1.0}.get(c) for c in completions]\n")
     overlong = {"buffer_length": 4}
     reward = built(terms=[{"name": f"{tmp_path}/f.py:f", "weight": 2.0}], overlong=overlong)
     batch = episodes(*[(text, "a", "x") for text in "aabb"], lengths=[1, 16, 1, 1])

@@ -12,18 +12,19 @@ from typing import Any
 
 import torch
 
-from rlctl.rollout.protocol import EngineContext, Sampling
+from rlctl.batch import Turn
+from rlctl.rollout.protocol import EngineContext, Request, Sampling
 from rlctl.rollout.server_access import ONE_TOKEN
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weights import PublishedWeights
 from rlctl.spec.load import load_spec
-from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, random_model, take
+from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
 
 SAMPLING = Sampling(max_response_length=5)
 
 
 class Server(ThreadingHTTPServer):
-    """Answers every prompt with some of its own last token, then ends; records the requests."""
+    """Answers every prompt with `seed % 10` times its own last token, then ends; records the requests."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -42,7 +43,8 @@ class Server(ThreadingHTTPServer):
         self.finish_reason: str | None = "stop"
         self.takes_new_adapters = True
         self.lists = True  # False: `logprobs` brings those of the sampled tokens alone
-        self.mass = lambda index: 1.0  # response → below 1: a token that it was sampled from is not listed
+        self.mass = lambda index: 1.0  # `seed % 10` → below 1: a token that it was sampled from is not listed
+        self.weight_versions: list[dict[str, Any]] | None = None  # by span of tokens; None: not reported
         self.adapters: list[str] = []
         self.weight_version = "default"
         self.workers = 1  # GPUs, in vLLM's terms
@@ -114,28 +116,22 @@ class Handler(BaseHTTPRequestHandler):
             self.server.is_asked.set()
             self.server.may_answer.wait(120)
             self.server.engine_works.wait(120)
-            token = body["prompt"][-1]
-            end = TOKENIZER.eos_token_id
-            names = (f"token_id:{token}", f"token_id:{end}", "token_id:3")
-            top = [
-                dict(
-                    zip(
-                        names,
-                        (math.log(0.75 * self.server.mass(index)), math.log(0.25), -9999.0),
-                        strict=True,
-                    )
-                )
-                for index in range(body["n"])
-            ]
+            index, token, end = body["seed"] % 10, body["prompt"][-1], TOKENIZER.eos_token_id
+            likely = math.log(0.75 * self.server.mass(index))
+            top = {f"token_id:{token}": likely, f"token_id:{end}": math.log(0.25), "token_id:3": -9999.0}
             has_lists = body["logprobs"] and self.server.lists
-            choices = [
-                {"index": index, "token_ids": [token] * index + [end],
-                 "logprobs": {"token_logprobs": [-0.5 - index] * (index + 1),
-                              "top_logprobs": [top[index]] * (index + 1) if has_lists else None},
-                 "finish_reason": self.server.finish_reason}
-                for index in reversed(range(body["n"]))
-            ]  # fmt: skip
-            self.answer(200, {"choices": choices})
+            log_probs = {
+                "token_logprobs": [-0.5 - index] * (index + 1),
+                "top_logprobs": [top] * (index + 1) if has_lists else None,
+            }
+            choice = {
+                "token_ids": [token] * index + [end],
+                "logprobs": log_probs,
+                "finish_reason": self.server.finish_reason,
+            }
+            if self.server.weight_versions:
+                choice["weight_versions"] = self.server.weight_versions
+            self.answer(200, {"choices": [choice]})
 
     def load_or_unload(self, name: str) -> None:
         known = self.server.adapters
@@ -176,5 +172,12 @@ def engine_on(
     return VLLMServerRollout(urls, context, published=published, replicas=None, **options), model
 
 
-def generate(engine: VLLMServerRollout, n: int = 3, sampling: Sampling = SAMPLING) -> Any:
-    return engine.generate(take(make_prompts(), [0, 1]), sampling, n=n, step_seed=7, num_groups_total=2)
+def sample(engine: Any, n: int = 3, sampling: Sampling = SAMPLING) -> list[Turn]:
+    """n turns for each of two prompts."""
+    prompts = TOKENIZER(["12+34=", "9="])["input_ids"]
+    requests = [Request(ids, 70 + 10 * row + i) for row, ids in enumerate(prompts) for i in range(n)]
+    return engine.sample(requests, sampling)
+
+
+def versions_of(turns: list[Turn]) -> set[int]:
+    return {version for turn in turns for version in turn.versions.tolist()}

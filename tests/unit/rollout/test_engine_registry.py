@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rlctl.batch import Turn
 from rlctl.errors import RunFailure, SpecError
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.rollout.engines import EngineCapabilities, EngineContext, build_rollout
-from rlctl.rollout.protocol import Sampling
+from rlctl.rollout.protocol import Request, Sampling
 from rlctl.rollout.weights import PlainWeights
 from rlctl.spec.load import load_spec
 from rlctl.train.start import with_absolute_paths
-from tests.models import naive_log_probs
-from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, random_model
+from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_requests, random_model, values_of
 
 EXAMPLE = f"{Path(__file__).parents[3]}/examples/custom_engine.py:plain_sampling"
 
@@ -51,31 +52,40 @@ def engine_of(spec, model: Any) -> Any:
     )
 
 
-def sampled(engine: Any, seed: int = 1, n: int = 3):
-    return engine.generate(
-        make_prompts(("1+2=", "13+24=")), Sampling(6), n=n, step_seed=seed, num_groups_total=2
-    )
+REQUESTS = make_requests(("1+2=", "13+24="))
+
+
+def assert_sampled_by(turns: list[Turn], requests: list[Request], model: Any) -> None:
+    """Log-probs are the model's of these tokens."""
+    for request, turn in zip(requests, turns, strict=True):
+        prompt = list(request.token_ids)
+        with torch.no_grad():
+            text = torch.tensor([prompt + turn.token_ids.tolist()])
+            logits = model(text).logits[0, len(prompt) - 1 : -1]
+        wanted = logits.log_softmax(-1).gather(1, turn.token_ids[:, None]).squeeze(1)
+        torch.testing.assert_close(turn.log_probs, wanted, rtol=1e-4, atol=1e-5)
+        assert (turn.token_ids[-1] == TOKENIZER.eos_token_id) == (turn.finish_reason == "stop")
+        assert turn.finish_reason == "stop" or len(turn.token_ids) == request.limit(Sampling(6))
 
 
 def test_an_engine_of_a_file_samples_from_the_policy_it_was_given() -> None:
     model = random_model(3)
     engine = engine_of(spec_with(f"rollout.name={EXAMPLE}", "rollout.engine_params.max_rows=4"), model)
     assert engine.max_rows == 4
-    rollouts = sampled(engine)
-    found, mask = rollouts.rollout_log_probs, rollouts.response_mask
-    torch.testing.assert_close(
-        found[mask], naive_log_probs(model, rollouts)[0].float()[mask], rtol=1e-4, atol=1e-5
-    )
-    assert torch.equal(sampled(engine).responses, rollouts.responses)
-    assert not torch.equal(sampled(engine, seed=2).responses, rollouts.responses)
+    requests = [
+        replace(request, max_tokens=limit) for request, limit in zip(REQUESTS, (None, 2) * 3, strict=True)
+    ]
+    turns = engine.sample(requests, Sampling(6))
+    assert_sampled_by(turns, requests, model)
+    assert values_of(engine.sample(requests, Sampling(6))) == values_of(turns)
+    assert values_of(engine.sample(requests[1:2], Sampling(6)))[0][0] == turns[1].token_ids.tolist()
+    others = [replace(request, seed=request.seed + 1) for request in requests]
+    assert values_of(engine.sample(others, Sampling(6))) != values_of(turns)
     other = random_model(4)
     engine.sync_weights(PlainWeights(other.named_parameters()), policy_version=7)
-    after = sampled(engine)
-    assert after.policy_version.unique().tolist() == [7]
-    wanted = naive_log_probs(other, after)[0].float()
-    torch.testing.assert_close(
-        after.rollout_log_probs[after.response_mask], wanted[after.response_mask], rtol=1e-4, atol=1e-5
-    )
+    after = engine.sample(requests, Sampling(6))
+    assert {version for turn in after for version in turn.versions.tolist()} == {7}
+    assert_sampled_by(after, requests, other)
 
 
 def test_the_spec_reads_its_parameters_and_capabilities() -> None:
@@ -113,7 +123,7 @@ def test_a_plain_function_has_the_least_capabilities_and_must_return_an_engine(
     Path("mine.py").write_text(
         textwrap.dedent('''
             class Half:
-                def generate(self, *args, **kwargs): ...
+                def sample(self, *args, **kwargs): ...
 
             def half(context):
                 """Half an engine."""
@@ -125,3 +135,23 @@ def test_a_plain_function_has_the_least_capabilities_and_must_return_an_engine(
     with pytest.raises(RunFailure, match="Half has no sync_weights and no close"):
         engine_of(spec, random_model(1))
     assert with_absolute_paths(spec).rollout.name == f"{tmp_path}/mine.py:half"
+
+
+def test_an_engine_that_takes_other_arguments_is_refused(tmp_path: Path) -> None:
+    """As those written for an earlier interface do."""
+    file = tmp_path / "old.py"
+    file.write_text(
+        textwrap.dedent('''
+            class Old:
+                def sample(self, prompts, sampling, *, n): ...
+                def sync_weights(self, policy, policy_version): ...
+                def close(self): ...
+
+            def old(context):
+                """An engine."""
+                return Old()
+        ''')
+    )
+    with pytest.raises(RunFailure, match="missing a required") as caught:
+        engine_of(spec_with(f"rollout.name={file}:old"), random_model(1))
+    assert caught.value.fix == "def sample(self, requests, sampling)"

@@ -138,14 +138,13 @@ class StubLLM:
     def generate(self, asked: list[Any], parameters: list[Any], **_: Any) -> list[Any]:
         spoil(2)
         end = TOKENIZER.eos_token_id
-        response = SimpleNamespace(
-            token_ids=[end], logprobs=[{end: SimpleNamespace(logprob=-1.0)}], finish_reason="stop"
-        )
-        return [SimpleNamespace(outputs=[response] * parameter.n) for parameter in parameters]
+        log_probs = SimpleNamespace(token_ids=[end], logprobs=[-1.0], start_indices=[0])
+        response = SimpleNamespace(token_ids=[end], logprobs=log_probs, finish_reason="stop")
+        return [SimpleNamespace(outputs=[response]) for _ in parameters]
 
 
 def test_a_vllm_engine_keeps_its_state_to_itself(monkeypatch, tmp_path) -> None:
-    from tests.unit.rollout.test_hf_rollout import PLAIN, make_prompts, random_model
+    from tests.unit.rollout.test_hf_rollout import PLAIN, make_requests, random_model
 
     stub = ModuleType("vllm")
     stub.__version__ = "9.9"  # type: ignore[attr-defined]
@@ -159,8 +158,8 @@ def test_a_vllm_engine_keeps_its_state_to_itself(monkeypatch, tmp_path) -> None:
     before = ProcessState.now()
     engine = module.VLLMRollout(str(tmp_path), TOKENIZER, OPTIONS, revision="a-branch")
     assert ProcessState.now() == before
-    rollouts = engine.generate(make_prompts(), PLAIN, n=2, step_seed=1, num_groups_total=6)
-    assert rollouts.responses.shape == (12, 1)
+    turns = engine.sample(make_requests(n=2), PLAIN)
+    assert [turn.token_ids.tolist() for turn in turns] == [[TOKENIZER.eos_token_id]] * 12
     assert ProcessState.now() == before
     assert engine.description == "vLLM 9.9, model runner V2"
     assert StubLLM.asked["revision"] == StubLLM.asked["tokenizer_revision"] == "a-branch"
@@ -199,7 +198,7 @@ class Sleeper(StubLLM):
 def test_a_step_copies_weights_only_where_none_follow(monkeypatch, tmp_path, weights_follow, copies) -> None:
     from rlctl.errors import RunFailure
     from rlctl.rollout.weights import ExpectedWeights, PlainWeights
-    from tests.unit.rollout.test_hf_rollout import PLAIN, make_prompts, random_model
+    from tests.unit.rollout.test_hf_rollout import PLAIN, make_requests, random_model
 
     stub = ModuleType("vllm")
     stub.LLM, stub.SamplingParams = Sleeper, SimpleNamespace  # type: ignore[attr-defined]
@@ -212,7 +211,7 @@ def test_a_step_copies_weights_only_where_none_follow(monkeypatch, tmp_path, wei
     engine._sleeps = True  # as on a GPU
 
     def sample() -> None:
-        engine.generate(make_prompts(), PLAIN, n=1, step_seed=1, num_groups_total=6)
+        engine.sample(make_requests(n=1), PLAIN)
 
     engine.sync_weights(PlainWeights(model.named_parameters()), 0)
     sample()  # the check of the sync

@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from rlctl.rollout.hf import draw, global_uniforms
-from rlctl.rollout.protocol import step_seed
+from rlctl.rollout.hf import RecordingSampler, draw, uniforms
+from rlctl.rollout.protocol import Request, Sampling, step_seed, turn_seed
 
 ALMOST_ONE = math.nextafter(1.0, 0.0)
 
@@ -39,8 +39,7 @@ def test_draw_on_a_large_vocabulary_keeps_to_the_support() -> None:
 def test_draw_frequencies_are_the_distribution() -> None:
     probs = torch.tensor([0.4, 0.0, 0.3, 0.15, 0.1, 0.04, 0.009, 0.001])
     num_draws = 200_000
-    uniforms = global_uniforms(7, torch.arange(num_draws), num_draws, 1)
-    tokens = draw(probs.log().expand(num_draws, -1), uniforms)
+    tokens = draw(probs.log().expand(num_draws, -1), uniforms(7, num_draws)[:, None])
     counts = torch.bincount(tokens.squeeze(1), minlength=len(probs)).double()
     assert counts[1] == 0
     expected = (probs.double() * num_draws)[probs > 0]
@@ -54,11 +53,31 @@ def test_draw_survives_bad_numbers() -> None:
     assert ((tokens >= 0) & (tokens < 5)).all()
 
 
-def test_uniforms_belong_to_samples_not_to_ranks() -> None:
-    whole = global_uniforms(3, torch.arange(12), 12, 5)
-    assert torch.equal(global_uniforms(3, torch.tensor([7, 2]), 12, 5), whole[[7, 2]])
-    assert not torch.equal(global_uniforms(4, torch.arange(12), 12, 5), whole)
-    assert 0.0 <= whole.min() < whole.max() < 1.0
+def test_uniforms_belong_to_requests_and_are_independent() -> None:
+    """First numbers of turns of a batch: uniform together, though each has a generator of its own."""
+    assert torch.equal(uniforms(3, 5), uniforms(3, 5))
+    first = torch.stack(
+        [uniforms(turn_seed(1, group, member), 2) for group in range(500) for member in range(8)]
+    )
+    assert 0.0 <= first.min() < first.max() < 1.0
+    counts = torch.histc(first[:, 0], 20, 0.0, 1.0)
+    assert ((counts - 200) ** 2 / 200).sum() < 43.9  # 0.999 quantile for 19 degrees of freedom
+    assert torch.corrcoef(first.T)[0, 1].abs() < 0.06
+
+
+def test_the_sampler_counts_what_it_chose_and_says_why_a_turn_ended() -> None:
+    """Tokens chosen for a row after its end or limit are not counted, whatever they are."""
+    chosen = torch.tensor([[5, 9, 6], [5, 6, 7], [8, 9, 9], [4, 4, 9], [4, 9, 4]])
+    requests = [Request([1], row, limit) for row, limit in enumerate([None, None, None, 2, 2])]
+    sampler = RecordingSampler(requests, Sampling(3, greedy=True), 0, [9, 8])
+    for place in range(3):
+        given = torch.nn.functional.one_hot(chosen[:, place], 10).float()
+        forced = sampler(chosen[:, :place], given).argmax(-1)
+    assert forced.tolist() == [9, 7, 9, 9, 9]  # what `generate` sees: rows that are done have ended
+    turns = sampler.turns(6)
+    assert [turn.token_ids.tolist() for turn in turns] == [[5, 9], [5, 6, 7], [8], [4, 4], [4, 9]]
+    assert [turn.finish_reason for turn in turns] == ["stop", "length", "stop", "length", "stop"]
+    assert [turn.versions.tolist() for turn in turns] == [[6] * 2, [6] * 3, [6], [6] * 2, [6] * 2]
 
 
 def test_step_seeds_differ_and_are_stable() -> None:

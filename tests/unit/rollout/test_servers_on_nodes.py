@@ -20,7 +20,7 @@ from rlctl.rollout.engines import EngineContext, build_rollout
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weights import PlainWeights
 from rlctl.spec.load import load_spec
-from tests.unit.rollout.stub_server import Server, generate
+from tests.unit.rollout.stub_server import Server, sample, versions_of
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
 from tests.unit.rollout.test_weight_broadcast import Worker
 
@@ -137,7 +137,7 @@ def test_servers_of_both_nodes_get_weights_and_answer_all_ranks(started: Started
     assert [engine._urls for engine in found] == [urls] * RANKS
     assert sync(found) == [None] * RANKS
     for engine in (found[0], found[3]):
-        assert set(generate(engine).policy_version.tolist()) == {1}
+        assert versions_of(sample(engine)) == {1}
     offsets = [dict(server.asked)["/init_weight_transfer_engine"]["init_info"]["rank_offset"]
                for server in servers.values()]  # fmt: skip
     assert sorted(offsets) == [1, 2]

@@ -21,11 +21,12 @@ from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.rollout import vllm_server, weights
 from rlctl.rollout.build_vllm import reachable, replica_settings
 from rlctl.rollout.engine_lock import EngineLock, LockedRollout
+from rlctl.rollout.protocol import Request
 from rlctl.rollout.server_access import KEY
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weights import PlainWeights, PublishedWeights
 from rlctl.spec.load import load_spec
-from tests.unit.rollout.stub_server import SAMPLING, Server, context_of, engine_on, generate
+from tests.unit.rollout.stub_server import SAMPLING, Server, context_of, engine_on, sample, versions_of
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
 
 #: How a server gets weights that are files, and which they are.
@@ -46,23 +47,20 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_server, "_RETRY_S", 0.01)
 
 
-def test_prompts_go_round_and_siblings_come_back_in_order(servers: list[Server], tmp_path: Path) -> None:
+def test_prompts_go_round_and_turns_come_back_in_order(servers: list[Server], tmp_path: Path) -> None:
     engine, model = engine_on(servers, tmp_path)
     with pytest.raises(RunFailure, match="old and new weights"):
-        generate(engine)  # no weights yet
+        sample(engine)  # no weights yet
     engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=4)
-    rollouts = generate(engine)
-    assert rollouts.response_mask.sum(1).tolist() == [1, 2, 3, 1, 2, 3]
-    last = rollouts.response_mask.sum(1, keepdim=True) - 1
-    assert rollouts.rollout_log_probs.gather(1, last).flatten().tolist() == [-0.5, -1.5, -2.5] * 2
-    assert set(rollouts.policy_version.tolist()) == {4}
+    turns = sample(engine)
+    assert [len(turn.token_ids) for turn in turns] == [1, 2, 3, 1, 2, 3]
+    assert [float(turn.log_probs[-1]) for turn in turns] == [-0.5, -1.5, -2.5] * 2
+    assert versions_of(turns) == {4}
     for server in servers:
-        assert server.paths() == [*RELOAD, "/v1/completions"]
+        assert server.paths() == [*RELOAD, *["/v1/completions"] * 3]
         assert server.asked[-1][1]["repetition_penalty"] == 1.0  # never the model's own
-    seeds = {server.asked[-1][1]["seed"] for server in servers}
-    assert len(seeds) == 2
-    generate(engine)
-    assert {server.asked[-1][1]["seed"] for server in servers} == seeds
+    asked = [{body["seed"] for _, body in server.asked if "seed" in body} for server in servers]
+    assert asked == [{70, 71, 72}, {80, 81, 82}]  # a server computes a prompt once
     engine.close()
     assert list((tmp_path / "weights").iterdir()) == []
 
@@ -73,29 +71,51 @@ def test_a_running_event_loop_does_not_matter(servers: list[Server], tmp_path: P
     async def in_a_loop() -> int:
         engine, model = engine_on(servers, tmp_path)
         engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
-        rollouts = generate(engine)
+        turns = sample(engine)
         engine.close()
-        return len(rollouts.response_mask)
+        return len(turns)
 
     assert asyncio.run(in_a_loop()) == 6
 
 
 @pytest.mark.parametrize(
-    ("reason", "truncated", "aborted"),
-    [("stop", False, False), ("length", True, False), ("abort", False, True), (None, False, True)],
+    ("reason", "found"),
+    [("stop", "stop"), ("length", "length"), ("abort", "abort"), (None, "abort"), ("repetition", "abort")],
 )
-def test_why_a_response_ended_is_what_the_engine_says(
-    servers: list[Server], tmp_path: Path, reason: str | None, truncated: bool, aborted: bool
+def test_why_a_turn_ended_is_what_the_engine_says(
+    servers: list[Server], tmp_path: Path, reason: str | None, found: str
 ) -> None:
     """For any last token."""
     servers[0].finish_reason = servers[1].finish_reason = reason
     engine, model = engine_on(servers, tmp_path)
     engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
-    rollouts = generate(engine)
+    turns = sample(engine)
     engine.close()
-    assert set(rollouts.truncated.tolist()) == {truncated}
-    assert set(rollouts.aborted.tolist()) == {aborted}
-    assert rollouts.response_mask.sum(1).tolist() == [1, 2, 3, 1, 2, 3]
+    assert {turn.finish_reason for turn in turns} == {found}
+    assert [len(turn.token_ids) for turn in turns] == [1, 2, 3, 1, 2, 3]
+
+
+def test_a_token_has_the_version_that_the_server_reports_for_it(
+    servers: list[Server], tmp_path: Path
+) -> None:
+    """Or else that of the weights at the request."""
+    engine, model = engine_on(servers[:1], tmp_path)
+    engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=7)
+    spans = [{"version": "6-abc", "start": 0, "end": 2}, {"version": "7-def", "start": 2, "end": 3}]
+    request = Request([5], seed=2)
+    assert engine.sample([request], SAMPLING)[0].versions.tolist() == [7, 7, 7]
+    servers[0].weight_versions = spans
+    assert engine.sample([request], SAMPLING)[0].versions.tolist() == [6, 6, 7]
+    engine.close()
+
+
+def test_each_request_has_its_own_limit(servers: list[Server], tmp_path: Path) -> None:
+    engine, model = engine_on(servers[:1], tmp_path)
+    engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
+    engine.sample([Request([5], 1), Request([5, 6], 2, max_tokens=3)], SAMPLING)
+    asked = {body["seed"]: body for path, body in servers[0].asked if path == "/v1/completions"}
+    assert {seed: body["max_tokens"] for seed, body in asked.items()} == {1: 5, 2: 3}
+    engine.close()
 
 
 def test_what_a_server_lists_is_what_it_sampled_from(servers: list[Server], tmp_path: Path) -> None:
@@ -104,14 +124,16 @@ def test_what_a_server_lists_is_what_it_sampled_from(servers: list[Server], tmp_
     servers[1].mass = lambda index: 0.9 if index == 1 else 1.0
     engine, model = engine_on(servers, tmp_path)
     engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
-    rollouts = generate(engine, sampling=kept)
+    turns = sample(engine, sampling=kept)
     assert servers[0].asked[-1][1]["logprobs"] == 6  # equally likely tokens may be more than three
-    assert rollouts.aborted.tolist() == [False, False, False, False, True, False]
-    assert rollouts.kept.counts[rollouts.response_mask].unique().tolist() == [0, 2]
-    assert (rollouts.kept.counts[~rollouts.aborted].sum(1) == torch.tensor([2, 4, 6, 2, 6])).all()
+    assert [turn.finish_reason == "abort" for turn in turns] == [False, False, False, False, True, False]
+    for turn in turns:
+        counts = [0 if turn.finish_reason == "abort" else 2] * len(turn.token_ids)
+        assert turn.kept.counts.tolist() == counts
+        assert not turn.kept.without(turn.token_ids).any()
     servers[0].mass = servers[1].mass = lambda index: 0.9
     with pytest.raises(RunFailure, match="never add up to a probability of 1"):
-        generate(engine, sampling=kept)
+        sample(engine, sampling=kept)
     engine.close()
 
 
@@ -120,15 +142,18 @@ def test_what_a_server_lists_as_most_likely(servers: list[Server], tmp_path: Pat
     engine, model = engine_on(servers, tmp_path)
     engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
     for count, expected in ((1, [0.75]), (3, [0.75, 0.25])):
-        rollouts = generate(engine, sampling=replace(SAMPLING, num_most_likely=count))
+        turns = sample(engine, sampling=replace(SAMPLING, num_most_likely=count))
         assert servers[0].asked[-1][1]["logprobs"] == count
-        assert torch.equal(rollouts.most_likely.counts, rollouts.response_mask.int() * len(expected))
-        _, log_probs = rollouts.most_likely.padded(rollouts.response_mask)
-        torch.testing.assert_close(log_probs.exp(), torch.tensor(expected).expand_as(log_probs))
+        for turn in turns:
+            assert turn.most_likely.counts.tolist() == [len(expected)] * len(turn.token_ids)
+            ids, log_probs = turn.most_likely.padded()
+            torch.testing.assert_close(log_probs.exp(), torch.tensor(expected).expand_as(log_probs))
+            last = TOKENIZER("=")["input_ids"][-1]
+            assert ids.tolist() == [[last, TOKENIZER.eos_token_id][: len(expected)]] * len(turn.token_ids)
     servers[0].lists = servers[1].lists = False
     for sampling in (replace(SAMPLING, num_most_likely=3), replace(SAMPLING, top_k=3, with_kept=True)):
         with pytest.raises(RunFailure, match=r"does not list|never add up"):
-            generate(engine, sampling=sampling)
+            sample(engine, sampling=sampling)
     engine.close()
 
 
@@ -142,7 +167,7 @@ def test_a_server_that_was_away_gets_the_newest_weights_before_it_is_asked_again
     [server] = servers[:1]
     server.asked.clear()
     server.trouble = [code]
-    assert len(generate(engine, n=1).response_texts) == 2
+    assert len(sample(engine, n=1)) == 2
     paths = server.paths()
     away = paths.index("/collective_rpc")
     assert paths[away : away + 3] == RELOAD
@@ -159,8 +184,8 @@ def test_a_server_that_started_again_between_two_batches_gets_the_newest_weights
     [server] = servers[:1]
     server.asked.clear()
     server.weight_version = "default"
-    assert len(generate(engine).response_texts) == 6
-    assert server.paths() == [*["/v1/completions"] * 2, *RELOAD, *["/v1/completions"] * 2]
+    assert len(sample(engine)) == 6
+    assert server.paths() == [*["/v1/completions"] * 6, *RELOAD, *["/v1/completions"] * 6]
 
 
 def test_no_server_loads_weights_while_another_rank_still_samples(
@@ -196,13 +221,13 @@ def test_no_server_loads_weights_while_another_rank_still_samples(
     server.asked.clear()
     server.may_answer.clear()
     with ThreadPoolExecutor(2) as threads:
-        sampling = threads.submit(generate, ahead)
+        sampling = threads.submit(sample, ahead)
         assert server.is_asked.wait(60)
         syncing = threads.submit(sync, 2)
         time.sleep(0.3)
         assert set(server.paths()) == {"/v1/completions"}
         server.may_answer.set()
-        assert set(sampling.result(120).policy_version.tolist()) == {1}
+        assert versions_of(sampling.result(120)) == {1}
         syncing.result(120)
     assert server.paths()[-3:] == RELOAD
 
@@ -217,7 +242,7 @@ def test_a_server_that_hangs_is_named(servers: list[Server], tmp_path: Path, mom
     getattr(servers[1], hangs).clear()
     sync = partial(engine.sync_weights, PlainWeights(model.state_dict().items()), policy_version=2)
     with pytest.raises(RunFailure, match="engine has not answered for") as caught:
-        sync() if moment == "syncing" else generate(engine)
+        sync() if moment == "syncing" else sample(engine)
     getattr(servers[1], hangs).set()
     assert caught.value.where == servers[1].url
     engine.close()
@@ -240,7 +265,7 @@ def test_an_engine_too_busy_for_a_probe_works_while_it_produces_tokens(
         return number
 
     server.tokens = tokens
-    assert len(generate(engine).response_texts) == 6
+    assert len(sample(engine)) == 6
     engine.close()
 
 
@@ -259,7 +284,7 @@ def test_a_sync_that_one_server_loses_half_way_leaves_no_mixture(
     assert caught.value.where == servers[1].url
     assert "/collective_rpc" in servers[0].paths()[-3:]
     with pytest.raises(RunFailure, match="old and new weights"):
-        generate(engine)
+        sample(engine)
     engine.close()
 
 
@@ -268,9 +293,9 @@ def test_what_a_server_refuses_is_said_and_not_tried_again(servers: list[Server]
     engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
     servers[0].trouble = [400, 400]
     with pytest.raises(RunFailure, match="the engine says why") as caught:
-        generate(engine)
+        sample(engine, n=1)
     assert caught.value.where == servers[0].url
-    assert servers[0].paths().count("/v1/completions") <= 2  # once per prompt
+    assert servers[0].paths().count("/v1/completions") <= 2  # once per request
 
 
 def test_weights_that_are_incomplete_are_not_served(servers: list[Server], tmp_path: Path) -> None:
@@ -280,7 +305,7 @@ def test_weights_that_are_incomplete_are_not_served(servers: list[Server], tmp_p
         engine.sync_weights(PlainWeights(some[1:]), policy_version=1)
     assert servers[0].asked == []
     with pytest.raises(RunFailure, match="old and new weights"):
-        generate(engine)
+        sample(engine)
 
 
 @pytest.mark.parametrize("shard_bytes", [2**30, 2000])

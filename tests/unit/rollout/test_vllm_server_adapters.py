@@ -15,7 +15,7 @@ from rlctl.rollout import vllm_server
 from rlctl.rollout.build_vllm import reachable
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weights import VersionedDir
-from tests.unit.rollout.stub_server import Server, engine_on, generate
+from tests.unit.rollout.stub_server import Server, engine_on, sample, versions_of
 
 
 @dataclass
@@ -64,7 +64,7 @@ def test_the_base_goes_once_and_each_adapter_replaces_the_last(
     names = []
     for version in (1, 2, 2):  # an update may be withheld
         engine.sync_weights(engine.policy, policy_version=version)
-        assert set(generate(engine).policy_version.tolist()) == {version}
+        assert versions_of(sample(engine)) == {version}
         [name] = server.adapters
         assert server.asked[-1][1]["model"] == name
         assert (Path(name) / "adapter_config.json").exists()
@@ -88,7 +88,7 @@ def test_a_server_that_lost_its_adapter_gets_the_base_and_the_adapter(
         server.adapters.clear()
         server.asked.clear()
         if when == "while it samples":
-            assert len(generate(engine, n=1).response_texts) == 2
+            assert len(sample(engine, n=1)) == 2
             assert server.adapters == kept
         else:
             engine.sync_weights(engine.policy, policy_version=2)
@@ -102,7 +102,7 @@ def test_a_server_that_only_stumbled_keeps_what_it_has(engine: VLLMServerRollout
     engine.sync_weights(engine.policy, policy_version=1)
     server.asked.clear()
     server.trouble = [500]
-    generate(engine, n=1)
+    sample(engine, n=1)
     assert set(server.paths()) == {"/v1/completions"}
 
 

@@ -22,7 +22,7 @@ from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weight_broadcast import WeightBroadcast, join_gloo
 from rlctl.rollout.weights import ExpectedWeights, PlainWeights
 from rlctl.spec.load import load_spec
-from tests.unit.rollout.stub_server import Server, engine_on, generate
+from tests.unit.rollout.stub_server import Server, engine_on, sample, versions_of
 from tests.unit.rollout.test_hf_rollout import random_model
 
 
@@ -102,12 +102,12 @@ def test_every_server_gets_every_weight_and_nothing_is_written(
             assert worker.weights.keys() == model.state_dict().keys()
             for name, value in model.state_dict().items():
                 assert torch.equal(worker.weights[name], value), name
-        assert set(generate(engine).policy_version.tolist()) == {version}
+        assert versions_of(sample(engine)) == {version}
     paths = servers[0].paths()
     assert paths.count("/init_weight_transfer_engine") == 1
     assert (paths.count("/update_weights") > 2) == (chunk_bytes < 2**29)
     assert "/collective_rpc" not in paths
-    assert paths[-3:] == ["/reset_prefix_cache", "/update_weight_version", "/v1/completions"]
+    assert paths[-5:] == ["/reset_prefix_cache", "/update_weight_version", *["/v1/completions"] * 3]
     assert not list((tmp_path / "weights").rglob("*.safetensors"))
     assert engine.description == "2 vLLM servers, weights by broadcast"
     engine.close()
@@ -143,19 +143,19 @@ def test_a_server_that_started_again_answers_nothing_until_the_next_sync(
     engine, model, workers = broadcasting(servers, tmp_path)
     sync(engine, model, 1)
     servers[1].weight_version = "default"
-    assert len(generate(engine).response_texts) == 6
+    assert len(sample(engine)) == 6
     assert engine._lost == {servers[1].url}
     before = len(servers[1].paths())
-    assert len(generate(engine).response_texts) == 6
+    assert len(sample(engine)) == 6
     assert len(servers[1].paths()) == before
     sync(engine, model, 2)
     assert servers[1].paths().count("/init_weight_transfer_engine") == 2
     assert torch.equal(workers[1].weights["lm_head.weight"], model.lm_head.weight)
-    generate(engine)
+    sample(engine)
     assert servers[1].paths()[-1] == "/v1/completions"
     servers[0].weight_version = servers[1].weight_version = "default"
     with pytest.raises(RunFailure, match="lost the weights that were broadcast") as caught:
-        generate(engine)
+        sample(engine)
     assert "weight_transfer=files" in str(caught.value.fix)
     engine.close()
 
@@ -166,9 +166,9 @@ def test_a_server_that_went_away_and_came_back_whole_is_asked_again(
     engine, model, _ = broadcasting(servers, tmp_path)
     sync(engine, model, 1)
     servers[1].trouble = [500]
-    assert len(generate(engine).response_texts) == 6
+    assert len(sample(engine)) == 6
     assert engine._lost == set()
-    assert servers[1].paths().count("/v1/completions") == 2
+    assert servers[1].paths().count("/v1/completions") == 4
     engine.close()
 
 
@@ -184,10 +184,10 @@ def test_without_a_group_weights_are_files_unless_it_is_asked_for(
             sync(engine, model, 1)
         assert caught.value.where == servers[1].url
         with pytest.raises(RunFailure, match="old and new weights"):
-            generate(engine)
+            sample(engine)
     else:
         sync(engine, model, 1)
-        assert set(generate(engine).policy_version.tolist()) == {1}
+        assert versions_of(sample(engine)) == {1}
         methods = [body.get("method") for path, body in servers[0].asked if path == "/collective_rpc"]
         assert methods == ["update_config", "reload_weights"]  # its loader reads no files otherwise
         (note,) = engine.notes
@@ -208,7 +208,7 @@ def test_a_server_that_fails_in_the_middle_leaves_no_mixture(
     with pytest.raises(RunFailure, match="out of memory, says the worker"):
         sync(engine, model, 2)
     with pytest.raises(RunFailure, match="old and new weights"):
-        generate(engine)
+        sample(engine)
     engine.close()
 
 
@@ -219,7 +219,7 @@ def test_weights_that_are_incomplete_end_no_session(servers: list[Server], tmp_p
         engine.sync_weights(PlainWeights(some[1:]), policy_version=1)
     assert [worker.weights for worker in workers] == [{}, {}]
     with pytest.raises(RunFailure, match="old and new weights"):
-        generate(engine)
+        sample(engine)
     engine.close()
 
 

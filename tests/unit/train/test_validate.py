@@ -2,12 +2,12 @@
 
 import json
 from dataclasses import replace
+from itertools import zip_longest
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rlctl.batch import FINISH_REASONS
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.schema import Message, Row
 from rlctl.engine.model import load_policy
@@ -108,19 +108,18 @@ def test_too_many_failures_stop_the_run(tmp_path, task):
 
 
 def test_aborted_responses_are_left_out(tmp_path, task, reward, monkeypatch):
-    generate = HFRollout.generate
+    sample = HFRollout.sample
 
-    def aborting(self, *arguments, **options):
-        found = generate(self, *arguments, **options)
-        reasons = found.finish_reason.clone()
-        reasons[::2] = FINISH_REASONS.index("abort")
-        return replace(found, finish_reason=reasons)
+    def aborting(self, requests, sampling):
+        turns = sample(self, requests, sampling)
+        aborted = [replace(turn, finish_reason="abort") for turn in turns[::2]]
+        return [turn for pair in zip_longest(aborted, turns[1::2]) for turn in pair if turn]
 
     alone = SimpleNamespace(
         rank=0, world_size=1, is_main=True, sum=list, exchange=list, first=lambda text: text
     )
     whole = figures_of(alone, tmp_path / "whole", task.model_dir, reward)
-    monkeypatch.setattr(HFRollout, "generate", aborting)
+    monkeypatch.setattr(HFRollout, "sample", aborting)
     figures = figures_of(alone, tmp_path / "aborted", task.model_dir, reward)
     one, two = (tmp_path / name / "run1" / "evaluations" / "step_000008" for name in ("whole", "aborted"))
     kept = read_samples(two / "samples.parquet")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from rlctl.batch import TrainBatch
+from rlctl.batch import ModelInputs, TokenBatch
 from rlctl.spec.model_size import Shape
 
 VOCABULARY = 23
@@ -119,20 +120,20 @@ def multimodal_config(config_class: type, shape: dict[str, Any]) -> Any:
     )
 
 
-def naive_log_probs(model, batch: TrainBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy (B, T) from the full logits, with a float64 softmax."""
-    logits = model(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask.long(),
-        position_ids=batch.position_ids,
-        use_cache=False,
-    ).logits
-    horizon = batch.responses.shape[1]
-    everything = (logits[:, -horizon - 1 : -1].double() / temperature).log_softmax(-1)
-    chosen = everything.gather(-1, batch.responses[..., None]).squeeze(-1)
-    entropy = -(everything.exp() * everything).sum(-1)
-    zero = torch.zeros((), dtype=torch.float64)
-    return torch.where(batch.response_mask, chosen, zero), torch.where(batch.response_mask, entropy, zero)
+def naive_log_probs(model, batch: TokenBatch | ModelInputs, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy (M,) from the full logits of each sequence by itself, with a float64 softmax."""
+    inputs = batch.inputs if isinstance(batch, TokenBatch) else batch
+    lengths, found = inputs.lengths.tolist(), []
+    for ids, scored in zip(inputs.token_ids.split(lengths), inputs.scored.split(lengths), strict=True):
+        if not len(ids):
+            continue
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        everything = (logits.double() / temperature).log_softmax(-1)
+        chosen = everything.gather(-1, ids[1:, None]).squeeze(-1)
+        entropy = -(everything.exp() * everything).sum(-1)
+        found.append(torch.stack([chosen, entropy])[:, scored[1:]])
+    log_probs, entropies = torch.cat(found, 1).unbind()
+    return log_probs, entropies
 
 
 def tiny_batch(
@@ -145,45 +146,37 @@ def tiny_batch(
     gap: float = 0.2,
     lengths: list[int] | None = None,
     temperature: float = 1.0,
-) -> TrainBatch:
-    """Random prompts and responses of various lengths; rollout log-probs are the model's plus N(0, gap²)."""
+) -> TokenBatch:
+    """Random prompts and responses of various lengths; rollout log-probs are the model's plus N(0, gap²).
+
+    One episode per row, of one sequence; group i is row i.
+    """
     draw = torch.Generator().manual_seed(seed)
     prompt_lengths = torch.randint(1, prompt + 1, (rows,), generator=draw)
     chosen = torch.randint(1, horizon + 1, (rows,), generator=draw)
     response_lengths = chosen if lengths is None else torch.tensor(lengths)
     prompt_mask = torch.arange(prompt) >= prompt - prompt_lengths[:, None]
-    response_mask = torch.arange(horizon) < response_lengths[:, None]
+    mask = torch.arange(horizon) < response_lengths[:, None]
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(2, vocabulary, (rows, prompt + horizon), generator=draw)
-    attention_mask = torch.cat([prompt_mask, response_mask], 1)
-    ids = torch.where(attention_mask, ids, 0)
-    zeros = torch.zeros(rows, horizon)
-    batch = TrainBatch(
-        input_ids=ids,
-        attention_mask=attention_mask,
-        position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),
-        responses=ids[:, prompt:],
-        response_mask=response_mask,
-        sample_mask=torch.ones(rows, dtype=torch.bool),
-        rollout_log_probs=zeros,
-        old_log_probs=zeros,
-        advantages=zeros,
+    read = torch.cat([prompt_mask, mask], 1)
+    sampled = torch.cat([torch.zeros_like(prompt_mask), mask], 1)[read]
+    count = int(mask.sum())
+    batch = TokenBatch(
+        token_ids=ids[read],
+        sampled=sampled,
+        lengths=read.sum(1),
+        owners=torch.arange(rows),
+        group_ids=torch.arange(rows),
+        members=torch.zeros(rows, dtype=torch.int64),
+        prompt_weights=torch.ones(rows),
+        rollout_log_probs=torch.zeros(count),
+        versions=torch.zeros(count, dtype=torch.int64),
+        turns=torch.zeros(count, dtype=torch.int64),
     )
     with torch.no_grad():
-        own, _ = naive_log_probs(model, batch, temperature)
-    noise = torch.randn(rows, horizon, generator=draw)
-    old = own.float() + 0.1 * torch.randn(rows, horizon, generator=draw)
-    advantages = torch.randn(rows, 1, generator=draw).expand(rows, horizon)
-    return replaced(
-        batch,
-        rollout_log_probs=torch.where(response_mask, own.float() + gap * noise, 0.0),
-        old_log_probs=torch.where(response_mask, old, 0.0),
-        advantages=torch.where(response_mask, advantages, 0.0),
-    )
-
-
-def replaced(batch: TrainBatch, **fields: Tensor) -> TrainBatch:
-    """Returns the batch with some tensors replaced."""
-    from dataclasses import replace
-
-    return replace(batch, **fields)
+        own = naive_log_probs(model, batch, temperature)[0].float()
+    noise = torch.randn(rows, horizon, generator=draw)[mask]
+    old = own + 0.1 * torch.randn(rows, horizon, generator=draw)[mask]
+    advantages = torch.randn(rows, 1, generator=draw).expand(rows, horizon)[mask]
+    return replace(batch, rollout_log_probs=own + gap * noise, old_log_probs=old, advantages=advantages)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from rlctl.cli.command import AsJson, RunDirectory, print_json
 from rlctl.errors import UsageError, visible
+
+if TYPE_CHECKING:
+    from rlctl.track.texts import Decoder
 
 
 def samples(
@@ -33,6 +36,7 @@ def samples(
       rlctl samples runs/rlctl/rloo-seq-is-20260101-120000 --step 40 --sort gap -n 3
     """
     from rlctl.track.open_run import open_run, steps_in_words
+    from rlctl.track.texts import decoder_of
 
     record = open_run(run_dir)
     steps = record.rollout_steps()
@@ -40,12 +44,16 @@ def samples(
     if chosen not in steps:
         what = f"the run saved no responses of step {chosen}"
         raise UsageError(what, where=str(run_dir), fix=f"kept: {steps_in_words(steps)}")
-    rows = [_sample(row) for row in record.rollouts(chosen).to_pylist()]
-    rows = sorted(rows, key=_ORDERS[order])[:count]
+    found = [(row, _sample(row)) for row in record.rollouts(chosen).to_pylist()]
+    found = sorted(found, key=lambda pair: _ORDERS[order](pair[1]))[:count]
+    decode = decoder_of(record) if any(row["num_turns"] > 1 for row, _ in found) else None
+    for row, sample in found if decode else ():
+        if row["num_turns"] > 1:
+            sample["turns"] = _turns(row, decode)
     if as_json:
-        print_json(rows)
+        print_json([sample for _, sample in found])
     else:
-        _print_samples(rows, chosen)
+        _print_samples([sample for _, sample in found], chosen)
 
 
 def _reward(row: dict[str, Any]) -> float:
@@ -65,11 +73,23 @@ def _sample(row: dict[str, Any]) -> dict[str, Any]:
 
     ratios = log_ratios(row)
     kept = ("step", "data_source", "prompt", "response", "ground_truth", "reward", "truncated")
+    counts = {"num_tokens": sum(row["sampled"]), "num_turns": row["num_turns"], "sequence": row["sequence"]}
     extremes = {
         "log_ratio": math.fsum(ratios) + 0.0,
         "largest_token_log_ratio": max(map(abs, ratios), default=0.0),
     }
-    return {key: row[key] for key in kept} | {"num_tokens": len(ratios)} | extremes
+    return {key: row[key] for key in kept} | counts | extremes
+
+
+def _turns(row: dict[str, Any], decode: Decoder) -> list[dict[str, Any]]:
+    """Number (null: not sampled, such as output of tools) and text of each turn of a sequence."""
+    from rlctl.track.open_run import spans
+
+    ids = row["token_ids"]
+    return [
+        {"turn": None if turn < 0 else turn + 1, "text": decode([ids[place] for place in span])}
+        for turn, span in spans(row)
+    ]
 
 
 def _print_samples(rows: list[dict[str, Any]], step: int) -> None:
@@ -82,10 +102,19 @@ def _print_samples(rows: list[dict[str, Any]], step: int) -> None:
     for row in rows:
         reward = "ungraded" if row["reward"] is None else f"{row['reward']:g}"
         cut = ", cut off at the limit" if row["truncated"] else ""
-        head = f"step {step}  reward {reward}  {row['num_tokens']} tokens{cut}  log ρ {row['log_ratio']:+.4f}"
+        turns = f" in {row['num_turns']} turns" if row["num_turns"] > 1 else ""
+        turns += f", sequence {row['sequence'] + 1}" if row["sequence"] else ""
+        size = f"{row['num_tokens']} tokens{turns}{cut}"
+        head = f"step {step}  reward {reward}  {size}  log ρ {row['log_ratio']:+.4f}"
         console.print(Text(f"{head} (largest token {row['largest_token_log_ratio']:.4f})", "bold"))
-        for name in ("prompt", "response", "ground_truth"):
-            console.print(Text.assemble((f"  {name.replace('_', ' '):<13}", "dim"), visible(row[name])))
+        parts = [("prompt", row["prompt"], ""), ("response", row["response"], "")]
+        if "turns" in row:
+            parts[1:] = [
+                (f"turn {part['turn']}" if part["turn"] else "observation", part["text"], "" if part["turn"] else "dim")
+                for part in row["turns"]
+            ]
+        for name, text, style in (*parts, ("ground truth", row["ground_truth"], "")):
+            console.print(Text.assemble((f"  {name:<13}", "dim"), (visible(text), style)))
         console.print()
     if any(row["data_source"] == DATA_SOURCE for row in rows):
         console.print(Text(WRITTEN, "dim"))

@@ -98,8 +98,7 @@ def _described(found: Examination, factor: Factor, value: str) -> Cause:
 def _prompt(found: Examination, value: str) -> Cause:
     sides, prompts = found.sides, found.scorer.prompts
     where = first_difference(prompts[OWN], prompts[value], sides.tokenizer)
-    is_reported = value == ENGINE or list(found.scorer.sample.prompts) == list(prompts[value])
-    hidden = "" if is_reported else ", but does not report this"
+    hidden = "" if value == ENGINE else ", although it was given others"
     theirs = sides.engine_tokenizer or sides.tokenizer
     another = value == ENGINE and theirs.chat_template != sides.tokenizer.chat_template
     if another or value in {NO_GENERATION_PROMPT, NO_TEMPLATE}:

@@ -12,13 +12,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from rlctl.data.prompts import Renderer, pad_id_of, prompt_batch
+import torch
+
+from rlctl.algos.segments import Segments
+from rlctl.data.prompts import Renderer
 from rlctl.data.schema import Row
 from rlctl.mismatch.score import EngineSample, Gap, GapPart, VariantScorer, Weights, all_and_head, moved
 from rlctl.mismatch.search import Explanation, Search
 from rlctl.mismatch.settings_fit import Drawn, fit_drawn
-from rlctl.mismatch.variants import AGREE, OWN, Cut, SamplingSettings, ScoringVariant, renderings, token_ids
-from rlctl.rollout.protocol import ResponseSampler, RolloutEngine, Sampling, step_seed
+from rlctl.mismatch.variants import (
+    AGREE,
+    OWN,
+    Cut,
+    SamplingSettings,
+    ScoringVariant,
+    TokenIds,
+    renderings,
+    token_ids,
+)
+from rlctl.rollout.protocol import Request, ResponseSampler, RolloutEngine, Sampling, step_seed, turn_seed
 from rlctl.rollout.weights import PlainWeights
 
 #: An experiment with the engine explains the gap if it leaves at most this fraction of it.
@@ -166,43 +178,35 @@ class _Sampler:
     """Samples the same prompts repeatedly."""
 
     def __init__(self, sides: Sides) -> None:
-        self.sides, rows = sides, sides.rows
-        self._renderer = Renderer(sides.tokenizer, sides.template_kwargs)
-        self._own = theirs = token_ids(rows, self._renderer)
+        self.sides = sides
+        renderer = Renderer(sides.tokenizer, sides.template_kwargs)
+        own = theirs = token_ids(sides.rows, renderer)
         if sides.engine_tokenizer:
-            theirs = token_ids(rows, Renderer(sides.engine_tokenizer, sides.template_kwargs))
-        self._pad_id = pad_id_of(sides.tokenizer)
-        texts = [row.prompt[-1].content for row in rows]
-        self._prompts = prompt_batch(rows, theirs, texts, range(len(rows)), self._pad_id)
-        self._version = 0
+            theirs = token_ids(sides.rows, Renderer(sides.engine_tokenizer, sides.template_kwargs))
+        found = renderings(sides.rows, own, theirs, renderer)
+        self._prompts = {name: self._repeated(ids) for name, ids in found.items()}
+        self._given, self._version = self._repeated(theirs), 0
+
+    def _repeated(self, prompts: TokenIds) -> list[Sequence[int]]:
+        return [ids for ids in prompts for _ in range(self.sides.n)]
 
     def sampled(
         self, engine: ResponseSampler, model: Any, weights: Mapping[str, Weights] | None = None
     ) -> VariantScorer:
         """Samples with the engine and returns a scorer of the sample with `model`."""
-        sides = self.sides
-        rollouts = engine.generate(
-            self._prompts,
-            sides.sampling,
-            n=sides.n,
-            step_seed=step_seed(sides.seed, 0, "mismatch"),
-            num_groups_total=len(sides.rows),
-        )
-        device = next(model.parameters()).device
-        width = rollouts.input_ids.shape[1] - rollouts.responses.shape[1]
-        rows = zip(rollouts.input_ids[:, :width], rollouts.attention_mask[:, :width], strict=True)
+        sides, seed = self.sides, step_seed(self.sides.seed, 0, "mismatch")
+        requests = [
+            Request(ids, turn_seed(seed, *divmod(place, sides.n))) for place, ids in enumerate(self._given)
+        ]
+        turns, device = engine.sample(requests, sides.sampling), next(model.parameters()).device
         sample = EngineSample(
-            n=sides.n,
-            prompts=[ids[mask].tolist() for ids, mask in rows],
-            responses=rollouts.responses.to(device),
-            mask=rollouts.response_mask.to(device),
-            reported=rollouts.rollout_log_probs.to(device),
-            attended=rollouts.attention_mask[:, width:].to(device),
+            prompts=self._given,
+            tokens=torch.cat([turn.token_ids for turn in turns]).to(device),
+            reported=torch.cat([turn.log_probs for turn in turns]).to(device),
+            unit=Segments(torch.tensor([len(turn.token_ids) for turn in turns], device=device)),
         )
-        found = renderings(sides.rows, self._own, sample.prompts[:: sides.n], self._renderer)
-        prompts = {name: [row for row in ids for _ in range(sides.n)] for name, ids in found.items()}
         known = sides.weights if weights is None else weights
-        return VariantScorer(model, sample, prompts, known, self._pad_id)
+        return VariantScorer(model, sample, self._prompts, known)
 
     def hand_over(self, model: Any) -> None:
         """Syncs the model's weights to the engine."""

@@ -12,17 +12,15 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from rlctl.algos.correction import correct
+from rlctl.algos.correction import correct, correction_metrics
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, WeightRule
-from rlctl.algos.statistics import correction_metrics
+from rlctl.algos.segments import Segments, Units
+from rlctl.algos.sums import to_host
 from rlctl.batch import ModelInputs
-from rlctl.data.prompts import left_padded
-from rlctl.engine.inputs import body_inputs, used_columns
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.errors import RunFailure, first_line
 from rlctl.mismatch.settings_fit import RankedLogits, fit_reported
 from rlctl.mismatch.variants import AGREE, OWN, Cut, SamplingSettings, ScoringVariant, TokenIds
-from rlctl.prefix import body_of
 from rlctl.rollout.hf import into_precision
 from rlctl.spec.memory import MAX_LOGITS
 
@@ -70,7 +68,7 @@ def moved(model: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Statistics of r = log π_trainer − log π_engine, in nats, over response tokens."""
+    """Statistics of r = log π_trainer − log π_engine, in nats, over sampled tokens."""
 
     #: mean, abs_mean, std, abs_max: of r
     mean: float
@@ -89,14 +87,15 @@ class Gap:
         return self.abs_mean <= AGREE
 
 
-def measure(trainer: Tensor, engine: Tensor, mask: Tensor) -> Gap:
-    """The gap between two (B, T) float32 log-probs of the same tokens, where `mask` (B, T) bool is True."""
-    correction = correct(trainer, engine, mask, _TOKENS)
-    by_token = correction_metrics(correction.sums.to_host(), _TOKENS)
-    by_sequence = correction_metrics(correct(trainer, engine, mask, _SEQUENCES).sums.to_host(), _SEQUENCES)
-    counted = mask & ~correction.nonfinite[:, None]
-    log_ratio = (trainer - engine)[counted].double()
-    if not len(log_ratio):
+def measure(trainer: Tensor, engine: Tensor, unit: Segments) -> Gap:
+    """The gap between two float32 log-probs (M,) of the same tokens; `unit` are the responses."""
+    both, units = (trainer, engine), Units.of_responses(unit.lengths)
+    of_tokens, of_sequences = correct(*both, units, _TOKENS), correct(*both, units, _SEQUENCES)
+    by_token = correction_metrics(to_host(of_tokens.sums), _TOKENS)
+    by_sequence = correction_metrics(to_host(of_sequences.sums), _SEQUENCES)
+    log_ratio = (trainer - engine)[of_tokens.keep].double()
+    num_tokens = len(log_ratio)
+    if not num_tokens:
         log_ratio = torch.zeros(1, dtype=torch.float64)
     return Gap(
         mean=float(log_ratio.mean()),
@@ -107,8 +106,8 @@ def measure(trainer: Tensor, engine: Tensor, mask: Tensor) -> Gap:
         k3=by_token.get("rollout_corr/k3_kl", 0.0),
         ess_token=by_token.get(_ESS, 0.0),
         ess_sequence=by_sequence.get(_ESS, 0.0),
-        num_tokens=int(counted.sum()),
-        num_nonfinite=int(correction.nonfinite.sum()),
+        num_tokens=num_tokens,
+        num_nonfinite=int(of_tokens.nonfinite.sum()),
     )
 
 
@@ -124,11 +123,11 @@ class GapPart:
     share: float  # of Σ r² over all tokens
 
 
-def parts_of(trainer: Tensor, engine: Tensor, mask: Tensor) -> tuple[GapPart, ...]:
+def parts_of(trainer: Tensor, engine: Tensor, unit: Segments) -> tuple[GapPart, ...]:
     """The gap by position and by probability, without empty parts; arguments as of `measure`."""
-    counted = mask & (trainer - engine).isfinite()
-    log_ratio, found = (trainer - engine)[counted].double().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP), []
-    position, probability = mask.cumsum(1)[counted].double(), engine[counted].double().exp()
+    counted, found = (trainer - engine).isfinite(), []
+    log_ratio = (trainer - engine)[counted].double().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    position, probability = 1.0 + unit.places[counted], engine[counted].double().exp()
     total = float(log_ratio.square().sum()) or 1.0
     for by, values, limits in (
         ("position", position, (1.0, 5.0, 9.0, 17.0, math.inf)),
@@ -143,25 +142,19 @@ def parts_of(trainer: Tensor, engine: Tensor, mask: Tensor) -> tuple[GapPart, ..
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EngineSample:
-    """The engine's responses and the log-probs it reports."""
+    """The engine's R responses of M tokens and the log-probs it reports."""
 
-    n: int  # responses per prompt, adjacent
-    prompts: TokenIds  # (B) token ids that the engine reports
-    responses: Tensor  # (B, T) int64
-    mask: Tensor  # (B, T) bool, tokens that the engine sampled
-    reported: Tensor  # (B, T) float32, the engine's log-probs
-    attended: Tensor  # (B, T) bool, response positions that are not padding
+    prompts: TokenIds  # (R) token ids that the engine was given
+    tokens: Tensor  # (M,) int64
+    reported: Tensor  # (M,) float32, the engine's log-probs
+    unit: Segments  # the responses
 
     def shifted(self, shift: int) -> tuple[Tensor, Tensor]:
-        """Log-probs if reported value t belongs to token t + shift, and where there is one; both (B, T)."""
-        if not shift:
-            return self.reported, self.mask
-        moved, has_one = self.reported.roll(shift, 1), self.mask & self.mask.roll(shift, 1)
-        edge = slice(0, shift) if shift > 0 else slice(shift, None)
-        has_one[:, edge] = False
-        return moved, has_one
+        """(M,) log-probs if reported value t belongs to token t + shift; (M,) bool: where there is one."""
+        places = self.unit.places - shift
+        return self.reported.roll(shift), (places >= 0) & (places < self.unit.spread(self.unit.lengths))
 
 
 @dataclass(eq=False)
@@ -170,9 +163,8 @@ class VariantScorer:
 
     model: Any  # the trainer's; never changed
     sample: EngineSample  # on the model's device
-    prompts: Mapping[str, TokenIds]  # renderings by name, each (B) token ids
+    prompts: Mapping[str, TokenIds]  # renderings by name, each (R) token ids
     weights: Mapping[str, Weights]  # other weights by name
-    pad_id: int
 
     def __post_init__(self) -> None:
         self._own = PolicyModule(self.model, 1.0)
@@ -186,35 +178,34 @@ class VariantScorer:
         Raises:
             RunFailure: the model cannot be run under this variant; contains the reason.
         """
-        reported, mask = self.sample.shifted(variant.shift)
-        return measure(self.log_probs(variant), reported, mask)
+        return measure(*self._compared(variant))
 
     def parts(self, variant: ScoringVariant) -> tuple[GapPart, ...]:
         """The same gap by position and probability."""
-        reported, mask = self.sample.shifted(variant.shift)
-        return parts_of(self.log_probs(variant), reported, mask)
+        return parts_of(*self._compared(variant))
+
+    def _compared(self, variant: ScoringVariant) -> tuple[Tensor, Tensor, Segments]:
+        reported, has_one = self.sample.shifted(variant.shift)
+        return self.log_probs(variant)[has_one], reported[has_one], self.sample.unit.kept(has_one)
 
     def effect(self, variant: ScoringVariant, other: ScoringVariant) -> float:
         """Mean |difference| of the trainer's own log-probs between two variants, nats per token."""
-        difference = self.log_probs(variant) - self.log_probs(other)
-        return float(difference[self.sample.mask].abs().mean())
+        return float((self.log_probs(variant) - self.log_probs(other)).abs().mean())
 
     @torch.no_grad()
     def log_probs(self, variant: ScoringVariant) -> Tensor:
-        """(B, T) float32 of the sampled tokens, 0.0 on padding.
+        """(M,) float32 of the engine's tokens.
 
         Raises:
             RunFailure: the model cannot be run under this variant; contains the reason.
         """
         variant = replace(variant, shift=0)  # affects the reported values, not the model
         if variant not in self._scores:
-            # The trainer's own code scores without truncation only.
-            score = self._as_trainer if variant.sampling.cut.kind == "none" else self._from_logits
             found = torch.zeros_like(self.sample.reported)
             try:
                 policy = self._policy(variant)
-                for rows in self._rows(variant):
-                    score(policy, variant, rows, found)
+                for wanted in self._pieces(variant):
+                    found[wanted] = self._scored(policy, variant, wanted)
             except (RuntimeError, ValueError, ImportError, KeyError) as error:  # no such kernel, no memory
                 reason = first_line(error)
                 raise RunFailure(f"the model cannot run with this setting: {reason}") from error
@@ -229,57 +220,46 @@ class VariantScorer:
 
     @torch.no_grad()
     def ranked(self, variant: ScoringVariant, asked: Cut) -> tuple[RankedLogits, Tensor]:
-        """Logits of N of the tokens under this variant, and the reported log-probs of these tokens (N,)."""
-        reported, mask = self.sample.shifted(variant.shift)
-        logits, tokens, values = [], [], []
-        policy = self._policy(variant)
-        size = policy.model.config.get_text_config().vocab_size
-        wanted = _thinned(mask, min(_FITTED_TOKENS, max(MAX_LOGITS // size, 1)))
-        for rows in self._rows(variant):
-            found = self._logits(policy, variant, rows)
-            columns = slice(found.shape[1])
-            here = wanted[rows, columns]
-            logits.append(found[here])
-            tokens.append(self.sample.responses[rows, columns][here])
-            values.append(reported[rows, columns][here])
-        return RankedLogits(torch.cat(logits), torch.cat(tokens), [asked]), torch.cat(values)
+        """Logits of some of the tokens under this variant, and the reported log-probs of these tokens."""
+        reported, has_one = self.sample.shifted(variant.shift)
+        places = has_one.nonzero().squeeze(1)
+        most = min(_FITTED_TOKENS, max(MAX_LOGITS // self._vocabulary, 1))
+        wanted = torch.zeros_like(has_one)
+        wanted[places[:: max(-(-len(places) // most), 1)]] = True
+        logits = self._policy(variant).logits(self._inputs(variant, wanted))
+        return RankedLogits(logits, self.sample.tokens[wanted], [asked]), reported[wanted]
 
-    def _as_trainer(self, policy: PolicyModule, variant: ScoringVariant, rows: slice, out: Tensor) -> None:
-        """Scores with the code that training uses."""
-        inputs = self._inputs(variant, rows)
-        policy.head.temperature = variant.sampling.temperature
-        log_probs, _ = policy(inputs)
-        out[rows, : log_probs.shape[1]] = log_probs
+    def _scored(self, policy: PolicyModule, variant: ScoringVariant, wanted: Tensor) -> Tensor:
+        """Log-probs of these tokens: with the code that training uses, or from full logits if truncated."""
+        inputs, sampling = self._inputs(variant, wanted), variant.sampling
+        if sampling.cut.kind == "none":
+            policy.head.temperature = sampling.temperature
+            log_probs: Tensor = policy(inputs)[0]
+            return log_probs
+        ranked = RankedLogits(policy.logits(inputs), self.sample.tokens[wanted], [sampling.cut])
+        return ranked.log_probs(sampling)
 
-    def _from_logits(self, policy: PolicyModule, variant: ScoringVariant, rows: slice, out: Tensor) -> None:
-        """Scores from full logits, which truncation needs."""
-        logits = self._logits(policy, variant, rows)
-        columns = slice(logits.shape[1])
-        tokens, mask = self.sample.responses[rows, columns], self.sample.mask[rows, columns]
-        ranked = RankedLogits(logits[mask], tokens[mask], [variant.sampling.cut])
-        out[rows, columns] = out[rows, columns].masked_scatter(mask, ranked.log_probs(variant.sampling))
+    def _inputs(self, variant: ScoringVariant, wanted: Tensor) -> ModelInputs:
+        """Prompts and responses, of which the `wanted` tokens (M,) bool are scored."""
+        sizes, device = self.sample.unit.lengths.tolist(), wanted.device
+        prompts = [torch.tensor(ids, device=device) for ids in self.prompts[variant.prompt]]
+        responses, chosen = self.sample.tokens.split(sizes), wanted.split(sizes)
+        ids = [part for pair in zip(prompts, responses, strict=True) for part in pair]
+        unscored = [torch.zeros_like(prompt, dtype=torch.bool) for prompt in prompts]
+        scored = [part for pair in zip(unscored, chosen, strict=True) for part in pair]
+        lengths = self.sample.unit.lengths + torch.tensor([*map(len, prompts)], device=device)
+        return ModelInputs(torch.cat(ids), torch.cat(scored), lengths)
 
-    def _logits(self, policy: PolicyModule, variant: ScoringVariant, rows: slice) -> Tensor:
-        """(b, t, V) logits of the responses of the given rows, of the first t columns."""
-        inputs = self._inputs(variant, rows)
-        read = body_inputs(body_of(policy.model), inputs, share_prompts=policy.shares_prompts)
-        logits: Tensor = policy.model(**read, logits_to_keep=inputs.scored.shape[1]).logits
-        return logits
+    def _pieces(self, variant: ScoringVariant) -> Iterator[Tensor]:
+        """(M,) bool: tokens that are scored together; fewer where their logits would not fit in memory."""
+        count = len(self.sample.tokens)
+        most = count if variant.sampling.cut.kind == "none" else MAX_LOGITS * 4 // self._vocabulary
+        piece = torch.arange(count, device=self.sample.tokens.device) // max(most, 1)
+        return (piece == number for number in range(int(piece[-1]) + 1 if count else 0))
 
-    def _inputs(self, variant: ScoringVariant, rows: slice) -> ModelInputs:
-        """Model inputs of the given rows, without columns that no row uses."""
-        sample, prompts = self.sample, self.prompts[variant.prompt][rows]
-        tensors = (sample.responses[rows], sample.attended[rows], sample.mask[rows])
-        return used_columns(lay_out(prompts, *tensors, self.pad_id))
-
-    def _rows(self, variant: ScoringVariant) -> Iterator[slice]:
-        """Slices of rows that are run together; smaller ones where the logits would not fit in memory."""
-        count, horizon = self.sample.responses.shape
-        size = count
-        if variant.sampling.cut.kind != "none":
-            vocabulary = self.model.config.get_text_config().vocab_size
-            size = max(1, MAX_LOGITS * 4 // (horizon * vocabulary))
-        return (slice(start, min(start + size, count)) for start in range(0, count, size))
+    @property
+    def _vocabulary(self) -> int:
+        return int(self.model.config.get_text_config().vocab_size)
 
     def _policy(self, variant: ScoringVariant) -> PolicyModule:
         """The trainer's model, or a changed copy (the last one is cached)."""
@@ -299,22 +279,3 @@ class VariantScorer:
                 into_precision(policy.model, cast(Literal["fp32", "bf16", "int8"], variant.dtype))
             self._changed = (change, policy)
         return self._changed[1]
-
-
-def lay_out(
-    prompts: TokenIds, responses: Tensor, attended: Tensor, scored: Tensor, pad_id: int
-) -> ModelInputs:
-    """Model inputs of B prompts and responses (B, T), of which `attended` (B, T) are read by attention."""
-    prompt_ids, prompt_mask = (part.to(responses.device) for part in left_padded(prompts, pad_id))
-    attention_mask = torch.cat([prompt_mask, attended], dim=1)
-    position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
-    return ModelInputs(torch.cat([prompt_ids, responses], dim=1), attention_mask, position_ids, scored)
-
-
-def _thinned(mask: Tensor, most: int) -> Tensor:
-    """(B, T) bool: at most `most` of the True cells, evenly spread."""
-    cells = mask.flatten().nonzero().flatten()
-    kept = cells[:: max(-(-len(cells) // most), 1)]
-    thinned = torch.zeros_like(mask).flatten()
-    thinned[kept] = True
-    return thinned.view_as(mask)

@@ -80,7 +80,7 @@ class ScoringVariant:
 
 TokenIds = Sequence[Sequence[int]]
 
-ENGINE = "as the engine says"
+ENGINE = "by the engine's tokenizer"
 ONE_MORE_START = "one more start token"
 NO_START = "no start token"
 NO_GENERATION_PROMPT = "no generation prompt"
@@ -122,11 +122,11 @@ def token_ids(rows: Sequence[Row], renderer: Renderer) -> list[list[int]]:
 
 
 def renderings(
-    rows: Sequence[Row], own: TokenIds, reported: TokenIds, renderer: Renderer
+    rows: Sequence[Row], own: TokenIds, theirs: TokenIds, renderer: Renderer
 ) -> dict[str, TokenIds]:
     """Name of a rendering → token ids of all prompts; equal renderings occur once.
 
-    `own` are the trainer's token ids of the rows, `reported` those that the engine reports.
+    `own` are the trainer's token ids of the rows, `theirs` those of the engine's tokenizer.
     """
     found: dict[str, TokenIds] = {OWN: own}
     start = renderer.tokenizer.bos_token_id
@@ -139,7 +139,7 @@ def renderings(
             [renderer.text(row, generation_prompt=False) for row in rows]
         )
         found[NO_TEMPLATE] = renderer.encode([row.prompt_text for row in rows])
-    found[ENGINE] = reported
+    found[ENGINE] = theirs
     kept: dict[str, TokenIds] = {}
     for name, ids in found.items():
         plain = [list(row) for row in ids]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,8 @@ from rlctl.html_page import render
 from rlctl.spec.keys import changes, known_leaves
 from rlctl.spec.load import load_spec
 from rlctl.tiny.embedded import DATA_SOURCE, WRITTEN
-from rlctl.track.open_run import RunRecord, log_ratios, open_run, read_state
+from rlctl.track.open_run import RunRecord, log_ratios, open_run, read_state, spans
+from rlctl.track.texts import Decoder, decoder_of, pieces
 from rlctl.what_if import what_if_report
 from rlctl.what_if.what_if_run import what_if
 
@@ -83,7 +84,8 @@ class Token:
 
     text: str  # text that the token adds to the response
     #: style classes: `p1` to `p4` if the training policy gives it a higher probability than the rollout
-    #: policy, `n1` to `n4` if lower, and `out` if the token was rejected
+    #: policy, `n1` to `n4` if lower, and `out` if the token was rejected; `unsampled` if the policy did not
+    #: sample it; `turn` for the name of a turn
     shade: str
     about: str  # its log ρ, rollout log-prob and weight
 
@@ -131,7 +133,7 @@ def sample_steps(record: RunRecord) -> list[dict[str, Any]]:
     except UsageError:
         return []
     places = {round(i * (len(kept) - 1) / max(STEPS - 1, 1)) for i in range(STEPS)} if kept else set()
-    decode = _decoder(record)
+    decode = decoder_of(record)
     steps = []
     for place in sorted(places):
         rows = record.rollouts(kept[place]).slice(0, PER_STEP).to_pylist()
@@ -139,28 +141,42 @@ def sample_steps(record: RunRecord) -> list[dict[str, Any]]:
     return steps
 
 
-def _sample(row: Mapping[str, Any], decode: Callable[[Sequence[int]], str] | None) -> dict[str, Any]:
+def _sample(row: Mapping[str, Any], decode: Decoder | None) -> dict[str, Any]:
     ratios = log_ratios(row)
-    ids = row["response_ids"][:TOKENS]
     tokens, left = [Token(visible(row["response"]), "", "")], 0
+    parts = spans(row)
     if decode:
-        columns = ratios, row["rollout_log_probs"], row["rollout_is_weights"], row["keep_mask"]
-        tokens = [
-            Token(visible(text), _shade(ratio, kept=kept), _about(ratio, log_prob, weight, kept=kept))
-            for text, ratio, log_prob, weight, kept in zip(pieces(ids, decode), *columns, strict=False)
-        ]
-        left = max(0, len(ratios) - len(ids))
+        shown, places = [], [place for _, span in parts for place in span]
+        texts = dict(zip(places, pieces([row["token_ids"][x] for x in places[:TOKENS]], decode), strict=False))
+        for turn, span in parts:
+            if row["num_turns"] > 1 and span[0] in texts:
+                shown.append(Token(f"turn {turn + 1}" if turn >= 0 else "observation", "turn", ""))
+            shown += [_token(row, place, visible(texts[place])) for place in span if place in texts]
+        tokens, left = shown, max(0, len(places) - TOKENS)
     return {
         "source": visible(row["data_source"]),
         "prompt": visible(row["prompt"]),
         "truth": visible(row["ground_truth"]),
         "reward": "ungraded" if row["reward"] is None else f"{row['reward']:g}",
         "log_ratio": f"{math.fsum(ratios):+z.4f}",
-        "num_tokens": len(ratios),
+        "num_tokens": sum(row["sampled"]),
+        "num_turns": row["num_turns"],
         "truncated": row["truncated"],
         "tokens": tokens,
         "left": left,
     }
+
+
+def _token(row: Mapping[str, Any], place: int, text: str) -> Token:
+    if not row["sampled"][place]:
+        return Token(text, "unsampled", "not sampled by the policy")
+    log_prob, trained = row["rollout_log_probs"][place], row["training_log_probs"][place]
+    if trained is None:
+        return Token(text, "", f"rollout log-prob {log_prob:.3f}, not trained on")
+    ratio, kept = trained - log_prob, row["keep_mask"][place]
+    return Token(
+        text, _shade(ratio, kept=kept), _about(ratio, log_prob, row["rollout_is_weights"][place], kept=kept)
+    )
 
 
 def _shade(ratio: float, *, kept: bool) -> str:
@@ -172,30 +188,3 @@ def _shade(ratio: float, *, kept: bool) -> str:
 def _about(ratio: float, log_prob: float, weight: float, *, kept: bool) -> str:
     rejected = "" if kept else ", rejected"
     return f"log ρ {ratio:+z.4f}, rollout log-prob {log_prob:.3f}, weight {weight:.3f}{rejected}"
-
-
-def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
-    """Text that each token adds. A token that ends within a character adds ""; the next one adds it all."""
-    texts, start, shown = [], 0, ""
-    for place in range(len(ids)):
-        text = decode(ids[start : place + 1])
-        if text.endswith("\ufffd"):
-            texts.append("")
-            continue
-        texts.append(text[len(shown) :])
-        shown = text
-        if place - start >= 16:  # keep the last token as context: decoding may depend on the previous token
-            start, shown = place, decode(ids[place : place + 1])
-    return texts
-
-
-def _decoder(record: RunRecord) -> Callable[[Sequence[int]], str] | None:
-    """Decoder of the tokenizer of a checkpoint or the model directory; None without a `tokenizer.json`."""
-    from tokenizers import Tokenizer
-
-    folders = [path / "model" for path in reversed(record.checkpoints)] or [Path(record.spec.model.path)]
-    file = next(filter(Path.is_file, (folder / "tokenizer.json" for folder in folders)), None)
-    if file is None:
-        return None
-    tokenizer = Tokenizer.from_file(str(file))
-    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))

@@ -91,14 +91,14 @@ class RunRecord:
         return pa.Table.from_pylist(rows, pa.schema(kinds | metrics))
 
     def rollouts(self, step: int | None = None) -> pa.Table:
-        """Dumped responses of a step (None: all) with the per-token log-probs of both policies, one per row.
+        """Dumped sequences of a step (None: all), one per row, with the log-probs of both policies per token.
 
         Raises:
             UsageError: the run has no dumped rollouts, or they are damaged.
         """
         import pyarrow.compute as pc
 
-        return self._rollouts(filter=None if step is None else pc.field("step") == step)
+        return self._rollouts(filters=None if step is None else pc.field("step") == step)
 
     def rollout_steps(self) -> list[int]:
         """Steps with dumped responses, ascending.
@@ -110,9 +110,10 @@ class RunRecord:
 
     def _rollouts(self, **options: Any) -> pa.Table:
         import pyarrow as pa
-        import pyarrow.dataset as ds
 
-        files = sorted(map(str, (self.path / "rollouts").glob("*.parquet")))
+        from rlctl.track.rollouts import read_part
+
+        files = sorted((self.path / "rollouts").glob("*.parquet"))
         if not files:
             raise UsageError(
                 "the run saved no rollouts",
@@ -120,7 +121,7 @@ class RunRecord:
                 fix="wait for a checkpoint, or train with trainer.rollouts_per_step=-1",
             )
         try:
-            return ds.dataset(files).to_table(**options)
+            return pa.concat_tables((read_part(file, **options) for file in files), promote_options="default")
         except (OSError, pa.ArrowInvalid) as error:
             what, fix = f"the rollouts cannot be read: {first_line(error)}", "move damaged files aside"
             raise UsageError(what, where=str(self.path / "rollouts"), fix=fix) from error
@@ -161,9 +162,22 @@ def open_run(path: str | Path) -> RunRecord:
 
 
 def log_ratios(row: Mapping[str, Any]) -> list[float]:
-    """Training log-prob minus rollout log-prob of each token of a row of `RunRecord.rollouts`, in nats."""
+    """Training log-prob minus rollout log-prob of each sampled token of a row of `RunRecord.rollouts`, nats.
+
+    Empty if the row was not trained on.
+    """
     pairs = zip(row["training_log_probs"], row["rollout_log_probs"], strict=True)
-    return [trained - sampled for trained, sampled in pairs]
+    return [trained - sampled for trained, sampled in pairs if trained is not None and sampled is not None]
+
+
+def spans(row: Mapping[str, Any]) -> list[tuple[int, range]]:
+    """Number of each turn of a row of `RunRecord.rollouts` and the places of its tokens, from the first
+    sampled token on. What was not sampled, such as output of tools, has the number −1."""
+    turns = row["turn"]
+    start = row["sampled"].index(True) if True in row["sampled"] else len(turns)
+    edges = [place for place in range(start + 1, len(turns)) if turns[place] != turns[place - 1]]
+    bounds = pairwise([start, *edges, len(turns)]) if start < len(turns) else ()
+    return [(turns[first], range(first, last)) for first, last in bounds]
 
 
 def steps_in_words(steps: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""`rollouts/*.parquet`: sampled responses with the log-probs of both policies, for reading and replay."""
+"""`rollouts/*.parquet`: sampled sequences with the log-probs of both policies, for reading and replay."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -19,32 +20,47 @@ from rlctl.track.open_run import steps_in_words
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.batch import Rollouts, TokenLists
+    from rlctl.batch import Episode
 
 ROLLOUTS_DIR = "rollouts"
 
-#: One row per sampled response. All lists have one entry per response token, in order.
+_LISTS = {
+    "token_ids": pa.int32(),
+    "sampled": pa.bool_(),  # the policy sampled it: not the prompt, not a tool's output
+    "turn": pa.int32(),  # its number in the episode; −1: not sampled
+    "versions": pa.int64(),  # optimizer updates in the weights that sampled it; −1: not sampled
+    "rollout_log_probs": pa.float32(),  # null: not sampled; so are the next two columns
+    "training_log_probs": pa.float32(),  # also null: the episode was not trained on
+    "rollout_is_weights": pa.float32(),
+    "keep_mask": pa.bool_(),  # it was trained on: sampled, graded and not rejected
+}
+#: One row per sequence. All lists have one entry per token of the sequence, prompt included, in order.
 SCHEMA = pa.schema(
     [
         pa.field("step", pa.int64(), nullable=False),
-        pa.field("policy_version", pa.int64(), nullable=False),
+        pa.field("policy_version", pa.int64()),  # of the first sampled token; null: there is none
         pa.field("group_id", pa.int64(), nullable=False),
+        pa.field("member", pa.int64(), nullable=False),
+        pa.field("episode_id", pa.string(), nullable=False),  # step/group/member
+        pa.field("sequence", pa.int64(), nullable=False),  # its number in the episode
+        pa.field("num_turns", pa.int64(), nullable=False),  # of the episode
+        pa.field("stop_reason", pa.string(), nullable=False),
         pa.field("data_source", pa.string(), nullable=False),
         pa.field("prompt", pa.string(), nullable=False),
         pa.field("response", pa.string(), nullable=False),
         pa.field("ground_truth", pa.string(), nullable=False),
-        pa.field("reward", pa.float32()),  # null if the grader failed
+        pa.field("reward", pa.float32()),  # of the episode; null if the grader failed
         pa.field("truncated", pa.bool_(), nullable=False),
-        pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("rollout_log_probs", pa.list_(pa.float32()), nullable=False),
-        pa.field("training_log_probs", pa.list_(pa.float32()), nullable=False),
-        pa.field("rollout_is_weights", pa.list_(pa.float32()), nullable=False),
-        pa.field("keep_mask", pa.list_(pa.bool_()), nullable=False),
+        *(pa.field(name, pa.list_(kind), nullable=False) for name, kind in _LISTS.items()),
     ],
-    metadata={"rlctl.rollouts": "1"},
+    metadata={"rlctl.rollouts": "2"},
 )
-#: With exact sampling: for each token, the ids that it was sampled from; empty: the whole vocabulary.
+#: With exact sampling: for each token, the ids that it was sampled from; empty: the whole vocabulary, or the
+#: token was not sampled.
 KEPT = pa.field("kept_ids", pa.list_(pa.list_(pa.int32())), nullable=False)
+
+#: Column of the sampled tokens in schema 1, which had one row per response and no tokens of prompts.
+FIRST_TOKENS = "response_ids"
 
 #: A file is written after this many steps or bytes, and at every checkpoint.
 FLUSH_STEPS = 64
@@ -53,13 +69,13 @@ _PART = re.compile(r"rollouts-(\d+)-(\d+)\.parquet")
 
 
 class RolloutWriter:
-    """Collects responses and writes them to files (parts) named after their first and last step.
+    """Collects sequences and writes them to files (parts) named after their first and last step.
 
     Rows that are not flushed are lost if the process ends: call `flush` before a checkpoint is published.
 
     Args:
         run_dir: existing run directory.
-        max_per_step: responses kept per step; whole groups only, at least one group. 0: none, -1: all.
+        max_per_step: episodes kept per step; whole groups only, at least one group. 0: none, -1: all.
         exact_sampling: whether rollouts contain the token ids that each token was sampled from.
     """
 
@@ -74,21 +90,17 @@ class RolloutWriter:
     def add(
         self,
         step: int,
-        rollouts: Rollouts,
-        scores: Tensor,
-        score_valid: Tensor,
-        training_log_probs: Tensor,
-        weights: Tensor,
-        keep_mask: Tensor,
+        episodes: Sequence[Episode],
+        rewards: Sequence[float | None],
+        columns: Mapping[str, Tensor],
     ) -> None:
-        """Adds one step's batch of B responses of up to T tokens.
+        """Adds one step's episodes, of M sampled tokens.
 
         Args:
-            scores: (B,) grader output.
-            score_valid: (B,) bool; where False, the reward is null.
-            training_log_probs: (B, T) nats, of the training policy in the ratios.
-            weights: (B, T), factors of the loss: zero where rejected.
-            keep_mask: (B, T) bool, False where rejected.
+            rewards: one per episode; None: it was not graded, and what `columns` has of it is not written.
+            columns: `training_log_probs` (M,) nats, of the training policy in the ratios;
+                `rollout_is_weights` (M,), factors of the loss, zero where rejected; `keep_mask` (M,), false
+                where rejected.
 
         Raises:
             ValueError: the step is not greater than the last one.
@@ -97,25 +109,15 @@ class RolloutWriter:
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"rollouts of step {step} added after those of step {self._last_step}")
         self._last_step = step
-        if self._max == 0:
+        if self._max == 0 or not episodes:
             return
-        rows = whole_groups(rollouts.group_ids.tolist(), self._max)
-        if not rows:
-            return
-        valid = score_valid[rows].tolist()
-        rewards = [score if ok else None for score, ok in zip(scores[rows].tolist(), valid, strict=True)]
-        per_token = {
-            "response_ids": rollouts.responses,
-            "rollout_log_probs": rollouts.rollout_log_probs,
-            "training_log_probs": training_log_probs,
-            "rollout_is_weights": weights,
-            "keep_mask": keep_mask.bool(),
-        }
-        batch = _record_batch(step, rows, rollouts, rewards, per_token)
-        if rollouts.kept:
-            picked = rollouts.group_ids.new_tensor(rows)
-            batch = batch.append_column(KEPT, _kept(rollouts.kept[picked], rollouts.response_mask[rows]))
-        self._batches.append(batch.cast(self._schema))
+        chosen = whole_groups([episode.task.group_id for episode in episodes], self._max)
+        kept = [(episodes[place], rewards[place]) for place in chosen]
+        sizes = [episode.num_sampled for episode in episodes]
+        of_chosen = np.isin(np.repeat(np.arange(len(episodes)), sizes), chosen)
+        # NumPy has no bfloat16
+        given = {name: x.detach().float().cpu().numpy()[of_chosen] for name, x in columns.items()}
+        self._batches.append(_record_batch(step, kept, given, self._schema))
         self._steps.append(step)
         if len(self._steps) >= FLUSH_STEPS or sum(batch.nbytes for batch in self._batches) >= FLUSH_BYTES:
             self.flush()
@@ -166,8 +168,7 @@ class RolloutWriter:
                 if last <= step:
                     continue
                 if first <= step:
-                    table = pq.read_table(path, schema=self._schema)
-                    _write(self.directory, first, step, table.filter(pc.field("step") <= step))
+                    _write(self.directory, first, step, read_part(path, filters=pc.field("step") <= step))
                 path.unlink()
         except (OSError, pa.ArrowInvalid) as error:
             raise _failure(self.directory, error) from error
@@ -179,7 +180,8 @@ class RolloutWriter:
 def _damage(path: Path, schema: pa.Schema) -> str:
     """Reason why a part cannot be read; empty if it can."""
     try:
-        if not pq.ParquetFile(path).schema_arrow.equals(schema):
+        found = pq.ParquetFile(path).schema_arrow
+        if not found.equals(schema) and FIRST_TOKENS not in found.names:
             return "it has other columns"
     except (OSError, pa.ArrowInvalid) as error:
         return first_line(error)
@@ -205,54 +207,141 @@ def whole_groups(group_ids: Sequence[int], limit: int) -> list[int]:
 
 
 def _record_batch(
-    step: int,
-    rows: list[int],
-    rollouts: Rollouts,
-    rewards: list[float | None],
-    per_token: Mapping[str, Tensor],
+    step: int, episodes: list[tuple[Episode, float | None]], given: Mapping[str, Any], schema: pa.Schema
 ) -> pa.RecordBatch:
-    """Converts the chosen rows to Arrow columns; `per_token` contains (B, T) tensors by column name."""
-    mask = rollouts.response_mask[rows]
-    offsets = pa.array([0, *mask.sum(dim=1).cumsum(dim=0).tolist()], pa.int32())
+    """One row per sequence of these episodes; `given` are the columns (m,) of their sampled tokens."""
+    rows = [
+        (episode, number, sequence, reward)
+        for episode, reward in episodes
+        for number, sequence in enumerate(episode.sequences)
+    ]
+    lengths = np.array([len(sequence.token_ids) for _, _, sequence, _ in rows])
+    sampled = _joined([sequence.sampled for _, _, sequence, _ in rows], np.bool_)
+    graded = np.repeat([reward is not None for *_, reward in rows], lengths)
+    offsets = pa.array([0, *lengths.cumsum().tolist()], pa.int32())
 
-    def tokens(name: str) -> pa.ListArray:
-        # Boolean indexing copies, so Arrow does not share memory with the trainer.
-        flat = per_token[name].detach()[rows][mask]
-        flat = flat.float() if flat.is_floating_point() else flat  # NumPy has no bfloat16
-        return pa.ListArray.from_arrays(
-            offsets, pa.array(flat.cpu().numpy()).cast(SCHEMA.field(name).type.value_type)
-        )
+    def over_all(values: Any, fill: Any) -> Any:
+        found = np.full(len(sampled), fill, values.dtype)
+        found[sampled] = values
+        return found
 
-    def texts(values: Sequence[str]) -> list[str]:
-        # A lone surrogate, which a tokenizer can produce, cannot be encoded as UTF-8.
-        return [values[row].encode("utf-8", "replace").decode() for row in rows]
+    def column(name: str) -> Any:
+        return _joined([getattr(sequence, name) for _, _, sequence, _ in rows])
 
-    columns = {
-        "step": [step] * len(rows),
-        "policy_version": rollouts.policy_version[rows].tolist(),
-        "group_id": rollouts.group_ids[rows].tolist(),
-        "data_source": texts(rollouts.data_sources),
-        "prompt": texts(rollouts.prompt_texts),
-        "response": texts(rollouts.response_texts),
-        "ground_truth": texts(rollouts.ground_truths),
-        "reward": rewards,
-        "truncated": rollouts.truncated[rows].tolist(),
-        **{name: tokens(name) for name in per_token},
+    flat: dict[str, pa.Array] = {
+        "token_ids": pa.array(column("token_ids")),
+        "sampled": pa.array(sampled),
+        "turn": pa.array(over_all(column("turns"), -1)),
+        "versions": pa.array(over_all(column("versions"), -1)),
+        "rollout_log_probs": pa.array(over_all(column("log_probs"), 0.0), mask=~sampled),
+        "keep_mask": pa.array((over_all(given["keep_mask"], 0.0) > 0) & graded),
     }
-    return pa.RecordBatch.from_pydict(columns, schema=SCHEMA)
+    for name in ("training_log_probs", "rollout_is_weights"):
+        flat[name] = pa.array(over_all(given[name], 0.0), mask=~(sampled & graded))
+
+    def texts(values: list[str]) -> list[str]:
+        # A lone surrogate, which a tokenizer can produce, cannot be encoded as UTF-8.
+        return [value.encode("utf-8", "replace").decode() for value in values]
+
+    turns = {id(episode): _num_turns(episode) for episode, _ in episodes}
+    columns: dict[str, Any] = {
+        "step": [step] * len(rows),
+        "policy_version": [int(s.versions[0]) if len(s.versions) else None for _, _, s, _ in rows],
+        "group_id": [episode.task.group_id for episode, *_ in rows],
+        "member": [episode.member for episode, *_ in rows],
+        "episode_id": [f"{step}/{episode.task.group_id}/{episode.member}" for episode, *_ in rows],
+        "sequence": [number for _, number, *_ in rows],
+        "num_turns": [turns[id(episode)] for episode, *_ in rows],
+        "stop_reason": [episode.stop_reason for episode, *_ in rows],
+        "data_source": texts([episode.task.data_source for episode, *_ in rows]),
+        "prompt": texts([episode.task.text for episode, *_ in rows]),
+        "response": texts([episode.response for episode, *_ in rows]),
+        "ground_truth": texts([episode.task.ground_truth for episode, *_ in rows]),
+        "reward": [reward for *_, reward in rows],
+        "truncated": [episode.truncated for episode, *_ in rows],
+    }
+    for name, kind in _LISTS.items():
+        columns[name] = pa.ListArray.from_arrays(offsets, flat[name].cast(kind))
+    if KEPT.name in schema.names:
+        columns[KEPT.name] = pa.ListArray.from_arrays(offsets, _kept(rows, sampled))
+    return pa.RecordBatch.from_pydict(columns, schema=schema)
 
 
-def _kept(kept: TokenLists, mask: Tensor) -> pa.ListArray:
-    """The token ids that each response token was sampled from."""
-    counts, ids = (x.cpu() for x in kept.at(mask))
-    ends = pa.array([0, *counts.cumsum(0).tolist()], pa.int32())
-    sets = pa.ListArray.from_arrays(ends, pa.array(ids.numpy()))
-    return pa.ListArray.from_arrays(pa.array([0, *mask.sum(1).cumsum(0).tolist()], pa.int32()), sets)
+def _joined(parts: list[Tensor], kind: Any = None) -> Any:
+    """The columns, one after the other, as an array that shares no memory with the trainer."""
+    arrays = [part.cpu().numpy() for part in parts]
+    return np.concatenate([np.empty(0, kind or (arrays[0].dtype if arrays else float)), *arrays])
+
+
+def _num_turns(episode: Episode) -> int:
+    return len({turn for sequence in episode.sequences for turn in sequence.turns.unique().tolist()})
+
+
+def _kept(rows: list[Any], sampled: Any) -> pa.ListArray:
+    """The ids that each token was sampled from; empty where it was not sampled."""
+    kept = [sequence.kept for _, _, sequence, _ in rows if sequence.kept is not None]
+    counts = np.zeros(len(sampled), np.int32)
+    counts[sampled] = _joined([part.counts for part in kept])
+    ends = pa.array([0, *counts.cumsum().tolist()], pa.int32())
+    return pa.ListArray.from_arrays(ends, pa.array(_joined([part.ids for part in kept]), pa.int32()))
 
 
 def _write(directory: Path, first: int, last: int, table: pa.Table) -> None:
     with replacing(directory / f"rollouts-{first:06d}-{last:06d}.parquet") as temporary:
         pq.write_table(table, temporary, compression="zstd")
+
+
+def read_part(path: Path, **options: Any) -> pa.Table:
+    """Rows of a part of any version, with the columns of `SCHEMA`.
+
+    Args:
+        options: of `pyarrow.parquet.read_table`: filters; columns, of the version of this part.
+
+    Raises:
+        OSError, pyarrow.ArrowInvalid: the part cannot be read.
+    """
+    return current(pq.read_table(path, **options))
+
+
+def current(table: pa.Table) -> pa.Table:
+    """Rows of schema 1, whole steps, as those of schema 2; only tokens of responses are known. Columns that
+    `table` does not have are not made up."""
+    if FIRST_TOKENS not in table.column_names:
+        return table
+    names = ["token_ids" if name == FIRST_TOKENS else name for name in table.column_names]
+    table = table.rename_columns(names)
+    ids = table["token_ids"].combine_chunks()
+    lengths = np.diff(ids.offsets.to_numpy())
+
+    def constant(value: Any) -> pa.ListArray:
+        values = np.repeat(np.broadcast_to(value, len(table)), lengths)
+        return pa.ListArray.from_arrays(pa.array([0, *lengths.cumsum().tolist()], pa.int32()), pa.array(values))
+
+    seen: Counter[tuple[int, int]] = Counter()
+    members = []
+    groups = list(zip(table["step"].to_pylist(), table["group_id"].to_pylist(), strict=True))
+    for group in groups:
+        members.append(seen[group])
+        seen[group] += 1
+    found: dict[str, Any] = {
+        "member": members,
+        "episode_id": [f"{step}/{group}/{n}" for (step, group), n in zip(groups, members, strict=True)],
+        "sequence": [0] * len(table),
+        "num_turns": [1] * len(table),
+        "sampled": constant(True),
+        "turn": constant(0),
+    }
+    if "truncated" in names:
+        cut = table["truncated"].to_pylist()
+        found["stop_reason"] = ["max_tokens" if is_cut else "completed" for is_cut in cut]
+    if "policy_version" in names:
+        found["versions"] = constant(table["policy_version"].to_numpy())
+    for name, values in found.items():
+        kind = SCHEMA.field(name).type
+        table = table.append_column(SCHEMA.field(name), pa.array(values, kind) if isinstance(values, list) else values.cast(kind))
+    order = [name for name in (*SCHEMA.names, KEPT.name) if name in table.column_names]
+    fields = [KEPT if name == KEPT.name else SCHEMA.field(name) for name in order]
+    return table.select(order).cast(pa.schema(fields, SCHEMA.metadata))
 
 
 def _failure(directory: Path, error: Exception) -> RunFailure:

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.errors import UsageError
-from rlctl.track.rollouts import ROLLOUTS_DIR, SCHEMA
+from rlctl.track.rollouts import FIRST_TOKENS as _V1_TOKENS, ROLLOUTS_DIR, SCHEMA, current
 
-_COLUMNS = ["step", "group_id", "reward", "response_ids", "rollout_log_probs", "training_log_probs"]
+_COLUMNS = ("step", "group_id", "reward", "episode_id", "sampled", "turn", "rollout_log_probs", "training_log_probs")
 _ROWS_AT_ONCE = 512
 _FIX = (
     "name a run directory with rollouts/*.parquet (kept with trainer.rollouts_per_step), slime's "
@@ -26,20 +26,19 @@ _FIX = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The B responses of one training step; token arrays concatenate the rows, N = Σ lengths."""
+    """The E episodes of one training step, with columns of their M sampled tokens, in order."""
 
     number: int  # number of the step
-    group_ids: NDArray[np.int64]  # (B,) int64, equal for responses to one prompt
-    rewards: NDArray[np.float64]  # (B,), NaN where the grader failed
-    lengths: NDArray[np.int64]  # (B,) int64, response tokens
-    token_ids: NDArray[np.int64]  # (N,) int64
-    #: rollout_log_probs, log_probs: (N,) float32, nats, of the sampling and the trained policy
+    group_ids: NDArray[np.int64]  # (E,), equal for the episodes of one prompt
+    rewards: NDArray[np.float64]  # (E,), NaN where the grader failed
+    lengths: NDArray[np.int64]  # (E,), sampled tokens
+    #: rollout_log_probs, log_probs: (M,), nats, of the sampling and the trained policy
     rollout_log_probs: NDArray[np.float32]
     log_probs: NDArray[np.float32]
-    #: (N,) bool, False for tokens the policy did not sample (tool output); None: all sampled
-    mask: NDArray[np.bool_] | None = None
-    #: (B,) from the dump; None: computed from the rewards
-    advantages: NDArray[np.float64] | None = None
+    advantages: NDArray[np.float64] | None = None  # (E,) from the dump; None: computed from the rewards
+    #: sampled tokens of each sequence and of each turn; None: there is one per episode
+    sequence_lengths: NDArray[np.int64] | None = None
+    turn_lengths: NDArray[np.int64] | None = None
 
 
 class Dump(NamedTuple):
@@ -79,12 +78,15 @@ def _step_number(file: Path) -> int:
 
 
 def _read_own(files: Sequence[Path]) -> Iterator[Step]:
-    """Reads `rollouts-*.parquet` (`rlctl.track.rollouts.SCHEMA`); a step's rows are adjacent in one file."""
+    """Reads `rollouts-*.parquet` of any version; a step's rows are adjacent in one file."""
     import pyarrow as pa
 
     for file in files:
         for _, rows in groupby(_rows(file), key=lambda rows: rows.column("step")[0].as_py()):
-            yield _own_step(file, pa.Table.from_batches(rows))
+            try:
+                yield _own_step(pa.Table.from_batches(rows))
+            except (pa.ArrowException, ValueError) as error:  # ValueError: null in a required column
+                raise _unreadable(file, error) from error
 
 
 def _rows(file: Path) -> Iterator[Any]:
@@ -92,49 +94,60 @@ def _rows(file: Path) -> Iterator[Any]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = pa.schema([SCHEMA.field(name) for name in _COLUMNS])
     try:
         with pq.ParquetFile(file) as parquet:
-            missing = [name for name in _COLUMNS if name not in parquet.schema_arrow.names]
-            if missing:
+            there = parquet.schema_arrow.names
+            columns = [name for name in (*_COLUMNS, _V1_TOKENS) if name in there]
+            made = {"episode_id", "sampled", "turn"} if _V1_TOKENS in there else set()
+            if missing := [name for name in _COLUMNS if name not in there and name not in made]:
                 raise UsageError(f"no column {', '.join(missing)}", where=str(file), fix=_FIX)
-            for batch in parquet.iter_batches(_ROWS_AT_ONCE, columns=_COLUMNS):
-                rows = batch.select(_COLUMNS).cast(schema)
-                cuts = np.flatnonzero(np.diff(rows.column("step").to_numpy())) + 1
+            for rows in parquet.iter_batches(_ROWS_AT_ONCE, columns=columns):
+                steps = rows.column("step")
+                if steps.null_count:
+                    raise ValueError("null values in column step")
+                cuts = np.flatnonzero(np.diff(steps.to_numpy())) + 1
                 for start, stop in pairwise([0, *cuts.tolist(), len(rows)]):
                     if start < stop:
                         yield rows.slice(start, stop - start)
-    except (OSError, pa.ArrowException, ValueError) as error:  # ValueError: null in a required column
-        fix = "move it out of the directory to replay the others"
-        raise UsageError(f"cannot be read as rollouts: {error}", where=str(file), fix=fix) from error
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise _unreadable(file, error) from error
 
 
-def _own_step(file: Path, table: Any) -> Step:
+def _unreadable(file: Path, error: Exception) -> UsageError:
+    fix = "move it out of the directory to replay the others"
+    return UsageError(f"cannot be read as rollouts: {error}", where=str(file), fix=fix)
+
+
+def _own_step(table: Any) -> Step:
     """Converts the rows of one step.
 
     Raises:
-        UsageError: the numbers of tokens and log-probs of a response differ.
+        ValueError: the numbers of tokens and log-probs of a sequence differ, or a value is null.
     """
+    import pyarrow as pa
 
-    def flat(name: str, kind: type) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        column = table.column(name).combine_chunks()
-        values = column.flatten().to_numpy(zero_copy_only=False).astype(kind, copy=False)
-        return values, np.diff(column.offsets.to_numpy()).astype(np.int64)
-
-    token_ids, lengths = flat("response_ids", np.int64)
-    rollout_log_probs, of_rollout = flat("rollout_log_probs", np.float32)
-    log_probs, of_training = flat("training_log_probs", np.float32)
-    if not (np.array_equal(lengths, of_rollout) and np.array_equal(lengths, of_training)):
-        what = f"step {table.column('step')[0]}: a response has more or fewer log-probs than tokens"
-        raise UsageError(what, where=str(file))
+    rows = current(table).select(_COLUMNS).cast(pa.schema([SCHEMA.field(name) for name in _COLUMNS]))
+    lists = {name: rows.column(name).combine_chunks() for name in _COLUMNS[4:]}
+    sizes = {name: np.diff(values.offsets.to_numpy()).astype(np.int64) for name, values in lists.items()}
+    if any(not np.array_equal(sizes["sampled"], of_column) for of_column in sizes.values()):
+        raise ValueError(f"step {rows['step'][0]}: a sequence has more or fewer log-probs than tokens")
+    flat = {name: values.flatten().to_numpy(zero_copy_only=False) for name, values in lists.items()}
+    sampled = flat["sampled"].astype(bool)
+    sequence = np.repeat(np.arange(len(rows)), sizes["sampled"])[sampled]
+    episode_ids = rows.column("episode_id").to_numpy()
+    first = np.flatnonzero(np.append(True, episode_ids[1:] != episode_ids[:-1]))
+    in_sequences = np.bincount(sequence, minlength=len(rows))
+    turn = flat["turn"][sampled]
+    starts = np.append(True, (np.diff(turn) != 0) | (np.diff(sequence) != 0))[: len(turn)]
     return Step(
-        number=table.column("step")[0].as_py(),
-        group_ids=table.column("group_id").to_numpy(),
-        rewards=table.column("reward").to_numpy().astype(np.float64),
-        lengths=lengths,
-        token_ids=token_ids,
-        rollout_log_probs=rollout_log_probs,
-        log_probs=log_probs,
+        number=rows.column("step")[0].as_py(),
+        group_ids=rows.column("group_id").to_numpy()[first],
+        rewards=rows.column("reward").to_numpy().astype(np.float64)[first],
+        lengths=np.add.reduceat(in_sequences, first),
+        rollout_log_probs=flat["rollout_log_probs"][sampled].astype(np.float32),
+        log_probs=flat["training_log_probs"][sampled].astype(np.float32),
+        sequence_lengths=in_sequences,
+        turn_lengths=np.diff(np.append(np.flatnonzero(starts), len(turn))),
     )
 
 
@@ -143,11 +156,10 @@ def _own_step(file: Path, table: Any) -> Step:
 
 @dataclass(frozen=True, slots=True)
 class _DumpedRow:
-    """One response. `prompt` contains the prompt's token ids as bytes; the other fields are as in `Step`."""
+    """One response; arrays are of all its tokens, of which `mask` were sampled by the policy."""
 
-    prompt: bytes
+    prompt: bytes  # the prompt's token ids
     reward: float
-    token_ids: NDArray[np.int64]
     rollout_log_probs: NDArray[Any]
     log_probs: NDArray[Any]
     mask: NDArray[np.bool_]
@@ -201,7 +213,6 @@ def _slime_row(sample: dict[str, Any]) -> _DumpedRow:
     return _DumpedRow(
         prompt=tokens[: len(tokens) - length].tobytes(),
         reward=float(sample["rewards"]),
-        token_ids=tokens[len(tokens) - length :],
         rollout_log_probs=_as_array(sample["rollout_log_probs"]),
         log_probs=_as_array(sample["log_probs"]),
         mask=mask,
@@ -245,7 +256,6 @@ def _nemo_row(row: dict[str, Any]) -> _DumpedRow:
     return _DumpedRow(
         prompt=tokens[:first].tobytes(),
         reward=float(reward),
-        token_ids=tokens[response],
         rollout_log_probs=value("generation_logprobs")[response],
         log_probs=value("prev_logprobs")[response],
         mask=mask[response],
@@ -277,26 +287,24 @@ def _ragged(number: int, rows: list[_DumpedRow]) -> Step:
         ValueError: a row's arrays differ in length.
     """
     for place, row in enumerate(rows):
-        lengths = {len(row.token_ids), len(row.rollout_log_probs), len(row.log_probs), len(row.mask)}
+        lengths = {len(row.rollout_log_probs), len(row.log_probs), len(row.mask)}
         if len(lengths) > 1:
             raise ValueError(f"row {place}: token arrays of lengths {sorted(lengths)}")
     groups: dict[bytes, int] = {}
     ids = [groups.setdefault(row.prompt, len(groups)) for row in rows]
     given = [row.advantage for row in rows if row.advantage is not None]
 
-    def flat(name: str, kind: type) -> NDArray[Any]:
-        parts = [np.empty(0, kind), *(getattr(row, name) for row in rows)]
-        return np.asarray(np.concatenate(parts), kind)
+    def flat(name: str) -> NDArray[Any]:
+        parts = [getattr(row, name)[row.mask] for row in rows]
+        return np.asarray(np.concatenate([np.empty(0), *parts]), np.float32)
 
     return Step(
         number=number,
         group_ids=np.array(ids, np.int64),
         rewards=np.array([row.reward for row in rows], np.float64),
-        lengths=np.array([len(row.token_ids) for row in rows], np.int64),
-        token_ids=flat("token_ids", np.int64),
-        rollout_log_probs=flat("rollout_log_probs", np.float32),
-        log_probs=flat("log_probs", np.float32),
-        mask=flat("mask", np.bool_),
+        lengths=np.array([row.mask.sum() for row in rows], np.int64),
+        rollout_log_probs=flat("rollout_log_probs"),
+        log_probs=flat("log_probs"),
         advantages=np.array(given) if len(given) == len(rows) else None,
     )
 

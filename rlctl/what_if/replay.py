@@ -7,18 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlctl.algos.metric_sums import ratio
-from rlctl.algos.rules import CorrectionRules, WeightRule
-from rlctl.algos.statistics import correction_metrics
+from rlctl.algos.rules import CorrectionRules
 from rlctl.errors import UsageError
 from rlctl.what_if.dumps import Step
-from rlctl.what_if.moments import Floats
-from rlctl.what_if.proxies import Proxies, draws, interval, proxies
+from rlctl.what_if.gradient_error import Floats, draws, errors, interval
 from rlctl.what_if.setting_sums import SettingSums, advantages_of, pooled
 from rlctl.what_if.settings import Setting
 from rlctl.what_if.tradeoff import IntervalEstimate, Recommendation, SettingOutcome, Tradeoff
 
-_NO_WEIGHT = CorrectionRules(WeightRule(None))
 #: A setting replaces the run's own only if it is better in at least this share of resamples, and by at least
 #: this share of the run's own error: the difference must be both certain and relevant.
 DECISIVE, MATERIAL = 0.95, 0.05
@@ -52,8 +48,7 @@ def replay(
     named: dict[CorrectionRules, list[Setting]] = {}
     for setting in settings:
         named.setdefault(setting.rules, []).append(setting)
-    rules = [*named, *({_NO_WEIGHT} - named.keys())]
-    sums, all_notes, num_steps = SettingSums(rules), list[str](), 0
+    sums, all_notes, num_steps = SettingSums([*named]), list[str](), 0
 
     def with_advantages() -> Iterator[Step]:
         nonlocal num_steps
@@ -66,33 +61,32 @@ def replay(
 
     for batch in pooled(with_advantages(), groups_per_batch or 1):
         sums.add(batch)
-    num_groups, num_sequences, num_tokens = (int(total) for total in sums.moments.counts.sum(1))
+    num_groups, num_sequences, num_tokens = (int(total) for total in sums.energy.counts.sum(1))
     if not num_sequences:
         raise UsageError("the dump contains no response with finite log-probs of both policies")
     batch_groups = groups_per_batch or num_groups / num_steps
-    drawn = draws(int((sums.moments.counts[0] > 0).sum()))
-    found = proxies(sums.moments, drawn, rules.index(_NO_WEIGHT), batch_groups)
+    drawn = draws(int(sums.energy.used.sum()))
+    found = errors(sums.energy, drawn, batch_groups)
     notes, differs = list(dict.fromkeys(all_notes)), False
     if found is None:
         why = "no advantage differs from zero" if num_groups > 1 else "there is only one prompt group"
         notes.append(f"{why}: errors cannot be estimated, nothing is recommended")
-    elif not (differs := bool(np.ptp(found.error[0]) > MATERIAL * found.error[0].min())):
+    elif not (differs := bool(np.ptp(found[0]) > MATERIAL * found[0].min())):
         notes.append("no setting differs on these responses: trainer and engine give them the same log-probs")
     elif num_groups < FEW_GROUPS:
         notes.append(f"only {num_groups} prompt groups: intervals are rough (32 and more are better)")
     outcomes = _folded(
         {place: _outcome(sums, own, place, found, drawn) for place, own in enumerate(named.values())}
     )
-    order = sorted(outcomes, key=lambda p: float(found.error[0, p]) if found else 0.0)
+    order = sorted(outcomes, key=lambda p: 0.0 if found is None else float(found[0, p]))
     return Tradeoff(
         outcomes=tuple(outcomes[place] for place in order),
-        recommended=_recommend(outcomes, found) if found and differs else None,
+        recommended=_recommend(outcomes, found) if found is not None and differs else None,
         num_steps=num_steps,
         num_groups=num_groups,
         num_sequences=num_sequences,
         num_tokens=num_tokens,
         groups_per_batch=batch_groups,
-        trust=found.trust if found else 0.0,
         notes=tuple(notes),
     )
 
@@ -112,26 +106,20 @@ def _folded(outcomes: dict[int, SettingOutcome]) -> dict[int, SettingOutcome]:
 
 
 def _outcome(
-    replayed: SettingSums, named: list[Setting], place: int, found: Proxies | None, drawn: Floats
+    sums: SettingSums, named: list[Setting], place: int, found: Floats | None, drawn: Floats
 ) -> SettingOutcome:
-    rule, sums, kish = replayed.rules[place], replayed.corrections[place], replayed.kish[place]
-    metrics, used = correction_metrics(sums, rule), replayed.moments.counts[0] > 0
-    units = sums.finite_tokens if rule.weight.by_token else sums.finite_sequences
-    beyond = 0.0
-    if sums.weights is not None:
-        below = 0.0 if rule.weight.bound == "truncate" else sums.weights.below
-        beyond = sums.weights.above + below
-    prefix = "rollout_corr/"
+    kish = sums.kish[place][:, :, sums.energy.used]
+    kept_tokens, kept_sequences = sums.kept[place] / sums.graded
     return SettingOutcome(
         setting=named[0],
         same_as=tuple(setting.name for setting in named[1:]),
-        raw_ess=_ess(kish[0][:, used], drawn),
-        applied_ess=_ess(kish[1][:, used], drawn),
-        kept_tokens=1.0 - metrics[f"{prefix}rollout_rs_masked_fraction"],
-        kept_sequences=1.0 - metrics[f"{prefix}rollout_rs_seq_masked_fraction"],
-        max_weight=metrics.get(f"{prefix}rollout_is_max", 1.0) if sums.kept_tokens else 0.0,
-        at_bound=ratio(beyond, units),
-        error=_estimate(found.error[:, place]) if found else None,
+        raw_ess=_ess(kish[0], drawn),
+        applied_ess=_ess(kish[1], drawn),
+        kept_tokens=float(kept_tokens),
+        kept_sequences=float(kept_sequences),
+        max_weight=float(sums.largest[place]),
+        at_bound=float(sums.beyond[place] / kish[0, 0].sum()),
+        error=None if found is None else _estimate(found[:, place]),
     )
 
 
@@ -150,12 +138,12 @@ def _estimate(values: Floats) -> IntervalEstimate:
     return IntervalEstimate(float(values[0]), float(low), float(high))
 
 
-def _recommend(outcomes: dict[int, SettingOutcome], found: Proxies) -> Recommendation:
+def _recommend(outcomes: dict[int, SettingOutcome], found: Floats) -> Recommendation:
     """Recommends the setting whose error interval has the smallest upper end, or the run's own setting.
 
     The run's own setting is kept unless the other one is better by `DECISIVE` and `MATERIAL`.
     """
-    high = interval(found.error)[1]
+    high = interval(found)[1]
     best = min(outcomes, key=lambda place: float(high[place]))
     chosen = outcomes[best].setting
     name = chosen.name
@@ -165,8 +153,8 @@ def _recommend(outcomes: dict[int, SettingOutcome], found: Proxies) -> Recommend
         return Recommendation(name, chosen.overrides, upper)
     if own == best:
         return Recommendation(name, (), f"{upper}: keep the run's setting")
-    better = float((found.error[1:, best] < found.error[1:, own]).mean())
-    saved = 1.0 - float(found.error[0, best] / found.error[0, own])
+    better = float((found[1:, best] < found[1:, own]).mean())
+    saved = 1.0 - float(found[0, best] / found[0, own])
     against = (
         f"{upper}; it saves {saved:.1%} of the run's own error and is better in {better:.0%} of resamples"
     )

@@ -64,13 +64,12 @@ class Tradeoff:
 
     outcomes: tuple[SettingOutcome, ...]  # one per different rule, smallest error first
     recommended: Recommendation | None  # None if nothing can be recommended, see `notes`
-    #: num_steps, num_groups, num_sequences, num_tokens: numbers of replayed items
+    #: num_steps, num_groups, num_sequences, num_tokens: numbers of replayed items; a sequence is an episode
     num_steps: int
     num_groups: int
     num_sequences: int
     num_tokens: int
     groups_per_batch: float  # prompt groups of the mini-batch that the errors apply to
-    trust: float  # weight of the data in bias and signal; the prior has the remaining weight
     notes: tuple[str, ...]  # assumptions and omissions
 
     def with_notes(self, *notes: str) -> Tradeoff:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from rlctl.cli.app import run
 from rlctl.engine.checkpoint import TrainerState, begin, publish
 from rlctl.report.model_card import model_card
-from rlctl.report.run_page import pieces, spec_rows
+from rlctl.report.run_page import _sample, spec_rows
 from rlctl.spec.load import dump_spec, load_spec
 from rlctl.track.open_run import open_run
-from rlctl.track.rollouts import SCHEMA
+from rlctl.track.texts import pieces
+from tests.dumps import conversation, dumped, write
 
 HOSTILE = "</script><script>alert(1)</script>\x1b[2J"
 
@@ -31,13 +30,11 @@ def a_run(path: Path, *overrides: str, reward: float = 0.5, source: str = "own")
         for step in range(1, 7)
     ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    row = {
-        "step": 3, "policy_version": 3, "group_id": 0, "data_source": source, "prompt": HOSTILE,
-        "response": HOSTILE, "ground_truth": "7", "reward": 1.0, "truncated": False, "response_ids": [1, 2],
-        "rollout_log_probs": [-1.0, -2.0], "training_log_probs": [-1.0, -2.6],
-        "rollout_is_weights": [1.0, 0.5], "keep_mask": [True, False],
-    }  # fmt: skip
-    pq.write_table(pa.Table.from_pylist([row], SCHEMA), path / "rollouts/rollouts-000003-000003.parquet")
+    row = dumped(
+        [1, 2], [-1.0, -2.0], [-1.0, -2.6], prompt_ids=[3], step=3, data_source=source, prompt=HOSTILE,
+        response=HOSTILE, ground_truth="7", rollout_is_weights=[1.0, 0.5], keep_mask=[True, False],
+    )  # fmt: skip
+    write(path / "rollouts/rollouts-000003-000003.parquet", [row])
     return path
 
 
@@ -131,3 +128,21 @@ def test_pieces_of_a_text_whose_characters_span_tokens() -> None:
     found = pieces(range(len(data)), lambda ids: bytes(data[i] for i in ids).decode("utf-8", "replace"))
     assert "".join(found) == text
     assert len(found) == len(data)
+
+
+def test_turns_are_labelled_and_what_was_not_sampled_is_dimmed() -> None:
+    row = conversation(keep_mask=[True, False, True, True])
+    shown = _sample(row, lambda ids: "".join(chr(ord("a") + number) for number in ids))
+    assert [(token.text, token.shade) for token in shown["tokens"]] == [
+        ("turn 1", "turn"), ("f", "n3"), ("g", "n3 out"), ("observation", "turn"), ("h", "unsampled"),
+        ("turn 2", "turn"), ("i", "n3"),
+    ]  # fmt: skip
+    assert (shown["num_tokens"], shown["num_turns"], shown["log_ratio"]) == (3, 2, "-1.5000")
+
+
+def test_an_episode_that_was_not_trained_on_is_shown() -> None:
+    row = dumped([5], [-1.0], [None], reward=None, rollout_is_weights=[None], keep_mask=[False])
+    shown = _sample(row, lambda ids: "x" * len(ids))
+    assert [(token.shade, token.about) for token in shown["tokens"]] == [
+        ("", "rollout log-prob -1.000, not trained on")
+    ]

@@ -162,11 +162,12 @@ def _recorded(run_dir: Path, case: Case) -> list[dict[str, Figure]]:
     for number, change in enumerate(changes):
         found[number] |= {f"change/{name}": value for name, value in zip(CHANGES, change, strict=True)}
     rows: list[Any] = runs.rollouts(run_dir) if case.dumps else []
-    rows.sort(key=lambda row: (row["step"], row["group_id"], row["response_ids"]))
+    rows.sort(key=lambda row: (row["step"], row["group_id"], row["token_ids"]))
     for metrics in found if rows else ():
         mine = [row for row in rows if row["step"] == metrics["step"]]
-        metrics["dump/rollout_is_weights"] = [value for row in mine for value in row["rollout_is_weights"]]
-        metrics["dump/keep_mask"] = [int(value) for row in mine for value in row["keep_mask"]]
+        for name in ("rollout_is_weights", "keep_mask"):
+            pairs = [pair for row in mine for pair in zip(row[name], row["sampled"], strict=True)]
+            metrics[f"dump/{name}"] = [float(value) for value, sampled in pairs if sampled]
     return found
 
 

@@ -26,7 +26,7 @@ from rlctl.train.update import update
 from rlctl.train.update_critic import update_critic
 from tests.models import naive_log_probs, replaced, tiny_batch, tiny_model
 from tests.unit.engine.test_critic import naive_values
-from tests.unit.train.updates import CLIP, DECOUPLED, HORIZON, ROWS, select, settings_of
+from tests.unit.train.updates import CLIP, DECOUPLED, HORIZON, ROWS, settings_of
 
 MINI, EPOCHS, MICRO = 8, 2, 3
 RATIO_CLIP = (0.2, 0.3)
@@ -119,7 +119,7 @@ OBJECTIVES |= {who: partial(value_objective, clip=clip) for who, clip in VALUE_C
 def trained(ranks: Ranks, cases: list[Case]) -> dict[Case, Trained]:
     share = MINI // ranks.world_size
     rows = [start + ranks.rank * share + i for start in range(0, ROWS, MINI) for i in range(share)]
-    batch, found = select(batch_of(), rows), {}
+    batch, found = batch_of().pick(rows), {}
     for case in cases:
         who, stage, dtype = case
         options = {

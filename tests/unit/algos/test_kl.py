@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.kl import KLController, kl_estimate, kl_loss
+from rlctl.algos.segments import Segments
 from rlctl.registry import KL_ESTIMATORS
-from tests.properties.batches import make_batch
+from tests.properties.batches import by_response, make_batch
 from tests.properties.test_correction_exactness import (
     HORIZON,
     MASK,
@@ -29,18 +30,12 @@ LOSSES = list(KL_ESTIMATORS)
 def test_equals_the_reference(kind) -> None:
     for seed in range(10):
         batch = make_batch(seed)
-        ref = batch.rollout_log_probs + 0.3
-        found = kl_loss(kind, batch.log_probs, ref, batch.rollout_log_probs, batch.mask)
-        for row, t in batch.mask.nonzero().tolist():
-            numbers = (x[row, t].item() for x in (batch.log_probs, ref, batch.rollout_log_probs))
-            earlier = batch.mask[row, :t].nonzero().flatten()
-            before = (batch.log_probs - batch.rollout_log_probs)[row, earlier].sum().item()
-            assert found[row, t].item() == pytest.approx(
-                reference.estimate(kind, *numbers, before), rel=1e-4, abs=1e-6
-            )
-        assert not found[~batch.mask].any()  # where the inputs are NaN
+        old, ref = batch.rollout_log_probs, batch.rollout_log_probs + 0.3
+        found = kl_loss(kind, batch.log_probs, ref, old, batch.unit)
+        for log_probs, of_ref, of_old, penalties in by_response(batch.unit, batch.log_probs, ref, old, found):
+            assert penalties == pytest.approx(by_token(kind, log_probs, of_ref, of_old), rel=1e-4, abs=1e-6)
         if kind in ESTIMATES:
-            torch.testing.assert_close(kl_estimate(kind, batch.log_probs, ref)[batch.mask], found[batch.mask])
+            torch.testing.assert_close(kl_estimate(kind, batch.log_probs, ref), found)
 
 
 @pytest.mark.parametrize("kind", LOSSES)
@@ -49,27 +44,26 @@ def test_gradient_equals_finite_differences(kind) -> None:
     ref = batch.rollout_log_probs + 0.3
     log_probs, old = (x.clone().requires_grad_() for x in (batch.log_probs.double(), batch.rollout_log_probs))
     ref.requires_grad_()
-    total = kl_loss(kind, log_probs, ref, old, batch.mask).sum()
+    total = kl_loss(kind, log_probs, ref, old, batch.unit).sum()
     gradient, *constants = torch.autograd.grad(total, [log_probs, ref, old], allow_unused=True)
     assert constants == [None, None]
-    assert not gradient[~batch.mask].any()
-    for row, t in batch.mask.nonzero().tolist():
-        ends = []
-        for sign in (1, -1):
-            moved = log_probs.detach().clone()
-            moved[row, t] += sign * 1e-6
-            ends.append(row_total(kind, moved[row], ref[row], old[row], batch.mask[row]))
-        assert gradient[row, t].item() == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5, abs=1e-7)
+    for at, of_ref, of_old, slopes in by_response(batch.unit, log_probs, ref, old, gradient):
+        for t, slope in enumerate(slopes):
+            ends = []
+            for sign in (1, -1):
+                moved = at.copy()
+                moved[t] += sign * 1e-6
+                ends.append(sum(by_token(kind, moved, of_ref, of_old)))
+            assert slope == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5, abs=1e-7)
 
 
-def row_total(kind, log_probs: Tensor, ref: Tensor, old: Tensor, mask: Tensor) -> float:
-    """Σ_t of one sequence's penalty, token by token."""
-    total = before = 0.0
-    for t in mask.nonzero().flatten().tolist():
-        at = log_probs[t].item()
-        total += reference.estimate(kind, at, ref[t].item(), old[t].item(), before)
-        before += at - old[t].item()
-    return total
+def by_token(kind, log_probs: list[float], ref: list[float], old: list[float]) -> list[float]:
+    """One response's penalties, token by token."""
+    found, before = [], 0.0
+    for at, of_ref, of_old in zip(log_probs, ref, old, strict=True):
+        found.append(reference.estimate(kind, at, of_ref, of_old, before))
+        before += at - of_old
+    return found
 
 
 def test_what_the_values_and_the_gradients_estimate() -> None:
@@ -77,12 +71,12 @@ def test_what_the_values_and_the_gradients_estimate() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, ref, old = (torch.randn(5, generator=generator).double().log_softmax(-1) for _ in range(3))
     logits.requires_grad_()
-    everything = torch.ones(1, 5, dtype=torch.bool)
+    one_each = Segments(torch.ones(5, dtype=torch.int64))
 
     def expected_gradient(kind: str, sampler: Tensor) -> Tensor:
         log_probs = logits.log_softmax(-1)
-        loss = kl_loss(kind, log_probs[None], ref[None], sampler.detach()[None], everything)
-        return torch.autograd.grad((sampler.detach().exp() * loss[0]).sum(), logits)[0]
+        loss = kl_loss(kind, log_probs, ref, sampler.detach(), one_each)
+        return torch.autograd.grad((sampler.detach().exp() * loss).sum(), logits)[0]
 
     log_probs = logits.log_softmax(-1)
     reverse = (log_probs.exp() * (log_probs - ref)).sum()
@@ -123,8 +117,10 @@ def test_what_the_gradients_estimate_of_whole_sequences(seed: int) -> None:
 
     def expected(kind: str) -> Tensor:
         """∇ of E_rollout[Σ_t penalty_t], through the code that trains."""
-        loss = kl_loss(kind, log_probs_of(train), log_probs_of(ref), log_probs_of(rollout), MASK)
-        return torch.autograd.grad((sampler[:, None] * loss).sum(), train)[0]
+        columns = (log_probs_of(x)[MASK] for x in (train, ref, rollout))
+        unit = Segments(MASK.sum(1))
+        loss = kl_loss(kind, *columns, unit)
+        return torch.autograd.grad((unit.spread(sampler) * loss).sum(), train)[0]
 
     torch.testing.assert_close(expected("sequence"), wanted, rtol=1e-9, atol=1e-12)
     frozen = torch.autograd.grad(conditional, train)[0]
@@ -137,8 +133,8 @@ def test_what_the_gradients_estimate_of_whole_sequences(seed: int) -> None:
 @pytest.mark.parametrize("kind", ["k2", "k3"])
 def test_a_policy_near_the_reference_keeps_its_digits(kind: str, size: float) -> None:
     """In float32, as in training: π/π_ref − 1 is smaller than the rounding of π/π_ref."""
-    ref = torch.full((1, 1000), -1.0)
-    log_probs = ref + size * torch.randn(1, 1000, generator=torch.Generator().manual_seed(1))
+    ref = torch.full((1000,), -1.0)
+    log_probs = ref + size * torch.randn(1000, generator=torch.Generator().manual_seed(1))
     exact = kl_estimate(kind, log_probs.double(), ref.double())
     found = kl_estimate(kind, log_probs, ref)
     assert (found >= 0.0).all()
@@ -147,9 +143,9 @@ def test_a_policy_near_the_reference_keeps_its_digits(kind: str, size: float) ->
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_a_policy_far_from_the_reference_leaves_numbers(kind) -> None:
-    log_probs = torch.tensor([[-90.0, -1e-9]]).requires_grad_()
-    far = torch.tensor([[-1e-9, -90.0]])
-    values = kl_loss(kind, log_probs, far, far, torch.ones(1, 2, dtype=torch.bool))
+    log_probs = torch.tensor([-90.0, -1e-9]).requires_grad_()
+    far = torch.tensor([-1e-9, -90.0])
+    values = kl_loss(kind, log_probs, far, far, Segments(torch.tensor([2])))
     assert values.isfinite().all()
     assert torch.autograd.grad(values.sum(), log_probs)[0].isfinite().all()
 

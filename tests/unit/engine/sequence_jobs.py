@@ -17,7 +17,7 @@ from rlctl.errors import UsageError
 from rlctl.train.update import update
 from tests.flash_attention import use_flash
 from tests.models import tiny_model
-from tests.unit.train.updates import CASES, ROWS, batch_of, select, settings_of
+from tests.unit.train.updates import CASES, ROWS, batch_of, settings_of
 
 
 def a_model(attention: str = "sdpa"):
@@ -49,7 +49,7 @@ def trained(
     share = case.mini_rows // data.world_size
     starts = range(0, ROWS, case.mini_rows)
     mine = [start + data.rank * share + row for start in starts for row in range(share)]
-    batch = select(batch_of(a_model()), mine)
+    batch = batch_of(a_model()).pick(mine)
     with torch.no_grad():
         before = actor.policy(batch.inputs, sum_pi_squared=True)
     assert torch.equal(frozen.log_probs(batch.inputs), before.log_probs)

@@ -12,15 +12,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from rlctl.cli.app import run
 from rlctl.errors import UsageError
 from rlctl.track.open_run import find_runs, open_run, read_state
-from rlctl.track.rollouts import SCHEMA
 from rlctl.track.run_dir import note_in_environment, open_run_dir
+from tests.dumps import conversation, dumped, write
 
 Row = dict[str, Any]
 
@@ -118,6 +118,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from rlctl.track.run_dir import note_in_environment, open_run_dir
+from tests.dumps import conversation, dumped, write
 with open_run_dir(Path(sys.argv[1]), resume=True):
     print("held", flush=True)
     time.sleep(600)
@@ -224,21 +225,12 @@ def test_samples_show_the_gap(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         open_run(path).rollout_steps()
 
     def row(step: int, response: str, reward: float | None, *gaps: float) -> Row:
-        common = {
-            "policy_version": 0,
-            "group_id": 0,
-            "data_source": "t",
-            "prompt": "1+1=",
-            "ground_truth": "2",
-        }
-        lists = {"response_ids": [1] * len(gaps), "rollout_log_probs": [-1.0] * len(gaps)}
-        lists |= {"training_log_probs": [-1.0 + gap for gap in gaps], "rollout_is_weights": [1.0] * len(gaps)}
-        lists["keep_mask"] = [True] * len(gaps)
-        return common | lists | {"step": step, "response": response, "reward": reward, "truncated": False}
+        count, texts = len(gaps), {"data_source": "t", "prompt": "1+1=", "ground_truth": "2"}
+        trained, given = [-1.0 + gap for gap in gaps], {"response": response, "reward": reward} | texts
+        return dumped([1] * count, [-1.0] * count, trained, prompt_ids=[5, 6], step=step, **given)
 
     rows = [row(1, "old", 1.0, 0.5), row(2, "a", 1.0, 0.25, -0.25), row(2, "b\x1b[31m", None, -0.5, -0.25)]
-    (path / "rollouts").mkdir()
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path / "rollouts" / "rollouts-1-2.parquet")
+    write(path / "rollouts" / "rollouts-1-2.parquet", rows)
     assert run(["samples", str(path), "--sort", "gap"]) == 0
     out = capsys.readouterr().out
     assert "old" not in out
@@ -250,10 +242,31 @@ def test_samples_show_the_gap(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ("a", 0.0)
     ]
     rows = [row(3, "diverged", float("nan"), float("inf"))]
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path / "rollouts" / "rollouts-3-3.parquet")
+    write(path / "rollouts" / "rollouts-3-3.parquet", rows)
     assert run(["samples", str(path), "--json"]) == 0
     (each,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert (each["reward"], each["log_ratio"]) == ("NaN", "Infinity")
     assert run(["samples", str(path), "-s", "7"]) == 2
     assert "kept: steps 1 to 3" in capsys.readouterr().err
     assert run(["samples", str(path), "--sort", "up"]) == 2
+
+
+def test_samples_show_each_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(tmp_path / "a", ROWS, summary=DONE)
+    write(path / "rollouts" / "rollouts-1-1.parquet", [conversation(response="as graders read it", sequence=1)])
+    assert run(["samples", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "response     as graders read it" in out  # no tokenizer is known
+    assert "reward 1  3 tokens in 2 turns, sequence 2  log ρ -1.5000" in out
+    model = path / "checkpoints/step_000001/model"
+    model.mkdir(parents=True)
+    vocabulary = {chr(ord("a") + number): number for number in range(10)}
+    Tokenizer(WordLevel(vocabulary, unk_token="a")).save(str(model / "tokenizer.json"))
+    assert run(["samples", str(path)]) == 0
+    shown = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert shown[1:4] == [["turn", "1", "f", "g"], ["observation", "h"], ["turn", "2", "i"]]
+    assert run(["samples", str(path), "--json"]) == 0
+    (each,) = json.loads(capsys.readouterr().out)
+    assert each["turns"] == [
+        {"turn": 1, "text": "f g"}, {"turn": None, "text": "h"}, {"turn": 2, "text": "i"},
+    ]  # fmt: skip

@@ -4,86 +4,201 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rlctl.batch import Rollouts, TokenLists
+from rlctl.batch import Episode, Sequence, Task, TokenLists, Turn
 from rlctl.errors import RunFailure
 from rlctl.track import rollouts as module
-from rlctl.track.rollouts import SCHEMA, RolloutWriter, whole_groups
+from rlctl.track.open_run import RunRecord, log_ratios, spans
+from rlctl.track.rollouts import SCHEMA, RolloutWriter, read_part, whole_groups
 
 
-def batch(group_ids: list[int], length: int = 4) -> Rollouts:
-    """One row per group id; row i has (i mod length) + 1 response tokens."""
-    rows = len(group_ids)
-    mask = torch.arange(length) < (torch.arange(rows) % length + 1)[:, None]
-    responses = torch.arange(rows * length).reshape(rows, length)
-    ids = torch.cat([torch.zeros(rows, 2, dtype=torch.int64), responses], dim=1)
-    return Rollouts(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids, dtype=torch.bool),
-        position_ids=ids,
-        responses=responses,
-        response_mask=mask,
-        rollout_log_probs=torch.where(mask, -0.5 - responses / 100, 0.0),
-        finish_reason=(torch.arange(rows) % 2 == 0).to(torch.int8),
-        group_ids=torch.tensor(group_ids),
-        policy_version=torch.full((rows,), 7),
-        data_sources=("openai/gsm8k",) * rows,
-        ground_truths=tuple(str(i) for i in range(rows)),
-        prompt_texts=tuple(f"prompt {g}" for g in group_ids),
-        response_texts=tuple(f"antwort ü {i}" for i in range(rows)),
+def turn_of(first: int, count: int, *, kept: TokenLists | None = None) -> Turn:
+    """Tokens first, first + 1, …; their log-probs are −0.5 − token / 100."""
+    ids = torch.arange(first, first + count)
+    return Turn(ids, -0.5 - ids / 100, torch.full((count,), 7), "stop", kept)
+
+
+def batch(group_ids: list[int], length: int = 4) -> list[Episode]:
+    """One episode per group id; episode i has (i mod length) + 1 sampled tokens after two of the prompt."""
+    return [
+        Episode(
+            task=Task([98, 99], f"prompt {group}", group, data_source="openai/gsm8k", ground_truth=str(i)),
+            member=group_ids[:i].count(group),
+            sequences=(Sequence.of_turn([98, 99], turn_of(i * length, i % length + 1)),),
+            response=f"antwort ü {i}",
+            stop_reason="max_tokens" if i % 2 == 0 else "completed",
+        )
+        for i, group in enumerate(group_ids)
+    ]
+
+
+def conversation() -> Episode:
+    """Two turns with a tool's answer between them, and a second sequence that begins anew."""
+    first = Sequence(
+        token_ids=torch.tensor([1, 2, 10, 11, 3, 4, 20]),
+        sampled=torch.tensor([False, False, True, True, False, False, True]),
+        log_probs=torch.tensor([-0.1, -0.2, -0.3]),
+        versions=torch.tensor([5, 5, 6]),
+        turns=torch.tensor([0, 0, 1]),
     )
+    second = Sequence.of_turn([1, 9], turn_of(30, 2), number=2)
+    return Episode(Task([1, 2], "question", 4), 1, (first, second), "last answer", "completed")
 
 
-def add(writer: RolloutWriter, step: int, rollouts: Rollouts) -> None:
-    rows, length = rollouts.responses.shape
-    writer.add(
-        step,
-        rollouts,
-        torch.arange(rows, dtype=torch.float32),
-        torch.arange(rows) != 1,
-        (rollouts.rollout_log_probs - 0.25).to(torch.bfloat16).requires_grad_(),
-        torch.full((rows, length), 1.5),
-        torch.arange(length).expand(rows, length) != 1,
-    )
+def add(writer: RolloutWriter, step: int, episodes: list[Episode]) -> None:
+    rewards = [None if place == 1 else float(place) for place in range(len(episodes))]
+    counts = torch.tensor([episode.num_sampled for episode in episodes])
+    is_graded = torch.tensor([reward is not None for reward in rewards]).repeat_interleave(counts)
+    log_probs = torch.cat([s.log_probs for episode in episodes for s in episode.sequences])
+    places = torch.cat([torch.arange(len(s.log_probs)) for episode in episodes for s in episode.sequences])
+
+    def column(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(is_graded, values.float(), torch.nan)
+
+    columns = {
+        "training_log_probs": column(log_probs - 0.25).to(torch.bfloat16).requires_grad_(),
+        "rollout_is_weights": column(torch.full_like(log_probs, 1.5)),
+        "keep_mask": column(places != 1),
+    }
+    writer.add(step, episodes, rewards, columns)
+
+
+def written(where: Path, episodes: list[Episode], limit: int = -1, **options: bool) -> list[dict[str, object]]:
+    writer = RolloutWriter(where, limit, **options)
+    add(writer, 1, episodes)
+    writer.flush()
+    return ds.dataset(where / "rollouts").to_table().to_pylist()
 
 
 def test_read_back_with_plain_pyarrow(tmp_path: Path) -> None:
-    writer = RolloutWriter(tmp_path, -1)
-    rollouts = batch([3, 3, 5, 5, 5, 5])
-    add(writer, 1, rollouts)
-    writer.flush()
+    rows = written(tmp_path, batch([3, 3, 5, 5, 5, 5]))
     (path,) = (tmp_path / "rollouts").iterdir()
     assert path.name == "rollouts-000001-000001.parquet"
-    table = pq.read_table(path)
-    assert table.schema.equals(SCHEMA, check_metadata=False)
-    rows = table.to_pylist()
+    assert pq.read_schema(path).equals(SCHEMA, check_metadata=False)
     assert [row["group_id"] for row in rows] == [3, 3, 5, 5, 5, 5]
     assert [row["reward"] for row in rows] == [0.0, None, 2.0, 3.0, 4.0, 5.0]
-    assert [len(row["response_ids"]) for row in rows] == [1, 2, 3, 4, 1, 2]
+    assert [sum(row["sampled"]) for row in rows] == [1, 2, 3, 4, 1, 2]
     third = rows[2]
-    assert third["response_ids"] == [8, 9, 10]
-    assert third["rollout_log_probs"] == pytest.approx([-0.58, -0.59, -0.60])
-    assert third["training_log_probs"] == pytest.approx([-0.83, -0.84, -0.85], abs=4e-3)  # bfloat16
-    assert third["rollout_is_weights"] == [1.5] * 3
-    assert third["keep_mask"] == [True, False, True]
+    assert third["token_ids"] == [98, 99, 8, 9, 10]
+    assert third["sampled"] == [False, False, True, True, True]
+    assert third["turn"] == [-1, -1, 0, 0, 0]
+    assert third["versions"] == [-1, -1, 7, 7, 7]
+    assert third["rollout_log_probs"] == [None, None, *(pytest.approx(x) for x in (-0.58, -0.59, -0.60))]
+    assert third["training_log_probs"][2:] == pytest.approx([-0.83, -0.84, -0.85], abs=4e-3)  # bfloat16
+    assert third["rollout_is_weights"] == [None, None, 1.5, 1.5, 1.5]
+    assert third["keep_mask"] == [False, False, True, False, True]
     assert third["response"] == "antwort ü 2"
     assert (third["step"], third["policy_version"], third["truncated"]) == (1, 7, True)
+    assert (third["episode_id"], third["sequence"], third["num_turns"]) == ("1/5/0", 0, 1)
+    assert third["stop_reason"] == "max_tokens"
+    assert len({row["episode_id"] for row in rows}) == 6
+
+
+def test_an_episode_that_was_not_graded_was_not_trained_on(tmp_path: Path) -> None:
+    ungraded = written(tmp_path, batch([3, 3]))[1]
+    assert ungraded["rollout_log_probs"][2:] == pytest.approx([-0.54, -0.55])
+    assert ungraded["training_log_probs"] == ungraded["rollout_is_weights"] == [None] * 4
+    assert not any(ungraded["keep_mask"])
+    assert log_ratios(ungraded) == []
+
+
+def test_every_sequence_of_an_episode_is_a_row(tmp_path: Path) -> None:
+    first, second = written(tmp_path, [conversation()])
+    assert first["token_ids"] == [1, 2, 10, 11, 3, 4, 20]
+    assert first["turn"] == [-1, -1, 0, 0, -1, -1, 1]
+    assert first["versions"] == [-1, -1, 5, 5, -1, -1, 6]
+    assert (first["policy_version"], second["policy_version"]) == (5, 7)
+    assert (first["sequence"], second["sequence"]) == (0, 1)
+    assert first["num_turns"] == second["num_turns"] == 3
+    assert first["episode_id"] == second["episode_id"] == "1/4/1"
+    assert first["keep_mask"] == [False, False, True, False, False, False, True]
+    assert spans(first) == [(0, range(2, 4)), (-1, range(4, 6)), (1, range(6, 7))]
+    assert log_ratios(first) == pytest.approx([-0.25] * 3, abs=4e-3)
+
+
+def test_means_skip_what_was_not_sampled(tmp_path: Path) -> None:
+    written(tmp_path, [conversation()])
+    column = ds.dataset(tmp_path / "rollouts").to_table()["rollout_log_probs"]
+    assert pc.mean(column[0].values).as_py() == pytest.approx(-0.2)
+    pytest.importorskip("pandas")
+    frame = ds.dataset(tmp_path / "rollouts").to_table().to_pandas()
+    values, sampled = frame["rollout_log_probs"][0], frame["sampled"][0]
+    assert values[sampled].tolist() == pytest.approx([-0.1, -0.2, -0.3])
 
 
 def test_what_tokens_were_sampled_from_is_kept_with_them(tmp_path: Path) -> None:
-    writer = RolloutWriter(tmp_path, 3, exact_sampling=True)
-    rollouts = batch([3, 3, 5, 5])  # 1, 2, 3 and 4 tokens; whole groups of two at most
-    counts = rollouts.response_mask.int() * torch.tensor([2, 0, 1, 3], dtype=torch.int32)
-    ids = torch.arange(int(counts.sum()), dtype=torch.int32)
-    add(writer, 1, replace(rollouts, kept=TokenLists(counts, ids)))
-    writer.flush()
-    rows = ds.dataset(tmp_path / "rollouts").to_table().to_pylist()
-    assert [row["kept_ids"] for row in rows] == [[[0, 1]], [[2, 3], []]]
+    episodes = batch([3, 3, 5, 5])  # 1, 2, 3 and 4 tokens; whole groups of two at most
+    first = 0
+    for place, episode in enumerate(episodes):
+        counts = torch.tensor([2, 0, 1, 3][: place + 1], dtype=torch.int32)
+        kept = TokenLists(counts, torch.arange(first, first + int(counts.sum()), dtype=torch.int32))
+        first += int(counts.sum())
+        turn = turn_of(place * 4, place + 1, kept=kept)
+        episodes[place] = replace(episode, sequences=(Sequence.of_turn([98, 99], turn),))
+    rows = written(tmp_path, episodes, 3, exact_sampling=True)
+    assert [row["kept_ids"] for row in rows] == [[[], [], [0, 1]], [[], [], [2, 3], []]]
     assert RolloutWriter(tmp_path, 3, exact_sampling=True).discard_after(1) == []
+
+
+#: What version 1 wrote: one row per response, lists over the sampled tokens.
+VERSION_1 = pa.schema(
+    [
+        *(pa.field(name, pa.int64(), nullable=False) for name in ("step", "policy_version", "group_id")),
+        *(
+            pa.field(name, pa.string(), nullable=False)
+            for name in ("data_source", "prompt", "response", "ground_truth")
+        ),
+        pa.field("reward", pa.float32()),
+        pa.field("truncated", pa.bool_(), nullable=False),
+        pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
+        *(
+            pa.field(name, pa.list_(pa.float32()), nullable=False)
+            for name in ("rollout_log_probs", "training_log_probs", "rollout_is_weights")
+        ),
+        pa.field("keep_mask", pa.list_(pa.bool_()), nullable=False),
+    ],
+    metadata={"rlctl.rollouts": "1"},
+)
+
+
+def version_1(path: Path, steps: range) -> None:
+    """A part of an older run: groups 3 and 5 of two responses each, with 2, 0, 1 and 3 tokens."""
+    rows = []
+    for step in steps:
+        for place, count in enumerate((2, 0, 1, 3)):
+            row = {"step": step, "policy_version": step - 1, "group_id": 3 + 2 * (place // 2), "reward": 1.0}
+            row |= dict.fromkeys(("data_source", "prompt", "response", "ground_truth"), "x")
+            row |= dict.fromkeys(("rollout_log_probs", "training_log_probs"), [-1.0] * count)
+            row |= {"rollout_is_weights": [1.0] * count, "keep_mask": [True] * count}
+            rows.append(row | {"response_ids": list(range(count)), "truncated": place == 3})
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows, VERSION_1), path)
+
+
+def test_parts_of_version_1_are_read_as_those_of_version_2(tmp_path: Path) -> None:
+    version_1(tmp_path / "rollouts/rollouts-000001-000002.parquet", range(1, 3))
+    table = read_part(tmp_path / "rollouts/rollouts-000001-000002.parquet")
+    assert table.schema.equals(SCHEMA, check_metadata=True)
+    rows = table.to_pylist()
+    assert [row["episode_id"] for row in rows[:5]] == ["1/3/0", "1/3/1", "1/5/0", "1/5/1", "2/3/0"]
+    assert rows[3]["token_ids"] == [0, 1, 2]
+    assert rows[3]["sampled"] == [True] * 3
+    assert rows[7]["versions"] == [1, 1, 1]
+    assert [row["stop_reason"] for row in rows[2:4]] == ["completed", "max_tokens"]
+    writer = RolloutWriter(tmp_path, -1)
+    assert writer.discard_after(1) == []  # the run goes on
+    add(writer, 2, batch([0, 0]))
+    writer.flush()
+    record = RunRecord(tmp_path)
+    assert record.rollout_steps() == [1, 2]
+    assert [row["token_ids"] for row in record.rollouts(2).to_pylist()] == [[98, 99, 0], [98, 99, 4, 5]]
+    assert record.rollouts().num_rows == 6
 
 
 @pytest.mark.parametrize(
@@ -101,16 +216,14 @@ def test_groups_stay_whole(groups: list[int], limit: int, expected: list[int]) -
     assert whole_groups(groups, limit) == expected
 
 
-def test_empty_responses_and_nan(tmp_path: Path) -> None:
-    rollouts = batch([0, 0])
-    rollouts.response_mask[0] = False
-    rollouts.rollout_log_probs[1, 0] = math.nan
-    writer = RolloutWriter(tmp_path, -1)
-    add(writer, 1, rollouts)
-    writer.flush()
-    rows = ds.dataset(tmp_path / "rollouts").to_table().to_pylist()
-    assert rows[0]["response_ids"] == []
-    assert math.isnan(rows[1]["rollout_log_probs"][0])
+def test_empty_sequences_and_nan(tmp_path: Path) -> None:
+    empty, other = batch([0, 0])
+    empty = replace(empty, sequences=(Sequence.of_turn([98], turn_of(0, 0)),))
+    broken = replace(other.sequences[0], log_probs=torch.tensor([math.nan, -1.0]))
+    rows = written(tmp_path, [empty, replace(other, sequences=(broken,))])
+    assert (rows[0]["token_ids"], rows[0]["policy_version"], rows[0]["sampled"]) == ([98], None, [False])
+    assert spans(rows[0]) == []
+    assert math.isnan(rows[1]["rollout_log_probs"][2])
 
 
 def test_none_wanted_none_written(tmp_path: Path) -> None:

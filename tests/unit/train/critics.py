@@ -12,7 +12,7 @@ from rlctl.engine.values import ValueModule
 from rlctl.train.settings import CriticSettings
 from rlctl.train.update_critic import update_critic
 from tests.models import replaced, tiny_batch, tiny_model
-from tests.unit.train.updates import HORIZON, ROWS, Micro, select, sizes_of
+from tests.unit.train.updates import HORIZON, ROWS, Micro, sizes_of
 
 LENGTHS = [6, 1, 3, 0, 5, 2, 6, 4, 1, 3, 6, 2, 4, 5, 1, 3]
 UNGRADED = 9
@@ -97,6 +97,6 @@ def invariance(ranks: Ranks, plan: list[tuple[str, Micro]]):
             grad_clip=1.0,
         )
         settings = settings_of(name, **sizes_of(micro), world_size=ranks.world_size)
-        metrics = update_critic(select(batch_of(), mine), critic, ranks, settings, lr_of, 0)
+        metrics = update_critic(batch_of().pick(mine), critic, ranks, settings, lr_of, 0)
         found[name, micro] = (metrics, {n: t.detach().clone() for n, t in critic.weights()})
     return found

@@ -14,7 +14,7 @@ from rlctl.train.guardrails import Guardrails
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.update import update
 from tests.models import naive_log_probs, replaced, tiny_model
-from tests.unit.train.updates import BYPASS, REINFORCE, ROWS, batch_of, select, settings_of
+from tests.unit.train.updates import BYPASS, REINFORCE, ROWS, batch_of, settings_of
 
 MINI = 4
 #: The mini-batch whose rollouts come from a policy far away.
@@ -46,7 +46,7 @@ def skipping(ranks: Ranks, micro: int):
     batch = replaced(batch, rollout_log_probs=own - shift, old_log_probs=own - shift)
     share = MINI // ranks.world_size
     parts = [
-        select(batch, [start + ranks.rank * share + row for row in range(share)])
+        batch.pick([start + ranks.rank * share + row for row in range(share)])
         for start in range(0, ROWS, MINI)
     ]
     correction = BYPASS | REINFORCE | {"rollout_is": "sequence"}

@@ -26,7 +26,6 @@ from tests.unit.train.updates import (
     PlainEngine,
     alone,
     batch_of,
-    select,
     settings_of,
 )
 
@@ -305,7 +304,7 @@ def test_bad_sequence_weighs_as_much_as_a_rejected_one(mode) -> None:
     poisoned = batch.rollout_log_probs.clone()
     poisoned[5] = math.nan
     with_bad = replaced(batch, rollout_log_probs=poisoned)
-    without = select(batch, [row for row in range(ROWS) if row != 5])
+    without = batch.pick([row for row in range(ROWS) if row != 5])
     correction = mode | {"rollout_is": "sequence", "loss_denominator": "after_rejection"}
     _, bad, _ = updated(correction, with_bad)
     _, clean, _ = updated(correction, without, mini_rows=ROWS - 1)
@@ -346,7 +345,7 @@ def test_ungraded_sample_is_as_if_it_were_not_there(name: str, micro: int) -> No
     ungraded = replaced(batch, sample_mask=graded, advantages=wild)
     others = [row for row in range(ROWS) if row != 7]
     got, engine, _ = updated(case.correction, ungraded, micro_rows=micro, **case.options)
-    wanted, clean, _ = updated(case.correction, select(batch, others), micro_rows=micro, **case.options)
+    wanted, clean, _ = updated(case.correction, batch.pick(others), micro_rows=micro, **case.options)
     assert got.metrics.keys() == wanted.metrics.keys()
     for key, value in wanted.metrics.items():
         assert got.metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from rlctl.batch import ModelInputs, TokenLists, TrainBatch
+from rlctl.batch import ModelInputs, TokenBatch, TokenLists
 from rlctl.engine.deepspeed import DeepSpeedEngine
-from rlctl.engine.log_probs import PolicyModule
+from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.protocol import PolicyOutput, StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.update import update
-from tests.models import replaced, tiny_batch, tiny_model
+from tests.models import tiny_batch, tiny_model
 from tests.properties.batches import loss_rule
 
 ROWS, HORIZON = 16, 6
@@ -51,13 +52,14 @@ class Case:
     terms: dict[str, object] = field(default_factory=dict)
     zero_advantage: tuple[int, ...] = ()
 
-    def batch(self, model, seed: int = 3) -> TrainBatch:
+    def batch(self, model, seed: int = 3) -> TokenBatch:
         """All rows."""
         batch = batch_of(model, seed=seed)
-        advantages = batch.advantages.clone()
-        advantages[list(self.zero_advantage)] = 0.0
+        is_zero = torch.zeros(batch.num_episodes, dtype=torch.bool)
+        is_zero[list(self.zero_advantage)] = True
+        advantages = batch.advantages.masked_fill(batch.units.episode.spread(is_zero), 0.0)
         most_likely = lists_of(model, batch, self.correction.get("score_centering"))
-        return replaced(batch, advantages=advantages, most_likely=most_likely)
+        return replace(batch, advantages=advantages, most_likely=most_likely)
 
     @property
     def options(self) -> dict[str, object]:
@@ -165,18 +167,19 @@ CENTERED = {
 }
 
 
-def lists_of(model, batch: TrainBatch, count: object) -> TokenLists | None:
+def lists_of(model, batch: TokenBatch, count: object) -> TokenLists | None:
     """The `count` most likely tokens of a sampler that is a little away from the model."""
     if count is None:
         return None
+    lengths, logits = batch.lengths.tolist(), []
     with torch.no_grad():
-        logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long()).logits
-    logits = logits[:, -HORIZON - 1 : -1].float()
-    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
-    highest = (logits + 0.5 * noise).log_softmax(-1).topk(int(str(count)))
-    mask = batch.response_mask
-    ids, log_probs = highest.indices[mask].flatten().int(), highest.values[mask].flatten()
-    return TokenLists(mask.int() * int(str(count)), ids, log_probs)
+        for ids, sampled in zip(batch.token_ids.split(lengths), batch.sampled.split(lengths), strict=True):
+            logits.append(model(input_ids=ids[None]).logits[0, :-1][sampled[1:]].float())
+    together = torch.cat(logits)
+    noise = torch.randn(together.shape, generator=torch.Generator().manual_seed(5))
+    highest = (together + 0.5 * noise).log_softmax(-1).topk(int(str(count)))
+    counts = torch.full((len(together),), int(str(count)), dtype=torch.int32)
+    return TokenLists(counts, highest.indices.flatten().int(), highest.values.flatten())
 
 
 def settings_of(
@@ -184,7 +187,7 @@ def settings_of(
     agg_mode: str = "token-mean",
     epochs: int = 1,
     mini_rows: int = ROWS,
-    micro_rows: int = ROWS,
+    micro_sequences: int = ROWS,
     max_nonfinite_fraction: float = 0.1,
     numbers: dict[str, object] | None = None,
     **terms: object,
@@ -198,39 +201,26 @@ def settings_of(
         agg_mode=agg_mode,
         horizon=HORIZON,
         ppo_epochs=epochs,
-        mini_rows=mini_rows,
-        micro_rows=micro_rows,
+        mini_groups=mini_rows,
+        num_minis=ROWS // mini_rows,
+        micro_sequences=micro_sequences,
         max_nonfinite_fraction=max_nonfinite_fraction,
         centers_scores=spec.score_centering is not None,
         **terms,
     )
 
 
-def batch_of(model, rows: int = ROWS, seed: int = 3) -> TrainBatch:
-    """Old and reference policy are each a little away from the model's own."""
+def batch_of(model, rows: int = ROWS, seed: int = 3) -> TokenBatch:
+    """Old and reference policy are each a little away from the model's own; every row is its own group."""
     batch = tiny_batch(model, rows, seed=seed, horizon=HORIZON, gap=0.3)
-    noise = torch.randn(rows, HORIZON, generator=torch.Generator().manual_seed(1000 + seed))
-    ref = batch.old_log_probs + 0.3 * torch.where(batch.response_mask, noise, 0.0)
-    return replaced(batch, ref_log_probs=ref)
+    noise = torch.randn(len(batch.old_log_probs), generator=torch.Generator().manual_seed(1000 + seed))
+    return replace(batch, ref_log_probs=batch.old_log_probs + 0.3 * noise)
 
 
-def select(batch: TrainBatch, rows: list[int]) -> TrainBatch:
-    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    return TrainBatch(**{name: None if x is None else x[rows] for name, x in tensors.items()})
+def by_row(batch: TokenBatch, column: torch.Tensor) -> Sequence[torch.Tensor]:
+    """A column (M,) as one tensor per row."""
+    return column.split(batch.units.episode.lengths.tolist())
 
-
-_PROBED: dict[type, tuple[bool, bool, bool]] = {}
-
-
-def _module_of(model) -> PolicyModule:
-    """What a class of models is able to is found out once: it takes as long as an update."""
-    known = _PROBED.get(type(model))
-    module = PolicyModule(model, 1.0, share_prompts=known is None, probe=known is None)
-    if known:
-        module.head.is_linear, module.packs, module.shares_prompts = known
-        module._is_probed = True
-    _PROBED[type(model)] = (module.head.is_linear, module.packs, module.shares_prompts)
-    return module
 
 
 class PlainEngine:
@@ -240,15 +230,18 @@ class PlainEngine:
 
     def __init__(self, model) -> None:
         self.model = model
-        self.module = _module_of(model)
+        self.module = PolicyModule(model, 1.0)
         self.gradient: dict[str, torch.Tensor] = {}
         self.num_forwards = 0
         #: For each backward pass, whether it was marked as the last one before the step.
         self.last: list[bool] = []
 
+    def plan(self, passes: Sequence[ModelInputs]) -> str:
+        return "as it is"
+
     def policy(self, inputs: ModelInputs, *, entropy_grad=False, sum_pi_squared=False) -> PolicyOutput:
         self.num_forwards += 1
-        return PolicyOutput(*self.module(inputs, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared))
+        return policy_output(self.module, inputs, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         self.last.append(last)
@@ -274,8 +267,8 @@ def alone() -> Ranks:
 def sizes_of(micro: Micro) -> dict[str, int | None]:
     """Arguments of `settings_of`."""
     if isinstance(micro, str):
-        return {"micro_rows": 1, "micro_tokens": int(micro.removesuffix(" tokens"))}
-    return {"micro_rows": micro, "micro_tokens": None}
+        return {"micro_sequences": 1, "micro_tokens": int(micro.removesuffix(" tokens"))}
+    return {"micro_sequences": micro, "micro_tokens": None}
 
 
 def invariance(ranks: Ranks, plan: list[tuple]):
@@ -301,15 +294,15 @@ def one_update(ranks: Ranks, name: str, micro: Micro, stage: int = 0, dtype: tor
         betas=(0.9, 0.999),
         grad_clip=1.0,
     )
-    batch = select(case.batch(tiny_model()), mine)
+    batch = case.batch(tiny_model()).pick(mine)
     settings = settings_of(
-        case.correction, epochs=case.epochs, mini_rows=share, **sizes_of(micro), **case.options
+        case.correction, epochs=case.epochs, mini_rows=mini, **sizes_of(micro), **case.options
     )
     outcome = update(batch, actor, ranks, settings, lambda number: 2e-3 * (number + 1), 0)
     return {
         "metrics": outcome.metrics,
         "num_updates": outcome.num_updates,
         "rows": mine,
-        "seen": (outcome.dumped.training_log_probs, outcome.dumped.weights, outcome.dumped.keep_mask),
+        "seen": [by_row(batch, x) for x in (outcome.seen.training_log_probs, outcome.seen.weights, outcome.seen.keep)],
         "weights": {n: t.detach().float().clone() for n, t in actor.weights()},
     }

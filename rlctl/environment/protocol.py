@@ -7,14 +7,14 @@ wrapped (`rlctl.environment.build`). Imports no torch, because the spec loads it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlctl.errors import RlctlError
 
 if TYPE_CHECKING:
-    from rlctl.batch import Episode, Task, Turn
+    from rlctl.batch import Task, Turn
     from rlctl.rollout.protocol import Sampling
     from rlctl.spec.environment import EnvironmentSpec
 
@@ -35,10 +35,13 @@ class EnvironmentFault(RlctlError):
 
 
 class Sampler(Protocol):
-    """Samples the turns of one episode; created by `run_episodes`, which counts turns and tokens."""
+    """Samples the turns of one episode, and records their tokens; created by `run_episodes`."""
 
     async def sample(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Turn:
         """The next turn after these tokens, of at most `max_tokens` and what is left of the episode's limits.
+
+        Tokens in, tokens out: where `token_ids` begins with all tokens of the episode so far, the sequence
+        continues; otherwise, as after a summary of the context, a new sequence of the episode begins.
 
         Raises:
             LimitReached: a limit of the episode allows no further turn.
@@ -53,16 +56,35 @@ class LimitReached(Exception):
         self.reason = reason
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an environment says of an episode; its tokens are recorded by the sampler.
+
+    Attributes:
+        response: text that graders read.
+        reward: of the environment itself, added to the graders'; None: it gives none.
+        turn_rewards: one per turn, at its last token; empty: none. They add to the score.
+        stop_reason: one of `STOP_REASONS`.
+        messages: the conversation, for display.
+        metrics: numbers of the episode, logged as means `episode/NAME`.
+    """
+
+    response: str
+    reward: float | None = None
+    turn_rewards: Sequence[float] = ()
+    stop_reason: str = "completed"
+    messages: tuple[Mapping[str, Any], ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
 class Environment(Protocol):
     """Turns tasks into episodes; several run at once in one thread, as coroutines."""
 
-    async def run(self, task: Task, sampler: Sampler) -> Episode:
-        """One episode; its `member` is set by the caller.
+    async def run(self, task: Task, sampler: Sampler) -> Outcome:
+        """One episode. `LimitReached` may pass through: the episode then has no response and no reward.
 
         Raises:
             EnvironmentFault: see there.
-            LimitReached: may pass through; the caller then has no episode, so an environment catches it and
-                returns what there is, with this stop reason.
         """
 
     def close(self) -> None:

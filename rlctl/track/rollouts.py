@@ -315,7 +315,9 @@ def current(table: pa.Table) -> pa.Table:
 
     def constant(value: Any) -> pa.ListArray:
         values = np.repeat(np.broadcast_to(value, len(table)), lengths)
-        return pa.ListArray.from_arrays(pa.array([0, *lengths.cumsum().tolist()], pa.int32()), pa.array(values))
+        return pa.ListArray.from_arrays(
+            pa.array([0, *lengths.cumsum().tolist()], pa.int32()), pa.array(values)
+        )
 
     seen: Counter[tuple[int, int]] = Counter()
     members = []
@@ -338,7 +340,9 @@ def current(table: pa.Table) -> pa.Table:
         found["versions"] = constant(table["policy_version"].to_numpy())
     for name, values in found.items():
         kind = SCHEMA.field(name).type
-        table = table.append_column(SCHEMA.field(name), pa.array(values, kind) if isinstance(values, list) else values.cast(kind))
+        table = table.append_column(
+            SCHEMA.field(name), pa.array(values, kind) if isinstance(values, list) else values.cast(kind)
+        )
     order = [name for name in (*SCHEMA.names, KEPT.name) if name in table.column_names]
     fields = [KEPT if name == KEPT.name else SCHEMA.field(name) for name in order]
     return table.select(order).cast(pa.schema(fields, SCHEMA.metadata))

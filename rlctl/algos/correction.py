@@ -53,7 +53,8 @@ class LogRatio:
     def copied(self) -> LogRatio:
         """A copy whose tensors can be changed."""
         given = {part.name: getattr(self, part.name) for part in fields(self)}
-        return replace(self, **{name: x.clone() for name, x in given.items() if isinstance(x, Tensor)})
+        copies: dict[str, Any] = {name: x.clone() for name, x in given.items() if isinstance(x, Tensor)}
+        return replace(self, **copies)
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,14 @@ def correct(
     """
     check_inputs(log_probs, rollout_log_probs, units, rules, advantages, age)
     unit, all_units = rules.segments(units, "sequence"), units
-    columns = [log_probs - rollout_log_probs, log_probs, rollout_log_probs, advantages, age]
-    total = unit.sum(columns[0])
-    nonfinite = ~total.isfinite()
-    inside = None
+    gap, train, rollout = log_probs - rollout_log_probs, log_probs, rollout_log_probs
+    total = unit.sum(gap)
+    nonfinite, inside = ~total.isfinite(), None
     if nonfinite.any():  # their tokens are left out of everything below
         inside = unit.spread(~nonfinite)
-        columns = [None if x is None else x[inside] for x in columns]
+        gap, train, rollout = gap[inside], train[inside], rollout[inside]
+        advantages, age = (None if x is None else x[inside] for x in (advantages, age))
         units, total = units.kept(inside), torch.where(nonfinite, 0.0, total)
-    gap, train, rollout, advantages, age = columns
     gap = gap.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     log_ratio = LogRatio(
         gap, total, train, rollout, units, rules.segments(units, "sequence"), advantages, age
@@ -214,7 +214,7 @@ _Result = tuple[Tensor, Tensor, Tensor, Tensor, Segments | None]
 
 def _checked(log_ratio: LogRatio, rule: RejectRule, rules: CorrectionRules) -> _Result:
     segments = None if rule.scope == "token" else rules.segments(log_ratio.units, rule.scope)
-    if rule.reduction == "none" or rule.reduction == "given":
+    if rule.reduction in {"none", "given"}:
         values = _evaluated(REJECTION_CRITERIA, rule.statistic, log_ratio, rule.params, rules)
     elif segments is not None and rule.statistic == "ratio" and rule.reduction != "max":
         log_sum = segments.sum(log_ratio.train - log_ratio.rollout)  # product, or geometric mean

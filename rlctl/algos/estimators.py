@@ -97,7 +97,7 @@ class Estimate:
 def estimate(name: str, inputs: AdvantageInputs) -> Estimate:
     """What the registered estimator of that name returns, with one advantage per sampled token.
 
-    A tensor that has the length of both is (E,).
+    A plain tensor is (E,), one advantage per episode; one per token is an `Estimate`.
 
     Raises:
         RunFailure: the estimator returns a wrong shape, no target values for the critic, or NaN or infinite
@@ -107,8 +107,8 @@ def estimate(name: str, inputs: AdvantageInputs) -> Estimate:
     found = part.function(inputs)
     per_episode, per_token = inputs.group_ids.shape, inputs.token_rewards.shape
     if not isinstance(found, Estimate):
-        ADVANTAGE_ESTIMATORS.check_returned(name, found, per_episode, per_token)
-        found = Estimate(inputs.unit.spread(found) if found.shape == per_episode else found)
+        ADVANTAGE_ESTIMATORS.check_returned(name, found, per_episode)
+        found = Estimate(inputs.unit.spread(found))
     ADVANTAGE_ESTIMATORS.check_returned(name, found.advantages, per_token)
     if found.returns is not None:
         ADVANTAGE_ESTIMATORS.check_returned(f"{name} (returns)", found.returns, per_token)
@@ -355,9 +355,3 @@ def has_spread(scores: Tensor, group_ids: Tensor) -> Tensor:
 def spread_probability(rate: float, n: int) -> float:
     """Probability that the rewards of n responses differ, if each is 1 with probability `rate`, else 0."""
     return 1.0 - rate**n - (1.0 - rate) ** n
-
-
-def zero_spread(scores: Tensor, group_ids: Tensor) -> tuple[int, int]:
-    """Numbers of groups whose rewards are equal (no signal), and of groups; arguments as of `has_spread`."""
-    flat = group_ids[~has_spread(scores, group_ids)]
-    return len(torch.unique(flat)), len(torch.unique(group_ids))

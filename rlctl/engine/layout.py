@@ -357,8 +357,8 @@ class Reader:
 
 
 def choose_layout(packed: float, padded: float) -> Layout:
-    """The layout that costs less."""
-    return "packed" if packed <= padded else "padded"
+    """The layout that costs less; of equal ones the padded one, because rows without padding need no mask."""
+    return "packed" if packed < padded else "padded"
 
 
 def states_of(body: Any, rows: Rows) -> Tensor:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlctl.algos.segments import Segments
-from rlctl.batch import TokenBatch, TokenLists
+from rlctl.batch import LEVELS, TokenBatch, TokenLists
 from rlctl.engine.ranks import Ranks
 
 #: Largest share of a rank in a mini-batch, relative to the mean, at which groups are kept together.
@@ -134,9 +135,9 @@ def _moved(batch: TokenBatch, ranks: Ranks, every: list[Dealt], takers: list[lis
         arrived = torch.cat(ranks.all_to_all(log_probs, totals)) if log_probs else None
         return TokenLists(torch.cat(counts), torch.cat(ids), arrived)
 
-    columns = {}
+    columns: dict[str, Any] = {}
     for part in fields(TokenBatch):
-        values, of = [getattr(one, part.name) for one in outgoing], part.metadata["of"]
+        values, of = [getattr(one, part.name) for one in outgoing], LEVELS.get(part.name, "sampled")
         if values[0] is None:
             columns[part.name] = None
         elif isinstance(values[0], TokenLists):

@@ -149,7 +149,7 @@ def names_of(batch: TokenBatch, outcome: Updated) -> list[str]:
     """Group and member of this rank's responses with NaN or infinite log-probs, as `3/0`."""
     responses = outcome.seen.nonfinite.nonzero().squeeze(1)
     episodes = responses if len(outcome.seen.nonfinite) == batch.num_episodes else batch.owners[responses]
-    return [f"{batch.group_ids[place]}/{batch.members[place]}" for place in episodes.unique()]
+    return [f"{batch.group_ids[place]}/{batch.members[place]}" for place in sorted(set(episodes.tolist()))]
 
 
 def dump(run: Run, step: int, graded: Graded, batch: TokenBatch, outcome: Updated) -> None:
@@ -168,14 +168,15 @@ def dump(run: Run, step: int, graded: Graded, batch: TokenBatch, outcome: Update
         for episode, score, ok in zip(graded.episodes, scores, valid, strict=True)
         if episode.task.group_id < count
     ]
-    seen, found = outcome.seen, {}
+    seen, found = outcome.seen, dict[tuple[int, int], Tensor]()
     columns = torch.stack([seen.training_log_probs, seen.weights, seen.keep.float()]).cpu()
     keys = zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True)
-    tokens = columns.split(batch.units.episode.lengths.tolist(), 1)
+    tokens = torch.split(columns, batch.units.episode.lengths.tolist(), 1)
     for key, part in zip(keys, tokens, strict=True):
         if key[0] < count:
             found[key] = part
-    episodes, trained = run.ranks.exchange(mine), dict(run.data_ranks.exchange(list(found.items())))
+    episodes = run.ranks.exchange(mine)
+    trained: dict[tuple[int, int], Tensor] = dict(run.data_ranks.exchange(list(found.items())))
     if run.rollout_writer:
         episodes.sort(key=lambda pair: (pair[0].task.group_id, pair[0].member))
 

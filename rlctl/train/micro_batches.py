@@ -63,7 +63,7 @@ def in_passes(
     max_tokens: int | None,
     ranks: Ranks,
 ) -> Tensor:
-    """Outputs of `model` for all tokens, one part at a time, without gradient: (M, …) in the order of the batch."""
+    """Outputs of `model` for all tokens, part by part, without gradient: (M, …) in the order of the batch."""
     parts, found = micro_batches(batch, sequences, max_tokens), []
     for part in in_step([batch.pick(episodes) for episodes in parts], ranks):
         output = model(part.inputs if part else idle_inputs(batch.token_ids.device))

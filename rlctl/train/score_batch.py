@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rlctl.algos.correction import clamped_exp
-from rlctl.algos.estimators import AdvantageInputs, Estimate
+from rlctl.algos.estimators import AdvantageInputs, Estimate, estimate
 from rlctl.algos.kl import KLController, kl_estimate
 from rlctl.algos.segments import Segments
 from rlctl.algos.sums import Moments, moments
@@ -41,7 +41,7 @@ def train_batch(spec: RunSpec, ranks: Ranks, graded: Graded, policy_version: int
     """
     chosen = graded.valid.nonzero().squeeze(1).tolist()
     batch = TokenBatch.of([graded.episodes[place] for place in chosen], ranks.device)
-    baseline = graded.baseline and graded.baseline.scores[chosen].to(ranks.device)
+    baseline = None if graded.baseline is None else graded.baseline.scores[chosen].to(ranks.device)
     rewards = _at_last_token(graded.rewards.scores[chosen].to(ranks.device), batch.units.episode)
     batch = replace(
         batch,
@@ -83,14 +83,16 @@ def score_batch(run: Run, batch: TokenBatch, timer: StepTimer) -> TokenBatch:
     batch = _with_policy(run, batch, timer)
     if run.ref is not None:
         with timer("ref"):
-            batch = replace(batch, ref_log_probs=in_passes(run.ref.log_probs, batch, *sizes))
-        if not batch.ref_log_probs.isfinite().all():
+            found = in_passes(run.ref.log_probs, batch, *sizes)
+        batch = replace(batch, ref_log_probs=found)
+        if not found.isfinite().all():
             raise RunFailure("the reference policy gives NaN or infinite log-probs", where="ref.path")
     if run.critic is not None:
         sizes = spec.critic_micro_batch_size, spec.critic_max_token_len, ranks
         with timer("values"):
-            batch = replace(batch, values=in_passes(run.critic.values, batch, *sizes))
-        if not batch.values.isfinite().all():
+            found = in_passes(run.critic.values, batch, *sizes)
+        batch = replace(batch, values=found)
+        if not found.isfinite().all():
             raise RunFailure(
                 "the critic's values are NaN or infinite",
                 fix="lower critic.lr, and resume from an earlier checkpoint",
@@ -170,7 +172,7 @@ def with_advantages(batch: TokenBatch, algorithm: AlgorithmSpec, ranks: Ranks) -
             advantages (on all ranks).
     """
     whole, mine = _whole_batch(batch, ranks)
-    found = estimate(whole, algorithm)
+    found = estimated(whole, algorithm)
     tokens = whole.units.episode.entries_of(mine)
     advantages = found.advantages[tokens] * batch.units.episode.spread(batch.prompt_weights)
     returns = None if found.returns is None else found.returns[tokens]
@@ -193,7 +195,9 @@ def _whole_batch(batch: TokenBatch, ranks: Ranks) -> tuple[TokenBatch, Tensor]:
     )
     if ranks.world_size > 1:
         columns = {part.name: getattr(reduced, part.name) for part in fields(TokenBatch)}
-        gathered = {name: x if x is None else ranks.all_gather(x) for name, x in columns.items()}
+        gathered: dict[str, Any] = {
+            name: x if x is None else ranks.all_gather(x) for name, x in columns.items()
+        }
         counts = ranks.all_gather(reduced.sequences_of_episodes.lengths)
         reduced = replace(TokenBatch(**gathered), owners=Segments(counts).index)
     keys = list(zip(reduced.group_ids.tolist(), reduced.members.tolist(), strict=True))
@@ -204,39 +208,22 @@ def _whole_batch(batch: TokenBatch, ranks: Ranks) -> tuple[TokenBatch, Tensor]:
     return reduced.pick(order), mine
 
 
-def estimate(batch: TokenBatch, algorithm: AlgorithmSpec) -> Estimate:
+def estimated(batch: TokenBatch, algorithm: AlgorithmSpec) -> Estimate:
     """Advantages (M,) by `algorithm.adv_estimator`, from a whole batch; raises as `with_advantages`."""
-    part, units = ADVANTAGE_ESTIMATORS.part(algorithm.adv_estimator), batch.units
+    part = ADVANTAGE_ESTIMATORS.part(algorithm.adv_estimator)
     assert batch.rewards is not None
-    found = part.function(
-        AdvantageInputs(
-            token_rewards=batch.rewards,
-            units=units,
-            group_ids=batch.group_ids,
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            divide_by_std=algorithm.norm_adv_by_std_in_grpo,
-            gamma_per=algorithm.gamma_per,
-            values=batch.values,
-            baseline_scores=batch.baseline_scores,
-            score_norms=batch.score_norms,
-            sequence_weights=batch.sequence_weights,
-            params=params_of(part, algorithm.adv_params),
-        )
+    inputs = AdvantageInputs(
+        token_rewards=batch.rewards,
+        units=batch.units,
+        group_ids=batch.group_ids,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        divide_by_std=algorithm.norm_adv_by_std_in_grpo,
+        gamma_per=algorithm.gamma_per,
+        values=batch.values,
+        baseline_scores=batch.baseline_scores,
+        score_norms=batch.score_norms,
+        sequence_weights=batch.sequence_weights,
+        params=params_of(part, algorithm.adv_params),
     )
-    result = found if isinstance(found, Estimate) else Estimate(found)
-    advantages, shapes = result.advantages, ((batch.num_episodes,), tuple(batch.rewards.shape))
-    ADVANTAGE_ESTIMATORS.check_returned(part.name, advantages, *shapes)
-    if result.returns is not None:
-        ADVANTAGE_ESTIMATORS.check_returned(f"{part.name} (returns)", result.returns, shapes[1])
-    elif "values" in part.needs:
-        what = f"advantage estimator {part.name} returned no target values for the critic"
-        fix = "return Estimate(advantages, returns)"
-        raise RunFailure(what, where=ADVANTAGE_ESTIMATORS.key, fix=fix)
-    if len(advantages) == batch.num_episodes:  # if there are as many tokens, each episode has one
-        advantages = units.episode.spread(advantages)
-    bad = units.episode.any(~advantages.isfinite())
-    if num_bad := int(bad.sum()):
-        what = f"advantage estimator {part.name} gives NaN or infinite advantages to {num_bad} responses"
-        raise RunFailure(what, fix="for example, do not divide by a deviation of 0")
-    return Estimate(advantages.float(), result.returns)
+    return estimate(part.name, inputs)

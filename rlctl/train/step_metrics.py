@@ -64,12 +64,12 @@ def episode_sums(graded: Graded, policy_version: int, max_prompt_length: int) ->
         ),
         "timeouts": number(sum(rewards.timeouts.values())),
         "groups": number(len(graded.groups)),
-        "flat_groups": number(len(graded.groups) - len(groups[spread].unique())),
+        "flat_groups": number(len(graded.groups) - len(set(groups[spread].tolist()))),
     }
 
 
 def token_sums(batch: TokenBatch) -> Sums:
-    """Moments over the episodes that this rank trains on: `reward`, and per token `advantage`, `value`, `return`."""
+    """Moments of what this rank trains on: `reward` per episode, `advantage`, `value`, `return` per token."""
     assert batch.rewards is not None
     assert batch.advantages is not None
     sums = moments("reward", batch.units.episode.sum(batch.rewards)) | moments("advantage", batch.advantages)

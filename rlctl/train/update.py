@@ -105,9 +105,10 @@ class _MiniResult:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A micro-batch, and the indices of its tokens (m,) and responses (r,) in its mini-batch."""
+    """A micro-batch, and the indices of its episodes, tokens and responses in its mini-batch."""
 
     batch: TokenBatch
+    episodes: Tensor
     tokens: Tensor
     responses: Tensor
 
@@ -141,6 +142,7 @@ class MiniBatch:
         parts = [
             _Part(
                 batch.pick(episodes),
+                episodes,
                 batch.units.episode.entries_of(episodes),
                 _responses(batch, episodes, settings),
             )
@@ -152,7 +154,7 @@ class MiniBatch:
         without = 0
         if no_gradient is not None and num_passes > 1:
             # The step needs the backward pass of the last one.
-            flags = [not bool((part.batch.advantages != 0.0).any()) for part in parts]
+            flags = [bool(no_gradient[part.episodes].all()) for part in parts]
             flags += [True] * (num_passes - len(parts))
             without = -int(ranks.max(-float([*flags[:-1], False].index(False))))
         idle = idle_inputs(batch.token_ids.device)
@@ -176,7 +178,7 @@ class MiniBatch:
     def joined(self, outputs: list[tuple[_Part | None, PolicyOutput]], name: str) -> Tensor:
         """A field (m, …) of all outputs as (M, …), in the order of the batch, detached."""
         found = [(part.tokens, getattr(output, name).detach()) for part, output in outputs if part]
-        like = getattr(outputs[0][1], name)
+        like: Tensor = getattr(outputs[0][1], name)
         whole = like.new_empty((len(self.batch.rollout_log_probs), *like.shape[1:])).detach()
         for tokens, values in found:
             whole[tokens] = values
@@ -221,8 +223,8 @@ def _known(mini: MiniBatch, fixed: Correction | None) -> _Known:
         scales = mini.actor.scales_gradients and settings.scales_with_statistics
         if mini.num_passes > 1 and (scales or not settings.needs_batch_statistics):
             lengths = settings.rules.segments(batch.units, "sequence").lengths
-            counts = ranks.sum([float(lengths.sum()), float((lengths > 0).sum())])
-            return _Known(BatchNormalizers(*counts, factor=1.0, loss=loss))
+            tokens, responses = ranks.sum([float(lengths.sum()), float((lengths > 0).sum())])
+            return _Known(BatchNormalizers(tokens, responses, 1.0, loss))
         with torch.set_grad_enabled(mini.num_passes == 1):
             found = list(mini.outputs())
         outputs = found if mini.num_passes == 1 else None
@@ -234,16 +236,15 @@ def _known(mini: MiniBatch, fixed: Correction | None) -> _Known:
             shares = _expert_shares(mini, mini.joined(found, "routing"))
     assert correction is not None
     sums = ranks.to_host(correction.sums)
-    kind = ("kept_tokens", "kept_sequences")
-    if settings.rules.loss_denominator == "before_rejection":
-        kind = ("tokens", "sequences")
+    which = "kept_" if settings.rules.loss_denominator == "after_rejection" else ""
+    counts = sums[f"{which}tokens"], sums[f"{which}sequences"]
     factor = normalization_factor(sums, settings.rules) if settings.weights_are_applied else 1.0
-    normalizers = BatchNormalizers(*(sums[name] for name in kind), factor, loss, *shares)
+    normalizers = BatchNormalizers(*counts, factor, loss, *shares)
     return _Known(normalizers, correction, sums, outputs)
 
 
 def _with_statistics(mini: MiniBatch, log_probs: Tensor, keep: Tensor) -> LossRule:
-    """The loss with the statistics that it reads of the kept tokens of the whole mini-batch, over all ranks."""
+    """The loss with the statistics that it reads of the kept tokens of the mini-batch, over all ranks."""
     batch, ranks, settings = mini.batch, mini.ranks, mini.settings
     assert batch.old_log_probs is not None
     assert batch.advantages is not None

@@ -17,8 +17,6 @@ from transformers import (
 from rlctl.batch import ModelInputs
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.prefix import can_share_prefix, shared_prefix
-from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.protocol import Sampling
 from rlctl.spec.model import RECIPE
 from rlctl.tiny.model import build_model, build_tokenizer
 
@@ -46,33 +44,27 @@ def a_model(kind: str):
     return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=3))
 
 
-def rows_of(*siblings: int) -> dict[str, torch.Tensor]:
-    """Prompts of different lengths, each with as many random responses as said."""
+def inputs_of(*siblings: int) -> ModelInputs:
+    """Prompts of up to PROMPT tokens, each with as many random responses as said."""
     draw = torch.Generator().manual_seed(1)
-    count = len(siblings)
-    prompts = torch.randint(2, VOCABULARY, (count, PROMPT), generator=draw)
-    pads = torch.randint(0, PROMPT, (count, 1), generator=draw)
-    prompt_mask = torch.arange(PROMPT) >= pads
-    times = torch.tensor(siblings)
-    prompt_ids = torch.where(prompt_mask, prompts, 0).repeat_interleave(times, 0)
-    responses = torch.randint(2, VOCABULARY, (sum(siblings), HORIZON), generator=draw)
-    lengths = torch.randint(1, HORIZON + 1, (sum(siblings), 1), generator=draw)
-    response_mask = torch.arange(HORIZON) < lengths
-    mask = torch.cat([prompt_mask.repeat_interleave(times, 0), response_mask], 1)
-    return {
-        "input_ids": torch.cat([prompt_ids, responses], 1),
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-        "scored": response_mask,
-    }
+    sequences, scored = [], []
+    for number, count in enumerate(siblings):
+        length = PROMPT - number if number < 2 else int(torch.randint(1, PROMPT + 1, (), generator=draw))
+        prompt = torch.randint(2, VOCABULARY, (length,), generator=draw)
+        for member in range(count):
+            size = HORIZON - member if member < 2 else int(torch.randint(1, HORIZON + 1, (), generator=draw))
+            response = torch.randint(2, VOCABULARY, (size,), generator=draw)
+            sequences.append(torch.cat([prompt, response]))
+            scored.append(torch.arange(length + size) >= length)
+    return ModelInputs(torch.cat(sequences), torch.cat(scored), torch.tensor([len(ids) for ids in sequences]))
 
 
-def tokens_read(module: PolicyModule, rows: dict[str, torch.Tensor]) -> tuple[list[int], torch.Tensor]:
+def tokens_read(module: PolicyModule, inputs: ModelInputs) -> tuple[list[int], torch.Tensor]:
     """Tokens in each pass through the embedding, and the log-probs."""
     counts: list[int] = []
     embedding = module.model.get_input_embeddings()
-    hook = embedding.register_forward_hook(lambda _module, inputs, _output: counts.append(inputs[0].numel()))
-    log_probs, _ = module(ModelInputs(**rows))
+    hook = embedding.register_forward_hook(lambda _module, given, _output: counts.append(given[0].numel()))
+    log_probs, _ = module(inputs)
     hook.remove()
     return counts, log_probs
 
@@ -84,14 +76,14 @@ def tokens_read(module: PolicyModule, rows: dict[str, torch.Tensor]) -> tuple[li
     ids=str,
 )
 def test_log_probs_and_gradient_are_those_of_whole_rows(kind: str, siblings, blocks) -> None:
-    rows, model = rows_of(*siblings), a_model(kind)
+    inputs, model = inputs_of(*siblings), a_model(kind)
     found = []
     for share in (True, False):
         module = PolicyModule(model, 0.7, share_prompts=share)
-        module.packs = False
+        module.reader.layout = "padded"
         model.zero_grad()
-        counts, log_probs = tokens_read(module, rows)
-        (log_probs * torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)).sum().backward()
+        counts, log_probs = tokens_read(module, inputs)
+        (log_probs * torch.linspace(-1, 1, len(log_probs))).sum().backward()
         found.append((counts, log_probs.detach(), [p.grad.clone() for p in model.parameters()]))
     (counts, ours, our_grads), (whole, theirs, their_grads) = found
     count = sum(siblings)
@@ -100,6 +92,21 @@ def test_log_probs_and_gradient_are_those_of_whole_rows(kind: str, siblings, blo
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(our_grads, their_grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_shared_beginning_that_scores_is_read_by_every_row() -> None:
+    """From shared tokens only keys and values are kept, not the states that score."""
+    model = a_model("qwen2")
+    first = torch.tensor([3, 4, 5, 6, 7])
+    ids = torch.stack([torch.cat([first, torch.tensor([last, 9])]) for last in (10, 11, 12, 13)])
+    scored = torch.tensor([False, False, True, False, False, True, True]).repeat(4)
+    inputs = ModelInputs(ids.flatten(), scored, torch.full((4,), 7))
+    module = PolicyModule(model, 1.0)
+    module.reader.layout = "padded"
+    counts, log_probs = tokens_read(module, inputs)
+    assert counts == [1, 4 * 5]
+    logits = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(log_probs, logits[:, [1, 4, 5]].flatten(), rtol=1e-5, atol=1e-6)
 
 
 def test_equal_tokens_under_different_masks_are_not_shared() -> None:

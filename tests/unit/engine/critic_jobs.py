@@ -8,7 +8,7 @@ import torch
 
 from rlctl.engine.deepspeed import DeepSpeedCritic, FrozenPolicy
 from rlctl.engine.ranks import Ranks
-from tests.models import replaced, tiny_batch, tiny_model
+from tests.models import VOCABULARY, batch_of, parts_of, tiny_model
 from tests.unit.engine.engine_jobs import DTYPES, ROWS, engine, take_step, weights_of
 
 LR = 1e-2
@@ -33,30 +33,25 @@ def critic(ranks: Ranks, stage: int, dtype: str, seed: int = SEED) -> DeepSpeedC
 
 def batch_and_targets(seed: int):
     """Siblings of two prompts, so that prompts are shared, and what their values should become."""
-    batch = tiny_batch(value_model(), ROWS, seed=seed)
-    half = ROWS // 2
-    prompt = batch.input_ids.shape[1] - batch.responses.shape[1]
-    ids, mask = batch.input_ids.clone(), batch.attention_mask.clone()
-    for start in (0, half):
-        ids[start : start + half, :prompt] = ids[start, :prompt]
-        mask[start : start + half, :prompt] = mask[start, :prompt]
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    return replaced(batch, input_ids=ids, attention_mask=mask, position_ids=positions), batch.advantages
+    draw, model = torch.Generator().manual_seed(seed), value_model()
+    prompts = [torch.randint(2, VOCABULARY, (length,), generator=draw) for length in (3, 5)]
+    lengths = torch.randint(1, 7, (ROWS,), generator=draw).tolist()
+    responses = [torch.randint(2, VOCABULARY, (length,), generator=draw) for length in lengths]
+    parts = [(prompts[row // (ROWS // 2)], response) for row, response in enumerate(responses)]
+    batch = batch_of(model, parts, draw)
+    return batch, batch.advantages
 
 
 def fit(values: DeepSpeedCritic, seed: int, micro: int):
     """One step of the critic on ROWS sequences spread over the ranks; grad norm and values before it."""
     batch, targets = batch_and_targets(seed)
-    tokens = batch.response_mask.sum()
-    share = ROWS // values.ranks.world_size
-    first = values.ranks.rank * share
-    before = []
-    for start in range(first, first + share, micro):
-        part = batch.pick(slice(start, start + micro))
+    share = parts_of(batch, ROWS // values.ranks.world_size)[values.ranks.rank]
+    micros, before = parts_of(share, micro), []
+    for index, part in enumerate(micros):
         predicted = values.values(part.inputs)
         before.append(predicted.detach())
-        error = (predicted - targets[start : start + micro]).square()
-        values.backward(error[part.response_mask].sum() / tokens, last=start + micro == first + share)
+        error = (predicted - part.advantages).square()
+        values.backward(error.sum() / len(targets), last=index == len(micros) - 1)
     return values.step(lr=LR).grad_norm, torch.cat(before)
 
 

@@ -10,7 +10,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.ranks import Ranks
 from rlctl.spec import memory
-from tests.models import tiny_batch, tiny_model
+from tests.models import parts_of, tiny_batch, tiny_model
 
 ROWS = 8
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -41,18 +41,24 @@ def weights_of(actor: DeepSpeedEngine) -> dict[str, torch.Tensor]:
 
 
 def take_step(
-    actor: DeepSpeedEngine, seed: int, micro: int, *, skip: bool = False, lr: float = 1e-2, bonus: float = 0.0
+    actor: DeepSpeedEngine,
+    seed: int,
+    micro: int,
+    *,
+    skip: bool = False,
+    lr: float = 1e-2,
+    bonus: float = 0.0,
+    planned: bool = False,
 ):
     """One step on ROWS sequences spread over the ranks, each rank `micro` at a time."""
     batch = tiny_batch(tiny_model(), ROWS, seed=seed)
-    tokens = batch.response_mask.sum()
-    share = ROWS // actor.ranks.world_size
-    mine = batch.pick(slice(actor.ranks.rank * share, (actor.ranks.rank + 1) * share))
-    micros = mine.split(micro)
+    micros = parts_of(parts_of(batch, ROWS // actor.ranks.world_size)[actor.ranks.rank], micro)
+    if planned:
+        actor.plan([part.inputs for part in micros])
     for index, part in enumerate(micros):
         output = actor.policy(part.inputs, entropy_grad=bonus > 0, sum_pi_squared=bonus > 0)
-        gain = output.log_probs * part.advantages + bonus * output.entropy  # all are 0.0 on padding
-        loss = -gain.sum() / tokens
+        gain = output.log_probs * part.advantages + bonus * output.entropy
+        loss = -gain.sum() / len(batch.advantages)
         assert (output.sum_pi_squared is not None) == output.entropy.requires_grad == (bonus > 0)
         actor.backward(loss, last=index == len(micros) - 1)
     return actor.step(lr=lr, skip=skip)

@@ -10,10 +10,8 @@ from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.lora import add_lora
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
-from rlctl.train.update_critic import update_critic
-from tests.models import tiny_batch, tiny_model
+from tests.models import parts_of, tiny_batch, tiny_model
 from tests.unit.engine.engine_jobs import DTYPES, take_step, weights_of
-from tests.unit.train import critics
 
 #: ZeRO stage, dtype, rank of adapters (0: none), recompute layers, offload.
 Case = tuple[int, str, int, bool, str]
@@ -71,6 +69,9 @@ def with_config(ranks: Ranks, given: dict[str, object]) -> tuple[int, str]:
 
 def critic_updates(ranks: Ranks, options: list[dict[str, object]]):
     """Metrics and weights of one batch's updates of a critic under ZeRO-3, by its options."""
+    from rlctl.train.update_critic import update_critic
+    from tests.unit.train import critics
+
     found = []
     for option in options:
         critic = DeepSpeedCritic(
@@ -92,7 +93,7 @@ def critic_updates(ranks: Ranks, options: list[dict[str, object]]):
 def accumulated(ranks: Ranks, cases: list[Case], micro_batches: int):
     """By case: gradient norm and Σ|first moment| of a step; under None those of float32 sums of gradients."""
     batch = tiny_batch(tiny_model(), micro_batches)
-    parts, tokens = batch.split(1), batch.response_mask.sum()
+    parts, tokens = parts_of(batch, 1), len(batch.advantages)
     plain = tiny_model()
     with keeping_buffers(plain):
         module = PolicyModule(plain.to(torch.bfloat16), 1.0).eval()

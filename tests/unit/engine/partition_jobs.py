@@ -133,14 +133,14 @@ def recorded(ranks: Ranks, vocabulary: int, tied: bool, max_logits: int):
 
     memory.MAX_LOGITS = max_logits
     batch = tiny_batch(tiny_model(vocabulary=vocabulary), 2 * 4, seed=1, prompt=5, horizon=24)
-    mine = batch.pick(slice(ranks.rank * 4, ranks.rank * 4 + 4))
+    mine = batch.pick(range(ranks.rank * 4, ranks.rank * 4 + 4))
     engines = {}
     for stage in (0, 3):
         given = settings("fp32", more_config=LARGE if stage == 3 else {})
         given["zero_stage"] = stage
         model = tiny_model(vocabulary=vocabulary, tied=tied)
         engines[stage] = DeepSpeedEngine(model, ranks, temperature=1.0, **given)
-    tokens = batch.response_mask.sum()
+    tokens = len(batch.advantages)
 
     def score(actor):
         with torch.no_grad():
@@ -160,7 +160,7 @@ def recorded(ranks: Ranks, vocabulary: int, tied: bool, max_logits: int):
     for stage, actor in engines.items():
         train(actor)
         found[stage] = (actor.step(lr=1e-2).grad_norm, weights_of(actor))
-    found["tokens"] = int(mine.response_mask.sum())
+    found["tokens"] = len(mine.advantages)
     return found
 
 

@@ -7,6 +7,7 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from rlctl.engine import values
+from rlctl.engine.layout import Layout
 from rlctl.engine.values import ValueModule
 from rlctl.errors import UsageError
 from tests.models import naive_log_probs, tiny_batch, tiny_model
@@ -20,21 +21,21 @@ CASES = {
 
 
 def naive_values(body, head: torch.Tensor, batch) -> torch.Tensor:
-    """(B, T), one sequence at a time and without padding."""
-    rows = []
-    for ids, attended, mask in zip(batch.input_ids, batch.attention_mask, batch.response_mask, strict=True):
-        states = body(input_ids=ids[attended][None], use_cache=False).last_hidden_state[0]
-        length, total = int(mask.sum()), int(attended.sum())
-        values = states[total - length - 1 : total - 1] @ head[0]
-        rows.append(torch.nn.functional.pad(values, (0, len(mask) - length)))
-    return torch.stack(rows)
+    """(M,), one sequence at a time."""
+    found, lengths = [], batch.lengths.tolist()
+    for ids, sampled in zip(batch.token_ids.split(lengths), batch.sampled.split(lengths), strict=True):
+        states = body(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
+        found.append(states[sampled[1:]] @ head[0])
+    return torch.cat(found)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("share_prompts", [True, False])
-def test_values_and_gradient_by_definition(kind: str, share_prompts: bool) -> None:
+def test_values_and_gradient_by_definition(kind: str, layout: Layout, share_prompts: bool) -> None:
     model = tiny_model(kind)
     module = ValueModule(model, share_prompts=share_prompts)
+    module.reader.layout = layout
     assert not any("lm_head" in name for name, _ in module.named_parameters())
     batch, targets = critic_jobs.batch_and_targets(4)
     assert not module(batch.inputs).any()  # nothing learnt, nothing claimed
@@ -52,7 +53,7 @@ def test_values_and_gradient_by_definition(kind: str, share_prompts: bool) -> No
         torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=1e-5)
 
 
-def test_a_batch_without_response_tokens_still_backpropagates() -> None:
+def test_a_batch_without_sampled_tokens_still_backpropagates() -> None:
     module = ValueModule(tiny_model())
     batch = tiny_batch(tiny_model(), 2, lengths=[0, 0])
     module(batch.inputs).sum().backward()
@@ -88,7 +89,7 @@ def trained_slowly() -> tuple[dict[str, torch.Tensor], list[float], list[torch.T
         batch, targets = critic_jobs.batch_and_targets(seed)
         values = naive_values(body, head.weight, batch)
         seen.append(values.detach())
-        (values - targets).square()[batch.response_mask].mean().backward()
+        (values - targets).square().mean().backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Log-probs of chunks and trimmed columns are those of the plain model's full logits."""
+"""Log-probs of chunks are those of the plain model's full logits."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlctl.batch import ModelInputs
-from rlctl.engine.inputs import used_columns
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.errors import UsageError
 from rlctl.spec import memory
@@ -19,7 +17,7 @@ MODELS = [("llama", False), ("llama", True), ("qwen2", False), ("qwen2", True), 
 
 def forward(policy: PolicyModule, batch, num_chunks: int = 1, **asked: bool):
     """In about so many chunks."""
-    tokens = int(batch.response_mask.sum())
+    tokens = len(batch.advantages)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "MAX_LOGITS", max(1, tokens * policy.model.config.vocab_size // num_chunks))
         return policy(batch.inputs, **asked)
@@ -84,16 +82,13 @@ def test_entropy_with_gradient_and_collision_probability(
 
 
 def naive_sum_pi_squared(model, batch, temperature: float) -> torch.Tensor:
-    """(B, T) by definition, one row and one token at a time."""
-    found = torch.zeros(batch.responses.shape, dtype=torch.float64)
-    for row, mask in enumerate(batch.response_mask):
-        ids = batch.input_ids[row][batch.attention_mask[row]]
+    """(M,) by definition, one sequence and one token at a time."""
+    found, lengths = [], batch.lengths.tolist()
+    for ids, sampled in zip(batch.token_ids.split(lengths), batch.sampled.split(lengths), strict=True):
         with torch.no_grad():
             probs = (model(ids[None]).logits[0].double() / temperature).softmax(-1)
-        length = int(mask.sum())
-        for token in range(length):
-            found[row, token] = sum(float(p) ** 2 for p in probs[len(ids) - length - 1 + token])
-    return found
+        found += [sum(float(p) ** 2 for p in probs[int(place) - 1]) for place in sampled.nonzero()]
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def test_a_soft_cap_that_does_not_act_yet_is_found() -> None:
@@ -125,56 +120,22 @@ def test_wrong_temperature_would_show() -> None:
     assert (log_probs - naive_log_probs(model, batch)[0]).abs().max() > 0.1
 
 
-def test_padding_on_either_side_changes_nothing() -> None:
-    model = tiny_model()
-    batch = tiny_batch(model)
-    policy = PolicyModule(model, 1.0)
-    log_probs, entropy = forward(policy, batch)
-    wide = [torch.nn.functional.pad(batch.input_ids, (4, 3), value=7)]  # any token may stand there
-    wide += [torch.nn.functional.pad(batch.attention_mask, (4, 3))]
-    wide += [torch.nn.functional.pad(batch.position_ids, (4, 3))]
-    scored = torch.nn.functional.pad(batch.response_mask, (0, 3))
-    more, more_entropy = policy(ModelInputs(*wide, scored))
-    assert not more[:, -3:].any()
-    torch.testing.assert_close(more[:, :-3], log_probs, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(more_entropy[:, :-3], entropy, rtol=1e-5, atol=1e-6)
-
-
 def test_tokens_that_are_read_and_not_scored() -> None:
     """As of a tool's output inside a response: attention reads them, log-probs are of the others alone."""
     model = tiny_model()
     batch = tiny_batch(model, 6, lengths=[6, 6, 5, 4, 6, 3])
     whole, _ = forward(PolicyModule(model, 1.0), batch)
-    inserted = torch.zeros_like(batch.response_mask)
-    inserted[:, 1:3] = True
-    inputs = replace(batch.inputs, scored=batch.response_mask & ~inserted)
-    trimmed = used_columns(inputs)
-    for read in (inputs, trimmed):
-        log_probs, _ = PolicyModule(model, 1.0)(read)
-        width = log_probs.shape[1]
-        assert not log_probs[inserted[:, :width]].any()
-        kept = inputs.scored[:, :width]
-        torch.testing.assert_close(log_probs[kept], whole[:, :width][kept], rtol=1e-5, atol=1e-6)
-    assert torch.equal(batch.inputs.pick(slice(2, 4)).responses, batch.responses[2:4])
+    places = batch.units.sequence.places
+    scored = batch.sampled.clone()
+    scored[batch.sampled.nonzero().squeeze(1)[(places == 1) | (places == 2)]] = False
+    log_probs, _ = PolicyModule(model, 1.0)(replace(batch.inputs, scored=scored))
+    torch.testing.assert_close(log_probs, whole[(places < 1) | (places > 2)], rtol=1e-5, atol=1e-6)
 
 
-def test_columns_used() -> None:
-    model = tiny_model()
-    batch = tiny_batch(model, 3, lengths=[2, 4, 1], horizon=6)
-    widest = int(batch.attention_mask[:, :5].sum(1).max())
-    columns = used_columns(batch.inputs)
-    assert columns.scored.shape == (3, 4)
-    assert columns.input_ids.shape == (3, widest + 4)
-    assert torch.equal(columns.input_ids[:, -4:], batch.responses[:, :4])
-    empty = tiny_batch(model, 2, lengths=[0, 0])
-    assert used_columns(empty.inputs).scored.shape == (2, 1)
-
-
-def test_a_batch_without_response_tokens_still_backpropagates() -> None:
+def test_a_batch_without_sampled_tokens_still_backpropagates() -> None:
     model = tiny_model()
     log_probs, entropy = forward(PolicyModule(model, 1.0), tiny_batch(model, 2, lengths=[0, 0]))
-    assert not log_probs.any()
-    assert not entropy.any()
+    assert log_probs.shape == entropy.shape == (0,)
     log_probs.sum().backward()
     assert not any(g.any() for g in gradients(model).values())
 
@@ -185,7 +146,7 @@ def test_float32_logits_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "MAX_LOGITS", limit)
     model = tiny_model(vocabulary=vocabulary, tied=True)
     batch = tiny_batch(model, 32)
-    num_tokens = int(batch.response_mask.sum())
+    num_tokens = len(batch.advantages)
     policy = PolicyModule(model, 1.0)
     assert num_tokens * vocabulary > 10 * limit
     seen: list[int] = []

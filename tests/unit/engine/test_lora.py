@@ -227,7 +227,7 @@ def trained_slowly() -> tuple[dict[str, torch.Tensor], list[float]]:
     for seed in (1, 3):
         batch = tiny_batch(tiny_model(), ROWS, seed=seed)
         log_probs, _ = naive_log_probs(lambda **inputs: functional_call(model, merged(), (), inputs), batch)
-        (-(log_probs * batch.advantages).sum() / batch.response_mask.sum()).backward()
+        (-(log_probs * batch.advantages).sum() / len(batch.advantages)).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
         optimizer.step()
         optimizer.zero_grad()

@@ -61,7 +61,7 @@ def test_log_probs_are_those_of_the_whole_model_and_reach_every_trained_weight(d
     batch = tiny_batch(model, rows=4)
     expected, _ = naive_log_probs(model, batch)
     module = PolicyModule(model, 1.0)
-    assert (module.head.is_linear, module.packs, module.shares_prompts) == (True, True, True)
+    assert (module.head.is_linear, module.reader.packs, module.reader.shares_prompts) == (True, True, True)
     log_probs, *_ = module(batch.inputs)
     torch.testing.assert_close(log_probs.double(), expected, rtol=1e-4, atol=1e-5)
     log_probs.sum().backward()
@@ -71,10 +71,11 @@ def test_log_probs_are_those_of_the_whole_model_and_reach_every_trained_weight(d
 def test_a_critic_holds_the_text_decoder_alone(directory: Path) -> None:
     model, _ = load(directory)
     critic = ValueModule(model)
-    assert critic.packs
+    assert critic.reader.packs
     assert critic.body is body_of(model)
     assert sum(p.numel() for p in critic.body.parameters()) < sum(p.numel() for p in model.parameters())
-    assert critic(tiny_batch(model, rows=4).inputs).shape == (4, 6)
+    batch = tiny_batch(model, rows=4)
+    assert critic(batch.inputs).shape == batch.advantages.shape
 
 
 def test_adapters_are_in_the_text_decoder_only(directory: Path) -> None:

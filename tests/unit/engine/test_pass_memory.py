@@ -3,6 +3,9 @@ tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -56,19 +59,19 @@ def random_model(family: str, shape: Shape, spec: RunSpec):
 
 def measured(module: torch.nn.Module, vocabulary: int) -> int:
     """Bytes of the peak beside weights and gradients; one row is shorter, so that there is a mask."""
-    ids = torch.randint(2, vocabulary, (ROWS, PROMPT + RESPONSE))
-    mask = torch.ones_like(ids)
-    mask[0, 0] = 0
-    return peak(module, ids, mask, RESPONSE)
+    rows = [torch.randint(2, vocabulary, (PROMPT + RESPONSE - (row == 0),)) for row in range(ROWS)]
+    return peak(module, rows, RESPONSE)
 
 
-def peak(module: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, response: int) -> int:
-    """Bytes of the peak beside weights and gradients."""
+def peak(module: Any, rows: Sequence[torch.Tensor], response: int) -> int:
+    """Bytes of the peak beside weights and gradients; rows are packed, their last tokens are scored."""
+    module.reader.layout = "packed"
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    scored = torch.ones(len(ids), response, dtype=torch.bool)
+    scored = torch.cat([torch.arange(len(ids)) >= len(ids) - response for ids in rows])
+    inputs = ModelInputs(torch.cat(list(rows)), scored, torch.tensor([len(ids) for ids in rows]))
     with PeakMemory() as memory:
-        found = module(ModelInputs(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), scored))
+        found = module(inputs)
         loss = (found[0] if isinstance(found, tuple) else found).sum()
         del found
         loss.backward()
@@ -144,7 +147,7 @@ def test_siblings_share_their_prompt(dtype: str, n: int, micro: int, prompt: int
     overrides = [*sizes, f"actor.ppo_micro_batch_size_per_gpu={micro}", f"engine.dtype={dtype}"]
     spec = load_spec([], [], [*overrides, "algorithm.adv_estimator=gae"]).spec
     policy = PolicyModule(random_model("llama", shape, spec), 1.0)
-    assert policy.packs
+    assert policy.reader.packs
     total = max(24, micro)
     groups = torch.arange(total) // n
     peaks = []
@@ -152,6 +155,6 @@ def test_siblings_share_their_prompt(dtype: str, n: int, micro: int, prompt: int
         group = groups[start : start + micro]
         prompts = torch.stack([torch.arange(prompt) + int(one) + 2 for one in group])
         ids = torch.cat([prompts, torch.randint(2, shape.vocab, (len(group), response))], 1)
-        peaks.append(peak(policy, ids, torch.ones_like(ids), response))
+        peaks.append(peak(policy, list(ids), response))
     found = predicted(spec, shape, {"head", "layers"}) / max(peaks)
     assert 0.85 < found < (1.15 if micro % n == 0 or n % micro == 0 else 1.7)

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.errors import UsageError
-from rlctl.track.rollouts import FIRST_TOKENS as _V1_TOKENS, ROLLOUTS_DIR, SCHEMA, current
+from rlctl.track.rollouts import FIRST_TOKENS as _V1_TOKENS
+from rlctl.track.rollouts import ROLLOUTS_DIR, SCHEMA, current
 
 _COLUMNS = (
     "step",

@@ -58,10 +58,10 @@ THRESHOLDS = {
 }
 
 #: Functions of rlctl → what they return instead, for another way to compute log-probs.
-LOG_PROBS = "rlctl.engine.log_probs."
-SHARED: dict[str, object] = {LOG_PROBS + "can_pack": False}
-PADDED = SHARED | {LOG_PROBS + "can_share_prefix": False}
-CHUNKS: dict[str, object] = {LOG_PROBS + "logits_at_once": 200}
+LAYOUT = "rlctl.engine.layout."
+SHARED: dict[str, object] = {LAYOUT + "can_pack": False}
+PADDED = SHARED | {LAYOUT + "can_share_prefix": False}
+CHUNKS: dict[str, object] = {"rlctl.engine.log_probs.logits_at_once": 200}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from transformers import (
 from rlctl.batch import ModelInputs
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.prefix import can_share_prefix, shared_prefix
+from rlctl.rollout.hf import HFRollout
+from rlctl.rollout.protocol import Request, Sampling, turn_seed
 from rlctl.spec.model import RECIPE
 from rlctl.tiny.model import build_model, build_tokenizer
 
@@ -137,16 +139,11 @@ def test_the_probe_leaves_the_mode_alone() -> None:
 
 
 def test_rollouts_run_a_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlctl.batch import Prompts
-
     torch.manual_seed(0)
     model: LlamaForCausalLM = build_model(RECIPE)
     tokenizer = build_tokenizer(RECIPE)
-    texts = ("12+34=", "5+6=")
-    encoded = tokenizer(list(texts), padding=True, return_tensors="pt")
-    prompts = Prompts(
-        encoded["input_ids"], encoded["attention_mask"].bool(), torch.arange(2), ("s",) * 2, ("t",) * 2, texts
-    )
+    prompts = [tokenizer(text)["input_ids"] for text in ("12+34=", "5+6=")]
+    requests = [Request(prompts[group], turn_seed(1, group, one)) for group in range(2) for one in range(8)]
     found = []
     for share in (True, False):
         monkeypatch.setattr("rlctl.rollout.hf.can_share_prefix", lambda _model, share=share: share)
@@ -154,10 +151,10 @@ def test_rollouts_run_a_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
         first: list[int] = []
         embedding = engine._model.get_input_embeddings()
         embedding.register_forward_hook(lambda _m, inputs, _out, first=first: first.append(inputs[0].numel()))
-        rollouts = engine.generate(prompts, Sampling(4), n=8, step_seed=1, num_groups_total=2)
-        found.append((rollouts, first))
+        found.append((engine.sample(requests, Sampling(4)), first))
     (ours, our_tokens), (theirs, their_tokens) = found
     assert our_tokens[:2] == [2 * 5, 16]
     assert their_tokens[0] == 16 * 6
-    assert torch.equal(ours.responses, theirs.responses)
-    torch.testing.assert_close(ours.rollout_log_probs, theirs.rollout_log_probs, rtol=1e-5, atol=1e-6)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one.token_ids, other.token_ids)
+        torch.testing.assert_close(one.log_probs, other.log_probs, rtol=1e-5, atol=1e-6)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from rlctl.batch import Episode, Sequence, Task, TokenBatch, Turn
 from rlctl.engine.deepspeed import DeepSpeedCritic, FrozenPolicy
 from rlctl.engine.ranks import Ranks
-from tests.models import VOCABULARY, batch_of, parts_of, tiny_model
-from tests.unit.engine.engine_jobs import DTYPES, ROWS, engine, take_step, weights_of
+from tests.models import VOCABULARY, tiny_model
+from tests.unit.engine.engine_jobs import DTYPES, ROWS, engine, parts_of, take_step, weights_of
 
 LR = 1e-2
 SEED = 3
@@ -33,13 +35,18 @@ def critic(ranks: Ranks, stage: int, dtype: str, seed: int = SEED) -> DeepSpeedC
 
 def batch_and_targets(seed: int):
     """Siblings of two prompts, so that prompts are shared, and what their values should become."""
-    draw, model = torch.Generator().manual_seed(seed), value_model()
+    draw = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(2, VOCABULARY, (length,), generator=draw) for length in (3, 5)]
     lengths = torch.randint(1, 7, (ROWS,), generator=draw).tolist()
     responses = [torch.randint(2, VOCABULARY, (length,), generator=draw) for length in lengths]
-    parts = [(prompts[row // (ROWS // 2)], response) for row, response in enumerate(responses)]
-    batch = batch_of(model, parts, draw)
-    return batch, batch.advantages
+    episodes = []
+    for row, response in enumerate(responses):
+        prompt = prompts[row // (ROWS // 2)]
+        turn = Turn(response, torch.zeros(len(response)), torch.zeros_like(response), "stop")
+        episodes.append(Episode(Task(prompt, text=""), row, (Sequence.of_turn(prompt, turn),), response=""))
+    batch = TokenBatch.of(episodes)
+    targets = batch.units.episode.spread(torch.randn(ROWS, generator=draw))
+    return replace(batch, advantages=targets), targets
 
 
 def fit(values: DeepSpeedCritic, seed: int, micro: int):

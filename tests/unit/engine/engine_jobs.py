@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
+from rlctl.batch import TokenBatch
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.ranks import Ranks
 from rlctl.spec import memory
-from tests.models import parts_of, tiny_batch, tiny_model
+from tests.models import tiny_batch, tiny_model
 
 ROWS = 8
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -34,6 +35,12 @@ def engine(
         betas=(0.9, 0.95),
         grad_clip=grad_clip,
     )
+
+
+def parts_of(batch: TokenBatch, size: int) -> list[TokenBatch]:
+    """Consecutive parts of `size` episodes; the last may be smaller."""
+    count = batch.num_episodes
+    return [batch.pick(range(start, min(start + size, count))) for start in range(0, count, size)]
 
 
 def weights_of(actor: DeepSpeedEngine) -> dict[str, torch.Tensor]:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import Gemma3Config, Mistral3Config, Qwen2_5_VLConfig
 
-from rlctl.batch import Prompts
+from rlctl.batch import Episode, Sequence, Task, TokenBatch
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.lora import adapter_parameters, add_lora
 from rlctl.engine.model import load_policy
 from rlctl.engine.values import ValueModule
 from rlctl.prefix import body_of
 from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.protocol import Sampling
+from rlctl.rollout.protocol import Request, Sampling
 from rlctl.rollout.weights import PlainWeights
 from tests.models import naive_log_probs, tiny_batch
 from tests.own_model import save_tiny
@@ -96,10 +96,13 @@ def test_responses_are_sampled_and_scored_alike(directory: Path) -> None:
             parameter.mul_(5)
     rollout = HFRollout(model, tokenizer, "cpu")
     rollout.sync_weights(PlainWeights(model.named_parameters()), policy_version=1)
-    ids = torch.tensor([[0, 5, 7, 9], [3, 4, 5, 6]])
-    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]], dtype=torch.bool)
-    words = ("", "")
-    prompts = Prompts(ids, mask, torch.tensor([0, 1]), words, words, words)
-    found = rollout.generate(prompts, Sampling(max_response_length=5), n=3, step_seed=1, num_groups_total=2)
-    log_probs, *_ = PolicyModule(model, 1.0)(found.inputs)
-    torch.testing.assert_close(log_probs, found.rollout_log_probs, rtol=1e-4, atol=1e-5)
+    prompts = [[5, 7, 9]] * 3 + [[3, 4, 5, 6]] * 3
+    requests = [Request(prompt, seed) for seed, prompt in enumerate(prompts)]
+    turns = rollout.sample(requests, Sampling(max_response_length=5))
+    episodes = [
+        Episode(Task(prompt, text=""), 0, (Sequence.of_turn(prompt, turn),), response="")
+        for prompt, turn in zip(prompts, turns, strict=True)
+    ]
+    batch = TokenBatch.of(episodes)
+    log_probs, *_ = PolicyModule(model, 1.0)(batch.inputs)
+    torch.testing.assert_close(log_probs, batch.rollout_log_probs, rtol=1e-4, atol=1e-5)

@@ -69,7 +69,9 @@ def add(writer: RolloutWriter, step: int, episodes: list[Episode]) -> None:
     writer.add(step, episodes, rewards, columns)
 
 
-def written(where: Path, episodes: list[Episode], limit: int = -1, **options: bool) -> list[dict[str, object]]:
+def written(
+    where: Path, episodes: list[Episode], limit: int = -1, **options: bool
+) -> list[dict[str, object]]:
     writer = RolloutWriter(where, limit, **options)
     add(writer, 1, episodes)
     writer.flush()

@@ -99,9 +99,9 @@ def slow_error(step: Step, weigh: str, groups: int) -> float:
     squares = sum(w * w * e for w, _, e in cells)
     share = kept / full
     # The unevenness under half of each policy: a token has the mass ½(1 + W) relative to the sampler.
-    uneven = sum(
-        2.0 / (1.0 + product) * (w - share / mean * product) ** 2 * e for w, product, e in cells
-    ) / full
+    uneven = (
+        sum(2.0 / (1.0 + product) * (w - share / mean * product) ** 2 * e for w, product, e in cells) / full
+    )
     total = min(1.0, 2.0 * episodes / tokens) * uneven / share**2 + 10.0 / groups * squares / full / share**2
     return total / (1.0 + total)
 
@@ -239,7 +239,9 @@ def divided(step: Step) -> Step:
     order = np.argsort(step.group_ids, kind="stable")
     places = [np.arange(p.start, p.stop) for p in np.array(rows_of(step), object)[order]]
     tokens, lengths = np.concatenate(places), step.lengths[order]
-    turns = [part for place, n in enumerate(lengths) for part in ((1, n - 1) if place % 2 and n > 1 else (n,))]
+    turns = [
+        part for place, n in enumerate(lengths) for part in ((1, n - 1) if place % 2 and n > 1 else (n,))
+    ]
     return Step(
         step.number,
         step.group_ids[order][::2],
@@ -256,7 +258,11 @@ def test_levels_are_turns_and_episodes() -> None:
     """A weight of a level has its effective sample size over the segments of this level."""
     step = divided(make_step())
     gap = (step.log_probs - step.rollout_log_probs).astype(float)
-    for level, lengths in (("turn", step.turn_lengths), ("sequence", step.lengths), ("episode", step.lengths)):
+    for level, lengths in (
+        ("turn", step.turn_lengths),
+        ("sequence", step.lengths),
+        ("episode", step.lengths),
+    ):
         edges = np.cumsum(lengths) - lengths
         weights = np.exp(np.add.reduceat(gap, edges[lengths > 0]))
         found = outcome_of(replay([step], [setting(rollout_is=level)], groups_per_batch=12), "tried")

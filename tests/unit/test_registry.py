@@ -15,10 +15,10 @@ import torch
 from pydantic import BaseModel
 
 import rlctl
-from rlctl.algos.correction import correct
-from rlctl.algos.correction_records import Correction
+from rlctl.algos.correction import Correction, correct, correction_metrics
 from rlctl.algos.rules import CorrectionRules
-from rlctl.algos.statistics import correction_metrics
+from rlctl.algos.segments import Units
+from rlctl.algos.sums import to_host
 from rlctl.errors import RunFailure, SpecError, UsageError
 from rlctl.registry import (
     ADVANTAGE_ESTIMATORS,
@@ -83,7 +83,7 @@ def squared(log_ratio, params):
     label="Largest gap", formula="max |log ρ_t|", unit="sequence", thresholds=["0.3"]
 )
 def largest_gap(log_ratio, params):
-    return log_ratio.token.abs().amax(-1, keepdim=True)
+    return log_ratio.unit.max(log_ratio.token.abs())
 
 
 def undecorated(log_ratio, params):
@@ -182,14 +182,13 @@ def test_the_spec_with_parameters_is_written_and_read_back(mine: str, tmp_path: 
 def corrected(*overrides: str) -> tuple[Correction, CorrectionRules]:
     """Of two responses with log-ratios 0.1, 0.5 and 0.1, 0.2."""
     rules = correction_rules(spec_with(*overrides).spec.algorithm.rollout_correction)
-    log_ratio = torch.tensor([[0.1, 0.5, 0.0], [0.1, 0.2, 9.0]])
-    mask = torch.tensor([[True, True, False], [True, True, False]])
-    return correct(log_ratio - 3.0, torch.full((2, 3), -3.0), mask, rules), rules
+    log_ratio, units = torch.tensor([0.1, 0.5, 0.1, 0.2]), Units.of_responses(torch.tensor([2, 2]))
+    return correct(log_ratio - 3.0, torch.full((4,), -3.0), units, rules), rules
 
 
 def test_a_weight_of_ones_own_is_bounded_like_the_others(mine: str) -> None:
     found, rules = corrected(*SQUARED, f"{RC}rollout_is_threshold=2.0")
-    expected = torch.tensor([[0.2, 1.0, -99.0], [0.2, 0.4, -99.0]]).exp().clamp(max=2.0)
+    expected = torch.tensor([0.2, 1.0, 0.2, 0.4]).exp().clamp(max=2.0)
     torch.testing.assert_close(found.weights, expected)
     assert rules.weight.params.floor == 0.0
     band = bands(spec_with(*SQUARED).spec)[0]
@@ -198,8 +197,8 @@ def test_a_weight_of_ones_own_is_bounded_like_the_others(mine: str) -> None:
 
 def test_a_criterion_of_ones_own_rejects_and_is_measured(mine: str) -> None:
     found, rules = corrected(*GAP)
-    assert found.keep_mask.tolist() == [[False] * 3, [True, True, False]]
-    metrics = correction_metrics(found.sums.to_host(), rules)
+    assert found.keep.tolist() == [False, False, True, True]
+    metrics = correction_metrics(to_host(found.sums), rules)
     prefix = "rollout_corr/rollout_rs_largest_gap_"
     assert metrics[f"{prefix}max"] == pytest.approx(0.5)
     assert metrics[f"{prefix}fraction_high"] == metrics[f"{prefix}seq_masked_fraction"] == 0.5
@@ -209,11 +208,11 @@ def test_a_criterion_of_ones_own_rejects_and_is_measured(mine: str) -> None:
 
 def test_a_function_without_decoration_rejects_tokens(mine: str) -> None:
     found, _ = corrected(f"{RC}rollout_rs=mine.py:undecorated", f"{RC}rollout_rs_threshold=0.3")
-    assert found.keep_mask.tolist() == [[True, False, False], [True, True, False]]
+    assert found.keep.tolist() == [True, False, True, True]
 
 
 def test_a_criterion_of_another_shape_than_it_says_is_refused(mine: str) -> None:
-    with pytest.raises(RunFailure, match=r"wrong_shape.*unit='sequence'.*shape \(2, 3\).*\(2, 1\)"):
+    with pytest.raises(RunFailure, match=r"wrong_shape.*unit='sequence'.*shape \(4,\).*\(2,\)"):
         corrected(f"{RC}rollout_rs=mine.py:wrong_shape", f"{RC}rollout_rs_threshold=0.3")
 
 
@@ -392,7 +391,7 @@ def test_a_plain_function_can_be_parts_of_two_kinds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"unit": "seq"}, "unit='seq': write 'token' or 'sequence'"),
+        ({"unit": "seq"}, "unit='seq': write 'token' or 'turn' or 'sequence' or 'episode'"),
         ({"params": dict}, "params=<class 'dict'>: give a subclass"),
         ({"name": len}, "with parentheses"),
         ({"needs": "rewards"}, r"needs=\['rewards'\]"),

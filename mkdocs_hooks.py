@@ -349,8 +349,9 @@ TABLES: dict[str, Callable[[], str]] = {
         for module, name in (
             ("rlctl.algos.losses", "LossInputs"),
             ("rlctl.algos.estimators", "AdvantageInputs"),
-            ("rlctl.algos.correction_records", "LogRatio"),
-            *(("rlctl.rollout.protocol", name) for name in ("EngineContext", "Sampling", "Sampled")),
+            ("rlctl.algos.correction", "LogRatio"),
+            *(("rlctl.rollout.protocol", name) for name in ("EngineContext", "Request", "Sampling")),
+            ("rlctl.batch", "Turn"),
             ("rlctl.spec.rollout", "EngineCapabilities"),
             ("rlctl.track.sink", "SinkInputs"),
             ("rlctl.diagnose.rule", "Rule"),

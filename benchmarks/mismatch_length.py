@@ -30,8 +30,11 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from rlctl.data.prompts import prompt_batch
+from rlctl.algos.segments import Segments
+from rlctl.batch import Task, TokenBatch
+from rlctl.data.prompts import Renderer
 from rlctl.engine.model import load_policy
+from rlctl.environment.single_turn import sample_episodes
 from rlctl.mismatch.score import EngineSample, VariantScorer, measure
 from rlctl.mismatch.variants import OWN, SamplingSettings, ScoringVariant, question_rows, token_ids
 from rlctl.model_files import model_directory
@@ -66,7 +69,7 @@ def started(running: ExitStack, name: str, dtype: Any, model: Any, tokenizer: An
     """Starts an engine; `running` closes it."""
     if name == "hf":
         return HFRollout(model, tokenizer, model.device, dtype=dtype)
-    length = max(map(len, token_ids(question_rows(), tokenizer))) + LENGTHS[-1]
+    length = max(map(len, token_ids(question_rows(), Renderer(tokenizer)))) + LENGTHS[-1]
     engine = VLLMRollout(model_directory(MODEL), tokenizer, vllm_options(dtype, length))
     running.callback(engine.close)
     return engine
@@ -74,48 +77,33 @@ def started(running: ExitStack, name: str, dtype: Any, model: Any, tokenizer: An
 
 def sampled(engine: ResponseSampler, model: Any, tokenizer: Any, top_p: float, n: int) -> VariantScorer:
     """Samples responses with the engine and prepares the trainer to score them."""
-    rows = question_rows()
-    own = token_ids(rows, tokenizer)
-    texts = [row.prompt[-1].content for row in rows]
-    prompts = prompt_batch(rows, own, texts, range(len(rows)), tokenizer.eos_token_id)
-    rollouts = engine.generate(
-        prompts, Sampling(LENGTHS[-1], top_p=top_p), n=n, step_seed=1, num_groups_total=len(rows)
-    )
-    width = rollouts.input_ids.shape[1] - rollouts.responses.shape[1]
-    sample = EngineSample(
-        n=n,
-        prompts=[ids for ids in own for _ in range(n)],
-        responses=rollouts.responses,
-        mask=rollouts.response_mask,
-        reported=rollouts.rollout_log_probs,
-        attended=rollouts.attention_mask[:, width:],
-    )
-    return VariantScorer(model, sample, {OWN: sample.prompts}, {}, tokenizer.eos_token_id)
+    own = token_ids(question_rows(), Renderer(tokenizer))
+    tasks = [Task(ids, "", group) for group, ids in enumerate(own)]
+    episodes = sample_episodes(engine, tasks, n, Sampling(LENGTHS[-1], top_p=top_p), 1, tokenizer)
+    batch, prompts = TokenBatch.of(episodes), [episode.task.prompt_ids for episode in episodes]
+    sample = EngineSample(prompts, batch.inputs.tokens, batch.rollout_log_probs, batch.units.episode)
+    return VariantScorer(model, sample, {OWN: sample.prompts}, {})
 
 
-def by_length(trainer: Tensor, engine: Tensor, mask: Tensor) -> list[dict[str, Any]]:
+def by_length(trainer: Tensor, engine: Tensor, unit: Segments) -> list[dict[str, Any]]:
     """Statistics of the first T tokens of the responses with at least T tokens."""
     found = []
     for length in LENGTHS:
-        rows = mask[:, :length].all(1) if mask.shape[1] >= length else torch.zeros(len(mask)).bool()
-        if rows.sum() < FEWEST:
+        inside = unit.spread(unit.lengths >= length) & (unit.places < length)
+        if (count := int((unit.lengths >= length).sum())) < FEWEST:
             break
-        gap = measure(trainer[rows, :length], engine[rows, :length], mask[rows, :length])
-        found.append(
-            {"length": length, "responses": int(rows.sum()), "predicted": math.exp(-length * gap.std**2)}
-            | asdict(gap)
-        )
+        gap = measure(trainer[inside], engine[inside], unit.kept(inside))
+        predicted = math.exp(-length * gap.std**2)
+        found.append({"length": length, "responses": count, "predicted": predicted} | asdict(gap))
     return found
 
 
 def by_class(trainer: Tensor, scorer: VariantScorer, tokenizer: Any) -> dict[str, dict[str, float]]:
     """Per class of tokens: share of the tokens, share of Σ r², and mean |r|."""
-    mask, reported = scorer.sample.mask, scorer.sample.reported
-    squared = (trainer - reported)[mask].double() ** 2
-    texts = tokenizer.batch_decode(scorer.sample.responses[mask][:, None], skip_special_tokens=True)
+    squared = (trainer - scorer.sample.reported).double() ** 2
+    texts = tokenizer.batch_decode(scorer.sample.tokens[:, None], skip_special_tokens=True)
     kinds = [token_class(text) for text in texts]
-    probability = trainer[mask].exp()
-    sure = [next(name for low, name in reversed(SURE) if p >= low) for p in probability.tolist()]
+    sure = [next(name for low, name in reversed(SURE) if p >= low) for p in trainer.exp().tolist()]
     found = {}
     for names in (kinds, sure):
         for name in sorted(set(names)):
@@ -147,7 +135,7 @@ def measured(n: int) -> Iterator[dict[str, Any]]:
             yield {
                 "engine": f"{name} {dtype}" + (f", top-p {top_p}" if top_p < 1 else ""),
                 "trainer": precision,
-                "lengths": by_length(trainer, scorer.sample.reported, scorer.sample.mask),
+                "lengths": by_length(trainer, scorer.sample.reported, scorer.sample.unit),
                 "classes": by_class(trainer, scorer, tokenizer),
             }
 

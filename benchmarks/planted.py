@@ -276,7 +276,7 @@ def _record(change: Callable[[Any, float], Any]) -> None:
 
 def shifted() -> None:
     """Log-probs shifted by one token."""
-    _report(lambda log_probs: log_probs.roll(1, dims=1))
+    _report(lambda log_probs: log_probs.roll(1))
 
 
 def missing() -> None:
@@ -285,17 +285,18 @@ def missing() -> None:
 
 
 def _report(change: Callable[[Any], Any]) -> None:
-    """Changes the log-probs that the engine reports for a batch."""
+    """Changes the log-probs (t,) that the engine reports for a turn."""
     from dataclasses import replace
 
-    from rlctl.rollout import hf
+    from rlctl.rollout.hf import HFRollout
 
-    honest = hf.assemble
+    honest = HFRollout.sample
 
-    def assemble(prompts: Any, sampled: Any, **others: Any) -> Any:
-        return honest(prompts, replace(sampled, log_probs=change(sampled.log_probs)), **others)
+    def sample(self: Any, requests: Any, sampling: Any) -> Any:
+        turns = honest(self, requests, sampling)
+        return [replace(turn, log_probs=change(turn.log_probs)) for turn in turns]
 
-    hf.assemble = assemble
+    HFRollout.sample = sample
 
 
 def four_bits() -> None:
@@ -335,16 +336,17 @@ def correction_off() -> None:
     """Weights and their metrics are those of equal policies; only the gap metrics are real."""
     from dataclasses import replace
 
-    from rlctl.train import strategies
+    from rlctl.train import update
 
-    honest = strategies.correct
+    honest = update.correct
 
     def correct(log_probs: Any, rollout_log_probs: Any, *others: Any, **named: Any) -> Any:
         real = honest(log_probs, rollout_log_probs, *others, **named)
         fake = honest(log_probs, log_probs, *others, **named)
-        return replace(fake, by_row=replace(real.by_row, raw=fake.by_row.raw, weights=fake.by_row.weights))
+        own = {name: value for name, value in fake.sums.items() if name.startswith(("raw.", "weight."))}
+        return replace(fake, sums=real.sums | own)
 
-    strategies.correct = correct
+    update.correct = correct
 
 
 def low_entropy_pays() -> None:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.learning import seeds_of
 from rlctl.algos.correction import correct
+from rlctl.algos.segments import Units
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.what_if.dumps import Step
 from rlctl.what_if.replay import replay
@@ -62,11 +63,14 @@ class LongWorld:
         self.noise = rng.normal(size=(self.buckets, self.vocabulary)) * size
         self.values = rng.normal(size=(self.prompts, self.vocabulary))
 
-    def draw(self, groups: int, seed: int, *, trained: bool) -> tuple[Step, np.ndarray, np.ndarray]:
+    def draw(
+        self, groups: int, seed: int, *, trained: bool
+    ) -> tuple[Step, np.ndarray, np.ndarray, np.ndarray]:
         """Samples responses from either policy.
 
         Returns:
-            The step; the trained policy's probabilities (T, B, V); prompts and previous tokens (1 + T, B).
+            The step; the tokens (B, T); the trained policy's probabilities (T, B, V); prompts and previous
+            tokens (1 + T, B).
         """
         rng = np.random.default_rng(seed)
         q = np.repeat(rng.integers(self.prompts, size=groups), GROUP)
@@ -89,16 +93,17 @@ class LongWorld:
         train, rollout = (np.stack(x, 1).astype(np.float32).ravel() for x in zip(*both, strict=True))
         lengths = np.full(len(q), self.length)
         group_ids = np.arange(groups).repeat(GROUP)
-        step = Step(1, group_ids, rewards, lengths, tokens.ravel(), rollout, train)
-        return step, np.stack(policy), np.stack([q, *seen])
+        step = Step(1, group_ids, rewards, lengths, rollout, train)
+        return step, tokens, np.stack(policy), np.stack([q, *seen])
 
-    def gradients(self, step: Step, policy: np.ndarray, seen: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def gradients(
+        self, step: Step, tokens: np.ndarray, policy: np.ndarray, seen: np.ndarray, weights: np.ndarray
+    ) -> np.ndarray:
         """(groups, P): RLOO gradient of each group with (B, T) weights."""
         rewards = step.rewards.reshape(-1, GROUP)
         advantages = (GROUP * rewards - rewards.sum(1, keepdims=True)) / (GROUP - 1)
         found = np.zeros((len(step.rewards), self.prompts, self.vocabulary + 1, self.vocabulary))
         rows, q = np.arange(len(step.rewards)), seen[0]
-        tokens = step.token_ids.reshape(len(rows), -1)
         for t in range(self.length):
             scale = weights[:, t] * advantages.ravel()
             found[rows, q, seen[t + 1]] -= scale[:, None] * policy[t]
@@ -116,15 +121,12 @@ class LongWorld:
             target += exact.sum(0)
             spread += np.square(exact).sum()
             found = self.draw(groups, seed + 2 * turn + 1, trained=False)
-            shape = (groups * GROUP, self.length)
-            pair = [
-                torch.from_numpy(x.reshape(shape)) for x in (found[0].log_probs, found[0].rollout_log_probs)
-            ]
-            mask = torch.ones(shape, dtype=torch.bool)
+            units = Units.of_responses(torch.from_numpy(found[0].lengths))
+            pair = [torch.from_numpy(x) for x in (found[0].log_probs, found[0].rollout_log_probs)]
             for setting in settings:
-                done = correct(*pair, mask, setting.rules)
-                weights = done.keep_mask.double() if done.weights is None else done.weights.double()
-                each = self.gradients(*found, weights.numpy())
+                done = correct(*pair, units, setting.rules)
+                weights = (done.keep if done.weights is None else done.weights).double()
+                each = self.gradients(*found, weights.reshape(-1, self.length).numpy())
                 sums[setting.name] += each.sum(0)
                 squares[setting.name] += np.square(each).sum()
         count = rounds * groups

@@ -22,6 +22,8 @@ from rlctl.user_code import call_problem
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlctl.algos.rules import CorrectionRules
+    from rlctl.algos.segments import Units
     from rlctl.diagnose.rule import Diagnosis
     from rlctl.prepare.recipes import Recipe
     from rlctl.spec.run_spec import RunSpec
@@ -381,20 +383,33 @@ def grade(
     return [one.score if isinstance(one, Failure) else one for one in graded]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CorrectedBatch:
-    """Result of rollout correction for one mini-batch.
+    """Result of rollout correction for one mini-batch; tensors have the shape of the log-probs.
 
     Attributes:
-        weights: (B, T) float32, detached: multiply the token losses by them. 0.0 for rejected tokens; 1.0 for
-            kept tokens if no weight is configured; divided by their mean if that is configured.
-        keep_mask: (B, T) bool, False for rejected tokens; defined only where `response_mask` is True.
+        weights: (B, T) or (M,) float32, detached: multiply the token losses by them. 0.0 for rejected tokens
+            and outside the mask; 1.0 for kept tokens if no weight is configured; divided by their mean if
+            that is configured.
+        keep_mask: (B, T) or (M,) bool, False for rejected tokens and outside the mask.
         metrics: `rollout_corr/*` and `training/rollout_*` of the whole mini-batch, over all ranks.
     """
 
     weights: Tensor
     keep_mask: Tensor
     metrics: dict[str, float]
+
+    def __repr__(self) -> str:
+        """Shapes and the main metrics."""
+        shape = tuple(self.weights.shape)
+        named = {
+            "ESS": "rollout_is_raw_eff_sample_size",
+            "rejected": "rollout_rs_masked_fraction",
+            "KL": "k3_kl",
+        }
+        found = {name: self.metrics.get(f"rollout_corr/{key}") for name, key in named.items()}
+        values = ", ".join(f"{name} {value:.4g}" for name, value in found.items() if value is not None)
+        return f"CorrectedBatch(weights {shape}, keep_mask {shape}, {len(self.metrics)} metrics: {values})"
 
 
 class CorrectOptions(TypedDict, total=False):
@@ -414,8 +429,11 @@ class CorrectOptions(TypedDict, total=False):
 def correct(
     log_probs: Tensor,
     rollout_log_probs: Tensor,
-    response_mask: Tensor,
+    response_mask: Tensor | None = None,
     *,
+    lengths: Tensor | None = None,
+    turns: Tensor | None = None,
+    episodes: Tensor | None = None,
     advantages: Tensor | None = None,
     age: Tensor | None = None,
     **options: Unpack[CorrectOptions],
@@ -429,11 +447,19 @@ def correct(
         corrected = rlctl.correct(old_log_probs, rollout_log_probs, mask, rollout_is="sequence")
         loss = (corrected.weights * token_loss * mask).sum() / mask.sum()
 
+    Tensors are padded (B, T) with a mask, or flat (M,) with the lengths of the B responses.
+
     Args:
-        log_probs: (B, T) float32, log π_train of the sampled tokens: π_old, or π_θ detached.
-        rollout_log_probs: (B, T) float32, log π_rollout of the same tokens at the same temperature.
-        response_mask: (B, T) bool, tokens that the policy sampled; other positions are never read.
-        advantages: (B, T), for criteria that depend on their sign (`off_policy`).
+        log_probs: float32, log π_train of the sampled tokens: π_old, or π_θ detached.
+        rollout_log_probs: float32, log π_rollout of the same tokens at the same temperature.
+        response_mask: (B, T) bool or integers 0 and 1, tokens that the policy sampled; other positions are
+            never read.
+        lengths: (B,) integers, sampled tokens of each response, instead of `response_mask`.
+        turns: of the shape of `log_probs`, integers: the turn of each token, for the level `turn`. None:
+            each response is one turn.
+        episodes: (B,) integers: the episode of each response, for responses that are parts of one episode
+            and adjacent; rules of sequences apply to episodes. None: each response is one episode.
+        advantages: of the shape of `log_probs`, for criteria that depend on their sign (`off_policy`).
         age: (B,), optimizer updates since the weights that sampled each response, for the criterion `age`.
         options: keys of `algorithm.rollout_correction`: rollout_is, rollout_is_threshold,
             rollout_rs, rollout_rs_threshold, dialect …; their defaults are those of a spec, but for
@@ -441,18 +467,54 @@ def correct(
 
     Raises:
         UsageError: an unknown or impossible setting, or one without effect here.
-        ValueError: shapes or devices differ, the mask is not bool, log-probs are in half precision or above
-            0, or advantages are not finite.
+        ValueError: shapes or devices differ, the mask has other values, log-probs are in half precision or
+            above 0, or advantages are not finite.
         RunFailure: a weight or criterion returned NaN, or this call raised on another rank.
 
     Warns:
         UserWarning: sequences have NaN or infinite log-probs; all their tokens are rejected.
     """
+    from rlctl.algos import correction
+    from rlctl.engine.ranks import current_ranks
+
+    rules = _correction_rules(options)
+    given = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs}
+    extra = {"response_mask": response_mask, "lengths": lengths, "turns": turns, "episodes": episodes}
+    for name, value in {**given, **extra, "advantages": advantages, "age": age}.items():
+        if not hasattr(value, "detach") and (value is not None or name in given):
+            raise UsageError(f"is a {type(value).__name__}", where=name, fix="give a torch tensor")
+    if (response_mask is None) == (lengths is None):
+        what = "neither a mask nor lengths are given" if lengths is None else "a mask and lengths are given"
+        fix = "give response_mask with (B, T) log-probs, lengths with (M,) log-probs"
+        raise UsageError(what, where="response_mask", fix=fix)
+    ranks = current_ranks(log_probs.device)
+    with failing_together(ranks.first):
+        batch = _Flat.of(given, extra)
+        both = [batch.column(x.detach()) for x in given.values()]
+        signs = None if advantages is None else batch.column(batch.checked("advantages", advantages)).float()
+        ages = None if age is None else batch.per_token(batch.checked("age", age, per_response=True))
+        result = correction.correct(both[0], both[1], batch.units, rules, advantages=signs, age=ages)
+        for name, values in zip(given, both, strict=True):
+            if (values[values.isfinite()] > _MAX_LOG_PROB).any():
+                raise ValueError(f"{name} are above 0: give log-probs in nats, not probabilities")
+        if signs is not None and not signs.isfinite().all():
+            where = "" if response_mask is None else " where response_mask is True"
+            raise ValueError(f"advantages are NaN or infinite{where}")
+    sums = ranks.to_host(result.sums)
+    if parts := correction.parts_with_nan(sums, rules):
+        raise RunFailure(f"{' or '.join(parts)} returned NaN")
+    if num_bad := int(sums["sequences"] - sums["finite_sequences"]):
+        what = f"{num_bad} of {int(sums['sequences'])} sequences have NaN or infinite log-probs"
+        warnings.warn(f"{what}: all their tokens are rejected", stacklevel=2)
+    factor = correction.normalization_factor(sums, rules)
+    weights = (result.keep.float() if result.weights is None else result.weights) / factor
+    metrics = correction.correction_metrics(correction.normalized(sums, factor, rules), rules)
+    return CorrectedBatch(batch.shaped(weights), batch.shaped(result.keep), metrics)
+
+
+def _correction_rules(options: CorrectOptions) -> CorrectionRules:
     from pydantic import ValidationError
 
-    from rlctl.algos import correction
-    from rlctl.algos.statistics import correction_metrics, normalized, parts_with_nan
-    from rlctl.engine.ranks import current_ranks
     from rlctl.spec.algorithm import READ_WITH, RolloutCorrectionSpec
     from rlctl.spec.resolve import correction_rules
 
@@ -472,31 +534,83 @@ def correct(
     for key, (why, fix) in without_effect.items():
         if getattr(spec, key) != RolloutCorrectionSpec.model_fields[key].get_default():
             raise UsageError(why, where=key, fix=fix)
-    rules = correction_rules(spec)
-    given = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs, "response_mask": response_mask}
-    for name, value in {**given, "advantages": advantages, "age": age}.items():
-        if not hasattr(value, "detach") and (value is not None or name in given):
-            raise UsageError(f"is a {type(value).__name__}", where=name, fix="give a torch tensor")
-    ranks = current_ranks(log_probs.device)
-    with failing_together(ranks.first):
-        policies = log_probs.detach(), rollout_log_probs.detach()
-        result = correction.correct(*policies, response_mask, rules, advantages=advantages, age=age)
-        for name in ("log_probs", "rollout_log_probs"):
-            values = given[name][response_mask]
-            if (values[values.isfinite()] > _MAX_LOG_PROB).any():
-                raise ValueError(f"{name} are above 0: give log-probs in nats, not probabilities")
-        if advantages is not None and not advantages[response_mask].isfinite().all():
-            raise ValueError("advantages are NaN or infinite where response_mask is True")
-    sums = ranks.to_host(result.sums)
-    if parts := parts_with_nan(sums, rules):
-        raise RunFailure(f"{' or '.join(parts)} returned NaN")
-    if num_bad := int(sums.sequences - sums.finite_sequences):
-        what = f"{num_bad} of {int(sums.sequences)} sequences have NaN or infinite log-probs"
-        warnings.warn(f"{what}: all their tokens are rejected", stacklevel=2)
-    weights = result.keep_mask.float() if result.weights is None else result.weights
-    factor = correction.normalization_factor(sums, rules)
-    metrics = correction_metrics(normalized(sums, factor, rules), rules)
-    return CorrectedBatch(weights / factor, result.keep_mask, metrics)
+    return correction_rules(spec)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flat:
+    """Which entries of tensors of `shape` are the M sampled tokens, and what responses these form."""
+
+    shape: tuple[int, ...]
+    mask: Tensor | None  # bool, of this shape; None: all
+    units: Units
+
+    @classmethod
+    def of(cls, given: Mapping[str, Tensor], extra: Mapping[str, Tensor | None]) -> _Flat:
+        """From what `correct` is given.
+
+        Raises:
+            ValueError: as `correct`.
+        """
+        import torch
+
+        from rlctl.algos.segments import Segments, Units
+
+        mask, lengths, turns, episodes = extra.values()
+        together = {**given} if mask is None else {**given, "response_mask": mask}
+        for what, of in (("shapes", lambda x: tuple(x.shape)), ("devices", lambda x: x.device)):
+            if len({of(x) for x in together.values()}) > 1:
+                each = ", ".join(f"{name} {of(x)}" for name, x in together.items())
+                raise ValueError(f"{what} differ: {each}")
+        log_probs, kind = given["log_probs"], "(B, T)" if lengths is None else "(M,)"
+        shape = tuple(log_probs.shape)
+        if len(shape) != (2 if lengths is None else 1):
+            raise ValueError(f"log-probs must have shape {kind}, not {shape}")
+        if mask is not None:
+            if mask.is_floating_point() or ((mask != 0) & (mask != 1)).any():
+                found = mask.dtype if mask.is_floating_point() else "other values"
+                raise ValueError(f"response_mask must be bool or integers 0 and 1, not {found}")
+            mask = mask.bool()
+            lengths = mask.sum(1)
+        elif lengths is not None:
+            total = int(lengths.sum()) if lengths.ndim == 1 and not lengths.is_floating_point() else -1
+            if total != shape[0] or (lengths < 0).any():
+                raise ValueError(f"lengths must be (B,) integers ≥ 0 with the sum {shape[0]}, as log_probs")
+        assert lengths is not None
+        sequence = Segments(lengths.long().to(log_probs.device))
+        batch = cls(shape, mask, Units(sequence, sequence, sequence))
+        turn, episode = sequence, sequence
+        if episodes is not None:
+            index = batch.checked("episodes", episodes, per_response=True)
+            _, counts = torch.unique_consecutive(index, return_counts=True)
+            if len(counts) != len(index.unique()):
+                raise ValueError("episodes: the responses of an episode must be adjacent")
+            episode = Segments(Segments(counts).sum(sequence.lengths).long())
+        if turns is not None:
+            index = torch.stack([sequence.index, batch.column(batch.checked("turns", turns)).long()])
+            turn = Segments(torch.unique_consecutive(index, dim=1, return_counts=True)[1])
+        return cls(shape, mask, Units(turn, sequence, episode))
+
+    def checked(self, name: str, values: Tensor, *, per_response: bool = False) -> Tensor:
+        """`values`, which must have the shape of the log-probs, or one value per response."""
+        shape = (len(self.units.sequence),) if per_response else self.shape
+        if tuple(values.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape}, not {tuple(values.shape)}")
+        return values
+
+    def column(self, values: Tensor) -> Tensor:
+        """(M,): values at the sampled tokens."""
+        return values if self.mask is None else values[self.mask]
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """(M,): the value (B,) of each token's response."""
+        return self.units.sequence.spread(values)
+
+    def shaped(self, column: Tensor) -> Tensor:
+        """A column (M,) in the shape of the log-probs; 0 elsewhere."""
+        if self.mask is None:
+            return column
+        return column.new_zeros(self.shape).masked_scatter(self.mask, column)
 
 
 def _listed(given: str | Path | Sequence[str | Path]) -> list[str | Path]:

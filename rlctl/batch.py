@@ -1,7 +1,7 @@
 """The records of a step, in order of computation: Task → Turn → Sequence → Episode → Group → TokenBatch.
 
-Letters: E episodes of S sequences have N tokens, of which M were sampled by the policy. All that is computed is
-a column of the M sampled tokens, in order: whatever was not sampled (prompt, output of a tool) is read by
+Letters: E episodes of S sequences have N tokens, of which M were sampled by the policy. All that is computed
+is a column of the M sampled tokens, in order: whatever was not sampled (prompt, output of a tool) is read by
 attention only. Log-probs are nats in float32 at the sampling temperature, of the token itself.
 """
 
@@ -89,6 +89,7 @@ class Task:
     ground_truth: str = ""
     extra_info: Mapping[str, Any] = field(default_factory=dict)  # of the row, JSON-able
     messages: tuple[Mapping[str, Any], ...] = ()  # the prompt as {role, content}
+    environment: str = ""  # one of those that the spec names; empty: `environment.name`
     weight: float = 1.0  # factor of the advantages: 1 / P(prompt drawn)
 
 
@@ -175,37 +176,43 @@ class Episode:
 Group = tuple[Episode, ...]
 
 
-def _column(of: str, **default: Any) -> Any:
-    """A field of `TokenBatch`: a column of `token` (N,), `sampled` (M,), `sequence` (S,) or `episode` (E,)."""
-    return field(metadata={"of": of}, **default)
+#: What a field of `TokenBatch` has one entry of: tokens (N,), sequences (S,), episodes (E,); all others are
+#: columns of the sampled tokens (M,).
+LEVELS = {
+    **dict.fromkeys(("token_ids", "sampled"), "token"),
+    **dict.fromkeys(("lengths", "owners"), "sequence"),
+    **dict.fromkeys(
+        ("group_ids", "members", "prompt_weights", "baseline_scores", "sequence_weights"), "episode"
+    ),
+}
 
 
 @dataclass(frozen=True)
 class TokenBatch:
     """E episodes as one flat run of tokens; what is None was not computed, or does not exist in this run."""
 
-    token_ids: Tensor = _column("token")  # (N,) int64
-    sampled: Tensor = _column("token")  # (N,) bool
-    lengths: Tensor = _column("sequence")  # (S,) int64: tokens of each sequence
-    owners: Tensor = _column("sequence")  # (S,) int64: its episode's index in this batch, ascending
-    group_ids: Tensor = _column("episode")  # (E,) int64, see `Task`
-    members: Tensor = _column("episode")  # (E,) int64: index within its group
-    prompt_weights: Tensor = _column("episode")  # (E,) float32, see `Task.weight`
-    rollout_log_probs: Tensor = _column("sampled")  # (M,) float32
-    versions: Tensor = _column("sampled")  # (M,) int64
-    turns: Tensor = _column("sampled")  # (M,) int64
-    kept: TokenLists | None = _column("sampled", default=None)
-    most_likely: TokenLists | None = _column("sampled", default=None)
-    rewards: Tensor | None = _column("sampled", default=None)  # (M,) float32: token-level rewards
-    baseline_scores: Tensor | None = _column("episode", default=None)  # (E,) of the greedy response; ReMax
-    old_log_probs: Tensor | None = _column("sampled", default=None)  # (M,) π_old; in bypass mode π_rollout
-    ref_log_probs: Tensor | None = _column("sampled", default=None)  # (M,) π_ref
-    values: Tensor | None = _column("sampled", default=None)  # (M,) of the critic before its updates
-    score_norms: Tensor | None = _column("sampled", default=None)  # (M,) ‖∇_logits log π‖²
-    sequence_weights: Tensor | None = _column("episode", default=None)  # (E,) Π π/π_rollout
-    advantages: Tensor | None = _column("sampled", default=None)  # (M,) float32
-    returns: Tensor | None = _column("sampled", default=None)  # (M,) float32: targets of the values
-    age: Tensor | None = _column("sampled", default=None)  # (M,) optimizer updates since the sampling weights
+    token_ids: Tensor  # (N,) int64
+    sampled: Tensor  # (N,) bool
+    lengths: Tensor  # (S,) int64: tokens of each sequence
+    owners: Tensor  # (S,) int64: its episode's index in this batch, ascending
+    group_ids: Tensor  # (E,) int64, see `Task`
+    members: Tensor  # (E,) int64: index within its group
+    prompt_weights: Tensor  # (E,) float32, see `Task.weight`
+    rollout_log_probs: Tensor  # (M,) float32
+    versions: Tensor  # (M,) int64
+    turns: Tensor  # (M,) int64
+    kept: TokenLists | None = None
+    most_likely: TokenLists | None = None
+    rewards: Tensor | None = None  # (M,) float32: token-level rewards
+    baseline_scores: Tensor | None = None  # (E,) of the greedy response; ReMax
+    old_log_probs: Tensor | None = None  # (M,) π_old; in bypass mode π_rollout
+    ref_log_probs: Tensor | None = None  # (M,) π_ref
+    values: Tensor | None = None  # (M,) of the critic before its updates
+    score_norms: Tensor | None = None  # (M,) ‖∇_logits log π‖²
+    sequence_weights: Tensor | None = None  # (E,) Π π/π_rollout
+    advantages: Tensor | None = None  # (M,) float32
+    returns: Tensor | None = None  # (M,) float32: targets of the values
+    age: Tensor | None = None  # (M,) optimizer updates since the sampling weights
 
     @classmethod
     def of(cls, episodes: Many[Episode], device: Any = "cpu") -> TokenBatch:
@@ -321,9 +328,10 @@ class TokenBatch:
         return self._each(lambda value, _: value.to(device))
 
     def _each(self, change: Any) -> TokenBatch:
-        """The batch with every field changed by (value, what it is a column of) → value, unless it is None."""
-        given = [(part.name, part.metadata["of"], getattr(self, part.name)) for part in fields(self)]
-        columns: dict[str, Any] = {name: None if x is None else change(x, of) for name, of, x in given}
+        """The batch with every field changed by (value, its level) → value, unless it is None."""
+        columns: dict[str, Any] = {part.name: getattr(self, part.name) for part in fields(self)}
+        for name, value in columns.items():
+            columns[name] = None if value is None else change(value, LEVELS.get(name, "sampled"))
         return TokenBatch(**columns)
 
 

@@ -475,6 +475,12 @@ ROLLOUT_ENGINES = Registry(
     takes="context",
     capabilities="EngineCapabilities",
 )
+ENVIRONMENTS = Registry(
+    "environment",
+    key="environment.name",
+    module="rlctl.environment.build",
+    takes="context",
+)
 GRADERS = Registry(
     "grader",
     key="reward.name",

@@ -214,7 +214,7 @@ _Result = tuple[Tensor, Tensor, Tensor, Tensor, Segments | None]
 
 def _checked(log_ratio: LogRatio, rule: RejectRule, rules: CorrectionRules) -> _Result:
     segments = None if rule.scope == "token" else rules.segments(log_ratio.units, rule.scope)
-    if rule.reduction == "none" or rule.reduction == "given":
+    if rule.reduction in {"none", "given"}:
         values = _evaluated(REJECTION_CRITERIA, rule.statistic, log_ratio, rule.params, rules)
     elif segments is not None and rule.statistic == "ratio" and rule.reduction != "max":
         log_sum = segments.sum(log_ratio.train - log_ratio.rollout)  # product, or geometric mean

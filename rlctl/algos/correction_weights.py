@@ -2,8 +2,8 @@
 
 Every weight is `weight(log_ratio, params) -> log w`, registered by its name (`rlctl.registry`): (M,) with
 `unit="token"`, else one float64 per segment of its `unit`: `turn`, `sequence` (a response) or `episode`.
-`log_ratio` is a `LogRatio`; responses are independent. `rlctl.algos.correction` clamps log w to ±20, takes `exp`, applies bound and rejection, and computes the
-normalisation factor.
+`log_ratio` is a `LogRatio`; responses are independent. `rlctl.algos.correction`
+clamps log w to ±20, takes `exp`, applies bound and rejection, and computes the normalisation factor.
 """
 
 from __future__ import annotations

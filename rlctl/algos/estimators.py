@@ -1,7 +1,7 @@
 """Advantage estimators, registered by their name in the spec with the batch fields that each one reads.
 
-Every estimator is `estimator(inputs: AdvantageInputs) -> Tensor | Estimate`. A returned tensor holds the
-advantages: (E,) one per episode, or (M,) one per sampled token. Recurrences over tokens are in
+Every estimator is `estimator(inputs: AdvantageInputs) -> Tensor | Estimate`: a tensor (E,) of one advantage
+per episode, or an `Estimate` of one per sampled token. Recurrences over tokens are in
 `rlctl.algos.token_advantages`.
 
 The batch holds the episodes that were graded, of all ranks. Group estimators compare the episodes of one
@@ -355,9 +355,3 @@ def has_spread(scores: Tensor, group_ids: Tensor) -> Tensor:
 def spread_probability(rate: float, n: int) -> float:
     """Probability that the rewards of n responses differ, if each is 1 with probability `rate`, else 0."""
     return 1.0 - rate**n - (1.0 - rate) ** n
-
-
-def zero_spread(scores: Tensor, group_ids: Tensor) -> tuple[int, int]:
-    """Numbers of groups whose rewards are equal (no signal), and of groups; arguments as of `has_spread`."""
-    flat = group_ids[~has_spread(scores, group_ids)]
-    return len(torch.unique(flat)), len(torch.unique(group_ids))

@@ -43,7 +43,7 @@ def criterion_moments(sums: HostSums, name: str) -> tuple[float, float]:
 
 
 def weight_metrics(sums: HostSums, rule: WeightRule) -> HostSums:
-    """`rollout_is_*` metrics that replace the default ones; extremes of sequence weights: before the bound."""
+    """`rollout_is_*` metrics that replace the default ones; extremes of sequences: before the bound."""
     token = Moments.read(sums, "weight.token")
     names = {"mean": token.mean, "std": token.std, "eff_sample_size": token.ess}
     if not rule.by_token:

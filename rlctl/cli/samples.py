@@ -110,7 +110,11 @@ def _print_samples(rows: list[dict[str, Any]], step: int) -> None:
         parts = [("prompt", row["prompt"], ""), ("response", row["response"], "")]
         if "turns" in row:
             parts[1:] = [
-                (f"turn {part['turn']}" if part["turn"] else "observation", part["text"], "" if part["turn"] else "dim")
+                (
+                    f"turn {part['turn']}" if part["turn"] else "observation",
+                    part["text"],
+                    "" if part["turn"] else "dim",
+                )
                 for part in row["turns"]
             ]
         for name, text, style in (*parts, ("ground truth", row["ground_truth"], "")):

@@ -59,7 +59,7 @@ class Ranks:
 
     def to_host(self, sums: Sums) -> HostSums:
         """The sums over all ranks as floats: two collectives, one transfer. All ranks have the same names."""
-        found = {}
+        found: HostSums = {}
         for largest, op in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
             names = [name for name in sums if name.endswith(LARGEST) is largest]
             if names:
@@ -113,7 +113,8 @@ class Ranks:
             sent = sent.to(torch.uint8)
         received = sent.new_empty((sum(sizes), *sent.shape[1:]))
         dist.all_to_all_single(received, sent.contiguous(), sizes, [len(x) for x in parts], group=self.group)
-        return list((received.bool() if is_bool else received).split(sizes))
+        received = received.bool() if is_bool else received
+        return list(torch.split(received, sizes))
 
     def exchange(self, values: list[_Value]) -> list[_Value]:
         """Values of all ranks, in rank order, on every rank."""

@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-import torch
-
-from rlctl.algos.segments import Segments
+from rlctl.batch import Task, TokenBatch
 from rlctl.data.prompts import Renderer
 from rlctl.data.schema import Row
+from rlctl.environment.single_turn import sample_episodes
 from rlctl.mismatch.score import EngineSample, Gap, GapPart, VariantScorer, Weights, all_and_head, moved
 from rlctl.mismatch.search import Explanation, Search
 from rlctl.mismatch.settings_fit import Drawn, fit_drawn
@@ -30,7 +29,7 @@ from rlctl.mismatch.variants import (
     renderings,
     token_ids,
 )
-from rlctl.rollout.protocol import Request, ResponseSampler, RolloutEngine, Sampling, step_seed, turn_seed
+from rlctl.rollout.protocol import ResponseSampler, RolloutEngine, Sampling, step_seed
 from rlctl.rollout.weights import PlainWeights
 
 #: An experiment with the engine explains the gap if it leaves at most this fraction of it.
@@ -185,7 +184,7 @@ class _Sampler:
             theirs = token_ids(sides.rows, Renderer(sides.engine_tokenizer, sides.template_kwargs))
         found = renderings(sides.rows, own, theirs, renderer)
         self._prompts = {name: self._repeated(ids) for name, ids in found.items()}
-        self._given, self._version = self._repeated(theirs), 0
+        self._given, self._version = theirs, 0
 
     def _repeated(self, prompts: TokenIds) -> list[Sequence[int]]:
         return [ids for ids in prompts for _ in range(self.sides.n)]
@@ -195,16 +194,11 @@ class _Sampler:
     ) -> VariantScorer:
         """Samples with the engine and returns a scorer of the sample with `model`."""
         sides, seed = self.sides, step_seed(self.sides.seed, 0, "mismatch")
-        requests = [
-            Request(ids, turn_seed(seed, *divmod(place, sides.n))) for place, ids in enumerate(self._given)
-        ]
-        turns, device = engine.sample(requests, sides.sampling), next(model.parameters()).device
-        sample = EngineSample(
-            prompts=self._given,
-            tokens=torch.cat([turn.token_ids for turn in turns]).to(device),
-            reported=torch.cat([turn.log_probs for turn in turns]).to(device),
-            unit=Segments(torch.tensor([len(turn.token_ids) for turn in turns], device=device)),
-        )
+        tasks = [Task(ids, "", group) for group, ids in enumerate(self._given)]
+        episodes = sample_episodes(engine, tasks, sides.n, sides.sampling, seed, sides.tokenizer)
+        batch = TokenBatch.of(episodes, next(model.parameters()).device)
+        prompts = [episode.task.prompt_ids for episode in episodes]
+        sample = EngineSample(prompts, batch.inputs.tokens, batch.rollout_log_probs, batch.units.episode)
         known = sides.weights if weights is None else weights
         return VariantScorer(model, sample, self._prompts, known)
 

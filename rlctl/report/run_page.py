@@ -147,7 +147,9 @@ def _sample(row: Mapping[str, Any], decode: Decoder | None) -> dict[str, Any]:
     parts = spans(row)
     if decode:
         shown, places = [], [place for _, span in parts for place in span]
-        texts = dict(zip(places, pieces([row["token_ids"][x] for x in places[:TOKENS]], decode), strict=False))
+        texts = dict(
+            zip(places, pieces([row["token_ids"][x] for x in places[:TOKENS]], decode), strict=False)
+        )
         for turn, span in parts:
             if row["num_turns"] > 1 and span[0] in texts:
                 shown.append(Token(f"turn {turn + 1}" if turn >= 0 else "observation", "turn", ""))

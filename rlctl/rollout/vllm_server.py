@@ -28,9 +28,9 @@ from rlctl.rollout.server_access import MODEL_NAME, ONE_TOKEN, EngineProgress, a
 from rlctl.rollout.weight_broadcast import WeightBroadcast
 from rlctl.rollout.weights import PublishedWeights, VersionedDir
 
-#: Maximum number of open requests per rank; each is a prompt with all its responses. The client's work per
-#: request grows with this number.
-CONNECTIONS = 128
+#: Maximum number of open requests per rank. Each has a client of its own, because the work of a common one
+#: per request grows with their number.
+CONNECTIONS = 512
 _SYNC_S = 600.0
 _RETRY_S = 1.0
 _TRIES = 3
@@ -102,6 +102,7 @@ class VLLMServerRollout(CompletionRollout):
         self._newest = PublishedPaths()
         self._broadcast, self._needs_broadcast = broadcast, settings.weight_transfer == "broadcast"
         self._starts_empty = starts_empty
+        self._tls = httpx.create_ssl_context()  # takes 15 ms, so all clients share it
         self._held = held or contextlib.ExitStack()
         self.notes: list[str] = []
         self._lost: set[str] = set()  # servers that do not have the last broadcast weights
@@ -165,40 +166,48 @@ class VLLMServerRollout(CompletionRollout):
         return _result_of(self._complete_all(requests, sampling))
 
     async def _complete_all(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        turn = asyncio.Semaphore(CONNECTIONS)  # the client's own queue is slow when long
-        answers: dict[int, httpx.Response] = {}
+        completions: dict[int, Completion] = {}
         runs = groupby(requests, key=lambda request: request.token_ids)  # a server computes its prompts once
         prompts = dict(enumerate(number for number, (_, run) in enumerate(runs) for _ in run))
-        async with self._client(timeout=None) as client:
+        free = asyncio.Queue[httpx.AsyncClient]()
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(min(CONNECTIONS, len(requests))):
+                free.put_nowait(await stack.enter_async_context(self._client(timeout=None)))
 
-            async def ask(index: int, url: str) -> httpx.Response | None:
-                request = requests[index]
-                body = {
-                    "model": self._newest.model,
-                    "prompt": list(request.token_ids),
-                    "return_token_ids": True,
-                    "return_tokens_as_token_ids": True,
-                }
-                async with turn:
-                    return await self._ask(client, url, body | self._parameters(sampling, request))
+            async def ask(index: int, url: str) -> Completion | None:
+                client = await free.get()
+                try:
+                    body = self._body(requests[index], sampling)
+                    answer = await self._ask(client, url, body)
+                finally:
+                    free.put_nowait(client)
+                if answer is None:
+                    return None
+                return completion_of(answer.content, has_lists=listed_tokens(sampling) > 0)
 
             for _ in range(_TRIES):
-                places = self._places(number for number in prompts.items() if number[0] not in answers)
+                places = self._places(number for number in prompts.items() if number[0] not in completions)
                 found = await self._unless_silent(
                     (ask(index, url) for index, url in places.items()), self._answer_timeout
                 )
-                current = await self._with_newest(client, set(places.values()))
-                answers |= {
-                    index: answer
-                    for (index, url), answer in zip(places.items(), found, strict=True)
-                    if answer is not None and url in current
+                current = await self._with_newest(set(places.values()))
+                completions |= {
+                    index: completion
+                    for (index, url), completion in zip(places.items(), found, strict=True)
+                    if completion is not None and url in current
                 }
-                if len(answers) == len(requests):
-                    break
-            else:
-                raise RunFailure("vLLM servers fail and are restarted repeatedly", where=" ".join(self._urls))
-        has_lists = listed_tokens(sampling) > 0
-        return [completion_of(answers[index].content, has_lists=has_lists) for index in range(len(requests))]
+                if len(completions) == len(requests):
+                    return [completions[index] for index in prompts]
+        raise RunFailure("vLLM servers fail and are restarted repeatedly", where=" ".join(self._urls))
+
+    def _body(self, request: Request, sampling: Sampling) -> dict[str, Any]:
+        body = {
+            "model": self._newest.model,
+            "prompt": list(request.token_ids),
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        return body | self._parameters(sampling, request)
 
     def _places(self, prompts: Iterable[tuple[int, int]]) -> dict[int, str]:
         """Maps each request to a server; its prompts go round those with the newest weights.
@@ -216,14 +225,15 @@ class VLLMServerRollout(CompletionRollout):
             )
         return {index: urls[(self._rank + prompt) % len(urls)] for index, prompt in prompts}
 
-    async def _with_newest(self, client: httpx.AsyncClient, urls: set[str]) -> set[str]:
+    async def _with_newest(self, urls: set[str]) -> set[str]:
         """The servers with the newest weights; the others are updated, or not used until the next sync."""
         found = set()
-        for url in urls - self._lost:
-            if await self._tag(client, url) == self._newest.tag:
-                found.add(url)
-            else:
-                await self._renew_or_lose(client, url)
+        async with self._client(timeout=None) as client:
+            for url in urls - self._lost:
+                if await self._tag(client, url) == self._newest.tag:
+                    found.add(url)
+                else:
+                    await self._renew_or_lose(client, url)
         return found
 
     async def _tag(self, client: httpx.AsyncClient, url: str) -> str:
@@ -400,13 +410,12 @@ class VLLMServerRollout(CompletionRollout):
             if time.monotonic() > deadline:
                 raise RunFailure(f"a vLLM server does not answer any more: {words}", where=url)
 
-    @staticmethod
-    def _client(timeout: float | None) -> httpx.AsyncClient:
-        limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS)
+    def _client(self, timeout: float | None) -> httpx.AsyncClient:
         return httpx.AsyncClient(
             headers=authorization(),
             timeout=httpx.Timeout(timeout, connect=30),
-            limits=limits,
+            limits=httpx.Limits(max_keepalive_connections=1),
+            verify=self._tls,
             trust_env=False,  # proxies of the environment are for external hosts, not for engines
         )
 

@@ -29,6 +29,10 @@ _SWITCHES: dict[str, tuple[str, object]] = {
 #: The same → whether they are read, and else why not.
 _READ: dict[str, tuple[Callable[[RunSpec], bool], str]] = {
     "critic.": (lambda spec: spec.trains_critic, "algorithm.adv_estimator needs no critic"),
+    "algorithm.gamma algorithm.lam": (
+        lambda spec: spec.algorithm.gamma_per == "token" or spec.environment.name != "single_turn",
+        "algorithm.gamma_per is turn, and single_turn has one turn",
+    ),
     "rollout.server.": (
         lambda spec: spec.has_rollout_servers,
         "no engine runs in a separate process, as with rollout.mode: server and rollout.name: vllm",

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 from rlctl.registry import ROLLOUT_ENGINES, TRACKERS
 from rlctl.spec.algorithm import ActorSpec, AlgorithmSpec, CriticSpec, RefSpec
 from rlctl.spec.base import Duration, JsonMapping, NullWord, Registered, Section, one_or_many
+from rlctl.spec.environment import EnvironmentSpec
 from rlctl.spec.model import EMBEDDED, ModelSpec
 from rlctl.spec.rollout import DataSpec, EngineCapabilities, RewardSpec, RolloutSpec
 
@@ -127,6 +128,7 @@ class RunSpec(Section):
     model: ModelSpec = ModelSpec()
     data: DataSpec = DataSpec()
     rollout: RolloutSpec = RolloutSpec()
+    environment: EnvironmentSpec = EnvironmentSpec()
     reward: RewardSpec = RewardSpec()
     algorithm: AlgorithmSpec = AlgorithmSpec()
     actor: ActorSpec = ActorSpec()

@@ -30,8 +30,8 @@ _LISTS = {
     "turn": pa.int32(),  # its number in the episode; −1: not sampled
     "versions": pa.int64(),  # optimizer updates in the weights that sampled it; −1: not sampled
     "rollout_log_probs": pa.float32(),  # null: not sampled; so are the next two columns
-    "training_log_probs": pa.float32(),  # also null: the episode was not trained on
-    "rollout_is_weights": pa.float32(),
+    "training_log_probs": pa.float32(),  # also null: the episode was not graded
+    "rollout_is_weights": pa.float32(),  # 0: it does not reach the loss
     "keep_mask": pa.bool_(),  # it was trained on: sampled, graded and not rejected
 }
 #: One row per sequence. All lists have one entry per token of the sequence, prompt included, in order.
@@ -97,7 +97,7 @@ class RolloutWriter:
         """Adds one step's episodes, of M sampled tokens.
 
         Args:
-            rewards: one per episode; None: it was not graded, and what `columns` has of it is not written.
+            rewards: one per episode; None: it was not graded, and `columns` have no meaning for it.
             columns: `training_log_probs` (M,) nats, of the training policy in the ratios;
                 `rollout_is_weights` (M,), factors of the loss, zero where rejected; `keep_mask` (M,), false
                 where rejected.
@@ -236,8 +236,10 @@ def _record_batch(
         "rollout_log_probs": pa.array(over_all(column("log_probs"), 0.0), mask=~sampled),
         "keep_mask": pa.array((over_all(given["keep_mask"], 0.0) > 0) & graded),
     }
-    for name in ("training_log_probs", "rollout_is_weights"):
-        flat[name] = pa.array(over_all(given[name], 0.0), mask=~(sampled & graded))
+    weights = np.where(graded, over_all(given["rollout_is_weights"], 0.0), np.float32(0.0))
+    flat["rollout_is_weights"] = pa.array(weights, mask=~sampled)
+    trained = over_all(given["training_log_probs"], 0.0)
+    flat["training_log_probs"] = pa.array(trained, mask=~(sampled & graded))
 
     def texts(values: list[str]) -> list[str]:
         # A lone surrogate, which a tokenizer can produce, cannot be encoded as UTF-8.
@@ -315,7 +317,9 @@ def current(table: pa.Table) -> pa.Table:
 
     def constant(value: Any) -> pa.ListArray:
         values = np.repeat(np.broadcast_to(value, len(table)), lengths)
-        return pa.ListArray.from_arrays(pa.array([0, *lengths.cumsum().tolist()], pa.int32()), pa.array(values))
+        return pa.ListArray.from_arrays(
+            pa.array([0, *lengths.cumsum().tolist()], pa.int32()), pa.array(values)
+        )
 
     seen: Counter[tuple[int, int]] = Counter()
     members = []
@@ -338,7 +342,9 @@ def current(table: pa.Table) -> pa.Table:
         found["versions"] = constant(table["policy_version"].to_numpy())
     for name, values in found.items():
         kind = SCHEMA.field(name).type
-        table = table.append_column(SCHEMA.field(name), pa.array(values, kind) if isinstance(values, list) else values.cast(kind))
+        table = table.append_column(
+            SCHEMA.field(name), pa.array(values, kind) if isinstance(values, list) else values.cast(kind)
+        )
     order = [name for name in (*SCHEMA.names, KEPT.name) if name in table.column_names]
     fields = [KEPT if name == KEPT.name else SCHEMA.field(name) for name in order]
     return table.select(order).cast(pa.schema(fields, SCHEMA.metadata))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.segments import Segments
-from rlctl.batch import TokenBatch, TokenLists
+from rlctl.batch import LEVELS, TokenBatch, TokenLists
 from rlctl.engine.ranks import Ranks
 
 #: Largest share of a rank in a mini-batch, relative to the mean, at which groups are kept together.
@@ -137,7 +137,7 @@ def _moved(batch: TokenBatch, ranks: Ranks, every: list[Dealt], takers: list[lis
 
     columns: dict[str, Any] = {}
     for part in fields(TokenBatch):
-        values, of = [getattr(one, part.name) for one in outgoing], part.metadata["of"]
+        values, of = [getattr(one, part.name) for one in outgoing], LEVELS.get(part.name, "sampled")
         if values[0] is None:
             columns[part.name] = None
         elif isinstance(values[0], TokenLists):

@@ -168,7 +168,8 @@ def dump(run: Run, step: int, graded: Graded, batch: TokenBatch, outcome: Update
         for episode, score, ok in zip(graded.episodes, scores, valid, strict=True)
         if episode.task.group_id < count
     ]
-    seen, found = outcome.seen, dict[tuple[int, int], Tensor]()
+    seen = outcome.seen
+    found: dict[tuple[int, int], Tensor] = {}
     columns = torch.stack([seen.training_log_probs, seen.weights, seen.keep.float()]).cpu()
     keys = zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True)
     tokens = torch.split(columns, batch.units.episode.lengths.tolist(), 1)

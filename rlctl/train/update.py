@@ -244,7 +244,7 @@ def _known(mini: MiniBatch, fixed: Correction | None) -> _Known:
 
 
 def _with_statistics(mini: MiniBatch, log_probs: Tensor, keep: Tensor) -> LossRule:
-    """The loss with the statistics that it reads of the kept tokens of the whole mini-batch, over all ranks."""
+    """The loss with the statistics that it reads of the kept tokens of the mini-batch, over all ranks."""
     batch, ranks, settings = mini.batch, mini.ranks, mini.settings
     assert batch.old_log_probs is not None
     assert batch.advantages is not None

@@ -14,9 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.errors import UsageError
-from rlctl.track.rollouts import FIRST_TOKENS as _V1_TOKENS, ROLLOUTS_DIR, SCHEMA, current
+from rlctl.track.rollouts import FIRST_TOKENS as _V1_TOKENS
+from rlctl.track.rollouts import ROLLOUTS_DIR, SCHEMA, current
 
-_COLUMNS = ("step", "group_id", "reward", "episode_id", "sampled", "turn", "rollout_log_probs", "training_log_probs")
+_COLUMNS = (
+    "step",
+    "group_id",
+    "reward",
+    "episode_id",
+    "sampled",
+    "turn",
+    "rollout_log_probs",
+    "training_log_probs",
+)
 _ROWS_AT_ONCE = 512
 _FIX = (
     "name a run directory with rollouts/*.parquet (kept with trainer.rollouts_per_step), slime's "

@@ -1,7 +1,7 @@
 """Estimates the error of a setting's gradient from sums over its weights.
 
-The target is g = E_train[A·∇log π]. The exact weight of an episode W = Π ρ estimates it without bias. A setting
-with applied weights w estimates it from a mini-batch of G prompt groups as ĝ, with expectation
+The target is g = E_train[A·∇log π]. The exact weight of an episode, W = Π ρ, estimates it without bias. A
+setting with applied weights w estimates it from a mini-batch of G prompt groups as ĝ, with expectation
 m = E_rollout[w·A·∇log π] and noise V per group. A constant factor on a gradient acts like another learning
 rate, so the error of a setting is the minimum over c of
 
@@ -41,7 +41,7 @@ LEVEL = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Energy:
-    """Sums per block of groups (K), for S settings: e = A²(1 − π)² of a token, W of its episode, q = 2/(1 + W)."""
+    """Sums per block of groups (K), for S settings; e = A²(1 − π)² of a token, q = 2/(1 + W)."""
 
     weighted: Floats  # (S, 4, K) Σ w·e, Σ w²·e, Σ q·w²·e, Σ q·w·W·e
     exact: Floats  # (2, K) Σ W·e, Σ q·W²·e

@@ -60,7 +60,8 @@ def _merged(steps: list[Step]) -> Step:
 
 
 def advantages_of(step: Step, estimator: str, notes: list[str]) -> NDArray[np.float64]:
-    """(E,) one advantage per episode: from the dump, otherwise computed from the rewards; 0 if not graded.
+    """(E,) one advantage per episode: from the dump, otherwise computed from the rewards; 0 if it was not
+    graded or has no tokens.
 
     Uses the run's estimator if it needs nothing else (`_FROM_REWARDS`), otherwise `rloo`. With one episode
     per prompt, uses `rloo` over the whole step. Adds a note to `notes` if the estimator is replaced.
@@ -74,9 +75,8 @@ def advantages_of(step: Step, estimator: str, notes: list[str]) -> NDArray[np.fl
     elif estimator not in _FROM_REWARDS:
         notes.append(f"advantages of {estimator} are not in the dump: those of rloo are used")
         estimator = "rloo"
-    graded = torch.tensor(np.isfinite(step.rewards))
-    lengths = torch.tensor(step.lengths)[graded].clamp(min=1)  # an empty response has a reward too
-    units = Units.of_responses(lengths)
+    graded = torch.tensor(np.isfinite(step.rewards) & (step.lengths > 0))
+    units = Units.of_responses(torch.tensor(step.lengths)[graded])
     token_rewards = torch.zeros(units.episode.total, dtype=torch.float64)
     token_rewards[units.episode.starts] = torch.tensor(step.rewards)[graded]
     inputs = AdvantageInputs(

@@ -33,7 +33,7 @@ FAULTY = {
         ["FILE:part returned clipped as torch.float32", "return bool, or None"],
     ),
     "a KL estimate without gradient": (
-        "def part(log_probs, ref_log_probs, rollout_log_probs): return log_probs.detach() - ref_log_probs",
+        "def part(log_probs, ref, rollout, unit): return log_probs.detach() - ref",
         ["actor.use_kl_loss=true", "actor.kl_loss_type=FILE:part"],
         ["KL estimator", "FILE:part has no gradient", "without detach()"],
     ),
@@ -55,7 +55,7 @@ FAULTY = {
         ["policy loss", "FILE:part returned NaN"],
     ),
     "a KL estimate that is NaN": (
-        "def part(log_probs, ref_log_probs, rollout_log_probs): return log_probs * float('nan')",
+        "def part(log_probs, ref, rollout, unit): return log_probs * float('nan')",
         ["actor.use_kl_loss=true", "actor.kl_loss_type=FILE:part"],
         ["KL estimator", "FILE:part returned NaN"],
     ),
@@ -70,7 +70,7 @@ FAULTY = {
         ["rejection criterion", "returned NaN"],
     ),
     "a KL estimate of one number per response": (
-        "def part(log_probs, ref_log_probs, rollout_log_probs): return (log_probs - ref_log_probs).sum(-1)",
+        "def part(log_probs, ref, rollout, unit): return (log_probs - ref).sum(-1)",
         ["actor.use_kl_loss=true", "actor.kl_loss_type=FILE:part"],
         ["KL estimator", "FILE:part returned a tensor of shape ("],
     ),

@@ -131,7 +131,7 @@ def _estimators() -> Iterator[tuple[str, Case]]:
 
 def _corrections() -> Iterator[tuple[str, Case]]:
     """Every criterion of each dialect, and every weight with every bound; also both modes in turn."""
-    weights = [part.name for part in CORRECTION_WEIGHTS.parts()]
+    weights = [part.name for part in CORRECTION_WEIGHTS.parts() if part.unit in ("token", "sequence")]
     known = [(name, *example) for name in criteria_names() for example in examples(name)]
     for dialect in ("rlctl", "verl"):
         pairs = cycle(product(weights, ("clip", "truncate", "mask")))

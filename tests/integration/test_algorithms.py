@@ -221,10 +221,15 @@ def test_with_exact_sampling_trainer_and_reference_are_restricted_too(ppo: Path)
     assert first["rollout_corr/k3_kl"] == pytest.approx(0.0, abs=1e-9)
     assert first["training/rollout_probs_diff_max"] < 1e-5
     rows = [row for row in runs.rollouts(ppo) if row["step"] == 1]
-    sizes = [len(kept) for row in rows for kept in row["kept_ids"]]
+    sizes = [
+        len(kept)
+        for row in rows
+        for kept, sampled in zip(row["kept_ids"], row["sampled"], strict=True)
+        if sampled
+    ]
     assert len(set(sizes)) > 1
     for row in rows:
-        assert all(t in kept for t, kept in zip(row["response_ids"], row["kept_ids"], strict=True) if kept)
+        assert all(t in kept for t, kept in zip(row["token_ids"], row["kept_ids"], strict=True) if kept)
 
 
 def test_the_critic_explains_more_and_more(ppo: Path) -> None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlctl.algos.batch_losses import WholeBatch
+from rlctl.algos.correction import Correction, correct
 from rlctl.algos.estimators import AdvantageInputs
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.algos.segments import Segments, Units
 from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-
-if TYPE_CHECKING:
-    from rlctl.algos.correction import Correction
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,6 @@ class Batch:
         return Batch(*columns, Segments(self.unit.lengths[chosen]), self.advantages[places], age)
 
     def correct(self, rules: CorrectionRules) -> Correction:
-        from rlctl.algos.correction import correct
-
         columns = (self.log_probs, self.rollout_log_probs)
         return correct(*columns, self.units, rules, advantages=self.advantages, age=self.age)
 
@@ -141,12 +137,3 @@ def reject_rules() -> list[RejectRule]:
             name = f"rule{len(rules)}"
             rules.append(RejectRule(name, statistic, reduction, lower, upper, scope, negative))
     return rules
-
-
-def factor_and_metrics(correction: Correction, rules: CorrectionRules) -> tuple[float, dict[str, float]]:
-    """What one mini-batch logs, from its merged sums."""
-    from rlctl.algos.correction import correction_metrics, normalization_factor, normalized
-
-    host = {name: float(value) for name, value in correction.sums.items()}
-    factor = normalization_factor(host, rules)
-    return factor, correction_metrics(normalized(host, factor, rules), rules)

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
-from rlctl.batch import TokenLists, TrainBatch
+from rlctl.algos.segments import Segments
+from rlctl.batch import TokenBatch, TokenLists
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.train.settings import UpdateSettings
-from rlctl.train.update import update
+from rlctl.train.update import mini_batches, update
 from tests.models import naive_log_probs, tiny_model
 from tests.properties.batches import estimate, loss_rule
 
@@ -55,7 +56,7 @@ class Setting:
     reject: tuple[RejectRule, ...] = ()
     after: bool = False
 
-    def update_settings(self, agg_mode: str, mini_rows: int) -> UpdateSettings:
+    def update_settings(self, agg_mode: str, mini_groups: int, num_minis: int = 1) -> UpdateSettings:
         denominator = "after_rejection" if self.after else "before_rejection"
         return UpdateSettings(
             rules=CorrectionRules(self.weight, self.reject, denominator),
@@ -64,8 +65,9 @@ class Setting:
             agg_mode=agg_mode,
             horizon=HORIZON,
             ppo_epochs=1,
-            mini_rows=mini_rows,
-            micro_rows=mini_rows,
+            mini_groups=mini_groups,
+            num_minis=num_minis,
+            micro_sequences=10_000,
             max_nonfinite_fraction=0.0,
         )
 
@@ -114,56 +116,61 @@ def model(seed: int = 0):
     return tiny_model(seed=seed, vocabulary=3)
 
 
-def batch_of(rows: list[int]) -> TrainBatch:
-    """These responses, to be trained on by a policy that has not seen them."""
+def batch_of(rows: list[int], group_ids: Tensor | None = None) -> TokenBatch:
+    """These responses, to be trained on by a policy that has not seen them; None: one group each."""
     lengths = torch.tensor([len(RESPONSES[row]) for row in rows])
-    mask = torch.arange(HORIZON) < lengths[:, None]
-    ids = [[PROMPT, *RESPONSES[row], *[END] * (HORIZON - len(RESPONSES[row]))] for row in rows]
-    attention = torch.cat([torch.ones(len(rows), 1, dtype=torch.bool), mask], 1)
-    zeros = torch.zeros(len(rows), HORIZON)
-    return TrainBatch(
-        input_ids=torch.tensor(ids),
-        attention_mask=attention,
-        position_ids=(attention.cumsum(1) - 1).clamp(min=0),
-        responses=torch.tensor(ids)[:, 1:],
-        response_mask=mask,
-        sample_mask=torch.ones(len(rows), dtype=torch.bool),
+    ids = torch.tensor([token for row in rows for token in (PROMPT, *RESPONSES[row])])
+    sequences = Segments(lengths + 1)
+    places = torch.arange(len(rows))
+    zeros = torch.zeros(int(lengths.sum()))
+    return TokenBatch(
+        token_ids=ids,
+        sampled=sequences.places > 0,
+        lengths=lengths + 1,
+        owners=places,
+        group_ids=places if group_ids is None else group_ids,
+        members=places,
+        prompt_weights=torch.ones(len(rows)),
         rollout_log_probs=zeros,
+        versions=zeros.long(),
+        turns=zeros.long(),
         old_log_probs=zeros,
         advantages=zeros,
     )
 
 
+def befores_of(rows: list[int]) -> list[int | None]:
+    """(M,) the token before each sampled one; None: it is the first."""
+    return [before for row in rows for before in (None, *RESPONSES[row][:-1])]
+
+
 def rollout_log_probs(rows: list[int]) -> Tensor:
-    found = torch.zeros(len(rows), HORIZON)
-    for place, row in enumerate(rows):
-        for t, token in enumerate(RESPONSES[row]):
-            before = RESPONSES[row][t - 1] if t else None
-            found[place, t] = torch.tensor(ROLLOUT[before][token]).log()
-    return found
+    tokens = [token for row in rows for token in RESPONSES[row]]
+    return torch.tensor(
+        [ROLLOUT[before][token] for before, token in zip(befores_of(rows), tokens, strict=True)]
+    ).log()
 
 
-def groups_of(pairs: list[tuple[int, int]], old: str) -> TrainBatch:
+def groups_of(pairs: list[tuple[int, int]], old: str) -> TokenBatch:
     """Groups of two responses with RLOO's advantages."""
     rows = [row for pair in pairs for row in pair]
-    batch = batch_of(rows)
-    group_ids = torch.arange(len(pairs)).repeat_interleave(2)
-    advantages = estimate("rloo", REWARDS[rows], group_ids, torch.ones(len(rows), dtype=torch.bool))
+    batch = batch_of(rows, torch.arange(len(pairs)).repeat_interleave(2))
     sampled = rollout_log_probs(rows)
     if old == "rollout":
         old_log_probs = sampled
     else:
         with torch.no_grad():
             old_log_probs = naive_log_probs(model(0 if old == "current" else 1), batch)[0].float()
-    spread = torch.where(batch.response_mask, advantages[:, None], 0.0)
-    return replace(batch, rollout_log_probs=sampled, old_log_probs=old_log_probs, advantages=spread)
+    advantages = batch.units.episode.spread(estimate("rloo", REWARDS[rows], batch.group_ids))
+    return replace(batch, rollout_log_probs=sampled, old_log_probs=old_log_probs, advantages=advantages)
 
 
 def exact_gradient() -> Tensor:
     """−∇ Σ_y π_θ(y)·r(y), in float64."""
     policy = model().double()
-    log_probs, _ = naive_log_probs(policy, batch_of(list(range(len(RESPONSES)))))
-    probabilities = log_probs.sum(-1).exp()
+    batch = batch_of(list(range(len(RESPONSES))))
+    log_probs, _ = naive_log_probs(policy, batch)
+    probabilities = batch.units.episode.sum(log_probs).exp()
     assert abs(probabilities.sum().item() - 1.0) < 1e-12
     (-(probabilities * REWARDS.double()).sum()).backward()
     return torch.cat([p.grad.flatten() for p in policy.parameters()])
@@ -175,7 +182,7 @@ KEPT = {None: (0, 1), 1: (0, 2)}
 KEPT_SHARES = {None: {0: 4 / 8, 1: 4 / 8}, 1: {0: 1 / 4, 2: 3 / 4}}
 
 
-def truncated_batch(old: str, *, exact: bool) -> TrainBatch:
+def truncated_batch(old: str, *, exact: bool) -> TokenBatch:
     """Every pair of its responses as often as it is drawn; with `exact`, what each token was drawn from.
 
     Args:
@@ -185,33 +192,33 @@ def truncated_batch(old: str, *, exact: bool) -> TrainBatch:
     responses = list(TRUNCATED)
     draws = [(a, b) for a in responses for b in responses for _ in range(TRUNCATED[a] * TRUNCATED[b])]
     rows = [RESPONSES.index(response) for pair in draws for response in pair]
-    batch = batch_of(rows)
-    befores = [[None, *RESPONSES[row][:-1]] for row in rows]
-    sampled, counts, ids = torch.zeros(len(rows), HORIZON), torch.zeros(len(rows), HORIZON), []
-    for place, (row, before) in enumerate(zip(rows, befores, strict=True)):
-        for t, token in enumerate(RESPONSES[row]):
-            sampled[place, t] = torch.tensor(KEPT_SHARES[before[t]][token]).log()
-            counts[place, t] = len(KEPT[before[t]])
-            ids += KEPT[before[t]]
-    kept = TokenLists(counts.int(), torch.tensor(ids, dtype=torch.int32)) if exact else None
-    group_ids = torch.arange(len(draws)).repeat_interleave(2)
-    advantages = estimate("rloo", REWARDS[rows], group_ids, torch.ones(len(rows), dtype=torch.bool))
-    spread = torch.where(batch.response_mask, advantages[:, None], 0.0)
-    batch = replace(batch, rollout_log_probs=sampled, advantages=spread, kept=kept)
+    batch = batch_of(rows, torch.arange(len(draws)).repeat_interleave(2))
+    befores = befores_of(rows)
+    tokens = [token for row in rows for token in RESPONSES[row]]
+    sampled = torch.tensor(
+        [KEPT_SHARES[before][token] for before, token in zip(befores, tokens, strict=True)]
+    ).log()
+    kept = None
+    if exact:
+        counts = torch.tensor([len(KEPT[before]) for before in befores], dtype=torch.int32)
+        ids = torch.tensor([token for before in befores for token in KEPT[before]], dtype=torch.int32)
+        kept = TokenLists(counts, ids)
+    advantages = batch.units.episode.spread(estimate("rloo", REWARDS[rows], batch.group_ids))
+    batch = replace(batch, rollout_log_probs=sampled, advantages=advantages, kept=kept)
     own = sampled if old == "rollout" else restricted_log_probs(model(), batch, exact=exact).detach().float()
     return replace(batch, old_log_probs=own)
 
 
-def restricted_log_probs(policy, batch: TrainBatch, *, exact: bool = True) -> Tensor:
-    """(B, T) of the policy restricted to `KEPT` and renormalised, from the full logits."""
-    logits = policy(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long()).logits[:, :-1]
-    logits = logits.double().clone()
-    for t in range(HORIZON):
-        for row, before in enumerate(batch.input_ids[:, t].tolist()):
+def restricted_log_probs(policy, batch: TokenBatch, *, exact: bool = True) -> Tensor:
+    """(M,) of the policy restricted to `KEPT` and renormalised, from the full logits."""
+    found = []
+    for ids in batch.token_ids.split(batch.lengths.tolist()):
+        logits = policy(input_ids=ids[None]).logits[0, :-1].double().clone()
+        for t, before in enumerate(ids[:-1].tolist()):
             kept = KEPT.get(before if t else None, (0, 1, 2)) if exact else (0, 1, 2)
-            logits[row, t, [token for token in range(3) if token not in kept]] = -torch.inf
-    chosen = logits.log_softmax(-1).gather(-1, batch.responses[..., None]).squeeze(-1)
-    return torch.where(batch.response_mask, chosen, 0.0)
+            logits[t, [token for token in range(3) if token not in kept]] = -torch.inf
+        found.append(logits.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1))
+    return torch.cat(found)
 
 
 def enumerate_truncated(ranks: Ranks) -> dict[tuple[str, bool, int], Deviation]:
@@ -219,7 +226,7 @@ def enumerate_truncated(ranks: Ranks) -> dict[tuple[str, bool, int], Deviation]:
     expected reward under the policy restricted to what is kept."""
     policy = model().double()
     batch = batch_of([RESPONSES.index(response) for response in TRUNCATED])
-    probabilities = restricted_log_probs(policy, batch).sum(-1).exp()
+    probabilities = batch.units.episode.sum(restricted_log_probs(policy, batch)).exp()
     assert abs(probabilities.sum().item() - 1.0) < 1e-12
     rewards = torch.stack([REWARDS[RESPONSES.index(response)] for response in TRUNCATED])
     (-(probabilities * rewards.double()).sum()).backward()
@@ -228,9 +235,9 @@ def enumerate_truncated(ranks: Ranks) -> dict[tuple[str, bool, int], Deviation]:
     found = {}
     for old, is_exact, micro_rows in itertools.product(("rollout", "current"), (True, False), (128, 5)):
         batch = truncated_batch(old, exact=is_exact)
-        settings = Setting("reinforce", old).update_settings("seq-mean-token-sum", len(batch))
+        settings = Setting("reinforce", old).update_settings("seq-mean-token-sum", batch.num_episodes // 2)
         actor.gradients = []
-        update(batch, actor, ranks, replace(settings, micro_rows=micro_rows), lambda _: 0.0, 0)
+        update(batch, actor, ranks, replace(settings, micro_sequences=micro_rows), lambda _: 0.0, 0)
         found[old, is_exact, micro_rows] = deviation(actor.gradients[0], exact)
     return found
 
@@ -251,21 +258,24 @@ def enumerate_updates(ranks: Ranks, settings: list[Setting]) -> dict[tuple[Setti
     assert sum(counts) == 256
     population = [pair for pair, count in zip(pairs, counts, strict=True) for _ in range(count)]
 
-    def gradients(setting: Setting, agg_mode: str, groups: list[tuple[int, int]], rows: int) -> list[Tensor]:
+    def gradients(setting: Setting, agg_mode: str, groups: list[tuple[int, int]], size: int) -> list[Tensor]:
+        """Of mini-batches of `size` groups."""
         actor.gradients = []
         batch = groups_of(groups, setting.old)
+        settings = setting.update_settings(agg_mode, size, len(groups) // size)
         if setting.old == "current":  # to the last bit: the sign of a log-ratio of 1e-7 is noise
-            own = [actor.policy(part.inputs).log_probs.detach() for part in batch.split(rows)]
+            minis = [batch.pick(episodes) for episodes in mini_batches(batch, size, settings.num_minis)]
+            own = [actor.policy(mini.inputs).log_probs.detach() for mini in minis]
             batch = replace(batch, old_log_probs=torch.cat(own))
-        update(batch, actor, ranks, setting.update_settings(agg_mode, rows), lambda _: 0.0, 0)
+        update(batch, actor, ranks, settings, lambda _: 0.0, 0)
         return actor.gradients
 
     found = {}
     for setting, agg_mode in itertools.product(settings, AGGREGATIONS):
-        (whole,) = gradients(setting, agg_mode, population, 2 * len(population))
+        (whole,) = gradients(setting, agg_mode, population, len(population))
         large, small = deviation(whole, exact), None
         if large.error < ROUNDING:
-            each = gradients(setting, agg_mode, pairs, 2)
+            each = gradients(setting, agg_mode, pairs, 1)
             mean = sum(count / 256 * gradient for count, gradient in zip(counts, each, strict=True))
             small = deviation(mean, exact)
         found[setting, agg_mode] = Found(small, large)

@@ -10,29 +10,31 @@ from rlctl.algos.correction import correct
 from rlctl.algos.correction_weights import SelectiveParams
 from rlctl.algos.losses import policy_loss
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
+from rlctl.algos.segments import Segments, Units
 from tests.properties.batches import estimate
 
-EVERY = torch.ones(1, 4, dtype=torch.bool)
+RESPONSE = Segments(torch.tensor([4]))
+UNITS = Units(RESPONSE, RESPONSE, RESPONSE)
 
 
 @pytest.mark.parametrize(("advantage", "kept"), [(-1e-6, False), (0.0, True), (-0.0, True), (1e-6, True)])
 def test_off_policy_rejects_only_below_an_advantage_of_zero(advantage: float, kept: bool) -> None:
-    rollout = torch.full((1, 4), -3.0)
+    rollout = torch.full((4,), -3.0)
     rule = RejectRule("off_policy", "k1", "mean", None, 0.1, "sequence", negative_advantage_only=True)
     rules = CorrectionRules(WeightRule(None), (rule,))
-    found = correct(rollout - 1.0, rollout, EVERY, rules, advantages=torch.full((1, 4), advantage))
-    assert found.keep_mask.all() == kept
+    found = correct(rollout - 1.0, rollout, UNITS, rules, advantages=torch.full((4,), advantage))
+    assert found.keep.all() == kept
 
 
 @pytest.mark.parametrize("bound", [0.25, 1.0, 4.0])
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0, 2.0, 8.0])
 def test_selective_accepts_with_the_ratio_over_its_bound(ratio: float, bound: float) -> None:
     chance = min(1.0, ratio / bound)
-    rollout = torch.full((1, 4), -6.0, dtype=torch.float64)
+    rollout = torch.full((4,), -6.0, dtype=torch.float64)
     level = WeightRule("selective", "truncate", upper=1e9, params=SelectiveParams(bound=bound))
-    found = correct(rollout + torch.tensor(ratio).double().log(), rollout, EVERY, CorrectionRules(level))
+    found = correct(rollout + torch.tensor(ratio).double().log(), rollout, UNITS, CorrectionRules(level))
     assert found.weights is not None
-    expected = torch.full((1, 4), chance + (1.0 - chance) * ratio)
+    expected = torch.full((4,), chance + (1.0 - chance) * ratio)
     torch.testing.assert_close(found.weights, expected, rtol=1e-5, atol=0.0)
 
 
@@ -46,17 +48,17 @@ def test_selective_accepts_with_the_ratio_over_its_bound(ratio: float, bound: fl
 )
 def test_maxrl_is_zero_where_the_mean_is_not_positive(rewards: list[float], expected: list[float]) -> None:
     group = torch.zeros(2, dtype=torch.int64)
-    found = estimate("maxrl", torch.tensor(rewards), group, torch.ones(2, dtype=torch.bool))
+    found = estimate("maxrl", torch.tensor(rewards), group)
     assert found.tolist() == expected
 
 
 def clip_cov_gradient(params: ClipCovParams, log_probs: list[float], advantages: list[float]) -> list[float]:
     """−∂ Σ loss/∂log π_θ of each token of one response, on-policy."""
-    leaf = torch.tensor([log_probs], dtype=torch.float64, requires_grad=True)
-    given = (leaf.detach(), torch.tensor([advantages], dtype=torch.float64), EVERY[:, : len(log_probs)])
+    leaf = torch.tensor(log_probs, dtype=torch.float64, requires_grad=True)
+    given = (leaf.detach(), torch.tensor(advantages, dtype=torch.float64), RESPONSE)
     rule = WholeBatch.of(leaf, *given).with_statistics(LossRule("clip_cov", params=params))
     (gradient,) = torch.autograd.grad(policy_loss(rule, leaf, *given, None).values.sum(), leaf)
-    return (-gradient[0]).tolist()
+    return (-gradient).tolist()
 
 
 @pytest.mark.parametrize(
@@ -80,11 +82,11 @@ def test_clip_cov_drops_at_least_one_candidate_and_at_most_all(
 
 def m2po_dropped(log_ratios: list[float], budget: float) -> list[bool]:
     """Tokens with A = 1 that the loss drops."""
-    old = torch.full((1, len(log_ratios)), -5.0, dtype=torch.float64)
-    new, mask = old + torch.tensor([log_ratios], dtype=torch.float64), torch.ones_like(old, dtype=torch.bool)
-    given = (old, torch.ones_like(old), mask)
+    old = torch.full((len(log_ratios),), -5.0, dtype=torch.float64)
+    new = old + torch.tensor(log_ratios, dtype=torch.float64)
+    given = (old, torch.ones_like(old), Segments(torch.tensor([len(log_ratios)])))
     rule = WholeBatch.of(new, *given).with_statistics(LossRule("m2po", params=M2poParams(budget=budget)))
-    return policy_loss(rule, new, *given, None).clipped[0].tolist()
+    return policy_loss(rule, new, *given, None).clipped.tolist()
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,14 @@ from rlctl.algos.correction import correct
 from rlctl.algos.correction_weights import SelectiveParams
 from rlctl.algos.losses import policy_loss
 from rlctl.algos.rules import CorrectionRules, WeightRule
+from rlctl.algos.segments import Units
 from rlctl.registry import POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules
 from rlctl.train.update import update
-from tests.models import replaced, tiny_model
+from tests.models import tiny_model
 from tests.processes import on_ranks
-from tests.properties.batches import estimate, loss_rule, make_batch
+from tests.properties.batches import by_response, estimate, loss_rule, make_batch
 from tests.unit.train.updates import BYPASS, DECOUPLED, PlainEngine, alone, batch_of, settings_of
 
 Token = tuple[float, float, float]  # log π_θ, log π_old, A
@@ -35,21 +36,15 @@ READS_BATCH = [part.name for part in POLICY_LOSSES.parts() if part.of_batch]
 def tokens_of(name: str, seed: int) -> tuple[list[list[Token]], Tensor, Tensor]:
     """Each response's tokens, what the loss says of them, and their gradients, as one list in order."""
     batch = make_batch(seed, rows=8, scale=0.7)
-    noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(seed))
-    advantages = batch.advantages if name in WHOLE_RESPONSES else batch.advantages + 0.3 * noise * batch.mask
-    fixed = batch.log_probs.double()
-    leaf = fixed.clone().requires_grad_()
-    given = (batch.rollout_log_probs.double(), advantages.double(), batch.mask)
-    values = policy_loss(loss_rule(name, fixed, *given), leaf, *given, None).values
+    noise = torch.randn(batch.unit.total, generator=torch.Generator().manual_seed(seed))
+    if name not in WHOLE_RESPONSES:
+        batch = replace(batch, advantages=batch.advantages + 0.3 * noise)
+    log_probs, *rest = batch.double().policies
+    leaf = log_probs.clone().requires_grad_()
+    values = policy_loss(loss_rule(name, log_probs, *rest), leaf, *rest, None).values
     (gradient,) = torch.autograd.grad(values.sum(), leaf)
-    rows = [
-        [
-            (float(fixed[b, t]), float(given[0][b, t]), float(advantages[b, t]))
-            for t in batch.mask[b].nonzero()
-        ]
-        for b in range(8)
-    ]
-    return rows, values[batch.mask].detach(), gradient[batch.mask]
+    columns = by_response(batch.unit, log_probs, *rest[:2])
+    return [list(zip(*row, strict=True)) for row in columns], values.detach(), gradient
 
 
 #: Losses that see one advantage per response.
@@ -167,11 +162,11 @@ def test_the_regions_of_the_sampler_penalty_are_the_criteria(region: str, thresh
     criterion = {"ipo": "probability_gap", "kpop": "kpop"}[region]
     batch = make_batch(3, rows=8, scale=0.9)
     spec = RolloutCorrectionSpec(rollout_is=None, rollout_rs=criterion, rollout_rs_threshold=str(threshold))
-    kept = batch.correct(correction_rules(spec)).keep_mask
+    kept = batch.correct(correction_rules(spec)).keep
     rule = loss_rule("sampler_penalty")
     rule = replace(rule, params=rule.params.model_copy(update={"region": region, "threshold": threshold}))
-    loss = policy_loss(rule, batch.log_probs, batch.rollout_log_probs, batch.advantages, batch.mask, None)
-    assert torch.equal(loss.clipped, batch.mask & ~kept)
+    loss = policy_loss(rule, *batch.policies, None)
+    assert torch.equal(loss.clipped, ~kept)
     assert loss.clipped.any()
 
 
@@ -183,16 +178,16 @@ def test_criteria_are_their_formulas() -> None:
     }
     for name, value in cases.items():
         spec = RolloutCorrectionSpec(rollout_is=None, rollout_rs=name, rollout_rs_threshold="0.05")
-        kept = batch.correct(correction_rules(spec)).keep_mask
-        for b, t in batch.mask.nonzero():
-            new, old = math.exp(batch.log_probs[b, t]), math.exp(batch.rollout_log_probs[b, t])
-            assert kept[b, t] == (value(new, old) <= 0.05)
+        kept = batch.correct(correction_rules(spec)).keep
+        for t in range(batch.unit.total):
+            new, old = math.exp(batch.log_probs[t]), math.exp(batch.rollout_log_probs[t])
+            assert kept[t] == (value(new, old) <= 0.05)
     spec = RolloutCorrectionSpec(rollout_is=None, rollout_rs="mult_prob_error", rollout_rs_threshold="1.9")
-    kept = batch.correct(correction_rules(spec)).keep_mask
+    kept = batch.correct(correction_rules(spec)).keep
     gap = (batch.log_probs - batch.rollout_log_probs).abs().exp()
-    expected = [row[m].mean() <= 1.9 if m.any() else False for row, m in zip(gap, batch.mask, strict=True)]
-    assert kept.any(-1).tolist() == [bool(x) for x in expected]
-    assert 0 < kept.any(-1).sum() < batch.mask.any(-1).sum()
+    for values, flags in by_response(batch.unit, gap, kept):
+        assert flags == [fmean(values or [0.0]) <= 1.9] * len(values)
+    assert 0 < batch.unit.any(kept).sum() < (batch.unit.lengths > 0).sum()
 
 
 def binary_kl(p: float, q: float) -> float:
@@ -200,10 +195,11 @@ def binary_kl(p: float, q: float) -> float:
 
 
 def test_the_age_of_a_response_rejects_it() -> None:
-    batch = replace(make_batch(5, rows=6), age=torch.tensor([0, 1, 2, 3, 2, 1]))
+    batch = make_batch(5, rows=6)
+    batch = replace(batch, age=batch.unit.spread(torch.tensor([0, 1, 2, 3, 2, 1])))
     spec = RolloutCorrectionSpec(rollout_is=None, rollout_rs="age", rollout_rs_threshold="1")
-    kept = batch.correct(correction_rules(spec)).keep_mask
-    assert torch.equal(kept, batch.mask & (batch.age <= 1)[:, None])
+    kept = batch.correct(correction_rules(spec)).keep
+    assert torch.equal(kept, batch.age <= 1)
     with pytest.raises(ValueError, match="`age`"):
         replace(batch, age=None).correct(correction_rules(spec))
 
@@ -233,12 +229,11 @@ def test_prefix_weights_are_exact_with_advantages_of_the_prefix() -> None:
         [torch.stack([after[a] - probs[0] @ after, rewards[a, b] - after[a]]) for a, b in pairs]
     )
     whole = torch.stack([rewards[pair].expand(2) for pair in pairs])
-    every = torch.ones_like(rollout, dtype=torch.bool)
-    errors = []
+    units, errors = Units.of_responses(torch.full((len(pairs),), 2)), []
     for advantages in (by_token, whole):
         rules = CorrectionRules(WeightRule("prefix", "truncate", upper=1e9))
-        weights = correct(train.detach(), rollout, every, rules).weights
-        surrogate = (weights.double() * advantages * train).sum(-1)
+        weights = correct(train.detach().flatten(), rollout.flatten(), units, rules).weights
+        surrogate = (weights.double().view_as(train) * advantages * train).sum(-1)
         (found,) = torch.autograd.grad((rollout.sum(-1).exp() * surrogate).sum(), logits, retain_graph=True)
         errors.append(float((found - truth).norm() / truth.norm()))
     assert errors[0] < 1e-5
@@ -253,13 +248,11 @@ def gradients(ranks, loss: str, mode: dict[str, object], micro: int) -> list[Ten
     model = tiny_model()
     batch = batch_of(model)
     if mode["bypass_mode"]:
-        batch = replaced(batch, old_log_probs=batch.rollout_log_probs)
-    share = len(batch) // ranks.world_size
-    batch = batch.pick(slice(ranks.rank * share, (ranks.rank + 1) * share))
+        batch = replace(batch, old_log_probs=batch.rollout_log_probs)
+    share = batch.num_episodes // ranks.world_size
+    batch = batch.pick(range(ranks.rank * share, (ranks.rank + 1) * share))
     engine = PlainEngine(model)
-    settings = settings_of(
-        mode | {"loss_type": loss, "rollout_is": "token"}, micro_rows=micro, mini_rows=share
-    )
+    settings = settings_of(mode | {"loss_type": loss, "rollout_is": "token"}, micro_sequences=micro)
     update(batch, engine, ranks, settings, lambda _: 0.0, 0)
     found = [gradient for _, gradient in sorted(engine.gradient.items())]
     if ranks.world_size > 1:
@@ -297,7 +290,7 @@ def test_with_one_update_per_batch_bypass_is_the_ratio_pinned_to_one() -> None:
     found = []
     for mode, loss in ((DECOUPLED, "ppo_clip"), (BYPASS, "reinforce")):
         engine = PlainEngine(tiny_model())
-        given = replaced(batch, old_log_probs=old if mode is DECOUPLED else batch.rollout_log_probs)
+        given = replace(batch, old_log_probs=old if mode is DECOUPLED else batch.rollout_log_probs)
         update(given, engine, alone(), settings_of(mode | {"loss_type": loss}), lambda _: 0.0, 0)
         found.append(engine.gradient)
     for name, gradient in found[0].items():
@@ -308,20 +301,20 @@ def test_maxrl_divides_by_the_mean() -> None:
     """Figures of prime-rl's own tests."""
     groups = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
-    found = estimate("maxrl", rewards, groups, torch.ones(8, dtype=torch.bool))
+    found = estimate("maxrl", rewards, groups)
     assert found.tolist() == [3.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
     graded = torch.tensor([True, True, False, True, True, True, True, True])
-    assert estimate("maxrl", rewards, groups, graded)[:4].tolist() == [2.0, -1.0, 0.0, -1.0]
+    assert estimate("maxrl", rewards[graded], groups[graded])[:3].tolist() == [2.0, -1.0, -1.0]
 
 
 def token_weights(level: str, log_ratio: Tensor, upper: float | None, params: object = None) -> Tensor:
     """Weights of one-token responses with these log-ratios."""
-    rollout = torch.full((len(log_ratio), 1), -9.0)
+    rollout = torch.full((len(log_ratio),), -9.0)
     rule = WeightRule(level, "truncate", upper=upper or 1e9, params=params)
-    mask = torch.ones(len(log_ratio), 1, dtype=torch.bool)
-    found = correct(rollout + log_ratio[:, None], rollout, mask, CorrectionRules(rule, ())).weights
+    units = Units.of_responses(torch.ones(len(log_ratio), dtype=torch.int64))
+    found = correct(rollout + log_ratio, rollout, units, CorrectionRules(rule, ())).weights
     assert found is not None
-    return found[:, 0].double()
+    return found.double()
 
 
 @pytest.mark.parametrize("limit", [0.5, 1.0, 3.0])

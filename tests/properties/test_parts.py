@@ -1,129 +1,108 @@
 """What every registered loss, estimator, correction weight and rejection criterion must satisfy.
 
-A new part is tested by being registered. Order of the rows, padding, how a batch is divided and how groups
-are numbered change nothing; a part that says `unbiased` has the gradient of the expected reward by
-enumeration: a loss and an estimator on-policy, a correction weight off-policy.
+A new part is tested by being registered. Order of the responses, how a batch is divided and how groups are
+numbered change nothing; a part that says `unbiased` has the gradient of the expected reward by enumeration: a
+loss and an estimator on-policy, a correction weight off-policy.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from rlctl.algos.statistics import correction_metrics, normalized
 from torch import Tensor
 
-from rlctl.algos.correction import correct, normalization_factor
-from rlctl.algos.estimators import AdvantageInputs, Estimate, spread
+from rlctl.algos.correction import correct, correction_metrics, normalization_factor, normalized
+from rlctl.algos.estimators import AdvantageInputs, estimate
 from rlctl.algos.losses import policy_loss
 from rlctl.algos.rules import BASIC_STATISTICS, CorrectionRules, RejectRule, WeightRule
-from rlctl.algos.token_advantages import whiten
+from rlctl.algos.segments import Segments, Units
+from rlctl.algos.sums import added, to_host
 from rlctl.registry import ADVANTAGE_ESTIMATORS, CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules
-from tests.properties.batches import Batch, factor_and_metrics, loss_rule, make_batch
+from tests.properties.batches import Batch, advantage_inputs, loss_rule, make_batch
+from tests.properties.padded_batches import factor_and_metrics
 
 ROWS, HORIZON = 8, 5
 ORDER = torch.tensor([5, 2, 7, 0, 3, 6, 1, 4])
-MASK = torch.tensor(
-    [[1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 0, 1, 0]] * 2, dtype=torch.bool
-)  # holes too: tool output
+UNIT = Segments(torch.tensor([5, 1, 2, 3] * 2))
+#: Tokens of the responses in `ORDER`, and their lengths.
+PLACES, ORDERED = UNIT.entries_of(ORDER), Segments(UNIT.lengths[ORDER])
 
 
 def inputs() -> AdvantageInputs:
     draw = torch.Generator().manual_seed(3)
-    rewards = torch.where(MASK, torch.randn(ROWS, HORIZON, generator=draw), 0.0)
     return AdvantageInputs(
-        token_level_rewards=rewards,
-        response_mask=MASK,
+        token_rewards=torch.randn(UNIT.total, generator=draw),
+        units=Units(UNIT, UNIT, UNIT),
         group_ids=torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
-        valid=torch.tensor([True, True, False, True, True, True, True, True]),
         gamma=0.9,
         lam=0.8,
         divide_by_std=True,
-        whiten=whiten,
-        values=torch.where(MASK, torch.randn(ROWS, HORIZON, generator=draw), 0.0),
+        values=torch.randn(UNIT.total, generator=draw),
         baseline_scores=torch.randn(ROWS, generator=draw),
-        score_norms=torch.where(MASK, torch.rand(ROWS, HORIZON, generator=draw) + 0.1, 0.0),
+        score_norms=torch.rand(UNIT.total, generator=draw) + 0.1,
         sequence_weights=torch.rand(ROWS, generator=draw) + 0.2,
     )
 
 
-def changed(given: AdvantageInputs, how: Callable[[Tensor], Tensor]) -> AdvantageInputs:
-    """Every tensor of the batch transformed alike."""
-    by_token = ("token_level_rewards", "response_mask", "values", "score_norms")
-    by_row = ("group_ids", "valid", "baseline_scores", "sequence_weights")
-    return replace(given, **{name: how(getattr(given, name)) for name in (*by_token, *by_row)})
+def of_episodes(given: AdvantageInputs, episodes: Tensor) -> AdvantageInputs:
+    """These episodes (k,), in that order."""
+    places, unit = given.unit.entries_of(episodes), Segments(given.unit.lengths[episodes])
+    by_token, by_episode = ("token_rewards", "values", "score_norms"), ("group_ids", "baseline_scores")
+    columns = {name: getattr(given, name)[places] for name in by_token}
+    columns |= {name: getattr(given, name)[episodes] for name in (*by_episode, "sequence_weights")}
+    return replace(given, units=Units(unit, unit, unit), **columns)
 
 
 def advantages_of(name: str, given: AdvantageInputs) -> Tensor:
-    """(B, T) as training uses them: 0.0 where a response was not graded."""
+    """(M,) as training uses them."""
     part = ADVANTAGE_ESTIMATORS.part(name)
-    found = part.function(given if part.params is None else replace(given, params=part.params()))
-    found = found.advantages if isinstance(found, Estimate) else found
-    found = spread(found, given.response_mask) if found.ndim == 1 else found
-    return torch.where(given.valid_mask, found, 0.0)
+    return estimate(name, given if part.params is None else replace(given, params=part.params())).advantages
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 class TestEstimators:
     def test_order_changes_nothing(self, name: str) -> None:
         plain = advantages_of(name, inputs())
-        torch.testing.assert_close(advantages_of(name, changed(inputs(), lambda x: x[ORDER])), plain[ORDER])
-
-    def test_padding_changes_nothing(self, name: str) -> None:
-        def widened(values: Tensor) -> Tensor:
-            if values.ndim == 1:
-                return values
-            fill = False if values.dtype == torch.bool else float("nan")
-            return torch.nn.functional.pad(values, (0, 3), value=fill)
-
-        wide = replace(
-            changed(inputs(), widened), token_level_rewards=widened(inputs().token_level_rewards).nan_to_num()
-        )
-        found = advantages_of(name, wide)
-        torch.testing.assert_close(found[:, :HORIZON], advantages_of(name, inputs()))
-        assert (found[:, HORIZON:] == 0.0).all()
+        torch.testing.assert_close(advantages_of(name, of_episodes(inputs(), ORDER)), plain[PLACES])
 
     def test_numbers_of_groups_mean_nothing(self, name: str) -> None:
         given = inputs()
         other = replace(given, group_ids=torch.tensor([90, 7])[given.group_ids])
         assert torch.equal(advantages_of(name, other), advantages_of(name, given))
 
-    def test_responses_that_were_not_graded_count_nowhere(self, name: str) -> None:
-        given = inputs()
-        wild = given.token_level_rewards.clone()
-        wild[2] = torch.where(MASK[2], 1e6, 0.0)
-        clean = advantages_of(name, given)
-        assert torch.equal(advantages_of(name, replace(given, token_level_rewards=wild)), clean)
-        assert (clean[2] == 0.0).all()
+    def test_members_may_be_missing(self, name: str) -> None:
+        """Groups of 3, 2 and 1: all are numbers, and the other groups' are those without the group of one."""
+        missing = of_episodes(inputs(), torch.tensor([0, 1, 3, 5, 6]))
+        alone = replace(missing, group_ids=torch.tensor([0, 0, 0, 1, 7]))
+        assert advantages_of(name, missing).isfinite().all()
+        found = advantages_of(name, alone)
+        assert found.isfinite().all()
+        if "group_ids" in ADVANTAGE_ESTIMATORS.part(name).needs and name != "reinforce_plus_plus_baseline":
+            assert not found[alone.unit.index == 4].any()
 
 
-def tensors() -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(4)
-    log_probs = -torch.rand(ROWS, HORIZON, generator=draw) - 0.1
-    gap = 0.5 * torch.randn(ROWS, HORIZON, generator=draw)
-    return {
-        "log_probs": log_probs,
-        "old_log_probs": log_probs + gap,
-        "advantages": torch.randn(ROWS, HORIZON, generator=draw),
-        "loss_mask": MASK,
-        "weights": torch.rand(ROWS, HORIZON, generator=draw) + 0.5,
-    }
+def batch() -> Batch:
+    draw = torch.Generator().manual_seed(6)
+    log_probs = -torch.rand(UNIT.total, generator=draw) - 0.1
+    gap = 0.5 * torch.randn(UNIT.total, generator=draw)
+    return Batch(log_probs, log_probs + gap, UNIT, torch.randn(UNIT.total, generator=draw))
+
+
+WEIGHTS = torch.rand(UNIT.total, generator=torch.Generator().manual_seed(5)) + 0.5
 
 
 def values_and_gradient(
-    name: str, given: dict[str, Tensor], whole: dict[str, Tensor] | None = None
+    name: str, given: Batch, weights: Tensor, whole: Batch | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Of some rows; `whole`: the mini-batch they are of, if there are more."""
-    keys = ("old_log_probs", "advantages", "loss_mask")
-    known = [(whole or given)[key] for key in ("log_probs", *keys)]
-    leaf = given["log_probs"].clone().requires_grad_()
-    rest = [given[key] for key in (*keys, "weights")]
-    values = policy_loss(loss_rule(name, *known), leaf, *rest).values
+    """Of some responses; `whole`: the mini-batch they are of, if there are more."""
+    leaf = given.log_probs.clone().requires_grad_()
+    rule = loss_rule(name, *(whole or given).policies)
+    values = policy_loss(rule, leaf, *given.policies[1:], weights).values
     (gradient,) = torch.autograd.grad(values.sum(), leaf)
     return values.detach(), gradient
 
@@ -131,42 +110,35 @@ def values_and_gradient(
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 class TestLosses:
     def test_order_and_division_change_nothing(self, name: str) -> None:
-        whole = values_and_gradient(name, tensors())
-        shuffled = values_and_gradient(name, {key: x[ORDER] for key, x in tensors().items()})
-        for rows in (slice(0, 3), slice(3, 8)):
-            part = values_and_gradient(name, {key: x[rows] for key, x in tensors().items()}, tensors())
+        whole = values_and_gradient(name, batch(), WEIGHTS)
+        shuffled = values_and_gradient(name, batch().select(ORDER), WEIGHTS[PLACES])
+        for responses in (torch.arange(3), torch.arange(3, 8)):
+            places = UNIT.entries_of(responses)
+            part = values_and_gradient(name, batch().select(responses), WEIGHTS[places], batch())
             for found, wanted in zip(part, whole, strict=True):
-                torch.testing.assert_close(found, wanted[rows])
+                torch.testing.assert_close(found, wanted[places])
         for found, wanted in zip(shuffled, whole, strict=True):
-            torch.testing.assert_close(found, wanted[ORDER])
+            torch.testing.assert_close(found, wanted[PLACES])
 
-    def test_what_is_off_mask_is_never_read(self, name: str) -> None:
-        wild = {
-            key: x if x.dtype == torch.bool else x.masked_fill(~MASK, torch.nan)
-            for key, x in tensors().items()
-        }
-        wild["advantages"] = tensors()["advantages"].masked_fill(~MASK, 0.0)
-        for found, wanted in zip(
-            values_and_gradient(name, wild), values_and_gradient(name, tensors()), strict=True
-        ):
+    def test_a_response_without_tokens_changes_nothing(self, name: str) -> None:
+        lengths = torch.cat([torch.tensor([0]), UNIT.lengths[:2], torch.tensor([0]), UNIT.lengths[2:]])
+        with_empty = replace(batch(), unit=Segments(lengths))
+        pairs = (values_and_gradient(name, each, WEIGHTS) for each in (with_empty, batch()))
+        for found, wanted in zip(*pairs, strict=True):
             assert torch.equal(found, wanted)
-            assert (found[~MASK] == 0.0).all()
 
     def test_a_weight_multiplies_the_gradient(self, name: str) -> None:
-        given = tensors()
-        doubled = given | {"weights": 2.0 * given["weights"]}
-        torch.testing.assert_close(
-            values_and_gradient(name, doubled)[1], 2.0 * values_and_gradient(name, given)[1]
-        )
+        single, doubled = (values_and_gradient(name, batch(), c * WEIGHTS)[1] for c in (1.0, 2.0))
+        torch.testing.assert_close(doubled, 2.0 * single)
 
-    def test_it_says_whether_rows_without_advantage_have_a_gradient(self, name: str) -> None:
-        zero_rows = torch.tensor([True, False, True, True, False, False, True, False])
-        given = tensors()
-        # far from 0, so that a penalty of the most extreme tokens is one of these rows
-        given["advantages"] = (given["advantages"] + 5.0).masked_fill(zero_rows[:, None], 0.0)
-        gradient = values_and_gradient(name, given)[1]
-        assert gradient[~zero_rows].any()
-        assert bool(gradient[zero_rows].any()) is not POLICY_LOSSES.part(name).needs_advantage
+    def test_it_says_whether_tokens_without_advantage_have_a_gradient(self, name: str) -> None:
+        zero = UNIT.spread(torch.tensor([True, False, True, True, False, False, True, False]))
+        given = batch()
+        # far from 0, so that a penalty of the most extreme tokens is one of these
+        given = replace(given, advantages=(given.advantages + 5.0).masked_fill(zero, 0.0))
+        gradient = values_and_gradient(name, given, WEIGHTS)[1]
+        assert gradient[~zero].any()
+        assert bool(gradient[zero].any()) is not POLICY_LOSSES.part(name).needs_advantage
 
 
 # --- correction weights and rejection criteria --------------------------------------------------------
@@ -195,7 +167,8 @@ def criterion_rules(name: str) -> list[CorrectionRules]:
 
 def aged_batch() -> Batch:
     """With what only some rules read."""
-    return replace(make_batch(12, rows=ROWS, horizon=HORIZON, scale=0.6), age=torch.arange(ROWS) % 3)
+    found = make_batch(12, rows=ROWS, horizon=HORIZON, scale=0.6)
+    return replace(found, age=found.unit.spread(torch.arange(ROWS) % 3))
 
 
 def rules_of(kind: str, name: str) -> list[CorrectionRules]:
@@ -215,43 +188,43 @@ def rules_of(kind: str, name: str) -> list[CorrectionRules]:
     ],
 )
 class TestCorrectionParts:
-    def test_order_padding_and_division_change_nothing(self, kind: str, name: str) -> None:
+    def test_order_and_division_change_nothing(self, kind: str, name: str) -> None:
         whole = aged_batch()
+        places = whole.unit.entries_of(ORDER)
         for rules in rules_of(kind, name):
             once = whole.correct(rules)
             factor, metrics = factor_and_metrics(once, rules)
-            parts = [whole.select(rows).padded(pad) for rows, pad in ((ORDER[:3], 2), (ORDER[3:], 0))]
-            found = [part.correct(rules) for part in parts]
-            for attribute in ("keep_mask", "weights"):
-                together = torch.cat([getattr(part, attribute)[:, :HORIZON] for part in found])
-                torch.testing.assert_close(together, getattr(once, attribute)[ORDER])
-            sums = (found[0].sums + found[1].sums).to_host()
+            found = [whole.select(ORDER[part]).correct(rules) for part in (slice(0, 3), slice(3, None))]
+            for attribute in ("keep", "weights"):
+                together = torch.cat([getattr(part, attribute) for part in found])
+                torch.testing.assert_close(together, getattr(once, attribute)[places])
+            sums = added([to_host(part.sums) for part in found])
             assert normalization_factor(sums, rules) == pytest.approx(factor, rel=1e-6)
             for key, value in correction_metrics(normalized(sums, factor, rules), rules).items():
                 assert value == pytest.approx(metrics[key], rel=1e-5, abs=2e-6), key
 
-    def test_a_row_with_bad_numbers_costs_only_itself(self, kind: str, name: str) -> None:
+    def test_a_response_with_bad_numbers_costs_only_itself(self, kind: str, name: str) -> None:
         clean = aged_batch()
+        itself = clean.unit.index == 3
         for bad, rules in itertools.product((float("nan"), float("-inf")), rules_of(kind, name)):
             train = clean.log_probs.clone()
-            train[3, 0] = bad
+            train[clean.unit.starts[3]] = bad
             expected = clean.correct(rules)
             found = replace(clean, log_probs=train).correct(rules)
-            others = torch.arange(ROWS) != 3
-            assert found.nonfinite.tolist() == (~others).tolist()
-            assert torch.equal(found.keep_mask[others], expected.keep_mask[others])
-            assert torch.equal(found.weights[others], expected.weights[others])
-            assert not found.weights[3].any()
+            assert found.nonfinite.tolist() == [response == 3 for response in range(ROWS)]
+            assert torch.equal(found.keep[~itself], expected.keep[~itself])
+            assert torch.equal(found.weights[~itself], expected.weights[~itself])
+            assert not found.weights[itself].any()
             factor, metrics = factor_and_metrics(found, rules)
             assert torch.tensor([factor, *metrics.values()]).isfinite().all()
 
     def test_where_the_policies_agree_nothing_changes(self, kind: str, name: str) -> None:
-        batch = aged_batch()
-        same = replace(batch, rollout_log_probs=batch.log_probs, age=torch.zeros(ROWS))
+        aged = aged_batch()
+        same = replace(aged, rollout_log_probs=aged.log_probs, age=torch.zeros_like(aged.age))
         for rules in rules_of(kind, name):
             found = same.correct(rules)
-            assert torch.equal(found.keep_mask, same.mask)
-            assert torch.equal(found.weights, same.mask.float())
+            assert found.keep.all()
+            assert torch.equal(found.weights, torch.ones(same.unit.total))
 
 
 # --- enumeration ------------------------------------------------------------------------------------
@@ -259,6 +232,7 @@ class TestCorrectionParts:
 VOCABULARY, LENGTH = 3, 2
 RESPONSES = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))
 REWARDS = torch.tensor([0.3, -1.0, 2.0, 0.0, 0.7, 1.1, -0.4, 0.9, 0.2], dtype=torch.float64)
+EVERY = Segments(torch.full((len(RESPONSES),), LENGTH))
 LOGITS = torch.tensor([[0.2, -0.5, 0.9], [1.0, 0.1, -0.3]], dtype=torch.float64)
 
 
@@ -279,12 +253,10 @@ def test_an_unbiased_loss_has_the_gradient_of_the_expected_reward(name: str) -> 
     logits = LOGITS.clone().requires_grad_()
     log_probs = token_log_probs(logits)
     chance = log_probs.detach().sum(-1).exp()
-    advantages = REWARDS[:, None].expand(-1, LENGTH)
-    every = torch.ones_like(advantages, dtype=torch.bool)
-    given = (log_probs.detach(), advantages, every)
-    rule = loss_rule(name, log_probs, *given)
-    loss = policy_loss(rule, log_probs, *given, None)
-    (gradient,) = torch.autograd.grad((chance * loss.values.sum(-1)).sum(), logits)
+    column = log_probs.flatten()
+    given = (column.detach(), EVERY.spread(REWARDS), EVERY)
+    loss = policy_loss(loss_rule(name, column, *given), column, *given, None)
+    (gradient,) = torch.autograd.grad((EVERY.spread(chance) * loss.values).sum(), logits)
     torch.testing.assert_close(-gradient, true_gradient())
 
 
@@ -297,20 +269,10 @@ def test_an_unbiased_estimator_has_it_too(name: str) -> None:
     objective = torch.zeros((), dtype=torch.float64)
     for pair in itertools.product(range(len(RESPONSES)), repeat=2):
         rows = list(pair)
-        rewards = torch.zeros(2, LENGTH)
-        rewards[:, -1] = REWARDS[rows].float()
-        given = AdvantageInputs(
-            token_level_rewards=rewards,
-            response_mask=torch.ones(2, LENGTH, dtype=torch.bool),
-            group_ids=torch.tensor([0, 0]),
-            valid=torch.tensor([True, True]),
-            gamma=1.0,
-            lam=1.0,
-            divide_by_std=True,
-            whiten=whiten,
-            baseline_scores=torch.full((2,), 0.7),
-        )
-        advantages = advantages_of(name, given)[:, 0].double()
+        scores, groups = REWARDS[rows].float(), torch.tensor([0, 0])
+        lengths = torch.tensor([LENGTH, LENGTH])
+        given = advantage_inputs(scores, groups, lengths, baseline_scores=torch.full((2,), 0.7))
+        advantages = advantages_of(name, given)[::LENGTH].double()
         objective = objective + chance[rows].prod() * (advantages * log_probs[rows]).mean()
     (gradient,) = torch.autograd.grad(objective, logits)
     torch.testing.assert_close(gradient, true_gradient(), rtol=1e-5, atol=1e-6)
@@ -322,11 +284,11 @@ def test_an_unbiased_weight_has_it_off_policy(name: str) -> None:
     logits = LOGITS.clone().requires_grad_()
     log_probs = token_log_probs(logits)
     rollout = token_log_probs(LOGITS + torch.tensor([[0.5, -0.3, 0.1], [-0.4, 0.6, 0.2]]).double())
-    every = torch.ones_like(rollout, dtype=torch.bool)
     rules = CorrectionRules(WeightRule(name, "truncate", upper=1e9))
-    advantages = REWARDS[:, None].expand(-1, LENGTH)
-    weights = correct(log_probs.detach(), rollout, every, rules, advantages=advantages).weights
+    advantages, column = EVERY.spread(REWARDS), log_probs.flatten()
+    given = (column.detach(), rollout.flatten(), Units(EVERY, EVERY, EVERY), rules)
+    weights = correct(*given, advantages=advantages).weights
     assert weights is not None
-    surrogate = (weights.double() * advantages * log_probs).sum(-1)
-    (gradient,) = torch.autograd.grad((rollout.sum(-1).exp() * surrogate).sum(), logits)
+    surrogate = EVERY.spread(rollout.sum(-1).exp()) * weights.double() * advantages * column
+    (gradient,) = torch.autograd.grad(surrogate.sum(), logits)
     torch.testing.assert_close(gradient, true_gradient(), rtol=1e-5, atol=1e-6)

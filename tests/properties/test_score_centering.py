@@ -14,18 +14,17 @@ import rlctl
 from rlctl.algos.correction import bound
 from rlctl.algos.rules import WeightRule
 from rlctl.algos.score_centering import expected_score, score_factors
-from rlctl.batch import TokenLists, TrainBatch
+from rlctl.batch import Episode, Sequence, Task, TokenBatch, TokenLists, Turn
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import SpecError, UsageError
 from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.protocol import Sampling
+from rlctl.rollout.protocol import Request, Sampling
 from rlctl.spec import memory
 from rlctl.spec.load import load_spec
 from rlctl.train.update import update
 from tests.processes import on_ranks
 from tests.properties.enumerated_updates import (
-    HORIZON,
     RESPONSES,
     REWARDS,
     ROLLOUT,
@@ -33,11 +32,12 @@ from tests.properties.enumerated_updates import (
     SIXTEENTHS,
     Setting,
     batch_of,
+    befores_of,
     model,
     recording,
     rollout_log_probs,
 )
-from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, random_model
+from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_requests, random_model
 
 PLAIN = WeightRule(None)
 WEIGHTS = {
@@ -129,39 +129,38 @@ CASES = [
 ]
 
 
-def whole_batch(case: Case) -> TrainBatch:
+def whole_batch(case: Case) -> TokenBatch:
     """Every response as often as it is drawn, of 16."""
     rows = [place for place, response in enumerate(RESPONSES) for _ in range(SIXTEENTHS[response])]
     batch, sampled = batch_of(rows), rollout_log_probs(rows)
     advantages = torch.ones(len(rows)) if case.alike else REWARDS[rows]
     lists: list[tuple[int, float]] = []
-    for row in rows:
-        for before in [None, *RESPONSES[row][:-1]]:
-            lists += sorted(enumerate(ROLLOUT[before]), key=lambda pair: -pair[1])[: case.listed]
-    ids, probabilities = (torch.tensor(x) for x in zip(*lists, strict=True)) if lists else ([], [])
+    for before in befores_of(rows):
+        lists += sorted(enumerate(ROLLOUT[before]), key=lambda pair: -pair[1])[: case.listed]
     most_likely = None
     if case.listed:
-        most_likely = TokenLists(batch.response_mask.int() * case.listed, ids.int(), probabilities.log())
-    spread = torch.where(batch.response_mask, advantages[:, None], 0.0)
-    given = {"rollout_log_probs": sampled, "old_log_probs": sampled, "advantages": spread}
-    return replace(batch, **given, most_likely=most_likely)
+        ids, probabilities = (torch.tensor(x) for x in zip(*lists, strict=True))
+        counts = torch.full((len(sampled),), case.listed, dtype=torch.int32)
+        most_likely = TokenLists(counts, ids.int(), probabilities.log())
+    given = {"rollout_log_probs": sampled, "old_log_probs": sampled}
+    return replace(batch, **given, advantages=batch.units.episode.spread(advantages), most_likely=most_likely)
 
 
 def covariance_gradient(case: Case) -> Tensor:
     """−∇ Σ_t A (sg w log π − Σ_v sg(μ_v w_v) log π_v), mean over responses, in float64 from full logits."""
     rule, policy, batch = WEIGHTS[case.weight], model().double(), whole_batch(case)
-    logits = policy(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long()).logits[:, :-1]
-    log_probs = logits.log_softmax(-1)
-    sampler = torch.full((len(batch), HORIZON, 3), 1 / 3, dtype=torch.float64)
-    for row, t in batch.response_mask.nonzero().tolist():
-        sampler[row, t] = torch.tensor(ROLLOUT[int(batch.input_ids[row, t]) if t else None])
+    sequences = batch.token_ids.split(batch.lengths.tolist())
+    logits = torch.cat([policy(input_ids=ids[None]).logits[0, :-1] for ids in sequences])
+    log_probs, tokens = logits.log_softmax(-1), batch.inputs.tokens
+    befores = [before if t else None for ids in sequences for t, before in enumerate(ids[:-1].tolist())]
+    sampler = torch.tensor([ROLLOUT[before] for before in befores], dtype=torch.float64)
     weights = weight_of(log_probs.detach() - sampler.log(), rule)
-    own = weights.gather(-1, batch.responses[..., None]).squeeze(-1)
-    factor = own[batch.response_mask].mean() if rule.normalize else 1.0
-    chosen = log_probs.gather(-1, batch.responses[..., None]).squeeze(-1)
+    own = weights.gather(-1, tokens[:, None]).squeeze(-1)
+    factor = own.mean() if rule.normalize else 1.0
+    chosen = log_probs.gather(-1, tokens[:, None]).squeeze(-1)
     expected = (sampler * weights * log_probs).sum(-1)
-    values = torch.where(batch.response_mask, batch.advantages * (own * chosen - expected), 0.0)
-    (-values.sum() / len(batch) / factor).backward()
+    values = batch.advantages * (own * chosen - expected)
+    (-values.sum() / batch.num_episodes / factor).backward()
     return torch.cat([p.grad.flatten() for p in policy.parameters()])
 
 
@@ -170,8 +169,8 @@ def gradients(ranks: Ranks) -> dict[Case, Tensor]:
     for case in CASES:
         batch = whole_batch(case)
         settings = Setting("reinforce", "rollout", WEIGHTS[case.weight])
-        settings = settings.update_settings("seq-mean-token-sum", len(batch))
-        settings = replace(settings, micro_rows=case.micro_rows, centers_scores=bool(case.listed))
+        settings = settings.update_settings("seq-mean-token-sum", batch.num_episodes)
+        settings = replace(settings, micro_sequences=case.micro_rows, centers_scores=bool(case.listed))
         actor.gradients = []
         result = update(batch, actor, ranks, settings, lambda _: 0.0, 0)
         [found[case]] = actor.gradients
@@ -195,32 +194,39 @@ def test_update_has_the_covariance_alone(tmp_path) -> None:
 
 
 # --- sampler and trainer ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("way", ["packed", "plain", "in chunks", "model's own head"])
+def batch_of_turns(turns: list[Turn], requests: list[Request]) -> TokenBatch:
+    task = Task(prompt_ids=(), text="")
+    sequences = [
+        Sequence.of_turn(request.token_ids, turn) for request, turn in zip(requests, turns, strict=True)
+    ]
+    return TokenBatch.of([Episode(task, place, (one,), "") for place, one in enumerate(sequences)])
+
+
+@pytest.mark.parametrize("way", ["packed", "padded", "in chunks", "model's own head"])
 def test_sampler_and_trainer_list_the_same(monkeypatch, way) -> None:
-    """Rows that end early, chunks of the sampler, rows in another order."""
+    """Responses that end early, chunks of the sampler, responses in another order."""
     if way == "in chunks":
         monkeypatch.setattr(memory, "MAX_LOGITS", 100)
     network = random_model(1, sharpness=3.0)
     sampling = Sampling(max_response_length=9, temperature=0.8, num_most_likely=5)
-    asked = {"n": 6, "step_seed": 3, "num_groups_total": 6}
-    whole = HFRollout(network, TOKENIZER, "cpu").generate(make_prompts(), sampling, **asked)
-    cut = HFRollout(network, TOKENIZER, "cpu", 5).generate(make_prompts(), sampling, **asked)
-    assert torch.equal(whole.most_likely.counts, whole.response_mask.int() * 5)
+    requests = make_requests(n=6, step_seed=3)
+    whole, cut = (
+        batch_of_turns(HFRollout(network, TOKENIZER, "cpu", rows).sample(requests, sampling), requests)
+        for rows in (None, 5)
+    )
+    assert (whole.most_likely.counts == 5).all()
     assert torch.equal(whole.most_likely.ids, cut.most_likely.ids)
     assert torch.equal(whole.most_likely.counts, cut.most_likely.counts)
     policy = PolicyModule(network, 0.8)
-    policy.packs = policy.packs and way in ("packed", "in chunks")
+    policy.reader.layout = "padded" if way == "padded" else "packed"
     policy.head.is_linear = way != "model's own head"
-    rows = torch.tensor([30, 3, 17, 3])
-    inputs = replace(whole.inputs, most_likely=whole.most_likely)
-    for part in (inputs, inputs.pick(rows), inputs.pick(slice(7, 20))):
+    for part in (whole, whole.pick([30, 3, 17, 3]), whole.pick(range(7, 20))):
         with torch.no_grad():
-            found = policy_output(policy, part)
-        ids, log_probs = part.most_likely.padded(part.scored)
+            found = policy_output(policy, part.inputs)
+        ids, log_probs = part.most_likely.padded()
         torch.testing.assert_close(found.most_likely, log_probs, atol=1e-5, rtol=0)
         assert (log_probs.diff() <= 0).all()  # the most likely first
-        at = ids == part.responses[part.scored][:, None]
-        own = found.log_probs[part.scored]
+        at, own = ids == part.inputs.tokens[:, None], found.log_probs
         torch.testing.assert_close(found.most_likely[at], own[at.any(1)])
         assert (log_probs[~at.any(1), -1] >= own[~at.any(1)] - 1e-5).all()
 

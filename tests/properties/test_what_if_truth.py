@@ -43,19 +43,8 @@ def test_the_exact_weight_has_no_bias(world: World) -> None:
 
 def test_the_oracle_against_sampling(world: World) -> None:
     """Mean and noise of a group's gradient, by drawing groups: another way to the same two numbers."""
-    step = world.sample(20_000, seed=1)
-    ends = np.cumsum(step.lengths)
-    keys = {tuple(ids[mask]): row for row, (ids, mask) in enumerate(zip(world.ids, world.mask, strict=True))}
-    places = zip(step.lengths, ends, strict=True)
-    rows = np.array([keys[tuple(step.token_ids[end - length : end])] for length, end in places])
-    rewards = step.rewards.reshape(-1, GROUP)
-    # A reward together with a response names the prompt, or one that cannot be told from it.
-    logs = [
-        step.rollout_log_probs[end - length : end].sum()
-        for length, end in zip(step.lengths, ends, strict=True)
-    ]
-    totals = world.rollout_log_probs.sum(-1)
-    prompts = np.abs(totals[:, rows] - np.array(logs)).argmin(0)
+    prompts, rows = world.draw(20_000, seed=1)
+    rewards = world.rewards[prompts, rows].reshape(-1, GROUP)
     ratio = np.exp((world.log_probs - world.rollout_log_probs).sum(-1))
     weight = np.minimum(ratio, 2.0)[prompts, rows]
     advantages = (GROUP * rewards - rewards.sum(1, keepdims=True)) / (GROUP - 1)

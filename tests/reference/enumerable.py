@@ -13,6 +13,7 @@ import torch
 from benchmarks.gradients import worlds
 from rlctl.algos.correction import correct
 from rlctl.algos.rules import CorrectionRules
+from rlctl.algos.segments import Units
 from rlctl.what_if.dumps import Step
 
 GROUP = 8
@@ -42,12 +43,12 @@ class World(worlds.World):
 
     def truth(self, rules: CorrectionRules) -> Truth:
         """Exact moments of the group gradient under these rules (not normalised)."""
-        rows = (self.num_prompts * len(self.ids), self.horizon)
-        mask = torch.tensor(np.broadcast_to(self.mask, self.log_probs.shape).reshape(rows))
-        both = [torch.tensor(x.reshape(rows)).float() for x in (self.log_probs, self.rollout_log_probs)]
-        done = correct(*both, mask, rules)
-        weights = done.keep_mask.float() if done.weights is None else done.weights
-        weights = torch.where(mask, weights, 0.0).double().numpy().reshape(self.log_probs.shape)
+        mask = np.broadcast_to(self.mask, self.log_probs.shape)
+        units = Units.of_responses(torch.tensor(mask.sum(2).ravel()))
+        both = (torch.tensor(x[mask]).float() for x in (self.log_probs, self.rollout_log_probs))
+        done = correct(*both, units, rules)
+        weights = np.zeros(self.log_probs.shape)
+        weights[mask] = (done.keep if done.weights is None else done.weights).double().numpy()
         means, squares, targets = [], [], []
         for prompt in range(self.num_prompts):
             weighted = np.einsum("yt,ytp->yp", weights[prompt], self.scores[prompt])
@@ -60,19 +61,23 @@ class World(worlds.World):
         m, g = np.mean(means, 0), np.mean(targets, 0)
         return Truth(m @ g, m @ m, np.mean(squares) - m @ m, (m - g) @ (m - g), g @ g)
 
-    def sample(self, groups: int, seed: int) -> Step:
-        """So many groups of `GROUP` responses, as a dump would hold them."""
+    def draw(self, groups: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """Prompt and response of each of so many groups of `GROUP`, as indices."""
         rng = np.random.default_rng(seed)
         prompts = rng.integers(self.num_prompts, size=groups)
         share = self.rollout / self.rollout.sum(1, keepdims=True)
         rows = np.concatenate([rng.choice(len(self.ids), GROUP, p=share[q]) for q in prompts])
-        q, mask = np.repeat(prompts, GROUP), self.mask[rows]
+        return np.repeat(prompts, GROUP), rows
+
+    def sample(self, groups: int, seed: int) -> Step:
+        """So many groups of `GROUP` responses, as a dump would hold them."""
+        q, rows = self.draw(groups, seed)
+        mask = self.mask[rows]
         return Step(
             number=1,
             group_ids=np.arange(groups).repeat(GROUP),
             rewards=self.rewards[q, rows],
             lengths=mask.sum(1),
-            token_ids=self.ids[rows][mask],
             rollout_log_probs=self.rollout_log_probs[q, rows][mask].astype(np.float32),
             log_probs=self.log_probs[q, rows][mask].astype(np.float32),
         )

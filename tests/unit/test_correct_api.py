@@ -16,7 +16,7 @@ import rlctl
 from rlctl.engine.ranks import Ranks
 from rlctl.tiny.embedded import ensure_embedded
 from tests.processes import on_ranks
-from tests.properties.batches import make_batch
+from tests.properties.padded_batches import make_batch
 from tests.reference import verl_helper
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +50,49 @@ def test_weights_are_the_formula() -> None:
     assert 0 < found.metrics["rollout_corr/rollout_is_raw_eff_sample_size"] < 1
 
 
+@pytest.mark.parametrize("rejects", [{}, {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.25"}])
+def test_padded_and_flat_tensors_give_the_same(rejects: dict[str, str]) -> None:
+    batch = example()
+    mask = batch.mask
+    given = (batch.log_probs.where(mask, torch.nan), batch.rollout_log_probs.where(mask, 5.0))
+    padded = rlctl.correct(*given, mask, **rejects)
+    integer = rlctl.correct(*given, mask.int(), **rejects)
+    flat = rlctl.correct(*(x[mask] for x in given), lengths=mask.sum(1), **rejects)
+    assert padded.metrics == integer.metrics == flat.metrics
+    for name in ("weights", "keep_mask"):
+        values = getattr(padded, name)
+        assert values.shape == mask.shape
+        assert torch.equal(values, getattr(integer, name))
+        assert torch.equal(values[mask], getattr(flat, name))
+        assert not values[~mask].any()
+    assert repr(padded).startswith("CorrectedBatch(weights (12, 6), keep_mask (12, 6), ")
+    assert "ESS 0." in repr(flat)
+    assert len(repr(flat)) < 160
+
+
+def test_levels_of_turns_and_episodes() -> None:
+    gap = torch.tensor([0.1, 0.2, 0.3, -0.4, 0.5])
+    given = (torch.full((5,), -2.0), -2.0 - gap)
+    options = {
+        "rollout_is_batch_normalize": False,
+        "rollout_is_threshold": "9",
+        "lengths": torch.tensor([3, 0, 2]),
+    }
+    turns = torch.tensor([0, 0, 1, 1, 1])  # numbers are those within each response
+    found = rlctl.correct(*given, turns=turns, rollout_is="turn", **options).weights.log()
+    torch.testing.assert_close(found, torch.tensor([0.3, 0.3, 0.3, 0.1, 0.1]))
+    joined = torch.tensor([7, 7, 7])
+    for level in ("sequence", "episode"):
+        found = rlctl.correct(*given, episodes=joined, rollout_is=level, **options).weights.log()
+        torch.testing.assert_close(found, torch.full((5,), 0.7))
+    found = rlctl.correct(*given, episodes=torch.tensor([3, 7, 7]), **options).weights.log()
+    torch.testing.assert_close(found, torch.tensor([0.6, 0.6, 0.6, 0.1, 0.1]))
+    with pytest.raises(ValueError, match="must be adjacent"):
+        rlctl.correct(*given, episodes=torch.tensor([1, 2, 1]), **options)
+    with pytest.raises(ValueError, match=r"turns must have shape \(5,\)"):
+        rlctl.correct(*given, turns=joined, **options)
+
+
 def test_rejected_tokens_have_weight_zero() -> None:
     batch = example()
     found = rlctl.correct(
@@ -73,8 +116,17 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(rlctl.RlctlError, match="rollout_iss") as unknown:
         rlctl.correct(*given, rollout_iss="token")
     assert unknown.value.fix.startswith("one of rollout_is, ")
-    with pytest.raises(ValueError, match=r"must be bool, not torch.int64: give response_mask.bool\(\)"):
-        rlctl.correct(batch.log_probs, batch.rollout_log_probs, batch.mask.long())
+    for wrong in (batch.mask.float(), batch.mask.long() * 2):
+        with pytest.raises(ValueError, match="response_mask must be bool or integers 0 and 1, not"):
+            rlctl.correct(batch.log_probs, batch.rollout_log_probs, wrong)
+    with pytest.raises(rlctl.RlctlError, match="neither a mask nor lengths"):
+        rlctl.correct(batch.log_probs, batch.rollout_log_probs)
+    with pytest.raises(ValueError, match=r"must have shape \(M,\), not \(12, 6\)"):
+        rlctl.correct(batch.log_probs, batch.rollout_log_probs, lengths=batch.mask.sum(1))
+    flat = batch.log_probs[batch.mask]
+    for lengths in (batch.mask.sum(1) + 1, batch.mask.sum(1).float(), batch.mask.sum()):
+        with pytest.raises(ValueError, match="lengths must be"):
+            rlctl.correct(flat, flat, lengths=lengths)
     with pytest.raises(ValueError, match=r"rollout_log_probs must be float32, not torch.bfloat16: compute"):
         rlctl.correct(batch.log_probs, batch.rollout_log_probs.bfloat16(), batch.mask)
     for place, name in enumerate(("log_probs", "rollout_log_probs", "response_mask")):

@@ -95,10 +95,11 @@ def test_the_inputs_of_a_users_part_are_listed_with_shapes_and_defaults() -> Non
     pages = [(DOCS / "how-to" / page).read_text(encoding="utf-8") for page in ("extend.md", "diagnose.md")]
     text = with_tables("\n".join(pages))
     expected = (
-        "| `advantages` | (B, T), constants |",
-        "| `ratio` | (B, T): r = π_θ/π_old; 1.0 outside the mask |",
-        "| `rewards` | (B,) reward of each response |",
-        "| `train` | (B, T) log π_train, 0.0 outside the mask |",
+        "| `advantages` | (m,), constants |",
+        "| `ratio` | (m,): r = π_θ/π_old |",
+        "| `rewards` | (E,) float64 reward of each episode, the sum over all its tokens |",
+        "| `train` | (M,) log π_train |",
+        "| `finish_reason` | one of `FINISH_REASONS` |",
         "| `needs` | metrics without which the rule is skipped |",
         "| `not_applicable` | returns why the rule does not apply to a run; an empty text where it applies |",
         "| `gap_is_mismatch` | Whether only the two ",

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlctl.batch import Prompts, Rollouts
+from rlctl.batch import Turn
 from rlctl.data.schema import Message, Row
 from rlctl.mismatch.causes import Cause, causes
 from rlctl.mismatch.examine import Examination, Sides, examine
 from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.protocol import Sampling
+from rlctl.rollout.protocol import Request, Sampling
 from rlctl.spec.model import RECIPE
 from rlctl.tiny.model import build_tokenizer
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
@@ -38,33 +38,30 @@ class Engine:
     """`inner`, except that something happens to what goes in or comes out; takes no weights."""
 
     inner: Any
-    ask: Callable[[Prompts], Prompts] = lambda prompts: prompts
+    ask: Callable[[list[Request]], list[Request]] = lambda requests: requests
     sampling: Callable[[Sampling], Sampling] = lambda sampling: sampling
-    answer: Callable[[Rollouts], Rollouts] = lambda rollouts: rollouts
+    report: Callable[[Request, Turn], Tensor] = lambda request, turn: turn.log_probs  # (t,)
 
-    def generate(self, prompts: Prompts, sampling: Sampling, **options: Any) -> Rollouts:
-        return self.answer(self.inner.generate(self.ask(prompts), self.sampling(sampling), **options))
-
-
-def reporting(compute: Callable[[Rollouts], Tensor]) -> Callable[[Rollouts], Rollouts]:
-    """Other log-probs (B, T) for the same tokens."""
-    return lambda rollouts: replace(
-        rollouts, rollout_log_probs=compute(rollouts).masked_fill(~rollouts.response_mask, 0.0)
-    )
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Turn]:
+        asked = self.ask(list(requests))
+        turns = self.inner.sample(asked, self.sampling(sampling))
+        pairs = zip(asked, turns, strict=True)
+        return [replace(turn, log_probs=self.report(request, turn)) for request, turn in pairs]
 
 
 @torch.no_grad()
-def naive(model: Any, rollouts: Rollouts, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
-    """(B, T) log-probs at temperature 1 from the full logits, whatever positions and mask are given."""
-    horizon = rollouts.responses.shape[1]
-    logits = model(
-        input_ids=rollouts.input_ids, attention_mask=attention_mask.long(), position_ids=position_ids
-    ).logits[:, -horizon - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, rollouts.responses[..., None]).squeeze(-1)
+def raw(request: Request, turn: Turn) -> Tensor:
+    """(t,) log-probs at temperature 1 from the full logits."""
+    prompt = torch.tensor(request.token_ids)
+    logits = MODEL(torch.cat([prompt, turn.token_ids])[None]).logits[0, len(prompt) - 1 : -1]
+    found: Tensor = logits.log_softmax(-1).gather(-1, turn.token_ids[:, None]).squeeze(-1)
+    return found
 
 
-def raw(rollouts: Rollouts) -> Tensor:
-    return naive(MODEL, rollouts, rollouts.attention_mask, rollouts.position_ids)
+def with_start(requests: list[Request]) -> list[Request]:
+    """The same prompts with one more start token, that of `with_start_token`."""
+    start = with_start_token().bos_token_id
+    return [replace(request, token_ids=[start, *request.token_ids]) for request in requests]
 
 
 def look(engine: Any, *, model: Any = MODEL, sampling: Sampling = PLAIN, **sides: Any) -> Examination:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,17 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from rlctl.batch import Rollouts
+from rlctl.batch import Turn
 from rlctl.mismatch.causes import causes, open_questions, remainder
 from rlctl.mismatch.score import all_and_head
 from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.protocol import Sampling
+from rlctl.rollout.protocol import Request, Sampling
 from tests.models import tiny_model
 from tests.unit.mismatch.planted import (
     MODEL,
     NUCLEUS,
     PLAIN,
-    TEXTS,
     TOKENIZER,
     Engine,
     found,
@@ -28,17 +28,18 @@ from tests.unit.mismatch.planted import (
     names,
     plain,
     raw,
-    reporting,
+    with_start,
     with_start_token,
 )
-from tests.unit.rollout.test_hf_rollout import make_prompts, random_model
+from tests.unit.rollout.test_hf_rollout import random_model
 
 #: For tests that distinguish distributions from samples: number of examined tokens.
 MANY: dict[str, Any] = {"n": 11}
 
 
-def shifted(rollouts: Rollouts, by: int) -> torch.Tensor:
-    return rollouts.rollout_log_probs.roll(by, 1)
+def shifted(by: int) -> Callable[[Request, Turn], torch.Tensor]:
+    """Each value is that of the token before (1) or after (−1); one at the edge is wrong."""
+    return lambda request, turn: turn.log_probs.roll(by)
 
 
 # --- nothing wrong ----------------------------------------------------------------------------------
@@ -97,7 +98,7 @@ def test_a_trainer_with_exact_sampling_scores_the_truncated_distribution() -> No
 
 
 def test_raw_log_probs() -> None:
-    (cause,) = found(Engine(plain(), answer=reporting(raw)), sampling=NUCLEUS, **MANY)
+    (cause,) = found(Engine(plain(), report=raw), sampling=NUCLEUS, **MANY)
     assert cause.name == "log-prob mode"
     assert "drawn at temperature 0.7, top_p 0.8" in cause.what
     assert "those of temperature 1 (the raw ones)" in cause.what
@@ -105,7 +106,7 @@ def test_raw_log_probs() -> None:
 
 
 def test_draws_that_are_not_those_of_the_log_probs_show_although_there_is_no_gap() -> None:
-    engine = Engine(plain(), sampling=lambda s: replace(s, top_p=0.6), answer=reporting(raw))
+    engine = Engine(plain(), sampling=lambda s: replace(s, top_p=0.6), report=raw)
     examination = look(engine, **MANY)
     assert examination.start.agrees
     (cause,) = causes(examination)
@@ -116,7 +117,7 @@ def test_draws_that_are_not_those_of_the_log_probs_show_although_there_is_no_gap
 
 @pytest.mark.parametrize("by", [1, -1])
 def test_shifted_by_one_token(by: int) -> None:
-    (cause,) = found(Engine(plain(), answer=reporting(lambda r: shifted(r, by))))
+    (cause,) = found(Engine(plain(), report=shifted(by)))
     assert cause.name == "shifted log-probs"
     assert ("preceding" if by == 1 else "following") in cause.what
 
@@ -124,22 +125,10 @@ def test_shifted_by_one_token(by: int) -> None:
 # --- what is read -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_an_extra_start_token(told: bool) -> None:
-    def ask(prompts: Any) -> Any:
-        return make_prompts(tuple(f"<unk>{text}" for text in TEXTS))
-
-    def hidden(rollouts: Rollouts) -> Rollouts:
-        mask = rollouts.attention_mask.clone()
-        start = mask.long().argmax(1)
-        mask[torch.arange(len(mask)), start] = False
-        return replace(rollouts, attention_mask=mask)
-
-    engine = Engine(plain(), ask=ask, **({} if told else {"answer": hidden}))
-    (cause,) = found(engine, tokenizer=with_start_token())
+def test_an_extra_start_token() -> None:
+    (cause,) = found(Engine(plain(), ask=with_start), tokenizer=with_start_token())
     assert cause.name == "token ids"
-    assert "one more start token" in cause.what
-    assert ("does not report this" in cause.what) == (not told)
+    assert "one more start token, although it was given others" in cause.what
     assert "from token 1 of prompt 1 on" in cause.what
 
 
@@ -234,28 +223,29 @@ def test_temperature_and_truncation() -> None:
 def test_shift_and_start_token() -> None:
     engine = Engine(
         plain(),
-        ask=lambda _: make_prompts(tuple(f"<unk>{text}" for text in TEXTS)),
-        answer=reporting(lambda r: shifted(r, 1)),
+        ask=with_start,
+        report=shifted(1),
     )
     assert sorted(names(found(engine, tokenizer=with_start_token()))) == ["shifted log-probs", "token ids"]
 
 
 def test_stale_weights_and_temperature() -> None:
     class Warm(HFRollout):
-        def generate(self, prompts: Any, sampling: Sampling, **options: Any) -> Rollouts:
-            return super().generate(prompts, replace(sampling, temperature=0.7), **options)
+        def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Turn]:
+            return super().sample(requests, replace(sampling, temperature=0.7))
 
     engine = Warm(random_model(2), TOKENIZER, "cpu")
     assert names(found(engine, **MANY)) == ["stale weights", "temperature"]
 
 
 def test_log_probs_that_are_no_numbers_are_counted_and_left_out() -> None:
-    def broken(rollouts: Rollouts) -> torch.Tensor:
-        values = rollouts.rollout_log_probs.clone()
-        values[3, 0] = torch.nan
-        return values
+    seen: list[Request] = []
 
-    examination = look(Engine(plain(), answer=reporting(broken)))
+    def broken(request: Request, turn: Turn) -> torch.Tensor:
+        seen.append(request)
+        return turn.log_probs + torch.nan if len(seen) == 4 else turn.log_probs
+
+    examination = look(Engine(plain(), report=broken))
     assert examination.start.agrees
     assert examination.start.num_nonfinite == 1
     assert causes(examination) == []

@@ -269,6 +269,8 @@ def test_estimators_without_values_get_no_critic(estimator, asked):
             [f"{EST}reinforce_plus_plus", "algorithm.gamma=0.9", "algorithm.lam=0.9"],
             {"algorithm.lam": "warning"},
         ),
+        (["algorithm.gamma_per=turn"], {"algorithm.gamma_per": "warning"}),
+        ([GAE, "algorithm.gamma_per=turn", "algorithm.lam=0.9"], {"algorithm.lam": "warning"}),
     ],
 )
 def test_critic_and_discount(overrides, expected):

@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlctl.batch import Prompts
+from rlctl.batch import Task
+from rlctl.environment.single_turn import sample_episodes
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Sampling
 from rlctl.tiny.embedded import EmbeddedTask, ensure_embedded
@@ -14,16 +14,14 @@ from rlctl.tiny.embedded import EmbeddedTask, ensure_embedded
 def sampled_accuracy(task: EmbeddedTask, num_prompts: int, n: int) -> float:
     rows = pq.read_table(task.train_file).to_pylist()[:num_prompts]
     texts = [row["prompt"][0]["content"] for row in rows]
-    truths = tuple(row["reward_model"]["ground_truth"] for row in rows)
     tokenizer = AutoTokenizer.from_pretrained(task.model_dir)
-    ids = tokenizer(texts, return_tensors="pt")["input_ids"]
-    prompts = Prompts(ids, torch.ones_like(ids).bool(), torch.arange(len(ids)), truths, truths, tuple(texts))
-    engine = HFRollout(AutoModelForCausalLM.from_pretrained(task.model_dir), tokenizer, "cpu")
-    rollouts = engine.generate(prompts, Sampling(4), n=n, step_seed=1, num_groups_total=len(ids))
-    right = [
-        text == truth for text, truth in zip(rollouts.response_texts, rollouts.ground_truths, strict=True)
+    tasks = [
+        Task(ids, "", place, ground_truth=rows[place]["reward_model"]["ground_truth"])
+        for place, ids in enumerate(tokenizer(texts)["input_ids"])
     ]
-    return sum(right) / len(right)
+    engine = HFRollout(AutoModelForCausalLM.from_pretrained(task.model_dir), tokenizer, "cpu")
+    episodes = sample_episodes(engine, tasks, n, Sampling(4), 1, tokenizer)
+    return sum(episode.response == episode.task.ground_truth for episode in episodes) / len(episodes)
 
 
 def check_accuracy(task: EmbeddedTask, told: str) -> None:

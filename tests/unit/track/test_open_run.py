@@ -253,7 +253,9 @@ def test_samples_show_the_gap(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_samples_show_each_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_run(tmp_path / "a", ROWS, summary=DONE)
-    write(path / "rollouts" / "rollouts-1-1.parquet", [conversation(response="as graders read it", sequence=1)])
+    write(
+        path / "rollouts" / "rollouts-1-1.parquet", [conversation(response="as graders read it", sequence=1)]
+    )
     assert run(["samples", str(path)]) == 0
     out = capsys.readouterr().out
     assert "response     as graders read it" in out  # no tokenizer is known

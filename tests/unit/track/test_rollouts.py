@@ -69,7 +69,9 @@ def add(writer: RolloutWriter, step: int, episodes: list[Episode]) -> None:
     writer.add(step, episodes, rewards, columns)
 
 
-def written(where: Path, episodes: list[Episode], limit: int = -1, **options: bool) -> list[dict[str, object]]:
+def written(
+    where: Path, episodes: list[Episode], limit: int = -1, **options: bool
+) -> list[dict[str, object]]:
     writer = RolloutWriter(where, limit, **options)
     add(writer, 1, episodes)
     writer.flush()
@@ -103,7 +105,8 @@ def test_read_back_with_plain_pyarrow(tmp_path: Path) -> None:
 def test_an_episode_that_was_not_graded_was_not_trained_on(tmp_path: Path) -> None:
     ungraded = written(tmp_path, batch([3, 3]))[1]
     assert ungraded["rollout_log_probs"][2:] == pytest.approx([-0.54, -0.55])
-    assert ungraded["training_log_probs"] == ungraded["rollout_is_weights"] == [None] * 4
+    assert ungraded["training_log_probs"] == [None] * 4
+    assert ungraded["rollout_is_weights"] == [None, None, 0.0, 0.0]
     assert not any(ungraded["keep_mask"])
     assert log_ratios(ungraded) == []
 

@@ -6,12 +6,10 @@ import math
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from rlctl.track.rollouts import SCHEMA
 from rlctl.what_if.dumps import Step
 from rlctl.what_if.tradeoff import SettingOutcome, Tradeoff
+from tests.dumps import dumped, write
 
 
 def make_step(seed: int = 0, groups: int = 12, size: int = 4, longest: int = 9, scale: float = 0.4) -> Step:
@@ -28,7 +26,6 @@ def make_step(seed: int = 0, groups: int = 12, size: int = 4, longest: int = 9, 
         group_ids=rng.permutation(np.arange(groups).repeat(size)),
         rewards=rng.integers(0, 2, count).astype(np.float64),
         lengths=lengths,
-        token_ids=rng.integers(0, 1000, total),
         rollout_log_probs=rollout.astype(np.float32),
         log_probs=log_probs.astype(np.float32),
     )
@@ -41,34 +38,17 @@ def write_part(directory: Path, steps: list[Step]) -> Path:
         ends = np.cumsum(step.lengths)
         for row, (length, end) in enumerate(zip(step.lengths, ends, strict=True)):
             place = slice(int(end - length), int(end))
-            reward = step.rewards[row]
-            rows.append(
-                {
-                    "step": step.number,
-                    "policy_version": 0,
-                    "group_id": int(step.group_ids[row]),
-                    "data_source": "",
-                    "prompt": "",
-                    "response": "",
-                    "ground_truth": "",
-                    "reward": None if math.isnan(reward) else float(reward),
-                    "truncated": False,
-                    "response_ids": step.token_ids[place].tolist(),
-                    "rollout_log_probs": step.rollout_log_probs[place].tolist(),
-                    "training_log_probs": step.log_probs[place].tolist(),
-                    "rollout_is_weights": [1.0] * int(length),
-                    "keep_mask": [True] * int(length),
-                }
-            )
-    (directory / "rollouts").mkdir(parents=True, exist_ok=True)
+            both = step.rollout_log_probs[place].tolist(), step.log_probs[place].tolist()
+            reward = None if math.isnan(step.rewards[row]) else float(step.rewards[row])
+            given = {"group_id": int(step.group_ids[row]), "member": row, "reward": reward}
+            rows.append(dumped([7] * int(length), *both, prompt_ids=[1, 2], step=step.number, **given))
     path = directory / "rollouts" / f"rollouts-{steps[0].number:06d}-{steps[-1].number:06d}.parquet"
-    pq.write_table(pa.Table.from_pylist(rows, SCHEMA), path, row_group_size=7)
-    return path
+    return write(path, rows, row_group_size=7)
 
 
 def same(one: Step, other: Step) -> bool:
-    """Equal, the mask and advantages included."""
-    names = ("group_ids", "rewards", "lengths", "token_ids", "rollout_log_probs", "log_probs")
+    """Equal in all that a dump has."""
+    names = ("group_ids", "rewards", "lengths", "rollout_log_probs", "log_probs")
     return one.number == other.number and all(
         np.array_equal(getattr(one, name), getattr(other, name), equal_nan=name in names[1:])
         for name in names

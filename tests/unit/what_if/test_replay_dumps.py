@@ -16,6 +16,8 @@ import torch
 from rlctl.errors import UsageError
 from rlctl.what_if import dumps
 from rlctl.what_if.dumps import find_dump
+from tests.dumps import conversation, dumped, write
+from tests.unit.track.test_rollouts import version_1
 from tests.unit.what_if.steps import make_step, same, write_part
 
 
@@ -31,6 +33,34 @@ def test_own_parts_come_back_step_by_step(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(read) == 12
         assert all(same(one, other) for one, other in zip(read, steps, strict=True))
         assert read[3].advantages is None
+
+
+def test_parts_of_version_1_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dumps, "_ROWS_AT_ONCE", 3)
+    version_1(tmp_path / "rollouts/rollouts-000001-000002.parquet", range(1, 3))
+    steps = list(find_dump(tmp_path).steps)
+    assert [step.number for step in steps] == [1, 2]
+    for step in steps:
+        assert step.group_ids.tolist() == [3, 3, 5, 5]
+        assert step.lengths.tolist() == [2, 0, 1, 3]
+        assert step.log_probs.tolist() == [-1.0] * 6
+
+
+def test_sequences_and_turns_of_an_episode(tmp_path: Path) -> None:
+    rows = [
+        conversation(member=0),
+        dumped([9, 9], [-1.0] * 2, [-2.0] * 2, sequence=1, num_turns=2),
+        dumped([], [], [], member=1, reward=None),
+        conversation(member=2, reward=0.5),
+    ]
+    write(tmp_path / "rollouts/rollouts-000001-000001.parquet", rows)
+    (step,) = find_dump(tmp_path).steps
+    assert step.lengths.tolist() == [5, 0, 3]
+    assert step.sequence_lengths.tolist() == [3, 2, 0, 3]
+    assert step.turn_lengths.tolist() == [2, 1, 2, 2, 1]
+    assert step.rewards[[0, 2]].tolist() == [1.0, 0.5]
+    assert np.isnan(step.rewards[1])
+    assert step.log_probs.tolist() == [-1.5, -1.5, -1.5, -2.0, -2.0, -1.5, -1.5, -1.5]
 
 
 def slime_columns(rows: int = 6) -> dict[str, list]:
@@ -52,11 +82,10 @@ def check_slime(path: Path, columns: dict[str, list]) -> None:
     (step,) = find_dump(path).steps
     assert step.number == 4
     assert step.group_ids.tolist() == [0, 0, 0, 1, 1, 1]
-    assert step.lengths.tolist() == columns["response_lengths"]
-    assert step.token_ids[:5].tolist() == [10, 11, 10, 11, 12]
-    assert step.rollout_log_probs.tolist() == pytest.approx(torch.cat(columns["rollout_log_probs"]).tolist())
-    assert step.log_probs.tolist() == pytest.approx(torch.cat(columns["log_probs"]).float().tolist())
-    assert step.mask.tolist() == [True] * 13 + [False, True]
+    assert step.lengths.tolist() == [*columns["response_lengths"][:-1], 2]  # one was not sampled
+    for name in ("rollout_log_probs", "log_probs"):
+        values = torch.cat(columns[name]).float().tolist()
+        assert getattr(step, name).tolist() == pytest.approx([*values[:13], values[14]])
     assert step.advantages.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
@@ -123,11 +152,9 @@ def test_nemo_rows(tmp_path: Path) -> None:
     first, second = find_dump(tmp_path).steps
     assert (first.number, second.number) == (2, 10)  # by number, not by name
     assert first.group_ids.tolist() == [0, 0, 1]
-    assert first.lengths.tolist() == [3, 1, 1]
-    assert first.token_ids.tolist() == [5, 6, 7, 5, 9]
-    assert first.rollout_log_probs.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.1, -0.1])
-    assert first.log_probs.tolist() == pytest.approx([-0.15, -0.25, -0.35, -0.15, -0.15])
-    assert first.mask.tolist() == [True, False, True, True, True]
+    assert first.lengths.tolist() == [2, 1, 1]
+    assert first.rollout_log_probs.tolist() == pytest.approx([-0.1, -0.3, -0.1, -0.1])
+    assert first.log_probs.tolist() == pytest.approx([-0.15, -0.35, -0.15, -0.15])
     assert first.advantages.tolist() == [0.5, -0.5, 0.5]
     assert first.rewards.tolist() == [1.0, 0.0, 1.0]
 

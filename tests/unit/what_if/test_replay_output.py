@@ -147,9 +147,11 @@ def test_advantages_are_the_run_s(
     [pooled] = seen
     for number in range(2):
         step = make_step(number, groups=4, scale=0.6)
-        rows = slice(16 * number, 16 * (number + 1))
-        values = (step.rewards.tolist(), step.group_ids.tolist(), step.lengths.tolist(), [True] * 16)
-        assert pooled.advantages[rows].tolist() == pytest.approx(expected(*values), abs=1e-5)
+        there = step.lengths > 0
+        values = [x[there].tolist() for x in (step.rewards, step.group_ids, step.lengths)]
+        found = pooled.advantages[16 * number : 16 * (number + 1)]
+        assert found[there].tolist() == pytest.approx(expected(*values, [True] * sum(there)), abs=1e-5)
+        assert not found[~there].any()
 
 
 def test_parts_of_the_advantages_that_are_not_in_the_dump_are_said(tmp_path: Path) -> None:
@@ -170,7 +172,7 @@ def test_a_rule_that_reads_ages_is_omitted(tmp_path: Path) -> None:
     source = (
         "from rlctl.registry import CORRECTION_WEIGHTS\n\n"
         '@CORRECTION_WEIGHTS.register(needs={"age"}, thresholds=["2.0"])\n'
-        "def part(log_ratio, params):\n    return log_ratio.token / (1 + log_ratio.age[:, None])\n"
+        "def part(log_ratio, params):\n    return log_ratio.token / (1 + log_ratio.age)\n"
     )
     (tmp_path / "mine.py").write_text(source)
     weight = f"{OWN}rollout_is={tmp_path}/mine.py:part"
@@ -229,7 +231,7 @@ def test_text(found: Tradeoff, printed: Callable[..., str]) -> None:
     figures = own.removeprefix("this run (= sequence clip").split()
     assert figures[:2] == [f"{error.value:.3f}", f"{error.low:.3f}–{error.high:.3f}"]
     assert len(own) == 80  # every figure is on the first of its lines
-    assert lines[lines.index(own) + 1].strip() == "2.0)"
+    assert lines[lines.index(own) + 1].strip() == "2.0, turn clip 2.0, 1 more)"
 
 
 def test_what_a_replay_does_not_write_is_said(tmp_path: Path, printed: Callable[..., str]) -> None:

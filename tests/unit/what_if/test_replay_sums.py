@@ -1,5 +1,4 @@
-"""A replay's figures equal those of slow loops, for every chunk size; non-finite values affect only their own
-rows."""
+"""A replay's figures equal those of slow loops; non-finite values affect only their own rows."""
 
 from __future__ import annotations
 
@@ -12,11 +11,9 @@ import pytest
 
 from rlctl.errors import UsageError
 from rlctl.spec.algorithm import RolloutCorrectionSpec
-from rlctl.what_if import moments
 from rlctl.what_if.dumps import Step
-from rlctl.what_if.moments import BLOCKS, CLASSES
 from rlctl.what_if.replay import replay
-from rlctl.what_if.setting_sums import SettingSums, advantages_of
+from rlctl.what_if.setting_sums import advantages_of
 from rlctl.what_if.settings import Setting, grid
 from tests.reference import advantages as slow
 from tests.unit.what_if.steps import make_step, outcome_of
@@ -81,47 +78,48 @@ def test_rejection_against_a_loop() -> None:
     assert found.applied_ess.value == pytest.approx(tokens)  # weights are 0 and 1
 
 
-def slow_gradients(step: Step, weigh: str) -> tuple[dict[int, np.ndarray], np.ndarray]:
-    """Centred surrogate gradients by group id, token by token; and the means that centre them."""
-    scores, seen = np.zeros((CLASSES, CLASSES)), np.zeros(CLASSES)
-    cells = []
+def slow_error(step: Step, weigh: str, groups: int) -> float:
+    """The error of a setting, token by token, from the formulas of docs/how-to/what-if.md."""
+    there = (step.lengths > 0).tolist()
+    advantage = slow.rloo(step.rewards.tolist(), step.group_ids.tolist(), there)
+    products = 0.0
+    tokens, episodes, cells = 0, 0, []
     for row, place in enumerate(rows_of(step)):
-        before = -1
         ratios = (step.log_probs[place] - step.rollout_log_probs[place]).astype(float)
-        for token, log_prob, ratio in zip(step.token_ids[place], step.log_probs[place], ratios, strict=True):
-            context, kappa = before % CLASSES, 1.0 - math.exp(log_prob)
-            weight = {"none": 1.0, "exact": math.exp(ratios.sum()), "token": min(math.exp(ratio), 2.0)}[weigh]
-            cells.append((row, context, int(token) % CLASSES, weight, kappa))
-            rho = min(math.exp(ratio), 10.0)
-            scores[context, int(token) % CLASSES] += rho * kappa
-            seen[context] += rho
-            before = int(token)
-    mean = scores / np.maximum(seen, 1e-12)[:, None]
-    advantage = slow.rloo(step.rewards.tolist(), step.group_ids.tolist(), [True] * len(step.rewards))
-    found = {int(g): np.zeros((CLASSES, CLASSES)) for g in step.group_ids}
-    for row, context, token, weight, kappa in cells:
-        gradient = found[int(step.group_ids[row])]
-        gradient[context, token] += weight * advantage[row] * kappa
-        gradient[context] -= weight * advantage[row] * mean[context]
-    return found, mean
+        if len(ratios):
+            product = math.exp(ratios.sum())
+            tokens, episodes, products = tokens + len(ratios), episodes + 1, products + product
+            for log_prob, ratio in zip(step.log_probs[place].astype(float), ratios, strict=True):
+                weight = {"none": 1.0, "token": min(math.exp(ratio), 2.0), "exact": product}[weigh]
+                energy = (advantage[row] * (1.0 - math.exp(log_prob))) ** 2
+                cells.append((weight, product, energy))
+    mean = products / episodes
+    kept = sum(w * e for w, _, e in cells)
+    full = sum(product / mean * e for _, product, e in cells)
+    squares = sum(w * w * e for w, _, e in cells)
+    share = kept / full
+    # The unevenness under half of each policy: a token has the mass ½(1 + W) relative to the sampler.
+    uneven = (
+        sum(2.0 / (1.0 + product) * (w - share / mean * product) ** 2 * e for w, product, e in cells) / full
+    )
+    total = min(1.0, 2.0 * episodes / tokens) * uneven / share**2 + 10.0 / groups * squares / full / share**2
+    return total / (1.0 + total)
 
 
-def test_surrogate_gradients_against_a_loop() -> None:
+@pytest.mark.parametrize("groups", [4, 400])
+def test_errors_against_a_loop(groups: int) -> None:
     step = make_step()
+    plain = {"rollout_is_batch_normalize": False, "rollout_is_bound": "truncate"}
     settings = [
         setting("none", rollout_is=None),
-        setting("token", rollout_is="token", rollout_is_bound="truncate", rollout_is_batch_normalize=False),
+        setting("token", rollout_is="token", **plain),
+        setting("exact", rollout_is="sequence", rollout_is_threshold="1e9", **plain),
     ]
-    sums = SettingSums([one.rules for one in settings])
-    sums.add(replace(step, advantages=advantages_of(step, "rloo", [])))
-    gradient, exact, noise = sums.moments.centred()
-    assert BLOCKS > 12  # every group has a block of its own, in the order of group ids
-    for found, weigh in ((gradient[0], "none"), (gradient[1], "token"), (exact, "exact")):
-        expected, _ = slow_gradients(step, weigh)
-        for group, values in expected.items():
-            np.testing.assert_allclose(found[group], values.ravel(), rtol=1e-4, atol=1e-5)
-    expected, _ = slow_gradients(step, "none")
-    np.testing.assert_allclose(noise[:12], [np.square(expected[g]).sum() for g in range(12)], rtol=1e-4)
+    found = replay([step], settings, groups_per_batch=groups)
+    for name in ("none", "token", "exact"):
+        expected = slow_error(step, name, groups)
+        assert outcome_of(found, name).error.value == pytest.approx(expected, rel=1e-4), name
+    assert slow_error(step, "exact", 10**9) == pytest.approx(0.0, abs=1e-6)
 
 
 def figures(steps: list[Step]) -> dict[str, object]:
@@ -140,14 +138,6 @@ def assert_same(one: dict, other: dict) -> None:
             assert found.high == pytest.approx(expected.high, rel=1e-3, abs=1e-5), (name, field)
 
 
-@pytest.mark.slow
-def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = [make_step(seed) for seed in range(2)]
-    whole = figures(steps)
-    monkeypatch.setattr(moments, "CHUNK_TOKENS", 40)
-    assert_same(whole, figures(steps))
-
-
 def test_steps_of_few_rows_are_pooled_into_a_mini_batch() -> None:
     step = make_step()
     pieces = []
@@ -160,7 +150,7 @@ def test_steps_of_few_rows_are_pooled_into_a_mini_batch() -> None:
                 step.group_ids[rows],
                 step.rewards[rows],
                 step.lengths[rows],
-                *(flat[index] for flat in (step.token_ids, step.rollout_log_probs, step.log_probs)),
+                *(flat[index] for flat in (step.rollout_log_probs, step.log_probs)),
             )
         )
     assert_same(figures([step]), figures(pieces))
@@ -170,7 +160,7 @@ def without(step: Step, rows: np.ndarray) -> Step:
     """The step without these responses; `advantages` must be set."""
     tokens = np.repeat(~rows, step.lengths)
     by_row = {name: getattr(step, name)[~rows] for name in ("group_ids", "rewards", "lengths", "advantages")}
-    flat = {name: getattr(step, name)[tokens] for name in ("token_ids", "rollout_log_probs", "log_probs")}
+    flat = {name: getattr(step, name)[tokens] for name in ("rollout_log_probs", "log_probs")}
     return Step(step.number, **by_row, **flat)
 
 
@@ -221,9 +211,7 @@ def test_one_group_or_responses_without_tokens_tell_nothing() -> None:
     assert found.recommended is None
     assert any("only one prompt group" in note for note in found.notes)
     step, none = make_step(), np.zeros(0, np.float32)
-    empty = replace(
-        step, lengths=step.lengths * 0, token_ids=none.astype(int), rollout_log_probs=none, log_probs=none
-    )
+    empty = replace(step, lengths=step.lengths * 0, rollout_log_probs=none, log_probs=none)
     assert_same(figures([step]), figures([empty, step]))
     with pytest.raises(UsageError, match="no response"):
         replay([empty], GRID, groups_per_batch=12)
@@ -246,31 +234,47 @@ def test_one_response_per_prompt_is_compared_with_the_step() -> None:
     assert any("minus the step's mean" in note for note in found.notes)
 
 
-def test_responses_may_begin_with_tokens_that_were_not_sampled() -> None:
-    """Tool output, of the class that the surrogate has before the first token."""
-    step = make_step()
-    step = replace(step, advantages=advantages_of(step, "rloo", []))
-    starts = np.cumsum(step.lengths) - step.lengths
-
-    def prefixed(values: np.ndarray, value: float) -> np.ndarray:
-        return np.insert(values, starts, np.asarray(value, values.dtype))
-
-    longer = replace(
-        step,
-        lengths=step.lengths + 1,
-        token_ids=prefixed(step.token_ids, CLASSES - 1),
-        rollout_log_probs=prefixed(step.rollout_log_probs, -0.1),
-        log_probs=prefixed(step.log_probs, -7.0),
-        mask=prefixed(np.ones(len(step.token_ids), bool), False),
+def divided(step: Step) -> Step:
+    """Pairs of siblings as one episode of two sequences, the second one of two turns where it can be."""
+    order = np.argsort(step.group_ids, kind="stable")
+    places = [np.arange(p.start, p.stop) for p in np.array(rows_of(step), object)[order]]
+    tokens, lengths = np.concatenate(places), step.lengths[order]
+    turns = [
+        part for place, n in enumerate(lengths) for part in ((1, n - 1) if place % 2 and n > 1 else (n,))
+    ]
+    return Step(
+        step.number,
+        step.group_ids[order][::2],
+        step.rewards[order][::2],
+        lengths.reshape(-1, 2).sum(1),
+        step.rollout_log_probs[tokens],
+        step.log_probs[tokens],
+        sequence_lengths=lengths,
+        turn_lengths=np.array([n for n in turns if n]),
     )
-    assert_same(figures([step]), figures([longer]))
+
+
+def test_levels_are_turns_and_episodes() -> None:
+    """A weight of a level has its effective sample size over the segments of this level."""
+    step = divided(make_step())
+    gap = (step.log_probs - step.rollout_log_probs).astype(float)
+    for level, lengths in (
+        ("turn", step.turn_lengths),
+        ("sequence", step.lengths),
+        ("episode", step.lengths),
+    ):
+        edges = np.cumsum(lengths) - lengths
+        weights = np.exp(np.add.reduceat(gap, edges[lengths > 0]))
+        found = outcome_of(replay([step], [setting(rollout_is=level)], groups_per_batch=12), "tried")
+        expected = weights.sum() ** 2 / len(weights) / (weights**2).sum()
+        assert found.raw_ess.value == pytest.approx(expected, rel=1e-4), level
 
 
 @pytest.mark.parametrize("groups", [5, 40])
 def test_equal_groups_leave_no_sampling_error(groups: int) -> None:
     """Every resample is then the sample itself, in blocks of one or two groups too."""
     one = make_step(3, groups=1, size=6)
-    flat = (np.tile(x, groups) for x in (one.token_ids, one.rollout_log_probs, one.log_probs))
+    flat = (np.tile(x, groups) for x in (one.rollout_log_probs, one.log_probs))
     rows = (np.tile(x, groups) for x in (one.rewards, one.lengths))
     step = Step(1, np.arange(groups).repeat(6), *rows, *flat)
     for outcome in replay([step], GRID, groups_per_batch=8).outcomes:

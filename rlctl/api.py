@@ -583,7 +583,7 @@ class _Flat:
         if episodes is not None:
             index = batch.checked("episodes", episodes, per_response=True)
             _, counts = torch.unique_consecutive(index, return_counts=True)
-            if len(counts) != len(index.unique()):
+            if len(counts) != len(set(index.tolist())):
                 raise ValueError("episodes: the responses of an episode must be adjacent")
             episode = Segments(Segments(counts).sum(sequence.lengths).long())
         if turns is not None:

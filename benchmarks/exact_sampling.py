@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from rlctl.algos.rules import WeightRule
 from rlctl.algos.score_centering import expected_score
-from rlctl.batch import ModelInputs, Prompts
+from rlctl.batch import Episode, Sequence, Task, TokenBatch
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.model_files import model_directory
 from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.protocol import Sampling
+from rlctl.rollout.protocol import Request, Sampling, turn_seed
 
 TEXTS = ("Once upon a time", "The number seven is", "My favourite recipe starts with", "In physics, energy")
 TOKENS, SIBLINGS, ROUNDS, LISTED = 24, 4, 2, 128
@@ -40,18 +40,19 @@ TRUNCATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def prompts_of(tokenizer: Any) -> Prompts:
-    tokenizer.padding_side = "left"
-    encoded = tokenizer(list(TEXTS), padding=True, return_tensors="pt")
-    words = tuple("" for _ in TEXTS)
-    return Prompts(
-        encoded["input_ids"],
-        encoded["attention_mask"].bool(),
-        torch.arange(len(TEXTS)),
-        words,
-        words,
-        TEXTS,
-    )
+def sampled(engine: HFRollout, tokenizer: Any, sampling: Sampling) -> TokenBatch:
+    """Samples the responses to all prompts."""
+    prompts = tokenizer(list(TEXTS))["input_ids"]
+    places = [(group, member) for group in range(len(prompts)) for member in range(SIBLINGS)]
+    requests = [Request(prompts[group], turn_seed(1, group, member)) for group, member in places]
+    turns = engine.sample(requests, sampling)
+    episodes = [
+        Episode(
+            Task(prompts[group], TEXTS[group], group), member, (Sequence.of_turn(prompts[group], turn),), ""
+        )
+        for (group, member), turn in zip(places, turns, strict=True)
+    ]
+    return TokenBatch.of(episodes)
 
 
 def seconds_of(work: Any) -> float:
@@ -67,18 +68,16 @@ def show(name: str, values: dict[str, float]) -> None:
 
 
 def measure(model: Any, tokenizer: Any, options: dict[str, Any]) -> dict[str, float]:
-    engine, prompts = HFRollout(model, tokenizer, "cpu"), prompts_of(tokenizer)
+    engine = HFRollout(model, tokenizer, "cpu")
 
-    def sample(*, with_kept: bool) -> Any:
-        sampling = Sampling(TOKENS, with_kept=with_kept, **options)
-        return engine.generate(prompts, sampling, n=SIBLINGS, step_seed=1, num_groups_total=len(TEXTS))
+    def sample(*, with_kept: bool) -> TokenBatch:
+        return sampled(engine, tokenizer, Sampling(TOKENS, with_kept=with_kept, **options))
 
-    rollouts = sample(with_kept=True)
-    policy = PolicyModule(model, 1.0)
-    plain = rollouts.inputs
-    plain = ModelInputs(plain.input_ids, plain.attention_mask, plain.position_ids, plain.scored)
+    batch = sample(with_kept=True)
+    assert batch.kept is not None
+    policy, plain = PolicyModule(model, 1.0), replace(batch.inputs, kept=None)
 
-    def train(inputs: ModelInputs) -> None:
+    def train(inputs: Any) -> None:
         policy.zero_grad()
         torch.autograd.backward(policy_output(policy, inputs).log_probs.sum())
 
@@ -86,16 +85,16 @@ def measure(model: Any, tokenizer: Any, options: dict[str, Any]) -> dict[str, fl
         "sampling": lambda: sample(with_kept=False),
         "sampling, kept sets": lambda: sample(with_kept=True),
         "training pass": lambda: train(plain),
-        "training pass, kept sets": lambda: train(rollouts.inputs),
+        "training pass, kept sets": lambda: train(batch.inputs),
     }
     rounds = [{name: seconds_of(work) for name, work in sides.items()} for _ in range(ROUNDS)]
-    mask, counts = rollouts.response_mask, rollouts.kept.counts[rollouts.response_mask].double()
+    counts = batch.kept.counts.double()
     gaps = {}
     with torch.no_grad():
-        for name, inputs in (("gap without", plain), ("gap", rollouts.inputs)):
-            found = policy_output(policy, inputs).log_probs - rollouts.rollout_log_probs
-            gaps[name] = float(found[mask].abs().mean())
-            gaps[f"largest {name}"] = float(found[mask].abs().max())
+        for name, inputs in (("gap without", plain), ("gap", batch.inputs)):
+            found = policy_output(policy, inputs).log_probs - batch.rollout_log_probs
+            gaps[name] = float(found.abs().mean())
+            gaps[f"largest {name}"] = float(found.abs().max())
     return {
         "mean set": float(counts.mean()),
         "median set": float(counts.median()),
@@ -107,21 +106,16 @@ def measure(model: Any, tokenizer: Any, options: dict[str, Any]) -> dict[str, fl
 
 
 def measure_centering(model: Any, tokenizer: Any) -> dict[str, float]:
-    engine, prompts, policy = (
-        HFRollout(model, tokenizer, "cpu"),
-        prompts_of(tokenizer),
-        PolicyModule(model, 1.0),
-    )
+    engine, policy = HFRollout(model, tokenizer, "cpu"), PolicyModule(model, 1.0)
 
-    def sample(listed: int) -> Any:
-        sampling = Sampling(TOKENS, num_most_likely=listed)
-        return engine.generate(prompts, sampling, n=SIBLINGS, step_seed=1, num_groups_total=len(TEXTS))
+    def sample(listed: int) -> TokenBatch:
+        return sampled(engine, tokenizer, Sampling(TOKENS, num_most_likely=listed))
 
-    rollouts = sample(LISTED)
-    plain = rollouts.inputs
-    _, sampler = rollouts.most_likely.padded(plain.scored)
+    batch = sample(LISTED)
+    assert batch.most_likely is not None
+    plain, (_, sampler) = replace(batch.inputs, most_likely=None), batch.most_likely.padded()
 
-    def train(inputs: ModelInputs) -> None:
+    def train(inputs: Any) -> None:
         policy.zero_grad()
         output = policy_output(policy, inputs)
         loss = output.log_probs.sum()
@@ -133,7 +127,7 @@ def measure_centering(model: Any, tokenizer: Any) -> dict[str, float]:
         "sampling": lambda: sample(0),
         "sampling, listed tokens": lambda: sample(LISTED),
         "training pass": lambda: train(plain),
-        "training pass, centered": lambda: train(replace(plain, most_likely=rollouts.most_likely)),
+        "training pass, centered": lambda: train(batch.inputs),
     }
     rounds = [{name: seconds_of(work) for name, work in sides.items()} for _ in range(ROUNDS)]
     mass = sampler.exp().sum(-1).double()

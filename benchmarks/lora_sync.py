@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.batch import Prompts
     from rlctl.engine.lora import Adapter
 
 RANK, ALPHA = 16, 32.0
@@ -72,32 +71,16 @@ def policy_model() -> Any:
     return AutoModelForCausalLM.from_config(config_of("qwen2", shape, tie_word_embeddings=True, **tokens))
 
 
-def random_prompts() -> Prompts:
-    """Prompts of random tokens."""
-    import torch
-
-    from rlctl.batch import Prompts
-
-    nothing = ("",) * PROMPTS
-    return Prompts(
-        prompt_ids=torch.randint(2, 8192, (PROMPTS, PROMPT_TOKENS)),
-        prompt_mask=torch.ones(PROMPTS, PROMPT_TOKENS, dtype=torch.bool),
-        group_ids=torch.arange(PROMPTS),
-        data_sources=nothing,
-        ground_truths=nothing,
-        texts=nothing,
-    )
-
-
 def measure(precision: str, max_lora_rank: int, syncs: int) -> dict[str, Any]:
     """Measures one case in this process; with `max_lora_rank` 0, merged weights are sent."""
     import torch
 
+    from rlctl.batch import ModelInputs, Sequence
     from rlctl.engine.deepspeed import DeepSpeedEngine
     from rlctl.engine.lora import BasePolicy, adapter_parameters, add_lora
     from rlctl.engine.ranks import join_ranks, leave_ranks
     from rlctl.rollout.completions import vllm_options
-    from rlctl.rollout.protocol import Sampling
+    from rlctl.rollout.protocol import Request, Sampling
     from rlctl.rollout.vllm import TrainedVLLMRollout
     from rlctl.rollout.weights import ExpectedWeights
     from rlctl.spec.model import ALL_LINEAR, RECIPE
@@ -114,7 +97,6 @@ def measure(precision: str, max_lora_rank: int, syncs: int) -> dict[str, Any]:
             tokenizer,
             vllm_options(precision, PROMPT_TOKENS + RESPONSE_TOKENS) | adapters,
             ExpectedWeights(model),
-            device=ranks.device,
         )
     add_lora(model, RANK, ALPHA, [ALL_LINEAR])
     for name, parameter in adapter_parameters(model).items():
@@ -128,12 +110,19 @@ def measure(precision: str, max_lora_rank: int, syncs: int) -> dict[str, Any]:
         rollout.sync_weights(counted, policy_version=version)
         seconds.append(time.perf_counter() - began)
     sampling = Sampling(max_response_length=RESPONSE_TOKENS)
-    rollouts = rollout.generate(random_prompts(), sampling, n=SAMPLES, step_seed=1, num_groups_total=PROMPTS)
-    inputs, mask = rollouts.inputs, rollouts.response_mask
+    prompts = torch.randint(2, 8192, (PROMPTS, PROMPT_TOKENS)).tolist()
+    requests = [Request(prompts[i // SAMPLES], seed=i) for i in range(PROMPTS * SAMPLES)]
+    turns = rollout.sample(requests, sampling)
+    sequences = [Sequence.of_turn(r.token_ids, turn) for r, turn in zip(requests, turns, strict=True)]
+    inputs = ModelInputs(
+        torch.cat([sequence.token_ids for sequence in sequences]).to(ranks.device),
+        torch.cat([sequence.sampled for sequence in sequences]).to(ranks.device),
+        torch.tensor([len(sequence.token_ids) for sequence in sequences], device=ranks.device),
+    )
     with torch.no_grad():
         said = actor.policy(inputs).log_probs
-    learnt = (said - BasePolicy(actor, model).log_probs(inputs))[mask].abs().mean().item()
-    gap = (said - rollouts.rollout_log_probs)[mask].abs().mean().item()
+    learnt = (said - BasePolicy(actor, model).log_probs(inputs)).abs().mean().item()
+    gap = (said.cpu() - torch.cat([turn.log_probs for turn in turns])).abs().mean().item()
     rollout.close()
     leave_ranks()
     return {

@@ -89,6 +89,7 @@ class Task:
     ground_truth: str = ""
     extra_info: Mapping[str, Any] = field(default_factory=dict)  # of the row, JSON-able
     messages: tuple[Mapping[str, Any], ...] = ()  # the prompt as {role, content}
+    environment: str = ""  # one of those that the spec names; empty: `environment.name`
     weight: float = 1.0  # factor of the advantages: 1 / P(prompt drawn)
 
 

@@ -1,4 +1,4 @@
-"""Environments by name, and what the spec names built from it.
+"""Environments by name, and the episodes that a spec's environments make.
 
 A user's environment is `path/to/file.py:Name`: a factory decorated with `ENVIRONMENTS.register`, or a class
 or function as it is. Does not import torch, because the spec reads names.
@@ -6,15 +6,134 @@ or function as it is. Does not import torch, because the spec reads names.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+from rlctl.errors import UsageError
 from rlctl.registry import ENVIRONMENTS
 
 if TYPE_CHECKING:
+    from rlctl.batch import Episode, Group, Task
     from rlctl.environment.protocol import Environment, EnvironmentContext
+    from rlctl.rollout.protocol import ResponseSampler, Sampling
+    from rlctl.spec.environment import EnvironmentSpec
+    from rlctl.spec.run_spec import RunSpec
+
+SINGLE_TURN = "single_turn"
 
 
 @ENVIRONMENTS.register(label="One question, one answer, one grade")
 def single_turn(context: EnvironmentContext) -> Environment:
-    """See `rlctl.environment.single_turn`, which samples whole batches at once."""
-    raise NotImplementedError  # `sample_episodes` is called instead
+    """See `rlctl.environment.single_turn`, which samples a whole batch by one call of the engine."""
+    raise AssertionError("EpisodeSource samples single turns itself")
+
+
+def build_environment(name: str, context: EnvironmentContext) -> Environment:
+    """The environment of this name.
+
+    Raises:
+        UsageError: it cannot be built.
+    """
+    from rlctl.spec.base import params_of
+
+    part = ENVIRONMENTS.part(name)
+    if part.is_decorated:
+        from dataclasses import replace
+
+        found: Environment = part.function(replace(context, params=params_of(part, context.spec.params)))
+        return found
+    raise UsageError(f"{name} is no environment", where="environment.name")
+
+
+class EpisodeSource:
+    """Makes the episodes of training, validation and evaluation in the environments that a spec names.
+
+    Args:
+        context_length: most tokens of a sequence.
+    """
+
+    def __init__(self, spec: EnvironmentSpec, tokenizer: Any, context_length: int) -> None:
+        self.spec, self._tokenizer, self._context_length = spec, tokenizer, context_length
+        self._built: dict[str, Environment] = {}
+
+    @classmethod
+    def of(cls, spec: RunSpec, tokenizer: Any) -> EpisodeSource:
+        """The environments of a run's spec."""
+        lengths = spec.data.max_prompt_length + spec.data.max_response_length
+        return cls(spec.environment, tokenizer, spec.environment.context_length or lengths)
+
+    def sample(
+        self,
+        engine: ResponseSampler,
+        members: Sequence[tuple[Task, int]],
+        sampling: Sampling,
+        step_seed: int,
+    ) -> list[Episode]:
+        """The episodes with these tasks and indices within their groups, in that order.
+
+        An episode depends only on `step_seed`, its task's `group_id` and its index within the group, if its
+        environment is deterministic.
+
+        Raises:
+            RunFailure: the engine failed.
+            UsageError: a row names an environment that the spec does not.
+        """
+        from rlctl.environment.run_episodes import run_episodes
+        from rlctl.environment.single_turn import sample_members
+
+        places: dict[str, list[int]] = {}
+        for place, (task, _) in enumerate(members):
+            places.setdefault(task.environment or self.spec.name, []).append(place)
+        found: dict[int, Episode] = {}
+        for name, rows in places.items():
+            some = [members[row] for row in rows]
+            if name == SINGLE_TURN:
+                episodes = sample_members(engine, some, sampling, step_seed, self._tokenizer)
+            else:
+                environment = self._environment(name, sampling)
+                given = (environment, engine, some, sampling, step_seed, self.spec, self._context_length)
+                episodes = run_episodes(*given)
+            found |= zip(rows, episodes, strict=True)
+        return [found[place] for place in range(len(members))]
+
+    def groups(
+        self, engine: ResponseSampler, tasks: Sequence[Task], n: int, sampling: Sampling, step_seed: int
+    ) -> list[Group]:
+        """Groups of n episodes, in the order of the tasks.
+
+        A group of which faults of the environment left fewer than `environment.min_group` is sampled again,
+        at most `environment.max_retries` times, and then left out.
+        """
+        from rlctl.rollout.protocol import derived_seed
+
+        found: dict[int, Group] = {}
+        missing = list(tasks)
+        for attempt in range(self.spec.max_retries + 1):
+            seed = derived_seed(step_seed, "again", attempt) if attempt else step_seed
+            members = [(task, member) for task in missing for member in range(n)]
+            episodes = self.sample(engine, members, sampling, seed)
+            for start, task in zip(range(0, len(episodes), n), missing, strict=True):
+                group = tuple(episodes[start : start + n])
+                if sum(not episode.error for episode in group) >= min(self.spec.min_group, n):
+                    found[task.group_id] = group
+            missing = [task for task in missing if task.group_id not in found]
+            if not missing:
+                break
+        return [found[task.group_id] for task in tasks if task.group_id in found]
+
+    def close(self) -> None:
+        """Ends what the environments started."""
+        for environment in self._built.values():
+            environment.close()
+
+    def _environment(self, name: str, sampling: Sampling) -> Environment:
+        from rlctl.environment.protocol import EnvironmentContext
+
+        if name not in (self.spec.name, *self.spec.others):
+            what = f"a row of the data chooses the environment {name!r}"
+            fix = f"add it to environment.others, if this data may run it: [{', '.join(self.spec.others)}, …]"
+            raise UsageError(what, where="environment.others", fix=fix)
+        if name not in self._built:
+            context = EnvironmentContext(self.spec, self._tokenizer, sampling, self._context_length)
+            self._built[name] = build_environment(name, context)
+        return self._built[name]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlctl.batch import Episode, Group, Task, Turn
+from rlctl.batch import Episode, Task, Turn
 from rlctl.environment.protocol import EnvironmentFault, LimitReached, Outcome
 from rlctl.environment.recording import Recorder
 from rlctl.errors import first_line
@@ -152,14 +152,13 @@ class EpisodeSampler:
 def run_episodes(
     environment: Environment,
     engine: ResponseSampler,
-    tasks: Sequence[Task],
-    n: int,
+    members: Sequence[tuple[Task, int]],
     sampling: Sampling,
     step_seed: int,
     spec: EnvironmentSpec,
     context_length: int,
 ) -> list[Episode]:
-    """n episodes of each task; siblings are adjacent.
+    """The episodes with these tasks and indices within their groups, in that order.
 
     An episode that failed by a fault of the environment has `error` set: it is excluded, and never has a
     reward of 0 instead.
@@ -172,7 +171,6 @@ def run_episodes(
         conductor = Conductor(engine, sampling, lockstep=spec.lockstep)
         serving = asyncio.create_task(conductor.serve())
         slots = asyncio.Semaphore(spec.concurrency)
-        members = [(task, member) for task in tasks for member in range(n)]
 
         async def one(task: Task, member: int) -> Episode:
             async with slots:
@@ -246,14 +244,3 @@ def recorded(task: Task, member: int, sampler: EpisodeSampler, outcome: Outcome,
         metrics=counts | times | dict(outcome.metrics),
         messages=outcome.messages,
     )
-
-
-def usable_groups(groups: Sequence[Group], min_group: int) -> tuple[list[Group], list[Task]]:
-    """Groups with at least `min_group` episodes that did not fail, and the tasks of all others."""
-    usable, again = [], []
-    for group in groups:
-        if sum(not episode.error for episode in group) >= min(min_group, len(group)):
-            usable.append(group)
-        else:
-            again.append(group[0].task)
-    return usable, again

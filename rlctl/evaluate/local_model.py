@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.data.prompts import PromptDataset, template_sha256
 from rlctl.engine.model import load_policy, load_reader
-from rlctl.environment.single_turn import sample_members
+from rlctl.environment.build import EpisodeSource
 from rlctl.evaluate.request import Plan, lengths
 from rlctl.evaluate.samples import Pair, Response, SampledModel
 from rlctl.files import sha256_of
@@ -97,7 +97,7 @@ class LocalModel(SampledModel):
                 self._questions,
                 pairs,
                 self.sampling,
-                self.tokenizer,
+                EpisodeSource.of(self._spec, self.tokenizer),
                 seed=request.seed,
                 batch_size=size,
             )
@@ -161,7 +161,7 @@ def sample_responses(
     questions: PromptDataset,
     pairs: Sequence[Pair],
     sampling: Sampling,
-    tokenizer: Any,
+    source: EpisodeSource,
     *,
     seed: int,
     batch_size: int,
@@ -178,13 +178,13 @@ def sample_responses(
     for batch in _batches(pairs, batch_size):
         asked = [question for question, _ in batch]
         members = list(zip(questions.tasks(asked, asked), (sample for _, sample in batch), strict=True))
-        episodes = sample_members(engine, members, sampling, own_seed, tokenizer)
+        episodes = source.sample(engine, members, sampling, own_seed)
         yield {
             (episode.task.group_id, episode.member): Response(
                 episode.response, episode.truncated, episode.num_sampled
             )
             for episode in episodes
-            if not episode.aborted
+            if not episode.aborted and not episode.error
         }
 
 

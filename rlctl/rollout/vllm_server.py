@@ -28,8 +28,8 @@ from rlctl.rollout.server_access import MODEL_NAME, ONE_TOKEN, EngineProgress, a
 from rlctl.rollout.weight_broadcast import WeightBroadcast
 from rlctl.rollout.weights import PublishedWeights, VersionedDir
 
-#: Maximum number of open requests per rank. Each has a client of its own, because the work of a common one per
-#: request grows with their number.
+#: Maximum number of open requests per rank. Each has a client of its own, because the work of a common one
+#: per request grows with their number.
 CONNECTIONS = 512
 _SYNC_S = 600.0
 _RETRY_S = 1.0

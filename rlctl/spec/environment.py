@@ -26,6 +26,9 @@ class EnvironmentSpec(Section):
     max_episode_tokens: Annotated[int | None, NullWord] = Field(default=None, ge=1)
     """Most tokens that the policy samples in an episode; null: `max_turns` times `data.max_response_length`,
     which limits one turn."""
+    context_length: Annotated[int | None, NullWord] = Field(default=None, ge=2)
+    """Most tokens of a sequence, prompt included; null: `data.max_prompt_length` plus
+    `data.max_response_length`, which is short for several turns."""
     max_tool_output: int = Field(default=4096, ge=1)
     """Longest output of a tool that the policy reads, in characters; longer ones are cut."""
     tool_timeout: Duration = "10s"

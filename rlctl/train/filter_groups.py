@@ -15,13 +15,12 @@ import numpy as np
 import torch
 
 from rlctl.algos.estimators import has_spread
-from rlctl.environment.single_turn import sample_episodes
 from rlctl.errors import RunFailure
 from rlctl.reward.protocol import RewardResult
 from rlctl.rollout.protocol import sampling_of, step_seed
 from rlctl.train.run import refuse_ungraded
 from rlctl.train.step_metrics import StepTimer
-from rlctl.train.stream import PromptDraws, grouped
+from rlctl.train.stream import PromptDraws
 
 if TYPE_CHECKING:
     from rlctl.batch import Group
@@ -150,11 +149,12 @@ class _Rounds:
         tasks = run.train_prompts.tasks([prompt.row for prompt in mine], [prompt.place for prompt in mine])
         seed, n = step_seed(run.spec.trainer.seed, self._step), run.spec.rollout.n
         with timer("gen"):  # in a small round some ranks have no prompts
-            episodes = sample_episodes(run.rollout, tasks, n, sampling_of(run.spec), seed, run.tokenizer)
+            groups = run.episodes.groups(run.rollout, tasks, n, sampling_of(run.spec), seed)
             run.rollout.finish()
         with timer("reward"):
-            graded = run.reward.score(episodes)
-        own = list(zip(mine, grouped(episodes), strict=True))
+            graded = run.reward.score([episode for group in groups for episode in group])
+        drawn_at = {prompt.place: prompt for prompt in mine}
+        own = [(drawn_at[group[0].task.group_id], group) for group in groups]
         summaries = [
             _summary(prompt, group, graded.pick(range(index * n, (index + 1) * n)))
             for index, (prompt, group) in enumerate(own)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rlctl.engine.protocol import CriticEngine, ReferencePolicy, TrainEngine
     from rlctl.engine.ranks import Ranks
     from rlctl.engine.sequence_parallel import SequenceParallel
+    from rlctl.environment.build import EpisodeSource
     from rlctl.reward.build import Reward
     from rlctl.rollout.engine_lock import LockedRollout
     from rlctl.spec.run_spec import RunSpec
@@ -63,6 +64,7 @@ class Run:
     train_prompts: PromptDataset
     val_prompts: PromptDataset | None
     rollout: LockedRollout
+    episodes: EpisodeSource  # makes episodes with the engine
     reward: Reward
     actor: TrainEngine
     base: ReferencePolicy | None  # the policy without its adapters; None without LoRA

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlctl.environment.single_turn import sample_episodes
 from rlctl.reward.protocol import RewardResult
 from rlctl.rollout.protocol import Sampling, step_seed
 from rlctl.train.filter_groups import filtered_groups
@@ -76,13 +75,11 @@ def greedy_baseline(run: Run, step: int, groups: list[Group], timer: StepTimer) 
         run.rollout.release(weights_follow=weights_follow)
         return None
     with timer("gen_max"):
-        greedy = sample_episodes(
+        greedy = run.episodes.sample(
             run.rollout,
-            [group[0].task for group in groups],
-            1,
+            [(group[0].task, 0) for group in groups],
             Sampling(max_response_length=spec.data.max_response_length, greedy=True),
             step_seed(spec.trainer.seed, step, "greedy"),
-            run.tokenizer,
         )
         run.rollout.finish()
     run.rollout.release(weights_follow=weights_follow)

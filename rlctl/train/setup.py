@@ -14,6 +14,7 @@ import torch
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.read import load_rows
 from rlctl.engine.ranks import Ranks
+from rlctl.environment.build import EpisodeSource
 from rlctl.model_files import model_directory
 from rlctl.prepare.findings import placeholder_notes
 from rlctl.prepare.hub import local_files
@@ -65,7 +66,9 @@ def build(
     changes = check_rows(spec, prompts, run_dir, ranks)
     train_prompts.check_batch_size(spec.data.train_batch_size)
     total_steps = num_batches(spec, len(train_prompts))
-    stream = _stream(spec, ranks, train_prompts, models, total_steps, stack)
+    episodes = EpisodeSource.of(spec, tokenizer)
+    stack.callback(episodes.close)
+    stream = _stream(spec, ranks, train_prompts, models, episodes, total_steps, stack)
     if resume:
         restored = restore(spec, models, stream, run_dir, ranks)
     else:
@@ -112,6 +115,7 @@ def build(
         train_prompts=train_prompts,
         val_prompts=val_prompts,
         rollout=models.rollout,
+        episodes=episodes,
         reward=reward,
         actor=models.actor,
         base=models.base,
@@ -140,12 +144,13 @@ def _stream(
     ranks: Ranks,
     prompts: PromptDataset,
     models: Models,
+    episodes: EpisodeSource,
     total_steps: int,
     stack: contextlib.ExitStack,
 ) -> RolloutStream:
     """Batches sampled in this thread or, with `rollout.max_staleness`, in another one during training."""
     if not spec.rollout.max_staleness:
-        sample = partial(sample_groups, spec, ranks, prompts, models.rollout, models.tokenizer)
+        sample = partial(sample_groups, spec, ranks, prompts, models.rollout, episodes)
         return RolloutStream(sample, ahead=spec.rollout.staleness, last_step=total_steps)
 
     def enter() -> None:
@@ -154,7 +159,7 @@ def _stream(
 
     executor = ThreadPoolExecutor(1, thread_name_prefix="rollouts", initializer=enter)
     stack.callback(executor.shutdown, wait=True, cancel_futures=True)
-    sample = partial(sample_groups, spec, ranks, prompts, models.sampling_ahead, models.tokenizer)
+    sample = partial(sample_groups, spec, ranks, prompts, models.sampling_ahead, episodes)
     return RolloutStream(sample, ahead=spec.rollout.max_staleness, last_step=total_steps, executor=executor)
 
 

@@ -30,10 +30,12 @@ def episode_sums(graded: Graded, policy_version: int, max_prompt_length: int) ->
 
     Moments: `score` of the graded ones, `response_length` and `prompt_length` in tokens, `staleness` in
     optimizer updates between the weights that sampled the oldest token and the trained policy, and
-    `term.NAME` per term of the reward. Counts: full_prompts, truncated, aborted, invalid, timeouts, groups,
-    and flat_groups, whose grades (without the overlong penalty) are equal.
+    `term.NAME` per term of the reward. Counts: full_prompts, truncated, aborted, invalid, timeouts, failed
+    by faults of the environment, groups, and flat_groups, whose grades (without the overlong penalty) are
+    equal.
     """
     episodes, rewards, valid = graded.episodes, graded.rewards, graded.valid
+    ended = [(ok, e.aborted or bool(e.error)) for e, ok in zip(episodes, valid.tolist(), strict=True)]
 
     def of_each(values: Iterable[float]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.float64)
@@ -59,10 +61,9 @@ def episode_sums(graded: Graded, policy_version: int, max_prompt_length: int) ->
         "full_prompts": (prompts >= max_prompt_length).double().sum(),
         "truncated": number(sum(episode.truncated for episode in episodes)),
         "aborted": number(sum(episode.aborted for episode in episodes)),
-        "invalid": number(
-            sum(not ok and not e.aborted for e, ok in zip(episodes, valid.tolist(), strict=True))
-        ),
+        "invalid": number(sum(not ok for ok, _ in ended) - sum(ran_out for _, ran_out in ended)),
         "timeouts": number(sum(rewards.timeouts.values())),
+        "failed": number(sum(bool(episode.error) for episode in episodes)),
         "groups": number(len(graded.groups)),
         "flat_groups": number(len(graded.groups) - len(set(groups[spread].tolist()))),
     }

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass, field
-from itertools import groupby, takewhile
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from rlctl.batch import Episode, Group, Task, TokenLists
 from rlctl.batch import Sequence as TokenSequence
 from rlctl.data.prompts import PromptDataset
 from rlctl.engine.ranks import Ranks
-from rlctl.environment.single_turn import sample_episodes
+from rlctl.environment.build import EpisodeSource
 from rlctl.errors import RunFailure, first_line
 from rlctl.rollout.protocol import RolloutEngine, sampling_of, step_seed
 from rlctl.spec.run_spec import RunSpec
@@ -34,12 +33,18 @@ _RECORDS = (Episode, Task, TokenSequence, TokenLists)
 
 
 def sample_groups(
-    spec: RunSpec, ranks: Ranks, prompts: PromptDataset, rollout: RolloutEngine, tokenizer: Any, step: int
+    spec: RunSpec,
+    ranks: Ranks,
+    prompts: PromptDataset,
+    rollout: RolloutEngine,
+    source: EpisodeSource,
+    step: int,
 ) -> list[Group]:
     """Samples this rank's groups of one step, of `rollout.n` episodes each."""
     tasks = step_tasks(spec, ranks, prompts, step)
-    seed = step_seed(spec.trainer.seed, step)
-    return grouped(sample_episodes(rollout, tasks, spec.rollout.n, sampling_of(spec), seed, tokenizer))
+    return source.groups(
+        rollout, tasks, spec.rollout.n, sampling_of(spec), step_seed(spec.trainer.seed, step)
+    )
 
 
 def step_tasks(spec: RunSpec, ranks: Ranks, prompts: PromptDataset, step: int) -> list[Task]:
@@ -48,11 +53,6 @@ def step_tasks(spec: RunSpec, ranks: Ranks, prompts: PromptDataset, step: int) -
     indices = prompts.batch_indices(step - 1, batch_size, seed=spec.trainer.seed, shuffle=spec.data.shuffle)
     mine = rank_positions(batch_size, spec.ppo_mini_batch_size, rank=ranks.rank, world_size=ranks.world_size)
     return prompts.tasks([indices[place] for place in mine], mine)
-
-
-def grouped(episodes: Sequence[Episode]) -> list[Group]:
-    """Episodes by group; siblings are adjacent."""
-    return [tuple(group) for _, group in groupby(episodes, key=lambda episode: episode.task.group_id)]
 
 
 def rank_positions(

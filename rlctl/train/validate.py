@@ -72,7 +72,7 @@ def _sampled(run: Run, questions: PromptDataset) -> list[EvalSample]:
         questions,
         [(question, sample) for question in mine for sample in range(spec.rollout.val_kwargs.n)],
         _sampling(run),
-        run.tokenizer,
+        run.episodes,
         seed=spec.trainer.seed,
         batch_size=max(1, spec.data.train_batch_size * spec.rollout.n // ranks.world_size),  # as in training
     ):

@@ -13,14 +13,15 @@ import torch
 
 from rlctl.algos.kl import kl_loss
 from rlctl.algos.losses import policy_loss, value_loss
+from rlctl.algos.segments import Segments
 from rlctl.algos.token_advantages import gae, whiten
 from rlctl.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.algorithm import AlgorithmSpec
 from rlctl.train.score_batch import kl_controller, with_advantages, with_kl_in_reward
 from tests.processes import on_ranks
-from tests.properties.batches import loss_rule, make_batch
+from tests.properties.batches import by_response, loss_rule, make_batch
 from tests.properties.training_oracle import OBJECTIVES, Trained, steps, trained
-from tests.unit.train.scored import GROUPS, INVALID, LENGTHS, ROWS, scored_batch
+from tests.unit.train.scored import GROUPS, LENGTHS, ROWS, scored_batch
 from tests.unit.train.updates import alone
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -76,14 +77,13 @@ def half(values: torch.Tensor) -> torch.Tensor:
 def test_policy_losses_of_bf16_inputs_round_nothing_else(name: str) -> None:
     """Value and gradient are those of the rounded inputs in float64."""
     batch = make_batch(8, rows=8)
-    given = [half(x) for x in (batch.log_probs, batch.rollout_log_probs, batch.advantages)]
+    given = [half(x) for x in batch.policies[:3]]
     results = []
     for dtype in (torch.float64, BF16):
         new, old, advantages = (x.to(dtype) for x in given)
         new.requires_grad_()
-        rest = (old.double(), advantages.double(), batch.mask)
-        rule = loss_rule(name, given[0].double(), *rest)
-        loss = policy_loss(rule, new, old, advantages, batch.mask, None)
+        rule = loss_rule(name, *(x.double() for x in given), batch.unit)
+        loss = policy_loss(rule, new, old, advantages, batch.unit, None)
         (gradient,) = torch.autograd.grad(loss.values.sum(), new)
         results.append((loss.values.detach(), gradient))
     (values, gradient), (of_half, half_gradient) = results
@@ -95,36 +95,32 @@ def test_policy_losses_of_bf16_inputs_round_nothing_else(name: str) -> None:
 @pytest.mark.parametrize("kind", list(KL_ESTIMATORS))
 def test_kl_losses_of_bf16_inputs_round_nothing_else(kind: str) -> None:
     draw = torch.Generator().manual_seed(1)
-    mask = torch.arange(9) < torch.arange(1, 10)[:, None]
-    policies = [half(-0.5 - torch.rand(9, 9, generator=draw)) for _ in range(3)]
-    exact, found = (kl_loss(kind, *(x.to(d) for x in policies), mask) for d in (torch.float64, BF16))
+    unit = Segments(torch.arange(1, 10))
+    policies = [half(-0.5 - torch.rand(unit.total, generator=draw)) for _ in range(3)]
+    exact, found = (kl_loss(kind, *(x.to(d) for x in policies), unit) for d in (torch.float64, BF16))
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
 
 
 def test_value_loss_and_advantages_of_bf16_inputs_round_nothing_else() -> None:
     draw = torch.Generator().manual_seed(2)
-    mask = torch.arange(7) < torch.tensor([7, 3, 0, 1, 5])[:, None]
-    new, old, returns, rewards = (half(3 + torch.randn(5, 7, generator=draw)) for _ in range(4))
-    found = value_loss(new, old, returns, mask, clip=0.2).values
+    unit = Segments(torch.tensor([7, 3, 0, 1, 5]))
+    new, old, returns, rewards = (half(3 + torch.randn(unit.total, generator=draw)) for _ in range(4))
+    found = value_loss(new, old, returns, clip=0.2).values
     v, o, r = (x.double() for x in (new, old, returns))
     exact = 0.5 * torch.maximum((v - r) ** 2, (o + (v - o).clamp(-0.2, 0.2) - r) ** 2)
-    torch.testing.assert_close(found.double(), torch.where(mask, exact, 0.0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
 
-    advantages, targets = gae(rewards, new, mask, 0.9, 0.8)
-    for row, length in enumerate(mask.sum(-1).tolist()):
-        for t in range(length):
-            deltas = [
-                float(rewards[row, k])
-                + (0.9 * float(new[row, k + 1]) if k + 1 < length else 0.0)
-                - float(new[row, k])
-                for k in range(t, length)
-            ]
+    columns = (rewards.double(), new.double(), *gae(rewards, new, unit, 0.9, 0.8))
+    for of_rewards, values, advantages, targets in by_response(unit, *columns):
+        for t, (advantage, target) in enumerate(zip(advantages, targets, strict=True)):
+            following = [*values[1:], 0.0]
+            deltas = [r + 0.9 * n - v for r, n, v in zip(of_rewards, following, values, strict=True)][t:]
             wanted = math.fsum((0.9 * 0.8) ** j * delta for j, delta in enumerate(deltas))
-            assert float(advantages[row, t]) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
-            assert float(targets[row, t]) == pytest.approx(wanted + float(new[row, t]), rel=1e-5, abs=1e-6)
-    known = rewards.double()[mask]
+            assert advantage == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+            assert target == pytest.approx(wanted + values[t], rel=1e-5, abs=1e-6)
+    known = rewards.double()
     white = (known - known.mean()) / known.std()
-    torch.testing.assert_close(whiten(rewards, mask)[mask].double(), white, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(whiten(rewards).double(), white, rtol=1e-5, atol=1e-6)
 
 
 # --- the adaptive KL coefficient --------------------------------------------------------------------
@@ -146,7 +142,7 @@ def test_the_adaptive_coefficient_holds_the_kl_at_its_target(start: float) -> No
         }
     )
     controller, coefficient = kl_controller(algorithm), start
-    counted = [row for row in range(ROWS) if row != INVALID and LENGTHS[row]]
+    counted = [row for row in range(ROWS) if LENGTHS[row]]
     for step in range(120):
         scored = scored_batch(step)
         draw = torch.Generator().manual_seed(step)
@@ -156,23 +152,17 @@ def test_the_adaptive_coefficient_holds_the_kl_at_its_target(start: float) -> No
         gaps = (scored.old_log_probs - scored.ref_log_probs).double()  # as rounded
         after, controller, metrics = with_kl_in_reward(scored, algorithm, controller, alone())
 
-        rewards = scored.token_level_rewards.double().clone()
-        for row in counted:
-            for t in range(LENGTHS[row]):
-                rewards[row, t] -= coefficient * float(gaps[row, t])
-        mask = scored.rollouts.response_mask
-        torch.testing.assert_close(
-            torch.where(mask, after.token_level_rewards, 0.0).double(), rewards * mask, rtol=1e-5, atol=1e-5
-        )
+        rewards = scored.rewards.double() - coefficient * gaps
+        torch.testing.assert_close(after.rewards.double(), rewards, rtol=1e-5, atol=1e-5)
         assert metrics["actor/reward_kl_penalty_coeff"] == pytest.approx(coefficient, rel=1e-9)
-        totals = [float(rewards[row][mask[row]].sum()) for row in range(ROWS)]
-        advantages = with_advantages(after, algorithm, alone()).advantages
+        totals = [math.fsum(part.tolist()) for part in rewards.split(LENGTHS)]
+        advantages = with_advantages(after, algorithm, alone()).advantages.split(LENGTHS)
         for row in counted:
-            others = [totals[j] for j in range(ROWS) if GROUPS[j] == GROUPS[row] and j not in (row, INVALID)]
+            others = [totals[j] for j in range(ROWS) if GROUPS[j] == GROUPS[row] and j != row]
             wanted = totals[row] - math.fsum(others) / len(others)
-            assert float(advantages[row, 0]) == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+            assert float(advantages[row][0]) == pytest.approx(wanted, rel=1e-4, abs=1e-4)
 
-        means = [math.fsum(gaps[row, : LENGTHS[row]].tolist()) / LENGTHS[row] for row in counted]
+        means = [math.fsum(part.tolist()) / len(part) for part in gaps.split(LENGTHS) if len(part)]
         kl = math.fsum(means) / len(means)
         assert metrics["actor/reward_kl_penalty"] == pytest.approx(kl, rel=1e-5, abs=1e-7)
         error = min(max(kl / target - 1.0, -0.2), 0.2)

@@ -11,20 +11,20 @@ Nothing here is taken from rlctl. Models are tiny; a rank holds its share of eve
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from rlctl.batch import TrainBatch
+from rlctl.batch import TokenBatch
 from rlctl.engine.deepspeed import DeepSpeedCritic, DeepSpeedEngine
 from rlctl.engine.ranks import Ranks
 from rlctl.train.settings import CriticSettings
 from rlctl.train.update import update
 from rlctl.train.update_critic import update_critic
-from tests.models import naive_log_probs, replaced, tiny_batch, tiny_model
+from tests.models import naive_log_probs, tiny_batch, tiny_model
 from tests.unit.engine.test_critic import naive_values
 from tests.unit.train.updates import CLIP, DECOUPLED, HORIZON, ROWS, settings_of
 
@@ -43,11 +43,11 @@ def lr_of(number: int) -> float:
     return 4e-3 * (number + 1)
 
 
-def batch_of() -> TrainBatch:
+def batch_of() -> TokenBatch:
     batch = tiny_batch(tiny_model(), ROWS, seed=7, horizon=HORIZON)
     draw = torch.Generator().manual_seed(8)
-    values, returns = torch.randn(2, ROWS, HORIZON, generator=draw)
-    return replaced(batch, values=0.1 * values, returns=returns)
+    values, returns = torch.randn(2, len(batch.turns), generator=draw)
+    return replace(batch, values=0.1 * values, returns=returns)
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,15 @@ class Trained:
     norm: float
 
 
-def steps(start: Weights, loss_of: Callable[[Weights, TrainBatch], Tensor]) -> Trained:
+def steps(start: Weights, loss_of: Callable[[Weights, TokenBatch], Tensor]) -> Trained:
     """All steps on one batch in float64."""
     weights = {name: tensor.double().requires_grad_() for name, tensor in start.items()}
     first = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     second = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     norms: list[float] = []
     for _ in range(EPOCHS):
-        for mini in batch_of().split(MINI):
+        for first_row in range(0, ROWS, MINI):
+            mini = batch_of().pick(range(first_row, first_row + MINI))
             gradients = torch.autograd.grad(loss_of(weights, mini), list(weights.values()))
             norm = float(sum(g.square().sum() for g in gradients)) ** 0.5
             number, lr = len(norms) + 1, lr_of(len(norms))
@@ -82,29 +83,29 @@ def steps(start: Weights, loss_of: Callable[[Weights, TrainBatch], Tensor]) -> T
     return Trained(start, end, sum(norms) / len(norms))
 
 
-def policy_objective(weights: Weights, mini: TrainBatch) -> Tensor:
+def policy_objective(weights: Weights, mini: TokenBatch) -> Tensor:
     log_probs, _ = naive_log_probs(lambda **inputs: functional_call(ACTOR, weights, (), inputs), mini)
     total = torch.zeros((), dtype=torch.float64)
-    for row, t in mini.response_mask.nonzero().tolist():
-        advantage = float(mini.advantages[row, t])
-        ratio = (log_probs[row, t] - float(mini.old_log_probs[row, t])).exp()
+    for log_prob, old, advantage in zip(
+        log_probs, mini.old_log_probs.tolist(), mini.advantages.tolist(), strict=True
+    ):
+        ratio = (log_prob - old).exp()
         total = total - torch.minimum(
             ratio * advantage, ratio.clamp(1 - RATIO_CLIP[0], 1 + RATIO_CLIP[1]) * advantage
         )
-    return total / int(mini.response_mask.sum())
+    return total / len(mini.turns)
 
 
-def value_objective(weights: Weights, mini: TrainBatch, clip: float) -> Tensor:
+def value_objective(weights: Weights, mini: TokenBatch, clip: float) -> Tensor:
     body = {name.removeprefix("body."): x for name, x in weights.items() if name.startswith("body.")}
     values = naive_values(
         lambda **inputs: functional_call(BODY, body, (), inputs), weights["head.weight"], mini
     )
     total = torch.zeros((), dtype=torch.float64)
-    for row, t in mini.response_mask.nonzero().tolist():
-        value, old, target = values[row, t], float(mini.values[row, t]), float(mini.returns[row, t])
+    for value, old, target in zip(values, mini.values.tolist(), mini.returns.tolist(), strict=True):
         clipped = old + (value - old).clamp(-clip, clip)
         total = total + 0.5 * torch.maximum((value - target) ** 2, (clipped - target) ** 2)
-    return total / int(mini.response_mask.sum())
+    return total / len(mini.turns)
 
 
 ACTOR = tiny_model().double()
@@ -136,15 +137,17 @@ def trained(ranks: Ranks, cases: list[Case]) -> dict[Case, Trained]:
             settings = settings_of(
                 DECOUPLED | CLIP | {"rollout_is": None},
                 epochs=EPOCHS,
-                mini_rows=share,
-                micro_rows=MICRO,
+                mini_rows=MINI,
+                micro_sequences=MICRO,
                 numbers=numbers,
             )
             metrics = update(batch, engine, ranks, settings, lr_of, 0).metrics
         else:
             engine = DeepSpeedCritic(tiny_model(), ranks, **options)
             start = copied(engine)
-            settings = CriticSettings(VALUE_CLIPS[who], "token-mean", HORIZON, EPOCHS, share, MICRO)
+            settings = CriticSettings(
+                VALUE_CLIPS[who], "token-mean", "episode", HORIZON, EPOCHS, MINI, ROWS // MINI, MICRO
+            )
             metrics = update_critic(batch, engine, ranks, settings, lr_of, 0)
             assert (0.05 < metrics["critic/vf_clipfrac"] < 0.95) == (who == "critic")
         norm = metrics["actor/grad_norm" if who == "actor" else "critic/grad_norm"]

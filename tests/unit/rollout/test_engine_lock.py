@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
-from rlctl.rollout.engine_lock import EngineLock
+import pytest
+import torch
+
+from rlctl.batch import TokenLists, Turn
+from rlctl.errors import RunFailure
+from rlctl.rollout.engine_lock import EngineLock, LockedRollout
+from rlctl.rollout.protocol import Request, Sampling
 
 
 def test_one_at_a_time_and_the_trainer_waits_for_one_batch_at_most() -> None:
@@ -50,3 +58,44 @@ def test_whoever_fails_lets_the_next_one_in() -> None:
             pass
     with lock.held(first=True):
         pass
+
+
+TURN = Turn(torch.tensor([5, 6]), torch.tensor([-1.0, -2.0]), torch.tensor([3, 3]), "stop")
+
+
+def sampled(turns: object, sampling: Sampling) -> list[Turn]:
+    """What an engine that returns this seems to return."""
+    engine = SimpleNamespace(sample=lambda _requests, _sampling: turns)
+    return LockedRollout(engine, EngineLock(), first=True).sample([Request([1], 0)], sampling)
+
+
+@pytest.mark.parametrize(
+    ("turns", "what"),
+    [
+        ([TURN] * 2, "list of 2 instead of a list of 1 turns"),
+        ((TURN,), "tuple instead of a list of 1 turns"),
+        ([{"token_ids": [5]}], "dict instead of turn 1"),
+        ([replace(TURN, log_probs=torch.zeros(3))], r"log_probs of turn 1 of shape \(3,\)"),
+        ([replace(TURN, log_probs=torch.zeros(2).double())], "torch.float64"),
+        ([replace(TURN, versions=torch.zeros(2))], "versions of turn 1"),
+        ([replace(TURN, finish_reason="eos")], "finish_reason 'eos'"),
+    ],
+)
+def test_what_an_engine_returns_is_checked(turns: object, what: str) -> None:
+    assert sampled([TURN], Sampling(3)) == [TURN]
+    with pytest.raises(RunFailure, match=what):
+        sampled(turns, Sampling(3))
+
+
+def test_a_token_outside_of_what_the_engine_kept_is_refused() -> None:
+    sampling = Sampling(3, with_kept=True)
+    with pytest.raises(RunFailure, match="no list for each of the 2 tokens in kept of turn 1"):
+        sampled([TURN], sampling)
+    for ids, is_fine in ([5, 7, 6], True), ([5, 7, 8], False):
+        kept = TokenLists(torch.tensor([2, 1], dtype=torch.int32), torch.tensor(ids, dtype=torch.int32))
+        turn = replace(TURN, kept=kept)
+        if is_fine:
+            assert sampled([turn], sampling) == [turn]
+        else:
+            with pytest.raises(RunFailure, match="token 6 was sampled"):
+                sampled([turn], sampling)

@@ -6,24 +6,26 @@ import importlib.util
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from transformers import TopPLogitsWarper
 
-from rlctl.batch import Rollouts
-from rlctl.engine.log_probs import PolicyModule, policy_output
-from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.batch import Turn
+from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.rollout.completions import vllm_options
 from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.protocol import Sampling
-from rlctl.rollout.vllm import VLLMRollout, _not_started
+from rlctl.rollout.protocol import Request, Sampling
+from rlctl.rollout.vllm import VLLMRollout, _not_started, completion_of
 from rlctl.tiny.embedded import ensure_embedded
 from tests.forked_python import run_in
-from tests.unit.rollout.test_hf_rollout import TEXTS, TOKENIZER, make_prompts, random_model, take
+from tests.unit.rollout.test_hf_rollout import TEXTS, TOKENIZER, make_requests, random_model
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+PLAIN = Sampling(max_response_length=9)
+LIMITED = [replace(request, max_tokens=1 + place % 5) for place, request in enumerate(make_requests(n=4))]
 NUCLEUS = Sampling(max_response_length=9, temperature=0.7, top_p=0.9)
 
 
@@ -34,19 +36,16 @@ def ask(path: str, answers: str) -> int:
         vllm_options("fp32", 64, max_num_seqs=8) | {"block_size": 32, "max_logprobs": 12},
     )
 
-    def sample(rows, sampling=NUCLEUS, n=4):
-        prompts = take(make_prompts(), rows)
-        return engine.generate(prompts, sampling, n=n, step_seed=11, num_groups_total=len(TEXTS))
-
-    everything = list(range(len(TEXTS)))
+    everything = make_requests(n=4)
     found = {
-        "whole": sample(everything),
-        "again": sample(everything),
-        "part": sample([4, 1]),
-        "plain": sample(everything, Sampling(max_response_length=9)),
-        "kept": sample(everything, replace(NUCLEUS, top_k=6, with_kept=True)),
-        "most_likely": sample(everything, replace(NUCLEUS, top_p=1.0, num_most_likely=4)),
-        "greedy": sample(everything, Sampling(max_response_length=9, greedy=True), n=1),
+        "whole": engine.sample(everything, NUCLEUS),
+        "again": engine.sample(everything, NUCLEUS),
+        "part": engine.sample([*everything[16:20], *everything[4:8]], NUCLEUS),
+        "plain": engine.sample(everything, PLAIN),
+        "limits": engine.sample(LIMITED, PLAIN),
+        "kept": engine.sample(everything, replace(NUCLEUS, top_k=6, with_kept=True)),
+        "most_likely": engine.sample(everything, replace(NUCLEUS, top_p=1.0, num_most_likely=4)),
+        "greedy": engine.sample(make_requests(n=1), replace(PLAIN, greedy=True)),
     }
     found["block_size"] = engine._llm.llm_engine.vllm_config.cache_config.block_size
     engine.close()
@@ -71,7 +70,7 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def answers(model, forked_vllm, tmp_path_factory) -> dict[str, Rollouts]:
+def answers(model, forked_vllm, tmp_path_factory) -> dict[str, list[Turn]]:
     directory = tmp_path_factory.mktemp("vllm")
     model.save_pretrained(directory / "model")
     TOKENIZER.save_pretrained(directory / "model")
@@ -79,49 +78,111 @@ def answers(model, forked_vllm, tmp_path_factory) -> dict[str, Rollouts]:
     return torch.load(directory / "answers", weights_only=False)
 
 
+def logits_of(model, request: Request, turn: Turn) -> torch.Tensor:
+    """(t, V) float32: the model's before each token."""
+    prompt = list(request.token_ids)
+    with torch.no_grad():
+        return model(torch.tensor([prompt + turn.token_ids.tolist()])).logits[0, len(prompt) - 1 : -1]
+
+
 @needs_vllm
 @pytest.mark.parametrize(
     ("name", "temperature", "top_p"), [("whole", 0.7, 0.9), ("plain", 1.0, 1.0)], ids=["nucleus", "plain"]
 )
 def test_log_probs_are_those_of_the_distribution_sampled_from(model, answers, name, temperature, top_p):
-    rollouts = answers[name]
-    with torch.no_grad():
-        logits = model(
-            input_ids=rollouts.input_ids,
-            attention_mask=rollouts.attention_mask.long(),
-            position_ids=rollouts.position_ids,
-        ).logits[:, -rollouts.responses.shape[1] - 1 : -1]
-    kept = TopPLogitsWarper(top_p)(None, (logits / temperature).flatten(0, 1)).view_as(logits)
-    expected = kept.log_softmax(-1).gather(-1, rollouts.responses[..., None]).squeeze(-1)
-    mask = rollouts.response_mask
-    torch.testing.assert_close(rollouts.rollout_log_probs[mask], expected[mask], atol=2e-5, rtol=0)
-    assert (rollouts.rollout_log_probs[~mask] == 0).all()
+    for request, turn in zip(make_requests(n=4), answers[name], strict=True):
+        logits = logits_of(model, request, turn) / temperature
+        expected = TopPLogitsWarper(top_p)(None, logits).log_softmax(-1)
+        expected = expected.gather(-1, turn.token_ids[:, None]).squeeze(-1)
+        torch.testing.assert_close(turn.log_probs, expected, atol=2e-5, rtol=0)
+        assert turn.versions.tolist() == [0] * len(turn.token_ids)
 
 
 @needs_vllm
 def test_it_says_what_it_sampled_from(model, answers):
     """So the trainer, restricted to that, has the engine's log-probs."""
-    rollouts = answers["kept"]
-    counts = rollouts.kept.counts[rollouts.response_mask]
-    assert counts.min() >= 1
-    assert 1 < counts.max() <= 6
-    policy = PolicyModule(model, NUCLEUS.temperature)
-    with torch.no_grad():
-        found = policy_output(policy, rollouts.inputs).log_probs
-    torch.testing.assert_close(found, rollouts.rollout_log_probs, atol=2e-5, rtol=0)
-    assert not rollouts.aborted.any()
+    sizes = set()
+    for request, turn in zip(make_requests(n=4), answers["kept"], strict=True):
+        logits = logits_of(model, request, turn) / NUCLEUS.temperature
+        for row, token, ids, log_prob in zip(
+            logits,
+            turn.token_ids,
+            turn.kept.ids.split(turn.kept.counts.tolist()),
+            turn.log_probs,
+            strict=True,
+        ):
+            found = row[token] - row[ids.long()].logsumexp(-1)
+            torch.testing.assert_close(found, log_prob, atol=2e-5, rtol=0)
+            sizes.add(len(ids))
+        assert turn.finish_reason != "abort"
+        assert not turn.kept.without(turn.token_ids).any()
+    assert min(sizes) >= 1
+    assert 1 < max(sizes) <= 6
 
 
 @needs_vllm
 def test_it_lists_the_most_likely_tokens(model, answers):
-    rollouts = answers["most_likely"]
-    assert torch.equal(rollouts.most_likely.counts, rollouts.response_mask.int() * 4)
-    inputs = replace(rollouts.inputs, most_likely=rollouts.most_likely)
-    with torch.no_grad():
-        found = policy_output(PolicyModule(model, NUCLEUS.temperature), inputs).most_likely
-    _, log_probs = rollouts.most_likely.padded(rollouts.response_mask)
-    torch.testing.assert_close(found, log_probs, atol=2e-5, rtol=0)
-    assert (log_probs.diff() <= 0).all()
+    for request, turn in zip(make_requests(n=4), answers["most_likely"], strict=True):
+        assert turn.most_likely.counts.tolist() == [4] * len(turn.token_ids)
+        expected = (logits_of(model, request, turn) / NUCLEUS.temperature).log_softmax(-1).topk(4)
+        ids, log_probs = turn.most_likely.padded()
+        assert torch.equal(ids, expected.indices)
+        torch.testing.assert_close(log_probs, expected.values, atol=2e-5, rtol=0)
+
+
+@needs_vllm
+def test_each_request_has_its_own_limit(answers):
+    """And up to it the tokens are those of a request with another limit."""
+    for request, turn, longer in zip(LIMITED, answers["limits"], answers["plain"], strict=True):
+        limit = request.max_tokens
+        assert turn.token_ids.tolist() == longer.token_ids[:limit].tolist()
+        assert turn.finish_reason == ("length" if len(longer.token_ids) > limit else longer.finish_reason)
+
+
+def outputs(logits: torch.Tensor, tokens: torch.Tensor, listed: int) -> SimpleNamespace:
+    """As vLLM writes them: at each place the sampled token, then the most likely ones."""
+    top = logits.log_softmax(-1).topk(listed)
+    own = logits.log_softmax(-1).gather(1, tokens[:, None])
+    flat = SimpleNamespace(
+        token_ids=torch.cat([tokens[:, None], top.indices], 1).flatten().tolist(),
+        logprobs=torch.cat([own, top.values], 1).flatten().tolist(),
+        start_indices=list(range(0, len(tokens) * (1 + listed), 1 + listed)),
+    )
+    return SimpleNamespace(token_ids=tokens.tolist(), logprobs=flat, finish_reason="length")
+
+
+def test_what_vllm_lists_is_converted_without_loss():
+    """A sampled token is listed once, whether or not it is among the most likely ones."""
+    torch.manual_seed(3)
+    logits, tokens = torch.randn(200, 12), torch.randint(12, (200,))
+    sampling = Sampling(200, top_k=2, with_kept=True, num_most_likely=4)
+    turn = completion_of(outputs(logits, tokens, 4), has_lists=True).turn(sampling, 5)
+    assert turn.token_ids.tolist() == tokens.tolist()
+    assert turn.versions.unique().tolist() == [5]
+    log_probs = logits.log_softmax(-1)
+    torch.testing.assert_close(turn.log_probs, log_probs.gather(1, tokens[:, None]).squeeze(1))
+    ids, values = turn.most_likely.padded()
+    assert ids.shape == (200, 4)
+    torch.testing.assert_close(values, log_probs.topk(4).values)
+    assert torch.equal(ids, log_probs.topk(4).indices)
+    assert turn.finish_reason == "abort"  # the lists are not all that it was sampled from
+    assert set(turn.kept.counts.tolist()) == {0}
+    cut = logits.masked_fill(logits < logits.topk(4).values[:, -1:], -torch.inf)
+    tokens = cut.softmax(-1).multinomial(1).squeeze(1)
+    turn = completion_of(outputs(cut, tokens, 6), has_lists=True).turn(replace(sampling, top_k=3), 5)
+    assert turn.finish_reason == "length"
+    assert turn.kept.counts.tolist() == [4] * 200
+    kept = turn.kept.ids.view(200, 4).sort(1).values.tolist()
+    assert kept == logits.topk(4).indices.sort(1).values.tolist()
+    assert not turn.kept.without(tokens).any()
+
+
+def test_log_probs_of_other_tokens_are_refused():
+    output = outputs(torch.randn(5, 12), torch.randint(12, (5,)), 0)
+    completion_of(output, has_lists=False)
+    output.token_ids[3] = (output.token_ids[3] + 1) % 12
+    with pytest.raises(RunFailure, match="not those of the tokens"):
+        completion_of(output, has_lists=False)
 
 
 @needs_vllm
@@ -130,33 +191,33 @@ def test_options_reach_the_engine(answers):
 
 
 @needs_vllm
-def test_a_sample_depends_on_its_prompt_and_place_only(answers):
-    whole, part = answers["whole"].response_texts, answers["part"].response_texts
-    assert answers["again"].response_texts == whole
+def test_a_turn_depends_on_its_request_only(answers):
+    whole, again, part = (
+        [turn.token_ids.tolist() for turn in answers[name]] for name in ("whole", "again", "part")
+    )
+    assert again == whole
     assert part == whole[16:20] + whole[4:8]
-    assert len(set(whole)) > 1
+    assert len({tuple(tokens) for tokens in whole}) > len(TEXTS)
 
 
 @needs_vllm
 def test_greedy_is_the_other_engines_greedy(model, answers):
-    prompts, sampling = make_prompts(), Sampling(max_response_length=9, greedy=True)
-    expected = HFRollout(model, TOKENIZER, "cpu").generate(
-        prompts, sampling, n=1, step_seed=11, num_groups_total=len(TEXTS)
-    )
-    found = answers["greedy"]
-    assert found.response_texts == expected.response_texts
-    torch.testing.assert_close(found.rollout_log_probs, expected.rollout_log_probs, atol=2e-5, rtol=0)
-    assert found.truncated.tolist() == expected.truncated.tolist()
+    expected = HFRollout(model, TOKENIZER, "cpu").sample(make_requests(n=1), replace(PLAIN, greedy=True))
+    for turn, other in zip(answers["greedy"], expected, strict=True):
+        assert turn.token_ids.tolist() == other.token_ids.tolist()
+        assert turn.finish_reason == other.finish_reason
+        torch.testing.assert_close(turn.log_probs, other.log_probs, atol=2e-5, rtol=0)
 
 
 @needs_vllm
-def test_truncated_means_the_limit_came_first(answers):
-    plain = answers["plain"]
-    lengths = plain.response_mask.sum(1)
-    last = plain.responses.gather(1, lengths[:, None] - 1).squeeze(1)
-    assert plain.truncated.tolist() == (last != TOKENIZER.eos_token_id).tolist()
-    assert (lengths[plain.truncated] == 9).all()
-    assert 0 < int(plain.truncated.sum()) < len(lengths)
+def test_a_turn_stops_at_its_end_or_has_the_full_length(answers):
+    reasons = set()
+    for turn in answers["plain"]:
+        is_end = int(turn.token_ids[-1]) == TOKENIZER.eos_token_id
+        assert turn.finish_reason == ("stop" if is_end else "length")
+        assert is_end or len(turn.token_ids) == 9
+        reasons.add(turn.finish_reason)
+    assert reasons == {"stop", "length"}
 
 
 @needs_vllm

@@ -138,21 +138,16 @@ def build(case: Case) -> Any:
 
 
 def batch_of(case: Case, rows: int) -> Any:
-    """Random rows of full length, except one padded row, so that an attention mask is needed."""
+    """Random sequences of full length, except a shorter one, so that an attention mask is needed."""
     import torch
 
     from rlctl.batch import ModelInputs
 
     length = case.prompt + case.response
-    ids = torch.randint(2, case.vocab, (rows, length))
-    mask = torch.ones(rows, length, dtype=torch.bool)
-    mask[0, 0] = False
-    return ModelInputs(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-        scored=mask[:, case.prompt :],
-    )
+    lengths = torch.full((rows,), length)
+    lengths[0] -= 1
+    scored = torch.cat([torch.arange(count) >= count - case.response for count in lengths.tolist()])
+    return ModelInputs(torch.randint(2, case.vocab, (len(scored),)), scored, lengths)
 
 
 class Trainer:

@@ -1,9 +1,10 @@
-"""Measures the savings of token-based micro-batches: one update with and without them.
+"""Measures the savings of token-based micro-batches and of packed rows: one update with and without them.
 
     python benchmarks/packing.py [--json FILE] [--rounds 3] [--threads 1] [--rows 64] [--longest 256]
 
 Runs the same update (forward, loss, backward, step; float32, a random Llama with three million parameters) on
-the same rows, split by sequences and by tokens. Both limit a pass to the same number of computed tokens: 8
+the same sequences, split by number and by tokens, in the layout that costs less (`engine/layout.py`) and in
+padded rows. Both limit a pass to the same number of computed tokens: 8
 sequences of the maximum length, or a budget of as many tokens. The distributions of response lengths are: all
 of maximum length, uniform, and mostly short with a long tail. Sides alternate; the results are medians. All
 prompts are different, so the savings of shared prompts are not included.
@@ -23,9 +24,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from rlctl.batch import TrainBatch
+from rlctl.batch import TokenBatch
 from rlctl.engine.deepspeed import DeepSpeedEngine
-from rlctl.engine.inputs import used_columns
 from rlctl.engine.ranks import join_ranks, leave_ranks
 from rlctl.spec.load import load_spec
 from rlctl.train.micro_batches import micro_batches
@@ -45,24 +45,25 @@ def lengths_of(kind: str, rows: int, longest: int) -> torch.Tensor:
     return (share * longest).ceil().long().clamp(min=1)
 
 
-def batch_of(lengths: torch.Tensor, longest: int) -> TrainBatch:
+def batch_of(lengths: torch.Tensor) -> TokenBatch:
     """Random prompts and responses of these lengths, with random advantages."""
-    draw, rows = torch.Generator().manual_seed(1), len(lengths)
-    response_mask = torch.arange(longest) < lengths[:, None]
-    attention_mask = torch.cat([torch.ones(rows, PROMPT, dtype=torch.bool), response_mask], 1)
-    ids = torch.randint(2, VOCABULARY, (rows, PROMPT + longest), generator=draw) * attention_mask
-    log_probs = torch.where(response_mask, -7.6, 0.0)
-    advantages = torch.randn(rows, 1, generator=draw).expand(rows, longest)
-    return TrainBatch(
-        input_ids=ids,
-        attention_mask=attention_mask,
-        position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),
-        responses=ids[:, PROMPT:],
-        response_mask=response_mask,
-        sample_mask=torch.ones(rows, dtype=torch.bool),
-        rollout_log_probs=log_probs,
-        old_log_probs=log_probs,
-        advantages=torch.where(response_mask, advantages, 0.0),
+    draw, rows, count = torch.Generator().manual_seed(1), len(lengths), int(lengths.sum())
+    whole = lengths + PROMPT
+    sampled = torch.cat([torch.arange(length) >= PROMPT for length in whole.tolist()])
+    advantages = torch.randn(rows, generator=draw)
+    return TokenBatch(
+        token_ids=torch.randint(2, VOCABULARY, (len(sampled),), generator=draw),
+        sampled=sampled,
+        lengths=whole,
+        owners=torch.arange(rows),
+        group_ids=torch.arange(rows) // 8,
+        members=torch.arange(rows) % 8,
+        prompt_weights=torch.ones(rows),
+        rollout_log_probs=torch.full((count,), -7.6),
+        versions=torch.zeros(count, dtype=torch.int64),
+        turns=torch.zeros(count, dtype=torch.int64),
+        old_log_probs=torch.full((count,), -7.6),
+        advantages=advantages.repeat_interleave(lengths),
     )
 
 
@@ -107,24 +108,30 @@ def settings_of(cut: str, rows: int, longest: int) -> UpdateSettings:
 
 
 def measure(kind: str, options: argparse.Namespace, actor: DeepSpeedEngine) -> dict[str, Any]:
-    """Per split: seconds of an update, numbers of passes and computed tokens; and number of real tokens."""
-    batch = batch_of(lengths_of(kind, options.rows, options.longest), options.longest)
+    """Per split: seconds of an update, also in padded rows, and number of passes; and number of tokens."""
+    batch = batch_of(lengths_of(kind, options.rows, options.longest))
     cuts = {cut: settings_of(cut, options.rows, options.longest) for cut in ("sequences", "tokens")}
-    seconds: dict[str, list[float]] = {cut: [] for cut in cuts}
+    reader = actor._policy.reader
+    supported = reader.packs
+    seconds: dict[tuple[str, bool], list[float]] = {
+        (cut, padded): [] for cut in cuts for padded in (False, True)
+    }
+    layouts: dict[str, str] = {}
     for _ in range(options.rounds):
-        for cut, settings in cuts.items():
+        for cut, padded in seconds:
+            reader.packs = supported and not padded
             start = time.process_time()
-            update(batch, actor, actor.ranks, settings, lambda _: 1e-6, 0)
-            seconds[cut].append(time.process_time() - start)
-    found: dict[str, Any] = {"real_tokens": int(batch.attention_mask.sum())}
+            updated = update(batch, actor, actor.ranks, cuts[cut], lambda _: 1e-6, 0)
+            seconds[cut, padded].append(time.process_time() - start)
+            layouts[cut] = layouts[cut] if padded else updated.layout
+    reader.packs = supported
+    found: dict[str, Any] = {"tokens": len(batch.token_ids)}
     for cut, settings in cuts.items():
-        parts = micro_batches(batch.inputs, settings.micro_rows, settings.micro_tokens, actor.ranks)
-        computed = [used_columns(batch.inputs.pick(rows)).input_ids.numel() for rows in parts]
         found[cut] = {
-            "cpu_s": statistics.median(seconds[cut]),
-            "passes": len(parts),
-            "computed_tokens": sum(computed),
-            "largest_pass": max(computed),
+            "cpu_s": statistics.median(seconds[cut, False]),
+            "padded_cpu_s": statistics.median(seconds[cut, True]),
+            "passes": len(micro_batches(batch, settings.micro_sequences, settings.micro_tokens)),
+            "layout": layouts[cut],
         }
     found["speed"] = found["sequences"]["cpu_s"] / found["tokens"]["cpu_s"]
     return found
@@ -139,19 +146,15 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     ranks = join_ranks()
     actor, report = engine_of(options.longest, ranks), {}
-    names = ("CPU s", "passes", "computed", "largest")
+    names = ("CPU s", "padded", "passes")
     print(f"{'responses':>14}{'cut by':>12}" + "".join(f"{name:>10}" for name in names))
     for kind in ("all as long", "even", "long tail"):
         report[kind] = found = measure(kind, options, actor)
         for cut in ("sequences", "tokens"):
             x = found[cut]
-            print(
-                f"{kind:>14}{cut:>12}{x['cpu_s']:10.3f}{x['passes']:10}{x['computed_tokens']:10}"
-                f"{x['largest_pass']:10}"
-            )
-        print(
-            f"{'':>14}{'':>12} speed × {found['speed']:.2f}; real tokens {found['real_tokens']}", flush=True
-        )
+            figures = f"{x['cpu_s']:10.3f}{x['padded_cpu_s']:10.3f}{x['passes']:10}"
+            print(f"{kind:>14}{cut:>12}{figures}  {x['layout']}")
+        print(f"{'':>14}{'':>12} speed × {found['speed']:.2f}; tokens {found['tokens']}", flush=True)
     leave_ranks()
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")

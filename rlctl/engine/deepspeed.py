@@ -56,7 +56,7 @@ class _Engine:
 
     Args:
         model: Hugging Face causal language model, in any dtype; parameters that require gradient are trained.
-        wrap: creates the module to train from the model, after the model is on its device.
+        wrap: creates the module to train from the model on its device, and options of `Reader`.
 
     Attributes:
         zero_stage: the stage in effect, by which checkpoints are partitioned.
@@ -66,7 +66,7 @@ class _Engine:
     def __init__(
         self,
         model: Any,
-        wrap: Callable[[Any], nn.Module],
+        wrap: Callable[..., nn.Module],
         ranks: Ranks,
         **settings: Unpack[Settings],
     ) -> None:
@@ -80,7 +80,8 @@ class _Engine:
         config = deepspeed_config(settings)
         unrounded = unrounded_weights(model, dtype)
         with keeping_buffers(model), _quiet():
-            module = wrap(model.to(device=ranks.device, dtype=dtype))
+            placed = model.to(device=ranks.device, dtype=dtype)
+            module = wrap(placed, ranks=ranks, **module_options(settings))
             if stage == 3:
                 _ready_for_stage_3(module, dtype)
             trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -214,13 +215,7 @@ class DeepSpeedEngine(_Engine):
     """A causal language model under DeepSpeed; see `TrainEngine`. `temperature`: that of sampling."""
 
     def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
-        wrap = partial(
-            PolicyModule,
-            temperature=temperature,
-            sequence=settings.get("sequence"),
-            ranks=ranks,
-            **module_options(settings),
-        )
+        wrap = partial(PolicyModule, temperature=temperature, sequence=settings.get("sequence"))
         super().__init__(model, wrap, ranks, **settings)
         self._policy: PolicyModule = self._engine.module
 
@@ -262,9 +257,7 @@ class DeepSpeedCritic(_Engine):
     """
 
     def __init__(self, model: Any, ranks: Ranks, **settings: Unpack[Settings]) -> None:
-        super().__init__(
-            model, partial(ValueModule, ranks=ranks, **module_options(settings)), ranks, **settings
-        )
+        super().__init__(model, ValueModule, ranks, **settings)
 
     def values(self, inputs: ModelInputs) -> Tensor:
         """See `CriticEngine.values`."""

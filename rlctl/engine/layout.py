@@ -92,9 +92,8 @@ def _tokens_read(inputs: ModelInputs) -> _Tokens:
         raise ValueError("nothing predicts the first token of a sequence, so it cannot be scored")
     chosen = scored.nonzero().squeeze(1)
     if not len(chosen):
-        return _Tokens(
-            torch.zeros(1, dtype=torch.int64), Segments(torch.ones(1, dtype=torch.int64)), [0], chosen
-        )
+        one = torch.ones(1, dtype=torch.int64)
+        return _Tokens(one - 1, Segments(one), [0], chosen)
     reads = sequences.max(scored * sequences.places).clamp(min=0).long()
     is_read = sequences.places < sequences.spread(reads)
     ids, found = ids[is_read], Segments(reads[reads > 0])
@@ -147,10 +146,8 @@ def _packing(tokens: _Tokens, config: Any) -> _Placing:
         count = len(tokens.ids)
         return _Placing(torch.zeros_like(tokens.ids), torch.arange(count), (1, count))
     bins = _bins(tokens, max(tokens.longest, packed_width(config.hidden_size)))
-    lengths = tokens.sequences.lengths.tolist()
-    count = len(lengths)
-    row_of, member_of, width = [0] * count, [0] * count, 0
-    at: list[Tensor] = [tokens.ids] * count
+    lengths, width = tokens.sequences.lengths.tolist(), 0
+    at, (row_of, member_of) = [tokens.ids] * len(lengths), torch.zeros(2, len(lengths), dtype=torch.int64)
     most = 1 + max(sum(map(len, runs)) for runs in bins)
     common = torch.zeros(len(bins), most, most, dtype=torch.int32)
     common.diagonal(dim1=1, dim2=2).fill_(torch.iinfo(torch.int32).max)
@@ -167,7 +164,7 @@ def _packing(tokens: _Tokens, config: Any) -> _Placing:
                 common[row, number, first:number] = common[row, number - 1, first:number].clamp(max=shared)
                 common[row, first:number, number] = common[row, number, first:number]
         width = max(width, end)
-    rows, members = (tokens.sequences.spread(torch.tensor(numbers)) for numbers in (row_of, member_of))
+    rows, members = tokens.sequences.spread(row_of), tokens.sequences.spread(member_of)
     return _Placing(rows, torch.cat(at), (len(bins), width), members, common)
 
 
@@ -176,40 +173,32 @@ def _bins(tokens: _Tokens, width: int) -> list[list[range]]:
 
     Each run, longest first, is placed in the first row with enough space.
     """
-    runs: list[range] = []
-    sizes: list[int] = []
-    for one, (length, shared) in enumerate(
-        zip(tokens.sequences.lengths.tolist(), tokens.common, strict=True)
-    ):
-        if runs and shared >= _WORTH_SHARING * length and sizes[-1] + length - shared <= width:
-            runs[-1] = range(runs[-1].start, one + 1)
-            sizes[-1] += length - shared
-        else:
-            runs.append(range(one, one + 1))
-            sizes.append(length)
-    bins: list[list[range]] = []
-    free: list[int] = []
-    for size, run in sorted(zip(sizes, runs, strict=True), key=lambda pair: -pair[0]):
-        fitting = (place for place, left in enumerate(free) if size <= left)
-        place = next(fitting, len(bins))
-        if place == len(bins):
-            bins.append([])
-            free.append(width)
+    runs: list[tuple[int, range]] = []  # each with its number of tokens
+    for one, length in enumerate(tokens.sequences.lengths.tolist()):
+        size, start = length, one
+        if runs and tokens.common[one] >= _WORTH_SHARING * length:
+            grown = runs[-1][0] + length - tokens.common[one]
+            if grown <= width:
+                size, start = grown, runs.pop()[1].start
+        runs.append((size, range(start, one + 1)))
+    bins: list[list[range]] = [[] for _ in runs]
+    free = [width] * len(runs)
+    for size, run in sorted(runs, key=lambda sized: -sized[0]):
+        place = next(place for place, left in enumerate(free) if size <= left)
         bins[place].append(run)
         free[place] -= size
-    return bins
+    return [runs for runs in bins if runs]
 
 
-def _padding(tokens: _Tokens, *, share_prompts: bool) -> _Placing:
+def _padding(tokens: _Tokens, share_prompts: bool) -> _Placing:
     """A row per sequence; with `share_prompts`, shared prompts end in one column."""
     sequences, wanted = tokens.sequences, tokens.wanted
     cuts, block = torch.zeros_like(sequences.lengths), 1
     if share_prompts and len(sequences) > 1:
         # Of what is read before the first state that scores: only keys and values are needed.
         first = sequences.places[wanted][Segments.of_index(sequences.index[wanted], len(sequences)).starts]
-        covers = torch.tensor(tokens.common)[1:] >= torch.maximum(first[1:], first[:-1])
-        starts = (~covers).nonzero().squeeze(1) + 1
-        block = math.gcd(len(sequences), *starts.tolist())
+        is_new = torch.tensor(tokens.common)[1:] < torch.maximum(first[1:], first[:-1])
+        block = math.gcd(len(sequences), *(is_new.nonzero().flatten() + 1).tolist())
         if block > 1:
             cuts = first.view(-1, block).amin(1).repeat_interleave(block)
     prefix = int(cuts.max())
@@ -251,7 +240,7 @@ def _mask(common: Tensor, member: Tensor, positions: Tensor) -> Tensor:
 def padded_rows(body: Any, tokens: _Tokens, *, share_prompts: bool) -> Rows:
     """Padded rows for a model without its head."""
     device = next(body.parameters()).device
-    padding = _padding(tokens, share_prompts=share_prompts)
+    padding = _padding(tokens, share_prompts)
     rows, mask = padding.rows(tokens, device), torch.zeros(padding.shape, dtype=torch.int64)
     mask[padding.row, padding.place] = 1
     rows.inputs["attention_mask"] = mask.to(device)
@@ -351,9 +340,8 @@ class Reader:
             return float(placing.computed * (1 + placing.shape[1] / (5 * config.hidden_size)))
 
         packed = cost(_packing(tokens, config)) if self._can_pack(tokens) else math.inf
-        return packed, math.inf if self.sequence else cost(
-            _padding(tokens, share_prompts=self.shares_prompts)
-        )
+        padded = math.inf if self.sequence else cost(_padding(tokens, self.shares_prompts))
+        return packed, padded
 
 
 def choose_layout(packed: float, padded: float) -> Layout:
@@ -367,6 +355,7 @@ def states_of(body: Any, rows: Rows) -> Tensor:
     if prefix:
         ids, mask, positions = (given[name] for name in ("input_ids", "attention_mask", "position_ids"))
         cache = shared_prefix(body, ids[:, :prefix], mask[:, :prefix].bool(), positions[:, :prefix])
+        assert cache is not None
         rest = {"input_ids": ids[:, prefix:], "position_ids": positions[:, prefix:]}
         given = given | rest | {"past_key_values": cache, "use_cache": True}
     states: Tensor = body(**given).last_hidden_state

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from rlctl.batch import ModelInputs
 from rlctl.engine.layout import Reader, reads_past_only, same_values
 from rlctl.engine.protocol import PolicyOutput
-from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.errors import UsageError
 from rlctl.prefix import UNSUPPORTED, base_name, body_of, evaluating
 from rlctl.spec.memory import logits_at_once
-
-if TYPE_CHECKING:
-    from rlctl.engine.ranks import Ranks
 
 
 class PolicyModule(nn.Module):
@@ -35,7 +31,7 @@ class PolicyModule(nn.Module):
         temperature: logits are divided by it, as when sampling.
         probe: test now what the model supports; False: in the first pass, because until then its weights are
             partitioned among the ranks. Then `share_prompts` must be False.
-        share_prompts, sequence, ranks: as in `Reader`.
+        options: of `Reader`.
 
     Attributes:
         head: applies the output head to scored states.
@@ -51,15 +47,13 @@ class PolicyModule(nn.Module):
         model: Any,
         temperature: float,
         *,
-        share_prompts: bool = True,
         probe: bool = True,
-        sequence: SequenceParallel | None = None,
-        ranks: Ranks | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
         self.model = model
         self.head = ChunkedHead(model, temperature)
-        self.reader = Reader(model, share_prompts=share_prompts, sequence=sequence, ranks=ranks)
+        self.reader = Reader(model, **options)
         if probe:
             self._probe()
 
@@ -95,7 +89,8 @@ class PolicyModule(nn.Module):
         tokens, kept = inputs.tokens, inputs.kept
         listed = None if inputs.most_likely is None else inputs.most_likely.padded()[0]
         if own is not None:
-            tokens, kept, listed = tokens[own], kept and kept[own], None if listed is None else listed[own]
+            tokens, kept = tokens[own], kept and kept[own]
+            listed = None if listed is None else listed[own]
         given = (states, tokens, listed, *((kept.counts, kept.ids) if kept else ()))
         figures = self.head(*given, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared)
         if own is not None and self.reader.sequence:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,6 @@ from rlctl.batch import ModelInputs
 from rlctl.engine.layout import Reader
 from rlctl.errors import UsageError
 from rlctl.prefix import body_of
-
-if TYPE_CHECKING:
-    from rlctl.engine.ranks import Ranks
 
 
 class ValueHead(nn.Linear):
@@ -38,16 +35,13 @@ class ValueModule(nn.Module):
 
     Args:
         model: a Hugging Face causal language model; its body is used, its output head is not.
-        share_prompts, ranks: as in `Reader`.
-        probe: as in `PolicyModule`.
+        probe, options: as in `PolicyModule`.
 
     Raises:
         UsageError: the model has no body separate from its output head.
     """
 
-    def __init__(
-        self, model: Any, *, share_prompts: bool = True, probe: bool = True, ranks: Ranks | None = None
-    ) -> None:
+    def __init__(self, model: Any, *, probe: bool = True, **options: Any) -> None:
         super().__init__()
         body = body_of(model)
         if body is None:
@@ -56,7 +50,7 @@ class ValueModule(nn.Module):
                 where="critic.path",
                 fix="name a model of another architecture",
             )
-        self.reader = Reader(model, share_prompts=share_prompts, ranks=ranks)
+        self.reader = Reader(model, **options)
         if probe:
             self.reader.probe()
         self.body = body

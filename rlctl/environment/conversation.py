@@ -1,4 +1,4 @@
-"""A conversation between the policy and an environment, by messages; its tokens are recorded by the sampler."""
+"""A conversation between policy and environment, by messages; its tokens are recorded by the sampler."""
 
 from __future__ import annotations
 

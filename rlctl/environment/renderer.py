@@ -1,7 +1,7 @@
 """What the policy reads of a conversation, as tokens: its chat template, turn by turn.
 
-A sampled token is never decoded and encoded again. The next turn reads all tokens so far, followed by what the
-template adds for the new messages: the difference of two renderings.
+A sampled token is never decoded and encoded again. The next turn reads all tokens so far, followed by what
+the template adds for the new messages: the difference of two renderings.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from rlctl.errors import UsageError, first_line
@@ -46,6 +47,15 @@ class Renderer:
         self.tokenizer, self._kwargs = tokenizer, dict(kwargs or {})
         self._template = str(tokenizer.chat_template or "")
         self._reads_tools = re.search(r"\btools\b", self._template) is not None
+
+    @cached_property
+    def tool_role(self) -> str:
+        """Role of a tool's output: `tool`, or `user` if the template does not show messages of tools."""
+        shown = [{"role": role, "content": f"<{role}>"} for role in ("user", "assistant", "tool")]
+        try:
+            return "tool" if self._template and "<tool>" in self.text(shown) else "user"
+        except UsageError:
+            return "user"
 
     def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The conversation as text, with the beginning of the policy's next turn.

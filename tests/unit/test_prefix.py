@@ -93,7 +93,7 @@ def test_log_probs_and_gradient_are_those_of_whole_rows(kind: str, siblings, blo
     assert counts == (whole if blocks is None else [blocks * (PROMPT - 1), count * HORIZON])
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(our_grads, their_grads, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=3e-6)
 
 
 def test_a_shared_beginning_that_scores_is_read_by_every_row() -> None:

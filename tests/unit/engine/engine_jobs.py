@@ -9,6 +9,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from rlctl.batch import TokenBatch
 from rlctl.engine.deepspeed import DeepSpeedEngine
+from rlctl.engine.layout import idle_inputs
 from rlctl.engine.ranks import Ranks
 from rlctl.spec import memory
 from tests.models import tiny_batch, tiny_model
@@ -55,13 +56,10 @@ def take_step(
     skip: bool = False,
     lr: float = 1e-2,
     bonus: float = 0.0,
-    planned: bool = False,
 ):
     """One step on ROWS sequences spread over the ranks, each rank `micro` at a time."""
     batch = tiny_batch(tiny_model(), ROWS, seed=seed)
     micros = parts_of(parts_of(batch, ROWS // actor.ranks.world_size)[actor.ranks.rank], micro)
-    if planned:
-        actor.plan([part.inputs for part in micros])
     for index, part in enumerate(micros):
         output = actor.policy(part.inputs, entropy_grad=bonus > 0, sum_pi_squared=bonus > 0)
         gain = output.log_probs * part.advantages + bonus * output.entropy
@@ -91,6 +89,24 @@ def matrix(ranks: Ranks, cases: list[tuple[int, str, int]]):
             "untouched": untouched,
         }
     return found
+
+
+def in_step(ranks: Ranks, stage: int):
+    """Two planned steps, of which rank 1 takes its part in one pass and idle ones; weights and layouts."""
+    batch = tiny_batch(tiny_model(), ROWS, seed=1)
+    actor, layouts = engine(ranks, stage), []
+    share = parts_of(batch, ROWS // ranks.world_size)[ranks.rank]
+    for _ in range(2):
+        parts = parts_of(share, 1 if ranks.rank == 0 else ROWS)
+        layouts.append(actor.plan([part.inputs for part in parts]))
+        for number in range(ROWS // ranks.world_size):
+            part = parts[number] if number < len(parts) else None
+            output = actor.policy(part.inputs if part else idle_inputs())
+            weights = part.advantages if part else torch.zeros(1)
+            loss = -(output.log_probs * weights).sum() / len(batch.advantages)
+            actor.backward(loss, last=number == ROWS // ranks.world_size - 1)
+        actor.step(lr=1e-2)
+    return weights_of(actor), layouts
 
 
 def small_step(ranks: Ranks, stage: int) -> tuple[bool, float]:

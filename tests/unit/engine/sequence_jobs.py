@@ -54,14 +54,15 @@ def trained(
         before = actor.policy(batch.inputs, sum_pi_squared=True)
     assert torch.equal(frozen.log_probs(batch.inputs), before.log_probs)
     settings = settings_of(
-        case.correction, **case.options, epochs=case.epochs, mini_rows=share, micro_rows=micro
+        case.correction, **case.options, epochs=case.epochs, mini_rows=case.mini_rows, micro_sequences=micro
     )
     outcome = update(batch, actor, data, settings, lambda _: 1e-2, 0)
     return {
         "weights": {name: value.detach().clone() for name, value in actor.weights()},
         "metrics": outcome.metrics,
-        "answers": [(values * batch.response_mask).sum() for values in vars_of(before)],
-        "dumped": outcome.dumped.training_log_probs,
+        "answers": [values.sum() for values in vars_of(before)],
+        "seen": outcome.seen.training_log_probs,
+        "layout": outcome.layout,
         "widest": max(widths),
     }
 

@@ -67,6 +67,16 @@ def test_skipped_step_changes_nothing(by_world_size, world_size: int, case) -> N
     assert got["untouched"]
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_ranks_with_fewer_passes_stay_in_step(stage: int, tmp_path: Path) -> None:
+    [(wanted, _)] = on_ranks(1, engine_jobs.in_step, stage, where=tmp_path)
+    (first, layouts), (second, others) = on_ranks(2, engine_jobs.in_step, stage, where=tmp_path)
+    assert layouts == others
+    for name, weight in wanted.items():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], weight, rtol=0, atol=2e-5)
+
+
 SAVED = [*((stage, "fp32") for stage in STAGES), (2, "bf16")]
 
 

@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlctl.batch import Rollouts
 from rlctl.errors import SpecError
-from rlctl.reward.protocol import RewardResult
 from rlctl.spec.load import load_spec
-from rlctl.train.sample_and_grade import shared_rewards, shared_rollouts
 from tests.processes import on_ranks, on_ranks_each
 from tests.unit.engine.sequence_jobs import flash, refusals, trained
 
@@ -45,7 +42,8 @@ def test_an_update_is_the_same(found: dict[int, dict[Any, list[Any]]], case: tup
         for name, value in alone["metrics"].items():
             assert rank["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
         torch.testing.assert_close(rank["answers"], alone["answers"], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(rank["dumped"], alone["dumped"], rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(rank["seen"], alone["seen"], rtol=1e-5, atol=2e-6)
+        assert rank["layout"].startswith("packed rows")
         assert rank["widest"] == -(-alone["widest"] // 2)
 
 
@@ -58,57 +56,6 @@ def test_models_that_cannot_be_cut_up_are_refused(tmp_path: Path) -> None:
 def test_flash_attention_over_two_ranks(tmp_path: Path) -> None:
     for plain, shared in on_ranks(2, flash, where=tmp_path):
         torch.testing.assert_close(shared, plain, rtol=1e-4, atol=5e-5)
-
-
-class Group:
-    """Two ranks' records, as `SequenceParallel.exchange` would bring them."""
-
-    def __init__(self, *values: Any) -> None:
-        self.values = values
-
-    def exchange(self, _: Any) -> list[Any]:
-        return list(self.values)
-
-
-def rollouts_of(rank: int, prompt: int, response: int) -> Rollouts:
-    """Four rows, the prompt's tokens all 10 × rank + row, the response's 100 more."""
-    rows = torch.arange(4) + 10 * rank
-    ids = torch.cat([rows[:, None].expand(4, prompt), 100 + rows[:, None].expand(4, response)], 1)
-    ones, reasons = torch.ones(4, response), torch.zeros(4, dtype=torch.int8)
-    return Rollouts(
-        ids, torch.ones_like(ids).bool(), ids, ids[:, prompt:], ones.bool(), -ones, reasons,
-        rows, torch.zeros(4, dtype=torch.int64), ("s",) * 4, ("",) * 4, ("",) * 4,
-        tuple(str(int(row)) for row in rows),
-    )  # fmt: skip
-
-
-def test_rows_of_a_group_stand_mini_batch_by_mini_batch() -> None:
-    first, second = rollouts_of(0, 2, 3), rollouts_of(1, 3, 1)
-    rows = shared_rollouts(Group(first, second), first, mini_batches=2)
-    assert rows.group_ids.tolist() == [0, 1, 10, 11, 2, 3, 12, 13]
-    assert rows.response_texts == ("0", "1", "10", "11", "2", "3", "12", "13")
-    assert rows.input_ids[0].tolist() == [0, 0, 0, 100, 100, 100]
-    assert rows.attention_mask[0].tolist() == [False, *[True] * 5]
-    assert rows.input_ids[2].tolist() == [10, 10, 10, 110, 0, 0]
-    assert rows.response_mask.sum(1).tolist() == [3, 3, 1, 1] * 2
-    assert rows.prompt_mask.sum(1).tolist() == [2, 2, 3, 3] * 2
-    assert rows.extra_infos == ()
-    assert shared_rollouts(None, first, 2) is first
-
-
-def test_what_graders_say_is_that_of_all_rows() -> None:
-    def graded(rank: int, **more: Any) -> RewardResult:
-        return RewardResult(torch.arange(2.0) + 10 * rank, torch.tensor([True, rank == 0]), **more)
-
-    both = (
-        graded(0, parts={"a": torch.ones(2)}, timeouts={"time-out": 1}, errors_by_term={"a": 1}),
-        graded(1, parts={"a": torch.zeros(2)}, timeouts={"time-out": 2}, errors=["why"]),
-    )
-    result = shared_rewards(Group(*both), both[0], mini_batches=1)
-    assert result.scores.tolist() == [0, 1, 10, 11]
-    assert result.valid.tolist() == [True, True, True, False]
-    assert result.parts["a"].tolist() == [1, 1, 0, 0]
-    assert (result.errors, result.errors_by_term, result.timeouts) == (["why"], {"a": 1}, {"time-out": 3})
 
 
 @pytest.mark.parametrize(

@@ -565,7 +565,7 @@ class _Flat:
         log_probs, kind = given["log_probs"], "(B, T)" if lengths is None else "(M,)"
         shape = tuple(log_probs.shape)
         if len(shape) != (2 if lengths is None else 1):
-            raise ValueError(f"log-probs must have shape {kind}, not {shape}")
+            raise ValueError(f"log-probs must be {kind}, not of shape {shape}")
         if mask is not None:
             if mask.is_floating_point() or ((mask != 0) & (mask != 1)).any():
                 found = mask.dtype if mask.is_floating_point() else "other values"
@@ -583,7 +583,7 @@ class _Flat:
         if episodes is not None:
             index = batch.checked("episodes", episodes, per_response=True)
             _, counts = torch.unique_consecutive(index, return_counts=True)
-            if len(counts) != len(index.unique()):
+            if len(counts) != len(set(index.tolist())):
                 raise ValueError("episodes: the responses of an episode must be adjacent")
             episode = Segments(Segments(counts).sum(sequence.lengths).long())
         if turns is not None:

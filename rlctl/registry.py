@@ -479,7 +479,6 @@ ENVIRONMENTS = Registry(
     "environment",
     key="environment.name",
     module="rlctl.environment.build",
-    takes="context",
 )
 GRADERS = Registry(
     "grader",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -46,9 +47,9 @@ def samples(
         raise UsageError(what, where=str(run_dir), fix=f"kept: {steps_in_words(steps)}")
     found = [(row, _sample(row)) for row in record.rollouts(chosen).to_pylist()]
     found = sorted(found, key=lambda pair: _ORDERS[order](pair[1]))[:count]
-    decode = decoder_of(record) if any(row["num_turns"] > 1 for row, _ in found) else None
-    for row, sample in found if decode else ():
-        if row["num_turns"] > 1:
+    several = [(row, sample) for row, sample in found if row["num_turns"] > 1]
+    if several and (decode := decoder_of(record)):
+        for row, sample in several:
             sample["turns"] = _turns(row, decode)
     if as_json:
         print_json([sample for _, sample in found])
@@ -60,7 +61,7 @@ def _reward(row: dict[str, Any]) -> float:
     return -math.inf if row["reward"] is None else float(row["reward"])
 
 
-_ORDERS = {
+_ORDERS: dict[str, Callable[[dict[str, Any]], float]] = {
     "first": lambda _: 0,
     "reward": lambda row: -_reward(row),
     "worst": _reward,

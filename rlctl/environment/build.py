@@ -6,7 +6,9 @@ or function as it is. Does not import torch, because the spec reads names.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlctl.errors import UsageError
@@ -38,11 +40,14 @@ def build_environment(name: str, context: EnvironmentContext) -> Environment:
 
     part = ENVIRONMENTS.part(name)
     if part.is_decorated:
-        from dataclasses import replace
-
         found: Environment = part.function(replace(context, params=params_of(part, context.spec.params)))
         return found
-    raise UsageError(f"{name} is no environment", where="environment.name")
+    if inspect.isclass(part.function):
+        from rlctl.environment.user_class import UserClass
+
+        return UserClass(part.name, part.function, context)
+    what = "is neither a class, an async function nor a registered environment"
+    raise UsageError(what, where=f"environment.name: {name}", fix="see docs/how-to/environments.md")
 
 
 class EpisodeSource:

@@ -243,7 +243,7 @@ class VariantScorer:
         """Prompts and responses, of which the `wanted` tokens (M,) bool are scored."""
         sizes, device = self.sample.unit.lengths.tolist(), wanted.device
         prompts = [torch.tensor(ids, device=device) for ids in self.prompts[variant.prompt]]
-        responses, chosen = self.sample.tokens.split(sizes), wanted.split(sizes)
+        responses, chosen = torch.split(self.sample.tokens, sizes), torch.split(wanted, sizes)
         ids = [part for pair in zip(prompts, responses, strict=True) for part in pair]
         unscored = [torch.zeros_like(prompt, dtype=torch.bool) for prompt in prompts]
         scored = [part for pair in zip(unscored, chosen, strict=True) for part in pair]

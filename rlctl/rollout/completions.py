@@ -132,10 +132,6 @@ class CompletionRollout(ABC):
         return turns
 
     @abstractmethod
-    def close(self) -> None:
-        """Stops the engine and frees its memory."""
-
-    @abstractmethod
     def _complete(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """The completions of all requests, in the order of the requests."""
 

@@ -107,7 +107,7 @@ class VLLMRollout(CompletionRollout):
         return f"vLLM {vllm.__version__}, model runner {runner}"
 
     def close(self) -> None:
-        """See `CompletionRollout.close`."""
+        """See `RolloutEngine.close`."""
         with self._isolated.running():
             self._llm.llm_engine.engine_core.shutdown()
         del self._llm
@@ -188,7 +188,7 @@ class TrainedVLLMRollout(VLLMRollout):
         super().__init__(model_path, tokenizer, options, reads_weights=False, **more)
 
     def close(self) -> None:
-        """See `CompletionRollout.close`."""
+        """See `RolloutEngine.close`."""
         super().close()
         if self._adapters:
             self._adapters.close()

@@ -106,6 +106,8 @@ class VLLMServerRollout(CompletionRollout):
         self._held = held or contextlib.ExitStack()
         self.notes: list[str] = []
         self._lost: set[str] = set()  # servers that do not have the last broadcast weights
+        self._restarted: set[str] = set()  # servers that were found with other weights while they sampled
+        self._renewing: dict[str, asyncio.Lock] = {}
 
     @property
     def description(self) -> str:
@@ -167,8 +169,8 @@ class VLLMServerRollout(CompletionRollout):
 
     async def _complete_all(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         completions: dict[int, Completion] = {}
-        runs = groupby(requests, key=lambda request: request.token_ids)  # a server computes its prompts once
-        prompts = dict(enumerate(number for number, (_, run) in enumerate(runs) for _ in run))
+        equal = groupby(requests, key=lambda request: request.token_ids)  # for one server, which shares them
+        prompts = [number for number, (_, siblings) in enumerate(equal) for _ in siblings]
         free = asyncio.Queue[httpx.AsyncClient]()
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(min(CONNECTIONS, len(requests))):
@@ -185,19 +187,27 @@ class VLLMServerRollout(CompletionRollout):
                     return None
                 return completion_of(answer.content, has_lists=listed_tokens(sampling) > 0)
 
+            self._renewing = {url: asyncio.Lock() for url in self._urls}
             for _ in range(_TRIES):
-                places = self._places(number for number in prompts.items() if number[0] not in completions)
+                urls = self._current_urls()
+                self._restarted.clear()
+                places = {
+                    index: urls[(self._rank + prompt) % len(urls)]
+                    for index, prompt in enumerate(prompts)
+                    if index not in completions
+                }
                 found = await self._unless_silent(
                     (ask(index, url) for index, url in places.items()), self._answer_timeout
                 )
-                current = await self._with_newest(set(places.values()))
+                # A server that started again may have answered some requests before its weights were renewed.
+                current = await self._with_newest(set(places.values()) - self._restarted)
                 completions |= {
                     index: completion
                     for (index, url), completion in zip(places.items(), found, strict=True)
                     if completion is not None and url in current
                 }
                 if len(completions) == len(requests):
-                    return [completions[index] for index in prompts]
+                    return [completions[index] for index in range(len(requests))]
         raise RunFailure("vLLM servers fail and are restarted repeatedly", where=" ".join(self._urls))
 
     def _body(self, request: Request, sampling: Sampling) -> dict[str, Any]:
@@ -209,11 +219,11 @@ class VLLMServerRollout(CompletionRollout):
         }
         return body | self._parameters(sampling, request)
 
-    def _places(self, prompts: Iterable[tuple[int, int]]) -> dict[int, str]:
-        """Maps each request to a server; its prompts go round those with the newest weights.
+    def _current_urls(self) -> list[str]:
+        """The servers with the newest weights.
 
         Raises:
-            RunFailure: no server has them.
+            RunFailure: there is none.
         """
         urls = [url for url in self._urls if url not in self._lost]
         if not urls:
@@ -223,7 +233,7 @@ class VLLMServerRollout(CompletionRollout):
                 fix="continue with --resume RUN_DIR; with rollout.server.weight_transfer=files a restarted "
                 "server loads the weights itself",
             )
-        return {index: urls[(self._rank + prompt) % len(urls)] for index, prompt in prompts}
+        return urls
 
     async def _with_newest(self, urls: set[str]) -> set[str]:
         """The servers with the newest weights; the others are updated, or not used until the next sync."""
@@ -358,8 +368,12 @@ class VLLMServerRollout(CompletionRollout):
         """Samples; a server that could not be reached may return with other weights. None: it lost them."""
 
         async def renew() -> None:
-            if self._newest.weights or await self._tag(client, url) != self._newest.tag:
-                await self._renew_or_lose(client, url)
+            async with self._renewing[url]:  # by one of the requests that failed
+                if self._newest.adapter:
+                    await self._renew_or_lose(client, url)
+                elif await self._tag(client, url) != self._newest.tag:
+                    self._restarted.add(url)
+                    await self._renew_or_lose(client, url)
             if url in self._lost:
                 raise _WeightsLost
 

@@ -37,6 +37,9 @@ class EnvironmentSpec(Section):
     """Longest time of an episode without the policy's own; after it the episode ends."""
     concurrency: int = Field(default=256, ge=1)
     """Episodes of one rank that run at the same time."""
+    variables: list[str] = Field(default=[])
+    """Names of environment variables that a user's class may read, such as keys of services; others are
+    withheld. Their values appear in no log."""
     lockstep: bool = False
     """Wait until all episodes wait for the policy, and sample their turns in a fixed order: with a
     deterministic environment a resumed run is then bitwise the same. false: slow episodes do not hold the

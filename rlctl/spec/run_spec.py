@@ -111,8 +111,8 @@ class TrainerSpec(Section):
     the file with the stacks of all threads. A warning is printed after a twentieth of this time."""
     guardrails: GuardrailsSpec = GuardrailsSpec()
     rollouts_per_step: int = Field(default=32, ge=-1)
-    """Responses per step that are written to `rollouts/` with their log-probs, from the main rank's share of
-    the batch; 0: none, -1: the whole share."""
+    """Episodes per step that are written to `rollouts/` with their log-probs, in whole groups; 0: none,
+    -1: all."""
     seed: int = Field(default=1, ge=0)
     """Seed of data order, sampling and initialisation."""
     run_dir: Annotated[str | None, NullWord] = None

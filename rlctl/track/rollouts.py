@@ -276,7 +276,7 @@ def _joined(parts: list[Tensor], kind: Any = None) -> Any:
 
 
 def _num_turns(episode: Episode) -> int:
-    return len({turn for sequence in episode.sequences for turn in sequence.turns.unique().tolist()})
+    return len(np.unique(_joined([sequence.turns for sequence in episode.sequences])))
 
 
 def _kept(rows: list[Any], sampled: Any) -> pa.ListArray:

@@ -51,7 +51,8 @@ class Energy:
     @property
     def used(self) -> NDArray[np.bool_]:
         """(K,): blocks that have groups."""
-        return self.counts[0] > 0
+        used: NDArray[np.bool_] = self.counts[0] > 0
+        return used
 
 
 def draws(num_blocks: int) -> Floats:

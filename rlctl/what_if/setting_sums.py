@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ def _merged(steps: list[Step]) -> Step:
         ids.append(numbers + start)
         start += int(numbers.max()) + 1
 
-    def joined(name: str) -> NDArray[np.generic]:
+    def joined(name: str) -> Any:
         parts = [getattr(one, name) for one in steps]
         return np.concatenate(
             [one.lengths if part is None else part for one, part in zip(steps, parts, strict=True)]
@@ -179,7 +180,7 @@ class _Tokens:
             return Segments(counts[counts > 0])
 
         self.units = Units(kept(batch.turn_lengths), kept(batch.sequence_lengths), kept(None))
-        self.policies = tuple(torch.tensor(x)[inside] for x in (batch.log_probs, batch.rollout_log_probs))
+        self.policies = torch.tensor(batch.log_probs)[inside], torch.tensor(batch.rollout_log_probs)[inside]
         assert batch.advantages is not None
         advantages = self.units.episode.spread(torch.tensor(batch.advantages)[chosen])
         self.advantages = advantages.float()

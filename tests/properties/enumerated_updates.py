@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -151,6 +152,15 @@ def rollout_log_probs(rows: list[int]) -> Tensor:
     ).log()
 
 
+@cache
+def log_probs_of_responses(seed: int) -> list[Tensor]:
+    """Of the tokens of each of `RESPONSES`."""
+    batch = batch_of(list(range(len(RESPONSES))))
+    with torch.no_grad():
+        found = naive_log_probs(model(seed), batch)[0].float()
+    return list(found.split(batch.units.episode.lengths.tolist()))
+
+
 def groups_of(pairs: list[tuple[int, int]], old: str) -> TokenBatch:
     """Groups of two responses with RLOO's advantages."""
     rows = [row for pair in pairs for row in pair]
@@ -159,8 +169,8 @@ def groups_of(pairs: list[tuple[int, int]], old: str) -> TokenBatch:
     if old == "rollout":
         old_log_probs = sampled
     else:
-        with torch.no_grad():
-            old_log_probs = naive_log_probs(model(0 if old == "current" else 1), batch)[0].float()
+        known = log_probs_of_responses(0 if old == "current" else 1)
+        old_log_probs = torch.cat([known[row] for row in rows])
     advantages = batch.units.episode.spread(estimate("rloo", REWARDS[rows], batch.group_ids))
     return replace(batch, rollout_log_probs=sampled, old_log_probs=old_log_probs, advantages=advantages)
 

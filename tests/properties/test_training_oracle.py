@@ -146,7 +146,7 @@ def test_the_adaptive_coefficient_holds_the_kl_at_its_target(start: float) -> No
     for step in range(120):
         scored = scored_batch(step)
         draw = torch.Generator().manual_seed(step)
-        noise = 0.3 * torch.randn(scored.old_log_probs.shape, generator=draw)
+        noise = 0.1 * torch.randn(scored.old_log_probs.shape, generator=draw)
         gaps = 0.1 / coefficient + noise
         scored = replace(scored, ref_log_probs=scored.old_log_probs - gaps)
         gaps = (scored.old_log_probs - scored.ref_log_probs).double()  # as rounded

@@ -121,7 +121,7 @@ def test_mistakes_are_named() -> None:
             rlctl.correct(batch.log_probs, batch.rollout_log_probs, wrong)
     with pytest.raises(rlctl.RlctlError, match="neither a mask nor lengths"):
         rlctl.correct(batch.log_probs, batch.rollout_log_probs)
-    with pytest.raises(ValueError, match=r"must have shape \(M,\), not \(12, 6\)"):
+    with pytest.raises(ValueError, match=r"must be \(M,\), not of shape \(12, 6\)"):
         rlctl.correct(batch.log_probs, batch.rollout_log_probs, lengths=batch.mask.sum(1))
     flat = batch.log_probs[batch.mask]
     for lengths in (batch.mask.sum(1) + 1, batch.mask.sum(1).float(), batch.mask.sum()):

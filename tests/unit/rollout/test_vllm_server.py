@@ -161,18 +161,30 @@ def test_what_a_server_lists_as_most_likely(servers: list[Server], tmp_path: Pat
 def test_a_server_that_was_away_gets_the_newest_weights_before_it_is_asked_again(
     servers: list[Server], tmp_path: Path, code: int
 ) -> None:
+    """Once, whichever requests notice it; what it has sampled before that is not used."""
     engine, model = engine_on(servers[:1], tmp_path)
     engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
     engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=2)
     [server] = servers[:1]
     server.asked.clear()
-    server.trouble = [code]
-    assert len(sample(engine, n=1)) == 2
+    server.trouble, server.weight_version = [code] * 3, "default"
+    assert len(sample(engine)) == 6
     paths = server.paths()
     away = paths.index("/collective_rpc")
     assert paths[away : away + 3] == RELOAD
-    assert paths.count("/v1/completions") == 3
+    assert paths.count("/collective_rpc") == 1
+    assert paths.count("/v1/completions") == 6 + 3 + 6
     assert server.asked[away][1]["kwargs"]["weights_path"].endswith("/v2")
+
+
+def test_a_server_that_only_stumbled_is_asked_again(servers: list[Server], tmp_path: Path) -> None:
+    engine, model = engine_on(servers[:1], tmp_path)
+    engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
+    [server] = servers[:1]
+    server.asked.clear()
+    server.trouble = [500]
+    assert len(sample(engine)) == 6
+    assert server.paths() == ["/v1/completions"] * 7
 
 
 def test_a_server_that_started_again_between_two_batches_gets_the_newest_weights(

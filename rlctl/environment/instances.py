@@ -1,0 +1,161 @@
+"""Instances of a user's environment class, each in a process of its own that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from rlctl.environment.protocol import EnvironmentFault
+from rlctl.environment.worker import HEADER, frame, length_of
+from rlctl.errors import UsageError
+
+#: Variables of the environment that every process gets.
+_KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV")
+#: A longer answer of a process ends it.
+_LARGEST = 16 << 20
+
+
+class TimedOut(Exception):
+    """A call took longer than its limit; its process was killed."""
+
+
+class Instances:
+    """Starts a process for every instance of a class.
+
+    Args:
+        variables: names of further environment variables that the processes get, such as keys of services.
+
+    Raises:
+        UsageError: the class cannot be imported.
+    """
+
+    def __init__(self, file: str, name: str, variables: Sequence[str] = ()) -> None:
+        ours, theirs = socket.socketpair()
+        kept = {key: os.environ[key] for key in (*_KEPT, *variables) if key in os.environ}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rlctl.environment.worker", file, name, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=kept,
+                stdin=subprocess.DEVNULL,
+            )
+        self._channel = ours
+        self._children: set[int] = set()
+        try:
+            problem = json.loads(_received(ours, length_of(_received(ours, HEADER))))["error"]
+        except (EOFError, ConnectionError):
+            problem = "its process ended"
+        if problem:
+            self.close()
+            raise UsageError(f"the environment cannot be imported: {problem}", where=f"{file}:{name}")
+
+    @contextlib.asynccontextmanager
+    async def instance(self) -> AsyncIterator[Instance]:
+        """A new instance, which ends with the block.
+
+        Raises:
+            EnvironmentFault: no process could be started.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                socket.send_fds(self._channel, [b"+"], [theirs.fileno()])
+            pid = struct.unpack("!I", _received(self._channel, 4))[0]
+        except (OSError, EOFError) as error:
+            ours.close()
+            raise EnvironmentFault("the process that starts environments has ended") from error
+        self._children.add(pid)
+        ours.setblocking(False)
+        found = Instance(ours, pid)
+        try:
+            yield found
+        finally:
+            found.kill()
+            self._children.discard(pid)
+
+    def close(self) -> None:
+        """Kills all processes."""
+        for pid in self._children:
+            _kill(pid)
+        self._channel.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class Instance:
+    """One instance."""
+
+    def __init__(self, channel: socket.socket, pid: int) -> None:
+        self._channel, self._pid = channel, pid
+        self.is_alive = True
+
+    async def call(
+        self, method: str, arguments: Mapping[str, Any], *, timeout_s: float, most: int
+    ) -> dict[str, Any]:
+        """Calls a method: `text` of its result, `number` if it is one, or `error`; and whether it is `done`.
+
+        Raises:
+            TimedOut: the call took longer; the instance is gone.
+            EnvironmentFault: its process has ended.
+        """
+        try:
+            return await asyncio.wait_for(self._asked(method, arguments, most), timeout_s)
+        except TimeoutError:
+            self.kill()
+            raise TimedOut from None
+        except (OSError, EOFError, ValueError) as error:
+            self.kill()
+            raise EnvironmentFault(f"the process of the environment ended in {method}") from error
+
+    async def _asked(self, method: str, arguments: Mapping[str, Any], most: int) -> dict[str, Any]:
+        if not self.is_alive:
+            raise EOFError
+        loop = asyncio.get_running_loop()
+        asked = {"method": method, "arguments": dict(arguments), "most": most}
+        await loop.sock_sendall(self._channel, frame(asked))
+        size = length_of(await self._received(HEADER))
+        if size > _LARGEST:
+            raise ValueError("the answer is too long")
+        found: dict[str, Any] = json.loads(await self._received(size))
+        return found
+
+    async def _received(self, count: int) -> bytes:
+        loop, data = asyncio.get_running_loop(), b""
+        while len(data) < count:
+            part = await loop.sock_recv(self._channel, min(count - len(data), 1 << 16))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+    def kill(self) -> None:
+        """Ends the process, and what it started."""
+        if self.is_alive:
+            self.is_alive = False
+            self._channel.close()
+            _kill(self._pid)
+
+
+def _kill(pid: int) -> None:
+    for end in (os.killpg, os.kill):  # its own group, once it has formed it
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            end(pid, signal.SIGKILL)
+
+
+def _received(channel: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = channel.recv(count - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data

@@ -1,0 +1,199 @@
+"""An environment that is a class in a user's file, as TRL's `environment_factory` takes it.
+
+    class Calculator:
+        def reset(self, expression: str) -> str | None: …      # columns of the row, by name
+        def compute(self, expression: str) -> str: …           # every other public method is a tool
+        def get_reward(self) -> float: …                       # optional, added to the graders' score
+
+Two names are rlctl's own: `respond(text) -> str | None` speaks as the user after a reply without a tool
+call (None ends the episode), and the attribute `done` ends it after a tool call. Methods may be async.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rlctl.environment.conversation import Conversation
+from rlctl.environment.instances import Instance, Instances, TimedOut
+from rlctl.environment.protocol import EnvironmentContext, EnvironmentFault, LimitReached, Outcome
+from rlctl.environment.renderer import Renderer, ToolCall
+from rlctl.errors import UsageError, first_line
+from rlctl.spec.base import seconds
+
+if TYPE_CHECKING:
+    from rlctl.batch import Task
+    from rlctl.environment.protocol import Sampler
+
+#: Public methods that are not tools.
+_OWN = ("reset", "get_reward", "respond")
+_GONE = "the tool does not answer any more: an earlier call timed out"
+
+
+def tool_schemas(kind: type) -> list[dict[str, Any]]:
+    """Schemas of a class's tools: its public functions, inherited and static ones too.
+
+    Raises:
+        UsageError: a tool lacks a type hint, or a description of an argument.
+    """
+    from transformers.utils import get_json_schema
+
+    found = []
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        if name.startswith("_") or name in _OWN:
+            continue
+        try:
+            schema = get_json_schema(method)
+        except Exception as error:  # its own errors, and those of reading annotations
+            what = f"tool {name} has no schema: {first_line(error)}"
+            fix = "give it type hints and a docstring with an `Args:` section that describes every argument"
+            raise UsageError(what, where=f"{kind.__name__}.{name}", fix=fix) from error
+        schema["function"]["parameters"]["properties"].pop("self", None)
+        found.append(schema)
+    return found
+
+
+class UserClass:
+    """An `Environment` whose instances live in processes of their own.
+
+    Raises:
+        UsageError: the class has no `reset`, or a tool has no schema.
+    """
+
+    def __init__(self, name: str, kind: type, context: EnvironmentContext) -> None:
+        file, _, class_name = name.rpartition(":")
+        if not callable(getattr(kind, "reset", None)):
+            fix = "define `def reset(self, **row) -> str | None`"
+            raise UsageError("the class has no method `reset`", where=name, fix=fix)
+        self._spec = context.spec
+        self._tools = tool_schemas(kind)
+        self._names = {tool["function"]["name"] for tool in self._tools}
+        self._responds, self._rewards = (callable(getattr(kind, x, None)) for x in ("respond", "get_reward"))
+        self._wanted = inspect.signature(kind.reset).parameters  # type: ignore[attr-defined]
+        self._renderer = Renderer(context.tokenizer)
+        self._instances = Instances(file, class_name, context.spec.variables)
+
+    def close(self) -> None:
+        """Ends all processes."""
+        self._instances.close()
+
+    async def run(self, task: Task, sampler: Sampler) -> Outcome:
+        """See `Environment.run`."""
+        async with self._instances.instance() as instance:
+            started = await self._called(instance, "reset", self._row(task))
+            if "error" in started:  # the policy has not spoken yet
+                raise EnvironmentFault(f"reset raised {started['error']}")
+            episode = _Episode(self, instance, sampler, task, started.get("text") or "")
+            stop_reason = await episode.run()
+            reward = None
+            if self._rewards:
+                reward = await self._reward(instance)
+            last = [m["content"] for m in episode.conversation.messages if m["role"] == "assistant"]
+            return Outcome(
+                response=last[-1] if last else "",
+                reward=reward,
+                stop_reason=stop_reason,
+                messages=tuple(episode.conversation.messages),
+                metrics={
+                    "num_tool_calls": float(episode.num_calls),
+                    "tool_errors": float(episode.num_errors),
+                },
+            )
+
+    async def _reward(self, instance: Instance) -> float:
+        if not instance.is_alive:  # a call of the policy hung
+            return 0.0
+        found = await self._called(instance, "get_reward", {})
+        if found.get("number") is None:
+            raise EnvironmentFault(f"get_reward: {found.get('error') or 'it returned no number'}")
+        return float(found["number"])
+
+    async def _called(self, instance: Instance, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        timeout_s = seconds(self._spec.tool_timeout)
+        try:
+            return await instance.call(
+                method, arguments, timeout_s=timeout_s, most=self._spec.max_tool_output
+            )
+        except TimedOut:
+            if method == "reset":
+                raise EnvironmentFault(f"reset took longer than {self._spec.tool_timeout}") from None
+            return {"error": f"timed out after {self._spec.tool_timeout}", "done": False}
+
+    def _row(self, task: Task) -> dict[str, Any]:
+        """The columns that `reset` names; with `**row` all but the ground truth."""
+        row = {**task.extra_info, "prompt": list(task.messages), "data_source": task.data_source}
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in self._wanted.values())
+        chosen = {key: value for key, value in row.items() if takes_all or key in self._wanted}
+        if "ground_truth" in self._wanted:
+            chosen["ground_truth"] = task.ground_truth
+        return chosen
+
+
+class _Episode:
+    """One conversation with one instance."""
+
+    def __init__(
+        self, environment: UserClass, instance: Instance, sampler: Sampler, task: Task, more: str
+    ) -> None:
+        self._of, self._instance = environment, instance
+        self.conversation = Conversation(environment._renderer, sampler, task, environment._tools, more)
+        self.num_calls = self.num_errors = 0
+
+    async def run(self) -> str:
+        """Speaks in turn until the episode ends; returns its stop reason."""
+        while True:
+            try:
+                reply = await self.conversation.reply()
+            except LimitReached as limit:
+                return limit.reason
+            if reply.problem:
+                self.num_errors += 1
+                self._answer(json.dumps({"error": reply.problem}), "")
+                continue
+            if not reply.calls:
+                if reply.is_cut:
+                    return "max_tokens"
+                if not (text := await self._response(reply.content)):
+                    return "completed"
+                self.conversation.add("user", text)
+                continue
+            for call in reply.calls:
+                if self.num_calls >= self._of._spec.max_tool_calls:
+                    return "max_tool_calls"
+                self.num_calls += 1
+                if await self._call(call):
+                    return "tool_stopped"
+
+    async def _response(self, text: str) -> str:
+        """What the environment says as the user; empty: nothing, the episode ends."""
+        if not self._of._responds:
+            return ""
+        found = await self._of._called(self._instance, "respond", {"text": text})
+        if "error" in found and self._instance.is_alive:
+            raise EnvironmentFault(f"respond raised {found['error']}")
+        return "" if found["done"] else str(found.get("text") or "")
+
+    async def _call(self, call: ToolCall) -> bool:
+        """Calls a tool, and shows its result; whether the environment is done."""
+        known = call.name in self._of._names
+        if not known:
+            found = {"error": f"there is no tool {call.name}", "done": False}
+        elif not self._instance.is_alive:
+            found = {"error": _GONE, "done": False}
+        else:
+            try:
+                found = await self._of._called(self._instance, call.name, call.arguments)
+            except EnvironmentFault as fault:  # the policy's arguments may have ended the process
+                found = {"error": str(fault), "done": False}
+        if "error" in found:
+            self.num_errors += 1
+        text = json.dumps({"error": found["error"]}) if "error" in found else str(found.get("text") or "")
+        self._answer(text, call.name)
+        return bool(found["done"])
+
+    def _answer(self, text: str, name: str) -> None:
+        """Shows the policy the output of a tool."""
+        role = self._of._renderer.tool_role
+        self.conversation.add(role, text, **({"name": name} if role == "tool" and name else {}))

@@ -1,0 +1,132 @@
+"""The processes in which instances of a user's environment class live, one per episode.
+
+    python -m rlctl.environment.worker FILE CLASS FD
+
+imports the class once and forks a process for every episode: starting one takes milliseconds, its state is
+its own, and it can be killed. Each process answers calls on the socket that it was given. Messages are JSON
+with their length in front. Imports nothing but the standard library, so that a fork is small.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+_LENGTH = struct.Struct("!I")
+
+
+def frame(message: Any) -> bytes:
+    """A message with its length in front."""
+    data = json.dumps(message, default=str).encode()
+    return _LENGTH.pack(len(data)) + data
+
+
+def length_of(header: bytes) -> int:
+    """Length of the message after this header."""
+    return int(_LENGTH.unpack(header)[0])
+
+
+HEADER = _LENGTH.size
+
+
+def _receive(channel: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = channel.recv(min(count - len(data), 1 << 16))
+        if not part:
+            raise EOFError
+        data += part
+    return data
+
+
+def _load(file: str, name: str) -> Any:
+    path = Path(file)
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def _answer(instance: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """The result of one call, as text that is cut at `most` characters, or its error."""
+    try:
+        result = getattr(instance, asked["method"])(**asked["arguments"])
+        if inspect.isawaitable(result):
+            result = asyncio.run(_awaited(result))
+        number = isinstance(result, int | float) and not isinstance(result, bool)
+        found: dict[str, Any] = {"number": float(result) if number else None}
+        if result is not None:
+            text = result if isinstance(result, str) else json.dumps(result, default=str)
+            found["text"] = text if len(text) <= asked["most"] else f"{text[: asked['most']]} … (cut)"
+    except BaseException as error:  # SystemExit of the user's code, too
+        found = {"error": f"{type(error).__name__}: {error}"[: asked["most"]]}
+        found["traceback"] = traceback.format_exc()[-4000:]
+    return found | {"done": bool(getattr(instance, "done", False))}
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _serve(channel: socket.socket, kind: Any) -> None:
+    """One episode's process: creates an instance, and answers calls until the socket closes."""
+    os.setsid()  # what its tools start can be killed with it
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with Path(os.devnull).open("r+b") as nothing:  # what tools print goes nowhere
+        for stream in (0, 1, 2):
+            os.dup2(nothing.fileno(), stream)
+    instance = None
+    while True:
+        asked = json.loads(_receive(channel, length_of(_receive(channel, HEADER))))
+        if instance is None:
+            try:
+                instance = kind()
+            except BaseException as error:
+                channel.sendall(frame({"error": f"{type(error).__name__}: {error}", "done": False}))
+                continue
+        channel.sendall(frame(_answer(instance, asked)))
+
+
+def main() -> None:
+    """Forks a process for each socket that arrives; its process id is the reply."""
+    file, name, number = sys.argv[1:]
+    channel = socket.socket(fileno=int(number))
+    try:
+        kind = _load(file, name)
+    except BaseException as error:
+        channel.sendall(frame({"error": f"{type(error).__name__}: {error}"}))
+        return
+    channel.sendall(frame({"error": ""}))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children leave no entry
+    with contextlib.suppress(EOFError, ConnectionError, KeyboardInterrupt):
+        while True:
+            data, fds, _, _ = socket.recv_fds(channel, 1, 1)
+            if not data:
+                return
+            child = os.fork()
+            if child == 0:
+                channel.close()
+                with contextlib.suppress(EOFError, OSError):
+                    _serve(socket.socket(fileno=fds[0]), kind)
+                os._exit(0)
+            os.close(fds[0])
+            channel.sendall(struct.pack("!I", child))
+
+
+if __name__ == "__main__":
+    main()

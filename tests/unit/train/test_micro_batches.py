@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from rlctl.engine.inputs import used_columns
+
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.reward.protocol import RewardResult
 from rlctl.spec.load import load_spec

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, HashStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from rlctl.algos.metric_sums import Additive
-from rlctl.engine.launch import STORE, LostRank
-from rlctl.errors import EnvironmentFailure, UsageError
-from rlctl.processes import use_loopback
+from rlctl.engine.launch import STORE
+from rlctl.errors import EnvironmentFailure, UsageError, lost_rank
+from rlctl.processes import LOOPBACK, NODE_ADDRESS, is_loopback, own_address, use_interface
 from rlctl.spec.machine import gpus, gpus_are_hidden
 
 _Value = TypeVar("_Value")
@@ -107,7 +107,8 @@ def join_ranks(timeout_s: float = 1500.0, *, on_loopback: bool = True) -> Ranks:
     Args:
         timeout_s: maximum time that ranks should wait for one another.
         on_loopback: all processes that take part in collectives, rollout servers included, are on this
-            machine: gloo and NCCL use its loopback interface, unless the environment names another one.
+            machine: gloo and NCCL use its loopback interface. On several nodes they use the interface on the
+            route to `MASTER_ADDR`. The environment can name another one.
 
     Raises:
         UsageError: there are more ranks on this machine than GPUs.
@@ -133,20 +134,39 @@ def join_ranks(timeout_s: float = 1500.0, *, on_loopback: bool = True) -> Ranks:
         timeout, module = timedelta(seconds=timeout_s) + _GRACE, cast(Any, dist.distributed_c10d)
         # Groups that DeepSpeed and vLLM form would have 10 minutes with NCCL.
         module.default_pg_timeout = module.default_pg_nccl_timeout = timeout
-        if on_loopback:
-            use_loopback()
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(
-            backend, timeout=timeout, store=_store(world_size), rank=rank, world_size=world_size
-        )
+        store = _store(rank, world_size, timeout)
+        if on_loopback:
+            use_interface(LOOPBACK)
+        elif _at_port():
+            os.environ.setdefault(NODE_ADDRESS, _address(store, rank, world_size))
+            use_interface(os.environ[NODE_ADDRESS])
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     return current_ranks(device)
 
 
-def _store(world_size: int) -> Store | None:
-    """Where the ranks exchange their addresses; None: at the launcher's port."""
-    if path := os.environ.get(STORE):
-        return FileStore(path, world_size)
-    return HashStore() if _IS_ALONE in os.environ else None
+def _at_port() -> bool:
+    """Whether the ranks meet at a port of the launcher."""
+    return not {STORE, _IS_ALONE} & os.environ.keys()
+
+
+def _store(rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Where the ranks exchange their addresses."""
+    if _at_port():
+        store: Store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
+        return store
+    return FileStore(os.environ[STORE], world_size) if STORE in os.environ else HashStore()
+
+
+def _address(store: Store, rank: int, world_size: int) -> str:
+    """This node's address in the run's network.
+
+    It is the one on the route to `MASTER_ADDR`; on node 0, whose own name may mean its loopback interface
+    only (`127.0.1.1`), the one on the route to the last rank.
+    """
+    own = own_address([os.environ["MASTER_ADDR"]])
+    store.set(f"address/{rank}", own)
+    return own_address([store.get(f"address/{world_size - 1}").decode()]) if is_loopback(own) else own
 
 
 def refuse_idle_gpu() -> None:
@@ -186,14 +206,9 @@ def missing_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # gloo has no error class; the text of its errors contains its source path.
-        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
-            raise
-        reason = re.sub(r"^\[\S+\] ", "", str(error).partition("\n")[0]).partition(". ")[0]
-        raise LostRank(
-            f"another rank has ended or cannot be reached: {reason}",
-            fix="see the first error in the output of the other ranks; continue with --resume RUN_DIR",
-        ) from error
+        if lost := lost_rank(error):
+            raise lost from error
+        raise
 
 
 def leave_ranks() -> None:

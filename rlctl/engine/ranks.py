@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from rlctl.algos.metric_sums import Additive
 from rlctl.engine.launch import STORE
 from rlctl.errors import EnvironmentFailure, UsageError, lost_rank
+from rlctl.leftovers import own_directory
 from rlctl.processes import LOOPBACK, NODE_ADDRESS, is_loopback, own_address, use_interface
 from rlctl.spec.machine import gpus, gpus_are_hidden
 
@@ -28,6 +31,8 @@ _Value = TypeVar("_Value")
 _GRACE = timedelta(minutes=5)
 #: Environment variables that torchrun would set for a single rank.
 _SINGLE_RANK_ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+#: Environment variable with the file to which NCCL writes; `%p`: its process.
+_NCCL_LOG = "NCCL_DEBUG_FILE"
 #: Set if a single rank set these variables itself.
 _IS_ALONE = "RLCTL_ALONE"
 
@@ -141,8 +146,32 @@ def join_ranks(timeout_s: float = 1500.0, *, on_loopback: bool = True) -> Ranks:
         elif _at_port():
             os.environ.setdefault(NODE_ADDRESS, _address(store, rank, world_size))
             use_interface(os.environ[NODE_ADDRESS])
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+            if backend == "nccl" and "NCCL_DEBUG" not in os.environ:
+                os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+                os.environ.setdefault(_NCCL_LOG, f"{own_directory('nccl')[0]}/%p.log")
+        dist.init_process_group(
+            backend,
+            timeout=timeout,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            # NCCL connects now, where its errors are expected, not in the first collective.
+            device_id=device if backend == "nccl" else None,
+        )
     return current_ranks(device)
+
+
+def network_notes() -> list[str]:
+    """The network by which NCCL connects this node to others; empty on one node, or if NCCL does not say."""
+    path = Path(os.environ.get(_NCCL_LOG, "").replace("%p", str(os.getpid())))
+    log = path.read_text(errors="replace") if path.is_file() else ""
+    found = re.findall(r"NET/(\w+) : Using (.+)", log)
+    used = [f"NCCL connects nodes by {network}: {devices.strip()}" for network, devices in found]
+    if used and all(network == "Socket" for network, _ in found):
+        used[0] += (
+            ". Without InfiniBand collectives are several times slower: see “Docker” in docs/how-to/scale.md"
+        )
+    return used[:1]
 
 
 def _at_port() -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rlctl.engine import ranks
-from rlctl.engine.ranks import Ranks, join_ranks, leave_ranks, missing_ranks
+from rlctl.engine.ranks import Ranks, join_ranks, leave_ranks, missing_ranks, network_notes
 from rlctl.errors import EnvironmentFailure, LostRank, UsageError
 from rlctl.processes import use_interface
 from rlctl.rollout.vllm import _not_started
@@ -101,6 +101,47 @@ def test_gloo_and_nccl_use_the_interface_of_an_address(
     assert os.environ["GLOO_SOCKET_IFNAME"] == named
 
 
+#: As NCCL 2.27 logs with NCCL_DEBUG_SUBSYS=INIT,NET.
+NCCL_LOG = """\
+node1:815:815 [0] NCCL INFO Bootstrap: Using fast0:10.77.0.2<0>
+node1:815:815 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB fast0:10.77.0.2<0>
+node1:815:815 [0] NCCL INFO Initialized NET plugin IB
+"""
+
+
+def test_the_start_says_which_network_nccl_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG_FILE", f"{tmp_path}/%p.log")
+    assert network_notes() == []
+    log = tmp_path / f"{os.getpid()}.log"
+    log.write_text(NCCL_LOG)
+    [note] = network_notes()
+    assert note.startswith("NCCL connects nodes by IB: [0]mlx5_0:1/IB [1]mlx5_1:1/IB")
+    assert "slower" not in note
+    log.write_text(NCCL_LOG.replace("NET/IB : Using [0]mlx5_0", "NET/Socket : Using [0]fast0"))
+    [note] = network_notes()
+    assert note.startswith("NCCL connects nodes by Socket: [0]fast0")
+    assert "Docker" in note
+
+
+def test_a_group_of_gpus_is_bound_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it NCCL connects in the first collective, and a barrier guesses the device."""
+    given = {}
+    for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "RLCTL_ALONE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # restored after the test
+        monkeypatch.setattr(dist.distributed_c10d, name, getattr(dist.distributed_c10d, name))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: given.update(how, backend=backend))
+    join_ranks()
+    assert (given["backend"], given["device_id"]) == ("nccl", torch.device("cuda", 1))
+    assert (given["rank"], given["world_size"]) == (5, 8)
+
+
 def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
@@ -134,6 +175,8 @@ def two_nodes() -> Iterator[list[str]]:
 
 
 def enter(namespace: str) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP"):
+        os.environ.pop(name, None)
     with Path("/run/netns", namespace).open() as file:
         assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
 

@@ -260,9 +260,10 @@ class _Estimate:
         if stage < 3:
             return parts
         # ZeRO-3 gathers the weights that it currently needs, and buffers gradients for their reduction.
-        for name, most in (("gathered weights", LIVE_PARAMETERS), ("reduction buffer", REDUCE_BUCKET)):
-            num_bytes = None if parameters is None else min(parameters, most) * width
-            words = f"at most {most:,} numbers × {width} bytes"
+        held = (("gathered weights", LIVE_PARAMETERS, width), ("reduction buffer", REDUCE_BUCKET, 4))
+        for name, most, each in held:
+            num_bytes = None if parameters is None else min(parameters, most) * each
+            words = f"at most {most:,} numbers × {each} bytes"
             parts.append(MemoryPart(f"{whose}{name}", num_bytes, words))
         return parts
 

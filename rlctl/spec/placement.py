@@ -286,14 +286,14 @@ class Placement:
     def _reduced(self) -> float:
         """Bytes that a rank exchanges below ZeRO-3 to sum gradients and to collect the updated weights.
 
-        Stages 0 and 1 sum in float32 at every optimizer step, stage 2 in the engine's dtype after every
-        backward pass. Stage 0 sums all gradients on all ranks, which moves them twice.
+        Sums are in float32, at stages 0 and 1 at every optimizer step, at stage 2 after every backward pass.
+        Stage 0 sums all gradients on all ranks, which moves them twice.
         """
         spec, steps = self.spec, self.spec.updates_per_batch
         if spec.world_size == 1 or self.stage == 3:
             return 0.0
         trained = self._trained * (1 + spec.trains_critic)
-        sums = (8 * steps, 4 * steps, self.width * self._micro_batches * spec.actor.ppo_epochs)[self.stage]
+        sums = (8 * steps, 4 * steps, 4 * self._micro_batches * spec.actor.ppo_epochs)[self.stage]
         return trained * (sums + (self.width * steps if self.stage else 0.0))
 
     @property

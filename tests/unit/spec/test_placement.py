@@ -293,7 +293,7 @@ def test_gradients_are_summed_over_the_ranks_and_weights_are_collected() -> None
     assert moved("engine.dtype=fp32") == 8 * P
     assert moved("engine.zero_stage=1") == (4 + 2) * P
     assert moved("engine.zero_stage=1", "actor.ppo_mini_batch_size=16") == 4 * (4 + 2) * P
-    assert moved("engine.zero_stage=2", "actor.ppo_epochs=2") == 2 * (2 * micro + 2) * P
+    assert moved("engine.zero_stage=2", "actor.ppo_epochs=2") == 2 * (4 * micro + 2) * P
     adapted = [(3584, 3584), *2 * [(3584, 512)], (3584, 3584), *2 * [(3584, 18_944)], (18_944, 3584)]
     assert moved("model.lora_rank=16") == (4 + 2) * 28 * 16 * sum(map(sum, adapted))
 

@@ -276,7 +276,7 @@ def test_scoring_keeps_no_activations() -> None:
 
 
 def test_gradients_are_summed_over_the_ranks_and_weights_are_collected() -> None:
-    """Gradients per step in float32 (ZeRO 0: to all ranks), or per micro-batch in bf16 (ZeRO 2)."""
+    """Gradients per step in float32 (ZeRO 0: to all ranks), or per micro-batch (ZeRO 2)."""
     batch = (
         "trainer.n_gpus_per_node=8",
         "data.train_batch_size=64",

@@ -23,6 +23,7 @@ from typing import IO, Any, Unpack, cast
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.nn import functional
 
 from rlctl.batch import ModelInputs
 from rlctl.engine.checkpoint import HashedFile
@@ -102,8 +103,14 @@ class _Engine:
         # DeepSpeed's float32 copies start from the rounded weights. A step is often smaller than half of the
         # distance between two bf16 numbers: from there, many steps in one direction would change nothing.
         for name in list(unrounded):
-            weight = unrounded.pop(name).to(ranks.device).float()
-            self._deepspeed.utils.safe_set_full_fp32_param(model.get_parameter(name), weight)
+            weight, parameter = unrounded.pop(name).to(ranks.device).float(), model.get_parameter(name)
+            if stage == 3:  # DeepSpeed's parts of a weight have one size, the last one with padding
+                size = parameter.ds_tensor.numel()
+                padded = functional.pad(weight.flatten(), (0, size * ranks.world_size - weight.numel()))
+                part = padded.narrow(0, size * ranks.rank, size)
+                self._deepspeed.utils.safe_set_local_fp32_param(parameter, part)
+            else:
+                self._deepspeed.utils.safe_set_full_fp32_param(parameter, weight)
         ways = (_SUMS, "override_loss_scale")
         self.scales_gradients = plain or any(hasattr(self._engine.optimizer, way) for way in ways)
         # No dropout: with it, π_θ would differ from the sampling policy, and from one pass to the next.

@@ -188,7 +188,7 @@ class _Layer:
     def _attention(self) -> Terms:
         """Queries, keys, values, the output, and what the kernel saves of the softmax."""
         width, kernel = self.width, self.model.attn_implementation
-        if kernel == "flash_attention_2":  # does not repeat keys and values per head, needs no mask
+        if kernel.startswith("flash"):  # does not repeat keys and values per head, needs no mask
             return {"heads × head size": 2 * width, "kv heads × head size": 2 * width, "heads": 4}
         # Rows of unequal length need a mask. With a mask, kernels need keys and values repeated per head.
         terms = {"heads × head size": 4 * width}

@@ -32,6 +32,8 @@ _STEP_S = 0.003
 #: Overhead in seconds of an optimizer step, and per weight of a sync: launches, Python. Measured with a model
 #: whose arithmetic takes no time.
 _ENGINE_STEP_S, _SYNC_WEIGHT_S = 0.05, 0.001
+#: Longest row of tokens for attention with a dense mask on a GPU.
+_LONGEST_DENSE = 8192
 #: Fraction of a GPU's memory that an estimate may take: the rest is for fragmentation.
 _USED_AT_MOST = 0.95
 #: Weights of a layer: projections, their biases, norms.
@@ -395,8 +397,8 @@ class Placement:
             if (less := self._exchanged() - found._exchanged()) > 0 and found._fits():
                 peak, placed = gib(memory_total(found.gpu_parts)), found
                 yield (
-                    f"engine.zero_stage={lower} fits, a peak of {peak}: the weights are not gathered for every "
-                    f"pass, {gib(less)} less to send per GPU and step"
+                    f"engine.zero_stage={lower} fits, a peak of {peak}: passes do not gather the weights, "
+                    f"{gib(less)} less to send per GPU and step"
                 )
                 break
         wanted, fitting = placed._responses() * self.shared, placed._sequences_at_once()
@@ -474,6 +476,17 @@ class Placement:
             what = f"{heads} attention heads cannot be spread evenly over the GPUs of an engine"
             fix = "use a divisor of the number of heads"
             yield Problem("error", "rollout.tensor_model_parallel_size", what, fix)
+        length, kernel = (
+            spec.data.max_prompt_length + spec.data.max_response_length,
+            spec.model.attn_implementation,
+        )
+        if length > _LONGEST_DENSE and not kernel.startswith("flash"):
+            what = (
+                f"{kernel} reads a dense mask, {gib(length**2)} for a row of {length} tokens, and has no fast"
+            )
+            what += " kernel for it: its time grows with the square of the length"
+            fix = "write flash_attention_2 (pip install flash-attn), or shorten the sequences"
+            yield Problem("error", "model.attn_implementation", what, fix)
         of_gpu = gib(machine.gpu_bytes)
         if any(part.name == "key-value cache" and part.num_bytes == 0.0 for part in self.gpu_parts):
             what = f"{rollout.gpu_memory_utilization:.0%} of a GPU of {of_gpu} does not hold the weights"

@@ -261,6 +261,14 @@ def test_free_memory_of_gpus_is_put_to_use() -> None:
     assert list(plan("rloo-seq-is", machine="1x24gb").suggestions()) == []  # does not fit at all
 
 
+def test_dense_attention_over_long_rows_is_refused_on_gpus() -> None:
+    key, long = "model.attn_implementation", ("data.max_prompt_length=1024", "data.max_response_length=8192")
+    assert "dense mask" in errors(place("8xh100", *long, "trainer.n_gpus_per_node=8"))[key]
+    for kernel in ("flash_attention_2", "flash_attention_3"):
+        assert key not in errors(place("8xh100", *long, f"{key}={kernel}"))
+    assert key not in errors(place("8xh100", "data.max_prompt_length=1024", "data.max_response_length=7168"))
+
+
 @pytest.mark.parametrize("model", ["llama3-8b", "qwen2.5-7b", "gemma-7b", "mistral-7b"])
 def test_the_preset_of_24_gb_fits(model: str) -> None:
     spec = load_spec([model, "1gpu-24gb", "rloo-seq-is"], [], ["data.train_files=x"]).spec

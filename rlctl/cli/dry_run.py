@@ -251,6 +251,8 @@ def _print_stages(placement: Placement, console: Console) -> None:
         tokens = placement.tokens() * placement.spec.world_size
         words = f"one step: {total:,.0f} s, {tokens / total:,.0f} tokens per second on all GPUs together"
         print_indented(Text(words, "bold"), 2, console)
+    for words in placement.suggestions():
+        print_indented(Text(f"free memory: {words}"), 2, console)
 
 
 def _count(number: int, thing: str, plural: str = "s") -> str:

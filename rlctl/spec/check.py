@@ -175,8 +175,8 @@ def batch_divides(spec: RunSpec) -> Problems:
 @spec_check
 def attention_kernel_fits(spec: RunSpec) -> Problems:
     """FlashAttention has kernels for half precision only."""
-    if spec.model.attn_implementation == "flash_attention_2" and spec.engine.dtype != "bf16":
-        what = f"flash_attention_2 has no kernel for {spec.engine.dtype}"
+    if spec.model.attn_implementation.startswith("flash") and spec.engine.dtype != "bf16":
+        what = f"{spec.model.attn_implementation} has no kernel for {spec.engine.dtype}"
         yield error("model.attn_implementation", what, "use sdpa, or engine.dtype: bf16")
 
 

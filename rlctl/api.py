@@ -351,7 +351,7 @@ def grade(
     _checked(Annotated[float, Field(gt=0, allow_inf_nan=False)] | None, deadline_s, "deadline_s")
     if grader == "model":
         what = "this grader needs settings of a run"
-        fix = "name another one, such as maths; `rlctl reward test SPEC --data FILE` reads a spec's settings"
+        fix = "name another one, such as maths; `rlctl reward SPEC --data FILE` reads a spec's settings"
         raise UsageError(what, where=grader, fix=fix)
     if not len(texts) == len(truths) == len(others):
         given = "" if rows is None else f" and {len(others)} rows"

@@ -30,7 +30,7 @@ def compare(
 
       rlctl diagnose compare runs/rlctl/good runs/rlctl/bad
 
-      rlctl diagnose compare good.log bad.log --format html --out compared.html
+      rlctl diagnose compare good.log bad.log --format html --output compared.html
     """
     from rlctl.cli.output import check_out, write_report
 

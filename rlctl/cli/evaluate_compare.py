@@ -37,7 +37,7 @@ def compare(
 
       rlctl evaluate compare evaluations/before evaluations/after
 
-      rlctl evaluate compare A B --format html --out compared.html
+      rlctl evaluate compare A B --format html --output compared.html
     """
     from rlctl.cli.output import check_out, write_report
     from rlctl.evaluate.compare import compare as run_comparison

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rlctl.cli.command import AsJson, RunDirectory, print_json
+from rlctl.cli.command import Format, Out, RunDirectory, count_option
 from rlctl.errors import UsageError, visible
+
+if TYPE_CHECKING:
+    from rlctl.terminal import Console
 
 
 def samples(
@@ -17,12 +21,13 @@ def samples(
         int | None,
         typer.Option("--step", "-s", metavar="N", help="Responses of this step.", show_default="the last"),
     ] = None,
-    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Responses to show.")] = 5,
+    count: Annotated[int, count_option("--count", "-n", help="Responses to show.")] = 5,
     order: Annotated[
         Literal["first", "reward", "worst", "gap"],
         typer.Option("--sort", help="worst: by reward, rising; gap: largest |log ρ| first."),
     ] = "first",
-    as_json: AsJson = False,
+    output_format: Format = "text",
+    out: Out = None,
 ) -> None:
     """Print responses that a run sampled, with rewards and the log-ratio between both policies.
 
@@ -32,6 +37,7 @@ def samples(
 
       rlctl samples runs/rlctl/rloo-seq-is-20260101-120000 --step 40 --sort gap -n 3
     """
+    from rlctl.cli.output import write_report
     from rlctl.track.open_run import open_run, steps_in_words
 
     record = open_run(run_dir)
@@ -42,10 +48,7 @@ def samples(
         raise UsageError(what, where=str(run_dir), fix=f"kept: {steps_in_words(steps)}")
     rows = [_sample(row) for row in record.rollouts(chosen).to_pylist()]
     rows = sorted(rows, key=_ORDERS[order])[:count]
-    if as_json:
-        print_json(rows)
-    else:
-        _print_samples(rows, chosen)
+    write_report(output_format, out, partial(_print_samples, rows=rows, step=chosen), lambda: rows)
 
 
 def _reward(row: dict[str, Any]) -> float:
@@ -72,13 +75,11 @@ def _sample(row: dict[str, Any]) -> dict[str, Any]:
     return {key: row[key] for key in kept} | {"num_tokens": len(ratios)} | extremes
 
 
-def _print_samples(rows: list[dict[str, Any]], step: int) -> None:
+def _print_samples(console: Console, rows: list[dict[str, Any]], step: int) -> None:
     from rich.text import Text
 
-    from rlctl.cli.output import unwrapped
     from rlctl.tiny.embedded import DATA_SOURCE, WRITTEN
 
-    console = unwrapped()
     for row in rows:
         reward = "ungraded" if row["reward"] is None else f"{row['reward']:g}"
         cut = ", cut off at the limit" if row["truncated"] else ""

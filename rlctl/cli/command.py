@@ -254,6 +254,14 @@ def run_path(name: str) -> Path:
     return run_named(name, RUNS)
 
 
+def run_or_model(name: str) -> str:
+    """The run directory with this name, or the name of a model, of which a run's name may have a part."""
+    from rlctl.track.open_run import run_named
+
+    path = run_named(name, RUNS, whole=True)
+    return str(path) if path.is_dir() else name
+
+
 #: The presets of commands that train.
 Presets = Annotated[
     list[str] | None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rlctl.cli.command import Out, echo, refuse_options
+from rlctl.cli.command import Out, echo, refuse_options, run_path
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,8 +28,9 @@ def diagnose(
         list[Path] | None,
         typer.Argument(
             metavar="PATH…",
-            help="Run directories or logs, of rlctl, verl, TRL, ms-swift, LLaMA-Factory, OpenRLHF, slime, "
-            "prime-rl, NeMo-RL, SkyRL, AReaL, torchforge, ROLL, Oat or "
+            parser=run_path,
+            help="Run directories (or parts of their names) or logs, of rlctl, verl, TRL, ms-swift, "
+            "LLaMA-Factory, OpenRLHF, slime, prime-rl, NeMo-RL, SkyRL, AReaL, torchforge, ROLL, Oat or "
             "open-instruct; directories or ZIP archives of several; `-` for "
             "standard input: one pasted step is enough.",
         ),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.command import Format, count_option, echo, output_option, refuse_options, request
+from rlctl.cli.command import Format, count_option, echo, output_option, refuse_options, request, run_or_model
 from rlctl.cli.evaluate_compare import numbers
 from rlctl.cli.prepare_data import (
     AnswerKey,
@@ -40,8 +40,10 @@ def evaluate(
         str | None,
         typer.Argument(
             metavar="MODEL_OR_RUN",
-            help="A run directory, a model directory or a hub id; with --regrade an evaluation's directory; "
-            "with --engine openai the server's name for the model, by default its only one.",
+            parser=run_or_model,
+            help="A run directory or its name, a model directory or a hub id; with --regrade an "
+            "evaluation's directory; with --engine openai the server's name for the model, by default its "
+            "only one.",
         ),
     ] = None,
     data: Annotated[

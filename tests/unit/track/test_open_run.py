@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlctl.cli.app import run
+from rlctl.cli.command import run_or_model
 from rlctl.errors import UsageError
-from rlctl.track.open_run import find_runs, open_run, read_state
+from rlctl.track.open_run import find_runs, open_run, read_state, run_named
 from rlctl.track.rollouts import SCHEMA
 from rlctl.track.run_dir import note_in_environment, open_run_dir
 
@@ -205,11 +206,15 @@ def test_a_listed_name_can_be_pasted(
     assert sorted(shown) == sorted([*names[:2], f"runs/other/{names[2]}", f"runs/rlctl/{names[2]}"])
     for name in [*shown, "multi", "120001", f"rlctl/{names[2]}"]:
         assert run(["watch", name, "--plain"]) == 0
+    assert run(["diagnose", "120001"]) == 0
     assert run(["watch", names[2], "--plain"]) == 2
     assert f"2 runs have this in their names: runs/other/{names[2]}, " in capsys.readouterr().err
     assert run(["watch", "none", "--plain"]) == 2
     write_run(tmp_path / "runs" / "rlctl" / "grpo", ROWS, summary=DONE)
     assert run(["watch", "grpo", "--plain"]) == 0
+    assert run_or_model(names[1]) == f"runs/rlctl/{names[1]}"
+    assert run_or_model("120001") == "120001"  # a hub id may be part of a run's name
+    assert run_named("-", tmp_path) == Path("-")
 
 
 def test_brackets_and_escapes_in_names_are_shown_as_they_are(

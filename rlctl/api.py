@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
@@ -381,7 +380,7 @@ def grade(
     return [one.score if isinstance(one, Failure) else one for one in graded]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CorrectedBatch:
     """Result of rollout correction for one mini-batch.
 
@@ -395,6 +394,13 @@ class CorrectedBatch:
     weights: Tensor
     keep_mask: Tensor
     metrics: dict[str, float]
+
+    def __repr__(self) -> str:
+        shape = " × ".join(map(str, self.weights.shape))
+        names = ("rollout_is_eff_sample_size", "rollout_rs_masked_fraction", "kl")
+        found = {name: self.metrics.get(f"rollout_corr/{name}") for name in names}
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items() if value is not None)
+        return f"CorrectedBatch(weights and keep_mask of {shape}; {shown}; {len(self.metrics)} metrics)"
 
 
 class CorrectOptions(TypedDict, total=False):
@@ -454,6 +460,7 @@ def correct(
     from rlctl.algos.statistics import correction_metrics, normalized, parts_with_nan
     from rlctl.engine.ranks import current_ranks
     from rlctl.spec.algorithm import READ_WITH, RolloutCorrectionSpec
+    from rlctl.spec.keys import did_you_mean
     from rlctl.spec.resolve import correction_rules
 
     try:
@@ -462,8 +469,11 @@ def correct(
         found, names = error.errors()[0], list(CorrectOptions.__annotations__)
         where = ".".join(map(str, found["loc"]))
         is_unknown = found["type"] == "extra_forbidden"
-        known = f"one of {', '.join(get_close_matches(where, names) or names)}"
-        fix = known if is_unknown else found.get("ctx", {}).get("fix")
+        fix = (
+            did_you_mean(where, names, f"one of {', '.join(names)}")
+            if is_unknown
+            else found.get("ctx", {}).get("fix")
+        )
         raise UsageError(in_words(found), where=where, fix=fix) from None
     without_effect = dict(_NOT_IN_CORRECT)
     for switch, keys in READ_WITH.items():

@@ -109,6 +109,7 @@ def _options(
 def main() -> None:
     """Entry point of the `rlctl` command."""
     _open_closed_streams()
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else each retry of a download is a warning
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
     sys.exit(run(sys.argv[1:]))

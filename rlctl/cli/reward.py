@@ -115,10 +115,13 @@ def _print(console: Console, trial: Trial) -> None:
         rows.append((*names, f"{counts.num:,}", agree, f"{counts.num_errors:,}"))
     headings = ("responses", "source", "reward", "tried", "as expected", "errors")
     print_table(console, headings, rows, right=range(3, 6))
-    for one in trial.disagreements:
-        expects = f"expected {one.expected:g}, got {one.got:g}"
+    for one in [*trial.examples, *(one for one in trial.disagreements if one not in trial.examples)]:
+        is_right = one not in trial.disagreements
+        expects = f"{one.got:g}, as expected" if is_right else f"expected {one.expected:g}, got {one.got:g}"
         place = f"  {one.term}, {one.kind}, {one.where}"
-        console.print(Text.assemble("\n", (expects, "bold"), place), soft_wrap=True)
+        console.print(
+            Text.assemble("\n", (expects, "green" if is_right else "bold red"), place), soft_wrap=True
+        )
         console.print(Text(f"  ground truth  {one.ground_truth!r}"), soft_wrap=True)
         console.print(Text(f"  response ends {one.response_end!r}"), soft_wrap=True)
     if trial.num_disagreements > len(trial.disagreements):

@@ -97,6 +97,19 @@ def test_a_function_gets_extra_info_and_its_errors_show(data, mine, capsys):
     assert "ms per call: mean" in shown
 
 
+def test_an_example_of_each_kind_is_shown(data, capsys):
+    path = data(row(0, "72"), row(1, "5"))
+    found = document(capsys, "maths", "--data", path)
+    kinds = ["ground truth", "number changed", "empty answer"]
+    assert [(one["kind"], one["expected"], one["got"]) for one in found["examples"]] == [
+        (kind, float(kind == kinds[0]), float(kind == kinds[0])) for kind in kinds
+    ]
+    assert run(["reward", "maths", "--data", path, "-n", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(", as expected  maths, ") == 3
+    assert "response ends '\\\\boxed{72}'" in shown
+
+
 def test_a_reward_for_nothing_disagrees(data, mine, capsys):
     path = data(row(0, "72"))
     assert run(["reward", f"{mine}:generous", "--data", path, "--fail-on", "error"]) == 0

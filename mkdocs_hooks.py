@@ -76,7 +76,7 @@ def _spec_keys() -> str:
     from rlctl.cli.app import run
 
     with redirect_stdout(io.StringIO()) as table:
-        run(["schema", "--markdown"])
+        run(["explain", "--format", "markdown"])
     return table.getvalue()
 
 

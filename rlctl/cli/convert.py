@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from rlctl.cli.command import echo, print_json
+from rlctl.cli.command import Format, echo, output_option, print_json
 from rlctl.errors import UsageError
 
 
@@ -32,11 +32,9 @@ def import_config(
         typer.Option("--set", metavar="NAME=VALUE", help="A variable that the script expects to be set."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the spec here.", show_default="printed")
+        Path | None, output_option(metavar="FILE", help="Write the spec there.", show_default="printed")
     ] = None,
-    format_: Annotated[
-        Literal["text", "json"], typer.Option("--format", help="Output format of the report on every key.")
-    ] = "text",
+    output_format: Format = "text",
 ) -> None:
     """Translate another framework's launch script or configuration into a spec.
 
@@ -59,7 +57,7 @@ def import_config(
     text = conversion_report.spec_yaml(result, file.name)
     if output is not None:
         write_file(output, text)
-    if format_ == "json":
+    if output_format == "json":
         print_json(conversion_report.document(result, text))
         return
     echo(f"{result.table.title}, {conversion_report.summary(result)}")

@@ -8,14 +8,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from rlctl.cli.command import Out
+from rlctl.cli.command import Out, run_path
 from rlctl.cli.diagnose import read_all
 from rlctl.errors import UsageError
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run directory or log, of any framework.")],
-    b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another.")],
+    a: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_A", parser=run_path, help="A run directory or log, of any framework."),
+    ],
+    b: Annotated[Path, typer.Argument(metavar="RUN_B", parser=run_path, help="Another.")],
     output_format: Annotated[
         Literal["text", "json", "html"],
         typer.Option("--format", help="Text, JSON, or a page with the plots of both runs."),
@@ -30,7 +33,7 @@ def compare(
 
       rlctl diagnose compare runs/rlctl/good runs/rlctl/bad
 
-      rlctl diagnose compare good.log bad.log --format html --out compared.html
+      rlctl diagnose compare good.log bad.log --format html --output compared.html
     """
     from rlctl.cli.output import check_out, write_report
 

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from rlctl.cli.command import Out
-from rlctl.errors import UsageError
+from rlctl.errors import UsageError, visible
 
 if TYPE_CHECKING:
     from rlctl.evaluate.compare import CompareReport
     from rlctl.terminal import Console
+
+#: Characters of a question's or response's end in the terminal.
+_SHOWN = 160
 
 
 def compare(
@@ -37,7 +40,7 @@ def compare(
 
       rlctl evaluate compare evaluations/before evaluations/after
 
-      rlctl evaluate compare A B --format html --out compared.html
+      rlctl evaluate compare A B --format html --output compared.html
     """
     from rlctl.cli.output import check_out, write_report
     from rlctl.evaluate.compare import compare as run_comparison
@@ -53,7 +56,12 @@ def _print(report: CompareReport, console: Console) -> None:
     """Prints, per source, both scores, their difference with its interval, and the conclusion."""
     from rich.text import Text
 
-    from rlctl.evaluate.compare import DIFFERENCE_HEADINGS, difference_rows, shared_questions
+    from rlctl.evaluate.compare import (
+        DIFFERENCE_HEADINGS,
+        difference_rows,
+        flipped_counts,
+        shared_questions,
+    )
     from rlctl.text_table import print_table
 
     for name, place in (("A", report.a), ("B", report.b)):
@@ -65,10 +73,27 @@ def _print(report: CompareReport, console: Console) -> None:
             rows = [(row.name, *row.cells) for row in difference_rows(comparison)]
             print_table(console, ("", *DIFFERENCE_HEADINGS), rows, right=range(1, 9), wide=True)
         console.print(Text(comparison.conclusion, style="bold"), soft_wrap=True)
+    if counts := flipped_counts(report):
+        console.print(Text(f"\n{counts}", style="bold"))
+    for one in report.flipped:
+        lines = {"question": one.question, "expected": one.ground_truth}
+        lines |= {
+            f"{side}, {'right' if side == one.right_in else 'wrong'}": said
+            for side, said in (("A", one.a_response), ("B", one.b_response))
+        }
+        console.print()
+        for name, text in lines.items():
+            console.print(Text.assemble((f"  {name:<9} ", "dim"), _end(text)), soft_wrap=True)
     if report.warnings:
         console.print()
     for warning in report.warnings:
         console.print(Text(warning, style="yellow"), soft_wrap=True)
+
+
+def _end(text: str) -> str:
+    """The end of a text, on one line."""
+    words = visible(" ".join(text.split()))
+    return words if len(words) <= _SHOWN else f"…{words[-_SHOWN:]}"
 
 
 def numbers(text: str) -> list[int]:

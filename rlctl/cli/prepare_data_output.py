@@ -127,9 +127,8 @@ def rows_document(shown: Sequence[RenderedRow], lengths: Histogram, *, ids: bool
     return {"rows": found, "lengths": lengths.to_json() if lengths.total else None}
 
 
-def print_rows(rows: Sequence[RenderedRow], lengths: Histogram, *, ids: bool) -> None:
+def print_rows(console: Console, rows: Sequence[RenderedRow], lengths: Histogram, *, ids: bool) -> None:
     """Prints rows as the model reads them, then a histogram of the lengths."""
-    console = Console(highlight=False)
     for shown in rows:
         console.print(Rule(Text(visible(shown.where))))
         prompt = Text()
@@ -150,6 +149,12 @@ def print_rows(rows: Sequence[RenderedRow], lengths: Histogram, *, ids: bool) ->
     console.print(Rule(Text(f"prompt lengths in {lengths.unit}")))
     for line in _histogram(lengths):
         console.print(Text(line))
+
+
+def print_lines(console: Console, lines: Sequence[str]) -> None:
+    """Prints lines, which may be longer than the terminal is wide."""
+    for line in lines:
+        console.print(Text(visible(line, keep="")), soft_wrap=True)
 
 
 def print_check(console: Console, report: CheckReport) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.command import AsJson, complete_preset, echo, print_json
+from rlctl.cli.command import Format, Out, complete_preset, echo
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,12 +23,12 @@ Name = Annotated[
 
 
 @app.command("list")
-def list_presets(as_json: AsJson = False) -> None:
+def list_presets(output_format: Format = "text", out: Out = None) -> None:
     """All presets, one line each: algorithms, models, hardware, and complete examples.
 
     rlctl presets list
 
-    rlctl presets list --json
+    rlctl presets list --format json
 
     Presets can be combined: -p llama3-8b -p 8gpu -p rloo-seq-is
     """
@@ -35,16 +36,18 @@ def list_presets(as_json: AsJson = False) -> None:
 
     from rich.text import Text
 
-    from rlctl.cli.output import unwrapped
+    from rlctl.cli.output import write_report
     from rlctl.spec.sources import all_presets
     from rlctl.text_table import print_table
 
     found = all_presets().values()
-    if as_json:
-        print_json([asdict(each) | {"description": each.description} for each in found])
-        return
-    rows = ((each.name, Text(each.kind, "dim"), each.description) for each in found)
-    print_table(unwrapped(), ("preset", "kind", "what it is"), rows, whole=range(2))
+    rows = [(each.name, Text(each.kind, "dim"), each.description) for each in found]
+    write_report(
+        output_format,
+        out,
+        partial(print_table, headings=("preset", "kind", "what it is"), rows=rows, whole=range(2)),
+        lambda: [asdict(each) | {"description": each.description} for each in found],
+    )
 
 
 @app.command()
@@ -62,16 +65,17 @@ def show(name: Name) -> None:
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="A preset, by name or path.")],
     second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
-    as_json: AsJson = False,
+    output_format: Format = "text",
+    out: Out = None,
 ) -> None:
     """Show the keys in which two resolved presets differ.
 
     rlctl presets diff rloo-seq-is rloo-uncorrected
 
-    rlctl presets diff rloo-seq-is my-run.yaml --json
+    rlctl presets diff rloo-seq-is my-run.yaml --format json
     """
     from rlctl.cli.dry_run import show as show_value
-    from rlctl.cli.output import unwrapped
+    from rlctl.cli.output import write_report
     from rlctl.spec.keys import leaves_of
     from rlctl.spec.load import LEFT_TO_THE_USER, load_spec
     from rlctl.text_table import print_table
@@ -79,14 +83,10 @@ def diff(
     names = (first, second)
     one, other = (leaves_of(load_spec([name], left_open=LEFT_TO_THE_USER).spec) for name in names)
     differing = {key: [show_value(one[key]), show_value(other[key])] for key in one if one[key] != other[key]}
-    if as_json:
-        print_json(differing)
-        return
-    if not differing:
-        echo(f"{first} and {second} resolve to the same spec.")
-        return
-    rows = ((key, *values) for key, values in differing.items())
-    print_table(unwrapped(), ("key", first, second), rows)
+    rows = [(key, *values) for key, values in differing.items()]
+    rows = rows or [("", "the same spec", "the same spec")]
+    text = partial(print_table, headings=("key", first, second), rows=rows)
+    write_report(output_format, out, text, lambda: differing)
 
 
 @app.command()

@@ -94,7 +94,7 @@ raise SystemExit(code)
         ["train", "--preset", "rloo-seq-is", "--dry-run"],
         ["train", "--preset", "ppo-seq-is-token-rs", "--dry-run"],
         ["presets", "list"],
-        ["schema"],
+        ["explain", "--format", "schema"],
         ["explain", "grpo"],
     ],
 )

@@ -34,8 +34,8 @@ PAGES = ROOT / "docs"
 COMMAND = "python docs/generate.py"
 END = "<!-- end of generated text -->"
 
-_BEGIN = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)
-_BLOCK = re.compile(rf"{_BEGIN.pattern}\n(?:(?!<!-- ).*\n)*^{END}$", re.MULTILINE)
+BEGIN = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)
+BLOCK = re.compile(rf"{BEGIN.pattern}\n(?:(?!<!-- ).*\n)*^{END}$", re.MULTILINE)
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Warns):\n", re.MULTILINE)
 _ATTRIBUTE = re.compile(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 _COMMENTED = re.compile(r"^((?: {4}#: .*\n)*) {4}(\w+): [^#\n]*(?:# (.*))?$", re.MULTILINE)
@@ -57,9 +57,9 @@ def with_generated_text(page: str) -> str:
         KeyError: a comment names neither a table nor a file.
         ValueError: a comment has no second one below it.
     """
-    if open_ended := _BEGIN.findall(_BLOCK.sub("", page)):
+    if open_ended := BEGIN.findall(BLOCK.sub("", page)):
         raise ValueError(f"without `{END}` below it: <!-- generated: {open_ended[0]} -->")
-    return _BLOCK.sub(
+    return BLOCK.sub(
         lambda block: "\n\n".join((block[0].partition("\n")[0], _generated(block[1]), END)), page
     )
 

@@ -2,8 +2,8 @@
 
     python benchmarks/stale.py [--seeds 1-5] [--workers 1] [--memory FILE]
 
-The two runs of a pair differ in one key: `algorithm.rollout_correction.rollout_is`. The result of a run is the
-validation reward of its final policy. Prints a table; intervals are 95 % intervals over the seeds (Student's t).
+The two runs of a pair differ in one key: `algorithm.rollout_correction.rollout_is`. The result of a run is
+the validation reward of its final policy. Prints a table with 95 % intervals over the seeds (Student's t).
 """
 
 from __future__ import annotations

@@ -20,15 +20,26 @@ from docs.generate import BLOCK as GENERATED
 from rlctl.files import cached_directory
 from rlctl.spec.model_size import named_directory
 from tests import runs
-from tests.own_model import save_tiny_qwen2
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 AS_WRITTEN = "docs/tutorial/first-run.md"
-BLOCK = re.compile(r"^(?:<!-- not run: (.*) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-COMMAND = re.compile(r"^ *(\$ )?(rlctl|python|pip|make|torchrun|deepspeed|srun|sbatch|vllm|docker) ", re.MULTILINE)
+BLOCK = re.compile(r"^(?:<!-- not run: ([^\n]+) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(
+    r"^ {0,3}(\$ )?(rlctl|python|pip|make|torchrun|deepspeed|srun|sbatch|vllm|docker) ", re.MULTILINE
+)
+WRITES = re.compile(r"(?:--out |trainer\.run_dir=)([\w/-]+)")
 FILE_NAME = re.compile(r"# (\w+\.py)\n")
 TRL_LOG = ROOT / "tests" / "unit" / "diagnose" / "samples" / "trl_trainer_state.json"
+#: What the tutorials leave behind, in short.
+SET_UP = f"""
+rlctl train -p rloo-seq-is {" ".join(runs.SMALL)} trainer.total_training_steps=6 trainer.run_dir=runs/first
+rlctl train -p rloo-seq-is {" ".join(runs.SMALL)} trainer.total_training_steps=6 trainer.run_dir=runs/stale
+rlctl prepare-data parquet sums.csv --out data/sums --val-size 20
+rlctl prepare-data parquet gsm8k/train.jsonl --out data/gsm8k
+rlctl evaluate runs/first --limit 4 --n 2 --out evaluations/before
+rlctl evaluate runs/stale --limit 4 --n 2 --out evaluations/after
+"""
 #: `rlctl` of the pages: fewer steps and questions, unless the command says how many.
 SHORTER = """#!/bin/bash
 words=" $* "
@@ -67,6 +78,8 @@ def after_the_tutorials(
     tmp_path_factory: pytest.TempPathFactory, embedded_cache: Path, forked_commands: Path
 ) -> Path:
     """A directory with the runs, data and evaluations that pages name; `cache` is that of rlctl."""
+    from tests.own_model import save_tiny_qwen2
+
     where = tmp_path_factory.mktemp("pages")
     with pytest.MonkeyPatch.context() as patched:
         shutil.copytree(embedded_cache, where / "cache")
@@ -82,26 +95,33 @@ def after_the_tutorials(
         (where / "sums.csv").write_text(
             "question,answer\n" + "".join(f"What is {a} + {b}?,{a + b}\n" for a in range(9) for b in range(9))
         )
-        (where / "rewards.py").write_text("def score(response, ground_truth):\n    return response == ground_truth\n")
+        (where / "rewards.py").write_text(
+            "def score(response, ground_truth):\n    return response == ground_truth\n"
+        )
         shutil.copy(TRL_LOG, "trainer_state.json")
         (where / "mine.yaml").write_text("actor.lr: 1e-4\n")
-        for name in ("first", "stale"):
-            runs.train(Path("runs") / name, "-p", "rloo-seq-is", "trainer.total_training_steps=6")
-        for arguments in (
-            ("prepare-data", "parquet", "sums.csv", "--out", "data/sums", "--val-size", "20"),
-            ("prepare-data", "parquet", "gsm8k/train.jsonl", "--out", "data/gsm8k"),
-            ("evaluate", "runs/first", "--limit", "4", "--n", "2", "--out", "evaluations/before"),
-            ("evaluate", "runs/stale", "--limit", "4", "--n", "2", "--out", "evaluations/after"),
-        ):
-            job = runs.start(*arguments, log=where / "log")
-            assert job.wait() == 0, job.output
     shorter = where / "bin" / "rlctl"
     shorter.parent.mkdir()
     shorter.write_text(SHORTER.replace("{rlctl}", str(forked_commands / "rlctl")))
     shorter.chmod(0o755)
     (where / ".venv" / "bin").mkdir(parents=True)
     (where / ".venv" / "bin" / "activate").touch()
+    run_in(where, SET_UP, [str(forked_commands)], where / "cache")
     return where
+
+
+def run_in(where: Path, text: str, path: list[str], cache: Path) -> str:
+    """Standard output of a block of bash, which must succeed, in a directory."""
+    environment = os.environ | {
+        "PATH": os.pathsep.join([*path, os.environ["PATH"]]),
+        "RLCTL_CACHE": str(cache),
+        "RLCTL_BENCHMARKS": str(cache.parent),
+        "PYTHONPATH": str(ROOT),
+    }
+    command = ["bash", "-euo", "pipefail", "-c", text]
+    done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
 
 
 def worked(i: int) -> str:
@@ -115,37 +135,21 @@ def worked(i: int) -> str:
 def test_the_commands_of_a_page_run_as_written(
     page: Path, after_the_tutorials: Path, whole_embedded_cache: Path, forked_commands: Path, tmp_path: Path
 ) -> None:
-    path, cache = [str(forked_commands), os.environ["PATH"]], whole_embedded_cache
-    where = tmp_path / "here"
+    path, cache, where = [str(forked_commands)], whole_embedded_cache, tmp_path / "here"
     if page == ROOT / AS_WRITTEN:
         where.mkdir()
     else:
         shutil.copytree(after_the_tutorials, where, ignore=shutil.ignore_patterns("cache", "gsm8k.jsonl"))
-        path.insert(0, str(where / "bin"))
-        cache = after_the_tutorials / "cache"
-    environment = os.environ | {
-        "PATH": os.pathsep.join(path),
-        "RLCTL_CACHE": str(cache),
-        "RLCTL_BENCHMARKS": str(after_the_tutorials),
-        "PYTHONPATH": str(ROOT),
-    }
+        for written in WRITES.findall("".join(commands(page))):
+            shutil.rmtree(where / written, ignore_errors=True)
+        path, cache = [str(where / "bin"), *path], after_the_tutorials / "cache"
     outputs = []
     for reason, language, text in blocks(page):
         name = FILE_NAME.match(text)
         if language == "python" and name:
             (where / name[1]).write_text(text, encoding="utf-8")
-        if language != "bash" or reason:
-            continue
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", text],
-            cwd=where,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, f"{text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-        outputs.append(done.stdout)
+        if language == "bash" and not reason:
+            outputs.append(run_in(where, text, path, cache))
     if page == ROOT / AS_WRITTEN:
         stale = outputs[3].split("CRITICAL")[1]
         assert "[policy-gap]" in stale.splitlines()[0], "the worst finding is the one the page names"

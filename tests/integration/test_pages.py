@@ -93,7 +93,8 @@ def after_the_tutorials(
         (where / "gsm8k").mkdir()
         (where / "gsm8k" / "train.jsonl").write_text("".join(worked(i) for i in range(2000, 2060)))
         (where / "sums.csv").write_text(
-            "question,answer\n" + "".join(f"What is {a} + {b}?,{a + b}\n" for a in range(9) for b in range(9))
+            "question,answer\n"
+            + "".join(f"What is {a} + {b}?,{a + b}\n" for a in range(19) for b in range(10))
         )
         (where / "rewards.py").write_text(
             "def score(response, ground_truth):\n    return response == ground_truth\n"

@@ -47,9 +47,9 @@ def table(outcomes: dict[tuple[str, float], list[Outcome]]) -> str:
 
 
 def interval(values: list[float], sign: str = "") -> str:
-    """Formats the mean and its 95 % interval."""
+    """Formats the mean and its 95 % interval, as far as rewards (with a sign: their differences) reach."""
     mean, low, high = mean_interval(values)
-    return f"{mean:{sign}.2f} [{low:{sign}.2f}, {high:{sign}.2f}]"
+    return f"{mean:{sign}.2f} [{max(low, -1.0 if sign else 0.0):{sign}.2f}, {min(high, 1.0):{sign}.2f}]"
 
 
 def main() -> None:

@@ -100,6 +100,7 @@ def after_the_tutorials(
             "def score(response, ground_truth):\n    return response == ground_truth\n"
         )
         shutil.copy(TRL_LOG, "trainer_state.json")
+        write_files(ROOT / "docs" / "tutorial" / "beside-trl.md", where)
         (where / "mine.yaml").write_text("actor.lr: 1e-4\n")
     shorter = where / "bin" / "rlctl"
     shorter.parent.mkdir()
@@ -125,6 +126,13 @@ def run_in(where: Path, text: str, path: list[str], cache: Path) -> str:
     return done.stdout
 
 
+def write_files(page: Path, where: Path) -> None:
+    """Writes the Python blocks that begin with a file's name."""
+    for _, language, text in blocks(page):
+        if language == "python" and (name := FILE_NAME.match(text)):
+            (where / name[1]).write_text(text, encoding="utf-8")
+
+
 def worked(i: int) -> str:
     """A question in GSM8K's format."""
     answer = f"{i}+2=<<{i}+2={i + 2}>>{i + 2}\n#### {i + 2}"
@@ -144,13 +152,8 @@ def test_the_commands_of_a_page_run_as_written(
         for written in WRITES.findall("".join(commands(page))):
             shutil.rmtree(where / written, ignore_errors=True)
         path, cache = [str(where / "bin"), *path], after_the_tutorials / "cache"
-    outputs = []
-    for reason, language, text in blocks(page):
-        name = FILE_NAME.match(text)
-        if language == "python" and name:
-            (where / name[1]).write_text(text, encoding="utf-8")
-        if language == "bash" and not reason:
-            outputs.append(run_in(where, text, path, cache))
+    write_files(page, where)
+    outputs = [run_in(where, text, path, cache) for text in commands(page)]
     if page == ROOT / AS_WRITTEN:
         stale = outputs[3].split("CRITICAL")[1]
         assert "[policy-gap]" in stale.splitlines()[0], "the worst finding is the one the page names"

@@ -65,7 +65,6 @@ def prepare(side: str, size: tuple[int, int], level: str) -> Run | None:
     weight = WeightRule(level, "truncate", 0.5, 2.0, True, "all", "verl")
     rules = CorrectionRules(weight, REJECT_RULES)
     if side == "rlctl":
-
         own, theirs, lengths = train[mask], rollout[mask], mask.sum(1)
         del train, rollout, mask
 

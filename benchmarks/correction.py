@@ -2,7 +2,8 @@
 
     python benchmarks/correction.py [--level token] [--json FILE] [--threads 1] [--repeats 15]
 
-Both sides get the same float32 tokens, each in its own layout (flat, or padded), and the same rules (weights truncated at 2 and normalised; token_k1 and
+Both sides get the same float32 tokens, each in its own layout (flat, or padded), and the same rules (weights
+truncated at 2 and normalised; token_k1 and
 seq_max_k2 rejection), and both return Python numbers. Time: medians of alternating runs in one process. Extra
 memory: increase of the process's peak resident set during the call, each side and size in a separate process
 (the allocator is configured to return freed blocks, otherwise the peak would include memory of earlier

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.command import Out
+from rlctl.cli.command import Out, PageFormat
 from rlctl.errors import UsageError, visible
 
 if TYPE_CHECKING:
@@ -27,10 +27,7 @@ def compare(
         str | None,
         typer.Option(metavar="K,…", help="The k of pass@k.", show_default="1,4,8, up to the smaller n"),
     ] = None,
-    output_format: Annotated[
-        Literal["text", "json", "html"],
-        typer.Option("--format", help="Text, JSON, or a self-contained HTML page."),
-    ] = "text",
+    output_format: PageFormat = "text",
     out: Out = None,
 ) -> None:
     """Compare two evaluations, question by question.

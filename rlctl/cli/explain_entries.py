@@ -12,7 +12,7 @@ from rlctl.metric_names import METRICS, describe
 from rlctl.registry import METRIC_CONVENTIONS, REJECTION_CRITERIA, Registry
 from rlctl.spec.explain import criterion_bands
 from rlctl.spec.key_table import key_rows
-from rlctl.spec.keys import advice_for, closest, did_you_mean, known_leaves, known_sections
+from rlctl.spec.keys import advice_for, did_you_mean, known_leaves, known_sections
 from rlctl.spec.resolve import criteria_names
 from rlctl.spec.sources import all_presets, read_yaml_file
 
@@ -108,11 +108,6 @@ def _registries() -> list[Registry]:
 
 def _nearest(name: str) -> str | None:
     """Suggestion for an unknown name."""
-    if "/" in name:
-        return did_you_mean(name, METRICS, "docs/reference/metrics.md lists all metrics")
     parts = [*criteria_names(), *(part for registry in _registries() for part in registry)]
-    if near := did_you_mean(name, [*known_sections(), *parts], cutoff=0.8) or advice_for(name):
-        return near
-    by_end = {metric.rpartition("/")[2]: metric for metric in METRICS}
-    end = closest(name, by_end)
-    return f"did you mean `{by_end[end]}`?" if end else "`rlctl explain --format markdown` lists every key"
+    own = did_you_mean(name, [*known_sections(), *parts], cutoff=0.8) or advice_for(name)
+    return own or did_you_mean(name, METRICS, "`rlctl explain --format markdown` lists every key")

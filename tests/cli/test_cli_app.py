@@ -407,11 +407,9 @@ def test_presets_are_listed_shown_compared_and_copied(capsys, tmp_path):
     assert run(["presets", "diff", "rloo-seq-is", "rloo-seq-is"]) == 0
     assert run(["presets", "diff", "llama3-8b", "mistral-7b"]) == 0
     assert "mistralai/Mistral-7B-Instruct-v0.3" in capsys.readouterr().out
-    assert run(["presets", "copy", "rloo-seq-is", str(tmp_path)]) == 0
     copied = tmp_path / "rloo-seq-is.yaml"
-    assert run(["presets", "copy", "rloo-seq-is", str(copied)]) == 2
-    assert run(["presets", "copy", "rloo-seq-is", str(copied), "--force"]) == 0
-    assert run(["presets", "copy", "rloo-seq-is", str(tmp_path / "no" / "x.yaml")]) == 2
+    assert run(["presets", "show", "rloo-seq-is", "-o", str(copied)]) == 0
+    assert run(["presets", "show", "rloo-seq-is", "-o", str(tmp_path / "no" / "x.yaml")]) == 2
     assert run(["train", "--spec", str(copied), "--dry-run"]) == 0
 
 

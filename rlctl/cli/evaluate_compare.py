@@ -73,14 +73,14 @@ def _print(report: CompareReport, console: Console) -> None:
     if counts := flipped_counts(report):
         console.print(Text(f"\n{counts}", style="bold"))
     for one in report.flipped:
-        lines = {"question": one.question, "expected": one.ground_truth}
-        lines |= {
-            f"{side}, {'right' if side == one.right_in else 'wrong'}": said
-            for side, said in (("A", one.a_response), ("B", one.b_response))
-        }
         console.print()
-        for name, text in lines.items():
-            console.print(Text.assemble((f"  {name:<9} ", "dim"), _end(text)), soft_wrap=True)
+        for name, text in (
+            ("question", one.question),
+            ("expected", one.ground_truth),
+            ("A, right" if one.right_in == "A" else "A, wrong", one.a_response),
+            ("B, right" if one.right_in == "B" else "B, wrong", one.b_response),
+        ):
+            console.print(Text.assemble((f"  {name}  ", "dim"), _end(text)), soft_wrap=True)
     if report.warnings:
         console.print()
     for warning in report.warnings:

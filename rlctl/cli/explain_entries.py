@@ -109,5 +109,6 @@ def _registries() -> list[Registry]:
 def _nearest(name: str) -> str | None:
     """Suggestion for an unknown name."""
     parts = [*criteria_names(), *(part for registry in _registries() for part in registry)]
-    own = did_you_mean(name, [*known_sections(), *parts], cutoff=0.8) or advice_for(name)
-    return own or did_you_mean(name, METRICS, "`rlctl explain --format markdown` lists every key")
+    names = METRICS if "/" in name else [*known_sections(), *parts]
+    near = did_you_mean(name, names, cutoff=0.8) or advice_for(name)
+    return near or did_you_mean(name, METRICS, "`rlctl explain --format markdown` lists every key")

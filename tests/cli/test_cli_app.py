@@ -232,12 +232,16 @@ def test_a_bug_is_two_lines_and_a_file(monkeypatch, capsys):
 
 def test_the_hub_prints_no_retries():
     """Its library logs each retry as a warning; the error at the end says what failed."""
-    program = (
-        "import sys; from rlctl.cli import app\n"
-        "app.run = lambda words: __import__('logging').getLogger('huggingface_hub').getEffectiveLevel()\n"
-        "app.run = lambda words, run=app.run: __import__('huggingface_hub') and run(words)\n"
-        "app.main()"
-    )
+    program = """
+from rlctl.cli import app
+
+def level(_words):
+    from huggingface_hub.utils import logging
+    return logging.get_verbosity()
+
+app.run = level
+app.main()
+"""
     env = {name: value for name, value in os.environ.items() if name != "HF_HUB_VERBOSITY"}
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, env=env)
     assert done.returncode == logging.ERROR

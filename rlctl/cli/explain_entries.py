@@ -39,14 +39,15 @@ def entries_of(name: str | None) -> list[Entry]:
 
 
 def _mentions(words: str) -> list[Entry]:
-    """Keys, metrics and parts that contain all words; those whose names contain them come first."""
+    """Keys, presets, parts and metrics that contain all words; those whose names contain them come first."""
     metrics = [(metric.name, metric.definition) for metric in METRICS.values()]
     parts = [
         (part.name, f"{registry.kind}: {part.title}")
         for registry in _registries()
         for part in registry.parts()
     ]
-    all_names = [*((row.key, row.meaning) for row in key_rows()), *metrics, *parts]
+    presets = [(each.name, f"preset: {each.description}") for each in all_presets().values()]
+    all_names = [*((row.key, row.meaning) for row in key_rows()), *presets, *parts, *metrics]
     wanted = words.lower().split()
     found = [
         {"name": name, "meaning": meaning.partition(". ")[0].rstrip(".")}

@@ -202,6 +202,7 @@ def test_explain_searches_and_lists_the_sections(capsys: Capture, tmp_path: Path
     assert names("adapter", "Directory") == ["model.lora_adapter_path"]
     assert "rollout_corr/rollout_rs_masked_fraction" in names("masked")
     assert "vespo" in names("vespo")
+    assert "1gpu-lora" in found
     assert run(["explain", "lora", "-o", str(tmp_path / "x.txt")]) == 0
     assert "model.lora_rank" in (tmp_path / "x.txt").read_text()
 

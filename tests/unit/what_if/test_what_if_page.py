@@ -60,7 +60,11 @@ def test_on_the_page_of_a_run_it_fits_a_telephone_too(
     page = opened(written(tmp_path / "page.html", run_page([a_run(tmp_path / "a")])))
     page.set_viewport_size({"width": 400, "height": 800})
     assert page.locator("h1").all_inner_texts() == ["What if: a"]
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    for _ in range(100):  # plots follow the width with a delay
+        if fits := page.evaluate("document.documentElement.scrollWidth <= innerWidth"):
+            break
+        page.wait_for_timeout(50)
+    assert fits
     for column in (0, 1, 2):  # the setting, its error and the interval can be seen without scrolling
         cell = page.locator(f".what-if tbody tr:first-child td >> nth={column}").bounding_box()
         assert cell["x"] + cell["width"] <= 400

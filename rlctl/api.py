@@ -399,11 +399,9 @@ class CorrectedBatch:
     metrics: dict[str, float]
 
     def __repr__(self) -> str:
-        shape = " × ".join(map(str, self.weights.shape))
-        names = ("rollout_is_eff_sample_size", "rollout_rs_masked_fraction", "kl")
-        found = {name: self.metrics.get(f"rollout_corr/{name}") for name in names}
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items() if value is not None)
-        return f"CorrectedBatch(weights and keep_mask of {shape}; {shown}; {len(self.metrics)} metrics)"
+        shape, metrics = " × ".join(map(str, self.weights.shape)), self.metrics
+        ess = metrics.get("rollout_corr/rollout_is_eff_sample_size", 1.0)
+        return f"CorrectedBatch({shape} tokens, ESS {ess:.4g}, {len(metrics)} metrics)"
 
 
 class CorrectOptions(TypedDict, total=False):

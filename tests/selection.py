@@ -82,6 +82,9 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
         "unit/engine/test_critic.py": ("test_values_and_gradient_by_definition",),
         "integration/test_model_families.py": ("test_every_family_has_its_architecture_here",),
     },
+    "installation with pip, and other Python versions": {
+        "unit/test_installation.py": ("test_installed_it_runs_and_uninstalled_it_leaves_nothing",),
+    },
     "documents as written: commands of the pages, examples": {
         "integration/test_pages.py": ("test_commands_are_in_blocks_of_bash",),
         "integration/test_examples.py": ("test_a_run_with_parts_from_files",),

@@ -31,6 +31,10 @@ output_option = partial(typer.Option, "--output", "-o", "--out")
 Format = Annotated[
     Literal["text", "json"], typer.Option("--format", help="How to print the result; --json: as JSON.")
 ]
+#: Option of commands whose results can also be a page.
+PageFormat = Annotated[
+    Literal["text", "json", "html"], typer.Option("--format", help="Text, JSON, or a self-contained page.")
+]
 #: Option of every command that writes a report.
 Out = Annotated[
     Path | None, output_option(metavar="FILE", help="Write there.", show_default="standard output")
@@ -112,16 +116,14 @@ class SpecCommand(Command):
 
             name = option.lstrip("-").replace("-", "_")
             is_key = any(f".{key}".endswith(f".{name}") for key in known_leaves())
-            advice = advice_for(name) if is_key or not error.possibilities else None
-            if advice is None:
+            if (error.possibilities and not is_key) or not (advice := advice_for(name)):
                 raise
-            _, _, after = " ".join([*args, ""]).partition(option)
-            value = re.match(r"[= ]?([^\s-]\S*)?", after)
-            filled = value[1] if value and value[1] else "VALUE"
-            fix = re.sub(r"`([a-z_.]+)`", lambda key: f"`{key[1]}={filled}`", advice, count=1)
-            raise UsageError(
-                f"no such option: {option}", fix=f"{fix} Keys of the spec take no dashes"
-            ) from None
+            after = " ".join([*args, ""]).partition(option)[2]
+            value = re.match(r"[= ]?([^\s-]\S*)", after)
+            given = value[1] if value else "VALUE"
+            fix = re.sub("`([a-z_.]+)`", lambda key: f"`{key[1]}={given}`", advice, count=1)
+            what = f"no such option: {option}"
+            raise UsageError(what, fix=f"{fix} Keys of the spec take no dashes") from None
 
 
 class Group(_Help, TyperGroup):
@@ -213,11 +215,6 @@ def as_json(document: object) -> str:
     """
     only_json = json.loads(json.dumps(document, default=str), parse_constant=str)
     return json.dumps(only_json, indent=2) + "\n"
-
-
-def print_json(document: object) -> None:
-    """Prints a document as JSON to standard output."""
-    echo(as_json(document), nl=False)
 
 
 def complete_preset(incomplete: str) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rlctl.cli.command import Format, echo, output_option, print_json
+from rlctl.cli.command import Format, as_json, echo, output_option
 from rlctl.errors import UsageError
 
 
@@ -58,7 +58,7 @@ def import_config(
     if output is not None:
         write_file(output, text)
     if output_format == "json":
-        print_json(conversion_report.document(result, text))
+        echo(as_json(conversion_report.document(result, text)), nl=False)
         return
     echo(f"{result.table.title}, {conversion_report.summary(result)}")
     for heading, below in conversion_report.sections(result):

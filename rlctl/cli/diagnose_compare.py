@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from rlctl.cli.command import Out, run_path
+from rlctl.cli.command import Out, PageFormat, run_path
 from rlctl.cli.diagnose import read_all
 from rlctl.errors import UsageError
 
@@ -19,10 +19,7 @@ def compare(
         typer.Argument(metavar="RUN_A", parser=run_path, help="A run directory or log, of any framework."),
     ],
     b: Annotated[Path, typer.Argument(metavar="RUN_B", parser=run_path, help="Another.")],
-    output_format: Annotated[
-        Literal["text", "json", "html"],
-        typer.Option("--format", help="Text, JSON, or a page with the plots of both runs."),
-    ] = "text",
+    output_format: PageFormat = "text",
     out: Out = None,
 ) -> None:
     """Report what differs between two runs' specs and metrics, and since which step.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.command import Out
+from rlctl.cli.command import Out, PageFormat
 from rlctl.errors import UsageError, visible
 
 if TYPE_CHECKING:
@@ -27,10 +27,7 @@ def compare(
         str | None,
         typer.Option(metavar="K,…", help="The k of pass@k.", show_default="1,4,8, up to the smaller n"),
     ] = None,
-    output_format: Annotated[
-        Literal["text", "json", "html"],
-        typer.Option("--format", help="Text, JSON, or a self-contained HTML page."),
-    ] = "text",
+    output_format: PageFormat = "text",
     out: Out = None,
 ) -> None:
     """Compare two evaluations, question by question.
@@ -76,14 +73,14 @@ def _print(report: CompareReport, console: Console) -> None:
     if counts := flipped_counts(report):
         console.print(Text(f"\n{counts}", style="bold"))
     for one in report.flipped:
-        lines = {"question": one.question, "expected": one.ground_truth}
-        lines |= {
-            f"{side}, {'right' if side == one.right_in else 'wrong'}": said
-            for side, said in (("A", one.a_response), ("B", one.b_response))
-        }
         console.print()
-        for name, text in lines.items():
-            console.print(Text.assemble((f"  {name:<9} ", "dim"), _end(text)), soft_wrap=True)
+        for name, text in (
+            ("question", one.question),
+            ("expected", one.ground_truth),
+            ("A, right" if one.right_in == "A" else "A, wrong", one.a_response),
+            ("B, right" if one.right_in == "B" else "B, wrong", one.b_response),
+        ):
+            console.print(Text.assemble((f"  {name}  ", "dim"), _end(text)), soft_wrap=True)
     if report.warnings:
         console.print()
     for warning in report.warnings:

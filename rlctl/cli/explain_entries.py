@@ -12,7 +12,7 @@ from rlctl.metric_names import METRICS, describe
 from rlctl.registry import REJECTION_CRITERIA, Registry
 from rlctl.spec.explain import criterion_bands
 from rlctl.spec.key_table import key_rows
-from rlctl.spec.keys import advice_for, closest, did_you_mean, known_leaves, known_sections
+from rlctl.spec.keys import advice_for, did_you_mean, known_leaves, known_sections
 from rlctl.spec.resolve import criteria_names
 from rlctl.spec.sources import all_presets, read_yaml_file
 
@@ -39,14 +39,15 @@ def entries_of(name: str | None) -> list[Entry]:
 
 
 def _mentions(words: str) -> list[Entry]:
-    """Keys, metrics and parts that contain all words; those whose names contain them come first."""
+    """Keys, presets, parts and metrics that contain all words; those whose names contain them come first."""
     metrics = [(metric.name, metric.definition) for metric in METRICS.values()]
     parts = [
         (part.name, f"{registry.kind}: {part.title}")
         for registry in _registries()
         for part in registry.parts()
     ]
-    all_names = [*((row.key, row.meaning) for row in key_rows()), *metrics, *parts]
+    presets = [(each.name, f"preset: {each.description}") for each in all_presets().values()]
+    all_names = [*((row.key, row.meaning) for row in key_rows()), *presets, *parts, *metrics]
     wanted = words.lower().split()
     found = [
         {"name": name, "meaning": meaning.partition(". ")[0].rstrip(".")}
@@ -108,11 +109,7 @@ def _registries() -> list[Registry]:
 
 def _nearest(name: str) -> str | None:
     """Suggestion for an unknown name."""
-    if "/" in name:
-        return did_you_mean(name, METRICS, "docs/reference/metrics.md lists all metrics")
     parts = [*criteria_names(), *(part for registry in _registries() for part in registry)]
-    if near := did_you_mean(name, [*known_sections(), *parts], cutoff=0.8) or advice_for(name):
-        return near
-    by_end = {metric.rpartition("/")[2]: metric for metric in METRICS}
-    end = closest(name, by_end)
-    return f"did you mean `{by_end[end]}`?" if end else "`rlctl explain --format markdown` lists every key"
+    names = METRICS if "/" in name else [*known_sections(), *parts]
+    near = did_you_mean(name, names, cutoff=0.8) or advice_for(name)
+    return near or did_you_mean(name, METRICS, "`rlctl explain --format markdown` lists every key")

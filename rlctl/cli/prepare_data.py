@@ -200,7 +200,7 @@ def parquet(
     from dataclasses import asdict
 
     from rlctl.cli.output import write_report
-    from rlctl.cli.prepare_data_output import print_lines, show_progress, summary_lines
+    from rlctl.cli.prepare_data_output import print_summary, show_progress
     from rlctl.prepare.pipeline import prepare
     from rlctl.prepare.recipes import Recipe
 
@@ -226,10 +226,8 @@ def parquet(
     )
     with show_progress() as progress:
         summary = prepare(asked, progress)
-    lines = summary_lines(asked, summary)
-    write_report(
-        output_format, None, partial(print_lines, lines=lines), lambda: asdict(summary) | {"out": str(out)}
-    )
+    text = partial(print_summary, request=asked, summary=summary)
+    write_report(output_format, None, text, lambda: asdict(summary) | {"out": str(out)})
 
 
 @app.command()

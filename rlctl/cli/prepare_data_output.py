@@ -58,8 +58,8 @@ def show_progress() -> Iterator[Progress]:
         yield _Bar(bar)
 
 
-def summary_lines(request: PrepareRequest, summary: PrepareSummary) -> list[str]:
-    """Lines with the results, the findings, and the next command to run."""
+def print_summary(console: Console, request: PrepareRequest, summary: PrepareSummary) -> None:
+    """Prints the results, the findings, and the next command to run."""
     out = request.out
     result = [
         f"{'unchanged' if summary.unchanged else 'wrote'} {out} (recipe {summary.recipe})",
@@ -79,7 +79,8 @@ def summary_lines(request: PrepareRequest, summary: PrepareSummary) -> list[str]
         DataFinding(**entry | {"examples": tuple(entry["examples"])}) for entry in summary.report["findings"]
     ]
     result += [f"  {line}" for line in lines(found)]
-    return [*result, *_next(request, summary)]
+    for line in [*result, *_next(request, summary)]:
+        console.print(Text(visible(line, keep="")), soft_wrap=True)
 
 
 def comparison_lines(comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -149,12 +150,6 @@ def print_rows(console: Console, rows: Sequence[RenderedRow], lengths: Histogram
     console.print(Rule(Text(f"prompt lengths in {lengths.unit}")))
     for line in _histogram(lengths):
         console.print(Text(line))
-
-
-def print_lines(console: Console, lines: Sequence[str]) -> None:
-    """Prints lines, which may be longer than the terminal is wide."""
-    for line in lines:
-        console.print(Text(visible(line, keep="")), soft_wrap=True)
 
 
 def print_check(console: Console, report: CheckReport) -> None:

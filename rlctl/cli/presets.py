@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from rlctl.cli.command import Format, Out, complete_preset, echo
+from rlctl.cli.command import Format, Out, complete_preset
 from rlctl.errors import UsageError
 
-if TYPE_CHECKING:
-    from rlctl.spec.sources import Preset
-
-app = typer.Typer(help="The shipped presets: list, read, compare and copy them.", no_args_is_help=True)
-
-Name = Annotated[
-    str,
-    typer.Argument(metavar="NAME", help="A preset, for example rloo-seq-is.", autocompletion=complete_preset),
-]
+app = typer.Typer(help="The shipped presets: list, read, copy and compare them.", no_args_is_help=True)
 
 
 @app.command("list")
@@ -51,14 +42,30 @@ def list_presets(output_format: Format = "text", out: Out = None) -> None:
 
 
 @app.command()
-def show(name: Name) -> None:
-    """Print a preset's file with its comments.
+def show(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="A preset, for example rloo-seq-is.", autocompletion=complete_preset
+        ),
+    ],
+    out: Out = None,
+) -> None:
+    """Print a preset's file with its comments, or copy it to edit it.
 
     rlctl presets show rloo-seq-is
 
-    rlctl presets show 8gpu
+    rlctl presets show rloo-seq-is --output my-run.yaml && rlctl train my-run.yaml
     """
-    echo(_preset(name).path.read_text(encoding="utf-8").rstrip())
+    from rlctl.cli.output import write_out
+    from rlctl.spec.keys import did_you_mean
+    from rlctl.spec.sources import all_presets
+
+    preset = all_presets().get(name)
+    if preset is None:
+        fix = did_you_mean(name, all_presets(), "see `rlctl presets list`", cutoff=0.4)
+        raise UsageError(f"no such preset: {name}", fix=fix)
+    write_out(preset.path.read_text(encoding="utf-8"), out)
 
 
 @app.command()
@@ -87,37 +94,3 @@ def diff(
     rows = rows or [("", "the same spec", "the same spec")]
     text = partial(print_table, headings=("key", first, second), rows=rows)
     write_report(output_format, out, text, lambda: differing)
-
-
-@app.command()
-def copy(
-    name: Name,
-    destination: Annotated[
-        Path, typer.Argument(metavar="DEST", help="A file, or a directory to put it in.")
-    ] = Path(),
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
-) -> None:
-    """Copy a preset to edit it.
-
-    rlctl presets copy rloo-seq-is
-
-    rlctl presets copy rloo-seq-is my-run.yaml && rlctl train --spec my-run.yaml
-    """
-    from rlctl.cli.output import check_new, write_file
-
-    preset = _preset(name)
-    target = destination / preset.path.name if destination.is_dir() else destination
-    check_new(target, force=force)
-    write_file(target, preset.path.read_text(encoding="utf-8"))
-    echo(f"{target} written; run it with: rlctl train --spec {target}")
-
-
-def _preset(name: str) -> Preset:
-    from rlctl.spec.keys import did_you_mean
-    from rlctl.spec.sources import all_presets
-
-    preset = all_presets().get(name)
-    if preset is None:
-        fix = did_you_mean(name, all_presets(), "see `rlctl presets list`", cutoff=0.4)
-        raise UsageError(f"no such preset: {name}", fix=fix)
-    return preset

@@ -45,12 +45,14 @@ def runs(
 
     if not root.is_dir():
         raise UsageError("no such directory", where=str(root), fix="name the directory that holds the runs")
-    found = find_runs(root)[-count if count else 0 :]
-    text = partial(_print_runs, found=found, root=root)
+    everything = find_runs(root)
+    found = everything[-count if count else 0 :]
+    names = Counter(run.path.name for run in everything)
+    text = partial(_print_runs, found=found, root=root, names=names)
     write_report(output_format, out, text, lambda: [asdict(run) for run in found])
 
 
-def _print_runs(console: Console, found: list[RunState], root: Path) -> None:
+def _print_runs(console: Console, found: list[RunState], root: Path, names: Counter[str]) -> None:
     from rich.text import Text
 
     from rlctl.text_table import print_table
@@ -59,7 +61,6 @@ def _print_runs(console: Console, found: list[RunState], root: Path) -> None:
         console.print(f"No runs below {root}. `rlctl train --preset rloo-seq-is` starts one.", markup=False)
         return
     rows, reasons = [], []
-    names = Counter(run.path.name for run in found)
     for run in found:
         is_short = root == RUNS and names[run.path.name] == 1
         name = run.path.name if is_short else str(run.path)

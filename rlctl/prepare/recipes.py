@@ -311,18 +311,15 @@ class Recipe:
 
     def options_for(self, columns: Iterable[str]) -> str:
         """Options that name the columns of question and answer, if `columns` has others of usual names."""
-        by_lower = {column.strip().lower(): column for column in columns}
-        found = []
-        for key, usual, option in (
-            (self.prompt_key, _USUAL_PROMPTS, "--prompt-key"),
-            (self.answer_key, _USUAL_ANSWERS, "--answer-key"),
-        ):
-            column = next((by_lower[name] for name in usual if name in by_lower), None)
-            if column is None:
-                return ""
-            if column not in (key or "").split("|"):
-                found.append(f"{option} {shlex.quote(column)}")
-        return " ".join(found)
+        lower = {column.strip().lower(): column for column in columns}
+        given = {*f"{self.prompt_key}|{self.answer_key}".split("|")}
+        found = {
+            option: lower[name]
+            for option, usual in {"--answer-key": _USUAL_ANSWERS, "--prompt-key": _USUAL_PROMPTS}.items()
+            if (name := next(filter(lower.get, usual), None))
+        }
+        is_new = len(found) == 2 and not given.issuperset(found.values())
+        return " ".join(f"{option} {shlex.quote(column)}" for option, column in found.items() if is_new)
 
     def to_row(self, values: Mapping[str, Any], source: str, index: int) -> Row:
         """Converts a record of a file, for `source` see `Source.name`, to a row; `self` must be resolved.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -229,6 +230,23 @@ def test_a_bug_is_two_lines_and_a_file(monkeypatch, capsys):
     path.unlink()
 
 
+def test_the_hub_prints_no_retries():
+    """Its library logs each retry as a warning; the error at the end says what failed."""
+    program = """
+from rlctl.cli import app
+
+def level(_words):
+    from huggingface_hub.utils import logging
+    return logging.get_verbosity()
+
+app.run = level
+app.main()
+"""
+    env = {name: value for name, value in os.environ.items() if name != "HF_HUB_VERBOSITY"}
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, env=env)
+    assert done.returncode == logging.ERROR
+
+
 def test_closed_streams_are_no_bug():
     """A dry run needs none of them; and no file it opens may take their number."""
     command = f"'{sys.executable}' -m rlctl train --dry-run <&- >&- 2>&-"
@@ -407,11 +425,9 @@ def test_presets_are_listed_shown_compared_and_copied(capsys, tmp_path):
     assert run(["presets", "diff", "rloo-seq-is", "rloo-seq-is"]) == 0
     assert run(["presets", "diff", "llama3-8b", "mistral-7b"]) == 0
     assert "mistralai/Mistral-7B-Instruct-v0.3" in capsys.readouterr().out
-    assert run(["presets", "copy", "rloo-seq-is", str(tmp_path)]) == 0
     copied = tmp_path / "rloo-seq-is.yaml"
-    assert run(["presets", "copy", "rloo-seq-is", str(copied)]) == 2
-    assert run(["presets", "copy", "rloo-seq-is", str(copied), "--force"]) == 0
-    assert run(["presets", "copy", "rloo-seq-is", str(tmp_path / "no" / "x.yaml")]) == 2
+    assert run(["presets", "show", "rloo-seq-is", "-o", str(copied)]) == 0
+    assert run(["presets", "show", "rloo-seq-is", "-o", str(tmp_path / "no" / "x.yaml")]) == 2
     assert run(["train", "--spec", str(copied), "--dry-run"]) == 0
 
 

@@ -45,7 +45,7 @@ def test_columns_of_other_spelling_get_the_ready_command(tmp_path, capsys):
     file.write_text("Question,Answer\nWhat is 1+1?,2\nWhat is 2+2?,4\n")
     assert prepare(file, "--out", out) == 2
     (fix,) = re.findall(r"fix  (rlctl .*)", capsys.readouterr().err)
-    assert fix.endswith("--prompt-key Question --answer-key Answer")
+    assert fix.endswith("--answer-key Answer --prompt-key Question")
     assert run(shlex.split(fix)[1:]) == 0
     file.write_text("Frage,Antwort\nWhat is 1+1?,2\n")
     assert prepare(file, "--out", out, "--overwrite") == 2

@@ -49,8 +49,9 @@ def test_weights_are_the_formula() -> None:
     assert not found.weights.requires_grad
     assert 0 < found.metrics["rollout_corr/rollout_is_raw_eff_sample_size"] < 1
     shape = " × ".join(map(str, found.weights.shape))
-    assert repr(found).startswith(f"CorrectedBatch(weights and keep_mask of {shape}; rollout_is_eff")
-    assert len(repr(found)) < 200
+    ess = found.metrics["rollout_corr/rollout_is_eff_sample_size"]
+    assert repr(found).startswith(f"CorrectedBatch({shape} tokens, ESS {ess:.4g}, ")
+    assert len(repr(found)) < 80
 
 
 @pytest.mark.parametrize("rejects", [{}, {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.25"}])

@@ -426,13 +426,11 @@ class Placement:
 
     def _sequences_at_once(self) -> float | None:
         """Sequences of full length that fit into an engine's cache; None: the cache has no fixed size."""
-        shape, spec = self.size.shape, self.spec
-        [cache] = [part.num_bytes for part in self.gpu_parts if part.name == "key-value cache"] or [None]
-        if not (shape and cache and spec.rollout_engine.forms_batches):
+        if not self.spec.rollout_engine.forms_batches:
             return None
-        length = spec.data.max_prompt_length + spec.data.max_response_length
-        keys = max(shape.keys // self.shared, shape.head_dim)
-        return cache / (2 * shape.layers * keys * length * self.sampling_width)
+        both = (*self.gpu_parts, *memory_parts(self.spec, self.size))  # on an unknown GPU: of one sequence
+        cache, one = [part.num_bytes for part in both if part.name == "key-value cache"] or [None, None]
+        return cache / one if cache and one else None
 
     # --- resources that do not suffice ------------------------------------------------------------
 

@@ -180,11 +180,10 @@ class Renderer:
         if not now.startswith(start):
             return None
         rest, content = now[len(start) :], self._hidden(reply.content, is_written=True)
-        if not rest.startswith(content):
-            content = next(iter(re.findall(_spaced(content), rest)), None)
-            if content is None:
-                return None
-        rest = rest[len(content) :]
+        length = len(content) if rest.startswith(content) else _length_in(rest, content)
+        if length is None:
+            return None
+        rest = rest[length:]
         if reply.end and rest.lstrip().startswith(reply.end):
             rest = rest.partition(reply.end)[2]
         elif reply.end and (other := self._any_special.match(rest.lstrip())) and other[0] in self._special:
@@ -207,15 +206,22 @@ def _untemplated(previous: Message | None, message: Message) -> str:
     return ("\n\n" if is_apart else "") + str(message["content"])
 
 
-def _spaced(text: str) -> str:
-    """A pattern for the text at the start of another one, with any white space between its words."""
-    return r"\A" + r"\s*".join(["", *map(re.escape, text.split())])
+def _length_in(text: str, start: str) -> int | None:
+    """Length of the beginning of a text that is `start` but for white space; None if it is not."""
+    place = 0
+    for char in "".join(start.split()):
+        while text[place : place + 1].isspace():
+            place += 1
+        if text[place : place + 1] != char:
+            return None
+        place += 1
+    return place
 
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?(?:</parameter>|\Z)", re.DOTALL)
-_GLM = re.compile(r"\s*([^\s<{]+)\s*((?:<arg_key>.*)?)\Z", re.DOTALL)
+_GLM = re.compile(r"\s*([\w.-]+)\s*((?:<arg_key>.*)?)\Z", re.DOTALL)
 _GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _DEEPSEEK = re.compile(
     r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^\n<]+?)(?:<｜tool▁sep｜>|\n)"

@@ -7,7 +7,7 @@ or function as it is. Does not import torch, because the spec reads names.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -55,17 +55,26 @@ class EpisodeSource:
 
     Args:
         context_length: most tokens of a sequence.
+        chat_template_kwargs: further arguments of the chat template.
     """
 
-    def __init__(self, spec: EnvironmentSpec, tokenizer: Any, context_length: int) -> None:
+    def __init__(
+        self,
+        spec: EnvironmentSpec,
+        tokenizer: Any,
+        context_length: int,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self.spec, self._tokenizer, self._context_length = spec, tokenizer, context_length
+        self._template_kwargs = chat_template_kwargs or {}
         self._built: dict[str, Environment] = {}
 
     @classmethod
     def of(cls, spec: RunSpec, tokenizer: Any) -> EpisodeSource:
         """The environments of a run's spec."""
         lengths = spec.data.max_prompt_length + spec.data.max_response_length
-        return cls(spec.environment, tokenizer, spec.environment.context_length or lengths)
+        length = spec.environment.context_length or lengths
+        return cls(spec.environment, tokenizer, length, spec.data.chat_template_kwargs)
 
     def sample(
         self,
@@ -139,6 +148,7 @@ class EpisodeSource:
             fix = f"add it to environment.others, if this data may run it: [{', '.join(self.spec.others)}, …]"
             raise UsageError(what, where="environment.others", fix=fix)
         if name not in self._built:
-            context = EnvironmentContext(self.spec, self._tokenizer, sampling, self._context_length)
+            given = (self.spec, self._tokenizer, sampling, self._context_length)
+            context = EnvironmentContext(*given, chat_template_kwargs=self._template_kwargs)
             self._built[name] = build_environment(name, context)
         return self._built[name]

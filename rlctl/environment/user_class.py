@@ -72,7 +72,7 @@ class UserClass:
         self._names = {tool["function"]["name"] for tool in self._tools}
         self._responds, self._rewards = (callable(getattr(kind, x, None)) for x in ("respond", "get_reward"))
         self._wanted = inspect.signature(kind.reset).parameters  # type: ignore[attr-defined]
-        self._renderer = Renderer(context.tokenizer)
+        self._renderer = Renderer(context.tokenizer, context.chat_template_kwargs)
         self._instances = Instances(file, class_name, context.spec.variables)
 
     def close(self) -> None:

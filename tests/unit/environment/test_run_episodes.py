@@ -84,7 +84,7 @@ def test_a_turn_has_the_seed_of_its_group_member_and_number() -> None:
 
 @pytest.mark.parametrize("concurrency", [3, 4, 256])
 def test_in_lockstep_batches_do_not_depend_on_who_is_faster(concurrency: int) -> None:
-    """Episodes of unlike numbers of turns, in an environment of random speed; some fail or run out of time."""
+    """Episodes of unlike numbers of turns, in an environment of random speed; some fail or hang."""
 
     def batches(seed: int) -> tuple[list[list[int]], list[Episode]]:
         draw = random.Random(seed)

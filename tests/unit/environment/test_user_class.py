@@ -72,13 +72,8 @@ def call(name: str, **arguments: object) -> str:
 
 def outputs(episode) -> list[str]:
     """What the policy read after its turns."""
-    return [str(m["content"]) for m in episode.messages if m["role"] != "assistant"][
-        -episode_turns(episode) :
-    ]
-
-
-def episode_turns(episode) -> int:
-    return int(episode.metrics["num_turns"]) - 1
+    given = [str(message["content"]) for message in episode.messages if message["role"] != "assistant"]
+    return given[1 - int(episode.metrics["num_turns"]) :]
 
 
 @pytest.mark.parametrize(
@@ -135,6 +130,7 @@ def test_the_number_of_tool_calls_is_limited(tmp_path: Path) -> None:
 
 
 ROW = {"level": 3, "hint": "x"}
+PROMPT = [{"role": "user", "content": "go"}]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +141,7 @@ ROW = {"level": 3, "hint": "x"}
         ("hint, ground_truth", {"hint": "x", "ground_truth": "secret"}),
         (
             "**row",
-            {"level": 3, "hint": "x", "data_source": "mine", "prompt": [{"role": "user", "content": "go"}]},
+            {"level": 3, "hint": "x", "data_source": "mine", "prompt": PROMPT},
         ),
         ("level, **row", {"level": 3, "hint": "x", "data_source": "mine"}),
         ("", {}),
@@ -326,9 +322,7 @@ def test_a_tool_that_exits_or_returns_too_much_is_text_too(tmp_path: Path) -> No
         ("Game = 3", "Game"),
     ],
 )
-def test_a_class_that_cannot_be_used_is_refused_with_the_reason(
-    tmp_path: Path, code: str, named: str
-) -> None:
+def test_a_class_that_cannot_be_used_is_refused(tmp_path: Path, code: str, named: str) -> None:
     with pytest.raises((UsageError, ValueError), match=named):
         played(tmp_path, code, one_after_the_other("done"))
 

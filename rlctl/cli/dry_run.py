@@ -138,6 +138,8 @@ def _print_correction(spec: RunSpec, console: Console) -> None:
 
 def _print_reward(spec: RunSpec, console: Console) -> None:
     _print_title("Reward", console)
+    if spec.environment.name != "single_turn":
+        print_indented(Text.assemble((spec.environment.name, "bold"), "  its own reward, if any"), 2, console)
     for term in spec.reward.all_terms:
         shown = "your function"
         if not is_file_function(term.name):

@@ -46,6 +46,10 @@ def build_environment(name: str, context: EnvironmentContext) -> Environment:
         from rlctl.environment.user_class import UserClass
 
         return UserClass(part.name, part.function, context)
+    if inspect.iscoroutinefunction(part.function):
+        from rlctl.environment.agent_function import AgentFunction
+
+        return AgentFunction(part.name, part.function, context)
     what = "is neither a class, an async function nor a registered environment"
     raise UsageError(what, where=f"environment.name: {name}", fix="see docs/how-to/environments.md")
 

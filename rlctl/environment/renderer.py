@@ -47,6 +47,8 @@ class Renderer:
         self.tokenizer, self._kwargs = tokenizer, dict(kwargs or {})
         self._template = str(tokenizer.chat_template or "")
         self._reads_tools = re.search(r"\btools\b", self._template) is not None
+        #: whether the template shows the calls of a message's `tool_calls`
+        self.shows_calls = "tool_calls" in self._template
 
     @cached_property
     def tool_role(self) -> str:

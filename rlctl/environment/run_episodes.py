@@ -67,6 +67,7 @@ class Conductor:
         while True:
             await self._changed.wait()
             self._changed.clear()
+            self._waiting = [one for one in self._waiting if not one.turn.done()]  # of ended episodes
             if not self._waiting or (self._lockstep and len(self._waiting) < self.num_live):
                 continue
             batch = sorted(self._waiting, key=lambda one: one.key)

@@ -9,7 +9,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, Field
 
 from rlctl.errors import UsageError
 from rlctl.registry import ENVIRONMENTS
@@ -28,6 +31,26 @@ SINGLE_TURN = "single_turn"
 def single_turn(context: EnvironmentContext) -> Environment:
     """See `rlctl.environment.single_turn`, which samples a whole batch by one call of the engine."""
     raise AssertionError("EpisodeSource samples single turns itself")
+
+
+class TasksetParams(BaseModel):
+    """Parameters of the environment `verifiers`."""
+
+    taskset: str = Field(examples=["wiki_search"])
+    """Name of an installed taskset."""
+    config: dict[str, Any] = {}
+    """Further fields of its configuration."""
+
+
+@ENVIRONMENTS.register(label="A taskset of the package verifiers, if it is installed", params=TasksetParams)
+def verifiers(context: EnvironmentContext) -> Environment:
+    """See `rlctl.environment.verifiers`."""
+    if not find_spec("verifiers"):
+        fix = "pip install 'rlctl[verifiers]'"
+        raise UsageError("the package verifiers is not installed", where="environment.name", fix=fix)
+    from rlctl.environment.verifiers import Taskset
+
+    return Taskset(context.params.taskset, context.params.config, context)
 
 
 def build_environment(name: str, context: EnvironmentContext) -> Environment:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, Field
 
 from rlctl.errors import UsageError
 from rlctl.registry import ENVIRONMENTS
@@ -30,6 +33,26 @@ def single_turn(context: EnvironmentContext) -> Environment:
     raise AssertionError("EpisodeSource samples single turns itself")
 
 
+class TasksetParams(BaseModel):
+    """Parameters of the environment `verifiers`."""
+
+    taskset: str = Field(examples=["wiki_search"])
+    """Name of an installed taskset."""
+    config: dict[str, Any] = {}
+    """Further fields of its configuration."""
+
+
+@ENVIRONMENTS.register(label="A taskset of the package verifiers, if it is installed", params=TasksetParams)
+def verifiers(context: EnvironmentContext) -> Environment:
+    """See `rlctl.environment.verifiers`."""
+    if not find_spec("verifiers"):
+        fix = "pip install 'rlctl[verifiers]'"
+        raise UsageError("the package verifiers is not installed", where="environment.name", fix=fix)
+    from rlctl.environment.verifiers import Taskset
+
+    return Taskset(context.params.taskset, context.params.config, context)
+
+
 def build_environment(name: str, context: EnvironmentContext) -> Environment:
     """The environment of this name.
 
@@ -46,6 +69,10 @@ def build_environment(name: str, context: EnvironmentContext) -> Environment:
         from rlctl.environment.user_class import UserClass
 
         return UserClass(part.name, part.function, context)
+    if inspect.iscoroutinefunction(part.function):
+        from rlctl.environment.agent_function import AgentFunction
+
+        return AgentFunction(part.name, part.function, context)
     what = "is neither a class, an async function nor a registered environment"
     raise UsageError(what, where=f"environment.name: {name}", fix="see docs/how-to/environments.md")
 

@@ -100,7 +100,7 @@ class Instance:
         self.is_alive = True
 
     async def call(
-        self, method: str, arguments: Mapping[str, Any], *, timeout_s: float, most: int
+        self, method: str, arguments: Mapping[str, Any], *, timeout_s: float | None, most: int
     ) -> dict[str, Any]:
         """Calls a method: `text` of its result, `number` if it is one, or `error`; and whether it is `done`.
 

@@ -89,7 +89,7 @@ def _serve(channel: socket.socket, kind: Any) -> None:
         asked = json.loads(_receive(channel, length_of(_receive(channel, HEADER))))
         if instance is None:
             try:
-                instance = kind()
+                instance = kind() if inspect.isclass(kind) else kind  # an agent function
             except BaseException as error:
                 channel.sendall(frame({"error": f"{type(error).__name__}: {error}", "done": False}))
                 continue

@@ -83,7 +83,10 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
         "integration/test_model_families.py": ("test_every_family_has_its_architecture_here",),
     },
     "documents as written: commands of the pages, examples": {
-        "integration/test_pages.py": ("test_commands_are_in_blocks_of_bash",),
+        "integration/test_pages.py": (
+            "test_commands_are_in_blocks_of_bash",
+            "test_tests_that_reasons_name_exist",
+        ),
         "integration/test_examples.py": ("test_a_run_with_parts_from_files",),
     },
     "golden figures, benchmarks, faults planted in whole runs, the GPU check without a GPU": {

@@ -103,7 +103,9 @@ def _commands() -> str:
     from rlctl.cli.app import app
 
     command = get_command(app)
-    document = partial(get_docs_for_click, ctx=click.Context(command, info_name="rlctl"))
+    document = partial(
+        get_docs_for_click, ctx=click.Context(command, info_name="rlctl", **command.context_settings)
+    )
     text = document(obj=command, name="rlctl")
     for parent in command.commands.values():
         names = getattr(parent, "subcommands", ())

@@ -86,7 +86,10 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
         "unit/test_installation.py": ("test_installed_it_runs_and_uninstalled_it_leaves_nothing",),
     },
     "documents as written: commands of the pages, examples": {
-        "integration/test_pages.py": ("test_commands_are_in_blocks_of_bash",),
+        "integration/test_pages.py": (
+            "test_commands_are_in_blocks_of_bash",
+            "test_tests_that_reasons_name_exist",
+        ),
         "integration/test_examples.py": ("test_a_run_with_parts_from_files",),
     },
     "golden figures, benchmarks, faults planted in whole runs, the GPU check without a GPU": {

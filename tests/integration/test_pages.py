@@ -73,6 +73,13 @@ def test_commands_are_in_blocks_of_bash(page: Path) -> None:
     )
 
 
+def test_tests_that_reasons_name_exist() -> None:
+    reasons = [reason for page in PAGES for reason, _, _ in blocks(page)]
+    named = re.findall(r"tests/[\w/]+(?:\.py)?", " ".join(reasons))
+    assert len(named) > 5
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 @pytest.fixture(scope="module")
 def after_the_tutorials(
     tmp_path_factory: pytest.TempPathFactory, embedded_cache: Path, forked_commands: Path

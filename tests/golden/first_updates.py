@@ -48,7 +48,11 @@ def figures() -> dict[str, list[dict[str, float]]]:
             if case.correction["bypass_mode"]:
                 batch = replace(batch, old_log_probs=batch.rollout_log_probs)
             settings = settings_of(
-                case.correction, epochs=case.epochs, mini_rows=case.mini_rows, micro_sequences=4, **case.options
+                case.correction,
+                epochs=case.epochs,
+                mini_rows=case.mini_rows,
+                micro_sequences=4,
+                **case.options,
             )
             metrics = update(batch, engine, alone(), settings, lambda _: 0.05, 0).metrics
             found[name].append({key: metrics[key] for key in KEYS if key in metrics})

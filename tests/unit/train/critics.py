@@ -30,9 +30,7 @@ CASES = {
 }
 
 
-def settings_of(
-    name: str, *, micro_sequences: int = ROWS, micro_tokens: int | None = None
-) -> CriticSettings:
+def settings_of(name: str, *, micro_sequences: int = ROWS, micro_tokens: int | None = None) -> CriticSettings:
     agg_mode, epochs, mini = CASES[name]
     sizes = (mini, ROWS // mini, micro_sequences, micro_tokens)
     return CriticSettings(CLIP, agg_mode, "episode", HORIZON, epochs, *sizes)

@@ -32,9 +32,7 @@ def slow_loss(model, batch: TokenBatch, settings: UpdateSettings) -> Loss:
     olds, advantages, refs, rollouts = map(rows_of, columns)
     mask = rows_of(torch.ones_like(batch.turns, dtype=torch.bool), False)
     against = log_probs.detach() if settings.bypass else olds
-    known = reference(
-        against.tolist(), rollouts.tolist(), mask.tolist(), settings.rules, advantages.tolist()
-    )
+    known = reference(against.tolist(), rollouts.tolist(), mask.tolist(), settings.rules, advantages.tolist())
     after = settings.rules.loss_denominator == "after_rejection"
     applied = known.weights is not None and not (settings.bypass and settings.loss.name != "reinforce")
     sums: dict[str, list[Tensor]] = {"policy": [], "entropy": [], "kl": []}  # one per sequence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -70,12 +71,12 @@ def test_every_episode_once_and_within_the_limit(
     for given_first in (None, first):
         parts = micro_batches(batch, limit, limit if by_tokens else None, first=given_first)
         places = [part.tolist() for part in parts]
-        assert sorted(sum(places, [])) == list(range(len(sizes)))
+        assert sorted(chain.from_iterable(places)) == list(range(len(sizes)))
         assert all(part == sorted(part) for part in places)
         assert all(len(part) == 1 or sum(costs[x] for x in part) <= limit for part in places)
         if given_first is None:
-            assert sum(places, []) == list(range(len(sizes))), "siblings stay adjacent"
-            together = [sum(costs[x] for x in [*one, other[0]]) for one, other in zip(places, places[1:])]
+            assert list(chain.from_iterable(places)) == list(range(len(sizes))), "siblings stay adjacent"
+            together = [sum(costs[x] for x in [*one, other[0]]) for one, other in pairwise(places)]
             assert all(cost > limit for cost in together), "no pass could have taken the next episode"
         else:
             kinds = [{bool(first[x]) for x in part} for part in places]

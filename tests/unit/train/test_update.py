@@ -438,9 +438,7 @@ class NaNPolicy(PlainEngine):
     def policy(self, inputs, **options):
         output = super().policy(inputs, **options)
         lengths = inputs.lengths.tolist()
-        is_bad = [
-            any(torch.equal(ids, bad) for bad in self.bad) for ids in inputs.token_ids.split(lengths)
-        ]
+        is_bad = [any(torch.equal(ids, bad) for bad in self.bad) for ids in inputs.token_ids.split(lengths)]
         there = Segments(inputs.lengths).spread(torch.tensor(is_bad))[inputs.scored]
         return replace(output, log_probs=torch.where(there, math.nan, 1.0) * output.log_probs)
 

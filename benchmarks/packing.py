@@ -118,14 +118,14 @@ def measure(kind: str, options: argparse.Namespace, actor: DeepSpeedEngine) -> d
     }
     layouts: dict[str, str] = {}
     for _ in range(options.rounds):
-        for cut, padded in seconds:
+        for (cut, padded), times in seconds.items():
             reader.packs = supported and not padded
             start = time.process_time()
             updated = update(batch, actor, actor.ranks, cuts[cut], lambda _: 1e-6, 0)
-            seconds[cut, padded].append(time.process_time() - start)
+            times.append(time.process_time() - start)
             layouts[cut] = layouts[cut] if padded else updated.layout
     reader.packs = supported
-    found: dict[str, Any] = {"tokens": len(batch.token_ids)}
+    found: dict[str, Any] = {"num_tokens": len(batch.token_ids)}
     for cut, settings in cuts.items():
         found[cut] = {
             "cpu_s": statistics.median(seconds[cut, False]),
@@ -154,7 +154,7 @@ def main() -> None:
             x = found[cut]
             figures = f"{x['cpu_s']:10.3f}{x['padded_cpu_s']:10.3f}{x['passes']:10}"
             print(f"{kind:>14}{cut:>12}{figures}  {x['layout']}")
-        print(f"{'':>14}{'':>12} speed × {found['speed']:.2f}; tokens {found['tokens']}", flush=True)
+        print(f"{'':>14}{'':>12} speed × {found['speed']:.2f}; tokens {found['num_tokens']}", flush=True)
     leave_ranks()
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")

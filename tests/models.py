@@ -120,7 +120,9 @@ def multimodal_config(config_class: type, shape: dict[str, Any]) -> Any:
     )
 
 
-def naive_log_probs(model, batch: TokenBatch | ModelInputs, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def naive_log_probs(
+    model, batch: TokenBatch | ModelInputs, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Log-probs and entropy (M,) from the full logits of each sequence by itself, with a float64 softmax."""
     inputs = batch.inputs if isinstance(batch, TokenBatch) else batch
     lengths, found = inputs.lengths.tolist(), []

@@ -202,7 +202,7 @@ def _evaluated(
     if part.unit == "token":
         registry.check_returned(f"{name} (unit='token')", values, tuple(log_ratio.token.shape))
         return values
-    lengths = rules.segments(log_ratio.units, part.unit).lengths
+    lengths: Tensor = rules.segments(log_ratio.units, part.unit).lengths
     registry.check_returned(f"{name} (unit={part.unit!r})", values, tuple(lengths.shape))
     return torch.where(lengths > 0, values.double(), 0.0)
 

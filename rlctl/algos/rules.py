@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
-
-if TYPE_CHECKING:
-    from rlctl.algos.segments import Segments, Units
 
 #: Log-ratios, and sums of them, are clamped to ±this before `exp`.
 LOG_RATIO_CLAMP = 20.0
@@ -225,8 +222,8 @@ class CorrectionRules:
     loss_denominator: LossDenominator = "before_rejection"
     unit: ResponseUnit = "episode"  # what is one response where a rule speaks of a sequence
 
-    def segments(self, units: Units, level: str) -> Segments:
-        """The segments of a level `turn`, `sequence` (a response) or `episode`."""
+    def segments(self, units: Any, level: str) -> Any:
+        """The `Segments` of a level `turn`, `sequence` (a response) or `episode`, of `Units`."""
         return units.of(self.unit if level == "sequence" else level)
 
     @property

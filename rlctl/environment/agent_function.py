@@ -61,7 +61,8 @@ class AgentFunction:
                 given["ground_truth"] = task.ground_truth
             call = asyncio.ensure_future(instance.call("__call__", given, timeout_s=None, most=1000))
             try:
-                await asyncio.wait([call, chat.failed], return_when=asyncio.FIRST_COMPLETED)
+                ends: list[asyncio.Future[Any]] = [call, chat.failed]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if chat.failed.done():
                     chat.failed.result()
                 returned = call.result()

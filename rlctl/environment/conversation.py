@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlctl.environment.renderer import Message, Renderer, ToolCall, parse_calls
+from rlctl.environment.renderer import Message, Renderer, ToolCall, WrittenReply, parse_calls
 
 if TYPE_CHECKING:
     from rlctl.batch import Task, Turn
     from rlctl.environment.protocol import Sampler
+
+#: Tokens before a reply that show whether the template opened thoughts.
+_LAST_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Conversation:
 
     Args:
         tools: schemas of the tools, as chat completions take them.
-        more: text appended to the task's last message.
+        more: text appended to the task's last message of the user.
 
     Attributes:
         messages: the task's messages, replies, and what `add` appended.
@@ -52,14 +55,13 @@ class Conversation:
         self._renderer, self._sampler, self._tools = renderer, sampler, tools
         self.messages: list[Message] = [dict(message) for message in task.messages]
         if more:
-            last = self.messages[-1]
-            self.messages[-1] = last | {"content": f"{last['content']}{more}"}
+            self._append_to_user(more)
         is_as_given = not tools and not more
         self._next = (
             list(task.prompt_ids) if is_as_given else renderer.encode(renderer.text(self.messages, tools))
         )
-        #: the last turn: the messages and tokens that it read, and its own tokens
-        self._last: tuple[list[Message], list[int], list[int]] | None = None
+        #: the last turn: the messages that it answered, the tokens so far, its own among them, and the reply
+        self._last: tuple[list[Message], list[int], WrittenReply] | None = None
 
     async def reply(self) -> Reply:
         """The policy's next turn, which becomes a message.
@@ -70,29 +72,63 @@ class Conversation:
         before, read = list(self.messages), self._context()
         turn = await self._sampler.sample(read)
         sampled = turn.token_ids.tolist()
-        self._last = (before, read, sampled)
-        content = self._text(turn, sampled)
-        calls, problem = parse_calls(content) if self._tools else ([], "")
+        written = self._written(turn, sampled)
+        self._last = (before, [*read, *sampled], written)
         # As it was written: a template that renders calls anew would not keep the sampled tokens.
-        self.messages.append({"role": "assistant", "content": content})
-        return Reply(content, calls, problem, turn.finish_reason == "length")
+        message = {"role": "assistant", "content": written.content}
+        if before and before[-1]["role"] == "assistant":  # the reply continues it
+            message = {**before[-1], "content": f"{before[-1]['content']}{written.content}"}
+            self.messages.pop()
+        self.messages.append(message)
+        calls, problem = self._calls(read, written.content) if self._tools else ([], "")
+        return Reply(written.content, calls, problem, turn.finish_reason == "length")
 
     def add(self, role: str, content: str, **more: Any) -> None:
-        """Appends a message that the policy reads before its next turn."""
-        self.messages.append({"role": role, "content": content, **more})
+        """Appends a message that the policy reads before its next turn.
+
+        Two messages of the user become one, because many templates refuse them.
+        """
+        message = {"role": role, "content": content, **more}
+        message = {key: _encodable(value) for key, value in message.items()}
+        if role == "user" and self.messages and self.messages[-1]["role"] == "user":
+            last = self.messages.pop()
+            message = {**last, "content": f"{last['content']}\n\n{message['content']}"}
+        self.messages.append(message)
+
+    def _append_to_user(self, more: str) -> None:
+        places = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        if not places:
+            self.add("user", more)
+            return
+        last = self.messages[places[-1]]
+        self.messages[places[-1]] = {**last, "content": f"{last['content']}{_encodable(more)}"}
 
     def _context(self) -> list[int]:
         """The tokens that the next turn reads: those so far and what follows them, or a new rendering."""
         if self._last is None:
             return self._next
-        before, read, sampled = self._last
-        more = self._renderer.addition(before, sampled, self.messages, self._tools)
+        before, so_far, written = self._last
+        more = self._renderer.addition(before, written, self.messages, self._tools)
         if more is not None:
-            return [*read, *sampled, *more]
+            return [*so_far, *more]
         return self._renderer.encode(self._renderer.text(self.messages, self._tools))
 
-    def _text(self, turn: Turn, sampled: list[int]) -> str:
+    def _written(self, turn: Turn, sampled: list[int]) -> WrittenReply:
         from rlctl.environment.single_turn import decode
 
-        ids = sampled[:-1] if turn.finish_reason == "stop" else sampled
-        return decode(self._renderer.tokenizer, [ids])[0]
+        tokenizer, has_end = self._renderer.tokenizer, turn.finish_reason == "stop" and bool(sampled)
+        content = decode(tokenizer, [sampled[:-1] if has_end else sampled])[0]
+        end = tokenizer.decode(sampled[-1:]) if has_end else ""
+        return WrittenReply(content, end, sampled[-1] if sampled else None)
+
+    def _calls(self, read: list[int], content: str) -> tuple[list[ToolCall], str]:
+        """The calls after the reply's thoughts, which the template may have opened."""
+        from rlctl.reward.thoughts import without_thoughts
+
+        asked = self._renderer.tokenizer.decode(read[-_LAST_TOKENS:])
+        return parse_calls(without_thoughts(content, asked), self._tools)
+
+
+def _encodable(value: Any) -> Any:
+    """Text without lone surrogates, which cannot be encoded; JSON that the policy wrote may contain them."""
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value

@@ -81,7 +81,7 @@ class Environment(Protocol):
     """Turns tasks into episodes; several run at once in one thread, as coroutines."""
 
     async def run(self, task: Task, sampler: Sampler) -> Outcome:
-        """One episode. `LimitReached` may pass through: the episode then has no response and no reward.
+        """One episode. `LimitReached` may pass through: the episode then has no response and reward 0.
 
         Raises:
             EnvironmentFault: see there.
@@ -100,6 +100,7 @@ class EnvironmentContext:
         sampling: distribution of the turns; its `max_response_length` limits the tokens of a turn.
         context_length: most tokens of a sequence.
         params: `environment.params`, validated by the environment's parameter class; None: it has none.
+        chat_template_kwargs: further arguments of the chat template.
     """
 
     spec: EnvironmentSpec
@@ -107,3 +108,4 @@ class EnvironmentContext:
     sampling: Sampling
     context_length: int
     params: Any = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -13,9 +13,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from rlctl.environment.single_turn import LEFT_OUT
 from rlctl.errors import UsageError, first_line
 
 Message = dict[str, Any]
+
+#: First of the private characters that stand for special tokens.
+_PRIVATE = 0x100000
 
 _INSTRUCTIONS = """You may call these tools:
 {schemas}
@@ -36,137 +40,272 @@ class ToolCall:
         return {"id": f"call_{number}", "type": "function", "function": function}
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenReply:
+    """A reply as it was sampled.
+
+    Attributes:
+        content: its text, without the token that ended it.
+        end: text of the token that ended it; empty: it was cut.
+        last_token: its last token; None: it has none.
+    """
+
+    content: str
+    end: str = ""
+    last_token: int | None = None
+
+
 class Renderer:
     """Renders conversations for one tokenizer.
 
+    Text of special tokens in a message is data: it never becomes a control token. In rendered text a
+    private character stands for it until it is encoded.
+
     Args:
-        kwargs: further arguments of the chat template.
+        kwargs: further arguments of the chat template; those that are None are omitted.
     """
 
     def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> None:
-        self.tokenizer, self._kwargs = tokenizer, dict(kwargs or {})
+        self.tokenizer = tokenizer
+        self._kwargs = {name: value for name, value in (kwargs or {}).items() if value is not None}
         self._template = str(tokenizer.chat_template or "")
         self._reads_tools = re.search(r"\btools\b", self._template) is not None
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        self._special = {text: chr(_PRIVATE + i) for i, text in enumerate(sorted(filter(None, special)))}
+        # longest first; a character that would stand for a token in rendered text is replaced
+        texts = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
+        self._any_special = re.compile(f"{texts or '(?!)'}|[{chr(_PRIVATE)}-{chr(_PRIVATE + 0xFFFD)}]")
+        #: those that decoding a reply leaves out; others may be part of what the policy wrote
+        self._left_out = {getattr(tokenizer, f"{name}_token", None) for name in LEFT_OUT}
         #: whether the template shows the calls of a message's `tool_calls`
         self.shows_calls = "tool_calls" in self._template
 
     @cached_property
     def tool_role(self) -> str:
         """Role of a tool's output: `tool`, or `user` if the template does not show messages of tools."""
-        shown = [{"role": role, "content": f"<{role}>"} for role in ("user", "assistant", "tool")]
+        return "tool" if self._template and self._shows("user", "assistant", "tool") else "user"
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        return not self._template or self._shows("system", "user")
+
+    def _shows(self, *roles: str) -> bool:
+        """Whether the template shows messages of these roles, in this order."""
         try:
-            return "tool" if self._template and "<tool>" in self.text(shown) else "user"
+            text = self.text([{"role": role, "content": f"({role})"} for role in roles])
         except UsageError:
-            return "user"
+            return False
+        return all(f"({role})" in text for role in roles)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The conversation as text, with the beginning of the policy's next turn.
 
+        If it ends with a message of the assistant, the next turn continues this message.
+
         Raises:
             UsageError: the template refuses it.
         """
-        shown, given = list(messages), dict(self._kwargs)
+        shown, given = [self._safe(message) for message in messages], dict(self._kwargs)
         if tools and self._reads_tools:
             given["tools"] = list(tools)
         elif tools:
             schemas = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-            shown = _with_system(shown, _INSTRUCTIONS.format(schemas=schemas))
+            shown = self._with_instructions(shown, _INSTRUCTIONS.format(schemas=schemas))
         if not self._template:
-            return "\n\n".join(str(message["content"]) for message in shown) + (
-                "\n\n" if len(shown) > 1 else ""
-            )
+            return self._start + "".join(map(_untemplated, [None, *shown], shown))
+        continues = bool(shown) and shown[-1]["role"] == "assistant"
+        given |= {"add_generation_prompt": not continues, "continue_final_message": continues}
         try:
-            found: str = self.tokenizer.apply_chat_template(
-                shown, tokenize=False, add_generation_prompt=True, **given
-            )
+            found: str = self.tokenizer.apply_chat_template(shown, tokenize=False, **given)
         except Exception as error:  # Jinja's own errors and whatever the template raises
             what = f"the model's chat template refuses this conversation: {first_line(error)}"
             raise UsageError(what, where="environment", fix="use roles that the template supports") from error
         return found
 
-    def encode(self, text: str) -> list[int]:
-        """The tokens of rendered text."""
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    @cached_property
+    def _start(self) -> str:
+        """The start token, if the tokenizer adds it to plain text."""
+        added = self.tokenizer("")["input_ids"]
+        return str(self.tokenizer.bos_token) if added and added[0] == self.tokenizer.bos_token_id else ""
+
+    def _safe(self, message: Message) -> Message:
+        """The message with private characters for the special tokens that its text must not become."""
+        is_written = message["role"] == "assistant"
+        return {
+            key: self._hidden(value, is_written=is_written) if isinstance(value, str) else value
+            for key, value in message.items()
+        }
+
+    def _hidden(self, text: str, *, is_written: bool) -> str:
+        def one(found: re.Match[str]) -> str:
+            may_be_sampled = is_written and found[0] not in self._left_out
+            return found[0] if may_be_sampled else self._special.get(found[0], "\ufffd")
+
+        return self._any_special.sub(one, text)
+
+    def encode(self, text: str, after: int | None = None) -> list[int]:
+        """The tokens of rendered text.
+
+        Args:
+            after: a token that it follows, which may change its first tokens (white space, word starts).
+        """
+        if after is not None:
+            ids = self.encode(self.tokenizer.decode([after]) + text)
+            return ids[1:] if ids[:1] == [after] else self.encode(text)
+        ids, plain = [], {private: special for special, private in self._special.items()}
+        for part in filter(None, re.split(f"([{chr(_PRIVATE)}-{chr(_PRIVATE + 0xFFFD)}])", text)):
+            is_plain = part in plain
+            given = {"add_special_tokens": False, "verbose": False, "split_special_tokens": is_plain}
+            ids += self.tokenizer(plain.get(part, part), **given)["input_ids"]
         return ids
 
     def addition(
         self,
         before: Sequence[Message],
-        reply: Sequence[int],
+        reply: WrittenReply,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int] | None:
         """The tokens that follow a sampled reply, so that the policy reads `messages` and speaks again.
 
+        White space that the template changes around the reply's words does not matter.
+
         Args:
             before: the conversation that the reply answered.
-            reply: its sampled tokens, end of sequence included if it was sampled.
             messages: the conversation now: `before`, the reply as a message, and new messages.
 
         Returns:
             None if the template does not keep what was read and sampled as it was.
         """
-        kept = self.text(before, tools) + self.tokenizer.decode(reply)
-        now = self.text(messages, tools)  # with the end of the turn, if it was not sampled
-        return self.encode(now[len(kept) :]) if now.startswith(kept) else None
+        start, now = self.text(before, tools), self.text(messages, tools)
+        if not now.startswith(start):
+            return None
+        rest, content = now[len(start) :], self._hidden(reply.content, is_written=True)
+        length = len(content) if rest.startswith(content) else _length_in(rest, content)
+        if length is None:
+            return None
+        rest = rest[length:]
+        if reply.end and rest.lstrip().startswith(reply.end):
+            rest = rest.partition(reply.end)[2]
+        elif reply.end and (other := self._any_special.match(rest.lstrip())) and other[0] in self._special:
+            return None  # the template ends the turn with another token
+        return self.encode(rest, reply.last_token)
+
+    def _with_instructions(self, messages: list[Message], text: str) -> list[Message]:
+        """The messages with this text at the end of the system message, or before the first one."""
+        first = messages[0] if messages else {"role": "", "content": ""}
+        if first["role"] == "system":
+            return [first | {"content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+        if self._takes_system or first["role"] != "user":
+            return [{"role": "system", "content": text}, *messages]
+        return [first | {"content": f"{text}\n\n{first['content']}"}, *messages[1:]]
 
 
-def _with_system(messages: list[Message], text: str) -> list[Message]:
-    """The messages with this text at the end of the system message."""
-    if messages and messages[0]["role"] == "system":
-        first = messages[0] | {"content": f"{messages[0]['content']}\n\n{text}"}
-        return [first, *messages[1:]]
-    return [{"role": "system", "content": text}, *messages]
+def _untemplated(previous: Message | None, message: Message) -> str:
+    """A message without a chat template: a blank line before it, but not beside what the policy wrote."""
+    is_apart = previous is not None and "assistant" not in (previous["role"], message["role"])
+    return ("\n\n" if is_apart else "") + str(message["content"])
+
+
+def _length_in(text: str, start: str) -> int | None:
+    """Length of the beginning of a text that is `start` but for white space; None if it is not."""
+    place = 0
+    for char in "".join(start.split()):
+        while text[place : place + 1].isspace():
+            place += 1
+        if text[place : place + 1] != char:
+            return None
+        place += 1
+    return place
 
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?(?:</parameter>|\Z)", re.DOTALL)
+_GLM = re.compile(r"\s*([\w.-]+)\s*((?:<arg_key>.*)?)\Z", re.DOTALL)
+_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_DEEPSEEK = re.compile(
+    r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^\n<]+?)(?:<｜tool▁sep｜>|\n)"
+    r"(?:```json\n)?(.*?)(?:\n```)?(?:<｜tool▁call▁end｜>|\Z)",
+    re.DOTALL,
+)
+_MISTRAL = re.compile(r"\s*([^\s\[{]+?)(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(\{.*)\Z", re.DOTALL)
 
 
-def parse_calls(text: str) -> tuple[list[ToolCall], str]:
+def parse_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[list[ToolCall], str]:
     """The tool calls that a reply contains, and what is wrong with one that cannot be read, for the policy.
 
     Formats: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Hermes, Qwen), the same with
-    `<function=…><parameter=…>` (Qwen3-Coder), `[TOOL_CALLS][{…}]` (Mistral), and a reply that is one JSON
-    object with `name` and `parameters` or `arguments` (Llama 3).
+    `<function=…><parameter=…>` (Qwen3-Coder) or `<arg_key>…<arg_value>…` (GLM), `[TOOL_CALLS][{…}]` and
+    `[TOOL_CALLS]name[ARGS]{…}` (Mistral), DeepSeek's marks, and a reply that is nothing but JSON objects with
+    `name` and `parameters` or `arguments` (Llama 3).
+
+    Args:
+        tools: schemas; say which arguments are text in formats that do not.
     """
     calls: list[ToolCall] = []
-    blocks = _HERMES.findall(text)
-    if "[TOOL_CALLS]" in text:
-        blocks = [text.partition("[TOOL_CALLS]")[2]]
-    elif not blocks and re.match(r"\s*(?:<\|python_tag\|>)?\s*\{.*\}\s*\Z", text, re.DOTALL):
-        found = _json(text.replace("<|python_tag|>", ""))
-        if (
-            not isinstance(found, dict)
-            or "name" not in found
-            or not found.keys() & {"parameters", "arguments"}
-        ):
-            return [], ""  # an answer in JSON
-        blocks = [text.replace("<|python_tag|>", "")]
-    for block in blocks:
+    for block in _blocks(text):
         if functions := _FUNCTION.findall(block):
-            calls += [
-                ToolCall(name, {key: _json(value, value) for key, value in _PARAMETER.findall(body)})
-                for name, body in functions
-            ]
-            continue
-        found = _json(block)
-        for one in found if isinstance(found, list) else [found]:
-            arguments = one.get("arguments", one.get("parameters", {})) if isinstance(one, dict) else None
-            arguments = _json(arguments, arguments) if isinstance(arguments, str) else arguments
-            if (
-                not isinstance(one, dict)
-                or not isinstance(one.get("name"), str)
-                or not isinstance(arguments, dict)
-            ):
+            calls += [_typed(name, _PARAMETER.findall(body), tools) for name, body in functions]
+        elif glm := _GLM.match(block):
+            calls.append(_typed(glm[1], _GLM_ARGUMENT.findall(glm[2]), tools))
+        else:
+            values = _values(block) or [None]
+            read = [_call(one) for one in (values[0] if isinstance(values[0], list) else values)]
+            calls += [call for call in read if call]
+            if None in read:
                 return calls, 'a tool call must be JSON: {"name": "…", "arguments": {…}}'
-            calls.append(ToolCall(one["name"], arguments))
     return calls, ""
 
 
-def _json(text: str, otherwise: Any = None) -> Any:
+def _blocks(text: str) -> list[str]:
+    """The parts of a reply that are tool calls."""
+    if found := _HERMES.findall(text):
+        return list(found)
+    if found := _DEEPSEEK.findall(text):
+        return [_named(name, arguments) for name, arguments in found]
+    if "[TOOL_CALLS]" in text:
+        parts = text.split("[TOOL_CALLS]")[1:]
+        return [_named(named[1], named[2]) if (named := _MISTRAL.match(part)) else part for part in parts]
+    plain = text.replace("<|python_tag|>", "")
+    values = _values(plain) if plain.lstrip().startswith("{") else None
+    return [plain] if values and all(map(_call, values)) else []  # else an answer
+
+
+def _named(name: str, arguments: str) -> str:
+    return f'{{"name": {json.dumps(name.strip())}, "arguments": {arguments.strip()}}}'
+
+
+def _call(value: Any) -> ToolCall | None:
+    """The tool call that a JSON value describes."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = next(iter(_values(arguments) or [None]))
+    return ToolCall(value["name"], arguments) if isinstance(arguments, dict) else None
+
+
+def _typed(name: str, given: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]]) -> ToolCall:
+    """The call of a format that writes values as plain text; others than text are JSON."""
+    schemas = [tool["function"] for tool in tools if tool["function"]["name"] == name]
+    known = schemas[0].get("parameters", {}).get("properties", {}) if schemas else {}
+    found = {}
+    for key, value in given:
+        read = None if known.get(key, {}).get("type") == "string" else _values(value)
+        found[key.strip()] = read[0] if read and len(read) == 1 else value
+    return ToolCall(name, found)
+
+
+def _values(text: str) -> list[Any] | None:
+    """The JSON values in a text; None if it is something else."""
+    found, place, decoder = [], 0, json.JSONDecoder()
     try:
-        return json.loads(text)
-    except ValueError:
-        return otherwise
+        while place < len(text := text.rstrip("; \t\r\n")):
+            place += len(text[place:]) - len(text[place:].lstrip("; \t\r\n"))
+            value, place = decoder.raw_decode(text, place)
+            found.append(value)
+    except (ValueError, RecursionError):
+        return None
+    return found

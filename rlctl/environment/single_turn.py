@@ -19,6 +19,9 @@ from rlctl.rollout.protocol import Request, ResponseSampler, Sampling, turn_seed
 #: Finish reason of the turn → stop reason of the episode.
 _STOP_REASONS = {"stop": "completed", "length": "max_tokens", "abort": "aborted"}
 
+#: Kinds of special tokens that texts of responses do not show.
+LEFT_OUT = ("bos", "eos", "pad", "unk")
+
 
 def sample_episodes(
     engine: ResponseSampler,
@@ -72,7 +75,7 @@ def decode(tokenizer: Any, token_ids: Sequence[Sequence[int]]) -> list[str]:
 
     Special tokens may mark an answer or thoughts: only start, end, padding and unknown tokens are left out.
     """
-    left_out = {getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")}
+    left_out = {getattr(tokenizer, f"{name}_token_id", None) for name in LEFT_OUT}
     texts: list[str] = tokenizer.batch_decode(
         [[token for token in ids if token not in left_out] for ids in token_ids],
         skip_special_tokens=False,

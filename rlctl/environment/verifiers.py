@@ -35,7 +35,7 @@ _HARNESS = "rlctl_chat"
 sys.modules[_HARNESS] = sys.modules[__name__]  # its loader takes names without dots
 
 
-class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]  # verifiers is an extra
+class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
     """One reply per segment of the conversation; no tools, no program."""
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = True

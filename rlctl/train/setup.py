@@ -13,7 +13,7 @@ import torch
 
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.read import load_rows
-from rlctl.engine.ranks import Ranks
+from rlctl.engine.ranks import Ranks, network_notes
 from rlctl.environment.build import EpisodeSource
 from rlctl.model_files import model_directory
 from rlctl.prepare.findings import placeholder_notes
@@ -97,7 +97,7 @@ def build(
     tracker = stack.enter_context(_tracker(spec, run_dir, ranks, stop, watchdog, total_steps, restored.step))
     if writer:
         stack.callback(writer.flush)
-    notes = [*restored.notes, *changes]
+    notes = [*restored.notes, *changes, *network_notes()]
     if count := train_prompts.num_dropped:
         limit = f"data.max_prompt_length = {spec.data.max_prompt_length}"
         notes.append(f"training prompts of more than {limit} tokens are excluded: {count:,}")

@@ -141,9 +141,10 @@ def test_no_torch() -> None:
 @pytest.mark.parametrize("convention", [None, "verl"])
 @pytest.mark.parametrize("level", [None, "token", "sequence", "geometric"])
 def test_correction_logs_only_what_is_described(level, convention) -> None:
+    from rlctl.algos.statistics import correction_metrics
+
     from rlctl.algos.correction import correct
     from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
-    from rlctl.algos.statistics import correction_metrics
 
     log_probs = torch.tensor([[-1.0, -2.0, 0.0], [-0.5, -0.1, -3.0]])
     mask = torch.tensor([[True, True, False], [True, True, True]])

@@ -10,10 +10,8 @@ from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.lora import add_lora
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
-from rlctl.train.update_critic import update_critic
 from tests.models import tiny_batch, tiny_model
 from tests.unit.engine.engine_jobs import DTYPES, parts_of, take_step, weights_of
-from tests.unit.train import critics
 
 #: ZeRO stage, dtype, rank of adapters (0: none), recompute layers, offload.
 Case = tuple[int, str, int, bool, str]
@@ -71,6 +69,9 @@ def with_config(ranks: Ranks, given: dict[str, object]) -> tuple[int, str]:
 
 def critic_updates(ranks: Ranks, options: list[dict[str, object]]):
     """Metrics and weights of one batch's updates of a critic under ZeRO-3, by its options."""
+    from rlctl.train.update_critic import update_critic
+    from tests.unit.train import critics
+
     found = []
     for option in options:
         critic = DeepSpeedCritic(

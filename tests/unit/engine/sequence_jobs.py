@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rlctl.engine import layout
 from rlctl.engine.deepspeed import DeepSpeedEngine, FrozenPolicy
 from rlctl.engine.deepspeed_setup import recompute_layers
 from rlctl.engine.log_probs import PolicyModule
@@ -53,10 +54,13 @@ def trained(
     with torch.no_grad():
         before = actor.policy(batch.inputs, sum_pi_squared=True)
     assert torch.equal(frozen.log_probs(batch.inputs), before.log_probs)
+    widths.clear()
     settings = settings_of(
         case.correction, **case.options, epochs=case.epochs, mini_rows=case.mini_rows, micro_sequences=micro
     )
-    outcome = update(batch, actor, data, settings, lambda _: 1e-2, 0)
+    with pytest.MonkeyPatch.context() as patched:  # alone, such short rows would be padded
+        patched.setattr(layout, "choose_layout", lambda *_: "packed")
+        outcome = update(batch, actor, data, settings, lambda _: 1e-2, 0)
     return {
         "weights": {name: value.detach().clone() for name, value in actor.weights()},
         "metrics": outcome.metrics,

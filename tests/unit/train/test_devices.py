@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from rlctl.algos.metric_sums import Additive
+
 from rlctl.batch import Rollouts
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.ranks import Ranks

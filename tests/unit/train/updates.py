@@ -222,7 +222,6 @@ def by_row(batch: TokenBatch, column: torch.Tensor) -> Sequence[torch.Tensor]:
     return column.split(batch.units.episode.lengths.tolist())
 
 
-
 class PlainEngine:
     """A `TrainEngine` of plain torch and SGD, which keeps the gradient of its last step."""
 
@@ -303,6 +302,9 @@ def one_update(ranks: Ranks, name: str, micro: Micro, stage: int = 0, dtype: tor
         "metrics": outcome.metrics,
         "num_updates": outcome.num_updates,
         "rows": mine,
-        "seen": [by_row(batch, x) for x in (outcome.seen.training_log_probs, outcome.seen.weights, outcome.seen.keep)],
+        "seen": [
+            by_row(batch, x)
+            for x in (outcome.seen.training_log_probs, outcome.seen.weights, outcome.seen.keep)
+        ],
         "weights": {n: t.detach().float().clone() for n, t in actor.weights()},
     }

@@ -76,7 +76,7 @@ class RecordedChat:
         self.reply: Reply | None = None
         self.messages: tuple[Message, ...] = ()
         self.counts = {"num_tool_calls": 0.0, "tool_errors": 0.0}
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     async def complete(self, request: Any, is_gone: Callable[[], bool]) -> dict[str, Any]:
         """The chat completion of a request, as parsed from JSON.

@@ -22,7 +22,9 @@ def episode(mini: int, group: int, member: int, tokens: int, prompt: int) -> Dea
 
 @settings(max_examples=50, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(1, 60), st.lists(st.integers(1, 90), min_size=1, max_size=5)), max_size=12),
+    st.lists(
+        st.tuples(st.integers(1, 60), st.lists(st.integers(1, 90), min_size=1, max_size=5)), max_size=12
+    ),
     st.integers(1, 4),
     st.integers(1, 5),
     st.randoms(use_true_random=False),

@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from rlctl.cli import prepare_data, presets, reward
+from rlctl.cli import environment, prepare_data, presets, reward
 from rlctl.cli.command import HELP_NAMES, Command, CommandWithSubcommands, Group, echo
 from rlctl.cli.convert import import_config
 from rlctl.cli.diagnose import diagnose
@@ -81,6 +81,7 @@ for name, below in (
     ("presets", presets.app),
     ("prepare-data", prepare_data.app),
     ("reward", reward.app),
+    ("environment", environment.app),
 ):
     for each in below.registered_commands:
         each.cls = Command

@@ -292,8 +292,9 @@ def _watched() -> Iterator[_Watch]:
             _, left = psutil.wait_procs([*_processes_with(mark)], timeout=1.0)  # killed ones are ending
             for process in left:
                 with contextlib.suppress(psutil.Error):
-                    found.processes.append(process.name())
-                    process.kill()
+                    if process.status() != psutil.STATUS_ZOMBIE:  # it has ended
+                        found.processes.append(process.name())
+                        process.kill()
             found.files = sorted(str(path.relative_to(directory)) for path in Path(directory).rglob("*"))
 
 

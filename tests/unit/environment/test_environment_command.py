@@ -44,7 +44,7 @@ def test_findings_end_with_code_3_only_if_asked(data: str, capsys: pytest.Captur
     captured = capsys.readouterr().out
     document = json.loads(captured[captured.index("{\n") :])
     assert [finding["name"] for finding in document["findings"]] == ["tool_raises"]
-    assert [one["policy"] for one in document["policies"]][0] == "empty replies"
+    assert next(one["policy"] for one in document["policies"]) == "empty replies"
 
 
 def test_rows_without_their_columns_are_a_finding(capsys: pytest.CaptureFixture[str]) -> None:

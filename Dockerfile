@@ -1,11 +1,9 @@
 # syntax=docker/dockerfile:1
-# rlctl for CPUs and for CUDA GPUs:
+# rlctl for CPUs and for CUDA GPUs; `make image` builds both. A container runs the command that it is given:
 #
-#   docker build --target cpu  -t rlctl:cpu  .
-#   docker build --target cuda -t rlctl:cuda .
-#   docker run --rm -v "$PWD:/work" rlctl:cpu train --preset rloo-seq-is
-#   docker run --rm -v "$PWD:/work" --gpus all --shm-size 16g rlctl:cuda train run.yaml
+#   docker run --rm -v "$PWD:/work" rlctl:cpu rlctl train --preset rloo-seq-is
 #
+# docs/how-to/scale.md, “Docker”, has the flags for GPUs and for several nodes.
 # A compiler stays in both images: DeepSpeed builds operators on first use, vLLM and Triton kernels.
 
 FROM python:3.11-slim AS cpu
@@ -19,12 +17,13 @@ COPY presets /src/presets
 RUN pip install --no-cache-dir uv \
     && uv pip install --system --no-cache --torch-backend cpu /src
 WORKDIR /work
-ENTRYPOINT ["rlctl"]
-CMD ["--help"]
+CMD ["rlctl", "--help"]
 
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS cuda
+# NCCL loads the libraries of RDMA when it starts; without them it uses TCP.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ ninja-build python3-dev python3-venv \
+       libibverbs1 ibverbs-providers librdmacm1 \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /opt/rlctl
 ENV PATH=/opt/rlctl/bin:$PATH
@@ -33,5 +32,4 @@ COPY rlctl /src/rlctl
 COPY presets /src/presets
 RUN pip install --no-cache-dir "/src[vllm,liger]"
 WORKDIR /work
-ENTRYPOINT ["rlctl"]
-CMD ["--help"]
+CMD ["rlctl", "--help"]

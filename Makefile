@@ -11,7 +11,7 @@ TORCH_CPU := torch==2.13.0+cpu
 # Every process that a test starts would compile rlctl again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train train-llm test test-all test-fast test-llm test-lowest check types lint imports site docs setup setup-dev verl conformance contracts system bench mutants chaos gpu gpu-offline clean
+.PHONY: help train train-llm test test-all test-fast test-llm test-lowest check types lint imports site docs setup setup-dev verl conformance contracts system bench mutants chaos gpu gpu-offline image clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -169,6 +169,11 @@ gpu: setup-dev  ## On a machine with a CUDA GPU: its tests, and the time of each
 # No environment, no pip, no network: PYTHON is an interpreter that has torch with CUDA and the packages that the script names.
 gpu-offline:  ## The same on a machine as it is: each case a process, JSON after each (OPTIONS="--budget 540 --json FILE")
 	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/gpu_offline.py $(OPTIONS)
+
+image:  ## Build the images rlctl:cpu and rlctl:cuda (needs Docker)
+	@command -v docker >/dev/null || { echo "Docker is not installed"; exit 1; }
+	docker build --target cpu -t rlctl:cpu .
+	docker build --target cuda -t rlctl:cuda .
 
 clean:  ## Remove the environment and caches, never runs
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

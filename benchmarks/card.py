@@ -149,8 +149,8 @@ def cells(row: Row) -> list[str]:
     return [name, *("–" if value is None else f"{value:,.3g}" for value in (measured, estimated)), ratio]
 
 
-def measure(size: str, engine: str, steps: int) -> list[Row]:
-    """Trains in this process and returns the rows of the table."""
+def measure(size: str, engine: str, steps: int, more: list[str]) -> list[Row]:
+    """Trains in this process, with further overrides, and returns the rows of the table."""
     import torch
 
     from benchmarks.step import run_rlctl
@@ -160,7 +160,7 @@ def measure(size: str, engine: str, steps: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         where = Path(name)
         write_model(size, where / "model")
-        overrides = overrides_of(size, engine, where)
+        overrides = [*overrides_of(size, engine, where), *more]
         found = run_rlctl(PRESET, overrides, warm_up=3, steps=steps, correction=True)
         seconds, planned_tokens, planned_peak = estimate(
             load_spec([PRESET], [], overrides).spec, machine_of(None)
@@ -186,9 +186,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="measured, after three to warm up")
     parser.add_argument("--json", type=Path, help="append the figures to this file, a line each")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--set", nargs="+", default=[], help="further overrides of the spec, with --case")
     options = parser.parse_args()
     if options.case:
-        print(json.dumps(measure(*options.case, options.steps)))
+        print(json.dumps(measure(*options.case, options.steps, options.set)))
         return
     if not torch.cuda.is_available() and set(options.sizes) != {"tiny"}:
         raise SystemExit("torch found no CUDA GPU on this machine; only --sizes tiny runs here")

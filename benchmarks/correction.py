@@ -2,7 +2,8 @@
 
     python benchmarks/correction.py [--level token] [--json FILE] [--threads 1] [--repeats 15]
 
-Both sides get the same float32 batch and the same rules (weights truncated at 2 and normalised; token_k1 and
+Both sides get the same float32 tokens, each in its own layout (flat, or padded), and the same rules (weights
+truncated at 2 and normalised; token_k1 and
 seq_max_k2 rejection), and both return Python numbers. Time: medians of alternating runs in one process. Extra
 memory: increase of the process's peak resident set during the call, each side and size in a separate process
 (the allocator is configured to return freed blocks, otherwise the peak would include memory of earlier
@@ -29,9 +30,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from rlctl.algos.correction import correct, normalization_factor
+from rlctl.algos.correction import correct, correction_metrics, normalization_factor
 from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
-from rlctl.algos.statistics import correction_metrics
+from rlctl.algos.segments import Units
+from rlctl.algos.sums import to_host
 from tests.reference import verl_helper
 
 SIZES = [(256, 1024), (1024, 4096)]
@@ -64,10 +66,12 @@ def prepare(side: str, size: tuple[int, int], level: str) -> Run | None:
     weight = WeightRule(level, "truncate", 0.5, 2.0, True, "all", "verl")
     rules = CorrectionRules(weight, REJECT_RULES)
     if side == "rlctl":
+        own, theirs, lengths = train[mask], rollout[mask], mask.sum(1)
+        del train, rollout, mask
 
         def ours() -> dict[str, float]:
-            found = correct(train, rollout, mask, rules)
-            host = found.sums.to_host()
+            found = correct(own, theirs, Units.of_responses(lengths), rules)
+            host = to_host(found.sums)
             assert found.weights is not None
             # The factor scales the gradient; the weights are not rescaled.
             return correction_metrics(host, rules) | {"factor": normalization_factor(host, rules)}

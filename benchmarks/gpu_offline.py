@@ -79,7 +79,8 @@ def main() -> int:
             "torch found no CUDA GPU on this machine: nothing was run; --rehearse runs tiny cases on the CPU"
         )
         return 4
-    return run(_cases(options.rehearse), card, options.json, options.budget, options.only)
+    cases = _cases(options.rehearse, int(card.split()[-2]) if "visible" in card else 0)
+    return run(cases, card, options.json, options.budget, options.only)
 
 
 def run(cases: list[Case], card: str, results: Path, budget: float, only: list[str]) -> int:
@@ -144,30 +145,63 @@ def _only_skipped(output: str) -> bool:
     return "skipped" in last[0] and "passed" not in last[0]
 
 
-def _cases(rehearse: bool) -> list[Case]:
+def _cases(rehearse: bool, num_gpus: int = 1) -> list[Case]:
     """All cases, the most valuable first."""
     python = [sys.executable]
 
-    def card(size: str, engine: str, limit: float) -> Case:
+    def card(size: str, engine: str, limit: float, name: str = "", *more: str) -> Case:
         command = [*python, "benchmarks/card.py", "--case", size, engine, "--steps", "1" if rehearse else "5"]
+        command += ["--set", *more] if more else []
         needs = ("vllm",) if engine == "vllm" else ()
-        return Case(f"card {size} {engine}", command, limit, needs, figures=True)
+        return Case(f"card {size} {engine} {name}".strip(), command, limit, needs, figures=True)
+
+    def ranks(count: int, stage: int) -> Case:
+        words = [f"trainer.n_gpus_per_node={count}", f"engine.zero_stage={stage}", "engine.dtype=bf16"]
+        words += ["trainer.total_training_steps=3", "trainer.test_freq=-1", "trainer.logger=[console]"]
+        train = [*python, "-m", "rlctl", "train", "--preset", "rloo-seq-is", *words]
+        return Case(f"{count} ranks, ZeRO {stage}", train, 300)
+
+    def attention(*options: str) -> Case:
+        command = [*python, "benchmarks/attention.py", *options]
+        return Case("attention: dense and varlen", command, 240, figures=True)
+
+    presets = sorted(path.stem for path in (ROOT / "presets/hardware").glob("*.yaml"))
+    planned = [_planned(python, preset) for preset in presets]
+    offload = ("engine.zero_stage=3", "engine.offload=optimizer")
 
     doctor = Case(
         "doctor", [*python, "-m", "rlctl", "doctor", *(["--quick"] if rehearse else [])], 240, good=(0, 4)
     )
     if rehearse:
-        return [doctor, *_tests(python), card("tiny", "hf", 300)]
+        tiny = ("--tokens", "64", "--sequence", "16")
+        return [doctor, *_tests(python), card("tiny", "hf", 300), attention(*tiny), *planned[:1]]
     return [
         doctor,
         *_tests(python),
         card("0.5b", "hf", 300),
         card("1.5b", "hf", 420),
+        attention(),
+        card("1.5b", "hf", 420, "offload", *offload),
+        Case("kill and resume", [*python, "-m", "benchmarks.chaos", "--kills", "2"], 420),
+        *(
+            ranks(count, stage)
+            for count in sorted({2, num_gpus})
+            if 1 < count <= num_gpus
+            for stage in (1, 2, 3)
+        ),
+        *planned,
         card("0.5b", "vllm", 420),
         card("1.5b", "vllm", 420),
         card("7b", "hf", 600),
         card("7b", "vllm", 600),
     ]
+
+
+def _planned(python: list[str], preset: str) -> Case:
+    """The dry run of a hardware preset on this machine; exit code 2: it does not fit, with the reason."""
+    words = ["--preset", "qwen2.5-7b", "--preset", "rloo-seq-is", "--preset", preset]
+    command = [*python, "-m", "rlctl", "train", *words, "data.train_files=absent.parquet", "--dry-run"]
+    return Case(f"dry run {preset}", command, 60, good=(0, 2))
 
 
 def _tests(python: list[str]) -> list[Case]:

@@ -65,9 +65,9 @@ ESTIMATORS = ["tests/unit/train/test_score_batch.py", "tests/unit/train/test_com
 #: Module → its tests, most effective first. Other tests may kill more mutants: the score is a lower bound.
 MODULES = {
     "rlctl.algos.correction": CORRECTION,
-    "rlctl.algos.statistics": CORRECTION,
+    "rlctl.algos.sums": CORRECTION,
     "rlctl.algos.verl_metrics": CORRECTION,
-    "rlctl.algos.row_blocks": CORRECTION,
+    "rlctl.algos.segments": CORRECTION,
     "rlctl.algos.estimators": [
         f"{ALGOS}/test_advantages.py",
         VERL,
@@ -83,7 +83,6 @@ MODULES = {
         "tests/unit/train/test_update_critic.py",
     ],
     "rlctl.algos.rules": ["tests/unit/spec/test_spec_resolve.py", *CORRECTION[:2], f"{ALGOS}/test_losses.py"],
-    "rlctl.algos.metric_sums": [f"{ALGOS}/test_metric_sums.py", *CORRECTION],
     "rlctl.algos.token_advantages": [f"{ALGOS}/test_token_advantages.py", VERL, *ESTIMATORS],
     "rlctl.train.score_batch": [
         "tests/unit/train/test_score_batch.py",
@@ -91,7 +90,7 @@ MODULES = {
         "tests/unit/train/test_schedule_and_prepare.py",
     ],
     "rlctl.train.update": UPDATE,
-    "rlctl.train.strategies": UPDATE,
+    "rlctl.train.deal": ["tests/unit/train/test_deal.py"],
     "rlctl.train.objective": UPDATE,
 }
 #: Excludes tests in separate processes, which would not use the mutant, and redundant tests.

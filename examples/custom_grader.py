@@ -1,6 +1,6 @@
 """A grader with a parameter: full score up to a given length, less beyond it.
 
-rlctl reward test examples/custom_grader.py:brevity --data data/train.parquet
+rlctl reward examples/custom_grader.py:brevity --data data/train.parquet
 rlctl train --preset rloo-seq-is reward.name=examples/custom_grader.py:brevity reward.params.scale=20
 """
 

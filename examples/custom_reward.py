@@ -1,6 +1,6 @@
 """A reward in one file: the share of characters that agree with the ground truth.
 
-rlctl reward test examples/custom_reward.py:agreement --data data/train.parquet
+rlctl reward examples/custom_reward.py:agreement --data data/train.parquet
 rlctl train --preset rloo-seq-is reward.name=examples/custom_reward.py:agreement
 """
 

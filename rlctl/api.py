@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
@@ -353,7 +352,7 @@ def grade(
     _checked(Annotated[float, Field(gt=0, allow_inf_nan=False)] | None, deadline_s, "deadline_s")
     if grader == "model":
         what = "this grader needs settings of a run"
-        fix = "name another one, such as maths; `rlctl reward test SPEC --data FILE` reads a spec's settings"
+        fix = "name another one, such as maths; `rlctl reward SPEC --data FILE` reads a spec's settings"
         raise UsageError(what, where=grader, fix=fix)
     if not len(texts) == len(truths) == len(others):
         given = "" if rows is None else f" and {len(others)} rows"
@@ -400,16 +399,9 @@ class CorrectedBatch:
     metrics: dict[str, float]
 
     def __repr__(self) -> str:
-        """Shapes and the main metrics."""
-        shape = tuple(self.weights.shape)
-        named = {
-            "ESS": "rollout_is_raw_eff_sample_size",
-            "rejected": "rollout_rs_masked_fraction",
-            "KL": "k3_kl",
-        }
-        found = {name: self.metrics.get(f"rollout_corr/{key}") for name, key in named.items()}
-        values = ", ".join(f"{name} {value:.4g}" for name, value in found.items() if value is not None)
-        return f"CorrectedBatch(weights {shape}, keep_mask {shape}, {len(self.metrics)} metrics: {values})"
+        shape, metrics = " × ".join(map(str, self.weights.shape)), self.metrics
+        ess = metrics.get("rollout_corr/rollout_is_eff_sample_size", 1.0)
+        return f"CorrectedBatch({shape} tokens, ESS {ess:.4g}, {len(metrics)} metrics)"
 
 
 class CorrectOptions(TypedDict, total=False):
@@ -516,6 +508,7 @@ def _correction_rules(options: CorrectOptions) -> CorrectionRules:
     from pydantic import ValidationError
 
     from rlctl.spec.algorithm import READ_WITH, RolloutCorrectionSpec
+    from rlctl.spec.keys import did_you_mean
     from rlctl.spec.resolve import correction_rules
 
     try:
@@ -524,8 +517,11 @@ def _correction_rules(options: CorrectOptions) -> CorrectionRules:
         found, names = error.errors()[0], list(CorrectOptions.__annotations__)
         where = ".".join(map(str, found["loc"]))
         is_unknown = found["type"] == "extra_forbidden"
-        known = f"one of {', '.join(get_close_matches(where, names) or names)}"
-        fix = known if is_unknown else found.get("ctx", {}).get("fix")
+        fix = (
+            did_you_mean(where, names, f"one of {', '.join(names)}")
+            if is_unknown
+            else found.get("ctx", {}).get("fix")
+        )
         raise UsageError(in_words(found), where=where, fix=fix) from None
     without_effect = dict(_NOT_IN_CORRECT)
     for switch, keys in READ_WITH.items():

@@ -6,6 +6,7 @@ Library code raises errors; only `rlctl.cli.app` prints them and exits.
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -53,6 +54,10 @@ class RlctlError(Exception):
 
 class RunFailure(RlctlError):
     """A valid request failed at run time (exit 1)."""
+
+
+class LostRank(RunFailure):
+    """Another rank ended or cannot be reached; the error of that rank is the cause."""
 
 
 class UsageError(RlctlError):
@@ -145,6 +150,22 @@ def memory_failure(error: BaseException) -> RunFailure | None:
         fix="lower actor.ppo_micro_batch_size_per_gpu (or actor.ppo_max_token_len_per_gpu), "
         "rollout.max_num_seqs or the lengths in data; `--dry-run` shows the memory of each part",
     )
+
+
+def lost_rank(error: BaseException) -> LostRank | None:
+    """Converts an error of torch's process groups; None for other errors.
+
+    gloo has no error class; the text of its errors contains its source path.
+    """
+    text, kinds = str(error), {kind.__name__ for kind in type(error).__mro__}
+    if "DistError" not in kinds and not ("RuntimeError" in kinds and "/gloo/" in text):
+        return None
+    reason = re.sub(r"^((Gloo \w+ failed with )?\[.*?\] )+", "", first_line(error)).partition(". ")[0]
+    fix = "see the first error in the output of the other ranks; continue with --resume RUN_DIR"
+    if not (interface := os.environ.get("GLOO_SOCKET_IFNAME", "the host's")).startswith("lo"):
+        fix += f". If there is none, others cannot reach this node at its interface {interface}: set "
+        fix += "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the one that they reach"
+    return LostRank(f"another rank has ended or cannot be reached: {reason}", fix=fix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -280,6 +280,8 @@ def _convert(gguf: Path, directory: Path) -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
+    if not torch.cuda.is_available():  # transformers imports DeepSpeed to save, which would print a warning
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     shown = io.StringIO()  # captures a progress bar that cannot be turned off
     source: dict[str, Any] = {"gguf_file": gguf.name}
     with torch.random.fork_rng(devices=[]), contextlib.redirect_stderr(shown):

@@ -1,9 +1,11 @@
-"""Output of commands, free ports, progress of waits, and times and ends of processes."""
+"""Output of commands, ports, addresses and interfaces, progress of waits, times and ends of processes."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import ipaddress
 import os
 import random
 import signal
@@ -11,8 +13,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
+LOOPBACK = "127.0.0.1"
+#: Environment variable with this node's address in the network of a run on several nodes; vLLM reads it too.
+NODE_ADDRESS = "VLLM_HOST_IP"
 _PR_SET_PDEATHSIG = 1
 #: Environment variable with a parent's process id, for child processes that call `end_with_parent`.
 PARENT = "RLCTL_PARENT"
@@ -46,7 +52,7 @@ def command_output(*command: str, timeout_s: float = 10.0) -> str:
     return done.stdout.strip()
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def free_port(host: str = LOOPBACK) -> int:
     """A free port at this address, from below the ports that Linux assigns to outgoing connections.
 
     So it stays free until a server listens there, and while a server that ended starts again.
@@ -75,10 +81,33 @@ def _first_outgoing_port() -> int:
         return 32_768
 
 
-def use_loopback() -> None:
-    """Makes gloo and NCCL use the loopback interface, unless the environment names another one."""
-    for library in ("GLOO", "NCCL"):
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+def own_address(hosts: Iterable[str | None]) -> str:
+    """This machine's address as seen by these hosts; loopback only if all of them are this machine."""
+    found = LOOPBACK
+    for host in hosts:
+        with contextlib.suppress(OSError):
+            family, _, _, _, address = socket.getaddrinfo(host, 80)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as route:  # connecting only selects a route
+                route.connect(address)
+                found = str(route.getsockname()[0])
+            if not is_loopback(found):
+                break
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an IP address can be reached from this machine only."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def use_interface(address: str = LOOPBACK) -> None:
+    """Makes gloo and NCCL use the interface with this address, unless the environment names another one."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if address.partition("%")[0] in {each.address.partition("%")[0] for each in addresses}:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without `=` a prefix of names
 
 
 def environment_without_ranks() -> dict[str, str]:

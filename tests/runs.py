@@ -71,7 +71,9 @@ def resume(run_dir: Path, *arguments: str, before: Callable[[], None] | None = N
     )
 
 
-def start_ranks(run_dir: Path, count: int, *arguments: str) -> list[Job]:
+def start_ranks(
+    run_dir: Path, count: int, *arguments: str, before: Callable[[], None] | None = None
+) -> list[Job]:
     """Starts the run of `start_train` on several ranks, each with the environment that torchrun sets."""
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     jobs = []
@@ -79,12 +81,14 @@ def start_ranks(run_dir: Path, count: int, *arguments: str) -> list[Job]:
         env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
         command = ["train", f"trainer.run_dir={run_dir}", f"trainer.n_gpus_per_node={count}"]
         log = run_dir.with_suffix(f".rank{rank}.log")
-        jobs.append(Job(_rlctl, [*command, *_small(arguments)], log=log, env=env))
+        jobs.append(Job(_rlctl, [*command, *_small(arguments)], log=log, env=env, before=before))
     return jobs
 
 
-def train_on_ranks(run_dir: Path, count: int, *arguments: str) -> Path:
-    jobs = start_ranks(run_dir, count, *arguments)
+def train_on_ranks(
+    run_dir: Path, count: int, *arguments: str, before: Callable[[], None] | None = None
+) -> Path:
+    jobs = start_ranks(run_dir, count, *arguments, before=before)
     codes = [job.wait() for job in jobs]
     assert not any(codes), "\n".join(job.output[-4000:] for job in jobs)
     return run_dir

@@ -82,9 +82,14 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
         "unit/engine/test_critic.py": ("test_values_and_gradient_by_definition",),
         "integration/test_model_families.py": ("test_every_family_has_its_architecture_here",),
     },
-    "documents as written: tutorials, examples, GSM8K": {
-        "integration/test_tutorial.py": (),
-        "integration/test_gsm8k_commands.py": (),
+    "installation with pip, and other Python versions": {
+        "unit/test_installation.py": ("test_installed_it_runs_and_uninstalled_it_leaves_nothing",),
+    },
+    "documents as written: commands of the pages, examples": {
+        "integration/test_pages.py": (
+            "test_commands_are_in_blocks_of_bash",
+            "test_tests_that_reasons_name_exist",
+        ),
         "integration/test_examples.py": ("test_a_run_with_parts_from_files",),
     },
     "golden figures, benchmarks, faults planted in whole runs, the GPU check without a GPU": {

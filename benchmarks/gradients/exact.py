@@ -19,18 +19,11 @@ from torch import Tensor
 
 from benchmarks.gradients.worlds import VOCABULARY, Floats, World
 from rlctl.algos.batch_losses import WholeBatch
-from rlctl.algos.correction import (
-    applied_weights,
-    check_criterion,
-    importance_weights,
-    masked_log_ratio,
-    rejection_mask,
-)
-from rlctl.algos.correction_records import LogRatio
+from rlctl.algos.correction import Correction, correct
 from rlctl.algos.losses import policy_loss
-from rlctl.algos.row_blocks import Extras
 from rlctl.algos.rules import CorrectionRules, LossRule
 from rlctl.algos.score_centering import score_factors
+from rlctl.algos.segments import Segments, Units
 from rlctl.registry import POLICY_LOSSES
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules
@@ -179,9 +172,9 @@ class EnumeratedWorld(World):
         share = self.rollout / self.rollout.sum(1, keepdims=True)
         rows = np.array([rng.choice(share.shape[1], p=share[prompt]) for prompt in prompts])
         success = (share * self.rewards).sum(1)[prompts]
-        return WholeBatch.of(*self._tensors(prompts, rows, rng.binomial(n - 1, success), n)).with_statistics(
-            rule.loss
-        )
+        *columns, mask = self._tensors(prompts, rows, rng.binomial(n - 1, success), n)
+        given = (*(x[mask] for x in columns), Segments(mask.sum(1)))
+        return WholeBatch.of(*given).with_statistics(rule.loss)
 
 
 def token_gradient(
@@ -189,13 +182,13 @@ def token_gradient(
 ) -> Floats:
     """(B, T): −∂loss/∂log π, each token's factor of its score, for log-probs, advantages and mask (B, T).
 
-    Weights and mask are those of `correct`, without its sums.
+    Weights and mask are those of `correct`.
     """
-    log_ratio, keep = _survivors(rule, train, rollout, advantages, mask)
-    found = None if loss.has_ratio else importance_weights(log_ratio, rule.correction.weight)
-    weights = None if found is None else applied_weights(found, keep).double()
-    leaf = train.clone().requires_grad_()
-    values = policy_loss(loss, leaf, rollout, advantages, mask & keep, weights).values
+    found, unit = _corrected(rule, train, rollout, advantages, mask), Segments(mask.sum(1))
+    leaf, keep = train.clone().requires_grad_(), found.keep
+    columns = (x[mask][keep] for x in (leaf, rollout, advantages))
+    weights = None if loss.has_ratio or found.weights is None else found.weights[keep].double()
+    values = policy_loss(loss, *columns, unit.kept(keep), weights).values
     (gradient,) = torch.autograd.grad(values.sum(), leaf, allow_unused=True)
     return -torch.zeros_like(leaf).numpy() if gradient is None else -gradient.numpy()
 
@@ -204,18 +197,18 @@ def centering_factors(
     rule: BenchRule, train: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor
 ) -> Floats:
     """(B, T): factors of the expected score that score centering subtracts; arguments of `token_gradient`."""
-    _, keep = _survivors(rule, train, rollout, advantages, mask)
+    keep = torch.zeros_like(mask)
+    keep[mask] = _corrected(rule, train, rollout, advantages, mask).keep
     found: Floats = torch.where(keep, advantages, 0.0).numpy()
     return found
 
 
-def _survivors(
+def _corrected(
     rule: BenchRule, train: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor
-) -> tuple[LogRatio, Tensor]:
-    """Log-ratios, and the tokens (B, T) that are not rejected."""
-    log_ratio = masked_log_ratio(train, rollout, mask, Extras(advantages, torch.zeros(len(mask)).long()))
-    criteria = [check_criterion(log_ratio, each) for each in rule.correction.reject]
-    return log_ratio, rejection_mask(log_ratio, criteria)
+) -> Correction:
+    columns = [x[mask] for x in (train, rollout, advantages)]
+    more = {"advantages": columns[2], "age": torch.zeros(len(columns[2]), dtype=torch.int64)}
+    return correct(*columns[:2], Units.of_responses(mask.sum(1)), rule.correction, **more)
 
 
 def listed_factors(rule: BenchRule, train: Floats, rollout: Floats) -> Floats:

@@ -19,8 +19,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from rlctl.cli import environment, prepare_data, presets, reward
-from rlctl.cli.command import HELP_NAMES, Command, CommandWithSubcommands, Group, echo
+from rlctl.cli import environment, prepare_data, presets
+from rlctl.cli.command import PLAIN, Command, CommandWithSubcommands, Group, SpecCommand, echo
 from rlctl.cli.convert import import_config
 from rlctl.cli.diagnose import diagnose
 from rlctl.cli.diagnose_compare import compare as compare_runs
@@ -33,59 +33,63 @@ from rlctl.cli.explain import explain
 from rlctl.cli.export import export
 from rlctl.cli.init import init
 from rlctl.cli.report import report
+from rlctl.cli.reward import reward
 from rlctl.cli.runs import runs
 from rlctl.cli.samples import samples
-from rlctl.cli.schema import schema
 from rlctl.cli.sweep import sweep
 from rlctl.cli.train import train
 from rlctl.cli.watch import watch
-from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, memory_failure
-from rlctl.registry import PartWarning
-from rlctl.user_code import line_in_user_code
+from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, memory_failure
 
 #: Error numbers of a disk that is full, or of a place that cannot be written, which are no bugs.
 _DISK_ERRORS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
 }
-#: Commands that rlctl had → what to do instead.
-_REMOVED = {
-    "bench": "run `python -m benchmarks.gradients --out DIR` in a checkout of the repository",
-    "export-config": "`rlctl import` reads other frameworks' configurations; nothing writes them",
-}
+#: Former spellings of commands → the words that replace them.
+_RENAMED = {("schema",): ["explain", "--format", "schema"], ("reward", "test"): ["reward"]}
 
 app = typer.Typer(
     name="rlctl",
     help=(
         "Train language models with reinforcement learning. Measure, correct and explain the mismatch "
         "between the rollout policy and the training policy.\n\n"
-        "Start here: [bold]rlctl train --preset rloo-seq-is[/bold] trains the built-in tiny model; with "
-        "[bold]--dry-run[/bold] it only shows what would run. [bold]rlctl COMMAND --help[/bold] has examples."
+        "Start here, without a download or a GPU (--dry-run only shows what would run):\n\n"
+        "rlctl train --preset rloo-seq-is"
     ),
+    epilog="rlctl COMMAND --help shows examples of a command.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings=HELP_NAMES,
     cls=Group,
+    **PLAIN,
 )
-app.command(cls=Command)(train)
-app.command(cls=CommandWithSubcommands.of(compare=compare_evaluations, list=list_benchmarks))(evaluate)
-app.command(cls=CommandWithSubcommands.of(compare=compare_runs, mismatch=mismatch))(diagnose)
-for command in (runs, watch, samples, report, sweep, doctor, export):
-    app.command(cls=Command)(command)
-app.command("import", cls=Command)(import_config)
-app.command(cls=Command)(init)
-app.command(cls=Command)(explain)
-app.command(cls=Command)(schema)
-for name, below in (
-    ("presets", presets.app),
-    ("prepare-data", prepare_data.app),
-    ("reward", reward.app),
-    ("environment", environment.app),
-):
-    for each in below.registered_commands:
-        each.cls = Command
-    app.add_typer(below, name=name, cls=Group)
+_EVALUATE = CommandWithSubcommands.of(compare=compare_evaluations, list=list_benchmarks)
+_DIAGNOSE = CommandWithSubcommands.of(compare=compare_runs, mismatch=mismatch)
+#: Heading in the help → (name, function or app of subcommands, class).
+_COMMANDS: dict[str, list[tuple[str, Any, Any]]] = {
+    "Train": [("train", train, SpecCommand), ("sweep", sweep, SpecCommand), ("export", export, Command)],
+    "Data": [
+        *(("prepare-data", prepare_data.app, Group), ("reward", reward, Command)),
+        ("environment", environment.app, Group),
+    ],
+    "Evaluate": [("evaluate", evaluate, _EVALUATE)],
+    "Inspect": [
+        *(("runs", runs, Command), ("watch", watch, Command), ("samples", samples, Command)),
+        *(("report", report, Command), ("diagnose", diagnose, _DIAGNOSE)),
+    ],
+    "Configure": [
+        *(("init", init, Command), ("presets", presets.app, Group), ("explain", explain, Command)),
+        *(("import", import_config, Command), ("doctor", doctor, Command)),
+    ],
+}
+for panel, commands in _COMMANDS.items():
+    for name, command, kind in commands:
+        if isinstance(command, typer.Typer):
+            for each in command.registered_commands:
+                each.cls = Command
+            app.add_typer(command, name=name, cls=kind, rich_help_panel=panel)
+        else:
+            app.command(name, cls=kind, rich_help_panel=panel)(command)
 
 
 def _version(is_asked: bool) -> None:
@@ -108,6 +112,7 @@ def _options(
 def main() -> None:
     """Entry point of the `rlctl` command."""
     _open_closed_streams()
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else each retry of a download is a warning
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
     sys.exit(run(sys.argv[1:]))
@@ -154,8 +159,10 @@ def run(arguments: list[str]) -> int:
             except FileNotFoundError:
                 what, fix = "the working directory no longer exists", "cd into another directory"
                 raise EnvironmentFailure(what, fix=fix) from None
-            if arguments and arguments[0] in _REMOVED:
-                raise UsageError(f"rlctl {arguments[0]} was removed: {_REMOVED[arguments[0]]}")
+            for old, new in _RENAMED.items():
+                if tuple(arguments[: len(old)]) == old:
+                    echo(f"note: `rlctl {' '.join(old)}` is now `rlctl {' '.join(new)}`", err=True)
+                    arguments = [*new, *arguments[len(old) :]]
             app(args=arguments, prog_name="rlctl")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -180,6 +187,8 @@ def _show_warning(
     otherwise: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any
 ) -> None:
     """Prints a warning about an installed package as text, others with the line of code that gave it."""
+    from rlctl.registry import PartWarning
+
     if issubclass(category, PartWarning):
         echo(f"warning: {message}", err=True)
     else:
@@ -190,6 +199,8 @@ def _report_bug(error: Exception) -> None:
     """Prints what failed, in rlctl or in the user's code, and writes the traceback to a file."""
     import tempfile
     import traceback
+
+    from rlctl.user_code import line_in_user_code
 
     text = "".join(traceback.format_exception(error))
     with tempfile.NamedTemporaryFile(

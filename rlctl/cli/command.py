@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -21,30 +21,50 @@ if TYPE_CHECKING:
 
 Request = TypeVar("Request", bound="DataclassInstance")
 
+#: Where runs are, as seen from the working directory.
+RUNS = Path("runs")
 #: An option for a positive integer.
 count_option = partial(typer.Option, min=1, metavar="N")
-#: Option of every command that lists something.
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+#: An option for the file or directory that a command writes.
+output_option = partial(typer.Option, "--output", "-o", "--out")
+#: Option of every command whose results can be read by programs.
+Format = Annotated[
+    Literal["text", "json"], typer.Option("--format", help="How to print the result; --json: as JSON.")
+]
+#: Option of commands whose results can also be a page.
+PageFormat = Annotated[
+    Literal["text", "json", "html"], typer.Option("--format", help="Text, JSON, or a self-contained page.")
+]
 #: Option of every command that writes a report.
 Out = Annotated[
-    Path | None,
-    typer.Option("--out", "-o", metavar="FILE", help="Write there.", show_default="standard output"),
+    Path | None, output_option(metavar="FILE", help="Write there.", show_default="standard output")
 ]
-HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+#: Settings of every command: help in plain text, because Rich takes longer to import than all else together.
+PLAIN: dict[str, Any] = {
+    "rich_markup_mode": None,
+    "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 102},
+}
 
 
 class _Help:
-    """Mixin for help without `<bool>` after flags and with prose wrapped to the width of the terminal."""
+    """Mixin for help with prose wrapped to the width of the terminal and examples that can be pasted."""
 
     help: str | None
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Formats the help; restores the original text, so that it can be called repeatedly."""
-        given, self.help = self.help, _laid_out(self.help or "")
-        try:
-            super().format_help(ctx, formatter)  # type: ignore[misc]
-        finally:
-            self.help = given
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Formats the description. Lines of an example that are too long end with a backslash."""
+        for paragraph in (self.help or "").split("\n\n"):
+            formatter.write_paragraph()
+            with formatter.indentation():
+                if (text := " ".join(paragraph.split())).startswith(("rlctl ", "kubectl ")):
+                    text = re.sub(r"( --?[a-z][\w-]*) (?=[^-])", "\\1\N{NO-BREAK SPACE}", text)
+                    lines = textwrap.wrap(
+                        text, formatter.width - 6, break_long_words=False, break_on_hyphens=False
+                    )
+                    text = " \\\n        ".join(lines).replace("\N{NO-BREAK SPACE}", " ")
+                    formatter.write(f"    {text}\n")
+                else:
+                    formatter.write_text(text)
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         """The context; messages about wrong arguments quote them with control characters escaped."""
@@ -55,21 +75,69 @@ class _Help:
                 error.message = visible(message)  # type: ignore[attr-defined]
             raise
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        """The parameters; flags show no type."""
-        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for param in params:
-            if getattr(param, "is_flag", False) and param.metavar is None:
-                param.metavar = ""
-        return params
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Formats arguments, without Python's names of their types, and options."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param in self.get_params(ctx):  # type: ignore[attr-defined]
+            name, text = param.get_help_record(ctx) or ("", "")
+            is_argument = param.param_type_name == "argument"
+            if name:
+                row = (param.metavar or name if is_argument else name, text)
+                sections["Arguments" if is_argument else "Options"].append(row)
+        _write(formatter, sections)
 
 
 class Command(_Help, TyperCommand):
-    """A command with this help format."""
+    """A command with this help format, and `--json` as a short form of `--format json`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses the arguments; words after `--` are no options."""
+        end = args.index("--") if "--" in args else len(args)
+        words = ["--format=json" if word == "--json" else word for word in args[:end]]
+        return super().parse_args(ctx, words + args[end:])
+
+
+class SpecCommand(Command):
+    """A command that takes keys of the spec; the error of an unknown option names the key that is meant."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses the arguments.
+
+        Raises:
+            UsageError: an unknown option is a key of the spec.
+        """
+        try:
+            return super().parse_args(ctx, list(args))
+        except Exception as error:
+            option = str(getattr(error, "option_name", ""))
+            if not hasattr(error, "possibilities"):  # the option exists, but its value is missing
+                raise
+            from rlctl.spec.keys import advice_for, known_leaves
+
+            name = option.lstrip("-").replace("-", "_")
+            is_key = any(f".{key}".endswith(f".{name}") for key in known_leaves())
+            if (error.possibilities and not is_key) or not (advice := advice_for(name)):
+                raise
+            after = " ".join([*args, ""]).partition(option)[2]
+            value = re.match(r"[= ]?([^\s-]\S*)", after)
+            given = value[1] if value else "VALUE"
+            fix = re.sub("`([a-z_.]+)`", lambda key: f"`{key[1]}={given}`", advice, count=1)
+            what = f"no such option: {option}"
+            raise UsageError(what, fix=f"{fix} Keys of the spec take no dashes") from None
 
 
 class Group(_Help, TyperGroup):
-    """A group of commands with this help format."""
+    """A group of commands with this help format, listed by the panel in which each is registered."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Formats the commands with the first paragraphs of their help, then the options."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        width = max(map(len, self.commands))
+        for name, command in self.commands.items():
+            row = (name.ljust(width), _first_paragraph(command.help))
+            panels.setdefault(str(getattr(command, "rich_help_panel", None) or "Commands"), []).append(row)
+        _write(formatter, panels)
+        super().format_options(ctx, formatter)
 
 
 class CommandWithSubcommands(Command):
@@ -91,33 +159,27 @@ class CommandWithSubcommands(Command):
 
     def subcommand(self, name: str) -> Any:
         """The Click command of a subcommand."""
-        app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings=HELP_NAMES)
+        app = typer.Typer(add_completion=False, **PLAIN)
         app.command(name=name, cls=Command)(self.subcommands[name])
         return typer.main.get_command(app)
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Formats the help, then lists the subcommands."""
-        super().format_help(ctx, formatter)
-        echo(" Commands below this one, each with --help:")
-        for name, function in self.subcommands.items():
-            first_line = (function.__doc__ or "").strip().splitlines()[0]
-            head = f"   {ctx.command_path} {name:<10} "
-            width = shutil.get_terminal_size().columns
-            echo(textwrap.fill(head + first_line, width, subsequent_indent=" " * len(head)))
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Formats the options, then lists the subcommands."""
+        super().format_options(ctx, formatter)
+        rows = [(name, _first_paragraph(each.__doc__)) for name, each in self.subcommands.items()]
+        _write(formatter, {"Commands below this one, each with --help": rows})
 
 
-def _laid_out(text: str) -> str:
-    """Removes the line breaks of the source from prose; indents examples and prints them bold.
+def _write(formatter: Any, sections: Mapping[str, list[tuple[str, str]]]) -> None:
+    """Writes lists of names and their meanings under headings; empty ones are left out."""
+    for heading, rows in sections.items():
+        if rows:
+            with formatter.section(heading):
+                formatter.write_dl(rows)
 
-    Typer removes the indentation of a line unless the line begins with a tag.
-    """
-    paragraphs = [paragraph.strip() for paragraph in text.split("\n\n")]
-    return "\n\n".join(
-        f"[bold]  {paragraph}[/bold]"
-        if paragraph.startswith(("rlctl ", "kubectl "))
-        else " ".join(paragraph.split())
-        for paragraph in paragraphs
-    )
+
+def _first_paragraph(text: str | None) -> str:
+    return " ".join((text or "").strip().partition("\n\n")[0].split())
 
 
 def request(kind: type[Request], parameters: Mapping[str, Any], **others: Any) -> Request:
@@ -155,11 +217,6 @@ def as_json(document: object) -> str:
     return json.dumps(only_json, indent=2) + "\n"
 
 
-def print_json(document: object) -> None:
-    """Prints a document as JSON to standard output."""
-    echo(as_json(document), nl=False)
-
-
 def complete_preset(incomplete: str) -> list[tuple[str, str]]:
     """Shell completion: presets whose names begin with the text, with their descriptions."""
     from rlctl.spec.sources import all_presets
@@ -183,8 +240,23 @@ def complete_override(incomplete: str) -> list[str]:
 
 def complete_run(incomplete: str) -> list[str]:
     """Run directories below `runs/` whose paths begin with the text."""
-    found = sorted(path.parent for path in Path("runs").glob("*/*/spec.yaml"))
+    found = sorted(path.parent for path in RUNS.glob("*/*/spec.yaml"))
     return [str(path) for path in found if str(path).startswith(incomplete)]
+
+
+def run_path(name: str) -> Path:
+    """The run directory with this path, or with this text in its name."""
+    from rlctl.track.open_run import run_named
+
+    return run_named(name, RUNS)
+
+
+def run_or_model(name: str) -> str:
+    """The run directory with this name, or the name of a model, of which a run's name may have a part."""
+    from rlctl.track.open_run import run_named
+
+    path = run_named(name, RUNS, whole=True)
+    return str(path) if path.is_dir() else name
 
 
 #: The presets of commands that train.
@@ -198,12 +270,8 @@ Presets = Annotated[
         autocompletion=complete_preset,
     ),
 ]
+RUN_HELP = "A run directory, or a part of its name that no other run below runs/ has"
 #: The run directory of commands about one run.
 RunDirectory = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RUN",
-        help="A run directory, for example runs/rlctl/run-20260101-120000.",
-        autocompletion=complete_run,
-    ),
+    Path, typer.Argument(metavar="RUN", help=f"{RUN_HELP}.", autocompletion=complete_run, parser=run_path)
 ]

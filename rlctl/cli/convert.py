@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from rlctl.cli.command import echo, print_json
+from rlctl.cli.command import Format, as_json, echo, output_option
 from rlctl.errors import UsageError
 
 
@@ -32,11 +32,9 @@ def import_config(
         typer.Option("--set", metavar="NAME=VALUE", help="A variable that the script expects to be set."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the spec here.", show_default="printed")
+        Path | None, output_option(metavar="FILE", help="Write the spec there.", show_default="printed")
     ] = None,
-    format_: Annotated[
-        Literal["text", "json"], typer.Option("--format", help="Output format of the report on every key.")
-    ] = "text",
+    output_format: Format = "text",
 ) -> None:
     """Translate another framework's launch script or configuration into a spec.
 
@@ -59,8 +57,8 @@ def import_config(
     text = conversion_report.spec_yaml(result, file.name)
     if output is not None:
         write_file(output, text)
-    if format_ == "json":
-        print_json(conversion_report.document(result, text))
+    if output_format == "json":
+        echo(as_json(conversion_report.document(result, text)), nl=False)
         return
     echo(f"{result.table.title}, {conversion_report.summary(result)}")
     for heading, below in conversion_report.sections(result):

@@ -1,4 +1,4 @@
-"""`rlctl diagnose`: reports faults in a run's log, replays rollouts, and tests its rules."""
+"""`rlctl diagnose`: reports faults in a run's log, and replays its rollouts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rlctl.cli.command import Out, echo, refuse_options
+from rlctl.cli.command import Out, echo, refuse_options, run_path
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
     from rlctl.diagnose.readers.reader_files import Readers
     from rlctl.diagnose.rule import Diagnosis
-    from rlctl.diagnose.selftest import SelftestResult
     from rlctl.diagnose.table import RunLog
     from rlctl.terminal import Console
 
@@ -29,8 +28,9 @@ def diagnose(
         list[Path] | None,
         typer.Argument(
             metavar="PATH…",
-            help="Run directories or logs, of rlctl, verl, TRL, ms-swift, LLaMA-Factory, OpenRLHF, slime, "
-            "prime-rl, NeMo-RL, SkyRL, AReaL, torchforge, ROLL, Oat or "
+            parser=run_path,
+            help="Run directories (or parts of their names) or logs, of rlctl, verl, TRL, ms-swift, "
+            "LLaMA-Factory, OpenRLHF, slime, prime-rl, NeMo-RL, SkyRL, AReaL, torchforge, ROLL, Oat or "
             "open-instruct; directories or ZIP archives of several; `-` for "
             "standard input: one pasted step is enough.",
         ),
@@ -73,35 +73,21 @@ def diagnose(
             "--what-if", help="Replay the run's dumped rollouts under other corrections; report the best."
         ),
     ] = False,
-    selftest: Annotated[
-        bool,
-        typer.Option(
-            "--selftest",
-            help="Test all rules on the simulated logs of faulty and of healthy runs that come with rlctl.",
-        ),
-    ] = False,
 ) -> None:
     """Report the faults of a run, their causes, and spec changes to try.
 
     rlctl diagnose runs/rlctl/rloo-seq-is-20260101-120000
 
-    rlctl diagnose RUN OTHER_RUN --format html --out report.html
+    rlctl diagnose RUN OTHER_RUN --format html --output report.html
 
     rlctl diagnose RUN --fix fixed.yaml && rlctl train --spec fixed.yaml
 
     rlctl diagnose RUN --what-if
 
-    rlctl diagnose --selftest
-
     kubectl logs trainer | rlctl diagnose - --fail-on critical
 
-    rlctl diagnose -   # paste a step, a table or a part of a log, then Ctrl-D
+    rlctl diagnose - # paste a step, a table or a part of a log, then Ctrl-D
     """
-    if selftest:
-        why = "applies to a run; --selftest uses simulated logs"
-        refuse_options(context, ("paths", "what_if", "rules", "fix", "fail_on", "map_", "reader"), why)
-        report_selftest(output_format, out)
-        return
     if not paths:
         raise UsageError("no log is given", where="rlctl diagnose", fix="name a run directory, or a log")
     if what_if:
@@ -225,49 +211,3 @@ def _write_fix(diagnosis: Diagnosis, path: Path) -> None:
     if patch.applied:
         write_patch(path, patch)
     print_patch(Console(stderr=True, highlight=False), patch, path if patch.applied else None)
-
-
-def report_selftest(output_format: str, out: Path | None) -> None:
-    """Runs the self-test; writes one line per rule and per kind of healthy run. Exit code 1 if one fails."""
-    from rich.progress import MofNCompleteColumn, TimeElapsedColumn
-
-    from rlctl.cli.output import check_out, counting, write_report
-    from rlctl.diagnose.selftest import run_selftest, selftest_document, selftest_summary
-
-    if output_format not in {"text", "json"}:
-        raise UsageError("--selftest writes text or json", where=f"--format {output_format}")
-    check_out((), out, is_page=False)
-    with counting("logs", MofNCompleteColumn(), TimeElapsedColumn()) as count:
-        results = run_selftest(count)
-
-    def text(console: Console) -> None:
-        _print_selftest(console, results)
-        console.print(f"\n{selftest_summary(results)}")
-        for one in results:
-            if not one.passed:
-                name = f"{one.rule or 'healthy run'}, {one.kind}, {one.framework}"
-                console.print(f"{name}: expected {one.expected}, found {one.found}", markup=False)
-
-    write_report(output_format, out, text, partial(selftest_document, results))
-    if not all(one.passed for one in results):
-        raise typer.Exit(1)
-
-
-def _print_selftest(console: Console, results: list[SelftestResult]) -> None:
-    """Prints the passed and total number of logs, per rule (or kind of healthy run) and framework."""
-    from rich.text import Text
-
-    from rlctl.diagnose.selftest import FRAMEWORKS
-    from rlctl.text_table import print_table
-
-    rows = []
-    for name in dict.fromkeys(one.rule or one.kind for one in results):
-        cells: list[str | Text] = [name]
-        for framework in FRAMEWORKS:
-            here = [one for one in results if (one.rule or one.kind) == name and one.framework == framework]
-            passed, unable = sum(one.passed for one in here), {one.expected for one in here} == {"skipped"}
-            text = "" if not here else "n/a" if unable else f"{passed}/{len(here)}"
-            cells.append(text if passed == len(here) else Text(f"{passed}/{len(here)}", "bold red"))
-        rows.append(cells)
-    headings = ("rule, or kind of healthy run", *FRAMEWORKS)
-    print_table(console, headings, rows, right=range(1, len(headings)), whole=range(1))

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from rlctl.cli.command import Out
+from rlctl.cli.command import Out, PageFormat, run_path
 from rlctl.cli.diagnose import read_all
 from rlctl.errors import UsageError
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run directory or log, of any framework.")],
-    b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another.")],
-    output_format: Annotated[
-        Literal["text", "json", "html"],
-        typer.Option("--format", help="Text, JSON, or a page with the plots of both runs."),
-    ] = "text",
+    a: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_A", parser=run_path, help="A run directory or log, of any framework."),
+    ],
+    b: Annotated[Path, typer.Argument(metavar="RUN_B", parser=run_path, help="Another.")],
+    output_format: PageFormat = "text",
     out: Out = None,
 ) -> None:
     """Report what differs between two runs' specs and metrics, and since which step.
@@ -30,7 +30,7 @@ def compare(
 
       rlctl diagnose compare runs/rlctl/good runs/rlctl/bad
 
-      rlctl diagnose compare good.log bad.log --format html --out compared.html
+      rlctl diagnose compare good.log bad.log --format html --output compared.html
     """
     from rlctl.cli.output import check_out, write_report
 

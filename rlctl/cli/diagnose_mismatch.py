@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rlctl.cli.command import request
+from rlctl.cli.command import Format, Out, request
 
 if TYPE_CHECKING:
     from rlctl.mismatch.mismatch_run import MismatchReport
@@ -53,9 +53,8 @@ def mismatch(
         typer.Option(min=0.01, max=1.0, help="Sent to the engine.", show_default="the run's, or 1"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 1,
-    output_format: Annotated[
-        Literal["text", "json"], typer.Option("--format", help="Text or JSON.")
-    ] = "text",
+    output_format: Format = "text",
+    out: Out = None,
 ) -> None:
     """Sample with the rollout engine, score with the trainer, and find out why the two differ.
 
@@ -67,7 +66,7 @@ def mismatch(
     from rlctl.mismatch.mismatch_run import MismatchRequest, as_document, run_preflight
 
     report = run_preflight(request(MismatchRequest, context.params, data_files=list(data or [])))
-    write_report(output_format, None, partial(_print, report=report), partial(as_document, report))
+    write_report(output_format, out, partial(_print, report=report), partial(as_document, report))
 
 
 def _print(console: Console, report: MismatchReport) -> None:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.command import AsJson, print_json
+from rlctl.cli.command import Format, Out
 
 if TYPE_CHECKING:
     from rlctl.doctor.checks import Check
+    from rlctl.terminal import Console
 
 _MARKS = {"ok": ("✓", "green"), "note": ("!", "yellow"), "broken": ("✗", "bold red")}
 
 
 def doctor(
-    as_json: AsJson = False,
     quick: Annotated[bool, typer.Option("--quick", help="Read versions only; try no engine.")] = False,
+    output_format: Format = "text",
+    out: Out = None,
 ) -> None:
     """Check packages, GPU, disks and network of this machine, and try every engine on a tiny model.
 
@@ -26,29 +29,27 @@ def doctor(
 
       rlctl doctor
 
-      rlctl doctor --json > doctor.json
+      rlctl doctor --format json --output doctor.json
     """
+    from rlctl.cli.output import write_report
     from rlctl.doctor.examine import examine
     from rlctl.terminal import Console
 
     with Console(stderr=True).status("") as status:
         checks = examine(quick=quick, announce=status.update)
     num_broken = sum(check.status == "broken" for check in checks)
-    if as_json:
-        print_json({"works": not num_broken, "checks": [asdict(check) for check in checks]})
-    else:
-        _print(checks, num_broken, quick=quick)
+    text = partial(_print, checks=checks, num_broken=num_broken, quick=quick)
+    document = {"works": not num_broken, "checks": [asdict(check) for check in checks]}
+    write_report(output_format, out, text, lambda: document)
     raise typer.Exit(4 if num_broken else 0)
 
 
-def _print(checks: list[Check], num_broken: int, *, quick: bool) -> None:
+def _print(console: Console, checks: list[Check], num_broken: int, *, quick: bool) -> None:
     """The checks, and the number of broken ones."""
     from rich.text import Text
 
-    from rlctl.cli.output import unwrapped
     from rlctl.text_table import print_table
 
-    console = unwrapped()
     rows = []
     for check in checks:
         fix = (f"\nfix  {check.fix}", "cyan") if check.fix else ""

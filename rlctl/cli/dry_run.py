@@ -138,6 +138,8 @@ def _print_correction(spec: RunSpec, console: Console) -> None:
 
 def _print_reward(spec: RunSpec, console: Console) -> None:
     _print_title("Reward", console)
+    if spec.environment.name != "single_turn":
+        print_indented(Text.assemble((spec.environment.name, "bold"), "  its own reward, if any"), 2, console)
     for term in spec.reward.all_terms:
         shown = "your function"
         if not is_file_function(term.name):
@@ -251,6 +253,8 @@ def _print_stages(placement: Placement, console: Console) -> None:
         tokens = placement.tokens() * placement.spec.world_size
         words = f"one step: {total:,.0f} s, {tokens / total:,.0f} tokens per second on all GPUs together"
         print_indented(Text(words, "bold"), 2, console)
+    for words in placement.suggestions():
+        print_indented(Text(f"free memory: {words}"), 2, console)
 
 
 def _count(number: int, thing: str, plural: str = "s") -> str:

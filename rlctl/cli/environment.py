@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rlctl.cli.command import Out
+from rlctl.cli.command import Format, Out
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def try_out(
         Literal["warning", "critical"] | None,
         typer.Option(help="Exit with 3 if a finding is at least this severe.", show_default="never"),
     ] = None,
-    output_format: Annotated[Literal["text", "json"], typer.Option("--format")] = "text",
+    output_format: Format = "text",
     out: Out = None,
 ) -> None:
     """Play an environment with policies that know nothing, and report what is wrong with it.

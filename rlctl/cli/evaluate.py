@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.command import AsJson, count_option, echo, refuse_options, request
+from rlctl.cli.command import Format, count_option, echo, output_option, refuse_options, request, run_or_model
 from rlctl.cli.evaluate_compare import numbers
 from rlctl.cli.prepare_data import (
     AnswerKey,
@@ -40,8 +40,10 @@ def evaluate(
         str | None,
         typer.Argument(
             metavar="MODEL_OR_RUN",
-            help="A run directory, a model directory or a hub id; with --regrade an evaluation's directory; "
-            "with --engine openai the server's name for the model, by default its only one.",
+            parser=run_or_model,
+            help="A run directory or its name, a model directory or a hub id; with --regrade an "
+            "evaluation's directory; with --engine openai the server's name for the model, by default its "
+            "only one.",
         ),
     ] = None,
     data: Annotated[
@@ -67,7 +69,7 @@ def evaluate(
             show_default="the hub and its cache",
         ),
     ] = None,
-    n: Annotated[int, count_option(help="Responses per question.")] = 8,
+    n: Annotated[int, count_option("--n", "-n", help="Responses per question.")] = 8,
     k: Annotated[
         str | None, typer.Option(metavar="K,…", help="The k of pass@k.", show_default="1,4,8, up to n")
     ] = None,
@@ -120,7 +122,7 @@ def evaluate(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(
+        output_option(
             metavar="DIR",
             help="Directory to write, new or empty.",
             show_default="evaluations/TIME in the run",
@@ -129,7 +131,7 @@ def evaluate(
     batch_size: Annotated[
         int, count_option(help="Sequences sampled at once; affects memory and speed, not the result.")
     ] = 256,
-    as_json: AsJson = False,
+    output_format: Format = "text",
 ) -> None:
     """Sample answers, grade them as in training, and report scores.
 
@@ -140,7 +142,7 @@ def evaluate(
 
       rlctl evaluate runs/rlctl/rloo-seq-is-20260101-120000
 
-      rlctl evaluate MODEL --data gsm8k --data math500 --n 4 --limit 200
+      rlctl evaluate MODEL --data gsm8k --data math500 -n 4 --limit 200
 
       rlctl evaluate --engine openai --base-url URL --data questions.jsonl
 
@@ -158,7 +160,7 @@ def evaluate(
         from rlctl.evaluate.evaluation import regrade as run_regrade
 
         directory = Path(model_or_run)
-        _run(lambda progress: run_regrade(directory, progress, ks=ks, reward=reward, out=out), as_json)
+        _run(lambda progress: run_regrade(directory, progress, ks=ks, reward=reward, out=out), output_format)
         return
     if is_served:
         refuse_options(context, ("batch_size",), "is for models on this machine", "leave it out")
@@ -169,17 +171,17 @@ def evaluate(
 
     columns = Recipe(recipe, prompt_key, answer_key, data_source, instruction=instruction)
     asked = request(EvaluateRequest, context.params, data=list(data or []), ks=ks, columns=columns)
-    _run(lambda progress: run_evaluation(asked, progress), as_json)
+    _run(lambda progress: run_evaluation(asked, progress), output_format)
 
 
-def _run(work: Callable[[Progress], tuple[Path, Evaluation]], as_json: bool) -> None:
+def _run(work: Callable[[Progress], tuple[Path, Evaluation]], output_format: str) -> None:
     from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
     from rlctl.cli.output import counting
 
     with counting("reading the model", MofNCompleteColumn(), TimeRemainingColumn()) as count:
         out, evaluation = work(lambda doing, done, total: count(done, total, doing))
-    if as_json:
+    if output_format == "json":
         from rlctl.evaluate.evaluate_report import RESULTS_FILE
 
         echo((out / RESULTS_FILE).read_text(encoding="utf-8"), nl=False)

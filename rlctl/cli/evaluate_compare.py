@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.command import Out
-from rlctl.errors import UsageError
+from rlctl.cli.command import Out, PageFormat
+from rlctl.errors import UsageError, visible
 
 if TYPE_CHECKING:
     from rlctl.evaluate.compare import CompareReport
     from rlctl.terminal import Console
+
+#: Characters of a question's or response's end in the terminal.
+_SHOWN = 160
 
 
 def compare(
@@ -24,10 +27,7 @@ def compare(
         str | None,
         typer.Option(metavar="K,…", help="The k of pass@k.", show_default="1,4,8, up to the smaller n"),
     ] = None,
-    output_format: Annotated[
-        Literal["text", "json", "html"],
-        typer.Option("--format", help="Text, JSON, or a self-contained HTML page."),
-    ] = "text",
+    output_format: PageFormat = "text",
     out: Out = None,
 ) -> None:
     """Compare two evaluations, question by question.
@@ -37,7 +37,7 @@ def compare(
 
       rlctl evaluate compare evaluations/before evaluations/after
 
-      rlctl evaluate compare A B --format html --out compared.html
+      rlctl evaluate compare A B --format html --output compared.html
     """
     from rlctl.cli.output import check_out, write_report
     from rlctl.evaluate.compare import compare as run_comparison
@@ -53,7 +53,12 @@ def _print(report: CompareReport, console: Console) -> None:
     """Prints, per source, both scores, their difference with its interval, and the conclusion."""
     from rich.text import Text
 
-    from rlctl.evaluate.compare import DIFFERENCE_HEADINGS, difference_rows, shared_questions
+    from rlctl.evaluate.compare import (
+        DIFFERENCE_HEADINGS,
+        difference_rows,
+        flipped_counts,
+        shared_questions,
+    )
     from rlctl.text_table import print_table
 
     for name, place in (("A", report.a), ("B", report.b)):
@@ -65,10 +70,27 @@ def _print(report: CompareReport, console: Console) -> None:
             rows = [(row.name, *row.cells) for row in difference_rows(comparison)]
             print_table(console, ("", *DIFFERENCE_HEADINGS), rows, right=range(1, 9), wide=True)
         console.print(Text(comparison.conclusion, style="bold"), soft_wrap=True)
+    if counts := flipped_counts(report):
+        console.print(Text(f"\n{counts}", style="bold"))
+    for one in report.flipped:
+        console.print()
+        for name, text in (
+            ("question", one.question),
+            ("expected", one.ground_truth),
+            ("A, right" if one.right_in == "A" else "A, wrong", one.a_response),
+            ("B, right" if one.right_in == "B" else "B, wrong", one.b_response),
+        ):
+            console.print(Text.assemble((f"  {name}  ", "dim"), _end(text)), soft_wrap=True)
     if report.warnings:
         console.print()
     for warning in report.warnings:
         console.print(Text(warning, style="yellow"), soft_wrap=True)
+
+
+def _end(text: str) -> str:
+    """The end of a text, on one line."""
+    words = visible(" ".join(text.split()))
+    return words if len(words) <= _SHOWN else f"…{words[-_SHOWN:]}"
 
 
 def numbers(text: str) -> list[int]:

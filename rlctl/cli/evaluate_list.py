@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from rlctl.cli.command import AsJson, echo, print_json
+from rlctl.cli.command import Format, Out
+
+if TYPE_CHECKING:
+    from rlctl.terminal import Console
 
 
-def list_benchmarks(is_json: AsJson = False) -> None:
+def list_benchmarks(output_format: Format = "text", out: Out = None) -> None:
     """List the benchmarks: questions, source, revision, prompt and grader, all pinned.
 
     rlctl evaluate list
 
-    rlctl evaluate list --json
+    rlctl evaluate list --format json
     """
-    from rlctl.cli.output import unwrapped
+    from rlctl.cli.output import write_report
+    from rlctl.prepare.benchmarks import BENCHMARKS
+
+    write_report(output_format, out, _print, lambda: [asdict(each) for each in BENCHMARKS.values()])
+
+
+def _print(console: Console) -> None:
     from rlctl.prepare.benchmarks import BENCHMARKS
     from rlctl.text_table import print_table
 
-    if is_json:
-        print_json([asdict(each) for each in BENCHMARKS.values()])
-        return
     for each in BENCHMARKS.values():
         choices = "its choices, " if each.recipe == "multiple-choice" else ""
         lines = {
@@ -30,5 +37,5 @@ def list_benchmarks(is_json: AsJson = False) -> None:
             "prompt": f"the question, {choices}then: {each.instruction}",
             "grader": each.grader,
         }
-        echo(each.name)
-        print_table(unwrapped(), ("", ""), lines.items(), indent=2)
+        console.print(each.name, style="bold", markup=False)
+        print_table(console, ("", ""), lines.items(), indent=2)

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from rlctl.cli.command import RunDirectory, echo
+from rlctl.cli.command import RunDirectory, echo, output_option
 from rlctl.errors import EnvironmentFailure, UsageError, first_line
 
 
 def export(
     run: RunDirectory,
-    out: Annotated[Path, typer.Option(help="Directory to write, new or empty.")],
+    out: Annotated[Path, output_option(metavar="DIR", help="Directory to write, new or empty.")],
     step: Annotated[
         int | None, typer.Option(min=0, help="Which checkpoint.", show_default="the newest")
     ] = None,
@@ -39,9 +39,9 @@ def export(
     `AutoModelForCausalLM.from_pretrained(OUT)` loads the result, as does vLLM. For a LoRA run, the
     adapter is merged into the model; `PeftModel.from_pretrained(BASE, OUT)` loads the output of `--adapter`.
 
-      rlctl export runs/rlctl/rloo-seq-is-20260101-120000 --out my-model --dtype bf16
+      rlctl export runs/rlctl/rloo-seq-is-20260101-120000 --output my-model --dtype bf16
 
-      rlctl export runs/rlctl/rloo-seq-is-20260101-120000 --out my-model --push-to-hub me/my-model
+      rlctl export runs/rlctl/rloo-seq-is-20260101-120000 --output my-model --push-to-hub me/my-model
     """
     from rlctl.engine.checkpoint import checkpoint_of_run
     from rlctl.files import apply_umask, check_vacant, clear_leftovers, staged_directory

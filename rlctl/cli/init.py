@@ -25,7 +25,8 @@ Answer = TypeVar("Answer", str, int)
 def init(
     out: Annotated[Path, typer.Argument(metavar="FILE", help="The spec file to write.")] = Path("run.yaml"),
     model: Annotated[
-        str | None, typer.Option(help="Model directory or hub id; `embedded`: the built-in one.")
+        str | None,
+        typer.Option(metavar="MODEL", help="Model directory or hub id; `embedded`: the built-in one."),
     ] = None,
     data: Annotated[
         str | None, typer.Option(metavar="FILE", help="Training Parquet, as prepare-data writes it.")
@@ -87,12 +88,12 @@ def _commented(loaded: LoadedSpec, presets: list[str]) -> str:
     """YAML of the keys that are not defaults, each with its meaning as a comment."""
     import textwrap
 
-    from rlctl.cli.schema import key_rows
+    from rlctl.spec.key_table import key_rows
     from rlctl.spec.load import dump_value
 
     lines = [
         f"# Written by `rlctl init` from {', '.join(presets)}. Other keys have their default values.",
-        "# All keys: rlctl schema --markdown. One key: rlctl explain KEY.",
+        "# All keys: rlctl explain --format markdown. One key: rlctl explain KEY.",
     ]
     values: Any = loaded.spec.model_dump(mode="json")
     open_sections: list[str] = []

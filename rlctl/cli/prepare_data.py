@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
-from rlctl.cli.command import AsJson, count_option, echo, print_json, request
-from rlctl.errors import UsageError, visible
+from rlctl.cli.command import Format, Out, count_option, output_option, request
+from rlctl.errors import UsageError
 from rlctl.prepare.recipe_names import RecipeChoice, RecipeName
 from rlctl.prepare.request import (
     BadRows,
@@ -110,7 +110,7 @@ def parquet(
             "hf:organisation/name[:split].",
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write.")],
+    out: Annotated[Path, output_option(metavar="DIR", help="Directory to write.")],
     recipe: RecipeOption = "auto",
     prompt_key: PromptKey = None,
     answer_key: AnswerKey = None,
@@ -187,19 +187,20 @@ def parquet(
         int | None, count_option(help="Local processes.", show_default="one per core, none for a small input")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")] = False,
-    as_json: AsJson = False,
+    output_format: Format = "text",
 ) -> None:
     """Write train.parquet, test.parquet and manifest.json, in verl's row layout.
 
     The same input, options and versions give the same bytes; running it again changes nothing.
 
-      rlctl prepare-data parquet gsm8k/train.jsonl --out data/gsm8k --against gsm8k
+      rlctl prepare-data parquet gsm8k/train.jsonl --output data/gsm8k --against gsm8k
 
-      rlctl prepare-data parquet sums.csv --out sums --answer-key solution
+      rlctl prepare-data parquet sums.csv --output sums --answer-key solution
     """
     from dataclasses import asdict
 
-    from rlctl.cli.prepare_data_output import show_progress, summary_lines
+    from rlctl.cli.output import write_report
+    from rlctl.cli.prepare_data_output import print_summary, show_progress
     from rlctl.prepare.pipeline import prepare
     from rlctl.prepare.recipes import Recipe
 
@@ -225,10 +226,8 @@ def parquet(
     )
     with show_progress() as progress:
         summary = prepare(asked, progress)
-    if as_json:
-        print_json(asdict(summary) | {"out": str(out)})
-    else:
-        echo("\n".join(visible(line, keep="") for line in summary_lines(asked, summary)))
+    text = partial(print_summary, request=asked, summary=summary)
+    write_report(output_format, None, text, lambda: asdict(summary) | {"out": str(out)})
 
 
 @app.command()
@@ -253,7 +252,8 @@ def check(
             help="Exit with code 3 if a finding is at least this severe: warning, error or never.",
         ),
     ] = "never",
-    as_json: AsJson = False,
+    output_format: Format = "text",
+    out: Out = None,
     trust_remote_code: TrustRemoteCode = False,
     chat_template_kwargs: TemplateKwargs = None,
     continue_final_message: ContinueFinalMessage = False,
@@ -270,7 +270,7 @@ def check(
 
       rlctl prepare-data check train.parquet --against gsm8k --fail-on error
     """
-    from rlctl.cli.output import unwrapped
+    from rlctl.cli.output import write_report
     from rlctl.cli.prepare_data_output import print_check, show_progress
     from rlctl.prepare.check import CheckRequest
     from rlctl.prepare.check import check as run
@@ -285,10 +285,7 @@ def check(
     )
     with show_progress() as progress:
         report = run(asked, progress)
-    if as_json:
-        print_json(report.to_json())
-    else:
-        print_check(unwrapped(), report)
+    write_report(output_format, out, partial(print_check, report=report), report.to_json)
     if fail_on != "never" and reaches(report.findings, fail_on):
         raise typer.Exit(3)
 
@@ -297,10 +294,11 @@ def check(
 def show(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Anything `parquet` or `check` reads.")],
     model: Model = None,
-    number: Annotated[int, count_option("-n", help="How many rows.")] = 3,
+    number: Annotated[int, count_option("--count", "-n", help="How many rows.")] = 3,
     row: Annotated[int, count_option(help="The first row, counted from 1.")] = 1,
     ids: Annotated[bool, typer.Option("--ids", help="Also the token ids; needs --model.")] = False,
-    as_json: AsJson = False,
+    output_format: Format = "text",
+    out: Out = None,
     trust_remote_code: TrustRemoteCode = False,
     chat_template_kwargs: TemplateKwargs = None,
 ) -> None:
@@ -313,6 +311,7 @@ def show(
 
       rlctl prepare-data show train.parquet --model MODEL --row 42 -n 1 --ids
     """
+    from rlctl.cli.output import write_report
     from rlctl.cli.prepare_data_output import print_rows, rows_document
     from rlctl.prepare.lengths import PromptLengths, show_rows
 
@@ -323,7 +322,5 @@ def show(
     if model is not None:
         lengths = PromptLengths(model, trust_remote_code=trust_remote_code, chat_template_kwargs=kwargs)
     shown, measured = show_rows(file, lengths, first=row, count=number)
-    if as_json:
-        print_json(rows_document(shown, measured, ids=ids))
-    else:
-        print_rows(shown, measured, ids=ids)
+    text = partial(print_rows, rows=shown, lengths=measured, ids=ids)
+    write_report(output_format, out, text, lambda: rows_document(shown, measured, ids=ids))

@@ -58,8 +58,8 @@ def show_progress() -> Iterator[Progress]:
         yield _Bar(bar)
 
 
-def summary_lines(request: PrepareRequest, summary: PrepareSummary) -> list[str]:
-    """Lines with the results, the findings, and the next command to run."""
+def print_summary(console: Console, request: PrepareRequest, summary: PrepareSummary) -> None:
+    """Prints the results, the findings, and the next command to run."""
     out = request.out
     result = [
         f"{'unchanged' if summary.unchanged else 'wrote'} {out} (recipe {summary.recipe})",
@@ -79,7 +79,8 @@ def summary_lines(request: PrepareRequest, summary: PrepareSummary) -> list[str]
         DataFinding(**entry | {"examples": tuple(entry["examples"])}) for entry in summary.report["findings"]
     ]
     result += [f"  {line}" for line in lines(found)]
-    return [*result, *_next(request, summary)]
+    for line in [*result, *_next(request, summary)]:
+        console.print(Text(visible(line, keep="")), soft_wrap=True)
 
 
 def comparison_lines(comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -127,9 +128,8 @@ def rows_document(shown: Sequence[RenderedRow], lengths: Histogram, *, ids: bool
     return {"rows": found, "lengths": lengths.to_json() if lengths.total else None}
 
 
-def print_rows(rows: Sequence[RenderedRow], lengths: Histogram, *, ids: bool) -> None:
+def print_rows(console: Console, rows: Sequence[RenderedRow], lengths: Histogram, *, ids: bool) -> None:
     """Prints rows as the model reads them, then a histogram of the lengths."""
-    console = Console(highlight=False)
     for shown in rows:
         console.print(Rule(Text(visible(shown.where))))
         prompt = Text()

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import Annotated
 
 import typer
 
-from rlctl.cli.command import AsJson, complete_preset, echo, print_json
+from rlctl.cli.command import Format, Out, complete_preset
 from rlctl.errors import UsageError
 
-if TYPE_CHECKING:
-    from rlctl.spec.sources import Preset
-
-app = typer.Typer(help="The shipped presets: list, read, compare and copy them.", no_args_is_help=True)
-
-Name = Annotated[
-    str,
-    typer.Argument(metavar="NAME", help="A preset, for example rloo-seq-is.", autocompletion=complete_preset),
-]
+app = typer.Typer(help="The shipped presets: list, read, copy and compare them.", no_args_is_help=True)
 
 
 @app.command("list")
-def list_presets(as_json: AsJson = False) -> None:
+def list_presets(output_format: Format = "text", out: Out = None) -> None:
     """All presets, one line each: algorithms, models, hardware, and complete examples.
 
     rlctl presets list
 
-    rlctl presets list --json
+    rlctl presets list --format json
 
     Presets can be combined: -p llama3-8b -p 8gpu -p rloo-seq-is
     """
@@ -35,84 +27,37 @@ def list_presets(as_json: AsJson = False) -> None:
 
     from rich.text import Text
 
-    from rlctl.cli.output import unwrapped
+    from rlctl.cli.output import write_report
     from rlctl.spec.sources import all_presets
     from rlctl.text_table import print_table
 
     found = all_presets().values()
-    if as_json:
-        print_json([asdict(each) | {"description": each.description} for each in found])
-        return
-    rows = ((each.name, Text(each.kind, "dim"), each.description) for each in found)
-    print_table(unwrapped(), ("preset", "kind", "what it is"), rows, whole=range(2))
+    rows = [(each.name, Text(each.kind, "dim"), each.description) for each in found]
+    write_report(
+        output_format,
+        out,
+        partial(print_table, headings=("preset", "kind", "what it is"), rows=rows, whole=range(2)),
+        lambda: [asdict(each) | {"description": each.description} for each in found],
+    )
 
 
 @app.command()
-def show(name: Name) -> None:
-    """Print a preset's file with its comments.
+def show(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="A preset, for example rloo-seq-is.", autocompletion=complete_preset
+        ),
+    ],
+    out: Out = None,
+) -> None:
+    """Print a preset's file with its comments, or copy it to edit it.
 
     rlctl presets show rloo-seq-is
 
-    rlctl presets show 8gpu
+    rlctl presets show rloo-seq-is --output my-run.yaml && rlctl train my-run.yaml
     """
-    echo(_preset(name).path.read_text(encoding="utf-8").rstrip())
-
-
-@app.command()
-def diff(
-    first: Annotated[str, typer.Argument(metavar="A", help="A preset, by name or path.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
-    as_json: AsJson = False,
-) -> None:
-    """Show the keys in which two resolved presets differ.
-
-    rlctl presets diff rloo-seq-is rloo-uncorrected
-
-    rlctl presets diff rloo-seq-is my-run.yaml --json
-    """
-    from rlctl.cli.dry_run import show as show_value
-    from rlctl.cli.output import unwrapped
-    from rlctl.spec.keys import leaves_of
-    from rlctl.spec.load import LEFT_TO_THE_USER, load_spec
-    from rlctl.text_table import print_table
-
-    names = (first, second)
-    one, other = (leaves_of(load_spec([name], left_open=LEFT_TO_THE_USER).spec) for name in names)
-    differing = {key: [show_value(one[key]), show_value(other[key])] for key in one if one[key] != other[key]}
-    if as_json:
-        print_json(differing)
-        return
-    if not differing:
-        echo(f"{first} and {second} resolve to the same spec.")
-        return
-    rows = ((key, *values) for key, values in differing.items())
-    print_table(unwrapped(), ("key", first, second), rows)
-
-
-@app.command()
-def copy(
-    name: Name,
-    destination: Annotated[
-        Path, typer.Argument(metavar="DEST", help="A file, or a directory to put it in.")
-    ] = Path(),
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
-) -> None:
-    """Copy a preset to edit it.
-
-    rlctl presets copy rloo-seq-is
-
-    rlctl presets copy rloo-seq-is my-run.yaml && rlctl train --spec my-run.yaml
-    """
-    from rlctl.cli.output import check_new, write_file
-
-    preset = _preset(name)
-    target = destination / preset.path.name if destination.is_dir() else destination
-    check_new(target, force=force)
-    write_file(target, preset.path.read_text(encoding="utf-8"))
-    echo(f"{target} written; run it with: rlctl train --spec {target}")
-
-
-def _preset(name: str) -> Preset:
+    from rlctl.cli.output import write_out
     from rlctl.spec.keys import did_you_mean
     from rlctl.spec.sources import all_presets
 
@@ -120,4 +65,32 @@ def _preset(name: str) -> Preset:
     if preset is None:
         fix = did_you_mean(name, all_presets(), "see `rlctl presets list`", cutoff=0.4)
         raise UsageError(f"no such preset: {name}", fix=fix)
-    return preset
+    write_out(preset.path.read_text(encoding="utf-8"), out)
+
+
+@app.command()
+def diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="A preset, by name or path.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    output_format: Format = "text",
+    out: Out = None,
+) -> None:
+    """Show the keys in which two resolved presets differ.
+
+    rlctl presets diff rloo-seq-is rloo-uncorrected
+
+    rlctl presets diff rloo-seq-is my-run.yaml --format json
+    """
+    from rlctl.cli.dry_run import show as show_value
+    from rlctl.cli.output import write_report
+    from rlctl.spec.keys import leaves_of
+    from rlctl.spec.load import LEFT_TO_THE_USER, load_spec
+    from rlctl.text_table import print_table
+
+    names = (first, second)
+    one, other = (leaves_of(load_spec([name], left_open=LEFT_TO_THE_USER).spec) for name in names)
+    differing = {key: [show_value(one[key]), show_value(other[key])] for key in one if one[key] != other[key]}
+    rows = [(key, *values) for key, values in differing.items()]
+    rows = rows or [("", "the same spec", "the same spec")]
+    text = partial(print_table, headings=("key", first, second), rows=rows)
+    write_report(output_format, out, text, lambda: differing)

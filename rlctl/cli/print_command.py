@@ -19,9 +19,9 @@ _PORT = "${MASTER_PORT:-29500}"
 _ADDRESS = f'--master-addr "${{MASTER_ADDR:?the address of node 0}}" --master-port "{_PORT}"'
 
 _PORTS = """\
-# Node 0 listens on all its interfaces at MASTER_PORT; ranks and vLLM servers listen at further ports. Use a
-# network that only this run's users can reach; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose it.
-# SECURITY.md lists who can use what.
+# Node 0 listens on all its interfaces at MASTER_PORT; ranks and vLLM servers listen at further ports of the
+# interface on the route to MASTER_ADDR; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another one. Use a
+# network that only this run's users can reach. SECURITY.md lists who can use what.
 """
 
 
@@ -48,13 +48,21 @@ def launches(spec: RunSpec, arguments: list[str]) -> list[Launch]:
     nodes, gpus = spec.trainer.nnodes, spec.trainer.n_gpus_per_node
     train = f"{_MODULE} {shlex.join(['train', *arguments])}"
     shape = f"--nnodes {nodes} --nproc-per-node {gpus}"
-    torchrun = [f"torchrun {shape} --node-rank {node} {_ADDRESS} -m {train}" for node in range(nodes)]
+    # torchrun gives each rank one thread, too few for an optimizer that is computed on the host.
+    threads = f'OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$(( ($(nproc) + {gpus - 1}) / {gpus} ))}}" '
+    torchrun = [
+        f"{threads}torchrun {shape} --node-rank {node} {_ADDRESS} -m {train}" for node in range(nodes)
+    ]
     servers = spec.rollout.server
     is_beside = spec.has_rollout_servers and not (servers.urls or servers.is_placed_by_ray)
     taken = gpus + is_beside * servers.replicas * spec.rollout.tensor_model_parallel_size
     # Not torchrun's c10d rendezvous, which unpickles what anyone can store at its port.
-    each = f'torchrun {shape} --node-rank "$SLURM_NODEID" --master-addr "$HEAD" --master-port "{_PORT}"'
+    each = (
+        f'{threads}torchrun {shape} --node-rank "$SLURM_NODEID" --master-addr "$HEAD" --master-port "{_PORT}"'
+    )
+    # Without a number of CPUs, srun binds the task, and so all ranks, to one.
     slurm = f"srun --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {taken} --kill-on-bad-exit "
+    slurm += '--cpus-per-task "${SLURM_JOB_CPUS_PER_NODE%%[(,]*}" '
     slurm += f"bash -c {shlex.quote(f'{each} -m {train}')}"
     found = [
         Launch(

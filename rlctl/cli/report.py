@@ -7,18 +7,17 @@ from typing import Annotated
 
 import typer
 
-from rlctl.cli.command import complete_run, echo
+from rlctl.cli.command import RUN_HELP, complete_run, echo, output_option, run_path
 
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN", help="Run directories.", autocompletion=complete_run)
+        list[Path],
+        typer.Argument(metavar="RUN", help=f"{RUN_HELP}.", autocompletion=complete_run, parser=run_path),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", "-o", metavar="FILE", help="Write there.", show_default="report.html in the first run"
-        ),
+        output_option(metavar="FILE", help="Write there.", show_default="report.html in the first run"),
     ] = None,
     what_if: Annotated[
         bool, typer.Option("--what-if/--no-what-if", help="Replay kept responses under other corrections.")
@@ -33,7 +32,7 @@ def report(
 
       rlctl report runs/rlctl/rloo-seq-is-20260101-120000 --open
 
-      rlctl report runs/rlctl/a runs/rlctl/b --out compared.html
+      rlctl report runs/rlctl/a runs/rlctl/b --output compared.html
     """
     from rlctl.cli.output import check_out, write_out
     from rlctl.track.open_run import open_run

@@ -1,4 +1,4 @@
-"""`rlctl reward test`: checks correctness and speed of a reward before training."""
+"""`rlctl reward`: checks correctness and speed of a reward before training."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from rlctl.cli.command import Format, Out, count_option
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -15,11 +16,8 @@ if TYPE_CHECKING:
     from rlctl.spec.run_spec import RunSpec
     from rlctl.terminal import Console
 
-app = typer.Typer(no_args_is_help=True, help="Test a reward before training on it.")
 
-
-@app.command("test")
-def try_out(
+def reward(
     what: Annotated[
         str,
         typer.Argument(
@@ -38,25 +36,29 @@ def try_out(
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Only the first rows, and responses.", show_default="all")
+        int | None,
+        count_option("--limit", "-n", help="Only the first rows, and responses.", show_default="all"),
     ] = None,
     fail_on: Annotated[
         Literal["error", "disagreement", "never"],
         typer.Option(help="Exit with code 3 on grader errors, or on disagreements too."),
     ] = "never",
-    output: Annotated[Literal["text", "json"], typer.Option("--format")] = "text",
+    output_format: Format = "text",
+    out: Out = None,
 ) -> None:
-    """Run a reward on answers with known scores, and report disagreements, failures and slow gradings.
+    """Try a reward on answers with known scores before training on it.
+
+    Reports disagreements, failures and slow gradings.
 
     As a response, the ground truth of a row should score 1, the ground truth with a changed number 0, and an
     empty answer 0; stored responses should get their stored scores. Tests for programs are run only on empty
     answers. No policy is loaded.
 
-    rlctl reward test maths --data data/gsm8k/train.parquet
+    rlctl reward maths --data data/gsm8k/train.parquet
 
-    rlctl reward test rewards.py:score --data train.parquet --limit 500 --fail-on error
+    rlctl reward rewards.py:score --data train.parquet --limit 500 --fail-on error
 
-    rlctl reward test run.yaml --data train.parquet --responses evaluations/base/samples.parquet
+    rlctl reward run.yaml --data train.parquet --responses evaluations/base/samples.parquet
     """
     from rlctl.cli.reward_cases import cases_of
     from rlctl.reward.trial import try_reward
@@ -78,7 +80,7 @@ def try_out(
     finally:
         for _, scorer in terms.values():
             scorer.close()
-    write_report(output, None, partial(_print, trial=trial), trial.as_document)
+    write_report(output_format, out, partial(_print, trial=trial), trial.as_document)
     is_bad = bool(trial.num_errors or (fail_on == "disagreement" and trial.num_disagreements))
     if fail_on != "never" and is_bad:
         raise typer.Exit(3)
@@ -113,10 +115,13 @@ def _print(console: Console, trial: Trial) -> None:
         rows.append((*names, f"{counts.num:,}", agree, f"{counts.num_errors:,}"))
     headings = ("responses", "source", "reward", "tried", "as expected", "errors")
     print_table(console, headings, rows, right=range(3, 6))
-    for one in trial.disagreements:
-        expects = f"expected {one.expected:g}, got {one.got:g}"
+    for one in [*trial.examples, *(one for one in trial.disagreements if one not in trial.examples)]:
+        is_right = one not in trial.disagreements
+        expects = f"{one.got:g}, as expected" if is_right else f"expected {one.expected:g}, got {one.got:g}"
         place = f"  {one.term}, {one.kind}, {one.where}"
-        console.print(Text.assemble("\n", (expects, "bold"), place), soft_wrap=True)
+        console.print(
+            Text.assemble("\n", (expects, "green" if is_right else "bold red"), place), soft_wrap=True
+        )
         console.print(Text(f"  ground truth  {one.ground_truth!r}"), soft_wrap=True)
         console.print(Text(f"  response ends {one.response_end!r}"), soft_wrap=True)
     if trial.num_disagreements > len(trial.disagreements):

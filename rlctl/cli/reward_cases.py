@@ -1,4 +1,4 @@
-"""Test cases of `rlctl reward test`: rows of prepared data, and stored responses with their rewards."""
+"""Test cases of `rlctl reward`: rows of prepared data, and stored responses with their rewards."""
 
 from __future__ import annotations
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rlctl.cli.command import AsJson, RunDirectory, print_json
+from rlctl.cli.command import Format, Out, RunDirectory, count_option
 from rlctl.errors import UsageError, visible
 
 if TYPE_CHECKING:
+    from rlctl.terminal import Console
     from rlctl.track.texts import Decoder
 
 
@@ -21,12 +23,13 @@ def samples(
         int | None,
         typer.Option("--step", "-s", metavar="N", help="Responses of this step.", show_default="the last"),
     ] = None,
-    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Responses to show.")] = 5,
+    count: Annotated[int, count_option("--count", "-n", help="Responses to show.")] = 5,
     order: Annotated[
         Literal["first", "reward", "worst", "gap"],
         typer.Option("--sort", help="worst: by reward, rising; gap: largest |log ρ| first."),
     ] = "first",
-    as_json: AsJson = False,
+    output_format: Format = "text",
+    out: Out = None,
 ) -> None:
     """Print responses that a run sampled, with rewards and the log-ratio between both policies.
 
@@ -36,6 +39,7 @@ def samples(
 
       rlctl samples runs/rlctl/rloo-seq-is-20260101-120000 --step 40 --sort gap -n 3
     """
+    from rlctl.cli.output import write_report
     from rlctl.track.open_run import open_run, steps_in_words
     from rlctl.track.texts import decoder_of
 
@@ -51,10 +55,8 @@ def samples(
     if several and (decode := decoder_of(record)):
         for row, sample in several:
             sample["turns"] = _turns(row, decode)
-    if as_json:
-        print_json([sample for _, sample in found])
-    else:
-        _print_samples([sample for _, sample in found], chosen)
+    rows = [sample for _, sample in found]
+    write_report(output_format, out, partial(_print_samples, rows=rows, step=chosen), lambda: rows)
 
 
 def _reward(row: dict[str, Any]) -> float:
@@ -93,13 +95,11 @@ def _turns(row: dict[str, Any], decode: Decoder) -> list[dict[str, Any]]:
     ]
 
 
-def _print_samples(rows: list[dict[str, Any]], step: int) -> None:
+def _print_samples(console: Console, rows: list[dict[str, Any]], step: int) -> None:
     from rich.text import Text
 
-    from rlctl.cli.output import unwrapped
     from rlctl.tiny.embedded import DATA_SOURCE, WRITTEN
 
-    console = unwrapped()
     for row in rows:
         reward = "ungraded" if row["reward"] is None else f"{row['reward']:g}"
         cut = ", cut off at the limit" if row["truncated"] else ""

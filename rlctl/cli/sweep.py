@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.command import AsJson, Presets, complete_override, echo, print_json
+from rlctl.cli.command import Format, Presets, complete_override, echo, output_option
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
+    from rlctl.terminal import Console
     from rlctl.train.sweep import SweepRow
 
 
@@ -28,7 +30,7 @@ def sweep(
     preset: Presets = None,
     directory: Annotated[
         Path | None,
-        typer.Option(
+        output_option(
             "--dir",
             metavar="DIR",
             help="The sweep's directory; without values, the sweep in it continues.",
@@ -43,7 +45,7 @@ def sweep(
         list[str] | None, typer.Option(metavar="OPTION", help="An option of sbatch: --sbatch=--gpus=1.")
     ] = None,
     table_only: Annotated[bool, typer.Option("--table", help="Print the table; run nothing.")] = False,
-    as_json: AsJson = False,
+    output_format: Format = "text",
     only: Annotated[int | None, typer.Option(min=0, hidden=True)] = None,
 ) -> None:
     """Train every combination of some values and compare the settings.
@@ -57,6 +59,7 @@ def sweep(
 
       rlctl sweep spec.yaml rollout.n=4,8 trainer.seed=1..3 --slurm --sbatch=--gpus=1
     """
+    from rlctl.cli.output import write_report
     from rlctl.train.sweep import open_sweep, plan, run_sweep, slurm_script
     from rlctl.train.sweep import table as table_of
 
@@ -79,21 +82,16 @@ def sweep(
         failed = run_sweep(place, found, jobs=jobs, note=lambda text: echo(text, err=True), only=only)
     if only is None:
         rows = table_of(place, found)
-        if as_json:
-            print_json([asdict(row) for row in rows])
-        else:
-            _print(rows)
+        write_report(output_format, None, partial(_print, rows=rows), lambda: [asdict(row) for row in rows])
     if failed:
         raise typer.Exit(1)
 
 
-def _print(rows: list[SweepRow]) -> None:
-    from rlctl.cli.output import unwrapped
+def _print(console: Console, rows: list[SweepRow]) -> None:
     from rlctl.text_table import print_table
 
     by = next((row.paired_by for row in rows if row.paired_by), "seed")
     headings = ("setting", "done", "reward", "± stderr", "− first", "95 % interval", "p")
-    console = unwrapped()
     print_table(console, headings, map(_cells, rows), right=range(1, 7))
     console.print(f"Differences from the first setting are paired by {by}.", style="dim", soft_wrap=True)
 

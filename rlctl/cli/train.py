@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlctl.cli.command import Presets, complete_override, complete_run, echo
+from rlctl.cli.command import Presets, complete_override, complete_run, echo, run_path
 from rlctl.errors import EnvironmentFailure, SpecError, UsageError
 
 if TYPE_CHECKING:
@@ -64,9 +64,10 @@ def train(
     resume: Annotated[
         Path | None,
         typer.Option(
-            metavar="RUN_DIR",
-            help="Continue a run from its last checkpoint, with its own spec.",
+            metavar="RUN",
+            help="Continue a run, given by its directory or a part of its name, with its own spec.",
             autocompletion=complete_run,
+            parser=run_path,
         ),
     ] = None,
 ) -> None:
@@ -82,7 +83,7 @@ def train(
 
       rlctl train --resume runs/rlctl/rloo-seq-is-20260101-120000
 
-    Every key: `rlctl schema`. Presets: `rlctl presets list`.
+    Every key: `rlctl explain`. Presets: `rlctl presets list`.
     """
     from rlctl.spec.load import load_spec, spec_file_of
 

@@ -204,6 +204,7 @@ class PromptDataset:
                 ground_truth=self.rows[index].ground_truth,
                 extra_info=self.rows[index].extra,
                 messages=messages_of(self.rows[index]),
+                environment=str(self.rows[index].extra.get("environment") or ""),
             )
             for index, group_id in zip(indices, group_ids, strict=True)
         ]

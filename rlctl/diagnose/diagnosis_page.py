@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from rlctl.diagnose.compare import RunComparison, metric_rows, sentences, shown
-from rlctl.diagnose.diagnosis_report import run_name, run_report, visible
+from rlctl.diagnose.diagnosis_report import run_report, visible
 from rlctl.diagnose.rule import Diagnosis
-from rlctl.diagnose.table import Series
+from rlctl.diagnose.table import STDIN, Series, Table
 from rlctl.diagnose.thresholds import RAW_ESS
 from rlctl.errors import EnvironmentFailure
 from rlctl.html_page import render
 from rlctl.metric_names import METRICS, describe
+from rlctl.track.jsonl import METRICS_FILE
 
 TEMPLATE = Path(__file__).parent / "page" / "report.html.j2"
 #: Plots that every page shows, where they were logged: reward, validation, effective sample size (raw and
@@ -56,38 +57,66 @@ def page_values(diagnoses: Sequence[Diagnosis], comparison: RunComparison | None
     """Values of `TEMPLATE`, and of a template that extends it, for `render`; see `diagnosis_page`."""
     order = {key: place for place, key in enumerate(METRICS)}
     found = {key for diagnosis in diagnoses for key in diagnosis.run.table.columns}
-    keys = sorted(found, key=lambda key: (order.get(key, len(order)), key))
+    always = {key: place for place, key in enumerate(_always(diagnoses))}
+    keys = sorted(found, key=lambda key: (always.get(key, len(always)), order.get(key, len(order)), key))
     places = {key: place for place, key in enumerate(keys)}
+    names = titles([diagnosis.run.path for diagnosis in diagnoses])
     return {
-        "title": " · ".join(run_name(diagnosis.run) for diagnosis in diagnoses),
+        "title": " · ".join(names),
+        "names": names,
         "runs": [run_report(diagnosis) for diagnosis in diagnoses],
         "places": places,  # metric → number of its plot
         "comparison": _comparison(comparison, places) if comparison else None,
-        "data": _data(diagnoses, keys, comparison),
+        "data": _data(diagnoses, names, keys, comparison),
         "style": _source("report.css"),
         "scripts": [_plotly(), _source("report.js")],
         "free_styles": True,
     }
 
 
-def _data(diagnoses: Sequence[Diagnosis], keys: Sequence[str], comparison: RunComparison | None) -> Any:
+def titles(paths: Sequence[Path]) -> list[str]:
+    """Names of runs or logs without their directories; whole paths if two names are equal."""
+    names = [path.parent.name if path.name == METRICS_FILE else path.name for path in paths]
+    is_clear = len(set(names)) == len(names) and all(names) and STDIN not in paths
+    return [visible(name) for name in (names if is_clear else map(str, paths))]
+
+
+def _always(diagnoses: Sequence[Diagnosis]) -> list[str]:
+    """The logged metrics of `_ALWAYS`, in its order."""
+    matching = (key for pattern in _ALWAYS for d in diagnoses for key in d.run.table.matching(pattern))
+    return list(dict.fromkeys(matching))
+
+
+def _data(
+    diagnoses: Sequence[Diagnosis],
+    names: Sequence[str],
+    keys: Sequence[str],
+    comparison: RunComparison | None,
+) -> Any:
     """Data of the plots, for the page's script."""
     marked = {evidence.metric for d in diagnoses for f in d.findings for evidence in f.evidence}
     differing = {change.key for change in comparison.metrics} if comparison else set()
-    always = {key for d in diagnoses for pattern in _ALWAYS for key in d.run.table.matching(pattern)}
-    first = [key for key in keys if key in marked | differing | always] or keys[:_FIRST_PLOTS]
+    first = [key for key in keys if key in marked | differing | {*_always(diagnoses)}] or keys[:_FIRST_PLOTS]
     return {
         "metrics": [_metric(key, diagnoses, is_shown=key in first) for key in keys],
         "runs": [
             {
-                "name": run_name(diagnosis.run),
+                "name": name,
+                "batch": diagnosis.run.facts.batch_size,
+                "seconds": _points(thinned(_seconds(diagnosis.run.table))),
                 "series": [_points(thinned(diagnosis.run.table.series(key))) for key in keys],
                 "bands": [_bands(diagnosis, key) for key in keys],
             }
-            for diagnosis in diagnoses
+            for name, diagnosis in zip(names, diagnoses, strict=True)
         ],
         "since": {change.key: change.first_step for change in comparison.metrics} if comparison else {},
     }
+
+
+def _seconds(table: Table) -> Series:
+    """Seconds of training up to each step; empty if the log has no times."""
+    series = table.series(table.most_logged(("perf/time_per_step", "timing_s/step")))
+    return Series(series.steps, np.cumsum(series.values))
 
 
 def _metric(key: str, diagnoses: Iterable[Diagnosis], *, is_shown: bool) -> dict[str, Any]:

@@ -11,6 +11,9 @@ import contextlib
 import io
 import logging
 import os
+import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -20,6 +23,7 @@ from typing import IO, Any, Unpack, cast
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.nn import functional
 
 from rlctl.batch import ModelInputs
 from rlctl.engine.checkpoint import HashedFile
@@ -43,8 +47,11 @@ from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.engine.values import ValueModule
 from rlctl.errors import RunFailure, UsageError, in_words
+from rlctl.processes import environment_without_ranks
 
 _STATE = "engine"
+#: Directory beside the checkpoints in which a state is converted for another number of ranks.
+_UNIVERSAL = ".universal"
 #: Attribute of DeepSpeed's stage-1 optimizer in bf16: float32 sums of the micro-batches' gradients.
 _SUMS = "fp32_groups_gradients_flat"
 #: Environment variable with which transformers reads weights in sequence, without prefetching.
@@ -97,8 +104,14 @@ class _Engine:
         # DeepSpeed's float32 copies start from the rounded weights. A step is often smaller than half of the
         # distance between two bf16 numbers: from there, many steps in one direction would change nothing.
         for name in list(unrounded):
-            weight = unrounded.pop(name).to(ranks.device).float()
-            self._deepspeed.utils.safe_set_full_fp32_param(model.get_parameter(name), weight)
+            weight, parameter = unrounded.pop(name).to(ranks.device).float(), model.get_parameter(name)
+            if stage == 3:  # DeepSpeed's parts of a weight have one size, the last one with padding
+                size = parameter.ds_tensor.numel()
+                padded = functional.pad(weight.flatten(), (0, size * ranks.world_size - weight.numel()))
+                part = padded.narrow(0, size * ranks.rank, size)
+                self._deepspeed.utils.safe_set_local_fp32_param(parameter, part)
+            else:
+                self._deepspeed.utils.safe_set_full_fp32_param(parameter, weight)
         ways = (_SUMS, "override_loss_scale")
         self.scales_gradients = plain or any(hasattr(self._engine.optimizer, way) for way in ways)
         # No dropout: with it, π_θ would differ from the sampling policy, and from one pass to the next.
@@ -184,16 +197,28 @@ class _Engine:
         return digests
 
     def load(self, directory: Path) -> None:
-        """Restores what `save` wrote (all ranks).
+        """Restores what `save` wrote, on any number of ranks (all ranks).
 
         Raises:
             RunFailure: there is no state, or it does not fit this engine.
         """
+        count = len(list((directory / _STATE).glob("*_optim_states.pt")))  # one per rank; none at stage 0
+        if is_universal := count not in {0, self.ranks.world_size}:
+            state, directory = directory / _STATE, directory.parents[1] / _UNIVERSAL
+            problem = self.ranks.first(
+                _convert(state, directory / _STATE, count) if self.ranks.is_main else ""
+            )
+            if problem:
+                raise RunFailure(f"DeepSpeed cannot convert its state: {problem}", where=str(state))
+        self._engine._config.load_universal_checkpoint = is_universal
         try:
             with _quiet():
                 path, _ = self._engine.load_checkpoint(str(directory), tag=_STATE)
         except Exception as error:
             raise RunFailure(f"DeepSpeed cannot load its state: {error}", where=str(directory)) from error
+        self.ranks.barrier()
+        if is_universal and self.ranks.is_main:
+            shutil.rmtree(directory)
         if path is None:
             raise RunFailure("there is no DeepSpeed state here", where=str(directory / _STATE))
 
@@ -394,6 +419,24 @@ def _refusals(settings: Settings) -> Iterator[None]:
         what = f"DeepSpeed refuses its configuration: {words}"
         fix = "correct or remove these options; deepspeed.ai/docs/config-json lists all"
         raise UsageError(what, where="engine.deepspeed", fix=fix) from error
+
+
+def _convert(state: Path, universal: Path, count: int) -> str:
+    """Converts a state of `count` ranks to one for any number (a "universal checkpoint"); returns an error.
+
+    Conversion takes processes that have not used a GPU.
+    """
+    shutil.rmtree(universal.parent, ignore_errors=True)
+    workers = str(min(count, max(1, (os.cpu_count() or 1) // 2)))
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    command += ["--input_folder", str(state), "--output_folder", str(universal)]
+    command += ["--num_extract_workers", workers, "--num_merge_workers", workers]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment_without_ranks(), check=False
+    )
+    return (
+        done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}" if done.returncode else ""
+    )
 
 
 def _import_deepspeed() -> Any:

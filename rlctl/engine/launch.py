@@ -22,7 +22,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, memory_failure, visible
+from rlctl.errors import (
+    EnvironmentFailure,
+    LostRank,
+    RlctlError,
+    RunFailure,
+    UsageError,
+    memory_failure,
+    visible,
+)
 from rlctl.files import write_text
 from rlctl.leftovers import temporary_directory
 from rlctl.processes import end_with_parent
@@ -36,10 +44,6 @@ _START_METHOD = "spawn"
 _SETTLE_S, _STOP_S = 1.0, 30.0
 _OWN_FAULT, _BUG, _LOST = range(3)
 _STOPS = (signal.SIGINT, signal.SIGTERM)
-
-
-class LostRank(RunFailure):
-    """Another rank ended or cannot be reached; the error of that rank is the cause."""
 
 
 def under_torchrun() -> bool:

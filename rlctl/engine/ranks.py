@@ -9,17 +9,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, HashStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from rlctl.algos.sums import LARGEST, HostSums, Sums
-from rlctl.engine.launch import STORE, LostRank
-from rlctl.errors import EnvironmentFailure, UsageError
-from rlctl.processes import use_loopback
+from rlctl.engine.launch import STORE
+from rlctl.errors import EnvironmentFailure, UsageError, lost_rank
+from rlctl.leftovers import own_directory
+from rlctl.processes import LOOPBACK, NODE_ADDRESS, is_loopback, own_address, use_interface
 from rlctl.spec.machine import gpus, gpus_are_hidden
 
 _Value = TypeVar("_Value")
@@ -28,6 +31,8 @@ _Value = TypeVar("_Value")
 _GRACE = timedelta(minutes=5)
 #: Environment variables that torchrun would set for a single rank.
 _SINGLE_RANK_ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+#: Environment variable with the file to which NCCL writes; `%p`: its process.
+_NCCL_LOG = "NCCL_DEBUG_FILE"
 #: Set if a single rank set these variables itself.
 _IS_ALONE = "RLCTL_ALONE"
 
@@ -133,7 +138,8 @@ def join_ranks(timeout_s: float = 1500.0, *, on_loopback: bool = True) -> Ranks:
     Args:
         timeout_s: maximum time that ranks should wait for one another.
         on_loopback: all processes that take part in collectives, rollout servers included, are on this
-            machine: gloo and NCCL use its loopback interface, unless the environment names another one.
+            machine: gloo and NCCL use its loopback interface. On several nodes they use the interface on the
+            route to `MASTER_ADDR`. The environment can name another one.
 
     Raises:
         UsageError: there are more ranks on this machine than GPUs.
@@ -159,20 +165,63 @@ def join_ranks(timeout_s: float = 1500.0, *, on_loopback: bool = True) -> Ranks:
         timeout, module = timedelta(seconds=timeout_s) + _GRACE, cast(Any, dist.distributed_c10d)
         # Groups that DeepSpeed and vLLM form would have 10 minutes with NCCL.
         module.default_pg_timeout = module.default_pg_nccl_timeout = timeout
-        if on_loopback:
-            use_loopback()
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = _store(rank, world_size, timeout)
+        if on_loopback:
+            use_interface(LOOPBACK)
+        elif _at_port():
+            os.environ.setdefault(NODE_ADDRESS, _address(store, rank, world_size))
+            use_interface(os.environ[NODE_ADDRESS])
+            if backend == "nccl" and "NCCL_DEBUG" not in os.environ:
+                os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+                os.environ.setdefault(_NCCL_LOG, f"{own_directory('nccl')[0]}/%p.log")
         dist.init_process_group(
-            backend, timeout=timeout, store=_store(world_size), rank=rank, world_size=world_size
+            backend,
+            timeout=timeout,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            # NCCL connects now, where its errors are expected, not in the first collective.
+            device_id=device if backend == "nccl" else None,
         )
     return current_ranks(device)
 
 
-def _store(world_size: int) -> Store | None:
-    """Where the ranks exchange their addresses; None: at the launcher's port."""
-    if path := os.environ.get(STORE):
-        return FileStore(path, world_size)
-    return HashStore() if _IS_ALONE in os.environ else None
+def network_notes() -> list[str]:
+    """The network by which NCCL connects this node to others; empty on one node, or if NCCL does not say."""
+    path = Path(os.environ.get(_NCCL_LOG, "").replace("%p", str(os.getpid())))
+    log = path.read_text(errors="replace") if path.is_file() else ""
+    found = re.findall(r"NET/(\w+) : Using (.+)", log)
+    used = [f"NCCL connects nodes by {network}: {devices.strip()}" for network, devices in found]
+    if used and all(network == "Socket" for network, _ in found):
+        used[0] += (
+            ". Without InfiniBand collectives are several times slower: see “Docker” in docs/how-to/scale.md"
+        )
+    return used[:1]
+
+
+def _at_port() -> bool:
+    """Whether the ranks meet at a port of the launcher."""
+    return not {STORE, _IS_ALONE} & os.environ.keys()
+
+
+def _store(rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Where the ranks exchange their addresses."""
+    if _at_port():
+        store: Store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
+        return store
+    return FileStore(os.environ[STORE], world_size) if STORE in os.environ else HashStore()
+
+
+def _address(store: Store, rank: int, world_size: int) -> str:
+    """This node's address in the run's network.
+
+    It is the one on the route to `MASTER_ADDR`; on node 0, whose own name may mean its loopback interface
+    only (`127.0.1.1`), the one on the route to the last rank.
+    """
+    own = own_address([os.environ["MASTER_ADDR"]])
+    store.set(f"address/{rank}", own)
+    return own_address([store.get(f"address/{world_size - 1}").decode()]) if is_loopback(own) else own
 
 
 def refuse_idle_gpu() -> None:
@@ -212,14 +261,9 @@ def missing_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # gloo has no error class; the text of its errors contains its source path.
-        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
-            raise
-        reason = re.sub(r"^\[\S+\] ", "", str(error).partition("\n")[0]).partition(". ")[0]
-        raise LostRank(
-            f"another rank has ended or cannot be reached: {reason}",
-            fix="see the first error in the output of the other ranks; continue with --resume RUN_DIR",
-        ) from error
+        if lost := lost_rank(error):
+            raise lost from error
+        raise
 
 
 def leave_ranks() -> None:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, Field
 
 from rlctl.errors import UsageError
 from rlctl.registry import ENVIRONMENTS
@@ -30,6 +33,26 @@ def single_turn(context: EnvironmentContext) -> Environment:
     raise AssertionError("EpisodeSource samples single turns itself")
 
 
+class TasksetParams(BaseModel):
+    """Parameters of the environment `verifiers`."""
+
+    taskset: str = Field(examples=["wiki_search"])
+    """Name of an installed taskset."""
+    config: dict[str, Any] = {}
+    """Further fields of its configuration."""
+
+
+@ENVIRONMENTS.register(label="A taskset of the package verifiers, if it is installed", params=TasksetParams)
+def verifiers(context: EnvironmentContext) -> Environment:
+    """See `rlctl.environment.verifiers`."""
+    if not find_spec("verifiers"):
+        fix = "pip install 'rlctl[verifiers]'"
+        raise UsageError("the package verifiers is not installed", where="environment.name", fix=fix)
+    from rlctl.environment.verifiers import Taskset
+
+    return Taskset(context.params.taskset, context.params.config, context)
+
+
 def build_environment(name: str, context: EnvironmentContext) -> Environment:
     """The environment of this name.
 
@@ -46,8 +69,21 @@ def build_environment(name: str, context: EnvironmentContext) -> Environment:
         from rlctl.environment.user_class import UserClass
 
         return UserClass(part.name, part.function, context)
+    if inspect.iscoroutinefunction(part.function):
+        from rlctl.environment.agent_function import AgentFunction
+
+        return AgentFunction(part.name, part.function, context)
     what = "is neither a class, an async function nor a registered environment"
     raise UsageError(what, where=f"environment.name: {name}", fix="see docs/how-to/environments.md")
+
+
+def _num_whole(group: Group) -> int:
+    return sum(not episode.error for episode in group)
+
+
+def _counted(group: Group, attempt: int) -> Group:
+    """The group, with how often it was sampled again."""
+    return tuple(replace(e, metrics={**e.metrics, "retries": float(attempt)}) for e in group)
 
 
 class EpisodeSource:
@@ -97,7 +133,7 @@ class EpisodeSource:
 
         places: dict[str, list[int]] = {}
         for place, (task, _) in enumerate(members):
-            places.setdefault(task.environment or self.spec.name, []).append(place)
+            places.setdefault(self._name_of(task), []).append(place)
         found: dict[int, Episode] = {}
         for name, rows in places.items():
             some = [members[row] for row in rows]
@@ -116,37 +152,47 @@ class EpisodeSource:
         """Groups of n episodes, in the order of the tasks.
 
         A group of which faults of the environment left fewer than `environment.min_group` is sampled again,
-        at most `environment.max_retries` times, and then left out.
+        at most `environment.max_retries` times; then all of its episodes are excluded.
         """
         from rlctl.rollout.protocol import derived_seed
 
         found: dict[int, Group] = {}
-        missing = list(tasks)
+        missing, needed = list(tasks), min(self.spec.min_group, n)
         for attempt in range(self.spec.max_retries + 1):
             seed = derived_seed(step_seed, "again", attempt) if attempt else step_seed
             members = [(task, member) for task in missing for member in range(n)]
             episodes = self.sample(engine, members, sampling, seed)
             for start, task in zip(range(0, len(episodes), n), missing, strict=True):
                 group = tuple(episodes[start : start + n])
-                if sum(not episode.error for episode in group) >= min(self.spec.min_group, n):
-                    found[task.group_id] = group
-            missing = [task for task in missing if task.group_id not in found]
+                found[task.group_id] = _counted(group, attempt) if attempt else group
+            missing = [task for task in missing if _num_whole(found[task.group_id]) < needed]
             if not missing:
                 break
-        return [found[task.group_id] for task in tasks if task.group_id in found]
+        for task in missing:
+            why = f"fewer than environment.min_group = {needed} episodes of its group are left"
+            found[task.group_id] = tuple(replace(e, error=e.error or why) for e in found[task.group_id])
+        return [found[task.group_id] for task in tasks]
 
     def close(self) -> None:
         """Ends what the environments started."""
-        for environment in self._built.values():
-            environment.close()
+        while self._built:
+            self._built.popitem()[1].close()
+
+    def _name_of(self, task: Task) -> str:
+        """The environment that the row chooses, by its name in the spec or the name behind the file's."""
+        listed = (self.spec.name, *self.spec.others)
+        if not task.environment or listed == (SINGLE_TURN,):  # else the column says something else
+            return self.spec.name
+        known = {name.rpartition(":")[2]: name for name in listed} | {name: name for name in listed}
+        if task.environment not in known:
+            what = f"row {task.row} of the data chooses the environment {task.environment!r}"
+            fix = f"add it to environment.others, if this data may run it: [{', '.join(self.spec.others)}, …]"
+            raise UsageError(what, where="environment.others", fix=fix)
+        return known[task.environment]
 
     def _environment(self, name: str, sampling: Sampling) -> Environment:
         from rlctl.environment.protocol import EnvironmentContext
 
-        if name not in (self.spec.name, *self.spec.others):
-            what = f"a row of the data chooses the environment {name!r}"
-            fix = f"add it to environment.others, if this data may run it: [{', '.join(self.spec.others)}, …]"
-            raise UsageError(what, where="environment.others", fix=fix)
         if name not in self._built:
             given = (self.spec, self._tokenizer, sampling, self._context_length)
             context = EnvironmentContext(*given, chat_template_kwargs=self._template_kwargs)

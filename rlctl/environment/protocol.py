@@ -81,7 +81,7 @@ class Environment(Protocol):
     """Turns tasks into episodes; several run at once in one thread, as coroutines."""
 
     async def run(self, task: Task, sampler: Sampler) -> Outcome:
-        """One episode. `LimitReached` may pass through: the episode then has no response and no reward.
+        """One episode. `LimitReached` may pass through: the episode then has no response and reward 0.
 
         Raises:
             EnvironmentFault: see there.

@@ -24,7 +24,7 @@ class _Stream:
 class Recorder:
     """The sequences of one episode.
 
-    A turn that reads all tokens so far continues its sequence; any other context begins a new one. What was
+    A turn that reads all tokens of a sequence continues it; any other context begins a new one. What was
     sampled in an earlier sequence is context in a later one, so every sampled token is trained on once.
     """
 
@@ -36,8 +36,9 @@ class Recorder:
     def add(self, token_ids: Sequence[int], turn: Turn) -> None:
         """A turn, and the tokens that it read."""
         given, sampled = list(token_ids), turn.token_ids.tolist()
-        stream = self._streams[-1] if self._streams else None
-        if stream is None or given[: len(stream.token_ids)] != stream.token_ids:
+        known = [one for one in self._streams if given[: len(one.token_ids)] == one.token_ids]
+        stream = max(known, key=lambda one: len(one.token_ids), default=None)
+        if stream is None:
             stream = _Stream()
             self._streams.append(stream)
         new = given[len(stream.token_ids) :]

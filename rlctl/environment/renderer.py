@@ -78,6 +78,8 @@ class Renderer:
         self._any_special = re.compile(f"{texts or '(?!)'}|[{chr(_PRIVATE)}-{chr(_PRIVATE + 0xFFFD)}]")
         #: those that decoding a reply leaves out; others may be part of what the policy wrote
         self._left_out = {getattr(tokenizer, f"{name}_token", None) for name in LEFT_OUT}
+        #: whether the template shows the calls of a message's `tool_calls`
+        self.shows_calls = "tool_calls" in self._template
 
     @cached_property
     def tool_role(self) -> str:

@@ -8,13 +8,18 @@ episode waits for it; batches are then the same in every run of a deterministic 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from rlctl.batch import Episode, Task, Turn
-from rlctl.environment.protocol import EnvironmentFault, LimitReached, Outcome
+from rlctl.environment.protocol import STOP_REASONS, EnvironmentFault, LimitReached, Outcome
 from rlctl.environment.recording import Recorder
 from rlctl.errors import first_line
 from rlctl.rollout.protocol import Request, turn_seed
@@ -39,15 +44,27 @@ class _Waiting:
 class Conductor:
     """Collects the turns that wait, and samples them in batches.
 
+    Args:
+        thread: in which the engine samples.
+        num_episodes: episodes that have not ended.
+
     Attributes:
-        num_live: episodes that have not ended.
+        failure: error of the engine, which ends all episodes.
     """
 
-    def __init__(self, engine: ResponseSampler, sampling: Sampling, *, lockstep: bool) -> None:
-        self._engine, self._sampling, self._lockstep = engine, sampling, lockstep
+    def __init__(
+        self,
+        engine: ResponseSampler,
+        sampling: Sampling,
+        thread: Executor,
+        spec: EnvironmentSpec,
+        num_episodes: int,
+    ) -> None:
+        self._engine, self._sampling, self._thread = engine, sampling, thread
+        self._spec, self._num_episodes = spec, num_episodes
+        self.failure: Exception | None = None
         self._waiting: list[_Waiting] = []
         self._changed = asyncio.Event()
-        self.num_live = 0
 
     async def sample(self, key: tuple[int, int, int], request: Request) -> tuple[Turn, float]:
         """The turn, and the seconds for which it waited for its batch to start."""
@@ -58,8 +75,8 @@ class Conductor:
         return await waiting.turn, waiting.started - asked
 
     def ended(self) -> None:
-        """An episode has ended."""
-        self.num_live -= 1
+        """An episode has ended; another one takes its place, if there is one."""
+        self._num_episodes -= 1
         self._changed.set()
 
     async def serve(self) -> None:
@@ -67,31 +84,31 @@ class Conductor:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            if not self._waiting or (self._lockstep and len(self._waiting) < self.num_live):
+            # without those whose episodes have ended meanwhile
+            self._waiting = [one for one in self._waiting if not one.turn.done()]
+            all_wait = len(self._waiting) >= min(self._num_episodes, self._spec.concurrency)
+            if not self._waiting or (self._spec.lockstep and not all_wait):
                 continue
-            batch = sorted(self._waiting, key=lambda one: one.key)
-            self._waiting = []
+            batch, self._waiting = sorted(self._waiting, key=lambda one: one.key), []
             for one in batch:
                 one.started = time.perf_counter()
+            requests = [one.request for one in batch]
             try:
-                requests = [one.request for one in batch]
-                turns = await asyncio.to_thread(self._engine.sample, requests, self._sampling)
+                loop = asyncio.get_running_loop()
+                sample = partial(self._engine.sample, requests, self._sampling)
+                turns = await loop.run_in_executor(self._thread, sample)
+                for one, turn in zip(batch, turns, strict=True):
+                    if not one.turn.done():  # else its episode ran out of time
+                        one.turn.set_result(turn)
             except Exception as error:
+                self.failure = error
                 for one in batch:
                     if not one.turn.done():
-                        one.turn.set_exception(_EngineFailed(error))
-                continue
-            for one, turn in zip(batch, turns, strict=True):
-                if not one.turn.done():  # cancelled: its episode ran out of time
-                    one.turn.set_result(turn)
+                        one.turn.set_exception(_EngineFailed(str(error)))
 
 
 class _EngineFailed(BaseException):
     """Passes through environments, which may catch any `Exception`."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 class EpisodeSampler:
@@ -99,6 +116,8 @@ class EpisodeSampler:
 
     Attributes:
         recorder: the tokens so far.
+        is_aborted: the engine ended a turn.
+        has_ended: no further turn is sampled.
         policy_s, waiting_s: seconds in which the policy sampled, and in which a turn waited for it.
     """
 
@@ -117,35 +136,51 @@ class EpisodeSampler:
         self._of_turn = sampling.max_response_length
         self._budget = spec.max_episode_tokens or spec.max_turns * self._of_turn
         self._started = time.perf_counter()
+        self._asked: float | None = None  # since when a turn is being sampled
+        self._in_turn = asyncio.Lock()  # the turns of an episode have an order
         self.recorder = Recorder()
         self.policy_s = self.waiting_s = 0.0
+        self.is_aborted = self.has_ended = False
 
     @property
     def environment_s(self) -> float:
         """Seconds so far without those of the policy."""
-        return time.perf_counter() - self._started - self.policy_s - self.waiting_s
+        now = time.perf_counter() if self._asked is None else self._asked
+        return now - self._started - self.policy_s - self.waiting_s
 
     async def sample(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Turn:
         """See `Sampler.sample`."""
+        async with self._in_turn:
+            return await self._sampled(token_ids, max_tokens or self._of_turn)
+
+    async def _sampled(self, token_ids: Sequence[int], max_tokens: int) -> Turn:
         number = self.recorder.num_turns
         left = self._budget - self.recorder.num_sampled
         for reason, is_reached in (
+            ("aborted", self.is_aborted),
             ("max_turns", number >= self._spec.max_turns),
             ("max_tokens", left <= 0),
             ("context_overflow", len(token_ids) >= self._context_length),
-            ("timeout", self.environment_s > seconds(self._spec.episode_timeout)),
+            ("timeout", self.has_ended or self.environment_s > seconds(self._spec.episode_timeout)),
         ):
             if is_reached:
                 raise LimitReached(reason)
-        limits = [self._of_turn, left, self._context_length - len(token_ids), max_tokens or self._of_turn]
-        seed = turn_seed(self._seed, self._task.group_id, self._member, number)
-        asked = time.perf_counter()
-        turn, waited = await self._conductor.sample(
-            (self._task.group_id, self._member, number), Request(list(token_ids), seed, min(limits))
+        limit = min(self._of_turn, left, self._context_length - len(token_ids), max_tokens)
+        request = Request(
+            list(token_ids), turn_seed(self._seed, self._task.group_id, self._member, number), limit
         )
+        self._asked = asked = time.perf_counter()
+        try:
+            turn, waited = await self._conductor.sample((self._task.group_id, self._member, number), request)
+        finally:
+            taken, self._asked = time.perf_counter() - asked, None
+            self.policy_s += taken
         self.waiting_s += waited
-        self.policy_s += time.perf_counter() - asked - waited
+        self.policy_s -= waited
         self.recorder.add(token_ids, turn)
+        if turn.finish_reason == "abort":
+            self.is_aborted = True
+            raise LimitReached("aborted")
         return turn
 
 
@@ -167,29 +202,36 @@ def run_episodes(
         RlctlError: the engine failed.
     """
 
-    async def run_all() -> list[Episode]:
-        conductor = Conductor(engine, sampling, lockstep=spec.lockstep)
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    async def run_all(thread: Executor) -> list[Episode]:
+        conductor = Conductor(engine, sampling, thread, spec, len(members))
         serving = asyncio.create_task(conductor.serve())
         slots = asyncio.Semaphore(spec.concurrency)
 
         async def one(task: Task, member: int) -> Episode:
             async with slots:
                 sampler = EpisodeSampler(conductor, task, member, step_seed, spec, sampling, context_length)
-                conductor.num_live += 1
                 try:
                     return await _episode(environment, task, member, sampler, spec)
                 finally:
                     conductor.ended()
 
         try:
-            return list(await asyncio.gather(*(one(*each) for each in members)))
+            episodes = await asyncio.gather(*(one(*each) for each in members))
+        except _EngineFailed:
+            episodes = []
         finally:
             serving.cancel()
+        if conductor.failure:
+            raise conductor.failure
+        return episodes
 
-    try:
-        return asyncio.run(run_all())
-    except _EngineFailed as failed:
-        raise failed.error from None
+    with (
+        ThreadPoolExecutor(1, "policy", partial(torch.cuda.set_device, device) if device else None) as thread,
+        ThreadPoolExecutor(1, "episodes") as loop,  # a notebook's own loop runs in this thread
+    ):
+        return loop.submit(asyncio.run, run_all(thread)).result()
 
 
 async def _episode(
@@ -197,42 +239,65 @@ async def _episode(
 ) -> Episode:
     """Runs one episode to its end, its limit, or its failure."""
     running = asyncio.ensure_future(environment.run(task, sampler))
-    limit, error = seconds(spec.episode_timeout), ""
-    outcome = Outcome("", stop_reason="timeout")
-    while not running.done():
-        left = limit - sampler.environment_s
-        if left <= 0:
-            running.cancel()
-            await asyncio.wait({running}, timeout=1.0)  # it may refuse to end
-            break
-        await asyncio.wait({running}, timeout=left)
-    if running.done() and not running.cancelled():
-        failure = running.exception()
-        if failure is None:
-            outcome = running.result()
-        elif isinstance(failure, LimitReached):
-            outcome = Outcome("", stop_reason=failure.reason)
-        elif isinstance(failure, _EngineFailed):
-            raise failure
-        else:
-            known = isinstance(failure, EnvironmentFault)
-            error = str(failure) if known else f"{type(failure).__name__}: {first_line(failure)}"
-            outcome = Outcome("", stop_reason="environment_error")
-    elif not sampler.recorder.num_turns:  # the policy cannot have caused it
-        error = f"no turn within {spec.episode_timeout}"
-        outcome = Outcome("", stop_reason="environment_error")
-    return recorded(task, member, sampler, outcome, error)
+    limit, outcome = seconds(spec.episode_timeout), _without_reward("timeout")
+    try:
+        while not running.done():
+            left = limit - sampler.environment_s
+            if left <= 0:
+                running.cancel()
+                await asyncio.wait({running}, timeout=1.0)  # it may refuse to end
+                break
+            await asyncio.wait({running}, timeout=max(left, 0.05))
+        if running.done() and not running.cancelled():
+            outcome = _checked(running.result(), sampler)
+        elif not sampler.recorder.num_turns:  # the policy cannot have caused it
+            raise EnvironmentFault(f"no turn within {spec.episode_timeout}")
+    except LimitReached as reached:
+        outcome = _without_reward(reached.reason)
+    except Exception as failure:
+        known = isinstance(failure, EnvironmentFault)
+        error = str(failure) if known else f"{type(failure).__name__}: {first_line(failure)}"
+        return _recorded(task, member, sampler, Outcome("", stop_reason="environment_error"), error)
+    finally:
+        sampler.has_ended = True
+    error = "" if sampler.recorder.num_sampled else "the policy sampled nothing"
+    if sampler.is_aborted:
+        outcome, error = replace(outcome, stop_reason="aborted"), ""
+    return _recorded(task, member, sampler, outcome, error)
 
 
-def recorded(task: Task, member: int, sampler: EpisodeSampler, outcome: Outcome, error: str = "") -> Episode:
+def _without_reward(stop_reason: str) -> Outcome:
+    """Of an episode that a limit ended before its environment could speak of it."""
+    return Outcome("", reward=0.0, stop_reason=stop_reason)
+
+
+def _checked(outcome: Outcome, sampler: EpisodeSampler) -> Outcome:
+    """The outcome, if an environment may return it.
+
+    Raises:
+        EnvironmentFault: it may not.
+    """
+    if not isinstance(outcome, Outcome):
+        raise EnvironmentFault(f"it returned {type(outcome).__name__}, not an Outcome")
+    if outcome.stop_reason not in STOP_REASONS:
+        raise EnvironmentFault(f"stop_reason {outcome.stop_reason!r} is not one of {', '.join(STOP_REASONS)}")
+    given, expected = len(outcome.turn_rewards), sampler.recorder.num_turns
+    if given not in (0, expected):
+        raise EnvironmentFault(f"it returned {given} rewards of {expected} turns")
+    if not all(map(math.isfinite, (outcome.reward or 0.0, *outcome.turn_rewards))):
+        raise EnvironmentFault(f"a reward is not finite: {outcome.reward}, {list(outcome.turn_rewards)}")
+    return outcome
+
+
+def _recorded(task: Task, member: int, sampler: EpisodeSampler, outcome: Outcome, error: str) -> Episode:
     """The episode of an outcome and the recorded tokens."""
+    sequences = sampler.recorder.sequences(outcome.turn_rewards)
+    counts = {"num_turns": float(sampler.recorder.num_turns), "num_sequences": float(len(sequences))}
     times = {
         "seconds/policy": sampler.policy_s,
         "seconds/waiting": sampler.waiting_s,
         "seconds/environment": sampler.environment_s,
     }
-    sequences = sampler.recorder.sequences(outcome.turn_rewards)
-    counts = {"num_turns": float(sampler.recorder.num_turns), "num_sequences": float(len(sequences))}
     return Episode(
         task=task,
         member=member,
@@ -240,7 +305,7 @@ def recorded(task: Task, member: int, sampler: EpisodeSampler, outcome: Outcome,
         response=outcome.response,
         stop_reason=outcome.stop_reason,
         reward=outcome.reward,
-        error=error or ("" if sequences else "the policy sampled nothing"),
+        error=error,
         metrics=counts | times | dict(outcome.metrics),
         messages=outcome.messages,
     )

@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlctl.environment.conversation import Conversation
-from rlctl.environment.instances import Instance, Instances, TimedOut
+from rlctl.environment.instances import Instance, Instances, LocalInstance, LocalInstances, TimedOut
 from rlctl.environment.protocol import EnvironmentContext, EnvironmentFault, LimitReached, Outcome
 from rlctl.environment.renderer import Renderer, ToolCall
 from rlctl.errors import UsageError, first_line
+from rlctl.registry import is_builtin
 from rlctl.spec.base import seconds
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 #: Public methods that are not tools.
 _OWN = ("reset", "get_reward", "respond")
-_GONE = "the tool does not answer any more: an earlier call timed out"
+_GONE = "the environment does not answer any more: its process was ended by an earlier call"
 
 
 def tool_schemas(kind: type) -> list[dict[str, Any]]:
@@ -66,7 +67,6 @@ class UserClass:
     """
 
     def __init__(self, name: str, kind: type, context: EnvironmentContext) -> None:
-        file, _, class_name = name.rpartition(":")
         if not callable(getattr(kind, "reset", None)):
             fix = "define `def reset(self, **row) -> str | None`"
             raise UsageError("the class has no method `reset`", where=name, fix=fix)
@@ -76,7 +76,13 @@ class UserClass:
         self._responds, self._rewards = (callable(getattr(kind, x, None)) for x in ("respond", "get_reward"))
         self._wanted = inspect.signature(kind.reset).parameters  # type: ignore[attr-defined]
         self._renderer = Renderer(context.tokenizer, context.chat_template_kwargs)
-        self._instances = Instances(file, class_name, context.spec.variables)
+        if is_builtin(kind):
+            self._instances: Instances | LocalInstances = LocalInstances(kind)
+        else:
+            file, _, class_name = name.rpartition(":")
+            if not file:  # of an installed package
+                file, class_name = inspect.getfile(kind), kind.__qualname__
+            self._instances = Instances(file, class_name, context.spec.variables)
 
     def close(self) -> None:
         """Ends all processes."""
@@ -105,7 +111,7 @@ class UserClass:
                 },
             )
 
-    async def _reward(self, instance: Instance) -> float:
+    async def _reward(self, instance: Instance | LocalInstance) -> float:
         if not instance.is_alive:  # a call of the policy hung
             return 0.0
         found = await self._called(instance, "get_reward", {})
@@ -113,7 +119,9 @@ class UserClass:
             raise EnvironmentFault(f"get_reward: {found.get('error') or 'it returned no number'}")
         return float(found["number"])
 
-    async def _called(self, instance: Instance, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    async def _called(
+        self, instance: Instance | LocalInstance, method: str, arguments: Mapping[str, Any]
+    ) -> dict[str, Any]:
         timeout_s = seconds(self._spec.tool_timeout)
         try:
             return await instance.call(
@@ -138,7 +146,12 @@ class _Episode:
     """One conversation with one instance."""
 
     def __init__(
-        self, environment: UserClass, instance: Instance, sampler: Sampler, task: Task, more: str
+        self,
+        environment: UserClass,
+        instance: Instance | LocalInstance,
+        sampler: Sampler,
+        task: Task,
+        more: str,
     ) -> None:
         self._of, self._instance = environment, instance
         self.conversation = Conversation(environment._renderer, sampler, task, environment.tools, more)
@@ -173,30 +186,37 @@ class _Episode:
         """What the environment says as the user; empty: nothing, the episode ends."""
         if not self._of._responds:
             return ""
-        found = await self._of._called(self._instance, "respond", {"text": text})
-        if "error" in found and self._instance.is_alive:
-            raise EnvironmentFault(f"respond raised {found['error']}")
-        return "" if found["done"] else str(found.get("text") or "")
+        found = await self._asked("respond", {"text": text})
+        return _shown(found) if self._instance.is_alive and not found["done"] else ""
 
     async def _call(self, call: ToolCall) -> bool:
         """Calls a tool, and shows its result; whether the environment is done."""
-        known = call.name in self._of._names
-        if not known:
-            found = {"error": f"there is no tool {call.name}", "done": False}
-        elif not self._instance.is_alive:
-            found = {"error": _GONE, "done": False}
+        if call.name in self._of._names:
+            found = await self._asked(call.name, call.arguments)
         else:
-            try:
-                found = await self._of._called(self._instance, call.name, call.arguments)
-            except EnvironmentFault as fault:  # the policy's arguments may have ended the process
-                found = {"error": str(fault), "done": False}
-        if "error" in found:
             self.num_errors += 1
-        text = json.dumps({"error": found["error"]}) if "error" in found else str(found.get("text") or "")
-        self._answer(text, call.name)
+            names = ", ".join(sorted(self._of._names))
+            found = {"error": f"there is no tool {call.name}, but {names}", "done": False}
+        self._answer(_shown(found), call.name)
         return bool(found["done"])
+
+    async def _asked(self, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The result of a method that got what the policy wrote: an error is text for the policy."""
+        found: dict[str, Any] = {"error": _GONE, "done": False}
+        if self._instance.is_alive:
+            try:
+                found = await self._of._called(self._instance, method, arguments)
+            except EnvironmentFault as fault:  # the policy's arguments may have ended the process
+                found["error"] = str(fault)
+        self.num_errors += "error" in found
+        return found
 
     def _answer(self, text: str, name: str) -> None:
         """Shows the policy the output of a tool."""
         role = self._of._renderer.tool_role
         self.conversation.add(role, text, **({"name": name} if role == "tool" and name else {}))
+
+
+def _shown(found: Mapping[str, Any]) -> str:
+    """The text that the policy reads of a result."""
+    return json.dumps({"error": found["error"]}) if "error" in found else str(found.get("text") or "")

@@ -4,14 +4,13 @@
 
 imports the class once and forks a process for every episode: starting one takes milliseconds, its state is
 its own, and it can be killed. Each process answers calls on the socket that it was given. Messages are JSON
-with their length in front. Imports nothing but the standard library, so that a fork is small.
+with their length in front. Imports little, so that a fork is small.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import inspect
 import json
 import os
@@ -19,9 +18,11 @@ import signal
 import socket
 import struct
 import sys
-import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from rlctl.user_code import load_function
 
 _LENGTH = struct.Struct("!I")
 
@@ -50,32 +51,21 @@ def _receive(channel: socket.socket, count: int) -> bytes:
     return data
 
 
-def _load(file: str, name: str) -> Any:
-    path = Path(file)
-    sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return getattr(module, name)
+def answer(instance: Any, asked: Mapping[str, Any], wait: Callable[[Any], Any]) -> dict[str, Any]:
+    """The result of one call, as text that is cut at `most` characters, or its error.
 
-
-def _answer(instance: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """The result of one call, as text that is cut at `most` characters, or its error."""
+    `wait` returns the result of an awaitable.
+    """
     try:
         result = getattr(instance, asked["method"])(**asked["arguments"])
         if inspect.isawaitable(result):
-            result = asyncio.run(_awaited(result))
-        number = isinstance(result, int | float) and not isinstance(result, bool)
-        found: dict[str, Any] = {"number": float(result) if number else None}
+            result = wait(result)
+        found: dict[str, Any] = {"number": float(result) if hasattr(result, "__float__") else None}
         if result is not None:
             text = result if isinstance(result, str) else json.dumps(result, default=str)
             found["text"] = text if len(text) <= asked["most"] else f"{text[: asked['most']]} … (cut)"
     except BaseException as error:  # SystemExit of the user's code, too
         found = {"error": f"{type(error).__name__}: {error}"[: asked["most"]]}
-        found["traceback"] = traceback.format_exc()[-4000:]
     return found | {"done": bool(getattr(instance, "done", False))}
 
 
@@ -90,16 +80,20 @@ def _serve(channel: socket.socket, kind: Any) -> None:
     with Path(os.devnull).open("r+b") as nothing:  # what tools print goes nowhere
         for stream in (0, 1, 2):
             os.dup2(nothing.fileno(), stream)
-    instance = None
+    instance, loop = None, asyncio.new_event_loop()  # one for all calls: what they open stays usable
+
+    def wait(result: Any) -> Any:
+        return loop.run_until_complete(_awaited(result))
+
     while True:
         asked = json.loads(_receive(channel, length_of(_receive(channel, HEADER))))
         if instance is None:
             try:
-                instance = kind()
+                instance = kind() if inspect.isclass(kind) else kind  # an agent function
             except BaseException as error:
                 channel.sendall(frame({"error": f"{type(error).__name__}: {error}", "done": False}))
                 continue
-        channel.sendall(frame(_answer(instance, asked)))
+        channel.sendall(frame(answer(instance, asked, wait)))
 
 
 def main() -> None:
@@ -107,7 +101,7 @@ def main() -> None:
     file, name, number = sys.argv[1:]
     channel = socket.socket(fileno=int(number))
     try:
-        kind = _load(file, name)
+        kind = load_function(f"{file}:{name}", key="environment.name")
     except BaseException as error:
         channel.sendall(frame({"error": f"{type(error).__name__}: {error}"}))
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,12 @@ from rlctl.evaluate.evaluate_report import read_evaluation
 from rlctl.evaluate.intervals import ALIKE, LEVEL, Difference, estimate, paired, questions_needed
 from rlctl.evaluate.page import TableRow, drawn, render_page, stderr_text
 from rlctl.evaluate.request import checked_ks
-from rlctl.evaluate.samples import EvalSample
-from rlctl.evaluate.scores import OVERALL, Question, questions_of
+from rlctl.evaluate.samples import SAMPLES_FILE, EvalSample, read_samples
+from rlctl.evaluate.scores import OVERALL, RIGHT, Question, questions_of
 
 DIFFERENCE_HEADINGS = ("A", "stderr", "B", "stderr", "B − A", "stderr", "95 % interval", "p")
+#: Maximum number of examples of questions that are right only in A, and only in B.
+EXAMPLES = 3
 #: Difference of shares for which the number of questions needed is reported.
 WORTH_SEEING = 0.02
 
@@ -56,26 +59,45 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
+class Flipped:
+    """A question that most responses of one side answer right, and at most half of the other's."""
+
+    right_in: str  # `A` or `B`
+    data_source: str
+    question: str  # as the model reads it
+    ground_truth: str
+    #: a, b: share of right responses
+    a: float
+    b: float
+    #: a_response, b_response: the first response that is right, or wrong, as most of this side are
+    a_response: str
+    b_response: str
+
+
+@dataclass(frozen=True, slots=True)
 class CompareReport:
     """Result of `compare`: a comparison per data source, last one over all questions if there are several."""
 
     a: str
     b: str
     comparisons: list[Comparison]
+    num_flipped: dict[str, int]  # `A`, `B` → number of questions that are right only there, see `Flipped`
+    flipped: list[Flipped]  # up to `EXAMPLES` of each, those with the largest differences
     warnings: list[str]
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One evaluation: `results.json`, and questions by identity."""
+    """One evaluation: its directory, `results.json`, and questions by identity."""
 
+    directory: Path
     about: Mapping[str, Any]
     questions: Mapping[_Identity, Question]
 
     @classmethod
     def read(cls, directory: Path) -> _Side:
         about, samples = read_evaluation(directory, without=frozenset({"response"}))
-        return cls(about, _by_identity(samples))
+        return cls(directory, about, _by_identity(samples))
 
     @property
     def limit(self) -> float:
@@ -92,7 +114,22 @@ class _Side:
     def of(self, source: str) -> _Side:
         """The same evaluation restricted to one data source."""
         chosen = {key: value for key, value in self.questions.items() if value.data_source == source}
-        return _Side(self.about, chosen)
+        return _Side(self.directory, self.about, chosen)
+
+    def right(self, key: _Identity) -> float:
+        """Share of right responses to a question, of those that are graded; NaN without any."""
+        graded = self.questions[key].graded
+        return sum(map(_is_right, graded)) / len(graded) if graded else math.nan
+
+    def responses(self, keys: Sequence[_Identity]) -> list[str]:
+        """Per question, the first response that is right or wrong as most of its responses are."""
+        indices = [self.questions[key].samples[0].question_index for key in keys]
+        found: dict[int, str] = {}
+        for sample in read_samples(self.directory / SAMPLES_FILE, questions=indices):
+            key = keys[indices.index(sample.question_index)]
+            if sample.reward is not None and _is_right(sample) == (self.right(key) > 0.5):
+                found.setdefault(sample.question_index, sample.response)
+        return [found.get(index, "") for index in indices]
 
 
 def compare(a: Path, b: Path, ks: Sequence[int] | None = None) -> CompareReport:
@@ -123,7 +160,30 @@ def compare(a: Path, b: Path, ks: Sequence[int] | None = None) -> CompareReport:
             f"{len(sources)} data sources are compared at the {LEVEL:.0%} level each: equal models show a "
             f"difference on at least one of them in about {1.0 - LEVEL ** len(sources):.0%} of cases"
         )
-    return CompareReport(str(a), str(b), comparisons, warnings)
+    return CompareReport(str(a), str(b), comparisons, *_flipped(*sides), warnings)
+
+
+def _is_right(sample: EvalSample) -> bool:
+    return sample.reward is not None and sample.reward >= RIGHT
+
+
+def _flipped(a: _Side, b: _Side) -> tuple[dict[str, int], list[Flipped]]:
+    """Numbers of questions that are right only in A or only in B, and examples."""
+    shares = {key: (a.right(key), b.right(key)) for key in a.questions if key in b.questions}
+    gains = {key: in_b - in_a for key, (in_a, in_b) in shares.items()}
+    flipped = [key for key, both in shares.items() if min(both) <= 0.5 < max(both)]
+    flipped.sort(key=lambda key: -abs(gains[key]))
+    of_side = {
+        "A": [key for key in flipped if gains[key] < 0],
+        "B": [key for key in flipped if gains[key] > 0],
+    }
+    shown = [key for keys in of_side.values() for key in keys[:EXAMPLES]]
+    examples = []
+    for key, *responses in zip(shown, a.responses(shown), b.responses(shown), strict=True):
+        asked = a.questions[key].samples[0]
+        about = ("B" if gains[key] > 0 else "A", asked.data_source, asked.prompt, asked.ground_truth)
+        examples.append(Flipped(*about, *shares[key], *responses))
+    return {side: len(keys) for side, keys in of_side.items()}, examples
 
 
 def _by_identity(samples: Sequence[EvalSample]) -> dict[_Identity, Question]:
@@ -157,11 +217,11 @@ _Values = dict[str, float | None]
 def _figure(name: str, values: Sequence[tuple[_Values, _Values]]) -> Figure | None:
     both = ((in_a[name], in_b[name]) for in_a, in_b in values)
     pairs = [(first, second) for first, second in both if first is not None and second is not None]
-    difference = paired([second - first for first, second in pairs])
+    is_share = all(0.0 <= value <= 1.0 for pair in pairs for value in pair)
+    difference = paired([second - first for first, second in pairs], most=1.0 if is_share else math.inf)
     a, b = (estimate([pair[side] for pair in pairs]) for side in (0, 1))
     if difference is None or a is None or b is None:
         return None
-    is_share = all(0.0 <= value <= 1.0 for pair in pairs for value in pair)
     return Figure(name, a.value, b.value, difference, is_share, a.stderr, b.stderr)
 
 
@@ -172,10 +232,8 @@ def _conclusion(figure: Figure) -> str:
     if found.low is None or found.high is None:
         if abs(found.value) < ALIKE:
             return "no difference on any question"
-        return (
-            f"{better} is better by {abs(found.value) * scale:.3g} {unit}, by the same amount on each of "
-            f"{found.num_questions} questions: no interval can be given"
-        )
+        each = "one question" if found.num_questions == 1 else f"each of {found.num_questions} questions"
+        return f"no conclusion: B − A is {found.value * scale:+.3g} {unit} on {each}, which gives no interval"
     if found.low <= 0.0 <= found.high:
         needed = ""
         if figure.is_share and found.deviation:
@@ -244,6 +302,13 @@ def shared_questions(comparison: Comparison) -> str:
     return f"{comparison.num_shared:,} shared questions" + (f" ({only})" if only else "")
 
 
+def flipped_counts(report: CompareReport) -> str:
+    """`12 questions are right only in A, 30 only in B`; empty if none is."""
+    counts = report.num_flipped
+    are = "question is" if counts["A"] == 1 else "questions are"
+    return f"{counts['A']:,} {are} right only in A, {counts['B']:,} only in B" if any(counts.values()) else ""
+
+
 def comparison_page(report: CompareReport) -> str:
     """Renders a comparison of two evaluations as an HTML page."""
     tables = []
@@ -256,10 +321,12 @@ def comparison_page(report: CompareReport) -> str:
         axis = (f"−{reach:.2g}", "B − A", f"+{reach:.2g}")
         tables.append(about | {"axis": axis, "rows": rows, "conclusion": comparison.conclusion})
     return render_page(
-        "base.html.j2",
+        "compare.html.j2",
         title="Is B better than A?",
         about=[f"A  {report.a}", f"B  {report.b}"],
         notes=report.warnings,
         headings=DIFFERENCE_HEADINGS,
         tables=tables,
+        counts=flipped_counts(report),
+        flipped=report.flipped,
     )

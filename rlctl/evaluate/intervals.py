@@ -31,8 +31,12 @@ class IntervalFigure:
     stderr: float | None = None  # standard error of the mean; 0 for equal values, None for one question
 
 
-def estimate(per_question: Sequence[float], *, is_share: bool = True) -> IntervalFigure | None:
+def estimate(
+    per_question: Sequence[float], *, is_share: bool = True, least: float = -math.inf, most: float = math.inf
+) -> IntervalFigure | None:
     """Mean and interval of one value per question; None without values.
+
+    No value can be below `least` or above `most`, so the interval ends there.
 
     Shares in [0, 1] get Wilson's interval with the effective sample size of the clustered mean,
     p (1 − p) / variance, and Student's quantile (Dean and Pagano 2015). For the lower end, the variance
@@ -58,7 +62,7 @@ def estimate(per_question: Sequence[float], *, is_share: bool = True) -> Interva
     if is_alike:
         return IntervalFigure(mean, None, None, count, stderr)
     reach = quantile * stderr
-    return IntervalFigure(mean, mean - reach, mean + reach, count, stderr)
+    return IntervalFigure(mean, max(least, mean - reach), min(most, mean + reach), count, stderr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +74,9 @@ class Difference(IntervalFigure):
     deviation: float | None = None  # standard deviation of the differences; None for a single question
 
 
-def paired(differences: Sequence[float]) -> Difference | None:
-    """Mean, interval and test of one difference per question; None without values."""
-    found = estimate(differences, is_share=False)
+def paired(differences: Sequence[float], *, most: float = math.inf) -> Difference | None:
+    """Mean, interval and test of one difference per question, at most ±`most`; None without values."""
+    found = estimate(differences, is_share=False, least=-most, most=most)
     if found is None:
         return None
     if found.stderr is None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rlctl.data.prompts import messages_of
@@ -129,8 +130,12 @@ def write_samples(path: Path, samples: Sequence[EvalSample]) -> None:
             writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
 
 
-def read_samples(path: Path, *, without: frozenset[str] = frozenset()) -> list[EvalSample]:
-    """Reads a file of `write_samples`. Text columns in `without` are not read and set to "".
+def read_samples(
+    path: Path, *, without: frozenset[str] = frozenset(), questions: Sequence[int] | None = None
+) -> list[EvalSample]:
+    """Reads a file of `write_samples`, or only the responses to the questions with these indices.
+
+    Text columns in `without` are not read and set to "".
 
     Raises:
         UsageError: the file cannot be read or has other columns.
@@ -146,6 +151,9 @@ def read_samples(path: Path, *, without: frozenset[str] = frozenset()) -> list[E
                 )
             columns = [name for name in SCHEMA.names if name not in without]
             batches = file.iter_batches(_ROWS_AT_ONCE, columns=columns)
+            if questions is not None:
+                asked = pa.array(questions, pa.int64())
+                batches = (batch.filter(pc.is_in(batch["question_index"], asked)) for batch in batches)
             return [_sample(row, without) for batch in batches for row in batch.to_pylist()]
     except (pa.ArrowException, OSError, ValueError, TypeError) as error:
         raise UsageError(f"the samples cannot be read: {first_line(error)}", where=str(path)) from error

@@ -149,7 +149,9 @@ def _score(
         num_short=sum(len(question.graded) < n for question in questions),
         figures=_means(questions, ks, n),
         truncated_fraction=estimate([_mean([s.truncated for s in q.samples]) for q in questions]),
-        mean_length=estimate([_mean([s.num_tokens for s in q.samples]) for q in questions], is_share=False),
+        mean_length=estimate(
+            [_mean([s.num_tokens for s in q.samples]) for q in questions], is_share=False, least=0.0
+        ),
         grader_error_fraction=estimate([_mean([s.reward is None for s in q.samples]) for q in questions]),
     )
     if score.num_grader_errors <= max_error_fraction * num_samples:

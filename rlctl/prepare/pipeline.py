@@ -12,6 +12,7 @@ directory appears under its final name only when it is complete.
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -31,7 +32,7 @@ from rlctl.prepare.lengths import PromptLengths
 from rlctl.prepare.output import Manifest, check_replaceable, describe_inputs, read_manifest, write_split
 from rlctl.prepare.recipes import Recipe
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
-from rlctl.prepare.sources import Source, find_sources, read_blocks
+from rlctl.prepare.sources import Source, find_sources, read_blocks, read_records
 from rlctl.prepare.transform import Staging, Transformed, TransformPlan, transform
 from rlctl.reward.build import knows_source
 from rlctl.track.run_dir import version_of
@@ -209,6 +210,12 @@ def _take_in(
         recipe = plan.recipe
         keys = f"prompts were searched in {recipe.prompt_key!r}, answers in {recipe.answer_key!r}"
         fix = f"{keys} (recipe {recipe.name}): pass --prompt-key, --answer-key or --recipe"
+        columns = next((record.values for record in read_records(sources[0]) if record.values), {})
+        if options := recipe.options_for(columns):
+            words = shlex.join(
+                ["rlctl", "prepare-data", "parquet", *request.sources, "--out", str(request.out)]
+            )
+            fix = f"{words} {options}"
     else:
         fix = f"correct them, or pass --bad-rows quarantine to set them aside in {QUARANTINE}"
     if num_bad + len(dropped) == staging.num_records or (num_bad and not sets_aside):

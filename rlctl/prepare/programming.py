@@ -1,6 +1,6 @@
 """Reads data sets of programming problems: HumanEval, MBPP, APPS and LiveCodeBench, in their own columns.
 
-The ground truths are tests in the forms that the grader `code` runs (docs/how-to/rewards.md).
+The ground truths are tests in the forms that the grader `code` runs (docs/how-to/code-rewards.md).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -263,6 +264,11 @@ def _table() -> Iterator[tuple[RecipeChoice, Layout]]:
 LAYOUTS = dict(_table())
 
 
+#: Usual names of the columns of question and answer, in lower case; the likeliest first.
+_USUAL_PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input", "text", "messages")
+_USUAL_ANSWERS = ("answer", "ground_truth", "solution", "target", "label", "output", "response", "completion")
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """Options for converting records to rows. None: the default of the layout, see `LAYOUTS`."""
@@ -302,6 +308,18 @@ class Recipe:
             answer_key=self.answer_key or layout.answer_key,
             instruction=layout.instruction if self.instruction is None else self.instruction,
         )
+
+    def options_for(self, columns: Iterable[str]) -> str:
+        """Options that name the columns of question and answer, if `columns` has others of usual names."""
+        lower = {column.strip().lower(): column for column in columns}
+        given = {*f"{self.prompt_key}|{self.answer_key}".split("|")}
+        found = {
+            option: lower[name]
+            for option, usual in {"--answer-key": _USUAL_ANSWERS, "--prompt-key": _USUAL_PROMPTS}.items()
+            if (name := next(filter(lower.get, usual), None))
+        }
+        is_new = len(found) == 2 and not given.issuperset(found.values())
+        return " ".join(f"{option} {shlex.quote(column)}" for option, column in found.items() if is_new)
 
     def to_row(self, values: Mapping[str, Any], source: str, index: int) -> Row:
         """Converts a record of a file, for `source` see `Source.name`, to a row; `self` must be resolved.

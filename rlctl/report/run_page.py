@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,21 +44,21 @@ def run_page(runs: Sequence[Path], *, with_what_if: bool = True) -> str:
     wanted = metrics_read(with_others=True)
     values = page_values([examine(read_run(path, wanted)) for path in runs])
     replays = []
-    for path in runs if with_what_if else ():
+    for path, name in zip(runs, values["names"], strict=True) if with_what_if else ():
         try:
-            replays.append((visible(str(path)), what_if(path)))
+            replays.append((name, what_if(path)))
         except UsageError:  # the run saved no responses
             continue
     values["style"] += what_if_report.section_style() + (_HERE / "run_page.css").read_text(encoding="utf-8")
     details: list[dict[str, Any]] = []
-    for record in records:
+    for record, name in zip(records, values["names"], strict=True):
         state = read_state(record.path)
         than, rows = spec_rows(record)
         steps = sample_steps(record)
         sources = {sample["source"] for step in steps for sample in step["samples"]}
         details.append(
             {
-                "name": visible(str(record.path)),
+                "name": name,
                 "state": f"{state.state} after step {state.step} of {state.total_steps or '?'}",
                 "model": visible(state.model),
                 "reason": visible(state.reason or ""),
@@ -127,7 +128,7 @@ def validation_rows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[s
 
 
 def sample_steps(record: RunRecord) -> list[dict[str, Any]]:
-    """Evenly spaced steps of the run with some responses each, token by token; empty if none were saved."""
+    """Evenly spaced steps with some responses each, token by token, equal ones once; empty if none saved."""
     try:
         kept = record.rollout_steps()
     except UsageError:
@@ -136,8 +137,14 @@ def sample_steps(record: RunRecord) -> list[dict[str, Any]]:
     decode = decoder_of(record)
     steps = []
     for place in sorted(places):
-        rows = record.rollouts(kept[place]).slice(0, PER_STEP).to_pylist()
-        steps.append({"step": kept[place], "samples": [_sample(row, decode) for row in rows]})
+        table = record.rollouts(kept[place])
+        texts = table.select(["prompt", "response", "reward", "truncated"]).to_pylist()
+        keys = [tuple(text.values()) for text in texts]
+        times = Counter(keys)
+        first = [keys.index(key) for key in list(times)[:PER_STEP]]
+        rows = zip(first, table.take(first).to_pylist(), strict=True)
+        samples = [_sample(row, decode) | {"times": times[keys[index]]} for index, row in rows]
+        steps.append({"step": kept[place], "samples": samples})
     return steps
 
 

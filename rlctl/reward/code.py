@@ -186,7 +186,7 @@ Tests = ScriptTests | CallTests | CodeTests
 
 @lru_cache(maxsize=1024)  # the responses to a prompt share one ground truth
 def parse_tests(ground_truth: str) -> Tests:
-    """Parses tests in one of three forms; see docs/how-to/rewards.md.
+    """Parses tests in one of three forms; see docs/how-to/code-rewards.md.
 
     Raises:
         ValueError: the ground truth has none of these forms.

@@ -135,8 +135,8 @@ class TrialCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Disagreement:
-    """A score that differs from the expected one."""
+class GradedCase:
+    """A case with its score."""
 
     term: str
     kind: Kind
@@ -150,10 +150,11 @@ class Disagreement:
 
 @dataclass(slots=True)
 class Trial:
-    """Results of all cases, with the first `MAX_SHOWN` disagreements and errors."""
+    """Results of all cases, with the first `MAX_SHOWN` disagreements and errors, and an example per kind."""
 
     all_counts: list[TrialCounts] = field(default_factory=list)
-    disagreements: list[Disagreement] = field(default_factory=list)
+    disagreements: list[GradedCase] = field(default_factory=list)
+    examples: list[GradedCase] = field(default_factory=list)  # the first case of each kind and term
     errors: list[str] = field(default_factory=list)  # `term, row: text`
     durations: dict[str, float] = field(default_factory=dict)  # seconds per response, all terms together
 
@@ -175,6 +176,7 @@ class Trial:
             "seconds_per_call": self.durations or None,
             "counts": [asdict(counts) for counts in self.all_counts],
             "disagreements": [asdict(one) for one in self.disagreements],
+            "examples": [asdict(one) for one in self.examples],
             "errors": self.errors,
         }
 
@@ -272,14 +274,14 @@ def _case_for(grader: str, case: Case) -> Case | None:
 def _compare(trial: Trial, counts: TrialCounts, case: Case, got: float) -> None:
     if case.expected is None:
         return
+    sample = case.sample
+    end, truth = sample.response[-END_CHARS:], sample.ground_truth[:END_CHARS]
+    about = (counts.term, case.kind, sample.data_source, case.where)
+    graded = GradedCase(*about, end, truth, case.expected, got)
+    if all((one.term, one.kind) != about[:2] for one in trial.examples):
+        trial.examples.append(graded)
     counts.num_compared += 1
     if math.isclose(got, case.expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
         counts.num_agreeing += 1
     elif len(trial.disagreements) < MAX_SHOWN:
-        sample = case.sample
-        end, truth = sample.response[-END_CHARS:], sample.ground_truth[:END_CHARS]
-        trial.disagreements.append(
-            Disagreement(
-                counts.term, case.kind, sample.data_source, case.where, end, truth, case.expected, got
-            )
-        )
+        trial.disagreements.append(graded)

@@ -17,6 +17,7 @@ import torch
 
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.prefix import reads_more_than_text
+from rlctl.processes import LOOPBACK, NODE_ADDRESS
 from rlctl.rollout.completions import LOGPROBS_MODE, MERGE_LORA, listed_tokens, vllm_missing, vllm_options
 from rlctl.rollout.protocol import EngineContext, sampling_of
 from rlctl.rollout.replicas import Replicas, ReplicaSettings
@@ -24,13 +25,12 @@ from rlctl.rollout.server_access import KEY, ask
 from rlctl.rollout.server_process import RayHost, ray_hosts
 from rlctl.rollout.vllm import TrainedVLLMRollout, VLLMRollout
 from rlctl.rollout.vllm_server import VLLMServerRollout
-from rlctl.rollout.weight_broadcast import WeightBroadcast, own_address, transfer_backend
+from rlctl.rollout.weight_broadcast import WeightBroadcast, transfer_backend
 from rlctl.rollout.weights import ExpectedWeights, PublishedWeights, VersionedDir
 from rlctl.spec.rollout import VLLM_LORA_RANKS
 from rlctl.spec.run_spec import RunSpec
 
 ENGINE_LOGS = "engines"
-LOOPBACK = "127.0.0.1"
 _INFO_S = 60.0  # the first response is slow: the server inspects its environment
 _RETRY_S = 1.0
 
@@ -117,7 +117,7 @@ def replica_settings(spec: RunSpec, *, reads_images: bool = False) -> ReplicaSet
     return ReplicaSettings(
         options,
         first_gpu=trainers if on_gpus else None,
-        host=_address(spec),
+        host=LOOPBACK if spec.trainer.nnodes == 1 else os.environ.get(NODE_ADDRESS, LOOPBACK),
         start_timeout=server.start_timeout,
         answer_timeout=server.answer_timeout,
         max_restarts=server.max_restarts,
@@ -272,15 +272,6 @@ def _check_settings(url: str, lora_rank: int) -> str:
         what = f"the server does not accept adapters of rank {lora_rank}"
         raise EnvironmentFailure(what, where=where, fix=f"start it with {options}; or {MERGE_LORA}")
     return str((info["vllm_config"].get("weight_transfer_config") or {}).get("backend", ""))
-
-
-def _address(spec: RunSpec) -> str:
-    """Address at which this node's servers listen: loopback, or one that ranks on other nodes can reach."""
-    main = os.environ.get("MASTER_ADDR", LOOPBACK)
-    if spec.trainer.nnodes == 1:
-        return LOOPBACK
-    is_first = int(os.environ.get("RANK", "0")) < spec.trainer.n_gpus_per_node
-    return main if is_first else own_address([f"http://{main}"])
 
 
 def _dtype(spec: RunSpec) -> Any:

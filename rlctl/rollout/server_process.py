@@ -19,7 +19,7 @@ from typing import Any
 
 from rlctl.errors import EnvironmentFailure, UsageError, one_line
 from rlctl.files import open_to_append
-from rlctl.processes import PARENT, end_with_parent, environment_without_ranks, free_port
+from rlctl.processes import NODE_ADDRESS, PARENT, end_with_parent, environment_without_ranks, free_port
 
 #: Arguments of Python that run `vllm serve` with the arguments that follow.
 SERVE = ("-P", "-m", "rlctl.rollout.server_process", "serve")
@@ -88,8 +88,8 @@ def server_port(host: str) -> int:
     except OSError as error:
         raise UsageError(
             f"vLLM servers cannot listen at {host}, no address of this machine: {error.strerror}",
-            where="MASTER_ADDR",
-            fix="give an address of the first node that other nodes can reach; or set rollout.server.urls",
+            where=NODE_ADDRESS,
+            fix="give the address of this node that other nodes can reach; or set rollout.server.urls",
         ) from error
 
 

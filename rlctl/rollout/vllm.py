@@ -14,8 +14,16 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, in_words, one_line
-from rlctl.processes import use_loopback
+from rlctl.errors import (
+    EnvironmentFailure,
+    RlctlError,
+    RunFailure,
+    UsageError,
+    in_words,
+    lost_rank,
+    one_line,
+)
+from rlctl.processes import use_interface
 from rlctl.rollout.completions import (
     MERGE_LORA,
     Completion,
@@ -264,7 +272,7 @@ def _trained(options: Mapping[str, Any]) -> dict[str, Any]:
 def _set_environment() -> None:
     """Sets the environment variables that vLLM reads on import."""
     if not torch.distributed.is_initialized():  # else they are set for all of the run's ranks
-        use_loopback()
+        use_interface()
     # Within this process vLLM's scheduler is deterministic, and its errors are raised here.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
@@ -301,6 +309,8 @@ def _generation_config(model_path: str, revision: str | None, trust_remote_code:
 
 
 def _not_started(model_path: str, error: Exception) -> RlctlError:  # noqa: PLR0911
+    if lost := lost_rank(error):  # vLLM forms groups of its own
+        return lost
     if unknown := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
         from vllm import EngineArgs
 

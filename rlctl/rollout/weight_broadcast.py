@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, TCPStore
 
 from rlctl.errors import RunFailure, one_line
 from rlctl.leftovers import temporary_directory
-from rlctl.processes import free_port
+from rlctl.processes import free_port, own_address
 from rlctl.rollout.process_state import IsolatedState
 from rlctl.rollout.server_access import ask
 from rlctl.rollout.weights import ExpectedWeights
@@ -183,7 +183,7 @@ class _GlooGroup:
     def __init__(self, world_size: int, urls: list[str], device: torch.device) -> None:
         del device
         self.world_size, self._held = world_size, contextlib.ExitStack()
-        host = own_address(urls)
+        host = own_address(urlsplit(url).hostname for url in urls)
         if host in {"127.0.0.1", "::1"}:
             directory = self._held.enter_context(temporary_directory("weights"))
             self._where, self._port = str(directory / "store"), 0
@@ -218,22 +218,6 @@ def join_gloo(where: str, port: int, rank: int, world_size: int) -> Any:
             where, port, None, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listener
         )
     return ProcessGroupGloo(store, rank, world_size, timedelta(seconds=_GLOO_S))
-
-
-def own_address(urls: list[str]) -> str:
-    """This machine's address as seen by the servers; loopback only if all servers are on this machine."""
-    found = "127.0.0.1"
-    for url in urls:
-        parts = urlsplit(url)
-        with contextlib.suppress(OSError):
-            family, _, _, _, address = socket.getaddrinfo(parts.hostname, parts.port or 80)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as route:  # connecting only selects a route
-                route.connect(address)
-                own = str(route.getsockname()[0])
-            if not own.startswith("127.") and own != "::1":
-                return own
-            found = own
-    return found
 
 
 def _post(url: str, path: str, body: dict[str, Any]) -> Future[Any]:

@@ -12,6 +12,7 @@ from rlctl.errors import Problem
 from rlctl.metric_names import OVERLONG
 from rlctl.registry import GRADERS
 from rlctl.spec.base import Section, param_problems
+from rlctl.spec.environment import environments_without_reward
 from rlctl.spec.keys import value_of
 from rlctl.spec.run_spec import RunSpec
 from rlctl.user_code import is_file_function
@@ -175,8 +176,8 @@ def batch_divides(spec: RunSpec) -> Problems:
 @spec_check
 def attention_kernel_fits(spec: RunSpec) -> Problems:
     """FlashAttention has kernels for half precision only."""
-    if spec.model.attn_implementation == "flash_attention_2" and spec.engine.dtype != "bf16":
-        what = f"flash_attention_2 has no kernel for {spec.engine.dtype}"
+    if spec.model.attn_implementation.startswith("flash") and spec.engine.dtype != "bf16":
+        what = f"{spec.model.attn_implementation} has no kernel for {spec.engine.dtype}"
         yield error("model.attn_implementation", what, "use sdpa, or engine.dtype: bf16")
 
 
@@ -270,9 +271,9 @@ def budget_holds_a_row(spec: RunSpec) -> Problems:
 def rewards_are_complete(spec: RunSpec) -> Problems:
     """Every reward needs a unique name, a non-zero weight and, if it is a reward model, a path."""
     reward = spec.reward
-    if reward.terms == []:
-        fix = "list terms, or write null to use reward.name"
-        yield error("reward.terms", "no reward at all: the list is empty", fix)
+    if reward.terms == [] and (silent := environments_without_reward(spec.environment)):
+        what = f"no reward at all: the list is empty, and {' and '.join(silent)} gives none"
+        yield error("reward.terms", what, "list terms, write null to use reward.name, or define get_reward")
     names = {term.name for term in reward.terms or []} or {reward.name}
     labels = [term.label for term in reward.all_terms]
     if doubled := sorted({label for label in labels if labels.count(label) > 1} | ({OVERLONG} & set(labels))):

@@ -41,7 +41,7 @@ _READ: dict[str, tuple[Callable[[RunSpec], bool], str]] = {
         lambda spec: not spec.rollout.server.urls,
         "the engines of rollout.server.urls run already",
     ),
-    "reward.name reward.params": (lambda spec: not spec.reward.terms, "reward.terms lists the rewards"),
+    "reward.name reward.params": (lambda spec: spec.reward.terms is None, "reward.terms lists the rewards"),
     "reward.model.": (lambda spec: "model" in _graders(spec), "no reward is called model"),
     "reward.code.": (lambda spec: bool({"code", "auto"} & _graders(spec)), "no reward is called code"),
 }

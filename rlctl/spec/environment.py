@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Annotated
 
 from pydantic import Field
@@ -47,4 +48,23 @@ class EnvironmentSpec(Section):
     min_group: int = Field(default=2, ge=1)
     """A group with fewer episodes, because others failed by faults of the environment, is sampled again."""
     max_retries: int = Field(default=2, ge=0)
-    """How often such a group is sampled again; after this it is left out of the batch."""
+    """How often such a group is sampled again; after this its episodes are excluded."""
+    max_failed_fraction: float = Field(default=0.5, ge=0, le=1)
+    """Largest fraction of a batch's episodes that may fail by faults of the environment; above it a run
+    stops. If faults depend on what the policy does, leaving these episodes out is a bias."""
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether episodes may have several turns."""
+        return self.name != "single_turn" or bool(self.others)
+
+
+def environments_without_reward(spec: EnvironmentSpec) -> list[str]:
+    """Those of the spec's environments that are known to give no reward of their own."""
+    parts = [ENVIRONMENTS.part(name) for name in (spec.name, *spec.others)]
+    return [
+        part.name
+        for part in parts
+        if part.name == "single_turn"
+        or (inspect.isclass(part.function) and not hasattr(part.function, "get_reward"))
+    ]

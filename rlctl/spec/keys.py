@@ -9,7 +9,6 @@ from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from rlctl.spec.algorithm import CORRECTION
 from rlctl.spec.base import Section
 from rlctl.spec.run_spec import RunSpec
 
@@ -45,17 +44,6 @@ _ELSEWHERE = {
     "num_iterations": "use `actor.ppo_epochs`",
     "epsilon": "use `actor.clip_ratio`",
     "beta": "use `actor.use_kl_loss=true` and `actor.kl_loss_coef`",
-}
-#: Keys that rlctl had → why it has them no longer, and what to do instead.
-REMOVED = {
-    f"{CORRECTION}auto": (
-        "no automatic choice was better than one weight for the whole run",
-        f"set {CORRECTION}rollout_is: token or sequence",
-    ),
-    f"{CORRECTION}measure_grad_error": (
-        "the estimate said nothing where weights are uneven",
-        "leave it out, and watch rollout_corr/rollout_is_raw_eff_sample_size",
-    ),
 }
 #: Components of verl's dotted keys that have no counterpart in rlctl.
 _SUPERFLUOUS = {"actor_rollout_ref", "optim"}
@@ -134,14 +122,6 @@ def accepts(key: str, kind: type) -> bool:
     if key not in known_leaves():  # within an open mapping
         return kind is not str
     return _mentions(known_leaves()[key].annotation, kind)
-
-
-def unknown_key(key: str) -> tuple[str, str | None]:
-    """What is wrong with a `key` that does not exist, and a suggestion."""
-    if key in REMOVED:
-        why, instead = REMOVED[key]
-        return f"removed: {why}", instead
-    return "unknown key", advice_for(key)
 
 
 def advice_for(key: str) -> str | None:

@@ -26,6 +26,7 @@ from rlctl.spec.base import PARTS_UNCHECKED
 from rlctl.spec.check import NO_EFFECT, check_spec
 from rlctl.spec.keys import (
     accepts,
+    advice_for,
     did_you_mean,
     fields_of_items,
     flat,
@@ -35,7 +36,6 @@ from rlctl.spec.keys import (
     nearest_key,
     nested,
     open_leaves,
-    unknown_key,
 )
 from rlctl.spec.machine import native_dtype
 from rlctl.spec.model import EMBEDDED
@@ -285,6 +285,8 @@ def _override_fix(argument: str) -> str | None:
         (argument in all_presets(), f"for a preset write --preset {argument}"),
         (path.suffix in {".yaml", ".yml"}, f"for a spec file write --spec {argument}"),
         (is_file(path / RUN_SPEC_FILE), f"to continue this run write --resume {argument}"),
+        (is_file(path / "config.json"), f"for a model write model.path={argument}"),
+        (0 < len(argument) < 256 and path.is_dir(), "this is a directory: name a spec file in it"),
         (is_file(path), f"a spec is a .yaml file; for another framework's file: rlctl import {argument}"),
         (key and "=" not in argument, f"for example {key}=…"),
     ):
@@ -332,7 +334,7 @@ def _is_empty(key: str, leaf: Leaf) -> bool:
 def _unknown(key: str, leaf: Leaf) -> Problem:
     """The problem of a key that is none, or of a section with a value."""
     if key not in known_sections():
-        return _problem(key, leaf, *unknown_key(key))
+        return _problem(key, leaf, "unknown key", advice_for(key))
     fix = f"set the keys below it, {key}.…"
     if isinstance(leaf.value, str) and (pair := re.match(r"(\w+):(?=\S)", leaf.value)):
         fix = f"write a space after the colon: `{pair[0]} {leaf.value[pair.end() :]}`"

@@ -30,6 +30,11 @@ REDUCE_BUCKET = 50_000_000
 #: Number of gradient elements per reduction without ZeRO (DeepSpeed's default).
 PLAIN_BUCKET = 500_000_000
 
+#: Bytes per logit of vLLM's sampler, and for its CUDA graphs and libraries: within 3 % of published logs.
+_SAMPLER_BYTES, _GRAPH_BYTES = 16, 2**30
+#: vLLM's defaults for GPUs of at least this many bytes, and for smaller ones: sequences and tokens at once.
+_LARGE_GPU, _AT_ONCE, _AT_ONCE_SMALL_GPU = 70 * 2**30, (1024, 16_384), (256, 8192)
+
 #: Number of parameters that ZeRO-3 holds unsharded at once (DeepSpeed's `stage3_max_live_parameters`).
 LIVE_PARAMETERS = 1_000_000_000
 
@@ -104,6 +109,24 @@ def memory_total(parts: Sequence[MemoryPart], phases: Container[str] | None = No
     return sum(part.num_bytes or 0.0 for part in parts if not part.phases) + max(sums.values(), default=0.0)
 
 
+def rollout_workspace(spec: RunSpec, shape: Shape | None, gpu_bytes: float | None) -> list[MemoryPart]:
+    """What vLLM reserves besides weights and cache: the peak of its profiling pass, and CUDA graphs.
+
+    The pass runs the most tokens of a step through the layers, and the most sequences through the sampler.
+    """
+    if not (spec.rollout_engine.forms_batches and shape and gpu_bytes):
+        return []
+    sequences, tokens = _AT_ONCE if gpu_bytes >= _LARGE_GPU else _AT_ONCE_SMALL_GPU
+    sequences, width = spec.rollout.max_num_seqs or sequences, spec.rollout_width
+    largest = max(
+        tokens * 3 * (shape.hidden + shape.inner) * width,
+        sequences * shape.vocab * _SAMPLER_BYTES,
+    )
+    words = f"{tokens} tokens × 3 × (hidden + intermediate) × {width} bytes or {sequences} sequences × "
+    words += f"vocabulary × {_SAMPLER_BYTES} bytes; 1 GiB for CUDA graphs and libraries"
+    return [MemoryPart("rollout's workspace", largest + _GRAPH_BYTES, words, ("generation",))]
+
+
 @dataclass(frozen=True)
 class _Layer:
     """Activations of one decoder layer, in bytes per token."""
@@ -165,7 +188,7 @@ class _Layer:
     def _attention(self) -> Terms:
         """Queries, keys, values, the output, and what the kernel saves of the softmax."""
         width, kernel = self.width, self.model.attn_implementation
-        if kernel == "flash_attention_2":  # does not repeat keys and values per head, needs no mask
+        if kernel.startswith("flash"):  # does not repeat keys and values per head, needs no mask
             return {"heads × head size": 2 * width, "kv heads × head size": 2 * width, "heads": 4}
         # Rows of unequal length need a mask. With a mask, kernels need keys and values repeated per head.
         terms = {"heads × head size": 4 * width}
@@ -221,7 +244,7 @@ class _Estimate:
             size, width = size_at(spec.model, reward.path), {"fp32": 4, "bf16": 2}[reward.dtype]
             parts.append(self._part("reward model's weights", size.num_parameters, width, 4))  # not sharded
         if not spec.has_rollout_servers:
-            parts.append(self._cache())
+            parts += [*rollout_workspace(spec, policy.shape, self.gpu_bytes), self._cache()]
         if spec.algorithm.rollout_correction.score_centering:
             parts.append(self._listed_tokens(spec.algorithm.rollout_correction.score_centering))
         return [*parts, *self._policy_pass()]
@@ -260,9 +283,10 @@ class _Estimate:
         if stage < 3:
             return parts
         # ZeRO-3 gathers the weights that it currently needs, and buffers gradients for their reduction.
-        for name, most in (("gathered weights", LIVE_PARAMETERS), ("reduction buffer", REDUCE_BUCKET)):
-            num_bytes = None if parameters is None else min(parameters, most) * width
-            words = f"at most {most:,} numbers × {width} bytes"
+        held = (("gathered weights", LIVE_PARAMETERS, width), ("reduction buffer", REDUCE_BUCKET, 4))
+        for name, most, each in held:
+            num_bytes = None if parameters is None else min(parameters, most) * each
+            words = f"at most {most:,} numbers × {each} bytes"
             parts.append(MemoryPart(f"{whose}{name}", num_bytes, words))
         return parts
 
@@ -344,9 +368,10 @@ class _Estimate:
             if self.gpu_bytes is None or weights is None:
                 words += f" × {width} bytes: one sequence; vLLM has {utilization:.0%} of the GPU in all"
                 return MemoryPart("key-value cache", one, words, ("generation",))
-            left = max(0.0, utilization * self.gpu_bytes - weights)
+            taken = weights + memory_total(rollout_workspace(spec, shape, self.gpu_bytes))
+            left = max(0.0, utilization * self.gpu_bytes - taken)
             fits = f"{left / one:.0f} sequences of {self.length} tokens"
-            words = f"{utilization:.0%} of the GPU less the weights: {fits}"
+            words = f"{utilization:.0%} of the GPU less weights and workspace: {fits}"
             return MemoryPart("key-value cache", left, words, ("generation",))
         words += f" × {at_once} sequences × {width} bytes"
         return MemoryPart("key-value cache", one * at_once, words, ("generation",))

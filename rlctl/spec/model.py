@@ -63,7 +63,7 @@ class ModelSpec(Section):
     """Revision of the model on the hub (branch, tag or commit)."""
     trust_remote_code: bool = False
     """Run Python code that is shipped with the model. Enable it only if you trust the author."""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
     """Attention implementation of the trainer and of Hugging Face rollouts. In models that soft-cap attention
     scores (Gemma 2) `sdpa` stands for `eager`, because it cannot do so."""
     enable_gradient_checkpointing: bool = False
@@ -83,6 +83,8 @@ class ModelSpec(Section):
     `lora_rank`, `lora_alpha` and `target_modules` must be those of the adapter. null: a new adapter."""
 
 
+#: Value of `environment.name` for the game that the built-in model can play.
+GAME = "guess_number"
 #: Characters of the task, in the order of their token ids (after the special tokens).
 CHARACTERS = "0123456789+="
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"

@@ -14,7 +14,14 @@ from functools import cached_property
 from rlctl.errors import Problem
 from rlctl.spec.explain import BatchArithmetic
 from rlctl.spec.machine import GIB, MACHINES, Machine, gib
-from rlctl.spec.memory import MemoryPart, Phase, adapter_parameters, memory_parts, memory_total
+from rlctl.spec.memory import (
+    MemoryPart,
+    Phase,
+    adapter_parameters,
+    memory_parts,
+    memory_total,
+    rollout_workspace,
+)
 from rlctl.spec.model_size import ModelSize, Shape
 from rlctl.spec.run_spec import RunSpec
 
@@ -22,6 +29,15 @@ from rlctl.spec.run_spec import RunSpec
 _EFFICIENCY, _DECODING = 0.4, 0.7
 #: Overhead of a decoding step in seconds: kernel launches, sampling, scheduling.
 _STEP_S = 0.003
+#: Overhead in seconds of an optimizer step, and per weight of a sync: launches, Python. Measured with a model
+#: whose arithmetic takes no time.
+_ENGINE_STEP_S, _SYNC_WEIGHT_S = 0.05, 0.001
+#: Longest row of tokens for attention with a dense mask on a GPU.
+_LONGEST_DENSE = 8192
+#: Fraction of a GPU's memory that an estimate may take: the rest is for fragmentation.
+_USED_AT_MOST = 0.95
+#: Weights of a layer: projections, their biases, norms.
+_WEIGHTS_PER_LAYER = 12
 #: Assumed mean length of a response as a fraction of `max_response_length`, for times.
 _MEAN_RESPONSE = 0.75
 #: Host memory of a process for the libraries of torch, CUDA and vLLM, and for its CUDA context.
@@ -200,7 +216,6 @@ class Placement:
         started = self.sampling if base else generation
         partition = always + self._largest_weights if self.stage == 3 else max(whole, always)
         update = self.gpu_peak("head", "layers", "critic")
-        exchanged = self._update_passes * self._gathered + self._reduced
         synced = {crossing: whole if self._gathered else 0.0, "host to GPU": copy}
         synced |= {
             "broadcast to servers": whole * self.broadcasts_weights,
@@ -217,7 +232,7 @@ class Placement:
                 _TRAINING,
                 {"host to GPU": base, crossing: self._scoring_passes * self._gathered},
             ),
-            ("update", update, _TRAINING, {crossing: exchanged}),
+            ("update", update, _TRAINING, {crossing: self._exchanged()}),
             ("step", self.gpu_peak("step", "critic's step"), _TRAINING, {"host to GPU": offload}),
             ("sync", generation, _SAVING, synced),
         ]
@@ -286,14 +301,14 @@ class Placement:
     def _reduced(self) -> float:
         """Bytes that a rank exchanges below ZeRO-3 to sum gradients and to collect the updated weights.
 
-        Stages 0 and 1 sum in float32 at every optimizer step, stage 2 in the engine's dtype after every
-        backward pass. Stage 0 sums all gradients on all ranks, which moves them twice.
+        Sums are in float32, at stages 0 and 1 at every optimizer step, at stage 2 after every backward pass.
+        Stage 0 sums all gradients on all ranks, which moves them twice.
         """
         spec, steps = self.spec, self.spec.updates_per_batch
         if spec.world_size == 1 or self.stage == 3:
             return 0.0
         trained = self._trained * (1 + spec.trains_critic)
-        sums = (8 * steps, 4 * steps, self.width * self._micro_batches * spec.actor.ppo_epochs)[self.stage]
+        sums = (8 * steps, 4 * steps, 4 * self._micro_batches * spec.actor.ppo_epochs)[self.stage]
         return trained * (sums + (self.width * steps if self.stage else 0.0))
 
     @property
@@ -316,6 +331,7 @@ class Placement:
         per_step = 40 * shard / machine.gpu_bandwidth
         if spec.engine.offload != "none" and machine.gpus:
             per_step = 28 * shard * self.ranks / machine.host_bandwidth + 6 * shard / machine.bus
+        per_step += _ENGINE_STEP_S
         sync = 2 * sampling / machine.gpu_bandwidth + (whole / link if self._gathered else 0.0)
         if spec.syncs_adapter:
             sync = self._trained * self.width / machine.gpu_bandwidth
@@ -325,6 +341,7 @@ class Placement:
             sync += 2 * whole / _FILES
         if self.keeps_copy and machine.gpus:
             sync += 2 * sampling / machine.bus
+        sync += _WEIGHTS_PER_LAYER * shape.layers * _SYNC_WEIGHT_S
         found = {
             "generate": self._generation(shape, parameters),
             "score": self._scoring_passes * once,
@@ -348,7 +365,9 @@ class Placement:
         responses = spec.data.train_batch_size * spec.rollout.n / engines
         mean = data.max_prompt_length / 2 + data.max_response_length * _MEAN_RESPONSE / 2
         weights = parameters * self.sampling_width
-        cache_bytes = spec.rollout.gpu_memory_utilization * machine.gpu_bytes * gpus - weights
+        share = spec.rollout.gpu_memory_utilization * machine.gpu_bytes
+        share -= memory_total(rollout_workspace(spec, shape, machine.gpu_bytes))
+        cache_bytes = share * gpus - weights
         fits = max(1.0, cache_bytes / (cached * mean)) if machine.gpus else responses
         at_once = min(responses, fits, spec.rollout.max_num_seqs or responses)
         read = weights + at_once * cached * mean
@@ -364,6 +383,54 @@ class Placement:
         return slower * (
             waves * data.max_response_length * each + prompts / (machine.flops * _EFFICIENCY * gpus)
         )
+
+    # --- memory that the run leaves unused ---------------------------------------------------------
+
+    def suggestions(self) -> Iterator[str]:
+        """Settings that use free memory of the GPUs, each with its reason; none if the run does not fit."""
+        machine, stage, rollout = self.machine, self.stage, self.spec.rollout
+        if not machine.gpus or not self._fits():
+            return
+        placed = self
+        for lower in range(1, stage):
+            found = self._with("engine", zero_stage=lower)
+            if (less := self._exchanged() - found._exchanged()) > 0 and found._fits():
+                peak, placed = gib(memory_total(found.gpu_parts)), found
+                yield (
+                    f"engine.zero_stage={lower} fits, a peak of {peak}: passes do not gather the weights, "
+                    f"{gib(less)} less to send per GPU and step"
+                )
+                break
+        wanted, fitting = placed._responses() * self.shared, placed._sequences_at_once()
+        shares = [share / 100 for share in range(95, round(100 * rollout.gpu_memory_utilization), -5)]
+        for share in shares if fitting is not None and fitting < wanted else ():
+            found = placed._with("rollout", gpu_memory_utilization=share)
+            if found._fits():
+                yield (
+                    f"rollout.gpu_memory_utilization={share:g} fits: the cache holds "
+                    f"{found._sequences_at_once():.0f} instead of {fitting:.0f} sequences of full length, "
+                    f"of {wanted:.0f} to sample"
+                )
+                break
+
+    def _with(self, section: str, **values: object) -> Placement:
+        changed = getattr(self.spec, section).model_copy(update=values)
+        return Placement(self.spec.model_copy(update={section: changed}), self.size, self.machine)
+
+    def _fits(self) -> bool:
+        return memory_total(self.gpu_parts) <= _USED_AT_MOST * self.machine.gpu_bytes
+
+    def _exchanged(self) -> float:
+        """Bytes that a GPU sends to others in the updates of a step."""
+        return self._update_passes * self._gathered + self._reduced
+
+    def _sequences_at_once(self) -> float | None:
+        """Sequences of full length that fit into an engine's cache; None: the cache has no fixed size."""
+        if not self.spec.rollout_engine.forms_batches:
+            return None
+        both = (*self.gpu_parts, *memory_parts(self.spec, self.size))  # on an unknown GPU: of one sequence
+        cache, one = [part.num_bytes for part in both if part.name == "key-value cache"] or [None, None]
+        return cache / one if cache and one else None
 
     # --- resources that do not suffice ------------------------------------------------------------
 
@@ -407,6 +474,17 @@ class Placement:
             what = f"{heads} attention heads cannot be spread evenly over the GPUs of an engine"
             fix = "use a divisor of the number of heads"
             yield Problem("error", "rollout.tensor_model_parallel_size", what, fix)
+        length, kernel = (
+            spec.data.max_prompt_length + spec.data.max_response_length,
+            spec.model.attn_implementation,
+        )
+        if length > _LONGEST_DENSE and not kernel.startswith("flash"):
+            what = (
+                f"{kernel} reads a dense mask, {gib(length**2)} for a row of {length} tokens, and has no fast"
+            )
+            what += " kernel for it: its time grows with the square of the length"
+            fix = "write flash_attention_2 (pip install flash-attn), or shorten the sequences"
+            yield Problem("error", "model.attn_implementation", what, fix)
         of_gpu = gib(machine.gpu_bytes)
         if any(part.name == "key-value cache" and part.num_bytes == 0.0 for part in self.gpu_parts):
             what = f"{rollout.gpu_memory_utilization:.0%} of a GPU of {of_gpu} does not hold the weights"

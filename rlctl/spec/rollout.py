@@ -224,7 +224,7 @@ class RewardSpec(Section):
     params: OpenMapping = Field(default={})
     """Parameters that the grader declares: `reward.params.NAME=VALUE`."""
     terms: Annotated[list[RewardTerm] | None, NullWord] = None
-    """Weighted sum of several rewards; null: only `reward.name`."""
+    """Weighted sum of several rewards; null: only `reward.name`; []: only the environment's own reward."""
     max_error_fraction: float = Field(default=0.1, ge=0, le=1)
     """Maximum fraction of responses that cannot be graded (they are excluded, not scored 0). Above it, a run
     stops and `evaluate` reports the worst and the best case."""

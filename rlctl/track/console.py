@@ -199,11 +199,10 @@ class ConsoleSink:
             Text(f"elapsed {clock(now - self._start)}{remaining}"),
         )
         parts = [head, self._reward_line(state), _numbers(state.metrics), self._phase_line(state.metrics)]
-        title = Text(self._title)
         if self._is_stopping() and not finished:
-            title.append(f" · {_STOPPING}", style="bold yellow")
+            parts.append(Text(_STOPPING, style="bold yellow"))
         body = Group(*(part for part in parts if part is not None))
-        return Panel(body, title=title, title_align="left", padding=(0, 1))
+        return Panel(body, title=Text(self._title), title_align="left", padding=(0, 1))
 
     def _phase_line(self, metrics: Mapping[str, float]) -> Text | None:
         """The current phase, the last step's share of time per phase, and the last validation."""

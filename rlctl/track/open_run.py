@@ -212,6 +212,27 @@ def find_runs(root: Path) -> list[RunState]:
     return sorted(map(read_state, _run_dirs(root)), key=lambda run: (run.started or "", str(run.path)))
 
 
+def run_named(name: str, root: Path, *, whole: bool = False) -> Path:
+    """The path `name`; if nothing is there, the only run below `root` whose path contains it, if any.
+
+    A run whose directory has exactly this name comes first; with `whole`, no others are considered.
+
+    Raises:
+        UsageError: several runs are meant.
+    """
+    if name == "-" or Path(name).exists():
+        return Path(name)
+    found = [path for path in _run_dirs(root) if name in str(path)]
+    exact = [path for path in found if path.name == name]
+    if exact or whole:
+        found = exact
+    if len(found) > 1:
+        shown = ", ".join(map(str, found[:5])) + (", …" if len(found) > 5 else "")
+        what = f"{len(found)} runs have this in their names: {shown}"
+        raise UsageError(what, where=name, fix="write more of it")
+    return found[0] if found else Path(name)
+
+
 def read_state(run_dir: Path) -> RunState:
     """Reads the state of one run; fields from missing or damaged files are empty."""
     spec = read_mapping(run_dir / SPEC_FILE)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rlctl.errors import RunFailure
 from rlctl.train.guardrails import Guardrails
 from rlctl.train.run import Run, refuse_ungraded
 from rlctl.train.sample_and_grade import sample_and_grade
@@ -37,9 +38,13 @@ from rlctl.train.step_metrics import (
     Notices,
     StepTimer,
     batch_metrics,
+    environment_metrics,
+    environment_sums,
     episode_sums,
     step_warnings,
     token_sums,
+    turn_metrics,
+    turn_sums,
 )
 from rlctl.train.sync import sync_weights
 from rlctl.train.update import update
@@ -99,7 +104,7 @@ def train(run: Run) -> None:
                 )
             run.policy_version += outcome.num_updates
             layouts.once(outcome.layout.partition(";")[0], outcome.layout)
-            metrics |= sync_weights(run, step, timer)
+            metrics |= describe_turns(run, batch, outcome) | sync_weights(run, step, timer)
 
         dump(run, step, graded, batch, outcome)
         metrics |= outcome.metrics
@@ -142,7 +147,36 @@ def describe_batch(run: Run, batch: TokenBatch, graded: Graded) -> dict[str, flo
     metrics = batch_metrics(sums, compares_siblings=spec.algorithm.estimator_needs("group_ids"))
     errors = graded.rewards.errors + (graded.baseline.errors if graded.baseline else [])
     refuse_ungraded(run, metrics["reward/num_errors"], spec.data.train_batch_size * spec.rollout.n, errors)
-    return metrics
+    return metrics | (describe_episodes(run, graded) if spec.environment.has_episodes else {})
+
+
+def describe_episodes(run: Run, graded: Graded) -> dict[str, float]:
+    """Metrics of the episodes of environments over all ranks.
+
+    Raises:
+        RunFailure: too many failed by faults of the environment.
+    """
+    ranks, limit = run.ranks, run.spec.environment.max_failed_fraction
+    names = sorted(set(ranks.exchange([name for episode in graded.episodes for name in episode.metrics])))
+    sums = ranks.to_host(
+        {name: value.to(ranks.device) for name, value in environment_sums(graded, names).items()}
+    )
+    failed, total = sums["failed"], sums["failed"] + sums["episodes"]
+    if failed > limit * total:
+        first = ranks.first(next((e.error for e in graded.episodes if e.error), ""))
+        raise RunFailure(
+            f"{failed:.0f} of {total:.0f} episodes failed by faults of the environment; the first: {first}",
+            where="environment",
+            fix=f"correct the environment, or raise environment.max_failed_fraction (now {limit:g})",
+        )
+    return environment_metrics(sums)
+
+
+def describe_turns(run: Run, batch: TokenBatch, outcome: Updated) -> dict[str, float]:
+    """Mismatch by turn over all ranks."""
+    if not run.spec.environment.has_episodes:
+        return {}
+    return turn_metrics(run.data_ranks.to_host(turn_sums(batch, outcome.seen.training_log_probs)))
 
 
 def names_of(batch: TokenBatch, outcome: Updated) -> list[str]:

@@ -167,7 +167,7 @@ def restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path,
     """Loads the newest intact checkpoint into the engines and the rollout stream.
 
     Raises:
-        UsageError: there is none, or it is partitioned for another number of ranks.
+        UsageError: there is none, or its batches sampled ahead are those of another number of ranks.
     """
     notes: list[str] = []
     root, found = run_dir / CHECKPOINTS, None
@@ -183,10 +183,9 @@ def restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path,
     [checkpoint] = shared
     state, actor = checkpoint.state, models.actor
     ahead = max(spec.rollout.staleness, spec.rollout.max_staleness)
-    is_cut_up = max(state.zero_stage, actor.zero_stage) > 0 or ahead > 0
-    if state.world_size != ranks.world_size and is_cut_up:
+    if state.world_size != ranks.world_size and ahead:
         raise UsageError(
-            f"the checkpoint is partitioned for {state.world_size} ranks, this run has {ranks.world_size}",
+            f"batches sampled ahead are those of {state.world_size} ranks, this run has {ranks.world_size}",
             where=str(checkpoint.path),
             fix=f"resume with trainer.n_gpus_per_node={state.world_size}",
         )

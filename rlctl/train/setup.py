@@ -13,14 +13,14 @@ import torch
 
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.read import load_rows
-from rlctl.engine.ranks import Ranks
+from rlctl.engine.ranks import Ranks, network_notes
 from rlctl.environment.build import EpisodeSource
 from rlctl.model_files import model_directory
 from rlctl.prepare.findings import placeholder_notes
 from rlctl.prepare.hub import local_files
 from rlctl.reward.build import build_reward
 from rlctl.spec.run_spec import RunSpec
-from rlctl.tiny.embedded import ensure_embedded
+from rlctl.tiny.game import embedded_task
 from rlctl.track.console import Startup
 from rlctl.track.rollouts import RolloutWriter
 from rlctl.track.run_dir import note_in_environment
@@ -97,7 +97,7 @@ def build(
     tracker = stack.enter_context(_tracker(spec, run_dir, ranks, stop, watchdog, total_steps, restored.step))
     if writer:
         stack.callback(writer.flush)
-    notes = [*restored.notes, *changes]
+    notes = [*restored.notes, *changes, *network_notes()]
     if count := train_prompts.num_dropped:
         limit = f"data.max_prompt_length = {spec.data.max_prompt_length}"
         notes.append(f"training prompts of more than {limit} tokens are excluded: {count:,}")
@@ -172,9 +172,9 @@ def _sources(spec: RunSpec, ranks: Ranks) -> tuple[str, list[str], list[str]]:
         ranks.barrier()
         return model_directory(spec.model.path), *_files(spec)
     if ranks.is_main:
-        ensure_embedded(spec.trainer.seed)
+        embedded_task(spec)
     ranks.barrier()
-    task = ensure_embedded(spec.trainer.seed)
+    task = embedded_task(spec)
     train_files = spec.data.train_files or [str(task.train_file)]
     return str(task.model_dir), train_files, spec.data.val_files or [str(task.val_file)]
 

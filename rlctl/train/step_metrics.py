@@ -14,15 +14,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rlctl.algos.correction import clamped_exp
 from rlctl.algos.estimators import has_spread
 from rlctl.algos.sums import HostSums, Moments, Sums, moments, ratio
 from rlctl.batch import TokenBatch
+from rlctl.environment.protocol import STOP_REASONS
 from rlctl.reward.protocol import FailureKind
 
 if TYPE_CHECKING:
     from rlctl.train.sample_and_grade import Graded
 
 _MAX_NAMED = 8
+#: Metrics of episodes whose maximum is logged beside the mean.
+_WITH_MAX = ("num_turns", "num_sequences")
+#: Turns whose mismatch is logged separately.
+_NUM_TURNS = 4
 
 
 def episode_sums(graded: Graded, policy_version: int, max_prompt_length: int) -> Sums:
@@ -31,11 +37,14 @@ def episode_sums(graded: Graded, policy_version: int, max_prompt_length: int) ->
     Moments: `score` of the graded ones, `response_length` and `prompt_length` in tokens, `staleness` in
     optimizer updates between the weights that sampled the oldest token and the trained policy, and
     `term.NAME` per term of the reward. Counts: full_prompts, truncated, aborted, invalid, timeouts, failed
-    by faults of the environment, groups, and flat_groups, whose grades (without the overlong penalty) are
-    equal.
+    by faults of the environment (which are in no other sum), groups, and flat_groups, whose grades (without
+    the overlong penalty) are equal.
     """
-    episodes, rewards, valid = graded.episodes, graded.rewards, graded.valid
-    ended = [(ok, e.aborted or bool(e.error)) for e, ok in zip(episodes, valid.tolist(), strict=True)]
+    rewards, is_whole = graded.rewards, [not episode.error for episode in graded.episodes]
+    whole = torch.tensor(is_whole, dtype=torch.bool)
+    valid, episodes = graded.valid & whole, [e for e, ok in zip(graded.episodes, is_whole, strict=True) if ok]
+    num_groups = len({episode.task.group_id for episode in episodes})
+    num_aborted = sum(episode.aborted for episode in episodes)
 
     def of_each(values: Iterable[float]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.float64)
@@ -48,7 +57,7 @@ def episode_sums(graded: Graded, policy_version: int, max_prompt_length: int) ->
         min((int(s.versions.min()) for s in e.sequences if len(s.versions)), default=policy_version)
         for e in episodes
     )
-    groups = torch.tensor([episode.task.group_id for episode in episodes], dtype=torch.int64)[valid]
+    groups = torch.tensor([episode.task.group_id for episode in graded.episodes], dtype=torch.int64)[valid]
     spread = has_spread(rewards.graded[valid], groups)
     sums = moments("score", rewards.scores[valid])
     sums |= moments("response_length", of_each(episode.num_sampled for episode in episodes))
@@ -60,13 +69,79 @@ def episode_sums(graded: Graded, policy_version: int, max_prompt_length: int) ->
     return sums | {
         "full_prompts": (prompts >= max_prompt_length).double().sum(),
         "truncated": number(sum(episode.truncated for episode in episodes)),
-        "aborted": number(sum(episode.aborted for episode in episodes)),
-        "invalid": number(sum(not ok for ok, _ in ended) - sum(ran_out for _, ran_out in ended)),
+        "aborted": number(num_aborted),
+        "invalid": number(len(episodes) - num_aborted) - valid.double().sum(),
         "timeouts": number(sum(rewards.timeouts.values())),
-        "failed": number(sum(bool(episode.error) for episode in episodes)),
-        "groups": number(len(graded.groups)),
-        "flat_groups": number(len(graded.groups) - len(set(groups[spread].tolist()))),
+        "failed": number(is_whole.count(False)),
+        "groups": number(num_groups),
+        "flat_groups": number(num_groups - len(set(groups[spread].tolist()))),
     }
+
+
+def environment_sums(graded: Graded, names: Iterable[str]) -> Sums:
+    """Sums over the episodes of environments that this rank sampled, without those that failed.
+
+    Moments of their metrics with these names, the same on every rank; a number that an episode does not have
+    is left out. Counts: whole and failed episodes, `stop.REASON`, sampled tokens, and observed tokens, which
+    follow the first sampled token of their sequence and were not sampled.
+    """
+    whole = [episode for episode in graded.episodes if not episode.error]
+    sums: Sums = {}
+    for name in names:
+        found = [episode.metrics[name] for episode in whole if name in episode.metrics]
+        sums |= moments(f"environment.{name}", torch.tensor(found, dtype=torch.float64))
+    sequences = [sequence for episode in whole for sequence in episode.sequences]
+    counts = {
+        "episodes": len(whole),
+        "failed": len(graded.episodes) - len(whole),
+        "sampled": sum(int(s.sampled.sum()) for s in sequences),
+        "observed": sum(int((~s.sampled & (s.sampled.cumsum(0) > 0)).sum()) for s in sequences),
+    }
+    counts |= {f"stop.{reason}": sum(e.stop_reason == reason for e in whole) for reason in STOP_REASONS}
+    return sums | {name: torch.tensor(float(count), dtype=torch.float64) for name, count in counts.items()}
+
+
+def environment_metrics(sums: HostSums) -> dict[str, float]:
+    """`episode/*` of the whole batch, from `environment_sums`."""
+    metrics: dict[str, float] = {}
+    for name in (key[len("environment.") : -2] for key in sums if key.endswith(".n")):
+        values = Moments.read(sums, f"environment.{name}")
+        metrics[f"episode/{name}/mean" if name in _WITH_MAX else f"episode/{name}"] = values.mean
+        if name in _WITH_MAX:
+            metrics[f"episode/{name}/max"] = values.max
+    for reason in STOP_REASONS:
+        metrics[f"episode/stop/{reason}"] = ratio(sums[f"stop.{reason}"], sums["episodes"])
+    return metrics | {
+        "episode/num_failed": sums["failed"],
+        "episode/observation_fraction": ratio(sums["observed"], sums["observed"] + sums["sampled"]),
+    }
+
+
+def turn_sums(batch: TokenBatch, training_log_probs: Tensor) -> Sums:
+    """Moments by turn of what this rank trains on: `kl.N` and `weight.N`, for the first turns.
+
+    Of each token log π_rollout − log π_train, and of each turn Π ρ, clamped as weights are.
+    """
+    gaps = batch.rollout_log_probs - training_log_probs
+    unit = batch.units.turn
+    number = batch.turns[unit.starts[unit.lengths > 0]]
+    weights = clamped_exp(-unit.sum(gaps))[unit.lengths > 0]
+    sums: Sums = {}
+    for turn in range(_NUM_TURNS):
+        sums |= moments(f"kl.{turn}", gaps[(batch.turns == turn) & gaps.isfinite()])
+        sums |= moments(f"weight.{turn}", weights[(number == turn) & weights.isfinite()])
+    return sums
+
+
+def turn_metrics(sums: HostSums) -> dict[str, float]:
+    """`rollout_corr/turn_N/*` of the whole batch, from `turn_sums`, for the turns that there are."""
+    metrics: dict[str, float] = {}
+    for turn in range(_NUM_TURNS):
+        weights = Moments.read(sums, f"weight.{turn}")
+        if weights.count:
+            metrics[f"rollout_corr/turn_{turn + 1}/kl"] = Moments.read(sums, f"kl.{turn}").mean
+            metrics[f"rollout_corr/turn_{turn + 1}/eff_sample_size"] = weights.ess
+    return metrics
 
 
 def token_sums(batch: TokenBatch) -> Sums:
@@ -201,6 +276,8 @@ def step_warnings(
             "endless",
             "every response reached data.max_response_length; check the model's end-of-sequence token",
         )
+    if failed := metrics.get("episode/num_failed"):
+        yield "environment", f"{failed:.0f} episodes failed by faults of the environment; they are excluded"
     if errors := metrics["reward/num_errors"]:
         yield "grader", f"the grader failed on {errors:.0f} responses; they are excluded"
     if count := metrics["reward/num_timeouts"]:

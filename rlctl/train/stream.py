@@ -24,7 +24,8 @@ from rlctl.data.prompts import PromptDataset
 from rlctl.engine.ranks import Ranks
 from rlctl.environment.build import EpisodeSource
 from rlctl.errors import RunFailure, first_line
-from rlctl.rollout.protocol import RolloutEngine, sampling_of, step_seed
+from rlctl.rollout.engine_lock import LockedRollout
+from rlctl.rollout.protocol import sampling_of, step_seed
 from rlctl.spec.run_spec import RunSpec
 
 _STATE = "rollouts_rank_{rank:05d}.pt"
@@ -36,15 +37,17 @@ def sample_groups(
     spec: RunSpec,
     ranks: Ranks,
     prompts: PromptDataset,
-    rollout: RolloutEngine,
+    rollout: LockedRollout,
     source: EpisodeSource,
     step: int,
 ) -> list[Group]:
     """Samples this rank's groups of one step, of `rollout.n` episodes each."""
     tasks = step_tasks(spec, ranks, prompts, step)
-    return source.groups(
-        rollout, tasks, spec.rollout.n, sampling_of(spec), step_seed(spec.trainer.seed, step)
-    )
+    seed = step_seed(spec.trainer.seed, step)
+    groups = source.groups(rollout, tasks, spec.rollout.n, sampling_of(spec), seed)
+    if spec.environment.has_episodes:  # ranks make different numbers of requests
+        rollout.finish()
+    return groups
 
 
 def step_tasks(spec: RunSpec, ranks: Ranks, prompts: PromptDataset, step: int) -> list[Task]:

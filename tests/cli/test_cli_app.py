@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -20,6 +21,7 @@ from rlctl.cli.app import run
 from rlctl.cli.train import _print_summary
 from rlctl.spec.load import dump_spec, load_spec
 from rlctl.spec.sources import all_presets
+from tests.cli.test_documented_commands import APP, below
 
 ROOT = Path(rlctl.__file__).parent.parent
 RC = "algorithm.rollout_correction."
@@ -105,20 +107,50 @@ def test_a_critic_nobody_reads_is_refused(capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "instead"),
+    ("old", "new"),
+    [("schema --section=x", "explain --format schema"), ("reward test nothing --data x", "reward")],
+)
+def test_a_renamed_command_runs_under_its_new_name(old: str, new: str, capsys) -> None:
+    run(old.split())
+    note, *error = capsys.readouterr().err.splitlines()
+    assert note.endswith(f" is now `rlctl {new}`")
+    assert any(f"rlctl {new.split(maxsplit=1)[0]}" in line or "neither a spec" in line for line in error)
+
+
+def test_help_lists_every_command_in_a_group(capsys) -> None:
+    assert run(["--help"]) == 0
+    out = capsys.readouterr().out
+    groups = ["Train", "Data", "Evaluate", "Inspect", "Configure", "Options"]
+    assert re.findall(r"^(\w+):$", out, re.MULTILINE) == groups
+    assert {line.split()[0] for line in out.splitlines() if re.match(r"  [a-z]", line)} >= set(below(APP))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
     [
-        ("bench corrections --out x", "python -m benchmarks.gradients"),
-        ("export-config x --to trl", "rlctl import"),
+        (["--lr", "3"], "did you mean `actor.lr=3`?"),
+        (["--lr=3e-6"], "did you mean `actor.lr=3e-6`?"),
+        (["--learning-rate", "1"], "use `actor.lr=1`"),
+        (["--actor.lr", "1"], "`actor.lr=1`"),
+        (["--seed"], "`trainer.seed=VALUE`"),
+        (["--lr", "--dry-run"], "`actor.lr=VALUE`"),
+        (["--presets"], "--preset"),
+        (["--nonsense"], "No such option: --nonsense"),
+        (["--preset"], "'--preset' requires an argument"),
     ],
 )
-def test_a_removed_command_names_what_to_do_instead(command: str, instead: str, capsys) -> None:
-    name, *arguments = command.split()
-    assert run([name, *arguments]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: rlctl {name} was removed: ")
-    assert instead in line
-    assert run(["--help"]) == 0
-    assert name not in capsys.readouterr().out
+def test_an_option_that_is_a_key_is_answered_with_the_key(words: list[str], message: str, capsys) -> None:
+    for command in ("train", "sweep"):
+        assert run([command, *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_directory_is_called_one(tmp_path, capsys) -> None:
+    assert run(["train", str(tmp_path)]) == 2
+    assert "this is a directory: name a spec file in it" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    assert run(["train", str(tmp_path)]) == 2
+    assert f"for a model write model.path={tmp_path}" in capsys.readouterr().err
 
 
 def test_all_mistakes_at_once_with_places(capsys, tmp_path):
@@ -152,7 +184,7 @@ def test_all_mistakes_at_once_with_places(capsys, tmp_path):
         ["train", "-s", "no-such.yaml"],
         ["train", "seed"],
         ["train", "--resume", "no-such-run"],
-        ["schema", "--section", "nonsense"],
+        ["explain", "nonsense", "--format", "schema"],
         ["presets", "show", "nonsense"],
         ["presets", "diff", "rloo-seq-is", "nonsense"],
     ],
@@ -198,6 +230,23 @@ def test_a_bug_is_two_lines_and_a_file(monkeypatch, capsys):
     path.unlink()
 
 
+def test_the_hub_prints_no_retries():
+    """Its library logs each retry as a warning; the error at the end says what failed."""
+    program = """
+from rlctl.cli import app
+
+def level(_words):
+    from huggingface_hub.utils import logging
+    return logging.get_verbosity()
+
+app.run = level
+app.main()
+"""
+    env = {name: value for name, value in os.environ.items() if name != "HF_HUB_VERBOSITY"}
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, env=env)
+    assert done.returncode == logging.ERROR
+
+
 def test_closed_streams_are_no_bug():
     """A dry run needs none of them; and no file it opens may take their number."""
     command = f"'{sys.executable}' -m rlctl train --dry-run <&- >&- 2>&-"
@@ -209,7 +258,7 @@ def test_a_full_disk_is_no_bug(monkeypatch, capsys):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(app_module, "app", write)
-    assert run(["schema"]) == 4
+    assert run(["explain"]) == 4
     assert capsys.readouterr().err == "error: No space left on device\n"
 
 
@@ -239,7 +288,7 @@ def test_too_little_memory_is_no_bug(error, where, monkeypatch, capsys):
         raise error
 
     monkeypatch.setattr(app_module, "app", fail)
-    assert run(["schema"]) == 1
+    assert run(["explain"]) == 1
     err = capsys.readouterr().err
     assert f"out of memory ({where})" in err
     assert "ppo_micro_batch_size_per_gpu" in err
@@ -353,10 +402,10 @@ def test_missing_and_unusable_files_are_refused_before_torch(overrides, messages
 
 
 def test_schema_describes_every_section(capsys):
-    assert run(["schema"]) == 0
+    assert run(["explain", "--format", "schema"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert set(document["properties"]) >= {"model", "data", "rollout", "algorithm", "actor", "trainer"}
-    assert run(["schema", "--section", "algorithm.rollout_correction"]) == 0
+    assert run(["explain", "algorithm.rollout_correction", "--format", "schema"]) == 0
     section = json.loads(capsys.readouterr().out)
     names, aliases = section["properties"]["dialect"]["anyOf"]
     assert (names["enum"], aliases["enum"]) == (["rlctl", "verl"], ["guide"])
@@ -376,23 +425,21 @@ def test_presets_are_listed_shown_compared_and_copied(capsys, tmp_path):
     assert run(["presets", "diff", "rloo-seq-is", "rloo-seq-is"]) == 0
     assert run(["presets", "diff", "llama3-8b", "mistral-7b"]) == 0
     assert "mistralai/Mistral-7B-Instruct-v0.3" in capsys.readouterr().out
-    assert run(["presets", "copy", "rloo-seq-is", str(tmp_path)]) == 0
     copied = tmp_path / "rloo-seq-is.yaml"
-    assert run(["presets", "copy", "rloo-seq-is", str(copied)]) == 2
-    assert run(["presets", "copy", "rloo-seq-is", str(copied), "--force"]) == 0
-    assert run(["presets", "copy", "rloo-seq-is", str(tmp_path / "no" / "x.yaml")]) == 2
+    assert run(["presets", "show", "rloo-seq-is", "-o", str(copied)]) == 0
+    assert run(["presets", "show", "rloo-seq-is", "-o", str(tmp_path / "no" / "x.yaml")]) == 2
     assert run(["train", "--spec", str(copied), "--dry-run"]) == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "forbidden"),
     [
-        (["--help"], ("pydantic", "yaml")),
-        (["--version"], ("pydantic", "yaml")),
-        (["train", "--help"], ("yaml", "pyarrow")),
+        (["--help"], ("pydantic", "yaml", "rich")),
+        (["--version"], ("pydantic", "yaml", "rich")),
+        (["train", "--help"], ("yaml", "pyarrow", "rich")),
         (["train", "--preset", "rloo-seq-is", "--dry-run"], ("pyarrow",)),
         (["train", "no.such=1"], ("pyarrow",)),
-        (["schema"], ("pyarrow",)),
+        (["explain", "--format", "schema"], ("pyarrow",)),
         (["presets", "list"], ("pyarrow",)),
         (["doctor", "--quick"], ("pyarrow", "wandb")),
     ],
@@ -415,7 +462,7 @@ def test_light_commands_import_nothing_heavy(arguments, forbidden):
 
 
 def test_the_table_of_keys_has_one_section_on_request(capsys):
-    assert run(["schema", "--section", "actor", "--markdown"]) == 0
+    assert run(["explain", "actor", "--format", "markdown"]) == 0
     assert "| `actor.lr` | number ≥ 0 | `1e-06` |" in capsys.readouterr().out
 
 

@@ -62,7 +62,7 @@ def problems(words: list[str]) -> Iterator[str]:
         word = words.pop(0)
         if re.match(r"--?[A-Za-z]", word):
             name, has_value, value = word.partition("=")
-            if name not in {*options, "--help", "-h"}:
+            if name not in {*options, "--help", "-h"} and not (name == "--json" and "--format" in options):
                 yield f"no option {name} of rlctl {command.name}"
             elif words and not has_value and not getattr(options.get(name), "is_flag", True):
                 value = words.pop(0)

@@ -109,7 +109,7 @@ def test_responses_that_are_stored_are_told_and_used(run_dir, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["evaluate", "--help"], ["Usage: rlctl evaluate [OPTIONS]", "--regrade", "rlctl evaluate compare"]),
+        (["evaluate", "--help"], ["Usage: rlctl evaluate [OPTIONS]", "--regrade", "compare  Compare two"]),
         (["evaluate", "compare", "--help"], ["Usage: rlctl evaluate compare [OPTIONS]", "--format"]),
     ],
 )

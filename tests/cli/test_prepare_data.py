@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 
@@ -37,6 +38,18 @@ def test_summary_says_what_where_and_what_next(source, tmp_path, capsys):
     assert printed.err == "", "no progress bar outside a terminal"
     assert prepare(source, "--out", out, "--val-size", 20) == 0
     assert "unchanged" in capsys.readouterr().out
+
+
+def test_columns_of_other_spelling_get_the_ready_command(tmp_path, capsys):
+    file, out = tmp_path / "q & a.csv", tmp_path / "out"
+    file.write_text("Question,Answer\nWhat is 1+1?,2\nWhat is 2+2?,4\n")
+    assert prepare(file, "--out", out) == 2
+    (fix,) = re.findall(r"fix  (rlctl .*)", capsys.readouterr().err)
+    assert fix.endswith("--answer-key Answer --prompt-key Question")
+    assert run(shlex.split(fix)[1:]) == 0
+    file.write_text("Frage,Antwort\nWhat is 1+1?,2\n")
+    assert prepare(file, "--out", out, "--overwrite") == 2
+    assert "pass --prompt-key, --answer-key or --recipe" in capsys.readouterr().err
 
 
 def test_every_option_arrives(tmp_path, capsys):

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from rlctl.cli.app import run
 from rlctl.engine.checkpoint import TrainerState, begin, publish
 from rlctl.report.model_card import model_card
-from rlctl.report.run_page import _sample, spec_rows
+from rlctl.report.run_page import _sample, sample_steps, spec_rows
 from rlctl.spec.load import dump_spec, load_spec
 from rlctl.track.open_run import open_run
+from rlctl.track.rollouts import SCHEMA
 from rlctl.track.texts import pieces
 from tests.dumps import conversation, dumped, write
 
@@ -53,6 +56,16 @@ def test_one_page_with_everything(tmp_path: Path, capsys: pytest.CaptureFixture[
     both = tmp_path / "both.html"
     assert run(["report", str(first), str(second), "--no-what-if", "--out", str(both)]) == 0
     assert both.read_text().count("run-details") >= 2
+
+
+def test_equal_responses_are_shown_once(tmp_path: Path) -> None:
+    path = a_run(tmp_path / "a")
+    (file,) = (path / "rollouts").iterdir()
+    [row] = pq.read_table(file).to_pylist()
+    rows = [row] * 4 + [row | {"response": f"other {number}"} for number in range(6)] + [row] * 2
+    pq.write_table(pa.Table.from_pylist(rows, SCHEMA), file)
+    [step] = sample_steps(open_run(path))
+    assert [sample["times"] for sample in step["samples"]] == [6, 1, 1, 1]
 
 
 def test_the_spec_is_compared_with_its_preset_for_the_same_model(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`rlctl reward test`: every kind of mistake shows, with its place, before training."""
+"""`rlctl reward`: every kind of mistake shows, with its place, before training."""
 
 import json
 
@@ -50,7 +50,7 @@ def stored(path, *rows):
 
 
 def document(capsys, *arguments):
-    assert run(["reward", "test", *arguments, "--format", "json"]) == 0
+    assert run(["reward", *arguments, "--format", "json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -86,7 +86,7 @@ def test_sources_are_tried_by_their_own_graders(data, capsys):
 
 def test_a_function_gets_extra_info_and_its_errors_show(data, mine, capsys):
     path = data(row(0, "72"), row(2, "3"))
-    arguments = ["reward", "test", f"{mine}:equal", "--data", path]
+    arguments = ["reward", f"{mine}:equal", "--data", path]
     assert run([*arguments, "--fail-on", "disagreement"]) == 3
     assert run([*arguments, "--fail-on", "error"]) == 3
     assert run([*arguments, "--limit", "1", "--fail-on", "error"]) == 0
@@ -97,10 +97,23 @@ def test_a_function_gets_extra_info_and_its_errors_show(data, mine, capsys):
     assert "ms per call: mean" in shown
 
 
+def test_an_example_of_each_kind_is_shown(data, capsys):
+    path = data(row(0, "72"), row(1, "5"))
+    found = document(capsys, "maths", "--data", path)
+    kinds = ["ground truth", "number changed", "empty answer"]
+    assert [(one["kind"], one["expected"], one["got"]) for one in found["examples"]] == [
+        (kind, float(kind == kinds[0]), float(kind == kinds[0])) for kind in kinds
+    ]
+    assert run(["reward", "maths", "--data", path, "-n", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(", as expected  maths, ") == 3
+    assert "response ends '\\\\boxed{72}'" in shown
+
+
 def test_a_reward_for_nothing_disagrees(data, mine, capsys):
     path = data(row(0, "72"))
-    assert run(["reward", "test", f"{mine}:generous", "--data", path, "--fail-on", "error"]) == 0
-    assert run(["reward", "test", f"{mine}:generous", "--data", path, "--fail-on", "disagreement"]) == 3
+    assert run(["reward", f"{mine}:generous", "--data", path, "--fail-on", "error"]) == 0
+    assert run(["reward", f"{mine}:generous", "--data", path, "--fail-on", "disagreement"]) == 3
     assert "expected 0, got 1" in capsys.readouterr().out
 
 
@@ -153,7 +166,7 @@ def test_a_damaged_stored_response_is_named_with_its_row(data, tmp_path, capsys,
     good = {"data_source": "a", "prompt": "q", "response": "72", "ground_truth": "72", "reward": 1.0}
     pq.write_table(pa.Table.from_pylist([good | {column: value}]), tmp_path / "s.parquet")
     path = data(row(0, "72"))
-    assert run(["reward", "test", "exact", "--data", path, "--responses", str(tmp_path / "s.parquet")]) == 2
+    assert run(["reward", "exact", "--data", path, "--responses", str(tmp_path / "s.parquet")]) == 2
     shown = capsys.readouterr().err
     assert what in shown
     assert f"{tmp_path}/s.parquet:1" in shown.replace("\n", "")
@@ -177,7 +190,7 @@ def test_a_damaged_stored_response_is_named_with_its_row(data, tmp_path, capsys,
 def test_mistakes_are_named_without_a_traceback(data, tmp_path, capsys, arguments, what):
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no footer")
     places = {"DATA": data(row(0, "72")), "BROKEN": str(tmp_path / "broken.parquet")}
-    assert run(["reward", "test", *(places.get(argument, argument) for argument in arguments)]) == 2
+    assert run(["reward", *(places.get(argument, argument) for argument in arguments)]) == 2
     shown = capsys.readouterr().err
     assert what in shown
     assert "Traceback" not in shown
@@ -185,5 +198,5 @@ def test_mistakes_are_named_without_a_traceback(data, tmp_path, capsys, argument
 
 def test_a_preset_of_a_model_names_no_training_data(data, capsys):
     rows = data(Row("own", (Message("user", "1+1="),), "2"))
-    assert run(["reward", "test", "qwen3-0.6b", "--data", rows, "--fail-on", "disagreement"]) == 0
+    assert run(["reward", "qwen3-0.6b", "--data", rows, "--fail-on", "disagreement"]) == 0
     assert "ms per call" in capsys.readouterr().out

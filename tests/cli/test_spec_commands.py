@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,8 @@ import pytest
 import typer
 
 from rlctl.algos.rules import BASIC_STATISTICS
+from rlctl.cli import explain_entries
 from rlctl.cli import init as init_module
-from rlctl.cli import schema as schema_module
 from rlctl.cli.app import app, run
 from rlctl.registry import (
     ADVANTAGE_ESTIMATORS,
@@ -23,7 +24,7 @@ from rlctl.registry import (
     Registry,
 )
 from rlctl.spec import sources
-from rlctl.spec.keys import known_leaves
+from rlctl.spec.keys import known_leaves, known_sections
 from rlctl.spec.load import load_spec
 from rlctl.spec.machine import GIB, gpu_memory
 from rlctl.spec.sources import all_presets
@@ -117,10 +118,10 @@ def test_explain_knows_every_key_and_what_presets_set(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Schema and presets are read once, not once per key."""
-    rows, paths = list(schema_module.key_rows()), [preset.path for preset in all_presets().values()]
+    rows, paths = list(explain_entries.key_rows()), [preset.path for preset in all_presets().values()]
     presets = {path: sources.read_yaml_file(path, known_leaves()) for path in paths}
-    monkeypatch.setattr(schema_module, "key_rows", lambda: rows)
-    monkeypatch.setattr(sources, "read_yaml_file", lambda path, _: presets[path])
+    monkeypatch.setattr(explain_entries, "key_rows", lambda: rows)
+    monkeypatch.setattr(explain_entries, "read_yaml_file", lambda path, _: presets[path])
     for key in known_leaves():
         assert run(["explain", key, "--json"]) == 0
         [entry] = json.loads(capsys.readouterr().out)
@@ -183,20 +184,31 @@ def test_explain_a_section_and_the_end_of_a_key(capsys: Capture) -> None:
 def test_explain_the_unknown(name: str, near: str, capsys: Capture) -> None:
     assert run(["explain", name]) == 2
     assert f"did you mean `{near}`?" in capsys.readouterr().err
-    assert run(["explain", "algorithm.rollout_correction.auto"]) == 2
-    assert "removed: " in capsys.readouterr().err
-    assert run(["explain", ""]) == 2
-    assert "`rlctl schema --markdown` lists every key" in capsys.readouterr().err
+    assert run(["explain", "xqzv"]) == 2
+    assert "`rlctl explain --format markdown` lists every key" in capsys.readouterr().err
 
 
-def test_presets_as_json_and_copied_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_explain_searches_and_lists_the_sections(capsys: Capture, tmp_path: Path) -> None:
+    def names(*words: str) -> list[str]:
+        assert run(["explain", *words, "--format", "json"]) == 0
+        return [each["name"] for each in json.loads(capsys.readouterr().out)]
+
+    assert names() == list(known_sections())
+    found = names("lora")
+    assert found[0] == "model.lora_rank"
+    assert {"rollout.merge_lora", "engine.offload_base", "ref.path"} <= set(found)
+    assert found.index("rollout.merge_lora") < found.index("engine.offload_base")
+    assert names("adapter", "Directory") == ["model.lora_adapter_path"]
+    assert "rollout_corr/rollout_rs_masked_fraction" in names("masked")
+    assert "vespo" in names("vespo")
+    assert "1gpu-lora" in found
+    assert run(["explain", "lora", "-o", str(tmp_path / "x.txt")]) == 0
+    assert "model.lora_rank" in (tmp_path / "x.txt").read_text()
+
+
+def test_presets_as_json(capsys: Capture) -> None:
     assert run(["presets", "list", "--json"]) == 0
     assert [each["name"] for each in json.loads(capsys.readouterr().out)] == list(all_presets())
-    monkeypatch.chdir(tmp_path)
-    assert run(["presets", "copy", "rloo-seq-is"]) == 0
-    assert (tmp_path / "rloo-seq-is.yaml").is_file()
 
 
 def test_a_piped_list_is_not_wrapped(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,23 +258,37 @@ def _commands() -> list[list[str]]:
     return found
 
 
+@pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("command", _commands(), ids=" ".join)
-def test_help_fits_80_columns_and_has_two_examples(
-    command: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+def test_help_fits_the_terminal_and_its_examples_can_be_pasted(
+    command: list[str], columns: int, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", str(columns))
     assert run([*command, "--help"]) == 0
     out = capsys.readouterr().out
     assert run([*command, "--help"]) == 0
     assert capsys.readouterr().out == out  # the commands are built once
-    assert max(map(len, out.splitlines())) <= 80
-    assert "<bool>" not in out
-    text = out.partition("╭")[0]
-    lines = [line.rstrip() for line in text.splitlines()]
-    assert sum(line.startswith(f"   rlctl {' '.join(command)}") for line in lines) >= 2, text
-    for line, following in itertools.pairwise(lines):
+    assert max(map(len, out.splitlines())) <= min(columns, 100)
+    assert not re.search("<(bool|str|list|path)", out)
+    text = re.split("^(?:Arguments|Options):", out, maxsplit=1, flags=re.MULTILINE)[0]
+    examples = re.findall(
+        r"^    ((?:rlctl|kubectl) .*(?<!\\))$", text.replace(" \\\n        ", " "), re.MULTILINE
+    )
+    assert sum(line.startswith(f"rlctl {' '.join(command)}") for line in examples) >= 2, text
+    written = {" ".join(line.split()) for line in (_help(command) or "").splitlines()}
+    assert set(examples) <= written
+    for line, following in itertools.pairwise(line.rstrip() for line in text.splitlines()):
         # wrapped where the terminal ends, not where the source does
-        assert not line or not following or len(f"{line} {following.split()[0]}") > 79, line
+        is_prose = line and following and not line.endswith("\\")
+        assert not is_prose or len(f"{line} {following.split()[0]}") > min(columns, 102) - 3, line
+
+
+def _help(words: list[str]) -> str | None:
+    command = typer.main.get_command(app)
+    for word in words:
+        below = getattr(command, "commands", None)
+        command = below[word] if below else command.subcommand(word)  # type: ignore[attr-defined]
+    return command.help
 
 
 def test_the_dry_run_describes_the_estimator_and_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -105,9 +105,9 @@ def test_resume_with_a_preset(copy: Path) -> None:
     refused(runs.resume(copy, "-p", "rloo-seq-is"), 2, "its own spec")
 
 
-def test_resume_with_other_ranks_under_zero(tmp_path: Path) -> None:
-    run = runs.train_on_ranks(tmp_path / "run", 2, *RUN, "engine.zero_stage=2")
-    said = ("partitioned for 2 ranks", "trainer.n_gpus_per_node=2")
+def test_resume_with_other_ranks_and_batches_sampled_ahead(tmp_path: Path) -> None:
+    run = runs.train_on_ranks(tmp_path / "run", 2, *RUN, "rollout.staleness=1")
+    said = ("sampled ahead are those of 2 ranks", "trainer.n_gpus_per_node=2")
     refused(runs.resume(run, "trainer.n_gpus_per_node=1", "trainer.total_training_steps=3"), 2, *said)
     assert len(runs.metrics(run)) == 2
 

@@ -191,7 +191,7 @@ def assert_resumable_where_it_stopped(run: Path) -> str:
     """Returns the output of the resumed run."""
     last = runs.metrics(run)[-1]["step"]
     assert runs.checkpoints(run)[-1] == f"step_{last:06d}"
-    # On one rank, whatever it was: without ZeRO nothing is cut up.
+    # On one rank, whatever it was.
     more = runs.resume(run, f"trainer.total_training_steps={last + 2}", "trainer.n_gpus_per_node=1")
     assert more.wait() == 0, more.output[-4000:]
     assert [line["step"] for line in runs.metrics(run)] == list(range(1, last + 3))

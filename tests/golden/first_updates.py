@@ -10,10 +10,11 @@ the rounding of a few sums, so the comparison is to 1e-4.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from rlctl.train.update import update
-from tests.models import replaced, tiny_model
+from tests.models import tiny_model
 from tests.unit.train.updates import CASES, PlainEngine, alone, settings_of
 
 FILE = Path(__file__).with_suffix(".json")
@@ -45,9 +46,13 @@ def figures() -> dict[str, list[dict[str, float]]]:
         for step in range(3):
             batch = case.batch(tiny_model(), seed=step)  # sampled by the first policy: ever more off-policy
             if case.correction["bypass_mode"]:
-                batch = replaced(batch, old_log_probs=batch.rollout_log_probs)
+                batch = replace(batch, old_log_probs=batch.rollout_log_probs)
             settings = settings_of(
-                case.correction, epochs=case.epochs, mini_rows=case.mini_rows, micro_rows=4, **case.options
+                case.correction,
+                epochs=case.epochs,
+                mini_rows=case.mini_rows,
+                micro_sequences=4,
+                **case.options,
             )
             metrics = update(batch, engine, alone(), settings, lambda _: 0.05, 0).metrics
             found[name].append({key: metrics[key] for key in KEYS if key in metrics})

@@ -144,7 +144,7 @@ def run(seeds: int, progress: Progress) -> Matrix:
     """
     jobs = list(_jobs(seeds))
     trials = []
-    with tempfile.TemporaryDirectory(prefix="rlctl-selftest-") as where:
+    with tempfile.TemporaryDirectory(prefix="rlctl-matrix-") as where:
         for form in FORMATS:  # one's spec would be taken for another's
             (Path(where) / form).mkdir()
         for done, (planned, form, seed) in enumerate(jobs):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -70,3 +72,13 @@ def loaded_from_elsewhere(browser: Any) -> Callable[[Path, str], list[str]]:
         return [url for url in loaded if url.startswith("http")]
 
     return go
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built wheel of rlctl."""
+    wheels, root = tmp_path_factory.mktemp("wheels"), Path(__file__).parents[2]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(wheels), str(root)], check=True)
+    (found,) = wheels.glob("rlctl-*.whl")
+    return found

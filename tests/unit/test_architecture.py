@@ -62,12 +62,10 @@ def test_packages_are_empty() -> None:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built wheel in a directory of its own, its dependencies being this environment's."""
-    wheels, target = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("installed")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel in a directory of its own, its dependencies being this environment's."""
+    target = tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(wheels), str(ROOT)], check=True)
-    (wheel,) = wheels.glob("rlctl-*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--target", str(target), str(wheel)], check=True)
     return target
 
@@ -94,7 +92,7 @@ raise SystemExit(code)
         ["train", "--preset", "rloo-seq-is", "--dry-run"],
         ["train", "--preset", "ppo-seq-is-token-rs", "--dry-run"],
         ["presets", "list"],
-        ["schema"],
+        ["explain", "--format", "schema"],
         ["explain", "grpo"],
     ],
 )

@@ -48,6 +48,10 @@ def test_weights_are_the_formula() -> None:
     assert found.keep_mask[batch.mask].all()
     assert not found.weights.requires_grad
     assert 0 < found.metrics["rollout_corr/rollout_is_raw_eff_sample_size"] < 1
+    shape = " × ".join(map(str, found.weights.shape))
+    ess = found.metrics["rollout_corr/rollout_is_eff_sample_size"]
+    assert repr(found).startswith(f"CorrectedBatch({shape} tokens, ESS {ess:.4g}, ")
+    assert len(repr(found)) < 80
 
 
 @pytest.mark.parametrize("rejects", [{}, {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.25"}])
@@ -115,7 +119,7 @@ def test_mistakes_are_named() -> None:
         rlctl.correct(*given, rollout_rs="token_k9", rollout_rs_threshold="2")
     with pytest.raises(rlctl.RlctlError, match="rollout_iss") as unknown:
         rlctl.correct(*given, rollout_iss="token")
-    assert unknown.value.fix.startswith("one of rollout_is, ")
+    assert unknown.value.fix == "did you mean `rollout_is`?"
     for wrong in (batch.mask.float(), batch.mask.long() * 2):
         with pytest.raises(ValueError, match="response_mask must be bool or integers 0 and 1, not"):
             rlctl.correct(batch.log_probs, batch.rollout_log_probs, wrong)

@@ -1,25 +1,37 @@
-"""What the documentation site takes from the code and from the root; `make check` builds the site itself."""
+"""Text of the pages that the code has: committed, current; root files as pages of the site."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-from mkdocs_hooks import PAGES, ROOT, as_page, with_tables
+from docs.generate import COMMAND, END, outdated, with_generated_text
+from mkdocs_hooks import PAGES, ROOT, as_page
 from rlctl import registry
 from rlctl.cli.app import app
 
 DOCS = ROOT / "docs"
-MARKED = [path for path in DOCS.rglob("*.md") if "<!-- generated:" in path.read_text(encoding="utf-8")]
 
 
-@pytest.mark.parametrize("path", MARKED, ids=lambda path: path.stem)
-def test_every_marker_becomes_its_table(path: Path) -> None:
-    assert "<!-- generated:" not in with_tables(path.read_text(encoding="utf-8"))
+def page(name: str) -> str:
+    return (DOCS / f"{name}.md").read_text(encoding="utf-8")
+
+
+def test_generated_text_is_current() -> None:
+    names = ", ".join(str(path.relative_to(ROOT)) for path in outdated())
+    assert not names, f"generated text is out of date in {names}; run `{COMMAND}`"
+
+
+def test_an_old_text_is_overwritten_and_the_rest_of_the_page_kept() -> None:
+    old = f"# Page\n\n<!-- generated: examples/custom_kl.py -->\n\nold\n\n{END}\n\nmine\n"
+    new = with_generated_text(old)
+    example = (ROOT / "examples" / "custom_kl.py").read_text(encoding="utf-8").strip("\n")
+    assert f"\n```python\n{example}\n```\n\n{END}\n\nmine\n" in new
+    assert "old" not in new
+    assert with_generated_text(new) == new
 
 
 @pytest.mark.parametrize(
-    ("page", "rows"),
+    ("name", "rows"),
     [
         ("spec", ["| `actor.lr` | number ≥ 0 | ", "| `trainer.seed` |"]),
         ("metrics", ["| `actor/ppo_kl` | nats |"]),
@@ -29,18 +41,19 @@ def test_every_marker_becomes_its_table(path: Path) -> None:
         ),
     ],
 )
-def test_the_reference_shows_what_the_code_has(page: str, rows: list[str]) -> None:
-    text = with_tables((DOCS / "reference" / f"{page}.md").read_text(encoding="utf-8"))
-    assert [row for row in rows if f"\n{row}" not in text] == []
+def test_the_reference_shows_what_the_code_has(name: str, rows: list[str]) -> None:
+    assert [row for row in rows if f"\n{row}" not in page(f"reference/{name}")] == []
 
 
-def test_an_unknown_marker_stops_the_build() -> None:
+def test_a_comment_that_names_nothing_or_has_no_end_is_refused() -> None:
     with pytest.raises(KeyError, match="no such table"):
-        with_tables("<!-- generated: no such table -->")
+        with_generated_text(f"<!-- generated: no such table -->\n{END}\n")
+    with pytest.raises(ValueError, match=r"without .* generated: graders -->"):
+        with_generated_text(f"<!-- generated: graders -->\n\n<!-- generated: spec keys -->\n{END}\n")
 
 
 def test_every_command_is_listed_without_terminal_markup() -> None:
-    text = with_tables("<!-- generated: commands -->")
+    text = page("reference/commands")
     names = [command.name or command.callback.__name__ for command in app.registered_commands]  # type: ignore[union-attr]
     names += [str(group.name) for group in app.registered_groups]
     assert len(names) >= 9
@@ -83,7 +96,7 @@ def test_links_between_root_pages_and_docs_exist_in_the_repository() -> None:
 def test_the_python_api_is_listed_with_arguments_and_errors() -> None:
     import rlctl
 
-    text = with_tables("<!-- generated: api -->")
+    text = page("reference/api")
     assert [name for name in rlctl.__all__ if f"## `rlctl.{name}`\n" not in text] == []
     grade = text.partition("## `rlctl.grade`")[2].partition("## ")[0]
     assert "rlctl.grade(grader: str, responses: Iterable[str]," in grade
@@ -92,8 +105,7 @@ def test_the_python_api_is_listed_with_arguments_and_errors() -> None:
 
 
 def test_the_inputs_of_a_users_part_are_listed_with_shapes_and_defaults() -> None:
-    pages = [(DOCS / "how-to" / page).read_text(encoding="utf-8") for page in ("extend.md", "diagnose.md")]
-    text = with_tables("\n".join(pages))
+    text = page("how-to/extend") + page("how-to/diagnose")
     expected = (
         "| `advantages` | (m,), constants |",
         "| `ratio` | (m,): r = π_θ/π_old |",
@@ -115,7 +127,7 @@ def test_the_inputs_of_a_users_part_are_listed_with_shapes_and_defaults() -> Non
 
 
 def test_the_entry_point_groups_of_the_page_are_those_of_the_registries() -> None:
-    text = (DOCS / "how-to" / "extend.md").read_text(encoding="utf-8")
+    text = page("how-to/extend")
     named = set(re.findall(r'entry-points\."(rlctl\.\w+)"', text))
     registries = {one.group for one in vars(registry).values() if isinstance(one, registry.Registry)}
     assert named == registries

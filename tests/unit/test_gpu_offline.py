@@ -98,6 +98,19 @@ def test_cases_are_in_the_order_of_value_and_each_gpu_test_is_one() -> None:
     )
     assert names.index("card 0.5b hf") > names.index(tests[-1])
     assert names.index("card 0.5b hf") < names.index("card 1.5b hf") < names.index("card 7b hf")
+    for name in ("attention: dense and varlen", "card 1.5b hf offload", "kill and resume"):
+        assert names.index("card 1.5b hf") < names.index(name) < names.index("card 7b hf")
+    presets = {path.stem for path in (ROOT / "presets/hardware").glob("*.yaml")}
+    assert {f"dry run {preset}" for preset in presets} <= set(names)
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(("num_gpus", "counts"), [(1, set()), (2, {2}), (8, {2, 8})])
+def test_ranks_are_tried_as_far_as_there_are_cards(num_gpus: int, counts: set[int]) -> None:
+    names = [case.name for case in gpu_offline._cases(False, num_gpus)]
+    assert {name for name in names if "ZeRO" in name} == {
+        f"{count} ranks, ZeRO {stage}" for count in counts for stage in (1, 2, 3)
+    }
 
 
 def _requirements(names: set[str]) -> set[str]:
@@ -196,3 +209,5 @@ def test_every_case_runs_with_the_packages_of_such_a_machine(
         json.loads(line)["case"]: json.loads(line).get("figures") for line in results.read_text().splitlines()
     }
     assert figures["card tiny hf"]
+    assert figures["attention: dense and varlen"]["64"]["dense"]["ms"] > 0
+    assert states["dry run 1gpu-24gb"] == "passed"

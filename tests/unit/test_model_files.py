@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from rlctl.spec.run_spec import RunSpec
 from rlctl.train.start import with_absolute_paths
 
 NAME = "smollm2-135m"
+ROOT = Path(__file__).parents[2]
 
 
 def _save(_named: object, directory: Path) -> None:
@@ -104,3 +106,26 @@ def test_each_is_pinned() -> None:
         assert len(named.wheel_sha256) == 64
         assert len(named.hub_revision) == 40
         assert named.version[0].isdigit()
+
+
+@pytest.mark.slow
+def test_writing_a_fetched_model_prints_nothing(tmp_path: Path) -> None:
+    """transformers imports DeepSpeed to save a model; without a GPU that would print a warning."""
+    program = """
+import sys, torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes))
+model.config.quantization_config = None
+AutoModelForCausalLM.from_pretrained = lambda *_, **__: model
+AutoTokenizer.from_pretrained = lambda *_, **__: type("", (), {"save_pretrained": lambda *_: None})()
+from rlctl.model_files import _convert
+_convert(Path(sys.argv[1]) / "x.gguf", Path(sys.argv[1]))
+"""
+    env = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert (tmp_path / "model.safetensors").is_file(), done.stderr
+    assert "WARNING" not in done.stdout + done.stderr

@@ -13,17 +13,43 @@
     if (text !== undefined) made.textContent = text;
     return made;
   };
-  const state = { log: false, range: null, severities: new Set(), runs: new Set(data.runs.keys()) };
+  const state = { log: false, range: null, x: "step", smooth: 0, severities: new Set(), runs: new Set(data.runs.keys()) };
   const figures = new Map(); // metric → its figure, for those that are shown
 
   const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-  const traces = (metric) => [...state.runs].sort((a, b) => a - b).map((run) => {
-    const [x, y] = data.runs[run].series[metric];
-    return {
-      x, y, type: "scatter", mode: x.length < 40 ? "lines+markers" : "lines", name: plain(data.runs[run].name),
-      line: { color: colour(run), width: 1.6 }, marker: { size: 4 }, hoverlabel: { namelength: 30 },
+  const longest = Math.max(...data.runs.map(({ seconds }) => seconds[1].at(-1) ?? 0));
+  const [unit, unitSeconds] = longest > 7200 ? ["hours", 3600] : ["minutes", 60];
+  // Where a step of a run is on the x axis. Times between two logged steps are interpolated.
+  const place = (run, step) => {
+    const { batch, seconds: [steps, seconds] } = data.runs[run];
+    if (state.x === "samples") return step * batch;
+    if (state.x !== "time") return step;
+    const after = steps.findIndex((one) => one >= step);
+    if (after < 1) return (after === 0 ? seconds[0] : seconds.at(-1)) / unitSeconds;
+    const share = (step - steps[after - 1]) / (steps[after] - steps[after - 1]);
+    return (seconds[after - 1] + share * (seconds[after] - seconds[after - 1])) / unitSeconds;
+  };
+  // Exponential moving average without the bias of the first values.
+  const smoothed = (values) => {
+    let sum = 0;
+    let weight = 0;
+    return values.map((value) => {
+      sum = state.smooth * sum + value;
+      weight = state.smooth * weight + 1;
+      return sum / weight;
+    });
+  };
+
+  const traces = (metric) => [...state.runs].sort((a, b) => a - b).flatMap((run) => {
+    const [steps, y] = data.runs[run].series[metric];
+    const curve = {
+      x: steps.map((step) => place(run, step)), y, type: "scatter", mode: y.length < 40 ? "lines+markers" : "lines",
+      name: plain(data.runs[run].name), line: { color: colour(run), width: 1.6 }, marker: { size: 4 },
+      hoverlabel: { namelength: 30 },
     };
+    if (!state.smooth) return [curve];
+    return [{ ...curve, opacity: 0.25, hoverinfo: "skip" }, { ...curve, y: smoothed(y), mode: "lines" }];
   });
 
   // Findings as bands over their steps, each with its rule's name; where two runs part, a dashed line.
@@ -39,17 +65,19 @@
         if (state.severities.size && !state.severities.has(band.severity)) continue;
         const color = variable(`--${band.severity}`);
         shapes.push({
-          type: "rect", xref: "x", yref: "paper", x0: band.first - 0.5, x1: band.last + 0.5, y0: 0, y1: 1,
+          type: "rect", xref: "x", yref: "paper", y0: 0, y1: 1,
+          x0: place(run, band.first - 0.5), x1: place(run, band.last + 0.5),
           fillcolor: color, opacity: 0.13, line: { width: 0 }, layer: "below",
         });
-        label(band.first, plain(band.rule), color);
+        label(place(run, band.first), plain(band.rule), color);
       }
     }
     const since = data.since[data.metrics[metric].key];
     if (since !== undefined) {
       const line = { color: variable("--dim"), width: 1.5, dash: "dash" };
-      shapes.push({ type: "line", xref: "x", yref: "paper", x0: since, x1: since, y0: 0, y1: 1, line });
-      label(since, `differs from step ${since}`, variable("--dim"));
+      const x = place(0, since);
+      shapes.push({ type: "line", xref: "x", yref: "paper", x0: x, x1: x, y0: 0, y1: 1, line });
+      label(x, `differs from step ${since}`, variable("--dim"));
     }
     return { shapes, annotations };
   };
@@ -59,11 +87,11 @@
     const found = marks(metric);
     return {
       ...found, showlegend: false, hovermode: "x unified", dragmode: "zoom",
-      margin: { l: 50, r: 10, t: 6 + 14 * found.annotations.length, b: 30 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      margin: { l: 50, r: 10, t: 30 + 14 * found.annotations.length, b: 30 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: variable("--text"), size: 12 },
       hoverlabel: { bgcolor: variable("--card"), font: { color: variable("--text") } },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: variable("--dim"), activecolor: variable("--text") },
-      xaxis: { ...axis, ...(state.range ? { range: [...state.range] } : {}) },
+      xaxis: { ...axis, hoverformat: ".5~g", ...(state.range ? { range: [...state.range] } : {}) },
       yaxis: { ...axis, type: state.log ? "log" : "linear", hoverformat: ".4g", exponentformat: "e" },
     };
   };
@@ -182,6 +210,12 @@
     drawAll();
   });
   byId("reset").addEventListener("click", () => { state.range = null; drawAll(); });
+  byId("x").querySelector("[value=samples]").disabled = !data.runs.every(({ batch }) => batch);
+  const time = byId("x").querySelector("[value=time]");
+  time.textContent = unit;
+  time.disabled = !data.runs.every(({ seconds }) => seconds[0].length);
+  byId("x").addEventListener("change", () => { Object.assign(state, { x: byId("x").value, range: null }); drawAll(); });
+  byId("smooth").addEventListener("input", () => { state.smooth = Number(byId("smooth").value); drawAll(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   addEventListener("keydown", (event) => { if (event.key === "Escape") byId("choose").open = false; });
 

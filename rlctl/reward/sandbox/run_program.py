@@ -1,8 +1,8 @@
 """Runs an untrusted program in a confined process and returns the outcome. Linux only.
 
-`confine.py` and `system_calls.toml` define what the process may do; `docs/how-to/rewards.md` lists what that
-does not prevent. Whatever a program does, there is an outcome: `NotRun` is raised before it starts, or if the
-machine gives it too little processor time.
+`confine.py` and `system_calls.toml` define what the process may do; `docs/how-to/code-rewards.md` lists what
+that does not prevent. Whatever a program does, there is an outcome: `NotRun` is raised before it starts, or
+if the machine gives it too little processor time.
 """
 
 from __future__ import annotations

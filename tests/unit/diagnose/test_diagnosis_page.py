@@ -140,6 +140,44 @@ def test_several_runs_share_plots_and_zoom_together(healthy, sick, shown):
     assert page.locator("figure.called").count() == 1
 
 
+def test_curves_over_steps_samples_and_time_and_smoothed(healthy, sick, shown):
+    page = shown(page_text([healthy, sick]))
+    assert page.title() == "healthy · sick"
+    assert page.locator(".run h2").all_inner_texts() == ["healthy", "sick"]
+    assert plots(page)[0] == "critic/score/mean"
+    curve = "document.querySelector('.plot').data[{}].{}"
+    samples = page.evaluate("document.querySelector('#x [value=samples]').disabled")
+    assert not samples
+    page.select_option("#x", "samples")
+    assert page.evaluate(curve.format(0, "x"))[:2] == [healthy.run.facts.batch_size * step for step in (1, 2)]
+    page.select_option("#x", "time")
+    series = healthy.run.table.series("timing_s/step").values / 60
+    assert page.evaluate(curve.format(0, "x"))[:2] == pytest.approx([series[0], series[:2].sum()], rel=1e-4)
+    page.select_option("#x", "step")
+    raw = page.evaluate(curve.format(0, "y"))[:3]
+    page.locator("#smooth").fill("0.5")
+    assert page.evaluate("document.querySelector('.plot').data.length") == 4
+    first, second, third = raw
+    expected = [first, (0.5 * first + second) / 1.5, (0.25 * first + 0.5 * second + third) / 1.75]
+    assert page.evaluate(curve.format(1, "y"))[:3] == pytest.approx(expected)
+    bar = page.locator(".modebar").first.bounding_box()
+    curves = page.locator(".nsewdrag").first.bounding_box()
+    assert bar["y"] + bar["height"] <= curves["y"] + 1  # the buttons cover no curve
+    columns = "getComputedStyle(document.getElementById('plots')).gridTemplateColumns.split(' ').length"
+    assert page.evaluate(columns) == 1
+    page.set_viewport_size({"width": 1900, "height": 900})
+    assert page.evaluate(columns) == 2
+
+
+def test_equal_names_are_shown_with_their_directories(tmp_path):
+    paths = [tmp_path / "a" / "metrics.jsonl", tmp_path / "b" / "verl.log"]
+    assert diagnosis_page.titles(paths) == ["a", "verl.log"]
+    assert diagnosis_page.titles([paths[0], tmp_path / "c" / "a" / "metrics.jsonl"]) == [
+        str(paths[0]),
+        str(tmp_path / "c" / "a" / "metrics.jsonl"),
+    ]
+
+
 def hostile(diagnosis):
     """The diagnosis with its every text replaced."""
     table = diagnosis.run.table
@@ -187,7 +225,7 @@ def test_what_is_injected_does_not_run_nor_load(sick, loaded_from_elsewhere, tmp
     monkeypatch.setattr(diagnosis_page, "_plotly", lambda: "")  # no plots, and no second to load them
     path = tmp_path / "report.html"
     path.write_text(page_text([sick]))
-    assert loaded_from_elsewhere(path, str(sick.run.path)) == []
+    assert loaded_from_elsewhere(path, "sick") == []
 
 
 def test_data_is_json_without_any_markup(sick):

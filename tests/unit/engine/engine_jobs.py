@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
 from rlctl.batch import TokenBatch
 from rlctl.engine.deepspeed import DeepSpeedEngine
@@ -58,6 +58,11 @@ def take_step(
     bonus: float = 0.0,
 ):
     """One step on ROWS sequences spread over the ranks, each rank `micro` at a time."""
+    backward(actor, seed, micro, bonus)
+    return actor.step(lr=lr, skip=skip)
+
+
+def backward(actor: DeepSpeedEngine, seed: int, micro: int, bonus: float = 0.0) -> None:
     batch = tiny_batch(tiny_model(), ROWS, seed=seed)
     micros = parts_of(parts_of(batch, ROWS // actor.ranks.world_size)[actor.ranks.rank], micro)
     for index, part in enumerate(micros):
@@ -66,7 +71,16 @@ def take_step(
         loss = -gain.sum() / len(batch.advantages)
         assert (output.sum_pi_squared is not None) == output.entropy.requires_grad == (bonus > 0)
         actor.backward(loss, last=index == len(micros) - 1)
-    return actor.step(lr=lr, skip=skip)
+
+
+def gradients(ranks: Ranks, stage: int) -> dict[str, torch.Tensor]:
+    """Accumulated gradients of a step in bf16, summed over the ranks."""
+    actor = engine(ranks, stage, "bf16", kind="gemma2")  # with tied weights at every stage
+    backward(actor, 1, 2)
+    named = actor._policy.model.named_parameters()
+    found = {name: safe_get_full_grad(parameter).clone() for name, parameter in named}
+    actor.step(lr=0.0)
+    return found
 
 
 def matrix(ranks: Ranks, cases: list[tuple[int, str, int]]):

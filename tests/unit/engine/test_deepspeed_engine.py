@@ -59,6 +59,17 @@ def test_same_weights_however_cut(by_world_size, world_size: int, stage: int, dt
         assert got["norms"] == pytest.approx(wanted["norms"], rel=0.05)
 
 
+def test_gradients_are_summed_over_ranks_in_float32(tmp_path: Path) -> None:
+    """Stage 1 sums each rank's gradients before those of the ranks; stages 2 and 3 sum each micro-batch's."""
+    by_stage = on_ranks_each(2, engine_jobs.gradients, [(stage,) for stage in (1, 2, 3)], where=tmp_path)
+    wanted = {name: gradient.double() for name, gradient in by_stage[1,][0].items()}
+    norm = sum(float(gradient.square().sum()) for gradient in wanted.values()) ** 0.5
+    for stage in (2, 3):
+        for found in by_stage[stage,]:
+            errors = [float((gradient - wanted[name]).square().sum()) for name, gradient in found.items()]
+            assert sum(errors) ** 0.5 < 1e-6 * norm  # in bf16: 1e-3
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_skipped_step_changes_nothing(by_world_size, world_size: int, case) -> None:

@@ -39,7 +39,7 @@ def killed() -> int:
 
 def killed_and_lost() -> int:
     """The other rank reports that it lost the killed one, and is slow to end, as a training rank is."""
-    from rlctl.engine.launch import LostRank
+    from rlctl.errors import LostRank
 
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -6,7 +6,7 @@ import pytest
 from scipy.stats import ttest_rel
 
 from rlctl.errors import UsageError
-from rlctl.evaluate.compare import compare
+from rlctl.evaluate.compare import compare, comparison_page
 from rlctl.evaluate.evaluate_report import Evaluation, write_evaluation
 from rlctl.evaluate.intervals import paired, questions_needed
 from rlctl.evaluate.scores import summarise
@@ -127,12 +127,48 @@ def test_so_many_questions_do_tell():
     assert 0.75 < found / 2000 < 0.85
 
 
-@pytest.mark.parametrize(("value", "words"), [(1.0, "B is better by 100 points"), (0.0, "no difference on")])
-def test_equal_differences_have_no_interval(stored, make_samples, value, words):
-    a, b = stored("a", make_samples("s", [[0.0]] * 9)), stored("b", make_samples("s", [[value]] * 9))
+@pytest.mark.parametrize(
+    ("count", "value", "words"),
+    [
+        (9, 1.0, "no conclusion: B − A is +100 points on each of 9 questions, which gives no interval"),
+        (1, 0.5, "no conclusion: B − A is +50 points on one question, which gives no interval"),
+        (9, 0.0, "no difference on any question"),
+    ],
+)
+def test_without_an_interval_there_is_no_conclusion(stored, make_samples, count, value, words):
+    a, b = stored("a", make_samples("s", [[0.0]] * count)), stored("b", make_samples("s", [[value]] * count))
     [found] = compare(a, b).comparisons
     assert found.figures[0].difference.low is None
-    assert words in found.conclusion
+    assert found.conclusion == words
+
+
+@pytest.mark.parametrize("values", [[0, 0, 90], [1, 2, 0], [0, 0, 0, 0, 5]])
+def test_no_interval_leaves_its_range(stored, make_samples, values):
+    tokens = [make_samples("s", [[1.0]], first=at, tokens=value)[0] for at, value in enumerate(values)]
+    length = summarise(tokens, [1], 1)[0].mean_length
+    assert 0.0 <= length.low < length.value < length.high
+    rewards = [[float(value > 0)] for value in values]
+    a, b = stored("a", make_samples("s", [[0.0]] * len(values))), stored("b", make_samples("s", rewards))
+    difference = compare(a, b).comparisons[0].figures[0].difference
+    assert -1.0 <= difference.low < difference.value < difference.high <= 1.0
+
+
+def test_questions_that_flipped_are_counted_and_shown(stored, make_samples):
+    """Right: most graded responses are. A question that one side has no grade for does not flip."""
+    a = make_samples("s", [[1, 1, 0], [0, 0, 0], [1, 1, 1], [0, 1, 0], [1, 1, 0], *[[1, 1, 1]] * 4])
+    b = make_samples("s", [[0, 0, 1], [1, 1, 1], [1, 1, 1], [1, 1, 0], [None] * 3, *[[0, 0, 0]] * 4])
+    report = compare(stored("a", a), stored("b", b))
+    assert report.num_flipped == {"A": 5, "B": 2}
+    shown = [(one.right_in, one.question, one.a_response, one.b_response) for one in report.flipped]
+    assert shown[:3] == [("A", f"question {at}?", "response 0", "response 0") for at in (5, 6, 7)]
+    assert shown[3:] == [
+        ("B", "question 1?", "response 0", "response 0"),
+        ("B", "question 3?", "response 0", "response 0"),
+    ]
+    assert [(one.a, one.b) for one in report.flipped[3:]] == [(0.0, 1.0), (1 / 3, 2 / 3)]
+    page = comparison_page(report)
+    assert "5 questions are right only in A, 2 only in B" in page
+    assert page.count("<article>") == 5
 
 
 def test_the_same_rewards_in_another_order_are_no_difference(stored, make_samples):

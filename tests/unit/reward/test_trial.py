@@ -134,7 +134,7 @@ if __name__ == "__main__":
 
 
 def test_a_packages_grader_says_which_responses_have_known_scores(tmp_path):
-    """`prepare-data` and `reward test` ask the grader: neither expects its ground truths to score 1."""
+    """`prepare-data` and `reward` ask the grader: neither expects its ground truths to score 1."""
     graders = "".join(
         f"{name} = their_graders:{name}\n" for name in ("length", "overlap", "marked", "careless")
     )

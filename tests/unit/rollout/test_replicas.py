@@ -105,7 +105,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 def test_servers_of_several_nodes_listen_where_the_other_nodes_reach_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.7")
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.7")  # as set where the ranks meet
     given = ["rollout.name=vllm", "rollout.mode=server", "data.train_batch_size=64"]
     one = replica_settings(load_spec([], [], given).spec)
     several = replica_settings(load_spec([], [], [*given, "trainer.nnodes=2"]).spec)

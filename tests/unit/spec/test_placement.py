@@ -15,7 +15,8 @@ from rlctl.cli.app import run
 from rlctl.spec import machine as machine_module
 from rlctl.spec.load import load_spec
 from rlctl.spec.machine import GIB, MACHINES, Machine, machine_of, this_machine
-from rlctl.spec.model_size import ModelSize, Shape, checkpoint_bytes, model_size
+from rlctl.spec.memory import memory_total
+from rlctl.spec.model_size import PUBLISHED, ModelSize, Shape, checkpoint_bytes, model_size
 from rlctl.spec.placement import Placement
 
 BASE = ["data.train_files=x", "engine.dtype=bf16", "model.path=Qwen/Qwen2.5-7B"]
@@ -190,7 +191,7 @@ def test_an_engine_over_several_gpus_holds_what_one_gpu_does_not() -> None:
     assert weights == 2 * size.num_parameters / 4
     # Each of four GPUs has two of eight heads of keys; each of eight one.
     one = 2 * 80 * 2 * 128 * 2048 * 2
-    left = 0.7 * MACHINES["8xh100"].gpu_bytes - weights
+    left = 0.7 * MACHINES["8xh100"].gpu_bytes - weights - part(four, "rollout's workspace")
     cache = next(each for each in four.gpu_parts if each.name == "key-value cache")
     assert cache.num_bytes == left
     assert f"{left / one:.0f} sequences" in cache.formula
@@ -204,6 +205,68 @@ def test_an_engine_over_several_gpus_holds_what_one_gpu_does_not() -> None:
         "60 attention heads"
         in errors(Placement(plan(8).spec, odd, MACHINES["8xh100"]))["rollout.tensor_model_parallel_size"]
     )
+
+
+#: Published logs of vLLM: GiB of the GPU, its share, GiB of the weights, vocabulary; GiB for the cache.
+#: Llama 3 8B with 0.6.5 (https://github.com/vllm-project/vllm/pull/10511), a model of 14 GiB and Llama 3.1 8B
+#: with versions of September 2025 and October 2026 (lines "Actual usage is … GiB for weight").
+CACHES = [
+    (79.22, 0.9, 14.96, 128_256, 53.29),
+    (79.19, 0.9, 14.08, 131_072, 55.15 - 0.67),  # less its CUDA graphs, which that version did not count
+    (79.25, 0.92, 15.0, 128_256, 56.21),
+]
+
+
+@pytest.mark.parametrize(("gpu", "share", "weights", "vocab", "cache"), CACHES)
+def test_the_cache_is_that_of_published_logs(
+    gpu: float, share: float, weights: float, vocab: int, cache: float
+) -> None:
+    shape = replace(PUBLISHED["meta-llama/Meta-Llama-3-8B"].shape, vocab=vocab)
+    size = ModelSize("a log", int(weights * GIB / 2), shape)
+    card = replace(MACHINES["1xh100"], gpu_bytes=gpu * GIB)
+    given = ["rollout.name=vllm", f"rollout.gpu_memory_utilization={share}"]
+    parts = {part.name: part for part in Placement(place(card, *given).spec, size, card).gpu_parts}
+    assert parts["key-value cache"].num_bytes / GIB == pytest.approx(cache, rel=0.03)
+    taken = [part.num_bytes for name, part in parts.items() if name.startswith(("rollout's", "key-value"))]
+    assert sum(taken) == pytest.approx(share * gpu * GIB)
+
+
+def test_no_stage_of_a_step_takes_no_time() -> None:
+    spec = load_spec(["qwen2.5-7b", "8gpu", "rloo-seq-is"], [], ["data.train_files=x"]).spec
+    found = Placement(spec, model_size(spec.model), MACHINES["8xh100"]).stages()
+    shown = {
+        stage.name: f"{stage.seconds:,.1f}" for stage in found if stage.name in {"update", "step", "sync"}
+    }
+    assert len(shown) == 3
+    assert "0.0" not in shown.values()
+
+
+def test_free_memory_of_gpus_is_put_to_use() -> None:
+    """A critic needs ZeRO 3 on eight GPUs; without one the same preset leaves a third of each GPU unused."""
+
+    def plan(preset: str, *given: str, machine: str = "8xh100") -> Placement:
+        return place(machine, *given, presets=("8gpu", preset))
+
+    lengths = ("data.max_prompt_length=1024", "data.max_response_length=4096")
+    stage, share = plan("rloo-seq-is", *lengths).suggestions()
+    assert stage.startswith("engine.zero_stage=2 fits")
+    assert share.startswith("rollout.gpu_memory_utilization=0.55 fits")
+    assert list(plan("ppo-seq-is-token-rs").suggestions()) == []
+    better = ("engine.zero_stage=2", "rollout.gpu_memory_utilization=0.55")
+    chosen = plan("rloo-seq-is", *lengths, *better)
+    assert list(chosen.suggestions()) == []
+    assert memory_total(chosen.gpu_parts) < MACHINES["8xh100"].gpu_bytes
+    short = plan("rloo-seq-is")  # responses of 512 tokens: all fit into the cache already
+    assert [words.split("=")[0] for words in short.suggestions()] == ["engine.zero_stage"]
+    assert list(plan("rloo-seq-is", machine="1x24gb").suggestions()) == []  # does not fit at all
+
+
+def test_dense_attention_over_long_rows_is_refused_on_gpus() -> None:
+    key, long = "model.attn_implementation", ("data.max_prompt_length=1024", "data.max_response_length=8192")
+    assert "dense mask" in errors(place("8xh100", *long, "trainer.n_gpus_per_node=8"))[key]
+    for kernel in ("flash_attention_2", "flash_attention_3"):
+        assert key not in errors(place("8xh100", *long, f"{key}={kernel}"))
+    assert key not in errors(place("8xh100", "data.max_prompt_length=1024", "data.max_response_length=7168"))
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "qwen2.5-7b", "gemma-7b", "mistral-7b"])
@@ -276,7 +339,7 @@ def test_scoring_keeps_no_activations() -> None:
 
 
 def test_gradients_are_summed_over_the_ranks_and_weights_are_collected() -> None:
-    """Gradients per step in float32 (ZeRO 0: to all ranks), or per micro-batch in bf16 (ZeRO 2)."""
+    """Gradients per step in float32 (ZeRO 0: to all ranks), or per micro-batch (ZeRO 2)."""
     batch = (
         "trainer.n_gpus_per_node=8",
         "data.train_batch_size=64",
@@ -293,7 +356,7 @@ def test_gradients_are_summed_over_the_ranks_and_weights_are_collected() -> None
     assert moved("engine.dtype=fp32") == 8 * P
     assert moved("engine.zero_stage=1") == (4 + 2) * P
     assert moved("engine.zero_stage=1", "actor.ppo_mini_batch_size=16") == 4 * (4 + 2) * P
-    assert moved("engine.zero_stage=2", "actor.ppo_epochs=2") == 2 * (2 * micro + 2) * P
+    assert moved("engine.zero_stage=2", "actor.ppo_epochs=2") == 2 * (4 * micro + 2) * P
     adapted = [(3584, 3584), *2 * [(3584, 512)], (3584, 3584), *2 * [(3584, 18_944)], (18_944, 3584)]
     assert moved("model.lora_rank=16") == (4 + 2) * 28 * 16 * sum(map(sum, adapted))
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlctl.errors import SpecError
-from rlctl.spec.keys import REMOVED, advice_for, known_leaves
+from rlctl.spec.keys import advice_for, known_leaves
 from rlctl.spec.load import dump_spec, load_spec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.spec.sources import Origin, SpecSource, all_presets, presets_dir, read_yaml
@@ -167,22 +167,6 @@ def test_no_contradiction_is_reported_about_unreadable_values():
 )
 def test_unknown_keys_get_advice(key, words):
     assert words in (advice_for(key) or "")
-
-
-@pytest.mark.parametrize("key", REMOVED)
-def test_a_removed_key_is_told_what_to_do_instead(key, tmp_path):
-    why, instead = REMOVED[key]
-    file = tmp_path / "spec.yaml"
-    file.write_text(f"{key}: false\n")
-    for sources in (([], [file], []), ([], [], [f"{key}=true"])):
-        found = problems_of(*sources)[key]
-        assert (found.what, found.fix) == (f"removed: {why}", instead)
-
-
-def test_a_removed_key_is_gone_and_its_advice_names_keys_that_exist():
-    assert REMOVED.keys().isdisjoint(known_leaves())
-    names = {word.rstrip(":,") for _, instead in REMOVED.values() for word in instead.split() if "." in word}
-    assert names <= known_leaves().keys()
 
 
 def test_keys_of_nothing_get_no_advice():

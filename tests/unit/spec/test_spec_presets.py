@@ -165,3 +165,17 @@ def test_a_preset_of_an_algorithm_depends_on_no_default_of_the_correction(kind):
             for key in ("loss_type", "rollout_is", "rollout_rs", "bypass_mode"):
                 assert origins[f"{RC}{key}"].layer == "preset", (name, key)
             assert origins["algorithm.adv_estimator"].layer == "preset"
+
+
+def test_the_stale_preset_has_something_to_correct_and_one_key_turns_the_correction_off():
+    """The two runs of docs/tutorial/stale-data.md."""
+    off = f"{RC}rollout_is"
+    corrected, without = (load_spec(["stale-token-is"], [], given).spec for given in ([], [f"{off}=null"]))
+    assert corrected.model.path == EMBEDDED
+    assert corrected.rollout.staleness > 1
+    assert corrected.algorithm.rollout_correction.rollout_is == "token"
+    assert corrected.trainer.test_freq == corrected.trainer.total_training_steps
+    same = {"rollout_is": "token"}
+    changed = without.algorithm.rollout_correction.model_copy(update=same)
+    algorithm = without.algorithm.model_copy(update={"rollout_correction": changed})
+    assert without.model_copy(update={"algorithm": algorithm}) == corrected

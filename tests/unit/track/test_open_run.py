@@ -17,8 +17,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from rlctl.cli.app import run
+from rlctl.cli.command import run_or_model
 from rlctl.errors import UsageError
-from rlctl.track.open_run import find_runs, open_run, read_state
+from rlctl.track.open_run import find_runs, open_run, read_state, run_named
 from rlctl.track.run_dir import note_in_environment, open_run_dir
 from tests.dumps import conversation, dumped, write
 
@@ -174,22 +175,47 @@ def test_runs_lists_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     write_run(tmp_path / "p" / "b", ROWS[:2], failure={"what": "no room"})
     assert run(["runs", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == [
-        "p/b",
-        "rloo-seq-is+8gpu+x",
-        "org/name",
-        "1/9",
-        "failed",
-        "0.200",
-        "gsm8k",
-        "0.300",
-    ]
-    assert lines[2].split()[3:] == ["3/3", "finished", "0.500", "gsm8k", "0.300"]
-    assert lines[3] == "p/b failed: no room"
+    first, second = (str(tmp_path / "p" / name) for name in "ab")
+    words = "1/9 failed 0.200 rloo-seq-is+8gpu+x; org/name; gsm8k 0.300"
+    assert lines[1].split() == [second, *words.split()]
+    assert lines[2].split()[:4] == [first, "3/3", "finished", "0.500"]
+    assert lines[3] == f"{second} failed: no room"
+    assert run(["runs", str(tmp_path), "-n", "1"]) == 0
+    assert second not in capsys.readouterr().out
     assert run(["runs", str(tmp_path), "--json"]) == 0
     assert [each["state"] for each in json.loads(capsys.readouterr().out)] == ["failed", "finished"]
     assert run(["runs", str(tmp_path / "gone")]) == 2
     assert run(["runs", str(tmp_path / "p" / "a" / "none")]) == 2
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_listed_name_can_be_pasted(
+    columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal too, where the other columns are wrapped."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    monkeypatch.setenv("TERM", "dumb")
+    names = ["qwen2.5-7b-grpo-multi-rs-20260101-120000", "grpo-20260101-120001", "grpo-20260101-120002"]
+    for name in names:
+        write_run(tmp_path / "runs" / "rlctl" / name, ROWS, summary=DONE)
+    write_run(tmp_path / "runs" / "other" / names[2], ROWS, summary=DONE)
+    assert run(["runs"]) == 0
+    names_shown = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[0] != " "]
+    shown = names_shown[1:]  # below the heading
+    assert sorted(shown) == sorted([*names[:2], f"runs/other/{names[2]}", f"runs/rlctl/{names[2]}"])
+    for name in [*shown, "multi", "120001", f"rlctl/{names[2]}"]:
+        assert run(["watch", name, "--plain"]) == 0
+    assert run(["diagnose", "120001"]) == 0
+    assert run(["watch", names[2], "--plain"]) == 2
+    assert f"2 runs have this in their names: runs/other/{names[2]}, " in capsys.readouterr().err
+    assert run(["watch", "none", "--plain"]) == 2
+    write_run(tmp_path / "runs" / "rlctl" / "grpo", ROWS, summary=DONE)
+    assert run(["watch", "grpo", "--plain"]) == 0
+    assert run_or_model(names[1]) == f"runs/rlctl/{names[1]}"
+    assert run_or_model("120001") == "120001"  # a hub id may be part of a run's name
+    assert run_named("-", tmp_path) == Path("-")
 
 
 def test_brackets_and_escapes_in_names_are_shown_as_they_are(
@@ -199,7 +225,7 @@ def test_brackets_and_escapes_in_names_are_shown_as_they_are(
     write_run(tmp_path / "a[red]b", rows, summary=DONE | {"step": 1})
     assert run(["runs", str(tmp_path)]) == 0
     line = capsys.readouterr().out.splitlines()[1]
-    assert line.startswith("a[red]b ")
+    assert line.startswith(f"{tmp_path}/a[red]b ")
     assert r"[/b] \x1b[31mx 0.500" in line
 
 

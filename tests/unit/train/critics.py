@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
-from rlctl.batch import ModelInputs, TrainBatch
+from rlctl.batch import ModelInputs, TokenBatch
 from rlctl.engine.deepspeed import DeepSpeedCritic
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.values import ValueModule
 from rlctl.train.settings import CriticSettings
 from rlctl.train.update_critic import update_critic
-from tests.models import replaced, tiny_batch, tiny_model
+from tests.models import tiny_batch, tiny_model
 from tests.unit.train.updates import HORIZON, ROWS, Micro, sizes_of
 
 LENGTHS = [6, 1, 3, 0, 5, 2, 6, 4, 1, 3, 6, 2, 4, 5, 1, 3]
-UNGRADED = 9
 CLIP = 0.2
 
 #: name → loss aggregation, epochs, sequences per mini-batch over all ranks
@@ -28,23 +30,18 @@ CASES = {
 }
 
 
-def settings_of(
-    name: str, *, micro_rows: int = ROWS, micro_tokens: int | None = None, world_size: int = 1
-) -> CriticSettings:
+def settings_of(name: str, *, micro_sequences: int = ROWS, micro_tokens: int | None = None) -> CriticSettings:
     agg_mode, epochs, mini = CASES[name]
-    return CriticSettings(CLIP, agg_mode, HORIZON, epochs, mini // world_size, micro_rows, micro_tokens)
+    sizes = (mini, ROWS // mini, micro_sequences, micro_tokens)
+    return CriticSettings(CLIP, agg_mode, "episode", HORIZON, epochs, *sizes)
 
 
-def batch_of(seed: int = 5) -> TrainBatch:
-    """Old values near zero, where the new ones start; values outside the mask must not be read."""
+def batch_of(seed: int = 5) -> TokenBatch:
+    """Old values near zero, where the new ones start."""
     batch = tiny_batch(tiny_model("qwen2"), ROWS, seed=seed, horizon=HORIZON, lengths=LENGTHS)
     draw = torch.Generator().manual_seed(seed)
-    return replaced(
-        batch,
-        sample_mask=torch.arange(ROWS) != UNGRADED,
-        values=0.3 * torch.randn(ROWS, HORIZON, generator=draw),
-        returns=torch.randn(ROWS, HORIZON, generator=draw),
-    )
+    values, returns = torch.randn(2, sum(LENGTHS), generator=draw)
+    return replace(batch, values=0.3 * values, returns=returns)
 
 
 def lr_of(number: int) -> float:
@@ -60,6 +57,9 @@ class PlainCritic:
         torch.nn.init.normal_(self.module.head.weight, std=0.1)
         self.gradient: dict[str, torch.Tensor] = {}
         self.num_forwards = 0
+
+    def plan(self, passes: Sequence[ModelInputs]) -> str:
+        return "as it is"
 
     def values(self, inputs: ModelInputs) -> torch.Tensor:
         self.num_forwards += 1
@@ -96,7 +96,7 @@ def invariance(ranks: Ranks, plan: list[tuple[str, Micro]]):
             betas=(0.9, 0.999),
             grad_clip=1.0,
         )
-        settings = settings_of(name, **sizes_of(micro), world_size=ranks.world_size)
+        settings = settings_of(name, **sizes_of(micro))
         metrics = update_critic(batch_of().pick(mine), critic, ranks, settings, lr_of, 0)
         found[name, micro] = (metrics, {n: t.detach().clone() for n, t in critic.weights()})
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -13,7 +14,7 @@ from rlctl.spec.run_spec import GuardrailsSpec
 from rlctl.train.guardrails import Guardrails
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.update import update
-from tests.models import naive_log_probs, replaced, tiny_model
+from tests.models import naive_log_probs, tiny_model
 from tests.unit.train.updates import BYPASS, REINFORCE, ROWS, batch_of, settings_of
 
 MINI = 4
@@ -40,17 +41,16 @@ def skipping(ranks: Ranks, micro: int):
     model = tiny_model()
     batch = batch_of(model)
     own = naive_log_probs(model, batch)[0].float()
-    shift = torch.zeros(ROWS, 1)
-    shift[FAR * MINI : (FAR + 1) * MINI] = 1.5
-    shift = torch.where(batch.response_mask, shift, 0.0)
-    batch = replaced(batch, rollout_log_probs=own - shift, old_log_probs=own - shift)
+    shift = 1.5 * batch.units.episode.spread(batch.group_ids // MINI == FAR)
+    batch = replace(batch, rollout_log_probs=own - shift, old_log_probs=own - shift)
     share = MINI // ranks.world_size
     parts = [
         batch.pick([start + ranks.rank * share + row for row in range(share)])
         for start in range(0, ROWS, MINI)
     ]
     correction = BYPASS | REINFORCE | {"rollout_is": "sequence"}
-    settings = settings_of(correction, mini_rows=share, micro_rows=micro)
+    parts = [replace(part, group_ids=part.group_ids % MINI) for part in parts]
+    settings = replace(settings_of(correction, mini_rows=MINI, micro_sequences=micro), num_minis=1)
     guard = GuardrailsSpec(mode="act", on_low_ess="warn")
     guarded, spared = engine_of(ranks), engine_of(ranks)
     decisions, skipped_updates, scale = [], 0.0, 1.0

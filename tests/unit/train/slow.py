@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.rules import LossRule
-from rlctl.batch import TrainBatch
+from rlctl.batch import TokenBatch
 from rlctl.train.settings import UpdateSettings
 from tests.models import naive_log_probs
 from tests.reference.correction import reference
@@ -24,33 +24,29 @@ class Loss:
     total: Tensor
 
 
-def slow_loss(model, batch: TrainBatch, settings: UpdateSettings) -> Loss:
+def slow_loss(model, batch: TokenBatch, settings: UpdateSettings) -> Loss:
     """rollout-correction.md §4: weights and mask from the oracle, everything else from the papers."""
-    log_probs, entropy = naive_log_probs(model, batch)
-    mask = batch.response_mask & batch.sample_mask[:, None]
-    against = log_probs.detach() if settings.bypass else batch.old_log_probs
-    known = reference(
-        against.tolist(),
-        batch.rollout_log_probs.tolist(),
-        mask.tolist(),
-        settings.rules,
-        batch.advantages.tolist(),
-    )
+    rows_of = batch.units.episode.padded
+    log_probs, entropy = map(rows_of, naive_log_probs(model, batch))
+    columns = (batch.old_log_probs, batch.advantages, batch.ref_log_probs, batch.rollout_log_probs)
+    olds, advantages, refs, rollouts = map(rows_of, columns)
+    mask = rows_of(torch.ones_like(batch.turns, dtype=torch.bool), False)
+    against = log_probs.detach() if settings.bypass else olds
+    known = reference(against.tolist(), rollouts.tolist(), mask.tolist(), settings.rules, advantages.tolist())
     after = settings.rules.loss_denominator == "after_rejection"
     applied = known.weights is not None and not (settings.bypass and settings.loss.name != "reinforce")
     sums: dict[str, list[Tensor]] = {"policy": [], "entropy": [], "kl": []}  # one per sequence
     counts = []
-    for row in range(len(batch)):
+    for row in range(batch.num_episodes):
         places = [t for t in range(mask.shape[1]) if mask[row, t]]
         kept = [t for t in places if known.keep[row][t]]
-        old, advantages = batch.old_log_probs[row].double(), batch.advantages[row].tolist()
-        ref, rollout = batch.ref_log_probs[row], batch.rollout_log_probs[row]
-        policy = policy_losses(settings.loss, log_probs[row], old, advantages, kept)
+        old = olds[row].double()
+        policy = policy_losses(settings.loss, log_probs[row], old, advantages[row].tolist(), kept)
         weights = [known.weights[row][t] / known.factor if applied else 1.0 for t in kept]
         values = {
             "policy": [w * x for w, x in zip(weights, policy, strict=True)],
             "entropy": [entropy[row, t] for t in kept],
-            "kl": kl_losses(settings.kl_loss_type, log_probs[row], ref, rollout, kept),
+            "kl": kl_losses(settings.kl_loss_type, log_probs[row], refs[row], rollouts[row], kept),
         }
         counts.append(len(kept) if after else len(places))
         share = max(counts[-1], 1) if settings.agg_mode == "seq-mean-token-mean" else 1

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from rlctl.algos.correction import correct
 from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
+from rlctl.algos.segments import Units
+from rlctl.algos.sums import to_host
 from rlctl.diagnose.rule import all_rules
 from rlctl.diagnose.rules_reward import ZERO_REWARD_STEPS
 from rlctl.diagnose.thresholds import WINDOW
@@ -50,9 +52,10 @@ RULES_OF = {level: CorrectionRules(WeightRule(level)) for level in (None, "token
 def sums(log_ratios, level="sequence"):
     """(sums, rules) of a mini-batch with these log-ratios, rows of tokens."""
     log_ratio = torch.tensor(log_ratios)
-    mask = torch.ones_like(log_ratio, dtype=torch.bool)
     rollout = torch.full_like(log_ratio, -1.0)
-    return correct(rollout + log_ratio, rollout, mask, RULES_OF[level]).sums.to_host(), RULES_OF[level]
+    units = Units.of_responses(torch.full((len(log_ratio),), log_ratio.shape[1]))
+    found = correct((rollout + log_ratio).flatten(), rollout.flatten(), units, RULES_OF[level])
+    return to_host(found.sums), RULES_OF[level]
 
 
 def check_update(log_ratios, level="sequence", scale=1.0, **spec) -> UpdateDecision | None:

@@ -1,30 +1,27 @@
-"""Cutting a batch by tokens: every row once, within the budget, as many passes on every rank."""
+"""Division into passes: every episode once, within the limit, as many passes on every rank."""
 
 from __future__ import annotations
 
+from itertools import chain, pairwise
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rlctl.engine.inputs import used_columns
 
+from rlctl.batch import ModelInputs, TokenBatch
 from rlctl.engine.protocol import PolicyOutput
-from rlctl.reward.protocol import RewardResult
 from rlctl.spec.load import load_spec
-from rlctl.train.micro_batches import in_batch_order, micro_batches
+from rlctl.train.micro_batches import in_passes, in_step, micro_batches
 from rlctl.train.score_batch import score_batch
 from rlctl.train.step_metrics import StepTimer
 from tests.models import tiny_batch, tiny_model
-from tests.unit.train.scored import rollouts_of
+from tests.unit.train.scored import scored_batch
 from tests.unit.train.updates import alone
 
-if TYPE_CHECKING:
-    from rlctl.batch import ModelInputs, Rows, TrainBatch
-
 MODEL = tiny_model()
+SIZES = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), max_size=12)
 
 
 class Others:
@@ -37,58 +34,94 @@ class Others:
         return max(value, self.most)
 
 
-def batch_of(lengths: list[int]) -> TrainBatch:
+def batch_of(lengths: list[int]) -> TokenBatch:
     """Prompts of 1 to 5 tokens, responses of up to 12."""
     return tiny_batch(MODEL, len(lengths), horizon=12, lengths=lengths)
 
 
-def computed(batch: TrainBatch, parts: list[Rows]) -> list[int]:
-    """Tokens that each forward pass computes, padding included."""
-    return [used_columns(batch.inputs.pick(rows)).input_ids.numel() for rows in parts]
+def of_sequences(sizes: list[list[int]]) -> TokenBatch:
+    """Episodes of sequences of these numbers of tokens; all but the first one are sampled."""
+    lengths = torch.tensor([size + 1 for episode in sizes for size in episode], dtype=torch.int64)
+    sampled = torch.ones(int(lengths.sum()), dtype=torch.bool)
+    sampled[lengths.cumsum(0) - lengths] = False
+    zeros = torch.zeros(int(sampled.sum()), dtype=torch.int64)
+    places = torch.arange(len(sizes))
+    return TokenBatch(
+        token_ids=torch.arange(len(sampled)),
+        sampled=sampled,
+        lengths=lengths,
+        owners=places.repeat_interleave(torch.tensor([len(x) for x in sizes], dtype=torch.int64)),
+        group_ids=places,
+        members=torch.zeros_like(places),
+        prompt_weights=torch.ones(len(sizes)),
+        rollout_log_probs=zeros.float(),
+        versions=zeros,
+        turns=zeros,
+    )
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(0, 12), min_size=1, max_size=12), st.integers(17, 120))
-def test_every_row_once_and_within_the_budget(lengths: list[int], budget: int) -> None:
-    batch = batch_of(lengths)
-    parts = micro_batches(batch.inputs, 3, budget, alone())
-    assert sorted(torch.cat(parts).tolist()) == list(range(len(lengths)))
-    assert max(computed(batch, parts)) <= budget
-    found = in_batch_order([batch.pick(rows).input_ids for rows in parts], parts)
-    assert torch.equal(found, batch.input_ids)
-    for most in range(len(parts), len(lengths) + 1):  # no rank can need more than one per row
-        cut = micro_batches(batch.inputs, 3, budget, Others(most))
-        assert len(cut) == most
-        assert sorted(torch.cat(cut).tolist()) == list(range(len(lengths)))
-        assert max(computed(batch, cut)) <= budget
+@settings(max_examples=40, deadline=None)
+@given(SIZES, st.integers(1, 40), st.booleans(), st.integers(0, 2**12 - 1))
+def test_every_episode_once_and_within_the_limit(
+    sizes: list[list[int]], limit: int, by_tokens: bool, flags: int
+) -> None:
+    batch = of_sequences(sizes)
+    first = torch.tensor([bool(flags >> place & 1) for place in range(len(sizes))], dtype=torch.bool)
+    costs = [sum(x) + len(x) if by_tokens else len(x) for x in sizes]
+    for given_first in (None, first):
+        parts = micro_batches(batch, limit, limit if by_tokens else None, first=given_first)
+        places = [part.tolist() for part in parts]
+        assert sorted(chain.from_iterable(places)) == list(range(len(sizes)))
+        assert all(part == sorted(part) for part in places)
+        assert all(len(part) == 1 or sum(costs[x] for x in part) <= limit for part in places)
+        if given_first is None:
+            assert list(chain.from_iterable(places)) == list(range(len(sizes))), "siblings stay adjacent"
+            together = [sum(costs[x] for x in [*one, other[0]]) for one, other in pairwise(places)]
+            assert all(cost > limit for cost in together), "no pass could have taken the next episode"
+        else:
+            kinds = [{bool(first[x]) for x in part} for part in places]
+            assert all(len(kind) == 1 for kind in kinds)
+            assert kinds == sorted(kinds, key=lambda kind: kind != {True})
 
 
-def test_a_row_above_the_budget_goes_alone() -> None:
+@settings(max_examples=20, deadline=None)
+@given(SIZES, st.integers(1, 40), st.integers(0, 14))
+def test_outputs_are_in_the_order_of_the_batch(sizes: list[list[int]], limit: int, most: int) -> None:
+    batch, calls = of_sequences(sizes), []
+
+    def model(inputs: ModelInputs) -> torch.Tensor:
+        calls.append(len(inputs.lengths))
+        return torch.stack([inputs.tokens, -inputs.tokens], 1).float()
+
+    found = in_passes(model, batch, 1, limit, Others(most))
+    tokens = batch.inputs.tokens.float()
+    assert torch.equal(found, torch.stack([tokens, -tokens], 1))
+    assert len(calls) == max(len(micro_batches(batch, 1, limit)), most, 1)
+    assert all(calls), "an idle pass has a sequence too"
+
+
+@pytest.mark.parametrize("most", [0, 2, 5])
+def test_every_rank_makes_as_many_passes(most: int) -> None:
+    batch = batch_of([3, 1, 4])
+    parts = [batch.pick([place]) for place in range(3)]
+    for own in (parts, parts[:1], []):
+        found = in_step(own, Others(most))
+        assert found == [*own, *[None] * (max(most, len(own), 1) - len(own))]
+
+
+def test_an_episode_above_the_budget_goes_alone() -> None:
     batch = batch_of([12, 1, 12, 1])
-    assert sorted(len(rows) for rows in micro_batches(batch.inputs, 4, 1, alone())) == [1, 1, 1, 1]
+    assert [len(part) for part in micro_batches(batch, 4, 1)] == [1, 1, 1, 1]
 
 
-def test_unlike_lengths_do_not_pay_for_each_other() -> None:
-    batch = batch_of([12, 1, 1, 1] * 4)
-    fixed, packed = (micro_batches(batch.inputs, 4, tokens, alone()) for tokens in (None, 17 * 4))
-    assert len(packed) <= len(fixed) == 4
-    assert sum(computed(batch, packed)) < 0.6 * sum(computed(batch, fixed))
-
-
-def test_prompts_shared_by_neighbours_stay_neighbours() -> None:
-    batch = batch_of([3, 9, 1, 5])
-    [rows] = micro_batches(batch.inputs, 1, 1000, alone())
-    assert rows.tolist() == [0, 1, 2, 3]
-
-
-def scored(*overrides: str):
-    """`score_batch` by three models, and the length of every row they received."""
+def scored(*overrides: str) -> tuple[TokenBatch, list[int]]:
+    """`score_batch` by three models, and the length of every sequence that they received."""
     asked: list[int] = []
 
     def said(scale: float):
-        def answer(batch: ModelInputs) -> torch.Tensor:
-            asked.extend(row.sum().item() for row in batch.attention_mask)
-            return scale * batch.responses * batch.scored  # a different answer for every token
+        def answer(inputs: ModelInputs) -> torch.Tensor:
+            asked.extend(inputs.lengths.tolist())
+            return scale * inputs.tokens.float()
 
         return answer
 
@@ -96,23 +129,21 @@ def scored(*overrides: str):
     algorithm = ["algorithm.adv_estimator=gae", "algorithm.rollout_correction.bypass_mode=false"]
     run = SimpleNamespace(
         spec=load_spec([], [], [*algorithm, *overrides]).spec,
-        actor=SimpleNamespace(policy=lambda batch, **_: PolicyOutput(policy(batch), policy(batch))),
+        actor=SimpleNamespace(policy=lambda inputs, **_: PolicyOutput(policy(inputs), torch.zeros(0))),
         ref=SimpleNamespace(log_probs=reference),
         critic=SimpleNamespace(values=critic),
         ranks=alone(),
+        data_ranks=alone(),
     )
-    rollouts = rollouts_of()
-    scores = torch.zeros(len(rollouts.responses))
-    timer = StepTimer(torch.device("cpu"))
-    return score_batch(run, rollouts, RewardResult(scores, scores == 0), None, timer), asked
+    return score_batch(run, scored_batch(), StepTimer(torch.device("cpu"))), asked
 
 
-@pytest.mark.parametrize("budget", ["30", "90"])
-def test_every_models_answers_come_back_to_their_rows(budget: str) -> None:
-    plain, rows = scored()
-    packed, shuffled = scored(f"actor.ppo_max_token_len_per_gpu={budget}")
-    assert rows != shuffled
-    assert sorted(rows) == sorted(shuffled)
-    for name in ("old_log_probs", "ref_log_probs", "values"):
-        assert torch.equal(getattr(packed, name), getattr(plain, name)), name
-        assert getattr(plain, name).abs().sum() > 0
+@pytest.mark.parametrize("budget", ["14", "30", "90"])
+def test_every_models_answers_come_back_to_their_tokens(budget: str) -> None:
+    plain, lengths = scored()
+    packed, same_lengths = scored(f"actor.ppo_max_token_len_per_gpu={budget}")
+    assert lengths == same_lengths
+    tokens = plain.inputs.tokens.float()
+    for name, scale in {"old_log_probs": -0.1, "ref_log_probs": -0.2, "values": 0.3}.items():
+        assert torch.equal(getattr(packed, name), scale * tokens), name
+        assert torch.equal(getattr(plain, name), scale * tokens), name

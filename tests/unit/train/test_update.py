@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rlctl.algos.segments import Segments
+from rlctl.batch import TokenBatch
 from rlctl.errors import RunFailure
 from rlctl.spec.run_spec import GuardrailsSpec
 from rlctl.train.update import update
-from tests.models import naive_log_probs, replaced, tiny_model
+from tests.models import naive_log_probs, tiny_model
 from tests.reference.correction import reference
 from tests.unit.train.slow import slow_loss
 from tests.unit.train.updates import (
@@ -26,6 +28,7 @@ from tests.unit.train.updates import (
     PlainEngine,
     alone,
     batch_of,
+    by_row,
     settings_of,
 )
 
@@ -42,6 +45,11 @@ def updated(correction, batch=None, *, seed: int = 0, **settings):
     return outcome, engine, before
 
 
+def tokens_of(batch: TokenBatch, row: int) -> torch.Tensor:
+    """Indices of the tokens of an episode."""
+    return batch.units.episode.entries_of(torch.tensor([row]))
+
+
 def moved(engine: PlainEngine, before: dict[str, torch.Tensor]) -> float:
     return max(float((p.detach() - before[n]).abs().max()) for n, p in engine.model.named_parameters())
 
@@ -56,12 +64,12 @@ def test_gradient_is_that_of_the_formula(name: str, micro: int) -> None:
     model = tiny_model()
     batch = case.batch(model)
     if case.correction["bypass_mode"]:
-        batch = replaced(batch, old_log_probs=batch.rollout_log_probs)
+        batch = replace(batch, old_log_probs=batch.rollout_log_probs)
     loss = slow_loss(model, batch, settings_of(case.correction, **case.options))
     loss.total.backward()
     wanted = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
-    outcome, engine, _ = updated(case.correction, batch, micro_rows=micro, **case.options)
+    outcome, engine, _ = updated(case.correction, batch, micro_sequences=micro, **case.options)
     assert outcome.metrics["actor/pg_loss"] == pytest.approx(loss.policy.item(), rel=1e-4, abs=1e-6)
     if loss.kl is not None:
         assert outcome.metrics["actor/kl_loss"] == pytest.approx(loss.kl.item(), rel=1e-4, abs=1e-6)
@@ -78,20 +86,16 @@ def test_figures_of_the_policy_are_means_over_all_response_tokens(micro: int) ->
     batch = batch_of(model)
     own, entropy = (x.detach() for x in naive_log_probs(model, batch))
     # Half of the tokens are far from π_old, upwards and downwards: past the clip of [0.8, 1.3].
-    shift = torch.where(torch.arange(batch.responses.shape[1]) % 2 == 0, 0.5, -0.1)
-    old = torch.where(batch.response_mask, own.float() + shift, 0.0)
-    ungraded = torch.arange(ROWS) != 3
-    batch = replaced(batch, old_log_probs=old, sample_mask=ungraded, advantages=-torch.ones_like(old))
-    outcome, engine, _ = updated(DECOUPLED | CLIP | RS | {"rollout_is": None}, batch, micro_rows=micro)
-    counted = batch.valid_mask
+    shift = torch.where(batch.units.episode.places % 2 == 0, 0.5, -0.1)
+    old = own.float() + shift
+    batch = replace(batch, old_log_probs=old, advantages=-torch.ones_like(old))
+    outcome, engine, _ = updated(DECOUPLED | CLIP | RS | {"rollout_is": None}, batch, micro_sequences=micro)
     assert 0.05 < outcome.metrics["rollout_corr/rollout_rs_masked_fraction"] < 0.95
-    assert outcome.metrics["actor/ppo_kl"] == pytest.approx((old - own)[counted].mean().item(), rel=1e-4)
+    assert outcome.metrics["actor/ppo_kl"] == pytest.approx((old - own).mean().item(), rel=1e-4)
     assert outcome.metrics["actor/ppo_kl"] > 0.0
-    assert outcome.metrics["actor/entropy"] == pytest.approx(entropy[counted].mean().item(), rel=1e-4)
-    clipped = counted & outcome.dumped.keep_mask & (shift > 0)
-    assert outcome.metrics["actor/pg_clipfrac"] == pytest.approx(
-        (clipped.sum() / counted.sum()).item(), rel=1e-5
-    )
+    assert outcome.metrics["actor/entropy"] == pytest.approx(entropy.mean().item(), rel=1e-4)
+    clipped = outcome.seen.keep & (shift > 0)
+    assert outcome.metrics["actor/pg_clipfrac"] == pytest.approx(clipped.double().mean().item(), rel=1e-5)
     norm = math.sqrt(sum(float(g.square().sum()) for g in engine.gradient.values()))
     assert outcome.metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
 
@@ -107,10 +111,12 @@ def test_figures_of_several_steps_are_their_means() -> None:
     whole = update(batch, engine, alone(), settings, lambda number: 0.01 * (number + 1), 6)
     model = tiny_model()
     engine = PlainEngine(model)
-    steps = [
-        update(part, engine, alone(), settings, lambda number: 0.01 * (number + 1), 6 + place).metrics
-        for place, part in enumerate(batch.split(4))
-    ]
+    steps = []
+    for place in range(4):
+        part = replace(batch.pick(range(4 * place, 4 * place + 4)), group_ids=torch.arange(4))
+        alike = replace(settings, num_minis=1)
+        outcome = update(part, engine, alone(), alike, lambda number: 0.01 * (number + 1), 6 + place)
+        steps.append(outcome.metrics)
     for name in ("actor/pg_loss", "actor/grad_norm", "actor/kl_loss"):
         mean = sum(metrics[name] for metrics in steps) / 4
         assert whole.metrics[name] == pytest.approx(mean, rel=1e-5, abs=1e-7), name
@@ -126,9 +132,9 @@ def test_every_epoch_has_the_same_sequences(name: str) -> None:
     """Without a change of the weights, three epochs measure what one does: each sequence counts once."""
     batch = batch_of(tiny_model())
     far = batch.rollout_log_probs.clone()
-    far[2] -= torch.where(batch.response_mask[2], 12.0, 0.0)  # out of the clamp
+    far[tokens_of(batch, 2)] -= 12.0  # out of the clamp
     old = far if CASES[name].correction["bypass_mode"] else batch.old_log_probs
-    batch = replaced(batch, rollout_log_probs=far, old_log_probs=old)
+    batch = replace(batch, rollout_log_probs=far, old_log_probs=old)
     found = []
     for epochs in (1, 3):
         settings = settings_of(CASES[name].correction, epochs=epochs, mini_rows=8)
@@ -161,13 +167,12 @@ def test_logged_metrics_are_the_oracles(name: str) -> None:
     log_probs, _ = naive_log_probs(model, batch)
     correction = CASES[name].correction
     known = reference(
-        log_probs.tolist(),
-        batch.rollout_log_probs.tolist(),
-        batch.response_mask.tolist(),
+        *([x.tolist() for x in by_row(batch, column)] for column in (log_probs, batch.rollout_log_probs)),
+        [[True] * len(x) for x in by_row(batch, log_probs)],
         settings_of(correction).rules,
-        batch.advantages.tolist(),
+        [x.tolist() for x in by_row(batch, batch.advantages)],
     )
-    outcome, _, _ = updated(correction, batch, micro_rows=4)
+    outcome, _, _ = updated(correction, batch, micro_sequences=4)
     for key, value in known.metrics.items():
         assert outcome.metrics[key] == pytest.approx(value, rel=1e-3, abs=2e-5), key
 
@@ -180,11 +185,11 @@ def test_one_forward_pass_where_one_is_enough() -> None:
         (BYPASS | CLIP | RS | {"rollout_is": "token"}, 4, 4),
         (DECOUPLED | CLIP | {"rollout_is": "sequence"}, 4, 4),
     ]:
-        _, engine, _ = updated(correction, micro_rows=micro)
+        _, engine, _ = updated(correction, micro_sequences=micro)
         assert engine.num_forwards == passes, (correction, micro)
     # The mean weight divides the policy-gradient term alone: with another term it must be computed before the
     # backward pass.
-    _, engine, _ = updated(BYPASS | REINFORCE | {"rollout_is": "token"}, micro_rows=4, entropy_coeff=0.1)
+    _, engine, _ = updated(BYPASS | REINFORCE | {"rollout_is": "token"}, micro_sequences=4, entropy_coeff=0.1)
     assert engine.num_forwards == 8
 
 
@@ -195,12 +200,12 @@ def test_rows_without_advantage_have_no_backward_pass() -> None:
         """Number of forward passes, and of each backward pass whether it was the last before the step."""
         batch = Case(BYPASS, zero_advantage=rows).batch(tiny_model())
         correction = BYPASS | {"loss_type": loss, "rollout_is": "sequence"}
-        _, engine, _ = updated(correction, batch, **{"micro_rows": 4, **options})
+        _, engine, _ = updated(correction, batch, **{"micro_sequences": 4, **options})
         return engine.num_forwards, engine.last
 
     assert passes(()) == (4, [False, False, False, True])
-    assert passes(some) == (4, [False, True])
-    num_forwards, last = passes(some, micro_rows=1, micro_tokens=24)
+    assert passes(some) == (5, [False, True])  # nine without and seven with an advantage
+    num_forwards, last = passes(some, micro_sequences=1, micro_tokens=24)
     assert len(last) < 0.7 * num_forwards
     # The step is taken, from the last pass, even where nothing has an advantage.
     assert passes(every) == (4, [True])
@@ -213,7 +218,7 @@ def test_rows_without_advantage_have_no_backward_pass() -> None:
 def test_the_last_pass_of_every_mini_batch_closes_its_step(mode) -> None:
     """An engine adds gradients over ranks there, and there only."""
     for mini, micro, flags in [(16, 16, [True]), (16, 6, [False, False, True]), (8, 4, [False, True] * 2)]:
-        _, engine, _ = updated(mode, mini_rows=mini, micro_rows=micro)
+        _, engine, _ = updated(mode, mini_rows=mini, micro_sequences=micro)
         assert engine.last == flags
 
 
@@ -241,8 +246,8 @@ def test_a_guard_scales_the_rate_of_a_step_or_withholds_it() -> None:
 def test_a_loss_that_is_not_finite_makes_no_step(bad: float) -> None:
     batch = batch_of(tiny_model())
     advantages = batch.advantages.clone()
-    advantages[4, 0] = bad
-    outcome, engine, before = updated(BYPASS | REINFORCE, replaced(batch, advantages=advantages))
+    advantages[tokens_of(batch, 4)[0]] = bad
+    outcome, engine, before = updated(BYPASS | REINFORCE, replace(batch, advantages=advantages))
     assert outcome.metrics["rollout_corr/skipped_updates"] == 1.0
     assert moved(engine, before) == 0.0
 
@@ -253,9 +258,7 @@ def test_a_loss_that_is_not_finite_makes_no_step(bad: float) -> None:
 def far_batch():
     """Every token's ratio is about e³: outside any band of RS."""
     batch = batch_of(tiny_model())
-    return replaced(
-        batch, rollout_log_probs=torch.where(batch.response_mask, batch.rollout_log_probs - 3.0, 0.0)
-    )
+    return replace(batch, rollout_log_probs=batch.rollout_log_probs - 3.0)
 
 
 @pytest.mark.parametrize("denominator", ["before_rejection", "after_rejection"])
@@ -263,7 +266,7 @@ def far_batch():
 @pytest.mark.parametrize("micro", [16, 4])
 def test_everything_rejected_makes_no_step(mode, denominator: str, micro: int) -> None:
     correction = mode | RS | {"rollout_is": "sequence", "loss_denominator": denominator}
-    outcome, engine, before = updated(correction, far_batch(), micro_rows=micro)
+    outcome, engine, before = updated(correction, far_batch(), micro_sequences=micro)
     assert outcome.metrics["rollout_corr/skipped_updates"] == 1.0
     assert outcome.metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0
     assert outcome.num_updates == 0
@@ -278,21 +281,22 @@ def test_one_bad_rollout_log_prob_costs_one_sequence(name: str, bad: float, micr
     case = CASES[name]
     batch = batch_of(tiny_model())
     poisoned = batch.rollout_log_probs.clone()
-    poisoned[5, 0] = bad
+    poisoned[tokens_of(batch, 5)[0]] = bad
     fields = {"rollout_log_probs": poisoned}
     if case.correction["bypass_mode"]:
         fields["old_log_probs"] = poisoned  # as `score_batch` has it
     outcome, engine, before = updated(
-        case.correction, replaced(batch, **fields), micro_rows=micro, **case.options
+        case.correction, replace(batch, **fields), micro_sequences=micro, **case.options
     )
     assert outcome.metrics["rollout_corr/nonfinite_sequences"] == 1.0
-    assert outcome.dumped.nonfinite.nonzero().flatten().tolist() == [5]
+    assert outcome.seen.nonfinite.nonzero().flatten().tolist() == [5]
     assert all(math.isfinite(value) for value in outcome.metrics.values())
     assert abs(outcome.metrics["actor/ppo_kl"]) < 1.0
     assert all(gradient.isfinite().all() for gradient in engine.gradient.values())
     assert 0.0 < moved(engine, before) < 1.0
-    assert not outcome.dumped.keep_mask[5].any()
-    assert not outcome.dumped.weights[5].any()
+    there = tokens_of(batch, 5)
+    assert not outcome.seen.keep[there].any()
+    assert not outcome.seen.weights[there].any()
 
 
 @pytest.mark.parametrize("mode", [BYPASS | REINFORCE, BYPASS | CLIP, DECOUPLED | CLIP])
@@ -300,14 +304,14 @@ def test_bad_sequence_weighs_as_much_as_a_rejected_one(mode) -> None:
     """It stays in the denominator before rejection, and leaves it after."""
     batch = batch_of(tiny_model())
     if mode["bypass_mode"]:
-        batch = replaced(batch, old_log_probs=batch.rollout_log_probs)
+        batch = replace(batch, old_log_probs=batch.rollout_log_probs)
     poisoned = batch.rollout_log_probs.clone()
-    poisoned[5] = math.nan
-    with_bad = replaced(batch, rollout_log_probs=poisoned)
+    poisoned[tokens_of(batch, 5)] = math.nan
+    with_bad = replace(batch, rollout_log_probs=poisoned)
     without = batch.pick([row for row in range(ROWS) if row != 5])
     correction = mode | {"rollout_is": "sequence", "loss_denominator": "after_rejection"}
     _, bad, _ = updated(correction, with_bad)
-    _, clean, _ = updated(correction, without, mini_rows=ROWS - 1)
+    _, clean, _ = updated(correction, without)
     for name, gradient in clean.gradient.items():
         torch.testing.assert_close(bad.gradient[name], gradient, rtol=1e-4, atol=1e-6)
 
@@ -315,8 +319,8 @@ def test_bad_sequence_weighs_as_much_as_a_rejected_one(mode) -> None:
 def test_too_many_bad_sequences_stop_the_run() -> None:
     batch = batch_of(tiny_model())
     poisoned = batch.rollout_log_probs.clone()
-    poisoned[:2, 0] = math.nan
-    batch = replaced(batch, rollout_log_probs=poisoned)
+    poisoned[[int(tokens_of(batch, row)[0]) for row in (0, 1)]] = math.nan
+    batch = replace(batch, rollout_log_probs=poisoned)
     outcome, _, _ = updated(BYPASS | REINFORCE, batch, max_nonfinite_fraction=0.125)
     assert outcome.metrics["rollout_corr/nonfinite_sequences"] == 2.0
     model = tiny_model()
@@ -328,33 +332,8 @@ def test_too_many_bad_sequences_stop_the_run() -> None:
     assert moved(engine, before) == 0.0
 
 
-# --- samples whose grader failed ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("micro", [16, 4])
-def test_ungraded_sample_is_as_if_it_were_not_there(name: str, micro: int) -> None:
-    case = CASES[name]
-    batch = batch_of(tiny_model())
-    if case.correction["bypass_mode"]:
-        batch = replaced(batch, old_log_probs=batch.rollout_log_probs)
-    graded = torch.ones(ROWS, dtype=torch.bool)
-    graded[7] = False
-    wild = batch.advantages.clone()
-    wild[7] = 1e6
-    ungraded = replaced(batch, sample_mask=graded, advantages=wild)
-    others = [row for row in range(ROWS) if row != 7]
-    got, engine, _ = updated(case.correction, ungraded, micro_rows=micro, **case.options)
-    wanted, clean, _ = updated(case.correction, batch.pick(others), micro_rows=micro, **case.options)
-    assert got.metrics.keys() == wanted.metrics.keys()
-    for key, value in wanted.metrics.items():
-        assert got.metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
-    for parameter, gradient in clean.gradient.items():
-        torch.testing.assert_close(engine.gradient[parameter], gradient, rtol=1e-4, atol=1e-6)
-
-
 def test_nothing_graded_makes_no_step() -> None:
-    batch = replaced(batch_of(tiny_model()), sample_mask=torch.zeros(ROWS, dtype=torch.bool))
+    batch = batch_of(tiny_model()).pick([])
     outcome, engine, before = updated(BYPASS | REINFORCE | {"rollout_is": "sequence"}, batch)
     assert outcome.metrics["rollout_corr/skipped_updates"] == 1.0
     assert all(math.isfinite(value) for value in outcome.metrics.values())
@@ -371,12 +350,12 @@ def test_on_policy_rollouts_change_nothing() -> None:
     batch = batch_of(model)
     with torch.no_grad():
         own = PlainEngine(model).policy(batch.inputs).log_probs
-    batch = replaced(batch, rollout_log_probs=own, old_log_probs=own)
+    batch = replace(batch, rollout_log_probs=own, old_log_probs=own)
     outcome, engine, _ = updated(BYPASS | REINFORCE | RS | {"rollout_is": "sequence"}, batch)
     _, bare, _ = updated(BYPASS | REINFORCE | {"rollout_is": None}, batch)
     assert outcome.metrics["rollout_corr/rollout_is_eff_sample_size"] == 1.0
     assert outcome.metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.0
-    assert (outcome.dumped.weights[batch.response_mask] == 1.0).all()
+    assert (outcome.seen.weights == 1.0).all()
     for name, gradient in bare.gradient.items():
         assert torch.equal(engine.gradient[name], gradient)
 
@@ -389,7 +368,7 @@ def test_learning_rate_follows_the_count_of_updates() -> None:
         asked.append(number)
         return 1e-3 * number
 
-    settings = settings_of(BYPASS | REINFORCE, epochs=2, mini_rows=8, micro_rows=4)
+    settings = settings_of(BYPASS | REINFORCE, epochs=2, mini_rows=8, micro_sequences=4)
     outcome = update(batch_of(model), PlainEngine(model), alone(), settings, schedule, 40)
     assert asked == [40, 41, 42, 43]
     assert outcome.num_updates == 4
@@ -412,11 +391,11 @@ def test_learning_rate_follows_the_effective_sample_size_where_asked(level: str 
     assert rates[True] == pytest.approx(1e-3 * math.sqrt(ess), rel=1e-6)
 
 
-def test_response_mask_is_never_written_to() -> None:
+def test_nothing_is_written_to_the_batch() -> None:
     batch = far_batch()
-    mask = batch.response_mask.clone()
+    copies = {name: x.clone() for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
     updated(BYPASS | REINFORCE | RS, batch)
-    assert torch.equal(batch.response_mask, mask)
+    assert all(torch.equal(getattr(batch, name), x) for name, x in copies.items())
 
 
 def test_dumped_log_probs_are_of_the_policy_the_ratios_were_formed_with() -> None:
@@ -425,11 +404,10 @@ def test_dumped_log_probs_are_of_the_policy_the_ratios_were_formed_with() -> Non
     first, _, _ = updated(BYPASS | CLIP | {"rollout_is": None}, batch, epochs=1)
     second, _, _ = updated(BYPASS | CLIP | {"rollout_is": None}, batch, epochs=2)
     start, _ = naive_log_probs(tiny_model(), batch)
-    torch.testing.assert_close(first.dumped.training_log_probs.double(), start.detach(), rtol=1e-5, atol=2e-6)
-    assert (second.dumped.training_log_probs - first.dumped.training_log_probs).abs().max() > 1e-4
+    torch.testing.assert_close(first.seen.training_log_probs.double(), start.detach(), rtol=1e-5, atol=2e-6)
+    assert (second.seen.training_log_probs - first.seen.training_log_probs).abs().max() > 1e-4
     decoupled, _, _ = updated(DECOUPLED | CLIP | {"rollout_is": "sequence"}, batch, epochs=2)
-    mask = batch.response_mask
-    assert torch.equal(decoupled.dumped.training_log_probs[mask], batch.old_log_probs[mask])
+    assert torch.equal(decoupled.seen.training_log_probs, batch.old_log_probs)
 
 
 @pytest.mark.parametrize("micro", [ROWS, 5])
@@ -437,22 +415,21 @@ def test_dumped_weights_are_those_that_multiplied_the_loss(micro: int) -> None:
     """A loss with its own ratio is not weighted in bypass mode: 1 where kept, 0 where rejected."""
     level = {"rollout_is": "sequence", "rollout_is_batch_normalize": True}
     batch = batch_of(tiny_model())
-    mask = batch.response_mask
-    measured, _, _ = updated(BYPASS | CLIP | RS | level, batch, micro_rows=micro)
-    kept = measured.dumped.keep_mask[mask]
+    measured, _, _ = updated(BYPASS | CLIP | RS | level, batch, micro_sequences=micro)
+    kept = measured.seen.keep
     assert 0 < kept.sum() < len(kept)
-    assert torch.equal(measured.dumped.weights[mask], kept.float())
+    assert torch.equal(measured.seen.weights, kept.float())
     assert measured.metrics["rollout_corr/rollout_is_std"] > 0.0  # measured all the same
     for mode in (BYPASS | REINFORCE, DECOUPLED | CLIP):
-        applied, _, _ = updated(mode | RS | level, batch, micro_rows=micro)
-        used = applied.dumped.keep_mask & mask
-        sequences = applied.dumped.weights.amax(-1)[used.any(-1)]
+        applied, _, _ = updated(mode | RS | level, batch, micro_sequences=micro)
+        unit = batch.units.episode
+        sequences = unit.max(applied.seen.weights)[unit.any(applied.seen.keep)]
         assert sequences.mean().item() == pytest.approx(1.0, rel=1e-5)
         assert sequences.std() > 0.01
 
 
 class NaNPolicy(PlainEngine):
-    """A policy whose forward pass gives NaN for some rows of every batch (rows are known by their tokens)."""
+    """A policy whose forward pass gives NaN for some sequences of every batch, known by their tokens."""
 
     def __init__(self, model, bad: list[torch.Tensor]) -> None:
         super().__init__(model)
@@ -460,8 +437,10 @@ class NaNPolicy(PlainEngine):
 
     def policy(self, inputs, **options):
         output = super().policy(inputs, **options)
-        rows = torch.tensor([any(torch.equal(ids, bad) for bad in self.bad) for ids in inputs.input_ids])
-        return replace(output, log_probs=torch.where(rows[:, None], math.nan, 1.0) * output.log_probs)
+        lengths = inputs.lengths.tolist()
+        is_bad = [any(torch.equal(ids, bad) for bad in self.bad) for ids in inputs.token_ids.split(lengths)]
+        there = Segments(inputs.lengths).spread(torch.tensor(is_bad))[inputs.scored]
+        return replace(output, log_probs=torch.where(there, math.nan, 1.0) * output.log_probs)
 
 
 @pytest.mark.parametrize("mode", [BYPASS | REINFORCE, BYPASS | CLIP, DECOUPLED | CLIP, DECOUPLED | REINFORCE])
@@ -470,17 +449,17 @@ def test_nan_of_the_updated_policy_is_counted_and_withholds_the_step(mode, micro
     batch = batch_of(tiny_model())
     model = tiny_model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    settings = settings_of(mode | {"rollout_is": "sequence"}, micro_rows=micro, epochs=2)
-    engine = NaNPolicy(model, [batch.input_ids[5]])
+    settings = settings_of(mode | {"rollout_is": "sequence"}, micro_sequences=micro, epochs=2)
+    engine = NaNPolicy(model, [batch.pick([5]).token_ids])
     outcome = update(batch, engine, alone(), settings, lambda _: LR, 0)
     assert outcome.metrics["rollout_corr/nonfinite_sequences"] == 1.0
-    assert outcome.dumped.nonfinite.nonzero().flatten().tolist() == [5]
+    assert outcome.seen.nonfinite.nonzero().flatten().tolist() == [5]
     # 0 · NaN is NaN: the gradient of the whole step is lost, not the sequence's alone.
     assert any(not gradient.isfinite().all() for gradient in engine.gradient.values())
     assert outcome.metrics["rollout_corr/skipped_updates"] == 2.0
     assert moved(engine, before) == 0.0
 
-    engine = NaNPolicy(tiny_model(), [batch.input_ids[5], batch.input_ids[6]])
+    engine = NaNPolicy(tiny_model(), [batch.pick([row]).token_ids for row in (5, 6)])
     with pytest.raises(RunFailure, match="2 of 16 sequences"):
         update(batch, engine, alone(), settings, lambda _: LR, 0)
 
@@ -493,5 +472,5 @@ def test_settings_of_a_spec_resolve_nulls() -> None:
     spec = load_spec(["rloo-seq-is"], [], [*overrides, "actor.clip_ratio_high=0.28"]).spec
     settings = UpdateSettings.of(spec)
     assert (settings.loss.clip_low, settings.loss.clip_high) == (0.2, 0.28)
-    assert settings.mini_rows == 4 * 8 // 2
+    assert (settings.mini_groups, settings.num_minis) == (4, 2)
     assert replace(settings, bypass=False).weights_are_applied

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from statistics import fmean, pvariance
 
 import pytest
 import torch
 
 from rlctl.train.update_critic import update_critic
-from tests.models import replaced
 from tests.processes import on_ranks
 from tests.unit.engine.test_critic import naive_values
 from tests.unit.train import critics
@@ -24,11 +24,11 @@ def slow_loss(module, batch, agg_mode: str):
     """(loss, new values of counted tokens, how many were clipped) of one mini-batch."""
     values = naive_values(module.body, module.head.weight, batch)
     rows, counts, seen, clipped = [], [], [], 0
-    for row in range(len(batch)):
-        places = [t for t in range(HORIZON) if batch.response_mask[row, t] and batch.sample_mask[row]]
+    ends = batch.units.episode.lengths.cumsum(0).tolist()
+    for places in (range(start, end) for start, end in zip([0, *ends], ends, strict=False)):
         tokens = []
         for t in places:
-            new, old, target = values[row, t], float(batch.values[row, t]), float(batch.returns[row, t])
+            new, old, target = values[t], float(batch.values[t]), float(batch.returns[t])
             held = new.clamp(old - CLIP, old + CLIP)
             clipped += bool((held - target) ** 2 > (new - target) ** 2)
             tokens.append(0.5 * torch.maximum((new - target) ** 2, (held - target) ** 2))
@@ -52,7 +52,8 @@ def slow_update(name: str):
     module, batch = PlainCritic().module, batch_of()
     losses, seen, clipped, norms = [], [], 0, []
     for _ in range(epochs):
-        for part in batch.split(mini):
+        for start in range(0, ROWS, mini):
+            part = batch.pick(range(start, start + mini))
             module.zero_grad()
             loss, values, bound = slow_loss(module, part, agg_mode)
             loss.backward()
@@ -63,8 +64,8 @@ def slow_update(name: str):
                     parameter.sub_(lr_of(len(losses)) * parameter.grad)
             losses.append(loss.item())
             seen, clipped = seen + values, clipped + bound
-    returns, old = batch.returns[batch.valid_mask].tolist(), batch.values[batch.valid_mask].tolist()
-    residuals = [r - v for r, v in zip(returns, old, strict=True)]
+    returns = batch.returns.tolist()
+    residuals = (batch.returns - batch.values).tolist()
     return module, {
         "critic/vf_loss": fmean(losses),
         "critic/vf_clipfrac": clipped / len(seen),
@@ -81,7 +82,7 @@ def slow_update(name: str):
 def test_steps_and_metrics_are_those_of_the_formula(name: str, micro: int) -> None:
     module, wanted = slow_update(name)
     critic = PlainCritic()
-    metrics = update_critic(batch_of(), critic, alone(), settings_of(name, micro_rows=micro), lr_of, 0)
+    metrics = update_critic(batch_of(), critic, alone(), settings_of(name, micro_sequences=micro), lr_of, 0)
     assert metrics == pytest.approx(wanted, rel=2e-4, abs=1e-6)
     assert 0.1 < metrics["critic/vf_clipfrac"] < 0.9
     start, theirs = dict(PlainCritic().module.named_parameters()), dict(module.named_parameters())
@@ -113,11 +114,11 @@ def test_same_result_however_cut(found, world_size: int, name: str, micro: Micro
 def test_explained_variance(seen: str, explained: float) -> None:
     batch = batch_of()
     if seen == "returns":
-        batch = replaced(batch, values=torch.where(batch.valid_mask, batch.returns, 99.0))
+        batch = replace(batch, values=batch.returns)
     elif seen == "constant":
-        batch = replaced(batch, values=torch.full_like(batch.returns, 0.7))
+        batch = replace(batch, values=torch.full_like(batch.returns, 0.7))
     else:  # to explain
-        batch = replaced(batch, returns=torch.full_like(batch.returns, 0.7))
+        batch = replace(batch, returns=torch.full_like(batch.returns, 0.7))
     metrics = update_critic(batch, PlainCritic(), alone(), settings_of("one step"), lr_of, 0)
     assert metrics["critic/vf_explained_var"] == pytest.approx(explained, abs=1e-6)
 
@@ -134,21 +135,8 @@ def test_learning_rate_follows_the_count_of_its_own_updates() -> None:
     assert metrics["critic/lr"] == pytest.approx(0.0043)
 
 
-def test_an_ungraded_sample_has_no_say() -> None:
-    batch = batch_of()
-    wild = {name: getattr(batch, name).clone() for name in ("values", "returns")}
-    for tensor in wild.values():
-        tensor[critics.UNGRADED] = math.nan
-    clean, other = PlainCritic(), PlainCritic()
-    settings = settings_of("epochs", micro_rows=4)
-    wanted = update_critic(batch, clean, alone(), settings, lr_of, 0)
-    assert update_critic(replaced(batch, **wild), other, alone(), settings, lr_of, 0) == wanted
-    for name, gradient in clean.gradient.items():
-        assert torch.equal(other.gradient[name], gradient)
-
-
 def test_nothing_graded_makes_no_step() -> None:
-    batch = replaced(batch_of(), sample_mask=torch.zeros(ROWS, dtype=torch.bool))
+    batch = batch_of().pick([])
     critic = PlainCritic()
     metrics = update_critic(batch, critic, alone(), settings_of("epochs"), lr_of, 0)
     assert all(map(math.isfinite, metrics.values()))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from rlctl.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.train.update import update
-from tests.models import naive_log_probs, replaced, tiny_model
+from tests.models import naive_log_probs, tiny_model
 from tests.unit.train.slow import slow_loss
 from tests.unit.train.updates import (
     BYPASS,
@@ -30,7 +32,7 @@ def updated(correction, batch=None, *, hold: bool = False, **settings):
     engine = PlainEngine(model)
     batch = batch_of(model) if batch is None else batch
     if correction["bypass_mode"]:
-        batch = replaced(batch, old_log_probs=batch.rollout_log_probs)
+        batch = replace(batch, old_log_probs=batch.rollout_log_probs)
     settings = settings_of(correction, **settings)
     return update(batch, engine, alone(), settings, lambda _: LR, 7, hold=hold), engine
 
@@ -91,10 +93,10 @@ def test_held_it_measures_everything_and_changes_nothing(name: str) -> None:
 
 def held_fields(outcome) -> list[torch.Tensor]:
     return [
-        outcome.dumped.training_log_probs,
-        outcome.dumped.weights,
-        outcome.dumped.keep_mask,
-        outcome.dumped.nonfinite,
+        outcome.seen.training_log_probs,
+        outcome.seen.weights,
+        outcome.seen.keep,
+        outcome.seen.nonfinite,
     ]
 
 
@@ -102,10 +104,10 @@ def test_the_bonus_raises_entropy_and_its_size_is_the_coefficients() -> None:
     """Two updates from the same weights, with advantages of zero: only the bonus moves them."""
     model = tiny_model()
     batch = batch_of(model)
-    flat = replaced(batch, advantages=torch.zeros_like(batch.advantages))
+    flat = replace(batch, advantages=torch.zeros_like(batch.advantages))
 
     def entropy_of(policy) -> float:
-        return float(naive_log_probs(policy, flat)[1][flat.response_mask].mean().detach())
+        return float(naive_log_probs(policy, flat)[1].mean().detach())
 
     correction = BYPASS | REINFORCE | {"rollout_is": None}
     outcome, small = updated(correction, flat, entropy_coeff=0.1)
@@ -122,12 +124,12 @@ def test_kl_alone_pulls_towards_the_reference(kind: str) -> None:
     """Advantages of zero: the gradient is the penalty's, and but for k1 it brings the two closer."""
     model = tiny_model()
     batch = batch_of(model)
-    flat = replaced(batch, advantages=torch.zeros_like(batch.advantages))
+    flat = replace(batch, advantages=torch.zeros_like(batch.advantages))
     correction = DECOUPLED | REINFORCE | {"rollout_is": None}
     terms = {"kl_loss_type": kind, "kl_loss_coef": 2.0}
     loss = slow_loss(model, flat, settings_of(correction, **terms))
     loss.total.backward()
-    outcome, engine = updated(correction, flat, micro_rows=5, **terms)
+    outcome, engine = updated(correction, flat, micro_sequences=5, **terms)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(engine.gradient[name], parameter.grad, rtol=1e-3, atol=2e-6)
     assert outcome.metrics["actor/kl_loss"] == pytest.approx(loss.kl.item(), rel=1e-4)

@@ -1,20 +1,16 @@
 """The detection matrix: whole and clean, and red as soon as a rule or a reader is not what it was."""
 
-import gzip
 import itertools
-import json
 
 import numpy as np
 import pytest
 
 from rlctl.cli.app import run as rlctl
-from rlctl.diagnose import rules_weights, selftest, thresholds
+from rlctl.diagnose import thresholds
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rule import all_rules, metrics_read
-from rlctl.diagnose.rules_weights import RAW_MEAN_HIGH
-from rlctl.diagnose.selftest import DATA
 from rlctl.diagnose.thresholds import TRUNCATED, Levels
-from tests.simulated_logs import export, matrix
+from tests.simulated_logs import matrix
 from tests.simulated_logs.faults import FAULTS
 from tests.simulated_logs.healthy import KINDS
 from tests.simulated_logs.simulate import healthy_rows, interrupted
@@ -84,55 +80,6 @@ def test_a_rule_that_judges_without_its_metrics_is_seen(monkeypatch):
     monkeypatch.setattr("tests.simulated_logs.writers.VERL", named)
     [failure] = matrix.run(1, lambda *counts: None).failures
     assert (failure.form, failure.wanted) == ("verl", "skipped")
-
-
-@pytest.fixture
-def shipped(monkeypatch, tmp_path):
-    """The shipped data with these rules and kinds of healthy runs only."""
-
-    def keep(*names):
-        data = json.loads(gzip.decompress(DATA.read_bytes()))
-        data["cases"] = [case for case in data["cases"] if case["rule"] in names or case["kind"] in names]
-        path = tmp_path / "data.json.gz"
-        path.write_bytes(gzip.compress(json.dumps(data).encode()))
-        monkeypatch.setattr(selftest, "DATA", path)
-
-    return keep
-
-
-@pytest.mark.slow
-def test_the_shipped_logs_are_the_simulated_ones():
-    shipped = json.loads(gzip.decompress(DATA.read_bytes()))
-    assert repr(shipped) == repr(json.loads(json.dumps(export.document())))
-    tried = {case["rule"] for case in shipped["cases"]}
-    assert tried == SIMULATED | {""}
-
-
-@pytest.mark.slow
-def test_the_command_passes_on_all_of_them(capsys):
-    assert rlctl(["diagnose", "--selftest", "--format", "json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["failures"] == 0
-    assert {one["framework"] for one in document["results"]} == set(FORMATS)
-
-
-def test_the_command_names_a_missed_fault_and_a_false_alarm(shipped, monkeypatch, capsys):
-    shipped("truncated", "weight-mean", "long reasoning")
-    monkeypatch.setattr(thresholds, "TRUNCATED", Levels(TRUNCATED.key, (("warning", 0.4),)))
-    monkeypatch.setattr(rules_weights, "RAW_MEAN_HIGH", Levels(RAW_MEAN_HIGH.key, (("warning", 1e-9),)))
-    assert rlctl(["diagnose", "--selftest"]) == 1
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "truncated, mild, trl: expected warning, found nothing" in shown
-    assert "healthy run, long reasoning, rlctl: expected quiet, found warning weight-mean" in shown
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["runs/x"], ["--what-if"], ["--fix", "x.yaml"], ["--fail-on", "warning"], ["--format", "html"]],
-)
-def test_what_is_about_a_run_is_refused(arguments, capsys):
-    assert rlctl(["diagnose", "--selftest", *arguments]) == 2
-    assert "--selftest" in capsys.readouterr().err
 
 
 def test_without_a_log_it_says_so(capsys):

@@ -1,65 +1,53 @@
-"""`rlctl schema`: describes every key of the spec."""
+"""Every key of the spec, as rows of a table and as JSON Schema."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
+from pydantic import BaseModel
 
-from rlctl.cli.command import echo
 from rlctl.errors import UsageError
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
+from rlctl.spec.keys import known_sections
+from rlctl.spec.resolve import criteria_names
+from rlctl.spec.run_spec import RunSpec
+from rlctl.spec.sources import DESCRIPTION
 
 _RANGES = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
-def schema(
-    section: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="One section only: actor, algorithm.rollout_correction …"),
-    ] = None,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="A table for reading instead of JSON Schema.")
-    ] = False,
-) -> None:
-    """Print every key of a spec, as JSON Schema.
+def schema_document(section: str | None = None) -> dict[str, Any]:
+    """The JSON Schema of a spec, or of one section, for the YAML support of editors.
 
-    Use it in your editor's YAML support for completion and checks while typing.
-
-      rlctl schema > rlctl.schema.json
-
-      rlctl schema --section actor --markdown
+    Raises:
+        UsageError: there is no such section.
     """
-    from rlctl.spec.keys import known_sections
-    from rlctl.spec.run_spec import RunSpec
-    from rlctl.spec.sources import DESCRIPTION
-
-    model = known_sections().get(section) if section else RunSpec
-    if model is None:
-        fix = f"one of {', '.join(sorted(known_sections()))}"
-        raise UsageError(f"no such section: {section}", where="--section", fix=fix)
-    content = _json_schema(model)
-    if markdown:
-        echo("| key | type | default | meaning |\n|---|---|---|---|")
-        for row in _rows(content, content.get("$defs", {}), f"{section}." if section else ""):
-            meaning = row.meaning.replace("|", "\\|")
-            echo(f"| `{row.key}` | {row.type} | `{row.default}` | {meaning} |")
-        return
+    content = _json_schema(section)
     if section is None:
         content["properties"][DESCRIPTION] = {"type": "string", "description": "For readers only."}
-    document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **content}
-    echo(json.dumps(document, indent=2, ensure_ascii=False))
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **content}
 
 
-def _json_schema(section: type[BaseModel]) -> dict[str, Any]:
+def key_table(section: str | None = None) -> str:
+    """Markdown table of all keys, or of those of one section.
+
+    Raises:
+        UsageError: there is no such section.
+    """
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for row in key_rows(section):
+        meaning = row.meaning.replace("|", "\\|")
+        lines.append(f"| `{row.key}` | {row.type} | `{row.default}` | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def _json_schema(name: str | None) -> dict[str, Any]:
     """The JSON Schema of a section, with the names of the rejection criteria, which a comma separates."""
-    from rlctl.spec.resolve import criteria_names
-
+    section: type[BaseModel] | None = known_sections().get(name) if name else RunSpec
+    if section is None:
+        raise UsageError(f"no such section: {name}", fix=f"one of {', '.join(sorted(known_sections()))}")
     content = section.model_json_schema()
     for part in (content, *content.get("$defs", {}).values()):
         if criteria := part["properties"].get("rollout_rs"):
@@ -77,12 +65,14 @@ class KeyRow:
     meaning: str
 
 
-def key_rows() -> Iterator[KeyRow]:
-    """Every key of the spec, in the order of its sections."""
-    from rlctl.spec.run_spec import RunSpec
+def key_rows(section: str | None = None) -> Iterator[KeyRow]:
+    """Every key of the spec, or of a section, in the order of the sections.
 
-    content = _json_schema(RunSpec)
-    yield from _rows(content, content.get("$defs", {}), "")
+    Raises:
+        UsageError: there is no such section.
+    """
+    content = _json_schema(section)
+    yield from _rows(content, content.get("$defs", {}), f"{section}." if section else "")
 
 
 def _rows(content: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Iterator[KeyRow]:

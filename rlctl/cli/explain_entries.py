@@ -1,0 +1,115 @@
+"""What `rlctl explain` says about keys of the spec, sections, metrics and parts. It imports the spec."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from rlctl.cli.dry_run import show
+from rlctl.errors import UsageError
+from rlctl.metric_names import METRICS, describe
+from rlctl.registry import REJECTION_CRITERIA, Registry
+from rlctl.spec.explain import criterion_bands
+from rlctl.spec.key_table import key_rows
+from rlctl.spec.keys import advice_for, did_you_mean, known_leaves, known_sections
+from rlctl.spec.resolve import criteria_names
+from rlctl.spec.sources import all_presets, read_yaml_file
+
+Entry = dict[str, Any]
+
+
+def entries_of(name: str | None) -> list[Entry]:
+    """The sections; or what has this name; or the names of all that mention it.
+
+    Raises:
+        UsageError: nothing mentions it.
+    """
+    if name is None:
+        return [
+            {"name": section, "meaning": inspect.cleandoc(kind.__doc__ or "")}
+            for section, kind in known_sections().items()
+        ]
+    if found := [*_of_spec(name), *_of_metric(name), *_of_parts(name)]:
+        return found
+    if found := _mentions(name):
+        return found
+    what = f"neither a key of the spec, nor a metric, nor the name of a part: {name}"
+    raise UsageError(what, fix=_nearest(name))
+
+
+def _mentions(words: str) -> list[Entry]:
+    """Keys, presets, parts and metrics that contain all words; those whose names contain them come first."""
+    metrics = [(metric.name, metric.definition) for metric in METRICS.values()]
+    parts = [
+        (part.name, f"{registry.kind}: {part.title}")
+        for registry in _registries()
+        for part in registry.parts()
+    ]
+    presets = [(each.name, f"preset: {each.description}") for each in all_presets().values()]
+    all_names = [*((row.key, row.meaning) for row in key_rows()), *presets, *parts, *metrics]
+    wanted = words.lower().split()
+    found = [
+        {"name": name, "meaning": meaning.partition(". ")[0].rstrip(".")}
+        for name, meaning in all_names
+        if all(word in f"{name} {meaning}".lower() for word in wanted)
+    ]
+    return sorted(found, key=lambda entry: not all(word in entry["name"].lower() for word in wanted))
+
+
+def _of_spec(name: str) -> list[Entry]:
+    """Entries of the keys that `name` matches: a full key, the end of keys, or all keys of a section."""
+    leaves = known_leaves()
+    keys = [name] if name in leaves else [key for key in leaves if key.startswith(f"{name}.")]
+    keys = keys or [key for key in leaves if key.endswith(f".{name}")]
+    rows = {row.key: row for row in key_rows()} if keys else {}
+    entries: list[Entry] = []
+    for key in keys:
+        row = rows[key]
+        entry: Entry = {"name": key, "meaning": row.meaning, "type": row.type, "default": row.default}
+        if len(keys) == 1:
+            values = {
+                preset.name: read_yaml_file(preset.path, leaves).leaves.get(key)
+                for preset in all_presets().values()
+            }
+            if set_by := [f"{preset}: {show(leaf.value)}" for preset, leaf in values.items() if leaf]:
+                entry["presets"] = set_by
+        entries.append(entry)
+    return entries
+
+
+def _of_metric(name: str) -> list[Entry]:
+    metric = describe(name)
+    if metric is None:
+        return []
+    entry: Entry = {"name": metric.name, "meaning": metric.definition, "unit": metric.unit}
+    if metric.peers:
+        entry["same as"] = [f"{framework}: {theirs}" for framework, theirs in metric.peers.items()]
+    return [entry]
+
+
+def _of_parts(name: str) -> Iterator[Entry]:
+    """Entries of the losses, estimators and other parts of this name, and of the rejection criterion."""
+    for registry in _registries():
+        if name in set(registry) and registry is not REJECTION_CRITERIA:
+            part = registry.part(name)
+            about = {"meaning": f"{registry.kind}: {part.title}", "key": registry.key}
+            about |= {"formula": part.formula, "source": part.source, "needs": ", ".join(sorted(part.needs))}
+            about["params"] = ", ".join(part.params.model_fields) if part.params else ""
+            yield {"name": name, **{heading: text for heading, text in about.items() if text}}
+    if name in criteria_names():
+        meaning = f"{REJECTION_CRITERIA.kind}; with a threshold as an example, per dialect"
+        yield {"name": name, "meaning": meaning, "key": REJECTION_CRITERIA.key, **criterion_bands(name)}
+
+
+def _registries() -> list[Registry]:
+    """Registries of the parts that a spec or an option names; their modules import no torch."""
+    return list(Registry.all)
+
+
+def _nearest(name: str) -> str | None:
+    """Suggestion for an unknown name."""
+    parts = [*criteria_names(), *(part for registry in _registries() for part in registry)]
+    names = METRICS if "/" in name else [*known_sections(), *parts]
+    near = did_you_mean(name, names, cutoff=0.8) or advice_for(name)
+    return near or did_you_mean(name, METRICS, "`rlctl explain --format markdown` lists every key")

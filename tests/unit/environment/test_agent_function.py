@@ -1,0 +1,130 @@
+"""An agent function in a user's file: what becomes of what it does, and what it sees."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from rlctl.batch import Episode, Task
+from rlctl.environment.build import build_environment
+from rlctl.environment.protocol import EnvironmentContext
+from rlctl.environment.renderer import Renderer
+from rlctl.environment.run_episodes import run_episodes
+from rlctl.errors import UsageError
+from rlctl.rollout.hf import HFRollout
+from rlctl.rollout.protocol import Sampling
+from rlctl.spec.environment import EnvironmentSpec
+from tests.models import tiny_model
+from tests.scripted_engine import ScriptedEngine, chat_tokenizer
+
+pytest.importorskip("openai")
+
+AGENTS = Path(__file__).with_name("agents.py")
+MESSAGES = ({"role": "user", "content": "2+2?"},)
+
+
+def play(
+    agent: str, n: int = 1, engine: Any = None, length: int = 20, **spec: Any
+) -> tuple[list[Episode], Any]:
+    """n episodes of the agent, and the engine."""
+    engine = engine or ScriptedEngine(lambda _: "ok")
+    tokenizer, sampling = chat_tokenizer(), Sampling(max_response_length=length)
+    given = EnvironmentSpec(**{"name": f"{AGENTS}:{agent}", "max_turns": 4} | spec)
+    ids = Renderer(tokenizer).encode(Renderer(tokenizer).text(MESSAGES))
+    task = Task(ids, "", messages=MESSAGES, ground_truth="4", data_source="sums", extra_info={"level": 3})
+    environment = build_environment(given.name, EnvironmentContext(given, tokenizer, sampling, 400))
+    try:
+        members = [(task, member) for member in range(n)]
+        return run_episodes(environment, engine, members, sampling, 1, given, 400), engine
+    finally:
+        environment.close()
+        assert not psutil.Process().children(recursive=True)
+
+
+def test_an_agent_returns_a_score_or_leaves_it_to_the_graders() -> None:
+    [scored], _ = play("scores")
+    [unscored], _ = play("asks_twice")
+    assert (scored.reward, unscored.reward) == (1.5, None)
+    for episode in (scored, unscored):
+        assert (episode.error, episode.stop_reason, episode.response) == ("", "completed", "ok")
+        assert (len(episode.sequences), episode.metrics["num_turns"]) == (1, 2.0)
+        assert [m["role"] for m in episode.messages] == ["user", "assistant", "user", "assistant"]
+
+
+def test_blocking_agents_do_not_hold_each_other() -> None:
+    """In lockstep all must have asked before any is answered."""
+    episodes, engine = play("blocks", n=8, lockstep=True)
+    assert engine.batches == [8]
+    assert [episode.reward for episode in episodes] == [2.0] * 8
+
+
+def test_sixty_four_agents_at_once_on_a_model() -> None:
+    """Sequences hold what the model sampled: their log-probs are the model's."""
+    tokenizer = chat_tokenizer()
+    model = tiny_model("llama", vocabulary=len(tokenizer))
+    model.config.max_position_embeddings = 400
+    engine = HFRollout(model, tokenizer, "cpu")
+    episodes, _ = play("asks_twice", n=64, engine=engine, length=6)
+    assert [(episode.error, episode.metrics["num_turns"]) for episode in episodes] == [("", 2.0)] * 64
+    assert len({tuple(e.sequences[0].token_ids.tolist()) for e in episodes}) > 32
+    for sequence in (s for episode in episodes[:8] for s in episode.sequences):
+        with torch.no_grad():
+            logits = model.eval()(sequence.token_ids[None]).logits[0, :-1].float()
+        scored = logits.log_softmax(-1).gather(1, sequence.token_ids[1:, None])[:, 0]
+        torch.testing.assert_close(scored[sequence.sampled[1:]], sequence.log_probs, atol=1e-4, rtol=0)
+
+
+def test_an_agent_may_be_a_program() -> None:
+    [episode], _ = play("starts_a_program")
+    assert (episode.reward, episode.num_sampled) == (1.0, 3)
+
+
+def test_an_agent_sees_the_variables_that_the_spec_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "AGENT_TEST_SECRET", "s")
+    monkeypatch.setitem(os.environ, "AGENT_TEST_KEY", "k")
+    [episode], _ = play("sees_the_secret", variables=["AGENT_TEST_KEY"])
+    assert episode.reward == 2.0
+
+
+@pytest.mark.parametrize(
+    ("agent", "cause"),
+    [
+        ("raises_at_once", "ConnectionRefusedError: no search server"),
+        ("raises_later", "ConnectionRefusedError: no search server"),
+        ("ends_its_process", "ended"),
+        ("returns_text", "returned good, neither"),
+        ("returns_nan", "returned NaN, neither"),
+        ("never_asks", "sampled nothing"),
+    ],
+)
+def test_a_failing_agent_is_excluded_with_its_cause(agent: str, cause: str) -> None:
+    """It has no reward instead of 0."""
+    [episode], _ = play(agent)
+    assert cause in episode.error
+    assert agent == "never_asks" or (episode.reward, episode.stop_reason) == (None, "environment_error")
+
+
+def test_a_hanging_agent_ends_with_its_episode() -> None:
+    [episode], _ = play("hangs", episode_timeout="3s")
+    assert (episode.stop_reason, episode.reward) == ("timeout", None)
+
+
+def test_a_limit_is_an_outcome_although_the_agent_raises() -> None:
+    """Otherwise the policy would learn to exclude what it does badly."""
+    [episode], engine = play("goes_on", max_turns=3)
+    assert (episode.error, episode.stop_reason, episode.reward) == ("", "max_turns", None)
+    assert (episode.response, len(engine.turns)) == ("ok", 3)
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [("takes_less", "called with three arguments"), ("is_no_coroutine", "async function")],
+)
+def test_an_agent_of_another_form_is_refused(agent: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        play(agent)

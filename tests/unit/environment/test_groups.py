@@ -1,0 +1,234 @@
+"""Groups of an environment that fails now and then: sampled again, left out, scored, counted."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlctl.algos.segments import Segments
+from rlctl.batch import Episode, Task
+from rlctl.engine.ranks import Ranks
+from rlctl.environment.build import EpisodeSource
+from rlctl.environment.protocol import EnvironmentFault, Outcome, Sampler
+from rlctl.errors import RunFailure, SpecError
+from rlctl.metric_names import describe
+from rlctl.reward.build import Reward
+from rlctl.reward.protocol import RewardResult, Scorer
+from rlctl.rollout.protocol import Sampling
+from rlctl.spec.environment import EnvironmentSpec
+from rlctl.spec.load import load_spec
+from rlctl.spec.rollout import OverlongSpec
+from rlctl.train.loop import describe_episodes
+from rlctl.train.sample_and_grade import Graded
+from rlctl.train.score_batch import estimated, train_batch
+from rlctl.train.step_metrics import (
+    batch_metrics,
+    environment_metrics,
+    environment_sums,
+    episode_sums,
+    turn_metrics,
+    turn_sums,
+)
+from rlctl.train.update import mini_batches
+from tests.episodes import RandomEngine, task_of
+
+CPU = torch.device("cpu")
+ALONE = Ranks(0, 1, CPU)
+
+
+class Flaky:
+    """Two turns with one token of the environment between; fails where `fails(attempt, group, member)`."""
+
+    def __init__(self, fails) -> None:
+        self._fails, self.attempts = fails, {}
+
+    async def run(self, task: Task, sampler: Sampler) -> Outcome:
+        key = task.group_id, sampler._member  # type: ignore[attr-defined]
+        attempt = self.attempts[key] = self.attempts.get(key, -1) + 1
+        context = [1, 2]
+        for _ in range(2):
+            turn = await sampler.sample(context)
+            context = [*context, *turn.token_ids.tolist(), 3]
+            if self._fails(attempt, *key):
+                raise EnvironmentFault("refused")
+        return Outcome("text", reward=float(key[1]), metrics={"num_tool_calls": 2.0, "own": 1.0})
+
+    def close(self) -> None: ...
+
+
+def groups_of(fails, *, n: int = 3, count: int = 4, **given):
+    environment = Flaky(fails)
+    source = EpisodeSource(EnvironmentSpec(name="single_turn", others=["x"], **given), None, 1000)
+    source._built["x"] = environment
+    tasks = [task_of(group, environment="x") for group in range(count)]
+    return source.groups(RandomEngine(), tasks, n, Sampling(4), 5), environment
+
+
+def test_a_group_with_enough_members_is_not_sampled_again() -> None:
+    groups, environment = groups_of(lambda _, group, member: group == 1 and member == 0)
+    assert [[bool(e.error) for e in group] for group in groups] == [
+        [False] * 3, [True, False, False], [False] * 3, [False] * 3,
+    ]  # fmt: skip
+    assert set(environment.attempts.values()) == {0}
+
+
+def test_a_group_with_too_few_is_sampled_again_with_other_seeds_and_then_excluded() -> None:
+    groups, environment = groups_of(
+        lambda attempt, group, member: member > 0 and (group == 3 or (group == 2 and attempt < 1)),
+        max_retries=2,
+    )
+    assert [group[0].task.group_id for group in groups] == [0, 1, 2, 3], "in the order of the tasks"
+    assert {key[0]: count for key, count in environment.attempts.items()} == {0: 0, 1: 0, 2: 1, 3: 2}
+    assert not any(episode.error for group in groups[:3] for episode in group)
+    assert {episode.metrics.get("retries") for episode in groups[2]} == {1.0}
+    assert ["min_group" in episode.error for episode in groups[3]] == [True, False, False]
+    assert all(episode.error for episode in groups[3])
+    again, _ = groups_of(lambda *_: False)
+    assert not torch.equal(again[2][0].sequences[0].token_ids, groups[2][0].sequences[0].token_ids)
+
+
+def test_a_group_of_one_needs_one() -> None:
+    groups, environment = groups_of(lambda *_: False, n=1, min_group=2)
+    assert not any(episode.error for group in groups for episode in group)
+    assert set(environment.attempts.values()) == {0}
+
+
+# --- scores -------------------------------------------------------------------------------------------
+
+
+class Half(Scorer):
+    """Scores 0.5."""
+
+    def grade(self, samples):
+        return [0.5 for _ in samples]
+
+
+def reward_of(**terms: Scorer) -> Reward:
+    return Reward({name: (2.0, scorer) for name, scorer in terms.items()}, OverlongSpec(), 100)
+
+
+def test_the_environments_reward_is_added_and_graders_are_optional() -> None:
+    groups, _ = groups_of(lambda _, group, member: group == 0 and member == 1, count=1)
+    [group] = groups
+    alone = reward_of().score(group)
+    assert (alone.scores.tolist(), alone.valid.tolist()) == ([0.0, 0.0, 2.0], [True, False, True])
+    assert alone.errors == []
+    both = reward_of(half=Half()).score(group)
+    assert (both.scores.tolist(), both.valid.tolist()) == ([1.0, 0.0, 3.0], [True, False, True])
+    silent = [replace(episode, reward=None) for episode in group]
+    none = reward_of().score(silent)
+    assert not none.valid.any(), "nothing gives a score: not 0"
+    assert len(none.errors) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "is_refused"),
+    [("def get_reward(self): return 1.0", False), ("def tool(self) -> int:\n        '''A.'''", True)],
+)
+def test_no_grader_and_no_reward_of_the_environment_is_refused(tmp_path, code: str, is_refused: bool) -> None:
+    file = tmp_path / "game.py"
+    file.write_text(f"class Game:\n    def reset(self): ...\n    {code}\n")
+
+    for name, expected in ((f"{file}:Game", is_refused), ("single_turn", True)):
+        with pytest.raises(SpecError, match="no reward at all") if expected else contextlib.nullcontext():
+            load_spec([], [], [f"environment.name={name}", "reward.terms=[]"])
+
+
+# --- batches ------------------------------------------------------------------------------------------
+
+SPEC = load_spec(
+    [], [], ["data.train_batch_size=4", "actor.ppo_mini_batch_size=2", "rollout.n=3",
+             "algorithm.adv_estimator=rloo"],
+).spec  # fmt: skip
+
+
+def graded_of(fails) -> Graded:
+    groups, _ = groups_of(fails, max_retries=0)
+    return Graded(groups, reward_of().score([e for group in groups for e in group]), None, {})
+
+
+def test_advantages_and_mini_batches_of_groups_with_missing_members() -> None:
+    """A missing member is in no baseline; a missing group makes its mini-batch smaller."""
+    graded = graded_of(lambda _, group, member: (group == 0 and member == 2) or (group == 3 and member > 0))
+    batch = train_batch(SPEC, ALONE, graded, 0)
+    assert batch.group_ids.tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
+    assert batch.members.tolist() == [0, 1, 0, 1, 2, 0, 1, 2]
+    assert [part.tolist() for part in mini_batches(batch, 2, 2)] == [[0, 1, 2, 3, 4], [5, 6, 7]]
+    found = estimated(batch, SPEC.algorithm).advantages
+    last = batch.units.episode.starts + batch.units.episode.lengths - 1
+    expected = [-1.0, 1.0, -1.5, 0.0, 1.5, -1.5, 0.0, 1.5]
+    assert found[last].tolist() == expected
+    assert torch.equal(found, Segments(batch.units.episode.lengths).spread(torch.tensor(expected)))
+
+
+def test_if_all_groups_fail_the_batch_is_empty() -> None:
+    batch = train_batch(SPEC, ALONE, graded_of(lambda *_: True), 0)
+    assert batch.num_episodes == 0
+    assert [len(part) for part in mini_batches(batch, 2, 2)] == [0, 0]
+
+
+def test_failed_episodes_are_counted_and_in_no_other_metric() -> None:
+    graded = graded_of(lambda _, group, member: (group == 0 and member == 2) or (group == 3 and member > 0))
+    whole = [e for e in graded.episodes if not e.error]
+    host = {name: float(value) for name, value in episode_sums(graded, 0, 10).items()}
+    assert host["failed"] == 4.0
+    assert (host["invalid"], host["aborted"], host["groups"], host["flat_groups"]) == (0.0, 0.0, 3.0, 0.0)
+    metrics = batch_metrics(host, compares_siblings=True)
+    assert metrics["response_length/mean"] == sum(e.num_sampled for e in whole) / 8
+    assert metrics["critic/score/mean"] == pytest.approx((0 + 1 + 3 + 3) / 8)
+    assert metrics["reward/error_fraction"] == 0.0
+
+
+def test_metrics_of_episodes() -> None:
+    graded = graded_of(lambda _, group, member: group == 0 and member == 2)
+    names = sorted({name for e in graded.episodes for name in e.metrics})
+    metrics = environment_metrics(
+        {name: float(value) for name, value in environment_sums(graded, names).items()}
+    )
+    whole = [e for e in graded.episodes if not e.error]
+    assert (metrics["episode/num_turns/mean"], metrics["episode/num_turns/max"]) == (2.0, 2.0)
+    assert metrics["episode/num_tool_calls"] == 2.0
+    assert metrics["episode/own"] == 1.0
+    assert metrics["episode/num_failed"] == 1.0
+    assert metrics["episode/stop/completed"] == 1.0
+    assert metrics["episode/stop/environment_error"] == 0.0
+    sampled = sum(e.num_sampled for e in whole)
+    assert metrics["episode/observation_fraction"] == pytest.approx(len(whole) / (len(whole) + sampled))
+    assert metrics["episode/seconds/policy"] >= 0.0
+    assert all(map(describe, metrics)), "all are documented"
+
+
+def test_too_many_failures_end_the_run_with_the_first_of_them() -> None:
+    graded = graded_of(lambda _, group, member: group > 0)
+    run = SimpleNamespace(ranks=ALONE, spec=SPEC)
+    with pytest.raises(RunFailure, match=r"9 of 12 episodes failed.*refused"):
+        describe_episodes(run, graded)
+    few = graded_of(lambda _, group, member: group == 0 and member == 0)
+    assert describe_episodes(run, few)["episode/num_failed"] == 1.0
+
+
+def test_mismatch_by_turn() -> None:
+    batch = train_batch(SPEC, ALONE, graded_of(lambda *_: False), 0)
+    gaps = torch.where(batch.turns == 0, 0.1, -0.2)
+    found = turn_metrics(
+        {name: float(value) for name, value in turn_sums(batch, batch.rollout_log_probs - gaps).items()}
+    )
+    assert found["rollout_corr/turn_1/kl"] == pytest.approx(0.1)
+    assert found["rollout_corr/turn_2/kl"] == pytest.approx(-0.2)
+    assert "rollout_corr/turn_3/kl" not in found
+    of_turns = batch.units.turn
+    ratios = (-of_turns.sum(gaps)).exp()[batch.turns[of_turns.starts] == 0]
+    ess = float(ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum()))
+    assert found["rollout_corr/turn_1/eff_sample_size"] == pytest.approx(ess)
+
+
+def test_an_episode_without_a_turn_can_be_counted() -> None:
+    failed = Episode(task_of(), 0, (), "", "environment_error", error="refused")
+    graded = Graded([(failed,)], RewardResult(torch.zeros(1), torch.zeros(1, dtype=torch.bool)), None, {})
+    assert episode_sums(graded, 0, 10)["failed"] == 1.0
+    assert environment_sums(graded, [])["episodes"] == 0.0
+    assert train_batch(SPEC, ALONE, graded, 0).num_episodes == 0

@@ -1,0 +1,137 @@
+"""Processes of a user's environment: nothing is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from rlctl.environment.instances import Instances, TimedOut
+from rlctl.environment.protocol import EnvironmentFault
+
+CODE = """
+import os, subprocess, time
+
+class Game:
+    def hang(self): time.sleep(60)
+    def pid(self): return os.getpid()
+    def child(self): return subprocess.Popen(["sleep", "60"]).pid
+    def die(self): os.kill(os.getpid(), 9)
+    def echo(self, text): return text
+"""
+
+
+@pytest.fixture
+def instances(tmp_path: Path):
+    (tmp_path / "game.py").write_text(CODE)
+    found = Instances(str(tmp_path / "game.py"), "Game")
+    yield found
+    found.close()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and waits for its parent does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def assert_ends(*pids: int) -> None:
+    for _ in range(500):
+        if not any(map(is_alive, pids)):
+            return
+        time.sleep(0.02)
+    raise AssertionError([pid for pid in pids if is_alive(pid)])
+
+
+async def number(instance, method: str, timeout_s: float = 30.0) -> int:
+    return int((await instance.call(method, {}, timeout_s=timeout_s, most=100))["number"])
+
+
+def test_200_episodes_leave_no_process_and_no_socket(instances: Instances) -> None:
+    """Some hang, some die, some are cancelled."""
+
+    async def episode(place: int) -> list[int]:
+        async with instances.instance() as instance:
+            pids = [await number(instance, "pid"), await number(instance, "child")]
+            if place % 20 == 1:
+                with pytest.raises(TimedOut):
+                    await number(instance, "hang", 0.1)
+            if place % 20 == 2:
+                with pytest.raises(EnvironmentFault):
+                    await number(instance, "die")
+            return pids
+
+    async def all_of_them() -> list[int]:
+        slots = asyncio.Semaphore(20)
+
+        async def one(place: int) -> list[int]:
+            async with slots:
+                return await episode(place)
+
+        found = await asyncio.gather(*map(one, range(200)))
+        return [pid for pids in found for pid in pids]
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    pids = asyncio.run(all_of_them())
+    assert len(set(pids)) == 400
+    assert_ends(*pids)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_cancelled_episode_ends_its_process(instances: Instances) -> None:
+    async def hangs(found: list[int]) -> None:
+        async with instances.instance() as instance:
+            found.append(await number(instance, "pid"))
+            await number(instance, "hang", 60)
+
+    async def cancelled() -> list[int]:
+        found: list[int] = []
+        task = asyncio.create_task(hangs(found))
+        while not found:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait({task})
+        return found
+
+    assert_ends(*asyncio.run(cancelled()))
+
+
+def test_closing_ends_what_still_runs(tmp_path: Path) -> None:
+    (tmp_path / "game.py").write_text(CODE)
+    instances = Instances(str(tmp_path / "game.py"), "Game")
+
+    async def left() -> list[int]:
+        manager = instances.instance()
+        instance = await manager.__aenter__()
+        instances.kept = manager  # type: ignore[attr-defined]
+        return [await number(instance, "pid"), await number(instance, "child")]
+
+    pids = asyncio.run(left())
+    instances.close()
+    assert_ends(*pids)
+
+
+def test_without_the_process_that_starts_them_there_is_a_fault(instances: Instances) -> None:
+    os.kill(instances._process.pid, signal.SIGKILL)
+    instances._process.wait()
+
+    async def one() -> None:
+        async with instances.instance():
+            raise AssertionError
+
+    with pytest.raises(EnvironmentFault, match="has ended"):
+        asyncio.run(one())
+
+
+def test_it_ends_with_its_parent(tmp_path: Path) -> None:
+    """As after SIGKILL of a run: the socket closes."""
+    (tmp_path / "game.py").write_text(CODE)
+    instances = Instances(str(tmp_path / "game.py"), "Game")
+    instances._channel.close()
+    assert instances._process.wait(30) == 0

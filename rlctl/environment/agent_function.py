@@ -44,7 +44,7 @@ class AgentFunction:
         if problem := call_problem(function, **given):
             fix = f"async def {function_name}(task, base_url, api_key) -> float | None"
             raise UsageError(f"an agent is called with three arguments: {problem}", where=name, fix=fix)
-        self._renderer = Renderer(context.tokenizer)
+        self._renderer = Renderer(context.tokenizer, context.chat_template_kwargs)
         self._instances = Instances(file, function_name, context.spec.variables)
 
     def close(self) -> None:

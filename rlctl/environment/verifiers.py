@@ -124,7 +124,7 @@ class Taskset:
         if len(roles) != 1:
             fix = "choose a taskset of one agent"
             raise UsageError(f"it has {len(roles)} agents: {', '.join(roles)}", where=where, fix=fix)
-        self._renderer = Renderer(context.tokenizer)
+        self._renderer = Renderer(context.tokenizer, context.chat_template_kwargs)
         self._rows, self._read = iter(self._env.taskset), list[Any]()
 
     def close(self) -> None:

@@ -478,7 +478,7 @@ ROLLOUT_ENGINES = Registry(
 ENVIRONMENTS = Registry(
     "environment",
     key="environment.name",
-    module="rlctl.environment.build",
+    module="rlctl.environment.build rlctl.environment.guess_number",
 )
 GRADERS = Registry(
     "grader",

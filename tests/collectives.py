@@ -89,12 +89,17 @@ _OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scat
 Seen = Callable[[str, list[int], list[torch.Tensor]], bool]
 
 
+#: Of the last call: numbers of entries from each rank and to each rank, where these differ.
+SPLITS: list[list[int]] = []
+
+
 def _watch(seen: Seen) -> dict[str, Any]:
     """Calls `seen(name, ranks of the group, tensors)` before each collective of this process.
 
     A collective for which it returns False is not run. Returns the plain functions.
     """
     plain = {name: getattr(dist, name) for name in _TOGETHER}
+    splits = SPLITS
 
     def watched(name: str) -> Callable[..., Any]:
         @wraps(plain[name])
@@ -102,6 +107,9 @@ def _watch(seen: Seen) -> dict[str, Any]:
             given = [*args, *kwargs.values()]
             group = next((each for each in given if isinstance(each, dist.ProcessGroup)), dist.group.WORLD)
             tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+            splits[:] = (
+                [each for each in given if isinstance(each, list)] if name == "all_to_all_single" else []
+            )
             if seen(name, dist.get_process_group_ranks(group), [] if name in _OBJECTS else tensors):
                 return plain[name](*args, **kwargs)
             return None
@@ -116,13 +124,14 @@ def _watch(seen: Seen) -> dict[str, Any]:
 def trace(directory: str) -> None:
     """From now on, each collective of this process adds a line to `directory`/RANK.
 
-    The line has its name, the ranks of its group, and shape and dtype of each tensor.
+    The line has its name, the ranks of its group, shape and dtype of each tensor (without the first dimension
+    if ranks exchange different numbers of entries), and these numbers.
     """
 
     def seen(name: str, group: list[int], tensors: list[torch.Tensor]) -> bool:
-        kinds = [[*tensor.shape, str(tensor.dtype)] for tensor in tensors]
+        kinds = [[*tensor.shape[bool(SPLITS) :], str(tensor.dtype)] for tensor in tensors]
         with Path(directory, os.environ["RANK"]).open("a") as file:
-            file.write(json.dumps([name, group, kinds]) + "\n")
+            file.write(json.dumps([name, group, kinds, SPLITS]) + "\n")
         return True
 
     _watch(seen)
@@ -134,10 +143,17 @@ def assert_agree(directory: Path, count: int) -> Counter[str]:
     Ranks that call different collectives, or with other shapes, wait for each other for ever or mix up data.
     """
     by_group: dict[tuple[int, ...], dict[int, list[Any]]] = defaultdict(dict)
+    exchanged: dict[tuple[int, ...], dict[int, list[Any]]] = defaultdict(dict)
     for rank in range(count):
         for line in (directory / str(rank)).read_text().splitlines():
-            name, group, kinds = json.loads(line)
+            name, group, kinds, *splits = json.loads(line)
             by_group[tuple(group)].setdefault(rank, []).append((name, kinds))
+            exchanged[tuple(group)].setdefault(rank, []).append(splits[0] if splits else [])
+    for group, of_ranks in exchanged.items():
+        for splits in zip(*of_ranks.values(), strict=True):
+            for place in range(len(group) if splits[0] else 0):
+                received, sent = splits[place][0], [others[1][place] for others in splits]
+                assert received == sent, f"rank {group[place]} of {group} waits for {received}, gets {sent}"
     total: Counter[str] = Counter()
     for group, calls in by_group.items():
         assert tuple(sorted(calls)) == tuple(sorted(group)), f"only {sorted(calls)} of {group} meet"

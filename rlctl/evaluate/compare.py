@@ -117,9 +117,9 @@ class _Side:
         return _Side(self.directory, self.about, chosen)
 
     def right(self, key: _Identity) -> float:
-        """Share of right responses to a question, of those that are graded; 0 without any."""
+        """Share of right responses to a question, of those that are graded; NaN without any."""
         graded = self.questions[key].graded
-        return sum(map(_is_right, graded)) / len(graded) if graded else 0.0
+        return sum(map(_is_right, graded)) / len(graded) if graded else math.nan
 
     def responses(self, keys: Sequence[_Identity]) -> list[str]:
         """Per question, the first response that is right or wrong as most of its responses are."""
@@ -169,19 +169,20 @@ def _is_right(sample: EvalSample) -> bool:
 
 def _flipped(a: _Side, b: _Side) -> tuple[dict[str, int], list[Flipped]]:
     """Numbers of questions that are right only in A or only in B, and examples."""
-    gains = {key: b.right(key) - a.right(key) for key in a.questions if key in b.questions}
-    flipped = {key: gain for key, gain in gains.items() if (a.right(key) > 0.5) != (b.right(key) > 0.5)}
+    shares = {key: (a.right(key), b.right(key)) for key in a.questions if key in b.questions}
+    gains = {key: in_b - in_a for key, (in_a, in_b) in shares.items()}
+    flipped = [key for key, both in shares.items() if min(both) <= 0.5 < max(both)]
+    flipped.sort(key=lambda key: -abs(gains[key]))
     of_side = {
-        "A": sorted((key for key in flipped if flipped[key] < 0), key=lambda key: flipped[key]),
-        "B": sorted((key for key in flipped if flipped[key] > 0), key=lambda key: -flipped[key]),
+        "A": [key for key in flipped if gains[key] < 0],
+        "B": [key for key in flipped if gains[key] > 0],
     }
     shown = [key for keys in of_side.values() for key in keys[:EXAMPLES]]
     examples = []
     for key, *responses in zip(shown, a.responses(shown), b.responses(shown), strict=True):
         asked = a.questions[key].samples[0]
-        right_in = "B" if flipped[key] > 0 else "A"
-        about = (right_in, asked.data_source, asked.prompt, asked.ground_truth)
-        examples.append(Flipped(*about, a.right(key), b.right(key), *responses))
+        about = ("B" if gains[key] > 0 else "A", asked.data_source, asked.prompt, asked.ground_truth)
+        examples.append(Flipped(*about, *shares[key], *responses))
     return {side: len(keys) for side, keys in of_side.items()}, examples
 
 

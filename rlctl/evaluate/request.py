@@ -23,7 +23,7 @@ from rlctl.rollout.protocol import Sampling
 from rlctl.spec.load import LEFT_TO_THE_USER, RUN_SPEC_FILE, load_spec, recorded_spec
 from rlctl.spec.rollout import DataSpec, OverlongSpec, RewardSpec
 from rlctl.spec.run_spec import RunSpec
-from rlctl.tiny.embedded import ensure_embedded
+from rlctl.tiny.game import embedded_task
 from rlctl.track.redaction import is_masked
 from rlctl.user_code import absolute_name
 
@@ -160,7 +160,7 @@ def _run_target(run_dir: Path, data_files: list[str]) -> Target:
     checkpoint, notes = checkpoint_of_run(run_dir)
     data_files = data_files or local_files(spec.data.val_files, split="test")
     if not data_files and spec.is_embedded:
-        data_files = [str(ensure_embedded(spec.trainer.seed).val_file)]
+        data_files = [str(embedded_task(spec).val_file)]
     if not data_files:
         what = "the run has no validation files (data.val_files)"
         raise UsageError(what, where=str(run_dir), fix="add --data FILE")

@@ -31,7 +31,7 @@ from rlctl.rollout.protocol import ResponseSampler, Sampling
 from rlctl.spec.load import RUN_SPEC_FILE, recorded_spec
 from rlctl.spec.model import EMBEDDED, ModelSpec
 from rlctl.spec.run_spec import RunSpec
-from rlctl.tiny.embedded import ensure_embedded
+from rlctl.tiny.game import embedded_task
 
 NUM_PROMPTS = 16
 MAX_RESPONSE_LENGTH = 32
@@ -200,7 +200,7 @@ def _trainer(request: MismatchRequest) -> _Trainer:
         return _of_run(path, request.data_files)
     spec = RunSpec(model=ModelSpec(path=request.model))
     if spec.is_embedded:
-        task = ensure_embedded(spec.trainer.seed)
+        task = embedded_task(spec)
         data = request.data_files or [str(task.val_file)]
         return _Trainer(str(task.model_dir), spec, "fp32", data)
     return _Trainer(str(path) if path.exists() else request.model, spec, "fp32", request.data_files)
@@ -209,7 +209,7 @@ def _trainer(request: MismatchRequest) -> _Trainer:
 def _of_run(run_dir: Path, data_files: list[str]) -> _Trainer:
     spec = recorded_spec(run_dir / RUN_SPEC_FILE)
     newest, notes = checkpoint_of_run(run_dir)
-    embedded = ensure_embedded(spec.trainer.seed) if spec.is_embedded else None
+    embedded = embedded_task(spec) if spec.is_embedded else None
     own = local_files(spec.data.val_files, split="test") or local_files(spec.data.train_files, split="train")
     own = [str(embedded.val_file)] if embedded else own
     others = sorted((run_dir / CHECKPOINTS).glob("step_*"), reverse=True)

@@ -137,14 +137,13 @@ def sample_steps(record: RunRecord) -> list[dict[str, Any]]:
     decode = decoder_of(record)
     steps = []
     for place in sorted(places):
-        times: Counter[tuple[Any, ...]] = Counter()
-        alike: dict[tuple[Any, ...], Mapping[str, Any]] = {}
-        for row in record.rollouts(kept[place]).to_pylist():
-            key = tuple(row[name] for name in ("prompt", "response", "reward", "truncated"))
-            times[key] += 1
-            if len(alike) < PER_STEP:
-                alike.setdefault(key, row)
-        samples = [_sample(row, decode) | {"times": times[key]} for key, row in alike.items()]
+        table = record.rollouts(kept[place])
+        texts = table.select(["prompt", "response", "reward", "truncated"]).to_pylist()
+        keys = [tuple(text.values()) for text in texts]
+        times = Counter(keys)
+        first = [keys.index(key) for key in list(times)[:PER_STEP]]
+        rows = zip(first, table.take(first).to_pylist(), strict=True)
+        samples = [_sample(row, decode) | {"times": times[keys[index]]} for index, row in rows]
         steps.append({"step": kept[place], "samples": samples})
     return steps
 

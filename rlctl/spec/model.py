@@ -83,6 +83,8 @@ class ModelSpec(Section):
     `lora_rank`, `lora_alpha` and `target_modules` must be those of the adapter. null: a new adapter."""
 
 
+#: Value of `environment.name` for the game that the built-in model can play.
+GAME = "guess_number"
 #: Characters of the task, in the order of their token ids (after the special tokens).
 CHARACTERS = "0123456789+="
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"

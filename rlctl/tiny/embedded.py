@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlctl.data.schema import Message, Row, write_rows
 from rlctl.files import cache_root, cached_directory
@@ -51,21 +52,42 @@ def ensure_embedded(
     entry = (cache_dir or cache_root()) / "embedded" / recipe.key(seed)
 
     def build(directory: Path) -> None:
-        task = _task(directory)
+        task = paths(directory)
         train, val = split(recipe.num_val_prompts)
         write_parquet(train, "train", task.train_file)
         write_parquet(val, "test", task.val_file)
         _build_model(task.model_dir, seed, note or (lambda _: None), recipe)
 
-    return _task(cached_directory(entry, build, what="the embedded model"))
+    return paths(cached_directory(entry, build, what="the embedded model"))
 
 
 def _build_model(model_dir: Path, seed: int, note: Callable[[str], None], recipe: EmbeddedRecipe) -> None:
-    """Initialises, warm-starts and saves the model; restores torch's global random state."""
+    """Initialises, warm-starts and saves the model of the addition task."""
+
+    def teach(model: Any) -> str:
+        from rlctl.tiny.model import warm_start
+
+        accuracy = warm_start(model, split(recipe.num_val_prompts)[0], recipe, seed)
+        return f"accuracy {accuracy:.2f}"
+
     note("building the embedded model, once (about 10 s)")
+    note(f"embedded model ready, {build_files(model_dir, seed, recipe, teach)}")
+
+
+def build_files(
+    model_dir: Path,
+    seed: int,
+    recipe: EmbeddedRecipe,
+    teach: Callable[[Any], str],
+    chat_template: str | None = None,
+) -> str:
+    """Writes a new model that `teach` trains, and its tokenizer; returns what `teach` says.
+
+    Restores torch's global random state.
+    """
     import torch
 
-    from rlctl.tiny.model import build_model, build_tokenizer, save_model, warm_start
+    from rlctl.tiny.model import build_model, build_tokenizer, save_model
 
     num_threads = torch.get_num_threads()
     # Such small matrices gain little from a second thread, and on busy cores two threads spend minutes
@@ -75,15 +97,18 @@ def _build_model(model_dir: Path, seed: int, note: Callable[[str], None], recipe
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = build_model(recipe)
-            accuracy = warm_start(model, split(recipe.num_val_prompts)[0], recipe, seed)
+            said = teach(model)
     finally:
         torch.set_num_threads(num_threads)
     save_model(model, model_dir)
-    build_tokenizer(recipe).save_pretrained(model_dir)
-    note(f"embedded model ready, accuracy {accuracy:.2f}")
+    tokenizer = build_tokenizer(recipe)
+    tokenizer.chat_template = chat_template or tokenizer.chat_template
+    tokenizer.save_pretrained(model_dir)
+    return said
 
 
-def _task(entry: Path) -> EmbeddedTask:
+def paths(entry: Path) -> EmbeddedTask:
+    """The files of a cache entry."""
     return EmbeddedTask(entry / "model", entry / "train.parquet", entry / "val.parquet")
 
 

@@ -9,6 +9,7 @@ prompt then has right and wrong responses with sufficient probability.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,37 @@ def warm_start(
         f"in {recipe.max_steps} steps",
         fix="try another trainer.seed",
     )
+
+
+def imitate(
+    model: Any, games: Callable[[], list[list[tuple[str, bool]]]], num_steps: int, recipe: EmbeddedRecipe
+) -> float:
+    """Trains `model` in place on what a player wrote; returns the last loss, nats per token.
+
+    `games` returns a batch of them, each as parts of text: (text, whether the player wrote it). Each of the
+    player's parts is followed by the end of sequence.
+    """
+    ids = {token: index for index, token in enumerate(VOCABULARY)}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr)
+    warmup = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / recipe.warmup_steps))
+    model.train()
+    loss = torch.zeros(())
+    for _ in range(num_steps):
+        rows = [
+            [(ids[token], is_own) for text, is_own in game for token in ([*text, EOS] if is_own else text)]
+            for game in games()
+        ]
+        length = max(map(len, rows))
+        padded = torch.tensor([row + [(ids[PAD], False)] * (length - len(row)) for row in rows])
+        tokens, is_own = padded[..., 0], padded[:, 1:, 1].bool()
+        logits = model(tokens[:, :-1], use_cache=False).logits
+        loss = functional.cross_entropy(logits[is_own], tokens[:, 1:][is_own])
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        warmup.step()
+    model.eval()
+    return loss.item()
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ _SECRET_WORD = re.compile(
 #: Before `key`, `keys`, `token` and `tokens`: the name of a column, of a part of a text, or of a count.
 _PLAIN_WORD = re.compile(
     r"input|output|label|prompt|answer|question|response|messages?|image|column|data|fn|group|sort|primary|public"
-    r"|cache|bos|eos|pad|unk|sep|cls|mask|stop|start|end|special|added|extra|max|min|num|new|total"
+    r"|cache|bos|eos|pad|unk|sep|cls|mask|stop|start|end|special|added|extra|max|min|num|new|total|episode"
 )
 _SECRET_VALUE = re.compile(
     r"\b(?:hf|gh[a-z]|glpat|xox[a-z]|gsk|npm|pypi|nvapi|xai|r8|dop_v1|shpat|sk|rk|pk_live)[_-][A-Za-z0-9_-]{16,}"

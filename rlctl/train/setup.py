@@ -20,7 +20,7 @@ from rlctl.prepare.findings import placeholder_notes
 from rlctl.prepare.hub import local_files
 from rlctl.reward.build import build_reward
 from rlctl.spec.run_spec import RunSpec
-from rlctl.tiny.embedded import ensure_embedded
+from rlctl.tiny.game import embedded_task
 from rlctl.track.console import Startup
 from rlctl.track.rollouts import RolloutWriter
 from rlctl.track.run_dir import note_in_environment
@@ -172,9 +172,9 @@ def _sources(spec: RunSpec, ranks: Ranks) -> tuple[str, list[str], list[str]]:
         ranks.barrier()
         return model_directory(spec.model.path), *_files(spec)
     if ranks.is_main:
-        ensure_embedded(spec.trainer.seed)
+        embedded_task(spec)
     ranks.barrier()
-    task = ensure_embedded(spec.trainer.seed)
+    task = embedded_task(spec)
     train_files = spec.data.train_files or [str(task.train_file)]
     return str(task.model_dir), train_files, spec.data.val_files or [str(task.val_file)]
 

@@ -20,7 +20,7 @@ from rlctl.spec.base import seconds
 from rlctl.spec.load import RUN_SPEC_FILE, dump_spec, recorded_spec
 from rlctl.spec.model import EMBEDDED, NAMED_MODELS
 from rlctl.spec.run_spec import RunSpec
-from rlctl.tiny.embedded import ensure_embedded
+from rlctl.tiny.game import embedded_task
 from rlctl.track.console import Startup
 from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import claim_default_path, open_run_dir
@@ -119,7 +119,7 @@ def _run(
     on_second_signal: Callable[[int], None],
 ) -> int:
     if spec.is_embedded:
-        ensure_embedded(spec.trainer.seed, note=note)
+        embedded_task(spec, note)
     elif not under_torchrun():
         model_directory(spec.model.path)  # before the ranks start: their collectives would time out
     if spec.world_size > 1 and not under_torchrun():

@@ -50,8 +50,8 @@ def _step(actor: DeepSpeedEngine | DeepSpeedCritic, seed: int) -> None:
         take_step(actor, seed, 2)
         return
     share = ROWS // actor.ranks.world_size
-    batch = tiny_batch(tiny_model(), ROWS, seed=seed).pick(slice(actor.ranks.rank * share, None))
-    values = actor.values(batch.pick(slice(share)).inputs)
+    batch = tiny_batch(tiny_model(), ROWS, seed=seed).pick(list(range(actor.ranks.rank * share, ROWS)))
+    values = actor.values(batch.pick(list(range(share))).inputs)
     actor.backward((values - 1.0).square().sum(), last=True)
     actor.step(lr=1e-2)
 

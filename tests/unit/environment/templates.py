@@ -158,8 +158,8 @@ FAULTY: dict[str, tuple[str, str]] = {
         "end_of_turn",
         _each("<|im_start|>{{ m.role }}\n{{ m.content }}<|im_start|>end\n"),
     ),
-    "end of turn is text": ("end_is_text", _each("<|im_start|>{{ m.role }}\n{{ m.content }}<|eot|>\n")),
-    "the role's name is text": ("end_is_text", CHATML.replace("<|im_start|>", "<|role|>")),
+    "end of turn is text": ("marks_are_text", _each("<|im_start|>{{ m.role }}\n{{ m.content }}<|eot|>\n")),
+    "the role's name is text": ("marks_are_text", CHATML.replace("<|im_start|>", "<|role|>")),
     "no beginning of a reply": ("no_generation_prompt", "{% for m in messages %}" + _ONE + "{% endfor %}"),
     "always begins a reply": (
         "splits",

@@ -10,13 +10,16 @@ from hypothesis import strategies as st
 from rlctl.batch import Turn
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.schema import Message, Row
+from rlctl.environment.build import EpisodeSource
 from rlctl.evaluate.local_model import _batches, sample_responses
 from rlctl.evaluate.samples import as_samples
 from rlctl.rollout.protocol import Sampling
+from rlctl.spec.environment import EnvironmentSpec
 from rlctl.tiny.model import build_tokenizer
 from tests.unit.evaluate.runs import QUICK
 
 TOKENIZER = build_tokenizer(QUICK)
+SOURCE = EpisodeSource(EnvironmentSpec(), TOKENIZER, 256)
 
 
 class Recorder:
@@ -44,7 +47,7 @@ def numbers(count, n, *, batch_size=64, pairs=None):
     found = {}
     sampling = Sampling(max_response_length=3)
     for batch in sample_responses(
-        Recorder(), questions(count), pairs, sampling, TOKENIZER, seed=5, batch_size=batch_size
+        Recorder(), questions(count), pairs, sampling, SOURCE, seed=5, batch_size=batch_size
     ):
         assert not found.keys() & batch.keys()
         found |= batch
@@ -84,7 +87,7 @@ def test_samples_carry_what_graders_need():
     sampling = Sampling(max_response_length=1)
     responses = {}
     for batch in sample_responses(
-        Recorder(), asked, [(0, 0), (0, 1)], sampling, TOKENIZER, seed=1, batch_size=2
+        Recorder(), asked, [(0, 0), (0, 1)], sampling, SOURCE, seed=1, batch_size=2
     ):
         responses |= batch
     first, second = as_samples(asked.rows, asked.texts, responses)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlctl.batch import TokenLists, Turn
+from rlctl.batch import Turn
 from rlctl.errors import RunFailure
 from rlctl.rollout.engine_lock import EngineLock, LockedRollout
 from rlctl.rollout.protocol import Request, Sampling
@@ -85,17 +85,3 @@ def test_what_an_engine_returns_is_checked(turns: object, what: str) -> None:
     assert sampled([TURN], Sampling(3)) == [TURN]
     with pytest.raises(RunFailure, match=what):
         sampled(turns, Sampling(3))
-
-
-def test_a_token_outside_of_what_the_engine_kept_is_refused() -> None:
-    sampling = Sampling(3, with_kept=True)
-    with pytest.raises(RunFailure, match="no list for each of the 2 tokens in kept of turn 1"):
-        sampled([TURN], sampling)
-    for ids, is_fine in ([5, 7, 6], True), ([5, 7, 8], False):
-        kept = TokenLists(torch.tensor([2, 1], dtype=torch.int32), torch.tensor(ids, dtype=torch.int32))
-        turn = replace(TURN, kept=kept)
-        if is_fine:
-            assert sampled([turn], sampling) == [turn]
-        else:
-            with pytest.raises(RunFailure, match="token 6 was sampled"):
-                sampled([turn], sampling)

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rlctl.algos.metric_sums import Additive
 
-from rlctl.batch import Rollouts
+from rlctl.algos.sums import HostSums, Sums
+from rlctl.batch import Task, TokenBatch
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.values import ValueModule
+from rlctl.environment.single_turn import sample_episodes
 from rlctl.registry import ADVANTAGE_ESTIMATORS
 from rlctl.reward.build import build_reward
-from rlctl.reward.protocol import RewardResult
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Sampling
 from rlctl.spec.rollout import RewardSpec
 from rlctl.track.rollouts import RolloutWriter
 from rlctl.train.score_batch import kl_controller, with_advantages, with_kl_in_reward
-from rlctl.train.step_metrics import batch_sums
+from rlctl.train.step_metrics import token_sums
 from rlctl.train.update import update
 from tests.models import tiny_model
 from tests.other_device import DEVICE, Placed, other_device
-from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, random_model
+from tests.unit.rollout.test_hf_rollout import TEXTS, TOKENIZER, random_model
 from tests.unit.train.scored import ROWS, algorithm_of, scored_batch
 from tests.unit.train.updates import CASES, PlainEngine, settings_of, sizes_of
 
@@ -44,11 +43,9 @@ def move() -> Iterator[Move]:
 class OneRank(Ranks):
     """Refuses what NCCL refuses: tensors on the CPU."""
 
-    def to_host(self, record: Additive) -> Any:
-        sums, maxima = record.as_vectors()
-        assert isinstance(sums, Placed)
-        assert isinstance(maxima, Placed)
-        return super().to_host(record)
+    def to_host(self, sums: Sums) -> HostSums:
+        assert all(isinstance(value, Placed) for value in sums.values())
+        return super().to_host(sums)
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         assert isinstance(values, Placed)
@@ -87,10 +84,7 @@ def test_advantages_and_metrics(estimator: str, move: Move) -> None:
     scored, algorithm = move(scored_batch()), algorithm_of(estimator, use_kl_in_reward=True)
     scored, _, _ = with_kl_in_reward(scored, algorithm, kl_controller(algorithm), RANKS)
     batch = with_advantages(scored, algorithm, RANKS)
-    parts = {"a": torch.rand(ROWS), "b": torch.full((ROWS,), torch.nan)}
-    valid = torch.ones(ROWS, dtype=torch.bool)
-    graded = RewardResult(torch.rand(ROWS), valid, parts, errors_by_term={"a": 1})
-    assert RANKS.to_host(batch_sums(scored, batch, graded, 3, 3)).scores.count == ROWS - 1
+    assert RANKS.to_host(token_sums(batch))["reward.n"] == ROWS
 
 
 @pytest.mark.parametrize(
@@ -103,21 +97,26 @@ def test_sampling_scoring_grading_and_dumps(
 ) -> None:
     engine = HFRollout(random_model(1), TOKENIZER, DEVICE)
     sampling = Sampling(max_response_length=5, **options)
-    rollouts = engine.generate(make_prompts(), sampling, n=3, step_seed=1, num_groups_total=6)
-    assert isinstance(Rollouts.joined([rollouts, rollouts]).responses, Placed)
+    tasks = [Task(TOKENIZER(text)["input_ids"], text, group) for group, text in enumerate(TEXTS)]
+    episodes = sample_episodes(engine, tasks, 3, sampling, 1, TOKENIZER)
+    batch = TokenBatch.of(episodes, DEVICE)
+    assert isinstance(batch.token_ids, Placed)
     monkeypatch.setattr("rlctl.engine.log_probs.logits_at_once", lambda _: 40)
-    inputs = replace(rollouts.inputs, most_likely=rollouts.most_likely)
-    found = policy_output(PolicyModule(move(random_model(1)), 1.0), inputs, sum_pi_squared=True)
+    found = policy_output(PolicyModule(move(random_model(1)), 1.0), batch.inputs, sum_pi_squared=True)
     found.log_probs.sum().backward()
     assert isinstance(found.log_probs, Placed)
     critic = move(ValueModule(move(random_model(1))))
-    critic(rollouts.inputs).sum().backward()
+    critic(batch.inputs).sum().backward()
     reward = {"name": "exact", "overlong": {"buffer_length": 2}}
     built = build_reward(RewardSpec.model_validate(reward), max_response_length=5, device=DEVICE)
-    scores = built.score(rollouts).scores.to(DEVICE)
+    scores = built.score(episodes).scores.tolist()
     built.close()
-    writer = RolloutWriter(tmp_path, 6, exact_sampling=rollouts.kept is not None)
-    per_token = found.log_probs.detach(), torch.zeros_like(rollouts.rollout_log_probs), rollouts.response_mask
-    writer.add(1, rollouts, scores, scores.isfinite(), *per_token)
+    writer = RolloutWriter(tmp_path, 6, exact_sampling=batch.kept is not None)
+    columns = {
+        "training_log_probs": found.log_probs,
+        "rollout_is_weights": torch.zeros_like(batch.rollout_log_probs),
+        "keep_mask": torch.ones_like(batch.turns, dtype=torch.bool),
+    }
+    writer.add(1, episodes, scores, columns)
     writer.flush()
     assert list((tmp_path / "rollouts").glob("*.parquet"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlctl.batch import Rollouts
+from rlctl.batch import Task, Turn
 from rlctl.engine.deepspeed import FrozenPolicy
 from rlctl.engine.lora import adapter_parameters, add_lora, plain_weights
 from rlctl.engine.ranks import Ranks
@@ -22,16 +22,16 @@ from rlctl.spec.model import ALL_LINEAR
 from rlctl.train.loop import performance
 from rlctl.train.step_metrics import StepTimer
 from rlctl.train.sync import confirm_sync
-from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, random_model, take
+from tests.unit.rollout.test_hf_rollout import TEXTS, TOKENIZER, random_model
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 LORA = ("rollout.name=vllm", "model.lora_rank=2", "trainer.seed=3")
 
 
 class Prompts(tuple[int, ...]):
-    def prompts(self, places: list[int], group_ids: list[int]) -> Any:
-        del group_ids
-        return take(make_prompts(), places)
+    def tasks(self, places: list[int], group_ids: list[int]) -> list[Task]:
+        rows = zip(places, group_ids, strict=True)
+        return [Task(TOKENIZER(TEXTS[row])["input_ids"], TEXTS[row], group) for row, group in rows]
 
 
 def frozen(model: Any) -> FrozenPolicy:
@@ -72,6 +72,7 @@ def run_with(engine: HFRollout, *overrides: str, learnt: float) -> tuple[Any, Pl
         actor=SimpleNamespace(policy=lambda batch: SimpleNamespace(log_probs=policy.log_probs(batch))),
         base=frozen(random_model(1)),
         sequence=None,
+        tokenizer=TOKENIZER,
     )
     weights = [(weight.name, weight.value()) for weight in plain_weights(model)]
     return run, PlainWeights(weights)
@@ -105,23 +106,26 @@ def test_an_engine_with_other_weights_is_caught(engine: HFRollout) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda found: {"rollout_log_probs": found.rollout_log_probs.bfloat16()}, "type torch.bfloat16"),
-        (lambda found: {"rollout_log_probs": found.rollout_log_probs[:, :-1]}, r"rollout_log_probs of shape"),
-        (lambda found: {"response_mask": found.response_mask.long()}, "response_mask .* type torch.int64"),
-        (lambda found: {"response_mask": torch.zeros_like(found.response_mask)}, "sampled no token"),
+        (lambda turn: {"log_probs": turn.log_probs.bfloat16()}, "type torch.bfloat16"),
+        (lambda turn: {"log_probs": turn.log_probs[:-1]}, r"log_probs of turn 1 of shape"),
+        (lambda turn: {"token_ids": turn.token_ids.int()}, "token_ids .* type torch.int32"),
+        (lambda turn: {"finish_reason": "tired"}, "finish_reason 'tired' of turn 1"),
+        (
+            lambda turn: {name: getattr(turn, name)[:0] for name in ("token_ids", "log_probs", "versions")},
+            "sampled no token",
+        ),
     ],
-    ids=["half precision", "shorter", "numbers", "empty"],
+    ids=["half precision", "shorter", "narrow tokens", "unknown reason", "empty"],
 )
 def test_what_an_engine_returns_is_checked(
     engine: HFRollout, monkeypatch: pytest.MonkeyPatch, change: Any, words: str
 ) -> None:
     run, _ = run_with(engine, learnt=0.0)
-    generate = engine.generate
+    sample = engine.sample
 
-    def changed(*arguments: Any, **options: Any) -> Rollouts:
-        found = generate(*arguments, **options)
-        return replace(found, **change(found))
+    def changed(*arguments: Any) -> list[Turn]:
+        return [replace(turn, **change(turn)) for turn in sample(*arguments)]
 
-    monkeypatch.setattr(engine, "generate", changed)
+    monkeypatch.setattr(engine, "sample", changed)
     with pytest.raises(RunFailure, match=words):
         confirm_sync(run, 1)

@@ -213,8 +213,9 @@ def settings_of(
 def batch_of(model, rows: int = ROWS, seed: int = 3) -> TokenBatch:
     """Old and reference policy are each a little away from the model's own; every row is its own group."""
     batch = tiny_batch(model, rows, seed=seed, horizon=HORIZON, gap=0.3)
-    noise = torch.randn(len(batch.old_log_probs), generator=torch.Generator().manual_seed(1000 + seed))
-    return replace(batch, ref_log_probs=batch.old_log_probs + 0.3 * noise)
+    noise = torch.randn(rows, HORIZON, generator=torch.Generator().manual_seed(1000 + seed))
+    sampled = torch.arange(HORIZON) < batch.units.episode.lengths[:, None]
+    return replace(batch, ref_log_probs=batch.old_log_probs + 0.3 * noise[sampled])
 
 
 def by_row(batch: TokenBatch, column: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -298,13 +299,11 @@ def one_update(ranks: Ranks, name: str, micro: Micro, stage: int = 0, dtype: tor
         case.correction, epochs=case.epochs, mini_rows=mini, **sizes_of(micro), **case.options
     )
     outcome = update(batch, actor, ranks, settings, lambda number: 2e-3 * (number + 1), 0)
+    seen = outcome.seen
     return {
         "metrics": outcome.metrics,
         "num_updates": outcome.num_updates,
         "rows": mine,
-        "seen": [
-            by_row(batch, x)
-            for x in (outcome.seen.training_log_probs, outcome.seen.weights, outcome.seen.keep)
-        ],
+        "seen": [by_row(batch, getattr(seen, name)) for name in ("training_log_probs", "weights", "keep")],
         "weights": {n: t.detach().float().clone() for n, t in actor.weights()},
     }

@@ -1,0 +1,182 @@
+"""Audits what a chat template makes of several turns: is its prefix kept, and what is trained on?"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Literal
+
+import torch
+
+from rlctl.batch import Sequence as TokenSequence
+from rlctl.batch import Task, Turn
+from rlctl.environment.conversation import Conversation
+from rlctl.environment.recording import Recorder
+from rlctl.environment.renderer import Renderer
+from rlctl.errors import UsageError
+from rlctl.rollout.ends import unknown_end
+
+#: Kind of a piece of a sequence.
+Kind = Literal["prompt", "sampled", "observation"]
+
+_ASKED, _SAID, _HEARD = "How much is 2 + 2?", "I think\nfour.", 'Say "4" & <b>\nélan'
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add_numbers",
+        "description": "Adds two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer", "description": "a"}}},
+    },
+}
+_CALL = '<tool_call>{"name": "add_numbers", "arguments": {"a": 2}}</tool_call>'
+_THOUGHT = "<think>\nLet me see.\n</think>\n\n"
+#: What happens between two turns of the policy → its first reply, the role of the message after it.
+_SCENES = {
+    "a message of the user": (_SAID, "user"),
+    "output of a tool": (_CALL, "tool"),
+    "thoughts, then output of a tool": (_THOUGHT + _CALL, "tool"),
+    "thoughts, then a message of the user": (_THOUGHT + _SAID, "user"),
+}
+_MARK = re.compile(r"<[|｜][^<>|｜\s]+[|｜]>")
+
+
+@dataclass(frozen=True, slots=True)
+class AuditFinding:
+    """A fault that the audit found."""
+
+    name: str
+    severity: Literal["warning", "critical"]
+    what: str
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Two turns of the policy, and what came between them."""
+
+    name: str
+    num_sequences: int
+    pieces: list[tuple[str, Kind]]  # the text of its sequences
+
+
+@dataclass(slots=True)
+class TemplateAudit:
+    """What a template makes of several turns."""
+
+    scenes: list[Scene] = field(default_factory=list)
+    findings: list[AuditFinding] = field(default_factory=list)
+
+    def add(self, name: str, severity: Literal["warning", "critical"], what: str, fix: str = "") -> None:
+        """Appends a finding."""
+        self.findings.append(AuditFinding(name, severity, what, fix))
+
+
+def audit_template(
+    tokenizer: Any, ends: Sequence[int], kwargs: Mapping[str, Any] | None = None
+) -> TemplateAudit:
+    """Plays conversations of two turns through the code that training uses.
+
+    Args:
+        ends: tokens that end a turn; the first one is sampled.
+        kwargs: further arguments of the chat template.
+    """
+    found, renderer = TemplateAudit(), Renderer(tokenizer, kwargs)
+    try:
+        _check_texts(found, renderer, ends)
+        for name, (said, role) in _SCENES.items():
+            _play(found, renderer, ends[0], name, said, role)
+    except UsageError as error:
+        found.add("refuses_turns", "critical", error.what, "an episode of one turn is all that it supports")
+    return found
+
+
+def _check_texts(found: TemplateAudit, renderer: Renderer, ends: Sequence[int]) -> None:
+    """Checks renderings."""
+    tokenizer, asked = renderer.tokenizer, [{"role": "user", "content": _ASKED}]
+    start = renderer.text(asked)
+    ids = renderer.encode(start)
+    if not tokenizer.chat_template:
+        what = "the model has no chat template: messages follow each other without roles"
+        found.add("no_template", "warning", what, "set chat_template in tokenizer_config.json")
+    elif renderer.tool_role == "user":
+        what = "the template does not show messages of tools: their output is shown as messages of the user"
+        found.add("no_tool_role", "warning", what)
+    if len({renderer.text(asked) for _ in range(8)}) > 1 or "strftime_now" in str(tokenizer.chat_template):
+        what = "the template writes another text each time, such as the date"
+        found.add("changing", "critical", what, "give it a constant by data.chat_template_kwargs")
+    if len(ids) > 1 and ids[:2] == [tokenizer.bos_token_id] * 2:
+        found.add("two_starts", "critical", "a conversation begins with two start tokens", "remove one")
+    if "add_numbers" not in renderer.text(asked, [_TOOL]):
+        what = "the template reads `tools` but does not show them: the policy cannot know them"
+        found.add("tools_unseen", "critical", what, "correct the template")
+    now = renderer.text([*asked, {"role": "assistant", "content": _SAID}, *asked])
+    if _SAID not in now:
+        found.add("reply_unseen", "critical", "the template changes or hides earlier replies")
+    elif now.startswith(start) and not now[len(start) :].lstrip().startswith(_SAID):
+        what = f"the template writes {now[len(start) :].partition(_SAID)[0]!r} before a reply, "
+        what += "but not where the policy is to speak"
+        found.add("no_generation_prompt", "critical", what, "let it heed add_generation_prompt")
+    if token := unknown_end(tokenizer, ends):
+        what = f"the template ends a reply with {token}, which does not end a turn of the policy"
+        found.add("end_of_turn", "critical", what, "name it in eos_token_id of generation_config.json")
+    known = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    if texts := sorted(set(_MARK.findall(now)) - known):
+        what = f"the tokenizer reads {', '.join(texts)} of the template as plain text, not as a token"
+        found.add("marks_are_text", "warning", what, "add the tokens, or correct the template")
+
+
+def _play(found: TemplateAudit, renderer: Renderer, end: int, name: str, said: str, role: str) -> None:
+    """Plays one scene."""
+    sampler, asked = _Sampler([[*renderer.encode(text), end] for text in (said, "4")]), _ASKED
+    messages = ({"role": "user", "content": asked},)
+    task = Task(renderer.encode(renderer.text(messages)), asked, messages=messages)
+
+    async def play() -> None:
+        conversation = Conversation(renderer, sampler, task, [_TOOL])
+        await conversation.reply()
+        conversation.add(renderer.tool_role if role == "tool" else role, _HEARD)
+        await conversation.reply()
+
+    asyncio.run(play())
+    sequences = sampler.recorder.sequences()
+    found.scenes.append(Scene(name, len(sequences), [*_pieces(renderer.tokenizer, sequences)]))
+    has_thoughts, names = said.startswith(_THOUGHT), {finding.name for finding in found.findings}
+    if len(sequences) > 1 and not (has_thoughts and (role == "user" or "splits" in names)):
+        what = f"after {name} the template does not keep what was read and sampled: "
+        what += f"{len(sequences)} turns become {len(sequences)} sequences, which cost more to train on"
+        found.add("splits_thoughts" if has_thoughts else "splits", "warning", what)
+    heard = renderer.tokenizer.decode(sampler.read)
+    if _HEARD not in heard and "observation_changed" not in names:
+        found.add("observation_changed", "critical", f"after {name} the policy does not read it as it is")
+
+
+class _Sampler:
+    """Samples the turns of a list.
+
+    Attributes:
+        read: what the last turn read.
+    """
+
+    def __init__(self, turns: list[list[int]]) -> None:
+        self.recorder, self._turns = Recorder(), turns
+        self.read: list[int] = []
+
+    async def sample(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Turn:
+        self.read = list(token_ids)
+        ids = torch.tensor(self._turns[self.recorder.num_turns])
+        turn = Turn(ids, torch.zeros(len(ids)), torch.zeros_like(ids), "stop")
+        self.recorder.add(token_ids, turn)
+        return turn
+
+
+def _pieces(tokenizer: Any, sequences: Sequence[TokenSequence]) -> Iterator[tuple[str, Kind]]:
+    """The text of the sequences, by kind."""
+    for sequence in sequences:
+        kind: Kind = "prompt"
+        tokens = zip(sequence.token_ids.tolist(), sequence.sampled.tolist(), strict=True)
+        for is_sampled, run in groupby(tokens, key=lambda pair: pair[1]):
+            kind = "sampled" if is_sampled else "prompt" if kind == "prompt" else "observation"
+            yield tokenizer.decode([token for token, _ in run]), kind

@@ -1,0 +1,131 @@
+"""Dealing to ranks: every episode once, equal numbers of tokens, the update of one rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlctl.train.deal import LARGEST, Dealt, assigned
+from tests.episodes import same
+from tests.processes import on_ranks_each
+from tests.unit.train import deal_jobs
+from tests.unit.train.deal_jobs import GROUPS, LAYOUTS, MEMBERS, PER_MINI, sampled_batch
+
+COUNT = GROUPS * MEMBERS
+
+
+def episode(mini: int, group: int, member: int, tokens: int, prompt: int) -> Dealt:
+    return Dealt(mini, group, member, 0, tokens, prompt, tokens - prompt, 1, member)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 60), st.lists(st.integers(1, 90), min_size=1, max_size=5)), max_size=12
+    ),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.randoms(use_true_random=False),
+)
+def test_every_rank_computes_the_same_assignment(
+    groups: list[tuple[int, list[int]]], per_mini: int, parts: int, draw
+) -> None:
+    """Whoever sampled the episodes; and greedy dealing is within one episode of equal."""
+    every = [
+        episode(group // per_mini, group, member, prompt + length, prompt)
+        for group, (prompt, lengths) in enumerate(groups)
+        for member, length in enumerate(lengths)
+    ]
+    found = dict(zip([(one.group, one.member) for one in every], assigned(every, parts), strict=True))
+    shuffled = draw.sample(every, len(every))
+    again = zip([(one.group, one.member) for one in shuffled], assigned(shuffled, parts), strict=True)
+    assert dict(again) == found
+    assert set(found.values()) <= set(range(parts))
+    for mini in {one.mini for one in every}:
+        some = [one for one in every if one.mini == mini]
+        loads = [sum(x.tokens for x in some if found[x.group, x.member] == part) for part in range(parts)]
+        sizes = {x.group: 0 for x in some}
+        for one in some:
+            sizes[one.group] += one.tokens
+        assert max(loads) - min(loads) <= max(sizes.values())
+
+
+PLAN = {2: [(layout, size) for layout in LAYOUTS for size in (1, 2)]}
+PLAN[4] = [(layout, size) for layout in LAYOUTS for size in (1, 2, 4)]
+CASES = [(count, *case) for count, cases in PLAN.items() for case in cases]
+
+
+@pytest.fixture(scope="module")
+def dealt(tmp_path_factory: pytest.TempPathFactory):
+    where = tmp_path_factory.mktemp("deal")
+    return {n: on_ranks_each(n, deal_jobs.dealt, plan, where=where) for n, plan in PLAN.items()}
+
+
+@pytest.mark.parametrize(("count", "layout", "group_size"), CASES)
+def test_every_episode_is_trained_on_once(dealt, count: int, layout: str, group_size: int) -> None:
+    """With all of its columns; ranks of a sequence-parallel group get the same."""
+    whole, parts = sampled_batch(), dealt[count][layout, group_size]
+    for rank, part in enumerate(parts):
+        assert same(part, parts[rank - rank % group_size])
+        keys = list(zip(part.group_ids.tolist(), part.members.tolist(), strict=True))
+        assert keys == sorted(keys)
+        assert same(part, whole.pick([group * MEMBERS + member for group, member in keys]))
+    found = [int(g) * MEMBERS + int(m) for p in parts[::group_size] for g, m in zip(p.group_ids, p.members)]
+    assert sorted(found) == list(range(COUNT))
+
+
+@pytest.mark.parametrize(("count", "layout", "group_size"), CASES)
+def test_ranks_have_equal_numbers_of_tokens(dealt, count: int, layout: str, group_size: int) -> None:
+    """In every mini-batch of at least 16 episodes a rank, though lengths go by prompt."""
+    parts = dealt[count][layout, group_size][::group_size]
+    per_mini = PER_MINI * MEMBERS
+    for mini in range(COUNT // per_mini if per_mini >= 8 * len(parts) else 0):
+        loads = []
+        for part in parts:
+            chosen = (part.group_ids // PER_MINI == mini).nonzero().squeeze(1)
+            loads.append(int(part.pick(chosen).lengths.sum()))
+        assert max(loads) / (sum(loads) / len(loads)) < (LARGEST if len(parts) < 4 else 1.1)
+
+
+# --- the update ----------------------------------------------------------------------------------------
+
+#: Case, size of a micro-batch, prompts per mini-batch, ZeRO stage, kept sets, layout, dealt or as it lies.
+UPDATES = [
+    ("decoupled clip", 4, 8, 0, True, "blocks", True),
+    ("survivors", "30 tokens", 8, 2, True, "one rank", True),
+    ("centered weights", 3, 8, 0, False, "one rank", True),
+    # Mini-batches of one episode: the other ranks have none.
+    ("decoupled clip", 4, 1, 0, False, "blocks", True),
+    ("no settling", 4, 1, 3, False, "blocks", True),
+    # One rank makes all passes, the others idle ones.
+    ("survivors, all terms", 4, 16, 0, False, "one rank", False),
+    ("survivors, all terms", "30 tokens", 16, 2, True, "one rank", False),
+    ("survivors, all terms", "30 tokens", 16, 3, True, "one rank", False),
+    ("centered weights, all terms", 3, 8, 0, False, "one rank", False),
+    ("zero advantages, two steps", 2, 8, 3, False, "one rank", False),
+]
+
+
+@pytest.fixture(scope="module")
+def updates(tmp_path_factory: pytest.TempPathFactory):
+    where = tmp_path_factory.mktemp("updates")
+    plans = {1: UPDATES, 2: UPDATES, 4: UPDATES[:2]}
+    return {n: on_ranks_each(n, deal_jobs.updated, plan, where=where) for n, plan in plans.items()}
+
+
+@pytest.mark.parametrize(
+    ("count", "case"), [(2, case) for case in UPDATES] + [(4, case) for case in UPDATES[:2]]
+)
+def test_the_update_is_that_of_one_rank(updates, count: int, case: tuple) -> None:
+    [alone], results = updates[1][case], updates[count][case]
+    assert sorted(sum((found["episodes"] for found in results), [])) == alone["episodes"]
+    sizes = [len(found["episodes"]) for found in results]
+    assert (min(sizes) > 0) == (case[-1] and case[2] > 1)
+    for found in results:
+        assert found["metrics"].keys() == alone["metrics"].keys()
+        for key, value in alone["metrics"].items():
+            assert found["metrics"][key] == pytest.approx(value, rel=2e-4, abs=2e-6), key
+        for name, tensor in alone["weights"].items():
+            torch.testing.assert_close(found["weights"][name], tensor, rtol=0, atol=3e-5)

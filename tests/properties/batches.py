@@ -78,15 +78,12 @@ def make_batch(
     return Batch(train[mask], rollout[mask], unit, unit.spread(torch.randn(rows, generator=generator)))
 
 
-<<<<<<< HEAD
 def by_response(unit: Segments, *columns: Tensor) -> list[tuple[list[Any], ...]]:
     """For each response, the numbers of each column as a list."""
     parts = [column.split(unit.lengths.tolist()) for column in columns]
     return [tuple(part.tolist() for part in each) for each in zip(*parts, strict=True)]
 
 
-def loss_rule(name: str, *rest: Any, **numbers: object) -> LossRule:
-=======
 def example_params(name: str) -> Any:
     """Parameters of a loss with their defaults, or the first example for required ones; None: it has none."""
     params = POLICY_LOSSES.part(name).params
@@ -95,8 +92,7 @@ def example_params(name: str) -> Any:
     return params(**examples) if params else None
 
 
-def loss_rule(name: str, *rest: Tensor, **numbers: object) -> LossRule:
->>>>>>> cli
+def loss_rule(name: str, *rest: Any, **numbers: object) -> LossRule:
     """A loss with the examples of its parameters; `rest` as `WholeBatch.of`: what it reads of the batch."""
     rule = LossRule(name, params=example_params(name), **numbers)
     return WholeBatch.of(*rest).with_statistics(rule) if rest else rule

@@ -209,10 +209,10 @@ def _print(console: Console, audit: EnvironmentAudit, template: TemplateAudit | 
         console.print(Text.assemble("\n", *legend, ": only sampled tokens are trained on"))
     findings = [*audit.findings, *(template.findings if template else [])]
     console.print(end="\n")
-    for one in findings:
-        label = (f"{one.severity}: ", _STYLES[one.severity])
-        console.print(Text.assemble(label, (one.name, "bold"), "  ", visible(one.what)), soft_wrap=True)
-        if one.fix:
-            console.print(Text(f"  fix  {visible(one.fix)}", style="cyan"), soft_wrap=True)
+    for found in findings:
+        label = (f"{found.severity}: ", _STYLES[found.severity])
+        console.print(Text.assemble(label, (found.name, "bold"), "  ", visible(found.what)), soft_wrap=True)
+        if found.fix:
+            console.print(Text(f"  fix  {visible(found.fix)}", style="cyan"), soft_wrap=True)
     if not findings:
         console.print("nothing found")

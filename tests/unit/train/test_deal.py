@@ -72,7 +72,7 @@ def test_every_episode_is_trained_on_once(dealt, count: int, layout: str, group_
         keys = list(zip(part.group_ids.tolist(), part.members.tolist(), strict=True))
         assert keys == sorted(keys)
         assert same(part, whole.pick([group * MEMBERS + member for group, member in keys]))
-    found = [int(g) * MEMBERS + int(m) for p in parts[::group_size] for g, m in zip(p.group_ids, p.members, strict=True)]
+    found = [int(place) for p in parts[::group_size] for place in p.group_ids * MEMBERS + p.members]
     assert sorted(found) == list(range(COUNT))
 
 

@@ -22,7 +22,9 @@ def episode(mini: int, group: int, member: int, tokens: int, prompt: int) -> Dea
 
 @settings(max_examples=50, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(1, 60), st.lists(st.integers(1, 90), min_size=1, max_size=5)), max_size=12),
+    st.lists(
+        st.tuples(st.integers(1, 60), st.lists(st.integers(1, 90), min_size=1, max_size=5)), max_size=12
+    ),
     st.integers(1, 4),
     st.integers(1, 5),
     st.randoms(use_true_random=False),
@@ -121,6 +123,7 @@ def test_the_update_is_that_of_one_rank(updates, count: int, case: tuple) -> Non
     assert sorted(sum((found["episodes"] for found in results), [])) == alone["episodes"]
     sizes = [len(found["episodes"]) for found in results]
     assert (min(sizes) > 0) == (case[-1] and case[2] > 1)
+    assert alone["metrics"]["num_updates"] > 0
     for found in results:
         assert found["metrics"].keys() == alone["metrics"].keys()
         for key, value in alone["metrics"].items():

@@ -11,10 +11,10 @@ import torch
 
 from rlctl.algos.sums import HostSums, Sums
 from rlctl.batch import Task, TokenBatch
-from rlctl.environment.single_turn import sample_episodes
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.values import ValueModule
+from rlctl.environment.single_turn import sample_episodes
 from rlctl.registry import ADVANTAGE_ESTIMATORS
 from rlctl.reward.build import build_reward
 from rlctl.rollout.hf import HFRollout

@@ -66,10 +66,11 @@ CUTS = {
     "mixed": [(2,), (1,), (1, 3), (), ()],
 }
 KL = {"entropy_coeff": 0.1, "kl_loss_type": "sequence", "kl_loss_coef": 0.5}
+OF_TOKENS = {"dialect": "verl", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.75_1.3"}
 #: Fields of `rollout_correction`, and further arguments of `settings_of`.
 CASES = {
-    "token": (DECOUPLED | CLIP | RS | {"rollout_is": "token"}, {}),
-    "turn": (DECOUPLED | CLIP | RS | {"rollout_is": "turn"}, {}),
+    "token": (DECOUPLED | CLIP | OF_TOKENS | {"rollout_is": "token"}, {}),
+    "turn": (DECOUPLED | CLIP | {"rollout_is": "turn"}, {}),
     "prefix": (DECOUPLED | CLIP | {"rollout_is": "prefix"}, {}),
     "episode": (BYPASS | REINFORCE | RS | {"rollout_is": "sequence"}, {}),
     "after rejection": (

@@ -223,7 +223,6 @@ def by_row(batch: TokenBatch, column: torch.Tensor) -> Sequence[torch.Tensor]:
     return column.split(batch.units.episode.lengths.tolist())
 
 
-
 class PlainEngine:
     """A `TrainEngine` of plain torch and SGD, which keeps the gradient of its last step."""
 

@@ -123,6 +123,7 @@ def test_the_update_is_that_of_one_rank(updates, count: int, case: tuple) -> Non
     assert sorted(episode for found in results for episode in found["episodes"]) == alone["episodes"]
     sizes = [len(found["episodes"]) for found in results]
     assert (min(sizes) > 0) == (case[-1] and case[2] > 1)
+    assert alone["metrics"]["num_updates"] > 0
     for found in results:
         assert found["metrics"].keys() == alone["metrics"].keys()
         for key, value in alone["metrics"].items():

@@ -209,10 +209,12 @@ def _print(console: Console, audit: EnvironmentAudit, template: TemplateAudit | 
         console.print(Text.assemble("\n", *legend, ": only sampled tokens are trained on"))
     findings = [*audit.findings, *(template.findings if template else [])]
     console.print(end="\n")
-    for one in findings:
-        label = (f"{one.severity}: ", _STYLES[one.severity])
-        console.print(Text.assemble(label, (one.name, "bold"), "  ", visible(one.what)), soft_wrap=True)
-        if one.fix:
-            console.print(Text(f"  fix  {visible(one.fix)}", style="cyan"), soft_wrap=True)
+    for finding in findings:
+        label = (f"{finding.severity}: ", _STYLES[finding.severity])
+        console.print(
+            Text.assemble(label, (finding.name, "bold"), "  ", visible(finding.what)), soft_wrap=True
+        )
+        if finding.fix:
+            console.print(Text(f"  fix  {visible(finding.fix)}", style="cyan"), soft_wrap=True)
     if not findings:
         console.print("nothing found")

@@ -209,13 +209,6 @@ def _print(console: Console, audit: EnvironmentAudit, template: TemplateAudit | 
         console.print(Text.assemble("\n", *legend, ": only sampled tokens are trained on"))
     findings = [*audit.findings, *(template.findings if template else [])]
     console.print(end="\n")
-<<<<<<< HEAD
-    for found in findings:
-        label = (f"{found.severity}: ", _STYLES[found.severity])
-        console.print(Text.assemble(label, (found.name, "bold"), "  ", visible(found.what)), soft_wrap=True)
-        if found.fix:
-            console.print(Text(f"  fix  {visible(found.fix)}", style="cyan"), soft_wrap=True)
-=======
     for finding in findings:
         label = (f"{finding.severity}: ", _STYLES[finding.severity])
         console.print(
@@ -223,6 +216,5 @@ def _print(console: Console, audit: EnvironmentAudit, template: TemplateAudit | 
         )
         if finding.fix:
             console.print(Text(f"  fix  {visible(finding.fix)}", style="cyan"), soft_wrap=True)
->>>>>>> e1
     if not findings:
         console.print("nothing found")

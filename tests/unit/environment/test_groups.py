@@ -14,7 +14,7 @@ from rlctl.batch import Episode, Task
 from rlctl.engine.ranks import Ranks
 from rlctl.environment.build import EpisodeSource
 from rlctl.environment.protocol import EnvironmentFault, Outcome, Sampler
-from rlctl.errors import RunFailure, SpecError
+from rlctl.errors import RunFailure, SpecError, UsageError
 from rlctl.metric_names import describe
 from rlctl.reward.build import Reward
 from rlctl.reward.protocol import RewardResult, Scorer
@@ -240,5 +240,5 @@ def test_names_in_the_data_are_checked_before_anything_is_sampled() -> None:
 
     source = EpisodeSource(EnvironmentSpec(name="a.py:A", others=["b.py:B"]), None, 10)
     source.check([task_of(0), task_of(1, environment="b.py:B")])
-    with pytest.raises(UsageError, match="row 2 of the data chooses the environment '/tmp/evil.py:E'"):
+    with pytest.raises(UsageError, match=r"row 2 of the data chooses the environment '/tmp/evil.py:E'"):
         source.check([task_of(2, environment="/tmp/evil.py:E")])

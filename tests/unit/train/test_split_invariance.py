@@ -7,6 +7,7 @@ context, which is not sampled then.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def episode(member: int, cuts: tuple[int, ...]) -> Episode:
     tokens, turns = torch.cat(ids), torch.cat(turn_of)
     bounds = [0, *cuts, len(sizes)]
     sequences = []
-    for first, end in zip(bounds, bounds[1:], strict=False):
+    for first, end in pairwise(bounds):
         length = int(((turns >= 0) & (turns < end)).nonzero().max()) + 1
         sampled = (turns[:length] >= first) & (turns[:length] >= 0)
         own = turns[:length][sampled]

@@ -68,8 +68,7 @@ def build(
     total_steps = num_batches(spec, len(train_prompts))
     episodes = EpisodeSource.of(spec, tokenizer)
     stack.callback(episodes.close)
-    for each in filter(None, (train_prompts, val_prompts)):
-        episodes.check(each.tasks(range(len(each)), range(len(each))))
+    episodes.check(task for each in filter(None, prompts.values()) for task in each.all_tasks())
     stream = _stream(spec, ranks, train_prompts, models, episodes, total_steps, stack)
     if resume:
         restored = restore(spec, models, stream, run_dir, ranks)

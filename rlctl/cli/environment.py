@@ -145,7 +145,7 @@ def _tasks(spec: RunSpec, tokenizer: Any, data: list[str] | None) -> list[Task]:
             filter_overlong=True,
             chat_template_kwargs=spec.data.chat_template_kwargs,
         )
-        return prompts.tasks(range(len(prompts)), range(len(prompts)))
+        return prompts.all_tasks()
     renderer = Renderer(tokenizer, spec.data.chat_template_kwargs)
     messages = ({"role": "user", "content": "Begin."},)
     text = renderer.text(messages)

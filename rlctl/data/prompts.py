@@ -215,6 +215,10 @@ class PromptDataset:
             for index, group_id in zip(indices, group_ids, strict=True)
         ]
 
+    def all_tasks(self) -> list[Task]:
+        """All prompts, each as a group of its own."""
+        return self.tasks(range(len(self)), range(len(self)))
+
 
 @lru_cache(maxsize=2)
 def _permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:

@@ -66,7 +66,8 @@ def build(
     changes = check_rows(spec, prompts, run_dir, ranks)
     train_prompts.check_batch_size(spec.data.train_batch_size)
     total_steps = num_batches(spec, len(train_prompts))
-    episodes = _episodes(spec, tokenizer, [each for each in prompts.values() if each], stack)
+    episodes = stack.enter_context(contextlib.closing(EpisodeSource.of(spec, tokenizer)))
+    episodes.check(task for each in filter(None, prompts.values()) for task in each.all_tasks())
     stream = _stream(spec, ranks, train_prompts, models, episodes, total_steps, stack)
     if resume:
         restored = restore(spec, models, stream, run_dir, ranks)
@@ -136,17 +137,6 @@ def build(
         tracker.note(f"warning: {note} than without the interruption")
     confirm_sync(run, run.start_step)
     return run
-
-
-def _episodes(
-    spec: RunSpec, tokenizer: Any, prompts: list[PromptDataset], stack: contextlib.ExitStack
-) -> EpisodeSource:
-    """The source of episodes; refuses rows that choose an environment which the spec does not name."""
-    episodes = EpisodeSource.of(spec, tokenizer)
-    stack.callback(episodes.close)
-    for each in prompts:
-        episodes.check(each.tasks(range(len(each)), range(len(each))))
-    return episodes
 
 
 def _stream(

@@ -235,10 +235,8 @@ def test_an_episode_without_a_turn_can_be_counted() -> None:
 
 
 def test_names_in_the_data_are_checked_before_anything_is_sampled() -> None:
-    from rlctl.environment.build import EpisodeSource
-    from rlctl.spec.environment import EnvironmentSpec
-
-    source = EpisodeSource(EnvironmentSpec(name="a.py:A", others=["b.py:B"]), None, 10)
+    spec = EnvironmentSpec.model_construct(name="a.py:A", others=["b.py:B"])
+    source = EpisodeSource(spec, None, 10)
     source.check([task_of(0), task_of(1, environment="b.py:B")])
     with pytest.raises(UsageError, match=r"row 2 of the data chooses the environment '/tmp/evil.py:E'"):
         source.check([task_of(2, environment="/tmp/evil.py:E")])

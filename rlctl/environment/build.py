@@ -108,9 +108,7 @@ class EpisodeSource:
     @classmethod
     def of(cls, spec: RunSpec, tokenizer: Any) -> EpisodeSource:
         """The environments of a run's spec."""
-        lengths = spec.data.max_prompt_length + spec.data.max_response_length
-        length = spec.environment.context_length or lengths
-        return cls(spec.environment, tokenizer, length, spec.data.chat_template_kwargs)
+        return cls(spec.environment, tokenizer, spec.max_length, spec.data.chat_template_kwargs)
 
     def sample(
         self,

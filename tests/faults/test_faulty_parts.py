@@ -37,12 +37,12 @@ FAULTY = {
         ["actor.use_kl_loss=true", "actor.kl_loss_type=FILE:part"],
         ["KL estimator", "FILE:part has no gradient", "without detach()"],
     ),
-    "an engine that samples one response": (
+    "an engine that samples without settings": (
         "class part:\n    def __init__(self, context): pass\n    def close(self): pass\n"
         "    def sync_weights(self, *arguments, **options): pass\n"
-        "    def generate(self, prompts, sampling, *, step_seed, num_groups_total): pass",
+        "    def sample(self, requests): pass",
         ["rollout.name=FILE:part"],
-        ["generate: got an unexpected keyword argument 'n'", "def generate(self, prompts, sampling, *, n,"],
+        ["sample: too many positional arguments", "def sample(self, requests, sampling"],
     ),
     "a loss without gradient": (
         "def part(rule, inputs): return TokenLoss((-inputs.advantages * inputs.log_probs).detach())",

@@ -131,25 +131,19 @@ def _model(spec: RunSpec, model: str | None) -> tuple[Any, list[int]]:
 
 
 def _tasks(spec: RunSpec, tokenizer: Any, data: list[str] | None) -> list[Task]:
-    from rlctl.batch import Task
     from rlctl.data.prompts import PromptDataset
     from rlctl.data.read import load_rows
-    from rlctl.environment.renderer import Renderer
+    from rlctl.data.schema import Message, Row
 
-    if data:
-        rows = load_rows(data, continue_final_message=spec.data.continue_final_message)
-        prompts = PromptDataset(
-            rows,
-            tokenizer,
-            max_prompt_length=_CONTEXT_LENGTH,
-            filter_overlong=True,
-            chat_template_kwargs=spec.data.chat_template_kwargs,
-        )
-        return prompts.all_tasks()
-    renderer = Renderer(tokenizer, spec.data.chat_template_kwargs)
-    messages = ({"role": "user", "content": "Begin."},)
-    text = renderer.text(messages)
-    return [Task(renderer.encode(text), text, messages=messages)]
+    continues = spec.data.continue_final_message
+    rows = load_rows(data, continue_final_message=continues) if data else None
+    return PromptDataset(
+        rows or [Row("", (Message("user", "Begin."),), "")],
+        tokenizer,
+        max_prompt_length=_CONTEXT_LENGTH,
+        filter_overlong=True,
+        chat_template_kwargs=spec.data.chat_template_kwargs,
+    ).all_tasks()
 
 
 def _document(audit: EnvironmentAudit, template: TemplateAudit | None) -> dict[str, Any]:

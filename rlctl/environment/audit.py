@@ -22,7 +22,7 @@ from rlctl.batch import Episode, Task, Turn
 from rlctl.environment.build import build_environment
 from rlctl.environment.protocol import EnvironmentContext
 from rlctl.environment.run_episodes import run_episodes
-from rlctl.environment.template_audit import AuditFinding
+from rlctl.environment.template_audit import Findings
 from rlctl.rollout.protocol import Request, Sampling
 
 if TYPE_CHECKING:
@@ -57,17 +57,12 @@ class Played:
         return fmean(episode.metrics.get(metric, 0.0) for episode in self.episodes)
 
 
-@dataclass(slots=True)
-class EnvironmentAudit:
-    """What an audit found."""
+@dataclass
+class EnvironmentAudit(Findings):
+    """How an environment was played."""
 
     tools: list[Mapping[str, Any]]
     played: list[Played] = field(default_factory=list)
-    findings: list[AuditFinding] = field(default_factory=list)
-
-    def add(self, name: str, severity: Literal["warning", "critical"], what: str, fix: str = "") -> None:
-        """Appends a finding."""
-        self.findings.append(AuditFinding(name, severity, what, fix))
 
 
 def audit_environment(

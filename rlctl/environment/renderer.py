@@ -155,9 +155,9 @@ class Renderer:
             return ids[1:] if ids[:1] == [after] else self.encode(text)
         ids, plain = [], {private: special for special, private in self._special.items()}
         for part in filter(None, re.split(f"([{chr(_PRIVATE)}-{chr(_PRIVATE + 0xFFFD)}])", text)):
-            is_plain = part in plain
-            given = {"add_special_tokens": False, "verbose": False, "split_special_tokens": is_plain}
-            ids += self.tokenizer(plain.get(part, part), **given)["input_ids"]
+            split = {"split_special_tokens": True} if part in plain else {}
+            found = self.tokenizer(plain.get(part, part), add_special_tokens=False, verbose=False, **split)
+            ids += found["input_ids"]
         return ids
 
     def addition(

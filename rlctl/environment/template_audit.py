@@ -62,16 +62,22 @@ class Scene:
     pieces: list[tuple[str, Kind]]  # the text of its sequences
 
 
-@dataclass(slots=True)
-class TemplateAudit:
-    """What a template makes of several turns."""
+@dataclass(kw_only=True)
+class Findings:
+    """What an audit found."""
 
-    scenes: list[Scene] = field(default_factory=list)
     findings: list[AuditFinding] = field(default_factory=list)
 
     def add(self, name: str, severity: Literal["warning", "critical"], what: str, fix: str = "") -> None:
         """Appends a finding."""
         self.findings.append(AuditFinding(name, severity, what, fix))
+
+
+@dataclass
+class TemplateAudit(Findings):
+    """What a template makes of several turns."""
+
+    scenes: list[Scene] = field(default_factory=list)
 
 
 def audit_template(

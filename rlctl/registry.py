@@ -101,13 +101,6 @@ class Part:
         """The label, and whether the part is experimental."""
         return f"{self.label} (experimental)" if self.experimental else self.label
 
-    def example_params(self) -> BaseModel | None:
-        """Parameters with their defaults, or the first example for required ones; None: it has none."""
-        if self.params is None:
-            return None
-        fields = self.params.model_fields.items()
-        return self.params(**{name: (f.examples or [None])[0] for name, f in fields if f.is_required()})
-
 
 class PartInputs:
     """Base of the inputs of parts; an attribute of an earlier version is an error that says what to do."""

@@ -150,7 +150,7 @@ def assert_agree(directory: Path, count: int) -> Counter[str]:
             by_group[tuple(group)].setdefault(rank, []).append((name, kinds))
             exchanged[tuple(group)].setdefault(rank, []).append(splits[0] if splits else [])
     for group, of_ranks in exchanged.items():
-        for splits in zip(*of_ranks.values(), strict=True):
+        for splits in zip(*of_ranks.values(), strict=False):
             for place in range(len(group) if splits[0] else 0):
                 received, sent = splits[place][0], [others[1][place] for others in splits]
                 assert received == sent, f"rank {group[place]} of {group} waits for {received}, gets {sent}"

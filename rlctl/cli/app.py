@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from rlctl.cli import prepare_data, presets
+from rlctl.cli import environment, prepare_data, presets
 from rlctl.cli.command import PLAIN, Command, CommandWithSubcommands, Group, SpecCommand, echo
 from rlctl.cli.convert import import_config
 from rlctl.cli.diagnose import diagnose
@@ -68,7 +68,10 @@ _DIAGNOSE = CommandWithSubcommands.of(compare=compare_runs, mismatch=mismatch)
 #: Heading in the help → (name, function or app of subcommands, class).
 _COMMANDS: dict[str, list[tuple[str, Any, Any]]] = {
     "Train": [("train", train, SpecCommand), ("sweep", sweep, SpecCommand), ("export", export, Command)],
-    "Data": [("prepare-data", prepare_data.app, Group), ("reward", reward, Command)],
+    "Data": [
+        *(("prepare-data", prepare_data.app, Group), ("reward", reward, Command)),
+        ("environment", environment.app, Group),
+    ],
     "Evaluate": [("evaluate", evaluate, _EVALUATE)],
     "Inspect": [
         *(("runs", runs, Command), ("watch", watch, Command), ("samples", samples, Command)),

@@ -44,7 +44,7 @@ class AgentFunction:
         if problem := call_problem(function, **given):
             fix = f"async def {function_name}(task, base_url, api_key) -> float | None"
             raise UsageError(f"an agent is called with three arguments: {problem}", where=name, fix=fix)
-        self._renderer = Renderer(context.tokenizer)
+        self._renderer = Renderer(context.tokenizer, context.chat_template_kwargs)
         self._instances = Instances(file, function_name, context.spec.variables)
 
     def close(self) -> None:
@@ -52,7 +52,11 @@ class AgentFunction:
         self._instances.close()
 
     async def run(self, task: Task, sampler: Sampler) -> Outcome:
-        """See `Environment.run`. What the function raises is a fault, unless a limit was reached before."""
+        """See `Environment.run`.
+
+        What the function raises is a fault, unless a limit was reached before, or it is an error of values
+        after the policy spoke (`ValueError`, `LookupError`, as on text that it cannot read).
+        """
         chat = RecordedChat(self._renderer, sampler, task)
         async with self._instances.instance() as instance, Endpoint(chat) as endpoint:
             row = {**task.extra_info, "prompt": list(task.messages), "data_source": task.data_source}
@@ -73,16 +77,18 @@ class AgentFunction:
 
 def _outcome(chat: RecordedChat, returned: dict[str, Any]) -> Outcome:
     """The outcome of an agent that has ended."""
-    reward = returned.get("number")
-    if "error" in returned and not chat.limit:
-        raise EnvironmentFault(f"the agent raised {returned['error']}")
+    reward, ended_by = returned.get("number"), chat.limit
+    if "error" in returned and not ended_by:
+        if not chat.reply or "of_values" not in returned:
+            raise EnvironmentFault(f"the agent raised {returned['error']}")
+        ended_by = "parse_error"  # what the policy wrote must not exclude the episode
     if "text" in returned and (reward is None or not math.isfinite(reward)):
         raise EnvironmentFault(f"the agent returned {returned['text']}, neither a finite number nor None")
     is_cut = chat.reply is not None and chat.reply.is_cut
     return Outcome(
         response=chat.reply.content if chat.reply else "",
-        reward=reward,
-        stop_reason=chat.limit or ("max_tokens" if is_cut else "completed"),
+        reward=0.0 if "error" in returned else reward,
+        stop_reason=ended_by or ("max_tokens" if is_cut else "completed"),
         messages=chat.messages,
         metrics=chat.counts,
     )

@@ -7,7 +7,7 @@ or function as it is. Does not import torch, because the spec reads names.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -170,6 +170,15 @@ class EpisodeSource:
             why = f"fewer than environment.min_group = {needed} episodes of its group are left"
             found[task.group_id] = tuple(replace(e, error=e.error or why) for e in found[task.group_id])
         return [found[task.group_id] for task in tasks]
+
+    def check(self, tasks: Iterable[Task]) -> None:
+        """Checks the environments that rows choose, before anything is sampled.
+
+        Raises:
+            UsageError: a row names an environment that the spec does not.
+        """
+        for task in tasks:
+            self._name_of(task)
 
     def close(self) -> None:
         """Ends what the environments started."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlctl.environment.protocol import Sampler
 
 #: Where the text of a reply ends and its tool calls begin.
-_CALLS = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|\A\s*\{")
+_CALLS = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<｜tool▁calls?▁begin｜>|<\|python_tag\|>|\A\s*\{")
 #: Fields of a request that would change the reply in ways that cannot be recorded → the only value allowed.
 _REFUSED = {
     "n": 1,

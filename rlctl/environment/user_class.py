@@ -59,6 +59,9 @@ def tool_schemas(kind: type) -> list[dict[str, Any]]:
 class UserClass:
     """An `Environment` whose instances live in processes of their own.
 
+    Attributes:
+        tools: schemas of the tools.
+
     Raises:
         UsageError: the class has no `reset`, or a tool has no schema.
     """
@@ -68,8 +71,8 @@ class UserClass:
             fix = "define `def reset(self, **row) -> str | None`"
             raise UsageError("the class has no method `reset`", where=name, fix=fix)
         self._spec = context.spec
-        self._tools = tool_schemas(kind)
-        self._names = {tool["function"]["name"] for tool in self._tools}
+        self.tools = tool_schemas(kind)
+        self._names = {tool["function"]["name"] for tool in self.tools}
         self._responds, self._rewards = (callable(getattr(kind, x, None)) for x in ("respond", "get_reward"))
         self._wanted = inspect.signature(kind.reset).parameters  # type: ignore[attr-defined]
         self._renderer = Renderer(context.tokenizer, context.chat_template_kwargs)
@@ -151,7 +154,7 @@ class _Episode:
         more: str,
     ) -> None:
         self._of, self._instance = environment, instance
-        self.conversation = Conversation(environment._renderer, sampler, task, environment._tools, more)
+        self.conversation = Conversation(environment._renderer, sampler, task, environment.tools, more)
         self.num_calls = self.num_errors = 0
 
     async def run(self) -> str:

@@ -124,7 +124,7 @@ class Taskset:
         if len(roles) != 1:
             fix = "choose a taskset of one agent"
             raise UsageError(f"it has {len(roles)} agents: {', '.join(roles)}", where=where, fix=fix)
-        self._renderer = Renderer(context.tokenizer)
+        self._renderer = Renderer(context.tokenizer, context.chat_template_kwargs)
         self._rows, self._read = iter(self._env.taskset), list[Any]()
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class Taskset:
                 playing.cancel()
         response = chat.reply.content if chat.reply else ""
         if chat.limit:
-            return Outcome(response, None, (), chat.limit, chat.messages, chat.counts)
+            return Outcome(response, 0.0, (), chat.limit, chat.messages, chat.counts)
         [trace] = episode.traces if len(episode.traces) == 1 else [None]
         # A time-out of scoring leaves an episode that is `ok`, with a reward of 0.
         if not episode.ok or trace is None or trace.is_timeout or None in trace.rewards.values():

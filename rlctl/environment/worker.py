@@ -66,6 +66,8 @@ def answer(instance: Any, asked: Mapping[str, Any], wait: Callable[[Any], Any]) 
             found["text"] = text if len(text) <= asked["most"] else f"{text[: asked['most']]} … (cut)"
     except BaseException as error:  # SystemExit of the user's code, too
         found = {"error": f"{type(error).__name__}: {error}"[: asked["most"]]}
+        if isinstance(error, ValueError | LookupError) and not isinstance(error, OSError):
+            found["of_values"] = True  # that it worked on, not of what it connects to
     return found | {"done": bool(getattr(instance, "done", False))}
 
 

@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rlctl.engine.ranks import Ranks
 from tests import runs
 from tests.collectives import assert_agree, only_on, trace
+from tests.hooks import far_rollouts
 from tests.other_device import DEVICE, other_device
 from tests.processes import Job
 
@@ -27,7 +28,8 @@ UNEQUAL = (
 )
 FILTERED = "algorithm.filter_groups.enable=true"
 CASES = {
-    "zero 2": (2, FILTERED, "engine.zero_stage=2", "trainer.guardrails.mode=act"),
+    "skipped updates": (2, "engine.zero_stage=2"),
+    "zero 2": (2, FILTERED, "engine.zero_stage=2"),
     "zero 3, critic": (
         2,
         "actor.use_kl_loss=true",
@@ -45,16 +47,24 @@ CASES = {
 }
 
 
+def traced(directory: str, off: bool) -> None:
+    trace(directory)
+    if off:
+        far_rollouts()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_rank_calls_the_same_collectives(case: str, tmp_path: Path, embedded: Path) -> None:
     count, *arguments = CASES[case]
     (tmp_path / "trace").mkdir()
-    before = partial(trace, str(tmp_path / "trace"))
+    before = partial(traced, str(tmp_path / "trace"), "skipped" in case)
     run = runs.train_on_ranks(tmp_path / "run", count, *UNEQUAL, *arguments, before=before)
     lengths = {len(row["response"]) for row in runs.rollouts(run)}
     assert len(lengths) > 1
     masked = [line["rollout_corr/rollout_rs_masked_fraction"] for line in runs.metrics(run)]
     assert max(masked) > 0.0
+    if "skipped" in case:
+        assert max(line["rollout_corr/skipped_updates"] for line in runs.metrics(run)) > 0.0
     found = assert_agree(tmp_path / "trace", count)
     assert sum(found.values()) > 50
     assert any("reduce" in name for name in found)

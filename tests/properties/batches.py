@@ -84,9 +84,17 @@ def by_response(unit: Segments, *columns: Tensor) -> list[tuple[list[Any], ...]]
     return [tuple(part.tolist() for part in each) for each in zip(*parts, strict=True)]
 
 
+def example_params(name: str) -> Any:
+    """Parameters of a loss with their defaults, or the first example for required ones; None: it has none."""
+    params = POLICY_LOSSES.part(name).params
+    fields_of = params.model_fields.items() if params else ()
+    examples = {name: (each.examples or [None])[0] for name, each in fields_of if each.is_required()}
+    return params(**examples) if params else None
+
+
 def loss_rule(name: str, *rest: Any, **numbers: object) -> LossRule:
     """A loss with the examples of its parameters; `rest` as `WholeBatch.of`: what it reads of the batch."""
-    rule = LossRule(name, params=POLICY_LOSSES.part(name).example_params(), **numbers)
+    rule = LossRule(name, params=example_params(name), **numbers)
     return WholeBatch.of(*rest).with_statistics(rule) if rest else rule
 
 

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlctl.algos.correction_records import Correction
 
-from rlctl.algos.correction import correct
 from rlctl.what_if.settings import Setting, frameworks
-from tests.properties.batches import factor_and_metrics
+from tests.properties.padded_batches import Corrected, corrected, factor_and_metrics
 from tests.reference import peers, verl_helper
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "conformance.md"
@@ -33,11 +31,11 @@ ROLLOUT = torch.full_like(LOG_RATIO, -1.0)
 ADVANTAGES = torch.tensor(peers.ADVANTAGES)[:, None].expand_as(LOG_RATIO)
 
 
-def ours(setting: Setting) -> tuple[torch.Tensor, torch.Tensor, Correction]:
+def ours(setting: Setting) -> tuple[torch.Tensor, torch.Tensor, Corrected]:
     """(weights, kept, all of it); weights 1 where the rule has none."""
-    found = correct(ROLLOUT + LOG_RATIO, ROLLOUT, MASK, setting.rules, advantages=ADVANTAGES)
+    found = corrected(ROLLOUT + LOG_RATIO, ROLLOUT, MASK, setting.rules, advantages=ADVANTAGES)
     weights = torch.ones_like(LOG_RATIO) if found.weights is None else found.weights
-    return weights, found.keep_mask & MASK, found
+    return weights, found.keep_mask, found
 
 
 def row_of(setting: Setting) -> str:

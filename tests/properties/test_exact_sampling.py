@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rlctl.batch import Task, TokenBatch
 from rlctl.engine.log_probs import PolicyModule, policy_output
+from rlctl.environment.single_turn import sample_episodes
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Sampling
 from rlctl.spec import memory
 from tests.processes import on_ranks
 from tests.properties.enumerated_updates import ROUNDING, enumerate_truncated
-from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, random_model
+from tests.unit.rollout.test_hf_rollout import TEXTS, TOKENIZER, random_model
 
 PLAIN = Sampling(max_response_length=9, with_kept=True)
 TRUNCATED = {
@@ -30,23 +32,24 @@ def model():
     return random_model(1, sharpness=3.0)
 
 
-def sample(model, sampling: Sampling, max_num_seqs: int | None = None):
+def sample(model, sampling: Sampling, max_num_seqs: int | None = None) -> TokenBatch:
     engine = HFRollout(model, TOKENIZER, "cpu", max_num_seqs)
-    return engine.generate(make_prompts(), sampling, n=6, step_seed=3, num_groups_total=6)
+    tasks = [Task(TOKENIZER(text)["input_ids"], text, group) for group, text in enumerate(TEXTS)]
+    return TokenBatch.of(sample_episodes(engine, tasks, 6, sampling, 3, TOKENIZER))
 
 
 def policy_of(model, temperature: float, way: str = "packed") -> PolicyModule:
     policy = PolicyModule(model, temperature, share_prompts=way == "shared prompts")
-    policy.packs = policy.packs and way in ("packed", "in chunks")
+    policy._probe()
+    policy.reader.layout = "packed" if way in ("packed", "in chunks") else "padded"
     policy.head.is_linear = way != "model's own head"
     return policy
 
 
-def gaps(model, rollouts, temperature: float, way: str = "packed"):
+def gaps(model, batch: TokenBatch, temperature: float, way: str = "packed"):
     with torch.no_grad():
-        policy = policy_of(model, temperature, way)
-        output = policy_output(policy, rollouts.inputs)
-    return (output.log_probs - rollouts.rollout_log_probs)[rollouts.response_mask].abs()
+        output = policy_output(policy_of(model, temperature, way), batch.inputs)
+    return (output.log_probs - batch.rollout_log_probs).abs()
 
 
 @pytest.mark.parametrize("name", TRUNCATED)
@@ -63,32 +66,29 @@ def test_the_gap_is_rounding(model, monkeypatch, name, way) -> None:
 
 
 def test_sets_are_those_of_the_processed_distribution(model) -> None:
-    """Rows that end early, chunks and widths included; a whole vocabulary is stored as nothing."""
+    """Responses that end early and chunks included; a whole vocabulary is stored as nothing."""
     sampling = TRUNCATED["top-k"]
     whole, cut = sample(model, sampling), sample(model, sampling, max_num_seqs=5)
-    assert (whole.kept.counts[whole.response_mask] == 3).all()
-    assert (whole.kept.counts[~whole.response_mask] == 0).all()
+    assert (whole.kept.counts == 3).all()
     assert torch.equal(whole.kept.counts, cut.kept.counts)
     assert torch.equal(whole.kept.ids, cut.kept.ids)
-    assert not whole.kept.without(whole.responses, whole.response_mask).any()
+    assert not whole.kept.without(whole.inputs.tokens).any()
     everything = sample(model, PLAIN).kept
     assert not everything.counts.any()
     assert len(everything.ids) == 0
     assert sample(model, replace(PLAIN, with_kept=False)).kept is None
 
 
-def test_rows_in_any_order_take_their_sets_along(model) -> None:
+def test_episodes_in_any_order_take_their_sets_along(model) -> None:
     """As micro-batches do."""
-    rollouts = sample(model, TRUNCATED["top-p"])
-    rows = torch.tensor([30, 3, 17, 3])
-    for picked, chosen in ((rows, rows), (slice(7, 20), torch.arange(7, 20))):
-        part, mask = rollouts.inputs.pick(picked), rollouts.response_mask[chosen]
-        counts, ids = part.kept.at(mask)
-        sets = [set(x.tolist()) for x in ids.split(counts.tolist())]
+    batch = sample(model, TRUNCATED["top-p"])
+    for chosen in ([30, 3, 17, 3], list(range(7, 20))):
+        kept = batch.pick(chosen).kept
+        sets = [set(x.tolist()) for x in kept.ids.split(kept.counts.tolist())]
         one_by_one = []
-        for row in chosen.tolist():
-            sizes, tokens = rollouts.kept.at(rollouts.response_mask & (torch.arange(36) == row)[:, None])
-            one_by_one += [set(x.tolist()) for x in tokens.split(sizes.tolist())]
+        for row in chosen:
+            own = batch.kept[batch.units.episode.index == row]
+            one_by_one += [set(x.tolist()) for x in own.ids.split(own.counts.tolist())]
         assert sets == one_by_one
 
 
@@ -96,7 +96,7 @@ def test_entropy_and_collision_are_of_the_restricted_policy_too(model) -> None:
     rollouts = sample(model, TRUNCATED["top-k"])
     policy = policy_of(model, 1.0)
     output = policy_output(policy, rollouts.inputs, entropy_grad=True, sum_pi_squared=True)
-    entropy, squares = output.entropy[rollouts.response_mask], output.sum_pi_squared[rollouts.response_mask]
+    entropy, squares = output.entropy, output.sum_pi_squared
     assert (entropy <= torch.tensor(3.0).log() + 1e-6).all()
     assert (squares >= 1 / 3 - 1e-6).all()
     entropy.sum().backward()

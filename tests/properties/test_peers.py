@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.algos.correction import correct
-from rlctl.algos.losses import Denominators, aggregate, policy_loss
+from rlctl.algos.losses import coefficients, policy_loss
 from rlctl.algos.rules import LossRule
+from rlctl.algos.segments import Segments
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules
 from tests.properties.batches import loss_rule
+from tests.properties.padded_batches import Corrected, corrected
 from tests.reference import peer_packages, verl_helper
 
 pytestmark = pytest.mark.slow  # imports the frameworks
@@ -45,19 +46,26 @@ class Batch:
         self.old = (self.rollout + noise(0.15) + far) * self.mask
         self.log_probs = ((self.old + noise(0.2)) * self.mask).requires_grad_()
         self.advantages = torch.randn(ROWS, 1, generator=random).expand(ROWS, HORIZON)
-        self.counts = Denominators(float(self.mask.sum()), float(ROWS))
+        self.num_tokens = float(self.mask.sum())
+
+
+def correction_of(batch: Batch, options: dict[str, Any]) -> Corrected:
+    """Of π_old against π_rollout."""
+    spec = RolloutCorrectionSpec(**({"rollout_is": None} | options), rollout_is_batch_normalize=False)
+    policies = (batch.old, batch.rollout, batch.mask)
+    return corrected(*policies, correction_rules(spec), advantages=batch.advantages)
 
 
 def ours(batch: Batch, loss: LossRule, mode: str, correction: dict[str, Any] | None) -> Tensor:
     """The decoupled loss: weights of π_old against π_rollout, rejected tokens in the denominator."""
-    spec = RolloutCorrectionSpec(
-        **({"rollout_is": None} | (correction or {})), rollout_is_batch_normalize=False
-    )
-    found = correct(batch.old, batch.rollout, batch.mask, correction_rules(spec), advantages=batch.advantages)
-    kept = batch.mask & found.keep_mask
-    weights = None if correction is None else found.weights
-    tokens = policy_loss(loss, batch.log_probs, batch.old, batch.advantages, kept, weights)
-    return aggregate(tokens.values, batch.mask, batch.counts, mode, horizon=HORIZON)
+    found = correction_of(batch, correction or {})
+    mask, kept = batch.mask, found.keep_mask
+    weights = None if correction is None or found.weights is None else found.weights[kept]
+    columns = (batch.log_probs[kept], batch.old[kept], batch.advantages[kept])
+    tokens = policy_loss(loss, *columns, Segments(kept.sum(1)), weights)
+    counts = (Segments(mask.sum(1)), batch.num_tokens, float(ROWS))
+    c = coefficients(mode, kept[mask], torch.ones_like(kept[mask]), *counts, horizon=HORIZON)
+    return (c[kept[mask]] * tokens.values).sum()
 
 
 def assert_same(batch: Batch, one: Tensor, other: Tensor) -> None:
@@ -120,8 +128,8 @@ def test_openrlhf(case: str, seed: int) -> None:
         batch.advantages,
         action_mask=batch.mask.float(),
         rollout_log_probs=batch.rollout,
-        batch_num_tokens=batch.counts.num_tokens,
-        global_batch_size=batch.counts.num_sequences,
+        batch_num_tokens=batch.num_tokens,
+        global_batch_size=float(ROWS),
     )[0]
     assert_same(batch, ours(batch, loss, mode, correction), theirs)
 
@@ -236,11 +244,10 @@ def test_skyrl(case: str, seed: int) -> None:
     weights, _, kept = module.compute_off_policy_correction(
         batch.old, batch.rollout, batch.mask.float(), SimpleNamespace(**(_OFF | options))
     )
-    spec = RolloutCorrectionSpec(**({"rollout_is": None} | correction), rollout_is_batch_normalize=False)
-    found = correct(batch.old, batch.rollout, batch.mask, correction_rules(spec), advantages=batch.advantages)
+    found = correction_of(batch, correction)
     mine = torch.ones_like(batch.old) if found.weights is None else found.weights
     theirs = torch.ones_like(batch.old) if weights is None else weights.expand_as(batch.old)
-    used = batch.mask & found.keep_mask
+    used = found.keep_mask
     assert torch.equal(used, kept.bool() & batch.mask)
     torch.testing.assert_close(mine[used], theirs[used], rtol=1e-5, atol=1e-6)
 
@@ -344,6 +351,5 @@ def test_trl_off_policy_mask(seed: int) -> None:
     theirs = module.GRPOTrainer.get_off_policy_mask(
         batch.advantages[:, :1], batch.old, batch.rollout, batch.mask.float(), 0.02
     )
-    spec = RolloutCorrectionSpec(rollout_is=None, rollout_rs="off_policy", rollout_rs_threshold="0.02")
-    found = correct(batch.old, batch.rollout, batch.mask, correction_rules(spec), advantages=batch.advantages)
-    assert torch.equal(found.keep_mask & batch.mask, theirs.bool() & batch.mask)
+    found = correction_of(batch, {"rollout_rs": "off_policy", "rollout_rs_threshold": "0.02"})
+    assert torch.equal(found.keep_mask, theirs.bool() & batch.mask)

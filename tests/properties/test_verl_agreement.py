@@ -18,7 +18,7 @@ import torch
 
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules
-from tests.properties.batches import Batch, factor_and_metrics, make_batch
+from tests.properties.padded_batches import Batch, factor_and_metrics, make_batch
 from tests.reference import verl_helper
 
 verl = verl_helper.Lazy()

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.batch_losses import ClipCovParams, WholeBatch
-from rlctl.algos.estimators import AdvantageInputs
 from rlctl.algos.kl import KLController, kl_estimate
-from rlctl.algos.losses import Denominators, aggregate, policy_loss, value_loss
+from rlctl.algos.losses import coefficients, policy_loss, value_loss
 from rlctl.algos.rules import LossRule
+from rlctl.algos.segments import Segments
 from rlctl.algos.token_advantages import (
     gae,
-    optimal_token_baseline,
     reward_to_go,
     score_norms,
     whiten,
 )
 from rlctl.registry import ADVANTAGE_ESTIMATORS
-from tests.properties.batches import estimate, loss_rule, make_batch
+from tests.properties.batches import advantage_inputs, estimate, loss_rule
+from tests.properties.padded_batches import make_batch
 from tests.reference import verl_helper
 
 verl = verl_helper.Lazy("verl.trainer.ppo.core_algos")
@@ -34,7 +34,6 @@ pytestmark = pytest.mark.verl
 
 ROWS, HORIZON = 12, 8
 GROUPS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 0, 1])
-EVERYONE = torch.ones(ROWS, dtype=torch.bool)
 RULES = {
     "vanilla": LossRule("ppo_clip", 0.2, 0.3, clip_c=1.4),
     "gspo": LossRule("gspo", 0.1, 0.15),
@@ -63,6 +62,19 @@ def make_scores(seed: int, *, holes: bool = True) -> tuple[Tensor, Tensor, Tenso
     return scores, scores[:, None] * last, mask
 
 
+def rows_of(column: Tensor, mask: Tensor) -> Tensor:
+    """The column of the tokens where `mask` (B, T) is True as (B, T), 0 elsewhere."""
+    return torch.zeros(mask.shape, dtype=column.dtype).masked_scatter(mask, column)
+
+
+def aggregated(values: Tensor, mask: Tensor, mode: str, counts: tuple[float, float] | None = None) -> Tensor:
+    """The loss of the tokens where `mask` (B, T) is True, of which `values` has one each."""
+    tokens, responses = counts or (float(mask.sum()), float(mask.any(-1).sum()))
+    every = torch.ones_like(values, dtype=torch.bool)
+    unit = Segments(mask.sum(1))
+    return (coefficients(mode, every, every, unit, tokens, responses, horizon=HORIZON) * values).sum()
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", RULES)
 def test_policy_losses(name: str, weighted: bool) -> None:
@@ -85,9 +97,9 @@ def test_policy_losses(name: str, weighted: bool) -> None:
         theirs, metrics = verl.get_policy_loss_fn(name)(
             old, log_probs, advantages, mask.float(), mode, config, weights
         )
-        found = policy_loss(rule, log_probs, old, advantages, mask, weights)
-        counts = Denominators(float(mask.sum()), float(mask.any(-1).sum()))
-        ours = aggregate(found.values, mask, counts, mode, horizon=HORIZON)
+        columns = (log_probs[mask], old[mask], advantages[mask], Segments(mask.sum(1)))
+        found = policy_loss(rule, *columns, weights if weights is None else weights[mask])
+        ours = aggregated(found.values, mask, mode)
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
         gradients = [torch.autograd.grad(loss, log_probs, retain_graph=True)[0] for loss in (ours, theirs)]
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
@@ -113,8 +125,7 @@ def test_aggregation(mode: str) -> None:
                 global_batch_size=sequences,
                 loss_scale_factor=HORIZON,
             )
-            counts = Denominators(tokens, sequences)
-            ours = aggregate(values[rows], mask[rows], counts, mode, horizon=HORIZON)
+            ours = aggregated(values[rows][mask[rows]], mask[rows], mode, (tokens, sequences))
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
@@ -141,10 +152,9 @@ def test_experimental_losses(name: str) -> None:
             advantages = make_batch(seed, ROWS, HORIZON, empty=False).advantages
         log_probs.requires_grad_()
         theirs, _ = verl.get_policy_loss_fn(name)(old, log_probs, advantages, mask.float(), mode, config)
-        given = (old, advantages, mask)
-        found = policy_loss(loss_rule(ours, log_probs, *given), log_probs, *given, None)
-        counts = Denominators(float(mask.sum()), float(mask.any(-1).sum()))
-        own = aggregate(found.values, mask, counts, mode, horizon=HORIZON)
+        given = (log_probs[mask], old[mask], advantages[mask], Segments(mask.sum(1)))
+        found = policy_loss(loss_rule(ours, *given), *given, None)
+        own = aggregated(found.values, mask, mode)
         torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-6)
         gradients = [torch.autograd.grad(loss, log_probs, retain_graph=True)[0] for loss in (own, theirs)]
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
@@ -174,12 +184,10 @@ def test_clip_cov_is_the_mean_over_the_random_choice(monkeypatch) -> None:
             loss = verl.get_policy_loss_fn("clip_cov")
             value, _ = loss(old, log_probs, advantages, mask.float(), "token-mean", config)
             theirs.append(torch.autograd.grad(value, log_probs)[0])
-        given = (old, advantages, mask)
-        rule = WholeBatch.of(log_probs, *given).with_statistics(
-            LossRule("clip_cov", params=ClipCovParams(low=0.2))
-        )
-        found = policy_loss(rule, log_probs, *given, None)
-        own = torch.autograd.grad(found.values[mask].sum() / mask.sum(), log_probs)[0]
+        given = (log_probs[mask], old[mask], advantages[mask], Segments(mask.sum(1)))
+        rule = WholeBatch.of(*given).with_statistics(LossRule("clip_cov", params=ClipCovParams(low=0.2)))
+        found = policy_loss(rule, *given, None)
+        own = torch.autograd.grad(found.values.sum() / mask.sum(), log_probs)[0]
         torch.testing.assert_close(own, torch.stack(theirs).mean(0), rtol=1e-4, atol=1e-7)
         most = max(most, len(theirs))
     assert most > 2
@@ -189,7 +197,7 @@ def test_gpg() -> None:
     for seed in range(5):
         scores, rewards, mask = make_scores(seed)
         sparse = torch.where(scores < 0.4, 0.0, rewards.sum(-1))[:, None] * (rewards != 0)
-        given = AdvantageInputs(sparse, mask, GROUPS, EVERYONE, 1.0, 1.0, True, lambda x, _: x)
+        given = advantage_inputs(sparse.sum(-1), GROUPS, mask.sum(-1))
         theirs, _ = verl.compute_gpg_outcome_advantage(sparse, mask.float(), GROUPS.numpy())
         found = ADVANTAGE_ESTIMATORS["gpg"](given)
         torch.testing.assert_close(found[:, None] * mask, theirs * mask, rtol=1e-4, atol=1e-5)
@@ -200,7 +208,7 @@ def test_estimators_per_response(seed: int) -> None:
     scores, rewards, mask = make_scores(seed)
     index, weights = GROUPS.numpy(), mask.float()
     greedy = torch.rand(ROWS, generator=torch.Generator().manual_seed(seed + 100))
-    group = (scores, GROUPS, EVERYONE)
+    group = (scores, GROUPS)
     pairs = [
         (estimate("rloo", *group), verl.compute_rloo_outcome_advantage(rewards, weights, index)),
         (estimate("grpo", *group), verl.compute_grpo_outcome_advantage(rewards, weights, index)),
@@ -226,20 +234,21 @@ def test_estimators_per_token(seed: int) -> None:
     scores, rewards, mask = make_scores(seed)
     weights, gamma, lam = mask.float(), 0.9, 0.8
     values = torch.randn(mask.shape, generator=torch.Generator().manual_seed(seed))
-    advantages, returns = gae(rewards, values, mask, gamma, lam)
+    unit = Segments(mask.sum(-1))
+    advantages, returns = gae(rewards[mask], values[mask], unit, gamma, lam)
     theirs, their_returns = verl.compute_gae_advantage_return(rewards, values, weights, gamma, lam)
-    torch.testing.assert_close(whiten(advantages, mask), theirs * mask, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(returns, their_returns * mask, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(whiten(advantages), theirs[mask], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(returns, their_returns[mask], rtol=1e-5, atol=1e-6)
 
     config = verl.AlgoConfig(gamma=gamma)
     theirs, their_returns = verl.compute_reinforce_plus_plus_outcome_advantage(rewards, weights, config)
-    returns = reward_to_go(rewards, mask, gamma)
-    torch.testing.assert_close(returns, their_returns, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(whiten(returns, mask), theirs, rtol=1e-4, atol=1e-5)
+    returns = reward_to_go(rewards[mask], unit, gamma)
+    torch.testing.assert_close(returns, their_returns[mask], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(whiten(returns), theirs[mask], rtol=1e-4, atol=1e-5)
 
     theirs, _ = verl.compute_reinforce_plus_plus_baseline_outcome_advantage(rewards, weights, GROUPS.numpy())
-    centred = estimate("dr_grpo", scores, GROUPS, EVERYONE)[:, None].expand_as(rewards)
-    torch.testing.assert_close(whiten(centred, mask), theirs, rtol=1e-4, atol=1e-5)
+    centred = unit.spread(estimate("dr_grpo", scores, GROUPS))
+    torch.testing.assert_close(whiten(centred), theirs[mask], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -249,7 +258,9 @@ def test_optimal_token_baseline(seed: int) -> None:
     probability = torch.rand(mask.shape, generator=generator) * 0.9
     squares = probability**2 + 0.5 * (1 - probability) ** 2
     norms = score_norms(probability.log(), squares)
-    ours = optimal_token_baseline(rewards, mask, GROUPS, EVERYONE, norms)
+    last = advantage_inputs(rewards.sum(-1), GROUPS, mask.sum(-1), score_norms=norms[mask])
+    found = ADVANTAGE_ESTIMATORS["optimal_token_baseline"](last)
+    ours = rows_of(getattr(found, "advantages", found), mask)
     given = (rewards, mask.float(), GROUPS.numpy(), probability.log(), squares)
     theirs, _ = verl.compute_optimal_token_baseline_advantage(*given)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -277,7 +288,7 @@ def test_adaptive_coefficient() -> None:
 def test_value_loss() -> None:
     values, old, returns, mask = make_inputs(1)
     values.requires_grad_()
-    found = value_loss(values, old, returns, mask, clip=0.2)
+    found = value_loss(values[mask], old[mask], returns[mask], clip=0.2)
     ours = found.values.sum() / mask.sum()
     theirs, fraction = verl.compute_value_loss(values, returns, old, mask.float(), 0.2)
     torch.testing.assert_close(ours, theirs)

@@ -1,6 +1,7 @@
 """Agents as users write them, see test_agent_function.py."""
 
 import asyncio
+import json
 import os
 import sys
 import time
@@ -57,6 +58,16 @@ async def sees_the_secret(task, base_url, api_key):
 
 async def raises_at_once(task, base_url, api_key):
     raise ConnectionRefusedError("no search server")
+
+
+async def reads_json(task, base_url, api_key):
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+    answer = await client.chat.completions.create(model="policy", messages=[QUESTION])
+    return json.loads(answer.choices[0].message.content)["score"]
+
+
+async def reads_its_own_json(task, base_url, api_key):
+    json.loads("no JSON")
 
 
 async def raises_later(task, base_url, api_key):

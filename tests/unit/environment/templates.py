@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken
+
+from rlctl.environment.byte_tokenizer import byte_tokenizer as tokenizer_of_bytes
 
 _TOOLS = (
     "{% if tools %}<|im_start|>system\n# Tools\n"
@@ -105,23 +106,10 @@ def byte_tokenizer(
     template: str | None, end: str = "<|im_end|>", others: tuple[str, ...] = _IM, start: str | None = None
 ) -> Any:
     """A tokenizer of bytes; its special tokens take the white space after them if their family's do."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    takes_space = end == "<|end|>"
-    special = [AddedToken(t, special=True, rstrip=takes_space) for t in dict.fromkeys((end, *others))]
-    backend.add_special_tokens(special)
-    backend.add_tokens([AddedToken(text, special=False) for text in ("<think>", "</think>")])
-    given = {} if start is None else {"bos_token": start}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token=end,
-        pad_token="<pad>",
-        chat_template=template,
-        clean_up_tokenization_spaces=False,
-        **given,
-    )
+    given = {"pad_token": "<pad>"} | ({} if start is None else {"bos_token": start})
+    tokenizer = tokenizer_of_bytes(template, (end, *others), strips_right=end == "<|end|>", **given)
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<think>", "</think>")])
+    return tokenizer
 
 
 def _each(one: str, before: str = "") -> str:

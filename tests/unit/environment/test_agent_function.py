@@ -95,6 +95,7 @@ def test_an_agent_sees_the_variables_that_the_spec_names(monkeypatch: pytest.Mon
     ("agent", "cause"),
     [
         ("raises_at_once", "ConnectionRefusedError: no search server"),
+        ("reads_its_own_json", "JSONDecodeError"),
         ("raises_later", "ConnectionRefusedError: no search server"),
         ("ends_its_process", "ended"),
         ("returns_text", "returned good, neither"),
@@ -111,14 +112,22 @@ def test_a_failing_agent_is_excluded_with_its_cause(agent: str, cause: str) -> N
 
 def test_a_hanging_agent_ends_with_its_episode() -> None:
     [episode], _ = play("hangs", episode_timeout="3s")
-    assert (episode.stop_reason, episode.reward) == ("timeout", None)
+    assert (episode.stop_reason, episode.reward) == ("timeout", 0.0)
 
 
 def test_a_limit_is_an_outcome_although_the_agent_raises() -> None:
     """Otherwise the policy would learn to exclude what it does badly."""
     [episode], engine = play("goes_on", max_turns=3)
-    assert (episode.error, episode.stop_reason, episode.reward) == ("", "max_turns", None)
+    assert (episode.error, episode.stop_reason, episode.reward) == ("", "max_turns", 0.0)
     assert (episode.response, len(engine.turns)) == ("ok", 3)
+
+
+def test_what_the_policy_wrote_does_not_exclude_an_episode() -> None:
+    """The agent raises on text that it cannot read."""
+    [wrong], _ = play("reads_json")
+    [right], _ = play("reads_json", engine=ScriptedEngine(lambda _: '{"score": 0.5}'))
+    assert (wrong.error, wrong.stop_reason, wrong.reward) == ("", "parse_error", 0.0)
+    assert (right.error, right.stop_reason, right.reward) == ("", "completed", 0.5)
 
 
 @pytest.mark.parametrize(

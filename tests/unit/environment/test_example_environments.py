@@ -254,4 +254,4 @@ def test_an_environment_of_openenv(openenv_url: str, monkeypatch: pytest.MonkeyP
     assert (episode.reward, episode.stop_reason, episode.metrics["num_turns"]) == (1.25, "completed", 4.0)
     assert "Say hi." in text
     assert "JSON object" in text
-    assert "Field required" in text
+    assert "Server error" in text

@@ -1,0 +1,305 @@
+"""Plays an environment with policies that cannot solve anything, and reports what is wrong with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import secrets
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Literal
+
+import psutil
+import torch
+
+from rlctl.batch import Episode, Task, Turn
+from rlctl.environment.build import build_environment
+from rlctl.environment.protocol import EnvironmentContext
+from rlctl.environment.run_episodes import run_episodes
+from rlctl.environment.template_audit import AuditFinding
+from rlctl.rollout.protocol import Request, Sampling
+
+if TYPE_CHECKING:
+    from rlctl.environment.protocol import Environment
+
+#: Policies that know nothing.
+POLICIES = ("empty replies", "echo", "random tokens", "tool calls")
+#: Tasks that are played twice, and without their columns.
+_NUM_AGAIN = 8
+_GROWTH_MIB, _SLOW_S = 64, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What a policy scored."""
+
+    policy: str
+    episodes: list[Episode]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards of the episodes that did not fail and have one."""
+        return [e.reward for e in self.episodes if not e.error and e.reward is not None]
+
+    @property
+    def errors(self) -> list[str]:
+        """Why episodes failed."""
+        return [episode.error for episode in self.episodes if episode.error]
+
+    def mean(self, metric: str) -> float:
+        """Mean of a metric of the episodes."""
+        return fmean(episode.metrics.get(metric, 0.0) for episode in self.episodes)
+
+
+@dataclass(slots=True)
+class EnvironmentAudit:
+    """What an audit found."""
+
+    tools: list[Mapping[str, Any]]
+    played: list[Played] = field(default_factory=list)
+    findings: list[AuditFinding] = field(default_factory=list)
+
+    def add(self, name: str, severity: Literal["warning", "critical"], what: str, fix: str = "") -> None:
+        """Appends a finding."""
+        self.findings.append(AuditFinding(name, severity, what, fix))
+
+
+def audit_environment(
+    name: str,
+    context: EnvironmentContext,
+    tasks: Sequence[Task],
+    num_episodes: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> EnvironmentAudit:
+    """Plays about `num_episodes` episodes.
+
+    Raises:
+        UsageError: the environment cannot be built, as when a tool has no schema.
+    """
+    with _watched() as watch:
+        context = replace(
+            context, spec=context.spec.model_copy(update={"variables": [*context.spec.variables, _MARK]})
+        )
+        environment = build_environment(name, context)
+        audit = EnvironmentAudit(list(getattr(environment, "tools", ())))
+        try:
+            each = max(1, num_episodes // len(POLICIES))
+            memory = 0
+            for done, policy in enumerate(POLICIES):
+                progress(done * each, each * len(POLICIES))
+                given = [replace(tasks[i % len(tasks)], group_id=i) for i in range(each)]
+                audit.played.append(Played(policy, _run(environment, context, given, policy, audit.tools)))
+                memory = memory or psutil.Process().memory_info().rss
+            grown = (psutil.Process().memory_info().rss - memory) >> 20
+            again = [replace(task, group_id=i) for i, task in enumerate(tasks[:_NUM_AGAIN])]
+            _check_reset(audit, environment, context, again)
+        finally:
+            environment.close()
+    _check_played(audit, tasks)
+    if watch.processes:
+        what = f"{len(watch.processes)} processes are left after the episodes: {', '.join(watch.processes)}"
+        audit.add("leaves_processes", "critical", what, "end what `reset` and the tools start")
+    if watch.files:
+        what = f"{len(watch.files)} temporary files are left, such as {watch.files[0]}"
+        audit.add("leaves_files", "warning", what, "remove them when the episode ends")
+    if grown > _GROWTH_MIB:
+        audit.add("grows", "warning", f"the process grew by {grown} MiB over {each * 3} episodes")
+    return audit
+
+
+def _run(
+    environment: Environment,
+    context: EnvironmentContext,
+    tasks: Sequence[Task],
+    policy: str,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[Episode]:
+    engine = _Blind(policy, context.tokenizer, tools)
+    members = [(task, 0) for task in tasks]
+    return run_episodes(
+        environment, engine, members, context.sampling, 0, context.spec, context.context_length
+    )
+
+
+def _check_reset(
+    audit: EnvironmentAudit, environment: Environment, context: EnvironmentContext, tasks: Sequence[Task]
+) -> None:
+    """Plays the same rows twice, and rows without their columns."""
+    first, second = (_run(environment, context, tasks, "empty replies") for _ in range(2))
+    if any(
+        not (a.error or b.error) and _read_first(a) != _read_first(b)
+        for a, b in zip(first, second, strict=True)
+    ):
+        what = "the same row begins differently: episodes of a group must have the same task"
+        audit.add("reset_differs", "critical", what, "draw at random from a seed in the row")
+    if not any(task.extra_info for task in tasks):
+        return
+    bare = [replace(task, extra_info={}) for task in tasks]
+    was_read = any(_read_first(a) != list(a.task.prompt_ids) for a in first if not a.error)
+    broken = _run(environment, context, bare, "empty replies")
+    if was_read and any(not e.error and e.reward is not None for e in broken):
+        what = "without the row's columns `reset` raises nothing, and the episode is scored"
+        audit.add("failure_scored", "critical", what, "let `reset` raise: the episode is then excluded")
+
+
+def _read_first(episode: Episode) -> list[int]:
+    """What the first turn read."""
+    sequence = episode.sequences[0]
+    found: list[int] = sequence.token_ids[: int(sequence.sampled.int().argmax())].tolist()
+    return found
+
+
+def _check_played(audit: EnvironmentAudit, tasks: Sequence[Task]) -> None:
+    """Checks errors, scores, ends and outputs of tools."""
+    null = audit.played[0]
+    every = [episode for played in audit.played for episode in played.episodes]
+    for played in audit.played:
+        if not played.errors or (played is not null and null.errors):
+            continue
+        [(text, _)] = Counter(played.errors).most_common(1)
+        of = f"{len(played.errors)} of {len(played.episodes)} episodes of {played.policy!r} fail: {text}"
+        if played is null:
+            fix = "with --data FILE its rows have their columns" if "reset" in text else ""
+            audit.add("episodes_fail", "critical", of, fix)
+        else:
+            what = f"{of}; the policy learns to exclude its failures"
+            audit.add("policy_excludes", "critical", what, "catch what the policy's text can cause")
+        break
+    for played in audit.played[:2]:
+        if played.rewards and fmean(played.rewards) > 0:
+            what = f"{played.policy!r} scores {fmean(played.rewards):.2f} on average"
+            audit.add("blind_scores", "warning", what, "nothing should be earned by it")
+            break
+    fine = [episode for episode in every if not episode.error]
+    if fine and all(e.reward is None for e in fine) and not any(task.ground_truth for task in tasks):
+        what = "it gives no reward, and the rows have no ground truth for graders"
+        audit.add("no_reward", "critical", what, "define `get_reward`")
+    if null.episodes and all(episode.stop_reason == "max_turns" for episode in null.episodes):
+        audit.add("never_ends", "warning", "with empty replies every episode lasts until max_turns")
+    if any(episode.stop_reason == "timeout" for episode in every):
+        audit.add("hangs", "critical", "episodes last until environment.episode_timeout")
+    if fine and (seconds := null.mean("seconds/environment")) > _SLOW_S:
+        audit.add("slow", "warning", f"an episode takes {seconds:.1f} s without the policy's own time")
+    for episode in every:
+        shown = " ".join(str(m["content"]) for m in episode.messages if m["role"] != "assistant")
+        truth = episode.task.ground_truth
+        if len(truth) > 2 and truth in shown and truth not in episode.task.text:
+            audit.add("shows_answer", "critical", f"the policy reads the ground truth {truth!r}")
+            break
+    _check_outputs(audit, every)
+
+
+def _check_outputs(audit: EnvironmentAudit, episodes: Sequence[Episode]) -> None:
+    """Checks what tools say to calls with arguments of the types of their schemas."""
+    kinds: dict[tuple[str, str], str] = {}
+    for episode in episodes:
+        for message in episode.messages:
+            name, text = str(message.get("name", "")), str(message["content"])
+            if message["role"] != "tool" or not name:
+                continue
+            error = ""
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                error = str(json.loads(text)["error"])
+            kind = "tool_hangs" if error.startswith("timed out") else "tool_raises" if error else ""
+            kind = kind or ("tool_is_cut" if text.endswith("… (cut)") else "" if text else "tool_is_silent")
+            if kind and "does not answer any more" not in error:
+                kinds.setdefault((kind, name), error)
+    said = {
+        "tool_is_cut": "its output is longer than environment.max_tool_output",
+        "tool_is_silent": "it returns nothing",
+    }
+    for (kind, name), error in kinds.items():
+        severity: Literal["warning", "critical"] = "critical" if kind == "tool_hangs" else "warning"
+        audit.add(kind, severity, f"tool {name}: {said.get(kind) or error}")
+
+
+class _Blind:
+    """Samples without a model."""
+
+    def __init__(self, policy: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._policy, self._tokenizer = policy, tokenizer
+        self._tools = [tool["function"] for tool in tools]
+
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Turn]:
+        """One turn per request."""
+        return [self._turn(request, request.limit(sampling)) for request in requests]
+
+    def _turn(self, request: Request, limit: int) -> Turn:
+        draw = random.Random(request.seed)
+        ids: list[int] = []
+        if self._policy == "echo":
+            ids = list(request.token_ids[-min(64, limit) :])
+        elif self._policy == "random tokens":
+            ids = [draw.randrange(len(self._tokenizer)) for _ in range(draw.randint(1, 32))]
+        elif self._policy == "tool calls" and self._tools:
+            ids = self._tokenizer(self._call(draw), add_special_tokens=False)["input_ids"]
+        ids = [*[i for i in ids if i != self._tokenizer.eos_token_id], self._tokenizer.eos_token_id]
+        is_cut = len(ids) > limit
+        found = torch.tensor(ids[:limit])
+        return Turn(found, torch.zeros(len(found)), torch.zeros_like(found), "length" if is_cut else "stop")
+
+    def _call(self, draw: random.Random) -> str:
+        """A call with arguments of the right types."""
+        tool = draw.choice(self._tools)
+        arguments = {
+            key: draw.choice(schema["enum"])
+            if "enum" in schema
+            else _VALUES.get(str(schema.get("type")), _text)(draw)
+            for key, schema in tool["parameters"]["properties"].items()
+        }
+        return f"<tool_call>{json.dumps({'name': tool['name'], 'arguments': arguments})}</tool_call>"
+
+
+def _text(draw: random.Random) -> str:
+    return draw.choice(("1", "1+1", "a", "apple"))
+
+
+_VALUES: dict[str, Callable[[random.Random], Any]] = {
+    "integer": lambda draw: draw.randint(0, 9),
+    "number": lambda draw: draw.uniform(0, 9),
+    "boolean": lambda draw: draw.random() < 0.5,
+    "array": lambda draw: [],
+    "object": lambda draw: {},
+}
+#: Variable by which processes of the environment are found.
+_MARK = "RLCTL_AUDIT"
+
+
+@dataclass(slots=True)
+class _Watch:
+    processes: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[_Watch]:
+    """Finds the processes and temporary files that are left after the block; the processes are ended."""
+    found, mark, before = _Watch(), secrets.token_hex(8), dict(os.environ)
+    with tempfile.TemporaryDirectory(prefix="rlctl-audit-", ignore_cleanup_errors=True) as directory:
+        os.environ.update({_MARK: mark, "TMPDIR": directory})
+        try:
+            yield found
+        finally:
+            for name in (_MARK, "TMPDIR"):
+                os.environ.pop(name)
+                os.environ.update({name: before[name]} if name in before else {})
+            _, left = psutil.wait_procs([*_processes_with(mark)], timeout=1.0)  # killed ones are ending
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    if process.status() != psutil.STATUS_ZOMBIE:  # it has ended
+                        found.processes.append(process.name())
+                        process.kill()
+            found.files = sorted(str(path.relative_to(directory)) for path in Path(directory).rglob("*"))
+
+
+def _processes_with(mark: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(_MARK) == mark:
+                yield process

@@ -13,6 +13,7 @@ from rlctl.batch import Episode, Group
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.schema import Message, Row
 from rlctl.engine.ranks import Ranks
+from rlctl.environment.build import EpisodeSource
 from rlctl.reward.build import Reward
 from rlctl.reward.protocol import RewardResult, Scorer
 from rlctl.spec.load import load_spec
@@ -63,12 +64,14 @@ def spec_of(estimator: str, *overrides: str) -> RunSpec:
 
 def run_of(spec: RunSpec, rank: int = 0, world_size: int = 1, reward: object = None) -> SimpleNamespace:
     engine, ranks = Engine(), Ranks(rank, world_size, torch.device("cpu"))
-    sample = partial(sample_groups, spec, ranks, PROMPTS, engine, TOKENIZER)
+    source = EpisodeSource.of(spec, TOKENIZER)
+    sample = partial(sample_groups, spec, ranks, PROMPTS, engine, source)
     return SimpleNamespace(
         spec=spec,
         ranks=ranks,
         rollout=engine,
         tokenizer=TOKENIZER,
+        episodes=source,
         draws=None,
         stream=RolloutStream(sample, ahead=0, last_step=9),
         reward=reward or Reward({"length": (1.0, Length())}, OverlongSpec(), 5),

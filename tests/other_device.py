@@ -98,13 +98,18 @@ def _plain(x: Any) -> Any:
 @contextmanager
 def other_device() -> Iterator[Callable[[Any], Any]]:
     """Yields a function that moves tensors, records and modules (in place) to the device."""
-    plain = torch.tensor
+    plain, as_plain = torch.tensor, torch.as_tensor
 
     def tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
         return Placed(plain(data, **options)) if _is_ours(device) else plain(data, device=device, **options)
 
+    def as_tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+        found = as_plain(data, **options)
+        return found if device is None else found.to(device)
+
     with pytest.MonkeyPatch.context() as patched, _Mode():
         patched.setattr(torch, "tensor", tensor)  # it does not reach the mode
+        patched.setattr(torch, "as_tensor", as_tensor)  # nor does this
         patched.setattr(nn.Module, "to", lambda module, *_, **__: _moved(module))
         yield _moved
 

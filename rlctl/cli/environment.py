@@ -145,7 +145,7 @@ def _tasks(spec: RunSpec, tokenizer: Any, data: list[str] | None) -> list[Task]:
             filter_overlong=True,
             chat_template_kwargs=spec.data.chat_template_kwargs,
         )
-        return prompts.tasks(range(len(prompts)), range(len(prompts)))
+        return prompts.all_tasks()
     renderer = Renderer(tokenizer, spec.data.chat_template_kwargs)
     messages = ({"role": "user", "content": "Begin."},)
     text = renderer.text(messages)
@@ -209,10 +209,12 @@ def _print(console: Console, audit: EnvironmentAudit, template: TemplateAudit | 
         console.print(Text.assemble("\n", *legend, ": only sampled tokens are trained on"))
     findings = [*audit.findings, *(template.findings if template else [])]
     console.print(end="\n")
-    for one in findings:
-        label = (f"{one.severity}: ", _STYLES[one.severity])
-        console.print(Text.assemble(label, (one.name, "bold"), "  ", visible(one.what)), soft_wrap=True)
-        if one.fix:
-            console.print(Text(f"  fix  {visible(one.fix)}", style="cyan"), soft_wrap=True)
+    for finding in findings:
+        label = (f"{finding.severity}: ", _STYLES[finding.severity])
+        console.print(
+            Text.assemble(label, (finding.name, "bold"), "  ", visible(finding.what)), soft_wrap=True
+        )
+        if finding.fix:
+            console.print(Text(f"  fix  {visible(finding.fix)}", style="cyan"), soft_wrap=True)
     if not findings:
         console.print("nothing found")

@@ -47,6 +47,7 @@ class Renderer:
                 where="data.chat_template_kwargs",
                 fix=f"leave it out; where a preset gives it: data.chat_template_kwargs.{unread[0]}=null",
             )
+        self._reads_tools = re.search(r"\btools\b", template) is not None
         added = tokenizer("")["input_ids"]
         #: whether the tokenizer adds its start token to plain text
         self.adds_start = bool(added) and added[0] == tokenizer.bos_token_id
@@ -63,12 +64,17 @@ class Renderer:
             start = str(self.tokenizer.bos_token) if self.adds_start else ""
             return start + row.prompt_text
         continues = row.prompt[-1].role == "assistant"
+        given: dict[str, Any] = {"tools": row.tools} if row.tools else {}
+        if given and not self._reads_tools:
+            what = "the row has tools, but the model's chat template shows none"
+            raise UsageError(what, where=place_of(row), fix="describe them in the system message")
         try:
             text: str = self.tokenizer.apply_chat_template(
                 list(messages_of(row)),
                 add_generation_prompt=generation_prompt and not continues,
                 continue_final_message=continues,
                 tokenize=False,
+                **given,
                 **self._kwargs,
             )
         except Exception as error:  # Jinja's own errors and whatever the template raises
@@ -204,10 +210,14 @@ class PromptDataset:
                 ground_truth=self.rows[index].ground_truth,
                 extra_info=self.rows[index].extra,
                 messages=messages_of(self.rows[index]),
-                environment=str(self.rows[index].extra.get("environment") or ""),
+                environment=self.rows[index].environment,
             )
             for index, group_id in zip(indices, group_ids, strict=True)
         ]
+
+    def all_tasks(self) -> list[Task]:
+        """All prompts, each as a group of its own."""
+        return self.tasks(range(len(self)), range(len(self)))
 
 
 @lru_cache(maxsize=2)

@@ -16,7 +16,7 @@ from rlctl.data.schema import Row
 from rlctl.errors import UsageError, first_line
 from rlctl.files import matches
 
-COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
+COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info", "environment", "tools")
 REQUIRED = ("data_source", "prompt", "reward_model")
 #: Splits held out from training, in names of directories and files such as `test-00000-of-00004.parquet`.
 _HELD_OUT = {"test", "val", "valid", "validation", "dev", "eval"}
@@ -27,9 +27,10 @@ PREPARE = "write it with `rlctl prepare-data parquet`"
 def load_rows(files: Sequence[str], *, continue_final_message: bool = False) -> list[Row]:
     """Reads the rows of Parquet files (or directories of them) in verl's row schema, in order.
 
-    Other columns are ignored, all fields of `extra_info` are kept, and a `prompt` that is plain text is one
-    user message. So verl's files work unchanged. With `continue_final_message` a prompt may end with the
-    beginning of the response, as a message of the assistant.
+    The columns `environment` and `tools` become fields of `extra_info`, other columns are ignored. All fields
+    of `extra_info` are kept, and a `prompt` that is plain text is one user message. So verl's files work
+    unchanged. With `continue_final_message` a prompt may end with the beginning of the response, as a message
+    of the assistant.
 
     Raises:
         UsageError: a file is missing, broken or empty, or a row does not match the schema; names file and

@@ -17,6 +17,8 @@ Values = Mapping[str, Any]
 
 _SHAREGPT_ROLES = {
     "human": "user",
+    "function_call": "assistant",
+    "observation": "tool",
     **dict.fromkeys(("gpt", "chatgpt", "bot", "bard", "bing", "model"), "assistant"),
 }
 
@@ -28,7 +30,8 @@ class RowError(ValueError):
 def parse_messages(value: Any) -> tuple[Message, ...]:
     """Parses a prompt: text, or a list of {role, content} or of ShareGPT's {from, value}, or one of them.
 
-    Content is text, or a list of parts of text (joined by line breaks).
+    Content is text, or a list of parts of text (joined by line breaks). Tool calls of a reply become text of
+    it, `<tool_call>{"name": …, "arguments": …}</tool_call>`.
 
     Raises:
         RowError: the prompt is missing, empty, or of another form.
@@ -52,20 +55,71 @@ def parse_messages(value: Any) -> tuple[Message, ...]:
             role = _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else None
             messages.append(_message(role, turn.get("value")))
         else:
-            messages.append(_message(turn.get("role"), turn.get("content")))
+            messages.append(_message(turn.get("role"), turn.get("content"), turn.get("tool_calls")))
     return tuple(messages)
 
 
-def _message(role: Any, content: Any) -> Message:
+def _message(role: Any, content: Any, calls: Any = None) -> Message:
     if not isinstance(role, str) or not role:
         raise RowError("a message of the prompt has no role")
     if isinstance(content, list):
         content = "\n".join(map(_part, content))
+    if calls is not None and len(calls):
+        content = "\n".join(filter(None, [content, *map(_call_text, calls)]))
     if not isinstance(content, str):
         raise RowError(f"a message's content is {kind_of(content)}, not text")
     if not content.strip():
         raise RowError(f"the {role} message of the prompt is empty")
     return Message(check_text(role), check_text(content))
+
+
+def _call_text(call: Any) -> str:
+    """A tool call in the form of chat completions, as text."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    try:
+        arguments = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+    except ValueError:
+        arguments = None
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+        raise RowError("a tool call of the prompt is not {function: {name, arguments}}")
+    written = {"name": name, "arguments": _without_nulls(json_able(arguments))}
+    return f"<tool_call>{json.dumps(written, ensure_ascii=False)}</tool_call>"
+
+
+def episode_columns(values: Values) -> dict[str, Any]:
+    """The columns `environment` (a name) and `tools` (schemas, or their JSON text) that are not null.
+
+    Raises:
+        RowError: they have another form.
+    """
+    found: dict[str, Any] = {}
+    if (name := values.get("environment")) is not None and name != "":
+        if not isinstance(name, str):
+            raise RowError(f"environment is {kind_of(name)}, not a name")
+        found["environment"] = check_text(name)
+    if (tools := values.get("tools")) is not None and tools != "":
+        try:
+            tools = json.loads(tools) if isinstance(tools, str) else _without_nulls(json_able(tools))
+        except ValueError:
+            raise RowError("tools is not JSON") from None
+        if not isinstance(tools, list) or not all(map(_is_schema, tools)):
+            raise RowError("tools is not a list of {type: function, function: {name, …}}")
+        found |= {"tools": tools} if tools else {}
+    return found
+
+
+def _is_schema(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without fields that are null, which Parquet adds where records have different fields."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _part(part: Any) -> str:
@@ -138,7 +192,7 @@ def parse_row(
         truth = json.dumps(json_able(truth), ensure_ascii=False, sort_keys=True)
     reward_model, extra = values.get("reward_model"), values.get("extra_info")
     style = reward_model.get("style") if isinstance(reward_model, Mapping) else None
-    extra = extra_of(extra) if isinstance(extra, Mapping) else {}
+    extra = (extra_of(extra) if isinstance(extra, Mapping) else {}) | episode_columns(values)
     return Row(
         data_source=source_named(values, "data_source"),
         prompt=parse_messages(lookup(values, prompt_key)),

@@ -60,6 +60,20 @@ class Row:
         return "\n\n".join(message.content for message in self.prompt)
 
     @property
+    def environment(self) -> str:
+        """The environment that the row chooses among those of the spec; "": the spec's."""
+        return str(self.extra.get("environment") or "")
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Schemas of tools that the policy reads with the prompt."""
+        tools = self.extra.get("tools")
+        is_list = isinstance(tools, list) and all(
+            isinstance(tool, dict) and "function" in tool for tool in tools
+        )
+        return list(tools) if tools and is_list else []
+
+    @property
     def is_ruled(self) -> bool:
         """Whether a grader compares responses with the ground truth; true for unknown styles (DAPO-Math)."""
         return self.style not in {"model", "code"}

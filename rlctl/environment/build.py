@@ -7,7 +7,7 @@ or function as it is. Does not import torch, because the spec reads names.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -108,9 +108,7 @@ class EpisodeSource:
     @classmethod
     def of(cls, spec: RunSpec, tokenizer: Any) -> EpisodeSource:
         """The environments of a run's spec."""
-        lengths = spec.data.max_prompt_length + spec.data.max_response_length
-        length = spec.environment.context_length or lengths
-        return cls(spec.environment, tokenizer, length, spec.data.chat_template_kwargs)
+        return cls(spec.environment, tokenizer, spec.max_length, spec.data.chat_template_kwargs)
 
     def sample(
         self,
@@ -172,6 +170,15 @@ class EpisodeSource:
             why = f"fewer than environment.min_group = {needed} episodes of its group are left"
             found[task.group_id] = tuple(replace(e, error=e.error or why) for e in found[task.group_id])
         return [found[task.group_id] for task in tasks]
+
+    def check(self, tasks: Iterable[Task]) -> None:
+        """Checks the environments that rows choose, before anything is sampled.
+
+        Raises:
+            UsageError: a row names an environment that the spec does not.
+        """
+        for task in tasks:
+            self._name_of(task)
 
     def close(self) -> None:
         """Ends what the environments started."""

@@ -250,4 +250,4 @@ def _as_episode(sample: EvalSample) -> Episode:
         extra_info=sample.extra_info,
         messages=tuple(sample.messages),
     )
-    return Episode(task, sample.sample_index, (), sample.response)
+    return Episode(task, sample.sample_index, (), sample.response, reward=sample.environment_reward)

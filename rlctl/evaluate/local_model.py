@@ -26,6 +26,7 @@ from rlctl.rollout.hf import DTYPES
 from rlctl.rollout.protocol import step_seed
 from rlctl.spec.machine import native_dtype
 from rlctl.spec.run_spec import EngineSpec, RunSpec
+from rlctl.user_code import files_of
 
 if TYPE_CHECKING:
     from rlctl.rollout.protocol import ResponseSampler, Sampling
@@ -74,6 +75,14 @@ class LocalModel(SampledModel):
         self.about_sampling |= {name: value for name, value in options.items() if value}
         if version := engine_version(plan.engine):
             self.about_sampling["engine_sha256"] = version
+        environment = self._spec.environment
+        if environment.has_episodes:  # episodes depend on its code, and on further columns of the row
+            files = {str(file): sha256_of(file) for file in files_of(environment.name, *environment.others)}
+            self.about_sampling["environment"] = environment.model_dump(mode="json") | {"files": files}
+            self.identities = [
+                json.dumps([text, row.ground_truth, row.extra], sort_keys=True, default=str)
+                for text, row in zip(self.prompts, self.rows, strict=True)
+            ]
         sha256, template = files_hash(self._directory, target.checksums), template_hash(self.tokenizer)
         self.model = {
             "path": target.model_path,
@@ -88,6 +97,8 @@ class LocalModel(SampledModel):
         """See `SampledModel.sample`."""
         request = self._request
         longest = max(len(self._questions.token_ids[question]) for question, _ in pairs)
+        if self._spec.environment.has_episodes:
+            longest = max(longest, self._spec.max_length - self.sampling.max_response_length)
         with self._sampling_engine(longest) as engine:
             # An engine that forms its own batches is faster with more sequences per call.
             forms_batches = self._spec.rollout_engine.forms_batches
@@ -181,7 +192,7 @@ def sample_responses(
         episodes = source.sample(engine, members, sampling, own_seed)
         yield {
             (episode.task.group_id, episode.member): Response(
-                episode.response, episode.truncated, episode.num_sampled
+                episode.response, episode.truncated, episode.num_sampled, episode.reward
             )
             for episode in episodes
             if not episode.aborted and not episode.error

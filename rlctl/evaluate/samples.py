@@ -44,6 +44,7 @@ class EvalSample:
     reward: float | None = None  # None before grading and if the grader failed
     #: extracted answer, for majority votes; None: no answer, or the reward extracts none
     answer: str | None = None
+    environment_reward: float | None = None  # of the environment itself; None: it gives none
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Response:
     text: str
     truncated: bool  # cut off at the length limit
     num_tokens: int
+    reward: float | None = None  # of the environment itself; None: it gives none
 
 
 class SampledModel:
@@ -105,17 +107,19 @@ def as_samples(
             num_tokens=response.num_tokens,
             messages=messages_of(rows[question]),
             extra_info=rows[question].extra,
+            environment_reward=response.reward,
         )
         for (question, sample), response in responses.items()
     ]
 
 
 _TYPES = {"question_index": pa.int64(), "sample_index": pa.int64(), "num_tokens": pa.int64()}
-_TYPES |= {"truncated": pa.bool_(), "reward": pa.float64()}
+_TYPES |= {"truncated": pa.bool_(), "reward": pa.float64(), "environment_reward": pa.float64()}
+_MAY_BE_NONE = {"reward", "answer", "environment_reward"}
 #: The fields of `EvalSample`, one row per response; responses to one question are adjacent.
 SCHEMA = pa.schema(
     [
-        pa.field(each.name, _TYPES.get(each.name, pa.large_string()), each.name in {"reward", "answer"})
+        pa.field(each.name, _TYPES.get(each.name, pa.large_string()), each.name in _MAY_BE_NONE)
         for each in fields(EvalSample)
     ],
     metadata={"rlctl.samples": "2"},
@@ -142,14 +146,17 @@ def read_samples(
     """
     try:
         with pq.ParquetFile(path) as file:
-            missing = [name for name in SCHEMA.names if name not in file.schema_arrow.names]
+            known = {*file.schema_arrow.names, "environment_reward"}  # which older files lack
+            missing = [name for name in SCHEMA.names if name not in known]
             if missing:
                 raise UsageError(
                     f"not an evaluation's samples: {', '.join(missing)} missing",
                     where=str(path),
                     fix="evaluate again; stored responses are not sampled again",
                 )
-            columns = [name for name in SCHEMA.names if name not in without]
+            columns = [
+                name for name in SCHEMA.names if name in file.schema_arrow.names and name not in without
+            ]
             batches = file.iter_batches(_ROWS_AT_ONCE, columns=columns)
             if questions is not None:
                 asked = pa.array(questions, pa.int64())

@@ -13,7 +13,7 @@ import json
 import mmap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -126,7 +126,9 @@ class ResponseStore:
         """
         with self._writing():
             for key, response in responses.items():
-                record = dict(zip(_FIELDS, (*key, *astuple(response)), strict=True))
+                *said, reward = astuple(response)
+                record = dict(zip(_FIELDS, (*key, *said), strict=True))
+                record |= {} if reward is None else {"reward": reward}
                 self._append.write(json.dumps(record | {"rlctl": self._version}) + "\n")
             self._append.flush()
 
@@ -140,7 +142,10 @@ class ResponseStore:
                         if not isinstance(record[name], kind):
                             raise TypeError(f"`{name}` is not of type {kind.__name__}")
                     prompt, question, sample, seed, *said = (record[name] for name in _FIELDS)
-                    yield (prompt, question, sample, seed), Response(*said), line
+                    response = Response(*said)
+                    if "reward" in record:
+                        response = replace(response, reward=float(record["reward"]))
+                    yield (prompt, question, sample, seed), response, line
         except (ValueError, KeyError, TypeError) as error:
             raise RunFailure(
                 f"a stored response cannot be read: {type(error).__name__}: {error}",

@@ -21,6 +21,7 @@ from rlctl.data.records import (
     check_last_turn,
     checked_extra,
     columns_of,
+    episode_columns,
     extra_of,
     given_answer,
     is_integer,
@@ -347,6 +348,7 @@ class Recipe:
             data_source=own or parsed.data_source or layout.data_source or source,
             prompt=messages,
             index=index if stored is None else stored,
+            extra={**parsed.extra, **checked_extra(episode_columns(values))},
             question=parsed.question or _question(parsed.prompt),
         )
 

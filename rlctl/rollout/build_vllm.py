@@ -66,7 +66,7 @@ def build_vllm(context: EngineContext) -> VLLMRollout | VLLMServerRollout:
 def _options(spec: RunSpec) -> dict[str, Any]:
     return vllm_options(
         _dtype(spec),
-        spec.data.max_prompt_length + spec.data.max_response_length,
+        spec.max_length,
         max_num_seqs=spec.rollout.max_num_seqs,
         gpu_memory_utilization=spec.rollout.gpu_memory_utilization,
         trust_remote_code=spec.model.trust_remote_code,

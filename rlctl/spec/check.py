@@ -257,7 +257,7 @@ _BUDGETS = ("actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu
 @spec_check
 def budget_holds_a_row(spec: RunSpec) -> Problems:
     """A token budget must be at least the longest prompt plus the longest response."""
-    longest = spec.data.max_prompt_length + spec.data.max_response_length
+    longest = spec.max_length
     budgets = (spec.pass_tokens, spec.critic.ppo_max_token_len_per_gpu)
     for key, budget, ranks in zip(_BUDGETS, budgets, (spec.engine.sequence_parallel, 1), strict=True):
         is_read = key == _BUDGETS[0] or spec.trains_critic

@@ -218,7 +218,7 @@ class _Estimate:
     def __init__(self, spec: RunSpec, size: ModelSize, gpu_bytes: float | None) -> None:
         self.spec, self.policy, self.gpu_bytes = spec, size, gpu_bytes
         self.width, self.stage = spec.engine.width, spec.engine.effective_stage
-        self.length = spec.data.max_prompt_length + spec.data.max_response_length
+        self.length = spec.max_length
 
     def parts(self) -> list[MemoryPart]:
         spec, policy = self.spec, self.policy

@@ -475,7 +475,7 @@ class Placement:
             fix = "use a divisor of the number of heads"
             yield Problem("error", "rollout.tensor_model_parallel_size", what, fix)
         length, kernel = (
-            spec.data.max_prompt_length + spec.data.max_response_length,
+            spec.max_length,
             spec.model.attn_implementation,
         )
         if length > _LONGEST_DENSE and not kernel.startswith("flash"):

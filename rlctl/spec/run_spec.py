@@ -143,6 +143,13 @@ class RunSpec(Section):
         return self.model.path == EMBEDDED
 
     @property
+    def max_length(self) -> int:
+        """Most tokens of a sequence."""
+        return self.environment.context_length or (
+            self.data.max_prompt_length + self.data.max_response_length
+        )
+
+    @property
     def ppo_mini_batch_size(self) -> int:
         """Prompts per optimizer step, with null resolved."""
         return self.actor.ppo_mini_batch_size or self.data.train_batch_size

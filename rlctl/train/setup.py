@@ -66,8 +66,8 @@ def build(
     changes = check_rows(spec, prompts, run_dir, ranks)
     train_prompts.check_batch_size(spec.data.train_batch_size)
     total_steps = num_batches(spec, len(train_prompts))
-    episodes = EpisodeSource.of(spec, tokenizer)
-    stack.callback(episodes.close)
+    episodes = stack.enter_context(contextlib.closing(EpisodeSource.of(spec, tokenizer)))
+    episodes.check(task for each in filter(None, prompts.values()) for task in each.all_tasks())
     stream = _stream(spec, ranks, train_prompts, models, episodes, total_steps, stack)
     if resume:
         restored = restore(spec, models, stream, run_dir, ranks)

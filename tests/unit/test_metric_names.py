@@ -141,13 +141,13 @@ def test_no_torch() -> None:
 @pytest.mark.parametrize("convention", [None, "verl"])
 @pytest.mark.parametrize("level", [None, "token", "sequence", "geometric"])
 def test_correction_logs_only_what_is_described(level, convention) -> None:
-    from rlctl.algos.statistics import correction_metrics
-
-    from rlctl.algos.correction import correct
+    from rlctl.algos.correction import correct, correction_metrics
     from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
+    from rlctl.algos.segments import Units
+    from rlctl.algos.sums import to_host
 
-    log_probs = torch.tensor([[-1.0, -2.0, 0.0], [-0.5, -0.1, -3.0]])
-    mask = torch.tensor([[True, True, False], [True, True, True]])
+    log_probs = torch.tensor([-1.0, -2.0, -0.5, -0.1, -3.0])
+    units = Units.of_responses(torch.tensor([2, 3]))
     rules = CorrectionRules(
         WeightRule(level, normalize=True, metrics=convention),
         (
@@ -155,7 +155,7 @@ def test_correction_logs_only_what_is_described(level, convention) -> None:
             RejectRule("seq_max_k2", "k2", "max", None, 2.5, "sequence"),
         ),
     )
-    sums = correct(log_probs, log_probs + 0.1, mask, rules).sums.to_host()
+    sums = to_host(correct(log_probs, log_probs + 0.1, units, rules).sums)
     logged = correction_metrics(sums, rules)
     assert len(logged) > 40
     assert [key for key in logged if describe(key) is None] == []

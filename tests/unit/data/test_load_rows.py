@@ -2,6 +2,7 @@
 
 import datetime as dt
 import json
+import re
 from decimal import Decimal
 
 import pyarrow as pa
@@ -9,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlctl.data.read import load_rows
-from rlctl.data.schema import Message, Row, batch_of
+from rlctl.data.schema import BatchWriter, Message, Row, arrow_schema, batch_of
 from rlctl.errors import UsageError
 
 ROW = {
@@ -233,3 +234,56 @@ def test_shards_are_named_by_a_pattern(tmp_path):
         load_rows([str(tmp_path)])
     with pytest.raises(UsageError, match="no such file"):
         load_rows([str(tmp_path / "val-*.parquet")])
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_columns_of_episodes(tmp_path, as_text):
+    tools = [TOOL, {"type": "function", "function": {"name": "now", "description": "the time"}}]
+    given = {"environment": "words.py:Words", "tools": json.dumps(tools) if as_text else tools}
+    (row,) = load_rows([write(tmp_path / "a.parquet", [ROW | given])])
+    assert row.environment == "words.py:Words"
+    assert row.tools == tools  # without the nulls that Parquet adds
+    with_other = BatchWriter(tmp_path / "b.parquet", arrow_schema(with_other=True))
+    with with_other as batches:
+        batches.add(batch_of([row]))
+    (again,) = load_rows([str(tmp_path / "b.parquet")])
+    assert (again.environment, again.tools) == (row.environment, row.tools)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"environment": 3}, "environment is of type int, not a name"),
+        ({"tools": "add"}, "tools is not JSON"),
+        ({"tools": [{"name": "add"}]}, "tools is not a list of {type: function"),
+        (
+            {"prompt": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
+            "a tool call of the prompt is not",
+        ),
+    ],
+)
+def test_columns_of_episodes_in_another_form(tmp_path, change, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        load_rows([write(tmp_path / "a.parquet", [ROW | change])])
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
+def test_conversations_with_tools(tmp_path, arguments):
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    prompt = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    ]
+    (row,) = load_rows([write(tmp_path / "a.parquet", [ROW | {"prompt": prompt}])])
+    assert row.prompt == (
+        Message("user", "1+1?"),
+        Message("assistant", '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'),
+        Message("tool", "2"),
+    )

@@ -175,3 +175,15 @@ def test_arguments_of_the_template_reach_it_and_unknown_ones_are_refused():
         with pytest.raises(UsageError) as caught:
             texts(template, enable_thinking=False)
         assert caught.value.where == "data.chat_template_kwargs"
+
+
+def test_tools_and_the_environment_of_a_row():
+    tool = {"type": "function", "function": {"name": "add"}}
+    extra = {"environment": "words.py:Words", "tools": [tool]}
+    row = Row("s", (Message("user", "b"),), "1", extra=extra, where="f:1")
+    shown = make_tokenizer("{{ tools[0].function.name }} " + TEMPLATE)
+    (task,) = dataset([row], shown).tasks([0], [0])
+    assert task.text == "add <bos>[user]b[assistant]"
+    assert task.environment == "words.py:Words"
+    with pytest.raises(UsageError, match="the model's chat template shows none"):
+        dataset([row], make_tokenizer(TEMPLATE))

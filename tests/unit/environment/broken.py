@@ -174,9 +174,11 @@ class NeverEnds(Sound):
 
 class ExcludedByThePolicy(Sound):
     def respond(self, text: str) -> str | None:
-        if text:
-            raise ValueError(f"cannot parse {text!r}")
+        self._text = text
         return None
+
+    def get_reward(self) -> float:
+        return float(getattr(self, "_text", "") or 0)
 
 
 class LeavesFiles(Sound):

@@ -14,7 +14,7 @@ from rlctl.batch import Episode, Task
 from rlctl.engine.ranks import Ranks
 from rlctl.environment.build import EpisodeSource
 from rlctl.environment.protocol import EnvironmentFault, Outcome, Sampler
-from rlctl.errors import RunFailure, SpecError
+from rlctl.errors import RunFailure, SpecError, UsageError
 from rlctl.metric_names import describe
 from rlctl.reward.build import Reward
 from rlctl.reward.protocol import RewardResult, Scorer
@@ -232,3 +232,11 @@ def test_an_episode_without_a_turn_can_be_counted() -> None:
     assert episode_sums(graded, 0, 10)["failed"] == 1.0
     assert environment_sums(graded, [])["episodes"] == 0.0
     assert train_batch(SPEC, ALONE, graded, 0).num_episodes == 0
+
+
+def test_names_in_the_data_are_checked_before_anything_is_sampled() -> None:
+    spec = EnvironmentSpec.model_construct(name="a.py:A", others=["b.py:B"])
+    source = EpisodeSource(spec, None, 10)
+    source.check([task_of(0), task_of(1, environment="b.py:B")])
+    with pytest.raises(UsageError, match=r"row 2 of the data chooses the environment '/tmp/evil.py:E'"):
+        source.check([task_of(2, environment="/tmp/evil.py:E")])

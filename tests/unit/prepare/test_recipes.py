@@ -384,3 +384,10 @@ def test_numbers_of_any_size_are_read():
     for index in (1 << 63, -5, "7", 7.0, True):
         row = read(VERL | {"extra_info": {"index": index}})
         assert (row.index, row.extra) == (3, {"original_index": index})
+
+
+def test_tools_and_the_environment_of_a_record_are_kept():
+    tool = {"type": "function", "function": {"name": "add"}}
+    record = {"prompt": "1+1?", "answer": "2", "environment": "words.py:Words", "tools": [tool]}
+    row = read(record, "generic", prompt_key="prompt", answer_key="answer")
+    assert (row.environment, row.tools) == ("words.py:Words", [tool])

@@ -9,6 +9,7 @@ import torch
 from rlctl.algos.segments import Segments
 from rlctl.batch import TokenBatch, TokenLists
 from rlctl.engine.deepspeed import DeepSpeedEngine
+from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.ranks import Ranks
 from rlctl.train.deal import deal
 from rlctl.train.update import update
@@ -81,7 +82,15 @@ def with_kept(batch: TokenBatch) -> TokenBatch:
     tokens, sizes = batch.inputs.tokens, torch.where(torch.arange(len(batch.turns)) % 3 == 0, 0, 3)
     lists = Segments(sizes)
     ids = (lists.spread(tokens) + lists.places) % VOCABULARY
-    return replace(batch, kept=TokenLists(sizes.int(), ids.int()))
+    restricted = replace(batch, kept=TokenLists(sizes.int(), ids.int()))
+    module = PolicyModule(tiny_model(), 1.0)
+    with torch.no_grad():
+        own, other = (policy_output(module, x.inputs).log_probs for x in (restricted, batch))
+    policies = {
+        name: getattr(batch, name) + own - other
+        for name in ("rollout_log_probs", "old_log_probs", "ref_log_probs")
+    }
+    return replace(restricted, **policies)
 
 
 def updated(
@@ -107,4 +116,5 @@ def updated(
     )
     found = update(batch, actor, ranks, settings, lambda number: 2e-3 * (number + 1), 0)
     weights = {n: t.detach().float().clone() for n, t in actor.weights()}
-    return {"weights": weights, "metrics": found.metrics, "episodes": batch.group_ids.tolist()}
+    figures = {"num_updates": found.num_updates, **found.metrics}
+    return {"weights": weights, "metrics": figures, "episodes": batch.group_ids.tolist()}

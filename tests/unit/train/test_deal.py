@@ -72,7 +72,11 @@ def test_every_episode_is_trained_on_once(dealt, count: int, layout: str, group_
         keys = list(zip(part.group_ids.tolist(), part.members.tolist(), strict=True))
         assert keys == sorted(keys)
         assert same(part, whole.pick([group * MEMBERS + member for group, member in keys]))
-    found = [int(g) * MEMBERS + int(m) for p in parts[::group_size] for g, m in zip(p.group_ids, p.members, strict=True)]
+    found = [
+        int(g) * MEMBERS + int(m)
+        for p in parts[::group_size]
+        for g, m in zip(p.group_ids, p.members, strict=True)
+    ]
     assert sorted(found) == list(range(COUNT))
 
 
@@ -120,12 +124,13 @@ def updates(tmp_path_factory: pytest.TempPathFactory):
 )
 def test_the_update_is_that_of_one_rank(updates, count: int, case: tuple) -> None:
     [alone], results = updates[1][case], updates[count][case]
-    assert sorted(episode for found in results for episode in found["episodes"]) == alone["episodes"]
+    assert sorted(place for found in results for place in found["episodes"]) == alone["episodes"]
     sizes = [len(found["episodes"]) for found in results]
     assert (min(sizes) > 0) == (case[-1] and case[2] > 1)
+    assert alone["metrics"]["num_updates"] > 0
     for found in results:
         assert found["metrics"].keys() == alone["metrics"].keys()
         for key, value in alone["metrics"].items():
             assert found["metrics"][key] == pytest.approx(value, rel=2e-4, abs=2e-6), key
         for name, tensor in alone["weights"].items():
-            torch.testing.assert_close(found["weights"][name], tensor, rtol=0, atol=3e-5)
+            torch.testing.assert_close(found["weights"][name], tensor, rtol=0, atol=1e-4)

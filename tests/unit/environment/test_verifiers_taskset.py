@@ -126,3 +126,28 @@ def test_a_wrong_name_or_number_is_an_error(taskset: str) -> None:
         built("no_such_taskset")
     [episode], _ = play(taskset, [7], lambda _: "4")
     assert "the taskset has 4 tasks" in episode.error
+
+
+def test_a_taskset_that_verifiers_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hangman of TextArena, whose package finds its words on this machine."""
+    pytest.importorskip("verifiers.v1")
+    nltk = pytest.importorskip("nltk")
+    pytest.importorskip("textarena.core")
+    corpus = tmp_path / "corpora" / "words"
+    corpus.mkdir(parents=True)
+    for name in ("en", "en-basic", "README"):
+        (corpus / name).write_text("apple\ngrape\nlemon\n")
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    monkeypatch.setattr(nltk, "download", lambda *_, **__: None)
+    spec = EnvironmentSpec(
+        name="verifiers", params={"taskset": "textarena", "config": {"game": "Hangman-v0"}}
+    )
+    context = EnvironmentContext(spec, chat_tokenizer(), SAMPLING, 8000)
+    environment = build.build_environment("verifiers", context)
+    members = [(Task([1], "", extra_info={"idx": row}), 0) for row in range(2)]
+    engine = ScriptedEngine(lambda _: "[e]")
+    episodes = run_episodes(environment, engine, members, SAMPLING, 1, spec, 8000)
+    assert [(e.error, len(e.sequences), "Hangman" in e.messages[1]["content"]) for e in episodes] == [
+        ("", 1, True)
+    ] * 2
+    assert all(e.reward is not None and e.metrics["num_turns"] > 1 for e in episodes)

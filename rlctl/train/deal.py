@@ -40,31 +40,32 @@ class Dealt:
 def assigned(episodes: Sequence[Dealt], num_parts: int) -> list[int]:
     """The part, of `num_parts`, of every episode."""
     found: dict[tuple[int, int], int] = {}
+    totals = [0] * num_parts  # of all mini-batches so far, which decide between equal parts
     for mini in sorted({one.mini for one in episodes}):
         some = [one for one in episodes if one.mini == mini]
         groups: dict[int, list[Dealt]] = {}
         for one in some:
             groups.setdefault(one.group, []).append(one)
-        parts, worst = _dealt(list(groups.values()), num_parts)
-        if worst > LARGEST:
-            parts, _ = _dealt([[one] for one in some], num_parts)
+        parts, loads = _dealt(list(groups.values()), totals)
+        if max(loads) * num_parts > LARGEST * sum(loads):
+            parts, loads = _dealt([[one] for one in some], totals)
         found |= parts
+        totals = [sum(pair) for pair in zip(totals, loads, strict=True)]
     return [found[one.group, one.member] for one in episodes]
 
 
-def _dealt(units: list[list[Dealt]], num_parts: int) -> tuple[dict[tuple[int, int], int], float]:
-    """Part of each episode by group and member, and the largest part's tokens relative to the mean."""
-    loads, found = [0] * num_parts, dict[tuple[int, int], int]()
+def _dealt(units: list[list[Dealt]], totals: list[int]) -> tuple[dict[tuple[int, int], int], list[int]]:
+    """Part of each episode by group and member, and the tokens of each part."""
+    loads, found = [0] * len(totals), dict[tuple[int, int], int]()
 
     def cost(unit: list[Dealt]) -> int:
         return sum(one.tokens for one in unit) - sum(one.prompt for one in unit[1:])
 
     for unit in sorted(units, key=lambda unit: (-cost(unit), unit[0].group, unit[0].member)):
-        part = loads.index(min(loads))
+        part = min(range(len(loads)), key=lambda part: (loads[part], totals[part], part))
         loads[part] += cost(unit)
         found |= {(one.group, one.member): part for one in unit}
-    mean = sum(loads) / num_parts
-    return found, max(loads) / mean if mean else 1.0
+    return found, loads
 
 
 def deal(batch: TokenBatch, ranks: Ranks, groups_per_mini: int, group_size: int = 1) -> TokenBatch:

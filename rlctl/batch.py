@@ -100,7 +100,7 @@ class Turn:
     token_ids: Tensor  # (t,) int64
     log_probs: Tensor  # (t,) float32, under the sampling distribution
     versions: Tensor  # (t,) int64, number of optimizer updates in the weights that sampled the token
-    finish_reason: str  # one of `FINISH_REASONS`
+    finish_reason: str  # stop, length or abort, see `FINISH_REASONS`
     kept: TokenLists | None = None  # (t) with exact sampling: the set that each token was sampled from
     most_likely: TokenLists | None = None  # (t) with score centering: the sampler's most likely tokens
 

@@ -90,17 +90,17 @@ def nan_rollouts_at(step: int, rows: int) -> None:
     """The rollout engine reports NaN for the first token of `rows` responses in generation number `step`."""
     from rlctl.rollout.hf import HFRollout
 
-    original = HFRollout.generate
+    original = HFRollout.sample
     calls = [0]
 
-    def generate(self, *args, **kwargs):
-        rollouts = original(self, *args, **kwargs)
+    def sample(self, *args, **kwargs):
+        turns = original(self, *args, **kwargs)
         calls[0] += 1
-        if calls[0] == step:
-            rollouts.rollout_log_probs[:rows, 0] = float("nan")
-        return rollouts
+        for turn in turns[:rows] if calls[0] == step else ():
+            turn.log_probs[0] = float("nan")
+        return turns
 
-    HFRollout.generate = generate
+    HFRollout.sample = sample
 
 
 def failing_grader(every: int) -> None:
@@ -145,30 +145,31 @@ def slow_steps() -> None:
 
     from rlctl.rollout.hf import HFRollout
 
-    original = HFRollout.generate
+    original = HFRollout.sample
     calls = [0]
 
-    def generate(self, *args, **kwargs):
+    def sample(self, *args, **kwargs):
         calls[0] += 1
         if calls[0] > 2:
             time.sleep(60.0)
         return original(self, *args, **kwargs)
 
-    HFRollout.generate = generate
+    HFRollout.sample = sample
 
 
 def far_rollouts() -> None:
     """The rollout engine reports log-probs that are three nats too low, so every ratio is about 20."""
     from rlctl.rollout.hf import HFRollout
 
-    original = HFRollout.generate
+    original = HFRollout.sample
 
-    def generate(self, *args, **kwargs):
-        rollouts = original(self, *args, **kwargs)
-        rollouts.rollout_log_probs.sub_(3.0 * rollouts.response_mask)
-        return rollouts
+    def sample(self, *args, **kwargs):
+        turns = original(self, *args, **kwargs)
+        for turn in turns:
+            turn.log_probs.sub_(3.0)
+        return turns
 
-    HFRollout.generate = generate
+    HFRollout.sample = sample
 
 
 def pauses() -> None:
@@ -178,13 +179,13 @@ def pauses() -> None:
     from rlctl.rollout.hf import HFRollout
 
     forked_ranks()
-    original = HFRollout.generate
+    original = HFRollout.sample
 
-    def generate(self, *args, **kwargs):
+    def sample(self, *args, **kwargs):
         time.sleep(0.3)
         return original(self, *args, **kwargs)
 
-    HFRollout.generate = generate
+    HFRollout.sample = sample
 
 
 def clock_jumps(*jumps: float) -> None:

@@ -86,7 +86,9 @@ class BenchRule:
     def loss(self) -> LossRule:
         """The loss with its parameters."""
         part = POLICY_LOSSES.part(self.spec.loss_type)
-        params = part.example_params()
+        fields = {} if part.params is None else part.params.model_fields
+        required = {name: (f.examples or [None])[0] for name, f in fields.items() if f.is_required()}
+        params = None if part.params is None else part.params(**required)
         if params is not None:
             params = type(params)(**(params.model_dump() | dict(self.spec.loss_params)))
         return LossRule(part.name, params=params)

@@ -40,7 +40,8 @@ def samples(
       rlctl samples runs/rlctl/rloo-seq-is-20260101-120000 --step 40 --sort gap -n 3
     """
     from rlctl.cli.output import write_report
-    from rlctl.track.open_run import open_run, steps_in_words
+    from rlctl.track.open_run import open_run
+    from rlctl.track.rollouts import steps_in_words
     from rlctl.track.texts import decoder_of
 
     record = open_run(run_dir)

@@ -39,7 +39,7 @@ from rlctl.engine.deepspeed_setup import (
     unrounded_weights,
     zero_stage_of,
 )
-from rlctl.engine.layout import Reader, idle_inputs
+from rlctl.engine.layout import BodyReader, idle_inputs
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
 from rlctl.engine.protocol import PolicyOutput, StepResult
@@ -63,7 +63,7 @@ class _Engine:
 
     Args:
         model: Hugging Face causal language model, in any dtype; parameters that require gradient are trained.
-        wrap: creates the module to train from the model on its device, and options of `Reader`.
+        wrap: creates the module to train from the model on its device, and options of `BodyReader`.
 
     Attributes:
         zero_stage: the stage in effect, by which checkpoints are partitioned.
@@ -119,7 +119,7 @@ class _Engine:
 
     def plan(self, passes: Sequence[ModelInputs]) -> str:
         """See `Trained.plan`."""
-        reader: Reader = self._engine.module.reader
+        reader: BodyReader = self._engine.module.reader
         if reader.packs is None:
             with torch.no_grad():
                 self._engine(inputs=idle_inputs(self.ranks.device))

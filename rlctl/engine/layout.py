@@ -14,7 +14,7 @@ by a dense mask, so a row is at most as long as the longest sequence or `packed_
 separate sequences where positions restart, in one long row without sharing. Padded rows are for models that
 support neither, or where they are faster.
 
-`Reader.plan` chooses one layout for all ranks. Under ZeRO-3 every layout calls the body once, so that ranks
+`BodyReader.plan` chooses one layout for all ranks. Under ZeRO-3 every layout calls the body once, so that ranks
 stay in step: a shared prompt of padded rows, which needs two calls, is not shared there.
 """
 
@@ -38,7 +38,6 @@ from rlctl.spec.memory import packed_width
 
 if TYPE_CHECKING:
     from rlctl.engine.ranks import Ranks
-    from rlctl.engine.sequence_parallel import SequenceParallel
 
 Layout = Literal["packed", "padded"]
 
@@ -258,7 +257,7 @@ def _window(config: Any) -> int:
     return min(getattr(config, name, None) or 1 << 62 for name in names)
 
 
-class Reader:
+class BodyReader:
     """Runs the body of a model over inputs.
 
     Args:
@@ -279,7 +278,7 @@ class Reader:
         model: Any,
         *,
         share_prompts: bool = True,
-        sequence: SequenceParallel | None = None,
+        sequence: Any = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.packs: bool | None = None

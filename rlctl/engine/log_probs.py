@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlctl.batch import ModelInputs
-from rlctl.engine.layout import Reader, reads_past_only, same_values
+from rlctl.engine.layout import BodyReader, reads_past_only, same_values
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.errors import UsageError
 from rlctl.prefix import UNSUPPORTED, base_name, body_of, evaluating
@@ -31,7 +31,7 @@ class PolicyModule(nn.Module):
         temperature: logits are divided by it, as when sampling.
         probe: test now what the model supports; False: in the first pass, because until then its weights are
             partitioned among the ranks. Then `share_prompts` must be False.
-        options: of `Reader`.
+        options: of `BodyReader`.
 
     Attributes:
         head: applies the output head to scored states.
@@ -53,7 +53,7 @@ class PolicyModule(nn.Module):
         super().__init__()
         self.model = model
         self.head = ChunkedHead(model, temperature)
-        self.reader = Reader(model, **options)
+        self.reader = BodyReader(model, **options)
         if probe:
             self._probe()
 

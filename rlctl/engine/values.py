@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rlctl.batch import ModelInputs
-from rlctl.engine.layout import Reader
+from rlctl.engine.layout import BodyReader
 from rlctl.errors import UsageError
 from rlctl.prefix import body_of
 
@@ -50,7 +50,7 @@ class ValueModule(nn.Module):
                 where="critic.path",
                 fix="name a model of another architecture",
             )
-        self.reader = Reader(model, **options)
+        self.reader = BodyReader(model, **options)
         if probe:
             self.reader.probe()
         self.body = body

@@ -157,3 +157,31 @@ class RewardResult:
             return self.before_penalty
         penalty = self.parts.get(OVERLONG)
         return self.scores if penalty is None else self.scores - penalty * self.valid
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """The groups of one step that this rank sampled, in order of `group_id`, and their grades.
+
+    Attributes:
+        rewards: one score per episode, in order of group and member.
+        baseline: for ReMax, for every episode the grade of the greedy episode of its task; else None.
+        sampling_cost: `filter_groups/*` metrics; empty without dynamic sampling.
+    """
+
+    groups: list[Group]
+    rewards: RewardResult
+    baseline: RewardResult | None
+    sampling_cost: dict[str, float]
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """All episodes, in order of group and member."""
+        return [episode for group in self.groups for episode in group]
+
+    @property
+    def valid(self) -> Tensor:
+        """(E,) bool: the episode is trained on: it is graded, and its baseline; the engine did not end it."""
+        aborted = torch.tensor([episode.aborted for episode in self.episodes], dtype=torch.bool)
+        valid = self.rewards.valid & ~aborted
+        return valid if self.baseline is None else valid & self.baseline.valid

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -178,15 +178,6 @@ def spans(row: Mapping[str, Any]) -> list[tuple[int, range]]:
     edges = [place for place in range(start + 1, len(turns)) if turns[place] != turns[place - 1]]
     bounds = pairwise([start, *edges, len(turns)]) if start < len(turns) else ()
     return [(turns[first], range(first, last)) for first, last in bounds]
-
-
-def steps_in_words(steps: Sequence[int]) -> str:
-    """Formats ascending steps compactly, for example `steps 1 to 4, 7`."""
-    starts = [step for step in steps if step - 1 not in set(steps)]
-    ends = [step for step in steps if step + 1 not in set(steps)]
-    spans = [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
-    shown = spans if len(spans) <= 8 else [*spans[:7], f"… {spans[-1]}"]
-    return ("step " if len(steps) == 1 else "steps ") + ", ".join(shown)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     from rlctl.batch import Episode, TokenBatch
     from rlctl.engine.ranks import Ranks
-    from rlctl.train.sample_and_grade import Graded
+    from rlctl.reward.protocol import Graded
     from rlctl.train.update import Updated
 
 

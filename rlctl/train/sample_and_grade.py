@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from rlctl.reward.protocol import RewardResult
+from rlctl.reward.protocol import Graded, RewardResult
 from rlctl.rollout.protocol import Sampling, step_seed
 from rlctl.train.filter_groups import filtered_groups
 from rlctl.train.settings import is_sync_due
 from rlctl.train.step_metrics import StepTimer
 
 if TYPE_CHECKING:
-    from rlctl.batch import Episode, Group
+    from rlctl.batch import Group
     from rlctl.train.run import Run
-
-
-@dataclass(frozen=True, slots=True)
-class Graded:
-    """The groups of one step that this rank sampled, in order of `group_id`, and their grades.
-
-    Attributes:
-        rewards: one score per episode, in order of group and member.
-        baseline: for ReMax, for every episode the grade of the greedy episode of its task; else None.
-        sampling_cost: `filter_groups/*` metrics; empty without dynamic sampling.
-    """
-
-    groups: list[Group]
-    rewards: RewardResult
-    baseline: RewardResult | None
-    sampling_cost: dict[str, float]
-
-    @property
-    def episodes(self) -> list[Episode]:
-        """All episodes, in order of group and member."""
-        return [episode for group in self.groups for episode in group]
-
-    @property
-    def valid(self) -> Tensor:
-        """(E,) bool: the episode is trained on: it is graded, and its baseline; the engine did not end it."""
-        aborted = torch.tensor([episode.aborted for episode in self.episodes], dtype=torch.bool)
-        valid = self.rewards.valid & ~aborted
-        return valid if self.baseline is None else valid & self.baseline.valid
 
 
 def sample_and_grade(run: Run, step: int, timer: StepTimer) -> Graded:

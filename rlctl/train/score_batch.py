@@ -27,9 +27,9 @@ from rlctl.train.step_metrics import StepTimer
 
 if TYPE_CHECKING:
     from rlctl.batch import ModelInputs
+    from rlctl.reward.protocol import Graded
     from rlctl.spec.run_spec import RunSpec
     from rlctl.train.run import Run
-    from rlctl.train.sample_and_grade import Graded
 
 
 def train_batch(spec: RunSpec, ranks: Ranks, graded: Graded, policy_version: int) -> TokenBatch:

@@ -22,7 +22,7 @@ from rlctl.environment.protocol import STOP_REASONS
 from rlctl.reward.protocol import FailureKind
 
 if TYPE_CHECKING:
-    from rlctl.train.sample_and_grade import Graded
+    from rlctl.reward.protocol import Graded
 
 _MAX_NAMED = 8
 #: Metrics of episodes whose maximum is logged beside the mean.

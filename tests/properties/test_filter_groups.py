@@ -22,14 +22,14 @@ from rlctl.batch import Group, TokenBatch
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.schema import Message, Row
 from rlctl.engine.ranks import Ranks
+from rlctl.environment.build import EpisodeSource
 from rlctl.reward.build import Reward
-from rlctl.reward.protocol import Failure, RewardResult, Scorer
+from rlctl.reward.protocol import Failure, Graded, RewardResult, Scorer
 from rlctl.spec.load import load_spec
 from rlctl.spec.model import RECIPE
 from rlctl.spec.rollout import OverlongSpec
 from rlctl.tiny.model import build_tokenizer
 from rlctl.train.filter_groups import DrawnPrompt, _summary, draw_next_prompts, filtered_groups
-from rlctl.train.sample_and_grade import Graded
 from rlctl.train.score_batch import with_advantages
 from rlctl.train.step_metrics import StepTimer, episode_sums
 from rlctl.train.stream import PromptDraws
@@ -240,7 +240,7 @@ def filtered(world_size: int, batch_size: int = 4) -> Filtered:
             spec=spec,
             ranks=Together(rank, world_size, barrier, values),
             rollout=RandomEngine(),
-            tokenizer=tokenizer,
+            episodes=EpisodeSource.of(spec, tokenizer),
             train_prompts=prompts,
             reward=Reward({"long": (1.0, Long())}, OverlongSpec(), 5),
         )

@@ -111,7 +111,7 @@ def test_the_inputs_of_a_users_part_are_listed_with_shapes_and_defaults() -> Non
         "| `ratio` | (m,): r = π_θ/π_old |",
         "| `rewards` | (E,) float64 reward of each episode, the sum over all its tokens |",
         "| `train` | (M,) log π_train |",
-        "| `finish_reason` | one of `FINISH_REASONS` |",
+        "| `finish_reason` | stop, length or abort, see `FINISH_REASONS` |",
         "| `needs` | metrics without which the rule is skipped |",
         "| `not_applicable` | returns why the rule does not apply to a run; an empty text where it applies |",
         "| `gap_is_mismatch` | Whether only the two ",

@@ -78,8 +78,8 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Outcome of a program."""
+class ProgramOutcome:
+    """ProgramOutcome of a program."""
 
     exit_code: int  # of the program, or of its tests; negative: the signal that ended the process
     reached_limit: bool  # it was ended, at the limit of time, of files or of messages
@@ -96,7 +96,7 @@ def run_program(
     steps: Sequence[Step] = (),
     tests: str = "",
     max_output: int = MAX_OUTPUT_BYTES,
-) -> Outcome:
+) -> ProgramOutcome:
     """Runs Python source in a new confined process, in a temporary directory that is removed afterwards.
 
     Args:
@@ -143,7 +143,7 @@ def run_program(
     except OSError as error:
         raise NotRun(f"a program could not be started: {error}") from error
     messages = _messages(reply or b"")
-    return Outcome(
+    return ProgramOutcome(
         exit_code=jails[-1].process.returncode,
         reached_limit=reply is None,
         stdout=stdout,

@@ -17,13 +17,12 @@ from rlctl.environment.protocol import EnvironmentFault, Outcome, Sampler
 from rlctl.errors import RunFailure, SpecError, UsageError
 from rlctl.metric_names import describe
 from rlctl.reward.build import Reward
-from rlctl.reward.protocol import RewardResult, Scorer
+from rlctl.reward.protocol import Graded, RewardResult, Scorer
 from rlctl.rollout.protocol import Sampling
 from rlctl.spec.environment import EnvironmentSpec
 from rlctl.spec.load import load_spec
 from rlctl.spec.rollout import OverlongSpec
 from rlctl.train.loop import describe_episodes
-from rlctl.train.sample_and_grade import Graded
 from rlctl.train.score_batch import estimated, train_batch
 from rlctl.train.step_metrics import (
     batch_metrics,

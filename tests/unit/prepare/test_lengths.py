@@ -45,8 +45,8 @@ def test_lengths_are_those_training_sees(model):
     lengths = PromptLengths(model)
     measured = lengths.measure(rows)
     dataset = PromptDataset(rows, lengths.renderer.tokenizer, max_prompt_length=999, filter_overlong=False)
-    masks = dataset.prompts(range(3), range(3)).prompt_mask
-    assert [one.num_tokens for one in measured] == masks.sum(1).tolist()
+    tasks = dataset.tasks(range(3), range(3))
+    assert [one.num_tokens for one in measured] == [len(task.prompt_ids) for task in tasks]
     assert measured[0].num_tokens == 10  # <s> [ user ] a _ b [ assistant ]
     assert all(one.row is other for one, other in zip(measured, rows, strict=True))
     assert [one.problem for one in measured] == [""] * 3
@@ -59,7 +59,7 @@ def test_arguments_of_the_template_count_as_in_training(tmp_path):
     lengths = pickle.loads(pickle.dumps(PromptLengths(model, chat_template_kwargs=kwargs)))
     options = {"max_prompt_length": 999, "filter_overlong": False, "chat_template_kwargs": kwargs}
     dataset = PromptDataset(rows, lengths.renderer.tokenizer, **options)
-    assert lengths.measure(rows)[0].num_tokens == dataset.prompts([0], [0]).prompt_ids.shape[1]
+    assert lengths.measure(rows)[0].num_tokens == len(dataset.tasks([0], [0])[0].prompt_ids)
     assert lengths.measure(rows)[0].num_tokens > PromptLengths(model).measure(rows)[0].num_tokens
     assert lengths.describe() != PromptLengths(model).describe()
     with pytest.raises(UsageError, match="reads no `effort`"):

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from rlctl.algos.correction import correct
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.errors import SpecError
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.load import load_spec
 from rlctl.spec.resolve import correction_rules, loss_rule
+from tests.properties.padded_batches import corrected
 
 
 def rules(**fields):
@@ -71,11 +71,11 @@ def test_off_policy_rejects_what_deepseek_v3_2_rejects(dialect):
     train = rollout + torch.tensor(log_ratios)[:, None]
     for advantage, kept in expected.items():
         given = torch.full((4, 2), advantage)
-        found = correct(train, rollout, mask, CorrectionRules(WeightRule(None), (rule,)), advantages=given)
+        found = corrected(train, rollout, mask, CorrectionRules(WeightRule(None), (rule,)), advantages=given)
         assert found.keep_mask[:, 0].tolist() == kept
     uneven = rollout + torch.tensor([[-3.0, 2.9]])  # large on every token, small on average
     negative = torch.full((4, 2), -1.0)
-    found = correct(uneven, rollout, mask, CorrectionRules(WeightRule(None), (rule,)), advantages=negative)
+    found = corrected(uneven, rollout, mask, CorrectionRules(WeightRule(None), (rule,)), advantages=negative)
     assert found.keep_mask.all()
 
 

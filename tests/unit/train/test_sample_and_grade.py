@@ -15,13 +15,13 @@ from rlctl.data.schema import Message, Row
 from rlctl.engine.ranks import Ranks
 from rlctl.environment.build import EpisodeSource
 from rlctl.reward.build import Reward
-from rlctl.reward.protocol import RewardResult, Scorer
+from rlctl.reward.protocol import Graded, RewardResult, Scorer
 from rlctl.spec.load import load_spec
 from rlctl.spec.model import RECIPE
 from rlctl.spec.rollout import OverlongSpec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.model import build_tokenizer
-from rlctl.train.sample_and_grade import Graded, greedy_baseline, sample_and_grade
+from rlctl.train.sample_and_grade import greedy_baseline, sample_and_grade
 from rlctl.train.step_metrics import StepTimer
 from rlctl.train.stream import RolloutStream, sample_groups
 from tests.episodes import RandomEngine, groups_of, same

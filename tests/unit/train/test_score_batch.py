@@ -15,10 +15,9 @@ from rlctl.batch import Episode, ModelInputs, TokenBatch
 from rlctl.batch import Sequence as TokenSequence
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.errors import RunFailure
-from rlctl.reward.protocol import RewardResult
+from rlctl.reward.protocol import Graded, RewardResult
 from rlctl.spec.load import load_spec
 from rlctl.spec.run_spec import RunSpec
-from rlctl.train.sample_and_grade import Graded
 from rlctl.train.score_batch import score_batch, train_batch, with_advantages
 from rlctl.train.step_metrics import StepTimer, batch_metrics, episode_sums, token_sums
 from tests.episodes import task_of

@@ -14,6 +14,7 @@ import pytest
 
 from rlctl.cli.sweep import _print as print_rows
 from rlctl.errors import SpecError, UsageError
+from rlctl.terminal import Console
 from rlctl.train import sweep as sweeps
 from rlctl.train.sweep import Sweep, SweepRow, open_sweep, plan, run_sweep, slurm_script, table
 
@@ -115,7 +116,7 @@ sweeps.run_sweep(directory, sweeps.open_sweep(directory), jobs=2, note=lambda te
 
 
 def test_a_setting_with_brackets_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    print_rows([SweepRow({"trainer.logger": "[console]"}, 1, 1, None, None, None)])
+    print_rows(Console(), [SweepRow({"trainer.logger": "[console]"}, 1, 1, None, None, None)])
     assert "trainer.logger=[console]" in capsys.readouterr().out
 
 

@@ -11,6 +11,7 @@ import torch
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.schema import Message, Row
 from rlctl.engine.model import load_policy
+from rlctl.environment.build import EpisodeSource
 from rlctl.errors import RunFailure
 from rlctl.evaluate.compare import compare
 from rlctl.evaluate.samples import read_samples
@@ -58,6 +59,7 @@ def figures_of(ranks, where, model_dir, reward, *overrides):
         tokenizer=tokenizer,
         val_prompts=PromptDataset(rows, tokenizer, max_prompt_length=50, filter_overlong=True),
         rollout=LockedRollout(HFRollout(model, tokenizer, "cpu"), EngineLock(), first=True),
+        episodes=EpisodeSource.of(spec, tokenizer),
         reward=build_reward(spec.reward, max_response_length=6, device=torch.device("cpu")),
     )
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -193,3 +193,12 @@ class SpecError(UsageError):
             key = f"{problem.key}: " if problem.key else ""
             lines.append("  " + _in_one_line(problem.where, key + problem.what, problem.fix))
         return "\n".join(lines)
+
+
+def steps_in_words(steps: Sequence[int]) -> str:
+    """Formats ascending steps compactly, for example `steps 1 to 4, 7`."""
+    starts = [step for step in steps if step - 1 not in set(steps)]
+    ends = [step for step in steps if step + 1 not in set(steps)]
+    spans = [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
+    shown = spans if len(spans) <= 8 else [*spans[:7], f"… {spans[-1]}"]
+    return ("step " if len(steps) == 1 else "steps ") + ", ".join(shown)

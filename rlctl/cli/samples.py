@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from rlctl.cli.command import Format, Out, RunDirectory, count_option
-from rlctl.errors import UsageError, visible
+from rlctl.errors import UsageError, steps_in_words, visible
 
 if TYPE_CHECKING:
     from rlctl.terminal import Console
@@ -41,7 +41,6 @@ def samples(
     """
     from rlctl.cli.output import write_report
     from rlctl.track.open_run import open_run
-    from rlctl.track.rollouts import steps_in_words
     from rlctl.track.texts import decoder_of
 
     record = open_run(run_dir)

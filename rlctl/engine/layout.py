@@ -14,8 +14,8 @@ by a dense mask, so a row is at most as long as the longest sequence or `packed_
 separate sequences where positions restart, in one long row without sharing. Padded rows are for models that
 support neither, or where they are faster.
 
-`BodyReader.plan` chooses one layout for all ranks. Under ZeRO-3 every layout calls the body once, so that ranks
-stay in step: a shared prompt of padded rows, which needs two calls, is not shared there.
+`BodyReader.plan` chooses one layout for all ranks. Under ZeRO-3 every layout calls the body once, so that
+ranks stay in step: a shared prompt of padded rows, which needs two calls, is not shared there.
 """
 
 from __future__ import annotations

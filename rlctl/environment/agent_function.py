@@ -21,7 +21,7 @@ from rlctl.environment.chat_completions import RecordedChat
 from rlctl.environment.endpoint import Endpoint
 from rlctl.environment.instances import Instances
 from rlctl.environment.protocol import EnvironmentContext, EnvironmentFault, Outcome
-from rlctl.environment.renderer import Renderer
+from rlctl.environment.renderer import ChatRenderer
 from rlctl.errors import UsageError
 from rlctl.user_code import call_problem
 
@@ -44,7 +44,7 @@ class AgentFunction:
         if problem := call_problem(function, **given):
             fix = f"async def {function_name}(task, base_url, api_key) -> float | None"
             raise UsageError(f"an agent is called with three arguments: {problem}", where=name, fix=fix)
-        self._renderer = Renderer(context.tokenizer, context.chat_template_kwargs)
+        self._renderer = ChatRenderer(context.tokenizer, context.chat_template_kwargs)
         self._instances = Instances(file, function_name, context.spec.variables)
 
     def close(self) -> None:

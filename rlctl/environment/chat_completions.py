@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.environment.conversation import Conversation, Reply
 from rlctl.environment.protocol import LimitReached
-from rlctl.environment.renderer import Message, Renderer
+from rlctl.environment.renderer import ChatRenderer, Message
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class RecordedChat:
         failed: gets the exception of an engine, which ends the episode.
     """
 
-    def __init__(self, renderer: Renderer, sampler: Sampler, task: Task) -> None:
+    def __init__(self, renderer: ChatRenderer, sampler: Sampler, task: Task) -> None:
         self._renderer, self._sampler, self._task = renderer, sampler, task
         self._said: list[_Said] = []
         self._lock = asyncio.Lock()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlctl.environment.renderer import Message, Renderer, ToolCall, WrittenReply, parse_calls
+from rlctl.environment.renderer import ChatRenderer, Message, ToolCall, WrittenReply, parse_calls
 
 if TYPE_CHECKING:
     from rlctl.batch import Task, Turn
@@ -46,7 +46,7 @@ class Conversation:
 
     def __init__(
         self,
-        renderer: Renderer,
+        renderer: ChatRenderer,
         sampler: Sampler,
         task: Task,
         tools: Sequence[Mapping[str, Any]] = (),

@@ -55,7 +55,7 @@ class WrittenReply:
     last_token: int | None = None
 
 
-class Renderer:
+class ChatRenderer:
     """Renders conversations for one tokenizer.
 
     Text of special tokens in a message is data: it never becomes a control token. In rendered text a

@@ -15,7 +15,7 @@ from rlctl.batch import Sequence as TokenSequence
 from rlctl.batch import Task, Turn
 from rlctl.environment.conversation import Conversation
 from rlctl.environment.recording import Recorder
-from rlctl.environment.renderer import Renderer
+from rlctl.environment.renderer import ChatRenderer
 from rlctl.errors import UsageError
 from rlctl.rollout.ends import unknown_end
 
@@ -89,7 +89,7 @@ def audit_template(
         ends: tokens that end a turn; the first one is sampled.
         kwargs: further arguments of the chat template.
     """
-    found, renderer = TemplateAudit(), Renderer(tokenizer, kwargs)
+    found, renderer = TemplateAudit(), ChatRenderer(tokenizer, kwargs)
     try:
         _check_texts(found, renderer, ends)
         for name, (said, role) in _SCENES.items():
@@ -99,7 +99,7 @@ def audit_template(
     return found
 
 
-def _check_texts(found: TemplateAudit, renderer: Renderer, ends: Sequence[int]) -> None:
+def _check_texts(found: TemplateAudit, renderer: ChatRenderer, ends: Sequence[int]) -> None:
     """Checks renderings."""
     tokenizer, asked = renderer.tokenizer, [{"role": "user", "content": _ASKED}]
     start = renderer.text(asked)
@@ -134,7 +134,7 @@ def _check_texts(found: TemplateAudit, renderer: Renderer, ends: Sequence[int]) 
         found.add("marks_are_text", "warning", what, "add the tokens, or correct the template")
 
 
-def _play(found: TemplateAudit, renderer: Renderer, end: int, name: str, said: str, role: str) -> None:
+def _play(found: TemplateAudit, renderer: ChatRenderer, end: int, name: str, said: str, role: str) -> None:
     """Plays one scene."""
     sampler, asked = _Sampler([[*renderer.encode(text), end] for text in (said, "4")]), _ASKED
     messages = ({"role": "user", "content": asked},)

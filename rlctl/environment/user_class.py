@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.environment.conversation import Conversation
 from rlctl.environment.instances import Instance, Instances, LocalInstance, LocalInstances, TimedOut
 from rlctl.environment.protocol import EnvironmentContext, EnvironmentFault, LimitReached, Outcome
-from rlctl.environment.renderer import Renderer, ToolCall
+from rlctl.environment.renderer import ChatRenderer, ToolCall
 from rlctl.errors import UsageError, first_line
 from rlctl.registry import is_builtin
 from rlctl.spec.base import seconds
@@ -75,7 +75,7 @@ class UserClass:
         self._names = {tool["function"]["name"] for tool in self.tools}
         self._responds, self._rewards = (callable(getattr(kind, x, None)) for x in ("respond", "get_reward"))
         self._wanted = inspect.signature(kind.reset).parameters  # type: ignore[attr-defined]
-        self._renderer = Renderer(context.tokenizer, context.chat_template_kwargs)
+        self._renderer = ChatRenderer(context.tokenizer, context.chat_template_kwargs)
         if is_builtin(kind):
             self._instances: Instances | LocalInstances = LocalInstances(kind)
         else:

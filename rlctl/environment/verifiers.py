@@ -23,7 +23,7 @@ from verifiers.v1.utils.loaders import env_config_type, load_environment
 
 from rlctl.environment.chat_completions import RecordedChat, Refused
 from rlctl.environment.protocol import EnvironmentContext, EnvironmentFault, Outcome
-from rlctl.environment.renderer import Renderer
+from rlctl.environment.renderer import ChatRenderer
 from rlctl.errors import UsageError, first_line, typed_line
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Taskset:
         if len(roles) != 1:
             fix = "choose a taskset of one agent"
             raise UsageError(f"it has {len(roles)} agents: {', '.join(roles)}", where=where, fix=fix)
-        self._renderer = Renderer(context.tokenizer, context.chat_template_kwargs)
+        self._renderer = ChatRenderer(context.tokenizer, context.chat_template_kwargs)
         self._rows, self._read = iter(self._env.taskset), list[Any]()
 
     def close(self) -> None:

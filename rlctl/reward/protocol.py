@@ -19,6 +19,8 @@ from rlctl.reward.thoughts import without_thoughts
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlctl.batch import Episode, Group
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:

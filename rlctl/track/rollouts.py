@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rlctl.errors import RunFailure, first_line
+from rlctl.errors import RunFailure, first_line, steps_in_words
 from rlctl.files import replacing
 
 if TYPE_CHECKING:
@@ -174,15 +174,6 @@ class RolloutWriter:
         if missing := sorted(set(range(1, step + 1)) - there):
             notes.append(f"warning: {ROLLOUTS_DIR}/ has no responses of {steps_in_words(missing)}")
         return notes
-
-
-def steps_in_words(steps: Sequence[int]) -> str:
-    """Formats ascending steps compactly, for example `steps 1 to 4, 7`."""
-    starts = [step for step in steps if step - 1 not in set(steps)]
-    ends = [step for step in steps if step + 1 not in set(steps)]
-    spans = [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
-    shown = spans if len(spans) <= 8 else [*spans[:7], f"… {spans[-1]}"]
-    return ("step " if len(steps) == 1 else "steps ") + ", ".join(shown)
 
 
 def _damage(path: Path, schema: pa.Schema) -> str:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, Self
 
-from rlctl.errors import UsageError, typed_line, visible
+from rlctl.errors import UsageError, steps_in_words, typed_line, visible
 from rlctl.registry import TRACKERS
 from rlctl.track.jsonl import METRICS_FILE, JsonlSink, truncate_after
 from rlctl.track.redaction import redact, redact_tree
-from rlctl.track.rollouts import steps_in_words
 from rlctl.track.sink import BackgroundSink, Sink, SinkInputs, name_of
 from rlctl.user_code import missing_methods
 

@@ -9,7 +9,7 @@ import torch
 
 from rlctl.batch import Task, Turn
 from rlctl.environment.recording import Recorder
-from rlctl.environment.renderer import Message, Renderer
+from rlctl.environment.renderer import ChatRenderer, Message
 
 
 def turn_of(ids: list[int], finish_reason: str = "stop") -> Turn:
@@ -36,7 +36,7 @@ class Scripted:
         return turn
 
 
-def task_with(renderer: Renderer, messages: Sequence[Message]) -> Task:
+def task_with(renderer: ChatRenderer, messages: Sequence[Message]) -> Task:
     """A task whose prompt is rendered as data preparation renders it."""
     tokenizer: Any = renderer.tokenizer
     text = renderer.text(messages)

@@ -13,7 +13,7 @@ import torch
 from rlctl.batch import Episode, Task
 from rlctl.environment.build import build_environment
 from rlctl.environment.protocol import EnvironmentContext
-from rlctl.environment.renderer import Renderer
+from rlctl.environment.renderer import ChatRenderer
 from rlctl.environment.run_episodes import run_episodes
 from rlctl.errors import UsageError
 from rlctl.rollout.hf import HFRollout
@@ -35,15 +35,16 @@ def play(
     engine = engine or ScriptedEngine(lambda _: "ok")
     tokenizer, sampling = chat_tokenizer(), Sampling(max_response_length=length)
     given = EnvironmentSpec(**{"name": f"{AGENTS}:{agent}", "max_turns": 4} | spec)
-    ids = Renderer(tokenizer).encode(Renderer(tokenizer).text(MESSAGES))
+    ids = ChatRenderer(tokenizer).encode(ChatRenderer(tokenizer).text(MESSAGES))
     task = Task(ids, "", messages=MESSAGES, ground_truth="4", data_source="sums", extra_info={"level": 3})
+    earlier = set(psutil.Process().children(recursive=True))
     environment = build_environment(given.name, EnvironmentContext(given, tokenizer, sampling, 400))
     try:
         members = [(task, member) for member in range(n)]
         return run_episodes(environment, engine, members, sampling, 1, given, 400), engine
     finally:
         environment.close()
-        assert not psutil.Process().children(recursive=True)
+        assert not set(psutil.Process().children(recursive=True)) - earlier
 
 
 def test_an_agent_returns_a_score_or_leaves_it_to_the_graders() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlctl.environment.conversation import Conversation
-from rlctl.environment.renderer import Renderer
+from rlctl.environment.renderer import ChatRenderer
 from tests.unit.environment.scripted import Scripted, check_recorded, task_with, turn_of
 from tests.unit.environment.templates import FAMILIES, KEEPING, byte_tokenizer, tokenizer_of
 
@@ -26,11 +26,11 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
 @cache
-def _renderer(family: str) -> Renderer:
-    return Renderer(tokenizer_of(family) if family in FAMILIES else byte_tokenizer(None))
+def _renderer(family: str) -> ChatRenderer:
+    return ChatRenderer(tokenizer_of(family) if family in FAMILIES else byte_tokenizer(None))
 
 
-def _ids(renderer: Renderer, text: str) -> list[int]:
+def _ids(renderer: ChatRenderer, text: str) -> list[int]:
     found: list[int] = renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
     return found
 

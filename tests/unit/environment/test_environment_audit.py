@@ -9,7 +9,7 @@ import pytest
 from rlctl.batch import Task
 from rlctl.environment.audit import EnvironmentAudit, audit_environment
 from rlctl.environment.protocol import EnvironmentContext
-from rlctl.environment.renderer import Renderer
+from rlctl.environment.renderer import ChatRenderer
 from rlctl.errors import UsageError
 from rlctl.rollout.protocol import Sampling
 from rlctl.spec.environment import EnvironmentSpec
@@ -20,7 +20,7 @@ FILE = Path(__file__).with_name("broken.py")
 
 def _audit(name: str, *, episodes: int = 16) -> EnvironmentAudit:
     tokenizer = tokenizer_of("chatml")
-    renderer = Renderer(tokenizer)
+    renderer = ChatRenderer(tokenizer)
     tasks = []
     for word in ("banana", "cherry", "orange"):
         messages = ({"role": "user", "content": "Guess the word."},)

@@ -20,7 +20,7 @@ import pytest
 from rlctl.batch import Episode, Task
 from rlctl.environment.build import build_environment
 from rlctl.environment.protocol import EnvironmentContext
-from rlctl.environment.renderer import Renderer
+from rlctl.environment.renderer import ChatRenderer
 from rlctl.environment.run_episodes import run_episodes
 from rlctl.processes import free_port
 from rlctl.rollout.protocol import Sampling
@@ -35,7 +35,7 @@ def play(name: str, answer: Callable[[str], str], row: dict[str, Any], **spec: A
     """One episode, and the text of its sequence."""
     tokenizer = chat_tokenizer()
     messages = ({"role": "user", "content": "Play.\n"},)
-    ids = Renderer(tokenizer).encode(Renderer(tokenizer).text(messages))
+    ids = ChatRenderer(tokenizer).encode(ChatRenderer(tokenizer).text(messages))
     truth = row.pop("ground_truth", "")
     task = Task(ids, "", messages=messages, extra_info=row, ground_truth=truth)
     given = EnvironmentSpec(**{"name": f"{EXAMPLES}/{name}", "max_turns": 12, "tool_timeout": "60s"} | spec)

@@ -15,7 +15,7 @@ from rlctl.batch import Episode, Task
 from rlctl.environment.chat_completions import RecordedChat
 from rlctl.environment.endpoint import Endpoint
 from rlctl.environment.protocol import Outcome, Sampler
-from rlctl.environment.renderer import Renderer
+from rlctl.environment.renderer import ChatRenderer
 from rlctl.environment.run_episodes import run_episodes
 from rlctl.errors import RunFailure
 from rlctl.rollout.protocol import Sampling
@@ -42,7 +42,7 @@ class Programs:
     """An environment whose episode is a coroutine with a client."""
 
     def __init__(self, engine: ScriptedEngine, program: Program) -> None:
-        self._renderer, self._program = Renderer(engine.tokenizer), program
+        self._renderer, self._program = ChatRenderer(engine.tokenizer), program
         self.returned: list[Any] = []
 
     async def run(self, task: Task, sampler: Sampler) -> Outcome:
@@ -64,7 +64,7 @@ class Programs:
 
 def play(engine: Any, program: Program, n: int = 1, **spec: Any) -> tuple[list[Episode], list[Any]]:
     """Episodes of `QUESTION`, and what their programs returned."""
-    renderer = Renderer(engine.tokenizer)
+    renderer = ChatRenderer(engine.tokenizer)
     ids = renderer.encode(renderer.text(QUESTION))
     environment = Programs(engine, program)
     members = [(Task(ids, "", messages=tuple(QUESTION)), member) for member in range(n)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.environment.renderer import Renderer, ToolCall, parse_calls
+from rlctl.environment.renderer import ChatRenderer, ToolCall, parse_calls
 from rlctl.errors import UsageError
 from tests.unit.environment.templates import FAMILIES, byte_tokenizer, tokenizer_of
 
@@ -104,12 +104,12 @@ def test_the_calls_before_a_broken_one_are_kept() -> None:
     ],
 )
 def test_the_role_of_tools(family: str, role: str) -> None:
-    assert Renderer(tokenizer_of(family)).tool_role == role
+    assert ChatRenderer(tokenizer_of(family)).tool_role == role
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "none"])
 def test_the_policy_reads_the_schemas_whatever_the_template_takes(family: str) -> None:
-    renderer = Renderer(tokenizer_of(family) if family != "none" else byte_tokenizer(None))
+    renderer = ChatRenderer(tokenizer_of(family) if family != "none" else byte_tokenizer(None))
     text = renderer.text([{"role": "user", "content": "hi"}], TOOLS)
     assert '"name": "f"' in text
     assert "hi" in text
@@ -118,18 +118,18 @@ def test_the_policy_reads_the_schemas_whatever_the_template_takes(family: str) -
 def test_arguments_of_the_template_that_are_null_are_left_out() -> None:
     template = "{% if x is defined %}{{ x }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
     messages = [{"role": "user", "content": "hi"}]
-    assert Renderer(byte_tokenizer(template), {"x": None}).text(messages) == "hi"
-    assert Renderer(byte_tokenizer(template), {"x": 3}).text(messages) == "3hi"
+    assert ChatRenderer(byte_tokenizer(template), {"x": None}).text(messages) == "hi"
+    assert ChatRenderer(byte_tokenizer(template), {"x": 3}).text(messages) == "3hi"
 
 
 def test_a_refusal_is_named() -> None:
     with pytest.raises(UsageError, match="chat template refuses this conversation: role not supported"):
-        Renderer(tokenizer_of("gemma")).text([{"role": "tool", "content": "1"}])
+        ChatRenderer(tokenizer_of("gemma")).text([{"role": "tool", "content": "1"}])
 
 
 def test_a_start_token_begins_a_conversation_once() -> None:
     for family in FAMILIES:
-        renderer = Renderer(tokenizer_of(family))
+        renderer = ChatRenderer(tokenizer_of(family))
         start = renderer.tokenizer.bos_token_id
         ids = renderer.encode(renderer.text([{"role": "user", "content": "hi"}]))
         assert start is None or (ids[0] == start and ids[1] != start)

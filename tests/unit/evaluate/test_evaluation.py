@@ -10,6 +10,7 @@ from rlctl.evaluate import request as request_module
 from rlctl.evaluate.evaluation import evaluate
 from rlctl.evaluate.request import EvaluateRequest
 from rlctl.evaluate.scores import pass_at_k
+from rlctl.tiny import game
 from rlctl.tiny.embedded import DATA_SOURCE, write_parquet
 from tests.unit.evaluate.runs import QUICK, make_run
 
@@ -126,7 +127,7 @@ def test_a_model_with_data_needs_no_run_and_greedy_is_the_same_every_time(task, 
 
 def test_embedded_run_without_validation_files_uses_the_embedded_ones(tmp_path, task, monkeypatch):
     seeds = []
-    monkeypatch.setattr(request_module, "ensure_embedded", lambda seed: seeds.append(seed) or task)
+    monkeypatch.setattr(game, "ensure_embedded", lambda seed, **_: seeds.append(seed) or task)
     run = make_run(tmp_path / "run", task, "data.val_files=[]", "trainer.seed=7")
     assert request_module.find_target(str(run), []).data_files == [str(task.val_file)]
     assert seeds == [7]

@@ -93,6 +93,7 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
         "integration/test_examples.py": ("test_a_run_with_parts_from_files",),
     },
     "golden figures, benchmarks, faults planted in whole runs, the GPU check without a GPU": {
+        "unit/tiny/test_warm_start.py": ("test_the_model_of_the_other_tests_does_too",),
         "golden/test_all_runs.py": (),
         "integration/test_pathologies.py": (),
         "unit/bench/test_card.py": ("test_phases_are_those_of_the_run_and_of_the_plan",),

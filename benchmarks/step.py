@@ -132,7 +132,7 @@ def time_correction() -> list[float]:
     import torch
 
     from rlctl.engine.ranks import Ranks
-    from rlctl.train import strategies, update
+    from rlctl.train import update
 
     spent: list[float] = []
     # A GPU continues to compute after a call has returned.
@@ -149,13 +149,8 @@ def time_correction() -> list[float]:
 
         return call
 
-    names = {
-        strategies: ("correct", "normalization_factor"),
-        update: ("correction_metrics", "normalized", "normalization_factor"),
-    }
-    for module, functions in names.items():
-        for name in functions:
-            setattr(module, name, timed(getattr(module, name)))
+    for name in ("correct", "correction_metrics", "normalized", "normalization_factor"):
+        setattr(update, name, timed(getattr(update, name)))
     Ranks.to_host = timed(Ranks.to_host)  # type: ignore[method-assign]  # the loss's own sums are counted too
     return spent
 

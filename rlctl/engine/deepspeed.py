@@ -103,8 +103,12 @@ class _Engine:
                 )
         # DeepSpeed's float32 copies start from the rounded weights. A step is often smaller than half of the
         # distance between two bf16 numbers: from there, many steps in one direction would change nothing.
+        held = {id(parameter) for parameter in trained}
         for name in list(unrounded):
-            weight, parameter = unrounded.pop(name).to(ranks.device).float(), model.get_parameter(name)
+            weight, parameter = unrounded.pop(name), model.get_parameter(name)
+            if id(parameter) not in held:  # a critic has no output layer
+                continue
+            weight = weight.to(ranks.device).float()
             if stage == 3:  # DeepSpeed's parts of a weight have one size, the last one with padding
                 size = parameter.ds_tensor.numel()
                 padded = functional.pad(weight.flatten(), (0, size * ranks.world_size - weight.numel()))

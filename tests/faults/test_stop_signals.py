@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,6 +95,7 @@ def test_random_moments(arguments: list[str], small_run: Path, tmp_path: Path) -
     whole = time.monotonic() - start
     chance = random.Random(0)
     for _ in range(4):
+        shutil.rmtree(tmp_path / "exported", ignore_errors=True)  # an export refuses a directory with files
         with subprocess.Popen(
             command, **options, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         ) as process:

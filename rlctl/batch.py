@@ -13,12 +13,11 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
+from rlctl.algos.segments import Segments, Units
 from rlctl.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from rlctl.algos.segments import Segments, Units
 
 #: Why a sampler ends a turn: an end-of-sequence token, the length limit, or a fault of the engine.
 FINISH_REASONS = ("stop", "length", "abort")
@@ -42,8 +41,6 @@ class TokenLists:
 
     def __getitem__(self, places: Tensor) -> TokenLists:
         """The lists at these places: (k,) int64 indices, in that order, or an (n,) bool mask."""
-        from rlctl.algos.segments import Segments
-
         chosen = places.nonzero().squeeze(1) if places.dtype == torch.bool else places
         taken = Segments(self.counts.long()).entries_of(chosen)
         log_probs = None if self.log_probs is None else self.log_probs[taken]
@@ -51,16 +48,12 @@ class TokenLists:
 
     def padded(self) -> tuple[Tensor, Tensor]:
         """Ids (n, K) int64 and log-probs (n, K); shorter lists are padded with id 0 and log-prob −∞."""
-        from rlctl.algos.segments import Segments
-
         assert self.log_probs is not None
         lists = Segments(self.counts.long())
         return lists.padded(self.ids.long(), 0), lists.padded(self.log_probs, -torch.inf)
 
     def without(self, tokens: Tensor) -> Tensor:
         """(n,) bool: the list does not contain the token (n,) of its place, and is not the vocabulary."""
-        from rlctl.algos.segments import Segments
-
         lists = Segments(self.counts.long())
         return (self.counts > 0) & ~lists.any(self.ids == lists.spread(tokens))
 
@@ -257,15 +250,11 @@ class TokenBatch:
     @cached_property
     def sequences(self) -> Segments:
         """The tokens (N,) of each sequence."""
-        from rlctl.algos.segments import Segments
-
         return Segments(self.lengths)
 
     @cached_property
     def sequences_of_episodes(self) -> Segments:
         """The sequences (S,) of each episode."""
-        from rlctl.algos.segments import Segments
-
         return Segments.of_index(self.owners, self.num_episodes)
 
     @cached_property
@@ -274,8 +263,6 @@ class TokenBatch:
 
         A turn whose tokens are in several sequences is one turn in each of them.
         """
-        from rlctl.algos.segments import Segments, Units
-
         sequence = Segments(self.sequences.sum(self.sampled).long())
         episode = Segments(self.sequences_of_episodes.sum(sequence.lengths).long())
         inside = sequence.index

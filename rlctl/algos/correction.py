@@ -410,7 +410,12 @@ def correction_metrics(sums: HostSums, rules: CorrectionRules) -> HostSums:
 
 
 _PER_RESPONSE = (
-    *("training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "log_ppl_abs_diff", "ppl_ratio"),
+    "training_ppl",
+    "training_log_ppl",
+    "rollout_ppl",
+    "rollout_log_ppl",
+    "log_ppl_abs_diff",
+    "ppl_ratio",
 )
 
 
@@ -452,12 +457,10 @@ def _criterion_metrics(sums: HostSums, rule: RejectRule, rules: CorrectionRules)
 
 
 def _probability_metrics(sums: HostSums) -> HostSums:
-    n, p, q, d = (
-        sums["finite_tokens"],
-        *(
-            Moments(sums["finite_tokens"], sums[f"prob.{x}"], sums[f"prob.{x}_squares"], 0.0, 0.0)
-            for x in ("train", "rollout", "distance")
-        ),
+    n = sums["finite_tokens"]
+    p, q, d = (
+        Moments(n, sums[f"prob.{x}"], sums[f"prob.{x}_squares"], 0.0, 0.0)
+        for x in ("train", "rollout", "distance")
     )
     covariance = n * 0.5 * (p.squares + q.squares - d.squares) - p.total * q.total  # from (p − q)²
     spreads = [n * x.squares - x.total**2 for x in (p, q)]

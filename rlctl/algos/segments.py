@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from rlctl.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Segments:

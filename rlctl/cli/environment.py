@@ -14,7 +14,7 @@ from rlctl.errors import UsageError
 if TYPE_CHECKING:
     from rlctl.batch import Task
     from rlctl.environment.audit import EnvironmentAudit
-    from rlctl.environment.template_audit import TemplateAudit
+    from rlctl.environment.template_audit import AuditFinding, TemplateAudit
     from rlctl.spec.run_spec import RunSpec
     from rlctl.terminal import Console
 
@@ -87,7 +87,7 @@ def try_out(
     template = audit_template(tokenizer, ends, spec.data.chat_template_kwargs) if model else None
     show = partial(_print, audit=audit, template=template)
     write_report(output_format, out, show, partial(_document, audit, template))
-    severities = {one.severity for one in [*audit.findings, *(template.findings if template else [])]}
+    severities = {finding.severity for finding in _findings(audit, template)}
     if fail_on and severities & {"critical", fail_on}:
         raise typer.Exit(3)
 
@@ -99,7 +99,7 @@ def _spec(what: str, overrides: list[str], model: str | None) -> RunSpec:
     from rlctl.spec.sources import all_presets
 
     given = [*overrides, *([f"model.path={model}"] if model else [])]
-    if what in set(ENVIRONMENTS) or ".py:" in what or ":" in what:
+    if what in set(ENVIRONMENTS) or ":" in what:
         own = f"environment.name={what}"
         return load_spec(overrides=[own, *given], left_open=LEFT_TO_THE_USER).spec
     if Path(what).is_file() or what in all_presets():
@@ -146,12 +146,15 @@ def _tasks(spec: RunSpec, tokenizer: Any, data: list[str] | None) -> list[Task]:
     ).all_tasks()
 
 
+def _findings(audit: EnvironmentAudit, template: TemplateAudit | None) -> list[AuditFinding]:
+    return [*audit.findings, *(template.findings if template else [])]
+
+
 def _document(audit: EnvironmentAudit, template: TemplateAudit | None) -> dict[str, Any]:
     from dataclasses import asdict
 
-    findings = [*audit.findings, *(template.findings if template else [])]
     return {
-        "findings": [asdict(finding) for finding in findings],
+        "findings": [asdict(finding) for finding in _findings(audit, template)],
         "tools": audit.tools,
         "policies": [
             {
@@ -201,7 +204,7 @@ def _print(console: Console, audit: EnvironmentAudit, template: TemplateAudit | 
         kinds = [(kind, _STYLES[kind]) for kind in ("prompt", "observation", "sampled")]
         legend = [part for kind in kinds for part in (kind, " · ")][:-1]
         console.print(Text.assemble("\n", *legend, ": only sampled tokens are trained on"))
-    findings = [*audit.findings, *(template.findings if template else [])]
+    findings = _findings(audit, template)
     console.print(end="\n")
     for finding in findings:
         label = (f"{finding.severity}: ", _STYLES[finding.severity])

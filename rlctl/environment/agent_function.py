@@ -63,15 +63,8 @@ class AgentFunction:
             given = {"task": row, "base_url": endpoint.base_url, "api_key": endpoint.api_key}
             if self._wants_truth:
                 given["ground_truth"] = task.ground_truth
-            call = asyncio.ensure_future(instance.call("__call__", given, timeout_s=None, most=1000))
-            try:
-                ends: list[asyncio.Future[Any]] = [call, chat.failed]
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                if chat.failed.done():
-                    chat.failed.result()
-                returned = call.result()
-            finally:
-                call.cancel()
+            call = instance.call("__call__", given, timeout_s=None, most=1000)
+            returned = await chat.result_of(asyncio.ensure_future(call))
         return _outcome(chat, returned)
 
 

@@ -120,6 +120,20 @@ class RecordedChat:
             self._said.append(_Said(seen, tools, conversation, answer))
             return answer
 
+    async def result_of(self, running: asyncio.Future[Any]) -> Any:
+        """The result of the program that sends the requests; it is cancelled if the engine fails.
+
+        Raises:
+            BaseException: the engine's, or the program's.
+        """
+        try:
+            await asyncio.wait([running, self.failed], return_when=asyncio.FIRST_COMPLETED)
+            if self.failed.done():
+                self.failed.result()
+            return running.result()
+        finally:
+            running.cancel()
+
     async def sample(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Turn:
         """See `Sampler.sample`; applies the request's own limit, and counts tokens for its `usage`."""
         turn = await self._sampler.sample(token_ids, max_tokens or self._max_tokens)

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from rlctl.environment.protocol import EnvironmentFault
-from rlctl.environment.worker import HEADER, answer, frame, length_of
+from rlctl.environment.worker import HEADER, answer, frame, length_of, receive
 from rlctl.errors import UsageError
 
 #: Variables of the environment that every process gets.
@@ -52,7 +52,7 @@ class Instances:
         self._channel = ours
         self._children: set[int] = set()
         try:
-            problem = json.loads(_received(ours, length_of(_received(ours, HEADER))))["error"]
+            problem = json.loads(receive(ours, length_of(receive(ours, HEADER))))["error"]
         except (EOFError, ConnectionError):
             problem = "its process ended"
         if problem:
@@ -70,7 +70,7 @@ class Instances:
         try:
             with theirs:
                 socket.send_fds(self._channel, [b"+"], [theirs.fileno()])
-            pid = struct.unpack("!I", _received(self._channel, 4))[0]
+            pid = struct.unpack("!I", receive(self._channel, 4))[0]
         except (OSError, EOFError) as error:
             ours.close()
             raise EnvironmentFault("the process that starts environments has ended") from error
@@ -182,13 +182,3 @@ def _kill(pid: int) -> None:
     for end in (os.killpg, os.kill):  # its own group, once it has formed it
         with contextlib.suppress(ProcessLookupError, PermissionError):
             end(pid, signal.SIGKILL)
-
-
-def _received(channel: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = channel.recv(count - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return data

@@ -135,14 +135,8 @@ class Taskset:
         chat, env = RecordedChat(self._renderer, sampler, task), copy.copy(self._env)
         async with _Server(chat) as env._interception:
             context = ModelContext(model="policy", client=EvalClientConfig())
-            playing = asyncio.ensure_future(env.run_episode(self._task(task), context))
-            try:
-                await asyncio.wait([playing, chat.failed], return_when=asyncio.FIRST_COMPLETED)
-                if chat.failed.done():
-                    chat.failed.result()
-                episode = playing.result()
-            finally:
-                playing.cancel()
+            playing = env.run_episode(self._task(task), context)
+            episode = await chat.result_of(asyncio.ensure_future(playing))
         response = chat.reply.content if chat.reply else ""
         if chat.limit:
             return Outcome(response, 0.0, (), chat.limit, chat.messages, chat.counts)

@@ -41,7 +41,12 @@ def length_of(header: bytes) -> int:
 HEADER = _LENGTH.size
 
 
-def _receive(channel: socket.socket, count: int) -> bytes:
+def receive(channel: socket.socket, count: int) -> bytes:
+    """The next bytes of a socket.
+
+    Raises:
+        EOFError: it was closed.
+    """
     data = b""
     while len(data) < count:
         part = channel.recv(min(count - len(data), 1 << 16))
@@ -88,7 +93,7 @@ def _serve(channel: socket.socket, kind: Any) -> None:
         return loop.run_until_complete(_awaited(result))
 
     while True:
-        asked = json.loads(_receive(channel, length_of(_receive(channel, HEADER))))
+        asked = json.loads(receive(channel, length_of(receive(channel, HEADER))))
         if instance is None:
             try:
                 instance = kind() if inspect.isclass(kind) else kind  # an agent function

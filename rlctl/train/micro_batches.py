@@ -46,13 +46,17 @@ def micro_batches(
     return [torch.tensor(part, device=batch.group_ids.device) for part in parts]
 
 
+def num_passes(num_parts: int, ranks: Ranks) -> int:
+    """Passes of every rank, at least one: the most parts of any rank (all ranks call this)."""
+    return int(ranks.max(float(max(num_parts, 1))))
+
+
 def in_step(parts: Sequence[TokenBatch], ranks: Ranks) -> list[TokenBatch | None]:
     """The parts, followed by None, an idle pass, until all ranks have the same number, at least one.
 
     Under ZeRO a forward or backward pass is a collective.
     """
-    count = int(ranks.max(float(max(len(parts), 1))))
-    return [*parts, *[None] * (count - len(parts))]
+    return [*parts, *[None] * (num_passes(len(parts), ranks) - len(parts))]
 
 
 @torch.no_grad()

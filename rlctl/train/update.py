@@ -36,7 +36,7 @@ from rlctl.errors import RunFailure
 from rlctl.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.run_spec import GuardrailsSpec
 from rlctl.train.guardrails import UpdateDecision, decide_update
-from rlctl.train.micro_batches import micro_batches
+from rlctl.train.micro_batches import micro_batches, num_passes
 from rlctl.train.objective import BatchNormalizers, actor_loss
 from rlctl.train.settings import UpdateSettings
 from rlctl.user_code import USER_MODULES
@@ -150,16 +150,15 @@ class MiniBatch:
                 batch, settings.micro_sequences, settings.micro_tokens, first=no_gradient
             )
         ]
-        num_passes = int(ranks.max(float(max(len(parts), 1))))
-        without = 0
-        if no_gradient is not None and num_passes > 1:
+        count, without = num_passes(len(parts), ranks), 0
+        if no_gradient is not None and count > 1:
             # The step needs the backward pass of the last one.
             flags = [bool(no_gradient[part.episodes].all()) for part in parts]
-            flags += [True] * (num_passes - len(parts))
+            flags += [True] * (count - len(parts))
             without = -int(ranks.max(-float([*flags[:-1], False].index(False))))
         idle = idle_inputs(batch.token_ids.device)
         layout = actor.plan([part.batch.inputs for part in parts] or [idle])
-        return cls(batch, parts, num_passes, without, layout, actor, ranks, settings)
+        return cls(batch, parts, count, without, layout, actor, ranks, settings)
 
     def policy(self, part: _Part | None) -> PolicyOutput:
         """The policy's output for one micro-batch; None: for a token that nothing is computed from."""

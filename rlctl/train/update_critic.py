@@ -14,7 +14,7 @@ from rlctl.batch import TokenBatch
 from rlctl.engine.layout import idle_inputs
 from rlctl.engine.protocol import CriticEngine, StepResult
 from rlctl.engine.ranks import Ranks
-from rlctl.train.micro_batches import micro_batches
+from rlctl.train.micro_batches import in_step, micro_batches
 from rlctl.train.settings import CriticSettings
 from rlctl.train.update import mini_batches
 
@@ -67,14 +67,13 @@ def _backward(mini: TokenBatch, critic: CriticEngine, ranks: Ranks, settings: Cr
         for episodes in micro_batches(mini, settings.micro_sequences, settings.micro_tokens)
     ]
     critic.plan([part.inputs for part in parts] or [idle])
-    num_passes = int(ranks.max(float(max(len(parts), 1))))
+    passes = in_step(parts, ranks)
     zero = torch.zeros((), dtype=torch.float64, device=mini.token_ids.device)
     sums: list[Sums] = [dict.fromkeys(("vf_loss", "tokens", "values", "clipped"), zero)]
-    for index in range(num_passes):
-        if index >= len(parts):
+    for done, part in enumerate(passes, start=1):
+        if part is None:
             loss = 0.0 * critic.values(idle).sum()
         else:
-            part = parts[index]
             values = critic.values(part.inputs)
             assert part.values is not None
             assert part.returns is not None
@@ -92,5 +91,5 @@ def _backward(mini: TokenBatch, critic: CriticEngine, ranks: Ranks, settings: Cr
                 "values": values.detach().sum(),
             }
             sums.append({name: value.double() for name, value in (figures | {"clipped": clipped}).items()})
-        critic.backward(loss, last=index == num_passes - 1)
+        critic.backward(loss, last=done == len(passes))
     return ranks.to_host(added(sums))

@@ -1,4 +1,4 @@
-"""Trains the preset `stale-token-is` and its twin without correction, per seed, at two learning rates.
+"""Trains the preset `stale-token-is` and the same run without correction, per seed, at two learning rates.
 
     python benchmarks/stale.py [--seeds 1-5] [--workers 1] [--memory FILE]
 

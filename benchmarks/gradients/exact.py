@@ -86,12 +86,11 @@ class BenchRule:
     def loss(self) -> LossRule:
         """The loss with its parameters."""
         part = POLICY_LOSSES.part(self.spec.loss_type)
-        fields = {} if part.params is None else part.params.model_fields
-        required = {name: (f.examples or [None])[0] for name, f in fields.items() if f.is_required()}
-        params = None if part.params is None else part.params(**required)
-        if params is not None:
-            params = type(params)(**(params.model_dump() | dict(self.spec.loss_params)))
-        return LossRule(part.name, params=params)
+        if part.params is None:
+            return LossRule(part.name)
+        fields = part.params.model_fields.items()
+        required = {name: (f.examples or [None])[0] for name, f in fields if f.is_required()}
+        return LossRule(part.name, params=part.params(**(required | dict(self.spec.loss_params))))
 
 
 class EnumeratedWorld(World):
@@ -174,9 +173,15 @@ class EnumeratedWorld(World):
         share = self.rollout / self.rollout.sum(1, keepdims=True)
         rows = np.array([rng.choice(share.shape[1], p=share[prompt]) for prompt in prompts])
         success = (share * self.rewards).sum(1)[prompts]
-        *columns, mask = self._tensors(prompts, rows, rng.binomial(n - 1, success), n)
-        given = (*(x[mask] for x in columns), Segments(mask.sum(1)))
-        return WholeBatch.of(*given).with_statistics(rule.loss)
+        return with_statistics(rule.loss, *self._tensors(prompts, rows, rng.binomial(n - 1, success), n))
+
+
+def with_statistics(
+    loss: LossRule, train: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor
+) -> LossRule:
+    """The loss with its statistics of a whole batch, (B, T)."""
+    columns = (x[mask] for x in (train, rollout, advantages))
+    return WholeBatch.of(*columns, Segments(mask.sum(1))).with_statistics(loss)
 
 
 def token_gradient(

@@ -25,10 +25,9 @@ from benchmarks.gradients.exact import (
     centering_factors,
     listed_factors,
     token_gradient,
+    with_statistics,
 )
 from benchmarks.gradients.worlds import VOCABULARY, Floats
-from rlctl.algos.batch_losses import WholeBatch
-from rlctl.algos.segments import Segments
 
 #: Token 0 ends a response, the reward counts 1 and 2, 3 is a filler and the previous token of the first.
 PARTS, PROMPTS, FILLER = 4, 2, 3
@@ -178,9 +177,7 @@ class LearnedWorld:
         advantages = torch.from_numpy(drawn.advantages)[:, None] * mask
         loss, tensors = rule.loss, (train, rollout, advantages, mask)
         if loss.reads_batch:
-            few = mask[:POPULATION]
-            columns = (x[:POPULATION][few] for x in tensors[:3])
-            loss = WholeBatch.of(*columns, Segments(few.sum(1))).with_statistics(loss)
+            loss = with_statistics(loss, *(x[:POPULATION] for x in tensors))
         probs, factors = np.exp(self.train), token_gradient(rule, loss, *tensors) * drawn.mask
         found = self._by_group(drawn.contexts * VOCABULARY + drawn.tokens, factors, n, self.train.size)
         found = found.reshape(-1, *self.train.shape)

@@ -59,10 +59,13 @@ class Batch:
         return correct(*columns, self.units, rules, advantages=self.advantages, age=self.age)
 
 
-def make_batch(
+def drawn_rows(
     seed: int, rows: int = 7, horizon: int = 6, scale: float = 0.4, *, empty: bool = True
-) -> Batch:
-    """Log-ratios about N(0, scale²); response 0 has one token, response 1 none (if `empty`)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Train and rollout log-probs and mask (B, T), advantages (B,), with log-ratios about N(0, scale²).
+
+    Row 0 has one token, row 1 none (if `empty`), row 2 has holes.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, horizon + 1, (rows,), generator=generator)
     lengths[0] = 1
@@ -71,11 +74,17 @@ def make_batch(
     mask = torch.arange(horizon) < lengths[:, None]
     if rows > 2:
         mask[2] = torch.rand(horizon, generator=generator) < 0.6
-        mask[2, -1] = True
+        mask[2, -1] = True  # a row may begin with tool output
     rollout = -torch.rand(rows, horizon, generator=generator) * (3 + 4 * scale) - 0.01
     train = (rollout + torch.randn(rows, horizon, generator=generator) * scale).clamp(max=-0.001)
+    return train, rollout, mask, torch.randn(rows, generator=generator)
+
+
+def make_batch(*args: Any, **options: Any) -> Batch:
+    """`drawn_rows` as columns."""
+    train, rollout, mask, advantages = drawn_rows(*args, **options)
     unit = Segments(mask.sum(1))
-    return Batch(train[mask], rollout[mask], unit, unit.spread(torch.randn(rows, generator=generator)))
+    return Batch(train[mask], rollout[mask], unit, unit.spread(advantages))
 
 
 def by_response(unit: Segments, *columns: Tensor) -> list[tuple[list[Any], ...]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from rlctl.algos.correction import Correction, correct, correction_metrics, norm
 from rlctl.algos.rules import CorrectionRules
 from rlctl.algos.segments import Units
 from rlctl.algos.sums import Sums, to_host
+from tests.properties.batches import drawn_rows
 
 
 @dataclass(frozen=True)
@@ -80,23 +82,11 @@ class Batch:
         return corrected(self.log_probs, self.rollout_log_probs, self.mask, rules, **columns)
 
 
-def make_batch(
-    seed: int, rows: int = 7, horizon: int = 6, scale: float = 0.4, *, empty: bool = True
-) -> Batch:
-    """Log-ratios about N(0, scale²); row 0 has one token, row 1 none (if `empty`), row 2 has holes."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, horizon + 1, (rows,), generator=generator)
-    lengths[0] = 1
-    if empty and rows > 1:
-        lengths[1] = 0
-    mask = torch.arange(horizon) < lengths[:, None]
-    if rows > 2:
-        mask[2] = torch.rand(horizon, generator=generator) < 0.6
-        mask[2, -1] = True  # a row may begin with tool output
-    rollout = -torch.rand(rows, horizon, generator=generator) * (3 + 4 * scale) - 0.01
-    train = (rollout + torch.randn(rows, horizon, generator=generator) * scale).clamp(max=-0.001)
-    advantages = torch.randn(rows, 1, generator=generator).expand(rows, horizon) * mask
-    return Batch(train.masked_fill(~mask, math.nan), rollout.masked_fill(~mask, math.nan), mask, advantages)
+def make_batch(*args: Any, **options: Any) -> Batch:
+    """`drawn_rows` with NaN in the padding."""
+    train, rollout, mask, advantages = drawn_rows(*args, **options)
+    rows = (x.masked_fill(~mask, math.nan) for x in (train, rollout))
+    return Batch(*rows, mask, advantages[:, None] * mask)
 
 
 def factor_and_metrics(

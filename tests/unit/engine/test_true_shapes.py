@@ -19,36 +19,28 @@ from rlctl.prefix import body_of
 from rlctl.spec.load import load_spec
 from rlctl.spec.memory import memory_parts
 from rlctl.spec.model_size import PUBLISHED, ModelSize
-from tests.models import tiny_batch, tiny_model
+from tests.models import config_of, tiny_batch, tiny_model
 from tests.processes import Job
 from tests.unit.engine.engine_jobs import engine
 
 TOKENS = 2048
-#: Published model, its config's class, number of layers (None: all).
+#: Published model, its family, number of layers (None: all).
 SHAPES = [
-    ("Qwen/Qwen2.5-7B", "Qwen2Config", None),
-    ("meta-llama/Meta-Llama-3-8B", "LlamaConfig", 2),
-    ("Qwen/Qwen3-8B", "Qwen3Config", 2),
+    ("Qwen/Qwen2.5-7B", "qwen2", None),
+    ("meta-llama/Meta-Llama-3-8B", "llama", 2),
+    ("Qwen/Qwen3-8B", "qwen3", 2),
 ]
 
 
-@pytest.mark.parametrize(("name", "kind", "layers"), SHAPES)
+@pytest.mark.parametrize(("name", "family", "layers"), SHAPES)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_pass_at_true_shape_saves_what_is_estimated(
-    name: str, kind: str, layers: int | None, checkpointing: bool
+    name: str, family: str, layers: int | None, checkpointing: bool
 ) -> None:
     """Tensors without memory: what autograd keeps of one row of 2,048 tokens in bf16."""
     size = PUBLISHED[name]
     shape = replace(size.shape, layers=layers or size.shape.layers)
-    config = getattr(transformers, kind)(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-    )
+    config = config_of(family, shape)
     kept: dict[int, torch.Tensor] = {}
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

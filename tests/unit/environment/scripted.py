@@ -11,6 +11,16 @@ from rlctl.batch import Task, Turn
 from rlctl.environment.recording import Recorder
 from rlctl.environment.renderer import ChatRenderer, Message
 
+#: Schema of a tool.
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+
 
 def turn_of(ids: list[int], finish_reason: str = "stop") -> Turn:
     """A turn of these tokens."""

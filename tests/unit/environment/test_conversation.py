@@ -11,17 +11,9 @@ import pytest
 
 from rlctl.environment.conversation import Conversation
 from rlctl.environment.renderer import ChatRenderer
-from tests.unit.environment.scripted import Scripted, check_recorded, task_with, turn_of
+from tests.unit.environment.scripted import ADD, Scripted, check_recorded, task_with, turn_of
 from tests.unit.environment.templates import FAMILIES, KEEPING, byte_tokenizer, tokenizer_of
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    },
-}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
@@ -51,7 +43,7 @@ def _play(
 
     async def play() -> Conversation:
         task = task_with(renderer, [{"role": "user", "content": prompt}])
-        conversation = Conversation(renderer, sampler, task, [TOOL] if tools else [])
+        conversation = Conversation(renderer, sampler, task, [ADD] if tools else [])
         for step in script:
             if isinstance(step, tuple):
                 role, content = step
@@ -95,7 +87,7 @@ def test_a_template_that_keeps_its_prefix_gives_one_sequence_equal_to_a_renderin
     check_recorded(sampler)
     assert len(sampler.recorder.sequences()) == 1
     renderer = _renderer(family)
-    rendered = renderer.encode(renderer.text(conversation.messages[:-1], [TOOL] if tools else []))
+    rendered = renderer.encode(renderer.text(conversation.messages[:-1], [ADD] if tools else []))
     if family != "mistral":  # its template puts a space before a reply that the policy did not write
         assert sampler.calls[-1] == rendered
 
@@ -243,7 +235,7 @@ def test_calls_within_thoughts_are_not_called() -> None:
     for said, expected in ((CALL, 0), (f"{CALL}</think>{CALL}", 1), ("</think>no", 0)):
         sampler = Scripted([turn_of([*_ids(renderer, said), renderer.tokenizer.eos_token_id])])
         task = task_with(renderer, [{"role": "user", "content": "hi"}])
-        reply = asyncio.run(Conversation(renderer, sampler, task, [TOOL]).reply())
+        reply = asyncio.run(Conversation(renderer, sampler, task, [ADD]).reply())
         assert len(reply.calls) == expected, said
 
 

@@ -21,19 +21,12 @@ from rlctl.errors import RunFailure
 from rlctl.rollout.protocol import Sampling
 from rlctl.spec.environment import EnvironmentSpec
 from tests.scripted_engine import END, ScriptedEngine
+from tests.unit.environment.scripted import ADD
 
 openai = pytest.importorskip("openai")
 
 SAMPLING = Sampling(max_response_length=200)
 QUESTION = [{"role": "user", "content": "2+2?"}]
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    },
-}
 CALL = 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
 Program = Callable[[Any, Endpoint], Awaitable[Any]]
 

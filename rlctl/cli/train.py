@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,6 +57,13 @@ def train(
         typer.Option(
             "--print-command",
             help="Print how torchrun, DeepSpeed's launcher and Slurm start this run on its nodes; then stop.",
+        ),
+    ] = False,
+    prove_sync: Annotated[
+        bool,
+        typer.Option(
+            "--prove-sync",
+            help="Start model and engines, prove that weight syncs reach every replica; then stop.",
         ),
     ] = False,
     plain: Annotated[
@@ -119,11 +127,14 @@ def train(
         return
     if plain:
         os.environ["RLCTL_PLAIN"] = "1"  # ranks in other processes read it too
-    raise typer.Exit(_start(loaded, resume))
+    if prove_sync and resume is not None:
+        what = "--prove-sync starts a run's engines; it cannot resume one"
+        raise UsageError(what, where="--prove-sync", fix=f"write {files[0]} instead of --resume")
+    raise typer.Exit(_start(loaded, resume, trains=not prove_sync))
 
 
-def _start(loaded: LoadedSpec, resume: Path | None) -> int:
-    """Train; heavy packages are imported here."""
+def _start(loaded: LoadedSpec, resume: Path | None, *, trains: bool) -> int:
+    """Train, or only prove the weight sync; heavy packages are imported here."""
     from rlctl.cli.output import print_problems
     from rlctl.spec.machine import this_machine
     from rlctl.spec.model_size import model_size
@@ -140,9 +151,12 @@ def _start(loaded: LoadedSpec, resume: Path | None) -> int:
             raise EnvironmentFailure(problem.what, where=problem.key, fix=problem.fix)
         print_problems([problem])
 
-    from rlctl.train.start import start_run
+    from rlctl.train.start import prove, start_run
 
-    run_dir, exit_code = start_run(loaded.spec, resume=resume, note=lambda text: echo(text, err=True))
+    note = partial(echo, err=True)
+    if not trains:
+        return prove(loaded.spec, note)
+    run_dir, exit_code = start_run(loaded.spec, resume=resume, note=note)
     _print_summary(run_dir)
     return exit_code
 

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Unpack, cast
@@ -42,6 +42,7 @@ from rlctl.engine.deepspeed_setup import (
 from rlctl.engine.layout import BodyReader, idle_inputs
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
+from rlctl.engine.perturb import parts_of, perturbed
 from rlctl.engine.protocol import PolicyOutput, StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel
@@ -232,11 +233,15 @@ class _Engine:
             with self._gathered(weight.parts):
                 yield weight.name, weight.value()
 
-    def _gathered(self, parameters: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
-        """Context in which `parameters` are available in full (under ZeRO-3 a collective)."""
+    def _gathered(
+        self, parameters: Sequence[Tensor], *, changed: bool = False
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Context in which `parameters` are available in full, and may be `changed`, on every rank alike
+        (under ZeRO-3 a collective)."""
         if self.zero_stage < 3:
             return contextlib.nullcontext()
-        context: contextlib.AbstractContextManager[Any] = self._deepspeed.zero.GatheredParameters(parameters)
+        gather = self._deepspeed.zero.GatheredParameters
+        context: contextlib.AbstractContextManager[Any] = gather(parameters, 0 if changed else None)
         return context
 
 
@@ -255,6 +260,17 @@ class DeepSpeedEngine(_Engine):
     def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.weights` (under ZeRO-3 a collective: all ranks iterate)."""
         return self._in_full(self._policy.model, merged=merged)
+
+    @property
+    def parts(self) -> dict[str, list[str]]:
+        """See `TrainEngine.parts`."""
+        return parts_of(self._policy.model)
+
+    def perturbed(
+        self, bit: int, names: Collection[str] | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """See `TrainEngine.perturbed` (under ZeRO-3 a collective)."""
+        return perturbed(self._policy.model, bit, names, partial(self._gathered, changed=True))
 
     def adapter(self) -> Adapter:
         """See `TrainEngine.adapter` (under ZeRO-3 a collective); gathers only A and B."""

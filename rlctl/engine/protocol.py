@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -122,6 +123,20 @@ class TrainEngine(Trained, Protocol):
 
     def adapter(self) -> Any:
         """With LoRA: A and B in full, on every rank, as an `Adapter` of `rlctl.engine.lora`."""
+
+    @property
+    def parts(self) -> dict[str, list[str]]:
+        """Names of the trained parameters, by the part of the model, such as `q_proj`."""
+
+    def perturbed(
+        self, bit: int, names: Collection[str] | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Context in which each trained weight differs by about 2^−bit of itself; then all are as before.
+
+        Args:
+            bit: 1 to 7.
+            names: the parameters to change; None: all.
+        """
 
     def export(self, directory: Path) -> None:
         """Writes config and weights as a plain Hugging Face directory; called on all ranks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -88,6 +89,14 @@ class LockedRollout:
         if what := wrong_turns(turns, len(requests), sampling):
             raise RunFailure(f"{type(self._engine).__name__}.sample returned {what}", where="rollout.name")
         return turns
+
+    def each(self) -> list[tuple[str, LockedRollout]]:
+        """Every replica by its name, to sample with it alone; `""`: the engine, which has none."""
+        each = getattr(self._engine, "each", dict)()
+        found = [(name, copy.copy(self)) for name in each] or [("", self)]
+        for name, replica in found:
+            replica._engine = each.get(name, self._engine)
+        return found
 
     def finish(self) -> None:
         """Declares that this rank has no further requests for now.

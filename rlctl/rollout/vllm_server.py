@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import math
 import time
@@ -152,6 +153,13 @@ class VLLMServerRollout(CompletionRollout):
         self._newest = PublishedPaths(*map(self._agree, (newest.weights, newest.adapter, newest.tag)))
         self._lost.clear()
         self._policy_version = policy_version
+
+    def each(self) -> dict[str, VLLMServerRollout]:
+        """Samplers with the current weights of one server each, by its URL."""
+        found = {url: copy.copy(self) for url in self._urls}
+        for url, server in found.items():
+            server._urls = [url]
+        return found
 
     def close(self) -> None:
         """Stops the servers started here and removes the published weights."""

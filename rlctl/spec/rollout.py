@@ -149,6 +149,9 @@ class RolloutSpec(Section):
     """Whether a colocated vLLM engine on GPUs frees its memory during training."""
     sync_every: int = Field(default=1, ge=1)
     """Batches between weight syncs (a validation also syncs); above 1, some responses are of old weights."""
+    prove_sync: Annotated[bool | None, NullWord] = None
+    """At the start, prove that weight syncs reach all weights of every replica: change the weights, sync,
+    compare log-probs, and undo the change. null: with engines whose syncs are tested (`vllm`, your own)."""
     merge_lora: bool = False
     """With `vllm` and LoRA: sync all weights with the adapter merged, instead of only the adapter."""
     server: ServerSpec = ServerSpec()

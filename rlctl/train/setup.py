@@ -35,7 +35,7 @@ from rlctl.train.score_batch import kl_controller
 from rlctl.train.settings import is_sync_due
 from rlctl.train.stop import StopRequest, Watchdog
 from rlctl.train.stream import PromptDraws, RolloutStream, sample_groups
-from rlctl.train.sync import confirm_sync
+from rlctl.train.sync import check_first_sync
 
 
 def build(
@@ -135,7 +135,7 @@ def build(
     if resume and not is_sync_due(run, run.start_step):
         note = "the run stopped between two weight syncs: the next responses are sampled with newer weights"
         tracker.note(f"warning: {note} than without the interruption")
-    confirm_sync(run, run.start_step)
+    check_first_sync(run)
     return run
 
 

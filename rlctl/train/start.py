@@ -49,6 +49,7 @@ def start_run(
     note: Callable[[str], None],
     callbacks: Sequence[Callback] = (),
     on_second_signal: Callable[[int], None] = end_process,
+    trains: bool = True,
 ) -> tuple[Path, int]:
     """Starts or resumes a run and trains to its end.
 
@@ -56,6 +57,7 @@ def start_run(
         resume: the run directory to continue; None: a new one.
         callbacks: called after each step on rank 0, if rank 0 is this process.
         on_second_signal: called in this process by a signal that follows the one which stops the run.
+        trains: False: end before the first step, after the checks at the start.
 
     Returns:
         The run directory and the exit code: 0, 3 if the guardrails ended the run, or 128 + signal.
@@ -70,7 +72,7 @@ def start_run(
         raise SpecError(masked)
     run_dir = resume or _path_of(spec)
     if under_torchrun() and os.environ["RANK"] != "0":
-        return run_dir, run_rank(dump_spec(spec), str(run_dir), resume is not None)
+        return run_dir, run_rank(dump_spec(spec), str(run_dir), resume is not None, trains)
     for problem in check_trackers(spec):  # only rank 0 needs them
         raise EnvironmentFailure(problem.what, where=problem.key, fix=problem.fix)
     lines = [f"changed: {line}" for line in changes_of(run_dir, spec)] if _is_there(resume) else []
@@ -84,7 +86,7 @@ def start_run(
         opened.write_spec(_updated(spec, "trainer", accept_changed_inputs=False).model_dump(mode="json"))
         opened.write_environment()
         note(f"run directory: {run_dir}")
-        target_args = (dump_spec(spec), str(run_dir), resume is not None)
+        target_args = (dump_spec(spec), str(run_dir), resume is not None, trains)
         try:
             exit_code = _run(spec, target_args, note, callbacks, on_second_signal)
             if exit_code > 128 and not resume:
@@ -95,6 +97,18 @@ def start_run(
             if isinstance(error, Exception) and not is_removed:
                 opened.write_failure(error)
             raise
+
+
+def prove(spec: RunSpec, note: Callable[[str], None]) -> int:
+    """Starts a run in a temporary directory, up to the proof of its weight sync; returns the exit code.
+
+    Raises:
+        RlctlError: the run cannot start, or the proof fails.
+    """
+    with leftovers.temporary_directory("proof") as directory:
+        spec = _updated(spec, "trainer", run_dir=str(directory / "run"), logger=["console"])
+        spec = _updated(spec, "rollout", prove_sync=True)
+        return start_run(spec, resume=None, note=note, trains=False)[1]
 
 
 def _is_there(resume: Path | None) -> bool:
@@ -113,7 +127,7 @@ def changes_of(run_dir: Path, spec: RunSpec) -> list[str]:
 
 def _run(
     spec: RunSpec,
-    target_args: tuple[str, str, bool],
+    target_args: tuple[str, str, bool, bool],
     note: Callable[[str], None],
     callbacks: Sequence[Callback],
     on_second_signal: Callable[[int], None],
@@ -140,6 +154,7 @@ def run_rank(
     spec_text: str,
     run_dir: str,
     is_resumed: bool,
+    trains: bool = True,
     callbacks: Sequence[Callback] = (),
     on_second_signal: Callable[[int], None] = end_process,
 ) -> int:
@@ -172,7 +187,9 @@ def run_rank(
                 with contextlib.ExitStack() as stack:
                     run = build(spec, Path(run_dir), ranks, stop, startup, watchdog, stack, resume=is_resumed)
                     run.callbacks.extend(callbacks if ranks.is_main else ())
-                    if not ranks.max(float(stop.signal_number or 0)):  # else: a signal during the start
+                    if trains and not ranks.max(
+                        float(stop.signal_number or 0)
+                    ):  # else: a signal during the start
                         train(run)
                         if ranks.is_main:
                             write_summary(run)

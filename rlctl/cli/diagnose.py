@@ -73,6 +73,14 @@ def diagnose(
             "--what-if", help="Replay the run's dumped rollouts under other corrections; report the best."
         ),
     ] = False,
+    who_sampled: Annotated[
+        bool,
+        typer.Option(
+            "--who-sampled",
+            help="Score the run's dumped rollouts under its kept weights: which sampled them, and what the "
+            "log-ratio consists of.",
+        ),
+    ] = False,
 ) -> None:
     """Report the faults of a run, their causes, and spec changes to try.
 
@@ -83,6 +91,8 @@ def diagnose(
     rlctl diagnose RUN --fix fixed.yaml && rlctl train --spec fixed.yaml
 
     rlctl diagnose RUN --what-if
+
+    rlctl diagnose RUN --who-sampled
 
     kubectl logs trainer | rlctl diagnose - --fail-on critical
 
@@ -95,6 +105,13 @@ def diagnose(
         refuse_options(context, ("rules", "fix", "fail_on", "map_", "reader"), why)
         replay(paths, output_format, out)
         return
+    if who_sampled:
+        why = "applies to findings, and --who-sampled computes none: it scores rollouts"
+        refuse_options(context, ("rules", "fix", "map_", "reader"), why)
+        from rlctl.cli.diagnose_who import who_sampled as examine_samples
+
+        is_wrong = examine_samples(paths, output_format, out)
+        raise typer.Exit(3 if is_wrong and fail_on else 0)
     _check(paths, output_format, out, fix)
     from rlctl.diagnose.readers.reader_files import BUILT_IN
     from rlctl.diagnose.rule import all_rules, examine, metrics_read

@@ -92,7 +92,7 @@ class LockedRollout:
 
     def each(self) -> list[tuple[str, LockedRollout]]:
         """Every replica by its name, to sample with it alone; `""`: the engine, which has none."""
-        each = getattr(self._engine, "each", dict)()
+        each: dict[str, Any] = getattr(self._engine, "each", dict)()
         found = [(name, copy.copy(self)) for name in each] or [("", self)]
         for name, replica in found:
             replica._engine = each.get(name, self._engine)

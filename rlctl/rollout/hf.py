@@ -281,11 +281,16 @@ def processors(sampling: Sampling, sampler: RecordingSampler) -> LogitsProcessor
     chain = LogitsProcessorList()
     if sampling.temperature != 1.0:
         chain.append(TemperatureLogitsWarper(sampling.temperature))
+    return LogitsProcessorList([*chain, *truncation(sampling), sampler])
+
+
+def truncation(sampling: Sampling) -> LogitsProcessorList:
+    """transformers' processors for top-k, top-p and min-p, which apply to logits over the temperature."""
+    chain = LogitsProcessorList()
     if sampling.top_k > 0:
         chain.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1.0:
         chain.append(TopPLogitsWarper(sampling.top_p))
     if sampling.min_p > 0.0:
         chain.append(MinPLogitsWarper(sampling.min_p))
-    chain.append(sampler)
     return chain

@@ -1,0 +1,154 @@
+"""Dumped rollouts of a run, scored under the weights that the run kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, compress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlctl.algos.segments import Segments
+from rlctl.batch import ModelInputs, TokenLists, torch_device
+from rlctl.engine.checkpoint import verify
+from rlctl.engine.log_probs import PolicyModule
+from rlctl.engine.model import load_policy
+from rlctl.errors import RlctlError, UsageError
+from rlctl.model_files import model_directory
+from rlctl.rollout.hf import DTYPES, truncation
+from rlctl.rollout.protocol import Sampling
+from rlctl.spec.run_spec import RunSpec
+from rlctl.tiny.game import embedded_task
+from rlctl.track.open_run import RunRecord
+from rlctl.track.rollouts import KEPT
+
+#: Sequences of each step that are scored.
+PER_STEP = 16
+#: Name of the policy without its adapter.
+BASE = "the base model"
+
+
+@dataclass(frozen=True)
+class DumpedStep:
+    """Some sequences of one step, with columns of their M sampled tokens."""
+
+    step: int
+    inputs: ModelInputs
+    unit: Segments  # the tokens of each sequence
+    versions: Tensor  # (M,) int64, as recorded
+    rollout: Tensor  # (M,) float32 log-probs, of the engine
+    trained: Tensor  # (M,) of the trained policy; NaN: not graded
+
+
+def dumped_steps(record: RunRecord) -> Iterator[DumpedStep]:
+    """The steps with dumped rollouts, in order.
+
+    Raises:
+        UsageError: there are none, or they have no tokens of prompts (rlctl before 0.1).
+    """
+    for step in record.rollout_steps():
+        rows = [row for row in record.rollouts(step).to_pylist() if any(row["sampled"])]
+        rows = rows[:: max(len(rows) // PER_STEP, 1)][:PER_STEP]
+        if not rows:
+            continue
+        if any(row["sampled"][0] for row in rows):
+            what = "the dump has no prompts, so that its responses cannot be scored"
+            raise UsageError(what, where=f"{record.path}, step {step}")
+        sampled = [np.array(row["sampled"], dtype=bool) for row in rows]
+        mask = np.concatenate(sampled)
+
+        def column(name: str, dtype: Any, rows: Any = rows, mask: Any = mask) -> Tensor:
+            values = np.concatenate([np.array(row[name], dtype=dtype) for row in rows])  # None: NaN
+            return torch.from_numpy(values)[torch.from_numpy(mask)]
+
+        kept = None
+        if KEPT.name in rows[0]:
+            lists = list(compress((ids for row in rows for ids in row[KEPT.name]), mask))
+            counts = torch.tensor([len(ids) for ids in lists], dtype=torch.int32)
+            kept = TokenLists(counts, torch.tensor([*chain.from_iterable(lists)], dtype=torch.int32))
+        ids = torch.tensor([token for row in rows for token in row["token_ids"]])
+        lengths = torch.tensor([len(own) for own in sampled])
+        yield DumpedStep(
+            step,
+            ModelInputs(ids, torch.from_numpy(mask), lengths, kept),
+            Segments(torch.tensor([int(own.sum()) for own in sampled])),
+            column("versions", np.int64),
+            column("rollout_log_probs", np.float32),
+            column("training_log_probs", np.float32),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Weights that a run kept."""
+
+    name: str
+    version: int | None  # optimizer updates; None: `BASE`, where it is no version of the policy
+    path: str
+
+
+def kept_weights(record: RunRecord) -> tuple[list[Kept], list[str]]:
+    """The initial policy and the intact checkpoints by version, then the base of LoRA; notes on others."""
+    spec, notes, found = record.spec, [], {}
+    for path in record.checkpoints:
+        problem, checkpoint = verify(path)
+        if checkpoint is None:
+            notes.append(f"{path.name} is damaged and left out: {problem}")
+        else:
+            state = checkpoint.state
+            found[state.policy_version] = Kept(
+                f"step {state.step}", state.policy_version, str(checkpoint.model_dir)
+            )
+    base = []
+    try:
+        start = str(embedded_task(spec).model_dir) if spec.is_embedded else model_directory(spec.model.path)
+        if spec.model.lora_adapter_path:
+            base = [Kept(BASE, None, start)]
+        else:
+            found[0] = Kept("the initial policy" + (f", {BASE}" if spec.model.lora_rank else ""), 0, start)
+    except RlctlError as error:
+        notes.append(f"the initial policy is left out: {error.what}")
+    return [*(found[version] for version in sorted(found)), *base], notes
+
+
+class Scorer:
+    """The trainer's code with given weights, at the run's temperature."""
+
+    def __init__(self, spec: RunSpec, path: str) -> None:
+        model, _ = load_policy(
+            path,
+            revision=None,
+            trust_remote_code=spec.model.trust_remote_code,
+            attn_implementation=spec.model.attn_implementation,
+            dtype=DTYPES[spec.engine.dtype],
+        )
+        self.model = model.to(torch_device()).eval().requires_grad_(False)
+        self._temperature = spec.rollout.temperature
+        self._policy = PolicyModule(self.model, self._temperature)
+
+    @torch.no_grad()
+    def log_probs(self, dumped: DumpedStep) -> Tensor:
+        """(M,) float32, on the CPU."""
+        return self._policy(_on(dumped.inputs, self.model.device))[0].float().cpu()
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Logits over the temperature, in float32."""
+        return logits.float() / self._temperature
+
+    @torch.no_grad()
+    def log_mass(self, dumped: DumpedStep, sampling: Sampling) -> Tensor:
+        """(M,) log of the probability mass that top-k, top-p and min-p keep, on the CPU."""
+        chain = truncation(sampling)
+        logits = self.scaled(self._policy.logits(_on(dumped.inputs, self.model.device)))
+        kept = chain(dumped.inputs.token_ids, logits) if len(chain) else logits
+        return (kept.logsumexp(1) - logits.logsumexp(1)).cpu()
+
+
+def _on(inputs: ModelInputs, device: Any) -> ModelInputs:
+    moved = {name: getattr(inputs, name).to(device) for name in ("token_ids", "scored", "lengths")}
+    lists = inputs.kept
+    kept = None if lists is None else TokenLists(lists.counts.to(device), lists.ids.to(device))
+    return ModelInputs(**moved, kept=kept)

@@ -81,6 +81,14 @@ def diagnose(
             "log-ratio consists of.",
         ),
     ] = False,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan",
+            help="Predict seconds per step from logged durations: synchronous, one batch ahead, in flight, "
+            "by number of replicas.",
+        ),
+    ] = False,
 ) -> None:
     """Report the faults of a run, their causes, and spec changes to try.
 
@@ -94,6 +102,8 @@ def diagnose(
 
     rlctl diagnose RUN --who-sampled
 
+    rlctl diagnose RUN --plan
+
     kubectl logs trainer | rlctl diagnose - --fail-on critical
 
     rlctl diagnose - # paste a step, a table or a part of a log, then Ctrl-D
@@ -104,6 +114,13 @@ def diagnose(
         why = "applies to findings, and --what-if computes none: it replays rollouts"
         refuse_options(context, ("rules", "fix", "fail_on", "map_", "reader"), why)
         replay(paths, output_format, out)
+        return
+    if plan:
+        why = "applies to findings, and --plan computes none: it reads durations"
+        refuse_options(context, ("rules", "fix", "fail_on", "map_", "reader"), why)
+        from rlctl.cli.diagnose_plan import write_plans
+
+        write_plans(paths, output_format, out)
         return
     if who_sampled:
         why = "applies to findings, and --who-sampled computes none: it scores rollouts"

@@ -24,7 +24,7 @@ def who_sampled(paths: Sequence[Path], output_format: str, out: Path | None) -> 
     check_out(paths, out, is_page=False)
     found = [(str(path), examine(path)) for path in paths]
     documents = [{"run": path} | one.as_document() for path, one in found]
-    write_report(output_format, out, partial(_print, found=found), lambda: documents)  # type: ignore[arg-type]
+    write_report(output_format, out, partial(_print, found=found), lambda: documents)
     return any(one.fault for _, one in found)
 
 

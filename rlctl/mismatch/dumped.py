@@ -19,7 +19,7 @@ from rlctl.engine.model import load_policy
 from rlctl.errors import RlctlError, UsageError
 from rlctl.model_files import model_directory
 from rlctl.rollout.hf import DTYPES, truncation
-from rlctl.rollout.protocol import Sampling
+from rlctl.rollout.protocol import sampling_of
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.game import embedded_task
 from rlctl.track.open_run import RunRecord
@@ -114,6 +114,19 @@ def kept_weights(record: RunRecord) -> tuple[list[Kept], list[str]]:
     return [*(found[version] for version in sorted(found)), *base], notes
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of the M sampled tokens of a step under some weights."""
+
+    log_probs: Tensor  # (M,) float32, as the trainer computes them
+    log_mass: Tensor  # (M,) log of the mass that top-k, top-p and min-p keep; 0 where the trainer knows it
+
+    @property
+    def of_engine(self) -> Tensor:
+        """(M,) log-probs of the distribution that the engine samples from."""
+        return self.log_probs - self.log_mass
+
+
 class Scorer:
     """The trainer's code with given weights, at the run's temperature."""
 
@@ -126,25 +139,25 @@ class Scorer:
             dtype=DTYPES[spec.engine.dtype],
         )
         self.model = model.to(torch_device()).eval().requires_grad_(False)
-        self._temperature = spec.rollout.temperature
-        self._policy = PolicyModule(self.model, self._temperature)
-
-    @torch.no_grad()
-    def log_probs(self, dumped: DumpedStep) -> Tensor:
-        """(M,) float32, on the CPU."""
-        return self._policy(_on(dumped.inputs, self.model.device))[0].float().cpu()
+        self._sampling = sampling_of(spec)
+        self._truncation = truncation(self._sampling)
+        self._policy = PolicyModule(self.model, self._sampling.temperature)
 
     def scaled(self, logits: Tensor) -> Tensor:
         """Logits over the temperature, in float32."""
-        return logits.float() / self._temperature
+        return logits.float() / self._sampling.temperature
 
     @torch.no_grad()
-    def log_mass(self, dumped: DumpedStep, sampling: Sampling) -> Tensor:
-        """(M,) log of the probability mass that top-k, top-p and min-p keep, on the CPU."""
-        chain = truncation(sampling)
-        logits = self.scaled(self._policy.logits(_on(dumped.inputs, self.model.device)))
-        kept = chain(dumped.inputs.token_ids, logits) if len(chain) else logits
-        return (kept.logsumexp(1) - logits.logsumexp(1)).cpu()
+    def score(self, dumped: DumpedStep) -> Scores:
+        """Log-probs as the trainer computes them, and what the run's truncation changes, on the CPU."""
+        inputs = _on(dumped.inputs, self.model.device)
+        log_probs = self._policy(inputs)[0].float().cpu()
+        if not self._truncation or inputs.kept is not None:
+            return Scores(log_probs, torch.zeros_like(log_probs))
+        logits = self.scaled(self._policy.logits(inputs))
+        kept = self._truncation(inputs.tokens[:, None], logits.clone())
+        kept.scatter_(1, inputs.tokens[:, None], logits.gather(1, inputs.tokens[:, None]))  # at its edge
+        return Scores(log_probs, (kept.logsumexp(1) - logits.logsumexp(1)).cpu())
 
 
 def _on(inputs: ModelInputs, device: Any) -> ModelInputs:

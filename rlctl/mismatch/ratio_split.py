@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rlctl.mismatch.dumped import DumpedStep, Kept, Scorer
-from rlctl.rollout.protocol import sampling_of
+from rlctl.mismatch.dumped import DumpedStep, Kept, Scorer, Scores
 from rlctl.spec.run_spec import RunSpec
 
 #: Part → what makes it smaller.
@@ -66,7 +67,8 @@ def split(columns: Mapping[str, Tensor], log_ratio: Tensor, sequence: Tensor) ->
     `sequence` (M,) is the number of each token's sequence: tokens of one are not independent.
     """
     inside = log_ratio.isfinite()
-    ratio, sequence = log_ratio[inside].double(), sequence[inside].unique(return_inverse=True)[1]
+    ratio = log_ratio[inside].double()
+    sequence = torch.from_numpy(np.unique(sequence[inside].numpy(), return_inverse=True)[1])
     total = float(ratio.square().sum())
     if not total:
         return None
@@ -88,34 +90,26 @@ def split(columns: Mapping[str, Tensor], log_ratio: Tensor, sequence: Tensor) ->
 
 
 def split_of_run(
-    spec: RunSpec, steps: Sequence[DumpedStep], weights: Sequence[Kept], scores: Sequence[Sequence[Tensor]]
+    spec: RunSpec, steps: Sequence[DumpedStep], weights: Sequence[Kept], scores: Sequence[Sequence[Scores]]
 ) -> RatioSplit | None:
-    """The split over the tokens that kept weights sampled; `scores` are log-probs (M,) by weights and step."""
+    """The split over tokens that kept weights sampled; `scores` are by weights and step."""
     places = {one.version: place for place, one in enumerate(weights) if one.version is not None}
-    sampling = sampling_of(spec)
-    truncates = (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0) and not sampling.with_kept
     found: list[dict[str, Tensor]] = []
     for number, dumped in enumerate(steps):
         own, mass, cache = (torch.full_like(dumped.rollout, value) for value in (math.nan, 0.0, 0.0))
         for version in set(dumped.versions.tolist()) & places.keys():
-            inside = dumped.versions == version
-            own[inside] = scores[places[version]][number][inside]
+            inside, of_version = dumped.versions == version, scores[places[version]][number]
+            own[inside], mass[inside] = of_version.log_probs[inside], of_version.log_mass[inside]
         found.append({"own": own, "mass": mass, "cache": cache})
-    mixed = [number for number, dumped in enumerate(steps) if len(dumped.versions.unique()) > 1]
+    mixed = [number for number, dumped in enumerate(steps) if len(set(dumped.versions.tolist())) > 1]
     scorers = {}
     for version in {version for n in mixed for version in steps[n].versions.tolist()} & places.keys():
         scorers[version] = Scorer(spec, weights[places[version]].path)
     for number in mixed:
         stale = stale_cache_log_probs(steps[number], scorers)
-        fresh, engine = found[number]["own"], steps[number].rollout
+        fresh, engine = found[number]["own"], steps[number].rollout + found[number]["mass"]
         if (stale - engine).abs().nansum() < (fresh - engine).abs().nansum():  # else it was recomputed
             found[number]["cache"] = fresh - stale
-    for version, place in places.items() if truncates else ():
-        scorer = Scorer(spec, weights[place].path)
-        for one, dumped in zip(found, steps, strict=True):
-            inside = dumped.versions == version
-            if inside.any():
-                one["mass"][inside] = scorer.log_mass(dumped, sampling)[inside]
     joined = {name: torch.cat([one[name] for one in found]) for name in ("own", "mass", "cache")}
     trained, rollout = (torch.cat([getattr(one, name) for one in steps]) for name in ("trained", "rollout"))
     sequence = torch.cat([dumped.unit.index + n * 10_000 for n, dumped in enumerate(steps)])
@@ -154,9 +148,8 @@ def _of_sequence(ids: Tensor, scored: Tensor, versions: Tensor, scorers: Mapping
     of_position = versions[following.clamp(max=len(versions) - 1)]
     cache: Any = None
     rows, start = [], 0
-    for version, length in zip(
-        *(x.tolist() for x in of_position.unique_consecutive(return_counts=True)), strict=True
-    ):
+    for version, same in groupby(of_position.tolist()):
+        length = len(list(same))
         scorer = scorers[version]
         part = ids[start : start + length].to(scorer.model.device)[None]
         output = scorer.model(part, past_key_values=cache, use_cache=True)

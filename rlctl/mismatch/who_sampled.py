@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlctl.errors import UsageError
-from rlctl.mismatch.dumped import DumpedStep, Kept, Scorer, dumped_steps, kept_weights
+from rlctl.mismatch.dumped import BASE, DumpedStep, Kept, Scorer, dumped_steps, kept_weights
 from rlctl.mismatch.ratio_split import RatioSplit, split_of_run
 from rlctl.track.open_run import RunRecord
 
 #: A version fits if its gap is at most this many floors, or this many nats per token.
 _FITS, _ROUNDING = 4.0, 1e-5
-#: A record is refuted if this share of the steps that can tell contradict it; a cause is named if this share
-#: of them agrees with it.
-_REFUTED, _NAMED = 0.5, 0.9
-#: Between two kept versions, the nearer one must fit if the recorded one is this close, as a share of the
-#: distance between both.
-_CLOSE = 0.1
+#: A cause is named if this share of the steps that can tell agrees with it, and this share of them
+#: contradicts the record. Without a cause, more than the last share must contradict it.
+_NAMED, _REFUTED, _UNKNOWN = 0.9, 0.25, 0.5
+#: Between two kept versions, a version this close to one of them, as a share of their distance, must have
+#: less than so many times the gap to the other one.
+_CLOSE, _MATERIAL = 0.25, 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +82,12 @@ def who_sampled(path: Path) -> WhoSampled:
     scores = []
     for one in weights:
         scorer = Scorer(spec, one.path)
-        scores.append([scorer.log_probs(dumped) for dumped in steps])
+        scores.append([scorer.score(dumped) for dumped in steps])
         del scorer
     groups = [
-        Group.of(dumped, torch.stack([of_weights[place] for of_weights in scores]), version)
+        Group.of(dumped, torch.stack([of_weights[place].of_engine for of_weights in scores]), version)
         for place, dumped in enumerate(steps)
-        for version in dumped.versions.unique().tolist()
+        for version in sorted(set(dumped.versions.tolist()))
     ]
     split = split_of_run(spec, steps, weights, scores)
     return replace(judged(groups, weights), split=split, notes=tuple(notes))
@@ -100,17 +101,15 @@ class Group:
     recorded: int
     num_sequences: int
     gaps: NDArray[np.float64]  # (C,) mean |log π − log π_rollout|, nats
-    between: NDArray[np.float64]  # (C, C) mean |difference| of the log-probs of two weights
 
     @classmethod
     def of(cls, dumped: DumpedStep, scores: Tensor, version: int) -> Group:
         """The tokens of this version; `scores` (C, M) are their log-probs under each of the weights."""
         inside = (dumped.versions == version) & dumped.rollout.isfinite()
         found, engine = scores[:, inside].double(), dumped.rollout[inside].double()
-        between = torch.stack([(found - one).abs().mean(1) for one in found])
-        count = len(dumped.unit.index[inside].unique())
+        count = len(set(dumped.unit.index[inside].tolist()))
         gaps = (found - engine).abs().mean(1)
-        return cls(dumped.step, version, count, gaps.numpy(), between.numpy())
+        return cls(dumped.step, version, count, gaps.numpy())
 
 
 def judged(groups: Sequence[Group], weights: Sequence[Kept]) -> WhoSampled:
@@ -124,61 +123,73 @@ def judged(groups: Sequence[Group], weights: Sequence[Kept]) -> WhoSampled:
     def fits(group: Group, version: int | None) -> bool | None:
         """Whether the group has the log-probs of this version (None: of the base); None: it cannot tell."""
         place = base if version is None else places.get(version)
-        if place is not None:
-            return bool(group.gaps[place] <= floor)
+        if version is None or place is not None:
+            return place is not None and bool(group.gaps[place] <= floor)
         below = [v for v in places if v < version]
         above = [v for v in places if v > version]
         if not below or not above:
             return None
         low, high = max(below), min(above)
         share = (version - low) / (high - low)
-        apart = group.between[places[low], places[high]]
-        if _CLOSE < share < 1 - _CLOSE or apart <= 2 * floor:
+        if _CLOSE < share < 1 - _CLOSE:
             return None
-        return bool(group.gaps[places[low if share <= _CLOSE else high]] <= max(floor, apart / 2))
+        near, far = (low, high) if share <= _CLOSE else (high, low)
+        return bool(group.gaps[places[near]] <= max(floor, _MATERIAL * group.gaps[places[far]]))
 
-    def verdicts(version: Callable[[Group], int | None]) -> list[bool | None]:
-        return [fits(group, version(group)) for group in telling]
-
-    def result(what: str, fault: str | None = None, fix: str | None = None) -> WhoSampled:
-        return WhoSampled(what, fault, fix, steps, None, ())
-
-    recorded = verdicts(lambda group: group.recorded)
+    recorded = [fits(group, group.recorded) for group in telling]
     decided = [found for found in recorded if found is not None]
-    if not any(group.recorded for group in groups) or not decided:
-        return result("the kept weights are too similar, or too few, to tell which of them sampled")
-    if decided.count(False) < _REFUTED * len(decided):
-        return result(f"as recorded: {decided.count(True)} of {len(decided)} steps that can tell agree")
     lags = {group.recorded - version for group in telling for version in places if version < group.recorded}
     tried: list[tuple[str, int, Callable[[Group], int | None]]] = []
     if base is not None:
         tried.append(("base", 0, lambda group: None))
-    tried += [("constant", version, lambda group, v=version: v) for version in sorted(places)]
-    tried += [("late", lag, lambda group, k=lag: max(group.recorded - k, 0)) for lag in sorted(lags)]
-    best, most = None, 0
-    for kind, number, version in tried:
-        found = verdicts(version)
-        agree, differ = found.count(True), found.count(False)
+    tried += [("constant", version, partial(_constant, version)) for version in sorted(places)]
+    tried += [("late", lag, partial(_late, lag)) for lag in sorted(lags)]
+    best: tuple[str, int] | None = None
+    most = 0
+    for kind, number, sampler in tried:
+        found = [fits(group, sampler(group)) for group in telling]
         new = sum(a is True and b is not True for a, b in zip(found, recorded, strict=True))
-        if new > most and agree >= _NAMED * (agree + differ):
+        refuted = sum(a is True and b is False for a, b in zip(found, recorded, strict=True))
+        is_sure = found.count(True) >= _NAMED * (found.count(True) + found.count(False))
+        if is_sure and refuted >= _REFUTED * len(decided) > 0 and new > most:
             best, most = (kind, number), new
-    count = f"{most} of {len(telling)} steps"
-    if best is None:
-        differ = f"{decided.count(False)} of {len(decided)} steps"
-        what = f"{differ} were sampled neither as recorded nor by other kept weights"
-        return result(what, "unknown", "`rlctl diagnose mismatch` compares the engine with the trainer")
-    kind, number = best
-    name = weights[places[number] if kind == "constant" else 0].name
-    sync = "`rlctl train --prove-sync` with the run's spec shows what a sync does not reach"
-    if kind == "base" or (kind == "constant" and "base" in name):
-        what = f"{count} were sampled by the base model, without the adapter"
-        return result(what, "base", f"set rollout.merge_lora=true; {sync}")
-    if kind == "constant":
-        return result(
-            f"new weights were never delivered: {count} were sampled by {name}", "never delivered", sync
+    fault, what, fix = (
+        None,
+        "the kept weights are too similar, or too few, to tell which of them sampled",
+        None,
+    )
+    if best is not None:
+        fault, what, fix = _named(
+            *best, f"{most} of {len(telling)} steps", weights[places.get(best[1], 0)].name
         )
+    elif any(group.recorded for group in telling) and decided:
+        what = f"as recorded: {decided.count(True)} of {len(decided)} steps that can tell agree"
+        kept = [agrees for group, agrees in zip(telling, recorded, strict=True) if group.recorded in places]
+        if kept.count(False) > _UNKNOWN * len(kept):
+            what = f"{kept.count(False)} of {len(kept)} steps were sampled by none of the kept weights"
+            fault, fix = "unknown", "`rlctl diagnose mismatch` compares the engine with the trainer"
+    return WhoSampled(what, fault, fix, steps, None, ())
+
+
+def _named(kind: str, number: int, count: str, name: str) -> tuple[str, str, str]:
+    """Fault, conclusion and fix of what explains the gaps; `name`: of the weights of a constant version."""
+    fix = "`rlctl train --prove-sync` with the run's spec shows what a sync does not reach"
+    if kind == "base" or (kind == "constant" and BASE in name):
+        what = f"{count} were sampled by {BASE}, without the adapter"
+        return "base", what, f"set rollout.merge_lora=true; {fix}"
+    if kind == "constant":
+        return "never delivered", f"new weights were never delivered: {count} were sampled by {name}", fix
     what = f"{count} were sampled {number} updates later than recorded: with weights {number} updates older"
-    return result(what, "late", f"wait for the end of each sync before sampling; {sync}")
+    return "late", what, f"wait for the end of each sync before sampling; {fix}"
+
+
+def _constant(version: int, group: Group) -> int:
+    del group
+    return version
+
+
+def _late(lag: int, group: Group) -> int:
+    return max(group.recorded - lag, 0)
 
 
 def _step(group: Group, weights: Sequence[Kept]) -> StepSampler:

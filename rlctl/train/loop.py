@@ -22,6 +22,7 @@ import torch
 
 from rlctl.errors import RunFailure
 from rlctl.train.guardrails import Guardrails
+from rlctl.train.ratio_parts import ENGINE, ratio_metrics, ratio_sums
 from rlctl.train.run import Run, refuse_ungraded
 from rlctl.train.sample_and_grade import sample_and_grade
 from rlctl.train.saving import Saver
@@ -105,6 +106,7 @@ def train(run: Run) -> None:
             run.policy_version += outcome.num_updates
             layouts.once(outcome.layout.partition(";")[0], outcome.layout)
             metrics |= describe_turns(run, batch, outcome) | sync_weights(run, step, timer)
+            metrics |= describe_ratio(run, batch, outcome, metrics.get(ENGINE))
 
         dump(run, step, graded, batch, outcome)
         metrics |= outcome.metrics
@@ -177,6 +179,12 @@ def describe_turns(run: Run, batch: TokenBatch, outcome: Updated) -> dict[str, f
     if not run.spec.environment.has_episodes:
         return {}
     return turn_metrics(run.data_ranks.to_host(turn_sums(batch, outcome.seen.training_log_probs)))
+
+
+def describe_ratio(run: Run, batch: TokenBatch, outcome: Updated, probed: float | None) -> dict[str, float]:
+    """What the log-ratio consists of, over all ranks; `probed`: the engine's part, if it was measured."""
+    sums = ratio_sums(batch, outcome.seen.training_log_probs, run.spec)
+    return ratio_metrics(run.data_ranks.to_host(sums), run.spec, probed)
 
 
 def names_of(batch: TokenBatch, outcome: Updated) -> list[str]:

@@ -14,6 +14,7 @@ from rlctl.errors import RunFailure
 from rlctl.rollout.completions import MERGE_LORA
 from rlctl.rollout.protocol import Sampling, step_seed
 from rlctl.train.deal import deal
+from rlctl.train.ratio_parts import ENGINE
 from rlctl.train.settings import is_sync_due
 from rlctl.train.step_metrics import StepTimer
 
@@ -66,7 +67,11 @@ def confirm_sync(run: Run, step: int) -> dict[str, float]:
     if not run.spec.rollout_engine.checks_syncs:
         return {}
     found = _checked(run, [("", _probe(run, run.rollout, step))], step)
-    return {"rollout/sync_gap": sum(one.new * one.tokens for one in found) / sum(one.tokens for one in found)}
+    total = sum(one.tokens for one in found)
+    return {
+        "rollout/sync_gap": sum(one.new * one.tokens for one in found) / total,
+        ENGINE: sum(one.square * one.tokens for one in found) / total,
+    }
 
 
 def _checked(run: Run, probes: list[tuple[str, TokenBatch]], step: int) -> list[_Distance]:
@@ -173,6 +178,7 @@ class _Distance:
     old: float
     base: float
     change: float  # mean |difference| of the log-probs of these two policies
+    square: float  # mean (log π − log π_rollout)² of the policy
 
     @property
     def has_new(self) -> bool:
@@ -243,7 +249,9 @@ def _compared(
     """
     rollout, old = batch.rollout_log_probs, new if old is None else old
     base = run.base.log_probs(batch.inputs) if run.base and run.spec.syncs_adapter else new
-    parts = torch.stack([torch.ones_like(new), new - rollout, old - rollout, base - rollout, new - old])
+    parts = torch.stack(
+        [torch.ones_like(new), new - rollout, old - rollout, base - rollout, new - old, (new - rollout) ** 2]
+    )
     columns = parts.abs().double().cpu()
     source = batch.units.episode.spread(batch.group_ids // PROBE_PROMPTS).cpu()
     world = run.ranks.world_size

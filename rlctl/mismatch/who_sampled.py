@@ -149,7 +149,7 @@ def judged(groups: Sequence[Group], weights: Sequence[Kept]) -> WhoSampled:
     for kind, number, sampler in tried:
         found = [fits(group, sampler(group)) for group in telling]
         new = sum(a is True and b is not True for a, b in zip(found, recorded, strict=True))
-        refuted = sum(a is True and b is False for a, b in zip(found, recorded, strict=True))
+        refuted = sum(b is False and a is not False for a, b in zip(found, recorded, strict=True))
         is_sure = found.count(True) >= _NAMED * (found.count(True) + found.count(False))
         if is_sure and refuted >= _REFUTED * len(decided) > 0 and new > most:
             best, most = (kind, number), new

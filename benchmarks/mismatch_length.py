@@ -82,7 +82,7 @@ def sampled(engine: ResponseSampler, model: Any, tokenizer: Any, top_p: float, n
     episodes = sample_episodes(engine, tasks, n, Sampling(LENGTHS[-1], top_p=top_p), 1, tokenizer)
     batch, prompts = TokenBatch.of(episodes), [episode.task.prompt_ids for episode in episodes]
     sample = EngineSample(prompts, batch.inputs.tokens, batch.rollout_log_probs, batch.units.episode)
-    return VariantScorer(model, sample, {OWN: sample.prompts}, {})
+    return VariantScorer(model, sample, {OWN: sample.prompts})
 
 
 def by_length(trainer: Tensor, engine: Tensor, unit: Segments) -> list[dict[str, Any]]:

@@ -19,10 +19,6 @@ from rlctl.mismatch.variants import (
     first_difference,
 )
 
-_SYNC_FIX = (
-    "check that every weight sync ends before sampling starts, "
-    "and that the engine's prefix cache is cleared after it"
-)
 _SAME_PRECISION = "use one precision on both sides"
 _DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16"}
 _CUT_OFF = {"top_p": "rollout.top_p=1", "top_k": "rollout.top_k=-1", "min_p": "rollout.min_p=0"}
@@ -53,7 +49,7 @@ class Cause:
 
 def causes(found: Examination) -> list[Cause]:
     """All causes found: each explains most of what the previous ones leave; those with no gap come last."""
-    everything = list(_weights(found))
+    everything: list[Cause] = []
     for taken in found.explanation.taken:
         if taken.factor == "sampling":
             everything += _sampling(found, taken)
@@ -61,7 +57,7 @@ def causes(found: Examination) -> list[Cause]:
             cause = _described(found, taken.factor, str(getattr(taken.after, taken.factor)))
             before, after = found.scorer.gap(taken.before), found.scorer.gap(taken.after)
             everything.append(replace(cause, before=before, after=after))
-    everything = [*_in_one_precision(found, everything), *_drawn_otherwise(found), *_sync_misses(found)]
+    everything = [*_in_one_precision(found, everything), *_drawn_otherwise(found)]
     scale = found.start.abs_mean or 1.0
     for place, cause in enumerate(everything):
         if cause.before and cause.after:
@@ -84,7 +80,6 @@ def _described(found: Examination, factor: Factor, value: str) -> Cause:
             f"each log-prob reported is that of the {whose} token",
             "log-prob t must be that of response token t; logits at a position predict the next one",
         ),
-        "weights": Cause("stale weights", f"the engine's weights are those of {value}", _SYNC_FIX),
         "dtype": Cause(
             "dtype",
             f"the engine {computes}, the trainer in {own}",
@@ -159,37 +154,18 @@ def _drawn_otherwise(found: Examination) -> Iterator[Cause]:
         yield _mode(reported, drawn.settings)
 
 
-def _weights(found: Examination) -> Iterator[Cause]:
-    if found.synced and found.synced.closes:
-        what = "the engine's weights are not the trainer's: a weight sync closes the gap"
-        after = found.scorer.gap(found.explanation.start)
-        yield Cause("stale weights", what, _SYNC_FIX, (), found.start, after)
-
-
-def _sync_misses(found: Examination) -> Iterator[Cause]:
-    if found.moved is None or not found.moved.opens:
-        return
-    left = f": the engine then has the weights of {found.stale}" if found.stale else ""
-    yield Cause(
-        "weight sync",
-        f"a sync of changed weights leaves a mean |log-ratio| of {found.moved.after.abs_mean:.2g}{left}",
-        "where embeddings and output head are tied, some engines keep a packed copy of the head: untie them, "
-        "or reload all weights in the engine",
-    )
-
-
 def _in_one_precision(found: Examination, others: list[Cause]) -> Iterator[Cause]:
     """The causes with the gap that the engine has in the trainer's precision, if that closes the gap."""
     precise = found.same_precision
-    if precise is None or not precise.closes:
+    if precise is None:
         yield from others
         return
     yield from (cause for cause in others if cause.name != "dtype")
     own = _DTYPES[str(found.scorer.model.dtype)]
     what = f"the engine's precision: in {own}, as the trainer, the same engine has a smaller gap"
     imitated = next((cause for cause in others if cause.name == "dtype"), None)
-    cause = imitated or Cause("dtype", what, _SAME_PRECISION, (f"rollout.dtype={own}",), precise.before)
-    yield replace(cause, after=precise.after)
+    cause = imitated or Cause("dtype", what, _SAME_PRECISION, (f"rollout.dtype={own}",), found.left)
+    yield replace(cause, after=precise)
 
 
 def open_questions(found: Examination) -> list[str]:
@@ -200,10 +176,6 @@ def open_questions(found: Examination) -> list[str]:
             "whether log-probs are raw or processed: at temperature 1 without truncation they are the same; "
             "add --temperature 0.7"
         )
-    if not sides.takes_weights:
-        notes.append("whether a weight sync reaches every weight: this engine does not support syncs here")
-        if not sides.weights:
-            notes.append("whether the engine holds older weights: name a run that has older checkpoints")
     if found.drawn is None:
         notes.append("the distribution of the tokens: the two distributions differ too much")
     if found.start.num_nonfinite:
@@ -213,9 +185,7 @@ def open_questions(found: Examination) -> list[str]:
 
 def remainder(found: Examination) -> str | None:
     """Possible origin of the part of the gap that no cause explains; None: there is no such part."""
-    left = found.left
-    if found.same_precision is not None and found.same_precision.closes:
-        left = found.same_precision.after
+    left = found.same_precision or found.left
     if left.agrees or left.abs_mean <= 0.1 * found.start.abs_mean:
         return None
     start, own = found.explanation.start, _DTYPES.get(str(found.scorer.model.dtype))

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from rlctl.batch import torch_device
 from rlctl.data.prompts import Renderer
 from rlctl.data.read import load_rows
 from rlctl.data.schema import Row
-from rlctl.engine.checkpoint import CHECKPOINTS, checkpoint_of_run, verify
+from rlctl.engine.checkpoint import checkpoint_of_run
 from rlctl.engine.model import load_policy
 from rlctl.errors import UsageError
 from rlctl.mismatch.causes import Cause, causes, open_questions, remainder
 from rlctl.mismatch.examine import Sides, examine
-from rlctl.mismatch.score import Gap, GapPart, Weights, all_and_head
+from rlctl.mismatch.score import Gap, GapPart
 from rlctl.mismatch.variants import question_rows, token_ids
 from rlctl.model_files import model_directory
 from rlctl.prepare.hub import local_files
@@ -37,8 +34,6 @@ NUM_PROMPTS = 16
 MAX_RESPONSE_LENGTH = 32
 #: Fraction of the GPU's memory for the engine; the trainer's model is on the same GPU.
 _ENGINE_SHARE = 0.5
-#: Number of a run's older checkpoints that are tried as the engine's weights.
-OLDER_CHECKPOINTS = 3
 
 Dtype = Literal["fp32", "bf16", "int8"]
 
@@ -96,7 +91,6 @@ class _Trainer:
     spec: RunSpec
     dtype: Literal["fp32", "bf16"]
     data_files: list[str]
-    older: Mapping[str, Path] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def load(self, path: str | Path | None = None) -> tuple[Any, Any]:
@@ -109,16 +103,6 @@ class _Trainer:
             dtype=DTYPES[self.dtype],
         )
         return model.to(torch_device()).eval().requires_grad_(False), tokenizer
-
-    def older_weights(self) -> dict[str, Weights]:
-        """Weights that the engine may still have; each is loaded when it is needed."""
-        found: dict[str, Weights] = {}
-        for name, directory in self.older.items():
-            found |= all_and_head(name, partial(self._state, directory))
-        return found
-
-    def _state(self, directory: Path) -> dict[str, torch.Tensor]:
-        return dict(self.load(directory)[0].state_dict())
 
 
 def run_preflight(request: MismatchRequest) -> MismatchReport:
@@ -175,7 +159,6 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
             engine_tokenizer=engine_tokenizer,
             template_kwargs=template_kwargs,
             seed=request.seed,
-            weights=trainer.older_weights(),
             same_precision=None if dtype == trainer.dtype else partial(start, running, trainer.dtype),
         )
         found = examine(sides)
@@ -209,16 +192,9 @@ def _trainer(request: MismatchRequest) -> _Trainer:
 def _of_run(run_dir: Path, data_files: list[str]) -> _Trainer:
     spec = recorded_spec(run_dir / RUN_SPEC_FILE)
     newest, notes = checkpoint_of_run(run_dir)
-    embedded = embedded_task(spec) if spec.is_embedded else None
     own = local_files(spec.data.val_files, split="test") or local_files(spec.data.train_files, split="train")
-    own = [str(embedded.val_file)] if embedded else own
-    others = sorted((run_dir / CHECKPOINTS).glob("step_*"), reverse=True)
-    checkpoints = [verify(path)[1] for path in others if path != newest.path][:OLDER_CHECKPOINTS]
-    older = {f"step {found.state.step}": found.model_dir for found in checkpoints if found}
-    start = embedded.model_dir if embedded else Path(model_directory(spec.model.path))
-    if start.is_dir():
-        older["the run's start"] = start
-    return _Trainer(str(newest.model_dir), spec, spec.engine.dtype, data_files or own, older, tuple(notes))
+    own = [str(embedded_task(spec).val_file)] if spec.is_embedded else own
+    return _Trainer(str(newest.model_dir), spec, spec.engine.dtype, data_files or own, tuple(notes))
 
 
 def _sampling(request: MismatchRequest, spec: RunSpec) -> Sampling:

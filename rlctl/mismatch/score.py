@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlctl.algos.correction import correct, correction_metrics
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, WeightRule
@@ -24,46 +24,12 @@ from rlctl.mismatch.variants import AGREE, OWN, Cut, SamplingSettings, ScoringVa
 from rlctl.rollout.hf import into_precision
 from rlctl.spec.memory import MAX_LOGITS
 
-#: Loads other weights into a copy of the trainer's model.
-Weights = Callable[[Any], None]
 #: `bf16 weights`: weights rounded to bfloat16, arithmetic as in the trainer.
 DTYPES = ("bf16", "bf16 weights", "int8", "fp32")
 #: Maximum number of tokens to which settings are fitted.
 _FITTED_TOKENS = 512
-#: Size of the change of each parameter in the sync check, as a fraction of its root mean square.
-_MOVED_BY = 0.05
 _TOKENS, _SEQUENCES = (CorrectionRules(WeightRule(level)) for level in ("token", "sequence"))
 _ESS = "rollout_corr/rollout_is_raw_eff_sample_size"
-
-
-def all_and_head(name: str, state: Callable[[], dict[str, Tensor]]) -> dict[str, Weights]:
-    """Two hypotheses: all weights are those of `state`; or only the output head, which a sync missed.
-
-    `name` is that of these weights, such as `step 40`; `state` is called when they are needed.
-    """
-
-    def put_all(model: Any) -> None:
-        model.load_state_dict(state())
-
-    def put_head(model: Any) -> None:
-        head = copy.deepcopy(model.get_output_embeddings())
-        names = model.state_dict(keep_vars=True).items()
-        name = next(name for name, tensor in names if tensor is model.get_output_embeddings().weight)
-        head.weight = nn.Parameter(state()[name].to(head.weight), requires_grad=False)
-        model.set_output_embeddings(head)  # separate, even if tied to the embeddings
-
-    return {name: put_all, f"{name}, output head only": put_head}
-
-
-@torch.no_grad()
-def moved(model: Any) -> Any:
-    """A copy of the model with a small random change of every parameter."""
-    other = copy.deepcopy(model)
-    draw = torch.Generator().manual_seed(0)
-    for parameter in other.parameters():
-        noise = torch.randn(parameter.shape, generator=draw).to(parameter)
-        parameter.add_(_MOVED_BY * parameter.float().square().mean().sqrt().to(parameter) * noise)
-    return other
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +130,10 @@ class VariantScorer:
     model: Any  # the trainer's; never changed
     sample: EngineSample  # on the model's device
     prompts: Mapping[str, TokenIds]  # renderings by name, each (R) token ids
-    weights: Mapping[str, Weights]  # other weights by name
 
     def __post_init__(self) -> None:
         self._own = PolicyModule(self.model, 1.0)
-        self._changed: tuple[tuple[str, str], PolicyModule] | None = None
+        self._changed: tuple[str, PolicyModule] | None = None
         self._scores: dict[ScoringVariant, Tensor] = {}
         self._fits: dict[ScoringVariant, SamplingSettings] = {}
 
@@ -263,19 +228,16 @@ class VariantScorer:
 
     def _policy(self, variant: ScoringVariant) -> PolicyModule:
         """The trainer's model, or a changed copy (the last one is cached)."""
-        change = (variant.weights, variant.dtype)
-        if change == (OWN, OWN):
+        if variant.dtype == OWN:
             return self._own
-        if self._changed is None or self._changed[0] != change:
+        if self._changed is None or self._changed[0] != variant.dtype:
             self._changed = None  # freed before the next copy is allocated
             policy = copy.deepcopy(self._own)
-            if variant.weights != OWN:
-                self.weights[variant.weights](policy.model)
             if variant.dtype == "bf16 weights":
                 own = next(policy.model.parameters()).dtype
                 into_precision(policy.model, "bf16")
                 policy.model.to(own)
-            elif variant.dtype != OWN:
+            else:
                 into_precision(policy.model, cast(Literal["fp32", "bf16", "int8"], variant.dtype))
-            self._changed = (change, policy)
+            self._changed = (variant.dtype, policy)
         return self._changed[1]

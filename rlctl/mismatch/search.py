@@ -132,8 +132,6 @@ def _values(scorer: VariantScorer, factor: Factor) -> tuple[str | int, ...]:
     """Values of a factor other than the trainer's own."""
     if factor == "prompt":
         return tuple(name for name in scorer.prompts if name != OWN)
-    if factor == "weights":
-        return tuple(scorer.weights)
     if factor == "shift":
         return (1, -1)
     own = next(scorer.model.parameters()).dtype

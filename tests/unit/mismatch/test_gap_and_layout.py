@@ -55,7 +55,7 @@ def test_what_the_model_reads() -> None:
     sample = EngineSample(
         [[5], [5, 6, 4]], torch.tensor([7, 8, 9]), torch.zeros(3), Segments(torch.tensor([2, 1]))
     )
-    scorer = VariantScorer(MODEL, sample, {OWN: sample.prompts}, {})
+    scorer = VariantScorer(MODEL, sample, {OWN: sample.prompts})
     inputs = scorer._inputs(ScoringVariant(SamplingSettings(1.0)), torch.tensor([True, False, True]))
     assert inputs.token_ids.tolist() == [5, 7, 8, 5, 6, 4, 9]
     assert inputs.scored.int().tolist() == [0, 1, 0, 0, 0, 0, 1]
@@ -67,9 +67,9 @@ def test_log_probs_in_pieces_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -
         [[5], [5, 6, 4], [3]], torch.tensor([7, 8, 9, 2]), torch.zeros(4), Segments(torch.tensor([2, 1, 1]))
     )
     variant = ScoringVariant(SamplingSettings(0.7, Cut("top_k", 5)))
-    whole = VariantScorer(MODEL, sample, {OWN: sample.prompts}, {}).log_probs(variant)
+    whole = VariantScorer(MODEL, sample, {OWN: sample.prompts}).log_probs(variant)
     monkeypatch.setattr(score, "MAX_LOGITS", MODEL.config.vocab_size // 2 + 1)
-    pieces = VariantScorer(MODEL, sample, {OWN: sample.prompts}, {})
+    pieces = VariantScorer(MODEL, sample, {OWN: sample.prompts})
     assert len(list(pieces._pieces(variant))) == 2
     torch.testing.assert_close(pieces.log_probs(variant), whole)
 

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from rlctl.batch import Turn
 from rlctl.mismatch.causes import causes, open_questions, remainder
-from rlctl.mismatch.score import all_and_head
-from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Request, Sampling
-from tests.models import tiny_model
 from tests.unit.mismatch.planted import (
-    MODEL,
     NUCLEUS,
     PLAIN,
     TOKENIZER,
@@ -50,16 +45,8 @@ def test_a_healthy_pair_is_left_alone(sampling: Sampling) -> None:
     examination = look(plain(), sampling=sampling, **MANY)
     assert causes(examination) == []
     assert examination.start.abs_max < 1e-5
-    assert examination.moved is not None  # the sync was tried
     assert remainder(examination) is None
     assert any("raw or processed" in note for note in open_questions(examination)) == (sampling is PLAIN)
-
-
-def test_the_engine_gets_its_weights_back() -> None:
-    engine = plain()
-    look(engine)
-    for name, tensor in engine._weights.items():
-        assert torch.equal(tensor, MODEL.state_dict()[name]), name
 
 
 # --- which distribution -----------------------------------------------------------------------------
@@ -151,60 +138,12 @@ def test_precision(dtype: Any) -> None:
     assert cause.spec[0] == "rollout.dtype=fp32"
 
 
-# --- which weights ----------------------------------------------------------------------------------
-
-
-def test_weights_of_a_known_step_are_named() -> None:
-    other = random_model(2)
-    weights = all_and_head("step 40", other.state_dict) | all_and_head("step 20", random_model(3).state_dict)
-    (cause,) = found(Engine(plain(other)), weights=weights)
-    assert cause.name == "stale weights"
-    assert cause.what == "the engine's weights are those of step 40"
-
-
-def test_unknown_weights_are_found_by_handing_over_the_trainers() -> None:
-    (cause,) = found(plain(random_model(2)))
-    assert cause.name == "stale weights"
-    assert "a weight sync closes the gap" in cause.what
-    assert cause.share > 0.999
-
-
-def test_without_a_way_to_tell_it_does_not_guess() -> None:
+def test_other_weights_are_not_guessed() -> None:
     examination = look(Engine(plain(random_model(2))))
     assert causes(examination) == []
     left = remainder(examination)
     assert left is not None
     assert "other weights" in left
-    assert any("older checkpoints" in note for note in open_questions(examination))
-
-
-class StaleHead(HFRollout):
-    """A sync that does not update a packed copy of the tied output head."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(model, TOKENIZER, "cpu")
-        head = copy.deepcopy(self._model.get_output_embeddings())
-        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-        self._model.set_output_embeddings(head)
-
-
-def test_a_sync_that_misses_the_tied_head() -> None:
-    model = tiny_model(tied=True, vocabulary=len(TOKENIZER))
-    model.generation_config.eos_token_id = TOKENIZER.eos_token_id
-    examination = look(StaleHead(model), model=model)
-    assert examination.start.agrees
-    (cause,) = causes(examination)
-    assert cause.name == "weight sync"
-    assert "before the sync, output head only" in cause.what
-
-
-def test_a_stale_head_of_a_known_step_is_told_from_stale_weights() -> None:
-    old = random_model(2)
-    mixed = copy.deepcopy(MODEL)
-    with torch.no_grad():
-        mixed.lm_head.weight.copy_(old.lm_head.weight)
-    (cause,) = found(Engine(plain(mixed)), weights=all_and_head("step 40", old.state_dict))
-    assert cause.what == "the engine's weights are those of step 40, output head only"
 
 
 # --- several, and bad numbers -----------------------------------------------------------------------
@@ -227,15 +166,6 @@ def test_shift_and_start_token() -> None:
         report=shifted(1),
     )
     assert sorted(names(found(engine, tokenizer=with_start_token()))) == ["shifted log-probs", "token ids"]
-
-
-def test_stale_weights_and_temperature() -> None:
-    class Warm(HFRollout):
-        def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Turn]:
-            return super().sample(requests, replace(sampling, temperature=0.7))
-
-    engine = Warm(random_model(2), TOKENIZER, "cpu")
-    assert names(found(engine, **MANY)) == ["stale weights", "temperature"]
 
 
 def test_log_probs_that_are_no_numbers_are_counted_and_left_out() -> None:

@@ -84,19 +84,6 @@ def test_prompts_are_rendered_with_the_arguments_of_the_run(tmp_path: Path, embe
     assert run_preflight(MismatchRequest(str(run))).gap.agrees
 
 
-def test_weights_of_an_older_checkpoint_are_named(tmp_path: Path, embedded: Path) -> None:
-    run = run_of(tmp_path / "run")
-    for step, seed in ((20, 2), (40, 3), (60, 4)):
-        partial = begin(run / CHECKPOINTS, step)
-        save(partial / "model", seed)
-        publish(run / CHECKPOINTS, partial, TrainerState(step, step, 1, 0), keep=None)
-    stale = save(tmp_path / "stale", 3)
-    report = run_preflight(MismatchRequest(str(run), engine_model=str(stale)))
-    (cause,) = report.causes
-    assert cause.what == "the engine's weights are those of step 40"
-    assert "step_000060" in report.trainer
-
-
 @pytest.mark.parametrize(
     ("request_", "says"),
     [

@@ -158,7 +158,7 @@ class _FileCheck:
     def __init__(self, source: Source, probes: _Probes, progress: Progress) -> None:
         self.path, self._probes = source.path, probes
         first = next((record.values for record in read_records(source) if record.values is not None), None)
-        is_parquet = self.path.suffix.lower() == ".parquet" and self.path.is_file()  # not in an archive
+        is_parquet = self.path.suffix.lower() == ".parquet"
         self._schema = pq.read_schema(self.path) if is_parquet else None
         self._columns = {str(name): type(value).__name__ for name, value in (first or {}).items()}
         if self._schema is not None:

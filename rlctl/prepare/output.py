@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from rlctl.data.schema import BatchWriter, arrow_schema, integers, placed
 from rlctl.errors import UsageError
 from rlctl.files import sha256_of
-from rlctl.prepare.compressed import on_disk
 from rlctl.prepare.engines import run
 from rlctl.prepare.request import OutputFormat, PrepareRequest, Progress
 from rlctl.prepare.sources import Source
@@ -183,9 +182,7 @@ def check_replaceable(out: Path, inputs: Sequence[Source]) -> None:
             where=str(out),
             fix="choose another --out",
         )
-    if inside := next(
-        (one.path for one in inputs if on_disk(one.path).resolve().parent == out.resolve()), None
-    ):
+    if inside := next((one.path for one in inputs if one.path.resolve().parent == out.resolve()), None):
         what = "the output directory contains this input, and would replace it"
         raise UsageError(what, where=str(inside), fix="choose another --out")
 
@@ -197,7 +194,7 @@ def describe_inputs(sources: Sequence[Source]) -> list[dict[str, Any]]:
             "name": source.path.name,
             "data_source": source.name,
             "bytes": source.num_bytes,
-            "sha256": sha256_of(on_disk(source.path)),
+            "sha256": sha256_of(source.path),
         }
         for source in sources
     ]

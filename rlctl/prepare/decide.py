@@ -211,8 +211,7 @@ def _leaks(
     for block in staging.blocks[:: 1 + len(staging.blocks) // SAMPLED_BLOCKS]:
         sampled[block.rows] = splits["train"][block.rows]
     held_out = [(TEST, staging.questions(splits["test"])), *benchmarks]
-    reference = Reference.build(held_out, staging.questions(sampled))
-    reference.save(staging.file("reference"))
+    reference = Reference(held_out, staging.questions(sampled))
     tasks = ((block, is_compared[block.rows]) for block in staging.blocks if is_compared[block.rows].any())
     workers = request.num_workers if request.workers or is_compared.sum() > LOCAL_ROWS else 1
     found = dict[str, Found](train={}, test={})

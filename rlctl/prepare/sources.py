@@ -371,8 +371,8 @@ _FORMATS = (
 
 
 def is_readable(path: Path) -> bool:
-    """Whether the name of a file is that of a known format."""
-    return _reader(path) is not None
+    """Whether the name of a file is that of a known format, or of an archive of such files."""
+    return _reader(path) is not None or path.suffix.lower() in {".zip", ".xz"}
 
 
 def _reader(path: Path) -> Reader | None:

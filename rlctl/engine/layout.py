@@ -166,8 +166,8 @@ def _packing(tokens: _Tokens, config: Any) -> _Placing:
     """Packed rows."""
     if has_no_mask(config._attn_implementation):
         count = len(tokens.ids)
-        first = torch.zeros_like(tokens.ids)
-        return _Placing(first, torch.arange(count), (1, count), lengths=tokens.sequences.lengths)
+        zeros = torch.zeros_like(tokens.ids)
+        return _Placing(zeros, torch.arange(count), (1, count), lengths=tokens.sequences.lengths)
     bins = _bins(tokens, max(tokens.longest, packed_width(config.hidden_size)))
     lengths, width = tokens.sequences.lengths.tolist(), 0
     at, (row_of, member_of) = [tokens.ids] * len(lengths), torch.zeros(2, len(lengths), dtype=torch.int64)

@@ -47,7 +47,7 @@ SERIES = {
 }
 #: Modules that a run imports.
 PRELOADED = (
-    "rlctl.train.setup",
+    "rlctl.train.run",
     "rlctl.train.loop",
     "deepspeed",
     "transformers.models.llama.modeling_llama",

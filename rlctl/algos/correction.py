@@ -17,8 +17,7 @@ from torch import Tensor
 
 from rlctl.algos import verl_metrics
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, RejectRule, WeightRule
-from rlctl.algos.segments import Segments, Units
-from rlctl.algos.sums import LARGEST, HostSums, Moments, Sums, divided, moments, ratio
+from rlctl.algos.segments import LARGEST, HostSums, Moments, Segments, Sums, Units, divided, moments, ratio
 from rlctl.registry import CORRECTION_WEIGHTS, REJECTION_CRITERIA, Registry, is_builtin
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from rlctl.algos.sums import HostSums, Moments, Sums, ratio
+from rlctl.algos.segments import HostSums, Moments, Sums, ratio
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -56,6 +56,16 @@ class Segments:
         """Number of entries, M."""
         return int(self.lengths.sum())
 
+    @property
+    def num_present(self) -> Tensor:
+        """(): number of segments that are not empty."""
+        return (self.lengths > 0).sum()
+
+    @property
+    def multiplicity(self) -> Tensor | None:
+        """(K,): entries of each segment; None: one in each."""
+        return self.lengths
+
     @cached_property
     def starts(self) -> Tensor:
         """(K,) int64: index of the first entry of each segment."""
@@ -124,6 +134,36 @@ class Segments:
         return Segments(self.sum(mask).long())
 
 
+class Singles(Segments):
+    """Every entry of a column is a segment of its own."""
+
+    multiplicity = None
+
+    def __init__(self, like: Segments) -> None:
+        self._like = like
+
+    def __len__(self) -> int:
+        return self._like.total
+
+    @cached_property
+    def lengths(self) -> Tensor:  # type: ignore[override]
+        """(M,) int64: 1 for each."""
+        return torch.ones_like(self._like.index)
+
+    @property
+    def num_present(self) -> Tensor:
+        """See `Segments`."""
+        return self._like.lengths.sum()
+
+    def any(self, flags: Tensor) -> Tensor:
+        """(M,) bool: the flags themselves."""
+        return flags
+
+    def spread(self, values: Tensor) -> Tensor:
+        """(M,): the values themselves."""
+        return values
+
+
 @dataclass(frozen=True)
 class Units:
     """The nested segments of the M sampled tokens of a batch: turns in sequences in episodes.
@@ -142,10 +182,20 @@ class Units:
         same = Segments(lengths)
         return cls(same, same, same)
 
+    @cached_property
+    def token(self) -> Segments:
+        """Every token by itself."""
+        return Singles(self.sequence)
+
     def of(self, level: str) -> Segments:
-        """The segments of `turn`, `sequence` or `episode`."""
+        """The segments of `token`, `turn`, `sequence` or `episode`."""
         found: Segments = getattr(self, level)
         return found
+
+    def present(self) -> Units:
+        """The segments that are not empty."""
+        every = (self.turn, self.sequence, self.episode)
+        return Units(*(Segments(each.lengths[each.lengths > 0]) for each in every))
 
     def kept(self, mask: Tensor) -> Units:
         """The units of the tokens where `mask` (M,) is True."""
@@ -177,20 +227,19 @@ def ratio(total: float, count: float) -> float:
     return total / count if count else 0.0
 
 
-def moments(name: str, values: Tensor, n: Tensor | None = None, *, zeros: Tensor | int = 0) -> Sums:
+def moments(name: str, values: Tensor, n: Tensor | None = None) -> Sums:
     """Sums `name.*` of values (K,), from which `Moments` is read.
 
     Args:
         n: (K,) multiplicity of each value; None: 1.
-        zeros: number of further values that are 0.
     """
     x = values.double()
-    weighted = x if n is None else x * n
-    count = x.new_tensor(len(x)) if n is None else n.double().sum()
     there = x if n is None else x[n > 0]
-    edge = torch.where(torch.as_tensor(zeros, device=x.device) > 0, 0.0, -math.inf).double()
-    low, high = there.aminmax() if len(there) else (-edge, edge)
-    found = count + zeros, weighted.sum(), weighted @ x, high.maximum(edge), (-low).maximum(edge)
+    low, high = there.aminmax() if len(there) else x.new_tensor((math.inf, -math.inf))
+    if n is None:
+        found = x.new_tensor(len(x)), x.sum(), x @ x, high, -low
+    else:
+        found = n.sum().double(), x @ n.double(), x * n @ x, high, -low
     return {f"{name}{part}": value for part, value in zip(_MOMENTS, found, strict=True)}
 
 
@@ -208,6 +257,13 @@ class Moments:
     def read(cls, sums: HostSums, name: str) -> Moments:
         """The moments that `moments` wrote under this name."""
         return cls(*(sums[f"{name}{part}"] for part in _MOMENTS))
+
+    def with_zeros(self, count: float) -> Moments:
+        """With this number of further values that are 0."""
+        if not count:
+            return self
+        edges = max(self.highest, 0.0), max(self.negated_lowest, 0.0)
+        return Moments(self.count + count, self.total, self.squares, *edges)
 
     @property
     def mean(self) -> float:

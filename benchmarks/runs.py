@@ -47,7 +47,7 @@ SERIES = {
 }
 #: Modules that a run imports.
 PRELOADED = (
-    "rlctl.train.run",
+    "rlctl.train.setup",
     "rlctl.train.loop",
     "deepspeed",
     "transformers.models.llama.modeling_llama",

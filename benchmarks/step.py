@@ -97,7 +97,7 @@ def run_rlctl(
     from rlctl.spec.load import load_spec
     from rlctl.track.console import Startup
     from rlctl.train.loop import train
-    from rlctl.train.run import build
+    from rlctl.train.setup import build
     from rlctl.train.stop import Watchdog, catching_signals
 
     total = [f"trainer.total_training_steps={steps + warm_up}", "trainer.logger=[]"]

@@ -22,7 +22,7 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.St
     import rlctl.cli.output
     import rlctl.train.loop
     import rlctl.train.preflight
-    import rlctl.train.run
+    import rlctl.train.setup
     import rlctl.train.start
     import tests.models
 

@@ -1,52 +1,32 @@
-"""`Run`: the parts of a run in one record that the loop and its helpers share, built from the spec."""
+"""`Run`: the parts of a run in one record that the loop and its helpers share; what is due after a step."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from rlctl.data.prompts import PromptDataset
-from rlctl.data.read import load_rows
-from rlctl.engine.ranks import Ranks, network_notes
-from rlctl.environment.build import EpisodeSource
-from rlctl.model_files import model_directory
-from rlctl.prepare.findings import placeholder_notes
-from rlctl.prepare.hub import local_files
-from rlctl.reward.build import build_reward
-from rlctl.spec.run_spec import RunSpec
-from rlctl.tiny.game import embedded_task
-from rlctl.track.console import Startup
-from rlctl.track.rollouts import RolloutWriter
-from rlctl.track.run_dir import note_in_environment
-from rlctl.track.sink import SinkInputs
-from rlctl.track.tracker import Tracker, build_tracker
-from rlctl.train.models import Models, build_models
-from rlctl.train.preflight import check_rows, num_batches
-from rlctl.train.saving import Restored, past_metrics, restore
-from rlctl.train.score_batch import kl_controller
-from rlctl.train.settings import is_sync_due
-from rlctl.train.stop import StopRequest, Watchdog
-from rlctl.train.stream import PromptDraws, RolloutStream, sample_groups
-from rlctl.train.sync import confirm_sync
-
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
     from rlctl.algos.kl import KLController
+    from rlctl.data.prompts import PromptDataset
     from rlctl.engine.protocol import CriticEngine, ReferencePolicy, TrainEngine
+    from rlctl.engine.ranks import Ranks
     from rlctl.engine.sequence_parallel import SequenceParallel
+    from rlctl.environment.build import EpisodeSource
     from rlctl.reward.build import Reward
     from rlctl.rollout.protocol import LockedRollout
+    from rlctl.spec.run_spec import RunSpec
+    from rlctl.track.rollouts import RolloutWriter
+    from rlctl.track.tracker import Tracker
+    from rlctl.train.stop import StopRequest
+    from rlctl.train.stream import PromptDraws, RolloutStream
 
 
 @dataclass
 class Run:
-    """All parts of a run, built by `build`."""
+    """All parts of a run, built by `rlctl.train.setup`."""
 
     spec: RunSpec
     run_dir: Path
@@ -77,185 +57,19 @@ class Run:
     callbacks: list[Callable[[int, Mapping[str, float]], None]] = field(default_factory=list)
 
 
-def build(
-    spec: RunSpec,
-    run_dir: Path,
-    ranks: Ranks,
-    stop: StopRequest,
-    startup: Startup,
-    watchdog: Watchdog,
-    stack: contextlib.ExitStack,
-    *,
-    resume: bool,
-) -> Run:
-    """Builds the run on this rank and shows the progress; closing `stack` closes its resources.
-
-    Raises:
-        UsageError, EnvironmentFailure, RunFailure: model, data or checkpoint cannot be used.
-    """
-    torch.manual_seed(spec.trainer.seed)
-    model_path, train_files, val_files = _sources(spec, ranks)
-    startup.phase(f"loading {spec.model.path} and starting the engines")
-    models = build_models(spec, model_path, ranks, run_dir, stack)
-    tokenizer = models.tokenizer
-    startup.phase("reading the prompts")
-    train_prompts = _prompts(train_files, tokenizer, spec)
-    val_prompts = _prompts(val_files, tokenizer, spec) if val_files else None
-    prompts = {"data.train_files": train_prompts, "data.val_files": val_prompts}
-    changes = check_rows(spec, prompts, run_dir, ranks)
-    train_prompts.check_batch_size(spec.data.train_batch_size)
-    total_steps = num_batches(spec, len(train_prompts))
-    episodes = stack.enter_context(contextlib.closing(EpisodeSource.of(spec, tokenizer)))
-    episodes.check(task for each in filter(None, prompts.values()) for task in each.all_tasks())
-    stream = _stream(spec, ranks, train_prompts, models, episodes, total_steps, stack)
-    if resume:
-        restored = restore(spec, models, stream, run_dir, ranks)
-    else:
-        draws = PromptDraws() if spec.algorithm.filter_groups.enable else None
-        restored = Restored(0, 0, None, [], draws)
-        if spec.model.lora_adapter_path or not spec.rollout_engine.starts_with_policy:
-            models.rollout.sync_weights(models.actor, policy_version=0)
-    if ranks.is_main:
-        note_in_environment(run_dir, rollout_engine=models.rollout.description, total_steps=total_steps)
-
-    writer = None
-    if ranks.is_main and (per_step := spec.trainer.rollouts_per_step):
-        writer = RolloutWriter(run_dir, per_step, exact_sampling=spec.rollout.exact_sampling)
-        if resume:
-            restored.notes.extend(writer.discard_after(restored.step))
-    kl = kl_controller(spec.algorithm)
-    startup.phase("starting the graders")
-    reward = build_reward(
-        spec.reward,
-        max_response_length=spec.data.max_response_length,
-        device=ranks.device,
-        tokenizer=tokenizer,
-    )
-    stack.callback(reward.close)
-    startup.stop()  # the live display follows
-    tracker = stack.enter_context(_tracker(spec, run_dir, ranks, stop, watchdog, total_steps, restored.step))
-    if writer:
-        stack.callback(writer.flush)
-    notes = [*restored.notes, *changes, *network_notes()]
-    if count := train_prompts.num_dropped:
-        limit = f"data.max_prompt_length = {spec.data.max_prompt_length}"
-        notes.append(f"training prompts of more than {limit} tokens are excluded: {count:,}")
-    if {term.name for term in spec.reward.all_terms} & {"auto", "maths"}:
-        notes += placeholder_notes({key: each.rows for key, each in prompts.items() if each})
-    for note in [*notes, *models.notes, *models.rollout.notes]:
-        tracker.note(note)
-    run = Run(
-        spec=spec,
-        run_dir=run_dir,
-        ranks=ranks,
-        data_ranks=models.data_ranks,
-        sequence=models.sequence,
-        tokenizer=tokenizer,
-        train_prompts=train_prompts,
-        val_prompts=val_prompts,
-        rollout=models.rollout,
-        episodes=episodes,
-        reward=reward,
-        actor=models.actor,
-        base=models.base,
-        ref=models.ref,
-        critic=models.critic,
-        stream=stream,
-        tracker=tracker,
-        rollout_writer=writer,
-        stop=stop,
-        kl=kl if restored.kl_coef is None else replace(kl, kl_coef=restored.kl_coef),
-        total_steps=total_steps,
-        start_step=restored.step,
-        draws=restored.draws,
-        policy_version=restored.policy_version,
-        history=past_metrics(run_dir) if resume else [],
-    )
-    if resume and not is_sync_due(run, run.start_step):
-        note = "the run stopped between two weight syncs: the next responses are sampled with newer weights"
-        tracker.note(f"warning: {note} than without the interruption")
-    confirm_sync(run, run.start_step)
-    return run
+def is_validation_due(run: Run, step: int) -> bool:
+    """Whether the policy is validated after `step`: at the end too."""
+    frequency = run.spec.trainer.test_freq
+    return is_due(step, frequency) or (frequency > 0 and step == run.total_steps)
 
 
-def _stream(
-    spec: RunSpec,
-    ranks: Ranks,
-    prompts: PromptDataset,
-    models: Models,
-    episodes: EpisodeSource,
-    total_steps: int,
-    stack: contextlib.ExitStack,
-) -> RolloutStream:
-    """Batches sampled in this thread or, with `rollout.max_staleness`, in another one during training."""
-    if not spec.rollout.max_staleness:
-        sample = partial(sample_groups, spec, ranks, prompts, models.rollout, episodes)
-        return RolloutStream(sample, ahead=spec.rollout.staleness, last_step=total_steps)
-
-    def enter() -> None:
-        if ranks.device.type == "cuda":  # a new thread starts on GPU 0, not on the GPU of this rank
-            torch.cuda.set_device(ranks.device)
-
-    executor = ThreadPoolExecutor(1, thread_name_prefix="rollouts", initializer=enter)
-    stack.callback(executor.shutdown, wait=True, cancel_futures=True)
-    sample = partial(sample_groups, spec, ranks, prompts, models.sampling_ahead, episodes)
-    return RolloutStream(sample, ahead=spec.rollout.max_staleness, last_step=total_steps, executor=executor)
+def is_sync_due(run: Run, step: int) -> bool:
+    """Whether the rollout engine gets new weights after `step`: also before a validation of this policy."""
+    # Also with every save, because a resumed run samples with the saved weights.
+    every = run.spec.rollout.sync_every, run.spec.trainer.save_freq
+    return any(is_due(step, frequency) for frequency in every) or is_validation_due(run, step)
 
 
-def _sources(spec: RunSpec, ranks: Ranks) -> tuple[str, list[str], list[str]]:
-    """Model directory, training files, validation files; downloads or builds what is missing."""
-    if not spec.is_embedded:
-        if ranks.is_main:
-            model_directory(spec.model.path)
-            _files(spec)
-        ranks.barrier()
-        return model_directory(spec.model.path), *_files(spec)
-    if ranks.is_main:
-        embedded_task(spec)
-    ranks.barrier()
-    task = embedded_task(spec)
-    train_files = spec.data.train_files or [str(task.train_file)]
-    return str(task.model_dir), train_files, spec.data.val_files or [str(task.val_file)]
-
-
-def _files(spec: RunSpec) -> tuple[list[str], list[str]]:
-    """Training and validation files, those of the hub's data sets included."""
-    return local_files(spec.data.train_files, split="train"), local_files(spec.data.val_files, split="test")
-
-
-def _prompts(files: list[str], tokenizer: Any, spec: RunSpec) -> PromptDataset:
-    return PromptDataset(
-        load_rows(files, continue_final_message=spec.data.continue_final_message),
-        tokenizer,
-        max_prompt_length=spec.data.max_prompt_length,
-        filter_overlong=spec.data.filter_overlong_prompts,
-        chat_template_kwargs=spec.data.chat_template_kwargs,
-    )
-
-
-def _tracker(
-    spec: RunSpec,
-    run_dir: Path,
-    ranks: Ranks,
-    stop: StopRequest,
-    watchdog: Watchdog,
-    total_steps: int,
-    start_step: int,
-) -> Tracker:
-    watchdog.log(start_step, {})
-    if not ranks.is_main:
-        return Tracker(extras=[watchdog])
-    inputs = SinkInputs(
-        run_dir,
-        spec.trainer.project_name,
-        spec.trainer.experiment_name,
-        spec.model_dump(mode="json"),
-        total_steps,
-        start_step,
-        is_stopping=lambda: stop.signal_number is not None,
-    )
-    tracker = build_tracker(spec.trainer.logger, inputs)
-    tracker.add(watchdog)
-    watchdog.show = tracker.note
-    stop.is_shown = tracker.has_panel
-    return tracker
+def is_due(step: int, frequency: int) -> bool:
+    """Whether `step` is a multiple of `frequency`; never for 0 or -1."""
+    return frequency > 0 and step % frequency == 0

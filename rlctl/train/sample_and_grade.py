@@ -20,7 +20,7 @@ from rlctl.errors import RunFailure
 from rlctl.reward.build import refuse_errors
 from rlctl.reward.protocol import Graded, RewardResult
 from rlctl.rollout.protocol import Sampling, sampling_of, step_seed
-from rlctl.train.settings import is_sync_due
+from rlctl.train.run import is_sync_due
 from rlctl.train.step_metrics import StepTimer
 from rlctl.train.stream import PromptDraws
 

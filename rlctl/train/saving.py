@@ -34,7 +34,7 @@ from rlctl.spec.base import seconds
 from rlctl.spec.model_size import checkpoint_bytes
 from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import SUMMARY_FILE
-from rlctl.train.settings import is_due, is_sync_due
+from rlctl.train.run import is_due, is_sync_due
 from rlctl.train.stream import PromptDraws, RolloutStream
 
 if TYPE_CHECKING:

@@ -161,8 +161,8 @@ def run_rank(
         startup.phase("importing torch, transformers and DeepSpeed")
         from rlctl.engine.ranks import clear_single_rank_env, join_ranks, leave_ranks, missing_ranks
         from rlctl.train.loop import train
-        from rlctl.train.run import build
         from rlctl.train.saving import write_summary
+        from rlctl.train.setup import build
 
         try:
             if spec.world_size == 1 and stop.signal_number:

@@ -13,7 +13,7 @@ from rlctl.evaluate.questions import load_questions
 from rlctl.prepare.hub import hub_name, local_files
 from rlctl.spec.load import load_spec
 from rlctl.train.preflight import check_inputs
-from rlctl.train.run import _files
+from rlctl.train.setup import _files
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def advantages_of(step: Step, estimator: str, notes: list[str]) -> NDArray[np.fl
     if step.advantages is not None:
         return np.nan_to_num(step.advantages)
     groups = torch.tensor(step.group_ids)
-    if len(groups.unique()) == len(groups):
+    if len(np.unique(step.group_ids)) == len(step.group_ids):
         notes.append("one response per prompt: advantages are rewards minus the step's mean")
         groups, estimator = torch.zeros_like(groups), "rloo"
     elif estimator not in _FROM_REWARDS:

@@ -34,6 +34,8 @@ def export(
     adapter is merged into the model; `PeftModel.from_pretrained(BASE, OUT)` loads the output of `--adapter`.
 
       rlctl export runs/rlctl/rloo-seq-is-20260101-120000 --output my-model --dtype bf16
+
+      rlctl export runs/rlctl/rloo-seq-is-20260101-120000 --output adapter --adapter
     """
     from rlctl.engine.checkpoint import checkpoint_of_run
     from rlctl.files import apply_umask, check_vacant, clear_leftovers, staged_directory

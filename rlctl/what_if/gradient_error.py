@@ -18,18 +18,10 @@ A dump contains no gradients: m, g and V are estimated from the weights, see `er
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
-from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from rlctl.what_if.setting_sums import SettingSums
+from rlctl.what_if.setting_sums import Floats, SettingSums
 
-Floats = NDArray[np.float64]
-
-#: Groups are divided into this many blocks; resampling blocks gives intervals.
-BLOCKS = 32
 #: Noise of one group without weights, divided by the squared signal |g|².
 NOISE = 10.0
 #: Share of the unevenness of the weights that becomes bias, times the response length. A token's score

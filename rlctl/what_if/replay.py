@@ -10,8 +10,8 @@ import numpy as np
 from rlctl.algos.rules import CorrectionRules
 from rlctl.errors import UsageError
 from rlctl.what_if.dumps import Step
-from rlctl.what_if.gradient_error import Floats, errors, interval
-from rlctl.what_if.setting_sums import SettingSums, advantages_of, pooled
+from rlctl.what_if.gradient_error import errors, interval
+from rlctl.what_if.setting_sums import Floats, SettingSums, advantages_of, pooled
 from rlctl.what_if.settings import Setting
 from rlctl.what_if.tradeoff import IntervalEstimate, Recommendation, SettingOutcome, Tradeoff
 

@@ -17,8 +17,11 @@ from rlctl.algos.segments import Segments, Units
 from rlctl.algos.sums import to_host
 from rlctl.registry import CORRECTION_WEIGHTS
 from rlctl.what_if.dumps import Step
-from rlctl.what_if.gradient_error import BLOCKS, Floats
 
+Floats = NDArray[np.float64]
+
+#: Groups are divided into this many blocks; resampling blocks gives intervals.
+BLOCKS = 32
 #: Maximum number of tokens of pooled steps.
 POOL_TOKENS = 1 << 22
 #: Estimators with one advantage per episode, computed from rewards and lengths.

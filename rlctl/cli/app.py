@@ -31,7 +31,6 @@ from rlctl.cli.evaluate_compare import compare as compare_evaluations
 from rlctl.cli.evaluate_list import list_benchmarks
 from rlctl.cli.explain import explain
 from rlctl.cli.export import export
-from rlctl.cli.init import init
 from rlctl.cli.report import report
 from rlctl.cli.reward import reward
 from rlctl.cli.runs import runs
@@ -46,7 +45,11 @@ _DISK_ERRORS = {
     *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
 }
 #: Former spellings of commands → the words that replace them.
-_RENAMED = {("schema",): ["explain", "--format", "schema"], ("reward", "test"): ["reward"]}
+_RENAMED = {
+    ("schema",): ["explain", "--format", "schema"],
+    ("reward", "test"): ["reward"],
+    ("init",): ["presets", "show"],
+}
 #: Command that was removed → what to do instead.
 _REMOVED = {"sweep": "start `rlctl train` for each setting in a loop (docs/how-to/runs.md, “Many runs”)"}
 
@@ -79,7 +82,7 @@ _COMMANDS: dict[str, list[tuple[str, Any, Any]]] = {
         *(("report", report, Command), ("diagnose", diagnose, _DIAGNOSE)),
     ],
     "Configure": [
-        *(("init", init, Command), ("presets", presets.app, Group), ("explain", explain, Command)),
+        *(("presets", presets.app, Group), ("explain", explain, Command)),
         *(("import", import_config, Command), ("doctor", doctor, Command)),
     ],
 }

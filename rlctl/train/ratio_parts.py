@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlctl.algos.sums import HostSums, Moments, Sums, moments, ratio
+from rlctl.algos.segments import HostSums, Moments, Sums, moments, ratio
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ from rlctl.rollout.completions import MERGE_LORA
 from rlctl.rollout.protocol import Sampling, step_seed
 from rlctl.train.deal import deal
 from rlctl.train.ratio_parts import ENGINE
-from rlctl.train.settings import is_sync_due
+from rlctl.train.run import is_sync_due
 from rlctl.train.step_metrics import StepTimer
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rlctl.rollout.engine_lock import LockedRollout
+    from rlctl.rollout.protocol import LockedRollout
     from rlctl.train.run import Run
 
 PROBE_PROMPTS, PROBE_TOKENS = 2, 32

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.algos.sums import to_host
+from rlctl.algos.segments import to_host
 from rlctl.batch import ModelInputs, TokenBatch
 from rlctl.mismatch.dumped import DumpedStep, Kept, Scorer
 from rlctl.mismatch.ratio_split import RatioSplit, split, split_of_run

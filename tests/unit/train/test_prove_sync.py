@@ -14,9 +14,8 @@ from torch import nn
 from rlctl.engine.lora import Adapter, adapter_parameters, add_lora, plain_weights
 from rlctl.engine.perturb import parts_of, perturbed
 from rlctl.errors import RunFailure
-from rlctl.rollout.engine_lock import EngineLock, LockedRollout
 from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.protocol import Policy
+from rlctl.rollout.protocol import EngineLock, LockedRollout, Policy
 from rlctl.spec.load import load_spec
 from rlctl.spec.model import ALL_LINEAR
 from rlctl.train.sync import confirm_sync, prove_sync

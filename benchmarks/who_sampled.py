@@ -1,6 +1,6 @@
 """Plants rollouts of other weights than recorded in runs of the embedded model, and asks who sampled them.
 
-    python benchmarks/who_sampled.py [--sound 50] [--planted 20] [--steps 8]
+    python benchmarks/who_sampled.py [--sound 50] [--skip 0] [--planted 20] [--steps 8]
 
 `rlctl diagnose RUN --who-sampled` must name what is planted, and must find nothing in sound runs of many
 settings. A run that does not learn enough to tell weights apart cannot be named and counts as missed.
@@ -78,14 +78,15 @@ def main() -> None:
     """Trains, asks, and prints the rates with 95 % intervals (Clopper–Pearson)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sound", type=int, default=50)
+    parser.add_argument("--skip", type=int, default=0, help="sound runs to leave out, from the first")
     parser.add_argument("--planted", type=int, default=20, help="runs of each fault")
     parser.add_argument("--steps", type=int, default=8)
     given = parser.parse_args()
-    settings = itertools.islice(itertools.cycle(itertools.product(SOUND, KEPT)), given.sound)
+    settings = itertools.islice(itertools.cycle(itertools.product(SOUND, KEPT)), given.skip, given.sound)
     jobs = [("sound", (kept, *more), {}) for more, kept in settings] + planted(given.planted, given.steps)
     context = fork_server()
     counts: dict[str, list[bool]] = {}
-    for seed, (fault, overrides, change) in enumerate(jobs, 1):
+    for seed, (fault, overrides, change) in enumerate(jobs, 1 + given.skip):
         with tempfile.TemporaryDirectory() as where:
             more = (*BASE, f"trainer.total_training_steps={given.steps}", f"trainer.seed={seed}", *overrides)
             process = context.Process(target=_run, args=(more, change, Path(where)))
@@ -119,7 +120,6 @@ def _run(overrides: tuple[str, ...], change: dict[str, int], where: Path) -> Non
     from rlctl.train.start import run_rank
 
     torch.set_num_threads(1)
-    os.nice(5)
     log = os.open(where / "log", os.O_WRONLY | os.O_CREAT)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)

@@ -90,8 +90,7 @@ def _print(console: Console, report: MismatchReport) -> None:
     }.items():
         line((f"  {name:<8}", "dim"), text)
     for number, cause in enumerate(report.causes, start=1):
-        share = f"{cause.share:.0%} of the gap" if cause.before else "does not show in the gap"
-        line((f"\n{number}. {cause.name}", "bold yellow"), (f"  {share}", "dim"))
+        line((f"\n{number}. {cause.name}", "bold yellow"), (f"  {cause.share:.0%} of the gap", "dim"))
         line(f"  {cause.what}")
         if cause.before and cause.after:
             line((f"  mean |log-ratio| {cause.before.abs_mean:.2g} → {cause.after.abs_mean:.2g}", "dim"))

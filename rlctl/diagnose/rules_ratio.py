@@ -39,6 +39,7 @@ _PARTS: dict[str, tuple[str, str, Callable[[RunLog], tuple[Fix, ...]]]] = {
         lambda run: (*fix.fresher(run, fully=True), *fix.slower(run)),
     ),
 }
+_KEYS = tuple(f"rollout_corr/split/{part}" for part in _PARTS)
 
 
 @Rule(
@@ -46,7 +47,8 @@ _PARTS: dict[str, tuple[str, str, Callable[[RunLog], tuple[Fix, ...]]]] = {
     signal="`rollout_corr/split/*`: the largest part of the mean square of the log-ratio",
     cause="by the largest part",
     sure=("high", "the parts are measured in the run"),
-    one_of=tuple(f"rollout_corr/split/{part}" for part in _PARTS),
+    one_of=_KEYS,
+    not_applicable=lambda run: "" if run.table.columns.keys() & set(_KEYS) else "only rlctl logs the parts",
 )  # fmt: skip
 def ratio_parts(run: RunLog) -> Detection | None:
     """The trained policy is close to the sampling one."""

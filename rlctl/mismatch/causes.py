@@ -28,7 +28,7 @@ _EXPLICIT = (
 )
 _PROCESSED = (
     "have the engine report the log-probs of the distribution it samples from (vLLM: "
-    "logprobs_mode=processed_logprobs)"
+    "logprobs_mode=processed_logprobs); or pass it the settings, if it ignores them"
 )
 
 
@@ -41,14 +41,14 @@ class Cause:
     fix: str  # what to do, in words
     #: changes of the spec that apply the fix or avoid the cause; alternatives, each one or more `key=value`
     spec: tuple[str, ...] = ()
-    #: before, after: the gap before and after this cause is accounted for; None: it does not affect the gap
+    #: before, after: the gap before and after this cause is accounted for; None until it is computed
     before: Gap | None = None
     after: Gap | None = None
-    share: float = 0.0  # explained fraction of the initial mean |log-ratio|; 0.0 without effect on it
+    share: float = 0.0  # explained fraction of the initial mean |log-ratio|
 
 
 def causes(found: Examination) -> list[Cause]:
-    """All causes found: each explains most of what the previous ones leave; those with no gap come last."""
+    """All causes found: each explains most of what the previous ones leave."""
     everything: list[Cause] = []
     for taken in found.explanation.taken:
         if taken.factor == "sampling":
@@ -57,13 +57,13 @@ def causes(found: Examination) -> list[Cause]:
             cause = _described(found, taken.factor, str(getattr(taken.after, taken.factor)))
             before, after = found.scorer.gap(taken.before), found.scorer.gap(taken.after)
             everything.append(replace(cause, before=before, after=after))
-    everything = [*_in_one_precision(found, everything), *_drawn_otherwise(found)]
+    everything = list(_in_one_precision(found, everything))
     scale = found.start.abs_mean or 1.0
     for place, cause in enumerate(everything):
         if cause.before and cause.after:
             explained = max(cause.before.abs_mean - cause.after.abs_mean, 0.0)
             everything[place] = replace(cause, share=explained / scale)
-    return sorted(everything, key=lambda cause: cause.before is None)
+    return everything
 
 
 def _described(found: Examination, factor: Factor, value: str) -> Cause:
@@ -112,19 +112,20 @@ def _sampling(found: Examination, taken: Taken) -> Iterator[Cause]:
     """The causes from `sampling`: log-prob mode; or temperature, truncation or both, with their gaps."""
     gap, asked, reported = found.scorer.gap, found.sides.asked, taken.after.sampling
     before, after = gap(taken.before), gap(taken.after)
-    if found.drawn is not None and found.drawn.not_reported and not found.drawn.not_asked:
-        yield replace(_mode(reported, asked), before=before, after=after)
+    if reported == SamplingSettings(1.0):  # another one was requested
+        spec = " ".join(("rollout.temperature=1", *_spec(asked.cut)))
+        what = f"the log-probs reported are those of {reported} (the raw ones), {asked} was requested"
+        yield Cause("log-prob mode", what, _PROCESSED, (spec,), before, after)
         return
-    unsure = "" if found.drawn is not None and found.drawn.not_asked else " (or only reports so)"
     trained = taken.before.sampling.cut
     middle = gap(taken.before.changed("sampling", SamplingSettings(reported.temperature, trained)))
     value = f"{reported.temperature:.3g}"
     if reported.temperature != asked.temperature:
-        what = f"the engine samples at temperature {value}{unsure}, {asked.temperature:.3g} was requested"
+        what = f"the engine samples at temperature {value}, {asked.temperature:.3g} was requested"
         yield Cause("temperature", what, _EXPLICIT, (f"rollout.temperature={value}",), before, middle)
     if reported.cut == trained:
         return
-    what, fix = f"the engine samples with {reported.cut}{unsure}, {asked.cut} was requested", _EXPLICIT
+    what, fix = f"the engine samples with {reported.cut}, {asked.cut} was requested", _EXPLICIT
     if reported.cut.is_like(asked.cut):
         what = f"the engine samples with {asked.cut}, as requested; the trainer scores the whole distribution"
         fix = (
@@ -134,24 +135,8 @@ def _sampling(found: Examination, taken: Taken) -> Iterator[Cause]:
     yield Cause("truncation", what, fix, _spec(reported.cut), middle, after)
 
 
-def _mode(reported: SamplingSettings, drawn: SamplingSettings) -> Cause:
-    raw = " (the raw ones)" if reported == SamplingSettings(1.0) else ""
-    spec = " ".join(("rollout.temperature=1", *_spec(drawn.cut)))
-    what = f"tokens are drawn at {drawn}, the log-probs reported are those of {reported}{raw}"
-    return Cause("log-prob mode", what, _PROCESSED, (spec,) if raw else ())
-
-
 def _spec(cut: Cut) -> tuple[str, ...]:
     return (_CUT_OFF[cut.kind],) if cut.kind in _CUT_OFF else ()
-
-
-def _drawn_otherwise(found: Examination) -> Iterator[Cause]:
-    """The cause that tokens were not sampled from the reported distribution, if the gap does not show it."""
-    reported, drawn = found.explanation.variant.sampling, found.drawn
-    if drawn is None or not drawn.not_reported or drawn.settings.is_like(reported):
-        return
-    if drawn.not_asked or all(taken.factor != "sampling" for taken in found.explanation.taken):
-        yield _mode(reported, drawn.settings)
 
 
 def _in_one_precision(found: Examination, others: list[Cause]) -> Iterator[Cause]:
@@ -176,8 +161,6 @@ def open_questions(found: Examination) -> list[str]:
             "whether log-probs are raw or processed: at temperature 1 without truncation they are the same; "
             "add --temperature 0.7"
         )
-    if found.drawn is None:
-        notes.append("the distribution of the tokens: the two distributions differ too much")
     if found.start.num_nonfinite:
         notes.append(f"{found.start.num_nonfinite} sequences with a NaN or infinite log-prob are excluded")
     return notes

@@ -1,6 +1,6 @@
 """Samples with the engine, scores with the trainer, and finds the causes of the difference.
 
-sample → search over scoring variants → fit of the settings that tokens were sampled with
+sample → search over scoring variants
        → gap left?  the same engine in the trainer's precision       (is the precision the cause?)
 
 Engine and trainer have the same weights here: `rlctl train --prove-sync` tests syncs, and `rlctl diagnose
@@ -19,7 +19,6 @@ from rlctl.data.schema import Row
 from rlctl.environment.single_turn import sample_episodes
 from rlctl.mismatch.score import EngineSample, Gap, GapPart, VariantScorer
 from rlctl.mismatch.search import Explanation, Search
-from rlctl.mismatch.settings_fit import Drawn, fit_drawn
 from rlctl.mismatch.variants import (
     OWN,
     Cut,
@@ -32,8 +31,6 @@ from rlctl.rollout.protocol import ResponseSampler, Sampling, step_seed
 
 #: Another precision explains the gap if it leaves at most this fraction of it.
 _CLOSED = 0.5
-#: Below this mean |log-ratio| the engine's sampled tokens are compared with the trainer's distribution.
-_SAME_DISTRIBUTION = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +74,6 @@ class Examination:
     explanation: Explanation
     start: Gap  # unexplained
     parts: tuple[GapPart, ...]  # the same by position and probability
-    drawn: Drawn | None  # settings the tokens were sampled with; None: the gap is too large to determine them
     #: the gap of the same engine in the trainer's precision, if that explains most of the gap; else None
     same_precision: Gap | None
 
@@ -97,14 +93,12 @@ def examine(sides: Sides) -> Examination:
     trial = _Sampler(sides)
     scorer = trial.sampled(sides.engine)
     explanation = Search(scorer, sides.asked, sides.exact_sampling).explain()
-    variant, drawn, precise = explanation.variant, None, None
-    if scorer.gap(variant).abs_mean < _SAME_DISTRIBUTION:
-        drawn = fit_drawn(scorer.ranked(variant, sides.asked.cut)[0], variant.sampling, sides.asked)
+    variant, precise = explanation.variant, None
     if not scorer.gap(variant).agrees and sides.same_precision is not None:
         other = trial.sampled(sides.same_precision()).gap(replace(variant, dtype=OWN))
         precise = other if other.abs_mean <= _CLOSED * scorer.gap(variant).abs_mean else None
     start, parts = scorer.gap(explanation.start), scorer.parts(explanation.start)
-    return Examination(sides, scorer, explanation, start, parts, drawn, precise)
+    return Examination(sides, scorer, explanation, start, parts, precise)
 
 
 class _Sampler:

@@ -1,13 +1,8 @@
-"""Fits temperature and truncation to the engine's reported log-probs, and to its sampled tokens.
-
-The two are fitted separately, because an engine may sample from one distribution and report log-probs of
-another.
-"""
+"""Fits temperature and truncation to the engine's reported log-probs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
@@ -21,8 +16,6 @@ _TOP_K = [1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128, 200, 256, 512,
 _MIN_P = [0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3]
 #: Errors are clamped to this, so that a single outlier does not determine the fit.
 _LARGEST_ERROR = 5.0
-#: Fraction of sampled tokens that may be just outside a truncation, because two kernels round differently.
-_STRAY = 1e-3
 
 
 class RankedLogits:
@@ -44,34 +37,26 @@ class RankedLogits:
 
     def log_probs(self, settings: SamplingSettings) -> Tensor:
         """(N,) of the sampled tokens; a token that is cut off is treated as the last one kept."""
-        log_probs, log_masses, _ = self._at(settings.temperature, [settings.cut])
+        log_probs, log_masses = self._at(settings.temperature, [settings.cut])
         return log_probs - log_masses[:, 0]
 
     def errors(self, reported: Tensor, temperature: float, cuts: Sequence[Cut] | None = None) -> Tensor:
         """Mean |log-prob − reported| for every cut, (K,); `reported` is (N,)."""
-        log_probs, log_masses, _ = self._at(temperature, cuts or self.cuts)
+        log_probs, log_masses = self._at(temperature, cuts or self.cuts)
         gaps = log_probs[:, None] - log_masses - reported[:, None]
         return gaps.abs().nan_to_num(_LARGEST_ERROR).clamp(max=_LARGEST_ERROR).mean(0)
 
-    def likelihoods(self, temperature: float, cuts: Sequence[Cut] | None = None) -> Tensor:
-        """Joint log-likelihood of all sampled tokens for every cut, (K,)."""
-        log_probs, log_masses, outside = self._at(temperature, cuts or self.cuts)
-        inside = torch.where(outside, -torch.inf, log_probs[:, None] - log_masses) + np.log1p(-_STRAY)
-        stray = (log_probs + np.log(_STRAY))[:, None]
-        return torch.logaddexp(inside, stray).double().sum(0)
-
-    def _at(self, temperature: float, cuts: Sequence[Cut]) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs (N,), log of the mass kept (N, K), whether the token is cut off (N, K)."""
+    def _at(self, temperature: float, cuts: Sequence[Cut]) -> tuple[Tensor, Tensor]:
+        """Log-probs (N,), and log of the mass that each of K truncations keeps (N, K)."""
         scaled = self._sorted / temperature
         falling = -scaled
         total = scaled.logsumexp(1, keepdim=True)
         cumulative = (scaled - total).exp().cumsum(1)
         kinds = groupby(cuts, key=lambda cut: cut.kind)
         last = torch.cat([_last_kept(list(group), falling, cumulative) for _, group in kinds], dim=1)
-        outside = self._rank > last
         mass = cumulative.gather(1, torch.maximum(last, self._rank).clamp(max=scaled.shape[1] - 1))
         log_mass = torch.where(last >= scaled.shape[1] - 1, 0.0, mass.clamp(max=1.0).log())
-        return (self._chosen / temperature - total).squeeze(1), log_mass, outside
+        return (self._chosen / temperature - total).squeeze(1), log_mass
 
 
 def _last_kept(cuts: Sequence[Cut], falling: Tensor, cumulative: Tensor) -> Tensor:
@@ -113,43 +98,6 @@ def fit_reported(ranked: RankedLogits, reported: Tensor, asked: SamplingSettings
         if float(errors.min()) <= enough:
             return SamplingSettings(value, _chosen_cut(ranked.cuts, errors <= enough, asked.cut))
     raise AssertionError("the best fit is as good as itself")
-
-
-#: Difference of log-likelihood, in nats, that counts as clear: a free temperature and a choice among about
-#: eighty truncations gain a few nats by chance.
-_CLEARLY = 8.0
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """The settings with which the tokens were sampled."""
-
-    settings: SamplingSettings  # the simplest ones about as likely as the best fit
-    #: not_reported, not_asked: whether the settings whose log-probs are reported, and the requested ones, are
-    #: clearly less likely
-    not_reported: bool
-    not_asked: bool
-
-
-def fit_drawn(ranked: RankedLogits, reported: SamplingSettings, asked: SamplingSettings) -> Drawn:
-    """Estimates by maximum likelihood the settings that the engine sampled with, whatever it reports."""
-    temperature = _best(lambda t: -float(ranked.likelihoods(t).max()), asked.temperature)
-    best = float(ranked.likelihoods(temperature).max())
-
-    def likelihood(settings: SamplingSettings) -> float:
-        return float(ranked.likelihoods(settings.temperature, [settings.cut]))
-
-    simple = (reported, asked, SamplingSettings(asked.temperature), SamplingSettings(1.0))
-    likely = [settings for settings in simple if likelihood(settings) >= best - _CLEARLY]
-    not_reported, not_asked = reported not in likely, asked not in likely
-    if likely:
-        return Drawn(likely[0], not_reported, not_asked)
-    # The most likely truncation, at a simpler temperature than the best one if that is about as likely.
-    for value in (reported.temperature, asked.temperature, _rounded(temperature), temperature):
-        at = ranked.likelihoods(value)
-        if float(at.max()) >= best - _CLEARLY:
-            return Drawn(SamplingSettings(value, ranked.cuts[int(at.argmax())]), not_reported, not_asked)
-    raise AssertionError("no token reaches the largest probability")
 
 
 def _best(loss: Callable[[float], float], asked: float) -> float:

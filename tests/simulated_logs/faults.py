@@ -163,6 +163,8 @@ _GAP = (
     *_both("policy-gap", ("warning", {_K3: near(0.005), _LOG_GAP: near(0.06)}),
            ("critical", {_KL: near(0.25), _K3: near(0.3), _LOG_GAP: near(0.4)}), _ALL,
            overrides=(ONE_UPDATE,), before={_LOG_GAP: near(0.01)}),
+    *_both("ratio-parts", ("info", {f"{CORR}split/staleness": near(0.05), f"{CORR}split/engine": near(1e-4)}),
+           ("info", {f"{CORR}split/staleness": near(0.5), f"{CORR}split/engine": near(1e-4)}), ("rlctl",)),
     *_both("sampled-otherwise", ("warning", _log_ppl(0.9)), ("critical", _log_ppl(1.6))),
     *_both("token-error", ("warning", {_ERROR: near(1.12, 0.01)}), ("critical", {_ERROR: near(2.5)}),
            ("nemo-rl",), before={_ERROR: near(1.01, 0.002)}),

@@ -139,6 +139,12 @@ TRIGGERS = {
         ("critical", both(no_kl, always(**{GAP: 0.3})), [ONE_UPDATE]),
         ("warning", both(no_kl, always(**{GAP: later(0.01, 0.06)})), [ONE_UPDATE]),
     ],
+    "ratio-parts": [
+        ("info", corr(split__staleness=0.3, split__engine=0.01), ["rollout.staleness=2"]),
+        ("info", corr(split__kept_set=0.02, split__engine=1e-4), ["rollout.top_p=0.9"]),
+        ("info", corr(split__engine=0.02), ["rollout.dtype=int8"]),
+        ("info", corr(split__engine=0.01, split__cache=0.02), []),
+    ],
     "token-error": [
         ("warning", always(**{ERROR: later(1.01, 1.3)}), []),
         ("critical", always(**{ERROR: 3.0}), []),
@@ -425,6 +431,7 @@ def test_the_page_of_rules_lists_every_rule():
         # in bypass mode with two updates per batch the gap holds the policy's own progress
         ("probability-gap", always(training__rollout_probs_diff_mean=0.02), []),
         ("policy-gap", corr(k3_kl=0.004), []),
+        ("ratio-parts", corr(split__staleness=0.004, split__engine=0.004), []),
         # stale samples are older policies, not another implementation
         ("probability-gap", always(training__rollout_probs_diff_mean=0.02, training__staleness_max=4.0),
          [ONE_UPDATE]),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from rlctl.mismatch.settings_fit import RankedLogits, fit_drawn, fit_reported
+from rlctl.mismatch.settings_fit import RankedLogits, fit_reported
 from rlctl.mismatch.variants import Cut, SamplingSettings
 
 WARPERS = {"top_p": TopPLogitsWarper, "top_k": lambda k: TopKLogitsWarper(int(k)), "min_p": MinPLogitsWarper}
@@ -47,24 +47,6 @@ def test_what_is_reported_is_found(settings: SamplingSettings) -> None:
     found = fit_reported(RankedLogits(logits, tokens), reported, SamplingSettings(1.0))
     assert found.is_like(settings)
     assert found.temperature == pytest.approx(settings.temperature, rel=1e-4)
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_what_is_drawn_from_is_found_whatever_is_reported(settings: SamplingSettings) -> None:
-    logits, tokens, _ = drawn_from(settings, 4000)
-    found = fit_drawn(RankedLogits(logits, tokens), SamplingSettings(2.0), settings)
-    assert found.not_reported
-    assert not found.not_asked
-    assert found.settings == settings
-    blind = fit_drawn(RankedLogits(logits, tokens), SamplingSettings(2.0), SamplingSettings(3.0))
-    assert blind.not_asked
-    assert blind.settings.temperature == pytest.approx(settings.temperature, rel=0.1)
-
-
-def test_honest_draws_are_not_suspected() -> None:
-    for settings in SETTINGS:
-        logits, tokens, _ = drawn_from(settings)
-        assert not fit_drawn(RankedLogits(logits, tokens, [settings.cut]), settings, settings).not_reported
 
 
 def test_equal_logits_and_impossible_tokens_do_no_harm() -> None:

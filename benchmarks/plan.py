@@ -45,26 +45,45 @@ class Seconds(BaseModel, extra="forbid"):
 
 
 @ROLLOUT_ENGINES.register(
-    label="Hugging Face generation that takes a given time",
+    label="random tokens after a given time",
     capabilities=EngineCapabilities(
         starts_with_policy=True, checks_syncs=False, samples_while_training=frozenset({"colocated"})
     ),
     params=Seconds,
 )
 def waiting(context: Any) -> Any:
-    """An engine that takes as long as one on another machine."""
-    from rlctl.rollout.hf import HFRollout
+    """An engine that needs no processor of this machine: it waits and returns random tokens."""
+    import numpy as np
+    import torch
 
-    class Waiting(HFRollout):
-        def sample(self, requests: Sequence[Any], sampling: Any) -> Any:
-            start = time.monotonic()
-            turns = super().sample(requests, sampling)
+    from rlctl.batch import Turn
+
+    size, seconds = context.model.config.vocab_size, context.params
+
+    class Waiting:
+        version = 0
+
+        def sample(self, requests: Sequence[Any], sampling: Any) -> list[Turn]:
+            turns = []
+            for request in requests:
+                draw = np.random.default_rng(request.seed)
+                count = min(int(draw.geometric(0.4)), request.limit(sampling))
+                ids = torch.from_numpy(draw.integers(3, size, count))
+                log_probs = torch.full((count,), -float(np.log(size)))
+                turns.append(Turn(ids, log_probs, torch.full((count,), self.version), "stop"))
             lengths = [len(turn.token_ids) for turn in turns]
-            seconds = context.params.a * max(lengths, default=0) + context.params.b * sum(lengths)
-            time.sleep(max(start + seconds - time.monotonic(), 0.0))
+            time.sleep(seconds.a * max(lengths, default=0) + seconds.b * sum(lengths))
             return turns
 
-    return Waiting(context.model, context.tokenizer, context.device)
+        def sync_weights(self, policy: Any, policy_version: int) -> None:
+            for _ in policy.weights():
+                pass
+            self.version = policy_version
+
+        def close(self) -> None:
+            pass
+
+    return Waiting()
 
 
 def main() -> None:

@@ -83,6 +83,24 @@ def gradients(ranks: Ranks, stage: int) -> dict[str, torch.Tensor]:
     return found
 
 
+def perturbation(ranks: Ranks, stage: int, dtype: str) -> dict[str, list[torch.Tensor]]:
+    """Log-probs and weights before, within and after a perturbation; of a tied model, on this rank."""
+    actor = engine(ranks, stage, dtype, kind="gemma2")
+    inputs = tiny_batch(tiny_model(), ROWS, seed=1).inputs
+    found: dict[str, list[torch.Tensor]] = {"log_probs": [], "weights": []}
+
+    def look() -> None:
+        with torch.no_grad():
+            found["log_probs"].append(actor.policy(inputs).log_probs.clone())
+        found["weights"].append(torch.cat([weight.flatten() for weight in weights_of(actor).values()]))
+
+    look()
+    with actor.perturbed(3):
+        look()
+    look()
+    return found
+
+
 def matrix(ranks: Ranks, cases: list[tuple[int, str, int]]):
     """Weights and gradient norms after two steps, the second of three being skipped."""
     found = {}

@@ -70,6 +70,20 @@ def test_gradients_are_summed_over_ranks_in_float32(tmp_path: Path) -> None:
             assert sum(errors) ** 0.5 < 1e-6 * norm  # in bf16: 1e-3
 
 
+def test_a_perturbation_reaches_every_rank_and_is_undone_exactly(tmp_path: Path) -> None:
+    """Stages 1 and 3 change the same weights in the same way on both ranks."""
+    cases = [(1, "fp32"), (3, "fp32"), (3, "bf16")]
+    by_stage = on_ranks_each(2, engine_jobs.perturbation, cases, where=tmp_path)
+    for case in cases:
+        for name in ("log_probs", "weights"):
+            before, within, after = by_stage[case][0][name]
+            assert torch.equal(before, after)
+            assert (within - before).abs().mean() > 1e-3
+            assert all(map(torch.equal, by_stage[case][0][name], by_stage[case][1][name]))
+    one, three = (by_stage[stage, "fp32"][0]["weights"][1] for stage in (1, 3))
+    assert torch.equal(one, three)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_skipped_step_changes_nothing(by_world_size, world_size: int, case) -> None:

@@ -16,8 +16,9 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -71,7 +72,7 @@ class _Engine:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """See `Trained.backward`; the gradients of ranks are summed after every micro-batch."""
         del last
-        (loss * self.ranks.world_size).backward()  # FSDP averages over ranks
+        torch.autograd.backward(loss * self.ranks.world_size)  # FSDP averages over ranks
 
     def step(self, *, lr: float, skip: bool = False, grad_scale: float = 1.0) -> StepResult:
         """See `Trained.step`. The norm is that of all ranks, so they agree whether it is finite."""
@@ -89,14 +90,14 @@ class _Engine:
 
     def save(self, directory: Path) -> dict[str, str]:
         """See `Trained.save`."""
-        checkpoint.save(self._state(), checkpoint_id=directory / _STATE)
+        save(self._state(), checkpoint_id=directory / _STATE)
         return {}
 
     def load(self, directory: Path) -> None:
         """See `Trained.load`; the number of ranks may be another one."""
         state = self._state()
         try:
-            checkpoint.load(state, checkpoint_id=directory / _STATE)
+            load(state, checkpoint_id=directory / _STATE)
             set_state_dict(
                 self._module,
                 self._optimizer,

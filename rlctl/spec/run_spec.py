@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field
 
-from rlctl.registry import ROLLOUT_ENGINES, TRACKERS
+from rlctl.registry import ROLLOUT_ENGINES, TRACKERS, TRAINING_ENGINES
 from rlctl.spec.algorithm import ActorSpec, AlgorithmSpec, CriticSpec, RefSpec
 from rlctl.spec.base import Duration, JsonMapping, NullWord, Registered, Section, one_or_many
 from rlctl.spec.environment import EnvironmentSpec
@@ -22,8 +22,10 @@ NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 
 
 class EngineSpec(Section):
-    """The training engine (DeepSpeed)."""
+    """The training engine."""
 
+    name: Annotated[str, Registered(TRAINING_ENGINES)] = "deepspeed"
+    """Training engine of policy and critic; a reference with weights of its own stays DeepSpeed's."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """ZeRO stage, what ranks shard. 1: optimizer states; 2: also gradients; 3: also parameters."""
     dtype: Literal["fp32", "bf16"] = "bf16"

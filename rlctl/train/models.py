@@ -9,16 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlctl.engine.deepspeed import (
-    DeepSpeedCritic,
-    DeepSpeedEngine,
-    FrozenPolicy,
-    PartitionedLoading,
-)
+from rlctl.engine.deepspeed import FrozenPolicy, PartitionedLoading
 from rlctl.engine.deepspeed_setup import Settings, frozen_settings
+from rlctl.engine.engines import TrainContext, build_training_engine
 from rlctl.engine.lora import BasePolicy, OffloadedBase, add_lora, load_adapter
 from rlctl.engine.model import load_other_model, load_policy
-from rlctl.engine.protocol import ReferencePolicy
+from rlctl.engine.protocol import CriticEngine, ReferencePolicy, TrainEngine
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel, share_rows
 from rlctl.errors import UsageError
@@ -45,10 +41,10 @@ class Models:
     tokenizer: Any
     rollout: LockedRollout
     sampling_ahead: LockedRollout
-    actor: DeepSpeedEngine
+    actor: TrainEngine
     base: BasePolicy | None
     ref: ReferencePolicy | None
-    critic: DeepSpeedCritic | None
+    critic: CriticEngine | None
     sequence: SequenceParallel | None
     data_ranks: Ranks
     notes: list[str]
@@ -126,7 +122,7 @@ def build_models(
         critics = _training(spec, spec.critic)
         own = PartitionedLoading(critics) if is_cut_up else None
         critic_model = load_other(spec.critic.path, "critic.path", own, of=spec.critic)
-        critic = DeepSpeedCritic(critic_model, ranks, **critics)
+        critic = build_training_engine(spec.engine.name, TrainContext(critic_model, ranks, critics))
     if spec.model.lora_rank:
         add_lora(
             model,
@@ -138,7 +134,8 @@ def build_models(
             load_adapter(model, spec.model)
     training = _training(spec, spec.actor)
     training["sequence"] = sequence
-    actor = DeepSpeedEngine(model, ranks, temperature=spec.rollout.temperature, **training)
+    context = TrainContext(model, ranks, training, temperature=spec.rollout.temperature)
+    actor = build_training_engine(spec.engine.name, context)
     base = BasePolicy(actor, model) if spec.model.lora_rank else None
     if spec.needs_reference and ref is None:
         ref = base

@@ -105,18 +105,8 @@ def build_models(
     ref: ReferencePolicy | None = None
     # With LoRA, the base model without adapters is the initial policy: no second copy is needed.
     if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
-        ref = FrozenPolicy(
-            load_other(
-                spec.ref.path,
-                "ref.path",
-                PartitionedLoading(frozen_settings(dtype)) if is_cut_up else None,
-            ),
-            ranks,
-            zero_stage=spec.engine.zero_stage,
-            dtype=dtype,
-            temperature=spec.rollout.temperature,
-            sequence=sequence,
-        )
+        sharing = PartitionedLoading(frozen_settings(dtype)) if is_cut_up else None
+        ref = _reference(spec, load_other(spec.ref.path, "ref.path", sharing), ranks, sequence)
     critic = None
     if spec.trains_critic:
         critics = _training(spec, spec.critic)
@@ -145,6 +135,18 @@ def build_models(
     ahead = LockedRollout(rollout, lock, first=False)
     notes = _endless(tokenizer, end_ids(tokenizer, model.generation_config))
     return Models(tokenizer, trainers, ahead, actor, base, ref, critic, sequence, data_ranks, notes)
+
+
+def _reference(spec: RunSpec, model: Any, ranks: Ranks, sequence: SequenceParallel | None) -> ReferencePolicy:
+    dtype, temperature = DTYPES[spec.engine.dtype], spec.rollout.temperature
+    if spec.engine.name == "fsdp":
+        from rlctl.engine.fsdp import FsdpReference
+
+        return FsdpReference(model, ranks, dtype=dtype, temperature=temperature)
+    stage = spec.engine.zero_stage
+    return FrozenPolicy(
+        model, ranks, zero_stage=stage, dtype=dtype, temperature=temperature, sequence=sequence
+    )
 
 
 def _rounded(model: Any, spec: RunSpec) -> Any:

@@ -109,19 +109,13 @@ class _Engine:
             raise RunFailure(what, where=str(directory / _STATE)) from error
 
     def _state(self) -> dict[str, Any]:
-        self._reshard()
+        reshard(self._module)
         model, optimizer = get_state_dict(self._module, self._optimizer)
         return {"model": model, "optimizer": optimizer}
 
-    def _reshard(self) -> None:
-        """Frees weights that a pass without a backward pass left gathered."""
-        for module in self._module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
     def _in_full(self, model: nn.Module, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Plain weights by name, gathered one at a time (a collective: all ranks iterate)."""
-        self._reshard()
+        reshard(self._module)
         for weight in plain_weights(model, merged=merged):
             parts = [in_full(part.detach()) for part in weight.parts]
             kept = parts[0].dtype if isinstance(weight.parts[0], nn.Parameter) else None
@@ -147,7 +141,7 @@ class FsdpEngine(_Engine):
 
     def adapter(self) -> Adapter:
         """See `TrainEngine.adapter` (a collective)."""
-        self._reshard()
+        reshard(self._module)
         parameters = adapter_parameters(self._model)
         tensors = {name: in_full(p.detach()).to("cpu", self._dtype) for name, p in parameters.items()}
         return Adapter.of(self._model, tensors)
@@ -218,7 +212,15 @@ def sharded(model: Any, wrap: Callable[..., nn.Module], ranks: Ranks, dtype: tor
     module.eval()  # no dropout: π_θ would differ from one pass to the next
     with torch.no_grad():  # the first pass fixes dtypes, by what is trained now, and probes the model
         module(inputs=idle_inputs(ranks.device))
+    reshard(module)
     return module
+
+
+def reshard(module: nn.Module) -> None:
+    """Divides weights again that a pass without a backward pass left gathered."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def in_full(tensor: Tensor) -> Tensor:

@@ -110,7 +110,10 @@ class SequenceParallel:
         states_at = row[scored_at] * share + column[scored_at] - mine.start
         given = {"input_ids": ids[:, mine], "position_ids": positions[:, mine], "attention_mask": mask}
         own = inputs | given | ({"all_position_ids": positions} if mask is None else {})
-        return Rows(own, states_at, scored_at)
+        experts = None
+        if rows.experts is not None:
+            experts = functional.pad(rows.experts, (0, 0, 0, 0, 0, more), value=-1)[:, mine]
+        return Rows(own, states_at, scored_at, experts=experts)
 
     def of_all(self, values: Tensor, scored_at: Tensor, count: int) -> Tensor:
         """(F, M) of all scored tokens from each rank's (F, m); gradients reach only the rank's own tokens.

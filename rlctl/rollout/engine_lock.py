@@ -144,6 +144,14 @@ def wrong_turns(turns: Any, count: int, sampling: Sampling) -> str:
             lists = getattr(turn, name)
             if is_asked and (lists is None or len(lists) != len(turn.token_ids)):
                 return f"no list for each of the {len(turn.token_ids)} tokens in {name} of turn {number}"
+        if sampling.with_experts and turn.finish_reason != "abort":
+            experts = turn.experts
+            if (
+                experts is None
+                or (experts.dtype, experts.dim()) != (torch.int16, 3)
+                or len(experts) < shape[0] - 1
+            ):
+                return f"no experts (…, layers, k) in int16 of all tokens but the last in turn {number}"
         if turn.finish_reason not in FINISH_REASONS:
             return f"finish_reason {turn.finish_reason!r} of turn {number}; it is one of {FINISH_REASONS}"
     return ""

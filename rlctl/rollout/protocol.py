@@ -32,6 +32,7 @@ class Sampling:
             those of the distribution described above.
         with_kept: also report the tokens that top_k, top_p and min_p keep, see `TokenLists`.
         num_most_likely: also report this many of the most likely tokens and their log-probs.
+        with_experts: also report the experts that computed each token, see `Turn.experts`.
     """
 
     max_response_length: int
@@ -42,6 +43,7 @@ class Sampling:
     greedy: bool = False
     with_kept: bool = False
     num_most_likely: int = 0
+    with_experts: bool = False
 
 
 def sampling_of(spec: RunSpec) -> Sampling:
@@ -55,6 +57,7 @@ def sampling_of(spec: RunSpec) -> Sampling:
         min_p=rollout.min_p,
         with_kept=rollout.exact_sampling,
         num_most_likely=spec.algorithm.rollout_correction.score_centering or 0,
+        with_experts=spec.actor.routing_replay,
     )
 
 

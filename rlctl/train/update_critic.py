@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -36,6 +37,7 @@ def update_critic(
     """
     assert batch.values is not None
     assert batch.returns is not None
+    batch = replace(batch, experts=None)  # those of the policy
     explained = explained_variance(ranks.all_gather(batch.returns), ranks.all_gather(batch.values))
     sums: list[HostSums] = []
     steps: list[StepResult] = []

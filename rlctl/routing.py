@@ -2,7 +2,7 @@
 
 A router chooses the k experts with the highest scores by `topk`. While a `Routing` is active, this call
 returns the given experts with their scores, so that weights and gradients are those of the router, whatever
-the architecture computes from the scores. Source of the replay: Ma et al. 2025, "Stabilizing MoE Reinforcement
+the architecture computes from them. Source of the replay: Ma et al. 2025, "Stabilizing MoE Reinforcement
 Learning by Aligning Training and Inference Routers", arXiv 2510.11370.
 
 The auxiliary loss: Fedus et al. 2022, "Switch Transformers", equations 4 to 6. It is E · Σ_i f_i · P_i for E
@@ -85,8 +85,7 @@ class Routing(TorchFunctionMode):
 
     Args:
         mixture: the routers.
-        experts: (n, routers, k) int64, those of the n tokens of a pass; a token with −1 keeps the router's own
-            choice. None: all do.
+        experts: (n, routers, k) int64, of the n tokens of a pass; −1: the router chooses. None: always.
         first: number of choices before, when part of a pass is recomputed.
 
     Attributes:
@@ -102,12 +101,12 @@ class Routing(TorchFunctionMode):
     def __enter__(self) -> Routing:
         self._outer, _ACTIVE.routing = _active(), self
         self.chosen = []
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         _ACTIVE.routing = self._outer
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, function: Callable[..., Any], _: Any, args: Any = (), kwargs: Any = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -140,18 +141,13 @@ def wrong_turns(turns: Any, count: int, sampling: Sampling) -> str:
             if (tuple(values.shape), values.dtype, values.device.type) != (shape, dtype, "cpu"):
                 found = f"{name} of turn {number} of shape {tuple(values.shape)} and type {values.dtype}"
                 return f"{found} on {values.device}, instead of {shape}, {dtype}, on the CPU"
+        asked["experts"] = sampling.with_experts and turn.finish_reason != "abort"
         for name, is_asked in asked.items():
-            lists = getattr(turn, name)
-            if is_asked and (lists is None or len(lists) != len(turn.token_ids)):
+            lists, count = getattr(turn, name), shape[0]
+            # Experts are those of all tokens that were read, not of the turn's last one.
+            least, most = (count - 1, math.inf) if name == "experts" else (count, count)
+            if is_asked and (lists is None or not least <= len(lists) <= most):
                 return f"no list for each of the {len(turn.token_ids)} tokens in {name} of turn {number}"
-        if sampling.with_experts and turn.finish_reason != "abort":
-            experts = turn.experts
-            if (
-                experts is None
-                or (experts.dtype, experts.dim()) != (torch.int16, 3)
-                or len(experts) < shape[0] - 1
-            ):
-                return f"no experts (…, layers, k) in int16 of all tokens but the last in turn {number}"
         if turn.finish_reason not in FINISH_REASONS:
             return f"finish_reason {turn.finish_reason!r} of turn {number}; it is one of {FINISH_REASONS}"
     return ""

@@ -130,7 +130,7 @@ class HFRollout:
             return turns
         count = prompt_ids.shape[1]
         first, *steps = routing.passes(body, sampler.num_steps + (prefix is not None))
-        columns = first.unflatten(0, (-1, count if prefix is None else count - 1))
+        columns = first.view(-1, count if prefix is None else count - 1, *first.shape[1:])
         columns = columns.repeat_interleave(len(turns) // len(columns), 0)
         experts = torch.cat([columns, *(step[:, None] for step in steps)], 1).to("cpu", torch.int16)
         starts, ends = (~prompt_mask).sum(1).tolist(), [count + len(turn.token_ids) - 1 for turn in turns]

@@ -179,8 +179,8 @@ class ActorSpec(Section):
     """Coefficient of the load-balancing loss of a mixture of experts (Switch Transformer), over the response
     tokens of the mini-batch. 0: none, as in verl; TRL takes that of the model's config, often 0.001."""
     routing_replay: bool = False
-    """Compute each token of π_θ and π_old with the experts that computed it in the rollout engine, with weights
-    from the trained router (R3, arXiv 2510.11370). For mixtures of experts; on GPUs with `vllm`."""
+    """Mixtures of experts: π_θ and π_old compute each token with the experts that computed it in the rollout
+    engine (R3, arXiv 2510.11370); their weights are the trained router's. `vllm` reports them on GPUs."""
     loss_agg_mode: AggMode = "token-mean"
     """Aggregation of token losses over the mini-batch on all ranks: mean over tokens, or mean over sequences
     of each sequence's sum, mean, or sum divided by `data.max_response_length` (`…-sum-norm`)."""

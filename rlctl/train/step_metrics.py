@@ -147,8 +147,8 @@ def turn_metrics(sums: HostSums) -> dict[str, float]:
 def token_sums(batch: TokenBatch) -> Sums:
     """Moments of what this rank trains on: `reward` per episode, `advantage`, `value`, `return` per token.
 
-    With routing replay also `live_routed`, the number of tokens whose experts the engine did not report. The last
-    one of a sequence is not read.
+    With routing replay also `live_routed`, the number of tokens whose experts the engine did not report; the
+    last one of a sequence, which is not read, does not count.
     """
     assert batch.rewards is not None
     assert batch.advantages is not None

@@ -35,9 +35,9 @@ def update_critic(
         lr_at: learning rate by the number of the critic's update.
         first_update: number of the first update of this batch.
     """
+    batch = replace(batch, experts=None)  # those of the policy
     assert batch.values is not None
     assert batch.returns is not None
-    batch = replace(batch, experts=None)  # those of the policy
     explained = explained_variance(ranks.all_gather(batch.returns), ranks.all_gather(batch.values))
     sums: list[HostSums] = []
     steps: list[StepResult] = []

@@ -198,6 +198,8 @@ FILTER = "algorithm.filter_groups.enable=true"
             {"rollout.exact_sampling": "error"},
         ),
         (["rollout.top_p=0.9", "rollout.top_k=20", "rollout.exact_sampling=true", "rollout.name=vllm"], {}),
+        (["actor.routing_replay=true"], {}),
+        (["actor.routing_replay=true", "rollout.name=vllm"], {}),
         (["rollout.top_k=0"], {"rollout.top_k": "error"}),
         (["rollout.temperature=0.01"], {"rollout.temperature": "warning"}),
         (["rollout.temperature=0.7"], {}),

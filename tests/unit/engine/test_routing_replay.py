@@ -5,68 +5,33 @@ from __future__ import annotations
 import contextlib
 import copy
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlctl.batch import Episode, Sequence, Task, TokenBatch
+from rlctl.batch import TokenBatch
 from rlctl.engine import layout
 from rlctl.engine.deepspeed_setup import recompute_layers
-from rlctl.engine.log_probs import PolicyModule
+from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.errors import RunFailure, UsageError
-from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.protocol import Request, Sampling
 from rlctl.routing import Mixture, Routing
 from rlctl.train.step_metrics import token_sums
 from tests.models import tiny_model
-
-EXPERTS, CHOSEN = 8, 2
-SHAPE = {
-    "vocab_size": 23, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "num_experts_per_tok": CHOSEN, "initializer_range": 0.5,
-    "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
-}  # fmt: skip
-KINDS = {
-    "qwen3_moe": {"num_experts": EXPERTS, "moe_intermediate_size": 8, "intermediate_size": 24, "head_dim": 8}
-    | {"mlp_only_layers": [1], "norm_topk_prob": True},
-    "mixtral": {"num_local_experts": EXPERTS, "intermediate_size": 8},
-}
-TOKENIZER = SimpleNamespace(eos_token_id=1, pad_token_id=0)
-PROMPTS = [[2, 3, 4, 5, 6], [2, 3, 4, 5, 6], [7, 8, 9], [7, 8, 9]]
-SAMPLING = Sampling(8, temperature=0.7, with_experts=True)
-
-
-def built(kind: str):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE, **KINDS[kind])).eval()
-
-
-def sampled(model, dtype=None, noise: float = 0.0):
-    """Engine, requests and turns of the same model with weights that are rounded or changed."""
-    engine = HFRollout(model, TOKENIZER, "cpu", dtype=dtype)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in engine._model.parameters():
-            parameter.add_(noise * parameter.std() * torch.randn_like(parameter))
-    requests = [Request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
-    return engine, requests, engine.sample(requests, SAMPLING)
-
-
-def batch_of(requests, turns) -> TokenBatch:
-    return TokenBatch.of(
-        [
-            Episode(
-                Task(request.token_ids, "", place // 2),
-                place % 2,
-                (Sequence.of_turn(request.token_ids, turn),),
-                "",
-            )
-            for place, (request, turn) in enumerate(zip(requests, turns, strict=True))
-        ]
-    )
+from tests.processes import on_ranks_each
+from tests.unit.engine import routing_jobs
+from tests.unit.engine.routing_jobs import (
+    CHOSEN,
+    EXPERTS,
+    KINDS,
+    PROMPTS,
+    SAMPLING,
+    SHAPE,
+    batch_of,
+    built,
+    sampled,
+)
 
 
 def with_forced(router, experts):
@@ -219,6 +184,37 @@ def test_a_prompt_is_shared_as_far_as_its_experts_are_the_same(how: str, monkeyp
     common = layout._tokens_read(batch.inputs).common
     assert common[1] == 2
     assert layout._tokens_read(replace(batch.inputs, experts=None)).common[1] >= len(PROMPTS[0])
+
+
+def test_the_balancing_loss_counts_the_experts_that_were_used() -> None:
+    model = built("mixtral")
+    _, requests, turns = sampled(model, noise=0.3)
+    batch = batch_of(requests, turns)
+    module = PolicyModule(model, 0.7)
+    predicting = batch.sampled.roll(-1)
+    used = functional.one_hot(batch.experts[predicting].long(), EXPERTS).sum(-2).float().mean(1)
+    output = policy_output(module, batch.inputs, routing=True)
+    torch.testing.assert_close(output.routing[:, EXPERTS:], used)
+    live = policy_output(module, replace(batch.inputs, experts=None), routing=True)
+    assert not torch.equal(live.routing[:, EXPERTS:], used)
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory):
+    where = tmp_path_factory.mktemp("routing")
+    return on_ranks_each(2, routing_jobs.replayed, routing_jobs.CASES, where=where)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "size"), routing_jobs.CASES)
+def test_under_zero_and_with_rows_that_ranks_share(on_two_ranks, stage: int, size: int) -> None:
+    """With recomputed layers; the gradient's norm over all ranks."""
+    model, batch = routing_jobs.model_and_batch()
+    wanted, slow = one_by_one(model, batch, 1.0)
+    total = sum(float(each.square().sum()) for each in gradients_of(slow, wanted).values()) ** 0.5
+    for log_probs, norm in on_two_ranks[stage, size]:
+        torch.testing.assert_close(log_probs, wanted.detach(), rtol=1e-5, atol=5e-6)
+        assert norm == pytest.approx(total, rel=1e-4)
 
 
 def test_experts_of_all_decoder_layers_are_those_of_the_layers_with_a_router() -> None:

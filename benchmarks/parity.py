@@ -1,13 +1,13 @@
 """Compares log-probs of trainer and rollout engines, one tiny random model per architecture.
 
-    python benchmarks/parity.py [--families qwen3 …] [--engines hf vllm] [--out TABLE.md]
+    python benchmarks/parity.py [--families Qwen3 …] [--columns hf/fp32 vllm/fp32 …] [--out TABLE.md]
 
 Each engine samples responses of up to 48 tokens to prompts of different lengths, several per prompt. The
 trainer scores the same tokens in packed and in padded rows. The table shows the largest |log π_train −
 log π_engine| over all tokens, in nats, with both in float32, and with both in bf16, there also the mean. For
 mixtures of experts in bf16 it also shows both with the engine's experts replayed in the trainer. Each vLLM
 engine runs in a process of its own, with a small cache. Weights are random; the last column is the mean
-log-prob (uniform: −5.5).
+log-prob (uniform: −5.5). The table is also written to `parity_results.md`, which the documentation includes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rlctl.engine.model import load_policy
 from rlctl.errors import one_line
 from rlctl.prefix import reads_more_than_text
 from rlctl.rollout.completions import VLLMDtype, vllm_options
-from rlctl.rollout.hf import DTYPES, HFRollout, into_precision
+from rlctl.rollout.hf import HFRollout, into_precision
 from rlctl.rollout.protocol import Request, ResponseSampler, Sampling
 from tests.own_model import save_tiny
 
@@ -65,6 +65,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Mixtral": ("mixtral", EXPERTS | {"num_local_experts": 8}),
 }
+#: Engine and precision → head of the column.
+COLUMNS = {
+    "hf/fp32": "`hf`, fp32",
+    "vllm/fp32": "vLLM, fp32",
+    "hf/bf16": "`hf`, bf16: largest; mean",
+    "vllm/bf16": "vLLM, bf16: largest; mean",
+}
+RESULTS = Path(__file__).parent / "parity_results.md"
 LIMIT_FP32 = 1e-5
 TEMPERATURE, LENGTH, PER_PROMPT = 1.0, 48, 4
 PROMPTS = [[(7 * place + 3) % 250 + 2 for place in range(count)] for count in (1, 4, 19, 40)]
@@ -165,24 +173,22 @@ def vllm_gap_apart(path: Path, dtype: VLLMDtype) -> Gap | str:
             return one_line(error)
 
 
-def row_of(family: str, engines: list[str]) -> list[str]:
+def row_of(family: str, columns: list[str]) -> list[str]:
     """One line of the table."""
-    _, own = FAMILIES[family]
     cells, log_prob = [family], float("nan")
     with tempfile.TemporaryDirectory() as directory:
         path = save(family, Path(directory) / "model")
-        for engine in engines:
-            for dtype in DTYPES:
-                if engine == "vllm":
-                    found = vllm_gap_apart(path, dtype)
-                else:
-                    found = hf_gap(path, dtype, replays="num_experts_per_tok" in own)
-                if isinstance(found, str):
-                    print(f"{family}, {engine}, {dtype}: {found}", file=sys.stderr)
-                    cells.append("—")
-                    continue
-                cells.append(in_words(found, dtype))
-                log_prob = found.mean_log_prob if (engine, dtype) == (engines[0], "fp32") else log_prob
+        for column in columns:
+            engine, dtype = column.split("/")
+            if engine == "vllm":
+                found = vllm_gap_apart(path, dtype)
+            else:
+                found = hf_gap(path, dtype, replays="num_experts_per_tok" in FAMILIES[family][1])
+            if isinstance(found, str):
+                print(f"{family}, {column}: {found}", file=sys.stderr)
+            else:
+                log_prob = found.mean_log_prob
+            cells.append("—" if isinstance(found, str) else in_words(found, dtype))
     return [*cells, f"{log_prob:.1f}"]
 
 
@@ -197,20 +203,19 @@ def in_words(gap: Gap, dtype: str) -> str:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the table, and writes it to a file line by line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--families", nargs="*", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--engines", nargs="*", choices=("hf", "vllm"), default=["hf", "vllm"])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--columns", nargs="*", choices=COLUMNS, default=list(COLUMNS))
+    parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    heads = [f"{engine}, {dtype}" for engine in asked.engines for dtype in DTYPES]
-    lines = [f"| {' | '.join(['architecture', *heads, 'mean log-prob'])} |", "|" + "---|" * (len(heads) + 2)]
+    heads = ["architecture", *(COLUMNS[column] for column in asked.columns), "mean log-prob"]
+    lines = [heads, ["---"] * len(heads)]
     for family in asked.families:
-        lines.append(f"| {' | '.join(row_of(family, asked.engines))} |")
-        print(lines[-1], flush=True)
-    if asked.out:
-        asked.out.write_text("\n".join(lines) + "\n")
+        lines.append(row_of(family, asked.columns))
+        print(" | ".join(lines[-1]), flush=True)
+        asked.out.write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
 
 
 if __name__ == "__main__":

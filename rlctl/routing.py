@@ -85,7 +85,7 @@ class Routing(TorchFunctionMode):
 
     Args:
         mixture: the routers.
-        experts: (n, routers, k) int64, of the n tokens of a pass; −1: the router chooses. None: always.
+        experts: (n, routers, k) integers, of the n tokens of a pass; −1: the router chooses. None: always.
         first: number of choices before, when part of a pass is recomputed.
 
     Attributes:
@@ -120,7 +120,7 @@ class Routing(TorchFunctionMode):
             return found  # such as of groups of experts
         if self._experts is not None:
             router = (self._first + len(self.chosen)) % len(mixture.layers)
-            given = self._experts[:, router].view(indices.shape)
+            given = self._experts[:, router].view(indices.shape).to(indices)
             indices = torch.where(given >= 0, given, indices)
             found = torch.return_types.topk((scores.gather(-1, indices), indices))
         self.chosen.append(indices)
@@ -130,16 +130,20 @@ class Routing(TorchFunctionMode):
         """The same for a recomputation of what comes next."""
         return Routing(self._mixture, self._experts, first=self._first + len(self.chosen))
 
-    def passes(self, body: Any, count: int) -> list[Tensor]:
-        """For each of `count` passes, (n, routers, k) int64.
+    def check(self, body: Any, num_passes: int) -> None:
+        """Checks that every router has chosen once in each pass.
 
         Raises:
             UsageError: the model does not choose its experts once per layer by `topk`.
         """
-        routers = len(self._mixture.layers)
-        if len(self.chosen) != count * routers:
+        if len(self.chosen) != num_passes * len(self._mixture.layers):
             what = f"{type(body).__name__} does not choose the experts of a layer once, by `topk`"
             raise UsageError(what, where=REPLAY, fix="leave it out")
+
+    def passes(self, body: Any, count: int) -> list[Tensor]:
+        """For each of `count` passes, (n, routers, k) int64; raises as `check`."""
+        self.check(body, count)
+        routers = len(self._mixture.layers)
         of_tokens = [choice.flatten(0, -2) for choice in self.chosen]
         return [torch.stack(of_tokens[at : at + routers], 1) for at in range(0, len(of_tokens), routers)]
 

@@ -360,9 +360,9 @@ class BodyReader:
         if rows.experts is None:
             return states_of(body, rows), rows.scored_at
         mixture = Mixture.of(self._body, REPLAY)
-        with Routing(mixture, mixture.of_routers(rows.experts.flatten(0, 1)).long()) as routing_of_rows:
+        with Routing(mixture, mixture.of_routers(rows.experts.flatten(0, 1))) as chosen:
             states = states_of(body, rows)
-        routing_of_rows.passes(self._body, 1)
+        chosen.check(self._body, 1)
         return states, rows.scored_at
 
     def _can_pack(self, tokens: _Tokens) -> bool:

@@ -261,4 +261,4 @@ def test_a_model_that_chooses_twice_per_layer_is_refused() -> None:
     with Routing(mixture) as routing, torch.no_grad():
         body(input_ids=torch.arange(5)[None], use_cache=False)
     with pytest.raises(UsageError, match="does not choose the experts of a layer once"):
-        routing.passes(body, 1)
+        routing.check(body, 1)

@@ -229,6 +229,14 @@ EST = "algorithm.adv_estimator="
 IN_REWARD, IN_LOSS = "algorithm.use_kl_in_reward=true", "actor.use_kl_loss=true"
 
 
+def test_experts_are_replayed_from_engines_that_report_them(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("def engine(context): ...\n")
+    with pytest.raises(SpecError, match="does not report which experts compute a token"):
+        load_spec([], [], ["actor.routing_replay=true", f"rollout.name={own}:engine"])
+    load_spec([], [], [f"rollout.name={own}:engine"])
+
+
 def test_repeated_passes_without_weights_are_not_blamed_on_weights():
     overrides = ["actor.ppo_epochs=2", f"{RC}loss_type=reinforce"]
     (what,) = [p.what for p in load_spec([], [], overrides).warnings if p.key == "actor.ppo_epochs"]

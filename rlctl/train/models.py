@@ -22,10 +22,12 @@ from rlctl.engine.protocol import ReferencePolicy
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel, share_rows
 from rlctl.errors import UsageError
+from rlctl.prefix import body_of
 from rlctl.rollout.ends import end_ids, unknown_end
 from rlctl.rollout.engines import EngineContext, build_rollout
 from rlctl.rollout.hf import DTYPES, into_precision
 from rlctl.rollout.protocol import EngineLock, LockedRollout
+from rlctl.routing import REPLAY, Mixture
 from rlctl.spec.algorithm import ActorSpec, CriticSpec
 from rlctl.spec.run_spec import RunSpec
 
@@ -73,6 +75,8 @@ def build_models(
     engine_copies = spec.rollout_engine.starts_with_policy
     model, tokenizer = load(partition=None if engine_copies else partition)
     _refuse_unfit(model, spec)
+    if spec.actor.routing_replay:
+        Mixture.of(body_of(model), REPLAY)
     # Before DeepSpeed wraps the policy. The sampling copy and the other models start from the same
     # directory.
     rollout = build_rollout(

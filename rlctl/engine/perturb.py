@@ -37,10 +37,11 @@ def perturbed(
 
     def flip() -> None:
         for name in trained if names is None else names:
-            weight = trained[name]
-            with gathered([weight]):
-                masks.setdefault(name, _mask(weight.data, bit))
-                weight.data.view(_LAYOUTS[weight.dtype][0]).bitwise_xor_(masks[name])
+            with gathered([trained[name]]):
+                weight: Any = trained[name].data
+                weight = weight.to_local() if hasattr(weight, "to_local") else weight  # a rank's part of it
+                masks.setdefault(name, _mask(weight, bit))
+                weight.view(_LAYOUTS[weight.dtype][0]).bitwise_xor_(masks[name])
 
     flip()
     try:

@@ -49,8 +49,8 @@ def sync_weights(run: Run, step: int, timer: StepTimer) -> dict[str, float]:
 
 def check_first_sync(run: Run) -> None:
     """Tests the sync at the start of a run, by `prove_sync` or `confirm_sync`; raises as these."""
-    wanted = run.spec.rollout.prove_sync
-    if run.spec.rollout_engine.checks_syncs if wanted is None else wanted:
+    wanted, checks = run.spec.rollout.prove_sync, run.spec.rollout_engine.checks_syncs
+    if wanted or (wanted is None and checks and hasattr(run.actor, "perturbed")):  # not all engines of users
         run.tracker.note(prove_sync(run, run.start_step))
     else:
         confirm_sync(run, run.start_step)
@@ -220,6 +220,7 @@ def _probe(run: Run, engine: LockedRollout, step: int) -> TokenBatch:
         Sampling(
             max_response_length=min(PROBE_TOKENS, run.spec.data.max_response_length),
             temperature=run.spec.rollout.temperature,
+            with_experts=run.spec.actor.routing_replay,
         ),
         step_seed(run.spec.trainer.seed, step, "probe"),
         run.tokenizer,

@@ -230,7 +230,7 @@ def test_an_engine_that_differs_too_much_for_a_proof_is_not_accused() -> None:
     def noisy(*arguments: Any) -> Any:
         turns = sample(*arguments)
         for turn in turns:
-            turn.log_probs.sub_(0.5 * torch.rand(len(turn.log_probs)))
+            turn.log_probs.sub_(0.4 * torch.rand(len(turn.log_probs)))
         return turns
 
     run.rollout._engine.sample = noisy

@@ -62,3 +62,13 @@ def deepspeed(context: TrainContext) -> Any:
     if context.temperature is None:
         return DeepSpeedCritic(context.model, context.ranks, **context.settings)
     return DeepSpeedEngine(context.model, context.ranks, temperature=context.temperature, **context.settings)
+
+
+@TRAINING_ENGINES.register(label="FSDP2 of PyTorch, which shards as ZeRO-3 does", experimental=True)
+def fsdp(context: TrainContext) -> Any:
+    """The policy, or a critic, under FSDP2."""
+    from rlctl.engine.fsdp import FsdpCritic, FsdpEngine
+
+    if context.temperature is None:
+        return FsdpCritic(context.model, context.ranks, **context.settings)
+    return FsdpEngine(context.model, context.ranks, temperature=context.temperature, **context.settings)

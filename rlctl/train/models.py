@@ -18,10 +18,12 @@ from rlctl.engine.protocol import CriticEngine, ReferencePolicy, TrainEngine
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel, share_rows
 from rlctl.errors import UsageError
+from rlctl.prefix import body_of
 from rlctl.rollout.ends import end_ids, unknown_end
 from rlctl.rollout.engines import EngineContext, build_rollout
 from rlctl.rollout.hf import DTYPES, into_precision
 from rlctl.rollout.protocol import EngineLock, LockedRollout
+from rlctl.routing import REPLAY, Mixture
 from rlctl.spec.algorithm import ActorSpec, CriticSpec
 from rlctl.spec.run_spec import RunSpec
 
@@ -69,6 +71,8 @@ def build_models(
     engine_copies = spec.rollout_engine.starts_with_policy
     model, tokenizer = load(partition=None if engine_copies else partition)
     _refuse_unfit(model, spec)
+    if spec.actor.routing_replay:
+        Mixture.of(body_of(model), REPLAY)
     # Before DeepSpeed wraps the policy. The sampling copy and the other models start from the same
     # directory.
     rollout = build_rollout(
@@ -105,18 +109,8 @@ def build_models(
     ref: ReferencePolicy | None = None
     # With LoRA, the base model without adapters is the initial policy: no second copy is needed.
     if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
-        ref = FrozenPolicy(
-            load_other(
-                spec.ref.path,
-                "ref.path",
-                PartitionedLoading(frozen_settings(dtype)) if is_cut_up else None,
-            ),
-            ranks,
-            zero_stage=spec.engine.zero_stage,
-            dtype=dtype,
-            temperature=spec.rollout.temperature,
-            sequence=sequence,
-        )
+        sharing = PartitionedLoading(frozen_settings(dtype)) if is_cut_up else None
+        ref = _reference(spec, load_other(spec.ref.path, "ref.path", sharing), ranks, sequence)
     critic = None
     if spec.trains_critic:
         critics = _training(spec, spec.critic)
@@ -145,6 +139,18 @@ def build_models(
     ahead = LockedRollout(rollout, lock, first=False)
     notes = _endless(tokenizer, end_ids(tokenizer, model.generation_config))
     return Models(tokenizer, trainers, ahead, actor, base, ref, critic, sequence, data_ranks, notes)
+
+
+def _reference(spec: RunSpec, model: Any, ranks: Ranks, sequence: SequenceParallel | None) -> ReferencePolicy:
+    dtype, temperature = DTYPES[spec.engine.dtype], spec.rollout.temperature
+    if spec.engine.name == "fsdp":
+        from rlctl.engine.fsdp import FsdpReference
+
+        return FsdpReference(model, ranks, dtype=dtype, temperature=temperature)
+    stage = spec.engine.zero_stage
+    return FrozenPolicy(
+        model, ranks, zero_stage=stage, dtype=dtype, temperature=temperature, sequence=sequence
+    )
 
 
 def _rounded(model: Any, spec: RunSpec) -> Any:

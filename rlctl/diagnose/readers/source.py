@@ -17,7 +17,7 @@ from rlctl.diagnose.table import STDIN
 from rlctl.errors import UsageError
 
 _GZIP, _ZIP = b"\x1f\x8b", b"PK\x03\x04"
-_CHUNK_BYTES = 1 << 16
+_CHUNK_BYTES, _LARGEST_UNPACKED = 1 << 16, 2 << 30
 
 
 @dataclass
@@ -60,19 +60,20 @@ def unpacked(path: Path) -> Iterator[Path]:
     """The directory itself, or a temporary one with the files of a ZIP archive.
 
     Raises:
-        UsageError: the archive is damaged, encrypted, or expands too much, or a name leads out of it.
+        UsageError: the archive is damaged, encrypted, or too large when unpacked.
     """
     if path.is_dir():
         yield path
         return
-    from rlctl.prepare.compressed import members
-
-    members(path)  # refuses it
     with tempfile.TemporaryDirectory() as folder:
         try:
             with zipfile.ZipFile(path) as archive:
-                archive.extractall(folder)
-        except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
+                size = sum(entry.file_size for entry in archive.infolist())  # no more than this is unpacked
+                if size > _LARGEST_UNPACKED:
+                    what = f"the archive expands to {size:,} bytes"
+                    raise UsageError(what, where=str(path), fix="unpack it, and name a log")
+                archive.extractall(folder)  # none outside the folder, whatever its name
+        except (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError) as error:
             raise UsageError(f"it cannot be read as a zip archive: {error}", where=str(path)) from error
         yield Path(folder)
 

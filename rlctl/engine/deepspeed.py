@@ -299,7 +299,7 @@ class DeepSpeedCritic(_Engine):
 
 
 class FrozenPolicy:
-    """A `ReferencePolicy` with separate weights: a model that computes log-probs and is never trained.
+    """A `Teacher` with separate weights: a model that computes log-probs and is never trained.
 
     Under ZeRO-3 its weights are partitioned among the ranks like the actor's; otherwise every rank holds
     all of them.
@@ -339,6 +339,12 @@ class FrozenPolicy:
     def log_probs(self, inputs: ModelInputs) -> Tensor:
         """See `ReferencePolicy.log_probs`; the caller splits the batch into micro-batches."""
         return policy_output(self._frozen, inputs).log_probs
+
+    @torch.no_grad()
+    def top_k(self, inputs: ModelInputs, count: int, vocabulary: int) -> Tensor:
+        """See `Teacher.top_k`."""
+        log_probs, _, listed = self._frozen(inputs=inputs, top_k=(count, vocabulary))
+        return torch.cat([log_probs[:, None], listed], 1)
 
 
 class PartitionedLoading:

@@ -68,8 +68,8 @@ def file_fingerprints(spec: RunSpec) -> dict[str, str]:
     Raises:
         UsageError, EnvironmentFailure: a model cannot be found.
     """
-    models = {"model.path": spec.model.path, "critic.path": spec.critic.path, "ref.path": spec.ref.path}
-    models["reward.model.path"] = spec.reward.model.path
+    others = spec.other_models | {"reward.model.path": spec.reward.model.path}
+    models = {"model.path": spec.model.path} | others
     found: dict[str, str] = {}
     files = {str(file): file for file in _code(spec)}
     for key, path in models.items():

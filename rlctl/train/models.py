@@ -1,4 +1,4 @@
-"""The models of a run: policy, sampling copy, and if required a critic and a reference."""
+"""The models of a run: policy, sampling copy, and if required a critic, a reference and a teacher."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlctl.engine.deepspeed import (
 from rlctl.engine.deepspeed_setup import Settings, frozen_settings
 from rlctl.engine.lora import BasePolicy, OffloadedBase, add_lora, load_adapter
 from rlctl.engine.model import load_other_model, load_policy
-from rlctl.engine.protocol import ReferencePolicy
+from rlctl.engine.protocol import ReferencePolicy, Teacher
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel, share_rows
 from rlctl.errors import UsageError
@@ -48,6 +48,7 @@ class Models:
     actor: DeepSpeedEngine
     base: BasePolicy | None
     ref: ReferencePolicy | None
+    teacher: Teacher | None
     critic: DeepSpeedCritic | None
     sequence: SequenceParallel | None
     data_ranks: Ranks
@@ -106,21 +107,23 @@ def build_models(
         _refuse_unfit(other, spec)
         return other
 
-    ref: ReferencePolicy | None = None
-    # With LoRA, the base model without adapters is the initial policy: no second copy is needed.
-    if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
-        ref = FrozenPolicy(
-            load_other(
-                spec.ref.path,
-                "ref.path",
-                PartitionedLoading(frozen_settings(dtype)) if is_cut_up else None,
-            ),
+    def frozen(path: str | None, key: str) -> FrozenPolicy:
+        own = PartitionedLoading(frozen_settings(dtype)) if is_cut_up else None
+        return FrozenPolicy(
+            load_other(path, key, own),
             ranks,
             zero_stage=spec.engine.zero_stage,
             dtype=dtype,
             temperature=spec.rollout.temperature,
             sequence=sequence,
         )
+
+    ref: ReferencePolicy | None = None
+    # With LoRA, the base model without adapters is the initial policy: no second copy is needed.
+    if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
+        ref = frozen(spec.ref.path, "ref.path")
+    taught_by = spec.algorithm.teacher.path
+    teacher = frozen(taught_by, "algorithm.teacher.path") if taught_by else None
     critic = None
     if spec.trains_critic:
         critics = _training(spec, spec.critic)
@@ -147,7 +150,7 @@ def build_models(
     trainers = LockedRollout(rollout, lock, first=True, offloadable=offloadable)
     ahead = LockedRollout(rollout, lock, first=False)
     notes = _endless(tokenizer, end_ids(tokenizer, model.generation_config))
-    return Models(tokenizer, trainers, ahead, actor, base, ref, critic, sequence, data_ranks, notes)
+    return Models(tokenizer, trainers, ahead, actor, base, ref, teacher, critic, sequence, data_ranks, notes)
 
 
 def _rounded(model: Any, spec: RunSpec) -> Any:

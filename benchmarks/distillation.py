@@ -4,7 +4,7 @@
 
 For every seed, the built-in model is trained by RL for 160 steps: the teacher. Then runs of 60 steps start
 from the same initial model: with the teacher's KL alone, in the loss (preset `distill`) or in the reward, and
-by RL without a teacher. All sample 128 prompts × 8 responses per step. Finished runs are kept in DIRECTORY, so
+by RL without a teacher. All sample 128 prompts × 8 responses per step. Finished runs are kept in DIRECTORY:
 an interrupted study continues. Prints the mean reward of the last responses up to some steps, the validation
 reward of the final policies, and its difference to RL with a 95 % interval over seeds.
 """

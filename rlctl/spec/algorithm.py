@@ -111,7 +111,8 @@ class TeacherSpec(Section):
     """On-policy distillation: the reverse KL(π ‖ teacher) at every token that the policy samples."""
 
     path: Annotated[str | None, NullWord] = None
-    """Directory or hub id of the teacher, a model with the policy's tokenizer; null: there is none."""
+    """Directory or hub id of the teacher, a model with the policy's tokenizer; null: there is none. Or the
+    address of a server that gives log-probs of prompts, as vLLM's does: `http://localhost:8000/v1`."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where kl_coef × KL is: `loss`, the gradient of each token's KL given the tokens before it; `reward`,
     subtracted from the reward of every token, for the advantage estimator: the KL of whole responses."""
@@ -125,6 +126,11 @@ class TeacherSpec(Section):
     KL, which increases with it and is exact for the size of the vocabulary."""
     alone: bool = False
     """Train on the teacher alone: the task's rewards are measured, and are in no advantage."""
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the teacher runs in a server."""
+        return self.path is not None and self.path.startswith(("http://", "https://"))
 
 
 class AlgorithmSpec(Section):

@@ -183,6 +183,10 @@ def teacher_has_a_gradient(spec: RunSpec) -> Problems:
     if centering and spec.lists_teacher:
         what = "one list of tokens is read at each position: that of the teacher, or that of the sampler"
         yield error(_CENTERING, what, f"set it to null, or {_TEACHER}kl_type: k2")
+    if teacher.is_served and (spec.rollout.temperature != 1.0 or spec.rollout.exact_sampling):
+        what = "a server gives log-probs at temperature 1, of the whole vocabulary"
+        fix = "set rollout.temperature: 1.0 and rollout.exact_sampling: false, or name a model"
+        yield error(f"{_TEACHER}path", what, fix)
     if teacher.alone and spec.algorithm.estimator_needs("baseline_scores"):
         what = (
             f"{spec.algorithm.adv_estimator} subtracts the score of a greedy response, and there is no score"

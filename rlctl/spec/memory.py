@@ -244,7 +244,7 @@ class _Estimate:
         if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
             reference = size_at(spec.model, spec.ref.path) if spec.ref.path else policy
             parts.append(self._part("reference's weights", reference.num_parameters, self.width, 3))
-        if teacher := spec.algorithm.teacher.path:
+        if teacher := spec.other_models["algorithm.teacher.path"]:
             parameters = size_at(spec.model, teacher).num_parameters
             parts.append(self._part("teacher's weights", parameters, self.width, 3))
         reward, terms = spec.reward.model, spec.reward.all_terms

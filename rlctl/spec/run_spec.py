@@ -202,9 +202,10 @@ class RunSpec(Section):
 
     @property
     def other_models(self) -> dict[str, str | None]:
-        """Key → directory or hub id of every model of the policy's tokens besides the policy."""
-        teacher = self.algorithm.teacher.path
-        return {"critic.path": self.critic.path, "ref.path": self.ref.path, "algorithm.teacher.path": teacher}
+        """Key → directory or hub id of every other model of the policy's tokens that is loaded."""
+        teacher = self.algorithm.teacher
+        others = {"critic.path": self.critic.path, "ref.path": self.ref.path}
+        return others | {"algorithm.teacher.path": None if teacher.is_served else teacher.path}
 
     @property
     def syncs_adapter(self) -> bool:

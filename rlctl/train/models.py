@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from rlctl.engine.model import load_other_model, load_policy
 from rlctl.engine.protocol import ReferencePolicy, Teacher
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel, share_rows
+from rlctl.engine.served_teacher import ServedTeacher
 from rlctl.errors import UsageError
 from rlctl.rollout.ends import end_ids, unknown_end
 from rlctl.rollout.engine_lock import EngineLock, LockedRollout
@@ -122,8 +124,7 @@ def build_models(
     # With LoRA, the base model without adapters is the initial policy: no second copy is needed.
     if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
         ref = frozen(spec.ref.path, "ref.path")
-    taught_by = spec.algorithm.teacher.path
-    teacher = frozen(taught_by, "algorithm.teacher.path") if taught_by else None
+    teacher = _teacher(spec, tokenizer, ranks, frozen)
     critic = None
     if spec.trains_critic:
         critics = _training(spec, spec.critic)
@@ -151,6 +152,17 @@ def build_models(
     ahead = LockedRollout(rollout, lock, first=False)
     notes = _endless(tokenizer, end_ids(tokenizer, model.generation_config))
     return Models(tokenizer, trainers, ahead, actor, base, ref, teacher, critic, sequence, data_ranks, notes)
+
+
+def _teacher(
+    spec: RunSpec, tokenizer: Any, ranks: Ranks, frozen: Callable[[str, str], FrozenPolicy]
+) -> Teacher | None:
+    teacher = spec.algorithm.teacher
+    if teacher.path is None:
+        return None
+    if teacher.is_served:
+        return ServedTeacher(teacher.path, tokenizer, ranks.device, max_length=spec.max_length)
+    return frozen(teacher.path, "algorithm.teacher.path")
 
 
 def _rounded(model: Any, spec: RunSpec) -> Any:

@@ -38,7 +38,7 @@ POLICY = [{None: {0: 0.5, 1: 0.5}, 1: {0: 0.5, 2: 0.5}}, {None: {0: 0.25, 1: 0.7
 #: By prompt, of each response, in quarters: what the probabilities above multiply to.
 QUARTERS = [(2, 1, 1), (1, 1, 2)]
 REWARDS = [(0.0, 1.0, 0.25), (1.0, -0.5, 0.5)]
-#: Values of a critic by prompt and prefix, and the reward of a greedy response: any that members do not change.
+#: Values of a critic by prompt and prefix, and the reward of a greedy response: independent of the members.
 VALUES = [{None: 0.2, 1: 0.6}, {None: 0.1, 1: 0.3}]
 GREEDY = [0.25, -0.5]
 ROUNDING = 1e-5

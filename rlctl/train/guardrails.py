@@ -19,7 +19,7 @@ import numpy as np
 
 from rlctl.algos.correction import correction_metrics
 from rlctl.algos.rules import CorrectionRules
-from rlctl.algos.sums import HostSums
+from rlctl.algos.segments import HostSums
 from rlctl.diagnose.facts import facts_of
 from rlctl.diagnose.readers.reader_files import MetricFilter
 from rlctl.diagnose.rule import examine, metrics_read

@@ -13,8 +13,7 @@ from torch import Tensor
 from rlctl.algos.correction import correct, normalization_factor
 from rlctl.algos.estimators import AdvantageInputs, estimate
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules
-from rlctl.algos.segments import Segments, Units
-from rlctl.algos.sums import to_host
+from rlctl.algos.segments import Segments, Units, to_host
 from rlctl.registry import CORRECTION_WEIGHTS
 from rlctl.what_if.dumps import Step
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from rlctl.algos.correction import correct
 from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
-from rlctl.algos.segments import Units
-from rlctl.algos.sums import to_host
+from rlctl.algos.segments import Units, to_host
 from rlctl.diagnose.rule import all_rules
 from rlctl.diagnose.rules_reward import ZERO_REWARD_STEPS
 from rlctl.diagnose.thresholds import WINDOW

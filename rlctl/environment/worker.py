@@ -59,21 +59,34 @@ def receive(channel: socket.socket, count: int) -> bytes:
 def answer(instance: Any, asked: Mapping[str, Any], wait: Callable[[Any], Any]) -> dict[str, Any]:
     """The result of one call, as text that is cut at `most` characters, or its error.
 
-    `wait` returns the result of an awaitable.
+    `wait` returns the result of an awaitable. Instead of a method, `asked` may name the attribute `reward`,
+    which is None where there is none.
     """
     try:
-        result = getattr(instance, asked["method"])(**asked["arguments"])
+        result: Any
+        if asked["method"] == "reward":
+            result = getattr(instance, "reward", None)
+        else:
+            result = getattr(instance, asked["method"])(**asked["arguments"])
         if inspect.isawaitable(result):
             result = wait(result)
         found: dict[str, Any] = {"number": float(result) if hasattr(result, "__float__") else None}
         if result is not None:
-            text = result if isinstance(result, str) else json.dumps(result, default=str)
+            text = result if isinstance(result, str) else _as_text(result)
             found["text"] = text if len(text) <= asked["most"] else f"{text[: asked['most']]} … (cut)"
     except BaseException as error:  # SystemExit of the user's code, too
         found = {"error": f"{type(error).__name__}: {error}"[: asked["most"]]}
         if isinstance(error, ValueError | LookupError) and not isinstance(error, OSError):
             found["of_values"] = True  # that it worked on, not of what it connects to
     return found | {"done": bool(getattr(instance, "done", False))}
+
+
+def _as_text(result: Any) -> str:
+    """Content of a message in parts, if they are texts, or JSON."""
+    parts: list[Any] = result if isinstance(result, list) else []
+    if parts and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        return "".join(str(part.get("text", "")) for part in parts)
+    return json.dumps(result, default=str)
 
 
 async def _awaited(result: Any) -> Any:

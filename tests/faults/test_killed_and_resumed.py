@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import time
@@ -11,9 +12,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests import hooks, runs
+from tests import hooks, runs, two_tries
 from tests.listeners import assert_on_loopback
 from tests.processes import Job
 
@@ -165,6 +167,32 @@ def test_finished_run_has_nothing_left_to_do(tmp_path: Path, whole: Path) -> Non
     shutil.copytree(whole, run)
     finish(run)
     assert_same_run(run, whole)
+
+
+@pytest.mark.slow
+def test_killed_at_any_time_in_an_environment_in_lockstep(tmp_path: Path) -> None:
+    """Ten of ten runs, and no process of the environment outlives its run."""
+    given = (*RUN, *two_tries.options(tmp_path))
+    begun = time.monotonic()
+    whole = runs.train(tmp_path / "whole", *given)
+    lasts, drawn = time.monotonic() - begun, random.Random(1)
+    killed_runs, file = 0, tmp_path / "tries.py"
+    while killed_runs < 10:
+        run = tmp_path / f"run-{killed_runs}"
+        job = runs.start_train(run, *given)
+        time.sleep(drawn.uniform(0.3, 1.0) * lasts)
+        job.signal(signal.SIGKILL)
+        was_killed = job.wait() == -signal.SIGKILL
+        assert job.orphans() == []
+        if was_killed and runs.checkpoints(run):  # else it had ended already, or there is nothing to resume
+            finish(run)
+            killed_runs += 1
+            assert two_tries.reproducible(run) == two_tries.reproducible(whole)
+            weights = "checkpoints/step_000006/model/model.safetensors"
+            assert (run / weights).read_bytes() == (whole / weights).read_bytes()
+        shutil.rmtree(run)
+        left = [p for p in psutil.process_iter(["cmdline"]) if str(file) in " ".join(p.info["cmdline"] or ())]
+        assert psutil.wait_procs(left, timeout=30)[1] == []
 
 
 # --- signals ------------------------------------------------------------------------------------------

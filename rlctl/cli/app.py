@@ -31,15 +31,13 @@ from rlctl.cli.evaluate_compare import compare as compare_evaluations
 from rlctl.cli.evaluate_list import list_benchmarks
 from rlctl.cli.explain import explain
 from rlctl.cli.export import export
-from rlctl.cli.init import init
 from rlctl.cli.report import report
 from rlctl.cli.reward import reward
 from rlctl.cli.runs import runs
 from rlctl.cli.samples import samples
-from rlctl.cli.sweep import sweep
 from rlctl.cli.train import train
 from rlctl.cli.watch import watch
-from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, memory_failure
+from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, memory_failure
 
 #: Error numbers of a disk that is full, or of a place that cannot be written, which are no bugs.
 _DISK_ERRORS = {
@@ -47,7 +45,13 @@ _DISK_ERRORS = {
     *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
 }
 #: Former spellings of commands → the words that replace them.
-_RENAMED = {("schema",): ["explain", "--format", "schema"], ("reward", "test"): ["reward"]}
+_RENAMED = {
+    ("schema",): ["explain", "--format", "schema"],
+    ("reward", "test"): ["reward"],
+    ("init",): ["presets", "show"],
+}
+#: Command that was removed → what to do instead.
+_REMOVED = {"sweep": "start `rlctl train` for each setting in a loop (docs/how-to/runs.md, “Many runs”)"}
 
 app = typer.Typer(
     name="rlctl",
@@ -67,7 +71,7 @@ _EVALUATE = CommandWithSubcommands.of(compare=compare_evaluations, list=list_ben
 _DIAGNOSE = CommandWithSubcommands.of(compare=compare_runs, mismatch=mismatch)
 #: Heading in the help → (name, function or app of subcommands, class).
 _COMMANDS: dict[str, list[tuple[str, Any, Any]]] = {
-    "Train": [("train", train, SpecCommand), ("sweep", sweep, SpecCommand), ("export", export, Command)],
+    "Train": [("train", train, SpecCommand), ("export", export, Command)],
     "Data": [
         *(("prepare-data", prepare_data.app, Group), ("reward", reward, Command)),
         ("environment", environment.app, Group),
@@ -78,7 +82,7 @@ _COMMANDS: dict[str, list[tuple[str, Any, Any]]] = {
         *(("report", report, Command), ("diagnose", diagnose, _DIAGNOSE)),
     ],
     "Configure": [
-        *(("init", init, Command), ("presets", presets.app, Group), ("explain", explain, Command)),
+        *(("presets", presets.app, Group), ("explain", explain, Command)),
         *(("import", import_config, Command), ("doctor", doctor, Command)),
     ],
 }
@@ -163,6 +167,8 @@ def run(arguments: list[str]) -> int:
                 if tuple(arguments[: len(old)]) == old:
                     echo(f"note: `rlctl {' '.join(old)}` is now `rlctl {' '.join(new)}`", err=True)
                     arguments = [*new, *arguments[len(old) :]]
+            if removed := _REMOVED.get(arguments[0] if arguments else ""):
+                raise UsageError(f"`rlctl {arguments[0]}` no longer exists", fix=removed)
             app(args=arguments, prog_name="rlctl")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

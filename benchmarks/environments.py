@@ -201,7 +201,7 @@ def describe(where: Path, trl: str) -> Path:
     code = "import trl, pathlib; print(pathlib.Path(trl.__file__).parent / 'chat_templates/qwen2_5.jinja')"
     template = subprocess.run([trl, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     build_model(where / "model", Path(template).read_text("utf-8"))
-    numbers = range(1, HIGHEST + 1)
+    numbers = 8 * list(range(1, HIGHEST + 1))
     tasks = [{"prompt": conversation(n, is_whole=False), "number": n} for n in numbers]
     rows = [
         Row("doubler", (Message("user", task["prompt"][0]["content"]),), str(2 * n), ability="tools", index=n,

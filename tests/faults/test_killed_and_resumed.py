@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -172,27 +173,28 @@ def test_finished_run_has_nothing_left_to_do(tmp_path: Path, whole: Path) -> Non
 @pytest.mark.slow
 def test_killed_at_any_time_in_an_environment_in_lockstep(tmp_path: Path) -> None:
     """Ten of ten runs, and no process of the environment outlives its run."""
-    given = (*RUN, *two_tries.options(tmp_path))
-    begun = time.monotonic()
+    given, file = (*RUN, *two_tries.options(tmp_path)), tmp_path / "tries.py"
     whole = runs.train(tmp_path / "whole", *given)
-    lasts, drawn = time.monotonic() - begun, random.Random(1)
-    killed_runs, file = 0, tmp_path / "tries.py"
-    while killed_runs < 10:
-        run = tmp_path / f"run-{killed_runs}"
+    after_saving = sum(line["timing_s/step"] for line in runs.metrics(whole)[2:])
+    drawn, kills = random.Random(1), 0
+    while kills < 10:
+        run = tmp_path / f"run-{kills}"
         job = runs.start_train(run, *given)
-        time.sleep(drawn.uniform(0.3, 1.0) * lasts)
-        job.signal(signal.SIGKILL)
-        was_killed = job.wait() == -signal.SIGKILL
+        job.wait_for((run / "checkpoints/step_000002").is_dir)
+        time.sleep(drawn.uniform(0.0, 0.8) * after_saving)
+        with contextlib.suppress(ProcessLookupError):
+            job.signal(signal.SIGKILL)
+        was_killed = job.wait() == -signal.SIGKILL  # else it had ended already
         assert job.orphans() == []
-        if was_killed and runs.checkpoints(run):  # else it had ended already, or there is nothing to resume
+        left = [p for p in psutil.process_iter(["cmdline"]) if str(file) in " ".join(p.info["cmdline"] or ())]
+        assert psutil.wait_procs(left, timeout=30)[1] == []
+        if was_killed:
+            kills += 1
             finish(run)
-            killed_runs += 1
             assert two_tries.reproducible(run) == two_tries.reproducible(whole)
             weights = "checkpoints/step_000006/model/model.safetensors"
             assert (run / weights).read_bytes() == (whole / weights).read_bytes()
         shutil.rmtree(run)
-        left = [p for p in psutil.process_iter(["cmdline"]) if str(file) in " ".join(p.info["cmdline"] or ())]
-        assert psutil.wait_procs(left, timeout=30)[1] == []
 
 
 # --- signals ------------------------------------------------------------------------------------------

@@ -79,8 +79,8 @@ def audit_environment(
     """
     with _watched() as watch:
         # few at a time, so that the seconds of an episode are its own
-        given = {"variables": [*context.spec.variables, _MARK], "concurrency": _AT_A_TIME}
-        context = replace(context, spec=context.spec.model_copy(update=given))
+        watched = {"variables": [*context.spec.variables, _MARK], "concurrency": _AT_A_TIME}
+        context = replace(context, spec=context.spec.model_copy(update=watched))
         environment = build_environment(name, context)
         audit = EnvironmentAudit(list(getattr(environment, "tools", ())))
         try:

@@ -114,7 +114,7 @@ class UserClass:
         """What `get_reward` returns; without such a method the attribute `reward`, if there is one."""
         if not instance.is_alive:  # a call of the policy hung
             return 0.0
-        method = "get_reward" if self._rewards else "reward"
+        method = "get_reward" if self._rewards else ".reward"
         found = await self._called(instance, method, {})
         number = found.get("number")
         if number is None and (self._rewards or "error" in found):

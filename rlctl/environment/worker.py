@@ -65,13 +65,13 @@ def receive(channel: socket.socket, count: int) -> bytes:
 def answer(instance: Any, asked: Mapping[str, Any], wait: Callable[[Any], Any]) -> dict[str, Any]:
     """The result of one call, as text that is cut at `most` characters, or its error.
 
-    `wait` returns the result of an awaitable. Instead of a method, `asked` may name the attribute `reward`,
-    which is None where there is none.
+    `wait` returns the result of an awaitable. Instead of a method, `asked` may name an attribute, as in
+    `.reward`; it is None where there is none.
     """
     try:
         result: Any
-        if asked["method"] == "reward":
-            result = getattr(instance, "reward", None)
+        if asked["method"].startswith("."):
+            result = getattr(instance, asked["method"][1:], None)
         else:
             result = getattr(instance, asked["method"])(**asked["arguments"])
         if inspect.isawaitable(result):

@@ -55,6 +55,7 @@ def said(*turns: object) -> list[str]:
         ("SandboxEnv", {"task": "count"}, [("bash", {"command": "wc"})], 1.0, "completed", ["ran wc"]),
         ("SandboxEnv", {}, [], None, "environment_error", []),
         ("BlocksEnv", {}, [("click", {"bid": "13"}), "done"], 0.5, "completed", ["clicked 13"]),
+        ("CoinEnv", {}, [("reward", {"coins": 3})], None, "completed", ["gave 3"]),
         ("JudgedEnv", {}, ["yes"], 0.25, "completed", []),
     ],
 )  # fmt: skip

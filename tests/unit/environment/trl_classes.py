@@ -285,6 +285,20 @@ class BlocksEnv:
         return [{"type": "text", "text": f"clicked {bid}"}]
 
 
+class CoinEnv:
+    """A tool has the name of the attribute, so there is no reward."""
+
+    def reset(self, **kwargs) -> None: ...
+
+    def reward(self, coins: int) -> str:
+        """Gives coins.
+
+        Args:
+            coins: How many.
+        """
+        return f"gave {coins}"
+
+
 class JudgedEnv:
     """Its reward is asked of a judge."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import io
 import json
 import math
 import time
@@ -486,4 +488,6 @@ def completion_of(answer: bytes, *, has_lists: bool) -> Completion:
         numbers = [int(span["version"].partition("-")[0]) for span in spans]
         versions = np.repeat(numbers, [span["end"] - span["start"] for span in spans])
     of_tokens = np.array(log_probs["token_logprobs"], dtype=np.float32)
-    return Completion(token_ids, of_tokens, choice.get("finish_reason"), listed, versions)
+    routed = choice.get("routed_experts")  # a file of NumPy in base64
+    experts = np.load(io.BytesIO(base64.b64decode(routed)), allow_pickle=False) if routed else None
+    return Completion(token_ids, of_tokens, choice.get("finish_reason"), listed, versions, experts)

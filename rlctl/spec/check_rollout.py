@@ -67,6 +67,14 @@ def distribution_is_complete(spec: RunSpec) -> Problems:
 
 
 @spec_check
+def experts_are_reported(spec: RunSpec) -> Problems:
+    """The engine must report the experts that are replayed."""
+    if spec.actor.routing_replay and not spec.rollout_engine.reports_experts:
+        what = f"rollout.name: {spec.rollout.name} does not report which experts compute a token"
+        yield error("actor.routing_replay", what, "set rollout.name: hf or vllm, or leave it out")
+
+
+@spec_check
 def temperature_explores(spec: RunSpec) -> Problems:
     """Near-greedy responses to one prompt are almost the same: advantages and gradients are close to zero."""
     if spec.rollout.temperature < 0.1:

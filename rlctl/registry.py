@@ -531,15 +531,18 @@ ADVANTAGE_ESTIMATORS = Registry(
     inputs="group_ids values baseline_scores score_norms sequence_weights",
 )
 #: Functions without arguments that return a `Benchmark`; those of rlctl are in `prepare/benchmarks.toml`.
-NAMED_BENCHMARKS = Registry(
-    "benchmark", key="--data", module="rlctl.prepare.benchmarks", inputs="", takes_params=False
-)
+NAMED_BENCHMARKS = Registry("benchmark", key="--data", module="", inputs="", takes_params=False)
 DIAGNOSIS_RULES = Registry(
     "diagnosis rule",
     key="--rules",
     module="rlctl.diagnose.rules_samples rlctl.diagnose.rules_engines rlctl.diagnose.rules_update"
+<<<<<<< HEAD
     " rlctl.diagnose.rules_ratio"
     " rlctl.diagnose.rules_weights rlctl.diagnose.rules_rejection rlctl.diagnose.rules_reward",
+=======
+    " rlctl.diagnose.rules_weights rlctl.diagnose.rules_rejection rlctl.diagnose.rules_reward"
+    " rlctl.diagnose.rules_episodes",
+>>>>>>> main
     takes="run",
     takes_params=False,
 )

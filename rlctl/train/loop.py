@@ -26,7 +26,7 @@ from rlctl.train.ratio_parts import ENGINE, ratio_metrics, ratio_sums
 from rlctl.train.run import is_validation_due
 from rlctl.train.sample_and_grade import refuse_ungraded, sample_and_grade
 from rlctl.train.saving import Saver
-from rlctl.train.score_batch import score_batch, train_batch, with_advantages, with_kl_in_reward
+from rlctl.train.score_batch import score_batch, train_batch, with_advantages, with_penalties
 from rlctl.train.settings import (
     CriticSettings,
     UpdateSettings,
@@ -80,10 +80,9 @@ def train(run: Run) -> None:
             graded = sample_and_grade(run, step, timer)
             metrics = dict(graded.sampling_cost)
             batch = score_batch(run, train_batch(spec, run.ranks, graded, run.policy_version), timer)
-            if algorithm.use_kl_in_reward:
-                batch, steered, penalty = with_kl_in_reward(batch, algorithm, run.kl, ranks)
-                run.kl = run.kl if hold else steered  # an unchanged policy gives no KL to adapt to
-                metrics |= penalty
+            batch, steered, penalties = with_penalties(batch, algorithm, run.kl, ranks)
+            run.kl = run.kl if hold else steered  # an unchanged policy gives no KL to adapt to
+            metrics |= penalties
             with timer("adv"):
                 batch = with_advantages(batch, algorithm, ranks)
             metrics |= describe_batch(run, batch, graded)
@@ -144,8 +143,8 @@ def describe_batch(run: Run, batch: TokenBatch, graded: Graded) -> dict[str, flo
     """
     spec = run.spec
     sampled = episode_sums(graded, run.policy_version, spec.data.max_prompt_length)
-    sums = run.ranks.to_host({name: value.to(run.ranks.device) for name, value in sampled.items()})
-    sums |= run.data_ranks.to_host(token_sums(batch))
+    sums = run.ranks.all_reduce({name: value.to(run.ranks.device) for name, value in sampled.items()})
+    sums |= run.data_ranks.all_reduce(token_sums(batch))
     metrics = batch_metrics(sums, compares_siblings=spec.algorithm.estimator_needs("group_ids"))
     errors = graded.rewards.errors + (graded.baseline.errors if graded.baseline else [])
     refuse_ungraded(run, metrics["reward/num_errors"], spec.data.train_batch_size * spec.rollout.n, errors)
@@ -160,7 +159,7 @@ def describe_episodes(run: Run, graded: Graded) -> dict[str, float]:
     """
     ranks, limit = run.ranks, run.spec.environment.max_failed_fraction
     names = sorted(set(ranks.exchange([name for episode in graded.episodes for name in episode.metrics])))
-    sums = ranks.to_host(
+    sums = ranks.all_reduce(
         {name: value.to(ranks.device) for name, value in environment_sums(graded, names).items()}
     )
     failed, total = sums["failed"], sums["failed"] + sums["episodes"]
@@ -178,7 +177,7 @@ def describe_turns(run: Run, batch: TokenBatch, outcome: Updated) -> dict[str, f
     """Mismatch by turn over all ranks."""
     if not run.spec.environment.has_episodes:
         return {}
-    return turn_metrics(run.data_ranks.to_host(turn_sums(batch, outcome.seen.training_log_probs)))
+    return turn_metrics(run.data_ranks.all_reduce(turn_sums(batch, outcome.seen.training_log_probs)))
 
 
 def describe_ratio(run: Run, batch: TokenBatch, outcome: Updated, probed: float | None) -> dict[str, float]:

@@ -536,13 +536,8 @@ DIAGNOSIS_RULES = Registry(
     "diagnosis rule",
     key="--rules",
     module="rlctl.diagnose.rules_samples rlctl.diagnose.rules_engines rlctl.diagnose.rules_update"
-<<<<<<< HEAD
-    " rlctl.diagnose.rules_ratio"
-    " rlctl.diagnose.rules_weights rlctl.diagnose.rules_rejection rlctl.diagnose.rules_reward",
-=======
     " rlctl.diagnose.rules_weights rlctl.diagnose.rules_rejection rlctl.diagnose.rules_reward"
-    " rlctl.diagnose.rules_episodes",
->>>>>>> main
+    " rlctl.diagnose.rules_episodes rlctl.diagnose.rules_ratio",
     takes="run",
     takes_params=False,
 )

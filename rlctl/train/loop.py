@@ -183,7 +183,7 @@ def describe_turns(run: Run, batch: TokenBatch, outcome: Updated) -> dict[str, f
 def describe_ratio(run: Run, batch: TokenBatch, outcome: Updated, probed: float | None) -> dict[str, float]:
     """What the log-ratio consists of, over all ranks; `probed`: the engine's part, if it was measured."""
     sums = ratio_sums(batch, outcome.seen.training_log_probs, run.spec)
-    return ratio_metrics(run.data_ranks.to_host(sums), run.spec, probed)
+    return ratio_metrics(run.data_ranks.all_reduce(sums), run.spec, probed)
 
 
 def names_of(batch: TokenBatch, outcome: Updated) -> list[str]:

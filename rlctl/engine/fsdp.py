@@ -157,12 +157,7 @@ class FsdpEngine(_Engine):
         self, bit: int, names: Collection[str] | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """See `TrainEngine.perturbed`; every rank changes its part of the weights."""
-
-        def divided(_: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
-            reshard(self._module)
-            return contextlib.nullcontext()
-
-        return perturbed(self._model, bit, names, divided)
+        return perturbed(self._model, bit, names, before=partial(reshard, self._module))
 
     def export(self, directory: Path) -> None:
         """See `TrainEngine.export`."""

@@ -23,6 +23,7 @@ def perturbed(
     bit: int,
     names: Collection[str] | None = None,
     gathered: Callable[[Sequence[Tensor]], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    before: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Context in which each trained weight differs by about 2^−bit of itself, see `TrainEngine.perturbed`.
 
@@ -31,15 +32,17 @@ def perturbed(
 
     Args:
         gathered: returns a context in which weights are available in full and may be changed.
+        before: called before each of the two changes.
     """
-    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     masks: dict[str, int] = {}
 
     def flip() -> None:
+        before()
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         for name in trained if names is None else names:
             with gathered([trained[name]]):
-                weight: Any = trained[name].data
-                weight = weight.to_local() if hasattr(weight, "to_local") else weight  # a rank's part of it
+                weight: Any = trained[name]
+                weight = (weight.to_local() if hasattr(weight, "to_local") else weight).data  # a rank's part
                 masks.setdefault(name, _mask(weight, bit))
                 weight.view(_LAYOUTS[weight.dtype][0]).bitwise_xor_(masks[name])
 

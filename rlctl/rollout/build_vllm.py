@@ -108,6 +108,8 @@ def replica_settings(spec: RunSpec, *, reads_images: bool = False) -> ReplicaSet
             fix="lower one of them or trainer.n_gpus_per_node; or set rollout.mode: colocated",
         )
     options = training_options(spec, reads_images=reads_images)
+    if rollout.in_flight:
+        options["enable_scale_out"] = True
     if spec.broadcasts_weights(on_gpus=on_gpus):
         backend = transfer_backend(torch.device("cuda" if on_gpus else "cpu"))
         options["load_format"] = "dummy"

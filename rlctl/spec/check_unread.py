@@ -23,6 +23,8 @@ _SWITCHES: dict[str, tuple[str, object]] = {
         " ".join(CORRECTION + name for name in names): (CORRECTION + switch, None)
         for switch, names in READ_WITH.items()
     },
+    "rollout.stale_cache": ("rollout.in_flight", False),
+    "rollout.beyond_max_age": ("rollout.max_age_updates", None),
     "reward.overlong.penalty_factor": ("reward.overlong.buffer_length", 0),
     "trainer.guardrails.": ("trainer.guardrails.mode", "off"),
 }

@@ -342,7 +342,7 @@ class _Estimate:
     def _listed_tokens(self, count: int) -> MemoryPart:
         """Lists of the sampler's most likely tokens, of the batch in training and of those that wait."""
         spec = self.spec
-        batches = 1 + max(spec.rollout.staleness, spec.rollout.max_staleness)
+        batches = 1 + spec.batches_ahead
         rows = -(-spec.data.train_batch_size * spec.rollout.n // spec.data_ranks)
         length = spec.data.max_response_length
         words = f"{rows} responses × {length} tokens × {count} × 8 bytes"

@@ -20,7 +20,7 @@ from rlctl.reward.protocol import RewardResult
 from rlctl.rollout.protocol import sampling_of, step_seed
 from rlctl.train.run import refuse_ungraded
 from rlctl.train.step_metrics import StepTimer
-from rlctl.train.stream import PromptDraws
+from rlctl.train.stream import PromptDraws, placed
 
 if TYPE_CHECKING:
     from rlctl.batch import Group
@@ -98,7 +98,7 @@ def filtered_groups(
     first = 0
     for prompt, sampled in rounds.own:
         if prompt.place in places:
-            groups.append(_placed(sampled, places[prompt.place], 1.0 / prompt.chance))
+            groups.append(placed(sampled, places[prompt.place], 1.0 / prompt.chance))
             chosen += range(first, first + len(sampled))
         first += len(sampled)
     graded = RewardResult.joined(rounds.graded)
@@ -178,12 +178,6 @@ def _summary(drawn: DrawnPrompt, group: Group, graded: RewardResult) -> _Summary
         failed=int((~graded.valid & ~aborted).sum()),
         tokens=sum(episode.num_sampled for episode in group),
     )
-
-
-def _placed(group: Group, place: int, weight: float) -> Group:
-    """The group with its place in the batch as `group_id`."""
-    task = replace(group[0].task, group_id=place, weight=weight)
-    return tuple(replace(episode, task=task) for episode in group)
 
 
 def draw_next_prompts(run: Run, draws: PromptDraws, count: int, first: int) -> list[DrawnPrompt]:

@@ -23,7 +23,7 @@ from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel, share_rows
 from rlctl.errors import UsageError
 from rlctl.rollout.ends import end_ids, unknown_end
-from rlctl.rollout.engine_lock import EngineLock, LockedRollout
+from rlctl.rollout.engine_lock import EngineLock, InFlightRollout, LockedRollout
 from rlctl.rollout.engines import EngineContext, build_rollout
 from rlctl.rollout.hf import DTYPES, into_precision
 from rlctl.spec.algorithm import ActorSpec, CriticSpec
@@ -44,7 +44,7 @@ class Models:
 
     tokenizer: Any
     rollout: LockedRollout
-    sampling_ahead: LockedRollout
+    sampling_ahead: LockedRollout | InFlightRollout
     actor: DeepSpeedEngine
     base: BasePolicy | None
     ref: ReferencePolicy | None
@@ -145,7 +145,8 @@ def build_models(
     lock = EngineLock()
     offloadable = OffloadedBase(model) if spec.engine.offload_base else None
     trainers = LockedRollout(rollout, lock, first=True, offloadable=offloadable)
-    ahead = LockedRollout(rollout, lock, first=False)
+    in_flight = spec.rollout.in_flight
+    ahead = InFlightRollout(rollout) if in_flight else LockedRollout(rollout, lock, first=False)
     notes = _endless(tokenizer, end_ids(tokenizer, model.generation_config))
     return Models(tokenizer, trainers, ahead, actor, base, ref, critic, sequence, data_ranks, notes)
 

@@ -26,10 +26,18 @@ def sample_and_grade(run: Run, step: int, timer: StepTimer) -> Graded:
         return Graded(groups, rewards, greedy_baseline(run, step, groups, timer), cost)
     with timer("gen"):
         groups = run.stream.take(step)
+    counts = {}
+    if run.spec.rollout.max_staleness:
+        counts["rollout/restarted_episodes"] = float(run.stream.num_restarted)
+    if run.spec.rollout.in_flight:
+        counts["rollout/open_groups"] = float(run.stream.num_open)
+        counts["rollout/repeated_requests"] = float(run.rollout.num_repeated)
     baseline = greedy_baseline(run, step, groups, timer)
     with timer("reward"):
         rewards = run.reward.score([episode for group in groups for episode in group])
-    return Graded(groups, rewards, baseline, {})
+    if counts:
+        counts = dict(zip(counts, run.ranks.sum([*counts.values()]), strict=True))
+    return Graded(groups, rewards, baseline, counts)
 
 
 def greedy_baseline(run: Run, step: int, groups: list[Group], timer: StepTimer) -> RewardResult | None:

@@ -28,7 +28,7 @@ class Sampler:
         self.version = 0
         self.asked: list[int] = []
 
-    def __call__(self, step: int) -> list[Group]:
+    def __call__(self, step: int, index: int = 0) -> list[Group]:
         self.asked.append(step)
         return groups_of(seed=step, version=self.version)
 
@@ -78,7 +78,7 @@ def test_resumed_it_goes_on_with_the_same_batches(tmp_path: Path, staleness: int
 
 
 def test_what_tokens_were_sampled_from_waits_with_them(tmp_path: Path) -> None:
-    def sample(step: int) -> list[Group]:
+    def sample(step: int, _: int) -> list[Group]:
         return groups_of(seed=step, with_kept=True, num_most_likely=3)
 
     stream, resumed = (RolloutStream(sample, ahead=1, last_step=LAST) for _ in range(2))
@@ -108,7 +108,7 @@ def test_whatever_an_environment_makes_waits_unchanged(tmp_path: Path) -> None:
     whole = Episode(task, 0, (sequence, replace(sequence, turns=turns + 1)), "r", "max_turns", 0.5)
     failed = Episode(task, 1, (), "", "error", error="no", metrics={"calls": 2.0}, messages=({"role": "x"},))
     groups: list[Group] = [(whole, failed), ()]
-    stream = RolloutStream(lambda step: groups, ahead=1, last_step=LAST)
+    stream = RolloutStream(lambda *_: groups, ahead=1, last_step=LAST)
     stream.take(1)
     stream.save(tmp_path, rank=0)
     stream.resume(1, tmp_path, 0)
@@ -129,7 +129,7 @@ def test_meanwhile_it_is_never_older_than_asked(executor: ThreadPoolExecutor, ah
     """Independent of timing: trainer and sampler are slowed down alternately."""
     sampler = Sampler()
 
-    def sample(step: int) -> list[Group]:
+    def sample(step: int, _: int) -> list[Group]:
         time.sleep(0.02 * (step % 2))
         return sampler(step)
 
@@ -147,7 +147,7 @@ def test_meanwhile_it_is_never_older_than_asked(executor: ThreadPoolExecutor, ah
 def test_it_samples_while_the_trainer_trains(executor: ThreadPoolExecutor) -> None:
     began = threading.Event()
 
-    def sample(step: int) -> list[Group]:
+    def sample(step: int, _: int) -> list[Group]:
         if step == 2:
             began.set()
         return groups_of(seed=step)
@@ -161,7 +161,7 @@ def test_drained_it_saves_what_is_sampled_and_repeats_or_skips_nothing(
 ) -> None:
     sampler, began, may_go = Sampler(), threading.Event(), threading.Event()
 
-    def sample(step: int) -> list[Group]:
+    def sample(step: int, _: int) -> list[Group]:
         if step == 3:
             began.set()
             may_go.wait(60)
@@ -187,7 +187,7 @@ def test_drained_it_saves_what_is_sampled_and_repeats_or_skips_nothing(
 
 
 def test_a_batch_that_could_not_be_sampled_is_heard_of_when_it_is_due(executor: ThreadPoolExecutor) -> None:
-    def sample(step: int) -> list[Group]:
+    def sample(step: int, _: int) -> list[Group]:
         if step == 2:
             raise RunFailure("the engine is gone")
         return groups_of(seed=step)

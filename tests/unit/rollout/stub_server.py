@@ -15,7 +15,7 @@ import torch
 from rlctl.batch import Turn
 from rlctl.rollout.protocol import EngineContext, Request, Sampling
 from rlctl.rollout.server_access import ONE_TOKEN
-from rlctl.rollout.vllm_server import VLLMServerRollout
+from rlctl.rollout.vllm_server import GENERATE, VLLMServerRollout
 from rlctl.rollout.weights import PublishedWeights
 from rlctl.spec.load import load_spec
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
@@ -44,7 +44,7 @@ class Server(ThreadingHTTPServer):
         self.takes_new_adapters = True
         self.lists = True  # False: `logprobs` brings those of the sampled tokens alone
         self.mass = lambda index: 1.0  # `seed % 10` → below 1: a token that it was sampled from is not listed
-        self.weight_versions: list[dict[str, Any]] | None = None  # by span of tokens; None: not reported
+        self.weight_versions: list[list[dict[str, Any]]] = []  # of the next answers, by span of tokens
         self.adapters: list[str] = []
         self.weight_version = "default"
         self.workers = 1  # GPUs, in vLLM's terms
@@ -97,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/update_weight_version":
             self.server.weight_version = body["new_version"]
             self.answer(200, {})
-        elif self.path != "/v1/completions":
+        elif self.path not in {"/v1/completions", GENERATE}:
             try:
                 self.server.loads(self.path, body)
             except Exception as error:
@@ -116,6 +116,9 @@ class Handler(BaseHTTPRequestHandler):
             self.server.is_asked.set()
             self.server.may_answer.wait(120)
             self.server.engine_works.wait(120)
+            if self.path == GENERATE:
+                self.answer(200, {"choices": [self.generated(**body["sampling_params"], **body)]})
+                return
             index, token, end = body["seed"] % 10, body["prompt"][-1], TOKENIZER.eos_token_id
             likely = math.log(0.75 * self.server.mass(index))
             top = {f"token_id:{token}": likely, f"token_id:{end}": math.log(0.25), "token_id:3": -9999.0}
@@ -129,9 +132,21 @@ class Handler(BaseHTTPRequestHandler):
                 "logprobs": log_probs,
                 "finish_reason": self.server.finish_reason,
             }
-            if self.server.weight_versions:
-                choice["weight_versions"] = self.server.weight_versions
             self.answer(200, {"choices": [choice]})
+
+    def generated(self, seed: int, token_ids: list[int], logprobs: int, **_: Any) -> dict[str, Any]:
+        """As of a completion; the tokens have the server's version, or the next of `weight_versions`."""
+        ids = [token_ids[-1]] * (seed % 10) + [TOKENIZER.eos_token_id]
+        spans = [{"version": self.server.weight_version, "start": 0, "end": len(ids)}]
+        given = self.server.weight_versions
+        others = [{"token_id": 3, "logprob": -9.0, "rank": 2}] * (logprobs > 1)
+        content = [{"token_id": token, "logprob": -0.5 - seed % 10, "rank": 1} for token in ids]
+        return {
+            "token_ids": ids,
+            "logprobs": {"content": [one | {"top_logprobs": [one, *others]} for one in content]},
+            "finish_reason": self.server.finish_reason,
+            "weight_versions": given.pop(0) if given else spans,
+        }
 
     def load_or_unload(self, name: str) -> None:
         known = self.server.adapters

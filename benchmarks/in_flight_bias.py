@@ -1,15 +1,16 @@
 """The exact bias of sampling in flight, by enumeration: no response is drawn.
 
-    python benchmarks/in_flight_bias.py [--worlds 20] [--lr 0.05]
+    python benchmarks/in_flight_bias.py [--worlds 20] [--lr 0.01]
 
-A random transformer with a key-value cache (vocabulary 3) samples responses of at most `LENGTH` tokens, which
-end at token 0. Its weights change inside the response: versions 0, 1, 2 are exact steps of gradient ascent on
-the expected reward, and `VERSIONS` says which one samples each token. Trained is version `TRAINED`. For every
-response there is, its probability is computed as the sampler would compute it: with the cache of older weights
-(`keep`), or with all earlier tokens read again by the new weights (`recompute`). The expected gradient under a
-correction, with RLOO's baseline in the limit of a large group, is compared with the gradient of the expected
-reward. Prints Markdown: |E ĝ − g| / |g| and the cosine of E ĝ and g, means over the worlds with the largest in
-brackets; and the largest |log π| by which the cache changes a token.
+A random transformer with a key-value cache (vocabulary 3) samples responses of at most `LENGTH` tokens,
+which end at token 0. Its weights change inside the response: versions 0, 1, 2 are exact steps of gradient
+ascent on the expected reward, and `VERSIONS` says which one samples each token. Trained is version `TRAINED`.
+The probability of every response there is, is computed as the sampler would compute it: with the cache of
+older weights (`keep`), or with all earlier tokens read again by the new weights (`recompute`). The expected
+gradient under a correction, with RLOO's baseline of a large group, is compared with the gradient of the
+expected reward. Prints Markdown: |E ĝ − g| / |g|, mean over the worlds with the largest in brackets, and the
+mean cosine of E ĝ and g; before it the distance of sampler and trained policy, and the largest |Δ log μ| of a
+token between the caches.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rlctl.algos.correction import correct
-from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
+from rlctl.algos.losses import policy_loss
+from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.algos.segments import Units
 
 VOCABULARY, PROMPT, LENGTH, END = 3, (1, 2), 4, 0
@@ -42,22 +44,45 @@ def _unbounded(level: str | None) -> CorrectionRules:
     return CorrectionRules(WeightRule(level, "truncate", upper=1e9))
 
 
+@dataclass(frozen=True)
+class Setting:
+    """A row of the table.
+
+    Attributes:
+        loss: policy loss.
+        old: π_old: the `sampler` (bypass mode), or the `trained` policy before its first update (decoupled).
+        long: factor of responses of more than two tokens: as `rollout.max_age_updates` drops (0) or
+            down-weights those that took longer and are therefore older.
+    """
+
+    rules: CorrectionRules
+    loss: str = "reinforce"
+    old: str = "sampler"
+    long: float = 1.0
+
+
 #: Correction → its rules.
-RULES = {
-    "none": _unbounded(None),
-    "token weights": _unbounded("token"),
-    "token weights, at most 2": CorrectionRules(WeightRule("token", "truncate", upper=2.0)),
-    "geometric weights": _unbounded("geometric"),
-    "sequence weights": _unbounded("sequence"),
-    "sequence weights, at most 2": CorrectionRules(WeightRule("sequence", "truncate", upper=2.0)),
-    "sequence weights in [0.5, 2], else rejected": CorrectionRules(
-        WeightRule("sequence", "truncate", upper=1e9),
-        (RejectRule("sequence", "ratio", "sum", 0.5, 2.0, "sequence"),),
+SETTINGS = {
+    "none": Setting(_unbounded(None)),
+    "token weights": Setting(_unbounded("token")),
+    "token weights, at most 2": Setting(CorrectionRules(WeightRule("token", "truncate", upper=2.0))),
+    "geometric weights": Setting(_unbounded("geometric")),
+    "sequence weights": Setting(_unbounded("sequence")),
+    "sequence weights, at most 2": Setting(CorrectionRules(WeightRule("sequence", "truncate", upper=2.0))),
+    "sequence weights in [0.5, 2], else rejected": Setting(
+        CorrectionRules(
+            WeightRule("sequence", "truncate", upper=1e9),
+            (RejectRule("sequence", "ratio", "sum", 0.5, 2.0, "sequence"),),
+        )
     ),
+    "bypass mode, `ppo_clip`": Setting(_unbounded(None), "ppo_clip"),
+    "decoupled, `ppo_clip`, token weights": Setting(_unbounded("token"), "ppo_clip", "trained"),
+    "decoupled, `ppo_clip`, sequence weights": Setting(_unbounded("sequence"), "ppo_clip", "trained"),
+    "sequence weights, long responses dropped": Setting(_unbounded("sequence"), long=0.0),
+    "sequence weights, long responses × ½": Setting(_unbounded("sequence"), long=0.5),
 }
-#: Row of the table without a rule of its own: sequence weights, and responses with a token of version 0 are
-#: dropped if they are longer than two tokens, as those are that `rollout.max_age_updates` drops.
-DROPPED = "sequence weights, long responses dropped as too old"
+#: Settings whose expected gradient is that of the expected reward, whatever the versions and the cache.
+EXACT = ("sequence weights", "decoupled, `ppo_clip`, sequence weights")
 
 
 @dataclass(frozen=True)
@@ -131,17 +156,21 @@ class World:
         """(P,): gradient of the expected reward of the trained version."""
         return torch.cat([part.flatten() for part in self._ascent(self.models[TRAINED])])
 
-    def bias(self, rollout_log_probs: Tensor, rules: CorrectionRules, kept: Tensor | None = None) -> Bias:
-        """Of the expected gradient under rules, of the responses (R,) that are `kept`."""
-        log_probs, unit = self.log_probs(self.models[TRAINED]), self.units.episode
-        done = correct(log_probs.detach().float(), rollout_log_probs.float(), self.units, rules)
-        weights = done.keep.double() if done.weights is None else done.weights.double()
-        # float32 weights: a sequence weight is a product of up to `LENGTH` ratios, so its error is below 1e-6
-        chances = unit.sum(rollout_log_probs).exp() * (1.0 if kept is None else kept)
-        advantages = self.rewards - chances @ self.rewards / chances.sum()
-        expected = chances / chances.sum() * advantages
-        loss = (unit.spread(expected) * weights * log_probs).sum()
-        model = self.models[TRAINED]
+    def bias(self, rollout_log_probs: Tensor, setting: Setting) -> Bias:
+        """Of the expected gradient, if tokens are sampled with these log-probs (M,)."""
+        model, unit = self.models[TRAINED], self.units.episode
+        log_probs = self.log_probs(model)
+        both = log_probs.detach(), rollout_log_probs
+        done = correct(*(x.float() for x in both), self.units, setting.rules)
+        old = both[0] if setting.old == "trained" else both[1]
+        factors = torch.where(unit.lengths > 2, setting.long, 1.0).double()
+        chances = unit.sum(rollout_log_probs).exp() * (factors if setting.long == 0.0 else 1.0)
+        chances = chances / chances.sum()  # a dropped response is in no baseline either
+        advantages = unit.spread(self.rewards - chances @ self.rewards)
+        weights = done.weights if setting.rules.weight.level else done.keep
+        rule = LossRule(setting.loss)
+        losses = policy_loss(rule, log_probs, old, advantages, unit, weights.double()).values
+        loss = -(unit.spread(chances * factors) * losses).sum()
         found = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
         cosine = torch.nn.functional.cosine_similarity(found, self.truth, dim=0)
         return Bias(float((found - self.truth).norm() / self.truth.norm()), float(cosine))
@@ -149,9 +178,7 @@ class World:
     def biases(self, cache: str) -> dict[str, Bias]:
         """Row of the table → its bias."""
         rollout = self.sampled_with(cache)
-        found = {name: self.bias(rollout, rules) for name, rules in RULES.items()}
-        young = torch.tensor([len(response) <= 2 for response in self.responses])
-        return found | {DROPPED: self.bias(rollout, RULES["sequence weights"], young.double())}
+        return {name: self.bias(rollout, setting) for name, setting in SETTINGS.items()}
 
 
 def _responses() -> list[tuple[int, ...]]:
@@ -165,38 +192,38 @@ def _responses() -> list[tuple[int, ...]]:
     return found
 
 
+def _cell(values: list[float]) -> str:
+    form = ".0e" if max(values) < 1e-3 else ".2f"
+    return f"{statistics.fmean(values):{form}} [{max(values):{form}}]"
+
+
+@torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worlds", type=int, default=20)
-    parser.add_argument("--lr", type=float, default=0.05, help="step of gradient ascent between versions")
+    parser.add_argument("--lr", type=float, default=0.01, help="step of gradient ascent between versions")
     options = parser.parse_args()
-    worlds = [World(seed, options.lr) for seed in range(options.worlds)]
-    gaps = [
-        float((world.sampled_with("keep") - world.sampled_with("recompute")).abs().max()) for world in worlds
-    ]
-    kl = [
-        float(
-            world.units.episode.sum(world.sampled_with("recompute") - world.log_probs(world.models[-1]))
-            @ world.units.episode.sum(world.sampled_with("recompute")).exp()
-        )
-        for world in worlds
-    ]
-    print(f"KL(sampler, trained): {statistics.fmean(kl):.3f} nats per response [{max(kl):.3f}]")
-    print(f"cache: largest |Δ log μ| {statistics.fmean(gaps):.3f} [{max(gaps):.3f}]\n")
+    with torch.enable_grad():
+        worlds = [World(seed, options.lr) for seed in range(options.worlds)]
+        found = {cache: [world.biases(cache) for world in worlds] for cache in CACHES}
+    gaps, distances = [], []
+    for world in worlds:
+        fresh, stale = (world.sampled_with(cache) for cache in CACHES)
+        gaps.append(float((fresh - stale).abs().max()))
+        log_ratio = world.units.episode.sum(fresh - world.log_probs(world.models[TRAINED]))
+        distances.append(float(log_ratio @ world.units.episode.sum(fresh).exp()))
+    print(f"KL(sampler, trained), nats per response: {_cell(distances)}")
+    print(f"largest |Δ log μ| of a token between the caches: {_cell(gaps)}\n")
     print("| correction | " + " | ".join(f"`{cache}`: bias | cosine" for cache in CACHES) + " |")
     print("|---|" + "---|" * 2 * len(CACHES))
-    found = {cache: [world.biases(cache) for world in worlds] for cache in CACHES}
-    for name in [*RULES, DROPPED]:
+    for name in SETTINGS:
         cells = []
         for cache in CACHES:
             rows = [biases[name] for biases in found[cache]]
-            errors = [row.error for row in rows]
-            cells.append(
-                f"{statistics.fmean(errors):.1e} [{max(errors):.1e}]"
-                if max(errors) < 1e-3
-                else f"{statistics.fmean(errors):.2f} [{max(errors):.2f}]"
-            )
-            cells.append(f"{statistics.fmean(row.cosine for row in rows):.2f}")
+            cells += [
+                _cell([row.error for row in rows]),
+                f"{statistics.fmean(row.cosine for row in rows):.2f}",
+            ]
         print(f"| {name} | {' | '.join(cells)} |")
 
 

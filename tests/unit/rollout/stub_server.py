@@ -44,6 +44,7 @@ class Server(ThreadingHTTPServer):
         self.takes_new_adapters = True
         self.lists = True  # False: `logprobs` brings those of the sampled tokens alone
         self.mass = lambda index: 1.0  # `seed % 10` → below 1: a token that it was sampled from is not listed
+        self.scales_out = True  # started with `--enable-scale-out`
         self.weight_versions: list[list[dict[str, Any]]] = []  # of the next answers, by span of tokens
         self.adapters: list[str] = []
         self.weight_version = "default"
@@ -104,6 +105,10 @@ class Handler(BaseHTTPRequestHandler):
                 self.answer(500, {"error": {"message": str(error)}})
             else:
                 self.answer(200, {"results": []})
+        elif self.path == GENERATE and not self.server.scales_out:
+            self.answer(403, {"error": {"message": "Scale-out endpoints are disabled."}})
+        elif not body:
+            self.answer(400, {"error": {"message": "fields are missing"}})
         elif body["model"] not in ["policy", *self.server.adapters]:
             self.answer(404, {"error": {"message": f"The model {body['model']} does not exist."}})
         elif self.server.trouble:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlctl.errors import RunFailure
+from rlctl.errors import EnvironmentFailure, RunFailure
 from rlctl.rollout import vllm_server
+from rlctl.rollout.build_vllm import reachable
 from rlctl.rollout.engine_lock import InFlightRollout
 from rlctl.rollout.protocol import Request
 from rlctl.rollout.vllm_server import GENERATE, VLLMServerRollout
@@ -125,6 +126,15 @@ def test_most_likely_tokens_are_listed_as_by_other_requests(server: Server, tmp_
     assert turn.most_likely.counts.tolist() == [2, 2]
     assert torch.equal(turn.most_likely.ids[:2], torch.tensor([5, 3], dtype=torch.int32))
     engine.close()
+
+
+def test_a_server_that_reports_no_versions_is_refused(server: Server) -> None:
+    reachable([server.url], seconds=60, in_flight=True)
+    server.scales_out = False
+    reachable([server.url], seconds=60)
+    with pytest.raises(EnvironmentFailure, match="does not report the weights") as caught:
+        reachable([server.url], seconds=60, in_flight=True)
+    assert "--enable-scale-out" in str(caught.value.fix)
 
 
 def test_closing_the_engine_ends_open_requests(server: Server, tmp_path: Path) -> None:

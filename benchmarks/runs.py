@@ -34,6 +34,7 @@ KEPT = {
     "masked": "rollout_corr/rollout_rs_masked_fraction",
     "kl": "rollout_corr/k3_kl",
     "staleness": "training/staleness_mean",
+    "mixed": "age/mixed_episodes",
     "step_s": "timing_s/step",
     "alarms": "guardrails/alarms",
     "interventions": "guardrails/interventions",
@@ -44,6 +45,7 @@ SERIES = {
     "paid": "filter_groups/tokens_generated",
     "length": "response_length/mean",
     "score_paid": "filter_groups/score_mean",
+    "step_s": "timing_s/step",
 }
 #: Modules that a run imports.
 PRELOADED = (

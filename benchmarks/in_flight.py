@@ -3,7 +3,7 @@
     python benchmarks/in_flight.py [--seeds 1-3] [--steps 30] [--memory FILE] [KEY=VALUE …]
 
 Trains the built-in model on `questions.py`, whose episodes have 1 to 40 turns, with one vLLM server on this
-machine, with token weights, one run at a time, seed by seed, so that a load of the machine affects all
+machine for all runs, with token weights, one run at a time, seed by seed, so that a load of the machine affects all
 conditions. Prints Markdown: seconds per step (mean over the steps after the first, then over seeds); the
 ratio to the synchronous run of the same seed with its 95 % interval; mean reward over the last half of the
 steps and its difference to that run with its interval; updates since an episode's first token; and the share
@@ -13,9 +13,14 @@ of episodes with tokens of several versions.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
+import os
+import secrets
 import statistics
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -23,8 +28,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.intervals import mean_interval
 from benchmarks.learning import seeds_of
 from benchmarks.runs import Job, Outcome, run_all
+from rlctl.rollout.build_vllm import replica_settings
+from rlctl.rollout.replicas import Replicas
+from rlctl.rollout.server_access import KEY
+from rlctl.spec.load import load_spec
+from rlctl.tiny.game import embedded_task
 
-HERE = Path(__file__).parent
+HERE, PRESET = Path(__file__).parent, "rloo-seq-is"
 SHARED = (
     *("rollout.name=vllm", "rollout.mode=server", "rollout.n=4", "data.train_batch_size=16"),
     *("actor.ppo_mini_batch_size=16", "actor.lr=5e-4", "actor.lr_warmup_steps=0", "trainer.test_freq=-1"),
@@ -51,16 +61,21 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="of every run")
     options = parser.parse_args()
     steps = f"trainer.total_training_steps={options.steps}"
-    jobs = [
-        Job("in flight", name, seed, ("rloo-seq-is",), (*SHARED, *setting, steps, *options.overrides))
-        for seed in options.seeds
-        for name, setting in CONDITIONS.items()
-    ]
-    outcomes = run_all(jobs, options.memory, workers=1)
+    with _server() as server:
+        outcomes = run_all(
+            [
+                Job("in flight", name, seed, (PRESET,), (*SHARED, *setting, steps, *options.overrides))
+                for seed in options.seeds
+                for name, setting in CONDITIONS.items()
+            ],
+            options.memory,
+            workers=1,
+            more=server,
+        )
     for job, outcome in outcomes.items():
         if outcome.error:
             raise SystemExit(f"{job.name}, seed {job.seed}: {outcome.error}")
-    found = {name: [outcomes[job] for job in jobs if job.name == name] for name in CONDITIONS}
+    found = {name: [found for job, found in outcomes.items() if job.name == name] for name in CONDITIONS}
     base = found["synchronous"]
     print("| | s/step | ratio | reward | minus synchronous | age | mixed episodes |")
     print("|---|---|---|---|---|---|---|")
@@ -75,6 +90,21 @@ def main() -> None:
         age, mixed = (statistics.fmean(run.means[key] for run in runs) for key in ("staleness", "mixed"))
         cells = (f"{means[0]:.2f}", ratio, f"{means[1]:.3f}", difference, f"{age:.2f}", f"{mixed:.2f}")
         print(f"| {name} | {' | '.join(cells)} |")
+
+
+@contextlib.contextmanager
+def _server() -> Iterator[tuple[str, ...]]:
+    """A server of the built-in model, as a run in flight would start it; the settings with which runs use it."""
+    os.environ[KEY] = secrets.token_hex(32)
+    spec = load_spec([PRESET], [], [*SHARED, *CONDITIONS["in flight"]]).spec
+    with tempfile.TemporaryDirectory() as where:
+        model, logs, weights = embedded_task(spec).model_dir, Path(where) / "logs", Path(where) / "weights"
+        servers = Replicas(1, replica_settings(spec), lambda: model, logs)
+        servers.start()
+        try:
+            yield f"rollout.server.urls=[{servers.urls[0]}]", f"rollout.server.weights_dir={weights}"
+        finally:
+            servers.close()
 
 
 def _seconds(run: Outcome) -> float:

@@ -110,7 +110,7 @@ def replica_settings(spec: RunSpec, *, reads_images: bool = False) -> ReplicaSet
         )
     options = training_options(spec, reads_images=reads_images)
     if rollout.in_flight:
-        options["enable_scale_out"] = True
+        options |= {"enable_scale_out": True, "scheduling_policy": "priority"}
     if spec.broadcasts_weights(on_gpus=on_gpus):
         backend = transfer_backend(torch.device("cuda" if on_gpus else "cpu"))
         options["load_format"] = "dummy"
@@ -268,9 +268,14 @@ def _check_settings(url: str, lora_rank: int, *, in_flight: bool) -> str:
     if mode != LOGPROBS_MODE:
         what = f"the server reports {mode}, which are not log-probs of the distribution it samples from"
         raise EnvironmentFailure(what, where=where, fix=f"{fix}, --logprobs-mode {LOGPROBS_MODE} among them")
-    if in_flight and ask("POST", url + GENERATE, _INFO_S, {}).status_code in _NOT_OFFERED:
-        what = "the server does not report the weights that sampled each token, for rollout.in_flight"
-        raise EnvironmentFailure(what, where=where, fix=f"{fix}, --enable-scale-out among them")
+    if in_flight:
+        policy = info["vllm_config"]["scheduler_config"]["policy"]
+        has_versions = ask("POST", url + GENERATE, _INFO_S, {}).status_code not in _NOT_OFFERED
+        if not has_versions or policy != "priority":
+            what = "the server was not started for rollout.in_flight: it "
+            what += "has no priorities" if has_versions else "does not report which weights sampled a token"
+            options = "--enable-scale-out and --scheduling-policy priority"
+            raise EnvironmentFailure(what, where=where, fix=f"{fix}, {options} among them")
     lora = info["vllm_config"]["lora_config"]  # null without --enable-lora
     is_open = info["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]
     if lora_rank and not (is_open and lora and lora["max_lora_rank"] >= lora_rank):

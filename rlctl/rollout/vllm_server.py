@@ -124,7 +124,9 @@ class VLLMServerRollout(CompletionRollout):
         self._restarted: set[str] = set()  # servers that were found with other weights while they sampled
         self._renewing = {url: asyncio.Lock() for url in urls}
         self._loop = _Loop()
-        self._connections, self._unused = asyncio.Semaphore(CONNECTIONS), list[httpx.AsyncClient]()
+        # The trainer's own requests do not wait for those in flight, here or at the servers.
+        self._slots, self._slots_in_flight = asyncio.Semaphore(CONNECTIONS), asyncio.Semaphore(CONNECTIONS)
+        self._unused = list[httpx.AsyncClient]()
         rollout = context.spec.rollout
         self._in_flight, self._cache = rollout.in_flight, rollout.stale_cache
         self._versions: dict[str, int] = {}  # number of updates by tag of this run
@@ -147,7 +149,8 @@ class VLLMServerRollout(CompletionRollout):
         self._policy_version = None
         self._agree("")  # waits until all ranks have their batches: the shared servers may still be sampling
         with failing_together(self._agree):
-            if self._rank == 0 and self._newest.tag:  # an engine that hangs is found before it should load
+            # An engine that hangs is found before it should load. In flight, this would wait for open ones.
+            if self._rank == 0 and self._newest.tag and not self._in_flight:
                 self._loop.run(self._everywhere(self._probe, self._answer_timeout))
         with contextlib.ExitStack() as stack:
             if self._replicas:  # broadcasts have a time limit per chunk
@@ -218,7 +221,7 @@ class VLLMServerRollout(CompletionRollout):
         for _ in range(_TRIES):
             urls = self._current_urls()
             url = urls[(self._rank + number) % len(urls)]  # requests of one call may share their beginning
-            async with self._connection() as client:
+            async with self._connection(self._slots_in_flight) as client:
                 answer = await self._ask(client, url, GENERATE, self._generate_body(request, sampling))
                 found = generated(answer.content, self._versions) if answer else None
                 if found:
@@ -242,7 +245,7 @@ class VLLMServerRollout(CompletionRollout):
         prompts = [number for number, (_, siblings) in enumerate(equal) for _ in siblings]
 
         async def ask(index: int, url: str) -> Completion | None:
-            async with self._connection() as client:
+            async with self._connection(self._slots) as client:
                 answer = await self._ask(
                     client, url, "/v1/completions", self._body(requests[index], sampling)
                 )
@@ -279,7 +282,8 @@ class VLLMServerRollout(CompletionRollout):
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        return body | self._salt | self._parameters(sampling, request)
+        first = {"priority": -1} if self._in_flight else {}
+        return body | first | self._salt | self._parameters(sampling, request)
 
     def _current_urls(self) -> list[str]:
         """The servers with the newest weights.
@@ -499,9 +503,9 @@ class VLLMServerRollout(CompletionRollout):
                 raise RunFailure(f"a vLLM server does not answer any more: {words}", where=url)
 
     @contextlib.asynccontextmanager
-    async def _connection(self) -> AsyncIterator[httpx.AsyncClient]:
+    async def _connection(self, slots: asyncio.Semaphore) -> AsyncIterator[httpx.AsyncClient]:
         """A client for one request, which waits for it as long as it takes."""
-        async with self._connections:
+        async with slots:
             client = self._unused.pop() if self._unused else self._client(timeout=None)
             try:
                 yield client

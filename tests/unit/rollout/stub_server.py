@@ -31,6 +31,8 @@ class Server(ThreadingHTTPServer):
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.is_asked, self.may_answer = threading.Event(), threading.Event()  # completions
         self.may_answer.set()
+        self.answers_in_flight = threading.Event()
+        self.answers_in_flight.set()
         self.is_awake = threading.Event()  # cleared: it listens, and answers nothing at all
         self.is_awake.set()
         self.engine_works = threading.Event()  # cleared: it answers what needs no engine, `/health` included
@@ -44,7 +46,7 @@ class Server(ThreadingHTTPServer):
         self.takes_new_adapters = True
         self.lists = True  # False: `logprobs` brings those of the sampled tokens alone
         self.mass = lambda index: 1.0  # `seed % 10` → below 1: a token that it was sampled from is not listed
-        self.scales_out = True  # started with `--enable-scale-out`
+        self.scales_out, self.scheduling_policy = True, "priority"  # as started for sampling in flight
         self.weight_versions: list[list[dict[str, Any]]] = []  # of the next answers, by span of tokens
         self.adapters: list[str] = []
         self.weight_version = "default"
@@ -79,6 +81,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, {})
         elif mode := self.server.logprobs_mode:
             config = {"model_config": {"logprobs_mode": mode}, "lora_config": self.server.lora}
+            config["scheduler_config"] = {"policy": self.server.scheduling_policy}
             environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": self.server.takes_new_adapters}
             self.answer(200, {"vllm_config": config, "vllm_env": environment})
         else:
@@ -122,6 +125,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.may_answer.wait(120)
             self.server.engine_works.wait(120)
             if self.path == GENERATE:
+                self.server.answers_in_flight.wait(120)
                 self.answer(200, {"choices": [self.generated(**body["sampling_params"], **body)]})
                 return
             index, token, end = body["seed"] % 10, body["prompt"][-1], TOKENIZER.eos_token_id

@@ -65,6 +65,7 @@ def test_an_update_pauses_sends_names_the_version_and_resumes(
     assert body["sampling_params"]["repetition_penalty"] == 1.0
     sample(engine)  # the trainer's own requests never share blocks of older weights
     assert server.asked[-1][1]["cache_salt"] == tag
+    assert server.asked[-1][1]["priority"] < body.get("priority", 0)
     send(engine, model, 5)
     sample(engine)
     assert server.asked[-1][1]["cache_salt"] == server.weight_version != tag
@@ -128,13 +129,33 @@ def test_most_likely_tokens_are_listed_as_by_other_requests(server: Server, tmp_
     engine.close()
 
 
-def test_a_server_that_reports_no_versions_is_refused(server: Server) -> None:
+def test_a_server_that_was_not_started_for_it_is_refused(server: Server) -> None:
     reachable([server.url], seconds=60, in_flight=True)
+    server.scheduling_policy = "fcfs"
+    with pytest.raises(EnvironmentFailure, match="has no priorities") as caught:
+        reachable([server.url], seconds=60, in_flight=True)
     server.scales_out = False
     reachable([server.url], seconds=60)
-    with pytest.raises(EnvironmentFailure, match="does not report the weights") as caught:
+    with pytest.raises(EnvironmentFailure, match="does not report which weights") as caught:
         reachable([server.url], seconds=60, in_flight=True)
-    assert "--enable-scale-out" in str(caught.value.fix)
+    assert "--enable-scale-out and --scheduling-policy priority" in str(caught.value.fix)
+
+
+def test_the_trainers_own_requests_wait_for_no_request_in_flight(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many are open: a sync is tested, and a policy validated, meanwhile."""
+    monkeypatch.setattr(vllm_server, "CONNECTIONS", 2)
+    engine, _ = started(server, tmp_path)
+    server.answers_in_flight.clear()
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(engine.sample_in_flight, [Request([5], 1)] * 6, SAMPLING)
+        assert server.is_asked.wait(60)
+        assert len(sample(engine)) == 6
+        assert not waiting.done()
+        server.answers_in_flight.set()
+        assert len(waiting.result(60)) == 6
+    engine.close()
 
 
 def test_closing_the_engine_ends_open_requests(server: Server, tmp_path: Path) -> None:

@@ -3,11 +3,11 @@
     python benchmarks/in_flight.py [--seeds 1-3] [--steps 30] [--memory FILE] [KEY=VALUE …]
 
 Trains the built-in model on `questions.py`, whose episodes have 1 to 40 turns, with one vLLM server on this
-machine for all runs, with token weights, one run at a time, seed by seed, so that a load of the machine affects all
-conditions. Prints Markdown: seconds per step (mean over the steps after the first, then over seeds); the
-ratio to the synchronous run of the same seed with its 95 % interval; mean reward over the last half of the
-steps and its difference to that run with its interval; updates since an episode's first token; and the share
-of episodes with tokens of several versions.
+machine for all runs, with token weights, one run at a time, seed by seed, so that a load of the machine
+affects all conditions. Prints Markdown: seconds per step (mean over the steps after the first, then over
+seeds); the ratio to the synchronous run of the same seed with its 95 % interval; mean reward over the last
+half of the steps and its difference to that run with its interval; updates since an episode's first token;
+and the share of episodes with tokens of several versions.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _server() -> Iterator[tuple[str, ...]]:
-    """A server of the built-in model, as a run in flight would start it; the settings with which runs use it."""
+    """A server of the built-in model, as a run in flight starts it; the settings with which runs use it."""
     os.environ[KEY] = secrets.token_hex(32)
     spec = load_spec([PRESET], [], [*SHARED, *CONDITIONS["in flight"]]).spec
     with tempfile.TemporaryDirectory() as where:

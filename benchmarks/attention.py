@@ -23,7 +23,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from rlctl.engine.varlen import _attention, cu_seqlens
+from rlctl.engine.layout import separations
+from rlctl.engine.varlen import attention
 
 HEADS, KV_HEADS, HEAD_DIM = 28, 4, 128
 
@@ -62,16 +63,10 @@ def compare(tokens: int, sequence: int) -> dict[str, object]:
         torch.randn(1, heads, sum(lengths), HEAD_DIM, device=device, dtype=dtype, requires_grad=True)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]
-    offsets = cu_seqlens(lengths, device)
-    sizes = {
-        "cu_seq_lens_q": offsets,
-        "cu_seq_lens_k": offsets,
-        "max_length_q": sequence,
-        "max_length_k": sequence,
-    }
+    sizes = separations(torch.tensor(lengths), torch.device(device))
 
     def varlen() -> Tensor:
-        return _attention(None, *states, None, **sizes)[0]
+        return attention(None, *states, None, **sizes)[0]
 
     found: dict[str, object] = {"dense": measured(lambda: dense(*states, lengths), states)}
     if on_gpu:

@@ -32,8 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from rlctl.algos.correction import correct, correction_metrics, normalization_factor
 from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
-from rlctl.algos.segments import Units
-from rlctl.algos.sums import to_host
+from rlctl.algos.segments import Units, to_host
 from tests.reference import verl_helper
 
 SIZES = [(256, 1024), (1024, 4096)]

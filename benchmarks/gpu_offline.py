@@ -181,6 +181,7 @@ def _cases(rehearse: bool, num_gpus: int = 1) -> list[Case]:
         card("0.5b", "hf", 300),
         card("1.5b", "hf", 420),
         attention(),
+        card("1.5b", "hf", 420, "varlen", "model.attn_implementation=varlen"),
         card("1.5b", "hf", 420, "offload", *offload),
         Case("kill and resume", [*python, "-m", "benchmarks.chaos", "--kills", "2"], 420),
         *(

@@ -80,9 +80,8 @@ def measure(precision: str, max_lora_rank: int, syncs: int) -> dict[str, Any]:
     from rlctl.engine.lora import BasePolicy, adapter_parameters, add_lora
     from rlctl.engine.ranks import join_ranks, leave_ranks
     from rlctl.rollout.completions import vllm_options
-    from rlctl.rollout.protocol import Request, Sampling
+    from rlctl.rollout.protocol import ExpectedWeights, Request, Sampling
     from rlctl.rollout.vllm import TrainedVLLMRollout
-    from rlctl.rollout.weights import ExpectedWeights
     from rlctl.spec.model import ALL_LINEAR, RECIPE
     from rlctl.tiny.model import build_tokenizer
 

@@ -65,11 +65,11 @@ ESTIMATORS = ["tests/unit/train/test_score_batch.py", "tests/unit/train/test_com
 #: Module → its tests, most effective first. Other tests may kill more mutants: the score is a lower bound.
 MODULES = {
     "rlctl.algos.correction": CORRECTION,
-    "rlctl.algos.sums": CORRECTION,
     "rlctl.algos.verl_metrics": CORRECTION,
     "rlctl.algos.segments": CORRECTION,
     "rlctl.algos.estimators": [
         f"{ALGOS}/test_advantages.py",
+        f"{ALGOS}/test_token_advantages.py",
         VERL,
         *ESTIMATORS,
         "tests/unit/test_registry.py",
@@ -83,7 +83,6 @@ MODULES = {
         "tests/unit/train/test_update_critic.py",
     ],
     "rlctl.algos.rules": ["tests/unit/spec/test_spec_resolve.py", *CORRECTION[:2], f"{ALGOS}/test_losses.py"],
-    "rlctl.algos.token_advantages": [f"{ALGOS}/test_token_advantages.py", VERL, *ESTIMATORS],
     "rlctl.train.score_batch": [
         "tests/unit/train/test_score_batch.py",
         "tests/unit/train/test_micro_batches.py",

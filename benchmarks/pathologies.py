@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from benchmarks.learning import seeds_of
 from benchmarks.planted import FAULTS, HEALTHY, Planted, train_all
@@ -30,7 +31,6 @@ from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rule import Diagnosis, examine, metrics_read
 from rlctl.spec.load import RUN_SPEC_FILE, load_spec
 from rlctl.spec.run_spec import RunSpec
-from rlctl.track.rollouts import read_part
 from tests.simulated_logs.writers import Format, write_log
 
 FORMATS: tuple[Format, ...] = ("rlctl", "verl", "trl")
@@ -103,7 +103,7 @@ def from_responses(run_dir: Path) -> dict[int, dict[str, float]]:
     found = {}
     columns = ["step", "reward", "rollout_log_probs", "training_log_probs"]
     for part in sorted((run_dir / "rollouts").glob("*.parquet")):
-        table = read_part(part).select(columns)
+        table = pq.read_table(part).select(columns)
         steps = table["step"].to_numpy()
         for step in np.unique(steps):
             rows = table.filter(steps == step)

@@ -218,23 +218,20 @@ class EvaluateOptions(TypedDict, total=False):
     seed: int
     reward: str | None
     engine: str | None
-    base_url: str | None
-    concurrency: int
-    timeout: float
     fresh: bool
     out: Path | None
     batch_size: int
 
 
 def evaluate(
-    model_or_run: str | Path | RunRecord | None,
+    model_or_run: str | Path | RunRecord,
     data: str | Sequence[str] = (),
     **options: Unpack[EvaluateOptions],
 ) -> EvaluationRecord:
     """Sample responses, grade them and compute scores; stored responses are not sampled again.
 
     Args:
-        model_or_run: a run, a model directory or a hub id; None: the only model of the server at `base_url`.
+        model_or_run: a run, a model directory or a hub id.
         data: names of benchmarks, and files; empty: the run's validation files.
         options: fields of `rlctl.evaluate.request.EvaluateRequest`: n, ks, temperature, engine …
 
@@ -245,7 +242,7 @@ def evaluate(
     from rlctl.evaluate.evaluation import evaluate as run_evaluation
     from rlctl.evaluate.request import EvaluateRequest
 
-    target = str(_path_of(model_or_run, "model_or_run")) if model_or_run is not None else None
+    target = str(_path_of(model_or_run, "model_or_run"))
     known = [field.name for field in fields(EvaluateRequest)]
     if unknown := [name for name in options if name not in known]:
         raise UsageError(f"evaluate has no option {unknown[0]}", fix=f"one of {', '.join(known[2:])}")

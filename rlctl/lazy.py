@@ -20,7 +20,9 @@ class LazyModule:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        return getattr(importlib.import_module(self._name), attribute)
+        value = getattr(importlib.import_module(self._name), attribute)
+        setattr(self, attribute, value)  # found directly the next time
+        return value
 
 
 if TYPE_CHECKING:

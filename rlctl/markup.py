@@ -21,15 +21,9 @@ def plain(text: str) -> str:
 def code(text: str) -> str:
     """Inline code on one line, which the text cannot terminate."""
     text = " ".join(visible(text).split())
-    fence = "`" * (_longest_fence(text) + 1)
+    fence = "`" * (max(map(len, re.findall("`+", text)), default=0) + 1)
     pad = " " if text.startswith("`") or text.endswith("`") else ""
     return f"{fence}{pad}{text}{pad}{fence}"
-
-
-def block(text: str, language: str = "") -> str:
-    """A code block, which the text cannot terminate."""
-    fence = "`" * max(3, _longest_fence(text) + 1)
-    return f"{fence}{language}\n{visible(text).rstrip()}\n{fence}"
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> list[str]:
@@ -37,10 +31,6 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequ
     rules = ["---:" if heading in right else "---" for heading in headings]
     cells = ([re.sub(r"(?<!\\)\|", r"\\|", cell) for cell in row] for row in rows)
     return [f"| {' | '.join(line)} |" for line in (headings, rules, *cells)]
-
-
-def _longest_fence(text: str) -> int:
-    return max(map(len, re.findall("`+", text)), default=0)
 
 
 def group_end(text: str, start: int, limit: int | None = None) -> int | None:

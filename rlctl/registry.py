@@ -230,6 +230,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
         Raises:
             UsageError: there is none, or the user's file or the package cannot be imported.
         """
+        if name in self._checked:
+            return self._parts[name]
         self._load()
         name = absolute_name(name)
         if is_file_function(name) and name not in self._parts:
@@ -239,9 +241,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
         if name not in self._parts:
             raise UsageError(f"no {self.kind} `{name}`", where=self.key, fix=f"one of {', '.join(self)}")
         part = self._parts[name]
-        if name not in self._checked:
-            self._check(part.function, name)
-            self._checked.add(name)
+        self._check(part.function, name)
+        self._checked.add(name)
         return part
 
     def parts(self) -> list[Part]:
@@ -495,7 +496,7 @@ POLICY_LOSSES = Registry(
 CORRECTION_WEIGHTS = Registry(
     "correction weight",
     key="algorithm.rollout_correction.rollout_is",
-    module="rlctl.algos.correction_weights",
+    module="rlctl.algos.weights_and_criteria",
     takes="log_ratio params",
     inputs="advantages age",
 )
@@ -503,7 +504,7 @@ REJECTION_CRITERIA = Registry(
     "rejection criterion",
     plural="rejection criteria",
     key="algorithm.rollout_correction.rollout_rs",
-    module="rlctl.algos.rejection_criteria",
+    module="rlctl.algos.weights_and_criteria",
     takes="log_ratio params",
     inputs="advantages age",
 )

@@ -223,7 +223,7 @@ def forked_ranks_with_vllm() -> None:
     """Like `forked_ranks`, and imports vLLM first."""
     forked_ranks()
     from rlctl.rollout import vllm
-    from rlctl.rollout.process_state import IsolatedState
+    from rlctl.rollout.vllm import IsolatedState
 
     vllm._set_environment()
     with IsolatedState().running():

@@ -46,16 +46,8 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "unit/diagnose/test_diagnosis_page.py": ("test_hostile_text_is_only_text",),
     },
-    "files for lm-evaluation-harness": {
-        "unit/evaluate/test_lm_eval_files.py": ("test_names_are_those_its_tools_look_for",),
-    },
     "rollout engines: vLLM in process and as servers, planted gaps": {
         "integration/test_vllm_training.py": ("test_a_server_gets_weights_by_broadcast",),
-        "integration/test_evaluate_served_model.py": (),
-        "unit/evaluate/test_served_model.py": (
-            "test_the_figures_are_those_of_what_the_server_said",
-            "test_an_answer_cut_off_at_the_limit_is_truncated",
-        ),
         "unit/mismatch/test_planted_causes.py": (
             "test_a_healthy_pair_is_left_alone",
             "test_wrong_temperature",

@@ -1,8 +1,8 @@
 """Rollout correction: importance weights and rejection between π_rollout and π_train.
 
-Formulas of docs/explanation/rollout-correction.md, in its order: ratio → weight → rejection → normalisation →
-sums → metrics. M sampled tokens form R responses (`CorrectionRules.unit`). Log-ratios, and sums of them, are
-clamped to ±20 before `exp`.
+Formulas of docs/explanation/rollout-correction.md: ratio → rejection → weight → sums → normalisation →
+metrics. M sampled tokens form R responses (`CorrectionRules.unit`). Log-ratios, and sums of them, are clamped
+to ±20 before `exp`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from torch import Tensor
 
 from rlctl.algos import verl_metrics
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, RejectRule, WeightRule
-from rlctl.algos.segments import Segments, Units
-from rlctl.algos.sums import LARGEST, HostSums, Moments, Sums, divided, moments, ratio
+from rlctl.algos.segments import LARGEST, HostSums, Moments, Segments, Sums, Units, divided, moments, ratio
 from rlctl.registry import CORRECTION_WEIGHTS, REJECTION_CRITERIA, Registry, is_builtin
 
 
 @dataclass(frozen=True)
 class LogRatio:
-    """log ρ of the M tokens of finite responses, the input of weights and criteria."""
+    """log ρ of the M tokens of R responses, the input of weights and criteria.
+
+    Responses without tokens or with a log-prob that is not finite are not among them.
+    """
 
     token: Tensor  # (M,) float32, log ρ_t clamped to ±20
     total: Tensor  # (R,) float64, Σ_t log ρ_t, not clamped
     train: Tensor  # (M,) log π_train
     rollout: Tensor  # (M,) log π_rollout
     units: Units
-    unit: Segments  # the responses; one that is not finite has no tokens here
+    unit: Segments  # the tokens of each response
     advantages: Tensor | None = None  # (M,), set if it is needed
     age: Tensor | None = None  # (M,) optimizer updates since the weights that sampled it, set if it is needed
 
@@ -43,7 +45,7 @@ class LogRatio:
     @property
     def mean(self) -> Tensor:
         """(R,) float64: log of the geometric mean of ρ."""
-        return self.total / self.length.clamp(min=1)
+        return self.total / self.length
 
     @cached_property
     def ratio(self) -> Tensor:
@@ -69,8 +71,8 @@ class Correction:
         nonfinite: (R,) bool, responses with a NaN or infinite log-prob (always rejected).
         saturated: (R,) bool, responses with |Σ log ρ| ≥ 20.
         sums: from which metrics and denominators are computed.
-        raw, bounded: (U,) weights of every token or segment of the level, before and after the bound; of
-            finite responses only. None without a level.
+        raw, bounded: (U,) float64 weights of every token or segment of the level, before and after the bound,
+            of the responses in `LogRatio`. None without a level.
     """
 
     weights: Tensor | None
@@ -110,35 +112,48 @@ def correct(
         ValueError: as `check_inputs`.
     """
     check_inputs(log_probs, rollout_log_probs, units, rules, advantages, age)
-    unit, all_units = rules.segments(units, "sequence"), units
-    gap, train, rollout = log_probs - rollout_log_probs, log_probs, rollout_log_probs
-    total = unit.sum(gap)
-    nonfinite, inside = ~total.isfinite(), None
-    if nonfinite.any():  # their tokens are left out of everything below
-        inside = unit.spread(~nonfinite)
-        gap, train, rollout = gap[inside], train[inside], rollout[inside]
+    responses, level = rules.segments(units, "sequence"), rules.segments(units, rules.weight.unit)
+    gap = log_probs - rollout_log_probs
+    total = responses.sum(gap)
+    nonfinite = ~total.isfinite()
+    saturated = ~nonfinite & (total.abs() >= LOG_RATIO_CLAMP)
+    sums: Sums = {
+        "tokens": responses.lengths.sum(),
+        "sequences": (responses.lengths > 0).sum(),
+        "units": level.num_present,
+        "saturated": saturated.sum(),
+    }
+    used = ~nonfinite & (responses.lengths > 0)
+    inside = None
+    if not used.all():  # the others are left out of everything below
+        inside = responses.spread(used)
+        gap, log_probs, rollout_log_probs = (x[inside] for x in (gap, log_probs, rollout_log_probs))
         advantages, age = (None if x is None else x[inside] for x in (advantages, age))
-        units, total = units.kept(inside), torch.where(nonfinite, 0.0, total)
-    gap = gap.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+        units, total = units.kept(inside).present(), total[used]
     log_ratio = LogRatio(
-        gap, total, train, rollout, units, rules.segments(units, "sequence"), advantages, age
+        gap.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP),
+        total,
+        log_probs,
+        rollout_log_probs,
+        units,
+        rules.segments(units, "sequence"),
+        advantages,
+        age,
     )
-    results = [_checked(log_ratio, rule, rules) for rule in rules.reject]
+    sums |= _gap_sums(log_ratio)
     keep = torch.ones_like(gap, dtype=torch.bool)
-    for _, _, _, rejected, segments in results:
-        keep &= ~(rejected if segments is None else segments.spread(rejected))
-    sums = _gap_sums(log_ratio) | _counts(log_ratio, all_units, keep, rules)
-    for result, rule in zip(results, rules.reject, strict=True):
-        sums |= _criterion_sums(log_ratio, result, rule, rules)
-    weights, raw, bounded, of_weights = _weighted(log_ratio, all_units, keep, rules)
+    for rule in rules.reject:
+        rejected, of_rule = _rejected(log_ratio, rule, rules)
+        keep &= ~rejected
+        sums |= of_rule
+    weights, raw, bounded, of_weights = _weighted(log_ratio, keep, rules)
+    sums |= of_weights | _kept_sums(log_ratio, keep)
     if inside is not None:
         keep = torch.zeros_like(inside).masked_scatter(inside, keep)
-        if weights is not None:
-            weights = weights.new_zeros(len(inside)).masked_scatter(inside, weights)
-    saturated = total.abs() >= LOG_RATIO_CLAMP
-    sums = {name: value.double() for name, value in (sums | of_weights).items()}
+        weights = weights.new_zeros(len(inside)).masked_scatter(inside, weights)
+    sums = {name: value.double() for name, value in sums.items()}
     if rules.weight.level is None:
-        weights = raw = bounded = None
+        return Correction(None, keep, nonfinite, saturated, sums)
     return Correction(weights, keep, nonfinite, saturated, sums, raw, bounded)
 
 
@@ -177,7 +192,7 @@ def check_inputs(
         raise ValueError(f"{tuple(log_probs.shape)} log-probs do not fit {units.sequence.total} tokens")
 
 
-# --- weights and rejection --------------------------------------------------------------------------
+# --- rejection and weights --------------------------------------------------------------------------
 
 
 def clamped_exp(log_weight: Tensor) -> Tensor:
@@ -195,161 +210,126 @@ def bound(weights: Tensor, rule: WeightRule) -> Tensor:
 def _evaluated(
     registry: Registry, name: str, log_ratio: LogRatio, params: Any, rules: CorrectionRules
 ) -> Tensor:
-    """Values of a registered weight or criterion: (M,), or float64 per segment of its unit, 0.0 if empty."""
+    """Values of a registered weight or criterion: one per token or segment of its unit."""
     part = registry.part(name)
     given = log_ratio if is_builtin(part.function) else log_ratio.copied()  # it may change its input
     values: Tensor = part.function(given, params)
-    if part.unit == "token":
-        registry.check_returned(f"{name} (unit='token')", values, tuple(log_ratio.token.shape))
-        return values
-    lengths: Tensor = rules.segments(log_ratio.units, part.unit).lengths
-    registry.check_returned(f"{name} (unit={part.unit!r})", values, tuple(lengths.shape))
-    return torch.where(lengths > 0, values.double(), 0.0)
+    shape = (len(rules.segments(log_ratio.units, part.unit)),)
+    registry.check_returned(f"{name} (unit={part.unit!r})", values, shape)
+    return values if part.unit == "token" else values.double()
 
 
-#: The statistic per token or segment, values over the upper bound, under the lower one, what is rejected
-#: (bool, per token or segment), and its segments; None: tokens are rejected one by one.
-_Result = tuple[Tensor, Tensor, Tensor, Tensor, Segments | None]
-
-
-def _checked(log_ratio: LogRatio, rule: RejectRule, rules: CorrectionRules) -> _Result:
-    segments = None if rule.scope == "token" else rules.segments(log_ratio.units, rule.scope)
-    if rule.reduction in {"none", "given"}:
-        values = _evaluated(REJECTION_CRITERIA, rule.statistic, log_ratio, rule.params, rules)
-    elif segments is not None and rule.statistic == "ratio" and rule.reduction != "max":
-        log_sum = segments.sum(log_ratio.train - log_ratio.rollout)  # product, or geometric mean
-        by = segments.lengths.clamp(min=1) if rule.reduction == "mean" else 1.0
-        values = clamped_exp(log_sum / by)
+def _rejected(log_ratio: LogRatio, rule: RejectRule, rules: CorrectionRules) -> tuple[Tensor, Sums]:
+    """(M,) bool: tokens that one criterion rejects; sums of its statistic, and of what it rejects alone."""
+    scope = rules.segments(log_ratio.units, rule.scope)
+    is_reduced = rule.reduction in {"sum", "mean", "max"}
+    if rule.statistic == "ratio" and rule.reduction in {"sum", "mean"}:  # in log space: geometric mean
+        values = clamped_exp(getattr(scope, rule.reduction)(log_ratio.train - log_ratio.rollout))
     else:
-        assert segments is not None
-        of_tokens = _evaluated(REJECTION_CRITERIA, rule.statistic, log_ratio, rule.params, rules)
-        reduced = getattr(segments, rule.reduction)(of_tokens)
-        values = torch.where(segments.lengths > 0, reduced, 0.0)
-    inside = True if rule.reduction == "none" or segments is None else segments.lengths > 0
-    none = torch.zeros_like(values, dtype=torch.bool)
-    above = none if rule.upper is None else (values > rule.upper) & inside
-    below = none if rule.lower is None else (values < rule.lower) & inside
+        values = _evaluated(REJECTION_CRITERIA, rule.statistic, log_ratio, rule.params, rules)
+        values = getattr(scope, rule.reduction)(values) if is_reduced else values
+    above = values > (math.inf if rule.upper is None else rule.upper)
+    below = values < (-math.inf if rule.lower is None else rule.lower)
     rejected = above | below
-    if segments is not None and rule.reduction == "none":
-        rejected = segments.any(rejected)
-    if rule.negative_advantage_only and segments is not None and log_ratio.advantages is not None:
-        rejected = rejected & (segments.sum(log_ratio.advantages) < 0)
-    return values, above, below, rejected, segments
-
-
-def _weighted(
-    log_ratio: LogRatio, all_units: Units, keep: Tensor, rules: CorrectionRules
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Sums]:
-    """Weights (M,) after bound and rejection; raw and bounded ones of the level; and their sums."""
-    rule, unit = rules.weight, log_ratio.unit
-    log_weight, segments = log_ratio.token, None
-    if rule.level is not None:
-        log_weight = _evaluated(CORRECTION_WEIGHTS, rule.level, log_ratio, rule.params, rules)
-        if not rule.by_token:
-            segments = rules.segments(log_ratio.units, CORRECTION_WEIGHTS.part(rule.level).unit)
-    raw = clamped_exp(log_weight.double())
-    is_response, has_tokens = segments is unit, unit.lengths > 0
-    of_responses = raw if is_response else unit.mean(raw if segments is None else segments.spread(raw))
-    sums = moments("raw.token", raw, None if segments is None else segments.lengths)
-    sums |= moments("raw.sequence", of_responses, has_tokens)
-    bounded = bound(raw, rule)
-    column = (bounded if segments is None else segments.spread(bounded)).float()
-    applied = column * keep
-    described = applied if rule.metrics is None else column
-    everything = rules.segments(all_units, "sequence")
-    sums |= moments("weight.token", described, zeros=everything.total - len(keep))
-    # Over tokens, or over the segments of the level: which weights count in the normalisation, and how often.
-    is_there = None if segments is None else segments.lengths > 0
-    survives = keep if segments is None else segments.any(keep)
-    over = (
-        survives
-        if rule.normalize_over == "survivors"
-        else (torch.ones_like(keep) if is_there is None else is_there)
-    )
-    above, below = raw > rule.upper, raw < rule.lower_edge
-    values = unit.sum(described) / unit.lengths.clamp(min=1)
-    if segments is not None and is_there is not None:
-        above, below = above & is_there, below & is_there
-        shown = bounded * (survives if rule.metrics is None else is_there)
-        values = shown if is_response else values
-        of_level = rules.segments(all_units, CORRECTION_WEIGHTS.part(str(rule.level)).unit)
-        lost = (of_level.lengths > 0).sum() - is_there.sum()
-        sums |= moments("raw.unit", raw, is_there) | moments("weight.unit", shown, is_there, zeros=lost)
-    sums |= moments(
-        "weight.sequence", values, has_tokens, zeros=(everything.lengths > 0).sum() - has_tokens.sum()
-    )
-    sums |= {
-        "weight.above": above.sum(),
-        "weight.below": below.sum(),
-        "weight.sequences_above": ((of_responses > rule.upper) & has_tokens).sum(),
-        "weight.sequences_below": ((of_responses < rule.lower_edge) & has_tokens).sum(),
-        "weight.normalizer": (bounded * over).sum(),
-        "weight.normalizer_count": over.sum(),
-    }
-    return applied, raw, bounded, sums
-
-
-# --- sums on the device -----------------------------------------------------------------------------
-
-
-def _counts(log_ratio: LogRatio, all_units: Units, keep: Tensor, rules: CorrectionRules) -> Sums:
-    """Tokens and responses: of all, of those that are finite, kept, and rejected."""
-    unit, lengths = log_ratio.unit, rules.segments(all_units, "sequence").lengths
-    kept = unit.sum(keep)
-    return {
-        "tokens": lengths.sum(),
-        "sequences": (lengths > 0).sum(),
-        "finite_tokens": unit.lengths.sum(),
-        "finite_sequences": (unit.lengths > 0).sum(),
-        "kept_tokens": kept.sum(),
-        "kept_sequences": (kept > 0).sum(),
-        "rejected_sequences": (kept < lengths).sum(),
-        "saturated": (log_ratio.total.abs() >= LOG_RATIO_CLAMP).sum(),
-    }
-
-
-def _gap_sums(log_ratio: LogRatio) -> Sums:
-    """Distances between the two policies, independent of the rules."""
-    token, there = log_ratio.token.double(), log_ratio.unit.lengths > 0
-    excess = token.expm1()  # ρ − 1, exact where ρ is near 1
-    log_ppl = -log_ratio.unit.mean(log_ratio.train)
-    difference = -log_ratio.mean  # rollout's mean log-prob − trainer's
-    probs = [x.double().exp() for x in (log_ratio.train, log_ratio.rollout)]
-    distance = (probs[0] - probs[1]).abs()
-    sums = {
-        "log_ratio": log_ratio.total.sum(),
-        "k3": (excess - token).sum(),
-        "chi2_token": excess @ excess + 2.0 * excess.sum(),
-        "chi2_sequence": (2.0 * log_ratio.total.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)).expm1().sum(),
-        "training_log_ppl": log_ppl.sum(),
-        "training_ppl": (log_ppl.exp() * there).sum(),
-        "rollout_log_ppl": (log_ppl - difference).sum(),
-        "rollout_ppl": ((log_ppl - difference).exp() * there).sum(),
-        "log_ppl_abs_diff": difference.abs().sum(),
-        "ppl_ratio": (difference.exp() * there).sum(),
-    }
-    sums |= moments("log_ppl_diff", difference, there)
-    for name, values in (("train", probs[0]), ("rollout", probs[1]), ("distance", distance)):
-        sums |= {f"prob.{name}": values.sum(), f"prob.{name}_squares": values @ values}
-    return sums | {f"prob.distance{LARGEST}": distance.amax() if len(distance) else distance.sum()}
-
-
-def _criterion_sums(log_ratio: LogRatio, result: _Result, rule: RejectRule, rules: CorrectionRules) -> Sums:
-    """One criterion's statistic, its bound violations, and what it rejects without the others."""
-    values, above, below, rejected, segments = result
-    name, by_token = f"reject.{rule.name}", rule.reduction == "none"
-    of_values = None if by_token or segments is None else segments.lengths
-    tokens = rejected if segments is None else segments.spread(rejected)
-    sums = moments(name, values, None if of_values is None else of_values > 0) | {
-        f"{name}.units": torch.tensor(len(values), device=values.device)
-        if of_values is None
-        else (of_values > 0).sum(),
+    if rule.reduction == "none":
+        rejected = scope.any(rejected)
+    if rule.negative_advantage_only:
+        rejected &= scope.sum(log_ratio.advantages) < 0
+    tokens = scope.spread(rejected)
+    name = f"reject.{rule.name}"
+    sums = moments(name, values) | {
         f"{name}.above": above.sum(),
         f"{name}.below": below.sum(),
         f"{name}.masked_tokens": tokens.sum(),
         f"{name}.masked_sequences": log_ratio.unit.any(tokens).sum(),
     }
-    return sums | (verl_metrics.criterion_sums(name, values, of_values, rule) if rules.weight.metrics else {})
+    if rules.weight.metrics:
+        lengths = None if rule.reduction == "none" else scope.lengths
+        sums |= verl_metrics.criterion_sums(name, values, lengths, rule)
+    return tokens, sums
+
+
+def _weighted(
+    log_ratio: LogRatio, keep: Tensor, rules: CorrectionRules
+) -> tuple[Tensor, Tensor, Tensor, Sums]:
+    """Weights (M,) after bound and rejection; those of the level, raw and bounded; their sums.
+
+    Without a level, of the weights that level `token` would have.
+    """
+    rule, unit, level = rules.weight, log_ratio.unit, rules.segments(log_ratio.units, rules.weight.unit)
+    name = rule.level or "token"
+    raw = clamped_exp(_evaluated(CORRECTION_WEIGHTS, name, log_ratio, rule.params, rules).double())
+    bounded = bound(raw, rule)
+    survives = level.any(keep)
+    column = level.spread(bounded.float())
+    weights = column * keep
+    # What `rollout_is_*` describe: the weights of the loss, unless a convention ignores rejection.
+    described, shown = (weights, bounded * survives) if rule.metrics is None else (column, bounded)
+    of_responses = raw if level is unit else unit.mean(level.spread(raw))
+    averaged = torch.ones_like(survives) if rule.normalize_over == "all" else survives
+    sums = moments("raw.token", raw, level.multiplicity) | moments("weight.token", described)
+    sums |= moments("raw.sequence", of_responses)
+    sums |= moments("weight.sequence", shown if level is unit else unit.mean(described))
+    if not rule.by_token:
+        sums |= moments("raw.unit", raw) | moments("weight.unit", shown)
+    return (
+        weights,
+        raw,
+        bounded,
+        sums
+        | {
+            "weight.above": (raw > rule.upper).sum(),
+            "weight.below": (raw < rule.lower_edge).sum(),
+            "weight.sequences_above": (of_responses > rule.upper).sum(),
+            "weight.sequences_below": (of_responses < rule.lower_edge).sum(),
+            "weight.normalizer": (bounded * averaged).sum(),
+            "weight.normalizer_count": averaged.sum(),
+        },
+    )
+
+
+# --- sums on the device -----------------------------------------------------------------------------
+
+
+def _kept_sums(log_ratio: LogRatio, keep: Tensor) -> Sums:
+    """Numbers of tokens and responses that are finite, kept, and kept as a whole."""
+    lengths, kept = log_ratio.unit.lengths, log_ratio.unit.sum(keep)
+    return {
+        "finite_tokens": lengths.sum(),
+        "finite_sequences": (lengths > 0).sum(),
+        "kept_tokens": kept.sum(),
+        "kept_sequences": (kept > 0).sum(),
+        "whole_sequences": (kept == lengths).sum(),
+    }
+
+
+def _gap_sums(log_ratio: LogRatio) -> Sums:
+    """Distances between the two policies, independent of the rules."""
+    token, total = log_ratio.token.double(), log_ratio.total
+    excess = token.expm1()  # ρ − 1, exact where ρ is near 1
+    sums = {
+        "log_ratio": total.sum(),
+        "k3": (excess - token).sum(),
+        "chi2_token": excess @ excess + 2.0 * excess.sum(),
+        "chi2_sequence": (2.0 * total.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)).expm1().sum(),
+    }
+    del token, excess
+    log_ppl = -log_ratio.unit.mean(log_ratio.train)
+    difference = -log_ratio.mean  # rollout's mean log-prob − trainer's
+    sums |= moments("log_ppl_diff", difference) | {
+        "training_log_ppl": log_ppl.sum(),
+        "training_ppl": log_ppl.exp().sum(),
+        "rollout_log_ppl": (log_ppl - difference).sum(),
+        "rollout_ppl": (log_ppl - difference).exp().sum(),
+        "log_ppl_abs_diff": difference.abs().sum(),
+        "ppl_ratio": difference.exp().sum(),
+    }
+    train, rollout = log_ratio.train.double().exp(), log_ratio.rollout.double().exp()
+    sums |= {"prob.train": train.sum(), "prob.train_squares": train @ train}
+    sums |= {"prob.rollout": rollout.sum(), "prob.rollout_squares": rollout @ rollout}
+    distance = (train - rollout).abs_()
+    sums |= {"prob.distance": distance.sum(), "prob.distance_squares": distance @ distance}
+    return sums | {f"prob.distance{LARGEST}": distance.amax() if len(distance) else distance.sum()}
 
 
 # --- on the host ----------------------------------------------------------------------------------
@@ -380,7 +360,9 @@ def correction_metrics(sums: HostSums, rules: CorrectionRules) -> HostSums:
         "nonfinite_sequences": sums["sequences"] - sequences,
         "saturated_sequences": sums["saturated"],
         "rollout_rs_masked_fraction": ratio(sums["tokens"] - sums["kept_tokens"], sums["tokens"]),
-        "rollout_rs_seq_masked_fraction": ratio(sums["rejected_sequences"], sums["sequences"]),
+        "rollout_rs_seq_masked_fraction": ratio(
+            sums["sequences"] - sums["whole_sequences"], sums["sequences"]
+        ),
     }
     if not tokens:
         return {f"rollout_corr/{name}": value for name, value in found.items()}
@@ -401,8 +383,7 @@ def correction_metrics(sums: HostSums, rules: CorrectionRules) -> HostSums:
     found |= _weight_metrics(sums, "raw", rule, "rollout_is_raw_")
     if rule.level is not None:
         found |= _weight_metrics(sums, "weight", rule, "rollout_is_")
-        found |= verl_metrics.weight_metrics(sums, rule) if rule.metrics else {}
-        units = tokens if rule.by_token else sums["raw.unit.n"]
+        units = sums["raw.token.n" if rule.by_token else "raw.unit.n"]
         for side, where in (("high", "above"), ("low", "below")):
             found[f"rollout_is_ratio_fraction_{side}"] = ratio(sums[f"weight.{where}"], units)
             found[f"rollout_is_seq_fraction_{side}"] = ratio(sums[f"weight.sequences_{where}"], sequences)
@@ -425,22 +406,31 @@ def parts_with_nan(sums: HostSums, rules: CorrectionRules) -> list[str]:
     return names + ([f"correction weight {rules.weight.level}"] if math.isnan(sums["raw.token.x"]) else [])
 
 
+def weight_moments(sums: HostSums, name: str) -> Moments:
+    """Moments of `raw.*` over finite responses, or of `weight.*` over all: a rejected one has weight 0."""
+    kind, level = name.split(".")
+    found = Moments.read(sums, name)
+    return found if kind == "raw" else found.with_zeros(sums[f"{level}s"] - found.count)
+
+
 def _weight_metrics(sums: HostSums, of: str, rule: WeightRule, prefix: str) -> HostSums:
     """Metrics `mean` to `seq_max_deviation`; over tokens at token level, else over the level's segments."""
-    token, sequence = Moments.read(sums, f"{of}.token"), Moments.read(sums, f"{of}.sequence")
-    unit = token if rule.by_token else Moments.read(sums, f"{of}.unit")
-    deviation = max(abs(sequence.max - 1.0), abs(sequence.min - 1.0)) if sequence.count else 0.0
+    token, sequence = weight_moments(sums, f"{of}.token"), weight_moments(sums, f"{of}.sequence")
+    unit = token if rule.by_token else weight_moments(sums, f"{of}.unit")
     found = {"mean": unit.mean, "std": unit.std, "max": unit.max, "min": unit.min}
     found |= {"eff_sample_size": unit.ess, "eff_sample_size_token": token.ess, "seq_mean": sequence.mean}
     found |= {"seq_std": sequence.sample_std, "seq_max": sequence.max, "seq_min": sequence.min}
-    return {f"{prefix}{name}": value for name, value in found.items()} | {
-        f"{prefix}seq_max_deviation": deviation
-    }
+    found["seq_max_deviation"] = (
+        max(abs(sequence.max - 1.0), abs(sequence.min - 1.0)) if sequence.count else 0.0
+    )
+    if rule.metrics and of == "weight":
+        found |= verl_metrics.weight_metrics(token, None if rule.by_token else Moments.read(sums, "raw.unit"))
+    return {f"{prefix}{name}": value for name, value in found.items()}
 
 
 def _criterion_metrics(sums: HostSums, rule: RejectRule, rules: CorrectionRules) -> HostSums:
     name, prefix = f"reject.{rule.name}", f"rollout_rs_{rule.name}_"
-    values, units = Moments.read(sums, name), sums[f"{name}.units"]
+    values = Moments.read(sums, name)
     mean, std = values.mean, values.std
     if rules.weight.metrics:
         mean, std = verl_metrics.criterion_moments(sums, name)
@@ -449,8 +439,8 @@ def _criterion_metrics(sums: HostSums, rule: RejectRule, rules: CorrectionRules)
         f"{prefix}max": values.max,
         f"{prefix}min": values.min,
         f"{prefix}std": std,
-        f"{prefix}fraction_high": ratio(sums[f"{name}.above"], units),
-        f"{prefix}fraction_low": ratio(sums[f"{name}.below"], units),
+        f"{prefix}fraction_high": ratio(sums[f"{name}.above"], values.count),
+        f"{prefix}fraction_low": ratio(sums[f"{name}.below"], values.count),
         f"{prefix}masked_fraction": ratio(sums[f"{name}.masked_tokens"], sums["finite_tokens"]),
         f"{prefix}seq_masked_fraction": ratio(sums[f"{name}.masked_sequences"], sums["finite_sequences"]),
     }

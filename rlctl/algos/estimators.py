@@ -1,8 +1,8 @@
 """Advantage estimators, registered by their name in the spec with the batch fields that each one reads.
 
 Every estimator is `estimator(inputs: AdvantageInputs) -> Tensor | Estimate`: a tensor (E,) of one advantage
-per episode, or an `Estimate` of one per sampled token. Recurrences over tokens are in
-`rlctl.algos.token_advantages`.
+per episode, or an `Estimate` of one per sampled token. Recurrences over tokens are at
+the end.
 
 The batch holds the episodes that were graded, of all ranks. Group estimators compare the episodes of one
 prompt. A group may have any number of members; the only member of its group gets 0.
@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from rlctl.algos.segments import Segments
 from rlctl.errors import RunFailure
 from rlctl.lazy import torch
 from rlctl.registry import ADVANTAGE_ESTIMATORS, PartInputs
@@ -20,7 +21,7 @@ from rlctl.registry import ADVANTAGE_ESTIMATORS, PartInputs
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.algos.segments import Segments, Units
+    from rlctl.algos.segments import Units
 
 _DISCOUNT = {"algorithm.gamma", "algorithm.gamma_per"}
 
@@ -64,7 +65,7 @@ class AdvantageInputs(PartInputs):
         "response_mask": "each entry of a column is a sampled token; `unit` has the tokens of each episode",
         "valid": "all episodes of the batch were graded",
         "valid_mask": "each entry of a column is a sampled token of a graded episode",
-        "whiten": "call rlctl.algos.token_advantages.whiten, because the batch is that of all ranks",
+        "whiten": "call rlctl.algos.estimators.whiten, because the batch is that of all ranks",
         "total": "the batch is that of all ranks",
     }
 
@@ -125,8 +126,6 @@ def estimate(name: str, inputs: AdvantageInputs) -> Estimate:
 
 def group_sums(values: Tensor, group_ids: Tensor) -> Tensor:
     """Float64, for each episode: sum of `values` (E,) or (E, …) over its group."""
-    from rlctl.algos.segments import Segments
-
     _, index, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
     members = index.argsort(stable=True)  # each group's, in order: sums do not depend on the device
     return Segments(sizes).sum(values[members])[index]
@@ -134,8 +133,6 @@ def group_sums(values: Tensor, group_ids: Tensor) -> Tensor:
 
 def _compared(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Three (E,) float64: reward minus the mean of its group, that mean, number of members."""
-    from rlctl.algos.token_advantages import without_rounding
-
     rewards = rewards.double()
     sizes = group_sums(torch.ones_like(rewards), group_ids)
     mean = group_sums(rewards, group_ids) / sizes
@@ -246,8 +243,6 @@ def weighted_baseline(inputs: AdvantageInputs, weights: Tensor) -> Tensor:
     Args:
         weights: (E,) c ≥ 0.
     """
-    from rlctl.algos.token_advantages import without_rounding
-
     rewards, weights = inputs.rewards, weights.double()
     weighted, total = (group_sums(x, inputs.group_ids) for x in (rewards * weights, weights))
     advantages = without_rounding(rewards - weighted / total.where(total > 0, 1.0), rewards)
@@ -274,9 +269,7 @@ def remax(inputs: AdvantageInputs) -> Tensor:
     options=_DISCOUNT,
 )
 def reinforce_plus_plus(inputs: AdvantageInputs) -> Estimate:
-    """One advantage per token, see `token_advantages.reward_to_go`."""
-    from rlctl.algos.token_advantages import reward_to_go, whiten
-
+    """One advantage per token, see `reward_to_go`."""
     return Estimate(whiten(reward_to_go(inputs.token_rewards, inputs.unit, inputs.discounts[0])))
 
 
@@ -288,8 +281,6 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> Estimate:
 )
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Estimate:
     """One advantage per token, equal within an episode."""
-    from rlctl.algos.token_advantages import whiten
-
     return Estimate(whiten(inputs.unit.spread(dr_grpo(inputs))))
 
 
@@ -307,8 +298,6 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> Estimate:
     episode contributes at t if it has a token t. Where only one does, the baseline is 0, as in the authors'
     code: the tail of the longest episode keeps its plain return.
     """
-    from rlctl.algos.token_advantages import reward_to_go, without_rounding
-
     assert inputs.score_norms is not None
     unit, group_ids = inputs.unit, inputs.group_ids
     norms = inputs.score_norms.double().clamp(min=0.0)  # ≥ 0 except for rounding
@@ -330,12 +319,94 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> Estimate:
     options=_DISCOUNT | {"algorithm.lam"},
 )
 def gae(inputs: AdvantageInputs) -> Estimate:
-    """One advantage per token and the critic's targets, see `token_advantages.gae`."""
-    from rlctl.algos import token_advantages
-
+    """One advantage per token and the critic's targets, see `gae_recursion`."""
     assert inputs.values is not None
-    plain, returns = token_advantages.gae(inputs.token_rewards, inputs.values, inputs.unit, *inputs.discounts)
-    return Estimate(token_advantages.whiten(plain), returns)
+    plain, returns = gae_recursion(inputs.token_rewards, inputs.values, inputs.unit, *inputs.discounts)
+    return Estimate(whiten(plain), returns)
+
+
+# --- recurrences, and statistics of whole columns (M,); results are float32 --------------------------
+
+
+def gae_recursion(
+    rewards: Tensor, values: Tensor, unit: Segments, gamma: Tensor | float, lam: Tensor | float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation: A_t = δ_t + γλ·A_{t+1}, δ_t = r_t + γ·V_{t+1} − V_t.
+
+    After a response's last token both V and A are 0.
+
+    Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE".
+
+    Args:
+        rewards: (M,) after KL penalty and shaping.
+        values: (M,) V(s_t), the critic's prediction before token t.
+        unit: the tokens of each response.
+        gamma: discount of what follows a token, seen from that token. A column (M,) has at token t + 1 the
+            discount between t and t + 1.
+        lam: λ; 1 uses all later rewards and no later value, 0 uses the next value only. A column as `gamma`.
+
+    Returns:
+        advantages (M,), not whitened; and returns (M,) A_t + V_t, the critic's target values.
+    """
+    rewards, values = rewards.double(), values.double()
+    discounts, traces = (torch.zeros_like(values) + rate for rate in (gamma, lam))
+    # a column of rows is (K,), and what follows the last one is 0
+    columns = [unit.padded(x).unbind(1) for x in (rewards, values, discounts, discounts * traces)]
+    advantages: list[Tensor] = []
+    later_value = later_advantage = later_discount = later_trace = rewards.new_zeros(len(unit))
+    for reward, value, discount, trace in reversed(list(zip(*columns, strict=True))):
+        delta = reward + later_discount * later_value - value
+        later_advantage = delta + later_trace * later_advantage
+        later_value, later_discount, later_trace = value, discount, trace
+        advantages.append(later_advantage)
+    found = unit.flat(torch.stack(advantages[::-1], 1)) if advantages else torch.zeros_like(values)
+    return found.float(), (found + values).float()
+
+
+def reward_to_go(rewards: Tensor, unit: Segments, gamma: Tensor | float) -> Tensor:
+    """(M,) discounted sum of this and all later rewards, G_t = r_t + γ·G_{t+1}; see `gae_recursion`.
+
+    Source: Hu et al. 2025, "REINFORCE++" (whitened over the batch, it is that estimator's advantage).
+    """
+    return gae_recursion(rewards, torch.zeros_like(rewards), unit, gamma, 1.0)[0]
+
+
+def score_norms(log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
+    """‖∇ log π‖² of each sampled token with respect to the logits, (M,): 1 − 2π + Σ_v π(v)².
+
+    Args:
+        log_probs: log-probs of the sampled tokens.
+        sum_pi_squared: Σ_v π(v)² over the vocabulary, at each token.
+    """
+    return 1.0 - 2.0 * log_probs.exp() + sum_pi_squared
+
+
+def without_rounding(differences: Tensor, values: Tensor) -> Tensor:
+    """Sets float64 differences of float32 values and their mean to 0.0 if they are rounding error.
+
+    The mean of equal values differs from them by about 1e-16 of their size, which must not become a signal.
+    """
+    return torch.where(differences.abs() > 1e-9 * values.abs(), differences, 0.0)
+
+
+def whiten(values: Tensor) -> Tensor:
+    """(x − mean) / √(std² + 1e-8) of the whole column, float32; std with n − 1."""
+    values = values.double()
+    centred = without_rounding(values - values.mean(), values)
+    variance = centred.square().sum() / max(len(values) - 1, 1)
+    return (centred / (variance + 1e-8).sqrt()).float()
+
+
+def explained_variance(returns: Tensor, values: Tensor) -> float:
+    """1 − Var(returns − values)/Var(returns): 1 for a perfect critic, 0 for a constant prediction.
+
+    0.0 if the returns do not vary. Both arguments are the whole column, over all ranks.
+    """
+    returns, residuals = returns.double(), returns.double() - values.double()
+    spread = (returns - returns.mean()).square().sum()
+    unexplained = (residuals - residuals.mean()).square().sum()
+    varies = bool(spread > 1e-12 * returns.square().sum())  # by more than rounding
+    return 1.0 - float(unexplained / spread) if varies else 0.0
 
 
 # --- whether a group gives a signal ------------------------------------------------------------------

@@ -58,9 +58,14 @@ class WeightRule:
     params: Any = field(default=None, hash=False)
 
     @property
+    def unit(self) -> str:
+        """What has one weight; `token` without a level: metrics then describe ρ per token."""
+        return "token" if self.level is None else CORRECTION_WEIGHTS.part(self.level).unit
+
+    @property
     def by_token(self) -> bool:
-        """Whether weights are per token; True without a level: metrics then describe ρ per token."""
-        return self.level is None or CORRECTION_WEIGHTS.part(self.level).unit == "token"
+        """Whether weights are per token."""
+        return self.unit == "token"
 
     @property
     def lower_edge(self) -> float:
@@ -223,7 +228,7 @@ class CorrectionRules:
     unit: ResponseUnit = "episode"  # what is one response where a rule speaks of a sequence
 
     def segments(self, units: Any, level: str) -> Any:
-        """The `Segments` of a level `turn`, `sequence` (a response) or `episode`, of `Units`."""
+        """The `Segments` of a level `token`, `turn`, `sequence` (a response) or `episode`, of `Units`."""
         return units.of(self.unit if level == "sequence" else level)
 
     @property

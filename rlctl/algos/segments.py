@@ -1,19 +1,31 @@
-"""Segments: consecutive runs of a column, such as the sampled tokens of each turn, sequence or episode.
+"""Sums over segments of a column, such as the tokens of each turn or episode, and sums for metrics.
 
 Sums are in float64 and do not depend on how a batch is divided: each segment is reduced on its own. Padding
 exists here and in `rlctl.engine.layout` only.
+
+For a metric, reduce first and divide once. A dict of named () float64 sums describes one part of a batch, on
+the device. Parts are added; `Ranks.to_host` merges all ranks and gives floats. Metrics are computed from the
+total, never as an average of the parts' metrics. A name that ends with `.max` merges by maximum.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlctl.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Sums = dict[str, "Tensor"]
+HostSums = dict[str, float]
+LARGEST = ".max"
+#: Sums of values x: their number, Σx, Σx², the largest and the smallest (as the largest of −x).
+_MOMENTS = (".n", ".x", ".xx", f".high{LARGEST}", f".low{LARGEST}")
 
 
 class Segments:
@@ -43,6 +55,16 @@ class Segments:
     def total(self) -> int:
         """Number of entries, M."""
         return int(self.lengths.sum())
+
+    @property
+    def num_present(self) -> Tensor:
+        """(): number of segments that are not empty."""
+        return (self.lengths > 0).sum()
+
+    @property
+    def multiplicity(self) -> Tensor | None:
+        """(K,): entries of each segment; None: one in each."""
+        return self.lengths
 
     @cached_property
     def starts(self) -> Tensor:
@@ -112,6 +134,36 @@ class Segments:
         return Segments(self.sum(mask).long())
 
 
+class Singles(Segments):
+    """Every entry of a column is a segment of its own."""
+
+    multiplicity = None
+
+    def __init__(self, like: Segments) -> None:
+        self._like = like
+
+    def __len__(self) -> int:
+        return self._like.total
+
+    @cached_property
+    def lengths(self) -> Tensor:  # type: ignore[override]
+        """(M,) int64: 1 for each."""
+        return torch.ones_like(self._like.index)
+
+    @property
+    def num_present(self) -> Tensor:
+        """See `Segments`."""
+        return self._like.lengths.sum()
+
+    def any(self, flags: Tensor) -> Tensor:
+        """(M,) bool: the flags themselves."""
+        return flags
+
+    def spread(self, values: Tensor) -> Tensor:
+        """(M,): the values themselves."""
+        return values
+
+
 @dataclass(frozen=True)
 class Units:
     """The nested segments of the M sampled tokens of a batch: turns in sequences in episodes.
@@ -130,11 +182,127 @@ class Units:
         same = Segments(lengths)
         return cls(same, same, same)
 
+    @cached_property
+    def token(self) -> Segments:
+        """Every token by itself."""
+        return Singles(self.sequence)
+
     def of(self, level: str) -> Segments:
-        """The segments of `turn`, `sequence` or `episode`."""
+        """The segments of `token`, `turn`, `sequence` or `episode`."""
         found: Segments = getattr(self, level)
         return found
+
+    def present(self) -> Units:
+        """The segments that are not empty."""
+        every = (self.turn, self.sequence, self.episode)
+        return Units(*(Segments(each.lengths[each.lengths > 0]) for each in every))
 
     def kept(self, mask: Tensor) -> Units:
         """The units of the tokens where `mask` (M,) is True."""
         return Units(self.turn.kept(mask), self.sequence.kept(mask), self.episode.kept(mask))
+
+
+# --- sums for metrics --------------------------------------------------------------------------------
+
+
+def added(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The sums of all parts, which have the same names; tensors or floats."""
+
+    def merged(name: str) -> Any:
+        values = [part[name] for part in parts]
+        if not name.endswith(LARGEST):
+            return sum(values[1:], values[0])
+        return torch.stack(values).amax() if torch.is_tensor(values[0]) else max(values)
+
+    return {name: merged(name) for name in parts[0]}
+
+
+def to_host(sums: Sums) -> HostSums:
+    """The sums as floats, in one transfer."""
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
+
+
+def ratio(total: float, count: float) -> float:
+    """A sum divided by a count; 0.0 if the count is 0."""
+    return total / count if count else 0.0
+
+
+def moments(name: str, values: Tensor, n: Tensor | None = None) -> Sums:
+    """Sums `name.*` of values (K,), from which `Moments` is read.
+
+    Args:
+        n: (K,) multiplicity of each value; None: 1.
+    """
+    x = values.double()
+    there = x if n is None else x[n > 0]
+    low, high = there.aminmax() if len(there) else x.new_tensor((math.inf, -math.inf))
+    if n is None:
+        found = x.new_tensor(len(x)), x.sum(), x @ x, high, -low
+    else:
+        found = n.sum().double(), x @ n.double(), x * n @ x, high, -low
+    return {f"{name}{part}": value for part, value in zip(_MOMENTS, found, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Moments of values x, see `moments`; 0.0 if there are no values."""
+
+    count: float
+    total: float  # Σx
+    squares: float  # Σx²
+    highest: float
+    negated_lowest: float
+
+    @classmethod
+    def read(cls, sums: HostSums, name: str) -> Moments:
+        """The moments that `moments` wrote under this name."""
+        return cls(*(sums[f"{name}{part}"] for part in _MOMENTS))
+
+    def with_zeros(self, count: float) -> Moments:
+        """With this number of further values that are 0."""
+        if not count:
+            return self
+        edges = max(self.highest, 0.0), max(self.negated_lowest, 0.0)
+        return Moments(self.count + count, self.total, self.squares, *edges)
+
+    @property
+    def mean(self) -> float:
+        """Mean."""
+        return ratio(self.total, self.count)
+
+    @property
+    def std(self) -> float:
+        """Population standard deviation."""
+        return math.sqrt(max(ratio(self.squares, self.count) - self.mean**2, 0.0)) if self.count > 1 else 0.0
+
+    @property
+    def sample_std(self) -> float:
+        """Standard deviation with n − 1."""
+        return self.std * math.sqrt(self.count / (self.count - 1)) if self.count > 1 else 0.0
+
+    @property
+    def ess(self) -> float:
+        """Effective sample size (Σx)² / (n Σx²) ∈ (0, 1]; 0.0 when every weight is zero.
+
+        Source: Kish 1965; Owen, "Monte Carlo theory, methods and examples", chapter 9.
+        """
+        # For equal weights, rounding could make it exceed 1.
+        return min(self.total**2 / (self.count * self.squares), 1.0) if self.squares > 0 else 0.0
+
+    @property
+    def max(self) -> float:
+        """Largest value."""
+        return self.highest if self.count else 0.0
+
+    @property
+    def min(self) -> float:
+        """Smallest value."""
+        return -self.negated_lowest if self.count else 0.0
+
+
+def divided(sums: HostSums, name: str, factor: float) -> HostSums:
+    """The sums `name.*` of x / factor instead of x, factor > 0."""
+    scales = (1.0, factor, factor**2, factor, factor)
+    return {
+        f"{name}{part}": sums[f"{name}{part}"] / scale for part, scale in zip(_MOMENTS, scales, strict=True)
+    }

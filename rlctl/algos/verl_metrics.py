@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from rlctl.algos.sums import HostSums, Moments, Sums, ratio
+from rlctl.algos.segments import HostSums, Moments, Sums, ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.algos.rules import RejectRule, WeightRule
+    from rlctl.algos.rules import RejectRule
 
 
 def criterion_sums(name: str, values: Tensor, lengths: Tensor | None, rule: RejectRule) -> Sums:
@@ -42,11 +42,12 @@ def criterion_moments(sums: HostSums, name: str) -> tuple[float, float]:
     return ratio(sums[f"{name}.verl_x"], n), math.sqrt(max(squares - clamped**2, 0.0))
 
 
-def weight_metrics(sums: HostSums, rule: WeightRule) -> HostSums:
-    """`rollout_is_*` metrics that replace the default ones; extremes of sequences: before the bound."""
-    token = Moments.read(sums, "weight.token")
-    names = {"mean": token.mean, "std": token.std, "eff_sample_size": token.ess}
-    if not rule.by_token:
-        raw = Moments.read(sums, "raw.unit")
-        names |= {"max": raw.max, "min": raw.min}
-    return {f"rollout_is_{name}": value for name, value in names.items()}
+def weight_metrics(token: Moments, raw: Moments | None) -> HostSums:
+    """Metrics of weights that replace the default ones; extremes of sequences: before the bound.
+
+    Args:
+        token: of the bounded weights, over tokens.
+        raw: of the sequences' weights before the bound; None at token level.
+    """
+    found = {"mean": token.mean, "std": token.std, "eff_sample_size": token.ess}
+    return found | ({"max": raw.max, "min": raw.min} if raw else {})

@@ -31,7 +31,6 @@ from rlctl.cli.evaluate_compare import compare as compare_evaluations
 from rlctl.cli.evaluate_list import list_benchmarks
 from rlctl.cli.explain import explain
 from rlctl.cli.export import export
-from rlctl.cli.init import init
 from rlctl.cli.report import report
 from rlctl.cli.reward import reward
 from rlctl.cli.runs import runs
@@ -47,7 +46,11 @@ _DISK_ERRORS = {
     *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
 }
 #: Former spellings of commands → the words that replace them.
-_RENAMED = {("schema",): ["explain", "--format", "schema"], ("reward", "test"): ["reward"]}
+_RENAMED = {
+    ("schema",): ["explain", "--format", "schema"],
+    ("reward", "test"): ["reward"],
+    ("init",): ["presets", "show"],
+}
 
 app = typer.Typer(
     name="rlctl",
@@ -78,7 +81,7 @@ _COMMANDS: dict[str, list[tuple[str, Any, Any]]] = {
         *(("report", report, Command), ("diagnose", diagnose, _DIAGNOSE)),
     ],
     "Configure": [
-        *(("init", init, Command), ("presets", presets.app, Group), ("explain", explain, Command)),
+        *(("presets", presets.app, Group), ("explain", explain, Command)),
         *(("import", import_config, Command), ("doctor", doctor, Command)),
     ],
 }

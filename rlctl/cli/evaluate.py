@@ -18,7 +18,6 @@ from rlctl.cli.prepare_data import (
     PromptKey,
     RecipeOption,
 )
-from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
     from rlctl.evaluate.evaluate_report import Evaluation
@@ -30,22 +29,21 @@ _OF_SAMPLING = (
     *("data", "recipe", "prompt_key", "answer_key", "data_source", "instruction", "benchmarks_dir"),
     "continue_final_message",
     *("n", "temperature", "top_p", "max_response_length", "limit", "seed"),
-    *("engine", "base_url", "concurrency", "timeout", "fresh", "batch_size"),
+    *("engine", "fresh", "batch_size"),
 )
 
 
 def evaluate(
     context: typer.Context,
     model_or_run: Annotated[
-        str | None,
+        str,
         typer.Argument(
             metavar="MODEL_OR_RUN",
             parser=run_or_model,
             help="A run directory or its name, a model directory or a hub id; with --regrade an "
-            "evaluation's directory; with --engine openai the server's name for the model, by default its "
-            "only one.",
+            "evaluation's directory.",
         ),
-    ] = None,
+    ],
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -98,22 +96,10 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="Engine that samples: hf, vllm, or FILE.py:FUNCTION; openai: an OpenAI-compatible server.",
+            help="Engine that samples: hf, vllm, or FILE.py:FUNCTION.",
             show_default="the run's, or hf",
         ),
     ] = None,
-    base_url: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Address of the server, such as http://localhost:8000/v1. Its key is read from "
-            "OPENAI_API_KEY.",
-        ),
-    ] = None,
-    concurrency: Annotated[int, count_option(help="Concurrent requests to the server.")] = 32,
-    timeout: Annotated[
-        float, typer.Option(min=1.0, metavar="S", help="Seconds the server may take for one response.")
-    ] = 600.0,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Sample again instead of using stored responses.")
     ] = False,
@@ -144,28 +130,19 @@ def evaluate(
 
       rlctl evaluate MODEL --data gsm8k --data math500 -n 4 --limit 200
 
-      rlctl evaluate --engine openai --base-url URL --data questions.jsonl
-
       rlctl evaluate evaluations/A --regrade --reward my_reward.py:grade
     """
-    from rlctl.evaluate.request import SERVER, EvaluateRequest
+    from rlctl.evaluate.request import EvaluateRequest
 
-    is_served = engine == SERVER
     ks = None if k is None else numbers(k)
     if regrade:
         why = "applies to sampling, and --regrade samples nothing"
         refuse_options(context, _OF_SAMPLING, why, "leave it out, or leave --regrade out")
-        if model_or_run is None:
-            raise UsageError("no evaluation is named", where="MODEL_OR_RUN", fix="name its directory")
         from rlctl.evaluate.evaluation import regrade as run_regrade
 
         directory = Path(model_or_run)
         _run(lambda progress: run_regrade(directory, progress, ks=ks, reward=reward, out=out), output_format)
         return
-    if is_served:
-        refuse_options(context, ("batch_size",), "is for models on this machine", "leave it out")
-    else:
-        refuse_options(context, ("concurrency", "timeout"), "is for a server", "add --engine openai")
     from rlctl.evaluate.evaluation import evaluate as run_evaluation
     from rlctl.prepare.recipes import Recipe
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from rlctl.cli.command import RunDirectory, echo, output_option
-from rlctl.errors import EnvironmentFailure, UsageError, first_line
+from rlctl.errors import UsageError
 
 
 def export(
@@ -25,12 +25,6 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Of a LoRA run: the adapter alone, in PEFT's format.")
     ] = False,
-    push_to_hub: Annotated[
-        str | None, typer.Option(metavar="OWNER/NAME", help="Upload it too, with a model card.")
-    ] = None,
-    public: Annotated[
-        bool, typer.Option("--public", help="With --push-to-hub: a new repository is public.")
-    ] = False,
 ) -> None:
     """Write a checkpoint's model as a plain Hugging Face directory.
 
@@ -41,7 +35,7 @@ def export(
 
       rlctl export runs/rlctl/rloo-seq-is-20260101-120000 --output my-model --dtype bf16
 
-      rlctl export runs/rlctl/rloo-seq-is-20260101-120000 --output my-model --push-to-hub me/my-model
+      rlctl export runs/rlctl/rloo-seq-is-20260101-120000 --output adapter --adapter
     """
     from rlctl.engine.checkpoint import checkpoint_of_run
     from rlctl.files import apply_umask, check_vacant, clear_leftovers, staged_directory
@@ -64,33 +58,9 @@ def export(
         shutil.copytree(source, stage, dirs_exist_ok=True)
         if dtype is not None:
             _convert(stage, dtype)
-        if push_to_hub:
-            from rlctl.report.model_card import model_card
-
-            card = model_card(run, checkpoint.state.step)
-            (stage / "README.md").write_text(card, encoding="utf-8")
         apply_umask(stage)
     what = "adapter" if adapter else "model"
     echo(f"{out}: the {what} of step {checkpoint.state.step}" + (f", {dtype}" if dtype else ""))
-    if push_to_hub:
-        echo(_push(out, push_to_hub, is_public=public))
-
-
-def _push(folder: Path, name: str, *, is_public: bool) -> str:
-    """Uploads a directory; returns its address on the hub."""
-    from huggingface_hub import HfApi
-
-    try:
-        api = HfApi()
-        api.create_repo(name, private=not is_public, exist_ok=True)
-        found = api.upload_folder(repo_id=name, folder_path=folder, commit_message="rlctl export")
-    except (OSError, ValueError) as error:  # the hub's errors are of these kinds
-        raise EnvironmentFailure(
-            f"the hub refused the upload: {first_line(error)}",
-            where=name,
-            fix=f"log in with `hf auth login`; the export is complete in {folder}",
-        ) from error
-    return str(found)
 
 
 def _convert(model_dir: Path, dtype: Literal["fp32", "bf16"]) -> None:

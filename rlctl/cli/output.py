@@ -135,14 +135,6 @@ def write_out(text: str, out: Path | None) -> None:
         write_file(out, text, where=f"--out {out}")
 
 
-def check_new(path: Path, *, force: bool) -> None:
-    """Refuses (UsageError) a file in no directory, or one that would be replaced without `--force`."""
-    if path.exists() and not force:
-        raise UsageError("the file exists", where=str(path), fix="choose another name, or add --force")
-    if not path.absolute().parent.is_dir():
-        raise UsageError("no such directory", where=str(path.parent), fix="create it first")
-
-
 def write_file(path: Path, text: str, *, where: str = "") -> None:
     """Replace a file atomically (for a link, its target), or write to a device or pipe directly.
 

@@ -19,9 +19,6 @@ def report(
         Path | None,
         output_option(metavar="FILE", help="Write there.", show_default="report.html in the first run"),
     ] = None,
-    what_if: Annotated[
-        bool, typer.Option("--what-if/--no-what-if", help="Replay kept responses under other corrections.")
-    ] = True,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Write one page about a run: curves, findings, spec, validation, responses.
@@ -43,7 +40,7 @@ def report(
     check_out(runs, out, is_page=True)
     from rlctl.report.run_page import run_page
 
-    write_out(run_page(runs, with_what_if=what_if), out)
+    write_out(run_page(runs), out)
     echo(str(out))
     if open_page:
         typer.launch(out.resolve().as_uri())

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from rlctl import errors
 from rlctl.diagnose.finding import SEVERITIES, Evidence, Finding, Fix, Severity, Skipped
-from rlctl.diagnose.forecast import forecasts
 from rlctl.diagnose.rule import Diagnosis
 from rlctl.diagnose.signals import steps_text
 from rlctl.diagnose.table import STDIN, RunLog
@@ -61,7 +60,6 @@ class RunReport:
     status: str  # as in `Diagnosis`
     notes: tuple[str, ...]  # problems that were tolerated when reading, and inferred facts
     findings: tuple[FindingReport, ...]  # first events, with what they explain; then remarks
-    forecasts: tuple[str, ...]  # one sentence per forecast, the soonest first
     commands: tuple[str, ...]  # commands that apply fixes
     #: (`found`, `ok`, `SKIPPED` or `n/a`; rule; its healthy state, or why it was skipped)
     rules: tuple[tuple[str, str, str], ...]
@@ -92,7 +90,6 @@ def run_report(diagnosis: Diagnosis) -> RunReport:
         status=diagnosis.status,
         notes=tuple(map(visible, (*run.notes, *inferred))),
         findings=tuple(findings),
-        forecasts=tuple(map(str, forecasts(run))),
         commands=_commands(run) if has_settings else (),
         rules=tuple(rules),
         skipped=_skipped(diagnosis),
@@ -252,7 +249,6 @@ def _run_document(diagnosis: Diagnosis) -> dict[str, Any]:
         "notes": list(run.notes),
         "unread": list(run.unread),
         "findings": [_finding_document(finding) for finding in diagnosis.findings],
-        "forecasts": [asdict(one) for one in forecasts(run)],
         "checked": [{"rule": rule.name, "label": rule.label} for rule in diagnosis.checked],
         "skipped": [asdict(skipped) for skipped in diagnosis.skipped],
     }
@@ -279,7 +275,6 @@ def _markdown(report: RunReport) -> Iterator[str]:
             yield f"- {line.label}: {' '.join(words)}"
         yield from (f"- then {one.severity}: {plain(one.what)} ({one.rule})" for one in finding.consequences)
         yield ""
-    yield from (f"- forecast: {plain(one)}\n" for one in report.forecasts)
     yield from (f"{code(command)}\n" for command in report.commands)
     rows = [(name, word, plain(text)) for word, name, text in report.rules if word in {"found", "ok"}]
     if rows:

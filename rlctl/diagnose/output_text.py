@@ -54,8 +54,6 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     for finding in report.findings:
         _print_finding(console, finding, diagnosis.run)
     console.print(Text(report.summary, style=_STYLES[report.status]))
-    for one in report.forecasts:
-        console.print(Text(f"forecast: {one}", style="yellow"), soft_wrap=True)
     for command in report.commands:
         console.print(Text(f"  {command}", style="cyan"), soft_wrap=True)
     console.print()

@@ -54,8 +54,8 @@ def hf_samples() -> str:
 def vllm_samples() -> str:
     """Starts vLLM, syncs weights as in training, samples a few tokens and stops vLLM."""
     from rlctl.rollout.completions import vllm_options
+    from rlctl.rollout.protocol import ExpectedWeights, PlainWeights
     from rlctl.rollout.vllm import TrainedVLLMRollout
-    from rlctl.rollout.weights import ExpectedWeights, PlainWeights
     from rlctl.spec.model import RECIPE
     from rlctl.tiny.model import save_model
 

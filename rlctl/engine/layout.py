@@ -28,13 +28,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from rlctl.algos.segments import Segments
 from rlctl.batch import ModelInputs
 from rlctl.engine.routing import RoutedBody
 from rlctl.errors import RunFailure
 from rlctl.prefix import UNSUPPORTED, body_of, can_share_prefix, evaluating, has_keys_only, shared_prefix
-from rlctl.spec.memory import packed_width
+from rlctl.spec.memory import has_no_mask, packed_width
 
 if TYPE_CHECKING:
     from rlctl.engine.ranks import Ranks
@@ -113,6 +114,7 @@ class _Placing:
         common: (R, C, C) int32, number of first tokens that two sequences of a row share; 0: padding.
         prefix: the first columns, which are equal in each block of rows and computed once per block.
         block: rows of a block.
+        lengths: (K,) of the sequences that kernels separate in one row, without a mask; None: rows have one.
     """
 
     row: Tensor
@@ -122,6 +124,14 @@ class _Placing:
     common: Tensor | None = None
     prefix: int = 0
     block: int = 1
+    lengths: Tensor | None = None
+
+    @property
+    def attended(self) -> float:
+        """Number of tokens that a token is compared with, on average: its row, or its own sequence."""
+        if self.lengths is None:
+            return float(self.shape[1])
+        return float(self.lengths.square().sum() / self.lengths.sum())
 
     @property
     def computed(self) -> int:
@@ -136,14 +146,28 @@ class _Placing:
         inputs = {"input_ids": ids.to(device), "position_ids": positions.to(device)}
         states_at = self.row * (self.shape[1] - self.prefix) + self.place - self.prefix
         inputs |= {"attention_mask": None, "use_cache": False}
+        if self.lengths is not None:
+            inputs |= separations(self.lengths, device)
         return Rows(inputs, states_at[tokens.wanted].to(device), prefix=self.prefix)
+
+
+def separations(lengths: Tensor, device: torch.device) -> dict[str, Any]:
+    """What tells flash kernels where the sequences of a row begin and end, by transformers' names.
+
+    Args:
+        lengths: (K,) int64, tokens of each sequence, on the CPU.
+    """
+    ends = functional.pad(lengths.cumsum(0), (1, 0)).int().to(device)
+    longest = int(lengths.max())
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
 def _packing(tokens: _Tokens, config: Any) -> _Placing:
     """Packed rows."""
     if has_no_mask(config._attn_implementation):
         count = len(tokens.ids)
-        return _Placing(torch.zeros_like(tokens.ids), torch.arange(count), (1, count))
+        zeros = torch.zeros_like(tokens.ids)
+        return _Placing(zeros, torch.arange(count), (1, count), lengths=tokens.sequences.lengths)
     bins = _bins(tokens, max(tokens.longest, packed_width(config.hidden_size)))
     lengths, width = tokens.sequences.lengths.tolist(), 0
     at, (row_of, member_of) = [tokens.ids] * len(lengths), torch.zeros(2, len(lengths), dtype=torch.int64)
@@ -246,11 +270,6 @@ def padded_rows(body: Any, tokens: _Tokens, *, share_prompts: bool) -> Rows:
     return rows
 
 
-def has_no_mask(attention: str) -> bool:
-    """Whether an attention implementation separates sequences where positions restart, without a mask."""
-    return "flash" in attention or "varlen" in attention  # also in names of kernels from the hub
-
-
 def _window(config: Any) -> int:
     """Shortest attention window of all layers, in tokens."""
     names = ("sliding_window", "attention_chunk_size")
@@ -336,7 +355,7 @@ class BodyReader:
         config = self._body.config
 
         def cost(placing: _Placing) -> float:
-            return float(placing.computed * (1 + placing.shape[1] / (5 * config.hidden_size)))
+            return float(placing.computed * (1 + placing.attended / (5 * config.hidden_size)))
 
         packed = cost(_packing(tokens, config)) if self._can_pack(tokens) else math.inf
         padded = math.inf if self.sequence else cost(_padding(tokens, self.shares_prompts))

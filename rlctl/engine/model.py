@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, Unpack
 
 import torch
 
+from rlctl.engine.varlen import NAME, refuse_varlen, register
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.model_files import explained
 from rlctl.prefix import body_of, reads_more_than_text
@@ -120,6 +121,9 @@ def _causal_lm(path: str, loading: Loading) -> Any:
     config = AutoConfig.from_pretrained(path, **source)
     if kernel == "sdpa" and getattr(config.get_text_config(), "attn_logit_softcapping", None):
         kernel = "eager"  # sdpa ignores the soft cap, and would compute another model
+    if kernel == NAME:
+        refuse_varlen(config)
+        register()
     options = {"dtype": loading["dtype"], "attn_implementation": kernel}
     read = partial(_reader(config).from_pretrained, path, **options, **source)
     partition = loading.get("partition")

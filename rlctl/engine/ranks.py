@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, HashStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from rlctl.algos.sums import LARGEST, HostSums, Sums
+from rlctl.algos.segments import LARGEST, HostSums, Sums
 from rlctl.engine.launch import STORE
 from rlctl.errors import EnvironmentFailure, UsageError, lost_rank
 from rlctl.leftovers import own_directory

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from rlctl.engine.layout import Rows, has_no_mask
+from rlctl.engine.layout import Rows, separations
 from rlctl.errors import UsageError
+from rlctl.spec.memory import has_no_mask
 
 if TYPE_CHECKING:
     from rlctl.engine.ranks import Ranks
@@ -59,9 +60,7 @@ class SequenceParallel:
         kernel = str(config._attn_implementation)
         if kernel != "sdpa" and not has_no_mask(kernel):
             what = f"attention {kernel} does not work on parts of a sequence"
-            raise UsageError(
-                what, where=_KEY, fix="set model.attn_implementation to sdpa or flash_attention_2"
-            )
+            raise UsageError(what, where=_KEY, fix="set model.attn_implementation to sdpa or varlen")
         # Scatters along dimension 1 and gathers along dimension 2.
         to_heads: Callable[[Tensor, Any], Tensor] = _AllToAll.apply
         attend, name = ALL_ATTENTION_FUNCTIONS[kernel], f"{kernel}_sequence_parallel"
@@ -109,6 +108,10 @@ class SequenceParallel:
         scored_at = ((column >= mine.start) & (column < mine.stop)).nonzero().squeeze(1)
         states_at = row[scored_at] * share + column[scored_at] - mine.start
         given = {"input_ids": ids[:, mine], "position_ids": positions[:, mine], "attention_mask": mask}
+        if more and "cu_seq_lens_q" in inputs:
+            given |= separations(
+                functional.pad(inputs["cu_seq_lens_q"].diff().cpu(), (0, 1), value=more), ids.device
+            )
         own = inputs | given | ({"all_position_ids": positions} if mask is None else {})
         return Rows(own, states_at, scored_at)
 

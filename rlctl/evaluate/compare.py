@@ -251,9 +251,7 @@ def _warnings(a: _Side, b: _Side) -> Iterator[str]:
         in_a, in_b = of_a["sampling"].get(name), of_b["sampling"].get(name)
         if name not in {"n", "seed"} and in_a != in_b:
             yield f"sampled differently: {name} is {in_a} in A and {in_b} in B"
-    if "base_url" in of_a["model"] or "base_url" in of_b["model"]:
-        yield "a server applied its own chat template: the prompts of both models may differ"
-    elif of_a["model"].get("template_sha256") != of_b["model"].get("template_sha256"):
+    if of_a["model"].get("template_sha256") != of_b["model"].get("template_sha256"):
         yield "the chat templates differ: the models read the same questions in different prompts"
     known = {"reward", "reward_files"} & of_a.keys() & of_b.keys()  # old results have no `reward_files`
     if any(of_a[name] != of_b[name] for name in known):

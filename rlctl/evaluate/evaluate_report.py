@@ -1,4 +1,4 @@
-"""The directory of an evaluation: `results.json`, `samples.parquet`, `samples.html`, `lm_eval/`."""
+"""The directory of an evaluation: `results.json`, `samples.parquet`, `samples.html`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from typing import Any
 
 from rlctl.errors import UsageError
 from rlctl.evaluate.intervals import LEVEL
-from rlctl.evaluate.lm_eval_files import DIRECTORY as LM_EVAL_DIRECTORY
-from rlctl.evaluate.lm_eval_files import write_lm_eval
 from rlctl.evaluate.page import PAGE_FILE, write_page
 from rlctl.evaluate.samples import SAMPLES_FILE, EvalSample, read_samples, write_samples
 from rlctl.evaluate.scores import Score
@@ -50,7 +48,7 @@ def write_evaluation(
 ) -> None:
     """Writes the directory of an evaluation atomically.
 
-    `page`: also write `samples.html` and the files for lm-evaluation-harness.
+    `page`: also write `samples.html`.
 
     Raises:
         UsageError: a parent of `out` is a file.
@@ -64,7 +62,6 @@ def write_evaluation(
         write_samples(stage / SAMPLES_FILE, samples)
         if page:
             write_page(stage / PAGE_FILE, document, samples)
-            write_lm_eval(stage / LM_EVAL_DIRECTORY, document, evaluation.scores, samples)
 
 
 def read_evaluation(

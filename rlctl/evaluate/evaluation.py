@@ -1,8 +1,8 @@
 """`evaluate`: questions → n responses each → grades → metrics with intervals; `regrade`: grades only.
 
     request ─▶ Plan ─▶ model ─▶ responses ─────────▶ EvalSample ─▶ Score
-    options    checked  local or  stored, or sampled   graded        metrics
-               no torch served    and stored
+    options    checked            stored, or sampled   graded        metrics
+               no torch           and stored
 
 Prompt rendering, sampling and graders are the same as in training. Each response is stored on arrival, so no
 response is sampled twice, and the model is loaded only if responses are missing.
@@ -20,16 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.batch import Episode, Task
-from rlctl.errors import RunFailure, UsageError
+from rlctl.errors import RunFailure
 from rlctl.evaluate.evaluate_report import Evaluation, default_out, read_evaluation, write_evaluation
-from rlctl.evaluate.request import SERVER, EvaluateRequest, check_request, checked_ks, chosen_reward
-from rlctl.evaluate.samples import EvalSample, Pair, Response, SampledModel, as_samples
+from rlctl.evaluate.request import EvaluateRequest, check_request, checked_ks, chosen_reward
+from rlctl.evaluate.samples import EvalSample, Pair, Response, as_samples
 from rlctl.evaluate.scores import RIGHT, summarise
 from rlctl.evaluate.store import ResponseStore, prompt_hash
 from rlctl.files import cache_root, check_vacant
 from rlctl.spec.rollout import RewardSpec
 
 if TYPE_CHECKING:
+    from rlctl.evaluate.local_model import LocalModel
     from rlctl.reward.build import Reward
 
 #: Samples graded between two progress reports.
@@ -43,20 +44,13 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
 
     Raises:
         UsageError: k > n, the model or run does not exist, there is no data, or `out` is not empty.
-        RunFailure: another process uses the same response store, a stored response is damaged, or a server
-            fails.
+        RunFailure: another process uses the same response store, or a stored response is damaged.
         EnvironmentFailure: the model or a benchmark is not available, or a disk is full.
     """
     plan = check_request(request)
-    model: SampledModel
-    if plan.engine == SERVER:  # connect to the server before torch is imported
-        from rlctl.evaluate.served_model import ServedModel
+    from rlctl.evaluate.local_model import LocalModel  # imports torch
 
-        model = ServedModel(request, plan.questions.rows)
-    else:
-        from rlctl.evaluate.local_model import LocalModel
-
-        model = LocalModel(plan)
+    model = LocalModel(plan)
     started = time.monotonic()
     with grading(plan.reward, model.sampling.max_response_length, model.tokenizer) as reward:
         responses, num_stored = _responses(request, model, partial(progress, "sampling"))
@@ -66,12 +60,12 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
     data = {
         "files": plan.questions.files,
         "benchmarks": plan.questions.benchmarks,
-        "num_overlong_prompts": model.num_overlong + len(model.overlong),
-        "num_aborted_responses": (len(model.rows) - len(model.overlong)) * request.n - len(responses),
+        "num_overlong_prompts": model.num_overlong,
+        "num_aborted_responses": len(model.rows) * request.n - len(responses),
     }
     settings = {"n": request.n, "seed": request.seed} | model.about_sampling
     about = {"model": model.model, "data": data, "sampling": asdict(model.sampling) | settings}
-    notes = [*plan.target.notes, *plan.questions.notes, *model.notes]
+    notes = [*plan.target.notes, *plan.questions.notes]
     evaluation = grades.evaluation(
         about, plan.reward, plan.ks, time.monotonic() - started, num_stored=num_stored, notes=notes
     )
@@ -81,9 +75,9 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
 
 
 def _responses(
-    request: EvaluateRequest, model: SampledModel, progress: Callable[[int, int], None]
+    request: EvaluateRequest, model: LocalModel, progress: Callable[[int, int], None]
 ) -> tuple[dict[Pair, Response], int]:
-    """Returns the responses in order, without those to overlong questions, and how many were stored."""
+    """Returns the responses in order, without those that the engine ended, and how many were stored."""
     keys = {
         (prompt_hash(identity), question, sample, request.seed): (question, sample)
         for question, identity in enumerate(model.identities)
@@ -101,16 +95,9 @@ def _responses(
                 store.add({missing[pair]: response for pair, response in batch.items()})
                 found |= batch
                 progress(len(found), len(keys))
-    if len(model.overlong) == len(model.rows):
-        raise UsageError(
-            f"no question remains: all {len(model.rows)} and their responses exceed the model's context",
-            where="--max-response-length",
-            fix="make it smaller, or serve the model with a longer context",
-        )
-    wanted = [pair for pair in keys.values() if pair[0] not in model.overlong]
-    responses = {pair: found[pair] for pair in wanted if pair in found}
+    responses = {pair: found[pair] for pair in keys.values() if pair in found}
     if not responses:
-        what = f"the engine ended all {len(wanted)} responses before the policy or the length limit did"
+        what = f"the engine ended all {len(keys)} responses before the policy or the length limit did"
         raise RunFailure(what, where=model.about_sampling["engine"], fix="see its log, or use --engine hf")
     return responses, num_stored
 

@@ -1,4 +1,4 @@
-"""A local model: loads tokenizer and file hash immediately, weights only for sampling."""
+"""The evaluated model: loads tokenizer and file hash immediately, weights only for sampling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlctl.data.prompts import PromptDataset, template_sha256
 from rlctl.engine.model import load_policy, load_reader
 from rlctl.environment.build import EpisodeSource
 from rlctl.evaluate.request import Plan, lengths
-from rlctl.evaluate.samples import Pair, Response, SampledModel
+from rlctl.evaluate.samples import Pair, Response
 from rlctl.files import sha256_of
 from rlctl.model_files import local_directory
 from rlctl.registry import ROLLOUT_ENGINES, is_builtin
@@ -38,8 +38,19 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 QUESTIONS_AT_ONCE = 256
 
 
-class LocalModel(SampledModel):
-    """A local model and its questions.
+class LocalModel:
+    """A model and its questions.
+
+    Attributes:
+        rows: the questions, without those excluded for their length.
+        prompts: the rendered prompts.
+        identities: per question, the text that identifies its stored responses.
+        num_overlong: number of questions excluded for their length.
+        sampling: sampling distribution.
+        about_sampling: engine, dtype and other options.
+        model: as in `results.json`.
+        settings: everything else that responses depend on, except the seed; JSON-serializable.
+        tokenizer: the model's.
 
     Raises:
         UsageError: the model cannot be read, its context is too short for a response, or no question fits.
@@ -69,8 +80,8 @@ class LocalModel(SampledModel):
         )
         self.rows, self.prompts = self._questions.rows, self._questions.texts
         self.identities = self.prompts
-        self.num_overlong, self.overlong = self._questions.num_dropped, set()
-        self.about_sampling = {"engine": plan.engine, "dtype": self._spec.engine.dtype}
+        self.num_overlong = self._questions.num_dropped
+        self.about_sampling: dict[str, Any] = {"engine": plan.engine, "dtype": self._spec.engine.dtype}
         options = {"engine_kwargs": rollout.engine_kwargs, "engine_params": rollout.engine_params}
         self.about_sampling |= {name: value for name, value in options.items() if value}
         if version := engine_version(plan.engine):
@@ -94,7 +105,13 @@ class LocalModel(SampledModel):
         self.settings = {"model": sha256, "template": template} | self.about_sampling
 
     def sample(self, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Response]]:
-        """See `SampledModel.sample`."""
+        """Yields responses as they are sampled; none that the engine aborted.
+
+        `pairs` are ascending.
+
+        Raises:
+            UsageError, EnvironmentFailure: the model or the engine cannot be used on this machine.
+        """
         request = self._request
         longest = max(len(self._questions.token_ids[question]) for question, _ in pairs)
         if self._spec.environment.has_episodes:

@@ -27,10 +27,6 @@ from rlctl.tiny.game import embedded_task
 from rlctl.track.redaction import is_masked
 from rlctl.user_code import absolute_name
 
-#: Name of the engine that is a server, not a rollout engine of this process.
-SERVER = "openai"
-#: Environment variable of the server's API key; the key is sent to the server and not stored.
-KEY_VARIABLE = "OPENAI_API_KEY"
 DEFAULT_KS = (1, 4, 8)
 #: Dividing logits of some hundreds by a smaller temperature overflows float32.
 MIN_TEMPERATURE = 1e-30
@@ -40,9 +36,7 @@ MIN_TEMPERATURE = 1e-30
 class EvaluateRequest:
     """Model, data and options of an evaluation."""
 
-    #: run directory, model directory or hub id; with the engine `openai`, the model name on the server, or
-    #: None: the only model it serves
-    model_or_run: str | None
+    model_or_run: str  # run directory, model directory or hub id
     #: benchmarks by name, and files; empty: the validation files of the run
     data: list[str] = field(default_factory=list)
     columns: Recipe = AUTO  # for files not in verl's row schema
@@ -60,11 +54,8 @@ class EvaluateRequest:
     #: name of a grader, `file.py:function`, or a YAML file with the section `reward`; None: the reward of the
     #: run, or a grader by data source if there is no run or the data includes a benchmark
     reward: str | None = None
-    #: rollout engine, as `rollout.name` of a spec, or `openai`: a server; None: that of the run, else `hf`
+    #: rollout engine, as `rollout.name` of a spec; None: that of the run, else `hf`
     engine: str | None = None
-    base_url: str | None = None  # address of the server
-    concurrency: int = 32  # maximum concurrent requests to the server
-    timeout: float = 600.0  # seconds allowed for one response of the server
     fresh: bool = False  # replace stored responses
     #: output directory, new or empty; None: `evaluations/<time>` in the run or in the current directory
     out: Path | None = None
@@ -92,8 +83,8 @@ class Plan:
 
     request: EvaluateRequest  # the original request
     ks: list[int]  # values of k for pass@k, ascending
-    target: Target  # the model; `model_path` is "" for the only model of a server
-    engine: str  # the rollout engine, or `openai`
+    target: Target  # the model
+    engine: str  # the rollout engine
     reward: RewardSpec  # grades the responses
     questions: Questions  # truncated to the limit of the request
 
@@ -108,13 +99,10 @@ def check_request(request: EvaluateRequest) -> Plan:
     """
     _check_sampling(request)
     ks = checked_ks(request.ks, request.n)
-    _check_engine(request)
     if request.out:
         check_vacant(request.out)
     chosen_reward(RewardSpec(), request.reward)
-    name = request.model_or_run or ""
-    is_served = request.engine == SERVER
-    target = Target(name, request.data) if is_served else find_target(name, request.data)
+    target = find_target(request.model_or_run, request.data)
     questions = load_questions(
         request.data or target.data_files,
         request.columns,
@@ -131,9 +119,8 @@ def check_request(request: EvaluateRequest) -> Plan:
         questions = replace(questions, rows=first)
     own = RewardSpec() if target.spec is None or questions.benchmarks else target.spec.reward
     reward = chosen_reward(own, request.reward)
-    if not is_served:
-        lengths(request, target, _context_in(config_directory(target.model_path)))
-    engine = SERVER if is_served else chosen_engine(target.spec, request.engine, "--engine")
+    lengths(request, target, _context_in(config_directory(target.model_path)))
+    engine = chosen_engine(target.spec, request.engine, "--engine")
     return Plan(request, ks, target, engine, reward, questions)
 
 
@@ -263,37 +250,8 @@ def lengths(request: EvaluateRequest, target: Target, context: int | None) -> tu
     return sampling, min(room, data.max_prompt_length) if target.spec else room
 
 
-def check_url(url: str | None) -> str:
-    """Returns the server address without a trailing slash.
-
-    Raises:
-        UsageError: the address is missing, is not HTTP, or contains more than host and path (such as a key),
-            which would be stored.
-    """
-    if url is None:
-        fix = "add --base-url, for example http://localhost:8000/v1"
-        raise UsageError("no server is named", where="--engine openai", fix=fix)
-    import httpx
-
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise UsageError(f"not an address: {error}", where="--base-url") from None
-    if parsed.scheme not in {"http", "https"} or not parsed.host:
-        raise UsageError(
-            f"not an HTTP address: {url}", where="--base-url", fix="for example http://localhost:8000/v1"
-        )
-    if parsed.userinfo or parsed.query or parsed.fragment:
-        raise UsageError(
-            "the address contains more than host and path, and it is stored with the results",
-            where="--base-url",
-            fix=f"put the key into the environment variable {KEY_VARIABLE}",
-        )
-    return url.rstrip("/")
-
-
 def _check_sampling(request: EvaluateRequest) -> None:
-    for name in ("n", "batch_size", "concurrency", "max_response_length", "limit"):
+    for name in ("n", "batch_size", "max_response_length", "limit"):
         value = getattr(request, name)
         if value is not None and value < 1:
             raise UsageError(f"{value} is not a positive integer", where=f"--{name.replace('_', '-')}")
@@ -307,19 +265,6 @@ def _check_sampling(request: EvaluateRequest) -> None:
         wrong = f"--top-p must be above 0 and at most 1, not {request.top_p:g}"
         what = wrong if request.top_p else "--top-p 0 leaves no token"
         raise UsageError(what, where="--top-p", fix="for the most likely token: --temperature 0")
-
-
-def _check_engine(request: EvaluateRequest) -> None:
-    if request.engine == SERVER:
-        if not request.data:
-            what = "--engine openai needs questions"
-            raise UsageError(what, where="--data", fix="name a benchmark or a file")
-        check_url(request.base_url)
-    elif request.base_url is not None:
-        raise UsageError("--base-url is for a server", where="--base-url", fix="add --engine openai")
-    elif request.model_or_run is None:
-        fix = "name a run directory, a model directory or a hub id; only --engine openai does not need one"
-        raise UsageError("no model is named", where="MODEL_OR_RUN", fix=fix)
 
 
 def _context_in(directory: Path) -> int | None:

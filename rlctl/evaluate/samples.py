@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 from rlctl.data.prompts import messages_of
 from rlctl.data.schema import Row
 from rlctl.errors import UsageError, first_line
-from rlctl.rollout.protocol import Sampling
 
 SAMPLES_FILE = "samples.parquet"
 
@@ -55,37 +54,6 @@ class Response:
     truncated: bool  # cut off at the length limit
     num_tokens: int
     reward: float | None = None  # of the environment itself; None: it gives none
-
-
-class SampledModel:
-    """A local or served model and its questions."""
-
-    rows: list[Row]  # questions, without those excluded for their length
-    prompts: list[str]  # rendered prompts; for a server, without the chat template
-    identities: list[str]  # per question, the text that identifies its stored responses
-    num_overlong: int = 0  # questions excluded for their length before sampling
-    overlong: set[int]  # questions of `rows` that turned out to be too long during sampling
-    settings: dict[str, Any]  # everything else that responses depend on, except the seed; JSON-serializable
-    model: dict[str, Any]  # as in `results.json`
-    sampling: Sampling  # sampling distribution
-    about_sampling: dict[str, Any]  # engine and dtype (None: unknown)
-    tokenizer: Any = None  # the policy's; None: unknown
-
-    @property
-    def notes(self) -> list[str]:
-        """Messages for the user about the sampling."""
-        return []
-
-    def sample(self, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Response]]:
-        """Yields responses as they arrive; none for `overlong` questions, and none that the engine aborted.
-
-        `pairs` are ascending.
-
-        Raises:
-            UsageError, EnvironmentFailure: the model or the engine cannot be used on this machine.
-            RunFailure: a server rejects a request, or fails repeatedly.
-        """
-        raise NotImplementedError
 
 
 def as_samples(

@@ -29,8 +29,7 @@ from rlctl.mismatch.variants import (
     renderings,
     token_ids,
 )
-from rlctl.rollout.protocol import ResponseSampler, RolloutEngine, Sampling, step_seed
-from rlctl.rollout.weights import PlainWeights
+from rlctl.rollout.protocol import PlainWeights, ResponseSampler, RolloutEngine, Sampling, step_seed
 
 #: An experiment with the engine explains the gap if it leaves at most this fraction of it.
 _CLOSED = 0.5

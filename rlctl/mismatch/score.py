@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from rlctl.algos.correction import correct, correction_metrics
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, WeightRule
-from rlctl.algos.segments import Segments, Units
-from rlctl.algos.sums import to_host
+from rlctl.algos.segments import Segments, Units, to_host
 from rlctl.batch import ModelInputs
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.errors import RunFailure, first_line

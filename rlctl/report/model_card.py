@@ -16,7 +16,7 @@ from rlctl.report.run_page import validation_rows
 from rlctl.spec.load import RUN_SPEC_FILE
 from rlctl.spec.rollout import DataSpec
 from rlctl.track.open_run import open_run, read_state
-from rlctl.train.inputs import known_inputs
+from rlctl.train.preflight import known_inputs
 
 _FIGURES = {
     "critic/score/mean": "mean reward of a batch",

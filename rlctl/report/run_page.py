@@ -1,4 +1,4 @@
-"""Self-contained HTML page about one or more runs: curves, findings, spec, validation, samples, what-if."""
+"""Self-contained HTML page about one or more runs: curves, findings, spec, validation, samples."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from rlctl.spec.load import load_spec
 from rlctl.tiny.embedded import DATA_SOURCE, WRITTEN
 from rlctl.track.open_run import RunRecord, log_ratios, open_run, read_state, spans
 from rlctl.track.texts import Decoder, decoder_of, pieces
-from rlctl.what_if import what_if_report
-from rlctl.what_if.what_if_run import what_if
 
 _HERE = Path(__file__).parent
 #: Maximum steps on a page, responses per step, and tokens per response.
@@ -31,10 +29,8 @@ STEPS, PER_STEP, TOKENS = 10, 4, 400
 SHADES = (0.02, 0.1, 0.5, 2.0)
 
 
-def run_page(runs: Sequence[Path], *, with_what_if: bool = True) -> str:
+def run_page(runs: Sequence[Path]) -> str:
     """Renders the page as HTML text; each plot shows all runs.
-
-    `with_what_if` evaluates the saved rollouts under other corrections, which takes seconds per run.
 
     Raises:
         UsageError: a path is not a run directory, or the run has logged nothing.
@@ -43,13 +39,7 @@ def run_page(runs: Sequence[Path], *, with_what_if: bool = True) -> str:
     records = [open_run(path) for path in runs]
     wanted = metrics_read(with_others=True)
     values = page_values([examine(read_run(path, wanted)) for path in runs])
-    replays = []
-    for path, name in zip(runs, values["names"], strict=True) if with_what_if else ():
-        try:
-            replays.append((name, what_if(path)))
-        except UsageError:  # the run saved no responses
-            continue
-    values["style"] += what_if_report.section_style() + (_HERE / "run_page.css").read_text(encoding="utf-8")
+    values["style"] += (_HERE / "run_page.css").read_text(encoding="utf-8")
     details: list[dict[str, Any]] = []
     for record, name in zip(records, values["names"], strict=True):
         state = read_state(record.path)
@@ -71,11 +61,10 @@ def run_page(runs: Sequence[Path], *, with_what_if: bool = True) -> str:
         )
     return render(
         _HERE / "run_page.html.j2",
-        folders=[TEMPLATE.parent, what_if_report.FOLDER],
+        folders=[TEMPLATE.parent],
         details=details,
         shades=SHADES,
         **values,
-        **what_if_report.section_values(replays),
     )
 
 

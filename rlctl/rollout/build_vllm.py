@@ -19,14 +19,14 @@ from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.prefix import reads_more_than_text
 from rlctl.processes import LOOPBACK, NODE_ADDRESS
 from rlctl.rollout.completions import LOGPROBS_MODE, MERGE_LORA, listed_tokens, vllm_missing, vllm_options
-from rlctl.rollout.protocol import EngineContext, sampling_of
+from rlctl.rollout.protocol import EngineContext, ExpectedWeights, sampling_of
 from rlctl.rollout.replicas import Replicas, ReplicaSettings
 from rlctl.rollout.server_access import KEY, ask
 from rlctl.rollout.server_process import RayHost, ray_hosts
 from rlctl.rollout.vllm import TrainedVLLMRollout, VLLMRollout
 from rlctl.rollout.vllm_server import GENERATE, VLLMServerRollout
 from rlctl.rollout.weight_broadcast import WeightBroadcast, transfer_backend
-from rlctl.rollout.weights import ExpectedWeights, PublishedWeights, VersionedDir
+from rlctl.rollout.weights import PublishedWeights, VersionedDir
 from rlctl.spec.rollout import VLLM_LORA_RANKS
 from rlctl.spec.run_spec import RunSpec
 

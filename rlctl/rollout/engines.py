@@ -134,7 +134,7 @@ def engine_outside_training(
         EnvironmentFailure, UsageError, RunFailure: as `build_rollout`.
     """
     from rlctl.batch import torch_device
-    from rlctl.rollout.weights import PlainWeights
+    from rlctl.rollout.protocol import PlainWeights
 
     lengths = {"max_prompt_length": max_prompt_length, "max_response_length": max_response_length}
     model_spec = spec.model.model_copy(update={"path": model_path, "revision": None, "lora_rank": 0})

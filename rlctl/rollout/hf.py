@@ -27,8 +27,7 @@ from transformers import (
 from rlctl.batch import TokenLists, Turn
 from rlctl.prefix import body_of, can_share_prefix, shared_prefix
 from rlctl.rollout.ends import end_ids
-from rlctl.rollout.protocol import Policy, Request, Sampling, synced
-from rlctl.rollout.weights import ExpectedWeights
+from rlctl.rollout.protocol import ExpectedWeights, Policy, Request, Sampling, synced
 
 RolloutDtype = Literal["fp32", "bf16", "int8"]
 

@@ -25,9 +25,9 @@ from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, TCPStore
 from rlctl.errors import RunFailure, one_line
 from rlctl.leftovers import temporary_directory
 from rlctl.processes import free_port, own_address
-from rlctl.rollout.process_state import IsolatedState
+from rlctl.rollout.protocol import ExpectedWeights
 from rlctl.rollout.server_access import ask
-from rlctl.rollout.weights import ExpectedWeights
+from rlctl.rollout.vllm import IsolatedState
 
 #: Weights are sent in chunks of about this size; the main rank temporarily holds a chunk twice.
 CHUNK_BYTES = 2**29

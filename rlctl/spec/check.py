@@ -14,6 +14,7 @@ from rlctl.registry import GRADERS
 from rlctl.spec.base import Section, param_problems
 from rlctl.spec.environment import environments_without_reward
 from rlctl.spec.keys import value_of
+from rlctl.spec.memory import has_no_mask
 from rlctl.spec.run_spec import RunSpec
 from rlctl.user_code import is_file_function
 
@@ -175,8 +176,8 @@ def batch_divides(spec: RunSpec) -> Problems:
 
 @spec_check
 def attention_kernel_fits(spec: RunSpec) -> Problems:
-    """FlashAttention has kernels for half precision only."""
-    if spec.model.attn_implementation.startswith("flash") and spec.engine.dtype != "bf16":
+    """Flash kernels are for half precision only."""
+    if has_no_mask(spec.model.attn_implementation) and spec.engine.dtype != "bf16":
         what = f"{spec.model.attn_implementation} has no kernel for {spec.engine.dtype}"
         yield error("model.attn_implementation", what, "use sdpa, or engine.dtype: bf16")
 

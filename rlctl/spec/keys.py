@@ -32,6 +32,7 @@ _ELSEWHERE = {
     "reward_model.": "use `reward.name`",
     "reward_funcs": "use `reward.terms`",
     "custom_reward_function.": "use `reward.name=path/to/file.py:function`",
+    "trainer.guardrails.on_forecast": "trends are not forecast any more: leave it out",
     "trainer.default_local_dir": "use `trainer.run_dir`",
     "trainer.resume_mode": "use `rlctl train --resume RUN_DIR`",
     "trainer.val_before_train": "validation at the start comes with `trainer.test_freq`; leave it out",

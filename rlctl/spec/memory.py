@@ -66,6 +66,11 @@ def packed_width(hidden: int) -> int:
     return max(64, hidden // 2)
 
 
+def has_no_mask(attention: str) -> bool:
+    """Whether an attention implementation separates the sequences of a packed row without a mask."""
+    return "flash" in attention or "varlen" in attention  # also in names of kernels from the hub
+
+
 def logits_at_once(gpu_bytes: float | None) -> int:
     """Number of logits per chunk of the output head on a GPU with this memory; None: on the host.
 
@@ -188,7 +193,7 @@ class _Layer:
     def _attention(self) -> Terms:
         """Queries, keys, values, the output, and what the kernel saves of the softmax."""
         width, kernel = self.width, self.model.attn_implementation
-        if kernel.startswith("flash"):  # does not repeat keys and values per head, needs no mask
+        if has_no_mask(kernel):  # does not repeat keys and values per head, needs no mask
             return {"heads × head size": 2 * width, "kv heads × head size": 2 * width, "heads": 4}
         # Rows of unequal length need a mask. With a mask, kernels need keys and values repeated per head.
         terms = {"heads × head size": 4 * width}
@@ -313,7 +318,7 @@ class _Estimate:
         length, n = self.length, self.spec.rollout.n
         siblings = min(n, micro)
         apart = _Rows(micro * length, length, f"{micro} sequences × {length} tokens")
-        if model.attn_implementation.startswith("flash") or (shape.window or length) < length:
+        if has_no_mask(model.attn_implementation) or (shape.window or length) < length:
             return apart
         # The last token of a response is not an input: no scored token follows it.
         prompt, response = self.spec.data.max_prompt_length, max(self.spec.data.max_response_length - 1, 1)

@@ -63,9 +63,10 @@ class ModelSpec(Section):
     """Revision of the model on the hub (branch, tag or commit)."""
     trust_remote_code: bool = False
     """Run Python code that is shipped with the model. Enable it only if you trust the author."""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
-    """Attention implementation of the trainer and of Hugging Face rollouts. In models that soft-cap attention
-    scores (Gemma 2) `sdpa` stands for `eager`, because it cannot do so."""
+    attn_implementation: Literal["sdpa", "eager", "varlen", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    """Attention implementation of the trainer and of Hugging Face rollouts. `varlen`: flash kernels that
+    torch contains, for packed sequences on a GPU in bf16; rollouts use `sdpa`. In models that soft-cap
+    attention scores (Gemma 2) `sdpa` stands for `eager`, because it cannot do so."""
     enable_gradient_checkpointing: bool = False
     """Recompute the layers of policy and critic in the backward pass instead of storing their activations:
     far less memory for one more forward pass. The result is the same."""

@@ -18,6 +18,7 @@ from rlctl.spec.memory import (
     MemoryPart,
     Phase,
     adapter_parameters,
+    has_no_mask,
     memory_parts,
     memory_total,
     rollout_workspace,
@@ -474,16 +475,11 @@ class Placement:
             what = f"{heads} attention heads cannot be spread evenly over the GPUs of an engine"
             fix = "use a divisor of the number of heads"
             yield Problem("error", "rollout.tensor_model_parallel_size", what, fix)
-        length, kernel = (
-            spec.max_length,
-            spec.model.attn_implementation,
-        )
-        if length > _LONGEST_DENSE and not kernel.startswith("flash"):
-            what = (
-                f"{kernel} reads a dense mask, {gib(length**2)} for a row of {length} tokens, and has no fast"
-            )
-            what += " kernel for it: its time grows with the square of the length"
-            fix = "write flash_attention_2 (pip install flash-attn), or shorten the sequences"
+        length, kernel = spec.max_length, spec.model.attn_implementation
+        if length > _LONGEST_DENSE and not has_no_mask(kernel):
+            what = f"{kernel} reads a dense mask, {gib(length**2)} for a row of {length} tokens, and has no "
+            what += "fast kernel for it: its time grows with the square of the length"
+            fix = "write varlen, or shorten the sequences"
             yield Problem("error", "model.attn_implementation", what, fix)
         of_gpu = gib(machine.gpu_bytes)
         if any(part.name == "key-value cache" and part.num_bytes == 0.0 for part in self.gpu_parts):

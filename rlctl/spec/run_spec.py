@@ -69,10 +69,6 @@ class GuardrailsSpec(Section):
     on_heavy_tail: Literal["warn", "tighten"] = "tighten"
     """Action if the median raw ESS of 11 batches is below the floor. `tighten`: halve the bounds of weights
     and rejection in log ρ until ESS recovers."""
-    on_forecast: Literal["warn", "scale_lr", "tighten", "checkpoint_and_stop"] = "warn"
-    """Action if the trend of a metric reaches its critical level before the end of the run. `scale_lr`: halve
-    the learning rate at every check with such a forecast, and double it back at every other check; `tighten`
-    as in `on_heavy_tail`, `checkpoint_and_stop` as in `on_collapse`."""
     on_collapse: Literal["warn", "checkpoint_and_stop"] = "checkpoint_and_stop"
     """Action if the run stops learning: no reward in 20 batches, no update in 11, degenerate responses."""
 

@@ -110,8 +110,7 @@ class RunRecord:
 
     def _rollouts(self, **options: Any) -> pa.Table:
         import pyarrow as pa
-
-        from rlctl.track.rollouts import read_part
+        import pyarrow.parquet as pq
 
         files = sorted((self.path / "rollouts").glob("*.parquet"))
         if not files:
@@ -121,7 +120,9 @@ class RunRecord:
                 fix="wait for a checkpoint, or train with trainer.rollouts_per_step=-1",
             )
         try:
-            return pa.concat_tables((read_part(file, **options) for file in files), promote_options="default")
+            return pa.concat_tables(
+                (pq.read_table(file, **options) for file in files), promote_options="default"
+            )
         except (OSError, pa.ArrowInvalid) as error:
             what, fix = f"the rollouts cannot be read: {first_line(error)}", "move damaged files aside"
             raise UsageError(what, where=str(self.path / "rollouts"), fix=fix) from error

@@ -58,9 +58,6 @@ SCHEMA = pa.schema(
 #: token was not sampled.
 KEPT = pa.field("kept_ids", pa.list_(pa.list_(pa.int32())), nullable=False)
 
-#: Column of the sampled tokens in schema 1, which had one row per response and no tokens of prompts.
-FIRST_TOKENS = "response_ids"
-
 #: A file is written after this many steps or bytes, and at every checkpoint.
 FLUSH_STEPS = 64
 FLUSH_BYTES = 64 * 2**20
@@ -167,7 +164,7 @@ class RolloutWriter:
                 if last <= step:
                     continue
                 if first <= step:
-                    _write(self.directory, first, step, read_part(path, filters=pc.field("step") <= step))
+                    _write(self.directory, first, step, pq.read_table(path, filters=pc.field("step") <= step))
                 path.unlink()
         except (OSError, pa.ArrowInvalid) as error:
             raise _failure(self.directory, error) from error
@@ -180,7 +177,7 @@ def _damage(path: Path, schema: pa.Schema) -> str:
     """Reason why a part cannot be read; empty if it can."""
     try:
         found = pq.ParquetFile(path).schema_arrow
-        if not found.equals(schema) and FIRST_TOKENS not in found.names:
+        if not found.equals(schema):
             return "it has other columns"
     except (OSError, pa.ArrowInvalid) as error:
         return first_line(error)
@@ -290,63 +287,6 @@ def _kept(rows: list[Any], sampled: Any) -> pa.ListArray:
 def _write(directory: Path, first: int, last: int, table: pa.Table) -> None:
     with replacing(directory / f"rollouts-{first:06d}-{last:06d}.parquet") as temporary:
         pq.write_table(table, temporary, compression="zstd")
-
-
-def read_part(path: Path, **options: Any) -> pa.Table:
-    """Rows of a part of any version, with the columns of `SCHEMA`.
-
-    Args:
-        options: of `pyarrow.parquet.read_table`: filters; columns, of the version of this part.
-
-    Raises:
-        OSError, pyarrow.ArrowInvalid: the part cannot be read.
-    """
-    return current(pq.read_table(path, **options))
-
-
-def current(table: pa.Table) -> pa.Table:
-    """Rows of schema 1, whole steps, as those of schema 2; only tokens of responses are known. Columns that
-    `table` does not have are not made up."""
-    if FIRST_TOKENS not in table.column_names:
-        return table
-    names = ["token_ids" if name == FIRST_TOKENS else name for name in table.column_names]
-    table = table.rename_columns(names)
-    ids = table["token_ids"].combine_chunks()
-    lengths = np.diff(ids.offsets.to_numpy())
-
-    def constant(value: Any) -> pa.ListArray:
-        values = np.repeat(np.broadcast_to(value, len(table)), lengths)
-        return pa.ListArray.from_arrays(
-            pa.array([0, *lengths.cumsum().tolist()], pa.int32()), pa.array(values)
-        )
-
-    seen: Counter[tuple[int, int]] = Counter()
-    members = []
-    groups = list(zip(table["step"].to_pylist(), table["group_id"].to_pylist(), strict=True))
-    for group in groups:
-        members.append(seen[group])
-        seen[group] += 1
-    found: dict[str, Any] = {
-        "member": members,
-        "episode_id": [f"{step}/{group}/{n}" for (step, group), n in zip(groups, members, strict=True)],
-        "sequence": [0] * len(table),
-        "num_turns": [1] * len(table),
-        "sampled": constant(True),
-        "turn": constant(0),
-    }
-    if "truncated" in names:
-        cut = table["truncated"].to_pylist()
-        found["stop_reason"] = ["max_tokens" if is_cut else "completed" for is_cut in cut]
-    if "policy_version" in names:
-        found["versions"] = constant(table["policy_version"].to_numpy())
-    for name, values in found.items():
-        kind = SCHEMA.field(name).type
-        table = table.append_column(
-            SCHEMA.field(name), pa.array(values, kind) if isinstance(values, list) else values.cast(kind)
-        )
-    order = [name for name in (*SCHEMA.names, KEPT.name) if name in table.column_names]
-    fields = [KEPT if name == KEPT.name else SCHEMA.field(name) for name in order]
-    return table.select(order).cast(pa.schema(fields, SCHEMA.metadata))
 
 
 def _failure(directory: Path, error: Exception) -> RunFailure:

@@ -1,13 +1,17 @@
-"""Deals the episodes of a step to ranks, so that every rank computes about the same number of tokens.
+"""Divides the episodes of a step: among ranks, into mini-batches, and each into forward passes (parts).
 
-Within each mini-batch whole groups are dealt, because siblings share the computation of their prompt, unless
-this leaves a rank with over `LARGEST` times the mean; then episodes. The largest goes first, to the rank with
-the fewest tokens so far. Every rank computes the same assignment from the sizes of all episodes.
+Every rank gets about the same number of tokens. Within each mini-batch whole groups are dealt, because
+siblings share the computation of their prompt, unless this leaves a rank with over `LARGEST` times the mean;
+then episodes. The largest goes first, to the rank with the fewest tokens so far. Every rank computes the same
+assignment from the sizes of all episodes.
+
+Parts are consecutive episodes, so that siblings stay together. Episodes without gradient come first, so that
+their forward passes need no backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,7 +19,8 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.segments import Segments
-from rlctl.batch import LEVELS, TokenBatch, TokenLists
+from rlctl.batch import LEVELS, ModelInputs, TokenBatch, TokenLists
+from rlctl.engine.layout import idle_inputs
 from rlctl.engine.ranks import Ranks
 
 #: Largest share of a rank in a mini-batch, relative to the mean, at which groups are kept together.
@@ -147,3 +152,67 @@ def _moved(batch: TokenBatch, ranks: Ranks, every: list[Dealt], takers: list[lis
             columns[part.name] = torch.cat(exchanged(values, of))
     counts = torch.tensor([one.sequences for some in incoming for one in some], dtype=torch.int64)
     return replace(TokenBatch(**columns), owners=Segments(counts).index.to(batch.owners.device))
+
+
+# --- mini-batches and their forward passes ----------------------------------------------------------
+
+
+def mini_batches(batch: TokenBatch, groups: int, count: int) -> list[Tensor]:
+    """Indices (k,) of the episodes of each mini-batch, which has this number of prompts over all ranks."""
+    return [(batch.group_ids // groups == number).nonzero().squeeze(1) for number in range(count)]
+
+
+def micro_batches(
+    batch: TokenBatch, sequences: int, max_tokens: int | None, *, first: Tensor | None = None
+) -> list[Tensor]:
+    """Indices (k,) of the episodes of each part; every episode is in exactly one part.
+
+    Args:
+        sequences: most sequences of a part if `max_tokens` is None; an episode is never divided.
+        max_tokens: most tokens of a part; a longer episode is a part of its own.
+        first: (E,) bool, episodes that the first parts contain, without others. None: any order.
+    """
+    of_episodes = batch.sequences_of_episodes
+    sizes = of_episodes.lengths if max_tokens is None else of_episodes.sum(batch.lengths)
+    limit = sequences if max_tokens is None else max_tokens
+    flags = [False] * batch.num_episodes if first is None else first.tolist()
+    parts: list[list[int]] = []
+    for which in (True, False):
+        total, start = limit + 1, len(parts)
+        for place, size in enumerate(sizes.tolist()):
+            if flags[place] is which:
+                total += size
+                if total > limit or len(parts) == start:
+                    parts.append([])
+                    total = size
+                parts[-1].append(place)
+    return [torch.tensor(part, device=batch.group_ids.device) for part in parts]
+
+
+def num_passes(num_parts: int, ranks: Ranks) -> int:
+    """Passes of every rank, at least one: the most parts of any rank (all ranks call this)."""
+    return int(ranks.max(float(max(num_parts, 1))))
+
+
+def in_step(parts: Sequence[TokenBatch], ranks: Ranks) -> list[TokenBatch | None]:
+    """The parts, followed by None, an idle pass, until all ranks have the same number, at least one.
+
+    Under ZeRO a forward or backward pass is a collective.
+    """
+    return [*parts, *[None] * (num_passes(len(parts), ranks) - len(parts))]
+
+
+@torch.no_grad()
+def in_passes(
+    model: Callable[[ModelInputs], Tensor],
+    batch: TokenBatch,
+    sequences: int,
+    max_tokens: int | None,
+    ranks: Ranks,
+) -> Tensor:
+    """Outputs of `model` for all tokens, part by part, without gradient: (M, …) in the order of the batch."""
+    parts, found = micro_batches(batch, sequences, max_tokens), []
+    for part in in_step([batch.pick(episodes) for episodes in parts], ranks):
+        output = model(part.inputs if part else idle_inputs(batch.token_ids.device))
+        found.append(output if part else output[:0])
+    return torch.cat(found)

@@ -19,9 +19,8 @@ import numpy as np
 
 from rlctl.algos.correction import correction_metrics
 from rlctl.algos.rules import CorrectionRules
-from rlctl.algos.sums import HostSums
+from rlctl.algos.segments import HostSums
 from rlctl.diagnose.facts import facts_of
-from rlctl.diagnose.forecast import forecasts
 from rlctl.diagnose.readers.reader_files import MetricFilter
 from rlctl.diagnose.rule import examine, metrics_read
 from rlctl.diagnose.table import RunLog, Table
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from rlctl.diagnose.finding import Finding
-    from rlctl.diagnose.forecast import Forecast
     from rlctl.spec.run_spec import GuardrailsSpec
     from rlctl.train.run import Run
     from rlctl.train.settings import UpdateSettings
@@ -56,12 +54,10 @@ _ACTIONS = {
     "tighten": "halved the bounds in log ρ until it recovers",
     "checkpoint_and_stop": "saved and stopped",
 }
-_SLOWED = "halved the learning rate, again at every examination with a forecast"
 
 INTERVENTIONS, ALARMS = "guardrails/interventions", "guardrails/alarms"
 SKIPPED, LR_SCALE = "guardrails/skipped", "guardrails/lr_scale"
 UPDATES, TIGHTENED = "guardrails/updates", "guardrails/tightened"
-FORECAST_SCALE = "guardrails/forecast_scale"
 _NOT_FINITE_OR_EMPTY = "rollout_corr/skipped_updates"
 
 
@@ -132,8 +128,6 @@ class BatchObservation:
         is_idle: no update was applied in `WINDOW` batches, although each batch planned updates.
         findings: of the diagnosis rules, first events first, without severity `info`; empty between
             examinations.
-        ahead: critical levels that are forecast before the end of the run; None between examinations.
-        forecast_scale: the value from the last decision.
     """
 
     step: int
@@ -141,8 +135,6 @@ class BatchObservation:
     tail_is_heavy: bool = False
     is_idle: bool = False
     findings: tuple[Finding, ...] = ()
-    ahead: tuple[Forecast, ...] | None = None
-    forecast_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,21 +144,16 @@ class BatchDecision:
     Attributes:
         tighten: train the next batch with tightened bounds.
         stop_reason: why the run ends now; "" if it continues.
-        forecast_scale: 1, or less while a critical level is forecast; with `on_forecast: scale_lr` the upper
-            limit of the learning-rate factor.
         notices: (kind, text) to show; each kind is shown once per run.
     """
 
     tighten: bool = False
     stop_reason: str = ""
-    forecast_scale: float = 1.0
     notices: tuple[tuple[str, str], ...] = ()
 
 
 def decide_batch(observed: BatchObservation, spec: GuardrailsSpec, *, can_tighten: bool) -> BatchDecision:
     """Decides how the run continues after one batch.
-
-    A forecast scale is halved by an examination that forecasts a critical level, else doubled.
 
     Args:
         can_tighten: whether the correction has bounds that can be tightened.
@@ -178,14 +165,8 @@ def decide_batch(observed: BatchObservation, spec: GuardrailsSpec, *, can_tighte
     if spec.mode != "act":
         return BatchDecision(notices=notices)
     stop_reason = reason if spec.on_collapse == "checkpoint_and_stop" else ""
-    if spec.on_forecast == "checkpoint_and_stop" and observed.ahead:
-        stop_reason = stop_reason or str(observed.ahead[0])
-    scale = 1.0 if spec.on_forecast == "warn" else observed.forecast_scale
-    if observed.ahead is not None and spec.on_forecast != "warn":
-        scale = min(max(scale * (0.5 if observed.ahead else 2.0), LEAST_SCALE), 1.0)
     tighten = observed.tail_is_heavy and spec.on_heavy_tail == "tighten"
-    tighten = tighten or (scale < 1.0 and spec.on_forecast == "tighten")
-    return BatchDecision(tighten and can_tighten, stop_reason, scale, notices)
+    return BatchDecision(tighten and can_tighten, stop_reason, notices)
 
 
 def _is_fatal(finding: Finding, step: int) -> bool:
@@ -197,11 +178,11 @@ def _is_fatal(finding: Finding, step: int) -> bool:
 def _notices(
     observed: BatchObservation, spec: GuardrailsSpec, reason: str, *, can_tighten: bool
 ) -> Iterator[tuple[str, str]]:
-    def notice(kind: str, what: str, action: str, does: str = "") -> tuple[str, str]:
+    def notice(kind: str, what: str, action: str) -> tuple[str, str]:
         """A notice: the observation, and the action that is taken or that mode=act would take."""
         done = ""
         if action != "warn":
-            does = does or _ACTIONS[action]
+            does = _ACTIONS[action]
             done = f": {does}" if spec.mode == "act" else f" (mode=act would have {does})"
         return kind, f"step {observed.step}: {what}{done}"
 
@@ -217,9 +198,6 @@ def _notices(
     if observed.tail_is_heavy:
         what = f"median raw effective sample size of {WINDOW} batches under {floor:g}"
         yield notice("tail", what, spec.on_heavy_tail if can_tighten else "warn")
-    for one in observed.ahead or ():
-        does = _SLOWED if spec.on_forecast == "scale_lr" else ""
-        yield notice(f"forecast {one.level.key}", str(one), spec.on_forecast, does)
     for finding in observed.findings:
         if not finding.because_of and not _is_fatal(finding, observed.step):
             tried = f"; try {finding.fixes[0]}" if finding.fixes else ""
@@ -249,10 +227,7 @@ class Guardrails:
         self._notices = Notices(run.tracker.note, "guardrails")
         self._wanted = MetricFilter(metrics_read())
         before = self._logged()
-        self._forecast_scale = self._carried(before, FORECAST_SCALE)
-        observed = BatchObservation(
-            len(before), tail_is_heavy=self._tail_is_heavy(before), forecast_scale=self._forecast_scale
-        )
+        observed = BatchObservation(len(before), tail_is_heavy=self._tail_is_heavy(before))
         ranks = run.ranks
         tight = ranks.is_main and decide_batch(observed, self.spec, can_tighten=self._can_tighten).tighten
         self.is_tight = ranks.max(float(tight)) > 0.0
@@ -301,62 +276,50 @@ class Guardrails:
             UPDATES: float(num_planned),
             TIGHTENED: float(self.is_tight),
             LR_SCALE: lr_scale,
-            FORECAST_SCALE: self._forecast_scale,
         }
         decision = BatchDecision()
         if self._run.ranks.is_main:
             logged = [*self._logged(), {**metrics, **own, "step": float(step)}]
-            findings, ahead = self._examined(step, logged)
             observed = BatchObservation(
                 step,
                 tuple(decisions),
                 self._tail_is_heavy(logged),
                 _is_idle(logged),
-                findings,
-                ahead,
-                self._forecast_scale,
+                self._examined(step, logged),
             )
             decision = decide_batch(observed, self.spec, can_tighten=self._can_tighten)
             own[ALARMS] += observed.tail_is_heavy
-        self._act(decision, lr_scale)
-        own |= {LR_SCALE: self.lr_scale, FORECAST_SCALE: self._forecast_scale}
+        self._act(decision)
+        self.lr_scale = lr_scale
         own[INTERVENTIONS] += bool(self._run.stopped_because)
         return own
 
-    def _act(self, decision: BatchDecision, lr_scale: float) -> None:
-        """Carries out the main rank's decision on every rank; `lr_scale` is the factor after the updates."""
+    def _act(self, decision: BatchDecision) -> None:
+        """Carries out the main rank's decision on every rank."""
         for kind, text in decision.notices:
             self._notices.once(kind, text)
         ranks = self._run.ranks
         code = ranks.max(decision.tighten + 2.0 * bool(decision.stop_reason))
         self.is_tight = code in {1.0, 3.0}
         self._run.stopped_because = ranks.first(decision.stop_reason) if code >= 2.0 else ""
-        self._forecast_scale = decision.forecast_scale
-        limit = decision.forecast_scale if self.spec.on_forecast == "scale_lr" else 1.0
-        self.lr_scale = min(lr_scale, ranks.max(limit if ranks.is_main else 0.0))
 
     def _tail_is_heavy(self, logged: Sequence[Mapping[str, float]]) -> bool:
         recent = _last(logged, RAW_ESS.key)
         is_measured = len(recent) == WINDOW and bool((recent > 0).all())  # 0: no finite token in the batch
         return is_measured and float(np.median(recent)) < ess_floor(self.spec)
 
-    def _examined(
-        self, step: int, logged: Sequence[Mapping[str, float]]
-    ) -> tuple[tuple[Finding, ...], tuple[Forecast, ...] | None]:
-        """Every few batches: findings of all rules, worst first, and forecasts before the end of the run."""
+    def _examined(self, step: int, logged: Sequence[Mapping[str, float]]) -> tuple[Finding, ...]:
+        """Every few batches: findings of all rules, worst first."""
         if step % max(EVERY, int(step * EVERY_SHARE)) or len(logged) < WINDOW:
-            return (), None
+            return ()
         spec = self._run.spec
         try:
             run = RunLog(self._run.run_dir, _table(logged, self._wanted), spec, facts=facts_of(spec))
-            found, ahead = examine(run).findings, forecasts(run)
+            found = examine(run).findings
         except Exception as error:  # a fault in a rule must not end a healthy run
             self._notices.once("fault", f"a diagnosis rule failed, no rule was evaluated: {error!r}")
-            return (), None
-        return (
-            tuple(finding for finding in found if finding.severity != "info"),
-            tuple(one for one in ahead if one.step <= self._run.total_steps),
-        )
+            return ()
+        return tuple(finding for finding in found if finding.severity != "info")
 
 
 def _is_idle(logged: Sequence[Mapping[str, float]]) -> bool:

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlctl.algos.sums import Moments
+from rlctl.algos.segments import Moments
 from rlctl.errors import RunFailure
 from rlctl.train.guardrails import Guardrails
-from rlctl.train.run import Run, refuse_ungraded
-from rlctl.train.sample_and_grade import sample_and_grade
+from rlctl.train.run import is_validation_due
+from rlctl.train.sample_and_grade import refuse_ungraded, sample_and_grade
 from rlctl.train.saving import Saver
 from rlctl.train.score_batch import score_batch, train_batch, with_advantages, with_kl_in_reward
 from rlctl.train.settings import (
@@ -32,7 +32,6 @@ from rlctl.train.settings import (
     UpdateSettings,
     actor_schedule,
     critic_schedule,
-    is_validation_due,
     planned_updates,
 )
 from rlctl.train.step_metrics import (
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
     from rlctl.batch import Episode, TokenBatch
     from rlctl.engine.ranks import Ranks
     from rlctl.reward.protocol import Graded
+    from rlctl.train.run import Run
     from rlctl.train.update import Updated
 
 

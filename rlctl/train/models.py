@@ -23,9 +23,9 @@ from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel, share_rows
 from rlctl.errors import UsageError
 from rlctl.rollout.ends import end_ids, unknown_end
-from rlctl.rollout.engine_lock import EngineLock, InFlightRollout, LockedRollout
 from rlctl.rollout.engines import EngineContext, build_rollout
 from rlctl.rollout.hf import DTYPES, into_precision
+from rlctl.rollout.protocol import EngineLock, InFlightRollout, LockedRollout
 from rlctl.spec.algorithm import ActorSpec, CriticSpec
 from rlctl.spec.run_spec import RunSpec
 

@@ -12,7 +12,7 @@ from rlctl.algos.kl import kl_loss
 from rlctl.algos.losses import coefficients, policy_loss
 from rlctl.algos.rules import LossRule
 from rlctl.algos.score_centering import expected_score
-from rlctl.algos.sums import Sums
+from rlctl.algos.segments import Sums
 from rlctl.batch import TokenBatch
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.engine.routing import balance_loss

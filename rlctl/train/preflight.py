@@ -1,4 +1,4 @@
-"""Checks before a run starts or continues: files, disk space, trackers, changed settings.
+"""Checks before a run starts or continues: files, disk space, trackers; changed settings and inputs.
 
 Neither torch nor pyarrow is imported before the files are checked: errors appear within a second.
 """
@@ -6,28 +6,43 @@ Neither torch nor pyarrow is imported before the files are checked: errors appea
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlctl.errors import Problem, SpecError, UsageError
-from rlctl.files import matches
-from rlctl.model_files import check_adapter, check_directory, looks_local
+from rlctl.errors import Problem, SpecError, UsageError, failing_together
+from rlctl.files import matches, sha256_of, write_text
+from rlctl.model_files import (
+    LOADED_FILES,
+    check_adapter,
+    check_directory,
+    hub_commit,
+    looks_local,
+    model_directory,
+)
 from rlctl.registry import TRACKERS
 from rlctl.spec.keys import changes, flat
 from rlctl.spec.model_size import checkpoint_bytes
 from rlctl.spec.rollout import RewardTerm, ServerSpec
 from rlctl.spec.run_spec import GuardrailsSpec, RunSpec
 from rlctl.track.redaction import is_masked
+from rlctl.track.run_dir import read_mapping
 from rlctl.user_code import files_of
 
 if TYPE_CHECKING:
-    pass
+    from rlctl.data.prompts import PromptDataset
+    from rlctl.engine.ranks import Ranks
 
+#: File in a run directory: fingerprints of `files` and `rows` at the run's start.
+INPUTS_FILE = "inputs.json"
+_Part = Literal["files", "rows"]
 #: At least one of these must exist for a tokenizer to load.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -252,3 +267,120 @@ def _fix(key: str) -> str:
             "exported model. With actor.lr_scheduler_type: constant a run can be extended"
         )
     return "leave it out, or start a new run"
+
+
+# --- fingerprints of what a resumed run reads again: models, rows, and users' files ------------------
+
+
+def known_inputs(run_dir: Path, part: _Part) -> dict[str, str] | None:
+    """Name → fingerprint; None if the run has not recorded this part."""
+    found: dict[str, str] | None = read_mapping(run_dir / INPUTS_FILE).get(part)
+    return found
+
+
+def compare_inputs(run_dir: Path, part: _Part, now: Mapping[str, str], *, accepts: bool) -> list[str]:
+    """Stores fingerprints; in a resumed run first compares them with those stored.
+
+    Args:
+        now: name → fingerprint.
+        accepts: continue with inputs that have changed.
+
+    Returns:
+        Warnings about accepted changes.
+
+    Raises:
+        UsageError: inputs have changed, are new or are missing.
+    """
+    known = known_inputs(run_dir, part)
+    before = now if known is None else known
+    changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    if changed and not accepts:
+        raise UsageError(
+            f"not as at the start of the run: {', '.join(changed)}",
+            where=str(run_dir),
+            fix="restore them; to continue with them as they are, add trainer.accept_changed_inputs=true",
+        )
+    content = read_mapping(run_dir / INPUTS_FILE) | {part: now}
+    write_text(run_dir / INPUTS_FILE, json.dumps(content, indent=2) + "\n")
+    what = "has changed since the run began: steps before and after differ in more than data"
+    return [f"warning: {name} {what}" for name in changed]
+
+
+def file_fingerprints(spec: RunSpec) -> dict[str, str]:
+    """Fingerprints of the models' files and of users' code, by name.
+
+    A model on the hub has its commit as fingerprint.
+
+    Raises:
+        UsageError, EnvironmentFailure: a model cannot be found.
+    """
+    models = {"model.path": spec.model.path, "critic.path": spec.critic.path, "ref.path": spec.ref.path}
+    models["reward.model.path"] = spec.reward.model.path
+    found: dict[str, str] = {}
+    files = {str(file): file for file in _code(spec)}
+    for key, path in models.items():
+        if path is None or (key == "model.path" and spec.is_embedded):
+            continue
+        revision = spec.model.revision if path == spec.model.path else None
+        if commit := hub_commit(path, revision, key):
+            found[f"{key}: commit"] = commit
+            continue
+        directory = Path(model_directory(path)).expanduser()
+        files |= {
+            f"{key}: {file.relative_to(directory)}": file
+            for pattern in LOADED_FILES
+            for file in directory.glob(pattern)
+        }
+    with ThreadPoolExecutor() as threads:  # hashing releases the interpreter's lock
+        return found | dict(zip(files, threads.map(sha256_of, files.values()), strict=True))
+
+
+def _code(spec: RunSpec) -> set[Path]:
+    """Users' files that the spec names as `file.py:function`, and what they import from beside them."""
+
+    def texts(value: Any) -> Iterator[str]:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list | dict):
+            for part in value.values() if isinstance(value, dict) else value:
+                yield from texts(part)
+
+    found = set(files_of(*texts(spec.model_dump(mode="json"))))
+    for file in list(found):
+        finder = ModuleFinder(path=[str(file.parent)], excludes=["rlctl"])
+        try:
+            finder.run_script(str(file))  # reads it, and does not run it
+        except SyntaxError:  # reported when it is imported
+            continue
+        modules = (getattr(module, "__file__", None) for module in finder.modules.values())
+        found |= {Path(path) for path in modules if path}
+    return found
+
+
+def check_rows(
+    spec: RunSpec, prompts: Mapping[str, PromptDataset | None], run_dir: Path, ranks: Ranks
+) -> list[str]:
+    """`compare_inputs` of training and validation rows; a collective.
+
+    Raises:
+        UsageError: a resumed run has other rows, or they are rendered differently.
+    """
+    notes: list[str] = []
+    with failing_together(ranks.first):
+        if ranks.is_main:
+            rows = {key: rows_fingerprint(each) for key, each in prompts.items() if each}
+            notes = compare_inputs(run_dir, "rows", rows, accepts=spec.trainer.accept_changed_inputs)
+    return notes
+
+
+def rows_fingerprint(prompts: PromptDataset) -> str:
+    """SHA-256 of sources, rendered prompts as token ids, ground truths and other fields, in order.
+
+    Shipped graders do not read the other fields, but user-defined graders may.
+    """
+    digest = hashlib.sha256()
+    for row, ids in zip(prompts.rows, prompts.token_ids, strict=True):
+        messages = [[message.role, message.content] for message in row.prompt]  # graders may read them
+        content = [row.data_source, ids, messages, row.ground_truth, row.extra]
+        digest.update(json.dumps(content, sort_keys=True, default=str).encode())
+    return digest.hexdigest()

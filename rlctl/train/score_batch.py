@@ -10,19 +10,16 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.correction import clamped_exp
-from rlctl.algos.estimators import AdvantageInputs, Estimate, estimate
+from rlctl.algos.estimators import AdvantageInputs, Estimate, estimate, score_norms
 from rlctl.algos.kl import KLController, kl_estimate
-from rlctl.algos.segments import Segments
-from rlctl.algos.sums import Moments, moments
-from rlctl.algos.token_advantages import score_norms
+from rlctl.algos.segments import Moments, Segments, moments
 from rlctl.batch import TokenBatch, TokenLists
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
 from rlctl.registry import ADVANTAGE_ESTIMATORS
 from rlctl.spec.algorithm import AlgorithmSpec
 from rlctl.spec.base import params_of
-from rlctl.train.deal import deal
-from rlctl.train.micro_batches import in_passes
+from rlctl.train.deal import deal, in_passes
 from rlctl.train.step_metrics import StepTimer, ages_of
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Settings of the actor's and the critic's updates, their learning rates, and what is due after a step.
+"""Settings of the actor's and the critic's updates, and their learning rates.
 
 All follow from the spec and the number of the step or update, without state to save.
 """
@@ -9,16 +9,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from rlctl.algos.rules import AggMode, CorrectionRules, LossRule, RejectRule, ResponseUnit, WeightRule
 from rlctl.registry import POLICY_LOSSES
 from rlctl.spec.algorithm import ActorSpec, CriticSpec
 from rlctl.spec.resolve import correction_rules, loss_rule
 from rlctl.spec.run_spec import RunSpec
-
-if TYPE_CHECKING:
-    from rlctl.train.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +179,7 @@ def tighter_criterion(rule: RejectRule) -> RejectRule:
     return replace(rule, lower=lower, upper=upper)
 
 
-# --- learning rates, and what is due ----------------------------------------------------------------
+# --- learning rates ---------------------------------------------------------------------------------
 
 
 def planned_updates(spec: RunSpec, step: int) -> int:
@@ -226,21 +223,3 @@ def lr_at(
     if kind == "linear":
         return peak * (1.0 - progress)
     return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def is_validation_due(run: Run, step: int) -> bool:
-    """Whether the policy is validated after `step`: at the end too."""
-    frequency = run.spec.trainer.test_freq
-    return is_due(step, frequency) or (frequency > 0 and step == run.total_steps)
-
-
-def is_sync_due(run: Run, step: int) -> bool:
-    """Whether the rollout engine gets new weights after `step`: also before a validation of this policy."""
-    # Also with every save, because a resumed run samples with the saved weights.
-    every = run.spec.rollout.sync_every, run.spec.trainer.save_freq
-    return any(is_due(step, frequency) for frequency in every) or is_validation_due(run, step)
-
-
-def is_due(step: int, frequency: int) -> bool:
-    """Whether `step` is a multiple of `frequency`; never for 0 or -1."""
-    return frequency > 0 and step % frequency == 0

@@ -26,13 +26,11 @@ from rlctl.track.rollouts import RolloutWriter
 from rlctl.track.run_dir import note_in_environment
 from rlctl.track.sink import SinkInputs
 from rlctl.track.tracker import Tracker, build_tracker
-from rlctl.train.inputs import check_rows
 from rlctl.train.models import Models, build_models
-from rlctl.train.preflight import num_batches
-from rlctl.train.run import Run, past_metrics
-from rlctl.train.saving import Restored, restore
+from rlctl.train.preflight import check_rows, num_batches
+from rlctl.train.run import Run, is_sync_due
+from rlctl.train.saving import Restored, past_metrics, restore
 from rlctl.train.score_batch import kl_controller
-from rlctl.train.settings import is_sync_due
 from rlctl.train.stop import StopRequest, Watchdog
 from rlctl.train.stream import PromptDraws, RolloutStream, places_of, sample_groups
 from rlctl.train.sync import confirm_sync

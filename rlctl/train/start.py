@@ -24,8 +24,13 @@ from rlctl.tiny.game import embedded_task
 from rlctl.track.console import Startup
 from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import claim_default_path, open_run_dir
-from rlctl.train.inputs import compare_inputs, file_fingerprints
-from rlctl.train.preflight import check_trackers, masked_values, refuse_unsafe
+from rlctl.train.preflight import (
+    check_trackers,
+    compare_inputs,
+    file_fingerprints,
+    masked_values,
+    refuse_unsafe,
+)
 from rlctl.train.stop import Watchdog, catching_signals, end_process
 from rlctl.user_code import is_file_function, split_names
 
@@ -156,7 +161,7 @@ def run_rank(
         startup.phase("importing torch, transformers and DeepSpeed")
         from rlctl.engine.ranks import clear_single_rank_env, join_ranks, leave_ranks, missing_ranks
         from rlctl.train.loop import train
-        from rlctl.train.run import write_summary
+        from rlctl.train.saving import write_summary
         from rlctl.train.setup import build
 
         try:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlctl.algos.correction import clamped_exp
 from rlctl.algos.estimators import has_spread
-from rlctl.algos.sums import HostSums, Moments, Sums, moments, ratio
+from rlctl.algos.segments import HostSums, Moments, Sums, moments, ratio
 from rlctl.batch import Episode, TokenBatch
 from rlctl.environment.protocol import STOP_REASONS
 from rlctl.reward.protocol import FailureKind

@@ -22,8 +22,7 @@ from rlctl.data.prompts import PromptDataset
 from rlctl.engine.ranks import Ranks
 from rlctl.environment.build import EpisodeSource
 from rlctl.errors import RunFailure, first_line
-from rlctl.rollout.engine_lock import InFlightRollout, LockedRollout
-from rlctl.rollout.protocol import sampling_of, step_seed
+from rlctl.rollout.protocol import InFlightRollout, LockedRollout, sampling_of, step_seed
 from rlctl.spec.run_spec import RunSpec
 
 _STATE = "rollouts_rank_{rank:05d}.pt"

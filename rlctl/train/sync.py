@@ -12,7 +12,7 @@ from rlctl.errors import RunFailure
 from rlctl.rollout.completions import MERGE_LORA
 from rlctl.rollout.protocol import Sampling, step_seed
 from rlctl.train.deal import deal
-from rlctl.train.settings import is_sync_due
+from rlctl.train.run import is_sync_due
 from rlctl.train.step_metrics import StepTimer
 
 if TYPE_CHECKING:

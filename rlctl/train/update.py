@@ -27,7 +27,7 @@ from rlctl.algos.correction import (
     parts_with_nan,
 )
 from rlctl.algos.rules import LossRule
-from rlctl.algos.sums import LARGEST, HostSums, Sums, added, ratio
+from rlctl.algos.segments import LARGEST, HostSums, Sums, added, ratio
 from rlctl.batch import TokenBatch
 from rlctl.engine.layout import idle_inputs
 from rlctl.engine.protocol import PolicyOutput, TrainEngine
@@ -35,8 +35,8 @@ from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
 from rlctl.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.run_spec import GuardrailsSpec
+from rlctl.train.deal import micro_batches, mini_batches, num_passes
 from rlctl.train.guardrails import UpdateDecision, decide_update
-from rlctl.train.micro_batches import micro_batches, num_passes
 from rlctl.train.objective import BatchNormalizers, actor_loss
 from rlctl.train.settings import UpdateSettings
 from rlctl.user_code import USER_MODULES
@@ -312,11 +312,6 @@ def update(
         lr_scale=lr_scale,
         layout=mini.layout,
     )
-
-
-def mini_batches(batch: TokenBatch, groups: int, count: int) -> list[Tensor]:
-    """Indices (k,) of the episodes of each mini-batch, which has this number of prompts over all ranks."""
-    return [(batch.group_ids // groups == number).nonzero().squeeze(1) for number in range(count)]
 
 
 def _step(

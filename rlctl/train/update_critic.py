@@ -7,16 +7,15 @@ from collections.abc import Callable
 
 import torch
 
+from rlctl.algos.estimators import explained_variance
 from rlctl.algos.losses import coefficients, value_loss
-from rlctl.algos.sums import HostSums, Sums, added, ratio
-from rlctl.algos.token_advantages import explained_variance
+from rlctl.algos.segments import HostSums, Sums, added, ratio
 from rlctl.batch import TokenBatch
 from rlctl.engine.layout import idle_inputs
 from rlctl.engine.protocol import CriticEngine, StepResult
 from rlctl.engine.ranks import Ranks
-from rlctl.train.micro_batches import in_step, micro_batches
+from rlctl.train.deal import in_step, micro_batches, mini_batches
 from rlctl.train.settings import CriticSettings
-from rlctl.train.update import mini_batches
 
 
 def update_critic(

@@ -18,15 +18,10 @@ A dump contains no gradients: m, g and V are estimated from the weights, see `er
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from rlctl.what_if.setting_sums import Floats, SettingSums
 
-#: Groups are divided into this many blocks; resampling blocks gives intervals.
-BLOCKS = 32
 #: Noise of one group without weights, divided by the squared signal |g|².
 NOISE = 10.0
 #: Share of the unevenness of the weights that becomes bias, times the response length. A token's score
@@ -39,30 +34,6 @@ RESAMPLES = 400
 LEVEL = 0.9
 
 
-@dataclass(frozen=True, slots=True)
-class Energy:
-    """Sums per block of groups (K), for S settings; e = A²(1 − π)² of a token, q = 2/(1 + W)."""
-
-    weighted: Floats  # (S, 4, K) Σ w·e, Σ w²·e, Σ q·w²·e, Σ q·w·W·e
-    exact: Floats  # (2, K) Σ W·e, Σ q·W²·e
-    product: Floats  # (K,) Σ W over episodes
-    counts: Floats  # (3, K) groups, episodes and tokens
-
-    @property
-    def used(self) -> NDArray[np.bool_]:
-        """(K,): blocks that have groups."""
-        used: NDArray[np.bool_] = self.counts[0] > 0
-        return used
-
-
-def draws(num_blocks: int) -> Floats:
-    """(1 + RESAMPLES, K) counts per block: first every block once, then bootstrap draws of K blocks."""
-    drawn = np.random.default_rng(0).multinomial(
-        num_blocks, np.full(num_blocks, 1.0 / num_blocks), size=RESAMPLES
-    )
-    return np.concatenate([np.ones((1, num_blocks)), drawn.astype(np.float64)])
-
-
 def interval(values: Floats) -> tuple[Floats, Floats]:
     """Bounds of the central LEVEL of the resamples (rows 1 …) of (R, …) values."""
     tail = (1.0 - LEVEL) / 2.0
@@ -70,22 +41,23 @@ def interval(values: Floats) -> tuple[Floats, Floats]:
     return low, high
 
 
-def errors(sums: Energy, drawn: Floats, groups_per_batch: float) -> Floats | None:
+def errors(sums: SettingSums, groups_per_batch: float) -> Floats | None:
     """(R, S): the error of every setting, row 0 from the sample, the others from its resamples; near 1 if a
     setting keeps nothing. None if there is only one block or no advantage differs from zero.
 
     With means weighted by e, a setting keeps the share F = mean of w / mean of W of the gradient. The
     unevenness of its weights is the mean square of (w − F·W)/((1 + W)/2) under ½ π_train + ½ π_rollout, where
     it is bounded though one policy has almost no mass. Then bias² = `ALIGNED` / length · unevenness / F², and
-    variance = `NOISE` / G · mean of w² / F².
-
-    Args:
-        drawn: (R, K') from `draws`, for the K' blocks that contain a group.
-        groups_per_batch: G.
+    variance = `NOISE` / G · mean of w² / F². `groups_per_batch` is G.
     """
-    used = sums.used
-    if used.sum() < 2 or sums.exact[0].sum() <= 0.0:
+    used = sums.counts[0] > 0  # blocks that have groups
+    num_blocks = int(used.sum())
+    if num_blocks < 2 or sums.exact[0].sum() <= 0.0:
         return None
+    resamples = np.random.default_rng(0).multinomial(
+        num_blocks, np.full(num_blocks, 1.0 / num_blocks), size=RESAMPLES
+    )
+    drawn = np.concatenate([np.ones((1, num_blocks)), resamples])  # how often each block counts
     mean = (drawn @ sums.product[used]) / (drawn @ sums.counts[1][used])  # of W over episodes, nearly 1
     energy = np.einsum("sik,rk->irs", sums.weighted[:, :, used], drawn)
     exact, exact_halfway = sums.exact[:, used] @ drawn.T

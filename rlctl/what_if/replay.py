@@ -10,8 +10,8 @@ import numpy as np
 from rlctl.algos.rules import CorrectionRules
 from rlctl.errors import UsageError
 from rlctl.what_if.dumps import Step
-from rlctl.what_if.gradient_error import Floats, draws, errors, interval
-from rlctl.what_if.setting_sums import SettingSums, advantages_of, pooled
+from rlctl.what_if.gradient_error import errors, interval
+from rlctl.what_if.setting_sums import Floats, SettingSums, advantages_of, pooled
 from rlctl.what_if.settings import Setting
 from rlctl.what_if.tradeoff import IntervalEstimate, Recommendation, SettingOutcome, Tradeoff
 
@@ -61,12 +61,11 @@ def replay(
 
     for batch in pooled(with_advantages(), groups_per_batch or 1):
         sums.add(batch)
-    num_groups, num_sequences, num_tokens = (int(total) for total in sums.energy.counts.sum(1))
+    num_groups, num_sequences, num_tokens = (int(total) for total in sums.counts.sum(1))
     if not num_sequences:
         raise UsageError("the dump contains no response with finite log-probs of both policies")
     batch_groups = groups_per_batch or num_groups / num_steps
-    drawn = draws(int(sums.energy.used.sum()))
-    found = errors(sums.energy, drawn, batch_groups)
+    found = errors(sums, batch_groups)
     notes, differs = list(dict.fromkeys(all_notes)), False
     if found is None:
         why = "no advantage differs from zero" if num_groups > 1 else "there is only one prompt group"
@@ -75,9 +74,7 @@ def replay(
         notes.append("no setting differs on these responses: trainer and engine give them the same log-probs")
     elif num_groups < FEW_GROUPS:
         notes.append(f"only {num_groups} prompt groups: intervals are rough (32 and more are better)")
-    outcomes = _folded(
-        {place: _outcome(sums, own, place, found, drawn) for place, own in enumerate(named.values())}
-    )
+    outcomes = _folded({place: _outcome(sums, own, place, found) for place, own in enumerate(named.values())})
     order = sorted(outcomes, key=lambda p: 0.0 if found is None else float(found[0, p]))
     return Tradeoff(
         outcomes=tuple(outcomes[place] for place in order),
@@ -96,7 +93,7 @@ def _folded(outcomes: dict[int, SettingOutcome]) -> dict[int, SettingOutcome]:
     firsts: dict[tuple[str, ...], int] = {}
     found: dict[int, SettingOutcome] = {}
     for place, outcome in outcomes.items():
-        first = firsts.setdefault(outcome.figures(), place)
+        first = firsts.setdefault(outcome.figures, place)
         if first == place:
             found[place] = outcome
         else:
@@ -105,31 +102,25 @@ def _folded(outcomes: dict[int, SettingOutcome]) -> dict[int, SettingOutcome]:
     return found
 
 
-def _outcome(
-    sums: SettingSums, named: list[Setting], place: int, found: Floats | None, drawn: Floats
-) -> SettingOutcome:
-    kish = sums.kish[place][:, :, sums.energy.used]
+def _outcome(sums: SettingSums, named: list[Setting], place: int, found: Floats | None) -> SettingOutcome:
+    (num, *raw), (_, *applied) = sums.kish[place]
     kept_tokens, kept_sequences = sums.kept[place] / sums.graded
     return SettingOutcome(
         setting=named[0],
         same_as=tuple(setting.name for setting in named[1:]),
-        raw_ess=_ess(kish[0], drawn),
-        applied_ess=_ess(kish[1], drawn),
+        raw_ess=_ess(num, *raw),
+        applied_ess=_ess(num, *applied),
         kept_tokens=float(kept_tokens),
         kept_sequences=float(kept_sequences),
         max_weight=float(sums.largest[place]),
-        at_bound=float(sums.beyond[place] / kish[0, 0].sum()),
+        at_bound=float(sums.beyond[place] / num),
         error=None if found is None else _estimate(found[:, place]),
     )
 
 
-def _ess(kish: Floats, drawn: Floats) -> IntervalEstimate:
-    """Kish's effective sample size divided by n, from (3, K) sums, with its interval over blocks."""
-    sums = drawn @ kish.T
-    count, first, second = sums.T
-    scale = count * second
-    ess = np.divide(first**2, scale, out=np.zeros_like(first), where=scale > 0)
-    return _estimate(np.minimum(ess, 1.0))
+def _ess(count: float, first: float, second: float) -> float:
+    """Kish's effective sample size divided by n, from n, Σw and Σw²."""
+    return min(float(first**2 / (count * second)), 1.0) if second > 0.0 else 0.0
 
 
 def _estimate(values: Floats) -> IntervalEstimate:

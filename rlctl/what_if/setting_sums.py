@@ -12,26 +12,25 @@ from torch import Tensor
 
 from rlctl.algos.correction import correct, normalization_factor
 from rlctl.algos.estimators import AdvantageInputs, estimate
-from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, WeightRule
-from rlctl.algos.segments import Segments, Units
-from rlctl.algos.sums import to_host
+from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules
+from rlctl.algos.segments import Segments, Units, to_host
 from rlctl.registry import CORRECTION_WEIGHTS
 from rlctl.what_if.dumps import Step
-from rlctl.what_if.gradient_error import BLOCKS, Energy, Floats
 
+Floats = NDArray[np.float64]
+
+#: Groups are divided into this many blocks; resampling blocks gives intervals.
+BLOCKS = 32
 #: Maximum number of tokens of pooled steps.
 POOL_TOKENS = 1 << 22
 #: Estimators with one advantage per episode, computed from rewards and lengths.
 _FROM_REWARDS = ("rloo", "grpo", "dr_grpo", "maxrl", "gpg", "opo")
-_EXACT = CorrectionRules(WeightRule("episode", "truncate", upper=1e9))
 
 
 def pooled(steps: Iterable[Step], groups: int) -> Iterator[Step]:
     """Merges consecutive steps until they contain `groups` prompt groups or `POOL_TOKENS` tokens."""
     held: list[Step] = []
     for step in steps:
-        if not len(step.log_probs):
-            continue
         held.append(step)
         count = sum(len(np.unique(one.group_ids)) for one in held)
         if count >= groups or sum(len(one.log_probs) for one in held) >= POOL_TOKENS:
@@ -43,26 +42,20 @@ def pooled(steps: Iterable[Step], groups: int) -> Iterator[Step]:
 
 def _merged(steps: list[Step]) -> Step:
     """Merges steps into one; groups of different steps get different ids."""
-    ids, start = [], 0
-    for step in steps:
-        _, numbers = np.unique(step.group_ids, return_inverse=True)
-        ids.append(numbers + start)
-        start += int(numbers.max()) + 1
+    keys = [(number, group) for number, step in enumerate(steps) for group in step.group_ids.tolist()]
+    _, group_ids = np.unique(np.array(keys), axis=0, return_inverse=True)
 
     def joined(name: str) -> Any:
-        parts = [getattr(one, name) for one in steps]
-        return np.concatenate(
-            [one.lengths if part is None else part for one, part in zip(steps, parts, strict=True)]
-        )
+        parts = ((getattr(one, name), one.lengths) for one in steps)
+        return np.concatenate([lengths if part is None else part for part, lengths in parts])
 
     names = ("rewards", "lengths", "rollout_log_probs", "log_probs", "advantages")
     columns = {name: joined(name) for name in (*names, "sequence_lengths", "turn_lengths")}
-    return Step(steps[0].number, np.concatenate(ids), **columns)
+    return Step(steps[0].number, group_ids, **columns)
 
 
 def advantages_of(step: Step, estimator: str, notes: list[str]) -> NDArray[np.float64]:
-    """(E,) one advantage per episode: from the dump, otherwise computed from the rewards; 0 if it was not
-    graded or has no tokens.
+    """(E,) one advantage per episode, from the rewards; 0 if it was not graded or has no tokens.
 
     Uses the run's estimator if it needs nothing else (`_FROM_REWARDS`), otherwise `rloo`. With one episode
     per prompt, uses `rloo` over the whole step. Adds a note to `notes` if the estimator is replaced.
@@ -96,9 +89,14 @@ def advantages_of(step: Step, estimator: str, notes: list[str]) -> NDArray[np.fl
 class SettingSums:
     """Sums of all steps so far, for S different rules and K blocks of groups.
 
+    e = A²(1 − π)² is the energy of a token, W = Π ρ of its episode, q = 2/(1 + W).
+
     Attributes:
-        energy: from which gradient errors are computed.
-        kish: (S, 2, 3, K): raw and applied weights; n, Σw, Σw² over the units of the rule's weight.
+        weighted: (S, 4, K): Σ w·e, Σ w²·e, Σ q·w²·e, Σ q·w·W·e.
+        exact: (2, K): Σ W·e, Σ q·W²·e.
+        product: (K,): Σ W over episodes.
+        counts: (3, K): groups, episodes and tokens.
+        kish: (S, 2, 3): raw and applied weights; n, Σw, Σw² over the units of the rule's weight.
         kept: (S, 2): tokens and episodes (with all their tokens) that are not rejected.
         graded: (2,): tokens and episodes with tokens of all that were graded.
         beyond: (S,): weights that the bound changes.
@@ -107,10 +105,9 @@ class SettingSums:
 
     def __init__(self, rules: list[CorrectionRules]) -> None:
         self.rules, count = rules, len(rules)
-        self.energy = Energy(
-            np.zeros((count, 4, BLOCKS)), np.zeros((2, BLOCKS)), np.zeros(BLOCKS), np.zeros((3, BLOCKS))
-        )
-        self.kish = np.zeros((count, 2, 3, BLOCKS))
+        self.weighted, self.exact = np.zeros((count, 4, BLOCKS)), np.zeros((2, BLOCKS))
+        self.product, self.counts = np.zeros(BLOCKS), np.zeros((3, BLOCKS))
+        self.kish = np.zeros((count, 2, 3))
         self.kept, self.graded = np.zeros((count, 2)), np.zeros(2)
         self.beyond, self.largest = np.zeros(count), np.zeros(count)
 
@@ -121,74 +118,51 @@ class SettingSums:
         graded = torch.tensor(np.isfinite(batch.rewards)) & (episode.lengths > 0)
         self.graded += int(episode.lengths[graded].sum()), int(graded.sum())
         chosen = graded & finite  # a response with NaN is rejected by every rule
-        if chosen.any():
-            self._add(_Tokens(batch, episode, chosen, int(self.energy.counts[0].sum())))
+        if not chosen.any():
+            return
+        inside = episode.spread(chosen)
 
-    def _add(self, tokens: _Tokens) -> None:
-        sums, units, spread = self.energy, tokens.units, tokens.units.episode.spread
-        of_groups = torch.as_tensor(np.unique(tokens.groups) % BLOCKS)
-        sums.counts[0] += _by_block(of_groups, torch.ones(len(of_groups)))
-        sums.counts[1] += _by_block(tokens.blocks, torch.ones(len(tokens.blocks)))
-        sums.counts[2] += _by_block(tokens.blocks, units.episode.lengths)
-        sums.product[:] += _by_block(tokens.blocks, tokens.product)
-        blocks, product = spread(tokens.blocks), spread(tokens.product)
-        exact, halfway = product * tokens.energy, 2.0 / (1.0 + product)
-        sums.exact[0] += _by_block(blocks, exact)
-        sums.exact[1] += _by_block(blocks, halfway * product * exact)
+        def kept(lengths: NDArray[np.int64] | None) -> Segments:
+            counts = (episode if lengths is None else Segments(torch.tensor(lengths))).kept(inside).lengths
+            return Segments(counts[counts > 0])
+
+        units = Units(kept(batch.turn_lengths), kept(batch.sequence_lengths), kept(None))
+        policies = torch.tensor(batch.log_probs)[inside], torch.tensor(batch.rollout_log_probs)[inside]
+        assert batch.advantages is not None
+        advantages = units.episode.spread(torch.tensor(batch.advantages)[chosen])
+        energy = (advantages * torch.expm1(policies[0].double())).square()
+        log_ratio = (policies[0] - policies[1]).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+        of_episodes = units.episode.sum(log_ratio).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+
+        _, groups = np.unique(batch.group_ids[chosen.numpy()], return_inverse=True)
+        block_of = (int(self.counts[0].sum()) + np.arange(groups.max() + 1)) % BLOCKS
+        in_block = torch.as_tensor(block_of[groups])
+        self.counts[0] += np.bincount(block_of, minlength=BLOCKS)
+        self.counts[1] += _by_block(in_block, torch.ones(len(in_block)))
+        self.counts[2] += _by_block(in_block, units.episode.lengths)
+        self.product += _by_block(in_block, of_episodes)
+        blocks, product = units.episode.spread(in_block), units.episode.spread(of_episodes)
+        exact, halfway = product * energy, 2.0 / (1.0 + product)
+        self.exact[0] += _by_block(blocks, exact)
+        self.exact[1] += _by_block(blocks, halfway * product * exact)
         for place, rule in enumerate(self.rules):
-            done = correct(*tokens.policies, units, rule, advantages=tokens.advantages)
+            done = correct(*policies, units, rule, advantages=advantages.float())
             factor = normalization_factor(to_host(done.sums), rule)
             weights = (done.keep if done.weights is None else done.weights).double() / factor
-            first = weights * tokens.energy
-            for row, values in enumerate(
-                (first, weights * first, halfway * weights * first, halfway * weights * exact)
-            ):
-                sums.weighted[place, row] += _by_block(blocks, values)
+            first = weights * energy
+            sums = (first, weights * first, halfway * weights * first, halfway * weights * exact)
+            self.weighted[place] += [_by_block(blocks, values) for values in sums]
             self.kept[place] += int(done.keep.sum()), int((~units.episode.any(~done.keep)).sum())
             self.largest[place] = max(self.largest[place], float(weights.max()))
-            raw, applied, of_units = tokens.ratio if done.raw is None else done.raw, weights, blocks
+            raw, applied = log_ratio.exp() if done.raw is None else done.raw, weights
             if done.bounded is not None and not rule.weight.by_token:
                 level = rule.segments(units, CORRECTION_WEIGHTS.part(str(rule.weight.level)).unit)
-                applied, of_units = done.bounded * level.any(done.keep) / factor, blocks[level.starts]
+                applied = done.bounded * level.any(done.keep) / factor
             if done.raw is not None:
                 low, high = rule.weight.band()
                 self.beyond[place] += int(((raw < low) | (raw > high)).sum())
-            for row, values in enumerate((raw, applied)):
-                for power in range(3):
-                    self.kish[place, row, power] += _by_block(of_units, values.double() ** power)
-
-
-class _Tokens:
-    """The M tokens of the chosen episodes (E,) of a batch, and what all settings read.
-
-    Attributes:
-        policies: (M,) log-probs of the trained and the sampling policy, finite.
-        groups, blocks: (E,) number of the prompt group over all batches, and its block.
-        product: (E,) float64, Π ρ.
-        energy: (M,) float64, A²(1 − π)².
-    """
-
-    def __init__(self, batch: Step, episode: Segments, chosen: Tensor, first_group: int) -> None:
-        inside = episode.spread(chosen)
-        _, groups = np.unique(batch.group_ids[chosen.numpy()], return_inverse=True)
-        self.groups = first_group + groups
-        self.blocks = torch.as_tensor(self.groups % BLOCKS)
-
-        def kept(lengths: NDArray[np.int64] | None) -> Segments:
-            left = episode if lengths is None else Segments(torch.tensor(lengths))
-            counts = left.kept(inside).lengths
-            return Segments(counts[counts > 0])
-
-        self.units = Units(kept(batch.turn_lengths), kept(batch.sequence_lengths), kept(None))
-        self.policies = torch.tensor(batch.log_probs)[inside], torch.tensor(batch.rollout_log_probs)[inside]
-        assert batch.advantages is not None
-        advantages = self.units.episode.spread(torch.tensor(batch.advantages)[chosen])
-        self.advantages = advantages.float()
-        self.energy = (advantages * torch.expm1(self.policies[0].double())).square()
-        done = correct(*self.policies, self.units, _EXACT)
-        assert done.raw is not None
-        self.product = done.raw
-        self.ratio = (self.policies[0] - self.policies[1]).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+            for row, values in enumerate((raw.double(), applied.double())):
+                self.kish[place, row] += len(values), float(values.sum()), float(values.square().sum())
 
 
 def _by_block(blocks: Tensor, values: Tensor) -> Floats:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlctl.what_if.settings import Setting
 
 
-@dataclass(frozen=True, slots=True)
-class IntervalEstimate:
+class IntervalEstimate(NamedTuple):
     """A value and its sampling interval, which contains 90 % of its resamples.
 
     The interval shows how much the value depends on which responses were sampled. It does not include the
@@ -26,11 +25,10 @@ class SettingOutcome:
     """Results of one setting on the replayed responses."""
 
     setting: Setting
-    same_as: tuple[str, ...]  # other settings with the same results, to three decimals, on these responses
     #: raw_ess, applied_ess: effective sample size divided by the number of samples, before and after bound
     #: and rejection. Samples are tokens at token level and for settings without a weight, otherwise sequences
-    raw_ess: IntervalEstimate
-    applied_ess: IntervalEstimate
+    raw_ess: float
+    applied_ess: float
     #: kept_tokens, kept_sequences: share that is not rejected (a sequence: with all of its tokens)
     kept_tokens: float
     kept_sequences: float
@@ -39,13 +37,13 @@ class SettingOutcome:
     #: relative mean-squared error of the gradient at its best scale, in [0, 1]; None if no advantage differs
     #: from zero or there is only one prompt group
     error: IntervalEstimate | None
+    same_as: tuple[str, ...] = ()  # other settings with the same results, to three decimals
 
+    @property
     def figures(self) -> tuple[str, ...]:
         """All values to three decimals; equal for settings with the same results on these responses."""
-        estimates = (self.raw_ess, self.applied_ess, self.error)
-        values = [value for one in estimates if one for value in (one.value, one.low, one.high)]
-        values += [self.kept_tokens, self.kept_sequences, self.max_weight, self.at_bound]
-        return tuple(f"{value:.3f}" for value in values)
+        values = [self.raw_ess, self.applied_ess, self.kept_tokens, self.kept_sequences, self.max_weight]
+        return tuple(f"{value:.3f}" for value in (*values, self.at_bound, *(self.error or ())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +70,14 @@ class Tradeoff:
     groups_per_batch: float  # prompt groups of the mini-batch that the errors apply to
     notes: tuple[str, ...]  # assumptions and omissions
 
-    def with_notes(self, *notes: str) -> Tradeoff:
-        """Returns a copy with more notes, placed first."""
-        return replace(self, notes=(*notes, *self.notes))
-
     def as_document(self) -> dict[str, Any]:
-        """Converts to plain types for JSON, without infinities."""
-        rows = []
-        for outcome in self.outcomes:
-            setting, fields = outcome.setting, asdict(outcome)
-            del fields["setting"]
-            head = {"name": setting.name, "family": setting.family, "overrides": list(setting.overrides)}
-            rows.append(head | fields)
+        """Converts to plain types for JSON."""
+        settings = [
+            {"name": one.setting.name, "family": one.setting.family, "overrides": one.setting.overrides}
+            | {key: value for key, value in asdict(one).items() if key not in {"setting", "error"}}
+            | {"error": one.error and one.error._asdict()}
+            for one in self.outcomes
+        ]
         document = asdict(replace(self, outcomes=()))
         del document["outcomes"]
-        return document | {"settings": rows}
+        return document | {"settings": settings}

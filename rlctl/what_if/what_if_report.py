@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.text import Text
 
@@ -13,8 +12,7 @@ from rlctl.terminal import Console
 from rlctl.text_table import print_table
 from rlctl.what_if.tradeoff import SettingOutcome, Tradeoff
 
-#: Directory of the templates.
-FOLDER = Path(__file__).parent
+_FOLDER = Path(__file__).parent
 #: Rows of the terminal table, in addition to the run's own setting.
 _SHOWN = 12
 #: Name of a table column, in at most two lines → its meaning.
@@ -39,8 +37,8 @@ def cells(outcome: SettingOutcome) -> tuple[str, ...]:
     return (
         "–" if error is None else f"{error.value:.3f}",
         "–" if error is None else f"{error.low:.3f}–{error.high:.3f}",
-        f"{outcome.raw_ess.value:.2f}",
-        f"{outcome.applied_ess.value:.2f}",
+        f"{outcome.raw_ess:.2f}",
+        f"{outcome.applied_ess:.2f}",
         f"{outcome.kept_tokens:.0%}",
         f"{outcome.max_weight:.3g}",
         f"{outcome.at_bound:.1%}",
@@ -99,17 +97,12 @@ def page(replays: Sequence[tuple[str, Tradeoff]]) -> str:
     Args:
         replays: title and result of each replay.
     """
-    title = f"What if: {' · '.join(title for title, _ in replays)}"
-    return render(FOLDER / "page.html.j2", title=title, style=section_style(), **section_values(replays))
-
-
-def section_style() -> str:
-    """CSS of `section.html.j2`."""
-    return (FOLDER / "page.css").read_text(encoding="utf-8")
-
-
-def section_values(replays: Sequence[tuple[str, Tradeoff]]) -> dict[str, Any]:
-    """Template variables of `section.html.j2`."""
+    style = (_FOLDER / "page.css").read_text(encoding="utf-8")
     functions = (about, advice, cells, is_recommended, name_of)
-    report = {"COLUMNS": COLUMNS} | {function.__name__: function for function in functions}
-    return {"replays": replays, "report": report}
+    return render(
+        _FOLDER / "page.html.j2",
+        title=f"What if: {' · '.join(title for title, _ in replays)}",
+        style=style,
+        replays=replays,
+        report={"COLUMNS": COLUMNS} | {function.__name__: function for function in functions},
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from rlctl.spec.load import spec_or_note
@@ -28,7 +29,8 @@ def what_if(path: Path) -> Tradeoff:
     dump = find_dump(path)
     spec, notes = _spec_of_dump(dump)
     if spec is None:
-        return replay(dump.steps, grid()).with_notes(*notes)
+        found = replay(dump.steps, grid())
+        return replace(found, notes=(*notes, *found.notes))
     algorithm, correction = spec.algorithm, spec.algorithm.rollout_correction
     omitted = "the run's own setting is omitted"
     why_omitted = {
@@ -52,7 +54,7 @@ def what_if(path: Path) -> Tradeoff:
         groups_per_batch=spec.ppo_mini_batch_size,
         mean_per_sequence=spec.actor.loss_agg_mode == "seq-mean-token-mean",
     )
-    return found.with_notes(*notes)
+    return replace(found, notes=(*notes, *found.notes))
 
 
 def _spec_of_dump(dump: Dump) -> tuple[RunSpec | None, list[str]]:

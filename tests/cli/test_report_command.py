@@ -8,11 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 from rlctl.cli.app import run
-from rlctl.engine.checkpoint import TrainerState, begin, publish
-from rlctl.report.model_card import model_card
 from rlctl.report.run_page import _sample, sample_steps, spec_rows
 from rlctl.spec.load import dump_spec, load_spec
 from rlctl.track.open_run import open_run
@@ -44,7 +41,7 @@ def a_run(path: Path, *overrides: str, reward: float = 0.5, source: str = "own")
 def test_one_page_with_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("plotly")
     first = a_run(tmp_path / "a", "actor.lr=7e-5")
-    assert run(["report", str(first), "--no-what-if"]) == 0
+    assert run(["report", str(first)]) == 0
     page = (first / "report.html").read_text()
     assert capsys.readouterr().out.strip() == str(first / "report.html")
     assert "<script>alert" not in page
@@ -54,7 +51,7 @@ def test_one_page_with_everything(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "http://" not in page.partition("plotly")[0]
     second = a_run(tmp_path / "b", reward=0.9)
     both = tmp_path / "both.html"
-    assert run(["report", str(first), str(second), "--no-what-if", "--out", str(both)]) == 0
+    assert run(["report", str(first), str(second), "--out", str(both)]) == 0
     assert both.read_text().count("run-details") >= 2
 
 
@@ -82,52 +79,8 @@ def test_the_spec_is_compared_with_its_preset_for_the_same_model(tmp_path: Path)
 
 def test_responses_of_the_built_in_task_are_explained_without_a_validation_too(tmp_path: Path) -> None:
     path = a_run(tmp_path / "a", source="embedded/addition")
-    assert run(["report", str(path), "--no-what-if"]) == 0
+    assert run(["report", str(path)]) == 0
     assert "71+63= → 431 means 134" in (path / "report.html").read_text()
-
-
-def test_a_model_card_says_what_was_trained_on_what_with_which_result(tmp_path: Path) -> None:
-    path = a_run(tmp_path / "a", "model.path=someone/base-1b", "data.train_files=/secret/place/own.parquet")
-    (path / "inputs.json").write_text(json.dumps({"rows": {"data.train_files": "ab12"}}))
-    card = model_card(path, step=4)
-    head = yaml.safe_load(card.split("---")[1])
-    assert head["base_model"] == "someone/base-1b"
-    assert "4 of 160 batches" in card or "4 of ? batches" in card
-    assert "own.parquet, rows SHA-256 `ab12`" in card
-    assert "| own/reward\\_mean | 0.125 (step 1) | 0.5 (step 4) | 0.5 (step 4) |" in card
-    assert "mean reward of a batch | 0.5 | 0.5" in card
-    assert "adv_estimator" in card.partition("spec.yaml")[2]
-
-
-def test_pushing_uploads_the_export_and_a_refusal_keeps_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = a_run(tmp_path / "a")
-    partial = begin(path / "checkpoints", 6)
-    (partial / "model/config.json").write_text("{}")
-    publish(path / "checkpoints", partial, TrainerState(6, 6, 1, 0), keep=None)
-    asked: list[tuple[str, object]] = []
-
-    def create_repo(_: object, name: str, **how: object) -> None:
-        asked.append((name, how["private"]))
-
-    def upload_folder(_: object, **how: object) -> str:
-        asked.append((str(how["repo_id"]), sorted(p.name for p in Path(str(how["folder_path"])).iterdir())))
-        return "https://hub/me/mine"
-
-    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", create_repo)
-    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", upload_folder)
-    assert run(["export", str(path), "--out", str(tmp_path / "x"), "--push-to-hub", "me/mine"]) == 0
-    assert asked == [("me/mine", True), ("me/mine", ["README.md", "config.json"])]
-    assert "https://hub/me/mine" in capsys.readouterr().out
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError("401 Client Error\nsecret details")
-
-    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", refuse)
-    assert run(["export", str(path), "--out", str(tmp_path / "y"), "--push-to-hub", "me/mine"]) == 4
-    assert "the hub refused the upload: 401 Client Error" in capsys.readouterr().err
-    assert (tmp_path / "y/README.md").is_file()
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,6 @@ import typer
 
 from rlctl.algos.rules import BASIC_STATISTICS
 from rlctl.cli import explain_entries
-from rlctl.cli import init as init_module
 from rlctl.cli.app import app, run
 from rlctl.registry import (
     ADVANTAGE_ESTIMATORS,
@@ -25,69 +24,10 @@ from rlctl.registry import (
 )
 from rlctl.spec import sources
 from rlctl.spec.keys import known_leaves, known_sections
-from rlctl.spec.load import load_spec
 from rlctl.spec.machine import GIB, gpu_memory
 from rlctl.spec.sources import all_presets
 
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.mark.parametrize(
-    ("options", "presets", "values"),
-    [
-        ([], ["rloo-seq-is"], []),
-        (["-p", "ppo-seq-is-token-rs"], ["ppo-seq-is-token-rs"], []),
-        (
-            ["--model", "a/b", "--data", "x.parquet", "--gpus", "2", "-p", "grpo-rs-only"],
-            ["8gpu", "grpo-rs-only"],
-            ["model.path=a/b", "data.train_files=x.parquet", "trainer.n_gpus_per_node=2"],
-        ),
-        (
-            ["--model", "a/b", "--data", "p: q #.parquet", "--gpus", "0"],
-            ["rloo-seq-is"],
-            ["model.path=a/b", "data.train_files=['p: q #.parquet']"],
-        ),
-    ],
-)
-def test_init_writes_the_spec_of_its_answers(
-    options: list[str], presets: list[str], values: list[str], tmp_path: Path
-) -> None:
-    out = tmp_path / "my.yaml"
-    assert run(["init", str(out), *options]) == 0
-    written = load_spec([], [out], [])
-    assert written.spec == load_spec(presets, [], values).spec
-    text = out.read_text()
-    for key, origin in written.origins.items():
-        if origin.layer == "file":  # the meaning of every key is on the line above it
-            assert text.splitlines()[int(origin.line or 0) - 2].lstrip().startswith("# "), key
-    assert run(["init", str(out)]) == 2
-    assert run(["init", str(out), "--force"]) == 0
-    assert run(["init", str(tmp_path / "gone" / "x.yaml")]) == 2
-
-
-def test_init_asks_again_for_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = tmp_path / "answers"
-    answers.write_text("org/model\ntrain.parquet\nmany\n2\nrloo-seq-is\n")
-    with answers.open() as terminal:
-        monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
-        monkeypatch.setattr("sys.stdin", terminal)
-        assert run(["init", str(tmp_path / "my.yaml")]) == 0
-    assert load_spec([], [tmp_path / "my.yaml"], []).spec.trainer.n_gpus_per_node == 2
-
-
-@pytest.mark.parametrize(
-    ("gpus", "gib", "preset"),
-    [
-        (1, 24.0, "1gpu-24gb"),
-        (1, 47.4, "1gpu-lora"),
-        (1, 80.0, "1gpu-80gb"),
-        (1, 141.0, "1xh200"),
-        (4, 80.0, "8gpu"),
-    ],
-)
-def test_init_chooses_hardware(gpus: int, gib: float, preset: str) -> None:
-    assert init_module._hardware(gpus, gib) == preset
-    assert preset in all_presets()
 
 
 def test_the_memory_of_a_card() -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from rlctl.engine.varlen import _attention, cu_seqlens
+from rlctl.engine.layout import separations
+from rlctl.engine.varlen import attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,14 +22,8 @@ def test_packed_sequences_are_separate(kv_heads: int) -> None:
     heads = (8, kv_heads, kv_heads)
     options = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     states = [torch.randn(1, count, sum(LENGTHS), 64, **options) for count in heads]
-    offsets, longest = cu_seqlens(LENGTHS, "cuda"), max(LENGTHS)
-    sizes = {
-        "cu_seq_lens_q": offsets,
-        "cu_seq_lens_k": offsets,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
-    output, _ = _attention(None, *states, None, **sizes)
+    sizes = separations(torch.tensor(LENGTHS), torch.device("cuda"))
+    output, _ = attention(None, *states, None, **sizes)
     gradients = torch.autograd.grad(output.float().square().sum(), states)
     apart = zip(*(x.split(LENGTHS, 2) for x in states), strict=True)
     wanted = torch.cat(

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from rlctl.algos.correction import Correction, correct, correction_metrics, normalization_factor, normalized
 from rlctl.algos.rules import CorrectionRules
-from rlctl.algos.segments import Units
-from rlctl.algos.sums import Sums, to_host
+from rlctl.algos.segments import Sums, Units, to_host
 from tests.properties.batches import drawn_rows
 
 

@@ -11,8 +11,7 @@ import torch
 from rlctl.algos.correction import correct
 from rlctl.algos.losses import coefficients, policy_loss
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
-from rlctl.algos.segments import Segments, Units
-from rlctl.algos.sums import to_host
+from rlctl.algos.segments import Segments, Units, to_host
 from rlctl.registry import POLICY_LOSSES
 from tests.properties.batches import loss_rule, weight_rules
 from tests.properties.padded_batches import Batch, corrected, factor_and_metrics, make_batch

@@ -12,8 +12,7 @@ from torch import Tensor
 from rlctl.algos.correction import correction_metrics, normalization_factor, normalized
 from rlctl.algos.losses import coefficients, policy_loss
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
-from rlctl.algos.segments import Segments
-from rlctl.algos.sums import added, to_host
+from rlctl.algos.segments import Segments, added, to_host
 from tests.properties.batches import reject_rules, weight_rules
 from tests.properties.padded_batches import Batch, factor_and_metrics, make_batch
 

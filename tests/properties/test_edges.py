@@ -7,10 +7,10 @@ import torch
 
 from rlctl.algos.batch_losses import ClipCovParams, M2poParams, WholeBatch
 from rlctl.algos.correction import correct
-from rlctl.algos.correction_weights import SelectiveParams
 from rlctl.algos.losses import policy_loss
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.algos.segments import Segments, Units
+from rlctl.algos.weights_and_criteria import SelectiveParams
 from tests.properties.batches import estimate
 
 RESPONSE = Segments(torch.tensor([4]))

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.correction import correct
-from rlctl.algos.correction_weights import SelectiveParams
 from rlctl.algos.losses import policy_loss
 from rlctl.algos.rules import CorrectionRules, WeightRule
 from rlctl.algos.segments import Units
+from rlctl.algos.weights_and_criteria import SelectiveParams
 from rlctl.registry import POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules

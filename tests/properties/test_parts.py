@@ -18,8 +18,7 @@ from rlctl.algos.correction import correct, correction_metrics, normalization_fa
 from rlctl.algos.estimators import AdvantageInputs, estimate
 from rlctl.algos.losses import policy_loss
 from rlctl.algos.rules import BASIC_STATISTICS, CorrectionRules, RejectRule, WeightRule
-from rlctl.algos.segments import Segments, Units
-from rlctl.algos.sums import added, to_host
+from rlctl.algos.segments import Segments, Units, added, to_host
 from rlctl.registry import ADVANTAGE_ESTIMATORS, CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules

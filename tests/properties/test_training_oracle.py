@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rlctl.algos.estimators import gae_recursion, whiten
 from rlctl.algos.kl import kl_loss
 from rlctl.algos.losses import policy_loss, value_loss
 from rlctl.algos.segments import Segments
-from rlctl.algos.token_advantages import gae, whiten
 from rlctl.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.algorithm import AlgorithmSpec
 from rlctl.train.score_batch import kl_controller, with_advantages, with_kl_in_reward
@@ -110,7 +110,7 @@ def test_value_loss_and_advantages_of_bf16_inputs_round_nothing_else() -> None:
     exact = 0.5 * torch.maximum((v - r) ** 2, (o + (v - o).clamp(-0.2, 0.2) - r) ** 2)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
 
-    columns = (rewards.double(), new.double(), *gae(rewards, new, unit, 0.9, 0.8))
+    columns = (rewards.double(), new.double(), *gae_recursion(rewards, new, unit, 0.9, 0.8))
     for of_rewards, values, advantages, targets in by_response(unit, *columns):
         for t, (advantage, target) in enumerate(zip(advantages, targets, strict=True)):
             following = [*values[1:], 0.0]

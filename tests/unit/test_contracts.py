@@ -239,7 +239,7 @@ def test_deepspeed_and_transformers_know_every_setting_and_attribute(end: str) -
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("package", ["vllm", "deepspeed"])
 def test_what_changes_the_whole_process_is_known(package: str, end: str) -> None:
-    """A new line: see whether `rollout/process_state.py` undoes that, or it cannot happen; then list it."""
+    """A new line: see whether `ProcessState` in rollout/vllm.py undoes it, or it cannot be; then list it."""
     known = set(STATE.read_text(encoding="utf-8").splitlines())
     new = state_changes(sources(package, end)) - known
     assert not new, "\n".join(sorted(new))

@@ -143,8 +143,7 @@ def test_no_torch() -> None:
 def test_correction_logs_only_what_is_described(level, convention) -> None:
     from rlctl.algos.correction import correct, correction_metrics
     from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
-    from rlctl.algos.segments import Units
-    from rlctl.algos.sums import to_host
+    from rlctl.algos.segments import Units, to_host
 
     log_probs = torch.tensor([-1.0, -2.0, -0.5, -0.1, -3.0])
     units = Units.of_responses(torch.tensor([2, 3]))

@@ -17,8 +17,7 @@ from pydantic import BaseModel
 import rlctl
 from rlctl.algos.correction import Correction, correct, correction_metrics
 from rlctl.algos.rules import CorrectionRules
-from rlctl.algos.segments import Units
-from rlctl.algos.sums import to_host
+from rlctl.algos.segments import Units, to_host
 from rlctl.errors import RunFailure, SpecError, UsageError
 from rlctl.registry import (
     ADVANTAGE_ESTIMATORS,

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.algos.estimators import AdvantageInputs, Estimate, has_spread
+from rlctl.algos.estimators import AdvantageInputs, Estimate, gae_recursion, has_spread, reward_to_go
 from rlctl.algos.estimators import estimate as advantages_of
 from rlctl.algos.segments import Segments, Units
-from rlctl.algos.token_advantages import gae, reward_to_go
 from rlctl.errors import RunFailure
 from rlctl.registry import ADVANTAGE_ESTIMATORS
 from tests.properties.batches import advantage_inputs, estimate
@@ -207,7 +206,7 @@ def test_per_turn_a_discount_applies_between_turns_only() -> None:
     assert lam.tolist()[1:] == [1.0, 0.25, 1.0, 0.25]
     returns = reward_to_go(rewards, turns.episode, gamma)
     assert returns.tolist() == [13.0, 12.0, 20.0, 16.0, 16.0]
-    advantages, targets = gae(rewards, values, turns.episode, gamma, lam)
+    advantages, targets = gae_recursion(rewards, values, turns.episode, gamma, lam)
     expected = [0.0] * 6
     for t in reversed(range(5)):  # the definition, one token at a time
         following = values[t + 1].item() if t < 4 else 0.0

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.batch_losses import ClipCovParams, WholeBatch
-from rlctl.algos.kl import KLController, kl_estimate
-from rlctl.algos.losses import coefficients, policy_loss, value_loss
-from rlctl.algos.rules import LossRule
-from rlctl.algos.segments import Segments
-from rlctl.algos.token_advantages import (
-    gae,
+from rlctl.algos.estimators import (
+    gae_recursion,
     reward_to_go,
     score_norms,
     whiten,
 )
+from rlctl.algos.kl import KLController, kl_estimate
+from rlctl.algos.losses import coefficients, policy_loss, value_loss
+from rlctl.algos.rules import LossRule
+from rlctl.algos.segments import Segments
 from rlctl.registry import ADVANTAGE_ESTIMATORS
 from tests.properties.batches import advantage_inputs, estimate, loss_rule
 from tests.properties.padded_batches import make_batch
@@ -235,7 +235,7 @@ def test_estimators_per_token(seed: int) -> None:
     weights, gamma, lam = mask.float(), 0.9, 0.8
     values = torch.randn(mask.shape, generator=torch.Generator().manual_seed(seed))
     unit = Segments(mask.sum(-1))
-    advantages, returns = gae(rewards[mask], values[mask], unit, gamma, lam)
+    advantages, returns = gae_recursion(rewards[mask], values[mask], unit, gamma, lam)
     theirs, their_returns = verl.compute_gae_advantage_return(rewards, values, weights, gamma, lam)
     torch.testing.assert_close(whiten(advantages), theirs[mask], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(returns, their_returns[mask], rtol=1e-5, atol=1e-6)

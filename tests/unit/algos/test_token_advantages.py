@@ -8,9 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlctl.algos.estimators import AdvantageInputs, estimate
+from rlctl.algos.estimators import (
+    AdvantageInputs,
+    estimate,
+    explained_variance,
+    gae_recursion,
+    reward_to_go,
+    score_norms,
+    whiten,
+)
 from rlctl.algos.segments import Segments, Units
-from rlctl.algos.token_advantages import explained_variance, gae, reward_to_go, score_norms, whiten
 from tests.properties.batches import by_response, make_batch
 from tests.reference import advantages as reference
 
@@ -29,7 +36,7 @@ def make_inputs(seed: int) -> tuple[Tensor, Tensor, Segments]:
 def test_gae_equals_the_reference(gamma: float, lam: float) -> None:
     for seed in range(10):
         rewards, values, unit = make_inputs(seed)
-        advantages, returns = gae(rewards, values, unit, gamma, lam)
+        advantages, returns = gae_recursion(rewards, values, unit, gamma, lam)
         assert advantages.dtype == returns.dtype == torch.float32
         rows = by_response(unit, rewards, values, advantages, returns)
         for of_rewards, of_values, *found in rows:
@@ -50,7 +57,7 @@ def test_reward_to_go_equals_the_reference(gamma: float) -> None:
 def test_gae_by_hand() -> None:
     """γ = 0.5, λ = 1."""
     rewards, values = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.25])
-    advantages, returns = gae(rewards, values, Segments(torch.tensor([2])), 0.5, 1.0)
+    advantages, returns = gae_recursion(rewards, values, Segments(torch.tensor([2])), 0.5, 1.0)
     assert advantages.tolist() == [0.0, 0.75]  # 0.5 · 1 − 0.5; 1 − 0.25
     assert returns.tolist() == [0.5, 1.0]
 
@@ -58,7 +65,7 @@ def test_gae_by_hand() -> None:
 def test_a_batch_without_tokens_has_no_advantages() -> None:
     for lengths in ([], [0, 0]):
         nothing = torch.zeros(0)
-        found = gae(nothing, nothing, Segments(torch.tensor(lengths, dtype=torch.int64)), 0.9, 0.9)
+        found = gae_recursion(nothing, nothing, Segments(torch.tensor(lengths, dtype=torch.int64)), 0.9, 0.9)
         assert [len(column) for column in found] == [0, 0]
 
 

@@ -16,8 +16,7 @@ from rlctl.engine.model import load_policy
 from rlctl.engine.values import ValueModule
 from rlctl.prefix import body_of
 from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.protocol import Request, Sampling
-from rlctl.rollout.weights import PlainWeights
+from rlctl.rollout.protocol import PlainWeights, Request, Sampling
 from tests.models import naive_log_probs, tiny_batch
 from tests.own_model import save_tiny
 

@@ -13,13 +13,13 @@ from torch.nn.attention import varlen as torch_varlen
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import MistralConfig, MistralForCausalLM
 
-from rlctl.engine.varlen import cu_seqlens, packed_inputs, refuse_varlen, register
+from rlctl.batch import ModelInputs
+from rlctl.engine.log_probs import PolicyModule
+from rlctl.engine.varlen import NAME, refuse_varlen, register
 from rlctl.errors import EnvironmentFailure, UsageError
-from rlctl.prefix import body_of
 from tests.models import tiny_model
 
 SIGNATURE = inspect.signature(torch_varlen.varlen_attn)
-CUDA, LENGTHS = torch.device("cuda", 0), [5, 1, 9, 3]
 
 
 def by_sequence(
@@ -67,61 +67,87 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 def windowed() -> MistralForCausalLM:
-    """Each token sees three tokens before it."""
+    """Each token sees fifteen tokens before it."""
     torch.manual_seed(1)
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    return MistralForCausalLM(MistralConfig(sliding_window=4, **sizes, **heads)).eval()
+    return MistralForCausalLM(MistralConfig(sliding_window=16, **sizes, **heads)).eval()
 
 
+def a_batch(lengths: list[int]) -> ModelInputs:
+    """Sequences of these lengths with two unscored tokens each."""
+    made = torch.Generator().manual_seed(7)
+    ids = torch.randint(3, 20, (sum(lengths),), generator=made)
+    scored = torch.cat([torch.arange(length) >= 2 for length in lengths])
+    return ModelInputs(ids, scored, torch.tensor(lengths))
+
+
+def answers(module: PolicyModule, inputs: ModelInputs) -> list[Tensor]:
+    """Log-probs and all gradients of their sum."""
+    log_probs, _ = module(inputs)
+    parameters = [p for p in module.model.parameters() if p.requires_grad]
+    return [log_probs.detach(), *torch.autograd.grad(log_probs.sum(), parameters, allow_unused=True)]
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral"])
-def test_packed_sequences_have_the_states_and_gradients_of_separate_ones(
-    kind: str, kernel: list[Tensor]
+def test_batches_have_the_log_probs_and_gradients_of_dense_attention(
+    kind: str, layout: str, kernel: list[Tensor]
 ) -> None:
-    model = windowed() if kind == "mistral" else tiny_model(kind, seed=1)
-    body = body_of(model)
-    tokens = [
-        torch.randint(3, 30, (length,), generator=torch.Generator().manual_seed(7)) for length in LENGTHS
-    ]
-    want = [body(input_ids=each[None]).last_hidden_state[0] for each in tokens]
-    torch.cat(want).square().sum().backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    model.set_attn_implementation(register())
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    offsets = cu_seqlens(LENGTHS)
-    got = body(**packed_inputs(torch.cat(tokens), positions, offsets, max(LENGTHS))).last_hidden_state[0]
-    torch.testing.assert_close(got, torch.cat(want), rtol=1e-4, atol=1e-5)
-    got.square().sum().backward()
-    for name, parameter in model.named_parameters():
-        if name in gradients:
-            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-4)
-    assert len(kernel) == model.config.get_text_config().num_hidden_layers
-    assert all(each is offsets for each in kernel)  # computed once per pass
+    """A sequence longer than a window is padded: there `sdpa` runs, with its window."""
+    lengths = [22, 19, 20, 3] if (kind, layout) == ("mistral", "padded") else [5, 3, 7, 4]
+    model, inputs = windowed() if kind == "mistral" else tiny_model(kind, seed=1), a_batch(lengths)
+    wanted = PolicyModule(model, 0.7, share_prompts=False)
+    wanted.reader.layout = "padded"
+    want = answers(wanted, inputs)
+    register()
+    model.set_attn_implementation(NAME)
+    module = PolicyModule(model, 0.7)
+    assert module.reader.packs
+    kernel.clear()  # of the probes
+    module.reader.layout = layout
+    for got, expected in zip(answers(module, inputs), want, strict=True):
+        if expected is not None:
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+    assert len(kernel) == (model.config.num_hidden_layers if layout == "packed" else 0)
+    assert all(each is kernel[0] for each in kernel)  # computed once per pass
 
 
-def test_offsets() -> None:
-    found = cu_seqlens(LENGTHS)
-    assert found.tolist() == [0, 5, 6, 15, 18]
-    assert found.dtype == torch.int32
+def test_generation_equals_that_of_dense_attention(kernel: list[Tensor]) -> None:
+    """Left padding, a cache, and a window that generated tokens leave."""
+    model = windowed()
+    ids = torch.tensor([[0, 0, 5, 6, 7], [3, 4, 5, 6, 7]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    options = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(ids, **options)
+    register()
+    model.set_attn_implementation(NAME)
+    assert torch.equal(model.generate(ids, **options), want)
+    assert kernel == []
 
 
-def test_inputs_of_another_shape_are_refused() -> None:
-    ids, offsets = torch.arange(4), cu_seqlens([4])
-    for arguments in ((ids[None], ids[None], offsets), (ids, ids[:3], offsets), (ids, ids, offsets.long())):
-        with pytest.raises(ValueError, match=r"want \(N,\)|int32"):
-            packed_inputs(*arguments, 4)
+def test_many_short_sequences_are_packed(kernel: list[Tensor]) -> None:
+    """Kernels that separate sequences do not compare tokens of different ones, so a long row is cheap."""
+    model = tiny_model("llama", seed=1)
+    register()
+    model.set_attn_implementation(NAME)
+    module = PolicyModule(model, 1.0)
+    inputs = a_batch([30 + place % 7 for place in range(200)])
+    assert module.reader.plan([inputs]).startswith("packed rows")
+    module.reader.layout = None
+    kernel.clear()
+    module(inputs)
+    assert kernel
 
 
-def test_what_the_kernels_cannot_compute_is_refused() -> None:
+def test_what_the_kernels_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, capped = tiny_model("llama").config, tiny_model("gemma2").config
-    refuse_varlen(plain, torch.bfloat16, CUDA)
     with pytest.raises(EnvironmentFailure, match="CUDA"):
-        refuse_varlen(plain, torch.bfloat16, torch.device("cpu"))
-    with pytest.raises(UsageError, match="float32"):
-        refuse_varlen(plain, torch.float32, CUDA)
+        refuse_varlen(plain)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    refuse_varlen(plain)
     with pytest.raises(UsageError, match="soft-cap"):
-        refuse_varlen(capped, torch.bfloat16, CUDA)
+        refuse_varlen(capped)
     plain.head_dim = 512
     with pytest.raises(UsageError, match="heads of 512"):
-        refuse_varlen(plain, torch.bfloat16, CUDA)
+        refuse_varlen(plain)

@@ -45,7 +45,6 @@ def test_results_are_those_of_the_stored_samples(run_dir, task, tmp_path):
         "results.json",
         "samples.parquet",
         "samples.html",
-        "lm_eval",
     }
     results = json.loads((out / "results.json").read_text())
     samples = samples_of(out)

@@ -12,8 +12,7 @@ import torch
 
 from rlctl.batch import Turn
 from rlctl.errors import RunFailure
-from rlctl.rollout.engine_lock import EngineLock, LockedRollout
-from rlctl.rollout.protocol import Request, Sampling
+from rlctl.rollout.protocol import EngineLock, LockedRollout, Request, Sampling
 
 
 def test_one_at_a_time_and_the_trainer_waits_for_one_batch_at_most() -> None:

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 from rlctl.batch import Turn
 from rlctl.errors import RunFailure, UsageError
 from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.protocol import Request, RolloutEngine, Sampling, turn_seed
-from rlctl.rollout.weights import PlainWeights
+from rlctl.rollout.protocol import PlainWeights, Request, RolloutEngine, Sampling, turn_seed
 from rlctl.spec.model import RECIPE
 from rlctl.tiny.model import build_model, build_tokenizer
 

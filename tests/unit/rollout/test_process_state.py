@@ -12,7 +12,7 @@ import torch
 
 from rlctl.rollout import vllm as module
 from rlctl.rollout.completions import vllm_options
-from rlctl.rollout.process_state import IsolatedState, ProcessState
+from rlctl.rollout.vllm import IsolatedState, ProcessState
 from tests.models import tiny_model
 from tests.unit.rollout.test_hf_rollout import TOKENIZER
 
@@ -197,7 +197,7 @@ class Sleeper(StubLLM):
 @pytest.mark.parametrize(("weights_follow", "copies"), [(True, []), (False, ["to the host", "back"])])
 def test_a_step_copies_weights_only_where_none_follow(monkeypatch, tmp_path, weights_follow, copies) -> None:
     from rlctl.errors import RunFailure
-    from rlctl.rollout.weights import ExpectedWeights, PlainWeights
+    from rlctl.rollout.protocol import ExpectedWeights, PlainWeights
     from tests.unit.rollout.test_hf_rollout import PLAIN, make_requests, random_model
 
     stub = ModuleType("vllm")

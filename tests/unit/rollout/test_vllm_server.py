@@ -20,11 +20,10 @@ from transformers import AutoModelForCausalLM
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.rollout import vllm_server, weights
 from rlctl.rollout.build_vllm import reachable, replica_settings
-from rlctl.rollout.engine_lock import EngineLock, LockedRollout
-from rlctl.rollout.protocol import Request
+from rlctl.rollout.protocol import EngineLock, LockedRollout, PlainWeights, Request
 from rlctl.rollout.server_access import KEY
 from rlctl.rollout.vllm_server import VLLMServerRollout
-from rlctl.rollout.weights import PlainWeights, PublishedWeights
+from rlctl.rollout.weights import PublishedWeights
 from rlctl.spec.load import load_spec
 from tests.unit.rollout.stub_server import SAMPLING, Server, context_of, engine_on, sample, versions_of
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model

@@ -18,9 +18,9 @@ from torch import Tensor
 from rlctl.errors import EnvironmentFailure, RunFailure
 from rlctl.rollout import vllm_server, weight_broadcast
 from rlctl.rollout.build_vllm import _can_broadcast, replica_settings
+from rlctl.rollout.protocol import ExpectedWeights, PlainWeights
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weight_broadcast import WeightBroadcast, join_gloo
-from rlctl.rollout.weights import ExpectedWeights, PlainWeights
 from rlctl.spec.load import load_spec
 from tests.unit.rollout.stub_server import Server, engine_on, sample, versions_of
 from tests.unit.rollout.test_hf_rollout import random_model

@@ -264,7 +264,7 @@ def test_free_memory_of_gpus_is_put_to_use() -> None:
 def test_dense_attention_over_long_rows_is_refused_on_gpus() -> None:
     key, long = "model.attn_implementation", ("data.max_prompt_length=1024", "data.max_response_length=8192")
     assert "dense mask" in errors(place("8xh100", *long, "trainer.n_gpus_per_node=8"))[key]
-    for kernel in ("flash_attention_2", "flash_attention_3"):
+    for kernel in ("varlen", "flash_attention_2", "flash_attention_3"):
         assert key not in errors(place("8xh100", *long, f"{key}={kernel}"))
     assert key not in errors(place("8xh100", "data.max_prompt_length=1024", "data.max_response_length=7168"))
 

@@ -32,7 +32,7 @@ VALUES: dict[str, list[str]] = {
     "model.path": ["embedded", "a/b"],
     "data.train_files": ["[]", "train.parquet"],
     "data.val_files": ["[]", "val.parquet"],
-    "model.attn_implementation": ["sdpa", "flash_attention_2"],
+    "model.attn_implementation": ["sdpa", "varlen"],
     "model.lora_rank": ["0", "8", "1024"],
     "model.target_modules": ["all-linear", "[]", "[q_proj]"],
     "engine.dtype": ["fp32", "bf16"],

@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
@@ -14,8 +13,8 @@ import torch
 from rlctl.batch import Episode, Sequence, Task, TokenLists, Turn
 from rlctl.errors import RunFailure
 from rlctl.track import rollouts as module
-from rlctl.track.open_run import RunRecord, log_ratios, spans
-from rlctl.track.rollouts import SCHEMA, RolloutWriter, read_part, whole_groups
+from rlctl.track.open_run import log_ratios, spans
+from rlctl.track.rollouts import SCHEMA, RolloutWriter, whole_groups
 
 
 def turn_of(first: int, count: int, *, kept: TokenLists | None = None) -> Turn:
@@ -147,61 +146,6 @@ def test_what_tokens_were_sampled_from_is_kept_with_them(tmp_path: Path) -> None
     rows = written(tmp_path, episodes, 3, exact_sampling=True)
     assert [row["kept_ids"] for row in rows] == [[[], [], [0, 1]], [[], [], [2, 3], []]]
     assert RolloutWriter(tmp_path, 3, exact_sampling=True).discard_after(1) == []
-
-
-#: What version 1 wrote: one row per response, lists over the sampled tokens.
-VERSION_1 = pa.schema(
-    [
-        *(pa.field(name, pa.int64(), nullable=False) for name in ("step", "policy_version", "group_id")),
-        *(
-            pa.field(name, pa.string(), nullable=False)
-            for name in ("data_source", "prompt", "response", "ground_truth")
-        ),
-        pa.field("reward", pa.float32()),
-        pa.field("truncated", pa.bool_(), nullable=False),
-        pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
-        *(
-            pa.field(name, pa.list_(pa.float32()), nullable=False)
-            for name in ("rollout_log_probs", "training_log_probs", "rollout_is_weights")
-        ),
-        pa.field("keep_mask", pa.list_(pa.bool_()), nullable=False),
-    ],
-    metadata={"rlctl.rollouts": "1"},
-)
-
-
-def version_1(path: Path, steps: range) -> None:
-    """A part of an older run: groups 3 and 5 of two responses each, with 2, 0, 1 and 3 tokens."""
-    rows = []
-    for step in steps:
-        for place, count in enumerate((2, 0, 1, 3)):
-            row = {"step": step, "policy_version": step - 1, "group_id": 3 + 2 * (place // 2), "reward": 1.0}
-            row |= dict.fromkeys(("data_source", "prompt", "response", "ground_truth"), "x")
-            row |= dict.fromkeys(("rollout_log_probs", "training_log_probs"), [-1.0] * count)
-            row |= {"rollout_is_weights": [1.0] * count, "keep_mask": [True] * count}
-            rows.append(row | {"response_ids": list(range(count)), "truncated": place == 3})
-    path.parent.mkdir(exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows, VERSION_1), path)
-
-
-def test_parts_of_version_1_are_read_as_those_of_version_2(tmp_path: Path) -> None:
-    version_1(tmp_path / "rollouts/rollouts-000001-000002.parquet", range(1, 3))
-    table = read_part(tmp_path / "rollouts/rollouts-000001-000002.parquet")
-    assert table.schema.equals(SCHEMA, check_metadata=True)
-    rows = table.to_pylist()
-    assert [row["episode_id"] for row in rows[:5]] == ["1/3/0", "1/3/1", "1/5/0", "1/5/1", "2/3/0"]
-    assert rows[3]["token_ids"] == [0, 1, 2]
-    assert rows[3]["sampled"] == [True] * 3
-    assert rows[7]["versions"] == [1, 1, 1]
-    assert [row["stop_reason"] for row in rows[2:4]] == ["completed", "max_tokens"]
-    writer = RolloutWriter(tmp_path, -1)
-    assert writer.discard_after(1) == []  # the run goes on
-    add(writer, 2, batch([0, 0]))
-    writer.flush()
-    record = RunRecord(tmp_path)
-    assert record.rollout_steps() == [1, 2]
-    assert [row["token_ids"] for row in record.rollouts(2).to_pylist()] == [[98, 99, 0], [98, 99, 4, 5]]
-    assert record.rollouts().num_rows == 6
 
 
 @pytest.mark.parametrize(

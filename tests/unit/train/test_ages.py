@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlctl.algos.sums import to_host
+from rlctl.algos.segments import to_host
 from rlctl.batch import Episode, Turn
 from rlctl.reward.protocol import Graded, RewardResult
 from rlctl.spec.load import load_spec

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlctl.algos.sums import HostSums, Sums
+from rlctl.algos.segments import HostSums, Sums
 from rlctl.batch import Task, TokenBatch
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.ranks import Ranks

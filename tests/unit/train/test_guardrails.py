@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from rlctl.algos.correction import correct
 from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
-from rlctl.algos.segments import Units
-from rlctl.algos.sums import to_host
+from rlctl.algos.segments import Units, to_host
 from rlctl.diagnose.rule import all_rules
 from rlctl.diagnose.rules_reward import ZERO_REWARD_STEPS
 from rlctl.diagnose.thresholds import WINDOW
@@ -251,7 +250,7 @@ def test_a_healthy_run_hears_nothing(seed, mode) -> None:
     assert notes == []
     assert run.stopped_because == ""
     quiet = {"alarms": 0.0, "interventions": 0.0, "skipped": 0.0, "tightened": 0.0}
-    quiet |= {"updates": 2.0, "lr_scale": 1.0, "forecast_scale": 1.0}
+    quiet |= {"updates": 2.0, "lr_scale": 1.0}
     assert all(metrics == {f"guardrails/{key}": value for key, value in quiet.items()} for metrics in logged)
     assert all(describe(key) is not None for key in logged[0])
 
@@ -464,66 +463,6 @@ def test_updates_are_counted_not_decisions() -> None:
     guardrails = guardrails_of(run_of(alone(), f"{G}mode=act"))
     logged = guardrails.observe(1, rows_with(1)[0], num_planned=2, decisions=(), lr_scale=1.0)
     assert logged["guardrails/updates"] == 2.0
-
-
-# --- forecasts ----------------------------------------------------------------------------------------
-
-#: A KL that reaches its critical level 0.1 at step 60, and the first two examinations that forecast it.
-TOWARDS = {"rollout_corr/k3_kl": [step / 600 for step in range(1, 46)]}
-SEEN, SEEN_AGAIN = 35, 40
-
-
-@pytest.mark.parametrize(
-    ("mode", "action", "scales"),
-    [("act", "scale_lr", (0.5, 0.25)), ("act", "warn", (1.0, 1.0)), ("warn", "scale_lr", (1.0, 1.0))],
-)
-def test_the_rate_is_halved_while_a_critical_level_is_forecast(mode, action, scales) -> None:
-    rows = rows_with(45, **TOWARDS)
-    _, run, notes, logged = followed(rows, f"{G}mode={mode}", f"{G}on_forecast={action}")
-
-    assert (logged[SEEN - 1]["guardrails/lr_scale"], logged[SEEN_AGAIN - 1]["guardrails/lr_scale"]) == scales
-    [note] = [note for note in notes if "at about step 60" in note]
-    assert ("would have" in note) == (mode == "warn")
-    assert run.stopped_because == ""
-
-
-def test_the_rate_comes_back_when_nothing_is_forecast_any_more() -> None:
-    values = [min(step, 45) / 600 for step in range(1, 101)]
-    _, _, _, logged = followed(rows_with(100, **{"rollout_corr/k3_kl": values}), f"{G}on_forecast=scale_lr")
-
-    assert min(row["guardrails/lr_scale"] for row in logged) < 0.5
-    assert logged[-1]["guardrails/lr_scale"] == logged[-1]["guardrails/forecast_scale"] == 1.0
-
-
-def test_a_forecast_can_tighten_the_bounds_or_end_the_run() -> None:
-    rows = rows_with(45, **TOWARDS)
-    *_, logged = followed(rows, f"{G}on_forecast=tighten")
-    assert [row["guardrails/tightened"] for row in logged[SEEN - 1 : SEEN + 1]] == [0.0, 1.0]
-    _, run, _, logged = followed(rows, f"{G}on_forecast=checkpoint_and_stop")
-    assert len(logged) == SEEN
-    assert "rollout_corr/k3_kl rises" in run.stopped_because
-
-
-def test_what_lies_behind_the_end_of_the_run_is_left_alone() -> None:
-    notes: list[str] = []
-    run = run_of(alone(), f"{G}mode=act", f"{G}on_forecast=scale_lr", notes=notes)
-    run.total_steps = 59
-    guardrails = guardrails_of(run)
-    for row in rows_with(45, **TOWARDS):
-        observed(guardrails, row, (WELL_DECIDED,))
-    assert guardrails.lr_scale == 1.0
-    assert not any("at about step" in note for note in notes)
-
-
-@pytest.mark.parametrize("action", ["scale_lr", "tighten"])
-def test_a_resumed_run_acts_on_forecasts_as_the_whole_one(action) -> None:
-    rows, spec = rows_with(45, **TOWARDS), (f"{G}on_forecast={action}",)
-    *_, whole = followed(rows, *spec)
-    whole = [{**row, **own} for row, own in zip(rows, whole, strict=True)]
-    for cut in (SEEN - 1, SEEN + 2, SEEN_AGAIN):
-        history = json.loads(json.dumps(whole[:cut]))
-        *_, rest = followed(rows[cut:], *spec, history=history)
-        assert [{**row, **own} for row, own in zip(rows[cut:], rest, strict=True)] == whole[cut:]
 
 
 # --- the spec ---------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rlctl.batch import ModelInputs, TokenBatch
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.spec.load import load_spec
-from rlctl.train.micro_batches import in_passes, in_step, micro_batches
+from rlctl.train.deal import in_passes, in_step, micro_batches
 from rlctl.train.score_batch import score_batch
 from rlctl.train.step_metrics import StepTimer
 from tests.models import tiny_batch, tiny_model

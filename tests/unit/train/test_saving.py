@@ -14,8 +14,7 @@ from rlctl.spec.load import load_spec
 from rlctl.spec.model_size import checkpoint_bytes
 from rlctl.train import saving
 from rlctl.train.preflight import check_disk
-from rlctl.train.run import best_validation
-from rlctl.train.saving import Saver
+from rlctl.train.saving import Saver, best_validation
 
 
 class Run:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.algos.segments import Segments
-from rlctl.algos.sums import to_host
+from rlctl.algos.segments import Segments, to_host
 from rlctl.batch import Episode, ModelInputs, TokenBatch
 from rlctl.batch import Sequence as TokenSequence
 from rlctl.engine.protocol import PolicyOutput

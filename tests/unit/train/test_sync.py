@@ -14,9 +14,8 @@ from rlctl.engine.deepspeed import FrozenPolicy
 from rlctl.engine.lora import adapter_parameters, add_lora, plain_weights
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
-from rlctl.rollout.engine_lock import EngineLock, LockedRollout
 from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.weights import PlainWeights
+from rlctl.rollout.protocol import EngineLock, LockedRollout, PlainWeights
 from rlctl.spec.load import load_spec
 from rlctl.spec.model import ALL_LINEAR
 from rlctl.train.loop import performance

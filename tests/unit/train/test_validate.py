@@ -16,8 +16,8 @@ from rlctl.errors import RunFailure
 from rlctl.evaluate.compare import compare
 from rlctl.evaluate.samples import read_samples
 from rlctl.reward.build import build_reward
-from rlctl.rollout.engine_lock import EngineLock, LockedRollout
 from rlctl.rollout.hf import HFRollout
+from rlctl.rollout.protocol import EngineLock, LockedRollout
 from rlctl.spec.load import load_spec
 from rlctl.train.validate import validate
 from tests.processes import on_ranks

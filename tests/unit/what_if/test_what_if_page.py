@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from rlctl.report.run_page import run_page
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.what_if.replay import replay
 from rlctl.what_if.settings import grid
 from rlctl.what_if.tradeoff import Tradeoff
 from rlctl.what_if.what_if_report import page as page_text
-from tests.cli.test_report_command import a_run
 from tests.unit.what_if.steps import make_step
 
 EVIL = "</title></svg><script>document.title=1</script><img src='https://evil.test/x' onerror=alert()>{{7*7}}"
@@ -50,23 +48,8 @@ def test_it_fits_a_telephone_and_the_dark(
     page.emulate_media(color_scheme="dark")
     assert page.locator("h1").all_inner_texts() == ["What if: one", "What if: two"]
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
-def test_on_the_page_of_a_run_it_fits_a_telephone_too(
-    opened: Callable[[Path], Any], tmp_path: Path, found: Tradeoff, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("plotly")
-    monkeypatch.setattr("rlctl.report.run_page.what_if", lambda _: found)
-    page = opened(written(tmp_path / "page.html", run_page([a_run(tmp_path / "a")])))
-    page.set_viewport_size({"width": 400, "height": 800})
-    assert page.locator("h1").all_inner_texts() == ["What if: a"]
-    for _ in range(100):  # plots follow the width with a delay
-        if fits := page.evaluate("document.documentElement.scrollWidth <= innerWidth"):
-            break
-        page.wait_for_timeout(50)
-    assert fits
     for column in (0, 1, 2):  # the setting, its error and the interval can be seen without scrolling
-        cell = page.locator(f".what-if tbody tr:first-child td >> nth={column}").bounding_box()
+        cell = page.locator(f".what-if tbody tr:first-child td >> nth={column}").first.bounding_box()
         assert cell["x"] + cell["width"] <= 400
 
 

@@ -22,10 +22,9 @@ from transformers import DynamicCache
 from rlctl.batch import Turn
 from rlctl.rollout import server_process
 from rlctl.rollout.build_vllm import build_vllm
-from rlctl.rollout.protocol import Request, Sampling
+from rlctl.rollout.protocol import PlainWeights, Request, Sampling
 from rlctl.rollout.server_access import KEY
 from rlctl.rollout.vllm_server import VLLMServerRollout
-from rlctl.rollout.weights import PlainWeights
 from rlctl.spec.model import RECIPE
 from rlctl.tiny.model import build_model
 from tests import hooks

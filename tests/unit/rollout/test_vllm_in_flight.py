@@ -15,9 +15,8 @@ import torch
 from rlctl.errors import EnvironmentFailure, RunFailure
 from rlctl.rollout import vllm_server
 from rlctl.rollout.build_vllm import reachable
-from rlctl.rollout.protocol import InFlightRollout, Request
+from rlctl.rollout.protocol import InFlightRollout, PlainWeights, Request
 from rlctl.rollout.vllm_server import GENERATE, VLLMServerRollout
-from rlctl.rollout.weights import PlainWeights
 from tests.unit.rollout.stub_server import SAMPLING, Server, engine_on, sample
 
 IN_FLIGHT = ("rollout.in_flight=true", "rollout.max_staleness=1")

@@ -433,6 +433,10 @@ class InFlightRollout:
     def finish(self) -> None:
         """Does nothing: no rank waits for another one's requests."""
 
+    def close(self) -> None:
+        """Ends open requests: every `sample` fails."""
+        self._engine.cancel_requests()
+
 
 def _checked(engine: Any, turns: Any, requests: Sequence[Request], sampling: Sampling) -> list[Turn]:
     if what := wrong_turns(turns, len(requests), sampling):

@@ -49,6 +49,7 @@ GENERATE = "/inference/v1/generate"
 _SYNC_S = 600.0
 _RETRY_S = 1.0
 _TRIES = 3
+_CLOSED = "the connections to the vLLM servers are closed"
 _Result = TypeVar("_Result")
 
 
@@ -189,9 +190,9 @@ class VLLMServerRollout(CompletionRollout):
 
     def close(self) -> None:
         """Stops the servers started here and removes the published weights."""
+        self.cancel_requests()
         if self._broadcast:
             self._broadcast.close()
-        self._loop.close()
         if self._replicas:
             self._replicas.close()
         for versions in (self._published, self._adapters):
@@ -207,6 +208,10 @@ class VLLMServerRollout(CompletionRollout):
         """
         completions = self._loop.run(self._generate_all(requests, sampling, next(self._calls)))
         return self._turns(completions, sampling, policy_version=-1)  # each token has its version
+
+    def cancel_requests(self) -> None:
+        """Ends open requests, and refuses later ones."""
+        self._loop.close()
 
     async def _generate_all(
         self, requests: Sequence[Request], sampling: Sampling, number: int
@@ -526,33 +531,38 @@ class _Loop:
     """An event loop in a thread, so that several threads, and a notebook's too, can wait for coroutines."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        # the watchdog monitors threads of this name
+        self._loop, self._is_closed = asyncio.new_event_loop(), False
+        # The watchdog monitors threads of this name. It never ends, so that a late call is refused.
         threading.Thread(target=self._loop.run_forever, name="rollouts-http", daemon=True).start()
 
     def run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """The result of a coroutine.
 
         Raises:
-            RunFailure: the engine was closed.
+            RunFailure: the loop was closed.
         """
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+            return asyncio.run_coroutine_threadsafe(self._unless_closed(work), self._loop).result()
         except CancelledError as error:
-            raise RunFailure("the connections to the vLLM servers are closed") from error
+            raise RunFailure(_CLOSED) from error
+
+    async def _unless_closed(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        if self._is_closed:
+            work.close()
+            raise RunFailure(_CLOSED)
+        return await work
 
     def close(self) -> None:
-        """Cancels everything that runs; may be called more than once."""
+        """Cancels everything that runs, and refuses what follows; may be called more than once."""
 
         async def cancel() -> None:
+            self._is_closed = True
             others = asyncio.all_tasks() - {asyncio.current_task()}
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
 
-        if self._loop.is_running():
-            self.run(cancel())
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        asyncio.run_coroutine_threadsafe(cancel(), self._loop).result()
 
 
 async def _first(work: asyncio.Future[_Result], watching: Sequence[asyncio.Task[None]]) -> _Result:

@@ -39,6 +39,10 @@ _READ: dict[str, tuple[Callable[[RunSpec], bool], str]] = {
         lambda spec: spec.has_rollout_servers,
         "no engine runs in a separate process, as with rollout.mode: server and rollout.name: vllm",
     ),
+    "rollout.max_age_updates": (
+        lambda spec: bool(spec.batches_ahead) or spec.rollout.sync_every > 1,
+        "every response is sampled with the newest weights",
+    ),
     "rollout.server.placement": (
         lambda spec: not spec.rollout.server.urls,
         "the engines of rollout.server.urls run already",

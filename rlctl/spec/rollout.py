@@ -32,7 +32,8 @@ class EngineCapabilities:
     checks_syncs: bool = True
     #: values of `rollout.mode` in which it supports `rollout.max_staleness`
     samples_while_training: frozenset[str] = frozenset()
-    #: values of `rollout.mode` in which it supports `rollout.in_flight`: it has `sample_in_flight`
+    #: values of `rollout.mode` in which it supports `rollout.in_flight`: it has `sample_in_flight` and
+    #: `cancel_requests`
     samples_in_flight: frozenset[str] = frozenset()
     #: it receives only the LoRA adapter and applies it; otherwise it gets merged weights
     applies_adapters: bool = False

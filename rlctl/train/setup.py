@@ -160,8 +160,9 @@ def _stream(
     if rollout.max_staleness:
         threads = (1 + ahead) * len(places) if places else 1
         executor = ThreadPoolExecutor(threads, thread_name_prefix="rollouts", initializer=enter)
-        # Open groups end when the engine is closed.
-        stack.callback(executor.shutdown, wait=not rollout.in_flight, cancel_futures=True)
+        stack.callback(executor.shutdown, wait=True, cancel_futures=True)
+        if rollout.in_flight:  # before that: open groups end, and are sampled again in a resumed run
+            stack.callback(models.sampling_ahead.close)
     in_order = not rollout.in_flight or rollout.paces
     return RolloutStream(
         sample, ahead=ahead, last_step=total_steps, executor=executor, places=places, in_order=in_order

@@ -96,17 +96,18 @@ def age_sums(graded: Graded, policy_version: int, limit: int | None) -> Sums:
     places = graded.valid.nonzero().squeeze(1)
     episodes = [graded.episodes[place] for place in places.tolist()]
     scores = graded.rewards.graded[places].double()
-    versions = [torch.cat([s.versions for s in episode.sequences]) for episode in episodes]
-    sums = moments("age", policy_version - torch.cat([torch.empty(0), *versions]))
+    none = torch.empty(0, dtype=torch.int64)
+    versions = [torch.cat([none, *(s.versions for s in episode.sequences)]) for episode in episodes]
+    sums = moments("age", policy_version - torch.cat([none, *versions]))
     sums["mixed"] = torch.tensor(float(sum(len(set(found.tolist())) > 1 for found in versions)))
     if limit is None:
         return sums
     groups = torch.tensor([episode.task.group_id for episode in episodes], dtype=torch.int64)
-    same = (groups[:, None] == groups).double()
+    prompt_scores = torch.bincount(groups, scores) / torch.bincount(groups)
     columns = {
         "length": torch.tensor([float(episode.num_sampled) for episode in episodes]),
         "score": scores,
-        "prompt_score": same @ scores / same.sum(1),
+        "prompt_score": prompt_scores[groups],
     }
     is_older = ages_of(episodes, policy_version) > limit
     for name, values in columns.items():

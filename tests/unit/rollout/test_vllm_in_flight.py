@@ -160,7 +160,10 @@ def test_closing_the_engine_ends_open_requests(server: Server, tmp_path: Path) -
     """So that a run that is stopped does not wait for them."""
     engine, _ = started(server, tmp_path)
     server.may_answer.clear()
-    threading.Timer(0.2, engine.close).start()
-    with pytest.raises(RunFailure, match="closed"):
-        engine.sample_in_flight([Request([5], 1)], SAMPLING)
+    sampler = InFlightRollout(engine)
+    threading.Timer(0.2, sampler.close).start()
+    for _ in range(2):  # one that is open, and a later one
+        with pytest.raises(RunFailure, match="closed"):
+            sampler.sample([Request([5], 1)], SAMPLING)
+    engine.close()
     server.may_answer.set()

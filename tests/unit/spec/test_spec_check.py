@@ -169,7 +169,9 @@ FILTER = "algorithm.filter_groups.enable=true"
         ([*IN_FLIGHT], {"rollout.in_flight": "error"}),
         (["rollout.max_staleness=1", "rollout.in_flight=true"], {"rollout.in_flight": "error"}),
         ([*IN_FLIGHT, *PACED, "rollout.max_staleness=1", "rollout.max_age_updates=2"], {}),
-        ([*PACED, "rollout.max_age_updates=2"], {"rollout.beyond_max_age": "error"}),
+        (["rollout.max_age_updates=2", "rollout.max_staleness=1"], {}),
+        (["rollout.max_age_updates=2"], {"rollout.max_age_updates": "warning"}),
+        ([*PACED, "rollout.max_age_updates=2", "rollout.sync_every=2"], {"rollout.beyond_max_age": "error"}),
         ([*PACED], {"rollout.beyond_max_age": "warning"}),
         (["rollout.stale_cache=keep"], {"rollout.stale_cache": "warning"}),
         (

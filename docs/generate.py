@@ -352,7 +352,7 @@ TABLES: dict[str, Callable[[], str]] = {
     },
     **{
         f"import keys of {framework}": partial(_import_keys, framework)
-        for framework in ("verl", "trl", "openrlhf", "slime", "prime-rl", "nemo-rl")
+        for framework in ("verl", "trl", "openrlhf", "slime")
     },
     **{
         f"names in logs of {framework}": partial(_log_names, framework)

@@ -35,10 +35,9 @@ from rlctl.cli.report import report
 from rlctl.cli.reward import reward
 from rlctl.cli.runs import runs
 from rlctl.cli.samples import samples
-from rlctl.cli.sweep import sweep
 from rlctl.cli.train import train
 from rlctl.cli.watch import watch
-from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, memory_failure
+from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, memory_failure
 
 #: Error numbers of a disk that is full, or of a place that cannot be written, which are no bugs.
 _DISK_ERRORS = {
@@ -51,6 +50,8 @@ _RENAMED = {
     ("reward", "test"): ["reward"],
     ("init",): ["presets", "show"],
 }
+#: Command that was removed → what to do instead.
+_REMOVED = {"sweep": "start `rlctl train` for each setting in a loop (docs/how-to/runs.md, “Many runs”)"}
 
 app = typer.Typer(
     name="rlctl",
@@ -70,7 +71,7 @@ _EVALUATE = CommandWithSubcommands.of(compare=compare_evaluations, list=list_ben
 _DIAGNOSE = CommandWithSubcommands.of(compare=compare_runs, mismatch=mismatch)
 #: Heading in the help → (name, function or app of subcommands, class).
 _COMMANDS: dict[str, list[tuple[str, Any, Any]]] = {
-    "Train": [("train", train, SpecCommand), ("sweep", sweep, SpecCommand), ("export", export, Command)],
+    "Train": [("train", train, SpecCommand), ("export", export, Command)],
     "Data": [
         *(("prepare-data", prepare_data.app, Group), ("reward", reward, Command)),
         ("environment", environment.app, Group),
@@ -166,6 +167,8 @@ def run(arguments: list[str]) -> int:
                 if tuple(arguments[: len(old)]) == old:
                     echo(f"note: `rlctl {' '.join(old)}` is now `rlctl {' '.join(new)}`", err=True)
                     arguments = [*new, *arguments[len(old) :]]
+            if removed := _REMOVED.get(arguments[0] if arguments else ""):
+                raise UsageError(f"`rlctl {arguments[0]}` no longer exists", fix=removed)
             app(args=arguments, prog_name="rlctl")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

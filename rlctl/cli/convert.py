@@ -12,9 +12,7 @@ from rlctl.errors import UsageError
 
 
 def import_config(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A launch script (.sh), Python file, YAML or TOML.")
-    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A launch script (.sh), Python file or YAML.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGS", help="The launch script's own arguments, $1 ….")
     ] = None,
@@ -23,7 +21,7 @@ def import_config(
         typer.Option(
             "--from",
             metavar="NAME",
-            help="Framework of the file: nemo-rl, openrlhf, prime-rl, slime, trl, verl.",
+            help="Framework of the file: openrlhf, slime, trl, verl.",
             show_default="detected from launch command, classes or keys",
         ),
     ] = None,
@@ -38,7 +36,7 @@ def import_config(
 ) -> None:
     """Translate another framework's launch script or configuration into a spec.
 
-    Reads verl, TRL, OpenRLHF, slime, prime-rl and NeMo-RL. The file is not executed. Every key is listed:
+    Reads verl, TRL, OpenRLHF and slime. The file is not executed. Every key is listed:
     translated with the same meaning, translated with a different one (and what differs), not supported, or
     unknown. Defaults of the framework that differ from rlctl's are written into the spec.
 

@@ -18,7 +18,6 @@ from rlctl.prepare.request import (
     NearDuplicates,
     OutputFormat,
     Overlong,
-    ParallelEngine,
     Placeholders,
     PrepareRequest,
 )
@@ -105,7 +104,7 @@ def parquet(
         list[str],
         typer.Argument(
             metavar="SRC",
-            help="JSONL, JSON, CSV, TSV (each also .gz, .zst, .bz2, .xz), Parquet, Arrow, Feather, a .zip or "
+            help="JSONL, JSON, CSV, TSV (each also .gz, .zst, .bz2), Parquet, Arrow, Feather, "
             "directories of them, a directory written by a dataset's save_to_disk, or a data set of the hub, "
             "hf:organisation/name[:split].",
         ),
@@ -155,9 +154,7 @@ def parquet(
     max_prompt_length: Annotated[
         int | None, count_option(help="Tokens a prompt may have; needs --model.")
     ] = None,
-    overlong: Annotated[
-        Overlong, _policy(help="Longer prompts: keep, drop, or cut-left, cut-right: cut the question.")
-    ] = "keep",
+    overlong: Annotated[Overlong, _policy(help="Longer prompts: keep or drop.")] = "keep",
     trust_remote_code: TrustRemoteCode = False,
     chat_template_kwargs: TemplateKwargs = None,
     continue_final_message: ContinueFinalMessage = False,
@@ -179,10 +176,6 @@ def parquet(
         OutputFormat,
         typer.Option(metavar="NAME", help="Columns of the output: verl (read by rlctl too), trl, openrlhf."),
     ] = "verl",
-    engine: Annotated[
-        ParallelEngine,
-        typer.Option(metavar="NAME", help="local processes, or ray: Ray Data on one machine or many."),
-    ] = "local",
     workers: Annotated[
         int | None, count_option(help="Local processes.", show_default="one per core, none for a small input")
     ] = None,

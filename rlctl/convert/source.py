@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,14 +22,11 @@ _OVERRIDE = re.compile(r"([+~]{0,2})([A-Za-z_][\w@./-]*)=(.*)", re.DOTALL)
 #: One item of a flat list, quoted or not, up to the next comma.
 _HYDRA_ITEM = re.compile(r"""\s*("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[^,\[\]{}"']+)\s*(?:,|$)""")
 _INTERPOLATION = re.compile(r"\$\{(\.*)([A-Za-z_][\w.]*)\}")
-_PRODUCT = re.compile(r"\$\{mul:\s*(\d+)\s*,\s*(\d+)\s*\}")
 #: Options with the file of accelerate's configuration, of `accelerate launch` and of `trl`.
 _LAUNCHER_FILES = ("config_file", "accelerate_config")
 _PROGRAMS = {"python", "python3", "accelerate", "torchrun", "trl", "uv"}
 _KINDS = {".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell", ".py": "python"}
-#: End of a note on a configuration that the file names.
-_ABSENT = ": this configuration is not read: no such file next to this file"
-_KINDS |= {".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
+_KINDS |= {".yaml": "yaml", ".yml": "yaml"}
 
 
 class Unresolved(str):
@@ -63,7 +59,7 @@ def read(
     """Reads a launch script or configuration.
 
     Args:
-        path: a shell script, Python file, YAML or TOML.
+        path: a shell script, Python file or YAML.
         framework: name of the framework; None: detected from the launch command, classes or keys.
         environment: environment variables for a shell script.
         arguments: arguments of the script.
@@ -79,34 +75,18 @@ def read(
         found = _from_shell(path, text, chosen, environment, arguments, notes)
     elif kind == "python":
         found = _from_python(path, text, chosen, notes)
-    elif kind in {"yaml", "toml"}:
+    elif kind == "yaml":
         found = _from_mapping(path, chosen, notes)
     else:
-        what = "not a shell script, Python file, YAML or TOML by its name"
-        raise UsageError(what, where=str(path), fix="name it .sh, .py, .yaml or .toml")
+        what = "not a shell script, Python file or YAML by its name"
+        raise UsageError(what, where=str(path), fix="name it .sh, .py or .yaml")
     if found is None:
         known = framework or ", ".join(names())
         what = f"no launch command, configuration class or keys of {known} in it"
         fix = "name the framework with --from" if framework is None else "is it another framework's?"
         raise UsageError(what, where=str(path), fix=fix)
     one, settings = found
-    return ForeignConfig(one, _interpolated(_last(one, [*_inherited(one, notes), *settings])), notes)
-
-
-def _inherited(one: KeyTable, notes: list[str]) -> list[ForeignSetting]:
-    """What the configuration inherits from a file that is not here: known values, or the unknown file."""
-    absent = [note.removesuffix(_ABSENT) for note in notes if note.endswith(_ABSENT)]
-    if one.base is None or not absent:
-        return []
-    unknown = Unresolved(f"the values of {absent[-1]}")
-    is_known = Path(absent[-1]).name == one.base.file
-    values = {key: _open(value) if is_known else unknown for key, value in one.base.values.items()}
-    return [ForeignSetting(key, value, absent[-1]) for key, value in values.items()]
-
-
-def _open(value: Any) -> Any:
-    """A value of YAML; one that refers to others is not resolved yet."""
-    return Unresolved(value) if isinstance(value, str) and "${" in value else value
+    return ForeignConfig(one, _interpolated(_last(one, settings)), notes)
 
 
 def _text_of(path: Path) -> str:
@@ -201,10 +181,7 @@ def _options(
             continue
         if is_launcher and text[2:].partition("=")[0] not in (*one.launcher, *_LAUNCHER_FILES):
             continue
-        if text == "@" and at < len(args):
-            in_files += _other_file(path, args[at].text, notes)
-            at += 1
-        elif text.startswith("--"):
+        if text.startswith("--"):
             name, equals, value = text[2:].partition("=")
             values = [value] if equals else []
             while not equals and (
@@ -228,7 +205,7 @@ def _options(
 
 
 def _is_option(text: str) -> bool:
-    return text == "@" or (text.startswith("--") and len(text) > 2) or text.endswith("[@]}")
+    return (text.startswith("--") and len(text) > 2) or text.endswith("[@]}")
 
 
 def _value(values: list[str]) -> Any:
@@ -266,9 +243,9 @@ def _hydra_value(text: str) -> Any:
 def _other_file(path: Path, name: str, notes: list[str]) -> list[ForeignSetting]:
     """Settings of a configuration file that a script or configuration refers to."""
     tried = [path.parent / name, *(parent / name for parent in path.resolve().parents)]
-    file = next((one for one in tried if one.suffix in {".yaml", ".yml", ".toml"} and one.is_file()), None)
+    file = next((one for one in tried if one.suffix in {".yaml", ".yml"} and one.is_file()), None)
     if file is None or is_unresolved(name):
-        notes.append(f"{name}{_ABSENT}")
+        notes.append(f"{name}: this configuration is not read: no such file next to this file")
         return []
     return _settings_of(file, f"{file.name}:", notes)
 
@@ -286,20 +263,16 @@ def _from_mapping(path: Path, chosen: list[KeyTable], notes: list[str]) -> _Foun
 
 
 def _settings_of(path: Path, where: str, notes: list[str]) -> list[ForeignSetting]:
-    """Leaves of a YAML or TOML file, after those of the files in its `defaults`; lines follow `where`."""
-    text, kind = _text_of(path), _KINDS[path.suffix]
+    """Leaves of a YAML file, after those of the files in its `defaults`; lines follow `where`."""
     try:
-        if kind == "toml":
-            leaves = _leaves(tomllib.loads(text), "")
-            return [ForeignSetting(key, value, _toml_line(text, key, where)) for key, value in leaves]
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(_text_of(path), Loader=yaml.SafeLoader)
         if not isinstance(root, yaml.MappingNode):
             raise UsageError("no `key: value` pairs at its top level", where=str(path))
         settings = list(_yaml_leaves(root, "", where))
     except RecursionError:
         raise UsageError("nested too deeply, or an anchor contains itself", where=str(path)) from None
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"not valid {kind.upper()}: {error}".split("\n")[0], where=str(path)) from error
+    except yaml.YAMLError as error:
+        raise UsageError(f"not valid YAML: {error}".split("\n")[0], where=str(path)) from error
     inherited: list[ForeignSetting] = []
     for value in (setting.value for setting in settings if setting.key == "defaults"):
         for parent in value if isinstance(value, list) else [value]:
@@ -332,28 +305,6 @@ def _yaml_value(node: yaml.Node) -> Any:
         return Unresolved(node.value)
     is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
     return parse_scalar(node.value) if is_plain else node.value
-
-
-def _leaves(content: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in content.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            for item in value:
-                yield from _leaves(item, f"{prefix}{name}[].")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _toml_line(text: str, key: str, where: str) -> str:
-    """Line of a key: the first assignment of its last part under the matching table header; else line 1."""
-    name, header = key.replace("[]", ""), ""
-    for number, line in enumerate(text.split("\n"), start=1):
-        if found := re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", line):
-            header = f"{found[1]}."
-        elif (found := re.match(r"\s*([\w.\"-]+)\s*=", line)) and f"{header}{found[1]}" == name:
-            return f"{where}{number}"
-    return f"{where}1"
 
 
 def _from_python(path: Path, text: str, chosen: list[KeyTable], notes: list[str]) -> _Found | None:
@@ -431,8 +382,6 @@ def _interpolated(settings: dict[str, ForeignSetting]) -> dict[str, ForeignSetti
         value = setting.value
         if not isinstance(value, Unresolved) or depth > 5:
             return value
-        if product := _PRODUCT.fullmatch(value):
-            return int(product[1]) * int(product[2])
         found = _INTERPOLATION.search(value)
         if found is None:
             return value

@@ -72,15 +72,6 @@ class Variant(BaseModel):
     defaults: dict[str, Any] = {}  # key → default, where it differs
 
 
-class Base(BaseModel):
-    """The configuration from which a framework's others inherit."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    file: str  # its name
-    values: dict[str, Any]  # key → value, of the keys that are translated
-
-
 class KeyTable(BaseModel):
     """Table of one framework."""
 
@@ -98,7 +89,6 @@ class KeyTable(BaseModel):
     classes: dict[str, str] = {}  # Python classes that take its keys as arguments → prefix of these keys
     marks: list[str] = []  # key prefixes that identify the framework
     aliases: dict[str, str] = {}  # other spelling of a key → the key
-    base: Base | None = None
     constants: dict[str, Any] = {}  # spec keys that every run of this framework has
     keys: dict[str, KeyRule] = {}  # key → rule; a string is short for `to`
     #: spec key, or name of a fix in `rlctl.diagnose.fixes` → the framework's key or settings; for a spec key

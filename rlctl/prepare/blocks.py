@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
 import pyarrow as pa
 
 from rlctl.data.read import python_rows
-from rlctl.prepare.text_files import BOM, with_unique_keys
+from rlctl.prepare.text_files import BOM, parse_json
 
 
 class CsvRows(NamedTuple):
@@ -92,58 +90,17 @@ def records_of(block: Block) -> Iterator[Record]:
 
 
 def _json_lines(block: Block, lines: bytes) -> Iterator[Record]:
-    if block.first_number == 1:
-        lines = lines.removeprefix(BOM)
     for number, line in enumerate(lines.split(b"\n"), start=block.first_number):
+        bad = partial(Record, block.path, number, None, source=line)
         try:
-            values = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            if line.strip():
-                yield _json_or_why(block.path, number, line)
-            continue
-        if _is_exact(values, line):
-            yield _checked(block.path, number, values, line)
+            values = parse_json(line.rstrip().removesuffix(b","))  # an array without its brackets
+        except UnicodeDecodeError as error:
+            yield bad(f"not valid UTF-8 at byte {error.start + 1}")
+        except ValueError as error:
+            if line.removeprefix(BOM).strip():
+                yield bad(f"invalid JSON: {error}")
         else:
-            yield _json_or_why(block.path, number, line)
-
-
-def _is_exact(values: Any, line: bytes) -> bool:
-    """Whether orjson's values certainly contain all of a line: it keeps the last of equal keys.
-
-    A colon follows each key. With fewer keys than colons that follow a quote, one may occur twice.
-    """
-    keys = _num_keys(values)
-    if keys == line.count(b":"):
-        return True
-    quoted = line.count(b'":')
-    return keys in {quoted, quoted - line.count(b'\\":')}
-
-
-def _num_keys(value: Any) -> int:
-    """Keys in a value, at any depth; below 0 if an integer beyond 64 bits may be in it: orjson's float."""
-    if isinstance(value, str):  # the most frequent type
-        return 0
-    if isinstance(value, dict):
-        return len(value) + sum(map(_num_keys, value.values()))
-    if isinstance(value, list):
-        return sum(map(_num_keys, value))
-    return -sys.maxsize if isinstance(value, float) and abs(value) >= 1 << 63 else 0
-
-
-def _json_or_why(path: Path, number: int, line: bytes) -> Record:
-    """Parses with `json`, which accepts NaN and huge numbers; with the reason if it cannot be read."""
-    bad = partial(Record, path, number, None, source=line)
-    whole = line
-    line = line.rstrip().removesuffix(b",")  # an array without its brackets
-    try:
-        values = json.loads(line.decode(), object_pairs_hook=with_unique_keys)
-    except UnicodeDecodeError as error:
-        return bad(f"not valid UTF-8 at byte {error.start + 1}")
-    except RecursionError:
-        return bad("invalid JSON: nested too deeply")
-    except ValueError as error:
-        return bad(f"invalid JSON: {error}")
-    return _checked(path, number, values, whole)
+            yield _checked(block.path, number, values, line)
 
 
 def _checked(path: Path, number: int, values: object, source: bytes | None = None) -> Record:

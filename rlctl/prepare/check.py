@@ -127,7 +127,7 @@ def check(request: CheckRequest, progress: Progress | None = None) -> CheckRepor
         )
     against = [(file.name, questions_of(file)) for file in find_named(request.against)]
     first = (islice(read_rows(source), SAMPLED_ROWS) for source in sources if against)
-    reference = Reference.build(against, (row.question for _, row, _ in chain.from_iterable(first) if row))
+    reference = Reference(against, (row.question for _, row, _ in chain.from_iterable(first) if row))
     histogram = Histogram("tokens" if lengths else "characters")
     probes = _Probes(lengths, reference, request.max_prompt_length, histogram, request.continue_final_message)
     progress.phase("reading", sum(source.num_bytes for source in sources))
@@ -158,7 +158,7 @@ class _FileCheck:
     def __init__(self, source: Source, probes: _Probes, progress: Progress) -> None:
         self.path, self._probes = source.path, probes
         first = next((record.values for record in read_records(source) if record.values is not None), None)
-        is_parquet = self.path.suffix.lower() == ".parquet" and self.path.is_file()  # not in an archive
+        is_parquet = self.path.suffix.lower() == ".parquet"
         self._schema = pq.read_schema(self.path) if is_parquet else None
         self._columns = {str(name): type(value).__name__ for name, value in (first or {}).items()}
         if self._schema is not None:
@@ -277,9 +277,8 @@ class _FileCheck:
             if why:
                 self._found.add("ground-truth", record.where, f"{row.ground_truth[:60]!r}: {why}")
         self._check_lengths(usable)
-        matches = self._probes.reference.matches([row.question for row in block])
-        for (record, _), ways in zip(usable, matches, strict=True):
-            for way, file in ways:
+        for record, one in usable:
+            for way, file in self._probes.reference.matches(one.row.question):
                 self._found.add(f"leak-{way}", record.where, file=file)
         return (
             np.array([text_key(normalise(row.question)) for row in block], np.uint64),

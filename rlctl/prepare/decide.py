@@ -120,15 +120,12 @@ def decide(
 def _lengths(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
     tokens, limit = staging.key("tokens"), request.max_prompt_length
     over = np.flatnonzero(decision.is_kept & (tokens > (np.inf if limit is None else limit)))
-    cut = np.flatnonzero(decision.is_kept & staging.key("is_cut"))
     kind = "overlong"
     if request.overlong == "drop":
         decision.status[over] = RowStatus.OVERLONG_DROPPED
-        kind = "overlong-changed"
-    for name, of, done in ((kind, over, "dropped"), ("overlong-changed", cut, "cut")):
-        examples = staging.places(of)
-        decision.findings += row_finding(name, len(of), examples, limit=limit, unit="tokens", done=done)
-    decision.report["lengths"] = {"overlong": len(over), "cut": len(cut)}
+        kind = "overlong-dropped"
+    decision.findings += row_finding(kind, len(over), staging.places(over), limit=limit, unit="tokens")
+    decision.report["lengths"] = {"overlong": len(over)}
 
 
 def _duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
@@ -211,12 +208,11 @@ def _leaks(
     for block in staging.blocks[:: 1 + len(staging.blocks) // SAMPLED_BLOCKS]:
         sampled[block.rows] = splits["train"][block.rows]
     held_out = [(TEST, staging.questions(splits["test"])), *benchmarks]
-    reference = Reference.build(held_out, staging.questions(sampled))
-    reference.save(staging.file("reference"))
+    reference = Reference(held_out, staging.questions(sampled))
     tasks = ((block, is_compared[block.rows]) for block in staging.blocks if is_compared[block.rows].any())
     workers = request.num_workers if request.workers or is_compared.sum() > LOCAL_ROWS else 1
     found = dict[str, Found](train={}, test={})
-    for (block, wanted), matches in run("local", scan, reference, tasks, workers):
+    for (block, wanted), matches in run(scan, reference, tasks, workers):
         for (file, kind), places in matches.items():
             rows_found = block.first_row + np.array(places)
             for split, is_in in splits.items():

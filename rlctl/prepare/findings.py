@@ -8,7 +8,6 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -44,8 +43,6 @@ _FORM = re.compile(
     r"|\b(?:put|write|state|report|return|output|end|finish)\b[^.?!\n]{0,60}\banswer\b",
     re.IGNORECASE,
 )
-#: GSM8K's annotation of a calculation: <<3+4=7>>.
-_CALCULATION = re.compile(r"<<[^<>\n]*=\s*([^<>=\n]+?)\s*>>")
 #: Texts that data sets write in place of a mathematical answer. "none" in small letters may be an answer.
 _PLACEHOLDER = re.compile(
     r"(?i:proof|(?:see|refer to) (?:the )?(?:proof|solution|explanation|above)|n\s*/\s*a|nan|null|tbd|todo"
@@ -59,7 +56,6 @@ _ANY_NUMBER = re.compile(
 )
 #: Ground truths of each form that are checked, characters of a form, and number of forms that are counted.
 CHECKED_PER_FORM, FORM_CHARS, MAX_FORMS = 100, 60, 20_000
-_NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +171,11 @@ def text_doubts(row: Row) -> Iterator[Doubt]:
 
 
 def row_doubts(row: Row, values: Mapping[str, Any]) -> list[Doubt]:
-    """Doubts about pictures and sound in the record's `values`, the answer's format, and a contradiction."""
+    """Doubts about pictures and sound in the record's `values`, the answer's format, and tests."""
     doubts: list[Doubt] = [("media", name) for name in _MEDIA if values.get(name)]
     if row.is_ruled and grader_for(row.data_source) == "maths" and not specifies_answer_form(row):
         known = knows_source(row.data_source)
         doubts.append(("no-answer-form" if known else "no-answer-form-unknown", ""))
-    if detail := contradiction(row):
-        doubts.append(("contradicted-answer", detail))
     if name := uncalled_tests(row):
         doubts.append(("uncalled-tests", name))
     return doubts
@@ -282,31 +276,3 @@ def specifies_answer_form(row: Row) -> bool:
 @lru_cache(maxsize=1024)  # most rows have the same instruction
 def _names_form(instruction: str) -> bool:
     return _FORM.search(instruction) is not None
-
-
-def contradiction(row: Row) -> str:
-    """Describes how the ground truth contradicts the last annotated calculation; "" if it does not.
-
-    A ground truth also agrees if it is the calculated number rounded to fewer decimals or in another unit
-    (cents, percent), or if it occurs in the text after the calculation.
-    """
-    place = row.answer.rfind("<<")
-    found = _CALCULATION.match(row.answer, place) if place >= 0 else None
-    if found is None:
-        return ""
-    try:
-        calculated, truth = (
-            Decimal(text.replace(",", "").strip(" $%")) for text in (found[1], row.ground_truth)
-        )
-        if not (calculated.is_finite() and truth.is_finite()):
-            return ""
-        unit = Decimal(1).scaleb(min(0, int(truth.as_tuple().exponent)))
-        is_rounded = calculated % unit and abs(calculated - truth) < unit
-        if is_rounded or truth in {calculated, calculated * 100, calculated / 100}:
-            return ""
-    except InvalidOperation:  # one of them is not a number, or has too many digits to round it
-        return ""
-    rest = row.answer[found.end() :].partition("####")[0].replace(",", "")
-    if any(Decimal(number) == abs(truth) for number in _NUMBER.findall(rest)):
-        return ""
-    return f"{found[0]} and {row.ground_truth}"

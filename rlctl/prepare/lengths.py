@@ -1,4 +1,4 @@
-"""Prompts under a model's tokenizer and chat template: their lengths, truncation of long ones, their text."""
+"""Prompts under a model's tokenizer and chat template: their lengths and their text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -18,7 +18,6 @@ from rlctl.data.schema import Message, Row
 from rlctl.errors import RlctlError, UsageError
 from rlctl.prepare.findings import DataFinding
 from rlctl.prepare.recipes import read_rows
-from rlctl.prepare.request import Overlong
 from rlctl.prepare.sources import find_sources
 
 #: Number of rows measured for the length histogram.
@@ -29,28 +28,23 @@ _PROBE = Row("probe", (Message("user", "How much is 2 + 2?"),), "4")
 class MeasuredRow(NamedTuple):
     """A row with the length of its prompt."""
 
-    row: Row  # as given, or truncated
-    num_tokens: int = 0  # of the rendered prompt, after truncation; 0 if it cannot be rendered
-    #: why the row cannot be used, or "": the template rejects it, it starts with two start tokens, or
-    #: truncating its question cannot make it short enough
+    row: Row  # as given
+    num_tokens: int = 0  # of the rendered prompt; 0 if it cannot be rendered
+    #: why the row cannot be used, or "": the template rejects it, or it starts with two start tokens
     problem: str = ""
-    is_cut: bool = False  # the row was truncated
 
 
 class PromptLengths:
-    """Measures prompts in tokens and truncates those that are too long.
+    """Measures prompts in tokens.
 
     Built once per worker: pickling stores only the constructor arguments.
 
-    `model` is a directory or hub id; its tokenizer and chat template are used. `overlong`: `keep` and `drop`
-    do not change rows (the caller drops them); `cut-left` and `cut-right` remove tokens at the start or end
-    of the question in the last user message, never from an instruction or system prompt.
-    `chat_template_kwargs` are those of `Renderer`.
+    `model` is a directory or hub id; its tokenizer and chat template are used. `chat_template_kwargs` are
+    those of `Renderer`.
 
     Raises:
-        UsageError: the model does not exist, its tokenizer cannot be read, its template does not use one of
-            the arguments, or prompts should be truncated and
-            the tokenizer gives no character offsets of tokens.
+        UsageError: the model does not exist, its tokenizer cannot be read, or its template does not use
+            one of the arguments.
         EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
     """
 
@@ -59,17 +53,13 @@ class PromptLengths:
         model: str,
         *,
         trust_remote_code: bool = False,
-        max_prompt_length: int | None = None,
-        overlong: Overlong = "keep",
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self._limit, self._overlong, self._kwargs = max_prompt_length, overlong, chat_template_kwargs or {}
+        self._kwargs = chat_template_kwargs or {}
         self._rebuild = partial(
             PromptLengths,
             model,
             trust_remote_code=trust_remote_code,
-            max_prompt_length=max_prompt_length,
-            overlong=overlong,
             chat_template_kwargs=chat_template_kwargs,
         )
         # The worker processes already run in parallel.
@@ -90,18 +80,12 @@ class PromptLengths:
             content = json.dumps([tokenizer.get_vocab(), type(tokenizer).__name__], sort_keys=True)
         self._tokenizer_sha256 = hashlib.sha256(content.encode()).hexdigest()
         self.renderer = Renderer(tokenizer, chat_template_kwargs)
-        if overlong.startswith("cut") and not tokenizer.is_fast:
-            raise UsageError(
-                "this tokenizer does not report which characters a token covers, so prompts cannot be cut",
-                where=model,
-                fix="use --overlong drop",
-            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._rebuild, ()
 
     def measure(self, rows: Sequence[Row]) -> list[MeasuredRow]:
-        """Measures the rows in tokens and truncates long ones according to `overlong`."""
+        """Measures the rows in tokens."""
         texts, problems = [""] * len(rows), [""] * len(rows)
         for place, row in enumerate(rows):
             try:
@@ -109,19 +93,16 @@ class PromptLengths:
             except UsageError as error:
                 problems[place] = error.what
         return [
-            MeasuredRow(row, problem=problem) if problem else self._measured(row, ids)
+            MeasuredRow(row, problem=problem) if problem else self._checked(row, ids)
             for row, ids, problem in zip(rows, self.renderer.encode(texts), problems, strict=True)
         ]
 
-    def _measured(self, row: Row, ids: Sequence[int]) -> MeasuredRow:
+    def _checked(self, row: Row, ids: Sequence[int]) -> MeasuredRow:
         try:
             self.renderer.check_start(row, ids)
         except UsageError as error:
             return MeasuredRow(row, problem=error.what)
-        if self._limit is None or len(ids) <= self._limit or not self._overlong.startswith("cut"):
-            return MeasuredRow(row, len(ids))
-        what = f"the prompt has {len(ids)} tokens; cutting its question does not bring it to {self._limit}"
-        return self._cut(row, len(ids), self._limit) or MeasuredRow(row, len(ids), what)
+        return MeasuredRow(row, len(ids))
 
     def describe(self) -> dict[str, Any]:
         """Identifies the tokenizer and template that determine the lengths, without paths, for the manifest.
@@ -137,49 +118,6 @@ class PromptLengths:
             "template_sha256": template_sha256(tokenizer.chat_template),
             "context": self.context,
         }
-
-    def _cut(self, row: Row, num_tokens: int, limit: int) -> MeasuredRow | None:
-        """Returns the row with its question truncated to fit; None if it cannot fit.
-
-        Tokens at the cut may merge differently afterwards, so the prompt is measured again and truncated
-        further until it fits.
-        """
-        place = next((i for i in reversed(range(len(row.prompt))) if row.prompt[i].role == "user"), None)
-        if place is None:
-            return None
-        content = row.prompt[place].content
-        start, end = question_span(row, place)
-        spans = self.renderer.tokenizer(
-            content[start:end], add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )["offset_mapping"]
-        excess = num_tokens - limit
-        while excess < len(spans):
-            if self._overlong == "cut-left":
-                kept = content[start + spans[excess][0] : end].lstrip()
-            else:
-                kept = content[start : start + spans[-excess - 1][1]].rstrip()
-            if not kept:
-                return None
-            message = Message(row.prompt[place].role, content[:start] + kept + content[end:])
-            shorter = replace(row, prompt=(*row.prompt[:place], message, *row.prompt[place + 1 :]))
-            length = len(self.renderer.encode([self.renderer.text(shorter)])[0])
-            if length <= limit:
-                return MeasuredRow(shorter, length, is_cut=True)
-            excess += length - limit
-        return None
-
-
-def question_span(row: Row, place: int) -> tuple[int, int]:
-    """Start and end (exclusive) of the question in the message at index `place`, without added instructions.
-
-    `row.question` may contain all messages of the conversation but system messages. If the question is not
-    found, the range is the whole message.
-    """
-    content = row.prompt[place].content
-    others = (message.content for message in row.prompt[:place] if message.role != "system")
-    asked = row.question.removeprefix("".join(f"{other}\n\n" for other in others))
-    start = content.find(asked) if asked else -1
-    return (start, start + len(asked)) if start >= 0 else (0, len(content))
 
 
 def template_findings(renderer: Renderer) -> list[DataFinding]:

@@ -1,6 +1,6 @@
 """Writes the kept rows to Parquet shards with the columns of a framework, and the manifest.
 
-Each shard is one task. verl's `RLHFDataset` reads the columns unchanged. TRL's GRPO trainer reads `prompt`,
+verl's `RLHFDataset` reads the columns unchanged. TRL's GRPO trainer reads `prompt`,
 and passes all other columns to the reward functions by name; its `accuracy_reward` reads `solution`.
 OpenRLHF's `PromptDataset` reads the columns given by its input key (`input`) and label key, and `datasource`.
 
@@ -10,7 +10,7 @@ The manifest has the inputs, settings and contents of the directory, to reproduc
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from rlctl.data.schema import BatchWriter, arrow_schema, integers, placed
 from rlctl.errors import UsageError
 from rlctl.files import sha256_of
-from rlctl.prepare.compressed import on_disk
 from rlctl.prepare.engines import run
 from rlctl.prepare.request import OutputFormat, PrepareRequest, Progress
 from rlctl.prepare.sources import Source
@@ -65,15 +64,6 @@ def convert(batch: pa.RecordBatch, to: OutputFormat) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, names=list(_COLUMNS[to]))
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One file to write."""
-
-    path: Path
-    split: str  # `train` or `test`
-    parts: list[tuple[StagedBlock, NDArray[np.int32]]]  # its rows: blocks, and row indices within each
-
-
 def write_split(
     request: PrepareRequest,
     split: str,
@@ -86,50 +76,33 @@ def write_split(
 
     Without rows there is no file. A split that fits in one file is written as `SPLIT.parquet`.
     """
-    num_shards = sum(1 for _ in _shards(staging, is_in, request.rows_per_shard))
-    names = [f"{split}-{place:05}-of-{num_shards:05}.parquet" for place in range(num_shards)]
-    if num_shards == 1:
+    rows = np.flatnonzero(is_in)
+    row_bytes = sum(block.num_bytes for block in staging.blocks) / max(1, staging.num_rows)
+    most = min(request.rows_per_shard, max(1, int(SHARD_BYTES / max(1.0, row_bytes))))
+    shards = [rows[start : start + most] for start in range(0, len(rows), most)]
+    names = [f"{split}-{place:05}-of-{len(shards):05}.parquet" for place in range(len(shards))]
+    if len(names) == 1:
         names = [f"{split}.parquet"]
-    progress.phase(f"writing {split}", int(is_in.sum()))
-    shards = _shards(staging, is_in, request.rows_per_shard)
-    tasks = (Shard(stage / name, split, parts) for name, parts in zip(names, shards, strict=True))
-    shared = (request.to, schema(request.to, with_other=staging.has_other))
-    for shard, _ in run("local", write_shard, shared, tasks, min(request.num_workers, num_shards)):
-        progress.advance(sum(len(places) for _, places in shard.parts))
+    progress.phase(f"writing {split}", len(rows))
+    shared = (request.to, split, schema(request.to, with_other=staging.has_other), staging.blocks)
+    tasks = zip([stage / name for name in names], shards, strict=True)
+    for (_, written), _ in run(write_shard, shared, tasks, min(request.num_workers, len(names))):
+        progress.advance(len(written))
     return names
 
 
-def write_shard(shared: tuple[OutputFormat, pa.Schema], shard: Shard) -> None:
-    """Writes one file; `shared` is its format and schema."""
-    to, schema_of_file = shared
-    with BatchWriter(shard.path, schema_of_file) as writer:
-        for block, places in shard.parts:
-            batch, index = block.read()
-            if len(places) < block.num_rows:
-                chosen = integers(places, pa.int32())
-                batch, index = batch.take(chosen), index.take(chosen)
-            writer.add(convert(placed(batch, shard.split, index), to))
-
-
-def _shards(
-    staging: Staging, is_in: NDArray[np.bool_], rows_per_shard: int
-) -> Iterator[list[tuple[StagedBlock, NDArray[np.int32]]]]:
-    parts: list[tuple[StagedBlock, NDArray[np.int32]]] = []
-    rows, num_bytes = 0, 0.0
-    for block in staging.blocks:
-        places = np.flatnonzero(is_in[block.rows]).astype(np.int32)
-        row_bytes = block.num_bytes / block.num_rows
-        while len(places):
-            room = min(rows_per_shard - rows, int((SHARD_BYTES - num_bytes) / row_bytes))
-            if room <= 0 and parts:
-                yield parts
-                parts, rows, num_bytes = [], 0, 0.0
-                continue
-            parts.append((block, places[: max(1, room)]))
-            taken = len(parts[-1][1])
-            places, rows, num_bytes = places[taken:], rows + taken, num_bytes + taken * row_bytes
-    if parts:
-        yield parts
+def write_shard(
+    shared: tuple[OutputFormat, str, pa.Schema, list[StagedBlock]], task: tuple[Path, NDArray[np.int64]]
+) -> None:
+    """Writes one file with some of the staged rows; `shared`: format, split, schema and all blocks."""
+    (to, split, schema_of_file, blocks), (path, rows) = shared, task
+    with BatchWriter(path, schema_of_file) as writer:
+        for block in blocks:
+            low, high = np.searchsorted(rows, (block.rows.start, block.rows.stop))
+            if low < high:
+                batch, index = block.read()
+                chosen = integers(rows[low:high] - block.first_row, pa.int64())
+                writer.add(convert(placed(batch.take(chosen), split, index.take(chosen)), to))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +156,7 @@ def check_replaceable(out: Path, inputs: Sequence[Source]) -> None:
             where=str(out),
             fix="choose another --out",
         )
-    if inside := next(
-        (one.path for one in inputs if on_disk(one.path).resolve().parent == out.resolve()), None
-    ):
+    if inside := next((one.path for one in inputs if one.path.resolve().parent == out.resolve()), None):
         what = "the output directory contains this input, and would replace it"
         raise UsageError(what, where=str(inside), fix="choose another --out")
 
@@ -197,7 +168,7 @@ def describe_inputs(sources: Sequence[Source]) -> list[dict[str, Any]]:
             "name": source.path.name,
             "data_source": source.name,
             "bytes": source.num_bytes,
-            "sha256": sha256_of(on_disk(source.path)),
+            "sha256": sha256_of(source.path),
         }
         for source in sources
     ]

@@ -1,7 +1,7 @@
 """Converts any supported input to a directory of Parquet files for training, in two passes.
 
     sources ─ blocks ─ transform(block) ─┬─ rows, staged on disk     ─┐
-              (in workers, or on Ray)    ├─ keys of each row ─ decide ┴─ shards of train and test
+              (in worker processes)      ├─ keys of each row ─ decide ┴─ shards of train and test
                                          └─ bad rows ─ refused, or quarantine.jsonl
 
 The first pass processes one block at a time. Decisions that need all rows (duplicates, the split, leakage)
@@ -114,8 +114,6 @@ def _lengths(request: PrepareRequest) -> PromptLengths | None:
     return PromptLengths(
         request.model,
         trust_remote_code=request.trust_remote_code,
-        max_prompt_length=request.max_prompt_length,
-        overlong=request.overlong,
         chat_template_kwargs=request.chat_template_kwargs,
     )
 
@@ -181,7 +179,7 @@ def _take_in(
     sets_aside = request.bad_rows == "quarantine"
     with (stage / QUARANTINE).open("w", encoding="utf-8") if sets_aside else nullcontext() as quarantine:
         blocks = (block for source in sources for block in read_blocks(source))
-        for block, done in run(request.engine, transform, plan, blocks, workers):
+        for block, done in run(transform, plan, blocks, workers):
             failed = _grader_failures(truths, block, done, found) if request.check_graders else {}
             bad_places += [staging.num_rows + place for place in failed]
             for bad in sorted([*done.bad, *failed.values()], key=lambda record: record.number):

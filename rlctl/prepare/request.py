@@ -16,9 +16,8 @@ Duplicates = Literal["check", "keep", "drop"]
 NearDuplicates = Literal["count", "drop", "off"]
 Leakage = Literal["report", "drop", "refuse", "off"]
 Placeholders = Literal["drop", "keep"]
-Overlong = Literal["keep", "drop", "cut-left", "cut-right"]
+Overlong = Literal["keep", "drop"]
 OutputFormat = Literal["verl", "trl", "openrlhf"]
-ParallelEngine = Literal["local", "ray"]
 
 
 class Progress:
@@ -58,7 +57,6 @@ class PrepareRequest:
     check_graders: bool = True  # check each ground truth with the grader of its data source
     rows_per_shard: int = 1_000_000  # maximum rows of one output file
     to: OutputFormat = "verl"  # framework that the output columns are for
-    engine: ParallelEngine = "local"  # where the work runs
     workers: int | None = None  # local processes; None: one per core, none for a small input
 
     @property

@@ -27,8 +27,8 @@ from rlctl.prepare.blocks import (
     records_of,
     to_stream,
 )
-from rlctl.prepare.compressed import CODECS, DAMAGED, ZIP, as_file, members, on_disk
 from rlctl.prepare.text_files import (
+    CODECS,
     MAX_LINE_BYTES,
     csv_delimiter,
     document_rows,
@@ -57,12 +57,12 @@ class Source:
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes, for the progress; of the whole archive for a file in one."""
-        return on_disk(self.path).stat().st_size
+        """Size in bytes, for the progress."""
+        return self.path.stat().st_size
 
 
 def find_sources(names: Sequence[str]) -> list[Source]:
-    """Finds the input files for names of files, directories, zip archives and Hugging Face datasets.
+    """Finds the input files for names of files, directories and Hugging Face datasets.
 
     A directory gives all readable files in it and below it, ordered by name; a Hugging Face dataset gives its
     Arrow files.
@@ -78,10 +78,6 @@ def _find(name: str) -> list[Source]:
     if name.startswith(HUB):
         return _hub_files(name)
     path = Path(name)
-    if (archive := on_disk(path)) != path:
-        return _in_archive(archive, path)
-    if path.suffix.lower() == ZIP and path.is_file():
-        return _in_archive(path, path)
     if _is_dataset(path):
         return _saved_files(path)
     if path.is_dir():
@@ -97,19 +93,6 @@ def _find(name: str) -> list[Source]:
 
 def _file(path: Path) -> Source:
     return Source(path, path.name.split(".")[0] or "data")
-
-
-def _in_archive(archive: Path, path: Path) -> list[Source]:
-    """The readable files of a zip archive at or below a path in it."""
-    found = [
-        member
-        for member in members(archive)
-        if member.is_relative_to(path) and _reader(member) and member.name not in _NOT_ROWS
-    ]
-    if not found:
-        raise UsageError("the archive holds no such file of a known format", where=str(path), fix=_FORMATS)
-    check_splits(path, found)
-    return [_file(member) for member in found]
 
 
 def _inside(path: Path) -> list[Source]:
@@ -235,7 +218,7 @@ def read_blocks(source: Source) -> Iterator[Block]:
         for last_number, content, position in reader(source.path):
             yield Block(source.path, source.name, number + 1, content, position - reported)
             number, reported = last_number, position
-    except (OSError, EOFError, *DAMAGED) as error:
+    except (OSError, pa.ArrowException) as error:
         after = f" after row {number}" if number else ""
         codec = CODECS.get(source.path.suffix.lower())
         reason = f"the {codec} data is truncated or damaged: " if codec else ""
@@ -278,10 +261,10 @@ def _read_json(path: Path) -> Iterator[Piece]:
             for number, lines in _whole_lines(path, text.file):
                 yield number, lines, text.position()
             return
-        number = 0
-        for rows in document_rows(path, text.file, max_rows=BLOCK_ROWS):
-            number += len(rows)
-            yield number, rows, text.position()
+        rows = document_rows(path, text.file)
+        for start in range(0, len(rows), BLOCK_ROWS):
+            block = rows[start : start + BLOCK_ROWS]
+            yield start + len(block), block, text.position()
 
 
 def _read_csv(path: Path) -> Iterator[Piece]:
@@ -335,20 +318,20 @@ def _csv_rows(text: Iterable[str], delimiter: str) -> Iterator[CsvRow]:
 
 def _read_parquet(path: Path) -> Iterator[Piece]:
     # Without these two settings a row group of any size is read at once.
-    with as_file(path) as place, pq.ParquetFile(place, pre_buffer=False, buffer_size=BLOCK_BYTES) as file:
+    with pq.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK_BYTES) as file:
         check_columns(file.schema_arrow.names, str(path))
         groups = [file.metadata.row_group(place) for place in range(file.metadata.num_row_groups)]
         num_rows = max(1, file.metadata.num_rows)
         row_bytes = sum(group.total_byte_size for group in groups) / num_rows
         batches = file.iter_batches(batch_size=max(1, min(BLOCK_ROWS, int(BLOCK_BYTES / (row_bytes + 1)))))
-        size = place.stat().st_size
+        size = path.stat().st_size
         for number, rows in _arrow_rows(batches):
             yield number, rows, size * number // num_rows
 
 
 def _read_arrow(path: Path) -> Iterator[Piece]:
     """Reads a file of a Hugging Face dataset (an Arrow stream), or any other Arrow file."""
-    with as_file(path) as place, pa.memory_map(str(place)) as file:
+    with pa.memory_map(str(path)) as file:
         try:
             opened: Any = pa.ipc.open_stream(file)
             reader = iter(opened)
@@ -382,14 +365,14 @@ _READERS: dict[str, Reader] = {
 }
 _COLUMNAR = (_read_parquet, _read_arrow)
 _FORMATS = (
-    "known: .jsonl, .ndjson, .json, .csv, .tsv (each also .gz, .zst, .bz2 or .xz), .parquet, .arrow, "
-    ".feather, and a .zip of them"
+    "known: .jsonl, .ndjson, .json, .csv, .tsv (each also .gz, .zst or .bz2), .parquet, .arrow, .feather; "
+    "unpack archives (.zip, .tar, .xz)"
 )
 
 
 def is_readable(path: Path) -> bool:
-    """Whether the name of a file is that of a known format, or of an archive."""
-    return _reader(path) is not None or path.suffix.lower() == ZIP
+    """Whether the name of a file is that of a known format, or of an archive of such files."""
+    return _reader(path) is not None or path.suffix.lower() in {".zip", ".xz"}
 
 
 def _reader(path: Path) -> Reader | None:

@@ -34,7 +34,6 @@ KEYS: dict[str, Any] = {
     "exact": np.uint64,  # hash of the normalised question
     "answer": np.uint32,  # hash of the ground truth
     "tokens": np.int32,  # length of the rendered prompt; -1 if not measured
-    "is_cut": np.bool_,  # the prompt was truncated
 }
 BAND_KEYS: dict[str, Any] = {f"band-{band:02}": np.uint32 for band in range(BANDS)}
 SIGNATURE = "signature"
@@ -115,7 +114,6 @@ def transform(plan: TransformPlan, block: Block) -> Transformed:
         "exact": [text_key(text) for text in texts],
         "answer": [crc32(row.ground_truth.encode()) for row in rows],
         "tokens": [one.num_tokens for _, one in usable],
-        "is_cut": [one.is_cut for _, one in usable],
     }
     keys = {name: np.array(values, dtype=KEYS[name]) for name, values in found.items()}
     if plan.find_near:

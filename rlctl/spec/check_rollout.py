@@ -6,7 +6,9 @@ into DeepSpeed's configuration. An option that rlctl sets is refused.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rlctl.registry import ROLLOUT_ENGINES
@@ -17,76 +19,15 @@ from rlctl.spec.machine import gpus, gpus_are_hidden
 from rlctl.spec.rollout import VLLM_LORA_RANKS
 from rlctl.spec.run_spec import RunSpec
 
-_WEIGHTS = "the weights are those of the trained policy"
-_DISTRIBUTION = "the sampling distribution is that of rollout.temperature, top_p, top_k, min_p"
-_ADDRESS = "rlctl chooses the address of its servers"
-_BATCHES = "rlctl forms mini-batches and micro-batches itself"
-_OPTIMIZER = "rlctl brings its own AdamW: actor.lr, actor.betas, actor.weight_decay"
-
-
-def _by_option(table: Mapping[str, str]) -> dict[str, str]:
-    """Option → its owner, from a table with the options of each owner, separated by spaces."""
-    return {option: owner for owner, options in table.items() for option in options.split()}
-
-
-#: Argument of vLLM's `LLM` → the spec key that sets it, or the reason why rlctl sets it.
-VLLM_OWNERS = _by_option(
-    {
-        "model.path": "model tokenizer hf_overrides",
-        "model.revision": "revision tokenizer_revision code_revision",
-        "model.trust_remote_code": "trust_remote_code",
-        "rollout.dtype": "dtype",
-        "data.max_prompt_length + data.max_response_length": "max_model_len",
-        "rollout.max_num_seqs": "max_num_seqs",
-        "trainer.seed": "seed",
-        "rollout.gpu_memory_utilization": "gpu_memory_utilization",
-        "rollout.tensor_model_parallel_size": "tensor_parallel_size",
-        "rollout.mode": "distributed_executor_backend",
-        "rollout.free_cache_engine": "enable_sleep_mode",
-        "model.lora_rank and rollout.merge_lora": "enable_lora max_lora_rank",
-        _DISTRIBUTION: "generation_config override_generation_config logits_processors",
-        "rollout_log_probs must be those of the distribution sampled from": "logprobs_mode",
-        "rollout.top_k, rollout.exact_sampling and score_centering": "max_logprobs",
-        "rollout.server.weight_transfer": "weight_transfer_config",
-        _WEIGHTS: "load_format worker_cls worker_extension_cls",
-        "rlctl samples from token ids and returns texts": "skip_tokenizer_init",
-        "rlctl generates": "runner",
-        "rollout.server.replicas and rollout.tensor_model_parallel_size": "pipeline_parallel_size",
-        "rollout.server.replicas": "data_parallel_size",
-        "rlctl names the model of its servers": "served_model_name",
-        _ADDRESS: "host port uds root_path",
-        "only this run knows the address of its servers": "api_key",
-    }
-)
-#: The same for DeepSpeed's configuration; a name stands for all options below it too.
-DEEPSPEED_OWNERS = _by_option(
-    {
-        _BATCHES: "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps elasticity",
-        _OPTIMIZER: "optimizer zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
-        "actor.lr_scheduler_type": "scheduler",
-        "actor.grad_clip": "gradient_clipping",
-        "engine.zero_stage": "zero_optimization.stage",
-        "engine.offload": "zero_optimization.offload_optimizer.device zero_optimization.offload_param.device"
-        " zero_optimization.cpu_offload zero_optimization.cpu_offload_param",
-        "engine.dtype": "bf16.enabled bfloat16 torch_autocast data_types",
-        "engine.dtype (fp32 or bf16)": "fp16 amp",
-        "engine.sequence_parallel": "sequence_parallel_size",
-        "rlctl trains whole layers": "tensor_parallel",
-    }
+_TABLES = tomllib.loads(Path(__file__).with_name("engine_options.toml").read_text(encoding="utf-8"))
+#: Argument of vLLM's `LLM` → the spec key that sets it, or the reason why rlctl sets it; the same for options
+#: of DeepSpeed's configuration, in which a name stands for all options below it too.
+VLLM_OWNERS, DEEPSPEED_OWNERS = (
+    {option: owner for owner, options in _TABLES[engine].items() for option in options.split()}
+    for engine in ("vllm", "deepspeed")
 )
 #: Names at the top of DeepSpeed's configuration, which ignores all others.
-DEEPSPEED_NAMES = (
-    *DEEPSPEED_OWNERS,
-    *("bf16", "seq_parallel_communication_data_type", "autotuning", "hybrid_engine", "pipeline", "comet"),
-    *("data_efficiency", "curriculum_learning", "compression_training", "weight_quantization", "log_level"),
-    *("vocabulary_size", "dataloader_drop_last", "datastates", "disable_python_gc", "expert_parallel"),
-    *("managed_gradient_accumulation", "use_data_before_expert_parallelism", "progressive_layer_drop"),
-    *("sparse_gradients", "sparse_attention", "eigenvalue", "nebula", "monitor_config"),
-    *("zero_optimization", "activation_checkpointing", "communication_data_type", "comms_logger", "aio"),
-    *("wall_clock_breakdown", "memory_breakdown", "steps_per_print", "prescale_gradients", "dump_state"),
-    *("gradient_predivide_factor", "gradient_allreduce_op", "flops_profiler", "tensorboard", "csv_monitor"),
-    *("checkpoint", "timers", "compile", "disable_allgather", "wandb"),
-)
+DEEPSPEED_NAMES = (*DEEPSPEED_OWNERS, *_TABLES["deepspeed_names"]["names"].split())
 #: Short names of `vllm serve` → names of `LLM`.
 _VLLM_ALIASES = {f"{name[0]}p": f"{name}_parallel_size" for name in ("tensor", "pipeline", "data")}
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import tomllib
 from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import cache, reduce
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -12,40 +14,10 @@ from pydantic.fields import FieldInfo
 from rlctl.spec.base import Section
 from rlctl.spec.run_spec import RunSpec
 
-_DYNAMIC = "`actor.ppo_max_token_len_per_gpu` turns it on; leave it out"
-
 #: Keys of verl and TRL with a different name in rlctl, or the ends of such keys → what to write.
-#: A name that ends in a dot matches all keys below it.
-_ELSEWHERE = {
-    "calculate_log_probs": "always on here, leave it out",
-    "log_prob_micro_batch_size_per_gpu": "`actor.ppo_micro_batch_size_per_gpu` holds here; leave it out",
-    "log_prob_max_token_len_per_gpu": "`actor.ppo_max_token_len_per_gpu` holds here; leave it out",
-    "log_prob_use_dynamic_bsz": _DYNAMIC,
-    "use_dynamic_bsz": _DYNAMIC,
-    "actor_rollout_ref.actor.fsdp_config.": "the engine is DeepSpeed: use `engine.zero_stage`",
-    "actor_rollout_ref.actor.policy_loss.loss_mode": "use `algorithm.rollout_correction.loss_type`",
-    "actor_rollout_ref.rollout.val_kwargs.do_sample": "use `rollout.val_kwargs.temperature`; 0 is greedy",
-    "critic.model.path": "use `critic.path`",
-    "actor_rollout_ref.actor.policy_loss.": "use `actor.clip_ratio_low` and `actor.clip_ratio_high`",
-    "data.truncation": "use `data.filter_overlong_prompts`",
-    "reward_model.model.path": "use `reward.name=model` and `reward.model.path`",
-    "reward_model.": "use `reward.name`",
-    "reward_funcs": "use `reward.terms`",
-    "custom_reward_function.": "use `reward.name=path/to/file.py:function`",
-    "trainer.guardrails.on_forecast": "trends are not forecast any more: leave it out",
-    "trainer.default_local_dir": "use `trainer.run_dir`",
-    "trainer.resume_mode": "use `rlctl train --resume RUN_DIR`",
-    "trainer.val_before_train": "validation at the start comes with `trainer.test_freq`; leave it out",
-    "learning_rate": "use `actor.lr`",
-    **dict.fromkeys(("num_generations", "num_samples"), "use `rollout.n`"),
-    "max_completion_length": "use `data.max_response_length`",
-    "max_prompt_length": "use `data.max_prompt_length`",
-    "max_steps": "use `trainer.total_training_steps`",
-    "num_train_epochs": "use `trainer.total_epochs`",
-    "num_iterations": "use `actor.ppo_epochs`",
-    "epsilon": "use `actor.clip_ratio`",
-    "beta": "use `actor.use_kl_loss=true` and `actor.kl_loss_coef`",
-}
+_ELSEWHERE: dict[str, str] = tomllib.loads(
+    Path(__file__).with_name("other_names.toml").read_text(encoding="utf-8")
+)
 #: Components of verl's dotted keys that have no counterpart in rlctl.
 _SUPERFLUOUS = {"actor_rollout_ref", "optim"}
 

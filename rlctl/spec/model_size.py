@@ -1,6 +1,6 @@
 """Size of a model and of its checkpoint, without loading or downloading the model.
 
-Published dimensions are those of each model's `config.json` on the Hugging Face hub.
+The dimensions of published models are in `model_sizes.toml`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from rlctl.spec.model import EMBEDDED, NAMED_MODELS, RECIPE, VOCABULARY, ModelSp
 from rlctl.spec.run_spec import RunSpec
 
 _SIZE_IN_NAME = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BbMm])(?![A-Za-z0-9])")
-_MAX_HEADER = 100 << 20
+_TABLES = tomllib.loads(Path(__file__).with_name("model_sizes.toml").read_text(encoding="utf-8"))
 #: Names of the number of experts in configurations.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 #: Names of the number of experts that compute one token.
@@ -169,14 +170,14 @@ def hub_cache() -> Path:
 
 def _read_shapes(directory: Path) -> dict[str, list[int]]:
     """Name → shape of all tensors, read from the files' headers; empty if a header cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
     shapes: dict[str, list[int]] = {}
     for path in sorted(directory.glob("*.safetensors")):
         try:
-            with path.open("rb") as stream:
-                length = int.from_bytes(stream.read(8), "little")
-                header = json.loads(stream.read(min(length, _MAX_HEADER)))
-            shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            with safe_open(path, framework="numpy") as file:
+                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError):
             return {}  # the loader reports a broken file, the estimate does not
     return shapes
 
@@ -201,7 +202,7 @@ def _from_config(whole: dict[str, Any]) -> ModelSize:
     """Reads dimensions under the names that nearly all causal language models use."""
     reads_more = isinstance(whole.get("text_config"), dict)
     config: dict[str, Any] = whole["text_config"] if reads_more else whole
-    config = _LEFT_OUT.get(str(config.get("model_type")), {}) | config
+    config = _TABLES["left_out"].get(str(config.get("model_type")), {}) | config
     layers, hidden = _count(config, "num_hidden_layers"), _count(config, "hidden_size")
     heads, vocab = _count(config, "num_attention_heads"), _count(config, "vocab_size")
     if not (layers and hidden and heads and vocab):
@@ -261,17 +262,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-#: Architecture → entries that its config.json omits because they are defaults of the configuration class.
-_LEFT_OUT: dict[str, dict[str, Any]] = {
-    "gemma3_text": {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "vocab_size": 262_208,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
-    }
-}
 _EMBEDDED_SHAPE = Shape(
     RECIPE.num_layers,
     RECIPE.hidden_size,
@@ -281,34 +271,11 @@ _EMBEDDED_SHAPE = Shape(
     head_dim=RECIPE.hidden_size // RECIPE.num_heads,
     vocab=len(VOCABULARY),
 )
-#: The models that presets name. Columns: number of parameters; of `Shape`: layers, hidden, inner, heads,
-#: kv_heads, head_dim, vocab; where needed norms_heads, window and `num_read_by_text`; names.
-_PUBLISHED = """
- 134515008 30  576  1536  9  3  64  49152  smollm2-135m HuggingFaceTB/SmolLM2-135M-Instruct
- 596049920 28 1024  3072 16  8 128 151936 1  Qwen/Qwen3-0.6B Qwen/Qwen3-0.6B-Base
-1720574976 28 2048  6144 16  8 128 151936 1  Qwen/Qwen3-1.7B Qwen/Qwen3-1.7B-Base
-4022468096 36 2560  9728 32  8 128 151936 1  Qwen/Qwen3-4B Qwen/Qwen3-4B-Base
-8190735360 36 4096 12288 32  8 128 151936 1  Qwen/Qwen3-8B Qwen/Qwen3-8B-Base
-1235814400 16 2048  8192 32  8  64 128256  meta-llama/Llama-3.2-1B meta-llama/Llama-3.2-1B-Instruct
-3212749824 28 3072  8192 24  8 128 128256  meta-llama/Llama-3.2-3B meta-llama/Llama-3.2-3B-Instruct
- 999885952 26 1152  6912  4  1 256 262144 0 512  google/gemma-3-1b-pt google/gemma-3-1b-it
-4300079472 34 2560 10240  8  4 256 262208 0 1024 3880263168  google/gemma-3-4b-pt google/gemma-3-4b-it
-1711376384 24 2048  8192 32 32  64  49152  HuggingFaceTB/SmolLM2-1.7B HuggingFaceTB/SmolLM2-1.7B-Instruct
-3075098624 36 2048 11008 16  4 128 128256  HuggingFaceTB/SmolLM3-3B-Base HuggingFaceTB/SmolLM3-3B
-1777088000 28 1536  8960 12  2 128 151936  deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B
-7615616512 28 3584 18944 28  4 128 152064  deepseek-ai/DeepSeek-R1-Distill-Qwen-7B
-7615616512 28 3584 18944 28  4 128 152064  Qwen/Qwen2.5-7B Qwen/Qwen2.5-7B-Instruct
-7615616512 28 3584 18944 28  4 128 152064  Qwen/Qwen2-7B Qwen/Qwen2-7B-Instruct
-8030261248 32 4096 14336 32  8 128 128256  meta-llama/Meta-Llama-3-8B meta-llama/Meta-Llama-3-8B-Instruct
-7248023552 32 4096 14336 32  8 128  32768  mistralai/Mistral-7B-v0.3 mistralai/Mistral-7B-Instruct-v0.3
-8537680896 28 3072 24576 16 16 256 256000  google/gemma-7b google/gemma-7b-it
-6910365696 30 4096 11008 32 32 128 102400  deepseek-ai/deepseek-llm-7b-base deepseek-ai/deepseek-llm-7b-chat
-"""
 
 
 def _read_published() -> Iterator[tuple[str, ModelSize]]:
     source = "as published; the model itself is not on this machine"
-    for words in map(str.split, _PUBLISHED.strip().splitlines()):
+    for words in map(str.split, _TABLES["published"].strip().splitlines()):
         numbers = [int(word) for word in words if word.isdecimal()]
         num_parameters, layers, hidden, inner, heads, kv_heads, head_dim, vocab, *others = numbers
         norms, window, read_by_text = [*others, 0, 0, 0][:3]

@@ -68,7 +68,7 @@ def problems(words: list[str]) -> Iterator[str]:
                 value = words.pop(0)
             if name in {"--preset", "-p"} and not value.endswith(".yaml") and value not in {*PRESETS, "NAME"}:
                 yield f"no preset {value}"
-        elif command.name in {"train", "sweep"} and (setting := re.match(r"([a-z_]+(?:\.\w+)+)=", word)):
+        elif command.name == "train" and (setting := re.match(r"([a-z_]+(?:\.\w+)+)=", word)):
             yield from [] if leaf_of(setting[1]) else [f"no key {setting[1]}"]
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -112,58 +108,6 @@ def test_slurm(tmp_path: Path, one_node: Path, embedded: Path, capsys: pytest.Ca
         log = tmp_path / "log"
         assert_ends_well({log: shell(job, log, env)})
     runs.assert_close(where, one_node)
-
-
-def saved_lines(log: Path) -> list[str]:
-    """Lines of the metrics that the last checkpoint covers."""
-    last = runs.checkpoints(log.parent)[-1]
-    return log.read_text().splitlines()[: int(last.removeprefix("step_"))]
-
-
-@pytest.mark.timeout(1200)  # four starts of a run, two at a time
-def test_a_sweep_as_a_slurm_array_cancelled_and_submitted_again(
-    tmp_path: Path,
-    embedded: Path,
-    forked_commands: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    where, num_steps = tmp_path / "a 100% 'sweep'", 6
-    monkeypatch.setattr(sys, "executable", str(forked_commands / "python"))  # that of the script
-    axes = ["rollout.n=2,4", f"trainer.total_training_steps={num_steps}", "trainer.save_freq=1"]
-    assert run(["sweep", *runs.SMALL, *axes, "--dir", str(where), "--slurm", "--jobs", "2"]) == 0
-    submit = capsys.readouterr().out.replace("sbatch ", "sbatch --parsable ").strip()
-    logs = [where / name / "metrics.jsonl" for name in ("n-2", "n-4")]
-    (tmp_path / "slurm").mkdir()
-    with slurm_nodes(tmp_path / "slurm") as env:
-
-        def slurm(command: str) -> str:
-            words = shlex.split(command)
-            done = subprocess.run(
-                words, env=os.environ | env, cwd=tmp_path, capture_output=True, text=True, check=True
-            )
-            return done.stdout.strip()
-
-        def wait_until(condition: Callable[[], bool]) -> None:
-            deadline = time.monotonic() + 2 * TIMEOUT_S
-            while not condition():
-                shown = [log.read_text()[-2000:] for log in where.glob("slurm-*.log")]
-                assert time.monotonic() < deadline, "\n".join([slurm("squeue"), *shown])
-                time.sleep(0.2)
-
-        job = slurm(submit)
-        wait_until(lambda: all(log.exists() and len(log.read_text().splitlines()) >= 2 for log in logs))
-        slurm(f"scancel {job}")
-        wait_until(lambda: not slurm("squeue -h"))
-        before = [saved_lines(log) for log in logs]
-        slurm(submit)
-        wait_until(lambda: not slurm("squeue -h"))
-    for log, kept in zip(logs, before, strict=True):
-        assert kept  # cancelled after the first checkpoint
-        assert log.read_text().splitlines()[: len(kept)] == kept  # the run continued and did not restart
-        assert [row["step"] for row in runs.metrics(log.parent)] == list(range(1, num_steps + 1))
-    assert run(["sweep", "--dir", str(where), "--table", "--json"]) == 0
-    assert [row["num_done"] for row in json.loads(capsys.readouterr().out)] == [1, 1]
 
 
 def test_a_lost_rank_is_named_as_the_cause(tmp_path: Path, embedded: Path) -> None:

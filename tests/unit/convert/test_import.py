@@ -14,7 +14,7 @@ from rlctl.convert.source import _hydra_value, read
 from rlctl.convert.translate import KeyOutcome, Translation, translate
 from rlctl.errors import UsageError
 from rlctl.spec.load import load_spec
-from tests.unit.convert.launch_files import NEMO, OPENRLHF, PRIME, SLIME, TRL, VERL
+from tests.unit.convert.launch_files import OPENRLHF, SLIME, TRL, VERL
 
 
 def imported(
@@ -240,12 +240,6 @@ def test_a_step_that_ends_within_a_group_has_no_counterpart(tmp_path: Path) -> N
             "run.sh",
             "actor.ppo_mini_batch_size",
         ),
-        (
-            NEMO.replace("train_global_batch_size: 64", "train_global_batch_size: 60"),
-            "a.yaml",
-            "actor.ppo_mini_batch_size",
-        ),
-        ("[orchestrator]\nbatch_size = 60\ngroup_size = 8\n", "a.toml", "data.train_batch_size"),
     ],
 )
 def test_responses_that_are_no_whole_groups_are_not_rounded(
@@ -345,87 +339,53 @@ def test_slime_script(tmp_path: Path) -> None:
     assert row(result, "unheard-of").status == "unknown"
 
 
-def test_prime_rl_toml(tmp_path: Path) -> None:
-    result = imported(PRIME, "rl.toml", tmp_path)
-    expect(
-        result,
-        {
-            "model.path": "org/model-1b",
-            "data.train_batch_size": 16,
-            "data.max_prompt_length": 3072,
-            "algorithm.adv_estimator": "dr_grpo",
-            "algorithm.rollout_correction.loss_type": "dppo",
-            "algorithm.rollout_correction.bypass_mode": True,
-            "actor.lr": 3e-6,
-            "trainer.total_training_steps": 40,
-        },
-    )
-    assert row(result, "trainer.optim.lr").where == "line 13"
-
-
-def test_nemo_rl_yaml_inherits(tmp_path: Path) -> None:
-    (tmp_path / "base.yaml").write_text("policy:\n  precision: bfloat16\n  train_global_batch_size: 512\n")
-    result = imported(NEMO, "grpo.yaml", tmp_path)
-    expect(
-        result,
-        {
-            "model.path": "org/model-1b",
-            "data.train_batch_size": 32,
-            "actor.ppo_mini_batch_size": 8,
-            "data.max_response_length": 512,
-            "algorithm.rollout_correction.rollout_is": "token",
-            "algorithm.rollout_correction.rollout_is_bound": "mask",
-            "algorithm.rollout_correction.rollout_is_threshold": "0.5_5.0",
-        },
-    )
-    assert row(result, "policy.precision").where == "base.yaml:2"
-    assert row(result, "mystery.a").status == "unknown"
-
-
 def test_merge_keys_of_yaml_are_resolved(tmp_path: Path) -> None:
     text = """
 .shared: &shared {lr: 1.0e-6, weight_decay: 0.1}
-policy:
-  model_name: org/model-1b
-  optimizer:
-    kwargs:
+actor_rollout_ref:
+  model: {path: org/model-1b}
+  actor:
+    optim:
       <<: *shared
       lr: 2.0e-6
 """
-    (tmp_path / "grpo.yaml").write_text(text)
-    result = translate(read(tmp_path / "grpo.yaml", framework="nemo-rl", environment={}, arguments=[]))
+    result = imported(text, "ppo.yaml", tmp_path, "verl")
     expect(result, {"actor.lr": 2e-6, "actor.weight_decay": 0.1})
-    assert row(result, "policy.optimizer.kwargs.weight_decay").where == "line 2"
+    assert row(result, "actor_rollout_ref.actor.optim.weight_decay").where == "line 2"
 
 
 def test_relative_references_are_resolved(tmp_path: Path) -> None:
     text = """
-grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 8}
-policy:
-  model_name: org/model-1b
-  precision: bfloat16
-  max_total_sequence_length: 1024
-  generation:
-    max_new_tokens: ${..max_total_sequence_length}
+data: {max_prompt_length: 512}
+actor_rollout_ref:
+  model: {path: org/model-1b}
+  rollout:
     temperature: 0.5
-    val_temperature: ${.temperature}
-    vllm_cfg: {precision: "${...precision}", tensor_parallel_size: "${....grpo.num_prompts_per_step}"}
+    n: 4
+    tensor_model_parallel_size: ${.n}
+    val_kwargs:
+      do_sample: true
+      temperature: ${..temperature}
 """
-    result = imported(text, "grpo.yaml", tmp_path)
-    expect(
-        result,
-        {
-            "data.max_response_length": 512,
-            "data.max_prompt_length": 512,
-            "rollout.val_kwargs.temperature": 0.5,
-            "rollout.dtype": "bf16",
-            "rollout.tensor_model_parallel_size": 4,
-        },
-    )
+    result = imported(text, "ppo.yaml", tmp_path, "verl")
+    expect(result, {"rollout.val_kwargs.temperature": 0.5, "rollout.tensor_model_parallel_size": 4})
+
+
+def test_a_configuration_inherits_from_files_next_to_it(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("data: {train_batch_size: 64, max_prompt_length: 128}\n")
+    text = """
+defaults: [base, _self_, gone.yaml]
+data: {train_batch_size: 32}
+actor_rollout_ref: {model: {path: org/model-1b}}
+""".replace("base,", "base.yaml,")
+    result = imported(text, "ppo.yaml", tmp_path, "verl")
+    expect(result, {"data.train_batch_size": 32, "data.max_prompt_length": 128})
+    assert row(result, "data.max_prompt_length").where == "base.yaml:1"
+    assert any("gone.yaml: this configuration is not read" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(
-    ("text", "name"), [(VERL, "a.sh"), (TRL, "a.py"), (OPENRLHF, "a.sh"), (SLIME, "a.sh"), (PRIME, "a.toml")]
+    ("text", "name"), [(VERL, "a.sh"), (TRL, "a.py"), (OPENRLHF, "a.sh"), (SLIME, "a.sh")]
 )
 def test_the_precision_is_the_frameworks_and_not_this_machines(text: str, name: str, tmp_path: Path) -> None:
     """rlctl's default depends on the hardware on which it runs."""
@@ -459,7 +419,7 @@ def test_a_ratio_of_the_sequence_has_a_counterpart_for_clipping_only(
 
 def test_nothing_is_dropped(tmp_path: Path) -> None:
     """Every key that the file sets has exactly one row, and everything in the spec an origin."""
-    for text, name in ((VERL, "a.sh"), (TRL, "b.py"), (OPENRLHF, "c.sh"), (SLIME, "d.sh"), (PRIME, "e.toml")):
+    for text, name in ((VERL, "a.sh"), (TRL, "b.py"), (OPENRLHF, "c.sh"), (SLIME, "d.sh")):
         file = tmp_path / name
         file.write_text(text, encoding="utf-8")
         source = read(file, framework=None, environment={}, arguments=[])
@@ -532,13 +492,11 @@ def test_an_open_variable_is_named(tmp_path: Path) -> None:
         ("x.sh", b"echo hello\n", "no launch command"),
         ("x.py", b"def broken(:\n", "not valid Python"),
         ("x.yaml", b"a: [1\n", "not valid YAML"),
-        ("x.toml", b"a = \n", "not valid TOML"),
         ("x.yaml", b"\xff\xfe", "not UTF-8"),
         ("x.json", b"{}", "not a shell script"),
         ("x.yaml", b"hello: 1\n", "no launch command"),
         ("x.yaml", b"a: &a\n  b: *a\n", "nested too deeply"),
         ("x.yaml", b"a: " + 5000 * b"[", "nested too deeply"),
-        ("x.toml", b"a = " + 5000 * b"[", "nested too deeply"),
     ],
 )
 def test_unreadable_files_are_refused(name: str, content: bytes, said: str, tmp_path: Path) -> None:
@@ -657,30 +615,14 @@ def test_a_spec_is_not_another_frameworks(tmp_path: Path) -> None:
 # --- values that are easily taken for others --------------------------------------------------------------
 
 
+# A factor on the reward of responses that are cut off: 0 removes it, 1 leaves it.
 @pytest.mark.parametrize(
-    ("framework", "coefficient", "status"),
-    [
-        # A factor on the reward of responses that are cut off: 0 removes it, 1 leaves it.
-        ("openrlhf", "0.0", "not supported"),
-        ("openrlhf", "1.0", "same"),
-        ("openrlhf", "-0.5", "not supported"),
-        ("nemo-rl", "0", "not supported"),
-        ("nemo-rl", "1", "same"),
-    ],
+    ("coefficient", "status"), [("0.0", "not supported"), ("1.0", "same"), ("-0.5", "not supported")]
 )
-def test_a_factor_of_zero_is_not_off(framework: str, coefficient: str, status: str, tmp_path: Path) -> None:
-    if framework == "openrlhf":
-        key, text, name = "reward.stop_properly_penalty_coef", OPENRLHF, "run.sh"
-        text = text.replace("--train.colocate_all", f"--{key} {coefficient}")
-    else:
-        key, name = "grpo.reward_shaping.stop_properly_penalty_coef", "grpo.yaml"
-        text = NEMO.replace(
-            "grpo:\n", f"grpo:\n  reward_shaping: {{enabled: true, {key[20:]}: {coefficient}}}\n"
-        )
-    result = imported(text, name, tmp_path, framework)
-    assert row(result, key).status == status
-    if framework == "nemo-rl":  # the buffer has no effect beside it
-        assert result.spec.get("reward.overlong.buffer_length", 0) == 0
+def test_a_factor_of_zero_is_not_off(coefficient: str, status: str, tmp_path: Path) -> None:
+    key = "reward.stop_properly_penalty_coef"
+    text = OPENRLHF.replace("--train.colocate_all", f"--{key} {coefficient}")
+    assert row(imported(text, "run.sh", tmp_path), key).status == status
 
 
 @pytest.mark.parametrize(
@@ -731,7 +673,6 @@ def test_a_batch_of_zero_is_that_of_the_asynchronous_trainer(tmp_path: Path) -> 
     ("text", "name", "option"),
     [
         (VERL, "run.sh", ("actor.clip_ratio_high=0.28", "actor.clip_ratio_low=10")),
-        (NEMO.replace("base", "grpo_math_1B"), "grpo.yaml", ("ratio_clip_max: 0.28", "ratio_clip_min: 1.0")),
         (OPENRLHF, "run.sh", ("--actor.eps_clip_low_high 0.2 0.27", "--actor.eps_clip 1.0")),
         (SLIME, "run.sh", ("--eps-clip 0.2", "--eps-clip 1.0")),
     ],
@@ -739,30 +680,9 @@ def test_a_batch_of_zero_is_that_of_the_asynchronous_trainer(tmp_path: Path) -> 
 def test_a_clip_that_bounds_nothing_below(
     text: str, name: str, option: tuple[str, str], tmp_path: Path
 ) -> None:
-    result = imported(text.replace(*option), name, tmp_path, "nemo-rl" if name[-4:] == "yaml" else None)
+    result = imported(text.replace(*option), name, tmp_path)
     expect(result, {"actor.clip_ratio_low": 0.999999})
     assert "actor.clip_ratio_low" not in {one.key for one in result.problems}
-
-
-def test_a_recipe_has_the_values_of_the_base_that_is_not_here(tmp_path: Path) -> None:
-    text = NEMO.replace("base.yaml", "../../grpo_math_1B.yaml")
-    result = imported(text, "grpo.yaml", tmp_path)
-    expect(
-        result,
-        {
-            "actor.lr": 5e-6, "actor.kl_loss_coef": 0.01, "trainer.save_freq": 10,
-            "data.train_batch_size": 32, "rollout.gpu_memory_utilization": 0.6,
-            "actor.clip_ratio_low": 0.2, "actor.clip_ratio_high": 0.28,
-        },
-    )  # fmt: skip
-    assert result.origins["actor.lr"].endswith("../../grpo_math_1B.yaml")
-    assert "actor.lr" not in {one.key for one in result.problems}
-
-
-def test_a_recipe_of_an_unknown_base_is_not_complete(tmp_path: Path) -> None:
-    result = imported(NEMO, "grpo.yaml", tmp_path)
-    assert "actor.lr" in {one.key for one in result.problems if one.severity == "error"}
-    assert "actor.lr" not in result.spec
 
 
 def test_a_function_of_slime_replaces_its_weights(tmp_path: Path) -> None:
@@ -786,8 +706,6 @@ def test_a_function_of_slime_replaces_its_weights(tmp_path: Path) -> None:
         ("GRPOConfig(report_to=['trackio', 'mlflow'])", "t.py", "report_to", "same"),
         ("GRPOConfig(report_to='none')", "t.py", "report_to", "same"),
         ("GRPOConfig(report_to='comet_ml')", "t.py", "report_to", "different"),
-        (NEMO.replace("base", "grpo_math_1B") + "logger: {mlflow_enabled: true}\n", "grpo.yaml",
-         "logger.mlflow_enabled", "same"),
     ],
 )  # fmt: skip
 def test_trackers_that_exist_here_are_kept(

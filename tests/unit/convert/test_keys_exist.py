@@ -160,7 +160,7 @@ def test_the_fixes_of_diagnose_have_keys_of_the_table(framework: str) -> None:
             for key, rule in one.keys.items()
             if rule.to == name and not (rule.unsupported or rule.differs)
         ]
-        assert not same or framework == "prime-rl" or text.removeprefix(one.option) in same
+        assert not same or text.removeprefix(one.option) in same
         assert not text or not one.commands or text.removeprefix(one.option) in one.keys
 
 

@@ -1,6 +1,5 @@
-"""Prompts that ask for no answer the grader can find, and golds that contradict their worked solution."""
+"""Prompts that ask for no answer the grader can find, and golds that are placeholders."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ from rlctl.prepare.check import CheckRequest, check
 from rlctl.prepare.findings import (
     CHECKED_PER_FORM,
     TruthChecks,
-    contradiction,
     placeholder,
     placeholder_notes,
     specifies_answer_form,
@@ -90,47 +88,6 @@ def test_what_asks_for_a_form(text, expected):
         assert specifies_answer_form(row) == expected
     row = Row("aime", (Message("user", f"2+2?\n{text}"),), "4", question="2+2?")
     assert specifies_answer_form(row) == expected
-
-
-@pytest.mark.parametrize(
-    ("answer", "gold", "expected"),
-    [
-        ("3+4=<<3+4=7>>7\n#### 7", "7", False),
-        ("3+4=<<3+4=7>>7\n#### 8", "8", True),
-        ("<<1+1=3>>, then <<3+4=7>>7", "7", False),
-        ("<<3+4=7>>, then <<1+1=2>>", "7", True),
-        ("<<2*600=1200>>", "1200", False),
-        ("<<2*600=1,200.00>>", "1200", False),
-        ("<<.5*2=1.0>>", "1", False),
-        ("<<10/4=2.5>>", "2.5", False),
-        ("<<10/4=2.5>>", "3", False),  # rounded
-        ("<<10/3=3.333>>", "3.33", False),
-        ("<<10/4=2.5>>", "4", True),
-        ("<<0-5=-5>>", "5", True),
-        ("<<0.50-.25=0.25>>", "25", False),  # in cents
-        ("<<50-25=25>>", "0.25", False),
-        ("<<3+4=7>>7. Twice that is 14.00 in all.\n#### 14", "14", False),
-        ("<<3+4=7>>7. Twice that is 14.00 in all.\n#### 15", "15", True),
-        ("<<5>>", "6", False),
-        ("no calculation", "6", False),
-        ("<<3+4=seven>>", "8", False),
-        ("<<3+4=7>>", "apple", False),
-        ("<<3+4=7>>", "NaN", False),
-        ("<<1/3=0.33>>", "0." + 31 * "3", False),  # too many digits to round to
-        ("<<3+4=7>>", "1e-9999999", False),
-    ],
-)
-def test_a_gold_against_the_last_calculation(answer, gold, expected):
-    assert bool(contradiction(Row("gsm8k", (Message("user", "?"),), gold, answer=answer))) == expected
-
-
-def test_a_contradicted_gold_is_a_finding_with_its_place(tmp_path):
-    rows = [{"question": f"{i}+1?", "answer": f"<<{i}+1={i + 1}>>\n#### {i + (i != 4)}"} for i in range(9)]
-    source, written, seen = found_by_both(tmp_path, rows)
-    expected = ("warning", 1, (f"{source}:5: <<4+1=5>> and 4",))
-    assert written["contradicted-answer"] == seen["contradicted-answer"] == expected
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert "contradicted-answer" in {finding["code"] for finding in manifest["report"]["findings"]}
 
 
 PLACEHOLDERS = [

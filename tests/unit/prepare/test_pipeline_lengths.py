@@ -74,24 +74,12 @@ def test_lengths_are_those_of_the_rows_that_are_written(request_, model):
     assert (len(measured), max(measured)) == (40, report["lengths"]["max"])
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_cut_on_one_side_and_the_instruction_stays(request_, side):
-    summary = prepare(replace(request_, overlong=f"cut-{side}"))
-    assert summary.counts["train"] == 40
-    assert summary.report["lengths"]["max"] <= LIMIT
-    assert summary.report["lengths"]["cut"] > 20
-    last = prompts(request_)[39]
-    assert last.endswith("\nGo.")
-    assert ("39x39\n" in last) == (side == "left")
-    assert last.startswith("39x0") == (side == "right")
-
-
 @pytest.mark.slow  # each process imports a tokenizer library
 def test_processes_measure_the_same(request_, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "BLOCK_BYTES", 500)
-    cut = replace(request_, overlong="cut-left")
-    prepare(replace(cut, workers=1))
-    prepare(replace(cut, workers=2, out=tmp_path / "two"))
+    dropped = replace(request_, overlong="drop")
+    prepare(replace(dropped, workers=1))
+    prepare(replace(dropped, workers=2, out=tmp_path / "two"))
     for name in ("train.parquet", "manifest.json"):
         assert (request_.out / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
@@ -102,10 +90,9 @@ def test_another_limit_is_another_output(request_):
         prepare(replace(request_, max_prompt_length=LIMIT + 1))
 
 
-def test_dropping_and_cutting_need_a_maximum(request_):
-    for overlong in ("drop", "cut-left", "cut-right"):
-        with pytest.raises(UsageError, match="no maximum length"):
-            prepare(replace(request_, max_prompt_length=None, overlong=overlong))
+def test_dropping_needs_a_maximum(request_):
+    with pytest.raises(UsageError, match="no maximum length"):
+        prepare(replace(request_, max_prompt_length=None, overlong="drop"))
 
 
 @pytest.mark.parametrize("options", [{"max_prompt_length": 5}, {"overlong": "drop"}])

@@ -1,7 +1,6 @@
 """Every format gives the same records; errors in invalid files name the position."""
 
 import gzip
-import io
 import json
 import pickle
 import sys
@@ -10,11 +9,9 @@ import types
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rlctl.errors import EnvironmentFailure, UsageError
-from rlctl.prepare import sources, text_files
+from rlctl.prepare import sources
 from rlctl.prepare.blocks import records_of
 from rlctl.prepare.sources import Source, find_sources, read_blocks, read_records
 
@@ -232,25 +229,6 @@ def test_blocks_of_any_size_hold_the_same_records(tmp_path, monkeypatch):
         monkeypatch.undo()
 
 
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=10),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(st.lists(JSON_VALUES, max_size=6), st.integers(1, 40), st.booleans(), st.sampled_from([None, 1]))
-def test_an_array_is_read_piece_by_piece_like_in_one(rows, read_bytes, ascii_only, indent):
-    text = json.dumps(rows, ensure_ascii=ascii_only, indent=indent).encode("utf-8", "replace")
-    expected = json.loads(text)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_files, "READ_BYTES", read_bytes)
-        file = io.BufferedReader(io.BytesIO(text))
-        pieces = list(text_files.document_rows("a.json", file, max_rows=3))
-    assert [element for piece in pieces for element in piece] == expected
-    assert all(len(piece) <= 3 for piece in pieces)
-
-
 @pytest.mark.parametrize(
     ("text", "where"),
     [
@@ -262,8 +240,7 @@ def test_an_array_is_read_piece_by_piece_like_in_one(rows, read_bytes, ascii_onl
         ("[1, 2\n}", ":2"),
     ],
 )
-def test_a_broken_array_names_the_line(tmp_path, monkeypatch, text, where):
-    monkeypatch.setattr(text_files, "READ_BYTES", 3)
+def test_a_broken_array_names_the_line(tmp_path, text, where):
     path = tmp_path / "a.json"
     path.write_text(text)
     with pytest.raises(UsageError, match="invalid JSON") as caught:

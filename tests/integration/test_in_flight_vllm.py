@@ -8,14 +8,13 @@ import signal
 import subprocess
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import torch
@@ -26,11 +25,10 @@ from rlctl.rollout import server_process
 from rlctl.rollout.build_vllm import build_vllm
 from rlctl.rollout.protocol import PlainWeights, Request, Sampling
 from rlctl.rollout.server_access import KEY
-from rlctl.rollout.vllm_server import VLLMServerRollout
+from rlctl.rollout.vllm_server import GENERATE, VLLMServerRollout
 from rlctl.spec.model import RECIPE
 from rlctl.tiny.model import build_model
-from tests import hooks, runs
-from tests.integration.test_vllm_training import check_doors
+from tests import hooks
 from tests.unit.rollout.stub_server import context_of
 
 pytestmark = [
@@ -170,28 +168,10 @@ def test_a_server_that_is_killed_while_it_samples_loses_no_request(
         assert float((turn.log_probs - expected(turn, keeps=False)).abs().max()) < 1e-4
 
 
-def test_a_run_that_is_killed_and_resumed_uses_every_prompt_once(
-    tmp_path: Path, forked_vllm: Path, embedded: Path
-) -> None:
-    """And serves only who has the key, also at the paths that pause a server and replace its weights."""
-    steps, forked = 6, partial(hooks.servers_are_forks, str(forked_vllm / "python"))
-    settings = (
-        *("--preset", "rloo-seq-is", "rollout.name=vllm", "rollout.mode=server", "rollout.in_flight=true"),
-        *("rollout.max_staleness=2", f"trainer.total_training_steps={steps}", "trainer.save_freq=2"),
-        f"rollout.server.weights_dir={tmp_path / 'weights'}",
-    )
-    job = runs.start_train(tmp_path / "run", *settings, before=forked)
-    job.wait_for(lambda: len(runs.metrics(tmp_path / "run")) >= 1)
-    check_doors(job)
-    job.wait_for(lambda: len(runs.metrics(tmp_path / "run")) >= 3)
-    job.signal(signal.SIGKILL)
-    job.wait()
-    assert job.orphans() == []
-    again = runs.resume(tmp_path / "run", before=forked)
-    assert again.wait() == 0, again.output[-4000:]
-    lines = runs.metrics(tmp_path / "run")
-    assert [line["step"] for line in lines] == list(range(1, steps + 1))
-    assert all(line["rollout/sync_gap"] < 1e-5 for line in lines)
-    plain = runs.train(tmp_path / "plain", *settings[:2], f"trainer.total_training_steps={steps}")
-    used, expected = (Counter(row["prompt"] for row in runs.rollouts(d)) for d in (tmp_path / "run", plain))
-    assert used == expected
+def test_pausing_sampling_and_replacing_weights_need_the_key(engine: tuple[VLLMServerRollout, Path]) -> None:
+    rollout, _ = engine
+    paths = ("/pause", "/resume", "/update_weight_version", "/collective_rpc", "/abort_requests", GENERATE)
+    for path in paths:
+        for headers in ({}, {"Authorization": "Bearer x"}):
+            answer = httpx.post(rollout._urls[0] + path, json={}, headers=headers, trust_env=False)
+            assert answer.status_code == 401, path

@@ -624,9 +624,15 @@ def generated(answer: bytes, versions: Mapping[str, int]) -> Completion | None:
 
     Args:
         versions: number of updates by tag of the weights.
+
+    Raises:
+        RunFailure: the server does not report which weights sampled a token.
     """
     [choice] = json.loads(answer)["choices"]
-    spans, tokens = choice.get("weight_versions") or [], choice["logprobs"]["content"]
+    if "weight_versions" not in choice:
+        what, fix = "the server does not report which weights sampled a token", "use vLLM 0.32 or newer"
+        raise RunFailure(what, where="rollout.in_flight", fix=fix)
+    spans, tokens = choice["weight_versions"] or [], choice["logprobs"]["content"]
     known = [versions.get(span["version"]) for span in spans]
     lengths = [span["end"] - span["start"] for span in spans]
     if None in known or sum(lengths) != len(tokens):

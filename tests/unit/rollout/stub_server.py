@@ -47,7 +47,8 @@ class Server(ThreadingHTTPServer):
         self.lists = True  # False: `logprobs` brings those of the sampled tokens alone
         self.mass = lambda index: 1.0  # `seed % 10` → below 1: a token that it was sampled from is not listed
         self.scales_out, self.scheduling_policy = True, "priority"  # as started for sampling in flight
-        self.weight_versions: list[list[dict[str, Any]]] = []  # of the next answers, by span of tokens
+        #: of the next answers, by span of tokens; None: as of an older vLLM, which reports none
+        self.weight_versions: list[list[dict[str, Any]] | None] = []
         self.adapters: list[str] = []
         self.weight_version = "default"
         self.workers = 1  # GPUs, in vLLM's terms
@@ -150,12 +151,13 @@ class Handler(BaseHTTPRequestHandler):
         given = self.server.weight_versions
         others = [{"token_id": 3, "logprob": -9.0, "rank": 2}] * (logprobs > 1)
         content = [{"token_id": token, "logprob": -0.5 - seed % 10, "rank": 1} for token in ids]
-        return {
+        found = {
             "token_ids": ids,
             "logprobs": {"content": [one | {"top_logprobs": [one, *others]} for one in content]},
             "finish_reason": self.server.finish_reason,
-            "weight_versions": given.pop(0) if given else spans,
         }
+        spans = given.pop(0) if given else spans
+        return found if spans is None else found | {"weight_versions": spans}
 
     def load_or_unload(self, name: str) -> None:
         known = self.server.adapters

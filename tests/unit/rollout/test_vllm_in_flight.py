@@ -110,6 +110,16 @@ def test_tokens_of_weights_that_this_run_did_not_send_are_sampled_again(
     engine.close()
 
 
+def test_an_older_vllm_is_named(server: Server, tmp_path: Path) -> None:
+    """It returns no versions at all."""
+    engine, _ = started(server, tmp_path)
+    server.weight_versions = [None]
+    with pytest.raises(RunFailure, match="does not report which weights sampled a token") as caught:
+        engine.sample_in_flight([Request([5], 2)], SAMPLING)
+    assert "0.32" in str(caught.value.fix)
+    engine.close()
+
+
 def test_a_server_that_hangs_up_is_asked_again(server: Server, tmp_path: Path) -> None:
     engine, _ = started(server, tmp_path)
     server.trouble = [0, 500]

@@ -32,7 +32,7 @@ import psutil
 ROOT = Path(__file__).parents[1]
 BYTES_PER_SCALE = 100_000_000
 SAMPLE_S = 0.1
-#: Size of the pool of random words and sentences; with a small pool, rows would be near-duplicates.
+#: Size of the pool of random words and sentences; with a small pool, rows would be duplicates.
 NUM_WORDS, NUM_SENTENCES = 4000, 100_000
 
 
@@ -77,7 +77,6 @@ def generate(path: Path, scale: float) -> int:
 
 #: Check → its options in a request. Duplicates are always counted.
 CHECKS: dict[str, dict[str, object]] = {
-    "near duplicates": {"near_duplicates": "count"},
     "leakage": {"leakage": "report"},
     "ground truths": {"check_graders": True},
 }
@@ -87,7 +86,7 @@ def run_ours(source: Path, out: Path, workers: int, checks: Sequence[str]) -> No
     from rlctl.prepare.pipeline import prepare
     from rlctl.prepare.request import PrepareRequest
 
-    options: dict[str, object] = {"near_duplicates": "off", "leakage": "off", "check_graders": False}
+    options: dict[str, object] = {"leakage": "off", "check_graders": False}
     for check in checks:
         options |= CHECKS[check]
     prepare(PrepareRequest((str(source),), out, workers=workers, **options))

@@ -96,13 +96,15 @@ class Turn:
     finish_reason: str  # stop, length or abort, see `FINISH_REASONS`
     kept: TokenLists | None = None  # (t) with exact sampling: the set that each token was sampled from
     most_likely: TokenLists | None = None  # (t) with score centering: the sampler's most likely tokens
+    #: (r, layers, k) int16 with routing replay: of the r tokens before the last one, context included
+    experts: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
     """One stream of L tokens that is trained on; m of them were sampled. It begins with a token that was not.
 
-    All but the first two fields are columns of the m sampled tokens.
+    All but `token_ids`, `sampled` and `experts` are columns of the m sampled tokens.
     """
 
     token_ids: Tensor  # (L,) int64
@@ -113,6 +115,7 @@ class Sequence:
     rewards: Tensor | None = None  # (m,) float32, of the environment; None: the episode has a score only
     kept: TokenLists | None = None  # (m)
     most_likely: TokenLists | None = None  # (m)
+    experts: Tensor | None = None  # (L, layers, k) int16, see `joined_experts`
 
     @classmethod
     def of_turn(cls, prompt_ids: Many[int], turn: Turn, number: int = 0) -> Sequence:
@@ -127,7 +130,24 @@ class Sequence:
             turns=torch.full_like(turn.token_ids, number),
             kept=turn.kept,
             most_likely=turn.most_likely,
+            experts=joined_experts(len(token_ids), [(len(token_ids), turn)]),
         )
+
+
+def joined_experts(length: int, turns: Many[tuple[int, Turn]]) -> Tensor | None:
+    """(length, layers, k) int16: the experts that computed the tokens of a sequence; −1: not reported.
+
+    Args:
+        turns: number of the sequence's tokens up to the turn's last one; the turn. What a turn reports of
+            tokens that an earlier one computed is not used: their log-probs are the earlier one's.
+    """
+    found = None
+    for end, turn in reversed(turns):
+        if turn.experts is not None:
+            if found is None:
+                found = turn.experts.new_full((length, *turn.experts.shape[1:]), -1)
+            found[end - 1 - len(turn.experts) : end - 1] = turn.experts
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +192,7 @@ Group = tuple[Episode, ...]
 #: What a field of `TokenBatch` has one entry of: tokens (N,), sequences (S,), episodes (E,); all others are
 #: columns of the sampled tokens (M,).
 LEVELS = {
-    **dict.fromkeys(("token_ids", "sampled"), "token"),
+    **dict.fromkeys(("token_ids", "sampled", "experts"), "token"),
     **dict.fromkeys(("lengths", "owners"), "sequence"),
     **dict.fromkeys(
         ("group_ids", "members", "prompt_weights", "baseline_scores", "sequence_weights"), "episode"
@@ -196,6 +216,7 @@ class TokenBatch:
     turns: Tensor  # (M,) int64
     kept: TokenLists | None = None
     most_likely: TokenLists | None = None
+    experts: Tensor | None = None  # (N, layers, k) int16: those that computed a token; −1: not reported
     rewards: Tensor | None = None  # (M,) float32: token-level rewards
     baseline_scores: Tensor | None = None  # (E,) of the greedy response; ReMax
     old_log_probs: Tensor | None = None  # (M,) π_old; in bypass mode π_rollout
@@ -220,7 +241,14 @@ class TokenBatch:
             found = [getattr(sequence, name) for sequence in sequences]
             return TokenLists.joined(found) if found and found[0] is not None else None
 
-        rewards = None
+        rewards = experts = None
+        shapes = {sequence.experts.shape[1:] for sequence in sequences if sequence.experts is not None}
+        if shapes:
+            [shape] = shapes
+            none = torch.full((1, *shape), -1, dtype=torch.int16)
+            experts = torch.cat(
+                [none.expand(len(s.token_ids), *shape) if s.experts is None else s.experts for s in sequences]
+            )
         if any(sequence.rewards is not None for sequence in sequences):
             given = [torch.zeros(len(s.log_probs)) if s.rewards is None else s.rewards for s in sequences]
             rewards = torch.cat(given)
@@ -238,6 +266,7 @@ class TokenBatch:
             turns=joined("turns", torch.int64),
             kept=lists("kept"),
             most_likely=lists("most_likely"),
+            experts=experts,
             rewards=rewards,
         )
         return batch.to(device)
@@ -276,7 +305,8 @@ class TokenBatch:
     @property
     def inputs(self) -> ModelInputs:
         """Input of a forward pass over these tokens."""
-        return ModelInputs(self.token_ids, self.sampled, self.lengths, self.kept, self.most_likely)
+        lists = self.kept, self.most_likely
+        return ModelInputs(self.token_ids, self.sampled, self.lengths, *lists, self.experts)
 
     def pick(self, episodes: Tensor | Many[int]) -> TokenBatch:
         """The episodes with these indices (k,), in that order."""
@@ -334,6 +364,7 @@ class ModelInputs:
     lengths: Tensor  # (S,) int64: tokens of each sequence
     kept: TokenLists | None = None  # (M) tokens that log-probs are normalised over; None: the vocabulary
     most_likely: TokenLists | None = None  # (M) further tokens whose log-probs are computed
+    experts: Tensor | None = None  # (N, layers, k) that compute a token; −1: as the model chooses
 
     @property
     def tokens(self) -> Tensor:

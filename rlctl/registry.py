@@ -469,6 +469,13 @@ ROLLOUT_ENGINES = Registry(
     takes="context",
     capabilities="EngineCapabilities",
 )
+TRAINING_ENGINES = Registry(
+    "training engine",
+    key="engine.name",
+    module="rlctl.engine.engines",
+    takes="context",
+    takes_params=False,
+)
 ENVIRONMENTS = Registry(
     "environment",
     key="environment.name",
@@ -522,6 +529,10 @@ ADVANTAGE_ESTIMATORS = Registry(
     module="rlctl.algos.estimators",
     takes="inputs",
     inputs="group_ids values baseline_scores score_norms sequence_weights",
+)
+#: Functions without arguments that return a `Benchmark`; those of rlctl are in `prepare/benchmarks.toml`.
+NAMED_BENCHMARKS = Registry(
+    "benchmark", key="--data", module="rlctl.prepare.benchmarks", inputs="", takes_params=False
 )
 DIAGNOSIS_RULES = Registry(
     "diagnosis rule",

@@ -48,7 +48,7 @@ def save_tiny(
         chat_template=TEMPLATE,
     )
     torch.manual_seed(0)
-    shape |= {
+    shape = {
         "vocab_size": len(vocabulary) - extra_tokens,
         "hidden_size": 16,
         "intermediate_size": 24,
@@ -57,7 +57,7 @@ def save_tiny(
         "max_position_embeddings": context,
         "bos_token_id": None,
         "eos_token_id": 0,
-    }
+    } | shape
     if has_vision := "vision_config" in config_class.sub_configs:
         config = multimodal_config(config_class, shape)
     else:

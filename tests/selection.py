@@ -70,6 +70,10 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
             "test_export_is_a_plain_model",
             "test_skipped_step_changes_nothing",
         ),
+        "unit/engine/test_routing_replay.py": (
+            "test_log_probs_and_gradients_are_those_of_a_forced_choice",
+            "test_the_trainer_chooses_what_the_engine_chose",
+        ),
         "unit/engine/test_lora.py": ("test_a_fresh_adapter_changes_nothing",),
         "unit/engine/test_critic.py": ("test_values_and_gradient_by_definition",),
         "integration/test_model_families.py": ("test_every_family_has_its_architecture_here",),

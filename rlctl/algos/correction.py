@@ -8,7 +8,8 @@ to ±20 before `exp`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from rlctl.algos import verl_metrics
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, RejectRule, WeightRule
-from rlctl.algos.segments import LARGEST, HostSums, Moments, Segments, Sums, Units, divided, moments, ratio
+from rlctl.algos.segments import HostSums, Moments, Segments, Sums, Units, divided, moments, ratio
 from rlctl.registry import CORRECTION_WEIGHTS, REJECTION_CRITERIA, Registry, is_builtin
 
 
@@ -51,12 +52,6 @@ class LogRatio:
     def ratio(self) -> Tensor:
         """(M,): ρ."""
         return self.token.exp()
-
-    def copied(self) -> LogRatio:
-        """A copy whose tensors can be changed."""
-        given = {part.name: getattr(self, part.name) for part in fields(self)}
-        copies: dict[str, Any] = {name: x.clone() for name, x in given.items() if isinstance(x, Tensor)}
-        return replace(self, **copies)
 
 
 @dataclass(frozen=True)
@@ -130,16 +125,9 @@ def correct(
         gap, log_probs, rollout_log_probs = (x[inside] for x in (gap, log_probs, rollout_log_probs))
         advantages, age = (None if x is None else x[inside] for x in (advantages, age))
         units, total = units.kept(inside).present(), total[used]
-    log_ratio = LogRatio(
-        gap.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP),
-        total,
-        log_probs,
-        rollout_log_probs,
-        units,
-        rules.segments(units, "sequence"),
-        advantages,
-        age,
-    )
+    token, unit = gap.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP), rules.segments(units, "sequence")
+    policies = log_probs, rollout_log_probs
+    log_ratio = LogRatio(token, total, *policies, units, unit, advantages, age)
     sums |= _gap_sums(log_ratio)
     keep = torch.ones_like(gap, dtype=torch.bool)
     for rule in rules.reject:
@@ -176,18 +164,15 @@ def check_inputs(
         if values.dtype not in (torch.float32, torch.float64):
             what = f"{name} must be float32, not {values.dtype}: compute log_softmax in float32"
             raise ValueError(f"{what}; half precision is coarser than the mismatch")
-    for name, column in (("advantages", advantages), ("age", age)):
-        if column is not None:
-            given[name] = column
-        elif name in rules.needs:
-            raise ValueError(f"a rule of this correction needs `{name}`, and the batch has none")
-    for what, found in (
-        ("shapes", [tuple(x.shape) for x in given.values()]),
-        ("devices", [x.device for x in given.values()]),
-    ):
-        if len(set(found)) > 1:
-            each = ", ".join(f"{name} {value}" for name, value in zip(given, found, strict=True))
-            raise ValueError(f"{what} differ: {each}")
+    more = {"advantages": advantages, "age": age}
+    if missing := [name for name in rules.needs if more[name] is None]:
+        raise ValueError(f"a rule of this correction needs `{missing[0]}`, and the batch has none")
+    given |= {name: column for name, column in more.items() if column is not None}
+    for what in ("shape", "device"):
+        found = {name: getattr(column, what) for name, column in given.items()}
+        if len(set(found.values())) > 1:
+            words = ", ".join(f"{name} {tuple(x) if what == 'shape' else x}" for name, x in found.items())
+            raise ValueError(f"{what}s differ: {words}")
     if log_probs.shape != (units.sequence.total,):
         raise ValueError(f"{tuple(log_probs.shape)} log-probs do not fit {units.sequence.total} tokens")
 
@@ -212,7 +197,7 @@ def _evaluated(
 ) -> Tensor:
     """Values of a registered weight or criterion: one per token or segment of its unit."""
     part = registry.part(name)
-    given = log_ratio if is_builtin(part.function) else log_ratio.copied()  # it may change its input
+    given = log_ratio if is_builtin(part.function) else deepcopy(log_ratio)  # it may change its input
     values: Tensor = part.function(given, params)
     shape = (len(rules.segments(log_ratio.units, part.unit)),)
     registry.check_returned(f"{name} (unit={part.unit!r})", values, shape)
@@ -272,23 +257,15 @@ def _weighted(
     sums |= moments("weight.sequence", shown if level is unit else unit.mean(described))
     if not rule.by_token:
         sums |= moments("raw.unit", raw) | moments("weight.unit", shown)
-    return (
-        weights,
-        raw,
-        bounded,
-        sums
-        | {
-            "weight.above": (raw > rule.upper).sum(),
-            "weight.below": (raw < rule.lower_edge).sum(),
-            "weight.sequences_above": (of_responses > rule.upper).sum(),
-            "weight.sequences_below": (of_responses < rule.lower_edge).sum(),
-            "weight.normalizer": (bounded * averaged).sum(),
-            "weight.normalizer_count": averaged.sum(),
-        },
-    )
-
-
-# --- sums on the device -----------------------------------------------------------------------------
+    sums |= {
+        "weight.above": (raw > rule.upper).sum(),
+        "weight.below": (raw < rule.lower_edge).sum(),
+        "weight.sequences_above": (of_responses > rule.upper).sum(),
+        "weight.sequences_below": (of_responses < rule.lower_edge).sum(),
+        "weight.normalizer": (bounded * averaged).sum(),
+        "weight.normalizer_count": averaged.sum(),
+    }
+    return weights, raw, bounded, sums
 
 
 def _kept_sums(log_ratio: LogRatio, keep: Tensor) -> Sums:
@@ -304,32 +281,30 @@ def _kept_sums(log_ratio: LogRatio, keep: Tensor) -> Sums:
 
 
 def _gap_sums(log_ratio: LogRatio) -> Sums:
-    """Distances between the two policies, independent of the rules."""
+    """Distances between the two policies, independent of the rules; a mean is a metric of the same name."""
     token, total = log_ratio.token.double(), log_ratio.total
     excess = token.expm1()  # ρ − 1, exact where ρ is near 1
     sums = {
-        "log_ratio": total.sum(),
-        "k3": (excess - token).sum(),
-        "chi2_token": excess @ excess + 2.0 * excess.sum(),
-        "chi2_sequence": (2.0 * total.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)).expm1().sum(),
+        "per_token.kl": -total.sum(),
+        "per_token.k3_kl": (excess - token).sum(),
+        "per_token.chi2_token": excess @ excess + 2.0 * excess.sum(),
+        "per_response.chi2_seq": (2.0 * total.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)).expm1().sum(),
     }
     del token, excess
     log_ppl = -log_ratio.unit.mean(log_ratio.train)
     difference = -log_ratio.mean  # rollout's mean log-prob − trainer's
     sums |= moments("log_ppl_diff", difference) | {
-        "training_log_ppl": log_ppl.sum(),
-        "training_ppl": log_ppl.exp().sum(),
-        "rollout_log_ppl": (log_ppl - difference).sum(),
-        "rollout_ppl": (log_ppl - difference).exp().sum(),
-        "log_ppl_abs_diff": difference.abs().sum(),
-        "ppl_ratio": difference.exp().sum(),
+        "per_response.training_log_ppl": log_ppl.sum(),
+        "per_response.training_ppl": log_ppl.exp().sum(),
+        "per_response.rollout_log_ppl": (log_ppl - difference).sum(),
+        "per_response.rollout_ppl": (log_ppl - difference).exp().sum(),
+        "per_response.log_ppl_abs_diff": difference.abs().sum(),
+        "per_response.ppl_ratio": difference.exp().sum(),
     }
     train, rollout = log_ratio.train.double().exp(), log_ratio.rollout.double().exp()
     sums |= {"prob.train": train.sum(), "prob.train_squares": train @ train}
     sums |= {"prob.rollout": rollout.sum(), "prob.rollout_squares": rollout @ rollout}
-    distance = (train - rollout).abs_()
-    sums |= {"prob.distance": distance.sum(), "prob.distance_squares": distance @ distance}
-    return sums | {f"prob.distance{LARGEST}": distance.amax() if len(distance) else distance.sum()}
+    return sums | moments("prob.distance", (train - rollout).abs_())
 
 
 # --- on the host ----------------------------------------------------------------------------------
@@ -355,29 +330,21 @@ def correction_metrics(sums: HostSums, rules: CorrectionRules) -> HostSums:
 
     Without a finite token there is nothing to average: then only counts and rejected fractions.
     """
-    rule, tokens, sequences = rules.weight, sums["finite_tokens"], sums["finite_sequences"]
+    rule, all_tokens, all_responses = rules.weight, sums["tokens"], sums["sequences"]
+    tokens, responses = sums["finite_tokens"], sums["finite_sequences"]
     found = {
-        "nonfinite_sequences": sums["sequences"] - sequences,
+        "nonfinite_sequences": all_responses - responses,
         "saturated_sequences": sums["saturated"],
-        "rollout_rs_masked_fraction": ratio(sums["tokens"] - sums["kept_tokens"], sums["tokens"]),
-        "rollout_rs_seq_masked_fraction": ratio(
-            sums["sequences"] - sums["whole_sequences"], sums["sequences"]
-        ),
+        "rollout_rs_masked_fraction": ratio(all_tokens - sums["kept_tokens"], all_tokens),
+        "rollout_rs_seq_masked_fraction": ratio(all_responses - sums["whole_sequences"], all_responses),
     }
     if not tokens:
         return {f"rollout_corr/{name}": value for name, value in found.items()}
+    for prefix, count in (("per_token.", tokens), ("per_response.", responses)):
+        found |= {k.removeprefix(prefix): value / count for k, value in sums.items() if k.startswith(prefix)}
     difference = Moments.read(sums, "log_ppl_diff")
-    found |= {
-        "log_ppl_diff": difference.mean,
-        "log_ppl_diff_max": difference.max,
-        "log_ppl_diff_min": difference.min,
-    }
-    found |= {name: ratio(sums[name], sequences) for name in _PER_RESPONSE}
-    found |= {"kl": -ratio(sums["log_ratio"], tokens), "k3_kl": ratio(sums["k3"], tokens)}
-    found |= {
-        "chi2_token": ratio(sums["chi2_token"], tokens),
-        "chi2_seq": ratio(sums["chi2_sequence"], sequences),
-    }
+    found["log_ppl_diff"] = difference.mean
+    found |= {"log_ppl_diff_max": difference.max, "log_ppl_diff_min": difference.min}
     for criterion in rules.reject:
         found |= _criterion_metrics(sums, criterion, rules)
     found |= _weight_metrics(sums, "raw", rule, "rollout_is_raw_")
@@ -386,18 +353,8 @@ def correction_metrics(sums: HostSums, rules: CorrectionRules) -> HostSums:
         units = sums["raw.token.n" if rule.by_token else "raw.unit.n"]
         for side, where in (("high", "above"), ("low", "below")):
             found[f"rollout_is_ratio_fraction_{side}"] = ratio(sums[f"weight.{where}"], units)
-            found[f"rollout_is_seq_fraction_{side}"] = ratio(sums[f"weight.sequences_{where}"], sequences)
+            found[f"rollout_is_seq_fraction_{side}"] = ratio(sums[f"weight.sequences_{where}"], responses)
     return {f"rollout_corr/{name}": value for name, value in found.items()} | _probability_metrics(sums)
-
-
-_PER_RESPONSE = (
-    "training_ppl",
-    "training_log_ppl",
-    "rollout_ppl",
-    "rollout_log_ppl",
-    "log_ppl_abs_diff",
-    "ppl_ratio",
-)
 
 
 def parts_with_nan(sums: HostSums, rules: CorrectionRules) -> list[str]:
@@ -406,61 +363,47 @@ def parts_with_nan(sums: HostSums, rules: CorrectionRules) -> list[str]:
     return names + ([f"correction weight {rules.weight.level}"] if math.isnan(sums["raw.token.x"]) else [])
 
 
-def weight_moments(sums: HostSums, name: str) -> Moments:
-    """Moments of `raw.*` over finite responses, or of `weight.*` over all: a rejected one has weight 0."""
-    kind, level = name.split(".")
-    found = Moments.read(sums, name)
-    return found if kind == "raw" else found.with_zeros(sums[f"{level}s"] - found.count)
-
-
 def _weight_metrics(sums: HostSums, of: str, rule: WeightRule, prefix: str) -> HostSums:
-    """Metrics `mean` to `seq_max_deviation`; over tokens at token level, else over the level's segments."""
-    token, sequence = weight_moments(sums, f"{of}.token"), weight_moments(sums, f"{of}.sequence")
-    unit = token if rule.by_token else weight_moments(sums, f"{of}.unit")
+    """Metrics of `raw` weights, or of `weight`: those of the loss, 0 for responses that are not finite."""
+    token, sequence, unit = (
+        found if of == "raw" else found.with_zeros(sums[f"{level}s"] - found.count)
+        for level in ("token", "sequence", "token" if rule.by_token else "unit")
+        for found in [Moments.read(sums, f"{of}.{level}")]
+    )
     found = {"mean": unit.mean, "std": unit.std, "max": unit.max, "min": unit.min}
     found |= {"eff_sample_size": unit.ess, "eff_sample_size_token": token.ess, "seq_mean": sequence.mean}
     found |= {"seq_std": sequence.sample_std, "seq_max": sequence.max, "seq_min": sequence.min}
-    found["seq_max_deviation"] = (
-        max(abs(sequence.max - 1.0), abs(sequence.min - 1.0)) if sequence.count else 0.0
-    )
+    found["seq_max_deviation"] = max(abs(sequence.max - 1.0), abs(sequence.min - 1.0))
     if rule.metrics and of == "weight":
         found |= verl_metrics.weight_metrics(token, None if rule.by_token else Moments.read(sums, "raw.unit"))
     return {f"{prefix}{name}": value for name, value in found.items()}
 
 
 def _criterion_metrics(sums: HostSums, rule: RejectRule, rules: CorrectionRules) -> HostSums:
-    name, prefix = f"reject.{rule.name}", f"rollout_rs_{rule.name}_"
+    name = f"reject.{rule.name}"
     values = Moments.read(sums, name)
-    mean, std = values.mean, values.std
+    found = {"mean": values.mean, "max": values.max, "min": values.min, "std": values.std}
     if rules.weight.metrics:
-        mean, std = verl_metrics.criterion_moments(sums, name)
-    return {
-        f"{prefix}mean": mean,
-        f"{prefix}max": values.max,
-        f"{prefix}min": values.min,
-        f"{prefix}std": std,
-        f"{prefix}fraction_high": ratio(sums[f"{name}.above"], values.count),
-        f"{prefix}fraction_low": ratio(sums[f"{name}.below"], values.count),
-        f"{prefix}masked_fraction": ratio(sums[f"{name}.masked_tokens"], sums["finite_tokens"]),
-        f"{prefix}seq_masked_fraction": ratio(sums[f"{name}.masked_sequences"], sums["finite_sequences"]),
-    }
+        found["mean"], found["std"] = verl_metrics.criterion_moments(sums, name)
+    found["fraction_high"] = ratio(sums[f"{name}.above"], values.count)
+    found["fraction_low"] = ratio(sums[f"{name}.below"], values.count)
+    found["masked_fraction"] = ratio(sums[f"{name}.masked_tokens"], sums["finite_tokens"])
+    found["seq_masked_fraction"] = ratio(sums[f"{name}.masked_sequences"], sums["finite_sequences"])
+    return {f"rollout_rs_{rule.name}_{key}": value for key, value in found.items()}
 
 
 def _probability_metrics(sums: HostSums) -> HostSums:
-    n = sums["finite_tokens"]
-    p, q, d = (
-        Moments(n, sums[f"prob.{x}"], sums[f"prob.{x}_squares"], 0.0, 0.0)
-        for x in ("train", "rollout", "distance")
-    )
-    covariance = n * 0.5 * (p.squares + q.squares - d.squares) - p.total * q.total  # from (p − q)²
-    spreads = [n * x.squares - x.total**2 for x in (p, q)]
+    distance, n = Moments.read(sums, "prob.distance"), sums["finite_tokens"]
+    totals, squares = ([sums[f"prob.{x}{end}"] for x in ("train", "rollout")] for end in ("", "_squares"))
+    covariance = n * 0.5 * (sum(squares) - distance.squares) - totals[0] * totals[1]  # from (p − q)²
+    spreads = [n * xx - x**2 for x, xx in zip(totals, squares, strict=True)]
     # A smaller spread than this is rounding error. A constant has no correlation; 1.0 is reported because
     # 0.0 would mean disagreement.
-    constant = any(spread <= 1e-13 * n * x.squares for spread, x in zip(spreads, (p, q), strict=True))
+    constant = any(spread <= 1e-13 * n * xx for spread, xx in zip(spreads, squares, strict=True))
     pearson = 1.0 if constant else covariance / math.sqrt(spreads[0] * spreads[1])
     return {
-        "training/rollout_probs_diff_mean": d.mean,
-        "training/rollout_probs_diff_max": sums[f"prob.distance{LARGEST}"],
-        "training/rollout_probs_diff_std": d.sample_std,
+        "training/rollout_probs_diff_mean": distance.mean,
+        "training/rollout_probs_diff_max": distance.max,
+        "training/rollout_probs_diff_std": distance.sample_std,
         "training/rollout_actor_probs_pearson_corr": min(max(pearson, -1.0), 1.0),
     }

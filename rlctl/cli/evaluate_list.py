@@ -19,16 +19,16 @@ def list_benchmarks(output_format: Format = "text", out: Out = None) -> None:
     rlctl evaluate list --format json
     """
     from rlctl.cli.output import write_report
-    from rlctl.prepare.benchmarks import BENCHMARKS
+    from rlctl.prepare.benchmarks import all_benchmarks
 
-    write_report(output_format, out, _print, lambda: [asdict(each) for each in BENCHMARKS.values()])
+    write_report(output_format, out, _print, lambda: [asdict(each) for each in all_benchmarks().values()])
 
 
 def _print(console: Console) -> None:
-    from rlctl.prepare.benchmarks import BENCHMARKS
+    from rlctl.prepare.benchmarks import all_benchmarks
     from rlctl.text_table import print_table
 
-    for each in BENCHMARKS.values():
+    for each in all_benchmarks().values():
         choices = "its choices, " if each.recipe == "multiple-choice" else ""
         lines = {
             "questions": f"{each.num_questions:,} ({each.split} split)",

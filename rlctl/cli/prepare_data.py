@@ -15,8 +15,6 @@ from rlctl.prepare.request import (
     BadRows,
     Duplicates,
     Leakage,
-    NearDuplicates,
-    OutputFormat,
     Overlong,
     Placeholders,
     PrepareRequest,
@@ -136,12 +134,6 @@ def parquet(
         Duplicates,
         _policy(help="Rows with the question of an earlier row: check (refuse more than 5 %), keep or drop."),
     ] = "check",
-    near_duplicates: Annotated[
-        NearDuplicates,
-        _policy(
-            help="Rows similar to an earlier row (MinHash, Jaccard similarity of 0.8): count, drop or off."
-        ),
-    ] = "count",
     against: Against = None,
     leakage: Annotated[
         Leakage,
@@ -172,10 +164,6 @@ def parquet(
         ),
     ] = True,
     rows_per_shard: Annotated[int, count_option(help="Rows of one output file.")] = 1_000_000,
-    to: Annotated[
-        OutputFormat,
-        typer.Option(metavar="NAME", help="Columns of the output: verl (read by rlctl too), trl, openrlhf."),
-    ] = "verl",
     workers: Annotated[
         int | None, count_option(help="Local processes.", show_default="one per core, none for a small input")
     ] = None,

@@ -98,8 +98,6 @@ def _place(out: Path, files: list[str]) -> Path:
 
 
 def _next(request: PrepareRequest, summary: PrepareSummary) -> list[str]:
-    if request.to != "verl":
-        return []
     keys = {"train": "data.train_files", "test": "data.val_files"}
     files = [
         f"{key}={_place(request.out, summary.outputs[split])}"

@@ -1,18 +1,14 @@
-"""Rows in verl's layout (`data_source`, `prompt`, `ability`, `reward_model`, `extra_info`), files of them.
-
-Batches are built column by column, without a dictionary per row and without type inference.
-"""
+"""Rows in verl's layout (`data_source`, `prompt`, `ability`, `reward_model`, `extra_info`), files of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -112,29 +108,23 @@ LARGE_SCHEMA = arrow_schema(with_other=True, is_large=True)
 
 def batch_of(rows: Sequence[Row], split: str | None = None) -> Any:
     """Converts rows to an Arrow record batch of `LARGE_SCHEMA`; sets their split, unless it is None."""
-    schema = LARGE_SCHEMA
-    messages = [message for row in rows for message in row.prompt]
-    turns = [_text(message.role for message in messages), _text(message.content for message in messages)]
-    prompt = schema.field("prompt").type
-    starts = np.cumsum([0, *(len(row.prompt) for row in rows)])
-    extra = [
-        _text((row.split for row in rows) if split is None else [split] * len(rows)),
-        integers([row.index for row in rows], pa.int64()),
-        _text(row.answer for row in rows),
-        _text(row.question for row in rows),
-        _text(row.other for row in rows),
+    records = [
+        {
+            "data_source": row.data_source,
+            "prompt": [{"role": message.role, "content": message.content} for message in row.prompt],
+            "ability": row.ability,
+            "reward_model": {"style": row.style, "ground_truth": row.ground_truth},
+            "extra_info": {
+                "split": row.split if split is None else split,
+                "index": row.index,
+                "answer": row.answer,
+                "question": row.question,
+                OTHER: row.other,
+            },
+        }
+        for row in rows
     ]
-    reward_model = [_text(row.style for row in rows), _text(row.ground_truth for row in rows)]
-    columns = [
-        _text(row.data_source for row in rows),
-        pa.ListArray.from_arrays(
-            integers(starts, pa.int32()), _struct(turns, prompt.value_type), type=prompt
-        ),
-        _text(row.ability for row in rows),
-        _struct(reward_model, schema.field("reward_model").type),
-        _struct(extra, schema.field("extra_info").type),
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
+    return pa.RecordBatch.from_pylist(records, schema=LARGE_SCHEMA)
 
 
 def placed(batch: Any, split: str, index: Any) -> Any:
@@ -143,27 +133,9 @@ def placed(batch: Any, split: str, index: Any) -> Any:
     place = schema.get_field_index("extra_info")
     extra = batch.column(place)
     _, _, *others = extra.flatten()
-    fields = [pa.repeat(_text([split])[0], len(batch)), index, *others]
-    return batch.set_column(place, schema.field(place), _struct(fields, extra.type))
-
-
-# `pa.array` imports pandas if it is installed, which takes longer than converting a small input.
-def _text(values: Iterable[str]) -> Any:
-    encoded = [value.encode() for value in values]
-    ends = np.zeros(len(encoded) + 1, dtype=np.int64)
-    np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)), out=ends[1:])
-    buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(encoded))]
-    return pa.Array.from_buffers(pa.large_string(), len(encoded), buffers)
-
-
-def integers(values: Any, kind: Any) -> Any:
-    """Creates an Arrow array of this type from numbers or a NumPy array."""
-    content = np.array(values, dtype=str(kind))  # to_pandas_dtype() needs pandas
-    return pa.Array.from_buffers(kind, len(content), [None, pa.py_buffer(content)])
-
-
-def _struct(columns: Sequence[Any], kind: Any) -> Any:
-    return pa.StructArray.from_arrays(columns, fields=list(kind))
+    fields = [pa.repeat(pa.scalar(split, pa.large_string()), len(batch)), index, *others]
+    placed_extra = pa.StructArray.from_arrays(fields, fields=list(extra.type))
+    return batch.set_column(place, schema.field(place), placed_extra)
 
 
 class BatchWriter:
@@ -190,7 +162,7 @@ class BatchWriter:
         try:
             self._pending.append(batch.cast(self._schema))
         except pa.ArrowInvalid:  # the slice's text starts beyond 2 GiB of its batch; a copy starts at 0
-            everything = integers(np.arange(batch.num_rows), pa.int64())
+            everything = pa.array(range(batch.num_rows))
             self._pending.append(batch.take(everything).cast(self._schema))
         self._pending_rows += batch.num_rows
         self._pending_bytes += batch.nbytes

@@ -42,6 +42,7 @@ from rlctl.engine.deepspeed_setup import (
 from rlctl.engine.layout import BodyReader, idle_inputs
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
+from rlctl.engine.model import export
 from rlctl.engine.protocol import PolicyOutput, StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel
@@ -265,17 +266,7 @@ class DeepSpeedEngine(_Engine):
 
     def export(self, directory: Path) -> None:
         """Writes config and weights as a plain Hugging Face directory (all ranks; rank 0 writes)."""
-        # Gathering is a collective: all ranks iterate, although only rank 0 keeps the weights.
-        full = {name: tensor.cpu() for name, tensor in self.weights() if self.ranks.is_main}
-        if self.ranks.is_main:
-            model, generation = self._policy.model, self._policy.model.generation_config
-            # transformers refuses to save some that it loads, such as a temperature without `do_sample`.
-            model.generation_config = type(generation)()
-            model.save_pretrained(directory, state_dict=full)
-            model.generation_config = generation
-            generation.to_json_file(directory / "generation_config.json")
-            for name, content in getattr(model, "processor_files", {}).items():
-                (directory / name).write_bytes(content)
+        export(self._policy.model, self.weights(), self.ranks, directory)
 
 
 class DeepSpeedCritic(_Engine):

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.errors import UsageError
+from rlctl.routing import recomputing
 from rlctl.spec.memory import REDUCE_BUCKET
 
 _NO_CLIPPING = 1 << 62
@@ -170,7 +171,8 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        return checkpoint(forward, *args, context_fn=recomputing, **options, **kwargs)
 
     return run
 

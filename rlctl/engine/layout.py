@@ -32,9 +32,9 @@ from torch.nn import functional
 
 from rlctl.algos.segments import Segments
 from rlctl.batch import ModelInputs
-from rlctl.engine.routing import RoutedBody
 from rlctl.errors import RunFailure
 from rlctl.prefix import UNSUPPORTED, body_of, can_share_prefix, evaluating, has_keys_only, shared_prefix
+from rlctl.routing import REPLAY, Mixture, RoutedBody, Routing
 from rlctl.spec.memory import has_no_mask, packed_width
 
 if TYPE_CHECKING:
@@ -57,12 +57,14 @@ class Rows:
         states_at: (M,) int64, indices into the flattened (rows × width) states; M scored tokens in order.
         scored_at: (M,) int64, indices of these tokens among all scored tokens; None: they are all.
         prefix: number of first columns that are equal in blocks of rows, and whose states are not needed.
+        experts: (rows, width, layers, k) that compute each token, −1: not given; None: its routers choose.
     """
 
     inputs: dict[str, Any]
     states_at: Tensor
     scored_at: Tensor | None = None
     prefix: int = 0
+    experts: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,9 @@ class _Tokens:
 
     ids: Tensor  # (n,) int64
     sequences: Segments  # (K)
-    common: list[int]  # (K,) number of first tokens that are those of the sequence before
+    common: list[int]  # (K,) number of first tokens that are those of the sequence before, experts included
     wanted: Tensor  # (M,) int64: tokens whose states predict the scored ones
+    experts: Tensor | None = None  # (n, layers, k) int16
 
     @property
     def longest(self) -> int:
@@ -99,8 +102,14 @@ def _tokens_read(inputs: ModelInputs) -> _Tokens:
     ids, found = ids[is_read], Segments(reads[reads > 0])
     rows = found.padded(ids, -1)
     equal = (rows[1:] == rows[:-1]) & (rows[1:] >= 0)
+    experts = None if inputs.experts is None else inputs.experts.cpu()[is_read]
+    if experts is not None:
+        at = found.padded(torch.arange(len(ids)), 0)
+        one, place = (equal.long().cumprod(1) > 0).nonzero(as_tuple=True)
+        pair = experts[at[one, place]], experts[at[one + 1, place]]
+        equal[one, place] = (pair[0] == pair[1]).flatten(1).all(1)
     common = [0, *equal.long().cumprod(1).sum(1).tolist()]
-    return _Tokens(ids, found, common, (is_read.cumsum(0) - 1)[chosen - 1])
+    return _Tokens(ids, found, common, (is_read.cumsum(0) - 1)[chosen - 1], experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +157,12 @@ class _Placing:
         inputs |= {"attention_mask": None, "use_cache": False}
         if self.lengths is not None:
             inputs |= separations(self.lengths, device)
-        return Rows(inputs, states_at[tokens.wanted].to(device), prefix=self.prefix)
+        experts = None
+        if tokens.experts is not None:
+            experts = tokens.experts.new_full((*self.shape, *tokens.experts.shape[1:]), -1)
+            experts[self.row, self.place] = tokens.experts
+            experts = experts.to(device)
+        return Rows(inputs, states_at[tokens.wanted].to(device), prefix=self.prefix, experts=experts)
 
 
 def separations(lengths: Tensor, device: torch.device) -> dict[str, Any]:
@@ -214,10 +228,10 @@ def _bins(tokens: _Tokens, width: int) -> list[list[range]]:
 
 
 def _padding(tokens: _Tokens, share_prompts: bool) -> _Placing:
-    """A row per sequence; with `share_prompts`, shared prompts end in one column."""
+    """A row per sequence; with `share_prompts` and without experts, shared prompts end in one column."""
     sequences, wanted = tokens.sequences, tokens.wanted
     cuts, block = torch.zeros_like(sequences.lengths), 1
-    if share_prompts and len(sequences) > 1:
+    if share_prompts and len(sequences) > 1 and tokens.experts is None:
         # Of what is read before the first state that scores: only keys and values are needed.
         first = sequences.places[wanted][Segments.of_index(sequences.index[wanted], len(sequences)).starts]
         is_new = torch.tensor(tokens.common)[1:] < torch.maximum(first[1:], first[:-1])
@@ -330,7 +344,8 @@ class BodyReader:
             indices of these among the M tokens.
 
         Raises:
-            RunFailure: rows that must be split among ranks cannot be packed.
+            RunFailure: rows that must be split among ranks cannot be packed; experts are of another model.
+            UsageError: the model has no routers whose choice can be replaced.
         """
         body, tokens = RoutedBody(self._body) if routing else self._body, _tokens_read(inputs)
         layout = self.layout or choose_layout(*self._costs(tokens))
@@ -342,7 +357,13 @@ class BodyReader:
             raise RunFailure(what, where="engine.sequence_parallel", fix="set it to 1")
         else:
             rows = padded_rows(body, tokens, share_prompts=self.shares_prompts)
-        return states_of(body, rows), rows.scored_at
+        if rows.experts is None:
+            return states_of(body, rows), rows.scored_at
+        mixture = Mixture.of(self._body, REPLAY)
+        with Routing(mixture, mixture.of_routers(rows.experts.flatten(0, 1))) as chosen:
+            states = states_of(body, rows)
+        chosen.check(self._body, 1)
+        return states, rows.scored_at
 
     def _can_pack(self, tokens: _Tokens) -> bool:
         return bool(self.packs) and tokens.longest <= _window(self._body.config)

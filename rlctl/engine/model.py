@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, Unpack
@@ -24,7 +24,10 @@ from rlctl.model_files import explained
 from rlctl.prefix import body_of, reads_more_than_text
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from rlctl.engine.deepspeed import PartitionedLoading
+    from rlctl.engine.ranks import Ranks
 
 #: Files that define how images, videos or audio become tokens.
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -191,6 +194,24 @@ def _check_embeddings(model: Any, tokenizer: Any, where: str, fix: str) -> None:
             where=where,
             fix=fix,
         )
+
+
+def export(model: Any, weights: Iterator[tuple[str, Tensor]], ranks: Ranks, directory: Path) -> None:
+    """Writes config and weights as a plain Hugging Face directory (all ranks; rank 0 writes).
+
+    Args:
+        weights: of the model, in full; reading them may be a collective, so all ranks iterate.
+    """
+    full = {name: tensor.cpu() for name, tensor in weights if ranks.is_main}
+    if ranks.is_main:
+        generation = model.generation_config
+        # transformers refuses to save some that it loads, such as a temperature without `do_sample`.
+        model.generation_config = type(generation)()
+        model.save_pretrained(directory, state_dict=full)
+        model.generation_config = generation
+        generation.to_json_file(directory / "generation_config.json")
+        for name, content in getattr(model, "processor_files", {}).items():
+            (directory / name).write_bytes(content)
 
 
 def refuse_liger_here() -> None:

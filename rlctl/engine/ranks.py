@@ -113,13 +113,13 @@ class Ranks:
         """
         if self.world_size == 1:
             return parts
-        sent = torch.cat(parts)
-        if is_bool := sent.dtype == torch.bool:
-            sent = sent.to(torch.uint8)
+        sent = torch.cat(parts).contiguous()
+        dtype = sent.dtype
+        if dtype in (torch.bool, torch.int16):  # no backend sends them
+            sent = sent.view(torch.uint8)
         received = sent.new_empty((sum(sizes), *sent.shape[1:]))
-        dist.all_to_all_single(received, sent.contiguous(), sizes, [len(x) for x in parts], group=self.group)
-        received = received.bool() if is_bool else received
-        return list(torch.split(received, sizes))
+        dist.all_to_all_single(received, sent, sizes, [len(x) for x in parts], group=self.group)
+        return list(torch.split(received.view(dtype), sizes))
 
     def exchange(self, values: list[_Value]) -> list[_Value]:
         """Values of all ranks, in rank order, on every rank."""

@@ -113,7 +113,10 @@ class SequenceParallel:
                 functional.pad(inputs["cu_seq_lens_q"].diff().cpu(), (0, 1), value=more), ids.device
             )
         own = inputs | given | ({"all_position_ids": positions} if mask is None else {})
-        return Rows(own, states_at, scored_at)
+        experts = None
+        if rows.experts is not None:
+            experts = functional.pad(rows.experts, (0, 0, 0, 0, 0, more), value=-1)[:, mine]
+        return Rows(own, states_at, scored_at, experts=experts)
 
     def of_all(self, values: Tensor, scored_at: Tensor, count: int) -> Tensor:
         """(F, M) of all scored tokens from each rank's (F, m); gradients reach only the rank's own tokens.

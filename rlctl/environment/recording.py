@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 
 from rlctl.batch import Sequence as TokenSequence
-from rlctl.batch import TokenLists, Turn
+from rlctl.batch import TokenLists, Turn, joined_experts
 
 
 @dataclass(slots=True)
@@ -19,6 +19,7 @@ class _Stream:
     token_ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     turns: list[tuple[int, Turn]] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)  # number of tokens up to the end of each turn
 
 
 class Recorder:
@@ -45,6 +46,7 @@ class Recorder:
         stream.token_ids += new + sampled
         stream.sampled += [False] * len(new) + [True] * len(sampled)
         stream.turns.append((self.num_turns, turn))
+        stream.ends.append(len(stream.token_ids))
         self.num_turns += 1
         self.num_sampled += len(sampled)
 
@@ -79,4 +81,5 @@ def _sequence(stream: _Stream, turn_rewards: Sequence[float]) -> TokenSequence:
         rewards=rewards,
         kept=TokenLists.joined(kept) if kept else None,
         most_likely=TokenLists.joined(most_likely) if most_likely else None,
+        experts=joined_experts(len(stream.token_ids), list(zip(stream.ends, turns, strict=True))),
     )

@@ -11,7 +11,7 @@ from rlctl.data.read import check_splits, load_rows
 from rlctl.data.schema import Row
 from rlctl.errors import UsageError
 from rlctl.files import matches, sha256_of
-from rlctl.prepare.benchmarks import BENCHMARKS, Benchmark, find_benchmark
+from rlctl.prepare.benchmarks import Benchmark, all_benchmarks, benchmark_named, find_benchmark
 from rlctl.prepare.findings import placeholder_notes
 from rlctl.prepare.hub import hub_name
 from rlctl.prepare.recipes import Recipe, read_rows
@@ -57,8 +57,8 @@ def load_questions(
     """
     found = Questions([], [])
     for name in names:
-        if name in BENCHMARKS:
-            _add_benchmark(found, BENCHMARKS[name], benchmarks_dir)
+        if benchmark := benchmark_named(name):
+            _add_benchmark(found, benchmark, benchmarks_dir)
         elif columns == AUTO and hub_name(name) is None and _is_prepared(name):
             found.rows.extend(load_rows([name], continue_final_message=continue_final_message))
             found.files.append(name)
@@ -99,9 +99,9 @@ def _is_prepared(name: str) -> bool:
     """Whether a name refers only to Parquet files in verl's row schema, or directories of them."""
     paths = matches(name)
     if not paths:
-        nearest = closest(name.lower(), BENCHMARKS)
+        nearest = closest(name.lower(), all_benchmarks())
         meant = f"did you mean `{nearest}`? Else " if nearest else ""
-        fix = f"{meant}name a file, or a benchmark: {', '.join(BENCHMARKS)}"
+        fix = f"{meant}name a file, or a benchmark: {', '.join(all_benchmarks())}"
         raise UsageError("no such file or directory", where=f"--data {name}", fix=fix)
     inside: list[Path] = []
     for path in paths:

@@ -1,7 +1,8 @@
-"""Benchmarks with a name. A new one needs only an entry in `benchmarks.toml`.
+"""Benchmarks with a name. A new one of rlctl needs only an entry in `benchmarks.toml`.
 
-An entry pins everything that a result depends on: the data set's file at one commit of the hub, the prompt,
-and the grader. `sha256` is the hash of the file at this commit, if known.
+An installed package or a user's file adds one as a function that returns a `Benchmark`. An entry pins
+everything that a result depends on: the data set's file at one commit of the hub, the prompt, and the grader.
+`sha256` is the hash of the file at this commit, if known.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from rlctl.errors import EnvironmentFailure, UsageError, first_line
 from rlctl.prepare.recipe_names import RecipeName
 from rlctl.prepare.recipes import LAYOUTS, Recipe
 from rlctl.prepare.sources import HUB, Source, find_sources
+from rlctl.registry import NAMED_BENCHMARKS
+from rlctl.user_code import is_file_function
 
 #: Environment variable that names a directory of benchmark files.
 BENCHMARKS_VARIABLE = "RLCTL_BENCHMARKS"
@@ -64,6 +67,27 @@ def _table() -> Iterator[tuple[str, Benchmark]]:
 
 
 BENCHMARKS = dict(_table())
+
+
+def all_benchmarks() -> dict[str, Benchmark]:
+    """Name → benchmark: those of rlctl, and those of installed packages."""
+    return {part.name: part.function() for part in NAMED_BENCHMARKS.parts()} | BENCHMARKS
+
+
+def benchmark_named(name: str) -> Benchmark | None:
+    """The benchmark of that name, or of a user's `file.py:function`; None: there is none.
+
+    Raises:
+        UsageError: the user's file, or the package, cannot be imported, or returns something else.
+    """
+    if name in BENCHMARKS:
+        return BENCHMARKS[name]
+    if not is_file_function(name) and name not in set(NAMED_BENCHMARKS):
+        return None
+    found = NAMED_BENCHMARKS[name]()
+    if not isinstance(found, Benchmark):
+        raise UsageError(f"it returned {type(found).__name__}, not a Benchmark", where=name)
+    return found
 
 
 def find_benchmark(benchmark: Benchmark, directory: Path | None = None) -> Path:
@@ -118,12 +142,12 @@ def find_named(names: Sequence[str]) -> list[NamedFile]:
     """
     found = []
     for name in names:
-        if benchmark := BENCHMARKS.get(name):
+        if benchmark := benchmark_named(name):
             source = Source(find_benchmark(benchmark), benchmark.dataset)
             found.append(NamedFile(name, source, benchmark.to_recipe()))
         elif name.startswith(HUB) or Path(name).exists():
             found += [NamedFile(str(source.path), source, None) for source in find_sources([name])]
         else:
-            fix = f"name a file, or a benchmark: {', '.join(BENCHMARKS)}"
+            fix = f"name a file, or a benchmark: {', '.join(all_benchmarks())}"
             raise UsageError("no such file or directory", where=f"--against {name}", fix=fix)
     return found

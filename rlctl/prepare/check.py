@@ -15,17 +15,15 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlctl.data.read import COLUMNS, REQUIRED, SPLIT_NAME
+from rlctl.data.read import REQUIRED
 from rlctl.data.schema import Row
 from rlctl.prepare.benchmarks import find_named
 from rlctl.prepare.blocks import Record
 from rlctl.prepare.duplicates import normalise, repeated, text_key
 from rlctl.prepare.findings import (
     EXAMPLES_SHOWN,
-    STYLES,
     DataFinding,
     RowFindings,
     Severity,
@@ -46,13 +44,11 @@ from rlctl.prepare.sources import Source, find_sources, read_blocks, read_record
 from rlctl.prepare.transform import usable_rows
 from rlctl.reward.build import knows_source
 
-#: Limits per file on the different problems and styles shown, and on the data sources without a grader.
+#: Limits per file on the different problems shown, and on the data sources without a grader.
 REASONS_SHOWN, SOURCES_SHOWN = 10, 20
 #: First rows of each file that show the instructions in its prompts.
 SAMPLED_ROWS = 2_000
 _ANSWERS = {"answer", "solution", "ground_truth", "label"}
-#: Between the names of a list and its fields, in the path of a Parquet column.
-_LIST = re.compile(r"\.list\.(?:element|item)")
 _DETAIL = re.compile(r"'[^']*'|\d+")
 
 
@@ -170,8 +166,7 @@ class _FileCheck:
         self._recipe = Recipe(name, continue_final_message=continues).resolve() if name else None
         self._num_rows = 0
         self._sources: Counter[str] = Counter()
-        self._splits: Counter[str] = Counter()
-        self._styles: set[str] = set()
+        self.split = ""  # the first `extra_info.split`; "" if no row has one
         self._reasons: dict[str, str] = {}  # problem without names and numbers → its first message
         self._bad, self._found = RowFindings(), RowFindings()
         parts = []
@@ -202,35 +197,15 @@ class _FileCheck:
             for name in self._probes.reference.names
         ]
 
-    @property
-    def split(self) -> str:
-        """The most frequent `extra_info.split`; "" if no row has one."""
-        return self._splits.most_common(1)[0][0] if self._splits else ""
-
     def findings(self) -> list[DataFinding]:
         """All findings about the file."""
-        found = column_findings(self.path, self._schema) if self._schema else []
+        found = column_findings(self.path, self._schema.names) if self._schema else []
         if not any(finding.code == "missing-columns" for finding in found):
             found += self._bad.findings()
-        found += self._found.findings() + self._split_findings() + self._repeat_findings()
+        found += self._found.findings() + self._repeat_findings()
         unknown = [source for source in self._sources if not knows_source(source)]
         for source in unknown[:SOURCES_SHOWN]:
             found += row_finding("no-grader", self._sources[source], source=source)
-        return found
-
-    def _split_findings(self) -> list[DataFinding]:
-        """Findings about `extra_info.split`: several values, or another one than the file's name."""
-        found, where = [], (str(self.path),)
-        if len(self._splits) > 1:
-            counts = ", ".join(f"{split!r} {rows(count)}" for split, count in self._splits.most_common())
-            what = f"extra_info.split is not the same in all rows: {counts}"
-            fix = "keep each split in a separate file"
-            found.append(DataFinding("mixed-splits", "warning", what, len(self._splits), where, fix))
-        named = SPLIT_NAME.match(self.path.name)
-        if named and self.split and self.split.lower().startswith("train") != (named[0].lower() == "train"):
-            what = f"the file's name begins with {named[0]}, extra_info.split is {self.split}"
-            fix = "rename the file, or correct the split"
-            found.append(DataFinding("split-name", "warning", what, 1, where, fix))
         return found
 
     def _repeat_findings(self) -> list[DataFinding]:
@@ -263,11 +238,7 @@ class _FileCheck:
             self._sources[row.data_source] += 1
             for kind, detail in (*text_doubts(row), *row_doubts(row, values)):
                 self._found.add(kind, record.where, detail)
-            if row.style not in STYLES and (row.style in self._styles or len(self._styles) < REASONS_SHOWN):
-                self._styles.add(row.style)
-                self._found.add("style", record.where, style=row.style)
-            if isinstance(split := row.extra.get("split"), str) and split:
-                self._splits[split] += 1
+            self.split = self.split or str(row.extra.get("split") or "")
             if answer := placeholder(row):
                 self._found.add("placeholder", record.where, answer)
             elif row.is_ruled:
@@ -321,30 +292,17 @@ def _shared_questions(checks: Sequence[_FileCheck]) -> list[DataFinding]:
     return found
 
 
-def _is_verl(names: list[str]) -> bool:
+def _is_verl(names: Sequence[str]) -> bool:
     """Whether the columns are verl's, perhaps with some missing."""
     known = {"data_source", "prompt"} <= set(names) and not _ANSWERS & set(names)
     return known or "reward_model" in names
 
 
-def column_findings(path: Path, schema: pa.Schema) -> list[DataFinding]:
-    """Findings about missing, unknown and null-type columns."""
-    found: list[DataFinding] = []
-
-    def add(code: str, severity: Any, what: str, names: list[str], fix: str) -> None:
-        if names:
-            what = what.format(", ".join(names), "s" if len(names) > 1 else "")
-            found.append(DataFinding(code, severity, what, len(names), (str(path),), fix))
-
-    if _is_verl(schema.names):
-        missing = [name for name in REQUIRED if name not in schema.names]
-        fix = "convert the source with `rlctl prepare-data parquet`"
-        add("missing-columns", "error", "column{1} {0} missing: no row can be read", missing, fix)
-        other = [name for name in schema.names if name not in COLUMNS]
-        fix = "put what a grader needs into extra_info"
-        add("unknown-columns", "info", "columns that training does not read: {0}", other, fix)
-    fix = "give the column a type: other files of the same data set will not concatenate with it"
-    columns = pq.read_metadata(path).schema
-    names = [_LIST.sub("", one.path) for one in columns if one.logical_type.type in {"NULL", "UNKNOWN"}]
-    add("null-type", "warning", "of type null: {0}", names, fix)
-    return found
+def column_findings(path: Path, names: Sequence[str]) -> list[DataFinding]:
+    """A finding if columns are missing."""
+    missing = [name for name in REQUIRED if name not in names] if _is_verl(names) else []
+    if not missing:
+        return []
+    what = f"column{'s' if len(missing) > 1 else ''} {', '.join(missing)} missing: no row can be read"
+    fix = "convert the source with `rlctl prepare-data parquet`"
+    return [DataFinding("missing-columns", "error", what, len(missing), (str(path),), fix)]

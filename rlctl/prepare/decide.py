@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from rlctl.errors import UsageError
 from rlctl.prepare.benchmarks import NamedFile
-from rlctl.prepare.duplicates import nearly_repeated, repeated
+from rlctl.prepare.duplicates import repeated
 from rlctl.prepare.engines import run
 from rlctl.prepare.findings import DataFinding, agree, lines, row_finding, rows, share
 from rlctl.prepare.leakage import KINDS, Found, Reference, leakage_comparison, questions_of, scan
 from rlctl.prepare.lengths import Histogram, PromptLengths, template_findings
 from rlctl.prepare.request import PrepareRequest, Progress
-from rlctl.prepare.transform import BAND_KEYS, SIGNATURE, Staging
+from rlctl.prepare.transform import Staging
 
 #: Share of rows that may repeat earlier ones before `--duplicates check` refuses the input.
 MAX_DUPLICATES = 0.05
@@ -36,9 +36,8 @@ class RowStatus(IntEnum):
     QUARANTINED = 1
     OVERLONG_DROPPED = 2
     DUPLICATES_DROPPED = 3
-    NEAR_DUPLICATES_DROPPED = 4
-    LEAKED_DROPPED = 5
-    PLACEHOLDERS_DROPPED = 6
+    LEAKED_DROPPED = 4
+    PLACEHOLDERS_DROPPED = 5
 
 
 @dataclass(slots=True)
@@ -92,9 +91,6 @@ def decide(
         _lengths(request, staging, decision)
     progress.phase("duplicates", 0)
     _duplicates(request, staging, decision)
-    if request.near_duplicates != "off":
-        progress.phase("near duplicates", 0)
-        _near_duplicates(request, staging, decision)
     keys = staging.key("split")
     if request.val_size is None:
         limit = limit_for_fraction(request.val_fraction)
@@ -153,22 +149,6 @@ def _duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -
         decision.status[later] = RowStatus.DUPLICATES_DROPPED
     else:
         decision.findings += row_finding("duplicates", len(later), examples, total=len(here))
-
-
-def _near_duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
-    is_left = decision.is_kept
-    num_rows = int(is_left.sum())
-    # Exact duplicates are also near duplicates: only the first of each is compared, to count none twice.
-    here = np.flatnonzero(is_left)
-    is_left[here[repeated(staging.key("exact")[here])[0]]] = False
-    bands = [staging.file(name) for name in BAND_KEYS]
-    later, earlier = nearly_repeated(bands, staging.file(SIGNATURE), is_left)
-    decision.report["near_duplicates"] = {"rows": len(later)}
-    if request.near_duplicates == "drop":
-        decision.status[later] = RowStatus.NEAR_DUPLICATES_DROPPED
-    else:
-        examples = _pair_examples(staging, later, earlier, "is like")
-        decision.findings += row_finding("near-duplicates", len(later), examples, total=num_rows)
 
 
 def _pair_examples(staging: Staging, later: Any, earlier: Any, words: str) -> list[str]:

@@ -33,7 +33,6 @@ _ROW_FINDINGS = tomllib.loads(Path(__file__).with_name("findings.toml").read_tex
 Doubt = tuple[str, str]
 
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-STYLES = {"rule", "model", "code"}
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 #: Matches instructions that specify the place or the format of the answer.
 _FORM = re.compile(

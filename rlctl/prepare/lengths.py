@@ -6,12 +6,14 @@ import hashlib
 import json
 import os
 import re
-from collections import Counter
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from rlctl.data.prompts import Renderer, template_sha256
 from rlctl.data.schema import Message, Row
@@ -145,46 +147,38 @@ def template_findings(renderer: Renderer) -> list[DataFinding]:
 
 
 class Histogram:
-    """Counts of lengths; memory grows with the number of distinct lengths, not with the number of prompts."""
+    """Lengths of prompts."""
 
     def __init__(self, unit: Literal["tokens", "characters"]) -> None:
         self.unit = unit
-        self._counts: Counter[int] = Counter()
+        self._lengths = array("q")
 
     def add(self, lengths: Iterable[int]) -> None:
         """Adds lengths."""
-        self._counts.update(lengths)
+        self._lengths.extend(lengths)
 
     @property
     def total(self) -> int:
         """Number of lengths added."""
-        return self._counts.total()
-
-    def quantile(self, share: float) -> int:
-        """The smallest length that at least this share of the prompts do not exceed; share 0: the minimum."""
-        seen, wanted = 0, share * self.total
-        for length, count in sorted(self._counts.items()):
-            seen += count
-            if seen >= wanted:
-                return length
-        return 0
+        return len(self._lengths)
 
     def summary(self) -> dict[str, int]:
-        """Minimum, quantiles and maximum of the lengths."""
-        shares = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
-        return {name: self.quantile(share) for name, share in shares.items()}
+        """Minimum, quantiles (lengths that at least this share of the prompts do not exceed) and maximum."""
+        names, shares = ("min", "p50", "p90", "p99", "max"), (0.0, 0.5, 0.9, 0.99, 1.0)
+        found = np.quantile(self._lengths, shares, method="inverted_cdf") if self.total else np.zeros(5)
+        return dict(zip(names, map(int, found), strict=True))
 
     def bins(self, number: int) -> list[tuple[int, int, int]]:
         """Histogram as (from, to, count), both ends inclusive, of at most `number` bins of equal width."""
         if not self.total:
             return []
-        low, high = self.quantile(0), self.quantile(1)
+        low, high = min(self._lengths), max(self._lengths)
         width = -(-(high - low + 1) // number)
-        ranges = [(start, min(high, start + width - 1)) for start in range(low, high + 1, width)]
-        counts = self._counts.items()
+        starts = range(low, high + 1, width)
+        counts, _ = np.histogram(self._lengths, [*starts, high + 1])
         return [
-            (start, end, sum(count for length, count in counts if start <= length <= end))
-            for start, end in ranges
+            (start, min(high, start + width - 1), int(count))
+            for start, count in zip(starts, counts, strict=True)
         ]
 
     def to_json(self) -> dict[str, Any]:

@@ -1,8 +1,4 @@
-"""Writes the kept rows to Parquet shards with the columns of a framework, and the manifest.
-
-verl's `RLHFDataset` reads the columns unchanged. TRL's GRPO trainer reads `prompt`,
-and passes all other columns to the reward functions by name; its `accuracy_reward` reads `solution`.
-OpenRLHF's `PromptDataset` reads the columns given by its input key (`input`) and label key, and `datasource`.
+"""Writes the kept rows to Parquet shards with verl's columns, and the manifest.
 
 The manifest has the inputs, settings and contents of the directory, to reproduce or reuse it.
 """
@@ -19,49 +15,19 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rlctl.data.schema import BatchWriter, arrow_schema, integers, placed
+from rlctl.data.schema import BatchWriter, arrow_schema, placed
 from rlctl.errors import UsageError
 from rlctl.files import sha256_of
 from rlctl.prepare.engines import run
-from rlctl.prepare.request import OutputFormat, PrepareRequest, Progress
+from rlctl.prepare.request import PrepareRequest, Progress
 from rlctl.prepare.sources import Source
 from rlctl.prepare.transform import StagedBlock, Staging
 
-#: format → output column → its source in verl's layout; a dot selects a struct field
-_COLUMNS: dict[OutputFormat, dict[str, str]] = {
-    "verl": {name: name for name in ("data_source", "prompt", "ability", "reward_model", "extra_info")},
-    "trl": {
-        "prompt": "prompt",
-        "solution": "reward_model.ground_truth",
-        "ground_truth": "reward_model.ground_truth",
-        "data_source": "data_source",
-        "ability": "ability",
-        "style": "reward_model.style",
-        "extra_info": "extra_info",
-    },
-    "openrlhf": {"input": "prompt", "label": "reward_model.ground_truth", "datasource": "data_source"},
-}
 #: Approximate bytes of text per output file: readers that load a column in one piece with 32-bit offsets are
 #: limited to 2 GiB.
 SHARD_BYTES = 1 << 30
 MANIFEST = "manifest.json"
-FORMAT = 3
-
-
-def schema(to: OutputFormat, *, with_other: bool) -> pa.Schema:
-    """The Arrow schema of the files of a format; for `with_other` see `arrow_schema`."""
-    rows = arrow_schema(with_other=with_other)
-    empty = pa.RecordBatch.from_arrays([pa.nulls(0, kind) for kind in rows.types], schema=rows)
-    return convert(empty, to).schema
-
-
-def convert(batch: pa.RecordBatch, to: OutputFormat) -> pa.RecordBatch:
-    """Selects the columns of a format from a batch in verl's layout, without copying."""
-    columns = []
-    for place in _COLUMNS[to].values():
-        column, _, inside = place.partition(".")
-        columns.append(batch.column(column).field(inside) if inside else batch.column(column))
-    return pa.RecordBatch.from_arrays(columns, names=list(_COLUMNS[to]))
+FORMAT = 4
 
 
 def write_split(
@@ -84,7 +50,7 @@ def write_split(
     if len(names) == 1:
         names = [f"{split}.parquet"]
     progress.phase(f"writing {split}", len(rows))
-    shared = (request.to, split, schema(request.to, with_other=staging.has_other), staging.blocks)
+    shared = (split, arrow_schema(with_other=staging.has_other), staging.blocks)
     tasks = zip([stage / name for name in names], shards, strict=True)
     for (_, written), _ in run(write_shard, shared, tasks, min(request.num_workers, len(names))):
         progress.advance(len(written))
@@ -92,17 +58,17 @@ def write_split(
 
 
 def write_shard(
-    shared: tuple[OutputFormat, str, pa.Schema, list[StagedBlock]], task: tuple[Path, NDArray[np.int64]]
+    shared: tuple[str, pa.Schema, list[StagedBlock]], task: tuple[Path, NDArray[np.int64]]
 ) -> None:
-    """Writes one file with some of the staged rows; `shared`: format, split, schema and all blocks."""
-    (to, split, schema_of_file, blocks), (path, rows) = shared, task
-    with BatchWriter(path, schema_of_file) as writer:
+    """Writes one file with some of the staged rows; `shared`: split, schema and all blocks."""
+    (split, schema, blocks), (path, rows) = shared, task
+    with BatchWriter(path, schema) as writer:
         for block in blocks:
             low, high = np.searchsorted(rows, (block.rows.start, block.rows.stop))
             if low < high:
                 batch, index = block.read()
-                chosen = integers(rows[low:high] - block.first_row, pa.int64())
-                writer.add(convert(placed(batch.take(chosen), split, index.take(chosen)), to))
+                chosen = pa.array(rows[low:high] - block.first_row)
+                writer.add(placed(batch.take(chosen), split, index.take(chosen)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
         except RowError as error:
             raise UsageError(str(error), where=ascii(text), fix="rename it") from None
     recipe = recipe.resolve(sources)
-    plan = TransformPlan(recipe, request.seed, request.near_duplicates != "off", _lengths(request))
+    plan = TransformPlan(recipe, request.seed, _lengths(request))
     made_from = _made_from(request, plan, sources, against)
     clear_leftovers(request.out)
     existing = read_manifest(request.out)
@@ -82,7 +82,7 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
         )
     check_replaceable(request.out, [*sources, *(file.source for file in against)])
     with staged_directory(request.out) as stage:
-        with Staging(stage, plan.keys) as staging:
+        with Staging(stage) as staging:
             placed, found = _take_in(request, plan, sources, staging, stage, progress)
             decision = decide(request, plan.lengths, against, staging, placed, progress)
             counts = decision.counts(staging.num_records)
@@ -123,8 +123,8 @@ def _made_from(
 ) -> dict[str, Any]:
     by_size = request.val_size is not None
     size = {"val_size": request.val_size} if by_size else {"val_fraction": request.val_fraction}
-    policies = ("bad_rows", "duplicates", "near_duplicates", "leakage", "check_graders", "placeholders")
-    packages = ["rlctl", "pyarrow", "math-verify", "rensa"]  # that the output depends on
+    policies = ("bad_rows", "duplicates", "leakage", "check_graders", "placeholders")
+    packages = ["rlctl", "pyarrow", "math-verify"]  # that the output depends on
     packages += ["transformers"] if plan.lengths else []
     limits = {"max_prompt_length": request.max_prompt_length, "overlong": request.overlong}
     return {
@@ -134,7 +134,7 @@ def _made_from(
         "split": {"seed": request.seed, **size},
         "policies": {name: getattr(request, name) for name in policies},
         "lengths": plan.lengths and plan.lengths.describe() | limits,
-        "output": {"to": request.to, "rows_per_shard": request.rows_per_shard},
+        "rows_per_shard": request.rows_per_shard,
         "versions": {package: version_of(package) or "unknown" for package in packages},
     }
 

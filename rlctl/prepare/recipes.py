@@ -178,7 +178,7 @@ def _dapo_math(values: Values, prompt_key: str, answer_key: str) -> Row:
 
 
 def _trl(values: Values, prompt_key: str, answer_key: str) -> Row:
-    """A prompt and an answer column, and the columns that `--to trl` adds."""
+    """A prompt and an answer column, and perhaps `data_source`, `ability`, `style` and `extra_info`."""
     parsed, given = _generic(values, prompt_key, answer_key), values.get("extra_info")
     extra = checked_extra(extra_of(given)) if isinstance(given, Mapping) else {}
     return replace(

@@ -13,11 +13,9 @@ if TYPE_CHECKING:
 
 BadRows = Literal["refuse", "quarantine"]
 Duplicates = Literal["check", "keep", "drop"]
-NearDuplicates = Literal["count", "drop", "off"]
 Leakage = Literal["report", "drop", "refuse", "off"]
 Placeholders = Literal["drop", "keep"]
 Overlong = Literal["keep", "drop"]
-OutputFormat = Literal["verl", "trl", "openrlhf"]
 
 
 class Progress:
@@ -43,7 +41,6 @@ class PrepareRequest:
     overwrite: bool = False  # replace an earlier output
     bad_rows: BadRows = "refuse"  # what to do with unusable rows
     duplicates: Duplicates = "check"  # with rows that repeat an earlier question
-    near_duplicates: NearDuplicates = "count"  # with rows that nearly repeat one
     against: tuple[str, ...] = ()  # benchmarks by name, and files, whose questions must not be trained on
     leakage: Leakage = "report"  # with training rows that occur in the test split or in `against`
     #: model whose tokenizer and chat template measure the prompts; None: prompts are not measured
@@ -56,7 +53,6 @@ class PrepareRequest:
     placeholders: Placeholders = "drop"  # with rows whose ground truth is a placeholder such as "proof"
     check_graders: bool = True  # check each ground truth with the grader of its data source
     rows_per_shard: int = 1_000_000  # maximum rows of one output file
-    to: OutputFormat = "verl"  # framework that the output columns are for
     workers: int | None = None  # local processes; None: one per core, none for a small input
 
     @property
@@ -71,7 +67,7 @@ class PrepareSummary:
 
     recipe: str  # name of the recipe used, with `auto` resolved
     counts: Mapping[str, int]  # rows by status; see `decide.RowStatus` and docs/how-to/data.md
-    #: `Manifest.report`: duplicates, near duplicates, leakage, lengths, findings
+    #: `Manifest.report`: duplicates, leakage, lengths, findings
     report: Mapping[str, Any]
     outputs: Mapping[str, list[str]]  # names of the Parquet files, per split
     unchanged: bool  # the same output already existed and was not rewritten

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,13 +39,12 @@ from rlctl.prepare.text_files import (
 HUB = "hf:"
 BLOCK_ROWS = 4096
 BLOCK_BYTES = 2 << 20
-#: Files of `prepare-data` and of `datasets` that contain no rows.
-_NOT_ROWS = {
-    *("manifest.json", "quarantine.jsonl", "dataset_dict.json", "dataset_info.json", "state.json"),
-    "dataset_infos.json",
-}
-#: Files that `save_to_disk` writes: they list the files of a dataset, or its splits.
-_STATE, _SPLITS = "state.json", "dataset_dict.json"
+#: Files of `prepare-data` and of `datasets` that contain no rows, or those of other versions.
+_NOT_ROWS = re.compile(
+    r"manifest\.json|quarantine\.jsonl|dataset_(?:dict|infos?)\.json|state\.json|cache-.*\.arrow"
+)
+#: A file of a dataset that `save_to_disk` wrote: its number, and the number of all.
+_SAVED = re.compile(r"data-(\d{5})-of-(\d{5})\.arrow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +77,6 @@ def _find(name: str) -> list[Source]:
     if name.startswith(HUB):
         return _hub_files(name)
     path = Path(name)
-    if _is_dataset(path):
-        return _saved_files(path)
     if path.is_dir():
         if inside := _inside(path):
             return inside
@@ -92,59 +89,39 @@ def _find(name: str) -> list[Source]:
 
 
 def _file(path: Path) -> Source:
+    if _SAVED.fullmatch(path.name):
+        return Source(path, path.resolve().parent.name)
     return Source(path, path.name.split(".")[0] or "data")
 
 
 def _inside(path: Path) -> list[Source]:
     """The readable files in a directory and below it, ordered by name, without hidden ones."""
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
+        raise UsageError(
+            f"the dataset has the splits {', '.join(splits)}: reading all of them would mix them",
+            where=str(path),
+            fix=f"name {' or '.join(str(path / name) for name in splits)}",
+        )
     found: list[Source] = []
     entries: list[Path] = []
     for entry in sorted(path.iterdir()):
         if entry.name.startswith("."):
             continue
         if not entry.is_dir():
-            if entry.is_file() and _reader(entry) and entry.name not in _NOT_ROWS:
+            if entry.is_file() and _reader(entry) and not _NOT_ROWS.fullmatch(entry.name):
                 found.append(_file(entry))
                 entries.append(entry)
         elif not path.resolve().is_relative_to(entry.resolve()):  # not a link to a parent directory
-            below = _saved_files(entry) if _is_dataset(entry) else _inside(entry)
+            below = _inside(entry)
             entries += [entry] if below else []
             found += below
     check_splits(path, entries)
+    saved = [part for entry in entries if (part := _SAVED.fullmatch(entry.name))]
+    if saved and len(saved) != int(saved[0][2]):
+        what = f"the dataset is not complete: it has {len(saved)} of {int(saved[0][2])} files"
+        raise UsageError(what, where=str(path), fix="save it again")
     return found
-
-
-def _is_dataset(path: Path) -> bool:
-    """Whether a directory was written by `save_to_disk`."""
-    return (path / _STATE).is_file() or (path / _SPLITS).is_file()
-
-
-def _saved_files(path: Path) -> list[Source]:
-    """The Arrow files of one split of a saved dataset, in order."""
-    if (path / _SPLITS).is_file():
-        splits = _read_object(path / _SPLITS).get("splits", [])
-        named = [f"{path / name}" for name in splits if isinstance(name, str)]
-        raise UsageError(
-            f"the dataset has the splits {', '.join(map(str, splits))}: reading all of them would mix them",
-            where=str(path),
-            fix=f"name {' or '.join(named)}" if named else None,
-        )
-    listed = _read_object(path / _STATE).get("_data_files")
-    names = [str(entry.get("filename")) for entry in listed or [] if isinstance(entry, dict)]
-    files = [path / Path(name).name for name in names]
-    missing = next((file for file in files if not file.is_file()), None)
-    if not files or missing:
-        what = f"{missing.name} is missing" if missing else "it names no data files"
-        raise UsageError(f"the dataset is not complete: {what}", where=str(path), fix="save it again")
-    return [Source(file, path.resolve().name) for file in files]
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot be read: {error}", where=str(path)) from error
-    return content if isinstance(content, dict) else {}
 
 
 def _hub_files(name: str) -> list[Source]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -20,9 +20,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rlctl.data.schema import EXTRA_COLUMNS, LARGE_SCHEMA, Row, batch_of, integers
+from rlctl.data.schema import EXTRA_COLUMNS, LARGE_SCHEMA, Row, batch_of
 from rlctl.prepare.blocks import Block, Record, records_of, to_stream
-from rlctl.prepare.duplicates import BANDS, NUM_VALUES, normalise, signatures, text_key
+from rlctl.prepare.duplicates import normalise, text_key
 from rlctl.prepare.findings import EXAMPLES_SHOWN, Doubt, placeholder, row_doubts
 from rlctl.prepare.lengths import MeasuredRow, PromptLengths
 from rlctl.prepare.recipes import Recipe
@@ -35,9 +35,6 @@ KEYS: dict[str, Any] = {
     "answer": np.uint32,  # hash of the ground truth
     "tokens": np.int32,  # length of the rendered prompt; -1 if not measured
 }
-BAND_KEYS: dict[str, Any] = {f"band-{band:02}": np.uint32 for band in range(BANDS)}
-SIGNATURE = "signature"
-NEAR_KEYS: dict[str, Any] = BAND_KEYS | {SIGNATURE: np.dtype((np.uint8, NUM_VALUES))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +43,7 @@ class TransformPlan:
 
     recipe: Recipe  # resolved
     seed: int  # of the split
-    find_near: bool  # compute the keys for the near-duplicate search
     lengths: PromptLengths | None = None  # measures prompts; None: prompts are not measured
-
-    @property
-    def keys(self) -> dict[str, Any]:
-        """Names and types of the keys of each row."""
-        return KEYS | (NEAR_KEYS if self.find_near else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +54,7 @@ class Transformed:
     #: usable rows, as an Arrow IPC stream of one batch; an index below 0 is the position in the block (−1:
     #: its first record)
     rows: bytes
-    keys: dict[str, Any]  # an array for each of `TransformPlan.keys`
+    keys: dict[str, Any]  # an array for each of `KEYS`
     bad: list[Record]  # unusable rows, in order, with their problems
     #: (rows,) data source and ground truth; None for placeholders, and unless `is_ruled`
     truths: list[tuple[str, str] | None]
@@ -106,19 +97,15 @@ def transform(plan: TransformPlan, block: Block) -> Transformed:
     """Converts the rows of a block with the recipe, checks and measures them, and computes their keys."""
     usable, bad = usable_rows(plan.recipe, plan.lengths, block)
     rows = [one.row for _, one in usable]
-    texts = [normalise(row.question) for row in rows]
     split = (blake2b(f"{plan.seed}\n{row.question}".encode(), digest_size=8).digest() for row in rows)
     found = {
         "number": [record.number for record, _ in usable],
         "split": [int.from_bytes(digest, "big") for digest in split],
-        "exact": [text_key(text) for text in texts],
+        "exact": [text_key(normalise(row.question)) for row in rows],
         "answer": [crc32(row.ground_truth.encode()) for row in rows],
         "tokens": [one.num_tokens for _, one in usable],
     }
     keys = {name: np.array(values, dtype=KEYS[name]) for name, values in found.items()}
-    if plan.find_near:
-        bands, signature = signatures(texts)
-        keys |= {name: bands[:, band] for band, name in enumerate(BAND_KEYS)} | {SIGNATURE: signature}
     batch = batch_of(rows)
     placeholders = {place: what for place, row in enumerate(rows) if (what := placeholder(row))}
     return Transformed(
@@ -165,14 +152,14 @@ class StagedBlock:
         """The rows as an Arrow record batch, and their final indices."""
         batch = self._batch()
         stored = batch.column("extra_info").field("index")
-        index = np.frombuffer(stored.buffers()[1], np.int64, len(stored))  # `to_numpy` imports pandas
+        index = stored.to_numpy()
         by_place = self.first_index - 1 - index  # an index of −1 is the block's first record
-        return batch, integers(np.where(index < 0, by_place, index), pa.int64())
+        return batch, pa.array(np.where(index < 0, by_place, index))
 
     def questions(self, is_wanted: NDArray[np.bool_]) -> list[str]:
         """The questions of the rows where `is_wanted` (num_rows,) is true."""
         questions = self._batch("extra_info").column("extra_info").field("question")
-        wanted: list[str] = questions.take(integers(np.flatnonzero(is_wanted), pa.int64())).to_pylist()
+        wanted: list[str] = questions.take(pa.array(np.flatnonzero(is_wanted))).to_pylist()
         return wanted
 
     def _batch(self, *columns: str) -> Any:
@@ -186,13 +173,10 @@ class StagedBlock:
 
 
 class Staging:
-    """Stores all transformed blocks in a working directory inside `stage`, which is removed on exit.
+    """Stores all transformed blocks in a working directory inside `stage`, which is removed on exit."""
 
-    `keys`: name → NumPy type of the keys of each row.
-    """
-
-    def __init__(self, stage: Path, keys: Mapping[str, Any]) -> None:
-        self._directory, self._types = stage / ".work", keys
+    def __init__(self, stage: Path) -> None:
+        self._directory = stage / ".work"
         self._files: dict[str, IO[bytes]] = {}
         self.blocks: list[StagedBlock] = []  # with usable rows, in input order
         self.num_records = 0  # input rows
@@ -201,7 +185,7 @@ class Staging:
 
     def __enter__(self) -> Self:
         self._directory.mkdir()
-        self._files = {name: self.file(name).open("wb") for name in ("rows", *self._types)}
+        self._files = {name: self.file(name).open("wb") for name in ("rows", *KEYS)}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -232,7 +216,7 @@ class Staging:
 
     def key(self, name: str) -> NDArray[Any]:
         """One key of all rows, read from disk."""
-        return np.fromfile(self.file(name), dtype=self._types[name])
+        return np.fromfile(self.file(name), dtype=KEYS[name])
 
     def places(self, rows: Sequence[int] | NDArray[Any]) -> list[str]:
         """`file:row` of the first few of these staged rows."""

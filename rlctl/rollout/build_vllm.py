@@ -87,8 +87,11 @@ def training_options(spec: RunSpec, *, reads_images: bool = False) -> dict[str, 
         options["max_lora_rank"] = min(rank for rank in VLLM_LORA_RANKS if rank >= spec.model.lora_rank)
     if reads_images:  # without the vision tower, whose weights are not synced
         options["language_model_only"] = True
-    if listed := listed_tokens(sampling_of(spec)):
+    sampling = sampling_of(spec)
+    if listed := listed_tokens(sampling):
         options["max_logprobs"] = listed
+    if sampling.with_experts:
+        options["enable_return_routed_experts"] = True
     return options | rollout.engine_kwargs
 
 

@@ -41,6 +41,7 @@ class Completion:
             log-probs (Σ,) float32. The sampled token may be the first one and occur a second time. None: the
             engine lists none.
         versions: (t,) int64, updates in the weights that sampled each token; None: those of the last sync.
+        experts: (tokens of prompt and response − 1, layers, k) integers; None: the engine reports none.
     """
 
     token_ids: Column
@@ -48,6 +49,7 @@ class Completion:
     finish_reason: str | None
     listed: tuple[Column, Column, Column] | None = None
     versions: Column | None = None
+    experts: Column | None = None
 
     def turn(self, sampling: Sampling, policy_version: int) -> Turn:
         """The same as tensors; a turn with an incomplete kept set counts as aborted and is not trained on."""
@@ -68,7 +70,8 @@ class Completion:
             if count := sampling.num_most_likely:
                 rank = np.arange(len(place)) - np.searchsorted(place, place)
                 most_likely = _lists(place, ids, listed, rank < count, size)
-        return Turn(token_ids, log_probs, versions, reason, kept, most_likely)
+        experts = None if self.experts is None else torch.from_numpy(self.experts.astype(np.int16))
+        return Turn(token_ids, log_probs, versions, reason, kept, most_likely, experts)
 
     def _sorted(self) -> tuple[Column, Column, Column]:
         """Place, id and log-prob of each listed token, the most likely first, without impossible tokens."""
@@ -110,14 +113,18 @@ class CompletionRollout(ABC):
         """See `ResponseSampler.sample`. Greedy log-probs are those at temperature 1.
 
         Raises:
-            RunFailure: the engine failed (with its message), it never reports all tokens it sampled from, or
-                it does not list the most likely tokens.
+            RunFailure: the engine failed (with its message), it never reports all tokens it sampled from, it
+                does not list the most likely tokens, or it does not report the experts of all tokens.
         """
         policy_version = synced(self._policy_version)
-        return self._turns(self._complete(requests, sampling), sampling, policy_version)
+        return self._turns(self._complete(requests, sampling), requests, sampling, policy_version)
 
     def _turns(
-        self, completions: Sequence[Completion], sampling: Sampling, policy_version: int
+        self,
+        completions: Sequence[Completion],
+        requests: Sequence[Request],
+        sampling: Sampling,
+        policy_version: int,
     ) -> list[Turn]:
         turns = [completion.turn(sampling, policy_version) for completion in completions]
         if turns and not any(turn.kept is None or turn.kept.counts.all() for turn in turns):
@@ -126,7 +133,15 @@ class CompletionRollout(ABC):
                 where="rollout.exact_sampling",
                 fix="lower rollout.top_k; servers that you started need --logprobs-mode processed_logprobs",
             )
-        for number, turn in enumerate(turns, 1):
+        for number, (request, turn) in enumerate(zip(requests, turns, strict=True), 1):
+            num_read = len(request.token_ids) + len(turn.token_ids) - 1
+            num_routed = 0 if turn.experts is None else len(turn.experts)
+            if sampling.with_experts and turn.finish_reason != "abort" and num_routed != num_read:
+                raise RunFailure(
+                    f"the engine reports experts of {num_routed} of {num_read} tokens of response {number}",
+                    where="actor.routing_replay",
+                    fix="servers that you started need --enable-return-routed-experts",
+                )
             if turn.most_likely is not None and not turn.most_likely.counts.all():
                 raise RunFailure(
                     f"the engine does not list the most likely tokens at every position of response {number}",

@@ -172,6 +172,7 @@ def engine_outside_training(
         samples_while_training=frozenset({"colocated"}),
         slow_on_gpu="Hugging Face generation on a GPU takes about five times as long as vLLM's",
         reports_kept="always",
+        reports_experts=True,
     ),
 )
 def hf(context: EngineContext) -> RolloutEngine:
@@ -202,6 +203,7 @@ def hf(context: EngineContext) -> RolloutEngine:
         tensor_parallel=True,
         min_temperature=0.01,  # vLLM raises lower ones to this, with a warning in its log
         reports_kept="top_k",
+        reports_experts=True,
     ),
 )
 def vllm(context: EngineContext) -> RolloutEngine | VLLMRollout:

@@ -7,8 +7,10 @@ position). The result depends neither on torch's global random state nor on the 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -28,6 +30,7 @@ from rlctl.batch import TokenLists, Turn
 from rlctl.prefix import body_of, can_share_prefix, shared_prefix
 from rlctl.rollout.ends import end_ids
 from rlctl.rollout.protocol import ExpectedWeights, Policy, Request, Sampling, synced
+from rlctl.routing import REPLAY, Mixture, Routing
 
 RolloutDtype = Literal["fp32", "bf16", "int8"]
 
@@ -110,14 +113,28 @@ class HFRollout:
             eos_token_id=self._eos_ids,
             pad_token_id=self._pad_id,
         )
-        self._model.generate(
-            prompt_ids,
-            attention_mask=prompt_mask.long(),
-            generation_config=config,
-            logits_processor=processors(sampling, sampler),
-            past_key_values=self._prefix(prompt_ids, prompt_mask),
-        )
-        return sampler.turns(policy_version)
+        body = body_of(self._model)
+        routing = Routing(Mixture.of(body, REPLAY)) if sampling.with_experts else None
+        with routing or contextlib.nullcontext():
+            prefix = self._prefix(prompt_ids, prompt_mask)
+            self._model.generate(
+                prompt_ids,
+                attention_mask=prompt_mask.long(),
+                generation_config=config,
+                logits_processor=processors(sampling, sampler),
+                past_key_values=prefix,
+            )
+        turns = sampler.turns(policy_version)
+        if routing is None:
+            return turns
+        count = prompt_ids.shape[1]
+        first, *steps = routing.passes(body, sampler.num_steps + (prefix is not None))
+        columns = first.view(-1, count if prefix is None else count - 1, *first.shape[1:])
+        columns = columns.repeat_interleave(len(turns) // len(columns), 0)
+        experts = torch.cat([columns, *(step[:, None] for step in steps)], 1).to("cpu", torch.int16)
+        starts, ends = (~prompt_mask).sum(1).tolist(), [count + len(turn.token_ids) - 1 for turn in turns]
+        spans = zip(turns, experts, starts, ends, strict=True)
+        return [replace(turn, experts=row[start:end].clone()) for turn, row, start, end in spans]
 
     @torch.no_grad()
     def _prefix(self, prompt_ids: Tensor, prompt_mask: Tensor) -> Any:
@@ -172,6 +189,7 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
             than one step's (B, V) is in memory at a time.
         lengths: (B,) int64, number of tokens of each turn, end of sequence included.
         stopped: (B,) bool, the turn has reached an end of sequence.
+        num_steps: number of calls.
     """
 
     def __init__(
@@ -193,6 +211,7 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
         self.log_probs = torch.zeros(self._uniforms.shape, dtype=torch.float32, device=device)
         self.lengths = torch.zeros_like(self._limits)
         self.stopped = torch.zeros_like(self._limits, dtype=torch.bool)
+        self.num_steps = 0
         self._sizes = torch.zeros_like(self.tokens, dtype=torch.int32)
         self._sets: list[Tensor] = []  # per step, (2, kept): flattened indices in (B, T), tokens
         self._most_likely: list[tuple[Tensor, Tensor]] = []  # per step, (B, K): tokens, log-probs
@@ -200,6 +219,7 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Sets (B, V) `scores` in place to zero at the chosen token and to -inf elsewhere."""
         position = input_ids.shape[1] - self._prompt_length
+        self.num_steps = position + 1
         running = ~self.stopped & (position < self._limits)
         if self._sampling.with_kept:
             self._keep(position, scores, running)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class Sampling:
             those of the distribution described above.
         with_kept: also report the tokens that top_k, top_p and min_p keep, see `TokenLists`.
         num_most_likely: also report this many of the most likely tokens and their log-probs.
+        with_experts: also report the experts that computed each token, see `Turn.experts`.
     """
 
     max_response_length: int
@@ -48,6 +50,7 @@ class Sampling:
     greedy: bool = False
     with_kept: bool = False
     num_most_likely: int = 0
+    with_experts: bool = False
 
 
 def sampling_of(spec: RunSpec) -> Sampling:
@@ -61,6 +64,7 @@ def sampling_of(spec: RunSpec) -> Sampling:
         min_p=rollout.min_p,
         with_kept=rollout.exact_sampling,
         num_most_likely=spec.algorithm.rollout_correction.score_centering or 0,
+        with_experts=spec.actor.routing_replay,
     )
 
 
@@ -461,9 +465,12 @@ def wrong_turns(turns: Any, count: int, sampling: Sampling) -> str:
             if (tuple(values.shape), values.dtype, values.device.type) != (shape, dtype, "cpu"):
                 found = f"{name} of turn {number} of shape {tuple(values.shape)} and type {values.dtype}"
                 return f"{found} on {values.device}, instead of {shape}, {dtype}, on the CPU"
+        asked["experts"] = sampling.with_experts and turn.finish_reason != "abort"
         for name, is_asked in asked.items():
-            lists = getattr(turn, name)
-            if is_asked and (lists is None or len(lists) != len(turn.token_ids)):
+            lists, count = getattr(turn, name), shape[0]
+            # Experts are those of all tokens that were read, not of the turn's last one.
+            least, most = (count - 1, math.inf) if name == "experts" else (count, count)
+            if is_asked and (lists is None or not least <= len(lists) <= most):
                 return f"no list for each of the {len(turn.token_ids)} tokens in {name} of turn {number}"
         if turn.finish_reason not in FINISH_REASONS:
             return f"finish_reason {turn.finish_reason!r} of turn {number}; it is one of {FINISH_REASONS}"

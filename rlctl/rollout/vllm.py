@@ -293,7 +293,8 @@ def completion_of(output: Any, *, has_lists: bool) -> Completion:
     if not np.array_equal(ids[starts], token_ids):
         raise RunFailure("vLLM's log-probs are not those of the tokens that it sampled", where="engine vllm")
     listed = (np.diff(starts, append=len(ids)), ids, log_probs) if has_lists else None
-    return Completion(token_ids, log_probs[starts], output.finish_reason, listed)
+    experts = getattr(output, "routed_experts", None)  # where vLLM reports them
+    return Completion(token_ids, log_probs[starts], output.finish_reason, listed, experts=experts)
 
 
 def _generation_config(model_path: str, revision: str | None, trust_remote_code: bool) -> Any:
@@ -330,6 +331,9 @@ def _not_started(model_path: str, error: Exception) -> RlctlError:  # noqa: PLR0
         return UsageError(f"vLLM refuses the adapter: {one_line(error)}", where=model_path, fix=MERGE_LORA)
     if re.search(r"(?i)gpu.memory.utilization", str(error)):
         return UsageError(f"vLLM does not start: {one_line(error)}", where="rollout.gpu_memory_utilization")
+    if re.search(r"(?i)auxoutput|routed.experts", str(error)):
+        what = f"vLLM cannot report experts here: {one_line(error)}"
+        return UsageError(what, where="actor.routing_replay", fix="set it to false, or rollout.name: hf")
     if isinstance(error, ValueError):  # includes pydantic's errors, about the model or the options
         return UsageError(f"vLLM refuses the model: {one_line(error)}", where=model_path)
     return EnvironmentFailure(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import io
 import json
 import math
 import threading
@@ -207,7 +209,7 @@ class VLLMServerRollout(CompletionRollout):
             RunFailure: as `sample`.
         """
         completions = self._loop.run(self._generate_all(requests, sampling, next(self._calls)))
-        return self._turns(completions, sampling, policy_version=-1)  # each token has its version
+        return self._turns(completions, requests, sampling, policy_version=-1)  # each token has its version
 
     def cancel_requests(self) -> None:
         """Ends open requests, and refuses later ones."""
@@ -616,7 +618,9 @@ def completion_of(answer: bytes, *, has_lists: bool) -> Completion:
             np.fromiter(values, dtype=np.float32),
         )
     of_tokens = np.array(log_probs["token_logprobs"], dtype=np.float32)
-    return Completion(token_ids, of_tokens, choice.get("finish_reason"), listed)
+    routed = choice.get("routed_experts")  # a file of NumPy in base64
+    experts = np.load(io.BytesIO(base64.b64decode(routed)), allow_pickle=False) if routed else None
+    return Completion(token_ids, of_tokens, choice.get("finish_reason"), listed, experts=experts)
 
 
 def generated(answer: bytes, versions: Mapping[str, int]) -> Completion | None:

@@ -178,6 +178,9 @@ class ActorSpec(Section):
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the load-balancing loss of a mixture of experts (Switch Transformer), over the response
     tokens of the mini-batch. 0: none, as in verl; TRL takes that of the model's config, often 0.001."""
+    routing_replay: bool = False
+    """Mixtures of experts: π_θ and π_old compute each token with the experts that computed it in the rollout
+    engine (R3, arXiv 2510.11370); their weights are the trained router's. `vllm` reports them on GPUs."""
     loss_agg_mode: AggMode = "token-mean"
     """Aggregation of token losses over the mini-batch on all ranks: mean over tokens, or mean over sequences
     of each sequence's sum, mean, or sum divided by `data.max_response_length` (`…-sum-norm`)."""

@@ -15,7 +15,7 @@ from rlctl.spec.base import Section, param_problems
 from rlctl.spec.environment import environments_without_reward
 from rlctl.spec.keys import value_of
 from rlctl.spec.memory import has_no_mask
-from rlctl.spec.run_spec import RunSpec
+from rlctl.spec.run_spec import EngineSpec, RunSpec
 from rlctl.user_code import is_file_function
 
 Problems = Iterator[Problem]
@@ -222,6 +222,16 @@ def adapters_have_layers(spec: RunSpec) -> Problems:
         what = "the reference of the KL is the base model without the adapter, not the model that training "
         what += "starts from"
         yield warning("ref.path", what, "name a directory with the merged model to compare with that one")
+
+
+@spec_check
+def own_engine_has_own_memory(spec: RunSpec) -> Problems:
+    """ZeRO, offloading and sequence parallelism are DeepSpeed's."""
+    if spec.engine.name != "deepspeed":
+        for name in ("zero_stage", "offload", "offload_base", "sequence_parallel", "deepspeed"):
+            if getattr(spec.engine, name) != EngineSpec.model_fields[name].default:
+                what = f"engine.name: {spec.engine.name} does not read this option of DeepSpeed"
+                yield error(f"engine.{name}", what, f"{LEAVE_OUT}, or set engine.name: deepspeed")
 
 
 @spec_check

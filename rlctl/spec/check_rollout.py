@@ -67,6 +67,14 @@ def distribution_is_complete(spec: RunSpec) -> Problems:
 
 
 @spec_check
+def experts_are_reported(spec: RunSpec) -> Problems:
+    """The engine must report the experts that are replayed."""
+    if spec.actor.routing_replay and not spec.rollout_engine.reports_experts:
+        what = f"rollout.name: {spec.rollout.name} does not report which experts compute a token"
+        yield error("actor.routing_replay", what, "set rollout.name: hf or vllm, or leave it out")
+
+
+@spec_check
 def temperature_explores(spec: RunSpec) -> Problems:
     """Near-greedy responses to one prompt are almost the same: advantages and gradients are close to zero."""
     if spec.rollout.temperature < 0.1:
@@ -182,6 +190,9 @@ def sampling_in_flight_is_possible(spec: RunSpec) -> Problems:
     if spec.syncs_adapter:
         what = "a response keeps the adapter that it began with, and its tokens would have the wrong version"
         yield error(key, what, "set rollout.merge_lora: true")
+    if spec.actor.routing_replay:
+        what = "the experts of a response that several versions sampled, or read again, are not one record"
+        yield error("actor.routing_replay", f"{key}: {what}", "set one of them to false")
     if spec.environment.lockstep:
         what = "engines are used as soon as a turn is due"
         yield error("environment.lockstep", f"{key}: {what}", "set one of them to false")

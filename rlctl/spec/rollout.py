@@ -47,6 +47,7 @@ class EngineCapabilities:
     #: `rollout.exact_sampling`: `never`, `top_k` (if `rollout.top_k` bounds their number) or `always`. Unless
     #: `never`, it also reports `Sampled.most_likely`, for `score_centering`
     reports_kept: Literal["never", "top_k", "always"] = "never"
+    reports_experts: bool = False  # it can report the experts that computed each token, for routing replay
 
 
 class DataSpec(Section):

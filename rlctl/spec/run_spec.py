@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field
 
-from rlctl.registry import ROLLOUT_ENGINES, TRACKERS
+from rlctl.registry import ROLLOUT_ENGINES, TRACKERS, TRAINING_ENGINES
 from rlctl.spec.algorithm import ActorSpec, AlgorithmSpec, CriticSpec, RefSpec
 from rlctl.spec.base import Duration, JsonMapping, NullWord, Registered, Section, one_or_many
 from rlctl.spec.environment import EnvironmentSpec
@@ -22,8 +22,11 @@ NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 
 
 class EngineSpec(Section):
-    """The training engine (DeepSpeed)."""
+    """The training engine."""
 
+    name: Annotated[str, Registered(TRAINING_ENGINES)] = "deepspeed"
+    """Training engine of policy and critic. `fsdp`: PyTorch's FSDP2, which shards weights, gradients and
+    optimizer states, the reference's weights too. With a user's engine the reference is DeepSpeed's."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """ZeRO stage, what ranks shard. 1: optimizer states; 2: also gradients; 3: also parameters."""
     dtype: Literal["fp32", "bf16"] = "bf16"
@@ -49,6 +52,8 @@ class EngineSpec(Section):
     @property
     def effective_stage(self) -> int:
         """The ZeRO stage in effect: in bf16 at least 1, as the engine keeps float32 copies like stage 1."""
+        if self.name == "fsdp":
+            return 3
         return self.zero_stage if self.dtype == "fp32" else max(self.zero_stage, 1)
 
 

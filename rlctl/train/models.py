@@ -9,23 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlctl.engine.deepspeed import (
-    DeepSpeedCritic,
-    DeepSpeedEngine,
-    FrozenPolicy,
-    PartitionedLoading,
-)
+from rlctl.engine.deepspeed import FrozenPolicy, PartitionedLoading
 from rlctl.engine.deepspeed_setup import Settings, frozen_settings
+from rlctl.engine.engines import TrainContext, build_training_engine
 from rlctl.engine.lora import BasePolicy, OffloadedBase, add_lora, load_adapter
 from rlctl.engine.model import load_other_model, load_policy
-from rlctl.engine.protocol import ReferencePolicy
+from rlctl.engine.protocol import CriticEngine, ReferencePolicy, TrainEngine
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel, share_rows
 from rlctl.errors import UsageError
+from rlctl.prefix import body_of
 from rlctl.rollout.ends import end_ids, unknown_end
 from rlctl.rollout.engines import EngineContext, build_rollout
 from rlctl.rollout.hf import DTYPES, into_precision
 from rlctl.rollout.protocol import EngineLock, InFlightRollout, LockedRollout
+from rlctl.routing import REPLAY, Mixture
 from rlctl.spec.algorithm import ActorSpec, CriticSpec
 from rlctl.spec.run_spec import RunSpec
 
@@ -45,10 +43,10 @@ class Models:
     tokenizer: Any
     rollout: LockedRollout
     sampling_ahead: LockedRollout | InFlightRollout
-    actor: DeepSpeedEngine
+    actor: TrainEngine
     base: BasePolicy | None
     ref: ReferencePolicy | None
-    critic: DeepSpeedCritic | None
+    critic: CriticEngine | None
     sequence: SequenceParallel | None
     data_ranks: Ranks
     notes: list[str]
@@ -73,6 +71,8 @@ def build_models(
     engine_copies = spec.rollout_engine.starts_with_policy
     model, tokenizer = load(partition=None if engine_copies else partition)
     _refuse_unfit(model, spec)
+    if spec.actor.routing_replay:
+        Mixture.of(body_of(model), REPLAY)
     # Before DeepSpeed wraps the policy. The sampling copy and the other models start from the same
     # directory.
     rollout = build_rollout(
@@ -109,24 +109,14 @@ def build_models(
     ref: ReferencePolicy | None = None
     # With LoRA, the base model without adapters is the initial policy: no second copy is needed.
     if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
-        ref = FrozenPolicy(
-            load_other(
-                spec.ref.path,
-                "ref.path",
-                PartitionedLoading(frozen_settings(dtype)) if is_cut_up else None,
-            ),
-            ranks,
-            zero_stage=spec.engine.zero_stage,
-            dtype=dtype,
-            temperature=spec.rollout.temperature,
-            sequence=sequence,
-        )
+        sharing = PartitionedLoading(frozen_settings(dtype)) if is_cut_up else None
+        ref = _reference(spec, load_other(spec.ref.path, "ref.path", sharing), ranks, sequence)
     critic = None
     if spec.trains_critic:
         critics = _training(spec, spec.critic)
         own = PartitionedLoading(critics) if is_cut_up else None
         critic_model = load_other(spec.critic.path, "critic.path", own, of=spec.critic)
-        critic = DeepSpeedCritic(critic_model, ranks, **critics)
+        critic = build_training_engine(spec.engine.name, TrainContext(critic_model, ranks, critics))
     if spec.model.lora_rank:
         add_lora(
             model,
@@ -138,7 +128,8 @@ def build_models(
             load_adapter(model, spec.model)
     training = _training(spec, spec.actor)
     training["sequence"] = sequence
-    actor = DeepSpeedEngine(model, ranks, temperature=spec.rollout.temperature, **training)
+    context = TrainContext(model, ranks, training, temperature=spec.rollout.temperature)
+    actor = build_training_engine(spec.engine.name, context)
     base = BasePolicy(actor, model) if spec.model.lora_rank else None
     if spec.needs_reference and ref is None:
         ref = base
@@ -149,6 +140,18 @@ def build_models(
     ahead = InFlightRollout(rollout) if in_flight else LockedRollout(rollout, lock, first=False)
     notes = _endless(tokenizer, end_ids(tokenizer, model.generation_config))
     return Models(tokenizer, trainers, ahead, actor, base, ref, critic, sequence, data_ranks, notes)
+
+
+def _reference(spec: RunSpec, model: Any, ranks: Ranks, sequence: SequenceParallel | None) -> ReferencePolicy:
+    dtype, temperature = DTYPES[spec.engine.dtype], spec.rollout.temperature
+    if spec.engine.name == "fsdp":
+        from rlctl.engine.fsdp import FsdpReference
+
+        return FsdpReference(model, ranks, dtype=dtype, temperature=temperature)
+    stage = spec.engine.zero_stage
+    return FrozenPolicy(
+        model, ranks, zero_stage=stage, dtype=dtype, temperature=temperature, sequence=sequence
+    )
 
 
 def _rounded(model: Any, spec: RunSpec) -> Any:

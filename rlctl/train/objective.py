@@ -15,8 +15,8 @@ from rlctl.algos.score_centering import expected_score
 from rlctl.algos.segments import Sums
 from rlctl.batch import TokenBatch
 from rlctl.engine.protocol import PolicyOutput
-from rlctl.engine.routing import balance_loss
 from rlctl.errors import RunFailure
+from rlctl.routing import balance_loss
 from rlctl.train.settings import UpdateSettings
 
 

@@ -53,6 +53,13 @@ def train_batch(spec: RunSpec, ranks: Ranks, graded: Graded, policy_version: int
         baseline_scores=baseline,
         age=policy_version - batch.versions,
     )
+    if spec.actor.routing_replay:
+        # Ranks have the same columns, whatever the turns of each one report.
+        own = None if batch.experts is None else tuple(batch.experts.shape[1:])
+        shape = max(ranks.exchange([own or (0, 0)]))
+        if own is None and any(shape):
+            missing = batch.token_ids.new_full((len(batch.token_ids), *shape), -1, dtype=torch.int16)
+            batch = replace(batch, experts=missing)
     if not chosen:  # with the columns of other ranks
         none = torch.zeros(0, dtype=torch.int32, device=ranks.device)
         lists = TokenLists(none, none, none.float())
@@ -85,16 +92,17 @@ def score_batch(run: Run, batch: TokenBatch, timer: StepTimer) -> TokenBatch:
     spec, ranks = run.spec, run.data_ranks
     sizes = spec.actor.ppo_micro_batch_size_per_gpu, spec.pass_tokens, ranks
     batch = _with_policy(run, batch, timer)
+    unrouted = replace(batch, experts=None)  # other models choose their experts
     if run.ref is not None:
         with timer("ref"):
-            found = in_passes(run.ref.log_probs, batch, *sizes)
+            found = in_passes(run.ref.log_probs, unrouted, *sizes)
         batch = replace(batch, ref_log_probs=found)
         if not found.isfinite().all():
             raise RunFailure("the reference policy gives NaN or infinite log-probs", where="ref.path")
     if run.critic is not None:
         sizes = spec.critic_micro_batch_size, spec.critic_max_token_len, ranks
         with timer("values"):
-            found = in_passes(run.critic.values, batch, *sizes)
+            found = in_passes(run.critic.values, unrouted, *sizes)
         batch = replace(batch, values=found)
         if not found.isfinite().all():
             raise RunFailure(
@@ -196,6 +204,7 @@ def _whole_batch(batch: TokenBatch, ranks: Ranks) -> tuple[TokenBatch, Tensor]:
         lengths=lengths,
         kept=None,
         most_likely=None,
+        experts=None,
     )
     if ranks.world_size > 1:
         columns = {part.name: getattr(reduced, part.name) for part in fields(TokenBatch)}

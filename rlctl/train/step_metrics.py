@@ -199,12 +199,20 @@ def turn_metrics(sums: HostSums) -> dict[str, float]:
 
 
 def token_sums(batch: TokenBatch) -> Sums:
-    """Moments of what this rank trains on: `reward` per episode, `advantage`, `value`, `return` per token."""
+    """Moments of what this rank trains on: `reward` per episode, `advantage`, `value`, `return` per token.
+
+    With routing replay also `live_routed`, the number of tokens whose experts the engine did not report; the
+    last one of a sequence, which is not read, does not count.
+    """
     assert batch.rewards is not None
     assert batch.advantages is not None
     sums = moments("reward", batch.units.episode.sum(batch.rewards)) | moments("advantage", batch.advantages)
     if batch.values is not None and batch.returns is not None:
         sums |= moments("value", batch.values) | moments("return", batch.returns)
+    if batch.experts is not None:
+        is_live = (batch.experts < 0).flatten(1).all(1)
+        is_last = batch.sequences.places + 1 == batch.sequences.spread(batch.lengths)
+        sums["live_routed"] = (is_live & ~is_last).double().sum()
     return sums
 
 
@@ -233,6 +241,8 @@ def batch_metrics(sums: HostSums, *, compares_siblings: bool) -> dict[str, float
         metrics[f"reward/{term}/num_errors"] = sums[f"errors.{term}"]
     if compares_siblings:
         metrics["reward/zero_spread_groups"] = ratio(sums["flat_groups"], sums["groups"])
+    if "live_routed" in sums:
+        metrics["actor/live_routed_tokens"] = sums["live_routed"]
     lengths, staleness = Moments.read(sums, "response_length"), Moments.read(sums, "staleness")
     return metrics | {
         "response_length/clip_ratio": ratio(sums["truncated"], lengths.count),

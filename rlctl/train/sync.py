@@ -58,6 +58,7 @@ def confirm_sync(run: Run, step: int) -> dict[str, float]:
         Sampling(
             max_response_length=min(PROBE_TOKENS, run.spec.data.max_response_length),
             temperature=run.spec.rollout.temperature,
+            with_experts=run.spec.actor.routing_replay,
         ),
         step_seed(run.spec.trainer.seed, step, "probe"),
         run.tokenizer,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -33,6 +34,7 @@ def update_critic(
         lr_at: learning rate by the number of the critic's update.
         first_update: number of the first update of this batch.
     """
+    batch = replace(batch, experts=None)  # those of the policy
     assert batch.values is not None
     assert batch.returns is not None
     explained = explained_variance(ranks.all_gather(batch.returns), ranks.all_gather(batch.values))

@@ -11,6 +11,7 @@ import torch
 import rlctl
 from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from tests import runs
+from tests.packages import install_package
 from tests.properties import test_parts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -52,6 +53,21 @@ def test_a_run_with_parts_from_files(tmp_path: Path) -> None:
     assert 0 < first["critic/score/mean"] < 1  # partial agreement: not the built-in task's 0 or 1
     # The best response of a group is no better than its best sibling by much, most are worse.
     assert first["critic/advantages/mean"] < 0
+
+
+@pytest.mark.usefixtures("embedded")
+def test_a_run_with_a_training_engine_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes the same updates as DeepSpeed without ZeRO, and a run continues from its checkpoint."""
+    code = (EXAMPLES / "custom_training_engine.py").read_text()
+    entry_point = "[rlctl.training_engines]\nplain = plain_training:plain_adamw\n"
+    install_package(tmp_path, "plain-training", code, entry_point)
+    monkeypatch.syspath_prepend(tmp_path)
+    same = ("engine.dtype=fp32", "engine.zero_stage=0", "trainer.total_training_steps=2")
+    theirs = runs.train(tmp_path / "theirs", *same)
+    ours = runs.train(tmp_path / "ours", "engine.name=plain", *same)
+    runs.assert_close(ours, theirs)
+    runs.resume(ours, "trainer.total_training_steps=3").wait()
+    assert [line["step"] for line in runs.metrics(ours)] == [1, 2, 3]
 
 
 @pytest.mark.usefixtures("embedded")

@@ -16,8 +16,10 @@ from transformers import (
     GemmaConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -81,6 +83,17 @@ TRAINED = (
     "smollm2-135m",
     "llama3-8b",
 )
+#: Mixtures of experts, whose experts are replayed; they have no preset.
+MIXTURES: dict[str, tuple[type, dict[str, Any]]] = {
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        QWEN3 | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    ),
+    "mixtral": (
+        MixtralConfig,
+        {"num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+}
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 #: The run that trains all weights.
 IN_FULL = "in-full"
@@ -95,7 +108,7 @@ def _train_all(directory: str) -> int:
     ranks.leave_ranks = lambda: None
     there = Path(directory)
 
-    def train(family: str, algorithm: str, name: str, *more: str) -> int:
+    def train(family: str, algorithm: str, name: str, *more: str, preset: str | None = None) -> int:
         overrides = [
             f"model.path={there / family}",
             f"data.train_files={there / 'train.parquet'}",
@@ -111,7 +124,8 @@ def _train_all(directory: str) -> int:
             "trainer.total_training_steps=1",
             f"trainer.run_dir={there / 'runs' / name}",
         ]
-        return run(["train", "-p", family, "-p", "1gpu-lora", "-p", algorithm, *overrides, *more])
+        presets = ["-p", preset or family, "-p", "1gpu-lora", "-p", algorithm]
+        return run(["train", *presets, *overrides, *more])
 
     for family in TRAINED:
         if code := train(family, "rloo-seq-is", family):
@@ -119,6 +133,10 @@ def _train_all(directory: str) -> int:
     # All weights and a critic, where text does not reach all weights.
     if code := train("gemma3-4b", "ppo-seq-is-token-rs", IN_FULL, "model.lora_rank=0", "engine.dtype=fp32"):
         return code
+    for mixture in MIXTURES:
+        given = ("model.lora_rank=0", "engine.dtype=fp32", "actor.routing_replay=true", "rollout.dtype=fp32")
+        if code := train(mixture, "rloo-seq-is", mixture, *given, preset="qwen3-4b"):
+            return code
     data, out = str(there / "train.parquet"), str(there / "evaluation")
     limits = ["--n", "1", "--limit", "2", "--max-response-length", "4"]
     return run(
@@ -135,8 +153,8 @@ def test_every_family_has_its_architecture_here() -> None:
 def test_each_architecture_trains_one_step_with_adapters_on_every_layer(tmp_path: Path) -> None:
     write_parquet([problem(12, number) for number in range(10, 18)], "train", tmp_path / "train.parquet")
     assert {FAMILIES[family][0] for family in TRAINED} == {config for config, _ in FAMILIES.values()}
-    for family in TRAINED:
-        config_class, shape = FAMILIES[family]
+    for family in (*TRAINED, *MIXTURES):
+        config_class, shape = (FAMILIES | MIXTURES)[family]
         save_tiny(tmp_path / family, config_class, **shape)
     (tmp_path / "gemma3-4b" / "preprocessor_config.json").write_text("{}")
     job = Job(_train_all, str(tmp_path), log=tmp_path / "log")
@@ -154,6 +172,11 @@ def test_each_architecture_trains_one_step_with_adapters_on_every_layer(tmp_path
         assert changed == {name for name in before if name.endswith(SUFFIXES) and "vision" not in name}
         assert len(changed) == 2 * len(SUFFIXES)
     _check_in_full(tmp_path)
+    for name in (IN_FULL, *MIXTURES):  # in float32, before any update
+        (line,) = runs.metrics(tmp_path / "runs" / name)
+        assert line["rollout_corr/k3_kl"] < 1e-9
+        assert line["training/staleness_max"] == 0
+        assert line.get("actor/live_routed_tokens") == (None if name == IN_FULL else 0)
 
 
 def _check_in_full(directory: Path) -> None:

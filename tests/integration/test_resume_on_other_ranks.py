@@ -8,10 +8,11 @@ import pytest
 
 from tests import runs
 
-STEPS = ("trainer.save_freq=2", "trainer.logger=[]", "engine.zero_stage=2")
+STEPS = ("trainer.save_freq=2", "trainer.logger=[]")
+STAGE, REFERENCE = "engine.zero_stage=2", ("actor.use_kl_loss=true", "algorithm.adv_estimator=gae")
 
 
-@pytest.mark.parametrize("more", [(), ("algorithm.adv_estimator=gae",)])
+@pytest.mark.parametrize("more", [(STAGE,), (STAGE, REFERENCE[1]), ("engine.name=fsdp", *REFERENCE)])
 def test_two_ranks_then_one(tmp_path: Path, embedded: Path, more: tuple[str, ...]) -> None:
     whole = runs.train(tmp_path / "whole", *STEPS, *more, "trainer.total_training_steps=4")
     run = runs.train_on_ranks(tmp_path / "run", 2, *STEPS, *more, "trainer.total_training_steps=2")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from rlctl.batch import Episode, Sequence, Task, TokenBatch, Turn
 from rlctl.engine.deepspeed import DeepSpeedCritic, FrozenPolicy
+from rlctl.engine.fsdp import FsdpCritic, FsdpReference
 from rlctl.engine.ranks import Ranks
 from tests.models import VOCABULARY, tiny_model
-from tests.unit.engine.engine_jobs import DTYPES, ROWS, engine, parts_of, take_step, weights_of
+from tests.unit.engine.engine_jobs import DTYPES, FSDP, ROWS, engine, parts_of, take_step, weights_of
 
 LR = 1e-2
 SEED = 3
@@ -21,11 +23,12 @@ def value_model(seed: int = SEED):
     return tiny_model("qwen2", seed=seed)
 
 
-def critic(ranks: Ranks, stage: int, dtype: str, seed: int = SEED) -> DeepSpeedCritic:
-    return DeepSpeedCritic(
+def critic(ranks: Ranks, stage: int, dtype: str, seed: int = SEED) -> DeepSpeedCritic | FsdpCritic:
+    kind = FsdpCritic if stage == FSDP else DeepSpeedCritic
+    return kind(
         value_model(seed),
         ranks,
-        zero_stage=stage,
+        zero_stage=min(stage, 3),
         dtype=DTYPES[dtype],
         weight_decay=0.1,
         betas=(0.9, 0.95),
@@ -49,7 +52,7 @@ def batch_and_targets(seed: int):
     return replace(batch, advantages=targets), targets
 
 
-def fit(values: DeepSpeedCritic, seed: int, micro: int):
+def fit(values: DeepSpeedCritic | FsdpCritic, seed: int, micro: int):
     """One step of the critic on ROWS sequences spread over the ranks; grad norm and values before it."""
     batch, targets = batch_and_targets(seed)
     share = parts_of(batch, ROWS // values.ranks.world_size)[values.ranks.rank]
@@ -68,9 +71,8 @@ def side_by_side(ranks: Ranks, cases: list[tuple[int, str]], directory: str):
     for stage, dtype in cases:
         at = Path(directory) / f"{stage}-{dtype}-{ranks.world_size}"
         actor, values = engine(ranks, stage, dtype), critic(ranks, stage, dtype)
-        frozen = FrozenPolicy(
-            tiny_model("qwen2"), ranks, zero_stage=stage, dtype=DTYPES[dtype], temperature=0.7
-        )
+        reference_of = FsdpReference if stage == FSDP else partial(FrozenPolicy, zero_stage=stage)
+        frozen = reference_of(tiny_model("qwen2"), ranks, dtype=DTYPES[dtype], temperature=0.7)
         start = weights_of(values)
         reference = [frozen.log_probs(batch_and_targets(1)[0].inputs)]
         norm, first = fit(values, 1, 2)

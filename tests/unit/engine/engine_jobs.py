@@ -9,12 +9,15 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
 from rlctl.batch import TokenBatch
 from rlctl.engine.deepspeed import DeepSpeedEngine
+from rlctl.engine.fsdp import FsdpEngine, in_full
 from rlctl.engine.layout import idle_inputs
 from rlctl.engine.ranks import Ranks
 from rlctl.spec import memory
 from tests.models import tiny_batch, tiny_model
 
 ROWS = 8
+#: In place of a ZeRO stage: the engine on FSDP2, with tied weights.
+FSDP = 5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -26,16 +29,15 @@ def engine(
     seed: int = 0,
     kind: str = "llama",
 ):
-    return DeepSpeedEngine(
-        tiny_model(kind, seed=seed, tied=stage % 2 == 1 or kind == "gemma2"),
-        ranks,
-        zero_stage=stage,
-        dtype=DTYPES[dtype],
-        temperature=1.0,
-        weight_decay=0.1,
-        betas=(0.9, 0.95),
-        grad_clip=grad_clip,
-    )
+    model = tiny_model(kind, seed=seed, tied=stage % 2 == 1 or kind == "gemma2")
+    settings = {"dtype": DTYPES[dtype], "weight_decay": 0.1, "betas": (0.9, 0.95), "grad_clip": grad_clip}
+    return actor_of(model, ranks, stage, **settings)
+
+
+def actor_of(model, ranks: Ranks, stage: int, **settings) -> DeepSpeedEngine | FsdpEngine:
+    """A policy under training; `stage`: of ZeRO, or `FSDP`."""
+    kind = FsdpEngine if stage == FSDP else DeepSpeedEngine
+    return kind(model, ranks, temperature=1.0, zero_stage=min(stage, 3), **settings)
 
 
 def parts_of(batch: TokenBatch, size: int) -> list[TokenBatch]:
@@ -46,6 +48,10 @@ def parts_of(batch: TokenBatch, size: int) -> list[TokenBatch]:
 
 def weights_of(actor: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().float().cpu().clone() for name, tensor in actor.weights()}
+
+
+def model_of(actor):
+    return actor._module.model if isinstance(actor, FsdpEngine) else actor._policy.model
 
 
 def take_step(
@@ -88,7 +94,7 @@ def matrix(ranks: Ranks, cases: list[tuple[int, str, int]]):
     found = {}
     for stage, dtype, micro in cases:
         actor = engine(ranks, stage, dtype)
-        assert actor.zero_stage == (1 if (stage, dtype) == (0, "bf16") else stage)
+        assert actor.zero_stage == (1 if (stage, dtype) == (0, "bf16") else min(stage, 3))
         start = weights_of(actor)
         first = take_step(actor, 1, micro)
         after_one = weights_of(actor)
@@ -127,7 +133,8 @@ def small_step(ranks: Ranks, stage: int) -> tuple[bool, float]:
     """Whether the float32 copies are the loaded weights; share of the weights above 0.01 that change."""
     actor = engine(ranks, stage, "bf16")
     loaded = dict(tiny_model(seed=0, tied=stage % 2 == 1).named_parameters())
-    copies = {name: safe_get_full_fp32_param(p) for name, p in actor._engine.module.model.named_parameters()}
+    get = in_full if stage == FSDP else safe_get_full_fp32_param
+    copies = {name: get(parameter) for name, parameter in model_of(actor).named_parameters()}
     same = all(torch.equal(copies[name].cpu(), loaded[name]) for name in loaded)
     before = weights_of(actor)
     take_step(actor, 1, ROWS, lr=1e-5)
@@ -160,7 +167,7 @@ def export(ranks: Ranks, stage: int, directory: str):
     actor = engine(ranks, stage)
     take_step(actor, 1, 4)
     # Loaded with a warning, as many models on the hub have it; transformers refuses to save it.
-    actor._policy.model.generation_config.temperature = 0.6
+    model_of(actor).generation_config.temperature = 0.6
     actor.export(Path(directory))
     ranks.barrier()
     return weights_of(actor)
@@ -184,7 +191,11 @@ def bad_gradient(ranks: Ranks, stage: int, grad_clip: float):
     actor = engine(ranks, stage, grad_clip=grad_clip)
     take_step(actor, 1, 4)
     before = weights_of(actor)
-    hook = actor._engine.module.model.model.norm.weight.register_hook(lambda grad: grad * float("nan"))
+
+    def spoil(_module, _given, output):
+        output.register_hook(lambda grad: grad * float("nan"))
+
+    hook = model_of(actor).model.norm.register_forward_hook(spoil)
     try:
         result = take_step(actor, 2, 4)
         said = f"applied={result.applied}"
@@ -209,15 +220,7 @@ def dropout(ranks: Ranks, stage: int):
     model = tiny_model()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    actor = DeepSpeedEngine(
-        model.train(),
-        ranks,
-        zero_stage=stage,
-        dtype=torch.float32,
-        temperature=1.0,
-        weight_decay=0.0,
-        betas=(0.9, 0.95),
-        grad_clip=1.0,
-    )
+    settings = {"dtype": torch.float32, "weight_decay": 0.0, "betas": (0.9, 0.95), "grad_clip": 1.0}
+    actor = actor_of(model.train(), ranks, stage, **settings)
     batch = tiny_batch(tiny_model(), ROWS, seed=1)
     return [actor.policy(batch.inputs).log_probs.detach() for _ in range(2)]

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
-from rlctl.engine.deepspeed import DeepSpeedEngine
-from rlctl.engine.lora import BasePolicy, add_lora
+from rlctl.engine.fsdp import FsdpEngine
+from rlctl.engine.lora import BasePolicy, adapter_parameters, add_lora
 from rlctl.engine.ranks import Ranks
 from tests.models import tiny_batch, tiny_model
+from tests.unit.engine import engine_jobs
 from tests.unit.engine.engine_jobs import DTYPES, ROWS, take_step, weights_of
 
 RANK, ALPHA = 3, 6.0
@@ -23,8 +24,10 @@ def adapted_model(seed: int = 0):
     return model
 
 
-def adapter_of(actor: DeepSpeedEngine):
-    """The adapter, and the parameters that had to be gathered for it."""
+def adapter_of(actor):
+    """The adapter, and the parameters that DeepSpeed had to gather for it."""
+    if isinstance(actor, FsdpEngine):
+        return actor.adapter(), list(adapter_parameters(engine_jobs.model_of(actor)).values())
     asked, gathered = [], actor._gathered
 
     def spy(parameters):
@@ -45,9 +48,7 @@ def adapted(ranks: Ranks, cases: list[tuple[int, str]], directory: str):
         at = Path(directory) / f"{stage}-{dtype}-{ranks.world_size}"
 
         def actor_of(model, stage=stage, dtype=dtype):
-            return DeepSpeedEngine(
-                model, ranks, zero_stage=stage, dtype=DTYPES[dtype], temperature=1.0, **SETTINGS
-            )
+            return engine_jobs.actor_of(model, ranks, stage, dtype=DTYPES[dtype], **SETTINGS)
 
         model = adapted_model()
         actor = actor_of(model)

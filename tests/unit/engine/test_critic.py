@@ -14,9 +14,10 @@ from tests.models import naive_log_probs, tiny_batch, tiny_model
 from tests.processes import on_ranks
 from tests.unit.engine import critic_jobs
 
+FSDP = critic_jobs.FSDP
 CASES = {
     1: [(0, "fp32"), (1, "bf16"), (3, "fp32")],
-    2: [(0, "fp32"), (2, "fp32"), (3, "bf16")],
+    2: [(0, "fp32"), (2, "fp32"), (3, "bf16"), (FSDP, "fp32")],
 }
 
 

@@ -13,9 +13,10 @@ from tests.models import naive_log_probs, tiny_batch, tiny_model
 from tests.processes import on_ranks, on_ranks_each
 from tests.unit.engine import engine_jobs
 
-STAGES = (0, 1, 2, 3)
+FSDP = engine_jobs.FSDP
+STAGES = (0, 1, 2, 3, FSDP)
 CASES = [(stage, "fp32", micro) for stage in (0, 3) for micro in (1, 2, 4, 8)]
-CASES += [(stage, "fp32", micro) for stage in (1, 2) for micro in (1, 8)]
+CASES += [(stage, "fp32", micro) for stage in (1, 2, FSDP) for micro in (1, 8)]
 CASES += [(stage, "bf16", 4) for stage in STAGES]
 
 
@@ -78,7 +79,7 @@ def test_skipped_step_changes_nothing(by_world_size, world_size: int, case) -> N
     assert got["untouched"]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3, FSDP])
 def test_ranks_with_fewer_passes_stay_in_step(stage: int, tmp_path: Path) -> None:
     [(wanted, _)] = on_ranks(1, engine_jobs.in_step, stage, where=tmp_path)
     (first, layouts), (second, others) = on_ranks(2, engine_jobs.in_step, stage, where=tmp_path)
@@ -88,7 +89,7 @@ def test_ranks_with_fewer_passes_stay_in_step(stage: int, tmp_path: Path) -> Non
         torch.testing.assert_close(first[name], weight, rtol=0, atol=2e-5)
 
 
-SAVED = [*((stage, "fp32") for stage in STAGES), (2, "bf16")]
+SAVED = [*((stage, "fp32") for stage in STAGES), (2, "bf16"), (FSDP, "bf16")]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def test_fresh_engine_goes_on_where_the_saved_one_was(saved_engines, case, world
         assert norms[0] == norms[1]
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (2, 2), (3, 2), (FSDP, 2)])
 def test_export_is_a_plain_model(tmp_path: Path, stage: int, world_size: int) -> None:
     weights = on_ranks(world_size, engine_jobs.export, stage, str(tmp_path / "model"), where=tmp_path)[0]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -124,11 +125,12 @@ def test_export_is_a_plain_model(tmp_path: Path, stage: int, world_size: int) ->
 def test_chunked_head_trains_the_same(tmp_path: Path, kind: str) -> None:
     found = {
         (stage, world_size): on_ranks(world_size, engine_jobs.chunked, stage, kind, where=tmp_path)[0]
-        for stage, world_size in ((0, 1), (3, 1), (3, 2))
+        for stage, world_size in ((0, 1), (3, 1), (3, 2), (FSDP, 2))
     }
     for whole, pieces in found.values():
         assert distance(whole, pieces) < 2e-5
     assert distance(found[3, 1][0], found[3, 2][0]) < 2e-5
+    assert distance(found[3, 1][0], found[FSDP, 2][0]) < 2e-5
     if kind == "gemma2":  # the other model is another one at stage 3
         assert distance(found[0, 1][0], found[3, 1][0]) < 2e-5
 
@@ -154,7 +156,7 @@ def test_bad_gradient_never_reaches_the_weights(
     assert distance(before, after) == 0.0
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, 3, FSDP])
 def test_trained_policy_is_the_one_that_samples(tmp_path: Path, stage: int) -> None:
     batch = tiny_batch(tiny_model(), engine_jobs.ROWS, seed=1)
     wanted, _ = naive_log_probs(tiny_model(), batch)
@@ -171,7 +173,7 @@ def test_loading_nothing_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3, FSDP])
 def test_steps_smaller_than_a_bf16_digit_are_not_lost(world_size: int, stage: int, tmp_path: Path) -> None:
     """From float32 copies of rounded weights, no step below half of a digit would change any weight."""
     for same, changed in on_ranks(world_size, engine_jobs.small_step, stage, where=tmp_path):

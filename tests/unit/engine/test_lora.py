@@ -17,14 +17,15 @@ from rlctl.model_files import check_adapter
 from rlctl.spec.model import ALL_LINEAR, ModelSpec
 from tests.models import naive_log_probs, tiny_batch, tiny_model
 from tests.processes import on_ranks
-from tests.unit.engine import lora_jobs
+from tests.unit.engine import engine_jobs, lora_jobs
 from tests.unit.engine.engine_jobs import ROWS
 from tests.unit.rollout.test_weights import mixture
 
+FSDP = engine_jobs.FSDP
 FILE = "adapter_model.safetensors"
 CASES = {
     1: [(0, "fp32"), (2, "bf16"), (3, "fp32")],
-    2: [(1, "fp32"), (3, "bf16")],
+    2: [(1, "fp32"), (3, "bf16"), (FSDP, "fp32"), (FSDP, "bf16")],
 }
 
 

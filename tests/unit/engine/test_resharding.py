@@ -10,8 +10,10 @@ import torch
 from tests.processes import on_ranks_each
 from tests.unit.engine import resharding_jobs
 
+FSDP = resharding_jobs.FSDP
 CASES = [("llama", 1, "bf16"), ("llama", 2, "fp32"), ("llama", 3, "bf16"), ("lora", 3, "bf16")]
 CASES += [("llama", 0, "fp32"), ("critic", 2, "fp32")]
+CASES += [("llama", FSDP, "bf16"), ("lora", FSDP, "bf16"), ("critic", FSDP, "fp32")]
 
 
 @pytest.fixture(scope="module")

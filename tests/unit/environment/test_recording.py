@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from rlctl.batch import TokenBatch, TokenLists, Turn
+from rlctl.batch import Episode, Task, TokenBatch, TokenLists, Turn
 from rlctl.environment.recording import Recorder
 
 
@@ -71,6 +73,28 @@ def test_lists_of_kept_tokens_follow_the_sampled_tokens() -> None:
         assert lists is not None
         assert (lists.counts.tolist(), lists.ids.tolist()) == ([1, 1, 1], [2, 3, 5])
         assert not lists.without(sequence.token_ids[sequence.sampled]).any()
+
+
+def test_experts_are_those_of_the_turn_that_computed_a_token_first() -> None:
+    """A later turn reads the last token of an earlier one, and what its own context adds."""
+
+    def routed(turn: Turn, count: int, expert: int) -> Turn:
+        return replace(turn, experts=torch.full((count, 1, 2), expert, dtype=torch.int16))
+
+    recorder = Recorder()
+    recorder.add([1, 2], routed(turn_of(3, 4), 3, 5))
+    recorder.add([1, 2, 3, 4, 9], turn_of(6))  # not reported
+    recorder.add([1, 2, 3, 4, 9, 6, 8], routed(turn_of(7, 7), 8, 6))
+    recorder.add([4], turn_of(5))
+    first, second = recorder.sequences()
+    assert first.experts is not None
+    assert first.experts[:, 0, 0].tolist() == [5, 5, 5, 6, 6, 6, 6, 6, -1]
+    assert second.experts is None
+    assert first.experts.dtype == torch.int16
+    batch = TokenBatch.of([Episode(Task([1], ""), 0, (first, second), "")])
+    assert batch.experts is not None
+    assert batch.experts[:, 0, 1].tolist() == [5, 5, 5, 6, 6, 6, 6, 6, -1, -1, -1]
+    assert batch.inputs.experts is batch.experts
 
 
 def test_a_turn_without_a_token_leaves_a_sequence_that_can_be_batched() -> None:

@@ -10,11 +10,12 @@ import pytest
 
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.evaluate.questions import load_questions
-from rlctl.prepare.benchmarks import BENCHMARKS, find_benchmark
+from rlctl.prepare.benchmarks import BENCHMARKS, all_benchmarks, find_benchmark
 from rlctl.prepare.recipes import Recipe
 from rlctl.registry import GRADERS
 from rlctl.reward.build import grader_for
 from rlctl.tiny.embedded import write_parquet
+from tests.packages import install_package
 
 #: One row of each benchmark in the data set's own columns, the ground truth, and a response that is right.
 ROWS = {
@@ -126,6 +127,29 @@ def test_a_benchmark_is_read_from_a_mirror_in_its_own_columns(name, tmp_path):
     if benchmark.sha256:
         assert told["sha256"] != benchmark.sha256
         assert "not byte for byte" in found.notes[0]
+
+
+def test_a_package_adds_a_benchmark(tmp_path, monkeypatch):
+    code = (
+        "from rlctl.prepare.benchmarks import Benchmark\n\n\n"
+        "def trivia():\n"
+        "    names = ('question', 'answer')\n"
+        "    return Benchmark('trivia', 'us/trivia', '0' * 40, 'test.jsonl', 2, names, 'Be brief.')\n"
+    )
+    install_package(tmp_path, "our-trivia", code, "[rlctl.benchmarks]\ntrivia = our_trivia:trivia\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    place = tmp_path / "us/trivia/test.jsonl"
+    place.parent.mkdir(parents=True)
+    place.write_text('{"question": "2 + 2?", "answer": "4"}\n' * 2)
+    for name in ("trivia", f"{tmp_path}/our_trivia.py:trivia"):
+        found = load_questions([name], benchmarks_dir=tmp_path)
+        assert [row.ground_truth for row in found.rows] == ["4", "4"]
+        assert found.rows[0].prompt[-1].content == "2 + 2?\nBe brief."
+        assert found.benchmarks[0]["name"] == "trivia"
+    assert "trivia" in all_benchmarks()
+    with pytest.raises(UsageError) as refused:
+        load_questions(["trivias"], benchmarks_dir=tmp_path)
+    assert "did you mean `trivia`" in refused.value.fix
 
 
 def test_a_file_of_the_benchmarks_name_is_found_too(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ def found_by_both(tmp_path, rows, name="aime24.jsonl", **options):
     """Code → (severity, count, examples), the same by `check` and `parquet`."""
     source = write_jsonl(tmp_path / name, rows)
     out = tmp_path / "out"
-    summary = prepare(PrepareRequest((str(source),), out, val_size=1, near_duplicates="off", **options))
+    summary = prepare(PrepareRequest((str(source),), out, val_size=1, **options))
     written = {
         f["code"]: (f["severity"], f["count"], tuple(f["examples"])) for f in summary.report["findings"]
     }

@@ -71,7 +71,7 @@ def test_the_test_split_is_guarded_too(tmp_path):
     rows = [{"question": f"{LONG} ({word})", "answer": "#### 1"} for word in "abcdefghijklmnopqrst"]
     others = [{"question": f"An honest question number {i}", "answer": "#### 1"} for i in range(25)]
     source = write_jsonl(tmp_path / "in.jsonl", rows + others)
-    options = {"val_size": 4, "check_graders": False, "near_duplicates": "off"}
+    options = {"val_size": 4, "check_graders": False}
     summary = prepare(PrepareRequest((str(source),), tmp_path / "out", **options))
     held_out = load_rows([str(tmp_path / "out" / "test.parquet")])
     num_left = 20 - sum(row.prompt_text.startswith(LONG) for row in held_out)
@@ -87,9 +87,7 @@ def test_the_test_split_is_guarded_too(tmp_path):
 def test_the_test_split_is_compared_with_each_benchmark(tmp_path, workers, policy):
     rows = [{"question": f"An honest question number {i}", "answer": "#### 1"} for i in range(30)]
     source = write_jsonl(tmp_path / "in.jsonl", rows)
-    base = PrepareRequest(
-        (str(source),), tmp_path / "a", val_size=6, check_graders=False, near_duplicates="off"
-    )
+    base = PrepareRequest((str(source),), tmp_path / "a", val_size=6, check_graders=False)
     prepare(base)
     inside = load_rows([str(tmp_path / "a" / "test.parquet")])[:2]
     known = write_jsonl(
@@ -148,7 +146,7 @@ def test_what_was_compared_with_is_part_of_the_manifest(request_):
 def test_a_kind_that_only_test_rows_have_is_no_finding_of_the_training_rows(tmp_path):
     texts = [f"What is {word} in the book of names?" for word in "abcdefghijklmnopqrst"]
     source = write_jsonl(tmp_path / "in.jsonl", [{"question": text, "answer": "1"} for text in texts])
-    options = {"val_size": 4, "check_graders": False, "near_duplicates": "off"}
+    options = {"val_size": 4, "check_graders": False}
     request = PrepareRequest((str(source),), tmp_path / "out", **options)
     prepare(request)
     left = load_rows([str(request.out / "test.parquet")])
@@ -181,7 +179,7 @@ def test_a_benchmark_is_named_instead_of_its_file(tmp_path, benchmark_file):
     honest = [{"problem": f"What is {word}?", "answer": "1"} for word in ("one", "two", "three", "four")]
     rows = [{"problem": benchmark_file[0], "answer": "1"}, *honest]
     source = write_jsonl(tmp_path / "in.jsonl", rows)
-    options = {"val_size": 0, "check_graders": False, "near_duplicates": "off", "against": ("aime25",)}
+    options = {"val_size": 0, "check_graders": False, "against": ("aime25",)}
     summary = prepare(PrepareRequest((str(source),), tmp_path / "out", **options))
     assert summary.report["leakage"] == {"rows": 1, "by_file": {"aime25": {"exact": 1}}}
     report = check(CheckRequest((str(source),), against=("aime25",)))
@@ -223,7 +221,7 @@ def test_an_instruction_in_the_prompts_is_no_leak_into_a_small_file(tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", rows)
     known = [{"question": f"Where {LONG}, and how far is {i} km?{order}", "answer": "1"} for i in range(3)]
     against = (str(write_jsonl(tmp_path / "bench.jsonl", known)),)
-    options = {"against": against, "check_graders": False, "near_duplicates": "off"}
+    options = {"against": against, "check_graders": False}
     request = PrepareRequest((str(source),), tmp_path / "out", val_size=3, **options)
     assert prepare(request).report["leakage"] == {"rows": 0, "by_file": {}}
     assert check(CheckRequest((str(source),), against=against)).leakage[0]["rows"] == 0

@@ -172,11 +172,11 @@ def test_a_datasets_rows_have_its_name(tmp_path, name):
     sources = []
     for each in (name, f"{name}-moved"):
         (tmp_path / each).mkdir()
-        with pa.ipc.new_stream(tmp_path / each / "data-0.arrow", table.schema) as writer:
+        with pa.ipc.new_stream(tmp_path / each / "data-00000-of-00001.arrow", table.schema) as writer:
             writer.write_table(table)
-        (tmp_path / each / "state.json").write_text('{"_data_files": [{"filename": "data-0.arrow"}]}')
+        (tmp_path / each / "state.json").write_text("{}")
         assert set(check(CheckRequest((str(tmp_path / each),))).files[0].sources) == {each}
-        request = PrepareRequest((str(tmp_path / each),), tmp_path / "out", near_duplicates="off")
+        request = PrepareRequest((str(tmp_path / each),), tmp_path / "out")
         prepare(replace(request, overwrite=True))
         sources.append({row.data_source for row in all_rows(tmp_path / "out")})
     assert sources == [{name}, {f"{name}-moved"}]
@@ -306,9 +306,7 @@ def test_every_phase_ends_where_it_said(request_):
     watching = Watching()
     prepare(request_, watching)
     assert watching.phases["reading"][0] == Path(request_.sources[0]).stat().st_size
-    assert {"reading", "duplicates", "near duplicates", "writing train", "writing test"} <= set(
-        watching.phases
-    )
+    assert {"reading", "duplicates", "writing train", "writing test"} <= set(watching.phases)
     assert all(total == told for total, told in watching.phases.values())
 
 

@@ -32,7 +32,6 @@ def request_(tmp_path, model):
         model=model,
         max_prompt_length=LIMIT,
         check_graders=False,
-        near_duplicates="off",
         val_fraction=0,
         recipe=Recipe(instruction="Go."),
     )

@@ -277,7 +277,7 @@ def test_what_the_library_itself_saves_is_read(tmp_path):
     assert [record.values for source in found for record in read_records(source)] == rows
     both = datasets.DatasetDict(train=datasets.Dataset.from_list(rows), test=datasets.Dataset.from_list(rows))
     both.save_to_disk(tmp_path / "both")
-    with pytest.raises(UsageError, match="splits train, test") as caught:
+    with pytest.raises(UsageError, match="splits test, train") as caught:
         find_sources([str(tmp_path / "both")])
     assert str(tmp_path / "both/train") in caught.value.fix
     assert len(find_sources([str(tmp_path / "both/train")])) == 1
@@ -286,7 +286,7 @@ def test_what_the_library_itself_saves_is_read(tmp_path):
 def test_a_saved_dataset_with_a_hole_is_refused(tmp_path):
     saved_dataset(tmp_path / "sums", [{"q": "1"}, {"q": "2"}])
     (tmp_path / "sums/data-00001-of-00002.arrow").unlink()
-    with pytest.raises(UsageError, match=r"data-00001-of-00002\.arrow is missing"):
+    with pytest.raises(UsageError, match="it has 1 of 2 files"):
         find_sources([str(tmp_path / "sums")])
 
 

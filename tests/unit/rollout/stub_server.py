@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 import threading
@@ -10,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlctl.batch import Turn
@@ -46,6 +49,7 @@ class Server(ThreadingHTTPServer):
         self.takes_new_adapters = True
         self.lists = True  # False: `logprobs` brings those of the sampled tokens alone
         self.mass = lambda index: 1.0  # `seed % 10` → below 1: a token that it was sampled from is not listed
+        self.experts: tuple[int, int] | None = None  # layers and experts per token; None: not reported
         self.scales_out, self.scheduling_policy = True, "priority"  # as started for sampling in flight
         #: of the next answers, by span of tokens; None: as of an older vLLM, which reports none
         self.weight_versions: list[list[dict[str, Any]] | None] = []
@@ -142,6 +146,10 @@ class Handler(BaseHTTPRequestHandler):
                 "logprobs": log_probs,
                 "finish_reason": self.server.finish_reason,
             }
+            if self.server.experts:
+                given = np.full((len(body["prompt"]) + index, *self.server.experts), index, np.uint8)
+                np.save(file := io.BytesIO(), given)
+                choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
             self.answer(200, {"choices": [choice]})
 
     def generated(self, seed: int, token_ids: list[int], logprobs: int, **_: Any) -> dict[str, Any]:

@@ -84,3 +84,16 @@ def test_what_an_engine_returns_is_checked(turns: object, what: str) -> None:
     assert sampled([TURN], Sampling(3)) == [TURN]
     with pytest.raises(RunFailure, match=what):
         sampled(turns, Sampling(3))
+
+
+@pytest.mark.parametrize("count", [None, 0, 1, 2, 7])
+def test_experts_must_be_those_of_every_token_that_was_read(count: int | None) -> None:
+    """At least all tokens of the turn but the last; those of an aborted turn are not used."""
+    experts = None if count is None else torch.zeros(count, 3, 2, dtype=torch.int16)
+    turn, sampling = replace(TURN, experts=experts), Sampling(3, with_experts=True)
+    assert sampled([replace(turn, finish_reason="abort")], sampling)
+    if count:
+        assert sampled([turn], sampling) == [turn]
+    else:
+        with pytest.raises(RunFailure, match="in experts of turn 1"):
+            sampled([turn], sampling)

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -177,6 +178,17 @@ def test_what_vllm_lists_is_converted_without_loss():
     assert not turn.kept.without(tokens).any()
 
 
+def test_experts_are_converted():
+    """vLLM has unsigned numbers of one or two bytes."""
+    output = outputs(torch.randn(5, 12), torch.randint(12, (5,)), 0)
+    assert completion_of(output, has_lists=False).turn(Sampling(5), 0).experts is None
+    for dtype in (np.uint8, np.uint16):
+        output.routed_experts = np.arange(7 * 3 * 2, dtype=dtype).reshape(7, 3, 2) + dtype(200)
+        experts = completion_of(output, has_lists=False).turn(Sampling(5), 0).experts
+        assert experts.dtype == torch.int16
+        assert experts.tolist() == output.routed_experts.tolist()
+
+
 def test_log_probs_of_other_tokens_are_refused():
     output = outputs(torch.randn(5, 12), torch.randint(12, (5,)), 0)
     completion_of(output, has_lists=False)
@@ -261,6 +273,18 @@ def test_an_option_of_the_wrong_type_is_the_users_mistake(option, value, where, 
     error = _not_started("a/model", caught.value)
     assert (error.exit_code, error.where) == (2, where)
     assert "number" in error.what or "integer" in error.what
+
+
+@needs_vllm
+def test_experts_that_vllm_cannot_report_here_are_no_fault_of_the_model(embedded):
+    """Its CPU build has no model runner that does."""
+    from vllm import EngineArgs
+
+    given = EngineArgs(model=str(ensure_embedded(1).model_dir), enable_return_routed_experts=True)
+    with pytest.raises(ValueError, match="Runner V2") as caught:
+        given.create_engine_config()
+    error = _not_started("a/model", caught.value)
+    assert (error.exit_code, error.where) == (2, "actor.routing_replay")
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,23 @@ def test_what_a_server_lists_is_what_it_sampled_from(servers: list[Server], tmp_
     engine.close()
 
 
+def test_experts_that_a_server_reports(servers: list[Server], tmp_path: Path) -> None:
+    """A file of NumPy in base64, of all tokens but the last."""
+    engine, model = engine_on(servers, tmp_path)
+    engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
+    sampling = replace(SAMPLING, with_experts=True)
+    with pytest.raises(RunFailure, match=r"experts of 0 of \d tokens of response 1") as caught:
+        sample(engine, sampling=sampling)
+    assert "--enable-return-routed-experts" in str(caught.value)
+    servers[0].experts = servers[1].experts = (3, 2)
+    for turn in sample(engine, sampling=sampling):
+        index = len(turn.token_ids) - 1
+        assert turn.experts.shape[1:] == (3, 2)
+        assert turn.experts.dtype == torch.int16
+        assert turn.experts.unique().tolist() == [index]
+    engine.close()
+
+
 def test_what_a_server_lists_as_most_likely(servers: list[Server], tmp_path: Path) -> None:
     """The most likely ones first, without those that are impossible."""
     engine, model = engine_on(servers, tmp_path)

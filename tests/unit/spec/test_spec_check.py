@@ -175,6 +175,10 @@ FILTER = "algorithm.filter_groups.enable=true"
         ([*PACED], {"rollout.beyond_max_age": "warning"}),
         (["rollout.stale_cache=keep"], {"rollout.stale_cache": "warning"}),
         (
+            [*IN_FLIGHT, "rollout.max_staleness=1", "actor.routing_replay=true"],
+            {"actor.routing_replay": "error"},
+        ),
+        (
             [*IN_FLIGHT, "rollout.max_staleness=1", "model.lora_rank=4", "model.target_modules=[q_proj]"],
             {"rollout.in_flight": "error"},
         ),
@@ -218,6 +222,8 @@ FILTER = "algorithm.filter_groups.enable=true"
             {"rollout.exact_sampling": "error"},
         ),
         (["rollout.top_p=0.9", "rollout.top_k=20", "rollout.exact_sampling=true", "rollout.name=vllm"], {}),
+        (["actor.routing_replay=true"], {}),
+        (["actor.routing_replay=true", "rollout.name=vllm"], {}),
         (["rollout.top_k=0"], {"rollout.top_k": "error"}),
         (["rollout.temperature=0.01"], {"rollout.temperature": "warning"}),
         (["rollout.temperature=0.7"], {}),
@@ -245,6 +251,14 @@ def test_contradictions(overrides, expected):
 
 EST = "algorithm.adv_estimator="
 IN_REWARD, IN_LOSS = "algorithm.use_kl_in_reward=true", "actor.use_kl_loss=true"
+
+
+def test_experts_are_replayed_from_engines_that_report_them(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("def engine(context): ...\n")
+    with pytest.raises(SpecError, match="does not report which experts compute a token"):
+        load_spec([], [], ["actor.routing_replay=true", f"rollout.name={own}:engine"])
+    load_spec([], [], [f"rollout.name={own}:engine"])
 
 
 def test_repeated_passes_without_weights_are_not_blamed_on_weights():

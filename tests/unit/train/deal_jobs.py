@@ -55,6 +55,7 @@ def sampled_batch(seed: int = 0) -> TokenBatch:
         turns=torch.zeros(tokens, dtype=torch.int64),
         kept=TokenLists(kept, torch.arange(int(kept.sum())).int()),
         most_likely=TokenLists(listed, torch.arange(int(listed.sum())).int(), noise(int(listed.sum()))),
+        experts=up_to(900, sequences.total, 3, 2).to(torch.int16),
         rewards=noise(),
         baseline_scores=noise(count),
         old_log_probs=noise(),

@@ -1,0 +1,228 @@
+"""The training engines on torch's FSDP2, `fully_shard` (the idea: Zhao et al. 2023, arXiv:2304.11277).
+
+Weights, gradients and moments are float32 and divided among the ranks, as under ZeRO-3. A layer's weights are
+gathered in the engine's dtype for its forward and backward pass; gradients are summed over ranks in float32.
+A state is saved by torch's distributed checkpoints, which any number of ranks can load.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from rlctl.batch import ModelInputs
+from rlctl.engine.deepspeed_setup import Settings, recompute_layers
+from rlctl.engine.layout import BodyReader, idle_inputs
+from rlctl.engine.log_probs import PolicyModule, policy_output
+from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
+from rlctl.engine.model import export
+from rlctl.engine.protocol import PolicyOutput, StepResult
+from rlctl.engine.ranks import Ranks
+from rlctl.engine.values import ValueModule
+from rlctl.errors import RunFailure
+
+_STATE = "fsdp"
+_NO_CLIPPING = float(1 << 62)
+
+
+class _Engine:
+    """A module under FSDP2: the common part of policy and critic; see `protocol.Trained`.
+
+    Args:
+        model: Hugging Face causal language model, in any dtype; parameters that require gradient are trained.
+        wrap: creates the module to train from the model on its device, and options of `BodyReader`.
+    """
+
+    zero_stage = 3
+    scales_gradients = True
+
+    def __init__(
+        self, model: Any, wrap: Callable[..., nn.Module], ranks: Ranks, **settings: Unpack[Settings]
+    ) -> None:
+        self.ranks, self._clip, self._dtype = ranks, settings["grad_clip"] or _NO_CLIPPING, settings["dtype"]
+        if settings.get("gradient_checkpointing"):
+            recompute_layers(model)
+        self._module = sharded(model, wrap, ranks, self._dtype)
+        trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            trained, lr=0.0, betas=settings["betas"], weight_decay=settings["weight_decay"], fused=True
+        )
+        get_optimizer_state_dict(self._module, self._optimizer)  # creates the moments by a step of zero
+        for state in self._optimizer.state.values():
+            state["step"].zero_()
+
+    def plan(self, passes: Sequence[ModelInputs]) -> str:
+        """See `Trained.plan`."""
+        reader: BodyReader = self._module.reader
+        return reader.plan(passes)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """See `Trained.backward`; the gradients of ranks are summed after every micro-batch."""
+        del last
+        torch.autograd.backward(loss * self.ranks.world_size)  # FSDP averages over ranks
+
+    def step(self, *, lr: float, skip: bool = False, grad_scale: float = 1.0) -> StepResult:
+        """See `Trained.step`. The norm is that of all ranks, so they agree whether it is finite."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        trained = self._optimizer.param_groups[0]["params"]
+        if grad_scale != 1.0:
+            torch._foreach_mul_([p.grad for p in trained if p.grad is not None], grad_scale)
+        norm = in_full(nn.utils.clip_grad_norm_(trained, self._clip)).item()
+        applied = not skip and norm < float("inf")  # NaN is not
+        if applied:
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        return StepResult(grad_norm=norm, applied=applied)
+
+    def save(self, directory: Path) -> dict[str, str]:
+        """See `Trained.save`."""
+        save(self._state(), checkpoint_id=directory / _STATE)
+        return {}
+
+    def load(self, directory: Path) -> None:
+        """See `Trained.load`; the number of ranks may be another one."""
+        state = self._state()
+        try:
+            load(state, checkpoint_id=directory / _STATE)
+            set_state_dict(
+                self._module,
+                self._optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+            )
+        except Exception as error:
+            what = f"FSDP cannot load its state: {str(error).splitlines()[0]}"
+            raise RunFailure(what, where=str(directory / _STATE)) from error
+
+    def _state(self) -> dict[str, Any]:
+        reshard(self._module)
+        model, optimizer = get_state_dict(self._module, self._optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def _in_full(self, model: nn.Module, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Plain weights by name, gathered one at a time (a collective: all ranks iterate)."""
+        reshard(self._module)
+        for weight in plain_weights(model, merged=merged):
+            parts = [in_full(part.detach()) for part in weight.parts]
+            kept = parts[0].dtype if isinstance(weight.parts[0], nn.Parameter) else None
+            full = replace(weight, parts=parts).value()
+            yield weight.name, full.to(self._dtype) if kept else full
+
+
+class FsdpEngine(_Engine):
+    """A causal language model under FSDP2; see `TrainEngine`. `temperature`: that of sampling."""
+
+    def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
+        wrap = partial(PolicyModule, temperature=temperature)
+        super().__init__(model, wrap, ranks, **settings)
+        self._model = model
+
+    def policy(self, inputs: ModelInputs, **asked: bool) -> PolicyOutput:
+        """See `TrainEngine.policy`."""
+        return policy_output(self._module, inputs, **asked)
+
+    def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainEngine.weights` (a collective: all ranks iterate)."""
+        return self._in_full(self._model, merged=merged)
+
+    def adapter(self) -> Adapter:
+        """See `TrainEngine.adapter` (a collective)."""
+        reshard(self._module)
+        parameters = adapter_parameters(self._model)
+        tensors = {name: in_full(p.detach()).to("cpu", self._dtype) for name, p in parameters.items()}
+        return Adapter.of(self._model, tensors)
+
+    def export(self, directory: Path) -> None:
+        """See `TrainEngine.export`."""
+        export(self._model, self.weights(), self.ranks, directory)
+
+
+class FsdpCritic(_Engine):
+    """A value model under FSDP2: the body of a model with a new value head; see `CriticEngine`.
+
+    Raises:
+        UsageError: the model has no body separate from its output head.
+    """
+
+    def __init__(self, model: Any, ranks: Ranks, **settings: Unpack[Settings]) -> None:
+        super().__init__(model, ValueModule, ranks, **settings)
+
+    def values(self, inputs: ModelInputs) -> Tensor:
+        """See `CriticEngine.values`."""
+        values: Tensor = self._module(inputs=inputs)
+        return values
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter in full, `body.…` and `head.weight` (a collective)."""
+        return self._in_full(self._module)
+
+
+class FsdpReference:
+    """A `ReferencePolicy` with separate weights, divided among the ranks, which is never trained."""
+
+    def __init__(self, model: Any, ranks: Ranks, *, dtype: torch.dtype, temperature: float) -> None:
+        model.requires_grad_(False)
+        self._frozen = sharded(model, partial(PolicyModule, temperature=temperature), ranks, dtype)
+
+    @torch.no_grad()
+    def log_probs(self, inputs: ModelInputs) -> Tensor:
+        """See `ReferencePolicy.log_probs`; the caller splits the batch into micro-batches."""
+        return policy_output(self._frozen, inputs).log_probs
+
+
+def sharded(model: Any, wrap: Callable[..., nn.Module], ranks: Ranks, dtype: torch.dtype) -> Any:
+    """The module that `wrap` makes of the model, with weights divided among the ranks, layer by layer.
+
+    Layers with trained weights are kept in float32, others in `dtype`; all are gathered in `dtype`. Ranks
+    stay in step if they call the body equally often.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # log-probs are rows of one tensor
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+    def place(part: nn.Module) -> None:
+        own = [parameter for parameter in part.parameters() if not isinstance(parameter, DTensor)]
+        kept = torch.float32 if any(parameter.requires_grad for parameter in own) else dtype
+        for parameter in own:
+            parameter.data = parameter.data.to(ranks.device, kept)
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+
+    for layer in [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]:
+        place(layer)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(ranks.device)
+    module = wrap(model, ranks=ranks, share_prompts=False, probe=False)
+    place(module)
+    module.eval()  # no dropout: π_θ would differ from one pass to the next
+    with torch.no_grad():  # the first pass fixes dtypes, by what is trained now, and probes the model
+        module(inputs=idle_inputs(ranks.device))
+    reshard(module)
+    return module
+
+
+def reshard(module: nn.Module) -> None:
+    """Divides weights again that a pass without a backward pass left gathered."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def in_full(tensor: Tensor) -> Tensor:
+    """A tensor that may be divided among the ranks, on every rank."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,212 @@
+"""Which experts compute a token in a mixture of experts: recorded, replayed, and balanced by a loss.
+
+A router chooses the k experts with the highest scores by `topk`. While a `Routing` is active, this call
+returns the given experts with their scores, so that weights and gradients are those of the router, whatever
+the architecture computes from them. Source of the replay: Ma et al. 2025, "Stabilizing MoE Reinforcement
+Learning by Aligning Training and Inference Routers", arXiv 2510.11370.
+
+The auxiliary loss: Fedus et al. 2022, "Switch Transformers", equations 4 to 6. It is E · Σ_i f_i · P_i for E
+experts, f_i being the share of the tokens that goes to expert i, a constant, and P_i the mean of the router's
+probability. With several experts per token and several layers, both are means over layers, as in
+transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from rlctl.errors import RunFailure, UsageError
+
+AUX_LOSS = "actor.router_aux_loss_coef"
+REPLAY = "actor.routing_replay"
+_ACTIVE = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """The routers of a model: their layers, of all decoder layers; E experts, k of which compute a token."""
+
+    layers: tuple[int, ...]
+    num_layers: int
+    num_experts: int
+    experts_per_token: int
+
+    @classmethod
+    def of(cls, body: Any, key: str) -> Mixture:
+        """The routers of a model's body, which a spec key needs.
+
+        Raises:
+            UsageError: it has none, or they differ from layer to layer.
+        """
+        config = body.config.get_text_config()
+        found = [
+            (int(place[0]), getattr(experts, "num_experts", None) or len(getattr(experts, "_modules", ())))
+            for name, module in body.named_modules()
+            if (experts := module._modules.get("experts")) is not None and (place := re.findall(r"\d+", name))
+        ]
+        layers, counts = tuple(layer for layer, _ in found), {count for _, count in found}
+        chosen = getattr(config, "num_experts_per_tok", None)
+        if len(counts) != 1 or len(set(layers)) < len(layers) or chosen is None:
+            raise _refused(body, key)
+        return cls(layers, config.num_hidden_layers, counts.pop(), chosen)
+
+    def of_routers(self, experts: Tensor) -> Tensor:
+        """(…, layers, k) experts in all decoder layers, or in those with a router → those of the routers.
+
+        Raises:
+            RunFailure: they are of another model.
+        """
+        if experts.shape[-2] == self.num_layers:
+            experts = experts[..., list(self.layers), :]
+        fits = experts.shape[-2:] == (len(self.layers), self.experts_per_token)
+        if not fits or (experts.numel() and int(experts.max()) >= self.num_experts):
+            raise RunFailure(
+                f"the rollout engine reports {tuple(experts.shape[-2:])} experts per token, the highest "
+                f"{int(experts.max())}; the model chooses {self.experts_per_token} of {self.num_experts} in "
+                f"{len(self.layers)} layers",
+                where=REPLAY,
+            )
+        return experts
+
+
+class Routing(TorchFunctionMode):
+    """Records the experts that passes of a model choose while it is active, and may replace them.
+
+    Args:
+        mixture: the routers.
+        experts: (n, routers, k) integers, of the n tokens of a pass; −1: the router chooses. None: always.
+        first: number of choices before, when part of a pass is recomputed.
+
+    Attributes:
+        chosen: for each router of each pass, (n, k) int64 experts.
+    """
+
+    def __init__(self, mixture: Mixture, experts: Tensor | None = None, *, first: int = 0) -> None:
+        super().__init__()
+        self._mixture, self._experts, self._first = mixture, experts, first
+        self.chosen: list[Tensor] = []
+        self._outer: Routing | None = None
+
+    def __enter__(self) -> Routing:
+        self._outer, _ACTIVE.routing = _active(), self
+        self.chosen = []
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _ACTIVE.routing = self._outer
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, function: Callable[..., Any], _: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function is not torch.topk and function is not Tensor.topk:
+            return found
+        scores = args[0] if args else kwargs["input"]
+        mixture, indices = self._mixture, found.indices
+        if (scores.shape[-1], indices.shape[-1]) != (mixture.num_experts, mixture.experts_per_token):
+            return found  # such as of groups of experts
+        if self._experts is not None:
+            router = (self._first + len(self.chosen)) % len(mixture.layers)
+            given = self._experts[:, router].view(indices.shape).to(indices)
+            indices = torch.where(given >= 0, given, indices)
+            found = torch.return_types.topk((scores.gather(-1, indices), indices))
+        self.chosen.append(indices)
+        return found
+
+    def again(self) -> Routing:
+        """The same for a recomputation of what comes next."""
+        return Routing(self._mixture, self._experts, first=self._first + len(self.chosen))
+
+    def check(self, body: Any, num_passes: int) -> None:
+        """Checks that every router has chosen once in each pass.
+
+        Raises:
+            UsageError: the model does not choose its experts once per layer by `topk`.
+        """
+        if len(self.chosen) != num_passes * len(self._mixture.layers):
+            what = f"{type(body).__name__} does not choose the experts of a layer once, by `topk`"
+            raise UsageError(what, where=REPLAY, fix="leave it out")
+
+    def passes(self, body: Any, count: int) -> list[Tensor]:
+        """For each of `count` passes, (n, routers, k) int64; raises as `check`."""
+        self.check(body, count)
+        routers = len(self._mixture.layers)
+        of_tokens = [choice.flatten(0, -2) for choice in self.chosen]
+        return [torch.stack(of_tokens[at : at + routers], 1) for at in range(0, len(of_tokens), routers)]
+
+
+def recomputing() -> tuple[Any, Any]:
+    """Contexts for an activation checkpoint: of the forward pass, and of its recomputation.
+
+    The backward pass may run in another thread, and after the forward pass of another batch.
+    """
+    active = _active()
+    return contextlib.nullcontext(), active.again() if active else contextlib.nullcontext()
+
+
+def _active() -> Routing | None:
+    return getattr(_ACTIVE, "routing", None)
+
+
+def _refused(body: Any, key: str) -> UsageError:
+    what = f"{type(body).__name__} reports no routing of its tokens to experts"
+    return UsageError(what, where=key, fix="leave it out")
+
+
+class RoutedBody:
+    """A model's body whose states are followed by the routing of their token, in float32: (…, H + 2·E).
+
+    Raises:
+        UsageError: in the first pass, if the model has no router.
+    """
+
+    def __init__(self, body: Any) -> None:
+        self._body = body
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._body, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        """The output of the body, reduced to states and cache."""
+        output = self._body(**inputs, output_router_logits=True)
+        layers = [layer for layer in getattr(output, "router_logits", None) or () if layer is not None]
+        count = getattr(self._body.config.get_text_config(), "num_experts_per_tok", None)
+        if not layers or count is None:
+            raise _refused(self._body, AUX_LOSS)
+        active = _active()
+        chosen = active.chosen if active else [layer.topk(count).indices for layer in layers]
+        routing = torch.stack(list(map(_routing, layers, chosen[-len(layers) :]))).mean(0)
+        states, cache = output.last_hidden_state, getattr(output, "past_key_values", None)
+        joined = torch.cat([states.float(), routing.view(*states.shape[:-1], -1)], -1)
+        return SimpleNamespace(last_hidden_state=joined, past_key_values=cache)
+
+
+def _routing(logits: Tensor, chosen: Tensor) -> Tensor:
+    """(N, 2·E): the router's probabilities of one layer, and 1 at the chosen experts (without gradient)."""
+    counts = functional.one_hot(chosen.view(len(logits), -1), logits.shape[-1]).sum(-2)
+    return torch.cat([logits.float().softmax(-1), counts.float()], -1)
+
+
+def balance_loss(routing: Tensor, shares: Tensor, num_tokens: float) -> Tensor:
+    """() the part of the mini-batch's auxiliary loss that some of its tokens have, with gradient.
+
+    Args:
+        routing: (m, 2·E) of these tokens, as in `PolicyOutput.routing`.
+        shares: (E,) f, of all tokens of the mini-batch.
+        num_tokens: their number.
+    """
+    probabilities = routing[:, : len(shares)].sum(0) / max(num_tokens, 1.0)
+    return len(shares) * (probabilities @ shares.to(probabilities))

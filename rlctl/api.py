@@ -489,7 +489,7 @@ def correct(
         if signs is not None and not signs.isfinite().all():
             where = "" if response_mask is None else " where response_mask is True"
             raise ValueError(f"advantages are NaN or infinite{where}")
-    sums = ranks.to_host(result.sums)
+    sums = ranks.all_reduce(result.sums)
     if parts := correction.parts_with_nan(sums, rules):
         raise RunFailure(f"{' or '.join(parts)} returned NaN")
     if num_bad := int(sums["sequences"] - sums["finite_sequences"]):

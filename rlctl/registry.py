@@ -531,9 +531,7 @@ ADVANTAGE_ESTIMATORS = Registry(
     inputs="group_ids values baseline_scores score_norms sequence_weights",
 )
 #: Functions without arguments that return a `Benchmark`; those of rlctl are in `prepare/benchmarks.toml`.
-NAMED_BENCHMARKS = Registry(
-    "benchmark", key="--data", module="rlctl.prepare.benchmarks", inputs="", takes_params=False
-)
+NAMED_BENCHMARKS = Registry("benchmark", key="--data", module="", inputs="", takes_params=False)
 DIAGNOSIS_RULES = Registry(
     "diagnosis rule",
     key="--rules",

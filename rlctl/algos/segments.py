@@ -4,8 +4,8 @@ Sums are in float64 and do not depend on how a batch is divided: each segment is
 exists here and in `rlctl.engine.layout` only.
 
 For a metric, reduce first and divide once. A dict of named () float64 sums describes one part of a batch, on
-the device. Parts are added; `Ranks.to_host` merges all ranks and gives floats. Metrics are computed from the
-total, never as an average of the parts' metrics. A name that ends with `.max` merges by maximum.
+the device. Parts are added; `Ranks.all_reduce` merges all ranks and gives floats. Metrics are computed from
+the total, never as an average of the parts' metrics. A name that ends with `.max` merges by maximum.
 """
 
 from __future__ import annotations

@@ -19,6 +19,9 @@ from rlctl.errors import UsageError, visible
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from rlctl.registry import Registry
+    from rlctl.spec.run_spec import RunSpec
+
 Request = TypeVar("Request", bound="DataclassInstance")
 
 #: Where runs are, as seen from the working directory.
@@ -257,6 +260,27 @@ def run_or_model(name: str) -> str:
 
     path = run_named(name, RUNS, whole=True)
     return str(path) if path.is_dir() else name
+
+
+def spec_named(what: str, parts: Registry, overrides: Sequence[str] = ()) -> RunSpec:
+    """The spec that `what` names: a file, run directory or preset; or a default spec with this part.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    from rlctl.spec.load import LEFT_TO_THE_USER, RUN_SPEC_FILE, load_spec
+    from rlctl.spec.sources import all_presets
+
+    path = Path(what)
+    if what in set(parts) or ":" in what:
+        return load_spec(overrides=[f"{parts.key}={what}", *overrides], left_open=LEFT_TO_THE_USER).spec
+    if (path / RUN_SPEC_FILE).is_file():
+        path /= RUN_SPEC_FILE
+    if path.is_file() or what in all_presets():
+        return load_spec([str(path)], overrides=overrides, left_open=LEFT_TO_THE_USER).spec
+    fix = f"name a YAML file, a run directory, a preset, file.py:NAME, or {', '.join(parts)}"
+    article = "an" if parts.kind[0] in "aeiou" else "a"
+    raise UsageError(f"neither a spec nor {article} {parts.kind}", where=what, fix=fix)
 
 
 #: The presets of commands that train.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -116,21 +117,19 @@ def diagnose(
 def read_all(
     paths: Sequence[Path], wanted: frozenset[str], readers: Readers | None = None
 ) -> Iterator[RunLog]:
-    """Reads the runs at all paths one by one, with a progress bar on a terminal."""
-    from rich.progress import TaskProgressColumn, TimeRemainingColumn
+    """Reads the runs at all paths one by one; says on a terminal what is being read."""
+    from rich.text import Text
 
-    from rlctl.cli.output import progress_bar
     from rlctl.diagnose.diagnosis_report import visible
     from rlctl.diagnose.readers.detect import read_runs
     from rlctl.diagnose.readers.reader_files import BUILT_IN
+    from rlctl.diagnose.table import STDIN
+    from rlctl.terminal import Console
 
     for path in paths:
-        bar = progress_bar(TaskProgressColumn(), TimeRemainingColumn())
-        bar.disable |= path == Path("-")  # it would disturb what is being pasted
-        with bar:
-            task = bar.add_task(visible(f"reading {path}"), total=None)
-            tracked = partial(bar.open, mode="rb", task_id=task)
-            yield from read_runs(path, wanted, tracked, readers or BUILT_IN)  # type: ignore[arg-type]
+        is_pasted = path == STDIN  # a spinner would disturb it
+        with nullcontext() if is_pasted else Console(stderr=True).status(Text(visible(f"reading {path}"))):
+            yield from read_runs(path, wanted, readers or BUILT_IN)
 
 
 def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rlctl.cli.command import Format, Out
+from rlctl.cli.command import Format, Out, spec_named
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -64,7 +63,10 @@ def try_out(
 
     rlctl environment test wordle.py:Wordle --model Qwen/Qwen3-0.6B --fail-on critical
     """
-    spec = _spec(what, overrides or [], model)
+    from rlctl.registry import ENVIRONMENTS
+
+    own = [f"model.path={model}"] if model else []
+    spec = spec_named(what, ENVIRONMENTS, [*(overrides or ()), *own])
     from rlctl.cli.output import check_out, counting, write_report
 
     check_out([], out, is_page=False)
@@ -90,22 +92,6 @@ def try_out(
     severities = {finding.severity for finding in _findings(audit, template)}
     if fail_on and severities & {"critical", fail_on}:
         raise typer.Exit(3)
-
-
-def _spec(what: str, overrides: list[str], model: str | None) -> RunSpec:
-    """The spec that `what` names; for an environment, a default spec that uses it."""
-    from rlctl.registry import ENVIRONMENTS
-    from rlctl.spec.load import LEFT_TO_THE_USER, load_spec
-    from rlctl.spec.sources import all_presets
-
-    given = [*overrides, *([f"model.path={model}"] if model else [])]
-    if what in set(ENVIRONMENTS) or ":" in what:
-        own = f"environment.name={what}"
-        return load_spec(overrides=[own, *given], left_open=LEFT_TO_THE_USER).spec
-    if Path(what).is_file() or what in all_presets():
-        return load_spec([what], overrides=given, left_open=LEFT_TO_THE_USER).spec
-    fix = f"name file.py:Name, a YAML file, a preset, or {', '.join(ENVIRONMENTS)}"
-    raise UsageError("neither a spec nor an environment", where=what, fix=fix)
 
 
 def _model(spec: RunSpec, model: str | None) -> tuple[Any, list[int]]:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from rlctl.prepare.lengths import Histogram, RenderedRow
 
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
-_BINS, _BAR = 12, 40
 #: Maximum number of data sources in the line of a file.
 _SOURCES_SHOWN = 4
 
@@ -127,7 +126,7 @@ def rows_document(shown: Sequence[RenderedRow], lengths: Histogram, *, ids: bool
 
 
 def print_rows(console: Console, rows: Sequence[RenderedRow], lengths: Histogram, *, ids: bool) -> None:
-    """Prints rows as the model reads them, then a histogram of the lengths."""
+    """Prints rows as the model reads them, then quantiles of the lengths."""
     for shown in rows:
         console.print(Rule(Text(visible(shown.where))))
         prompt = Text()
@@ -146,8 +145,7 @@ def print_rows(console: Console, rows: Sequence[RenderedRow], lengths: Histogram
         if ids and shown.ids is not None:
             console.print(Text(" ".join(map(str, shown.ids)), style="cyan"), soft_wrap=True)
     console.print(Rule(Text(f"prompt lengths in {lengths.unit}")))
-    for line in _histogram(lengths):
-        console.print(Text(line))
+    console.print(Text(_quantiles(lengths) if lengths.total else "no usable row"))
 
 
 def print_check(console: Console, report: CheckReport) -> None:
@@ -158,8 +156,7 @@ def print_check(console: Console, report: CheckReport) -> None:
             console.print(Text(f"  {visible(name)}  {visible(kind)}", style="dim"), soft_wrap=True)
     if report.lengths.total:
         console.print(Text(f"prompt lengths in {report.lengths.unit}", style="bold"))
-        for line in _histogram(report.lengths):
-            console.print(Text(f"  {line}"))
+        console.print(Text(f"  {_quantiles(report.lengths)}"))
     for line in comparison_lines(report.leakage):
         console.print(Text(visible(line)), soft_wrap=True)
     for finding in report.findings:
@@ -189,15 +186,6 @@ def _conclusion(findings: Sequence[DataFinding]) -> str:
     return ", ".join(named) if named else "nothing found"
 
 
-def _histogram(lengths: Histogram) -> Iterator[str]:
-    """Lines of a histogram: one bar per range, then the quantiles."""
-    bins = lengths.bins(_BINS)
-    if not bins:
-        yield "no usable row"
-        return
-    most = max(count for _, _, count in bins)
-    width = len(f"{bins[-1][1]:,}")
-    for low, high, count in bins:
-        bar = "█" * -(-_BAR * count // most)
-        yield f"{low:>{width},}–{high:<{width},} {bar:<{_BAR}} {count:,}"
-    yield "  ".join(f"{name} {length:,}" for name, length in lengths.summary().items())
+def _quantiles(lengths: Histogram) -> str:
+    """The smallest length, quantiles, and the largest."""
+    return "  ".join(f"{name} {length:,}" for name, length in lengths.summary().items())

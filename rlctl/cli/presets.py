@@ -1,4 +1,4 @@
-"""`rlctl presets`: lists, shows, compares and copies the shipped presets."""
+"""`rlctl presets`: lists, shows and copies the shipped presets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from rlctl.cli.command import Format, Out, complete_preset
 from rlctl.errors import UsageError
 
-app = typer.Typer(help="The shipped presets: list, read, copy and compare them.", no_args_is_help=True)
+app = typer.Typer(help="The shipped presets: list, read and copy them.", no_args_is_help=True)
 
 
 @app.command("list")
@@ -66,31 +66,3 @@ def show(
         fix = did_you_mean(name, all_presets(), "see `rlctl presets list`", cutoff=0.4)
         raise UsageError(f"no such preset: {name}", fix=fix)
     write_out(preset.path.read_text(encoding="utf-8"), out)
-
-
-@app.command()
-def diff(
-    first: Annotated[str, typer.Argument(metavar="A", help="A preset, by name or path.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
-    output_format: Format = "text",
-    out: Out = None,
-) -> None:
-    """Show the keys in which two resolved presets differ.
-
-    rlctl presets diff rloo-seq-is rloo-uncorrected
-
-    rlctl presets diff rloo-seq-is my-run.yaml --format json
-    """
-    from rlctl.cli.dry_run import show as show_value
-    from rlctl.cli.output import write_report
-    from rlctl.spec.keys import leaves_of
-    from rlctl.spec.load import LEFT_TO_THE_USER, load_spec
-    from rlctl.text_table import print_table
-
-    names = (first, second)
-    one, other = (leaves_of(load_spec([name], left_open=LEFT_TO_THE_USER).spec) for name in names)
-    differing = {key: [show_value(one[key]), show_value(other[key])] for key in one if one[key] != other[key]}
-    rows = [(key, *values) for key, values in differing.items()]
-    rows = rows or [("", "the same spec", "the same spec")]
-    text = partial(print_table, headings=("key", first, second), rows=rows)
-    write_report(output_format, out, text, lambda: differing)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rlctl.cli.command import Format, Out, count_option
-from rlctl.errors import UsageError
+from rlctl.cli.command import Format, Out, count_option, spec_named
 
 if TYPE_CHECKING:
     from rlctl.reward.trial import Trial
-    from rlctl.spec.run_spec import RunSpec
     from rlctl.terminal import Console
 
 
@@ -61,9 +58,10 @@ def reward(
     rlctl reward run.yaml --data train.parquet --responses evaluations/base/samples.parquet
     """
     from rlctl.cli.reward_cases import cases_of
+    from rlctl.registry import GRADERS
     from rlctl.reward.trial import try_reward
 
-    spec = _spec(what)
+    spec = spec_named(what, GRADERS)
     is_shaped = spec.reward.overlong.buffer_length > 0
     cases = cases_of(data, responses or [], limit, is_shaped=is_shaped)
     from rich.progress import MofNCompleteColumn, TimeRemainingColumn
@@ -84,23 +82,6 @@ def reward(
     is_bad = bool(trial.num_errors or (fail_on == "disagreement" and trial.num_disagreements))
     if fail_on != "never" and is_bad:
         raise typer.Exit(3)
-
-
-def _spec(what: str) -> RunSpec:
-    """The spec that `what` names; for a grader or function, a default spec that uses it."""
-    from rlctl.registry import GRADERS
-    from rlctl.spec.load import LEFT_TO_THE_USER, RUN_SPEC_FILE, load_spec
-    from rlctl.spec.sources import all_presets
-
-    if what in set(GRADERS) or ".py:" in what:
-        return load_spec(overrides=[f"reward.name={what}"]).spec
-    path = Path(what)
-    if path.is_dir() and (path / RUN_SPEC_FILE).is_file():
-        path = path / RUN_SPEC_FILE
-    if path.is_file() or what in all_presets():
-        return load_spec([str(path)], left_open=LEFT_TO_THE_USER).spec
-    fix = f"name a YAML file, a run directory, a preset, file.py:function, or {', '.join(GRADERS)}"
-    raise UsageError("neither a spec nor a grader", where=what, fix=fix)
 
 
 def _print(console: Console, trial: Trial) -> None:

@@ -3,18 +3,20 @@
 A rule names the metrics it reads, its detection function, and the texts that all its findings share.
 
 `@Rule(...)` above a function registers the rule. The first line of the function's docstring describes the
-healthy state. User-defined rules have the same form, in a file (`--rules file.py:function`) or an installed
-package (entry point group `rlctl.diagnosis_rules`). The tables of docs/reference/diagnose-rules.md are
-generated from the rules.
+healthy state. The texts of built-in rules are in `rules.toml`. User-defined rules have the same form, in a
+file (`--rules file.py:function`) or an installed package (entry point group `rlctl.diagnosis_rules`). The
+tables of docs/reference/diagnose-rules.md are generated from the rules.
 """
 
 from __future__ import annotations
 
 import inspect
+import tomllib
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
@@ -77,6 +79,20 @@ FixesOf = Callable[[RunLog], Iterable[Fix]]
 Fixes = FixesOf | tuple[Fix | FixesOf, ...]
 
 
+def _texts() -> dict[str, dict[str, Any]]:
+    """Built-in rule → fields of `Rule`, from the file, which explains them."""
+    found = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
+    for fields in found.values():
+        each = (getattr(th, name, (name,)) for name in fields.get("explains", ()))
+        fields["explains"] = tuple(rule for rules in each for rule in rules)
+        fields["source"] = getattr(th, fields["source"], fields["source"])
+        fields["sure"] = tuple(fields["sure"])
+    return found
+
+
+_TEXTS = _texts()
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A rule for one kind of fault; as a decorator, it uses the decorated function as `detect`."""
@@ -117,7 +133,8 @@ class Rule:
         Raises:
             ValueError: the function does not take one argument, or the name is taken.
         """
-        rule = replace(self, detect=detect)
+        texts = _TEXTS.get(self.name, {}) if is_builtin(detect) else {}
+        rule = replace(self, detect=detect, **texts)
         label, source = rule.label, rule.source
         return DIAGNOSIS_RULES.register(rule.name, label=label, source=source, needs=rule.metrics)(rule)
 

@@ -32,9 +32,6 @@ TOKEN_ERROR = Levels(
 #: Mean bounded weight below which the log-probs belong to other weights.
 MEAN_VANISHED = Levels("rollout_corr/rollout_is_mean", (("critical", 0.1),), is_floor=True)
 
-#: What a gap between the policies causes.
-_OF_A_GAP = (*th.GAP_RULES, *th.COLLAPSE_RULES, "gradient-norm")
-
 #: Factor from which a gap grows, and difference of probabilities that no precision reaches.
 GROWN, FAR_PROBS = 5.0, 0.05
 _NO_CASCADE = fix.by_hand(
@@ -45,8 +42,6 @@ _LOG_PROBS_OF_SAMPLING = fix.by_hand(
     "let the engine report the log-probs it sampled from, at the trainer's temperature",
     verl="actor_rollout_ref.rollout.logprobs_mode=processed_logprobs",
 )
-
-_PURE = "the gap is pure mismatch in this mode, but the log does not show where it comes from"
 
 
 def _mixed(run: RunLog, key: str) -> Skipped | None:
@@ -77,17 +72,13 @@ def _of_implementations(run: RunLog, found: Detection, series: Series, is_far: b
         )
         fixes = (*fix.same_precision(run), _NO_CASCADE)
     more = () if fix.FIND_THE_CAUSE in fixes else (fix.FIND_THE_CAUSE,)
-    fixes = (*fixes, *more, *fix.correct_tokens(run))
-    return replace(found, cause=cause, fixes=fixes, sure=("medium", _PURE))
+    doubt = "the gap is pure mismatch in this mode, but the log does not show where it comes from"
+    return replace(
+        found, cause=cause, fixes=(*fixes, *more, *fix.correct_tokens(run)), sure=("medium", doubt)
+    )
 
 
-@Rule(
-    "probability-gap", thresholds=th.PROBS_GAP, source=th.OWN, sure=("medium", _PURE),
-    needs=(th.PROBS_GAP.key,), uses=th.STALENESS,
-    explains=_OF_A_GAP,
-    signal="`training/rollout_probs_diff_mean`, where the gap is pure mismatch¹; relative",
-    cause="precision, kernels, other log-probs or old weights: by the size and the course of the gap",
-)  # fmt: skip
+@Rule("probability-gap", thresholds=th.PROBS_GAP, needs=(th.PROBS_GAP.key,), uses=th.STALENESS)
 def probability_gap(run: RunLog) -> Detection | Skipped | None:
     """Both policies give sampled tokens the same probability."""
     if mixed := _mixed(run, th.PROBS_GAP.key):
@@ -101,13 +92,7 @@ def probability_gap(run: RunLog) -> Detection | Skipped | None:
 
 
 @Rule(
-    "policy-gap", source=th.FIELD, uses=th.STALENESS,
-    signal="`rollout_corr/kl`; where the gap is pure mismatch¹ `rollout_corr/k3_kl`, or without it "
-    "`mismatch/log_prob_abs_diff_mean`, both relative",
-    thresholds="— / k3 > 0.001, difference > 0.03 / \\|kl\\|, or k3⁴, > 0.1, difference > 0.15",
-    cause="rollout engine and trainer differ, samples are stale, or the policy moves far on one batch",
-    fixes=(fix.gentler, fix.correct_tokens), explains=_OF_A_GAP,
-    sure=("medium", "the logged gap includes the policy's own progress, or this is unknown"),
+    "policy-gap", uses=th.STALENESS, fixes=(fix.gentler, fix.correct_tokens),
     one_of=(th.KL.key, th.K3.key, th.LOG_PROB_GAP.key),
 )  # fmt: skip
 def policy_gap(run: RunLog) -> Detection | Skipped | None:
@@ -133,17 +118,11 @@ def policy_gap(run: RunLog) -> Detection | Skipped | None:
 
 
 @Rule(
-    "sampled-otherwise", thresholds="— / × 1.4 or ÷ 1.4 / × 2 or ÷ 2", source=th.OWN,
-    needs=(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY), uses=(_FAILED,), explains=(*_OF_A_GAP, "large-updates"),
+    "sampled-otherwise", needs=(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY), uses=(_FAILED,),
     signal="mean −log π of the samples (`rollout_corr/training_log_ppl`) over `actor/entropy`, if they "
     f"differ by {SAMPLED_NATS:g} nats and both sides agree on the log-probs",
-    cause="the engine samples at another temperature, top-p or top-k than it reports, for example from the "
-    "model's generation config",
     fixes=(
         fix.by_hand("give the engine the trainer's temperature, and no generation config"), fix.FIND_THE_CAUSE
-    ),
-    sure=(
-        "medium", "both log-probs agree, so the sampling differs; unequal lengths shift the figure a little"
     ),
 )  # fmt: skip
 def sampled_otherwise(run: RunLog) -> Detection | None:
@@ -172,18 +151,13 @@ def sampled_otherwise(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "missing-log-probs", thresholds="— / — / on a step", source=th.LOGIC,
-    needs=(_ROLLOUT_PPL,), uses=(_TRAINING_PPL,),
-    signal="engine's mean log-prob (`rollout_corr/rollout_log_ppl`) exactly 0, and the trainer's not",
-    cause="the engine reports zeros instead of log-probs: every importance weight is wrong",
+    "missing-log-probs", needs=(_ROLLOUT_PPL,), uses=(_TRAINING_PPL,),
     fixes=(
         fix.by_hand(
             "let the engine return the log-probs of the sampled tokens",
             verl="actor_rollout_ref.rollout.calculate_log_probs=True",
         ),
     ),
-    sure=("high", "no sampled response has probability 1 at every token"),
-    explains=(*_OF_A_GAP, "large-updates"),
 )  # fmt: skip
 def missing_log_probs(run: RunLog) -> Detection | None:
     """The engine reports log-probs."""
@@ -197,12 +171,8 @@ def missing_log_probs(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "token-error", source=th.NEMO, needs=(TOKEN_ERROR.key,),
-    signal="`mismatch/token_mult_prob_error`; relative", thresholds="— / > 1.05 / > 2",
-    cause="weights reach the engine incompletely or late, or its tensor-parallel kernels differ",
+    "token-error", needs=(TOKEN_ERROR.key,),
     fixes=(fix.by_hand("score a fixed sequence on both sides after every weight synchronization"),),
-    explains=_OF_A_GAP,
-    sure=("medium", "incomplete weights and different kernels have the same effect on this figure"),
     not_applicable=lambda run: "" if TOKEN_ERROR.key in run.table.columns else "only NeMo-RL logs it",
 )  # fmt: skip
 def token_error(run: RunLog) -> Detection | None:
@@ -214,11 +184,9 @@ def token_error(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "stale-weights", thresholds="— / — / > 1; < 0.1", source=th.TRL,
-    one_of=(th.LOG_PROB_GAP.key, MEAN_VANISHED.key), uses=(th.MASKED.key, th.LENGTH),
+    "stale-weights", one_of=(th.LOG_PROB_GAP.key, MEAN_VANISHED.key), uses=(th.MASKED.key, th.LENGTH),
     signal="`mismatch/log_prob_abs_diff_mean`; mean bounded weight without rejected samples "
     f"(not of products over {th.LONG_RESPONSE:g} tokens and more)",
-    cause="the engine samples with old weights, or reports log-probs before temperature and top-p",
     fixes=(
         partial(fix.fresher, fully=True),
         fix.by_hand(
@@ -228,8 +196,6 @@ def token_error(run: RunLog) -> Detection | None:
         ),
         fix.FIND_THE_CAUSE,
     ),
-    explains=_OF_A_GAP,
-    sure=("medium", "old weights and the wrong kind of log-probs have the same effect on this figure"),
     not_applicable=lambda run: (
         "`policy-gap` covers the same gap"
         if run.facts.rollout_is == "off" and th.LOG_PROB_GAP.key not in run.table.columns

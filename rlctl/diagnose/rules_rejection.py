@@ -37,24 +37,14 @@ def _less_rejection(run: RunLog) -> tuple[Fix, ...]:
     return tuple(one for one in fixes if one.spec[:2] != has)
 
 
-@Rule(
-    "rejected", thresholds=th.MASKED, source=th.GUIDE, fixes=_less_rejection, needs=(_MASKED,),
-    signal="`rollout_corr/rollout_rs_masked_fraction`",
-    cause="the bounds are too tight for the distance between the policies; if a finding above names that "
-    "gap, reduce it first",
-    sure=("high", "the share is counted, not estimated"), explains=("no-gradient", *th.COLLAPSE_RULES),
-)  # fmt: skip
+@Rule("rejected", thresholds=th.MASKED, fixes=_less_rejection, needs=(_MASKED,))
 def rejected(run: RunLog) -> Detection | None:
     """Rejection keeps most tokens."""
     return detect_crossing(run, th.MASKED, "rejection drops {worst:.0%} of the training data {where}")
 
 
 @Rule(
-    "silently-off", thresholds="— / — / always", source=th.LOGIC,
-    explains=th.COLLAPSE_RULES,
-    sure=("high", "the framework always logs it"), facts=("rollout_is", "rollout_rs"),
-    signal="correction is configured, but not logged, or every weight is 1 while the policies differ",
-    cause="the correction is computed from the wrong log-probs, or its result is not used",
+    "silently-off", facts=("rollout_is", "rollout_rs"),
     fixes=(
         fix.by_hand(
             "check that the engine's log-probs reach the loss",
@@ -91,11 +81,7 @@ def silently_off(run: RunLog) -> Detection | Skipped | None:
 
 
 @Rule(
-    "bypass-repeats", thresholds="— / always / —", source=th.LOGIC, sure=("high", "the settings show it"),
-    facts=("bypass_mode", "ppo_epochs"),
-    explains=(*th.GAP_RULES, *th.COLLAPSE_RULES, "large-updates"),
-    signal="bypass mode with several passes over a batch",
-    cause="π_old stays the sampling policy while π_θ moves: every pass is further off-policy than the last",
+    "bypass-repeats", facts=("bypass_mode", "ppo_epochs"),
     fixes=(fix.change(f"{RC}bypass_mode=false"), fix.change("actor.ppo_epochs=1")),
 )  # fmt: skip
 def bypass_repeats(run: RunLog) -> Detection | None:

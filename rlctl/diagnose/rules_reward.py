@@ -74,16 +74,9 @@ ALL_TRUNCATED: tuple[tuple[Severity, float], ...] = (("warning", 0.05), ("critic
 
 
 @Rule(
-    "reward-fell", source=th.OWN, one_of=(th.SCORE, th.VALIDATION), uses=(th.BEST, th.WORST),
-    min_steps=th.MIN_STEPS,
-    explains=("zero-reward", "zero-spread-groups", "zero-advantages", "no-gradient", "truncated", "entropy",
-              "flat-reward"),
-    signal="`critic/score/mean`, or validation where that is not logged: its newest values are below its "
-    "best, by more than its noise",
+    "reward-fell", one_of=(th.SCORE, th.VALIDATION), uses=(th.BEST, th.WORST), min_steps=th.MIN_STEPS,
     thresholds=f"— / {FALL[0][1]:.0%} of the rewards' range, or half of the best where that is unknown / "
     f"{FALL[1][1]:.0%}, or nearly all of at least {FALL[0][1]:.0%}",
-    cause="updates make the policy worse: the learning rate is too high, or the data or the reward changed",
-    sure=("medium", "the log shows that the policy got worse, and no earlier event that explains it"),
 )  # fmt: skip
 def reward_fell(run: RunLog) -> Detection | None:
     """The reward does not fall from its best."""
@@ -135,14 +128,7 @@ def fall_of(series: Series) -> tuple[float, float, int] | None:
 
 
 @Rule(
-    "zero-spread-groups", source=th.FIELD, cause="the prompts are too easy or too hard",
-    explains=("zero-advantages", "no-gradient", "entropy", "flat-reward"),
-    one_of=(th.ZERO_SPREAD.key, th.GROUP_STD), uses=th.REWARDS,
-    signal="`reward/zero_spread_groups`, or steps whose `reward/group_std` is exactly 0; reports whether all "
-    "are right or all wrong",
-    thresholds="learned³ / ≥ 0.5, or ≥ 40 % of the steps / ≥ 0.75, where the rewards show that it is not "
-    "learned",
-    sure=("high", "the mean reward of these steps shows which"),
+    "zero-spread-groups", one_of=(th.ZERO_SPREAD.key, th.GROUP_STD), uses=th.REWARDS,
     not_applicable=lambda run: "the critic gives the baseline, not the group" if run.facts.has_critic else "",
 )  # fmt: skip
 def zero_spread_groups(run: RunLog) -> Detection | None:
@@ -222,12 +208,9 @@ def _equal_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int6
 
 
 @Rule(
-    "zero-reward", signal="every reward exactly 0", source=th.FIELD,
-    explains=("zero-spread-groups", "zero-advantages", "no-gradient", "flat-reward", "entropy"),
-    sure=("high", "the best single reward is 0 too"), needs=(th.SCORE,), uses=(th.BEST, _ERRORS, *_ALL_ZERO),
+    "zero-reward", needs=(th.SCORE,), uses=(th.BEST, _ERRORS, *_ALL_ZERO),
     thresholds="— / every step of the log, and no spread, advantage or loss / "
     f"{ZERO_REWARD_STEPS} steps in a row",
-    cause="the grader rejects everything: wrong answer format, wrong grader, or a task beyond the model",
 )  # fmt: skip
 def zero_reward(run: RunLog) -> Detection | None:
     """Some responses are rewarded."""
@@ -262,13 +245,7 @@ def zero_reward(run: RunLog) -> Detection | None:
     return found.with_doubt(doubt, f"{th.BEST} would exclude rewards that average 0")
 
 
-@Rule(
-    "constant-reward", source=th.LOGIC, needs=(th.BEST, th.WORST), min_steps=ZERO_REWARD_STEPS,
-    signal="every reward is the same number other than 0, from the first step", fixes=fix.other_grader,
-    thresholds="— / — / on every step", cause="the grader does not tell responses apart",
-    explains=("zero-spread-groups", "zero-advantages", "no-gradient", "flat-reward", "entropy"),
-    sure=("high", "the best and the worst reward are equal"),
-)  # fmt: skip
+@Rule("constant-reward", needs=(th.BEST, th.WORST), min_steps=ZERO_REWARD_STEPS, fixes=fix.other_grader)
 def constant_reward(run: RunLog) -> Detection | None:
     """Responses get different rewards."""
     steps, (best, worst) = run.table.aligned(th.BEST, th.WORST)
@@ -300,14 +277,7 @@ def _explore(run: RunLog) -> Iterator[Fix]:
     yield from fix.slower(run)
 
 
-@Rule(
-    "entropy", signal="`actor/entropy`, unless learned³", source=th.FIELD, fixes=_explore,
-    explains=("reward-fell", "zero-spread-groups", "zero-advantages", "no-gradient", "flat-reward"),
-    needs=(th.ENTROPY.key,), uses=th.REWARDS,
-    thresholds="— / < 0.01, or halved while the reward stays flat / —",
-    cause="exploration has ended: responses to a prompt are nearly equal, so groups give little to compare",
-    sure=("medium", "the policy has not learned its prompts, so the low entropy is not success"),
-)  # fmt: skip
+@Rule("entropy", fixes=_explore, needs=(th.ENTROPY.key,), uses=th.REWARDS)
 def entropy(run: RunLog) -> Detection | None:
     """The policy explores until it has learned."""
     if run.has_learned:
@@ -332,14 +302,11 @@ def _no_entropy_bonus(run: RunLog) -> Iterator[Fix]:
 
 
 @Rule(
-    "entropy-rise", source=th.OWN, thresholds=f"— / × {ENTROPY_RISE[0]:g} (with an entropy bonus "
+    "entropy-rise",
+    thresholds=f"— / × {ENTROPY_RISE[0]:g} (with an entropy bonus "
     f"× {ENTROPY_RISE[1]:g}) to > {ENTROPY_NATS:g} nat / —",
     needs=(th.ENTROPY.key,), uses=th.REWARDS, min_steps=th.MOVE_STEPS,
-    signal="`actor/entropy` far above its start to the end, and the reward does not rise",
-    cause="the policy becomes more random: the entropy bonus or the temperature is too high, negative "
-    "advantages dominate, or the sampled tokens are not the policy's",
     fixes=(_no_entropy_bonus, fix.correct_tokens, fix.slower),
-    sure=("medium", "the reward does not gain from the exploration"), explains=th.COLLAPSE_RULES,
 )  # fmt: skip
 def entropy_rise(run: RunLog) -> Detection | None:
     """Entropy does not grow without a gain."""
@@ -361,16 +328,11 @@ def entropy_rise(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "reward-hacking", thresholds="— / > 0.15 / > 0.30", source=th.OWN, needs=(th.SCORE, th.VALIDATION),
-    uses=(th.BEST, th.WORST), min_steps=VAL_MIN,
-    signal="gain of the training reward minus gain in validation, in shares of the reward's range, where "
-    "validation is flat and not near the top, or falls (from the top by 15 %)",
-    cause="the policy exploits the grader, or memorizes the training prompts",
+    "reward-hacking", needs=(th.SCORE, th.VALIDATION), uses=(th.BEST, th.WORST), min_steps=VAL_MIN,
     fixes=(
         fix.by_hand("read the best rewarded responses (`rollouts/` of the run), and correct the grader"),
         fix.slower,
     ),
-    sure=("medium", "both ends of the run are compared, in shares of the reward's range"),
 )  # fmt: skip
 def reward_hacking(run: RunLog) -> Detection | Skipped | None:
     """Validation gains with the training reward."""
@@ -411,12 +373,9 @@ def _lighter(run: RunLog, risen: str, fallen: str) -> Iterator[Fix]:
 
 
 @Rule(
-    "reward-terms", source=th.OWN, uses=(_TERM,), explains=th.COLLAPSE_RULES,
-    signal="means of the single rewards of a sum: one rises while another falls, or one is constant",
+    "reward-terms", uses=(_TERM,),
     thresholds=f"constant / a rise of {TERM_MOVE:.0%} of the largest value and a fall by {TERM_LOSS:.0%}, in "
     f"fewer than {TERM_ROWS} rows at every one / —",
-    cause="the policy earns the reward that is easier to get, at the cost of the other",
-    sure=("medium", "the two rewards move in opposite directions"),
 )  # fmt: skip
 def reward_terms(run: RunLog) -> Detection | Skipped | None:
     """No reward of a sum rises at the cost of another."""
@@ -462,13 +421,10 @@ def _move(series: Series) -> Change | None:
 
 
 @Rule(
-    "temperature", source=th.FIELD, facts=("temperature",), needs=(th.SCORE,), min_steps=th.MIN_STEPS,
-    uses=(th.BEST, th.WORST, th.ZERO_SPREAD.key), explains=th.COLLAPSE_RULES,
-    signal="the sampling temperature, with the reward of the first steps, or groups without spread",
+    "temperature", facts=("temperature",), needs=(th.SCORE,), min_steps=th.MIN_STEPS,
+    uses=(th.BEST, th.WORST, th.ZERO_SPREAD.key),
     thresholds=f"— / > {HOT:g} and nearly all wrong, or < {COLD:g} and half of the groups equal / —",
-    cause="samples are nearly random: few of them show what a right response is",
     fixes=(fix.change("rollout.temperature=1.0"),),
-    sure=("medium", "the task may be as hard at any temperature"),
 )  # fmt: skip
 def temperature(run: RunLog) -> Detection | None:
     """Samples are neither random nor all the same."""
@@ -508,15 +464,8 @@ def _higher_limit(run: RunLog) -> Iterator[Fix]:
 
 
 @Rule(
-    "truncated", thresholds=th.TRUNCATED, source=th.FIELD, one_of=(th.TRUNCATED.key, th.LENGTH),
-    uses=("response_length/max",),
-    signal="`response_length/clip_ratio`; without it the steps on which every response is as long as the "
-    "limit (> 5 % a warning, > 30 % critical)",
-    cause="the limit is too short for the task, or the policy no longer ends its responses",
-    fixes=(_higher_limit, _length_penalty),
-    explains=("reward-fell", "zero-reward", "zero-spread-groups", "zero-advantages", "no-gradient",
-              "flat-reward"),
-    sure=("medium", "too short a limit and responses that never end have the same effect on this figure"),
+    "truncated", thresholds=th.TRUNCATED, one_of=(th.TRUNCATED.key, th.LENGTH),
+    uses=("response_length/max",), fixes=(_higher_limit, _length_penalty),
 )  # fmt: skip
 def truncated(run: RunLog) -> Detection | Skipped | None:
     """Responses end before the length limit."""
@@ -542,18 +491,13 @@ def truncated(run: RunLog) -> Detection | Skipped | None:
 
 
 @Rule(
-    "flat-reward", source=th.OWN, needs=(th.SCORE,), uses=(th.BEST, th.WORST), min_steps=FLAT_ROWS,
+    "flat-reward", needs=(th.SCORE,), uses=(th.BEST, th.WORST), min_steps=FLAT_ROWS,
     thresholds=f"mostly right, or range unknown / over {FLAT_STEPS} steps, or {FLAT_STEPS_UNKNOWN} where the "
     "range is not logged / —",
-    signal="`critic/score/mean` that neither rises nor falls by 5 % of its range, from the first to the last "
-    "fifth, unless learned³",
-    cause="nothing is learned: the learning rate is too low, the reward does not depend on what the policy "
-    "can change, or the updates do not reach the sampled policy",
     fixes=(
         fix.larger("actor.lr", "raise the learning rate"),
         fix.by_hand("grade some stored answers by hand; check that samples come from the updated weights"),
     ),
-    sure=("low", "a flat reward does not show what keeps it flat"),
 )  # fmt: skip
 def flat_reward(run: RunLog) -> Detection | Skipped | None:
     """The reward moves in a long run."""

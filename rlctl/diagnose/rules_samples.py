@@ -39,13 +39,7 @@ _TIMES = 1e-9  # seconds; lower limit of the median, so that it is never 0
 _EXCEPTIONS = tomllib.loads(Path(__file__).with_name("exceptions.toml").read_text(encoding="utf-8"))
 
 
-@Rule(
-    "exception", thresholds="stopped from outside / — / always", source=th.LOGIC,
-    signal="the exception at the end of the log",
-    cause="the program failed",
-    fixes=(fix.by_hand("read the lines above the exception"),),
-    sure=("high", "no step follows the exception"),
-)  # fmt: skip
+@Rule("exception", fixes=(fix.by_hand("read the lines above the exception"),))
 def exception(run: RunLog) -> Detection | Skipped:
     """The log does not end with an exception."""
     raised = run.exception
@@ -83,14 +77,7 @@ def _fresher(run: RunLog) -> tuple[Fix, ...]:
     )
 
 
-@Rule(
-    "staleness", source=th.FIELD, fixes=_fresher, sure=("high", "the age is counted"),
-    one_of=th.STALENESS, uses=(th.KL.key,),
-    signal="age of the oldest samples (or else mean age) in batches",
-    thresholds="— / > 8 / uncorrected, and the KL to the sampling policy > 0.1",
-    cause="generation runs too far ahead of training, or training cannot keep up",
-    explains=(*th.GAP_RULES, *th.COLLAPSE_RULES, "gradient-norm"),
-)  # fmt: skip
+@Rule("staleness", fixes=_fresher, one_of=th.STALENESS, uses=(th.KL.key,))
 def staleness(run: RunLog) -> Detection | None:
     """Samples are recent enough."""
     has_oldest = STALENESS.key in run.table.columns
@@ -119,19 +106,13 @@ def _apart(run: RunLog) -> Crossing | None:
 
 
 @Rule(
-    "nondeterminism", thresholds="— / difference > 0.001 / —", source=th.LOGIC,
-    facts=("updates_per_batch", "bypass_mode"),
-    signal="with one update per batch²: mean of π_θ/π_old, or `actor/ppo_kl`",
-    explains=("probability-gap", "policy-gap"),
-    cause="two passes of the same model differ: mixture-of-experts routing, dropout, or kernels that depend "
-    "on the batch",
+    "nondeterminism", facts=("updates_per_batch", "bypass_mode"),
     fixes=(
         fix.by_hand(
             "deterministic kernels, no dropout; replay the routing of a mixture of experts",
             verl="actor_rollout_ref.rollout.full_determinism=True",
         ),
     ),
-    sure=("high", "both figures are of the same weights"),
     one_of=(RATIO_ON_POLICY.key, PPO_KL_ON_POLICY.key),
 )  # fmt: skip
 def nondeterminism(run: RunLog) -> Detection | Skipped | None:
@@ -153,12 +134,7 @@ def _faster_grading(run: RunLog) -> Iterator[Fix]:
     yield fix.by_hand("grade in processes that can be killed, with a deadline per answer")
 
 
-@Rule(
-    "slow-grader", thresholds="— / ≥ 5 % of the steps, and 3 / —", source=th.OWN, fixes=_faster_grading,
-    sure=("high", "the times are measured"), needs=(_GRADING, _STEP), uses=(IDLE.key,),
-    signal="grading over 3 × its median **and** 30 % of the step",
-    cause="single answers take the grader long, while everything else waits for it",
-)  # fmt: skip
+@Rule("slow-grader", fixes=_faster_grading, needs=(_GRADING, _STEP), uses=(IDLE.key,))
 def slow_grader(run: RunLog) -> Detection | None:
     """Grading does not delay training."""
     steps, (grading, whole) = run.table.aligned(_GRADING, _STEP)
@@ -175,11 +151,8 @@ def slow_grader(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "failed-rollouts", thresholds="— / ≥ 5 % / ≥ 25 %", source=th.FIELD,
-    sure=("high", "failures are counted"), one_of=tuple(levels.key for levels in FAILED),
-    signal="failed or empty rollouts, failed gradings",
-    cause="faults of the environment or of the engine: time-outs, tools, memory",
-    fixes=(fix.by_hand("read the engine's own log"),), explains=(*th.COLLAPSE_RULES, *th.GAP_RULES),
+    "failed-rollouts", one_of=tuple(levels.key for levels in FAILED),
+    fixes=(fix.by_hand("read the engine's own log"),),
 )  # fmt: skip
 def failed_rollouts(run: RunLog) -> Detection | None:
     """Rollouts and grading succeed."""

@@ -61,14 +61,7 @@ REF_KL_OK = th.REF_KL[0].tiers[0][1]
 PG_LOSS_ZERO, GRAD_NORM_NONZERO = 0.01, 1e-6
 
 
-@Rule(
-    "not-finite", source=th.OWN, uses=_FINITE,
-    signal="NaN or infinite loss, gradient norm, KL, entropy or mean reward, of the policy or the critic",
-    thresholds="any / ≥ 1 % of the steps, and 2 / ≥ 10 %",
-    cause="overflow in low precision, too large a learning rate, or log-probs that are not finite",
-    explains=(*th.GAP_RULES, *th.COLLAPSE_RULES, "exception", "failed-rollouts", "gradient-norm"),
-    sure=("medium", "the log shows that, not where in the computation"),
-)  # fmt: skip
+@Rule("not-finite", uses=_FINITE)
 def not_finite(run: RunLog) -> Detection | Skipped | None:
     """Losses, gradient norms, KL and entropy are finite."""
     logged = {key: run.table.nonfinite[key] for key in _FINITE if key in run.table.nonfinite}
@@ -99,15 +92,10 @@ def _rate_for(rates: Series, step: int, size: float) -> Fix:
 
 
 @Rule(
-    "large-updates", source=th.FIELD, facts=("updates_per_batch", "bypass_mode"),
-    one_of=(th.K3.key, _PPO_KL), uses=(*th.STALENESS, _LR),
-    signal="KL between the policy before and after the updates on a batch of several: in bypass mode with "
-    "fresh samples `rollout_corr/k3_kl`, otherwise \\|`actor/ppo_kl`\\|",
+    "large-updates", facts=("updates_per_batch", "bypass_mode"), one_of=(th.K3.key, _PPO_KL),
+    uses=(*th.STALENESS, _LR),
     thresholds=f"— / > {LARGE_UPDATE[0][1]:g} in two of three steps / > {LARGE_UPDATE[1][1]:g}, or a step "
     f"> {LARGE_UPDATE[1][1] * ONE_STEP:g}",
-    cause="the learning rate is too high: a batch moves the policy further than its samples can show",
-    sure=("high", "the samples are fresh, so only the updates move the policy"),
-    explains=(*th.GAP_RULES, *th.COLLAPSE_RULES, "reference-drift", "gradient-norm"),
 )  # fmt: skip
 def large_updates(run: RunLog) -> Detection | Skipped | None:
     """One batch does not move the policy far."""
@@ -148,11 +136,8 @@ def _ignores_the_rate(run: RunLog, sizes: Series) -> bool:
 
 
 @Rule(
-    "small-updates", source=th.OWN, needs=(_NORM,), uses=(th.K3.key, *th.STALENESS, *th.REWARDS, _LR),
-    signal="learning rate; `rollout_corr/k3_kl` in bypass mode with fresh samples, with a gradient",
+    "small-updates", needs=(_NORM,), uses=(th.K3.key, *th.STALENESS, *th.REWARDS, _LR),
     thresholds=f"— / rate 0, or < {TINY_UPDATE:g} nats per batch and the reward does not gain / —",
-    cause="the learning rate is too low", sure=("high", "the policy stays where it is"),
-    explains=("flat-reward",),
 )  # fmt: skip
 def small_updates(run: RunLog) -> Detection | Skipped | None:
     """The updates move the policy."""
@@ -183,15 +168,7 @@ def _update_seen(series: Series, at: int) -> Evidence:
     return evidence_over(series.steps[at : at + 1], th.K3.key, figure)
 
 
-@Rule(
-    "gradient-norm", source=f"{th.FIELD}; for jumps {th.OWN}", fixes=fix.calmer, needs=(_NORM,),
-    signal="`actor/grad_norm`: level (relative), and jumps over 8 robust deviations **and** 3 medians of the "
-    "51 steps before",
-    thresholds="1 or 2 jumps / > 10, or ≥ 3 jumps and 1 % of the steps, or a jump to > 1e4 / > 1e4",
-    cause="the update is unstable, or the loss is a sum instead of a mean",
-    explains=("not-finite", *th.GAP_RULES, *th.COLLAPSE_RULES),
-    sure=("medium", "it is also far from the run's own start, where there is one to compare with"),
-)  # fmt: skip
+@Rule("gradient-norm", fixes=fix.calmer, needs=(_NORM,))
 def gradient_norm(run: RunLog) -> Detection | None:
     """Gradient norm neither jumps nor stays large."""
     series = run.table.series(_NORM)
@@ -220,14 +197,10 @@ def gradient_norm(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "no-gradient", signal="`actor/grad_norm` exactly 0; names the cause if the log shows it (groups without "
-    "spread, rejection, or parameters without a gradient)", source=th.FIELD, needs=(_NORM,),
+    "no-gradient", needs=(_NORM,),
     uses=(th.ZERO_SPREAD.key, th.GROUP_STD, th.MASKED.key, _CUT_OFF, *_ADVANTAGE_ENDS),
     thresholds=f"— / — / ≥ {th.ZERO_SHARE * 100:g} % of the steps, or all of fewer than {th.MIN_STEPS}",
-    cause="all responses of each group have the same reward, everything is rejected, or the loss does not "
-    "reach the trained parameters",
-    fixes=(fix.larger_groups, _REACH), explains=("flat-reward",),
-    sure=("medium", "the log does not show which of these it is"),
+    fixes=(fix.larger_groups, _REACH),
 )  # fmt: skip
 def no_gradient(run: RunLog) -> Detection | None:
     """The gradient is not zero."""
@@ -292,15 +265,12 @@ def _groups_differ(run: RunLog, equal: float | None, steps: NDArray[np.int64]) -
 
 
 @Rule(
-    "zero-advantages", source=th.LOGIC, needs=_ADVANTAGE_ENDS, uses=th.REWARDS,
-    signal="largest and smallest advantage both exactly 0, unless every response has the best reward",
+    "zero-advantages", needs=_ADVANTAGE_ENDS, uses=th.REWARDS,
     thresholds=f"— / — / ≥ {th.ZERO_SHARE * 100:g} % of the steps, or all of fewer than {th.MIN_STEPS}",
-    cause="every group has equal rewards, groups have one response, or rewards do not reach the advantages",
     fixes=(
         fix.larger_groups,
         fix.by_hand("check that a prompt has several responses, and that the advantages use the rewards"),
     ),
-    sure=("high", "advantages of 0 make no policy gradient"), explains=("no-gradient", "flat-reward"),
 )  # fmt: skip
 def zero_advantages(run: RunLog) -> Detection | None:
     """Advantages are not all zero."""
@@ -343,12 +313,8 @@ def _stronger_penalty(run: RunLog, found: Crossing) -> Fix:
 
 
 @Rule(
-    "reference-drift", thresholds=th.REF_KL[0], source=th.FIELD,
-    one_of=tuple(levels.key for levels in th.REF_KL), uses=(_KL_COEF,),
-    signal="KL to the reference, where it is penalized",
-    cause="the penalty is too weak, or another term of the loss moves the policy",
-    explains=(*th.COLLAPSE_RULES, "gradient-norm"),
-    sure=("medium", "how far a policy may move depends on the task and on the KL's estimator"),
+    "reference-drift", thresholds=th.REF_KL[0], one_of=tuple(levels.key for levels in th.REF_KL),
+    uses=(_KL_COEF,),
     not_applicable=lambda run: (
         "the KL to the reference is not penalized" if _penalty_coefficient(run) == 0.0 else ""
     ),
@@ -367,13 +333,8 @@ def reference_drift(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "strong-penalty", source=th.OWN, one_of=tuple(levels.key for levels in th.REF_KL),
-    uses=(_KL_COEF, *th.REWARDS), min_steps=th.MOVE_STEPS,
-    signal="coefficient of the penalized KL to the reference, and the KL",
-    thresholds=f"— / ≥ {STRONG_PENALTY:g}, KL < {HELD_KL:g}, unless learned³ / —",
-    cause="the penalty holds the policy at its reference: it outweighs what a better reward is worth",
-    sure=("medium", "a reward that depends on nothing the policy can change stays flat too"),
-    explains=("flat-reward",),
+    "strong-penalty", one_of=tuple(levels.key for levels in th.REF_KL), uses=(_KL_COEF, *th.REWARDS),
+    min_steps=th.MOVE_STEPS, thresholds=f"— / ≥ {STRONG_PENALTY:g}, KL < {HELD_KL:g}, unless learned³ / —",
 )  # fmt: skip
 def strong_penalty(run: RunLog) -> Detection | Skipped | None:
     """The KL penalty leaves the policy room to learn."""
@@ -391,14 +352,7 @@ def strong_penalty(run: RunLog) -> Detection | Skipped | None:
     return Detection("warning", what, (seen,), fixes=(usual,))
 
 
-@Rule(
-    "healthy-loss", thresholds="explains why that is healthy", source=th.LOGIC, needs=(_LOSS, _NORM),
-    uses=(_PPO_KL, _ADVANTAGE),
-    signal="`actor/pg_loss` ≈ 0 with a gradient, on-policy, advantages centred in groups",
-    cause="near on-policy the ratio is 1 and advantages centred within groups sum to 0: the value cancels, "
-    "the gradient does not",
-    sure=("medium", "the log does not show which loss it is"), only_alone=True,
-)  # fmt: skip
+@Rule("healthy-loss", needs=(_LOSS, _NORM), uses=(_PPO_KL, _ADVANTAGE), only_alone=True)
 def healthy_loss(run: RunLog) -> Detection | Skipped | None:
     """Explains a loss near zero."""
     spec = run.spec

@@ -17,8 +17,6 @@ from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
 _CORR = "rollout_corr/"
-#: What weights of a few samples cause.
-_OF_WEIGHTS = ("gradient-norm", *th.COLLAPSE_RULES)
 _RAW_MEAN = f"{_CORR}rollout_is_raw_mean"
 RAW_MEAN_HIGH = Levels(_RAW_MEAN, (("info", 1.2), ("critical", 2.0)))
 RAW_MEAN_LOW = Levels(_RAW_MEAN, (("info", 0.8), ("critical", 0.5)), is_floor=True)
@@ -33,13 +31,8 @@ def _no_weights(run: RunLog) -> str:
 
 
 @Rule(
-    "weight-mean", source=th.GUIDE, one_of=(RAW_MEAN_HIGH.key, MEAN_LOW.key),
-    signal="mean of the raw weights; of the bounded ones where the raw are not logged",
-    thresholds="outside [0.8, 1.2] / bounded < 0.5 / outside [0.5, 2], bounded < 0.01",
-    cause="missing, shifted or stale log-probs; or policies so far apart that few samples have weight",
+    "weight-mean", one_of=(RAW_MEAN_HIGH.key, MEAN_LOW.key),
     fixes=(fix.FIND_THE_CAUSE, fix.reject_outliers, fix.gentler),
-    explains=("effective-samples", "hidden-tail", *_OF_WEIGHTS),
-    sure=("medium", "wrong log-probs and a large gap have the same effect on the mean"),
 )  # fmt: skip
 def weight_mean(run: RunLog) -> Detection | None:
     """Importance weights average 1."""
@@ -58,12 +51,8 @@ def weight_mean(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "effective-samples", source=th.GUIDE, sure=("high", "the figure is the definition"),
-    one_of=(th.ESS.key, WEIGHT_STD.key), uses=(th.MASKED.key,), not_applicable=_no_weights,
-    signal="effective sample size among the samples that are not rejected; standard deviation",
-    thresholds="< 0.5 / < 0.5 with a deviation > 1, or that alone where nothing else is logged / < 0.3",
-    cause="the policies are far apart: a few samples have most of the weight",
-    fixes=(fix.reject_outliers, fix.wider_bound, fix.gentler), explains=_OF_WEIGHTS,
+    "effective-samples", one_of=(th.ESS.key, WEIGHT_STD.key), uses=(th.MASKED.key,),
+    not_applicable=_no_weights, fixes=(fix.reject_outliers, fix.wider_bound, fix.gentler),
 )  # fmt: skip
 def effective_samples(run: RunLog) -> Detection | None:
     """Applied weights are spread over the samples.
@@ -106,12 +95,9 @@ def _of_tokens(run: RunLog) -> Iterator[Fix]:
 
 
 @Rule(
-    "hidden-tail", thresholds=th.RAW_ESS, source=th.OWN, needs=(th.ESS.key,),
-    one_of=(th.RAW_ESS.key, *CHI2.values()), uses=(th.LENGTH,), not_applicable=_no_weights,
-    signal="raw effective sample size, or 1 / (1 + χ²) at their level, while the applied ESS is normal",
-    cause="bounded weights have a small spread; the policies themselves are far apart",
-    fixes=(_of_tokens, fix.reject_outliers, fix.geometric, fix.gentler), explains=_OF_WEIGHTS,
-    sure=("high", "raw and applied weights are both logged"),
+    "hidden-tail", thresholds=th.RAW_ESS, needs=(th.ESS.key,), one_of=(th.RAW_ESS.key, *CHI2.values()),
+    uses=(th.LENGTH,), not_applicable=_no_weights,
+    fixes=(_of_tokens, fix.reject_outliers, fix.geometric, fix.gentler),
 )  # fmt: skip
 def hidden_tail(run: RunLog) -> Detection | Skipped | None:
     """No heavy tail is hidden by the bound."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -123,7 +123,7 @@ def check_free(path: Path) -> None:
 
 
 def write_patch(path: Path, patch: SpecPatch) -> None:
-    """Writes the new spec; comments above each changed key give its finding and the previous value.
+    """Writes the new spec; comments at its beginning give each change, its finding and the previous value.
 
     Raises:
         UsageError: the file exists, or cannot be written.
@@ -148,37 +148,16 @@ def as_yaml(found: SpecPatch) -> str:
         head.append("the log has no spec of rlctl. Combine the file with yours: a second --spec.")
         changes = {key: read_value(value).value for key, value in found.changes.items()}
         text = yaml.safe_dump(nested(changes), sort_keys=False, allow_unicode=True, width=1 << 20)
+    before = flat(run.spec.model_dump(mode="json")) if run.spec else {}
+    for each in found.applied:
+        for key, value in each.fix.settings.items():
+            was = f" (was {dump_value(before[key])})" if key in before else ""
+            head.append(f"{key}={value}{was}: {each.finding.rule}, {each.finding.what}")
+        if run.framework in each.fix.others:
+            head.append(f"in {run.framework}: {settings(each.fix, run)}")
     head += [
         f"Not applied: {each.finding.rule} ({each.finding.severity}): {each.why}"
         for each in found.not_applied
         if each.finding.severity != "info"
     ]
-    comments = _comments(found)
-    lines = [f"# {visible(line)}" for line in head]
-    keys = {line: key for key, line in _lines_of_keys(yaml.compose(text, Loader=yaml.SafeLoader))}
-    for number, line in enumerate(text.splitlines()):
-        indent = line[: len(line) - len(line.lstrip())]
-        lines += [f"{indent}# {visible(comment)}" for comment in comments.get(keys.get(number, ""), ())]
-        lines.append(line)
-    return "\n".join(lines) + "\n"
-
-
-def _comments(found: SpecPatch) -> dict[str, list[str]]:
-    """Dotted key → the comments above it."""
-    before = flat(found.run.spec.model_dump(mode="json")) if found.run.spec else {}
-    comments: dict[str, list[str]] = {}
-    for each in found.applied:
-        for place, key in enumerate(each.fix.settings):
-            was = f" (was {dump_value(before[key])})" if key in before else ""
-            lines = comments.setdefault(key, [])
-            lines.append(f"{each.finding.rule}: {each.finding.what}{was}")
-            if place == 0 and found.run.framework in each.fix.others:
-                lines.append(f"in {found.run.framework}: {settings(each.fix, found.run)}")
-    return comments
-
-
-def _lines_of_keys(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Dotted keys below a node, with their line numbers from 0."""
-    for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        yield f"{prefix}{name.value}", name.start_mark.line
-        yield from _lines_of_keys(value, f"{prefix}{name.value}.")
+    return "".join(f"# {visible(line)}\n" for line in head) + text

@@ -26,7 +26,6 @@ from rlctl.prefix import body_of, reads_more_than_text
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.engine.deepspeed import PartitionedLoading
     from rlctl.engine.ranks import Ranks
 
 #: Files that define how images, videos or audio become tokens.
@@ -56,7 +55,7 @@ class Loading(TypedDict):
     attn_implementation: str
     dtype: torch.dtype | Literal["auto"]
     use_liger: NotRequired[bool]
-    partition: NotRequired[PartitionedLoading | None]
+    partition: NotRequired[Callable[..., Any] | None]  # a `PartitionedLoading`
 
 
 def load_policy(path: str, **loading: Unpack[Loading]) -> tuple[Any, Any]:

@@ -62,7 +62,7 @@ class Ranks:
         if self.world_size > 1:
             dist.barrier(self.group)
 
-    def to_host(self, sums: Sums) -> HostSums:
+    def all_reduce(self, sums: Sums) -> HostSums:
         """The sums over all ranks as floats: two collectives, one transfer. All ranks have the same names."""
         found: HostSums = {}
         for largest, op in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
@@ -77,6 +77,10 @@ class Ranks:
     def max(self, value: float) -> float:
         """Maximum of the values of all ranks."""
         return self._reduced([value], dist.ReduceOp.MAX)[0]
+
+    def min(self, value: float) -> float:
+        """Minimum of the values of all ranks."""
+        return -self.max(-value)
 
     def sum(self, values: list[float]) -> list[float]:
         """Sum of each value over all ranks."""

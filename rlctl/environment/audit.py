@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -98,13 +98,11 @@ def audit_environment(
             environment.close()
     _check_played(audit, tasks)
     if watch.processes:
-        what = f"{len(watch.processes)} processes are left after the episodes: {', '.join(watch.processes)}"
-        audit.add("leaves_processes", "critical", what, "end what `reset` and the tools start")
+        audit.add("leaves_processes", count=len(watch.processes), names=", ".join(watch.processes))
     if watch.files:
-        what = f"{len(watch.files)} temporary files are left, such as {watch.files[0]}"
-        audit.add("leaves_files", "warning", what, "remove them when the episode ends")
+        audit.add("leaves_files", count=len(watch.files), first=watch.files[0])
     if grown > _GROWTH_MIB:
-        audit.add("grows", "warning", f"the process grew by {grown} MiB over {each * 3} episodes")
+        audit.add("grows", mib=grown, episodes=each * 3)
     return audit
 
 
@@ -131,16 +129,14 @@ def _check_reset(
         not (a.error or b.error) and _read_first(a) != _read_first(b)
         for a, b in zip(first, second, strict=True)
     ):
-        what = "the same row begins differently: episodes of a group must have the same task"
-        audit.add("reset_differs", "critical", what, "draw at random from a seed in the row")
+        audit.add("reset_differs")
     if not any(task.extra_info for task in tasks):
         return
     bare = [replace(task, extra_info={}) for task in tasks]
     was_read = any(_read_first(a) != list(a.task.prompt_ids) for a in first if not a.error)
     broken = _run(environment, context, bare, "empty replies")
     if was_read and any(not e.error and e.reward is not None for e in broken):
-        what = "without the row's columns `reset` raises nothing, and the episode is scored"
-        audit.add("failure_scored", "critical", what, "let `reset` raise: the episode is then excluded")
+        audit.add("failure_scored")
 
 
 def _read_first(episode: Episode) -> list[int]:
@@ -158,34 +154,29 @@ def _check_played(audit: EnvironmentAudit, tasks: Sequence[Task]) -> None:
         if not played.errors or (played is not null and null.errors):
             continue
         [(text, _)] = Counter(played.errors).most_common(1)
-        of = f"{len(played.errors)} of {len(played.episodes)} episodes of {played.policy!r} fail: {text}"
-        if played is null:
-            fix = "with --data FILE its rows have their columns" if "reset" in text else ""
-            audit.add("episodes_fail", "critical", of, fix)
-        else:
-            what = f"{of}; the policy learns to exclude its failures"
-            audit.add("policy_excludes", "critical", what, "catch what the policy's text can cause")
+        counts = {"failed": len(played.errors), "episodes": len(played.episodes)}
+        of_null = "reset_fails" if "reset" in text else "episodes_fail"
+        kind = of_null if played is null else "policy_excludes"
+        audit.add(kind, policy=played.policy, error=text, **counts)
         break
     for played in audit.played[:2]:
         if played.rewards and fmean(played.rewards) > 0:
-            what = f"{played.policy!r} scores {fmean(played.rewards):.2f} on average"
-            audit.add("blind_scores", "warning", what, "nothing should be earned by it")
+            audit.add("blind_scores", policy=played.policy, reward=fmean(played.rewards))
             break
     fine = [episode for episode in every if not episode.error]
     if fine and all(e.reward is None for e in fine) and not any(task.ground_truth for task in tasks):
-        what = "it gives no reward, and the rows have no ground truth for graders"
-        audit.add("no_reward", "critical", what, "define `get_reward`")
+        audit.add("no_reward")
     if null.episodes and all(episode.stop_reason == "max_turns" for episode in null.episodes):
-        audit.add("never_ends", "warning", "with empty replies every episode lasts until max_turns")
+        audit.add("never_ends")
     if any(episode.stop_reason == "timeout" for episode in every):
-        audit.add("hangs", "critical", "episodes last until environment.episode_timeout")
+        audit.add("hangs")
     if fine and (seconds := null.mean("seconds/environment")) > _SLOW_S:
-        audit.add("slow", "warning", f"an episode takes {seconds:.1f} s without the policy's own time")
+        audit.add("slow", seconds=seconds)
     for episode in every:
         shown = " ".join(str(m["content"]) for m in episode.messages if m["role"] != "assistant")
         truth = episode.task.ground_truth
         if len(truth) > 2 and truth in shown and truth not in episode.task.text:
-            audit.add("shows_answer", "critical", f"the policy reads the ground truth {truth!r}")
+            audit.add("shows_answer", truth=truth)
             break
     _check_outputs(audit, every)
 
@@ -205,13 +196,8 @@ def _check_outputs(audit: EnvironmentAudit, episodes: Sequence[Episode]) -> None
             kind = kind or ("tool_is_cut" if text.endswith("… (cut)") else "" if text else "tool_is_silent")
             if kind and "does not answer any more" not in error:
                 kinds.setdefault((kind, name), error)
-    said = {
-        "tool_is_cut": "its output is longer than environment.max_tool_output",
-        "tool_is_silent": "it returns nothing",
-    }
     for (kind, name), error in kinds.items():
-        severity: Literal["warning", "critical"] = "critical" if kind == "tool_hangs" else "warning"
-        audit.add(kind, severity, f"tool {name}: {said.get(kind) or error}")
+        audit.add(kind, name=name, error=error)
 
 
 class _Blind:

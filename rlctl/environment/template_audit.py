@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -40,6 +42,8 @@ _SCENES = {
     "thoughts, then output of a tool": (_THOUGHT + _CALL, "tool"),
     "thoughts, then a message of the user": (_THOUGHT + _SAID, "user"),
 }
+#: Kind → `severity`, `what` and `fix`, which the file explains.
+_FINDINGS = tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encoding="utf-8"))
 _MARK = re.compile(r"<[|｜][^<>|｜\s]+[|｜]>")
 
 
@@ -68,9 +72,12 @@ class Findings:
 
     findings: list[AuditFinding] = field(default_factory=list)
 
-    def add(self, name: str, severity: Literal["warning", "critical"], what: str, fix: str = "") -> None:
-        """Appends a finding."""
-        self.findings.append(AuditFinding(name, severity, what, fix))
+    def add(self, kind: str, **values: Any) -> None:
+        """Appends a finding: `kind` is a key of `findings.toml`, and `values` fill in its sentence."""
+        found = _FINDINGS[kind]
+        what = found["what"].format(**values)
+        finding = AuditFinding(found.get("code", kind), found["severity"], what, found.get("fix", ""))
+        self.findings.append(finding)
 
 
 @dataclass
@@ -95,7 +102,7 @@ def audit_template(
         for name, (said, role) in _SCENES.items():
             _play(found, renderer, ends[0], name, said, role)
     except UsageError as error:
-        found.add("refuses_turns", "critical", error.what, "an episode of one turn is all that it supports")
+        found.add("refuses_turns", error=error.what)
     return found
 
 
@@ -105,33 +112,25 @@ def _check_texts(found: TemplateAudit, renderer: ChatRenderer, ends: Sequence[in
     start = renderer.text(asked)
     ids = renderer.encode(start)
     if not tokenizer.chat_template:
-        what = "the model has no chat template: messages follow each other without roles"
-        found.add("no_template", "warning", what, "set chat_template in tokenizer_config.json")
+        found.add("no_template")
     elif renderer.tool_role == "user":
-        what = "the template does not show messages of tools: their output is shown as messages of the user"
-        found.add("no_tool_role", "warning", what)
+        found.add("no_tool_role")
     if len({renderer.text(asked) for _ in range(8)}) > 1 or "strftime_now" in str(tokenizer.chat_template):
-        what = "the template writes another text each time, such as the date"
-        found.add("changing", "critical", what, "give it a constant by data.chat_template_kwargs")
+        found.add("changing")
     if len(ids) > 1 and ids[:2] == [tokenizer.bos_token_id] * 2:
-        found.add("two_starts", "critical", "a conversation begins with two start tokens", "remove one")
+        found.add("two_starts")
     if "add_numbers" not in renderer.text(asked, [_TOOL]):
-        what = "the template reads `tools` but does not show them: the policy cannot know them"
-        found.add("tools_unseen", "critical", what, "correct the template")
+        found.add("tools_unseen")
     now = renderer.text([*asked, {"role": "assistant", "content": _SAID}, *asked])
     if _SAID not in now:
-        found.add("reply_unseen", "critical", "the template changes or hides earlier replies")
+        found.add("reply_unseen")
     elif now.startswith(start) and not now[len(start) :].lstrip().startswith(_SAID):
-        what = f"the template writes {now[len(start) :].partition(_SAID)[0]!r} before a reply, "
-        what += "but not where the policy is to speak"
-        found.add("no_generation_prompt", "critical", what, "let it heed add_generation_prompt")
+        found.add("no_generation_prompt", text=now[len(start) :].partition(_SAID)[0])
     if token := unknown_end(tokenizer, ends):
-        what = f"the template ends a reply with {token}, which does not end a turn of the policy"
-        found.add("end_of_turn", "critical", what, "name it in eos_token_id of generation_config.json")
+        found.add("end_of_turn", token=token)
     known = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     if texts := sorted(set(_MARK.findall(now)) - known):
-        what = f"the tokenizer reads {', '.join(texts)} of the template as plain text, not as a token"
-        found.add("marks_are_text", "warning", what, "add the tokens, or correct the template")
+        found.add("marks_are_text", texts=", ".join(texts))
 
 
 def _play(found: TemplateAudit, renderer: ChatRenderer, end: int, name: str, said: str, role: str) -> None:
@@ -151,12 +150,10 @@ def _play(found: TemplateAudit, renderer: ChatRenderer, end: int, name: str, sai
     found.scenes.append(Scene(name, len(sequences), [*_pieces(renderer.tokenizer, sequences)]))
     has_thoughts, names = said.startswith(_THOUGHT), {finding.name for finding in found.findings}
     if len(sequences) > 1 and not (has_thoughts and (role == "user" or "splits" in names)):
-        what = f"after {name} the template does not keep what was read and sampled: "
-        what += f"{len(sequences)} turns become {len(sequences)} sequences, which cost more to train on"
-        found.add("splits_thoughts" if has_thoughts else "splits", "warning", what)
+        found.add("splits_thoughts" if has_thoughts else "splits", scene=name, count=len(sequences))
     heard = renderer.tokenizer.decode(sampler.read)
     if _HEARD not in heard and "observation_changed" not in names:
-        found.add("observation_changed", "critical", f"after {name} the policy does not read it as it is")
+        found.add("observation_changed", scene=name)
 
 
 class _Sampler:

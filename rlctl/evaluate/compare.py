@@ -16,7 +16,7 @@ from rlctl.evaluate.evaluate_report import read_evaluation
 from rlctl.evaluate.intervals import ALIKE, LEVEL, Difference, estimate, paired, questions_needed
 from rlctl.evaluate.page import TableRow, drawn, render_page, stderr_text
 from rlctl.evaluate.request import checked_ks
-from rlctl.evaluate.samples import SAMPLES_FILE, EvalSample, read_samples
+from rlctl.evaluate.samples import EvalSample
 from rlctl.evaluate.scores import OVERALL, RIGHT, Question, questions_of
 
 DIFFERENCE_HEADINGS = ("A", "stderr", "B", "stderr", "B − A", "stderr", "95 % interval", "p")
@@ -88,16 +88,15 @@ class CompareReport:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One evaluation: its directory, `results.json`, and questions by identity."""
+    """One evaluation: `results.json`, and questions by identity."""
 
-    directory: Path
     about: Mapping[str, Any]
     questions: Mapping[_Identity, Question]
 
     @classmethod
     def read(cls, directory: Path) -> _Side:
-        about, samples = read_evaluation(directory, without=frozenset({"response"}))
-        return cls(directory, about, _by_identity(samples))
+        about, samples = read_evaluation(directory)
+        return cls(about, _by_identity(samples))
 
     @property
     def limit(self) -> float:
@@ -114,22 +113,17 @@ class _Side:
     def of(self, source: str) -> _Side:
         """The same evaluation restricted to one data source."""
         chosen = {key: value for key, value in self.questions.items() if value.data_source == source}
-        return _Side(self.directory, self.about, chosen)
+        return _Side(self.about, chosen)
 
     def right(self, key: _Identity) -> float:
         """Share of right responses to a question, of those that are graded; NaN without any."""
         graded = self.questions[key].graded
         return sum(map(_is_right, graded)) / len(graded) if graded else math.nan
 
-    def responses(self, keys: Sequence[_Identity]) -> list[str]:
-        """Per question, the first response that is right or wrong as most of its responses are."""
-        indices = [self.questions[key].samples[0].question_index for key in keys]
-        found: dict[int, str] = {}
-        for sample in read_samples(self.directory / SAMPLES_FILE, questions=indices):
-            key = keys[indices.index(sample.question_index)]
-            if sample.reward is not None and _is_right(sample) == (self.right(key) > 0.5):
-                found.setdefault(sample.question_index, sample.response)
-        return [found.get(index, "") for index in indices]
+    def response(self, key: _Identity) -> str:
+        """The first response to a question that is right or wrong as most of its responses are."""
+        graded, is_right = self.questions[key].graded, self.right(key) > 0.5
+        return next((sample.response for sample in graded if _is_right(sample) == is_right), "")
 
 
 def compare(a: Path, b: Path, ks: Sequence[int] | None = None) -> CompareReport:
@@ -179,10 +173,10 @@ def _flipped(a: _Side, b: _Side) -> tuple[dict[str, int], list[Flipped]]:
     }
     shown = [key for keys in of_side.values() for key in keys[:EXAMPLES]]
     examples = []
-    for key, *responses in zip(shown, a.responses(shown), b.responses(shown), strict=True):
+    for key in shown:
         asked = a.questions[key].samples[0]
         about = ("B" if gains[key] > 0 else "A", asked.data_source, asked.prompt, asked.ground_truth)
-        examples.append(Flipped(*about, *shares[key], *responses))
+        examples.append(Flipped(*about, *shares[key], a.response(key), b.response(key)))
     return {side: len(keys) for side, keys in of_side.items()}, examples
 
 
@@ -253,8 +247,7 @@ def _warnings(a: _Side, b: _Side) -> Iterator[str]:
             yield f"sampled differently: {name} is {in_a} in A and {in_b} in B"
     if of_a["model"].get("template_sha256") != of_b["model"].get("template_sha256"):
         yield "the chat templates differ: the models read the same questions in different prompts"
-    known = {"reward", "reward_files"} & of_a.keys() & of_b.keys()  # old results have no `reward_files`
-    if any(of_a[name] != of_b[name] for name in known):
+    if any(of_a[name] != of_b[name] for name in ("reward", "reward_files")):
         yield "graded differently: use `--regrade` with one --reward for both"
     for name in ("rlctl", "math-verify"):
         in_a, in_b = of_a["versions"].get(name), of_b["versions"].get(name)

@@ -64,12 +64,8 @@ def write_evaluation(
             write_page(stage / PAGE_FILE, document, samples)
 
 
-def read_evaluation(
-    directory: Path, *, without: frozenset[str] = frozenset()
-) -> tuple[dict[str, Any], list[EvalSample]]:
+def read_evaluation(directory: Path) -> tuple[dict[str, Any], list[EvalSample]]:
     """Reads `results.json` and the samples of an evaluation.
-
-    Text columns in `without` are not read, see `read_samples`.
 
     Raises:
         UsageError: the directory is not an evaluation or is damaged.
@@ -89,7 +85,7 @@ def read_evaluation(
         raise UsageError(
             f"not the results of an evaluation: {what}", where=str(path), fix="evaluate again"
         ) from error
-    return document, read_samples(directory / SAMPLES_FILE, without=without)
+    return document, read_samples(directory / SAMPLES_FILE)
 
 
 def default_out(parent: Path) -> Path:

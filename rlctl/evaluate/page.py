@@ -37,16 +37,12 @@ def score_rows(score: Mapping[str, Any], n: int) -> list[TableRow]:
     `score` is an entry of `scores` in `results.json`; `n` is the number of responses per question.
     """
     rows = []
-    worst, best = score.get("worst_case"), score.get("best_case") or {}
     for name in score:
         if name == "avg" or name.startswith(("pass@", "maj@")):
             shown = f"avg@{n}" if name == "avg" else name
-            if not worst:
-                missing = "no answers to vote on" if name.startswith("maj@") else "too few graded samples"
-                rows.append(_figure_row(shown, score[name], missing=missing))
-            elif name in worst and name in best:
-                both = f"{worst[name]:.3f} – {best[name]:.3f}"
-                rows.append(TableRow(shown, (both, "", "worst – best case")))
+            missing = "no answers to vote on" if name.startswith("maj@") else "too few graded samples"
+            missing = "too many grader errors" if score["is_withheld"] else missing
+            rows.append(_figure_row(shown, score[name], missing=missing))
     return [
         *rows,
         _figure_row("truncated", score["truncated_fraction"], ".1%"),
@@ -80,13 +76,12 @@ def score_notes(document: Mapping[str, Any]) -> Iterator[str]:
             f"{num_aborted:,} {were} ended by the engine before the policy or the length limit, and "
             "excluded; the same command samples them again"
         )
-    open_ones = [score for score in scores if score["worst_case"] is not None]
+    open_ones = [score for score in scores if score["is_withheld"]]
     for score in open_ones:
         yield (
             f"{score['data_source']}: {score['num_grader_errors']:,} of {score['num_samples']:,} responses "
             "could not be graded, more than reward.max_error_fraction "
-            f"({document['reward']['max_error_fraction']:g}). In the worst case all of these are wrong, in "
-            "the best case right"
+            f"({document['reward']['max_error_fraction']:g}): no score. Correct the grader, then --regrade"
         )
     if timeouts := document["timeouts"]:
         kinds = ", ".join(f"{kind}: {count:,}" for kind, count in sorted(timeouts.items()))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rlctl.data.prompts import messages_of
@@ -20,7 +19,6 @@ SAMPLES_FILE = "samples.parquet"
 
 #: (question index in the data, sample index of the response), both from 0.
 Pair = tuple[int, int]
-_ROWS_AT_ONCE = 4096
 #: Columns stored as JSON text, because their structure depends on the data.
 _AS_JSON = ("messages", "extra_info")
 
@@ -96,40 +94,26 @@ SCHEMA = pa.schema(
 
 def write_samples(path: Path, samples: Sequence[EvalSample]) -> None:
     """Writes samples as Parquet."""
-    with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
-        for start in range(0, len(samples), _ROWS_AT_ONCE):
-            rows = [_row(sample) for sample in samples[start : start + _ROWS_AT_ONCE]]
-            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
+    table = pa.Table.from_pylist([_row(sample) for sample in samples], schema=SCHEMA)
+    pq.write_table(table, path, compression="zstd")
 
 
-def read_samples(
-    path: Path, *, without: frozenset[str] = frozenset(), questions: Sequence[int] | None = None
-) -> list[EvalSample]:
-    """Reads a file of `write_samples`, or only the responses to the questions with these indices.
-
-    Text columns in `without` are not read and set to "".
+def read_samples(path: Path) -> list[EvalSample]:
+    """Reads a file of `write_samples`.
 
     Raises:
         UsageError: the file cannot be read or has other columns.
     """
     try:
-        with pq.ParquetFile(path) as file:
-            known = {*file.schema_arrow.names, "environment_reward"}  # which older files lack
-            missing = [name for name in SCHEMA.names if name not in known]
-            if missing:
-                raise UsageError(
-                    f"not an evaluation's samples: {', '.join(missing)} missing",
-                    where=str(path),
-                    fix="evaluate again; stored responses are not sampled again",
-                )
-            columns = [
-                name for name in SCHEMA.names if name in file.schema_arrow.names and name not in without
-            ]
-            batches = file.iter_batches(_ROWS_AT_ONCE, columns=columns)
-            if questions is not None:
-                asked = pa.array(questions, pa.int64())
-                batches = (batch.filter(pc.is_in(batch["question_index"], asked)) for batch in batches)
-            return [_sample(row, without) for batch in batches for row in batch.to_pylist()]
+        table = pq.read_table(path)
+        if missing := [name for name in SCHEMA.names if name not in table.column_names]:
+            raise UsageError(
+                f"not an evaluation's samples: {', '.join(missing)} missing",
+                where=str(path),
+                fix="evaluate again; stored responses are not sampled again",
+            )
+        rows = table.select(SCHEMA.names).to_pylist()
+        return [EvalSample(**row | {name: json.loads(row[name]) for name in _AS_JSON}) for row in rows]
     except (pa.ArrowException, OSError, ValueError, TypeError) as error:
         raise UsageError(f"the samples cannot be read: {first_line(error)}", where=str(path)) from error
 
@@ -148,9 +132,3 @@ def _row(sample: EvalSample) -> dict[str, Any]:
     # A tokenizer may produce lone surrogates, which cannot be encoded as UTF-8.
     texts = {name: value for name, value in values.items() if isinstance(value, str)}
     return values | {name: text.encode("utf-8", "replace").decode() for name, text in texts.items()}
-
-
-def _sample(row: dict[str, Any], without: frozenset[str]) -> EvalSample:
-    row |= {name: json.loads(row[name]) for name in _AS_JSON if name not in without}
-    row |= dict.fromkeys(without, "")
-    return EvalSample(**row)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -94,10 +93,7 @@ class Score:
     truncated_fraction: IntervalFigure | None  # share of samples cut off at the length limit
     mean_length: IntervalFigure | None  # response tokens per sample
     grader_error_fraction: IntervalFigure | None  # share of samples on which the grader failed
-    #: worst_case, best_case: `figures` if all samples on which the grader failed were wrong, or right. Set if
-    #: the grader failed on too many samples; all `figures` are then None
-    worst_case: dict[str, float] | None = None
-    best_case: dict[str, float] | None = None
+    is_withheld: bool = False  # the grader failed on too many samples: all `figures` are None
 
 
 def summarise(
@@ -109,8 +105,8 @@ def summarise(
         samples: graded samples, n per question.
         ks: values of k for pass@k.
         n: requested responses per question.
-        max_error_fraction: if the grader failed on a larger share of the samples of a score, the worst and
-            best case replace its metrics.
+        max_error_fraction: if the grader failed on a larger share of the samples of a score, it has no
+            metrics.
     """
     by_source: dict[str, list[Question]] = {}
     for question in questions_of(samples):
@@ -156,40 +152,7 @@ def _score(
     )
     if score.num_grader_errors <= max_error_fraction * num_samples:
         return score
-    rewards = [reward for question in questions for reward in _rewards(question.graded)]
-    return replace(
-        score,
-        figures=dict.fromkeys(score.figures),
-        worst_case=_case(questions, min([0.0, *rewards]), ks, n),
-        best_case=_case(questions, max([RIGHT, *rewards]), ks, n),
-    )
-
-
-def _case(questions: list[Question], reward: float, ks: Sequence[int], n: int) -> dict[str, float]:
-    """Metrics under the assumption that every sample on which the grader failed has this reward.
-
-    For majority votes, these samples get the most frequent right (or wrong, depending on the reward) answer
-    of their question.
-    """
-    means = _means([_assumed(question, reward) for question in questions], ks, n)
-    if not any(question.has_votes for question in questions):
-        means.pop(f"maj@{n}", None)
-    return {name: mean.value for name, mean in means.items() if mean is not None}
-
-
-def _assumed(question: Question, reward: float) -> Question:
-    is_right = reward >= RIGHT
-    alike = [s for s in question.graded if s.reward is not None and (s.reward >= RIGHT) == is_right]
-    votes = Counter(sample.answer for sample in alike)
-    answer = votes.most_common(1)[0][0] if votes else f"another that is {'right' if is_right else 'wrong'}"
-    samples = [
-        replace(sample, reward=reward, answer=answer) if sample.reward is None else sample
-        for sample in question.samples
-    ]
-    # Without graded samples, it is unknown whether answers can be extracted: assume they can.
-    return replace(
-        question, samples=samples, graded=samples, has_votes=question.has_votes or not question.graded
-    )
+    return replace(score, figures=dict.fromkeys(score.figures), is_withheld=True)
 
 
 def _means(questions: list[Question], ks: Sequence[int], n: int) -> dict[str, IntervalFigure | None]:

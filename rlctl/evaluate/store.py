@@ -1,42 +1,37 @@
 """Stores responses on arrival, so that no evaluation samples one twice.
 
 `<cache>/evaluations/<key>/` contains `settings.json`, the settings that the key is computed from (model,
-engine, sampling), and `responses.jsonl`, one line per response. A killed process leaves at most one
-incomplete last line, which is removed when the store is opened again. Only one process at a time can open a
-store.
+engine, sampling), and `responses.sqlite`, one row per response. What was added survives if the process is
+killed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import mmap
+import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple, replace
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
-from filelock import FileLock, Timeout
-
-from rlctl.errors import RunFailure
+from rlctl.errors import EnvironmentFailure, RunFailure
 from rlctl.evaluate.samples import Pair, Response
-from rlctl.files import cache_failure, open_to_append, replacing, write_text
-from rlctl.track.run_dir import version_of
+from rlctl.files import cache_failure, write_text
 
 DIRECTORY = "evaluations"
-RESPONSES_FILE = "responses.jsonl"
+RESPONSES_FILE = "responses.sqlite"
 SETTINGS_FILE = "settings.json"
 
 #: SHA-256 of the rendered prompt, question index, sample index, seed: everything a response depends on
 #: besides the settings. Equal texts at different indices are different questions.
 Key = tuple[str, int, int, int]
-#: Fields of a line: first those of the key, then those of the response.
-_FIELDS: dict[str, type] = {"prompt": str, "question": int, "sample": int, "seed": int} | {
-    "text": str,
-    "truncated": bool,
-    "num_tokens": int,
-}
+#: `text` is JSON, because a tokenizer may produce lone surrogates.
+_TABLE = """CREATE TABLE IF NOT EXISTS responses (
+    prompt TEXT, question INTEGER, sample INTEGER, seed INTEGER,
+    text TEXT, truncated INTEGER, num_tokens INTEGER, reward REAL,
+    PRIMARY KEY (prompt, question, sample, seed)
+)"""
 
 
 def prompt_hash(text: str) -> str:
@@ -45,117 +40,74 @@ def prompt_hash(text: str) -> str:
 
 
 class ResponseStore:
-    """Stored responses for one model and one set of sampling settings; a context manager that holds a lock.
+    """Stored responses for one model and one set of sampling settings; a context manager.
 
     Args:
         root: root directory of the cache.
         settings: everything that responses depend on except question and seed; JSON-serializable.
 
     Raises:
-        RunFailure: another process has the store open.
         EnvironmentFailure: the store cannot be written.
+        RunFailure: it is damaged.
     """
 
-    _append: IO[str]  # responses.jsonl, while the store is open
+    _rows: sqlite3.Connection  # while the store is open
 
     def __init__(self, root: Path, settings: Mapping[str, Any]) -> None:
         text = json.dumps(settings, sort_keys=True)
         self.directory = root / DIRECTORY / hashlib.sha256(text.encode()).hexdigest()
-        self._file = self.directory / RESPONSES_FILE
         self._settings = settings
-        self._lock = FileLock(f"{self.directory}.lock", timeout=0)
-        self._version = version_of("rlctl")
 
     def __enter__(self) -> Self:
-        with self._writing():
+        with self._failing():
             self.directory.mkdir(parents=True, exist_ok=True)
-            try:
-                self._lock.acquire()
-            except Timeout:
-                raise RunFailure(
-                    "another process is sampling from this model with these settings",
-                    where=str(self.directory),
-                    fix="wait for it; its responses are stored and reused",
-                ) from None
-            try:
-                write_text(
-                    self.directory / SETTINGS_FILE,
-                    json.dumps(self._settings, indent=1, sort_keys=True) + "\n",
-                )
-                if self._file.exists() and self._file.stat().st_size:
-                    with self._file.open("rb+") as file:  # remove an incomplete last line
-                        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                            end = content.rfind(b"\n") + 1
-                        file.truncate(end)
-                self._append = open_to_append(self._file, "a", encoding="utf-8")
-            except BaseException:
-                self._lock.release()
-                raise
+            settings = json.dumps(self._settings, indent=1, sort_keys=True)
+            write_text(self.directory / SETTINGS_FILE, settings + "\n")
+            self._rows = sqlite3.connect(self.directory / RESPONSES_FILE, timeout=60.0)
+            self._rows.execute(_TABLE)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._append.close()
-        self._lock.release()
+        self._rows.close()
 
     def find(self, wanted: Mapping[Key, Pair]) -> dict[Pair, Response]:
-        """Returns the wanted responses that are stored.
-
-        Raises:
-            RunFailure: a line is damaged.
-        """
-        return {wanted[key]: response for key, response, _ in self._lines() if key in wanted}
+        """Returns the wanted responses that are stored."""
+        with self._failing():
+            return {
+                wanted[key]: Response(json.loads(text), bool(truncated), num_tokens, reward)
+                for *of_key, text, truncated, num_tokens, reward in self._rows.execute(
+                    "SELECT * FROM responses"
+                )
+                if (key := tuple(of_key)) in wanted
+            }
 
     def forget(self, unwanted: Mapping[Key, Pair]) -> None:
-        """Removes these responses atomically.
-
-        Raises:
-            RunFailure: a line is damaged.
-            EnvironmentFailure: the disk is full.
-        """
-        with self._writing():
-            with replacing(self._file) as temporary, temporary.open("w", encoding="utf-8") as file:
-                file.writelines(line for key, _, line in self._lines() if key not in unwanted)
-            self._append.close()
-            self._append = open_to_append(self._file, "a", encoding="utf-8")
+        """Removes these responses."""
+        where = "prompt = ? AND question = ? AND sample = ? AND seed = ?"
+        with self._failing(), self._rows:
+            self._rows.executemany(f"DELETE FROM responses WHERE {where}", list(unwanted))
 
     def add(self, responses: Mapping[Key, Response]) -> None:
-        """Appends and flushes responses, so that they survive if this process is killed.
-
-        Raises:
-            EnvironmentFailure: the disk is full.
-        """
-        with self._writing():
-            for key, response in responses.items():
-                *said, reward = astuple(response)
-                record = dict(zip(_FIELDS, (*key, *said), strict=True))
-                record |= {} if reward is None else {"reward": reward}
-                self._append.write(json.dumps(record | {"rlctl": self._version}) + "\n")
-            self._append.flush()
-
-    def _lines(self) -> Iterator[tuple[Key, Response, str]]:
-        number = 0
-        try:
-            with self._file.open(encoding="utf-8", newline="\n") as file:
-                for number, line in enumerate(file, 1):  # noqa: B007 - read in the handler
-                    record = json.loads(line)
-                    for name, kind in _FIELDS.items():
-                        if not isinstance(record[name], kind):
-                            raise TypeError(f"`{name}` is not of type {kind.__name__}")
-                    prompt, question, sample, seed, *said = (record[name] for name in _FIELDS)
-                    response = Response(*said)
-                    if "reward" in record:
-                        response = replace(response, reward=float(record["reward"]))
-                    yield (prompt, question, sample, seed), response, line
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunFailure(
-                f"a stored response cannot be read: {type(error).__name__}: {error}",
-                where=f"{self._file}:{number}",
-                fix=f"delete {self._file}; its responses are then sampled again",
-            ) from error
+        """Stores responses, so that they survive if this process is killed."""
+        rows = [
+            (*key, json.dumps(one.text), one.truncated, one.num_tokens, one.reward)
+            for key, one in responses.items()
+        ]
+        with self._failing(), self._rows:
+            self._rows.executemany("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _failing(self) -> Iterator[None]:
+        where = str(self.directory / RESPONSES_FILE)
         try:
             yield
         except OSError as error:
             raise cache_failure("responses cannot be stored", self.directory, error) from error
+        except sqlite3.OperationalError as error:  # a full disk, a missing permission
+            what = f"responses cannot be stored: {error}"
+            raise EnvironmentFailure(what, where=where, fix="free space, or set RLCTL_CACHE") from error
+        except (sqlite3.DatabaseError, ValueError) as error:
+            what = f"the stored responses cannot be read: {error}"
+            raise RunFailure(
+                what, where=where, fix="delete it; its responses are then sampled again"
+            ) from error

@@ -249,7 +249,7 @@ class RewardSpec(Section):
     """Weighted sum of several rewards; null: only `reward.name`; []: only the environment's own reward."""
     max_error_fraction: float = Field(default=0.1, ge=0, le=1)
     """Maximum fraction of responses that cannot be graded (they are excluded, not scored 0). Above it, a run
-    stops and `evaluate` reports the worst and the best case."""
+    stops and `evaluate` reports no score."""
     model: RewardModelSpec = RewardModelSpec()
     code: CodeSpec = CodeSpec()
     overlong: OverlongSpec = OverlongSpec()

@@ -6,35 +6,20 @@ A value is a secret because of its key, like everything below such a key, or bec
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 MASK = "***"
 
-_SECRET_WORD = re.compile(
-    r"pass(word|wd|phrase)s?|pwd|secrets?|credentials?|auth|authorization|cookies?|headers?|tokens?"
-    r"|(api|access|secret|private)keys?"
-)
-#: Before `key`, `keys`, `token` and `tokens`: the name of a column, of a part of a text, or of a count.
-_PLAIN_WORD = re.compile(
-    r"input|output|label|prompt|answer|question|response|messages?|image|column|data|fn|group|sort|primary|public"
-    r"|cache|bos|eos|pad|unk|sep|cls|mask|stop|start|end|special|added|extra|max|min|num|new|total|episode"
-)
-_SECRET_VALUE = re.compile(
-    r"\b(?:hf|gh[a-z]|glpat|xox[a-z]|gsk|npm|pypi|nvapi|xai|r8|dop_v1|shpat|sk|rk|pk_live)[_-][A-Za-z0-9_-]{16,}"
-    r"|\bgithub_pat_\w{20,}"
-    r"|\bwandb_v\d+_[A-Za-z0-9_]{16,}"
-    r"|\blocal-[0-9a-f]{40}\b"
-    r"|\bA(?:KIA|SIA|GPA|IDA|ROA)[A-Z0-9]{16}\b"
-    r"|\b(?:IQoJb3JpZ2lu|FwoGZXIvYXdz)[A-Za-z0-9+/=]{16,}"  # AWS session
-    r"|\bAIza[A-Za-z0-9_-]{30,}|\bya29\.[A-Za-z0-9_-]{16,}"  # Google
-    r"|\bSG\.[A-Za-z0-9_-]{16,}\.[A-Za-z0-9_-]{16,}"
-    r"|\beyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*"  # JWT
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.*?-----END [A-Z ]*PRIVATE KEY-----|.*)"
-    r"|(?<=://)[^/\s@]+(?=@)"
-    r"|(?<=bearer )[A-Za-z0-9._~+/-]{8,}=*|(?<=basic )(?-i:(?=\S*[A-Z0-9=]))[A-Za-z0-9+/]{8,}=*",
-    re.IGNORECASE | re.DOTALL,
-)
+#: Patterns of keys and values; see the file.
+_PATTERNS = {
+    name: re.compile("|".join(patterns), re.IGNORECASE | re.DOTALL)
+    for name, patterns in tomllib.loads(
+        Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    ).items()
+}
 _QUERY = re.compile(r"([?&;]([\w.-]+)=)([^&;#\s\"']+)")
 # W&B's classic keys have the format of a git commit: 40 hexadecimal digits. Values of commit keys are kept.
 _HEX40 = re.compile(r"(?<![0-9a-fA-F/@])[0-9a-f]{40}(?![0-9a-fA-F])")
@@ -47,7 +32,7 @@ def redact(text: str, key: str = "") -> str:
     if _is_secret(key):
         return MASK if text.strip() not in {"", "null", "None"} else text
     text = _QUERY.sub(lambda found: found[1] + (MASK if _is_secret(found[2], "key|sig") else found[3]), text)
-    text = _SECRET_VALUE.sub(MASK, text)
+    text = _PATTERNS["secret_values"].sub(MASK, text)
     return text if _COMMIT_KEY.search(key) else _HEX40.sub(MASK, text)
 
 
@@ -83,10 +68,10 @@ def _is_secret(key: str, also: str = r"\0") -> bool:
     """Whether values of a key are secrets; `also` matches further secret names."""
     own = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key.rpartition(".")[2]).lower()
     *before, last = re.split(r"[_-]+", own)
-    is_plain = bool(before) and _PLAIN_WORD.fullmatch(before[-1]) is not None
+    is_plain = bool(before) and _PATTERNS["plain_words"].fullmatch(before[-1]) is not None
     if last in {"key", "keys"} and before:
         return not is_plain
-    found = _SECRET_WORD.fullmatch(last) or re.match(also, last)
+    found = _PATTERNS["secret_words"].fullmatch(last) or re.match(also, last)
     return found is not None and not (last.startswith("token") and is_plain)
 
 

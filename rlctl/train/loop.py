@@ -148,8 +148,8 @@ def describe_batch(run: Run, batch: TokenBatch, graded: Graded) -> dict[str, flo
     has_ages = spec.rollout.in_flight or spec.rollout.max_age_updates is not None
     if has_ages:
         sampled |= age_sums(graded, run.policy_version, spec.rollout.max_age_updates)
-    sums = run.ranks.to_host({name: value.to(run.ranks.device) for name, value in sampled.items()})
-    sums |= run.data_ranks.to_host(token_sums(batch))
+    sums = run.ranks.all_reduce({name: value.to(run.ranks.device) for name, value in sampled.items()})
+    sums |= run.data_ranks.all_reduce(token_sums(batch))
     metrics = batch_metrics(sums, compares_siblings=spec.algorithm.estimator_needs("group_ids"))
     errors = graded.rewards.errors + (graded.baseline.errors if graded.baseline else [])
     refuse_ungraded(run, metrics["reward/num_errors"], spec.data.train_batch_size * spec.rollout.n, errors)
@@ -166,7 +166,7 @@ def describe_episodes(run: Run, graded: Graded) -> dict[str, float]:
     """
     ranks, limit = run.ranks, run.spec.environment.max_failed_fraction
     names = sorted(set(ranks.exchange([name for episode in graded.episodes for name in episode.metrics])))
-    sums = ranks.to_host(
+    sums = ranks.all_reduce(
         {name: value.to(ranks.device) for name, value in environment_sums(graded, names).items()}
     )
     failed, total = sums["failed"], sums["failed"] + sums["episodes"]
@@ -184,7 +184,7 @@ def describe_turns(run: Run, batch: TokenBatch, outcome: Updated) -> dict[str, f
     """Mismatch by turn over all ranks."""
     if not run.spec.environment.has_episodes:
         return {}
-    return turn_metrics(run.data_ranks.to_host(turn_sums(batch, outcome.seen.training_log_probs)))
+    return turn_metrics(run.data_ranks.all_reduce(turn_sums(batch, outcome.seen.training_log_probs)))
 
 
 def names_of(batch: TokenBatch, outcome: Updated) -> list[str]:

@@ -165,7 +165,7 @@ def with_kl_in_reward(
     unit = batch.units.of(algorithm.unit)
     is_finite = ~unit.spread(unit.any(~batch.old_log_probs.isfinite()))
     kl = torch.where(is_finite | kl.isfinite(), kl, 0.0)
-    found = Moments.read(ranks.to_host(moments("kl", unit.mean(kl), unit.lengths > 0)), "kl")
+    found = Moments.read(ranks.all_reduce(moments("kl", unit.mean(kl), unit.lengths > 0)), "kl")
     if not math.isfinite(found.mean):
         raise RunFailure(f"KL estimator {algorithm.kl_penalty} returned NaN or infinity")
     metrics = {

@@ -90,6 +90,14 @@ class SeenTokens:
         none = torch.zeros_like(settings.rules.segments(batch.units, "sequence").lengths, dtype=torch.bool)
         return cls(zeros, zeros.clone(), zeros.bool(), none, none.clone())
 
+    def store(self, part: SeenTokens, tokens: Tensor, responses: Tensor) -> None:
+        """Takes over a part with these indices; a response that was not finite once stays so."""
+        self.training_log_probs[tokens] = part.training_log_probs
+        self.weights[tokens] = part.weights
+        self.keep[tokens] = part.keep
+        self.nonfinite[responses] |= part.nonfinite
+        self.saturated[responses] |= part.saturated
+
 
 @dataclass(frozen=True, slots=True)
 class _MiniResult:
@@ -101,6 +109,7 @@ class _MiniResult:
     applied: bool
     could_not_step: bool
     decision: UpdateDecision | None
+    seen: SeenTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +159,14 @@ class MiniBatch:
                 batch, settings.micro_sequences, settings.micro_tokens, first=no_gradient
             )
         ]
-        count, without = num_passes(len(parts), ranks), 0
+        count, forward_only = num_passes(len(parts), ranks), 0
         if no_gradient is not None and count > 1:
-            # The step needs the backward pass of the last one.
-            flags = [bool(no_gradient[part.episodes].all()) for part in parts]
-            flags += [True] * (count - len(parts))
-            without = -int(ranks.max(-float([*flags[:-1], False].index(False))))
+            needed = [place for place, part in enumerate(parts) if not no_gradient[part.episodes].all()]
+            last = count - 1  # the step needs the backward pass of the last one
+            forward_only = int(ranks.min(float(min([*needed, last]))))
         idle = idle_inputs(batch.token_ids.device)
         layout = actor.plan([part.batch.inputs for part in parts] or [idle])
-        return cls(batch, parts, count, without, layout, actor, ranks, settings)
+        return cls(batch, parts, count, forward_only, layout, actor, ranks, settings)
 
     def policy(self, part: _Part | None) -> PolicyOutput:
         """The policy's output for one micro-batch; None: for a token that nothing is computed from."""
@@ -194,10 +202,11 @@ def _responses(batch: TokenBatch, episodes: Tensor, settings: UpdateSettings) ->
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """What is known of a mini-batch before its passes with gradient.
+class _Prepared:
+    """What is known of a mini-batch before its passes with gradient; the same way on every rank.
 
     Attributes:
+        normalizers: what the loss needs of the whole mini-batch.
         correction: of all of its tokens; None: each micro-batch is corrected from its own pass.
         sums: those of the correction, over all ranks.
         outputs: of all micro-batches; None: not computed yet.
@@ -209,21 +218,22 @@ class _Known:
     outputs: list[tuple[_Part | None, PolicyOutput]] | None = None
 
 
-def _known(mini: MiniBatch, fixed: Correction | None) -> _Known:
-    """The cheapest way to what the loss needs; the same on every rank.
+def _prepared(mini: MiniBatch, fixed: Correction | None) -> _Prepared:
+    """The cheapest way to the correction and the statistics that the loss needs.
 
     Args:
         fixed: the correction with π_old in decoupled mode; None in bypass mode.
     """
     settings, ranks, batch = mini.settings, mini.ranks, mini.batch
+    scales = mini.actor.scales_gradients and settings.scales_with_statistics
+    if fixed is None and mini.num_passes > 1 and (scales or not settings.needs_batch_statistics):
+        # Each micro-batch is corrected from its own pass; the gradient is scaled before the step.
+        lengths = settings.rules.segments(batch.units, "sequence").lengths
+        tokens, responses = ranks.sum([float(lengths.sum()), float((lengths > 0).sum())])
+        return _Prepared(BatchNormalizers(tokens, responses, 1.0, settings.loss))
     outputs, correction, loss = None, fixed, settings.loss
     shares: tuple[Tensor | None, float] = (None, 0.0)
-    if fixed is None or settings.reads_batch:
-        scales = mini.actor.scales_gradients and settings.scales_with_statistics
-        if mini.num_passes > 1 and (scales or not settings.needs_batch_statistics):
-            lengths = settings.rules.segments(batch.units, "sequence").lengths
-            tokens, responses = ranks.sum([float(lengths.sum()), float((lengths > 0).sum())])
-            return _Known(BatchNormalizers(tokens, responses, 1.0, loss))
+    if fixed is None or settings.reads_batch:  # from π_θ: with gradient only if no further pass is needed
         with torch.set_grad_enabled(mini.num_passes == 1):
             found = list(mini.outputs())
         outputs = found if mini.num_passes == 1 else None
@@ -234,12 +244,11 @@ def _known(mini: MiniBatch, fixed: Correction | None) -> _Known:
         if settings.router_aux_loss_coef:
             shares = _expert_shares(mini, mini.joined(found, "routing"))
     assert correction is not None
-    sums = ranks.to_host(correction.sums)
+    sums = ranks.all_reduce(correction.sums)
     which = "kept_" if settings.rules.loss_denominator == "after_rejection" else ""
     counts = sums[f"{which}tokens"], sums[f"{which}sequences"]
     factor = normalization_factor(sums, settings.rules) if settings.weights_are_applied else 1.0
-    normalizers = BatchNormalizers(*counts, factor, loss, *shares)
-    return _Known(normalizers, correction, sums, outputs)
+    return _Prepared(BatchNormalizers(*counts, factor, loss, *shares), correction, sums, outputs)
 
 
 def _with_statistics(mini: MiniBatch, log_probs: Tensor, keep: Tensor) -> LossRule:
@@ -295,9 +304,10 @@ def update(
             if not settings.bypass and number not in fixed:
                 assert mini.batch.old_log_probs is not None
                 fixed[number] = mini.correct(mini.batch, mini.batch.old_log_probs)
-            where = batch.units.episode.entries_of(episodes), _responses(batch, episodes, settings)
             lr = lr_at(first_update + len(results))
-            result = _step(mini, fixed.get(number), lr, seen, where, guard, lr_scale, hold=hold)
+            result = _step(mini, fixed.get(number), lr, guard, lr_scale, hold=hold)
+            tokens = batch.units.episode.entries_of(episodes)
+            seen.store(result.seen, tokens, _responses(batch, episodes, settings))
             lr_scale = lr_scale if result.decision is None else result.decision.next_scale
             results.append(result)
     metrics = _metrics(results, settings)
@@ -318,44 +328,41 @@ def _step(
     mini: MiniBatch,
     fixed: Correction | None,
     lr: float,
-    seen: SeenTokens,
-    where: tuple[Tensor, Tensor],
     guard: GuardrailsSpec,
     lr_scale: float,
     *,
     hold: bool,
 ) -> _MiniResult:
-    """One optimizer step; with `hold`, everything except the step itself.
-
-    `where`: indices of the tokens and responses of the mini-batch in `seen`.
-    """
-    settings, known = mini.settings, _known(mini, fixed)
-    normalizers = known.normalizers
+    """One optimizer step; with `hold`, everything except the step itself."""
+    settings, prepared = mini.settings, _prepared(mini, fixed)
+    seen = SeenTokens.of(mini.batch, settings)
+    normalizers = prepared.normalizers
     losses: list[Sums] = []
     corrections: list[Sums] = []
-    for done, (part, output) in enumerate(known.outputs or mini.outputs(), start=1):
+    for done, (part, output) in enumerate(prepared.outputs or mini.outputs(), start=1):
         if part is None:
             loss = 0.0 * (output.log_probs.sum() + output.entropy.sum())
         else:
             log_probs = output.log_probs.detach()
-            if known.correction is None:
+            if prepared.correction is None:
                 correction = mini.correct(part.batch, log_probs)
                 corrections.append(correction.sums)
             else:
-                correction = known.correction.of(part.tokens, part.responses)
+                correction = prepared.correction.of(part.tokens, part.responses)
             loss, sums_of_part = actor_loss(part.batch, output, correction, normalizers, settings)
             losses.append(sums_of_part)
-            _write(seen, part, correction, log_probs, where, settings, normalizers.factor)
+            of_part = _seen(part.batch, correction, log_probs, settings, normalizers.factor)
+            seen.store(of_part, part.tokens, part.responses)
         if loss.requires_grad:
             mini.actor.backward(loss, last=done == mini.num_passes)
 
-    sums = known.sums or mini.ranks.to_host(added(corrections) if corrections else _of_nothing(mini)[0])
+    sums = prepared.sums or mini.ranks.all_reduce(added(corrections) if corrections else _of_nothing(mini)[0])
     factor = normalization_factor(sums, settings.rules)
-    scale = 1.0 if known.sums else _scale(sums, normalizers, settings)
-    loss_sums = mini.ranks.to_host(added(losses) if losses else _of_nothing(mini)[1])
+    scale = 1.0 if prepared.sums else _scale(sums, normalizers, settings)
+    loss_sums = mini.ranks.all_reduce(added(losses) if losses else _of_nothing(mini)[1])
     loss_sums |= {name: loss_sums[name] * scale for name in ("loss", "pg_loss", "kl_loss")}
     if settings.weights_are_applied and factor != normalizers.factor:
-        seen.weights[where[0]] /= factor / normalizers.factor
+        seen.weights.div_(factor / normalizers.factor)
     _refuse_nonfinite(sums, loss_sums, settings)
     is_possible = sums["kept_tokens"] > 0 and math.isfinite(loss_sums["loss"])
     decision = None
@@ -376,28 +383,24 @@ def _step(
         applied=result.applied,
         could_not_step=not (result.applied or is_withheld),
         decision=decision,
+        seen=seen,
     )
 
 
-def _write(
-    seen: SeenTokens,
-    part: _Part,
-    correction: Correction,
-    log_probs: Tensor,
-    where: tuple[Tensor, Tensor],
-    settings: UpdateSettings,
-    factor: float,
-) -> None:
-    """Stores what one micro-batch used; if no weights are applied, kept tokens have weight 1."""
-    tokens, responses = where[0][part.tokens], where[1][part.responses]
-    assert part.batch.old_log_probs is not None
-    seen.training_log_probs[tokens] = log_probs if settings.bypass else part.batch.old_log_probs
+def _seen(
+    batch: TokenBatch, correction: Correction, log_probs: Tensor, settings: UpdateSettings, factor: float
+) -> SeenTokens:
+    """What one micro-batch used; if no weights are applied, kept tokens have weight 1."""
+    assert batch.old_log_probs is not None
     weights = correction.weights if settings.weights_are_applied else None
-    seen.weights[tokens] = correction.keep.float() if weights is None else weights / factor
-    seen.keep[tokens] = correction.keep
-    unit = settings.rules.segments(part.batch.units, "sequence")
-    seen.nonfinite[responses] |= correction.nonfinite | unit.any(~log_probs.isfinite())
-    seen.saturated[responses] |= correction.saturated
+    unit = settings.rules.segments(batch.units, "sequence")
+    return SeenTokens(
+        training_log_probs=log_probs if settings.bypass else batch.old_log_probs,
+        weights=correction.keep.float() if weights is None else weights / factor,
+        keep=correction.keep,
+        nonfinite=correction.nonfinite | unit.any(~log_probs.isfinite()),
+        saturated=correction.saturated,
+    )
 
 
 def _of_nothing(mini: MiniBatch) -> tuple[Sums, Sums]:

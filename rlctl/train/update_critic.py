@@ -93,4 +93,4 @@ def _backward(mini: TokenBatch, critic: CriticEngine, ranks: Ranks, settings: Cr
             }
             sums.append({name: value.double() for name, value in (figures | {"clipped": clipped}).items()})
         critic.backward(loss, last=done == len(passes))
-    return ranks.to_host(added(sums))
+    return ranks.all_reduce(added(sums))

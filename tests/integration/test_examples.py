@@ -55,6 +55,7 @@ def test_a_run_with_parts_from_files(tmp_path: Path) -> None:
     assert first["critic/advantages/mean"] < 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
 def test_a_run_with_a_training_engine_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It makes the same updates as DeepSpeed without ZeRO, and a run continues from its checkpoint."""

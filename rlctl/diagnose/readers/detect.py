@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
@@ -24,7 +23,7 @@ from rlctl.diagnose.readers.reader_files import (
 )
 from rlctl.diagnose.readers.reading import LogReading, canonical_table
 from rlctl.diagnose.readers.runs import Log, Preview, runs_in
-from rlctl.diagnose.readers.source import LogSource, OpenFile, is_archive, opened, unpacked
+from rlctl.diagnose.readers.source import LogSource, is_archive, opened, unpacked
 from rlctl.diagnose.table import STDIN, RunLog
 from rlctl.errors import UsageError
 from rlctl.spec.load import RUN_SPEC_FILE, spec_or_note
@@ -54,7 +53,6 @@ _MOST_PER_STEP = 8
 def read_runs(
     path: Path,
     wanted: Collection[str],
-    open_file: OpenFile = io.FileIO,
     readers: Readers = BUILT_IN,
 ) -> Iterator[RunLog]:
     """Reads the logs of all runs at a path, of any framework, one after another.
@@ -65,7 +63,6 @@ def read_runs(
             next to a log is taken as the spec of its run.
         wanted: canonical metrics to keep, where `<…>` stands for any text; memory grows only with the number
             of these and of rows.
-        open_file: opens a text log for reading, for example to show the progress.
         readers: the readers' files that apply.
 
     Raises:
@@ -76,17 +73,16 @@ def read_runs(
     if path != STDIN and not path.exists():
         raise UsageError("no such file or directory", where=str(path), fix="name a run directory, or a log")
     if path == STDIN or not (path.is_dir() or is_archive(path)):
-        yield _read_log(Log((path,), path), metrics, open_file, ())
+        yield _read_log(Log((path,), path), metrics, ())
         return
     with unpacked(path) as directory:
         for log, notes in runs_in(directory, path, partial(_preview, readers=readers)):
-            yield _read_log(log, metrics, open_file, notes)
+            yield _read_log(log, metrics, notes)
 
 
 def read_run(
     path: Path,
     wanted: Collection[str],
-    open_file: OpenFile = io.FileIO,
     readers: Readers = BUILT_IN,
 ) -> RunLog:
     """Reads the log of the only run at a path, as `read_runs` does.
@@ -94,7 +90,7 @@ def read_run(
     Raises:
         UsageError: as `read_runs`; or there are several runs.
     """
-    runs = read_runs(path, wanted, open_file, readers)
+    runs = read_runs(path, wanted, readers)
     first, second = next(runs), next(runs, None)
     if second is not None:
         shown = f"{first.path}, {second.path}"
@@ -102,9 +98,9 @@ def read_run(
     return first
 
 
-def _read_log(log: Log, metrics: MetricFilter, open_file: OpenFile, notes: Sequence[str]) -> RunLog:
+def _read_log(log: Log, metrics: MetricFilter, notes: Sequence[str]) -> RunLog:
     readers = metrics.readers
-    reading = LogReading(Collector(metrics.by_any_name, readers.step_keys), readers, open_file)
+    reading = LogReading(Collector(metrics.by_any_name, readers.step_keys), readers)
     _read_files(log.files, reading)
     collected = reading.collector.finish()
     run_spec = log.files[0].parent / RUN_SPEC_FILE
@@ -212,7 +208,7 @@ def _read_files(files: Sequence[Path], reading: LogReading) -> None:
         if len(files) > 1:
             binary.read_events(files, reading)
             return
-        with opened(files[0], reading.open_file) as source:
+        with opened(files[0]) as source:
             _read(source, reading)
             reading.notes += source.notes
     except OSError as error:
@@ -222,26 +218,28 @@ def _read_files(files: Sequence[Path], reading: LogReading) -> None:
 def _read(source: LogSource, reading: LogReading) -> None:
     head, where = source.head, str(source.path)
     if not head.strip():
-        what = "nothing in this compressed file can be read" if source.is_gzip else "the log is empty"
+        what = "nothing in this compressed file can be read" if source.notes else "the log is empty"
         raise UsageError(what, where=where, fix=_KNOWN_LOGS)
     if head.startswith(binary.PARQUET_MARK):
-        with source.on_disk() as path:
-            try:
-                has_steps = binary.read_parquet(path, reading)
-            except ValueError as error:
-                raise UsageError(f"a Parquet file that cannot be read: {error}", where=where) from error
+        try:
+            has_steps = binary.read_parquet(source.file, reading)
+        except ValueError as error:
+            raise UsageError(f"a Parquet file that cannot be read: {error}", where=where) from error
         if not has_steps:
             raise UsageError("a table without a step column", where=where, fix=_KNOWN_LOGS)
-    elif head.startswith(binary.WANDB_MARK):
-        with source.open() as stream:
-            binary.read_wandb(stream, reading)
     elif binary.EVENTS_MARK in head[:64]:
-        with source.on_disk() as path:
-            binary.read_events([path], reading)
-    elif _is_binary(head):
+        binary.read_events([source.file], reading)
+    elif not head.startswith(binary.WANDB_MARK) and _is_binary(head):
         raise UsageError("not a known log format: a binary file", where=where, fix=_KNOWN_LOGS)
     else:
-        _read_text(source, reading)
+        with source.file.open("rb") as stream:
+            if head.startswith(binary.WANDB_MARK):
+                binary.read_wandb(stream, reading)
+            elif header := text.csv_header(head, reading.collector.step_keys):
+                text.read_csv(stream, *header, reading)
+            elif not (text.may_be_document(head) and text.read_document(stream, reading)):
+                stream.seek(0)
+                text.read_lines(stream, reading)
 
 
 def _is_binary(head: bytes) -> bool:
@@ -249,16 +247,3 @@ def _is_binary(head: bytes) -> bool:
     rest = head.replace(b"\0", b"")
     controls = len(rest) - len(rest.translate(None, _CONTROLS))
     return controls > _BINARY_SHARE * len(head) or 0 < len(rest) < len(head) // 2
-
-
-def _read_text(source: LogSource, reading: LogReading) -> None:
-    if header := text.csv_header(source.head, reading.collector.step_keys):
-        with source.open() as stream:
-            text.read_csv(stream, *header, reading)
-        return
-    if text.may_be_document(source.head):
-        with source.open() as stream:
-            if text.read_document(stream, reading):
-                return
-    with source.open() as stream:
-        text.read_lines(stream, reading)

@@ -6,10 +6,12 @@ The rows of the form with the most metrics are used as the log.
 from __future__ import annotations
 
 import re
+import tomllib
 from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from rlctl.diagnose.readers.collect import STEP_KEYS, Collector
@@ -204,23 +206,9 @@ _EXCEPTION = re.compile(
     r"(?:\[?rank\d+\]?:?\s*)?(?:[\w.]+::\S+.*?:\s)?"
     r"(?P<text>(?:\w+\.)*(?P<type>\w*(?:Error|Exception|Interrupt|Exit|Timeout|Died\w*))(?:\(\w+\))?(?::\s.*)?)\s*$"
 )
-#: Ends of a run that Python does not report: full disks, the out-of-memory killer, collectives that time out,
-#: signals, schedulers. The group `stop`: from outside.
-_DEATH = re.compile(
-    r"No space left on device|Disk quota exceeded|\boom[-_ ]?kill|OOMKilled|Killed process \d"
-    r"|(?:^|\s)Killed\s*$|exit ?code:? ?-?(?:9|137)\b|\bSIG(?:KILL|SEGV|BUS|ABRT)\b|Segmentation fault"
-    r"|Bus error|\(core dumped\)"
-    r"|Watchdog caught collective|watchdog (?:thread terminated|got stuck)|nccl\w+Error\b|NCCL error"
-    r"|CUDA error: |CUDA out of memory|OutOfMemoryError|terminate called after|Fatal Python error"
-    r"|Engine core proc\w* died|(?:ERROR|FATAL|CRITICAL)\b.*\btimed? ?-?out\b"
-    r"|(?P<stop>\*\*\*.* CANCELLED AT .*|DUE TO (?:TIME LIMIT|PREEMPTION)|\bSIGTERM\b.*(?:received|death))"
-)
-#: Errors that follow the failure of another process, whose own error may be printed, too.
-_OF_LAUNCHERS = frozenset(
-    {"ChildFailedError", "CalledProcessError", "SystemExit", "RayTaskError", "ActorDiedError"}
-    | {"ActorUnavailableError", "WorkerCrashedError", "EngineDeadError", "BrokenPipeError"}
-    | {"ProcessRaisedException", "ProcessExitedException"}
-)
+#: Ends that are no exceptions, and errors of launchers; see the file.
+_ENDS = tomllib.loads(Path(__file__).with_name("ends.toml").read_text(encoding="utf-8"))
+_DEATH = re.compile("|".join([*_ENDS["died"], f"(?P<stop>{'|'.join(_ENDS['stopped'])})"]))
 #: Exceptions of a run that was stopped from outside.
 _STOPS = frozenset({"KeyboardInterrupt", "SignalException"})
 _LONGEST = 500
@@ -287,4 +275,4 @@ class FirstError:
             self._found.clear()  # it was handled
         self._last_line = line
         error = LoggedException(text[:_LONGEST], where, line, kind in _STOPS)
-        self._found.append((error, kind in _OF_LAUNCHERS))
+        self._found.append((error, kind in _ENDS["of_launchers"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 from rlctl.diagnose.facts import Config, configured_facts
 from rlctl.diagnose.readers.collect import Collected, Collector
 from rlctl.diagnose.readers.reader_files import MetricFilter, NamedMetric, Reader, Readers
-from rlctl.diagnose.readers.source import OpenFile
 from rlctl.diagnose.table import Facts, Framework, LoggedException, MetricOrigin, Table
 
 
@@ -24,7 +22,6 @@ class LogReading:
 
     collector: Collector  # collects the rows
     readers: Readers  # the frameworks whose rows and settings are looked for
-    open_file: OpenFile = io.FileIO
     limit: int | None = None  # rows after which a reader may stop, for a preview; None reads everything
     hint: Framework | None = None  # the framework, where the format shows it
     config: dict[str, Any] = field(default_factory=dict)  # the run's configuration, where the log has one

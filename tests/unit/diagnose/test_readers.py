@@ -1,6 +1,4 @@
 import contextlib
-import gzip
-import io
 import json
 import math
 import os
@@ -32,20 +30,6 @@ def read(tmp_path, content, keys=KEYS):
     path = tmp_path / "some.log"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return read_run(path, keys)
-
-
-@pytest.mark.parametrize("is_compressed", [False, True])
-def test_a_text_log_is_read_through_the_given_function(tmp_path, is_compressed):
-    path, opened = tmp_path / "log", []
-    content = "".join(line(step, entropy=0.5) for step in range(3)).encode()
-    path.write_bytes(gzip.compress(content) if is_compressed else content)
-
-    def open_file(file):
-        opened.append(file)
-        return io.FileIO(file)
-
-    assert len(read_run(path, ["actor/entropy"], open_file).table.steps) == 3
-    assert set(opened) == {path}
 
 
 def test_gaps_names_for_nan_and_metrics_that_come_later(tmp_path):

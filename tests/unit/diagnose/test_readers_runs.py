@@ -138,7 +138,7 @@ def test_an_archive_is_read_like_a_directory(tmp_path):
 def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(source, "_LARGEST_UNPACKED", 1 << 20)
     path = archive(tmp_path / "bomb.zip", a=b"\0" * (1 << 20), b=b"\0" * (1 << 20))
-    with pytest.raises(UsageError, match="unpacks to more than"):
+    with pytest.raises(UsageError, match="expands to 2,097,152 bytes"):
         read_run(path, EVERYTHING)
 
 
@@ -161,5 +161,5 @@ def test_an_archive_that_cannot_be_read_is_refused(tmp_path, kind):
         place = content.index(b"PK\x01\x02") + 8
         content[place : place + 2] = struct.pack("<H", 1)
     (tmp_path / "logs.zip").write_bytes(content[:-30] if kind == "cut" else content)
-    with pytest.raises(UsageError, match="a ZIP archive that cannot be read"):
+    with pytest.raises(UsageError, match=r"cannot be read as a zip archive|is encrypted"):
         read_run(tmp_path / "logs.zip", EVERYTHING)

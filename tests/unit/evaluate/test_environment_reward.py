@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pyarrow.parquet as pq
-
 from rlctl.data.schema import Message, Row
 from rlctl.evaluate.evaluation import grade
 from rlctl.evaluate.samples import Response, as_samples, read_samples, write_samples
@@ -31,11 +29,3 @@ def test_it_is_the_score_where_no_grader_is_asked(tmp_path: Path) -> None:
     graded = grade(Reward({}, OverlongSpec(), 10), read, lambda *_: None)
     assert [sample.reward for sample in graded.samples] == [0.5, None]
     assert len(graded.errors) == 1
-
-
-def test_samples_of_earlier_versions_can_be_read(tmp_path: Path) -> None:
-    file = tmp_path / "samples.parquet"
-    write_samples(file, as_samples(ROWS, ["go"], RESPONSES))
-    table = pq.read_table(file)
-    pq.write_table(table.drop_columns(["environment_reward"]), file)
-    assert [sample.environment_reward for sample in read_samples(file)] == [None, None]

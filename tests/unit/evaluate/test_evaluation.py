@@ -105,11 +105,8 @@ def test_what_the_grader_fails_on_is_stored_and_left_out(run_dir, tmp_path):
     by_source = {score.data_source: score for score in found.scores}
     assert by_source["some/maths"].figures["avg"] is None
     assert by_source["overall"].num_grader_errors == 2
-    of_source, overall = by_source[DATA_SOURCE], by_source["overall"]
-    assert overall.figures["avg"] is None  # half of it: more than reward.max_error_fraction
-    assert overall.worst_case["avg"] == of_source.figures["avg"].value / 2
-    assert overall.best_case["avg"] == (1 + of_source.figures["avg"].value) / 2
-    assert overall.best_case["maj@2"] == (1 + of_source.figures["maj@2"].value) / 2
+    assert by_source[DATA_SOURCE].figures["avg"] is not None
+    assert by_source["overall"].figures["avg"] is None  # half of it: more than reward.max_error_fraction
     assert "not a mathematical expression" in found.grader_errors[0]
     assert [row["reward"] for row in samples][:2] == [None, None]
 

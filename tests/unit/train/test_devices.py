@@ -43,9 +43,9 @@ def move() -> Iterator[Move]:
 class OneRank(Ranks):
     """Refuses what NCCL refuses: tensors on the CPU."""
 
-    def to_host(self, sums: Sums) -> HostSums:
+    def all_reduce(self, sums: Sums) -> HostSums:
         assert all(isinstance(value, Placed) for value in sums.values())
-        return super().to_host(sums)
+        return super().all_reduce(sums)
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         assert isinstance(values, Placed)
@@ -84,7 +84,7 @@ def test_advantages_and_metrics(estimator: str, move: Move) -> None:
     scored, algorithm = move(scored_batch()), algorithm_of(estimator, use_kl_in_reward=True)
     scored, _, _ = with_kl_in_reward(scored, algorithm, kl_controller(algorithm), RANKS)
     batch = with_advantages(scored, algorithm, RANKS)
-    assert RANKS.to_host(token_sums(batch))["reward.n"] == ROWS
+    assert RANKS.all_reduce(token_sums(batch))["reward.n"] == ROWS
 
 
 @pytest.mark.parametrize(

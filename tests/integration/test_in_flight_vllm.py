@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-LENGTH, PROMPT, COUNT = 400, [3, 4, 5], 4
+LENGTH, PROMPT, COUNT = 480, [3, 4, 5], 4
 SAMPLING = Sampling(max_response_length=LENGTH)
 
 
@@ -97,7 +97,7 @@ def sampled(engine: VLLMServerRollout, versions: list[int]) -> list[Turn]:
             for seed in range(COUNT)
         ]
         for version in versions[1:]:
-            time.sleep(0.4)
+            time.sleep(0.1)
             send(engine, version)
         return [turn for one in turns for turn in one.result()]
 
@@ -127,9 +127,12 @@ def test_every_log_prob_is_that_of_the_policy_that_sampled(
     """Of which version, at which token, and with whose cache: to rounding."""
     rollout, _ = engine
     rollout._cache = cache
-    turns = sampled(rollout, versions)
-    counts = [len(set(turn.versions.tolist())) for turn in turns]
-    assert max(counts) > 1, "no update met an open response: sample longer ones"
+    for _ in range(5):  # until an update meets an open response
+        turns = sampled(rollout, versions)
+        counts = [len(set(turn.versions.tolist())) for turn in turns]
+        if max(counts) > 1:
+            break
+    assert max(counts) > 1
     for turn, count in zip(turns, counts, strict=True):
         assert turn.versions.diff().min() >= 0
         assert set(turn.versions.tolist()) <= set(versions)
